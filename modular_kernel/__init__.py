@@ -103,9 +103,10 @@ def _register_with_transformers() -> None:
     """Make our experts known to transformers, if its release has an interface for them."""
     try:
         import_module("modular_kernel.integrations.transformers.register").register_default()
-    except ImportError:  # too old a release: it then says itself that it does not know the name
+    except ImportError:  # the release is too old; it raises its own error for the unknown name
         return
 
 
-# All of its modules with models import this one; it has then imported what the integration needs.
+# Every model of transformers imports this module. By then, everything that the integration needs
+# is imported.
 call_after_import("transformers.modeling_utils", _register_with_transformers)

@@ -67,8 +67,9 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class Offer:
-    """An entry point that is not yet imported: its name, its origin, and how to load it.
+    """An entry point that is not imported yet.
 
+    origin: its distribution and its value. load: imports and returns the object that it names.
     is_builtin: True for this distribution's own entry points, whose import needs no deadline.
     """
 
@@ -80,7 +81,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Part:
-    """A part class and the entry point it came from."""
+    """A part class. origin: the entry point that provides it."""
 
     name: str
     kind: Kind
@@ -90,7 +91,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Broken:
-    """An entry point, or one class it names, that cannot be used, and the reason."""
+    """An entry point, or a class that it names, that cannot be used. error: the reason."""
 
     name: str
     origin: str
@@ -132,7 +133,10 @@ class Catalog:
             raise ConfigurationError("parts", got=f"no entry point of {GROUP}", need=need)
 
     def require_pairs(self) -> None:
-        """Raise BrokenPartError, listing every failure, if failures leave a kind without parts."""
+        """Raise BrokenPartError if no usable part of a kind is left because parts are broken.
+
+        The error lists every failure.
+        """
         self.require_parts()
         kinds: tuple[Kind, ...] = ("prepare_finalize", "experts")
         if self.broken and not all(self.names(kind) for kind in kinds):
@@ -142,11 +146,11 @@ class Catalog:
         return "; ".join(f"{b.name} from {b.origin}: {b.error}" for b in self.broken)
 
     def prepare_finalize(self, part: str | type[PrepareAndFinalize]) -> type[PrepareAndFinalize]:
-        """Return the class with this name; a class is returned unchanged."""
+        """Return the PrepareAndFinalize with this name; a class is returned unchanged."""
         return self._get("prepare_finalize", part)
 
     def experts(self, part: str | type[PermuteExpertsUnpermute]) -> type[PermuteExpertsUnpermute]:
-        """Return the class with this name; a class is returned unchanged."""
+        """Return the experts part with this name; a class is returned unchanged."""
         return self._get("experts", part)
 
     def _get(self, kind: Kind, name_or_class: str | type[P]) -> type[P]:
@@ -219,7 +223,7 @@ def _check_classes(value: object) -> tuple[type, ...]:
 
 
 def _class_name(cls: type) -> str:
-    """Return the class's real name, bypassing its metaclass; "" if it is not an identifier."""
+    """Return a class's name, which its metaclass cannot override; "" if it is no identifier."""
     name = type.__dict__["__name__"].__get__(cls)
     return name if name.isidentifier() else ""
 
@@ -231,7 +235,7 @@ def _make_part(cls: type, offer: Offer) -> Part:
     """
     name = _class_name(cls)
     if not name:
-        raise ConfigurationError("part", got=repr(cls)[:200], need="an identifier for its name")
+        raise ConfigurationError("part", got=repr(cls)[:200], need="a name that is an identifier")
     kind = next((kind for kind, base in _BASES.items() if issubclass(cls, base)), None)
     if kind is None:
         need = " or ".join(base.__name__ for base in _BASES.values())
@@ -295,7 +299,7 @@ def packages_of(catalog: Catalog) -> frozenset[str]:
 
 
 def probes_of(catalog: Catalog) -> tuple[PackageProbe, ...]:
-    """Return the probes of all parts' packages that a name alone does not identify."""
+    """Return the probes of all parts, for packages that share their name with other packages."""
     declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
     return tuple(dict.fromkeys(p for requires in declared if requires for p in requires.providers))
 
@@ -310,7 +314,7 @@ def needs_triton(
     prepare_finalize: str | type[PrepareAndFinalize],
     experts: str | type[PermuteExpertsUnpermute],
 ) -> bool:
-    """Return whether either part uses Triton kernels; UnknownPartError for an unknown part."""
+    """Return whether either part uses Triton kernels. Raises UnknownPartError for unknown names."""
     catalog = load_catalog()
     parts = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
     return any(part.requires.triton for part in parts)

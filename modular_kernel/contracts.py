@@ -40,7 +40,7 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
-Choice = Hashable
+Choice = Hashable  # the launch configurations of a part; only its Tunable knows their type
 
 
 @dataclass(frozen=True)
@@ -118,19 +118,19 @@ class Tunable(ABC):
 
     @abstractmethod
     def save(self, best: Mapping[int, TunedChoice], folder: Path) -> Path:
-        """Write all of `best` atomically where the part will find it if `folder` is in use."""
+        """Write all of `best` atomically to the file that the part reads from `folder`."""
 
     @abstractmethod
     def explain(self, tokens: int, device_name: str | None = None) -> str:
         """Describe the launch, its source and the reason, for this machine or the named GPU."""
 
 
-Receiver = Callable[[], tuple[Dispatched, Handle]]
+Receiver = Callable[[], tuple[Dispatched, Handle]]  # waits for the dispatch of one call
 
 
 @dataclass(frozen=True)
 class PathInfo:
-    """A path of an experts part. origin: the package it comes from. error: why it is not used."""
+    """A path of an experts part. origin: the package it comes from. error: why it is unusable."""
 
     name: str
     origin: str
@@ -151,7 +151,7 @@ class TopKWeightAndReduce(ABC):
 
 
 class PartDeclarations:
-    """Declarations that both kinds of judged part share, available before construction."""
+    """Declarations of PrepareAndFinalize and experts parts, available before construction."""
 
     replayable: ClassVar[bool] = False
 
@@ -200,9 +200,10 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         self.group = group
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle and copy; UnsupportedError with a process group.
+        """Return the state for pickle and copy.
 
-        Connections to other ranks belong to the process that opened them.
+        Raises UnsupportedError if the part has a process group: connections to other ranks belong
+        to the process that opened them.
         """
         if self.group is not None or self.problem.parallel.world_size > 1:
             got = "a part that holds a process group"
@@ -225,7 +226,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         """Raise InputError if the part (for example its process group) cannot run on `machine`."""
 
     def destroy(self) -> None:  # a no-op unless overridden
-        """Free the process group's resources, on all ranks; the part is unusable afterwards."""
+        """Free the process group's resources, on all ranks. The part is unusable afterwards."""
 
     @property
     def activation_format(self) -> ActivationFormat:
@@ -278,7 +279,10 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: "Call"
     ) -> Receiver:
-        """Start prepare and return its receiver; UnsupportedError unless declared asynchronous."""
+        """Start `prepare` and return its receiver.
+
+        Raises UnsupportedError unless the part is declared asynchronous.
+        """
         name = type(self).__name__
         raise UnsupportedError("prepare_no_receive", got=name, need="a part declared asynchronous")
 
@@ -324,8 +328,8 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     ) -> torch.Tensor:
         """Combine as `finalize` does, but return a newly allocated tensor.
 
-        Used for parts with `allocates_output`, whose library allocates its results; without a
-        caller-provided `out` this avoids a copy.
+        Called for parts with `allocates_output`, whose library allocates its results, if the caller
+        passes no `out`. This saves a copy.
         """
         need = "a part that allocates its output"
         raise UnsupportedError("combined", got=type(self).__name__, need=need)
@@ -395,7 +399,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
         """
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        """Return where a call with these tensors rounds; None if the part does not declare it.
+        """Return the values that a call with these tensors rounds; None if this is not declared.
 
         x_TH: (T, H) tokens of one call, or of one chunk of it. `mk test` verifies the declaration:
         an additional or missing rounding changes the output.

@@ -18,7 +18,10 @@ class ModularKernelError(Exception):
 
 
 class InputError(ModularKernelError, ValueError):
-    """A value from the caller is not usable: `what` it is, what was `got`, what we `need`."""
+    """A value from the caller is not valid.
+
+    what: the name of the value. got: the value, or what is wrong with it. need: what is valid.
+    """
 
     def __init__(self, what: str, *, got: object, need: object) -> None:
         self.what, self.got, self.need = what, got, need
@@ -98,10 +101,10 @@ class IncompatibleError(ModularKernelError, ValueError):
 class CommunicationError(ModularKernelError):
     """Ranks of an exchange were late, disappeared, or disagreed.
 
-    rank: the rank that raised. phase: "construct", "counts", "dispatch" or "combine". step: the
-    manager's exchange for a call, counted from 1 on every rank. layer, call: the part of the
-    manager and its call, both counted from 1; 0 if unknown. peers: ranks that may be at fault,
-    () if unknown.
+    rank: the rank that raised. phase: "construct", "counts", "dispatch" or "combine". step: number
+    of the call among all calls of the manager. layer: number of the layer among those that share
+    the manager. call: number of the call among those of its layer. All three count from 1; layer
+    and call are 0 if unknown. peers: ranks that may be at fault, () if unknown.
     """
 
     def __init__(

@@ -4,7 +4,7 @@
     pending = execution.start_checked(x_TH, weights, routing, out, workspace)   # prepare
     y_TH = pending.finish()                                                     # experts, finalize
 
-A kernel makes a workspace per call; a plan makes one and reuses it.
+A kernel without a plan allocates a workspace for each call; a plan allocates one and reuses it.
 """
 
 import logging
@@ -94,7 +94,7 @@ class Execution:
         self.fills = Fills()  # for poisoned calls without a plan
         self._ids_dtype = prepare_finalize.topk_indices_dtype()
         self._invalid_ids: torch.Tensor | None = None
-        self._counter: dict[str, torch.Tensor] = {}
+        self._invalid_ids_once: dict[str, torch.Tensor] = {}  # see count_invalid_ids_on
         self._logged_invalid_ids = False
         self.call_counters = CallCounters()
         self._delayed_invalid_ids = DelayedValue()
@@ -162,7 +162,7 @@ class Execution:
     ) -> ExpertWeights:
         """Return the weights that the call reads: `weights`, or the kernel's prepared ones.
 
-        Raises the InputError for the first tensor that does not match the problem.
+        Raises a subclass of InputError for the first tensor that does not match the problem.
         """
         validate.check_dense(x_TH, routing, out)
         validate.check_input(x_TH, self.problem, self.machine.device)
@@ -171,7 +171,7 @@ class Execution:
         return checked.prepared or weights
 
     def check_weights(self, weights: ExpertWeights, x_TH: torch.Tensor) -> recording.CheckedWeights:
-        """Check weights on their first call, and again if the memory of a tensor was replaced."""
+        """Check weights in their first call, and again if the memory of a tensor was replaced."""
         checked = self.known_weights.bound(weights, x_TH.device)
         if checked is None:
             validate.check_weights(weights, x_TH, self.problem)
@@ -207,7 +207,7 @@ class Execution:
             validate.check_static_scales(weights)
 
     def workspace_specs(self, tokens: int) -> dict[str, BufferSpec]:
-        """Return every buffer, of both parts, that a call of `tokens` tokens needs.
+        """Return the buffers of both parts for a call of `tokens` tokens, by name.
 
         Raises ConfigurationError unless tokens is an int >= 0.
         """
@@ -229,7 +229,10 @@ class Execution:
         return specs
 
     def output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the tensor a call writes; None if the part allocates its output."""
+        """Return the tensor that a call writes: x, `out` or a new one.
+
+        None if the part allocates its output.
+        """
         if self.problem.inplace:
             return x_TH
         if out is not None or self.prepare_finalize.allocates_output:
@@ -247,7 +250,7 @@ class Execution:
             with modes.outside_inference_mode():
                 counter = torch.zeros(1, dtype=torch.int32, device=device)
             # setdefault is atomic: first calls of two threads share one tensor.
-            self._invalid_ids = self._counter.setdefault("invalid_ids", counter)
+            self._invalid_ids = self._invalid_ids_once.setdefault("invalid_ids", counter)
         return self._invalid_ids
 
     def _defers_quant(self, tokens: int) -> bool:
@@ -265,7 +268,7 @@ class Execution:
         return self.experts.takes_unquantized(part.dispatch_shape(tokens))
 
     def poison_output(self, out: torch.Tensor | None, fill: Fill) -> None:
-        """In poison mode, fill the output of a call; not if the problem is inplace (it is x)."""
+        """Fill the output of a call, unless the problem is inplace: the output is then x."""
         if out is not None and not self.problem.inplace:
             poison_tensor(out, fill)
 
@@ -333,7 +336,7 @@ class Execution:
                 if pending.out is None:
                     return part.combined(output, handle=handle, reduce=reduce)
                 part.finalize(output, handle=handle, reduce=reduce, out=pending.out)
-            # Kernels wrote to it without torch's knowledge; autograd and caches compare versions.
+            # Torch does not see that kernels write to it, but autograd and caches compare versions.
             torch.autograd.graph.increment_version(pending.out)
             return pending.out
         except Exception as error:

@@ -1,6 +1,6 @@
 """FusedMoEModularKernel: a PrepareAndFinalize composed with a PermuteExpertsUnpermute.
 
-kernel = FusedMoEModularKernel(prepare_finalize, experts)   # refused here if incompatible
+kernel = FusedMoEModularKernel(prepare_finalize, experts)   # raises here if incompatible
 y_TH = kernel(x_TH, weights, routing)                       # a new tensor
 plan = kernel.plan()                                        # allocates once ...
 y_TH = plan(x_TH, weights, routing)                         # ... and never again
@@ -162,7 +162,7 @@ class FusedMoEModularKernel(Execution):
         output = self._call_plans.run(self, x_TH, weights, routing, out)
         if output is not None:
             return output
-        return self._started(x_TH, weights, routing, out, at_once=True).finish()
+        return self._check_and_start(x_TH, weights, routing, out, at_once=True).finish()
 
     @modes.untraced
     def start(
@@ -178,9 +178,9 @@ class FusedMoEModularKernel(Execution):
         With an asynchronous PrepareAndFinalize, work done in between overlaps the dispatch.
         Several calls may be in flight at once.
         """
-        return self._started(x_TH, weights, routing, out, at_once=False)
+        return self._check_and_start(x_TH, weights, routing, out, at_once=False)
 
-    def _started(
+    def _check_and_start(
         self,
         x_TH: torch.Tensor,
         weights: ExpertWeights,
@@ -205,13 +205,16 @@ class FusedMoEModularKernel(Execution):
     def counters(self) -> dict[str, object]:
         """Return numbers for monitoring, without synchronizing with the device.
 
-        calls, tokens: totals over all calls.
-        replayed_calls: calls that replayed recorded launches.
-        recorded_calls: first calls of a signature, whose launches were recorded.
-        fallback_calls: all other calls, by the reason why they were neither.
-        plans: number of plans made, including those behind direct calls.
-        invalid_ids: see the property. On a GPU, the value is that of an earlier call of `counters`.
-        workspace_bytes: bytes that this process holds between calls, shared by its kernels.
+        The keys are
+
+        - calls, tokens: totals over all calls.
+        - replayed_calls: calls that replayed recorded launches.
+        - recorded_calls: first calls of a signature, whose launches were recorded.
+        - fallback_calls: a dict of all other calls, by the reason why they were neither.
+        - plans: number of plans made, including those behind direct calls.
+        - invalid_ids: see the property. On a GPU, this is the value at an earlier call of
+          `counters`.
+        - workspace_bytes: bytes that this process holds between calls, shared by its kernels.
 
         A call that is captured in a CUDA graph counts once; replays of the graph do not count.
         `modular_kernel.utils.prometheus` formats the numbers.
@@ -221,9 +224,9 @@ class FusedMoEModularKernel(Execution):
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
         """Return `weights` plus the tensors that these experts would otherwise derive in each call.
 
-        `TritonExperts` derives a second layout of 4-bit weights on sm_90. It takes additional
-        memory: the bytes of w1 and w2 times 1.06 for mxfp4, 1.12 for other formats, or 1.25 for
-        group sizes that are not multiples of 64. Other experts return the weights unchanged.
+        `TritonExperts` derives a second layout of 4-bit weights on sm_90. Its size is the bytes of
+        w1 and w2 times 1.06 for mxfp4, 1.12 for other formats, or 1.25 for group sizes that are not
+        multiples of 64. Other experts return the weights unchanged.
 
         Prepare again after writing to weights. A call raises WeightsError if the weights or a
         derived tensor were written since, if the prepared weights are a copy, or if they were

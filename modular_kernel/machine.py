@@ -45,9 +45,10 @@ def current_machine(
     device: Literal["cuda", "cpu"] | None = None,
     probes: Iterable[PackageProbe] = (),
 ) -> Machine:
-    """Describe this machine. `packages` are looked up in addition to triton and ml_dtypes.
+    """Describe this machine.
 
-    probes: probes of packages that a name alone does not identify.
+    packages: names of packages to look for in addition to triton and ml_dtypes.
+    probes: for packages that share their name with other packages.
     device: "cpu" describes this machine's CPU even if a GPU is present; None prefers the GPU.
     """
     probes = tuple(probes)
@@ -85,7 +86,7 @@ def _cuda_version() -> tuple[int, int] | None:
 def prefer_torch_reference(*, enabled: bool = True) -> Iterator[None]:
     """Inside the block, run CPU operations by their torch references, even when interpreting.
 
-    For timing plain-torch parts as a user runs them. enabled: False changes nothing.
+    For timing plain-torch parts as a user runs them. enabled: False makes the block a no-op.
     """
     token = _torch_reference.set(_torch_reference.get() or enabled)
     try:

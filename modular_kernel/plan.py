@@ -1,10 +1,10 @@
 """Plans: a kernel bound to its buffers and to the launches recorded in its first calls.
 
-`kernel.plan()` returns a `Plan`. `CallPlans` holds the plans behind a kernel's direct calls, so
-that `kernel(x, weights, routing)` is as fast as a plan: one per CUDA stream and power of two of
-tokens. All of them, across kernels, share one workspace per stream, because launches on a stream
-run in order. Calls that must not keep buffers (large ones, and calls captured in a CUDA graph)
-allocate their own.
+`kernel.plan()` returns a `Plan`. Direct calls, `kernel(x, weights, routing)`, are as fast as calls
+of a plan: `CallPlans` holds plans for them, one for each CUDA stream and each number of tokens
+rounded up to a power of two. Launches on a stream run in order, so these plans share one workspace
+per stream, also across kernels. Calls that must not keep buffers (large ones, and calls captured in
+a CUDA graph) allocate their own.
 """
 
 import threading
@@ -59,13 +59,13 @@ class BoundCalls(ABC):
         """Return the output of a call without `out`, after x was checked."""
 
     def _holds_own_output(self, pointers: Sequence[int]) -> bool:
-        """Return whether one of the addresses is inside an output that these calls reuse."""
+        """Return whether one of the addresses is inside an output buffer that calls reuse."""
         return False
 
     def _check_own_output(  # noqa: B027 (nothing to check if every call has a new output)
         self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor
     ) -> None:
-        """Raise ConfigurationError if a call reads an output that these calls reuse."""
+        """Raise ConfigurationError if a call reads an output buffer that calls reuse."""
 
     def _forget_recorded(self) -> None:
         self._recorded = recording.RecordedCalls()
@@ -88,20 +88,20 @@ class BoundCalls(ABC):
         output = self._output_of(x_TH, out)
         checked = bound is None or output is None
         if bound is None or output is None:
-            bound, output = self._checked(x_TH, weights, routing, out, output)
+            bound, output = self._check_or_refuse(x_TH, weights, routing, out, output)
         tensors = _tensors(x_TH, routing, output)
         try:
             signature, pointers = recording.signature_and_pointers(tensors, bound)
         except RuntimeError:  # a tensor without memory
-            self._checked(x_TH, weights, routing, out, output)
+            self._check_or_refuse(x_TH, weights, routing, out, output)
             raise
         recorded = self._recorded.find(signature)
         if recorded is None or not self._may_replay(recorded, tensors, pointers, bound, out):
             if not checked:
-                bound, output = self._checked(x_TH, weights, routing, out, output)
+                bound, output = self._check_or_refuse(x_TH, weights, routing, out, output)
             weights = bound.prepared or weights
             return self._run(
-                x_TH, weights, routing, output, signature, bound, named=out is not None
+                x_TH, weights, routing, output, signature, bound, has_out=out is not None
             )
         # All other inputs of the checks are in the signature or covered by `_may_replay`.
         if wants_gradient((*tensors, *bound.tensors)):
@@ -121,10 +121,10 @@ class BoundCalls(ABC):
         bound: recording.CheckedWeights,
         out: torch.Tensor | None,
     ) -> bool:
-        """Return whether conditions outside the signature allow to replay a recording.
+        """Return whether conditions outside the signature allow a recording to be replayed.
 
-        They do not if memory was freed, if the output overlaps an input, or while stages are
-        profiled or a profiler's launch hooks are active.
+        They do not if the memory of a tensor was freed, if the output overlaps an input, or while
+        stages are profiled or a profiler's launch hooks are active.
 
         tensors: x, the tensors of the routing, and the output unless it is x.
         """
@@ -143,7 +143,7 @@ class BoundCalls(ABC):
             return False
         return not (stages.profiling() or recorded.watched())
 
-    def _checked(
+    def _check_or_refuse(
         self,
         x_TH: torch.Tensor,
         weights: ExpertWeights,
@@ -157,12 +157,12 @@ class BoundCalls(ABC):
         ranks.
         """
         try:
-            return self._fitting(x_TH, weights, routing, out, output)
+            return self._check_and_bind(x_TH, weights, routing, out, output)
         except Exception as error:
             self.kernel.prepare_finalize.refuse(error)
             raise
 
-    def _fitting(
+    def _check_and_bind(
         self,
         x_TH: torch.Tensor,
         weights: ExpertWeights,
@@ -193,16 +193,16 @@ class BoundCalls(ABC):
         signature: Hashable,
         bound: recording.CheckedWeights,
         *,
-        named: bool,
+        has_out: bool,
     ) -> torch.Tensor:
-        """Run a checked call through the parts' host code; record the first of its signature.
+        """Run a checked call through the parts' host code. The first of each signature is recorded.
 
-        weights: the weights that the call reads, possibly prepared. named: whether the caller
+        weights: the weights that the call reads, possibly prepared. has_out: whether the caller
         passed `out`.
         """
         kernel, tokens = self.kernel, x_TH.shape[0]
         self._poison(out)
-        if self._makes_output and not named:
+        if self._makes_output and not has_out:
             kernel.call_counters.add(call_counters.ALLOCATES, tokens)
             return self._start(x_TH, weights, routing, None).finish()
         reason = self._why_not_recorded(signature, out)
@@ -220,7 +220,7 @@ class BoundCalls(ABC):
         return out
 
     def _why_not_recorded(self, signature: Hashable, out: torch.Tensor) -> str:
-        """Return why a call that is not replayed is not recorded either; "" if it is."""
+        """Return the reason not to record a call that is not replayed; "" if it can be recorded."""
         if not self.kernel.replayable:
             return call_counters.NOT_DECLARED
         if not self._recorded.is_new(signature):
@@ -246,10 +246,10 @@ class BoundCalls(ABC):
 
 
 class Plan(BoundCalls):
-    """A kernel with everything bound: calls allocate nothing and can be captured in a CUDA graph.
+    """A kernel with its buffers. Calls allocate nothing and can be captured in a CUDA graph.
 
     Calls of one plan share its buffers. A lock serializes the host code of several threads, but not
-    their launches: use one stream, launches that do not overlap, or one plan per thread.
+    their launches. Use one stream, or launches that do not overlap, or one plan per thread.
 
     A call returns `out` if given, x if the problem is inplace, and a new tensor if a part allocates
     its output. Otherwise it returns a buffer of the plan, one per thread, which is valid until that
@@ -271,8 +271,8 @@ class Plan(BoundCalls):
             self._workspace = Workspace(specs, device, poison=kernel.poison)
         rows = 0 if self._makes_output else problem.tokens
         shape = (rows, *problem.output_shape[1:])
-        self._own = _Outputs(shape, problem.dtype, device)
-        self._turn: AbstractContextManager[Any] = threading.RLock()
+        self._outputs = _Outputs(shape, problem.dtype, device)
+        self._lock: AbstractContextManager[Any] = threading.RLock()
         self._busy = False
         forks.on_fork(self)
 
@@ -286,8 +286,8 @@ class Plan(BoundCalls):
         if on_gpu or self.problem.parallel.world_size > 1:
             resource = "a CUDA context" if on_gpu else "a process group"
             need = f"a spawned process with its own plan: {resource} does not survive a fork"
-            self._turn, self._index = forks.UnusableLock("a plan", need), None
-        elif not forks.reset_lock(self._turn):
+            self._lock, self._index = forks.UnusableLock("a plan", need), None
+        elif not forks.reset_lock(self._lock):
             self._busy = False
 
     def __repr__(self) -> str:
@@ -315,7 +315,7 @@ class Plan(BoundCalls):
         if index is not None and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self(x_TH, weights, routing, out=out)
-        with self._turn:
+        with self._lock:
             if self._busy:  # set by this thread, because other threads wait for the lock
                 need = "a call of another plan, or a call after that one has ended"
                 raise StateError("a plan", got="a call within its own call", need=need)
@@ -328,14 +328,14 @@ class Plan(BoundCalls):
     def _output_of(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
         if self.problem.inplace:
             return x_TH
-        return self._own.rows.get(x_TH.shape) if out is None else out
+        return self._outputs.rows.get(x_TH.shape) if out is None else out
 
     def _checked_output(self, x_TH: torch.Tensor) -> torch.Tensor:
-        output = self._own.rows[x_TH.shape] = self._own.whole[: x_TH.shape[0]]
+        output = self._outputs.rows[x_TH.shape] = self._outputs.buffer[: x_TH.shape[0]]
         return output
 
     def _holds_own_output(self, pointers: Sequence[int]) -> bool:
-        return self._own.holds(pointers)
+        return self._outputs.holds(pointers)
 
     def _check_own_output(self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor) -> None:
         """Raise ConfigurationError if a call reads memory of the plan's own output.
@@ -352,7 +352,7 @@ class Plan(BoundCalls):
         if routing.slots_T is not None:
             read["adapters"] = routing.slots_T
         for name, tensor in (read if is_last_output else {"x": x_TH, **read}).items():
-            if tensor.numel() and self._own.holds([tensor.data_ptr()]):
+            if tensor.numel() and self._outputs.holds([tensor.data_ptr()]):
                 need = "separate memory: a copy, or another plan's output"
                 raise ConfigurationError(name, got="memory of the plan's own output", need=need)
 
@@ -360,14 +360,14 @@ class Plan(BoundCalls):
 class _Outputs(threading.local):
     """The output buffer of the calling thread.
 
-    whole: the buffer at full capacity. rows: views of `whole`, keyed by the shape of x.
+    buffer: the whole buffer. rows: views of `buffer`, keyed by the shape of x.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         with modes.outside_inference_mode():
-            self.whole = torch.empty(shape, dtype=dtype, device=device)
+            self.buffer = torch.empty(shape, dtype=dtype, device=device)
         self.rows: dict[torch.Size, torch.Tensor] = {}
-        self._start, self._stop = span(self.whole)
+        self._start, self._stop = span(self.buffer)
 
     def holds(self, pointers: Sequence[int]) -> bool:
         """Return whether one of the addresses is inside this output."""
@@ -412,8 +412,8 @@ class StreamMemory:
     """Workspace memory shared by the calls on one CUDA stream, or on the CPU by all calls.
 
     lock: held while the host issues a call, so that launches of two calls do not interleave.
-    busy: whether a call is being issued. A thread that holds the lock while busy is set has been
-    called from within that call.
+    busy: whether a call is being issued. The lock is reentrant: a thread that acquires it while
+    busy is set is inside that call.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -446,7 +446,7 @@ class StreamMemory:
         return memory
 
     def after_fork(self) -> None:
-        """In a forked child, reset the lock and the state of a call by a thread that is gone."""
+        """In a forked child, reset the lock, and the state of a call whose thread is gone."""
         if not forks.reset_lock(self.lock):
             self.busy = False
             self.release()
@@ -459,13 +459,16 @@ class StreamMemory:
         self._memory = None
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # exact types: a subclass may hold more than memory
+_TENSOR_TYPES = (
+    torch.Tensor,
+    torch.nn.Parameter,
+)  # exact types: a subclass may hold more than memory
 
 _Stream = tuple[int, int]  # device index (-1 for the CPU), stream handle
 
 
 class StreamMemories:
-    """Memory of every stream that calls were made on, ordered by first use."""
+    """Workspace memory of every stream with calls, ordered by first use."""
 
     def __init__(self) -> None:
         self._memories: OrderedDict[_Stream, StreamMemory] = OrderedDict()
@@ -493,7 +496,7 @@ class StreamMemories:
             return {key: memory.nbytes for key, memory in self._memories.items() if memory.nbytes}
 
     def trim(self, newest: StreamMemory) -> None:
-        """Free the memory of the earliest streams if more than eight hold some."""
+        """Free the memory of the streams first used earliest, if more than eight hold memory."""
         with self._lock:
             holders = [memory for memory in self._memories.values() if memory.nbytes]
         for memory in holders[: max(len(holders) - _MAX_STREAMS, 0)]:
@@ -524,20 +527,20 @@ class CallPlans:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._most_tokens = min(max_tokens, MAX_PLANNED_TOKENS)
+        self._max_tokens = min(max_tokens, MAX_PLANNED_TOKENS)
         self._plans: OrderedDict[tuple[int, int, int], _CallPlan] = OrderedDict()
         self._lock = threading.RLock()
         forks.on_fork(self)
 
     def __reduce__(self) -> tuple[type["CallPlans"], tuple[int]]:
-        return CallPlans, (self._most_tokens,)
+        return CallPlans, (self._max_tokens,)
 
     def after_fork(self) -> None:
         """In a forked child, renew the lock; drop GPU plans, whose context is the parent's."""
         forks.reset_lock(self._lock)
         if any(index >= 0 for index, *_ in self._plans):
             self._plans.clear()
-            self._most_tokens = 0
+            self._max_tokens = 0
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -553,11 +556,11 @@ class CallPlans:
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run a call on its plan; None if it must allocate its own workspace."""
-        if not self._most_tokens or type(x_TH) not in _PLAIN or not x_TH.dim():
+        """Run a call on its plan. Returns None if the call must allocate its own workspace."""
+        if not self._max_tokens or type(x_TH) not in _TENSOR_TYPES or not x_TH.dim():
             return None
         tokens, index, stream = x_TH.shape[0], -1, 0
-        if tokens > self._most_tokens or kernel.experts.is_overridden():
+        if tokens > self._max_tokens or kernel.experts.is_overridden():
             return None
         if x_TH.is_cuda:
             index = x_TH.get_device()
@@ -568,23 +571,23 @@ class CallPlans:
             stream = _C._cuda_getCurrentRawStream(index)
         plan = self._plans.get((index, stream, (tokens - 1).bit_length()))
         if plan is None:
-            plan = self._made(kernel, x_TH.device, stream, tokens)
+            plan = self._find_or_make(kernel, x_TH.device, stream, tokens)
             if plan is None:
                 return None
         return plan.run(x_TH, weights, routing, out)
 
     def reserve(self, kernel: Execution, device: torch.device, tokens: int) -> None:
         """Make the plan for calls of `tokens` tokens now, if such calls use one."""
-        if tokens <= self._most_tokens and may_keep_buffers(device):
+        if tokens <= self._max_tokens and may_keep_buffers(device):
             stream = 0
             if device.type == "cuda":
                 device = torch.device("cuda", device_index(device))
                 stream = torch.cuda.current_stream(device).cuda_stream
-            plan = self._made(kernel, device, stream, tokens)
+            plan = self._find_or_make(kernel, device, stream, tokens)
             if plan is not None:
                 plan.bind_unless_busy()
 
-    def _made(
+    def _find_or_make(
         self, kernel: Execution, device: torch.device, stream: int, tokens: int
     ) -> "_CallPlan | None":
         if device.type != kernel.machine.device:  # the call's checks will refuse it
@@ -616,7 +619,7 @@ class _CallPlan(BoundCalls):
         self._bound = False
         self._shapes: dict[torch.Size, tuple[int, ...]] = {}
         with modes.outside_inference_mode():
-            self._nothing = torch.empty(0, dtype=problem.dtype, device=device)
+            self._no_output = torch.empty(0, dtype=problem.dtype, device=device)
 
     def run(
         self,
@@ -625,10 +628,11 @@ class _CallPlan(BoundCalls):
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run a call. Returns None if another call that is still being issued uses the workspace.
+        """Run a call. Returns None if the workspace is in use by another call.
 
-        On a GPU, that is only a call that encloses this one; calls of other threads are waited for.
-        On a CPU, it is any other call, because calls of several threads run in parallel there.
+        On a GPU, that can only be a call that encloses this one, because this method waits for the
+        calls of other threads. On a CPU, it is any other call: calls of several threads run in
+        parallel there.
         """
         memory, lock = self._memory, self._memory.lock
         if lock._is_owned():  # called from within another call
@@ -659,7 +663,7 @@ class _CallPlan(BoundCalls):
                 self._bind()
 
     def _bind(self) -> bool:
-        """Place the workspace in the shared memory; return False if memory runs out."""
+        """Place the workspace in the shared memory. Returns False if memory runs out."""
         try:
             memory = self._memory.reserve(self._nbytes, self)
         except torch.OutOfMemoryError:  # the call on its own may need less
@@ -685,14 +689,14 @@ class _CallPlan(BoundCalls):
             return None
         if shape == x_TH.shape and x_TH.is_contiguous() and x_TH.dtype is self.problem.dtype:
             return torch.empty_like(x_TH)  # half the time of torch.empty
-        return self._new(shape)
+        return self._new_output(shape)
 
     def _checked_output(self, x_TH: torch.Tensor) -> torch.Tensor:
         tokens = 0 if self._makes_output else x_TH.shape[0]
         shape = self._shapes[x_TH.shape] = (tokens, *self.problem.output_shape[1:])
-        return self._new(shape)
+        return self._new_output(shape)
 
-    def _new(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def _new_output(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self._makes_output:
-            return self._nothing
+            return self._no_output
         return torch.empty(shape, dtype=self.problem.dtype, device=self._device)

@@ -20,10 +20,10 @@ _LOGGED: set["ProcessState"] = set()
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The status of one setting.
+    """The state of one setting.
 
-    word: the status, such as "on". why: the reason, if it is not the best one; else "". loud:
-    whether to log it as a warning.
+    word: the state in one word, such as "on". why: the reason, if another state would be better for
+    the user; otherwise "". loud: whether to log it as a warning.
     """
 
     name: str
@@ -75,12 +75,14 @@ def interpreter() -> ProcessState:
 
 
 def packages() -> ProcessState:
-    """Return whether this distribution's own parts are the ones imported: "ours" or "shadowed"."""
+    """Return whether the part packages are this distribution's: "ours" or "shadowed"."""
     shadows = {package: shadow_of(package) for package in OWN_PACKAGES}
     reason = ", ".join(
         f"{package} by {path}" for package, path in shadows.items() if path is not None
     )
-    return ProcessState("packages", "shadowed", printable(reason), loud=True) if reason else _OURS
+    if reason:
+        return ProcessState("packages", "shadowed", printable(reason), loud=True)
+    return ProcessState("packages", "ours")
 
 
 def compiler() -> ProcessState:
@@ -111,7 +113,7 @@ def variables() -> ProcessState:
 
 
 def all_states() -> tuple[ProcessState, ...]:
-    """Return all states of this process. Compiles cuda_replay.c if replay is possible."""
+    """Return all states of this process. If replay is possible, this compiles cuda_replay.c."""
     return replay(), *states_without_replay()
 
 
@@ -131,6 +133,3 @@ def log_once(states: tuple[ProcessState, ...]) -> None:
 
 def _on_gpu() -> bool:
     return torch.cuda.is_available()
-
-
-_OURS = ProcessState("packages", "ours")

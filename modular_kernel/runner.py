@@ -1,4 +1,7 @@
-"""Registries of runner backends: stages (pre-permute, core, post-permute) and fused operations.
+"""Registries for MoE runner backends, as in SGLang: their stages and fused operations.
+
+A backend has three stages: pre-permute makes its input, the core runs the two GEMMs, and
+post-permute writes the output.
 
     @register_core("toy")
     class ToyCore(MoeRunnerCore[ToyState]): ...
@@ -9,8 +12,8 @@
 
 `experts.staged.make_experts("ToyExperts", "toy", "standard", ...)` builds an experts part from the
 stages. A package provides that part like any other; nothing else needs to be registered. A fused
-operation computes the three stages at once. It names the staged part that it replaces (`unfused`),
-and the test harness verifies that the results of both are equal.
+operation computes the three stages in one. It names the staged part that it replaces (`unfused`),
+and the test harness verifies that both give equal results.
 """
 
 from abc import ABC, abstractmethod
@@ -27,8 +30,8 @@ from modular_kernel.tensors import Dispatched, DispatchShape, ExpertWeights
 from modular_kernel.utils.argument_checks import expect, format_value
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# SGLang's and vLLM's names of dispatch formats, and the matching activation formats.
-# "deepep_normal" are received rows with local ids; "deepep_ll" are rows grouped by expert.
+# Activation formats by the names that SGLang and vLLM have for dispatch formats. In
+# "deepep_normal", rows have local expert ids; in "deepep_ll", they are grouped by expert.
 FORMATS: Mapping[str, ActivationFormat] = {
     "standard": ActivationFormat.STANDARD,
     "deepep_normal": ActivationFormat.STANDARD,
@@ -43,16 +46,16 @@ T = TypeVar("T")
 
 @dataclass
 class NoState:
-    """State of a backend whose stages share nothing besides their results."""
+    """State of a backend whose stages share nothing except their results."""
 
 
 @dataclass(frozen=True)
 class RunnerCall(Generic[S]):
     """Arguments of one call, shared by its stages. Stages keep no state between calls.
 
-    tokens: the dispatched tokens, read only. output: to be written by post-permute, in the part's
-    declared shape. workspace: the buffers that the core declares. state: created per call, of the
-    core's `state` type.
+    tokens: the dispatched tokens, read only. output: the tensor that post-permute writes, in the
+    part's declared shape. workspace: the buffers that the core declares. state: an instance of the
+    core's `state` type, created for each call.
     """
 
     tokens: Dispatched
@@ -82,7 +85,7 @@ class RunnerOutput(ABC):
 
 
 class MoeRunnerCore(ABC, Generic[S]):
-    """The two GEMMs of a backend, between its permutes. state: the type of per-call state."""
+    """The two GEMMs of a backend. state: the class of `RunnerCall.state`."""
 
     state: ClassVar[type[Any]] = NoState
 
@@ -91,12 +94,15 @@ class MoeRunnerCore(ABC, Generic[S]):
         self.problem = problem
 
     def workspace_shapes(self, shape: DispatchShape) -> Mapping[str, BufferSpec]:
-        """Return the workspace buffers of the stages, by name; monotone in `shape`."""
+        """Return the workspace buffers of the stages, by name.
+
+        A larger `shape` must not need smaller buffers.
+        """
         return {}
 
     @abstractmethod
     def run(self, runner_input: Any, call: RunnerCall[S]) -> RunnerOutput:
-        """Run GEMM 1, activation, GEMM 2; rows keep the order that pre-permute chose."""
+        """Run GEMM 1, activation and GEMM 2. Rows keep the order of pre-permute's result."""
 
 
 PrePermute = Callable[[RunnerCall[Any]], RunnerInput]
@@ -109,7 +115,8 @@ Implementation = FusedFunction | type[PermuteExpertsUnpermute]
 class FusedOp:
     """One operation that replaces a backend's three stages.
 
-    run: a function that writes call.output, or a complete experts part. unfused: the staged part.
+    run: a function that writes call.output, or a complete experts part. unfused: the staged part
+    that it replaces.
     """
 
     a2a_backend: str
@@ -131,7 +138,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class UnusedRegistration:
-    """A registration that no part can use: its name, its origin, and what is missing."""
+    """A registration that no part can use. missing: what it lacks, in words."""
 
     name: str
     origin: str
@@ -139,7 +146,10 @@ class UnusedRegistration:
 
 
 class _Registry(Generic[T]):
-    """Values registered under pairs of names; each key at most once."""
+    """Values registered under pairs of names, each pair at most once.
+
+    kind: what the values are, for error messages.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -147,9 +157,10 @@ class _Registry(Generic[T]):
         self._sources: dict[Key, object] = {}
 
     def add(self, key: Key, value: T, source: object) -> None:
-        """Register `value`; DuplicatePartError with both origins if the key is taken.
+        """Register `value`. Raises DuplicatePartError, with both origins, if the key is taken.
 
-        Importing a module again replaces what it registered before.
+        source: the function or class that defines the value. If its module is imported again, the
+        new value replaces the old one.
         """
         for name in key:
             expect(f"{self.kind} name", name, str)
@@ -162,7 +173,7 @@ class _Registry(Generic[T]):
         self.entries[key], self._sources[key] = value, source
 
     def get(self, key: Key) -> T:
-        """Return the value of the key; UnknownPartError lists the registered keys."""
+        """Return the value of the key. Raises UnknownPartError, which lists the registered keys."""
         value = self.entries.get(key)
         if value is None:
             registered = ", ".join(format_key(known_key) for known_key in sorted(self.entries))
@@ -180,24 +191,28 @@ class FusedOpPool:
 
     def __init__(self) -> None:
         self.ops = _Registry[FusedOp]("fused operation")
-        self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}  # built from the operations
+        self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}  # parts built from the operations
 
     def get_fused_func(self, a2a_backend: str, runner_backend: str) -> FusedOp | None:
-        """Return the fused operation, or None."""
+        """Return the fused operation; None if none is registered."""
         return self.ops.entries.get((a2a_backend, runner_backend))
 
 
 class PermuteMethodPool:
-    """Stages: pre by (format, backend), post by (backend, format), cores by (backend, "core")."""
+    """Registered stages.
+
+    pre: by (format, backend). post: by (backend, format). cores: by (backend, "core"). parts: the
+    parts built from them, by (backend, format).
+    """
 
     def __init__(self) -> None:
         self.pre = _Registry[PrePermute]("pre-permute")
         self.post = _Registry[PostPermute]("post-permute")
         self.cores = _Registry[type[MoeRunnerCore[Any]]]("core")
-        self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}  # by (backend, format)
+        self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}
 
     def stages_of(self, backend: str, format: str) -> Stages:
-        """Return the three stages; UnknownPartError for the first that is missing."""
+        """Return the three stages. Raises UnknownPartError for the first that is missing."""
         check_format(format)
         pre = self.pre.get((format, backend))
         core = self.cores.get((backend, "core"))
@@ -281,12 +296,11 @@ F = TypeVar("F", bound=Implementation)
 def register_fused_func(
     a2a_backend: str, runner_backend: str, *, unfused: type[PermuteExpertsUnpermute]
 ) -> Callable[[F], F]:
-    """Register an operation, for tokens dispatched by `a2a_backend`, that replaces `unfused`'s
-    stages.
+    """Register an operation that replaces the stages of `unfused`.
 
-    The operation is either a function that writes call.output, given a RunnerCall of that part's
-    core, or an experts part that declares the same requirements as `unfused` (else
-    ConfigurationError).
+    It is used for tokens that `a2a_backend` dispatches. The operation is a function that takes a
+    RunnerCall of that part's core and writes call.output, or an experts part with the same
+    requirements as `unfused`. Raises ConfigurationError if the requirements differ.
     """
     _check_class("unfused", unfused, PermuteExpertsUnpermute)
 
@@ -323,27 +337,27 @@ def _check_declared(
 
 
 def stages_of(backend: str, format: str) -> Stages:
-    """Return a backend's stages; UnknownPartError for the first that is missing."""
+    """Return a backend's stages. Raises UnknownPartError for the first that is missing."""
     return PERMUTES.stages_of(backend, format)
 
 
 def fused_op(a2a_backend: str, runner_backend: str) -> FusedOp:
-    """Return a fused operation; UnknownPartError if none is registered."""
+    """Return a fused operation. Raises UnknownPartError if none is registered."""
     return FUSED.ops.get((a2a_backend, runner_backend))
 
 
 def keep_part(part: type[PermuteExpertsUnpermute], stages: Stages) -> None:
-    """Remember the part built from a backend's stages, for lookup by backend."""
+    """Keep the part built from a backend's stages, for lookup by backend and format."""
     PERMUTES.parts[stages.backend, stages.format] = part
 
 
 def keep_fused_part(part: type[PermuteExpertsUnpermute], op: FusedOp) -> None:
-    """Remember the part built from a fused function."""
+    """Keep the part built from a fused function, for lookup by its two backends."""
     FUSED.parts[op.a2a_backend, op.runner_backend] = part
 
 
 def unused_registrations() -> tuple[UnusedRegistration, ...]:
-    """Return every registration that no part can use, with what it lacks."""
+    """Return every registration that no part can use."""
     return tuple(dict.fromkeys(PERMUTES.unused()))
 
 
@@ -366,7 +380,7 @@ def check_stage_result(what: str, value: object, kind: type, stages: Stages) -> 
 
 
 def origin_of(source: Any) -> str:
-    """Return where a function or class was defined, as module:name:line."""
+    """Return where a function or class is defined, as module:name:line."""
     code = _code(source)
     line = "" if code is None else f":{code.co_firstlineno}"
     name = getattr(source, "__qualname__", type(source).__name__)

@@ -64,7 +64,8 @@ class Launcher:
     """The process group that a launcher such as torchrun started this process in.
 
     local_rank: rank among this host's processes, also the index of its GPU. local_world_size:
-    number of processes on this host, if the launcher sets it. address: host:port of the store.
+    number of processes on this host, if the launcher sets it. address: host:port of the
+    rendezvous store.
     """
 
     rank: int
@@ -81,7 +82,7 @@ class Launcher:
 
 
 _MAX_DIGITS = 18
-_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_REQUIRED_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def read_launcher() -> Launcher | None:
@@ -93,10 +94,11 @@ def read_launcher() -> Launcher | None:
     """
     if not (os.environ.get("RANK") or os.environ.get("WORLD_SIZE")):
         return None
-    missing = [name for name in _LAUNCHER if not os.environ.get(name)]
+    missing = [name for name in _REQUIRED_VARIABLES if not os.environ.get(name)]
     if missing:
         got = f"no {', '.join(missing)}"
-        need = f"{', '.join(_LAUNCHER)}, as a launcher sets them, or none of RANK and WORLD_SIZE"
+        names = ", ".join(_REQUIRED_VARIABLES)
+        need = f"{names}, as a launcher sets them, or none of RANK and WORLD_SIZE"
         raise ConfigurationError("launcher's variables", got=got, need=need)
     world_size = _read_int("WORLD_SIZE", 1, None)
     rank = _read_int("RANK", 0, world_size)
@@ -186,7 +188,7 @@ def vllm_plugin() -> str:
 
 
 def disables_fused_func() -> bool:
-    """Return whether SGLang's variable disables the fused operations of its MoE runners."""
+    """Return whether SGLANG_CI_DISABLE_MOE_FUSED_FUNC disables fused operations of MoE runners."""
     return os.environ.get("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "0") == "1"
 
 
@@ -212,7 +214,7 @@ def use_host_id(name: str) -> Iterator[None]:
 
 @contextmanager
 def use_variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block, as the fuzzer does."""
+    """Set environment variables inside the block."""
     with ExitStack() as stack:
         for variable, value in values.items():
             stack.enter_context(_set_variable(variable, value))

@@ -1,7 +1,8 @@
 """Tensors passed between parts, and the shape legend.
 
     T tokens of this rank     H hidden size         I intermediate size per rank
-    E experts of the model    e experts here        K top-k N rows of w1 (2I gated, I ungated)
+    E experts of the model    e experts here        K top-k
+    N rows of w1: 2I if the activation is gated, else I
     R routed rows
     C capacity: rows reserved per expert in the batched format
     P routed pairs, P = T * K; pair p = t * K + k
@@ -25,12 +26,13 @@ from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
 class Routing:
     """Routing of the caller's own tokens.
 
-    topk_weights_TK: (T, K) float32. topk_ids_TK: (T, K) int32 or int64, global expert ids; -1 skips
-    the pair. A token may select an expert twice; both pairs count. The weight of a pair that this
-    rank skips (-1, an id out of range, or an expert of another rank) is not read and may be NaN.
+    topk_weights_TK: (T, K) float32. The weight of a pair that this rank skips (-1, an id out of
+        range, or an expert of another rank) is not read and may be NaN.
+    topk_ids_TK: (T, K) int32 or int64, global expert ids; -1 skips the pair. A token may select an
+        expert twice; both pairs count.
     adapters_T: (T,) int32 adapter slot of each token, -1 for none. "none" if no token of the call
-    has an adapter; the call then runs like a layer without adapters. None only if the problem has
-    no adapters.
+        has an adapter; the call then runs like a layer without adapters. None only if the problem
+        has no adapters.
     """
 
     topk_weights_TK: torch.Tensor
@@ -59,7 +61,7 @@ class Routing:
 
 
 def _check_indices(tokens: object, tokens_in_call: int) -> None:
-    """Check an index into `tokens_in_call` tokens. Values are not read, which would synchronize."""
+    """Check the shape and dtype of indices or a mask. Reading values would synchronize."""
     index = check_tensor("tokens", tokens)
     if index.dtype not in (torch.bool, torch.int32, torch.int64):
         raise DtypeError("tokens", got=index.dtype, need="int32 or int64 indices, or bool")

@@ -12,7 +12,7 @@ def printable(text: object, *, max_chars: int | None = None, keep_lines: bool = 
     """Return str(text) with every non-printable character replaced by its escape, as "\\x1b".
 
     This covers control characters, bidirectional marks, separators other than the space, lone
-    surrogates and unassigned code points. max_chars: characters to keep before "..." is appended.
+    surrogates and unassigned code points. max_chars: a longer text is cut there and ends in "...".
     keep_lines: keep line breaks and tabs, for our own text around untrusted text.
     """
     string = str(text)

@@ -22,8 +22,8 @@ from modular_kernel.spec.problem import Combine, Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights, Routing, check_divisors
 from modular_kernel.text import counted
 from modular_kernel.utils.tensor_checks import (
-    check_held,
     check_no_gradients,
+    check_storage,
     check_strided,
     is_dense,
     overlap,
@@ -40,7 +40,7 @@ ADAPTER_TENSORS = {
 
 
 def rows_of(x_TH: object) -> int:
-    """Return T of a call's tokens, checking that x is a dense (T, H)."""
+    """Return T. Raises ShapeError unless x is a dense (T, H) tensor."""
     check_strided("x", x_TH)
     assert isinstance(x_TH, torch.Tensor)
     if x_TH.dim() != 2:
@@ -73,7 +73,7 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
 def check_adapters_present(routing: Routing, problem: Problem) -> None:
     """Check that routing.adapters_T is set if and only if the problem has adapters.
 
-    "none" must be explicit, so that a caller that forgets the adapters gets an error.
+    For a call without adapters it must be "none", so that forgotten adapters raise an error.
     """
     has_adapters = routing.adapters_T is not None
     if has_adapters != (problem.adapters is not None):
@@ -85,13 +85,13 @@ def check_adapters_present(routing: Routing, problem: Problem) -> None:
 
 def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None) -> None:
     """Check that x, the routing tensors and `out` have storage: no meta or fake tensors."""
-    check_held("x", x_TH)
-    check_held("topk_weights", routing.topk_weights_TK)
-    check_held("topk_ids", routing.topk_ids_TK)
+    check_storage("x", x_TH)
+    check_storage("topk_weights", routing.topk_weights_TK)
+    check_storage("topk_ids", routing.topk_ids_TK)
     if (slots_T := routing.slots_T) is not None:
-        check_held("adapters", slots_T)
+        check_storage("adapters", slots_T)
     if out is not None:
-        check_held("out", out)
+        check_storage("out", out)
 
 
 def _check_shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], dim_names: str) -> None:
@@ -262,7 +262,7 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
     for name, tensor in vars(weights).items():
         if tensor is not None:
             check_strided(name, tensor)
-            check_held(name, tensor)
+            check_storage(name, tensor)
     e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
     if problem.scheme.quantized:
         check_weights_quantized(weights, problem, x_TH.device)
@@ -321,7 +321,7 @@ def _check_optional(
     x_TH: torch.Tensor,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    """Check a contiguous tensor that must be present exactly if the problem declares it."""
+    """Check that a tensor is present if and only if it is required, and its layout if it is."""
     if (tensor is not None) != required:
         got, need = ("a tensor", "None") if tensor is not None else ("None", f"{shape}")
         raise WeightsError(what, got=got, need=f"{need}, as the problem declares")
@@ -360,7 +360,7 @@ def check_no_overlap(
 ) -> None:
     """Check that the tensor a call writes (`out`, or x if inplace) shares no memory with inputs.
 
-    Some inputs may still be read after the first output element was written.
+    A kernel may write output elements before it has read all inputs.
     """
     what = "x of an inplace call" if inplace else "out"
     inputs: dict[str, torch.Tensor | None] = {} if inplace else {"x": x_TH}

@@ -1,8 +1,8 @@
 """Workspaces: the declared buffers of a call, as named views of one allocation.
 
 Parts do not allocate memory themselves. A buffer keeps its contents for the whole call, unless
-another buffer is declared `over` it. Both then share memory, and the contents of the first are lost
-when the second is taken.
+another buffer is declared `over` it. The two then share memory: taking the second one overwrites
+the first.
 """
 
 import math
@@ -26,9 +26,10 @@ _RED_BYTE = 0xA5
 
 @dataclass(frozen=True)
 class Fill:
-    """Values of unwritten memory in poison mode, by kind of dtype.
+    """Values that fill unwritten memory in poison mode, by dtype.
 
-    real: floating-point values. integer: integers of 16 bits and more. byte: uint8. small: int8.
+    real: floating-point dtypes. integer: integers of 16 bits or more. byte: uint8 and bool.
+    small: int8.
     """
 
     real: float
@@ -58,7 +59,7 @@ FILLS = (
 
 
 class Fills:
-    """Round-robin over FILLS, for consecutive calls."""
+    """Cycles through FILLS, one for each call."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -73,8 +74,8 @@ class Fills:
 class BufferSpec:
     """Declaration of a buffer: shape in elements, and dtype.
 
-    over: names of buffers whose memory this one may share. Once this buffer is taken, no launch
-    reads or writes those, until they are taken again for another chunk.
+    over: names of buffers whose memory this one may share. After this buffer is taken, launches
+    must not access those buffers until they are taken again, for another chunk.
     """
 
     shape: tuple[int, ...]
@@ -110,10 +111,10 @@ class WorkspaceShapes:
 
 
 def _layout(specs: Mapping[str, BufferSpec], gap: int) -> tuple[dict[str, tuple[int, int]], int]:
-    """Return each buffer's [first, end) byte range, and the total size in bytes.
+    """Return the [start, end) byte range of each buffer, and the total size in bytes.
 
-    gap: bytes after each buffer. Raises ConfigurationError for a buffer over one that is itself
-    declared over others. Runs in every kernel call, so sizes are computed once, inline.
+    gap: bytes after each buffer. Raises ConfigurationError for a buffer that is declared over one
+    that is itself over others. Runs in every kernel call, so sizes are computed once, inline.
     """
     sizes, shared = {}, set[str]()
     for name, spec in specs.items():
@@ -228,7 +229,11 @@ class Workspace:
 
 
 class _SharedBuffers:
-    """Liveness of buffers in a poisoned workspace, some of which share memory."""
+    """Tracks which buffers of a poisoned workspace are live.
+
+    Of the buffers that share memory, those that another one has replaced are dead: they are filled
+    again when they are taken.
+    """
 
     def __init__(
         self,
@@ -245,13 +250,13 @@ class _SharedBuffers:
         }
         self._overlay_of = {other: name for name, over in self._over.items() for other in over}
         self._dead = set[str]()
-        # Red zones of dead buffers, saved when they died. Allocated here, so that calls allocate
-        # nothing.
+        # The red zones of buffers that share memory, saved when a buffer dies. Allocated here, so
+        # that calls allocate nothing.
         sharing = {*self._overlay_of, *self._overlay_of.values()}
         self._saved_zones = {name: red_zones[name].clone() for name in sharing}
 
     def begin(self) -> Fill:
-        """Start a call: refill all buffers, and mark those that lie over others as dead."""
+        """Start a call: fill all buffers, and mark those that are declared over others as dead."""
         self._dead = set(self._overlay_of.values())
         self.fill = self._fills.next()
         for zone in self._saved_zones.values():

@@ -3,7 +3,7 @@
 TRITON_INTERPRET=1 python tools/batch_invariance.py           rows whose bits change, for every part
 python tools/batch_invariance.py --price                      launches for sm_90, without a GPU
 
-Prints the tables of docs/batch-invariance.md; progress goes to stderr. On a GPU leave
+Prints the tables of docs/batch-invariance.md, and progress to stderr. On a GPU, leave
 TRITON_INTERPRET unset.
 """
 
@@ -29,7 +29,7 @@ SCHEMES = (
 )
 TOKENS = (1, 64, 4096)
 COLUMNS = (
-    *("scheme", "tokens", "asked for", "launches", "kernel of GEMM 1", "rows of a tile"),
+    *("scheme", "tokens", "batch invariant", "launches", "kernel of GEMM 1", "BLOCK_M"),
     *("registers", "shared bytes"),
 )
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")

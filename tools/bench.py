@@ -1,15 +1,15 @@
 """Compare our layers with public ones in one run: the README's table and plot.
 
     make bench                                            # all layers and schemes
-    make bench ARGS="--schemes bf16,fp8 --minutes 8"      # a part of it
-    make bench ARGS="--load A.json --load B.json"         # render records together
+    make bench ARGS="--schemes bf16,fp8 --minutes 8"      # some schemes, with a time limit
+    make bench ARGS="--load A.json --load B.json"         # merge and render earlier records
     make bench ARGS="--tiny"                              # small layers, on any machine
 
-Layer sizes are drawn by a committed seed (modular_kernel/bench/sampled_layers.py). In each cell, a
-layer with a scheme, a routing and a number of tokens, these are timed interleaved in one process
-(modular_kernel/bench/interleaved.py): `FusedMoE` with default arguments, the layer that
-`mk.compose` builds, every part on a line of its own, torch._grouped_mm, and the layers in
-tools/bench_peers.py. What is not installed is listed as missing.
+Layer sizes are random, with a committed seed (modular_kernel/bench/sampled_layers.py). A cell is a
+layer with a scheme, a routing and a number of tokens. In each cell, the following are timed
+interleaved in one process (modular_kernel/bench/interleaved.py): `FusedMoE` with default arguments,
+the layer that `mk.compose` builds, every part, torch._grouped_mm, and the layers in
+tools/bench_peers.py. Libraries that are not installed are listed.
 """
 
 import shlex
@@ -56,7 +56,7 @@ PEERS = Path(bench_peers.__file__)
 README = in_checkout.ROOT / "README.md"
 README_PLOT = "docs/benchmarks/bench.svg"
 PF = "MoEPrepareAndFinalizeNoEP"
-# A scheme on the command line, and the schemes of ours that it stands for.
+# Name of a scheme on the command line -> quantization scheme of our layers.
 SCHEMES = {
     "bf16": "none",
     "fp8": "fp8_w8a8_block",
@@ -67,15 +67,16 @@ TOKENS = (1, 16, 64, 256, 1024, 4096)
 ROUTINGS = ("uniform", "zipf1.2")
 TINY_LAYERS = (SampledLayer(8, 2, 256, 128), SampledLayer(4, 2, 128, 256))
 TINY_TOKENS = (1, 16)
-TINY_COMPOSE_SECONDS = 0.0  # compose times nothing
+TINY_COMPOSE_SECONDS = 0.0  # with this budget, compose times nothing
 
 
 def words(text):
+    """Split a comma-separated list."""
     return [word for word in text.split(",") if word]
 
 
 def named_schemes(text):
-    """Return the schemes named in a comma-separated list, by their short or their full names."""
+    """Return the schemes in a comma-separated list of short or full names."""
     names = {**SCHEMES, **{scheme: scheme for scheme in SCHEMES.values()}}
     unknown = [word for word in words(text) if word not in names]
     if unknown or not words(text):
@@ -95,7 +96,7 @@ def token_counts(text):
 
 
 def selected_layers(text, seed, *, tiny):
-    """Return the sampled layers with the given numbers, counted from 0; all for ""."""
+    """Return the sampled layers with the numbers in `text`, counted from 0; all of them for ""."""
     layers = TINY_LAYERS if tiny else sample_layers(seed)
     try:
         numbers = [int(word) for word in words(text)] or range(len(layers))
@@ -108,7 +109,7 @@ def selected_layers(text, seed, *, tiny):
 def our_offers(quant, cells, machine, *, compose_seconds, prepare):
     """Return FusedMoE, the composed layer, and every part that can run such a layer.
 
-    prepare: weights are prepared where the experts can; the other form of such a part is left out.
+    prepare: prepare the weights of parts that support it, and leave out those parts without it.
     """
     problems = [
         replace(cell.problem, quant=quant, graph=machine.device == "cuda") for cell in cells
@@ -132,7 +133,10 @@ def our_offers(quant, cells, machine, *, compose_seconds, prepare):
 
 
 def peers_of(quant, cell, wanted):
-    """Return torch._grouped_mm and the public layers with the same operands as `quant`."""
+    """Return torch._grouped_mm and the public layers whose operands have the formats of `quant`.
+
+    wanted: beginnings of the names of peers to include; empty includes all.
+    """
     kind = operands(cell.problem, QuantScheme.parse(quant))
     return [
         offer
@@ -143,7 +147,7 @@ def peers_of(quant, cell, wanted):
 
 
 def missing_layers(machine, wanted):
-    """Return what is not installed: peers, and parts of ours over a library or compiler."""
+    """Return the peers, and the parts of ours, whose packages are not installed."""
     peers = [
         name
         for name in bench_peers.missing()
@@ -158,10 +162,13 @@ def missing_layers(machine, wanted):
     return (*peers, *parts)
 
 
-def blocks_of(  # noqa: PLR0913  what the command line says
+def blocks_of(  # noqa: PLR0913  options of the command line
     layers, schemes, tokens, routings, machine, *, peers, compose_seconds, prepare
 ):
-    """Return a block for each layer and scheme. The routings alternate, so both get their share."""
+    """Return a block for each layer and scheme.
+
+    Routings alternate within a block, so that a time limit leaves out as many cells of each.
+    """
     blocks = []
     kinds = [RoutingKind.parse(routing) for routing in routings]
     for layer in layers:
@@ -178,9 +185,10 @@ def blocks_of(  # noqa: PLR0913  what the command line says
 
 
 def compile_first(blocks, workers, seconds):
-    """Compile the kernels of all blocks in parallel processes; what fails there fails again here.
+    """Compile the kernels of all blocks in parallel processes, which fill the cache on disk.
 
-    seconds: processes that take longer are ended.
+    Failures are printed; the kernel is then compiled again, and fails, in this process. seconds:
+    time limit of a process.
     """
 
     def compile_block(number):
@@ -200,7 +208,7 @@ def compile_first(blocks, workers, seconds):
 
 
 def render(report, out):
-    """Write the Markdown document and the plot, and print the tables."""
+    """Write bench.md and bench.svg to the folder `out`, and print the tables."""
     (out / "bench.md").write_text(document(report), encoding="utf-8")
     if find_spec("matplotlib") is None:
         click.echo("no plot: matplotlib is not installed", err=True)
@@ -211,7 +219,7 @@ def render(report, out):
 
 
 def update_readme(report):
-    """Replace the README's section between the markers: a sentence, the table and the plot."""
+    """Replace the section of the README between its markers with a sentence, a table and a plot."""
     plot_standings(report, in_checkout.ROOT / README_PLOT)
     text = README.read_text(encoding="utf-8")
     env = report.environment
@@ -233,16 +241,18 @@ def update_readme(report):
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--layers", default="", help="Numbers of the drawn layers, such as 0,2.")
-@click.option("--seed", default=SEED, help=f"Seed of the {COUNT} layers.")
+@click.option("--layers", default="", help="Numbers of the sampled layers, such as 0,2.")
+@click.option("--seed", default=SEED, help=f"Seed of the sizes of {COUNT} layers.")
 @click.option("--schemes", default=",".join(SCHEMES), help="Schemes.")
 @click.option("--tokens", default="", help="Numbers of tokens.")
-@click.option("--routing", default=",".join(ROUTINGS), help="Distributions.")
-@click.option("--peers", default="", help="Beginnings of peers' names.  [default: all]")
-@click.option("--minutes", type=float, help="No cell begins later; layers and schemes share it.")
+@click.option("--routing", default=",".join(ROUTINGS), help="Distributions of the routing.")
+@click.option("--peers", default="", help="Beginnings of the names of peers.  [default: all]")
+@click.option(
+    "--minutes", type=float, help="Time limit to start cells, divided among layers and schemes."
+)
 @click.option("--rounds", default=ROUNDS, help="Timed replays of each layer in a cell.")
-@click.option("--workers", default=0, help="Processes that compile kernels first.")
-@click.option("--compile-minutes", default=4.0, help="Time limit of each of them.")
+@click.option("--workers", default=0, help="Number of processes that compile kernels in advance.")
+@click.option("--compile-minutes", default=4.0, help="Time limit of each of these processes.")
 @click.option("--compose-seconds", default=8.0, help="Budget of compose per layer and scheme.")
 @click.option("--prepare/--no-prepare", default=True, help="Prepare weights if the experts can.")
 @click.option("--bandwidth", type=float, help="TB/s of the roofline.  [default: as measured]")
@@ -256,13 +266,13 @@ def update_readme(report):
     "--load",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="Render this record instead; may be repeated.",
+    help="Render this record instead of timing; can be repeated.",
 )
-@click.option("--readme", is_flag=True, help="Replace the README's section.")
-@click.option("--tiny", is_flag=True, help="Small layers, on any machine.")
-@click.option("--dry-run", is_flag=True, help="List the layers and what would be timed.")
+@click.option("--readme", is_flag=True, help="Replace the section of the README.")
+@click.option("--tiny", is_flag=True, help="Use small layers, which run on any machine.")
+@click.option("--dry-run", is_flag=True, help="List the layers that would be timed.")
 @click.option("--compile-block", type=int, hidden=True)
-def bench(  # noqa: PLR0913  its parameters are the options
+def bench(  # noqa: PLR0913  options of the command line
     *,
     layers,
     seed,
@@ -284,7 +294,7 @@ def bench(  # noqa: PLR0913  its parameters are the options
     dry_run,
     compile_block,
 ):
-    """Time our layers and public ones, interleaved, and render the README's table and plot."""
+    """Time our layers interleaved with public ones, and render the README's table and plot."""
     started = time.monotonic()
     report = load_reports(load) if load else None
     if report is None:

@@ -76,7 +76,7 @@ def deterministic() -> Iterator[None]:
 
 
 def public_calls(quant: str, tokens: int, inputs: Inputs) -> dict[str, Call]:
-    """Return the calls to time, by name. inputs: of LAYER in this scheme."""
+    """Return the calls to time, by name. inputs: the tensors of `layer_inputs(quant)`."""
     problem = replace(LAYER, quant=quant, tokens=tokens)
     weights, routing = inputs.weights, inputs.routing.of(slice(tokens))
     x_TH = inputs.x_TH[:tokens].clone()
@@ -111,11 +111,11 @@ def public_calls(quant: str, tokens: int, inputs: Inputs) -> dict[str, Call]:
 
 
 def layer_inputs(quant: str) -> Inputs:
-    """Return the tensors of LAYER in a scheme; values do not matter to the host."""
+    """Return random tensors of LAYER in a scheme. Host time does not depend on the values."""
     return Inputs(*random_inputs(replace(LAYER, quant=quant), torch.device("cuda")))
 
 
-def measured(quant: str, tokens: int, inputs: Inputs, calls: int) -> dict[str, object]:
+def measure(quant: str, tokens: int, inputs: Inputs, calls: int) -> dict[str, object]:
     """Return one row: host times in microseconds, by call."""
     row: dict[str, object] = {"quant": quant, "tokens": tokens}
     timed = public_calls(quant, tokens, inputs)
@@ -163,7 +163,7 @@ def main() -> None:
     for quant in SCHEMES:
         inputs = layer_inputs(quant)
         for tokens in TOKENS:
-            row = measured(quant, tokens, inputs, arguments.calls)
+            row = measure(quant, tokens, inputs, arguments.calls)
             print(*(f"{name} {value}" for name, value in row.items()), sep="; ", flush=True)
             rows.append(row)
     if arguments.json:

@@ -1,14 +1,14 @@
-"""Loading times of one layer of experts in each format, on one core.
+"""Time the loading of one layer of experts in each format, on one core.
 
     python tools/bench_loading.py
     python tools/bench_loading.py --format gptq --format awq --experts 16
 
 Writes a layer with the sizes of Qwen3-30B-A3B in every format, loads each one several times with
-`mk.load_experts`, and prints a Markdown table. The first row reads every tensor of the bf16 file
-with the safetensors library alone and copies it. Times are the minimum over the rounds of the CPU
-time of the process, in which the formats alternate; all files are in the page cache. Peak memory is
-what torch's allocator held at most, without the memory-mapped file. Quantization while loading is
-listed as "bf16 to" a scheme.
+`mk.load_experts`, and prints a Markdown table. In the first row, every tensor of the bf16 file is
+read with the safetensors library alone and copied. A time is the minimum CPU time over the rounds;
+in a round, each format is loaded once. All files are in the page cache. Peak memory is the maximum
+that torch's allocator held, without the memory-mapped file. Rows named "bf16 to" a scheme quantize
+while loading.
 """
 
 import tempfile
@@ -51,7 +51,7 @@ QUANTIZED = ("fp8_w8a8_block", "fp8_w8a8_channel", "int4_w4a16_group", "mxfp4_w4
 
 @dataclass(frozen=True)
 class Load:
-    """One row: what is timed, and its file."""
+    """One row of the table. call: the function to time. file: the file that it reads."""
 
     name: str
     call: Callable[[], object]
@@ -67,7 +67,7 @@ def plain_read(file: Path) -> dict[str, torch.Tensor]:
 def written_loads(
     folder: Path, formats: Sequence[str], schemes: Sequence[str], sizes: dict[str, int]
 ) -> list[Load]:
-    """Write the files of the formats, and return what is timed."""
+    """Write the files of the formats, and return the loads to time."""
     loads = []
     for number, kind in enumerate(dict.fromkeys(("bf16", *formats))):
         path = folder / str(number)
@@ -95,7 +95,7 @@ def cpu_seconds(call: Callable[[], object]) -> float:
 
 
 def peak_bytes(load: Load) -> int:
-    """Return the most bytes that torch's allocator held at once, without the mapped file."""
+    """Return the maximum number of bytes that torch's allocator held, without the mapped file."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = load.call()
     del result

@@ -22,12 +22,12 @@ from modular_kernel.measure.cases import quantize
 _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANT = "vllm.model_executor.layers.quantization.utils"
 _BLOCK = 128
-_LEAST_DEEPGEMM_TOKENS = 128  # the limit that vLLM itself applies
-_CORE = "flashinfer.fused_moe"
-_LARGE = 4096  # from this many tokens a tactic takes milliseconds, and the tuner minutes
+_MIN_DEEPGEMM_TOKENS = 128  # the limit that vLLM itself applies
+_FLASHINFER_MOE = "flashinfer.fused_moe"
+_MIN_LARGE_TOKENS = 4096  # from here on, a call takes milliseconds, and the autotuner minutes
 
 
-def _plain(problem):
+def _is_plain(problem):
     """Return whether the problem is a plain SwiGLU layer in bf16, which all peers support."""
     plain = problem.act.kind == "silu" and not problem.bias and not problem.expert_map
     return plain and problem.dtype is torch.bfloat16 and problem.routed_scaling_factor == 1.0
@@ -43,7 +43,7 @@ class LayerPeer(Layer):
     blocks = False
 
     def refusal(self, problem):
-        if not _plain(problem):
+        if not _is_plain(problem):
             return "plain bf16 SwiGLU layers only"
         if self.blocks and (problem.hidden % _BLOCK or problem.intermediate % _BLOCK):
             return f"hidden and intermediate must be multiples of {_BLOCK}"
@@ -92,19 +92,22 @@ class VllmTriton(LayerPeer):
 
 
 class VllmExperts(LayerPeer):
-    """One of vLLM's modular experts, after its own quantization of x, writing the final output."""
+    """One of vLLM's modular experts classes, with vLLM's quantization of x before it.
+
+    The experts write the final output.
+    """
 
     def __init__(self, name, quant, module, cls):
-        self.name, self.quant, self.where = name, quant, (module, cls)
+        self.name, self.quant, self.module_and_class = name, quant, (module, cls)
         self.blocks = quant == "fp8_w8a8_block"
 
     def refusal(self, problem):
-        if "deepgemm" in self.name and problem.tokens < _LEAST_DEEPGEMM_TOKENS:
-            return f"{_LEAST_DEEPGEMM_TOKENS} tokens at least"
+        if "deepgemm" in self.name and problem.tokens < _MIN_DEEPGEMM_TOKENS:
+            return f"{_MIN_DEEPGEMM_TOKENS} tokens or more only"
         return super().refusal(problem)
 
     def setup(self, problem, weights):
-        module, cls = self.where
+        module, cls = self.module_and_class
         self.silu = import_module(f"{_MOE}.activation").MoEActivation.SILU
         self.quantize = import_module(f"{_MOE}.utils").moe_kernel_quantize_input
         self.problem = problem
@@ -116,9 +119,10 @@ class VllmExperts(LayerPeer):
     def _moe_config(self, problem):
         config = import_module(f"{_MOE}.config")
         known = {field.name for field in fields(config.FusedMoEConfig) if field.init}
-        whole, share = "intermediate_size", "intermediate_size_per_partition"  # before vLLM 0.26
+        # vLLM before 0.26 has only the second of these fields.
+        size, size_per_rank = "intermediate_size", "intermediate_size_per_partition"
         return config.FusedMoEConfig(
-            **{whole if whole in known else share: problem.intermediate},
+            **{size if size in known else size_per_rank: problem.intermediate},
             max_num_tokens=problem.tokens,  # buffers of the CUTLASS experts; the default is 256
             num_experts=problem.experts,
             experts_per_token=problem.top_k,
@@ -263,7 +267,7 @@ def interleave_gate_up(rows_eNK):
 
 
 class Padded(Layer):
-    """A layer that requires whole blocks, with sizes padded by zeros.
+    """A layer that requires whole blocks, with operands padded with zeros.
 
     hidden, intermediate: block sizes in elements. Weights are padded in `setup`, and x in every
     call; the output is a view of the unpadded columns.
@@ -274,30 +278,30 @@ class Padded(Layer):
         self.name, self.quant, self.needs = layer.name, layer.quant, layer.needs
         self.tuned = getattr(layer, "tuned", False)
 
-    def whole(self, problem):
+    def padded(self, problem):
         """Return the problem with sizes rounded up to whole blocks."""
         sizes = problem.hidden, problem.intermediate
         hidden, inner = (-(-n // b) * b for n, b in zip(sizes, self.blocks, strict=True))
         return replace(problem, hidden=hidden, intermediate=inner)
 
     def refusal(self, problem):
-        return self.layer.refusal(self.whole(problem))
+        return self.layer.refusal(self.padded(problem))
 
     def setup(self, problem, weights):
-        padded = self.whole(problem)
-        self.columns, self.lacking = problem.hidden, padded.hidden - problem.hidden
+        padded = self.padded(problem)
+        self.columns, self.padding = problem.hidden, padded.hidden - problem.hidden
         rows = padded.intermediate - problem.intermediate
         gate_up = weights.w1.unflatten(1, (2, -1))
-        w1 = torch.nn.functional.pad(gate_up, (0, self.lacking, 0, rows)).flatten(1, 2)
-        w2 = torch.nn.functional.pad(weights.w2, (0, rows, 0, self.lacking))
+        w1 = torch.nn.functional.pad(gate_up, (0, self.padding, 0, rows)).flatten(1, 2)
+        w2 = torch.nn.functional.pad(weights.w2, (0, rows, 0, self.padding))
         self.layer.setup(padded, replace(weights, w1=w1, w2=w2))
 
     def tune(self, problem):
-        self.layer.tune(self.whole(problem))
+        self.layer.tune(self.padded(problem))
 
     def call(self, x_TH, routing):
-        if self.lacking:
-            x_TH = torch.nn.functional.pad(x_TH, (0, self.lacking))
+        if self.padding:
+            x_TH = torch.nn.functional.pad(x_TH, (0, self.padding))
         return self.layer.call(x_TH, routing)[:, : self.columns]
 
 
@@ -310,8 +314,9 @@ def up_first(rows_eNK):
 class FlashInfer(LayerPeer):
     """FlashInfer's CUTLASS layers: sort, GEMM with SwiGLU, GEMM with the weighted sum.
 
-    tuned: FlashInfer's autotuner runs for the number of tokens; the block-scaled GEMMs have no
-    tactics. Its module `fused_moe_90` is compiled at the first use if it has not been built.
+    tuned: whether FlashInfer's autotuner runs for each number of tokens. It has nothing to tune for
+    the block-scaled GEMMs. FlashInfer compiles its module `fused_moe_90` at the first use if it has
+    not been built.
     """
 
     name, needs = "flashinfer", ("flashinfer",)
@@ -322,7 +327,7 @@ class FlashInfer(LayerPeer):
         return {}
 
     def setup(self, problem, weights):
-        self.run = import_module(_CORE).cutlass_fused_moe
+        self.run = import_module(_FLASHINFER_MOE).cutlass_fused_moe
         self.problem, self.scales = problem, None
         self.load(problem, weights)
         self.tuned_tokens = set()
@@ -334,7 +339,7 @@ class FlashInfer(LayerPeer):
             return
         self.tuned_tokens.add(problem.tokens)
         tuner = import_module("flashinfer.autotuner")
-        if problem.tokens >= _LARGE:  # the defaults of 3 and 10 calls are for short kernels
+        if problem.tokens >= _MIN_LARGE_TOKENS:  # the defaults, 3 and 10, are for short kernels
             tuner.AutoTuner.get().warmup, tuner.AutoTuner.get().repeat = 1, 3
         generator = torch.Generator(self.w1.device).manual_seed(0)
         device = {"device": self.w1.device, "generator": generator}
@@ -342,14 +347,15 @@ class FlashInfer(LayerPeer):
         scores = torch.rand(problem.tokens, problem.experts, **device)
         ids = scores.topk(problem.top_k).indices.int()
         with tuner.autotune(True, tuning_buckets=(problem.tokens,)):
-            self.made(x, ids, torch.ones_like(ids, dtype=torch.float32) / problem.top_k)
+            self.run_with_ids(x, ids, torch.ones_like(ids, dtype=torch.float32) / problem.top_k)
         torch.cuda.synchronize()
 
     def call(self, x_TH, routing):
         ids, router = routing.topk_ids_TK.int(), routing.topk_weights_TK
-        return self.made(x_TH, ids, router)
+        return self.run_with_ids(x_TH, ids, router)
 
-    def made(self, x_TH, ids_TK, router_TK):
+    def run_with_ids(self, x_TH, ids_TK, router_TK):
+        """Return the layer's output. ids_TK: int32."""
         out = torch.empty_like(x_TH)
         self.run(
             x_TH, ids_TK, router_TK, self.w1, self.w2, x_TH.dtype,
@@ -378,7 +384,7 @@ class FlashInferFp8Block(FlashInfer):
 
 
 class FlashInferMxfp4(FlashInfer):
-    """mxfp4 weights in the layout of the Hopper GEMMs; padded by `Padded`, as vLLM does."""
+    """mxfp4 weights in the layout of the Hopper GEMMs. Use it in `Padded`, as vLLM pads them."""
 
     quant, blocks = "mxfp4_w4a16", True
 
@@ -387,7 +393,7 @@ class FlashInferMxfp4(FlashInfer):
 
     def load(self, problem, weights):
         stored = self.stored(problem, weights)
-        prepare = import_module(f"{_CORE}.prepare")
+        prepare = import_module(f"{_FLASHINFER_MOE}.prepare")
         interleave_weights = prepare.interleave_moe_weights_for_sm90_mixed_gemm
         interleave_scales = prepare.interleave_moe_scales_for_sm90_mixed_gemm
         w1, w2, one, two = (tensor.view(torch.uint8) for tensor in stored)

@@ -4,16 +4,16 @@
     python tools/bench_transformers.py out.json --models gpt_oss
     python tools/bench_transformers.py out.json --tiny                  # on a CPU
 
-Builds models with the sizes of Qwen3-30B-A3B and gpt-oss-20b but 4 layers, with random weights in
-bfloat16. Times the prefill of one sequence, and decoding steps with a static cache. Modes: eager
-(not compiled), default, and reduce-overhead (`torch.compile`, decoding only). All implementations
-of a cell are compiled first; each round then times every implementation once, in random order. A
-result is the median over rounds.
+Builds models with the sizes of Qwen3-30B-A3B and gpt-oss-20b but with 4 layers, with random weights
+in bfloat16. Times the prefill of one sequence, and decoding steps with a static cache. The modes
+are eager (not compiled), and torch.compile's default and reduce-overhead (the latter for decoding
+only). All implementations of a cell are compiled first; each round then times every implementation
+once, in random order. A result is the median over rounds.
 
-`breaks` counts graph breaks while the cell is compiled. `skipped graphs` counts CUDA graphs that
-Inductor did not make in reduce-overhead mode. `error` is the relative difference of the logits from
-those of grouped_mm in the same mode. Decoded tokens are compared in float32 with transformers'
-eager experts, not compiled and in each mode of compilation.
+In the table, `breaks` is the number of graph breaks in the compilation of a cell, `skipped graphs`
+the number of CUDA graphs that Inductor skipped in reduce-overhead mode, and `error` the relative
+difference of the logits from those of grouped_mm in the same mode. In addition, tokens decoded in
+float32, eager and compiled in each mode, are compared with those of transformers' eager experts.
 
 Cells that do not fit into `--budget` seconds are left out and listed. The record is written after
 each cell.
@@ -64,7 +64,7 @@ MODELS = {
     ),
 }  # fmt: skip
 OURS, BASE, EAGER = "modular_kernel", "grouped_mm", "eager"
-CACHE, PROMPT = 1024, 64  # of decoding: rows of the static cache, and those filled before
+CACHE, PROMPT = 1024, 64  # tokens of the static cache, and those of them that the prompt fills
 
 
 def parse():
@@ -127,12 +127,12 @@ class Bench:
         values = {**sizes, **(tiny if self.options.tiny else {}), **IDS}
         config = config_class(**values, num_hidden_layers=layers)
         torch.manual_seed(0)
-        given = {"attn_implementation": self.options.attention} if self.options.attention else {}
+        options = {"attn_implementation": self.options.attention} if self.options.attention else {}
         with self.device:
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, experts_implementation=EAGER, **given
+                config, dtype=dtype, experts_implementation=EAGER, **options
             ).eval()
-            # Routers and experts that do not all give nearly the same.
+            # With the initial weights, all experts would return nearly the same.
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.dim() > 1:
@@ -140,13 +140,13 @@ class Bench:
         return model
 
     def models(self, name, dtype, layers, implementations):
-        """Return a model for each implementation; they share their weights."""
-        model, made = self.build(name, dtype, layers), {}
+        """Return a model for each implementation. They share their weights."""
+        model, models = self.build(name, dtype, layers), {}
         for implementation in implementations:
             shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
-            made[implementation] = copy.deepcopy(model, memo=shared)
-            made[implementation].set_experts_implementation(implementation)
-        return made
+            models[implementation] = copy.deepcopy(model, memo=shared)
+            models[implementation].set_experts_implementation(implementation)
+        return models
 
     def ids(self, model, *shape):
         generator = torch.Generator().manual_seed(1)
@@ -154,7 +154,7 @@ class Bench:
 
 
 class Prefill:
-    """The prefill of one sequence; returns the last logits."""
+    """The prefill of one sequence. A call returns the last logits."""
 
     def __init__(self, bench, model, mode, tokens):
         self.ids = bench.ids(model, 1, tokens)
@@ -168,7 +168,7 @@ class Prefill:
 
 
 class Decode:
-    """Decoding steps with a static cache, prefilled without compilation."""
+    """Decoding steps with a static cache, whose prompt is processed without compilation."""
 
     def __init__(self, bench, model, mode, batch):
         self.bench, self.model, self.batch = bench, compiled(model, mode), batch
@@ -195,8 +195,11 @@ def compiled(model, mode):
     return torch.compile(model, mode=None if mode == "default" else mode, dynamic=False)
 
 
-def cell(bench, models, mode, make, size):
-    """Compile, then time all implementations interleaved; return a row for each."""
+def time_cell(bench, models, mode, make, size):
+    """Compile all implementations, time them interleaved, and return a row for each.
+
+    make: Prefill or Decode. size: its number of tokens or its batch size.
+    """
     rows, runs, logits = {}, {}, {}
     for name, model in models.items():
         torch._dynamo.utils.counters.clear()
@@ -209,7 +212,7 @@ def cell(bench, models, mode, make, size):
                 result = run()
             logits[name] = result.float().clone()
             bench.sync()
-        except Exception as error:  # noqa: BLE001 (whatever compilation raises)
+        except Exception as error:  # noqa: BLE001 (compilation may raise anything)
             row["failed"] = f"{type(error).__name__}: {error}"[:500]
             traceback.print_exc()
             continue
@@ -223,7 +226,7 @@ def cell(bench, models, mode, make, size):
     if BASE in logits:
         for name, each in logits.items():
             rows[name]["error"] = float((each - logits[BASE]).norm() / logits[BASE].norm())
-    times = interleaved(bench, runs)
+    times = time_interleaved(bench, runs)
     for name, each in times.items():
         steps = runs[name].steps if make is Decode else 1
         rows[name]["ms"] = statistics.median(each) / steps
@@ -235,8 +238,8 @@ def cell(bench, models, mode, make, size):
     return list(rows.values())
 
 
-def interleaved(bench, runs):
-    """Time each run once a round, in random order; return milliseconds by name."""
+def time_interleaved(bench, runs):
+    """Time each run once per round, in random order. Returns lists of milliseconds by name."""
     times = {name: [] for name in runs}
     for _ in range(bench.options.rounds):
         for name in random.sample(sorted(runs), len(runs)):
@@ -264,12 +267,14 @@ def time_model(bench, name):
             if bench.seconds() + (slowest if mode != "eager" else 5) > options.budget:
                 bench.left_out.append(label)
                 continue
-            # Copies of all weights of a token's experts: only for few tokens.
-            chosen = {k: m for k, m in models.items() if k != "batched_mm" or fits(make, size)}
+            # batched_mm copies the weights of each token's experts, so it is only for few tokens.
+            included = {
+                k: m for k, m in models.items() if k != "batched_mm" or has_few_tokens(make, size)
+            }
             torch._dynamo.reset()
             gc.collect()
             start = bench.seconds()
-            rows = cell(bench, chosen, mode, make, size)
+            rows = time_cell(bench, included, mode, make, size)
             if mode != "eager":
                 slowest = max(slowest, bench.seconds() - start)
             bench.rows += [{"model": name, **row} for row in rows]
@@ -279,7 +284,7 @@ def time_model(bench, name):
     free(bench)
 
 
-def fits(make, size):
+def has_few_tokens(make, size):
     return make is Decode and size <= 4
 
 
@@ -292,8 +297,8 @@ def free(bench):
 
 def compare_tokens(bench, name):
     """Decode greedily in float32 with each implementation, and count tokens equal to eager's."""
-    chosen = [each for each in bench.options.implementations if each != "batched_mm"]
-    models = bench.models(name, torch.float32, 2, [EAGER, *chosen])
+    included = [each for each in bench.options.implementations if each != "batched_mm"]
+    models = bench.models(name, torch.float32, 2, [EAGER, *included])
     prompt, new = bench.ids(models[EAGER], 2, 24), 24
     want = None
     for implementation, model in models.items():
@@ -323,7 +328,7 @@ def compare_tokens(bench, name):
     free(bench)
 
 
-def table(bench):
+def print_table(bench):
     print(f"\ntorch {torch.__version__}, transformers {transformers.__version__}")
     print("model    mode             cell           " + "implementation   ms        x grouped_mm  "
           "breaks  skipped graphs  error")  # fmt: skip
@@ -341,7 +346,7 @@ def table(bench):
         print(f"{head}{row['equal']} of {row['of']} equal ({row['different_tokens']} distinct)")
     breaks = Counter(reason for row in bench.rows for reason in row.get("why", ()))
     for reason, count in breaks.items():
-        print(f"break in {count} rows: {' '.join(reason.split())}")
+        print(f"graph break in {count} rows: {' '.join(reason.split())}")
     for note in (*bench.notes, *(f"left out (--budget): {each}" for each in bench.left_out)):
         print(note)
     print(f"{bench.seconds():.0f} s")
@@ -359,7 +364,7 @@ def main():
                 compare_tokens(bench, name)
             time_model(bench, name)
     bench.write()
-    table(bench)
+    print_table(bench)
 
 
 if __name__ == "__main__":

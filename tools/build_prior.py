@@ -2,9 +2,9 @@
 
     python tools/build_prior.py
 
-Writes modular_kernel/select/prior.json; modular_kernel/select/prior.py describes the format. For
+Writes modular_kernel/select/prior.json, whose format modular_kernel/select/prior.py describes. For
 the same layer, scheme and number of tokens, ratios of newer records replace older ones. --check
-writes nothing and exits with 1 if the file is out of date.
+writes nothing, and exits with 1 if the file is out of date.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python tools/check_choice.py --random-layers 4 --seed 1 --quant none,fp8_w8a8_block \
         --budgets 0,5,30 --json out/choice.json
 
-For each layer, scheme and budget, smallest budget first, compose() chooses with an empty cache. At
-each number of tokens, the plan of the composed layer is then timed interleaved with that of the
-default pairing, both made for the maximum number of tokens. In addition, every valid pairing
-is timed interleaved with the default, once per number of tokens; a pairing that at first takes more
+For each layer and scheme, compose() runs with an empty cache under each budget, the smallest first.
+At each number of tokens, the plan of the composed layer is then timed interleaved with that of the
+default pairing. Both plans are for the maximum number of tokens. Every valid pairing is also timed
+interleaved with the default, once for each number of tokens; a pairing whose first calls take more
 than 1.5 x the default's time is not timed further. Kernels compiled under one budget are reused
 under the next.
 
@@ -43,8 +43,8 @@ from modular_kernel.select.record import pairing_name
 from modular_kernel.select.timing import Stopwatch
 from modular_kernel.spec.problem import Problem
 
-MAX_SLOWDOWN = 1.5  # ratio to the default's time from which a pairing is not timed further
-OVERRUN_S = 1.0
+MAX_SLOWDOWN = 1.5  # ratio to the default's time above which a pairing is not timed further
+OVERRUN_S = 1.0  # allowed excess over a budget
 ROUNDS, TARGET_S = (9, 41), 0.06
 EXPERTS = (8, 16, 24, 32, 40, 48, 60, 64, 72, 96, 128, 160, 192, 256)
 MIN_BYTES, MAX_BYTES = 3e8, 16e9  # bounds of the bytes of weights in bfloat16
@@ -132,7 +132,7 @@ def _check_layer(name: str, problem: Problem, args, report) -> None:
 
 
 def _compose_twice(problem: Problem, tokens, seconds: float):
-    """Choose with an empty cache, then from the filled cache, which must not time anything."""
+    """Compose with an empty cache, and again with the filled one, which must not time anything."""
     with tempfile.TemporaryDirectory() as folder:
         terms = Terms(tokens=tokens, budget=seconds, folder=Path(folder))
         start = time.perf_counter()
@@ -154,7 +154,7 @@ def _compose_twice(problem: Problem, tokens, seconds: float):
 
 
 def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
-    """Time the composed layers; return a row for each budget and number of tokens."""
+    """Time the composed layers. Returns a row for each budget and number of tokens."""
     if not composed:
         return []
     choice = composed[-1][1].choice
@@ -209,7 +209,10 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
 
 
 def _compare_with_default(plan, default, inputs, device) -> tuple[float, float, float]:
-    """Time a plan interleaved with the default; return microseconds, their ratio and its noise."""
+    """Time a plan interleaved with the default's.
+
+    Returns the plan's microseconds, the ratio to the default's time, and the noise of the ratio.
+    """
     clock, flush_l2 = clock_of(device), l2_flusher(device) if inputs.flush else None
     runs_of_plans = [_capture_calls(planned, inputs, device) for planned in (plan, default)]
 

@@ -1,11 +1,12 @@
 """Run a command under every CPU instruction set that oneDNN can be limited to on this machine.
 
-    python tools/cpu_isa.py                      show what this machine supports
+    python tools/cpu_isa.py                      print the instruction sets of this machine
     python tools/cpu_isa.py -- COMMAND [ARG ...]  run the command once for each instruction set
 
 oneDNN, which computes torch's 16-bit GEMMs, reads ONEDNN_MAX_CPU_ISA only once, so each run is a
-separate process. ATEN_CPU_CAPABILITY limits torch's own kernels accordingly. All runs are made even
-if one fails; the exit status is then 1. On an architecture other than x86 the command runs once.
+separate process. ATEN_CPU_CAPABILITY limits torch's own kernels accordingly. If a run fails, the
+others are made nevertheless, and the exit status is 1. On another architecture than x86, the
+command runs once.
 """
 
 import platform
@@ -31,7 +32,7 @@ ISAS = (
     ("AVX512_CORE_AMX", (*_AVX512, "amx_tile", "amx_bf16", "amx_int8"), "avx512"),
     ("AVX512_CORE_AMX_FP16", (*_AVX512, "amx_tile", "amx_bf16", "amx_fp16"), "avx512"),
 )
-# oneDNN prints its instruction set at its first call; this calls it on every CPU.
+# Calls oneDNN, which prints its instruction set in the first call.
 _CALL = "import torch; torch.ones(2, 2).to_mkldnn()"
 
 
@@ -87,7 +88,7 @@ def report(supported, missing):
 
 
 def run_all(command, supported):
-    """Run the command under each setting; return the names of the settings that failed."""
+    """Run the command under each setting. Returns the names of the settings that failed."""
     failed = []
     for name in supported or ["DEFAULT"]:
         env = environment(name)
@@ -100,7 +101,7 @@ def run_all(command, supported):
 
 
 def main(arguments):
-    """Print the report, run the command after `--` if there is one; return the exit status."""
+    """Print the report, and run the command after `--` if there is one. Returns the exit status."""
     if arguments and (arguments[0] != "--" or len(arguments) == 1):
         print(__doc__, file=sys.stderr)
         return 2

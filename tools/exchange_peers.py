@@ -1,9 +1,9 @@
-"""Bare libraries as peers: `mk exchange --world-size N --peer tools/exchange_peers.py`.
+"""Public transports as peers: `mk exchange --world-size N --peer tools/exchange_peers.py`.
 
-Transports: NCCL's all_to_all_single with the same bytes (rows there and back, without permutation
-or summation), DeepEP V1 high throughput and low latency, DeepEP V2, and pplx-kernels. Libraries
-that are not installed are left out. DeepEP V1 and V2 are versions of the same module, so each
-refuses to run if the other is installed.
+They are NCCL's all_to_all_single with the same bytes (rows to the experts and back, without
+permutation or summation), DeepEP V1 high throughput and low latency, DeepEP V2, and pplx-kernels.
+Libraries that are not installed are left out. DeepEP V1 and V2 are versions of the same module, so
+each refuses to run if the other is installed.
 """
 
 from importlib import import_module
@@ -16,8 +16,8 @@ from modular_kernel.bench.all2all.cases import Transport, dequantize
 from modular_kernel.ops.quantize import Quantized, quantize_rows
 
 BLOCK = 128  # columns per scale
-_QUANTIZATION_NOTES = {False: "before", True: "in a launch of its own"}
-MAX_FEW_TOKENS = 512  # maximum tokens for buffers with a row per token and expert
+_QUANTIZATION_NOTES = {False: "before the dispatch", True: "in a separate launch"}
+MAX_FEW_TOKENS = 512  # maximum number of tokens if buffers have a row per token and expert
 
 
 def quantize_fp8_blocks(x_TH):
@@ -40,15 +40,15 @@ class TransportPeer(Transport):
 
     def refusal(self, cell):
         if cell.quant not in ("none", "fp8_w8a8_block") or cell.hidden % BLOCK:
-            return f"bfloat16 or blocks of {BLOCK} columns"
+            return f"bfloat16, or float8 in blocks of {BLOCK} columns, only"
         if self.quantizes and cell.quant == "none":
-            return "bfloat16 rows travel as they are"
+            return "bfloat16 rows are not quantized"
         if cell.experts % cell.world_size:
-            return "as many experts on each rank"
+            return "equally many experts on each rank only"
         if self.world_sizes and cell.world_size not in self.world_sizes:
-            return f"{self.world_sizes} ranks"
+            return f"{self.world_sizes} ranks only"
         if self.few_tokens_only and cell.capacity > MAX_FEW_TOKENS:
-            return f"buffers for {MAX_FEW_TOKENS} tokens at most"
+            return f"at most {MAX_FEW_TOKENS} tokens"
         return ""
 
     def open(self, cell, context):
@@ -94,14 +94,14 @@ class TransportPeer(Transport):
 class Nccl(TransportPeer):
     """NCCL's all_to_all_single in both directions.
 
-    pairs: send a row per token and expert, instead of one per token and rank.
+    per_pair: send a row per token and expert, instead of one per token and rank.
     """
 
     capturable = True
 
     def __init__(self, *, per_pair):
         self.per_pair = per_pair
-        self.name = f"all_to_all_single, one row {'an expert' if per_pair else 'a rank'}"
+        self.name = f"all_to_all_single, one row per {'expert' if per_pair else 'rank'}"
         self.note = "no permute, no sums"
 
     def load(self, inputs):
@@ -179,7 +179,7 @@ class DeepEPPerRank(DeepEP):
     """
 
     capturable = True
-    included_note = ""  # note on further work that is included in the time
+    included_note = ""  # work besides the exchange that the time includes
 
     def __init__(self, sms, *, quantizes=False):
         self.sms, self.quantizes = sms, quantizes
@@ -199,8 +199,8 @@ class DeepEPV1(DeepEP):
     def refusal(self, cell):
         if hasattr(import_module("deep_ep"), "ElasticBuffer"):
             return "this deep_ep is V2"
-        if self.local_of(cell) > BLOCK:  # number of threads of its counting kernel
-            return f"{BLOCK} experts a rank at most"
+        if self.local_of(cell) > BLOCK:  # the number of threads of its counting kernel
+            return f"at most {BLOCK} experts per rank"
         return super().refusal(cell)
 
     def local_of(self, cell):
@@ -211,7 +211,7 @@ class DeepEPHighThroughput(DeepEPPerRank, DeepEPV1):
     """DeepEP V1's high-throughput kernels."""
 
     name = "DeepEP V1 high throughput"
-    measured = "its layout kernel included; "
+    included_note = "includes its layout kernel; "
 
     def setup(self):
         Buffer = import_module("deep_ep").Buffer
@@ -323,7 +323,7 @@ class Pplx(TransportPeer):
 
     name = "pplx-kernels"
     capturable = alone = few_tokens_only = True
-    note = "rows quantized before"
+    note = "rows quantized before the dispatch"
 
     def setup(self):
         cell, context = self.cell, self.context

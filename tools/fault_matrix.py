@@ -20,8 +20,8 @@ if __name__ == "__main__":
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     parser.add_argument("--parts", help="names, separated by commas; default: all that can run")
     parser.add_argument("--kinds", default="", help="only these, such as killed,late")
-    parser.add_argument("--lanes", type=int, default=4, help="scenarios side by side")
-    parser.add_argument("--seconds", type=float, default=300, help="none begins after so long")
+    parser.add_argument("--lanes", type=int, default=4, help="number of scenarios run at once")
+    parser.add_argument("--seconds", type=float, default=300, help="time limit to start scenarios")
     parser.add_argument(
         "--unchecked",
         dest="checked",
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     selected = [s for s in selected if not args.kinds or s.kind in args.kinds.split(",")]
 
     def print_result(result):
-        findings = "; ".join(result.findings()) or "as it must be"
+        findings = "; ".join(result.findings()) or "as expected"
         print(f"{result.seconds:5.1f} s  {result.scenario.part}: {result.scenario}: {findings}",
               file=sys.stderr, flush=True)  # fmt: skip
 

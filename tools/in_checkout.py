@@ -1,6 +1,6 @@
-"""`mk` from a checkout without installation, for scripts that run one verb.
+"""Runs `mk` from a checkout without installation, for scripts that run one verb.
 
-Importing this module puts the checkout on sys.path.
+Importing this module adds the checkout to sys.path.
 """
 
 import subprocess

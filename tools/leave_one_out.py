@@ -1,11 +1,11 @@
-"""Leave-one-out evaluation of tiles for layers without a tuned file.
+"""Measure the tiles that a layer without a tuned file gets, by leaving out tuned layers.
 
     python tools/leave_one_out.py time record.json                # on the GPU of the tuned files
     python tools/leave_one_out.py report record.json > leave-one-out.md
 
-Each tuned layer is left out in turn. It then uses the launches of the nearest other tuned layers
-(experts/triton/configs/nearest.py), or those of the heuristics only (heuristics.py there). Whole
-planned layers with these tiles and with the layer's own tuned tiles are verified and timed
+Without its tuned file, a layer uses the launches of the nearest other tuned layers (nearest.py in
+experts/triton/configs), or those of the heuristics (heuristics.py there). For each tuned layer,
+whole planned layers with both kinds of tiles and with its own tuned tiles are verified and timed
 interleaved, as the tuner compares its finalists (modular_kernel/tuning/measurement.py). Equal tiles
 are not timed.
 """
@@ -50,14 +50,15 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 _INTRO = """# Tiles without a tuned file, on one H200
 
-Each layer is left out in turn, and takes the launches that the nearest other layers were tuned to
-(where one is near), or those of the heuristics alone. Whole planned layers with them and with the
-layer's own tuned tiles were checked against float64 and timed by turns, with uniform routing and
-weights not in the cache (`tools/leave_one_out.py`). Ratios are to the tuned tiles' time; `within`
-counts cells (a layer and a number of tokens) within {bound:.2f} x. In {timed} of {cells} cells
-tiles differ, and were timed; where they are the tuned ones the ratio is 1. Below 1, kernels became
-faster after the layer was tuned. Regimes leave nothing out: they were chosen with the tuned layers
-in view, and those of mxfp4, of which few are tuned, are these layers' own. Measured {measured}.
+Without its tuned file, a layer uses the launches of the nearest other tuned layers ("neighbors", if
+one is near enough), or those of the heuristics ("regimes"). Whole planned layers with these tiles
+and with the layer's own tuned tiles were verified against float64 and timed interleaved, with
+uniform routing and weights not in the cache (`tools/leave_one_out.py`). Ratios are to the time with
+the tuned tiles; `within` counts cells (a layer and a number of tokens) with a ratio of at most
+{bound:.2f}. Tiles differ in {timed} of {cells} cells, which were timed; the others have ratio 1. A
+ratio below 1 means that kernels became faster after the layer was tuned. The regimes were chosen
+from the results of all tuned layers, including the one left out; those of mxfp4, for which few
+layers are tuned, come from these layers only. Measured {measured}.
 Raw rows: `{record}`."""
 
 
@@ -150,7 +151,7 @@ def time_cells(
     """Time the cells with different tiles on this GPU; return the number of cells without a time.
 
     No layer is started after `deadline` seconds, and cells with tiles that compute wrong results
-    are not timed. keep: called with all rows so far after each layer.
+    are not timed. write_rows: called after each layer with all rows so far.
     """
     pair, rows, untimed = TunedPair(*PAIR, this_machine()), list[Row](), 0
     end = time.monotonic() + deadline
@@ -294,7 +295,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("record", type=Path)
     parser.add_argument("--model", default=",".join(SHAPES))
     parser.add_argument("--quant", default=",".join(QUANTS))
-    parser.add_argument("--deadline", type=float, default=1e9, help="no layer is begun later")
+    parser.add_argument(
+        "--deadline", type=float, default=1e9, help="seconds after which no layer is started"
+    )
     return parser.parse_args(argv)
 
 

@@ -156,7 +156,7 @@ class ReportPlugin:
 
 
 def reimport() -> Any:
-    """Reimport the forgotten modules, packages of parts first; return the module `case_runs`."""
+    """Reimport the unloaded modules, packages of parts first; return the module `case_runs`."""
     importlib.import_module("modular_kernel.catalog").load_catalog()
     runs = importlib.import_module("modular_kernel.testing.mutation.case_runs")
     reattach()
@@ -164,9 +164,9 @@ def reimport() -> Any:
 
 
 def run_tests(names: Sequence[str], plugin: object) -> int:
-    """Run tests in this process and return the exit status; with a ReportPlugin, stop at a failure.
+    """Run tests in this process and return the exit status; a ReportPlugin stops at a failure.
 
-    Loaded test modules are imported again, because they refer to modules before the change.
+    Loaded test modules are imported again, because they refer to the unpatched modules.
     """
     folder = str(ROOT / "tests")
     for name, module in list(sys.modules.items()):
@@ -186,8 +186,9 @@ def cover_tests(
 ) -> tuple[Lines, tuple[Test, ...]]:
     """Run all tests once under coverage.
 
-    deselected_prefixes: of the names of tests. Returns the lines executed by imports, and the
-    tests that pass within the time limit. Raises ConfigurationError if the run fails.
+    deselected_prefixes: prefixes of the names of tests to leave out. Returns the lines executed by
+    imports, and the tests that pass within the time limit. Raises ConfigurationError if the run
+    fails.
     """
 
     def work(send: Send) -> None:
@@ -201,24 +202,24 @@ def cover_tests(
         )
         assert status in (0, 1), f"pytest ended with {status}"
 
-    loading, tests_, left_out = list[Lines](), list[Test](), list[str]()
+    import_lines, covered, left_out = list[Lines](), list[Test](), list[str]()
     child = ChildProcess(work, _RUN_TIMEOUT_S)
     for message in child:
-        loading.append(freeze(message["loaded"]))
+        import_lines.append(freeze(message["loaded"]))
         if "test" not in message:
-            loading.append(freeze(message["lines"]))
+            import_lines.append(freeze(message["lines"]))
         elif message["failed"] or message["seconds"] > _MAX_TEST_S:
             left_out.append(message["test"])
         else:
             lines = freeze(message["lines"])
-            tests_.append(Test(message["test"], message["seconds"], lines))
+            covered.append(Test(message["test"], message["seconds"], lines))
     if child.exit.status != "done":
-        need = "tests that pass before anything is changed"
+        need = "tests that pass without a mutant"
         raise ConfigurationError(
             "tests", got=f"{child.exit.status}: {child.exit.detail}", need=need
         )
-    print(f"{len(tests_)} tests; slow, skipped or failing ones left out: {left_out}", flush=True)
-    return merge_lines(loading), tuple(tests_)
+    print(f"{len(covered)} tests; slow, skipped or failing ones left out: {left_out}", flush=True)
+    return merge_lines(import_lines), tuple(covered)
 
 
 def freeze(lines: Mapping[str, list[int]]) -> Lines:
@@ -242,7 +243,7 @@ def cover_cases(
         cases = sorted(cases, key=lambda case: key(str(case)))[:count]
         coverages.append(cover(modules, (pair,), "full", cases))
         if coverages[-1].error:
-            need = "cases that pass before anything is changed"
+            need = "cases that pass without a mutant"
             raise ConfigurationError(" x ".join(pair), got=coverages[-1].error, need=need)
         print(" x ".join(pair), len(cases), "cases", flush=True)
     return merge_coverage(coverages)
@@ -263,37 +264,37 @@ def read_scope(name: str) -> Scope:
     text = b"".join(path.read_bytes() for path in (*sorted(modules.values()), *tests, SCOPES))
     cache_file = CACHE / f"cover-{name}-{hashlib.sha256(text).hexdigest()[:16]}.pickle"
     if cache_file.exists():
-        tests_found, coverage = pickle.loads(cache_file.read_bytes())
+        covered_tests, coverage = pickle.loads(cache_file.read_bytes())
     else:
         files = {str(path) for path in modules.values()}
-        loading, tests_found = cover_tests(files, set(modules), entry["tests"], entry["not"])
+        import_lines, covered_tests = cover_tests(files, set(modules), entry["tests"], entry["not"])
         coverage = cover_cases(name, modules, pairs, entry["cases"])
-        coverage = replace(coverage, loading=merge_lines((loading, coverage.loading)))
+        coverage = replace(coverage, loading=merge_lines((import_lines, coverage.loading)))
         CACHE.mkdir(exist_ok=True)
-        cache_file.write_bytes(pickle.dumps((tests_found, coverage)))
+        cache_file.write_bytes(pickle.dumps((covered_tests, coverage)))
     mutants = tuple(m for module, path in modules.items() for m in mutants_of(module, path))
-    return Scope(name, pairs, mutants, tests_found, coverage)
+    return Scope(name, pairs, mutants, covered_tests, coverage)
 
 
 def run_mutant(mutant: Mutant, scope: Scope) -> MutantOutcome:
     """Run the tests and cases that execute the mutant in a child process, until one fails."""
     tests, cases = scope.executing(mutant)
     dependents({mutant.module})
-    child = ChildProcess(lambda tell: _run_in_child(mutant, tests, cases, tell), 4 * GRACE_S)
+    child = ChildProcess(lambda send: _run_in_child(mutant, tests, cases, send), 4 * GRACE_S)
     seconds = {test.name: test.seconds for test in tests}
     num_run, differing, start = 0, 0, time.perf_counter()
     case: int | None = None
 
-    def make_outcome(how: str, by: str) -> MutantOutcome:
-        executed = cases[case].case if case is not None else None
+    def make_outcome(status: str, finding: str) -> MutantOutcome:
+        last_case = cases[case].case if case is not None else None
         return MutantOutcome(
-            mutant, how, by, executed, num_run, differing, time.perf_counter() - start
+            mutant, status, finding, last_case, num_run, differing, time.perf_counter() - start
         )
 
     for message in child:
         if "failure" in message:
-            refused = message["failure"].startswith("refused:")
-            return make_outcome("refused" if refused else "killed", message["failure"])
+            is_refused = message["failure"].startswith("refused:")
+            return make_outcome("refused" if is_refused else "killed", message["failure"])
         num_run += "test" in message or "case" in message
         differing += "differs" in message
         expected_s = 0.0
@@ -311,7 +312,7 @@ def run_mutant(mutant: Mutant, scope: Scope) -> MutantOutcome:
 def _run_in_child(
     mutant: Mutant, tests: Sequence[Test], cases: Sequence[CaseCoverage], send: Send
 ) -> None:
-    """Run in the child: apply the mutant, then run the tests and cases."""
+    """Apply the mutant in the child process, then run the tests and cases."""
     try:
         patch_modules(mutant)
         runner: Any = reimport()
@@ -332,8 +333,8 @@ def score_of(
 ) -> Score:
     """Run the sampled mutants, or those in `idents`, and return the score.
 
-    recorded: kills of an earlier run by mutant. on_progress: called with the score so far after
-    each mutant.
+    recorded: kills of an earlier run by mutant, which are not run again. on_progress: called with
+    the score so far after each mutant.
     """
     executed = tuple(
         m for m in scope.mutants if undetectable_reason(m) is None and any(scope.executing(m))
@@ -402,7 +403,7 @@ def main() -> int:
 
     score = score_of(scope, idents, recorded, report_progress)
     print(
-        f"{scope.name}: {len(score.outcomes)} of {score.executed} mutants put in, "
+        f"{scope.name}: {len(score.outcomes)} of {score.executed} mutants run, "
         f"seed {score.seed}: "
         f"{len(score.killed)} killed, {len(score.survivors)} survived, "
         f"{len(score.equivalent)} equivalent: score {score.share:.1%}"

@@ -28,8 +28,8 @@ enable_interpreter()  # before triton is imported
 
 import torch
 import triton
-from peer_suites_lib.endings import OUTCOMES, Suite, Tally, run_suite
 from peer_suites_lib.flashinfer_tests import suites as flashinfer
+from peer_suites_lib.outcomes import OUTCOMES, Suite, Tally, run_suite
 from peer_suites_lib.sglang_tests import suites as sglang
 from peer_suites_lib.vllm_tests import suites as vllm
 
@@ -41,11 +41,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in PROJECTS:
         parser.add_argument(f"--{name}", type=Path, help=f"a checkout of {name}")
-    parser.add_argument("--only", nargs="+", default=[""], help="suites with one of these words")
-    parser.add_argument("--most", type=int, default=100, help="cases of a suite, drawn at random")
-    parser.add_argument("--out", type=Path, help="put the counts into this JSON record")
-    parser.add_argument("--add", nargs="*", type=Path, default=[], help="records to put in as well")
-    parser.add_argument("--commits", nargs="*", default=[], help="NAME=WHAT, for the record")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="run the suites whose names contain one of these"
+    )
+    parser.add_argument(
+        "--most", type=int, default=100, help="maximum number of cases per suite, sampled at random"
+    )
+    parser.add_argument("--out", type=Path, help="JSON record to add the counts to")
+    parser.add_argument(
+        "--add", nargs="*", type=Path, default=[], help="records whose suites are added to --out"
+    )
+    parser.add_argument(
+        "--commits", nargs="*", default=[], help="PROJECT=COMMIT of each checkout, for the record"
+    )
     arguments = parser.parse_args(argv)
     suites: list[Suite] = []
     for name, make in PROJECTS.items():
@@ -55,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     is_selected = [any(word in name for word in arguments.only) for name in names]
     suites = [suite for suite, matched in zip(suites, is_selected, strict=True) if matched]
     if not suites and not arguments.add:
-        parser.error("no checkout, or no suite of that name")
+        parser.error("need a checkout with a suite that matches --only, or --add")
     tallies = []
     for suite in suites:
         started = time.monotonic()
@@ -74,7 +82,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _line(tally: Tally) -> str:
-    counts = ", ".join(f"{tally.outcomes[end]} {end}" for end in OUTCOMES if tally.outcomes[end])
+    counts = ", ".join(
+        f"{tally.outcomes[name]} {name}" for name in OUTCOMES if tally.outcomes[name]
+    )
     return f"{tally.suite}: {tally.cases} cases, {tally.shrunk} shrunk: {counts}"
 
 
@@ -96,7 +106,7 @@ def _counts(tally: Tally) -> dict[str, object]:
         "shrunk": tally.shrunk,
         "outcomes": dict(tally.outcomes),
         "comparisons": dict(tally.compared),
-        "reasons": {f"{end}: {why}": n for (end, why), n in tally.reasons.most_common(12)},
+        "reasons": {f"{name}: {why}": n for (name, why), n in tally.reasons.most_common(12)},
     }
 
 

@@ -16,9 +16,9 @@ sys.path.insert(0, str(ROOT))
 
 from modular_kernel.perf_model import error_tables, questions
 
-# Recipes of models whose layer was measured.
+# Recipes of models with a measured layer.
 RECIPES = ("deepseek-v3", "qwen3-30b-a3b", "gpt-oss-120b", "mixtral-8x7b")
-# A page below docs/ with a mark, and the text between the mark's begin and end.
+# A page below docs/, the name of a table in it, and a function that returns the table.
 TABLES: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("sizing.md", "errors", error_tables.markdown),
     ("sizing.md", "records", questions.records_markdown),
@@ -35,21 +35,21 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     stale = False
-    for name, mark, table in TABLES:
-        page = ROOT / "docs" / name
-        text = page.read_text(encoding="utf-8")
-        renewed = renew(text, mark, table())
-        stale |= renewed != text
-        if renewed != text:
-            print(f"{'stale' if check else 'renewed'}: docs/{name}, {mark}")
+    for file, name, make_table in TABLES:
+        page = ROOT / "docs" / file
+        old_text = page.read_text(encoding="utf-8")
+        new_text = replace_table(old_text, name, make_table())
+        stale |= new_text != old_text
+        if new_text != old_text:
+            print(f"{'stale' if check else 'updated'}: docs/{file}, {name}")
         if not check:
-            page.write_text(renewed, encoding="utf-8")
+            page.write_text(new_text, encoding="utf-8")
     return int(stale and check)
 
 
-def renew(text: str, mark: str, table: str) -> str:
-    """Return the page with a new table between the begin and end of a mark."""
-    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+def replace_table(text: str, name: str, table: str) -> str:
+    """Return the page with `table` between its begin and end comments."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     before, rest = text.split(begin)
     _, after = rest.split(end)
     return f"{before}{begin}\n\n{table}\n\n{end}{after}"

@@ -1,10 +1,10 @@
 """Test exits of ranks without explicit cleanup: `python tools/rank_exits.py --starts 300`.
 
-Each start forks two processes in a gloo group from this process, which has imported torch. They
-create a layer, call it twice, in every second start begin a call without finishing it, and reach
-the end of the script. In every third start the GIL is not released until then, so that gloo's
-threads still have pending work at exit. Exits with 1 if a process crashes or hangs, and prints its
-output.
+Each start forks two processes of a gloo group from this process, which has imported torch. They
+create a layer, call it twice, and reach the end of the script. Every second start also begins a
+call without finishing it. In every third start the GIL is held until the end, so that gloo's
+threads still have pending work at exit. If a process crashes or hangs, prints its output and exits
+with 1.
 """
 
 import argparse
@@ -33,7 +33,8 @@ WORLD_SIZE = 2
 class Start:
     """One start of all ranks.
 
-    left: running ranks by process id. codes: exit codes of finished ranks by rank, or "hung".
+    deadline_s: reading of time.monotonic() at which running ranks are killed. running_ranks: ranks
+    by process id. codes: exit codes of finished ranks by rank, or "hung".
     """
 
     number: int
@@ -45,7 +46,7 @@ class Start:
 
     def output_file(self, rank):
         """Return the file with the output of a rank."""
-        return self.folder / f"said-{self.number}-{rank}"
+        return self.folder / f"output-{self.number}-{rank}"
 
     def collect_exits(self):
         """Collect the exit codes of finished ranks; kill ranks that exceed the time limit."""
@@ -101,33 +102,34 @@ def run_rank(start, rank):
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--starts", type=int, default=300)
-parser.add_argument("--lanes", type=int, default=2, help="starts side by side")
-parser.add_argument("--seconds", type=float, default=120, help="that a start may take")
+parser.add_argument("--lanes", type=int, default=2, help="number of concurrent starts")
+parser.add_argument("--seconds", type=float, default=120, help="time limit of a start")
 args = parser.parse_args()
 hide_gpus()
 torch.set_num_threads(1)
 assert preload.load_catalog  # imported for its side effects
 parts = faults.supported_parts(WORLD_SIZE, "gloo")
 folder = Path(tempfile.mkdtemp(prefix="mk-exits-"))  # no context manager: children must keep it
-child_rank, running, findings, begun = None, [], [], 0
+child_rank, running, findings, num_started = None, [], [], 0
 began = time.monotonic()
-while child_rank is None and (begun < args.starts or running):
+while child_rank is None and (num_started < args.starts or running):
     for start in running:
         start.collect_exits()
         if not start.running_ranks:
             findings += start.findings()
     running = [start for start in running if start.running_ranks]
-    if begun < args.starts and len(running) < args.lanes:
-        start = Start(begun, parts[begun % len(parts)], folder, time.monotonic() + args.seconds)
+    if num_started < args.starts and len(running) < args.lanes:
+        part = parts[num_started % len(parts)]
+        start = Start(num_started, part, folder, time.monotonic() + args.seconds)
         running.append(start)
-        begun += 1
+        num_started += 1
         child_rank = fork_ranks(start)
     time.sleep(0.002)
 if child_rank is not None:
     kernel = run_rank(start, child_rank)  # keep it alive until the interpreter exits
 else:
     shutil.rmtree(folder)
-    took = time.monotonic() - began
-    print("\n".join([*findings, f"{begun} starts of {WORLD_SIZE} ranks, {len(findings)} findings"]))
-    print(f"{took:.0f} s", file=sys.stderr)
+    summary = f"{num_started} starts of {WORLD_SIZE} ranks, {len(findings)} findings"
+    print("\n".join([*findings, summary]))
+    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     sys.exit(bool(findings))

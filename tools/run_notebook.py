@@ -2,7 +2,7 @@
 
     python tools/run_notebook.py
 
-Runs without Jupyter: cells are plain Python, run in order in one namespace. --check writes nothing
+Jupyter is not needed: cells are plain Python, run in order in one namespace. --check writes nothing
 and exits with 1 if a notebook's outputs differ from the stored ones in anything but numbers.
 """
 
@@ -51,7 +51,7 @@ def execute(notebook: Notebook) -> Notebook:
 
 
 def _run(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Run a cell; return what it printed, and the value of an expression that ends it."""
+    """Run a cell; return its outputs: printed text, and the value of its last expression."""
     body = ast.parse(source).body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
     printed, value = io.StringIO(), None
@@ -71,7 +71,7 @@ def _run(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]
 
 
 def shown(notebook: Notebook) -> list[str]:
-    """Return the text of each output, with numbers and the width of columns left out."""
+    """Return the text of each output, without numbers and column widths."""
     texts = []
     for cell in notebook["cells"]:
         for output in cell.get("outputs", []):

@@ -1,8 +1,8 @@
 """Soak test of a part over ranks: `python tools/soak.py PART --world-size 2 --backend nccl`.
 
-Makes many calls with random sizes and skew through the kernel, a plan and a CUDA graph, verifies
-every 100th output, and monitors memory. Ends after --steps or --seconds and prints the number of
-steps; exits with 1 if there is a finding.
+Calls the kernel, a plan and a CUDA graph many times with random sizes and skew, verifies every
+100th output, and monitors memory. Ends after --steps or --seconds and prints the number of steps;
+exits with 1 if there is a finding.
 """
 
 import argparse
@@ -26,7 +26,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--hosts", type=int, default=1, help="that the ranks stand for")
+    parser.add_argument("--hosts", type=int, default=1, help="number of simulated hosts")
     parser.add_argument(
         "--unchecked",
         dest="checked",

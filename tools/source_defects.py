@@ -41,7 +41,7 @@ Record = dict[str, dict[str, str]]
 
 
 def main(level: str, names: list[str]) -> None:
-    """Run a level and print the counts. names: experts parts whose pairings run; [] means all."""
+    """Run a level and print the counts. names: experts parts whose pairings are run; [] is all."""
     if level not in ("smoke", "full", "tests"):
         raise ConfigurationError("level", got=level, need="smoke, full or tests")
     defects = read_defects(LIST, ROOT)
@@ -63,10 +63,7 @@ def main(level: str, names: list[str]) -> None:
 def run_cases(
     defects: Sequence[Defect], record: Record, level: Literal["smoke", "full"], names: list[str]
 ) -> None:
-    """Run the cases of a level, writing the record after each pairing.
-
-    Earlier kills in these pairings are discarded first.
-    """
+    """Discard the results of these pairings, then run their cases; write the record after each."""
     modules = {d.mutant.module: d.mutant.path for d in defects}
     killers = KillHistory()
     for results in record.values():
@@ -110,7 +107,7 @@ def run_tests(defects: Sequence[Defect], record: Record) -> None:
         raise RuntimeError(f"without a defect: {baseline}")
     for defect in defects:
         results = record[defect.description]
-        results.pop("tests", None)  # also if full kills the defect by now
+        results.pop("tests", None)  # also for a defect that full kills
         if not results.get("full", "").startswith("killed"):
             results["tests"] = test_outcome(defect.mutant)
             print(f"  {defect.description}: {results['tests']}", flush=True)

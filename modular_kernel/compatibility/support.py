@@ -1,7 +1,7 @@
-"""Capabilities that parts declare, and the verdicts of judging them.
+"""What parts declare (`Requirements`), and what judging a pair returns (`Verdict`).
 
-A part declares a `Requirements`. `modular_kernel.compatibility.rules.judge` is the only evaluator;
-it returns a `Verdict` that holds every violated rule as a `Rejection`, not only the first.
+`modular_kernel.compatibility.rules.judge` evaluates the declarations. Its `Verdict` holds every
+violated rule as a `Rejection`, not only the first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,11 +37,11 @@ class Requirements:
     devices: supported device types.
     triton: uses Triton kernels, so a CPU needs the interpreter.
     min_arch: minimum compute capability. archs: the only supported ones, None for any.
-    packages: optional packages that it imports.
-    providers: probes of packages whose name is ambiguous, by their files.
-    packages_from: URL of the source, if no package index has them under that name.
-    packages_extra: extra of this distribution that installs them, if their distribution has another
-        name.
+    packages: names of the optional packages that it imports.
+    providers: probes that recognize a package by its files, for names that several packages share.
+    packages_from: URL of the packages' source, if no package index has them.
+    packages_extra: extra of this distribution that installs the packages, if their distribution has
+        another name.
     dtypes: supported dtypes of the problem.
     top_k: minimum and maximum K.
     hidden_multiple: H must be a multiple of this. hidden_sizes: the only supported H, None for any.
@@ -50,8 +50,8 @@ class Requirements:
     deterministic: equal input gives bitwise equal output.
     batch_invariant: if the problem requests it, the output of a token is bitwise equal to that of a
         call with only this token. This includes the part's reducers.
-    lora: supports adapters: either dispatches their slots with the tokens, or adds their deltas in
-        both GEMMs.
+    lora: supports adapters. A PrepareAndFinalize dispatches their slots with the tokens; experts
+        add their deltas in both GEMMs.
     """
 
     activation_format: ActivationFormat
@@ -92,7 +92,7 @@ class PrepareFinalizeRequirements(Requirements):
     reduces: the experts' Reduce kinds that finalize can handle.
     keep_topk: can return (T, K, H).
     topk_indices_dtype: the only id dtype it accepts, or None.
-    localizes_ids: its dispatch yields local ids or none, so experts need no expert_map.
+    localizes_ids: its dispatch produces local ids, or none, so experts need no expert_map.
     multiplies_input: if the router weight applies to the input, prepare multiplies x by it (K = 1
         only).
     padding: content of rows without a token, None if there are none.
@@ -100,18 +100,18 @@ class PrepareFinalizeRequirements(Requirements):
     can_defer_quant: can leave quantization to the experts.
     scale_layout: layout of the scales it dispatches.
     world_sizes: minimum and maximum world size (None: no bound).
-    one_host: ranks share one host's memory, so all must be on it.
+    one_host: all ranks must be on one host, because they share its memory.
     ranks_per_host: maximum number of ranks per host. full_hosts: if there are several hosts, each
-        must have exactly that many.
+        must have exactly that many ranks.
     graph_across_hosts: graph_capturable also holds with several hosts.
-    linear_placement: supports only blocks of E / world_size experts, with E divisible by the world
-        size. False declares that the part looks up experts in Problem.placement and supports any.
+    linear_placement: supports only linear placements with equally many experts on each rank. If
+        False, the part looks up experts in Problem.placement and supports any placement.
     max_tokens: maximum number of tokens of a call, None for any.
     asynchronous: implements `prepare_no_receive`.
     replicated_input: every rank passes the same tokens and routing and gets the full output;
         otherwise each rank passes its own tokens, in any number.
     received_by_library: in every call, including planned and captured ones, a library allocates the
-        received rows with torch's allocator; only the library knows their number.
+        received rows with torch's allocator, because only the library knows their number.
     bounds_received: its buffers can be sized for Problem.max_received rows.
     capacity_unit: in the batched format each expert has capacity for T tokens of every rank, with T
         rounded up to a multiple of this.
@@ -199,7 +199,7 @@ class ExpertsRequirements(Requirements):
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """A part of another project that is planned here under the same name."""
+    """A part that is planned but not implemented. why: what it is waiting for."""
 
     name: str
     kind: str
@@ -208,7 +208,7 @@ class PlannedPart:
 
 @dataclass(frozen=True)
 class Rejection:
-    """One violated rule. parties: the conflicting parts (or "problem", "machine")."""
+    """One violated rule. parties: what conflicts: names of parts, "problem", "machine"."""
 
     rule: str
     parties: tuple[str, ...]
@@ -248,7 +248,7 @@ RuleFunction = Callable[[Pairing], Violations]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Judgement of one pairing: `ok`, and every reason if refused. Truthy if ok."""
+    """Judgment of one pairing. It is true if the pairing is valid, that is, without rejections."""
 
     prepare_finalize: str
     experts: str
@@ -313,10 +313,10 @@ def _cell_text(verdict: Verdict | None) -> str:
 def collect_rejections(
     part: str, get_rejections: Callable[[], Iterable[object]]
 ) -> tuple[Rejection, ...]:
-    """Return a part's extra rejections.
+    """Return the rejections of a part's own rules.
 
-    If its code raises or returns something else, return one rejection that reports it, so that a
-    faulty package does not prevent the judgement of other pairings.
+    If the part's code raises or returns something else, this returns one rejection that reports it,
+    so that other pairings can still be judged.
     """
     try:
         returned = tuple(get_rejections())
@@ -334,10 +334,10 @@ def collect_rejections(
 
 
 def archs_text(archs: frozenset[tuple[int, int]]) -> str:
-    """Format compute capabilities for a message: "9.0 or 10.0"."""
+    """Return compute capabilities as text, such as "9.0 or 10.0"."""
     return " or ".join(f"{major}.{minor}" for major, minor in sorted(archs))
 
 
 def format_sorted(values: Sequence[object] | frozenset[object]) -> str:
-    """Format values for a message, sorted."""
+    """Return values as text, sorted and separated by commas."""
     return ", ".join(sorted(str(v).removeprefix("torch.") for v in values))

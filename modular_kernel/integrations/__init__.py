@@ -1,1 +1,1 @@
-"""Adapters to model libraries (each requires the extra of its name), and functional interfaces."""
+"""Interfaces to other libraries: transformers, vLLM, SGLang, and functions under their names."""

@@ -4,9 +4,9 @@
     y_TH = fused_experts(x_TH, w1, w2, topk_output, use_fp8_w8a8=True, block_shape=[128, 128],
                          w1_scale=w1_scale, w2_scale=w2_scale)
 
-Wrappers of `make_kernel` with MoEPrepareAndFinalizeNoEP and TritonExperts, or TorchExperts where
-Triton is not available. They are registered as torch.ops.modular_kernel.outplace_fused_experts and
-inplace_fused_experts, which torch.compile traces without a graph break. Eager calls run without the
+They run kernels of `make_kernel` with MoEPrepareAndFinalizeNoEP and TritonExperts, or TorchExperts
+if Triton is not available. torch.compile traces them as torch.ops.modular_kernel.
+outplace_fused_experts and inplace_fused_experts, without a graph break; eager calls skip torch's
 dispatcher. Calls share workspaces as described in `FusedMoEModularKernel.__call__`.
 """
 
@@ -21,7 +21,7 @@ from modular_kernel.errors import ConfigurationError, LayoutError, ShapeError
 from modular_kernel.integrations.fused_moe_kernels import (
     FIELDS,
     check_config,
-    experts_in,
+    global_experts_of,
     kernel_for,
     values_per_element,
     weights_of,
@@ -71,11 +71,11 @@ def fused_experts(
 ) -> torch.Tensor:
     """Compute the experts' output, (..., H), or (..., K, H) with no_combine.
 
-    hidden_states: (T, H), or with further leading dimensions. It is the result if inplace.
+    hidden_states: (..., H). The result is written to it if inplace.
     w1, w2: (E, N, H) and (E, H, I), or packed.
-    topk_output: weights (..., K), float32 or a 16-bit dtype, which is converted; ids (..., K),
-        where -1 skips a pair; and further values, which are ignored.
-    moe_runner_config: its `inplace` is True by default. Without a config the call is not inplace.
+    topk_output: (weights, ids, ...). weights: (..., K), float32 or a 16-bit dtype, which is
+        converted. ids: (..., K), -1 skips a pair. Further values are ignored.
+    moe_runner_config: its `inplace` is True by default. Without a config, the call is not inplace.
     options: see `Options`. Raises ConfigurationError for other keywords.
 
     Raises every InputError of `FusedMoEModularKernel`, and IncompatibleError if no part supports
@@ -96,24 +96,24 @@ def _fused_experts(
 ) -> torch.Tensor:
     extras: list[torch.Tensor | None] = [options.get(field) for field in FIELDS.values()]  # type: ignore[misc]
     weights = (w1, w2, *extras)
-    given = [hidden_states, w1, w2, *[tensor for tensor in extras if tensor is not None]]
-    eager = _may_skip_dispatcher(given)
+    tensors = [hidden_states, w1, w2, *[tensor for tensor in extras if tensor is not None]]
+    eager = _may_skip_dispatcher(tensors)
     if eager:  # the kernel checks memory and weights
         check_strided("x", hidden_states)
     else:
         device = check_tensor("x", hidden_states, meta=True).device
         named = dict(zip(("w1", "w2", *FIELDS), weights, strict=True))
         check_tensors(named, optional=FIELDS, device=device, meta=True)
-    if wants_gradient(given):
+    if wants_gradient(tensors):
         names = ("x", "w1", "w2", *FIELDS)
         check_no_gradients(dict(zip(names, (hidden_states, *weights), strict=True)))
-    x_TH = _flat(hidden_states, inplace=config.inplace)
+    x_TH = _flatten(hidden_states, inplace=config.inplace)
     lead = tuple(hidden_states.shape[:-1])
     weights_TK, ids_TK = topk_tensors(
         topk_output, config, lead, hidden_states.device, check_memory=not eager
     )
     if config.inplace and config.no_combine:
-        need = "inplace=False with it: (T, K, H) does not fit into x"
+        need = "inplace=False: (T, K, H) does not fit into x"
         raise ConfigurationError("inplace", got="no_combine=True", need=need)
     check_backend(config, "triton")
     quant = quant_of(options)
@@ -149,14 +149,16 @@ def fused_moe(
 ) -> torch.Tensor:
     """Run `fused_experts` with the top_k experts of a softmax over gating_output (..., E).
 
-    top_k is required. renormalize: scale the K weights of a token to sum to 1. gating_output may
-    also be a router's result, as topk_output of `fused_experts`.
+    gating_output: logits (..., E); top_k is then required. Or a router's result, as topk_output of
+        `fused_experts`.
+    renormalize: scale the K weights of a token to sum to 1.
+    Other arguments: see `fused_experts`.
     """
     config, quantization = split_options(moe_runner_config, options)
     expect("renormalize", renormalize, bool)
     if isinstance(gating_output, list | tuple):
         if renormalize:
-            need = "the router's logits, not what it chose"
+            need = "the router's logits, not its top-k weights and ids"
             raise ConfigurationError("renormalize", got="True", need=need)
         return _fused_experts(hidden_states, w1, w2, gating_output, config, quantization)
     need = "logits (..., E), or (weights, ids)"
@@ -168,18 +170,20 @@ def fused_moe(
     top_k, experts = config.top_k, gating_output.shape[-1]
     max_top_k = min(experts, MAX_TOP_K)
     if top_k is None or not 1 <= top_k <= max_top_k:
-        need = f"1 to {max_top_k}, the router's experts, {MAX_TOP_K} at most"
+        need = f"1 to {max_top_k}: at most {experts} experts and {MAX_TOP_K}"
         raise ConfigurationError("top_k", got=top_k, need=need)
     if config.num_fused_shared_experts:
         need = "0, or a routing: a softmax cannot select shared experts"
         number = config.num_fused_shared_experts
         raise ConfigurationError("num_fused_shared_experts", got=number, need=need)
     if config.routing_method_type is not None:
-        need = "None, or a routing: logits take the top_k of a softmax"
+        need = "None, or a routing: experts are selected from logits by softmax and top_k"
         got = config.routing_method_type
         raise ConfigurationError("routing_method_type", got=got, need=need)
-    if getattr(w1, "ndim", 0) == 3 and experts != experts_in(w1, quantization):  # else raised later
-        need = f"(..., E) with E = {experts_in(w1, quantization)}, the experts"
+    if getattr(w1, "ndim", 0) == 3 and experts != global_experts_of(
+        w1, quantization
+    ):  # else raised later
+        need = f"(..., E) with E = {global_experts_of(w1, quantization)}, the experts"
         raise ShapeError("gating_output", got=tuple(gating_output.shape), need=need)
     lead = tuple(getattr(hidden_states, "shape", ())[:-1])  # checked later
     check_lead("gating_output", gating_output, lead, "E")
@@ -197,8 +201,8 @@ def _activation_text(config: MoeRunnerConfig) -> str:
 _cached_activation_text = lru_cache(maxsize=256)(_activation_text)  # not traced by torch.compile
 
 
-def _flat(hidden_states: torch.Tensor, *, inplace: bool) -> torch.Tensor:
-    """Return x as (T, H), in the same memory if it is to be overwritten."""
+def _flatten(hidden_states: torch.Tensor, *, inplace: bool) -> torch.Tensor:
+    """Return x as (T, H). If inplace, the result shares the memory of x."""
     if hidden_states.dim() <= 2:
         return hidden_states
     if inplace and not hidden_states.is_contiguous():
@@ -215,17 +219,18 @@ def topk_tensors(
     *,
     check_memory: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the router's weights, float32, and ids, both flattened to (T, K).
+    """Return the router's weights, as float32, and its ids, both flattened to (T, K).
 
-    lead: the leading dimensions of x, which the ids must have, too. device: the device of x; None
-    skips this check. check_memory: False if the kernel's call will check the memory of both.
+    lead: the leading dimensions of x, which the ids must also have. device: the device of x, on
+    which both must be. None skips these checks. check_memory: False if the kernel's call will check
+    that both have memory.
     """
     values = topk_output if isinstance(topk_output, list | tuple) else ()
     weights_TK, ids_TK = (*values, None, None)[:2]
     if not isinstance(weights_TK, torch.Tensor) or not isinstance(ids_TK, torch.Tensor):
         got = [type(value).__name__ for value in values] or type(topk_output).__name__
         raise ConfigurationError("topk_output", got=got, need="weights and ids, both (T, K)")
-    if check_memory or not (_is_loaded(weights_TK) and _is_loaded(ids_TK)):
+    if check_memory or not (_has_memory(weights_TK) and _has_memory(ids_TK)):
         named = {"topk_weights": weights_TK, "topk_ids": ids_TK}
         check_tensors(named, device=device, meta=True)
     if wants_gradient((weights_TK,)):
@@ -243,21 +248,25 @@ def topk_tensors(
     return weights_TK, ids_TK
 
 
-def _is_loaded(tensor: torch.Tensor) -> bool:
+def _has_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is dense and has memory."""
     return is_dense(tensor) and not tensor.is_meta
 
 
-_functorch_level: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+_functorch_interpreter: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 
 
 def _may_skip_dispatcher(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether a call can run the function instead of its operator, which is faster.
+    """Return whether a call can skip the operator and call its function, which is faster.
 
     False under torch.compile, a dispatch mode or a function transform, and for tensor subclasses,
     meta tensors and tensors that are not dense.
     """
-    if is_compiling() or torch._C._len_torch_dispatch_stack() or _functorch_level() is not None:
+    if (
+        is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or _functorch_interpreter() is not None
+    ):
         return False
     for tensor in tensors:  # noqa: SIM110  runs in every call; a generator is slower
         if not is_dense(tensor) or tensor.is_meta:
@@ -270,7 +279,7 @@ def _may_skip_dispatcher(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _fake_output(hidden_states, w1, w2, topk_weights, topk_ids, extras, *settings):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN002, ANN202
-    """Return an empty output; settings[4] is the value of a Combine."""
+    """Return an empty output. settings[4] is the operator's argument `combine`."""
     tokens, hidden = hidden_states.shape
     middle = () if settings[4] == "sum" else (topk_ids.shape[1],)
     return hidden_states.new_empty((tokens, *middle, hidden))
@@ -293,8 +302,10 @@ def _run(  # noqa: PLR0913 (the arguments of the operator)
 ) -> torch.Tensor:
     routing = Routing(topk_weights, topk_ids)
     weights = weights_of(w1, w2, extras, quant)
-    facts = (quant, activation, on_input, scale, Combine(combine), False, chunk_tokens)
-    return kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
+    kernel_options = (quant, activation, on_input, scale, Combine(combine), False, chunk_tokens)
+    return kernel_for(hidden_states, weights, routing, kernel_options)(
+        hidden_states, weights, routing
+    )
 
 
 outplace_fused_experts = torch.ops.modular_kernel.outplace_fused_experts.default
@@ -315,8 +326,8 @@ def _run_in_place(  # noqa: PLR0913 (as the operator below)
 ) -> None:
     routing = Routing(topk_weights, topk_ids)
     weights = weights_of(w1, w2, extras, quant)
-    facts = (quant, activation, on_input, scale, Combine.SUM, True, chunk_tokens)
-    kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
+    kernel_options = (quant, activation, on_input, scale, Combine.SUM, True, chunk_tokens)
+    kernel_for(hidden_states, weights, routing, kernel_options)(hidden_states, weights, routing)
 
 
 inplace_fused_experts = torch.library.custom_op(

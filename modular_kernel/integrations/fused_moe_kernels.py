@@ -17,9 +17,9 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils.tensor_checks import check_tensor
 
-USUAL: tuple[Experts, ...] = ("TritonExperts", "TorchExperts")
-_SMALLEST_CAPACITY = 16
-_DEPTHS = {name: values_per_word(scheme) for name, scheme in QUANT_SCHEMES.items()}
+DEFAULT_PARTS: tuple[Experts, ...] = ("TritonExperts", "TorchExperts")
+_MIN_CAPACITY = 16
+_VALUES_PER_ELEMENT = {name: values_per_word(scheme) for name, scheme in QUANT_SCHEMES.items()}
 # Fields of ExpertWeights after w1 and w2 -> keywords of `Quantization`.
 FIELDS = {
     "b1": "b1",
@@ -43,14 +43,17 @@ def check_config(
     *,
     depth: int,
 ) -> None:
-    """Raise ShapeError or DtypeError for a tensor that does not match the config."""
+    """Raise ShapeError or DtypeError for a tensor that does not match the config.
+
+    depth: number of values in an element of w1 and w2.
+    """
     for what, tensor in (("w1", w1), ("w2", w2)):
         if tensor.dim() != 3:
             raise ShapeError(what, got=tuple(tensor.shape), need="3 dimensions")
-    experts = experts_in(w1, options)
+    experts = global_experts_of(w1, options)
     sizes = (
         ("w1", "num_experts", experts, "experts"),
-        ("w1", "num_local_experts", w1.shape[0], "experts here"),
+        ("w1", "num_local_experts", w1.shape[0], "local experts"),
         ("x", "hidden_size", x_TH.shape[-1] if x_TH.dim() else 0, "hidden values"),
         ("w2", "intermediate_size_per_partition", w2.shape[2] * depth, "intermediate values"),
     )
@@ -68,15 +71,15 @@ def check_config(
 
 
 def values_per_element(quant: str) -> int:
-    """Return the number of values per element of w1 and w2.
+    """Return the number of values in an element of w1 and w2.
 
-    Uses the text only, because torch.compile traces this function, but not the parser.
+    The scheme is not parsed, because torch.compile traces this function but not the parser.
     """
-    return VALUES if "repacked=true" in quant else _DEPTHS[quant.split(":")[0]]
+    return VALUES if "repacked=true" in quant else _VALUES_PER_ELEMENT[quant.split(":")[0]]
 
 
-def experts_in(w1: torch.Tensor, options: Quantization) -> int:
-    """Return E of all ranks: the length of expert_map, or else the number of w1's experts."""
+def global_experts_of(w1: torch.Tensor, options: Quantization) -> int:
+    """Return E over all ranks: the length of expert_map if given, else the experts of w1."""
     expert_map = options.get("expert_map")
     if expert_map is not None and expert_map.dim() != 1:
         raise ShapeError("expert_map", got=tuple(expert_map.shape), need="(E,)")
@@ -86,7 +89,10 @@ def experts_in(w1: torch.Tensor, options: Quantization) -> int:
 def weights_of(
     w1: torch.Tensor, w2: torch.Tensor, extras: Sequence[torch.Tensor | None], quant: str
 ) -> ExpertWeights:
-    """Return the weights, with scales reshaped as kernels take them. extras: see FIELDS."""
+    """Return ExpertWeights, with scales in the shape that kernels require.
+
+    extras: the fields after w1 and w2, in the order of FIELDS.
+    """
     fields = dict(zip(FIELDS, extras, strict=True))
     for name in ("w1_scale", "w2_scale", "a1_scale", "a2_scale"):
         scale = fields[name]
@@ -97,37 +103,39 @@ def weights_of(
 
 def _reshape_scale(name: str, scale: torch.Tensor, quant: str) -> torch.Tensor:
     """Return a scale in the shape that kernels require, contiguous if it has fewer than 3 dims."""
-    dims, of_weights = scale.dim(), name in ("w1_scale", "w2_scale")
-    is_column = of_weights and "_channel" in quant and dims == 3 and scale.shape[2] == 1
-    is_number = dims == 0 and not of_weights
-    if not (is_column or is_number) and (dims > 2 or scale.is_contiguous()):
+    dims, is_weight_scale = scale.dim(), name in ("w1_scale", "w2_scale")
+    is_column = is_weight_scale and "_channel" in quant and dims == 3 and scale.shape[2] == 1
+    is_scalar = dims == 0 and not is_weight_scale
+    if not (is_column or is_scalar) and (dims > 2 or scale.is_contiguous()):
         return scale
     check_tensor(name, scale, meta=True)  # views and copies need its memory
-    if is_number:
+    if is_scalar:
         return scale.reshape(1)
     return (scale[:, :, 0] if is_column else scale).contiguous()
 
 
-Facts = tuple[str, str, bool, float, Combine, bool, int | None]
+# Arguments of a Problem: quant, activation, apply_router_weight_on_input, routed_scaling_factor,
+# combine, inplace, chunk_tokens.
+KernelOptions = tuple[str, str, bool, float, Combine, bool, int | None]
 
 
 def kernel_for(
     x_TH: torch.Tensor,
     weights: ExpertWeights,
     routing: Routing,
-    facts: Facts,
-    parts: tuple[Experts, ...] = USUAL,
+    kernel_options: KernelOptions,
+    parts: tuple[Experts, ...] = DEFAULT_PARTS,
 ) -> FusedMoEModularKernel:
-    """Return the kernel of a problem whose tokens are rounded up to a power of two.
+    """Return the kernel for a call. Its number of tokens is rounded up to a power of two.
 
     parts: experts parts; the first that supports the problem is used.
     """
-    depth = values_per_element(facts[0])
-    _check_sizes(x_TH, weights, depth, facts[1])
+    depth = values_per_element(kernel_options[0])
+    _check_sizes(x_TH, weights, depth, kernel_options[1])
     expert_map, e = weights.expert_map, weights.w1.shape[0]
     tokens, hidden = x_TH.shape
     sizes = (
-        max(_SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length()),
+        max(_MIN_CAPACITY, 1 << (tokens - 1).bit_length()),
         hidden,
         weights.w2.shape[2] * depth,
         e if expert_map is None else expert_map.shape[0],
@@ -135,14 +143,14 @@ def kernel_for(
         None if expert_map is None else e,
     )
     bias = weights.b1 is not None or weights.b2 is not None
-    chunk = facts[-1]
+    chunk = kernel_options[-1]
     if chunk is not None and sizes[0] <= chunk:
-        facts = (*facts[:-1], None)  # no call of this kernel is split
-    return _kernel(sizes, x_TH.dtype, bias, facts, x_TH.device, parts)
+        kernel_options = (*kernel_options[:-1], None)  # no call of this kernel is split
+    return _make_kernel(sizes, x_TH.dtype, bias, kernel_options, x_TH.device, parts)
 
 
 def _check_sizes(x_TH: torch.Tensor, weights: ExpertWeights, depth: int, activation: str) -> None:
-    """Raise ShapeError for the tensor that does not match the two others."""
+    """Raise ShapeError for the one tensor of x, w1 and w2 that does not match the two others."""
     w1, w2 = weights.w1, weights.w2
     for what, tensor, dims in (("x", x_TH, 2), ("w1", w1, 3), ("w2", w2, 3)):
         if tensor.dim() != dims:
@@ -152,10 +160,10 @@ def _check_sizes(x_TH: torch.Tensor, weights: ExpertWeights, depth: int, activat
     if h != h1 == h2:
         raise ShapeError("x", got=tuple(x_TH.shape), need=f"(T, H) with H = {h1}, as w1 and w2")
     if h1 != h:
-        need = f"(E, N, H{_halved(depth)}) with H = {h}, as x"
+        need = f"(E, N, H{_divided_by(depth)}) with H = {h}, as x"
         raise ShapeError("w1", got=tuple(w1.shape), need=need)
     if (e2, h2) != (e, h):
-        need = f"(E, H, I{_halved(depth)}) with E = {e}, as w1, and H = {h}, as x"
+        need = f"(E, H, I{_divided_by(depth)}) with E = {e}, as w1, and H = {h}, as x"
         raise ShapeError("w2", got=tuple(w2.shape), need=need)
     gated = _is_gated(activation)
     if rows != i * (1 + gated):
@@ -169,25 +177,22 @@ def _is_gated(activation: str) -> bool:
     return ActivationSpec.parse(activation).gated
 
 
-def _halved(depth: int) -> str:
+def _divided_by(depth: int) -> str:
     return "" if depth == 1 else f" / {depth}"
 
 
 @lru_cache(maxsize=256)
-def _kernel(
+def _make_kernel(
     sizes: tuple[int, int, int, int, int, int | None],
     dtype: torch.dtype,
     bias: bool,
-    facts: Facts,
+    kernel_options: KernelOptions,
     device: torch.device,
     parts: tuple[Experts, ...],
 ) -> FusedMoEModularKernel:
-    """Create the kernel.
-
-    There is one per device, since a kernel counts invalid ids on its device.
-    """
+    """Create a kernel. There is one per device, because a kernel counts invalid ids there."""
     tokens, hidden, intermediate, experts, top_k, local_experts = sizes
-    quant, activation, on_input, scale, combine, inplace, chunk_tokens = facts
+    quant, activation, on_input, scale, combine, inplace, chunk_tokens = kernel_options
     problem = Problem(
         tokens=tokens,
         hidden=hidden,

@@ -1,4 +1,4 @@
-"""Selection of parts by an all2all backend and the quantization, under vLLM's function names.
+"""Selection of parts by all2all backend and quantization, in functions named as in vLLM.
 
 part    = maybe_make_prepare_finalize(problem, "deepep_low_latency", group)
 experts = select_gemm_impl(problem, part)
@@ -16,7 +16,7 @@ from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.utils.argument_checks import expect
 
-# All2all backend, named as in vLLM if it exists there -> prepare/finalize part.
+# All2all backend (vLLM's name if it exists there) -> prepare/finalize part.
 ALL2ALL: Mapping[str, str] = {
     "naive": "ReplicatedEPPrepareAndFinalize",
     "allgather_reducescatter": "AllGatherReduceScatterPrepareAndFinalize",
@@ -53,8 +53,8 @@ def select_gemm_impl(
     """Return an experts part that supports the problem with a prepare/finalize part.
 
     prepare_finalize: None means MoEPrepareAndFinalizeNoEP. Raises IncompatibleError with the
-    reasons of every part of that activation format. For the fastest part see
-    `modular_kernel.compose`.
+    reasons of every part of that activation format, if none supports the problem. To select the
+    fastest part instead, see `modular_kernel.compose`.
     """
     expect("problem", problem, Problem)
     expect("prepare_finalize", prepare_finalize, PrepareAndFinalize | None)
@@ -70,7 +70,7 @@ def init_prepare_finalize(
     group: object | None = None,
     machine: Machine | None = None,
 ) -> FusedMoEModularKernel:
-    """Return the kernel of the parts that the backend and the problem select."""
+    """Return a kernel of the backend's prepare/finalize part with a part of `select_gemm_impl`."""
     catalog = load_catalog()
     kind = catalog.prepare_finalize(_part_of(problem, all2all_backend))
     experts = _experts_of(problem, kind, catalog, machine)

@@ -19,33 +19,33 @@ _UNGATED_FORMS = ("silu", "gelu", "gelu_tanh")
 class MoeRunnerConfig:
     """Settings of a layer other than its tensors, with the fields and defaults of SGLang 0.5.23.
 
-    num_experts, num_local_experts, hidden_size, intermediate_size_per_partition, top_k: if given,
+    num_experts, num_local_experts, hidden_size, intermediate_size_per_partition, top_k: if set,
         the tensors must have these sizes.
-    layer_id: name of the layer. layer: its module. Both have no effect.
-    num_fused_shared_experts: number of shared experts among the experts; the given routing assigns
-        them to every token. Not supported with logits. None means 0.
-    params_dtype: if given, the dtype that unquantized weights must have.
-    routing_method_type: how the router selects experts. It has no effect on a given routing, and
-        is not supported with logits.
+    layer_id, layer: number and module of the layer. Both have no effect.
+    num_fused_shared_experts: number of shared experts among the experts; the caller's routing
+        assigns them to every token. Not supported with logits. None means 0.
+    params_dtype: if set, the dtype that unquantized weights must have.
+    routing_method_type: how the router selects experts. It has no effect if the caller passes a
+        routing, and is not supported with logits.
     runner_backend: None, or the backend in use: a name, or an object with the name as its `value`.
     activation: "silu", "gelu" (erf), "gelu_tanh", "situ", or any other ActivationSpec.
-    is_gated: False selects the form without a gate of silu, gelu and gelu_tanh. Activations that
-        never have a gate ignore it.
+    is_gated: False selects the ungated form of silu, gelu or gelu_tanh. Activations that never have
+        a gate ignore it.
     inplace: overwrite x with the output.
     no_combine: return outputs (T, K, H), neither weighted nor scaled; requires inplace=False.
     no_combine_keep_router_weight: weight these outputs with the router's weights.
     routed_scaling_factor: None means 1.
-    gemm1_alpha, gemm1_clamp_limit: both turn silu into gpt-oss's swiglu_oai; the limit alone turns
-        it into swiglu_clamp_after. For situ they are its alpha and its limit.
+    gemm1_alpha, gemm1_clamp_limit: with silu, both together select gpt-oss's swiglu_oai, and the
+        limit alone selects swiglu_clamp_after. With situ, they are its alpha and its limit.
     gemm1_beta: the value that swiglu_oai adds to up; only 1 is supported.
-    swiglu_limit: turns silu into swiglu_clamp_before.
-    gate_up_interleaved: of gemm1_alpha: whether w1's rows alternate gate and up.
+    swiglu_limit: with silu, selects swiglu_clamp_before with this limit.
+    gate_up_interleaved: for swiglu_oai: whether w1's rows alternate gate and up.
     use_tp_all_gather_activation, silu_mul_keep_fp32: not supported.
     chunk_tokens: maximum number of tokens computed at once; None never splits. SGLang has no such
         field.
 
-    Raises ConfigurationError if a field has another type, and UnsupportedError for True in one of
-    the fields that are not supported.
+    Raises ConfigurationError if a field has another type, and UnsupportedError if a field that is
+    not supported is True.
     """
 
     num_experts: Count | None = None
@@ -95,12 +95,15 @@ class MoeRunnerConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of the output: 1 with no_combine, where the caller sums and scales."""
+        """Factor of the output. It is 1 with no_combine: the caller then sums and scales."""
         factor = self.routed_scaling_factor
         return 1.0 if factor is None or self.no_combine else float(factor)
 
     def activation_spec(self) -> ActivationSpec:
-        """Return the ActivationSpec; raise ConfigurationError for fields that contradict it."""
+        """Return the activation that the fields describe.
+
+        Raises ConfigurationError if they contradict each other.
+        """
         alpha, limit = self.gemm1_alpha, self.gemm1_clamp_limit
         name = str(self.activation)
         if self.gemm1_beta is not None and (self.gemm1_beta != 1 or alpha is None):
@@ -117,7 +120,7 @@ class MoeRunnerConfig:
         if name == "situ" and self.swiglu_limit is None:
             return ActivationSpec("situ", 4.0 if alpha is None else alpha, limit)
         if name != "silu":
-            need = "silu where gemm1_alpha, gemm1_clamp_limit or swiglu_limit is given"
+            need = "silu with gemm1_alpha, gemm1_clamp_limit or swiglu_limit"
             raise ConfigurationError("activation", got=self.activation, need=need)
         if self.swiglu_limit is not None:
             return ActivationSpec("swiglu_clamp_before", limit=self.swiglu_limit)
@@ -128,23 +131,25 @@ class MoeRunnerConfig:
     def _ungated(self, name: str) -> ActivationSpec:
         for option in ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit"):
             if getattr(self, option) is not None:
-                need = "None where is_gated is False"
+                need = "None, because is_gated is False"
                 raise ConfigurationError(option, got=getattr(self, option), need=need)
         if name in _UNGATED_FORMS:
             return ActivationSpec(f"{name}_no_mul")
         spec = ActivationSpec.parse(self.activation)
         if spec.gated:
             need = f"one of {', '.join(_UNGATED_FORMS)}, or an activation without a gate"
-            raise ConfigurationError("activation where is_gated is False", got=name, need=need)
+            raise ConfigurationError("activation with is_gated=False", got=name, need=need)
         return spec
 
 
 class Quantization(TypedDict, total=False):
     """Quantization flags (at most one use_*) and tensors, under the names of vLLM and SGLang.
 
-    block_shape: [bn, bk] for w8a8, or [0, g] for groups of g. per_channel_quant: one scale per row.
-    Shapes are as in `ExpertWeights`; channel scales may also be (E, N, 1), and a static activation
-    scale (). Scales with one or two dimensions may have any strides.
+    block_shape: [rows, columns] of a block for w8a8, or [0, g] for groups of g columns.
+    per_channel_quant: one scale per row. w1_zp, w2_zp: zero points.
+
+    Tensors have the shapes of `ExpertWeights`. Channel scales may also be (E, N, 1), and a static
+    activation scale may be (). Scales with one or two dimensions may have any strides.
     """
 
     use_fp8_w8a8: bool
@@ -202,8 +207,8 @@ class Options(Quantization, total=False):
 
 _OUT_OF_PLACE = MoeRunnerConfig(inplace=False)
 _OPTIONS = get_type_hints(Options)
-_CONFIG = tuple(field.name for field in fields(MoeRunnerConfig))
-_OTHER_NAMES = {"w1_bias": "b1", "w2_bias": "b2"}
+_CONFIG_FIELDS = tuple(field.name for field in fields(MoeRunnerConfig))
+_ALIASES = {"w1_bias": "b1", "w2_bias": "b2"}
 
 
 def split_options(
@@ -223,30 +228,30 @@ def split_options(
             need = f"{f'{similar[0]}? ' if similar else ''}One of {', '.join(sorted(_OPTIONS))}"
             raise ConfigurationError("keyword", got=repr(name), need=need)
         expect(name, value, _OPTIONS[name])
-    for name, other in _OTHER_NAMES.items():
+    for name, other in _ALIASES.items():
         if remaining.get(name) is not None:
             if remaining.get(other) is not None:
                 raise ConfigurationError(name, got=f"{other} too", need="one of the two")
             remaining[other] = remaining[name]
         remaining.pop(name, None)
-    changes = {name: remaining.pop(name) for name in _CONFIG if name in remaining}
+    changes = {name: remaining.pop(name) for name in _CONFIG_FIELDS if name in remaining}
     quantization: Quantization = remaining  # type: ignore[assignment]
     return replace(config, **changes) if changes else config, quantization
 
 
 def check_backend(config: MoeRunnerConfig, backend: str) -> None:
     """Raise ConfigurationError unless the config's runner_backend is None or `backend`."""
-    given = config.runner_backend
-    name = getattr(given, "value", given)
+    requested = config.runner_backend
+    name = getattr(requested, "value", requested)
     if name not in (None, backend):
         got, need = repr(name)[:80], f"None or {backend!r}"
         raise ConfigurationError("runner_backend of the config", got=got, need=need)
 
 
 def quant_of(options: Quantization) -> str:
-    """Return the scheme of the flags, as for Problem.quant.
+    """Return the scheme that the flags select, as for Problem.quant.
 
-    Raises ConfigurationError for contradictory or incomplete flags.
+    Raises ConfigurationError if they contradict each other or are incomplete.
     """
     flags = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16")
     used = [flag.removeprefix("use_") for flag in flags if options.get(flag)]
@@ -258,7 +263,7 @@ def quant_of(options: Quantization) -> str:
     if not used:
         if block or channels:
             got = "block_shape" if block else "per_channel_quant"
-            raise ConfigurationError("quantization", got=got, need="a use_* flag with it")
+            raise ConfigurationError("quantization", got=got, need="a use_* flag, too")
         return "none"
     if block and channels:
         raise ConfigurationError("per_channel_quant", got="block_shape too", need="one of the two")
@@ -275,8 +280,8 @@ def _w8a8(name: str, block: Sequence[int] | None, options: Quantization) -> str:
     if options.get("per_channel_quant"):
         return f"{name}_channel"
     if name == "int8_w8a8":
-        need = "per_channel_quant or block_shape: one scale a tensor is for float8 alone"
-        raise ConfigurationError(name, got="one scale a tensor", need=need)
+        need = "per_channel_quant or block_shape: only float8 supports one scale per tensor"
+        raise ConfigurationError(name, got="one scale per tensor", need=need)
     return f"{name}_tensor" + (":static=true" if options.get("a1_scale") is not None else "")
 
 

@@ -3,9 +3,10 @@
     runner = MoeRunner("triton", MoeRunnerConfig(num_experts=8, top_k=2, inplace=False))
     combine_input = runner.run(StandardDispatchOutput(x_TH, topk_output), MoeQuantInfo(w13, w2))
 
-The backend name selects an experts part: a fused operation if there is one, else its stages. An
-argument that is not supported raises an error that names it. torch.compile and torch.export trace a
-call in the standard format as `torch.ops.modular_kernel.experts`; other formats break the graph.
+The backend name selects an experts part; of registered stages, a fused operation if there is one.
+An argument that is not supported raises an error that names it. torch.compile and torch.export
+trace a call in the standard format as `torch.ops.modular_kernel.experts`; other formats break the
+graph.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -97,9 +98,12 @@ _PADDED_SCHEMES = ("none", "fp8_w8a8_tensor", "fp8_w8a8_channel")
 class MoeQuantInfo:
     """Weights of this rank's experts, and their quantization.
 
-    w13_weight: (e, N, H), w2_weight: (e, H, I), as in `ExpertWeights`. quant: the name of a scheme,
-    in place of the use_* flags of `Quantization`. expert_map: (E,) int32 for global ids; without it
-    ids are local. use_triton_kernels: w13_weight is (e, H, N) and w2_weight (e, I, H).
+    w13_weight: (e, N, H). w2_weight: (e, H, I). Other tensors are those of `ExpertWeights`, with
+        "13" in place of "1" and "_zp" in place of "_zero_point".
+    use_*, per_channel_quant, block_shape: see `Quantization`.
+    expert_map: (E,) int32 for global ids. If None, ids are local.
+    quant: name of a scheme, instead of the use_* flags.
+    use_triton_kernels: w13_weight is (e, H, N) and w2_weight (e, I, H).
     """
 
     w13_weight: torch.Tensor
@@ -126,9 +130,9 @@ class MoeQuantInfo:
 
     def __post_init__(self) -> None:
         check_fields(self, "MoeQuantInfo.")
-        # Parsed here, because torch.compile traces the calls but not the parser.
+        # Parsed here and not in a call, because torch.compile cannot trace the parser.
         parsed = None if self.quant is None else str(QuantScheme.parse(self.quant))
-        object.__setattr__(self, "_named", parsed)
+        object.__setattr__(self, "_parsed_quant", parsed)
 
     def options(self) -> Quantization:
         """Return the fields under the keywords of `fused_experts`."""
@@ -149,7 +153,10 @@ class MoeQuantInfo:
         return options  # type: ignore[return-value]
 
     def scheme(self) -> str:
-        """Return the scheme, as for Problem.quant; raise ConfigurationError for contradictions."""
+        """Return the scheme, as for Problem.quant.
+
+        Raises ConfigurationError if `quant` and the flags contradict each other.
+        """
         from_flags = quant_of(self.options())
         if self.quant is None:
             return from_flags
@@ -157,7 +164,7 @@ class MoeQuantInfo:
             raise ConfigurationError(
                 "quant", got=f"{self.quant} and {from_flags}", need="one of the two"
             )
-        scheme: str = self._named  # type: ignore[attr-defined]
+        scheme: str = self._parsed_quant  # type: ignore[attr-defined]
         return scheme
 
 
@@ -167,18 +174,19 @@ _INFO_FIELDS = tuple(field.name for field in fields(MoeQuantInfo))
 class MoeRunner:
     """Runs the experts of a backend.
 
-    backend: a name in BACKENDS, the name of registered stages, or the name of an experts part.
+    runner_backend: a name in BACKENDS, the name of registered stages, or the name of an experts
+        part.
     config: its sizes must match the tensors. With `inplace`, hidden_states are overwritten if they
         have the problem's dtype.
-    fused: False uses the stages, with which the result of a fused operation is compared bitwise;
-        raises UnsupportedError if there are none. None means True, or False if
+    fused: whether to use fused operations. False uses the stages instead, for example to compare
+        their results, and raises UnsupportedError if there are none. None means True, or False if
         SGLANG_CI_DISABLE_MOE_FUSED_FUNC=1 is set and there are stages.
     padding: whether weights have additional columns after H and I, which are not read.
     quant: name of a scheme. The constructor raises UnsupportedError if no part of the backend
         supports it, and, if the config has all sizes, IncompatibleError if the backend does not
-        support the layer. Without it, calls raise these errors.
+        support the layer. If None, calls raise these errors.
     dtype: dtype of the results for quantized rows.
-    fast_act, aiter: not supported, because the parts make these decisions.
+    fast_act, aiter: True is not supported.
     """
 
     def __init__(  # noqa: PLR0913  (one keyword for each switch of the field)
@@ -198,7 +206,7 @@ class MoeRunner:
         for name, value in {"padding": padding, "fast_act": fast_act, "aiter": aiter}.items():
             expect(name, value, bool)
         if fast_act:
-            need = "False: a part that has one launch for activation and quantization takes it"
+            need = "False: parts choose by themselves whether to fuse activation and quantization"
             raise UnsupportedError("fast_act", got=fast_act, need=need)
         if aiter:
             raise UnsupportedError("aiter", got=aiter, need="False: it is a library for AMD GPUs")
@@ -215,7 +223,7 @@ class MoeRunner:
             self._check_quant(self.quant)
 
     def _check_quant(self, quant: str) -> None:
-        """Raise an error if no part supports the scheme, for the config's layer if it is known."""
+        """Raise an error if no part supports the scheme, or the layer if its sizes are known."""
         if None not in self._sizes():
             verdicts = self.verdicts(quant).values()
             refused = [verdict for verdict in verdicts if not verdict.ok]
@@ -230,8 +238,9 @@ class MoeRunner:
     def run(self, dispatch_output: DispatchOutput, quant_info: MoeQuantInfo) -> CombineInput:
         """Run the experts on dispatched tokens, and return the result in the same format.
 
-        Raises ConfigurationError if the backend has no part for the format, or needs another router
-        output; every InputError of a kernel's call; and IncompatibleError.
+        Raises ConfigurationError if the backend has no part for the format, or requires another
+        kind of router output; every InputError of a kernel's call; IncompatibleError if the part
+        does not support the layer.
         """
         format = expect_format(dispatch_output, *self._parts)
         check_dispatched(dispatch_output)
@@ -246,31 +255,33 @@ class MoeRunner:
             raise ConfigurationError("quant_info", got=quant, need=f"{self.quant}, the runner's")
         part = self._parts[format]
         if isinstance(dispatch_output, StandardDispatchOutput):
-            routing = self._topk(dispatch_output.topk_output)
-            rows = self._rows(dispatch_output.hidden_states, routing, quant_info, quant, part)
+            routing = self._routing_of(dispatch_output.topk_output)
+            rows = self._run_standard(
+                dispatch_output.hidden_states, routing, quant_info, quant, part
+            )
             return StandardCombineInput(rows)
         if self.config.no_combine:
-            need = "False: a dispatcher's combine sums"
+            need = "False: the dispatcher's combine sums over top-k"
             raise ConfigurationError(f"no_combine of {format}", got=True, need=need)
         if quant_info.expert_map is not None:
-            need = "None: a dispatcher's ids are local"
+            need = "None: the dispatcher's ids are local"
             raise ConfigurationError(f"expert_map of {format}", got="a tensor", need=need)
         if isinstance(dispatch_output, DeepEPNormalDispatchOutput):
             received = dispatch_output
             routing = Routing(received.topk_weights, received.topk_ids)
             if received.hidden_states_scale is None:
-                rows = self._rows(received.hidden_states, routing, quant_info, quant, part)
+                rows = self._run_standard(received.hidden_states, routing, quant_info, quant, part)
             else:
-                rows = self._received(received, quant_info, quant, part)
+                rows = self._run_received(received, quant_info, quant, part)
             return DeepEPNormalCombineInput(rows, received.topk_ids, received.topk_weights)
-        rows = self._received(dispatch_output, quant_info, quant, part)
+        rows = self._run_received(dispatch_output, quant_info, quant, part)
         scale = self.config.scale
         weights = dispatch_output.topk_weights
         weights = weights if scale == 1 else weights * scale
         return DeepEPLLCombineInput(rows, dispatch_output.topk_ids, weights)
 
     def verdicts(self, quant: str = "none", tokens: int = 1) -> dict[str, Verdict]:
-        """Return the compatibility of each format's part with the config's layer.
+        """Return the verdict on each format's part for the config's layer, by format.
 
         Raises ConfigurationError unless the config has all sizes.
         """
@@ -296,12 +307,12 @@ class MoeRunner:
         lines = [f"backend {self.runner_backend}, quant {quant}"]
         for format, verdict in self.verdicts(quant, tokens).items():
             op = FUSED.get_fused_func(A2A[format], self.runner_backend)
-            description = "by one part"
+            description = "without stages"
             if op is not None and FORMATS[format] is op.unfused.requires.activation_format:
                 staged = self._parts[format] is op.unfused
-                description = "by stages" if staged else f"fused, in place of {op.unfused.__name__}"
+                description = "staged" if staged else f"fused, in place of {op.unfused.__name__}"
             elif (self.runner_backend, format) in PERMUTES.parts:
-                description = "by stages"
+                description = "staged"
             lines.append(f"{format}: {self._parts[format].__name__}, {description}; {verdict}")
         lines += [f"{format}: no part" for format in A2A if format not in self._parts]
         return "\n".join(lines)
@@ -315,8 +326,8 @@ class MoeRunner:
             config.top_k,
         )
 
-    def _topk(self, topk_output: object) -> Routing:
-        """Return the routing; raise ConfigurationError unless it has the backend's format."""
+    def _routing_of(self, topk_output: object) -> Routing:
+        """Return the routing. Raises ConfigurationError unless it is of the backend's kind."""
         is_sorted = isinstance(topk_output, TritonKernelTopKOutput)
         if is_sorted != (self.runner_backend in _SORTED_BACKENDS):
             names = ("StandardTopKOutput", "TritonKernelTopKOutput")
@@ -347,7 +358,7 @@ class MoeRunner:
         scales = info.w13_global_scale, info.w2_global_scale
         return replace(weights, w1_global_scale=scales[0], w2_global_scale=scales[1])
 
-    def _checked(self, info: MoeQuantInfo, quant: str, x: torch.Tensor) -> ExpertWeights:
+    def _checked_weights(self, info: MoeQuantInfo, quant: str, x: torch.Tensor) -> ExpertWeights:
         """Return the weights, checked against the config's sizes."""
         weights, config = self._weights(info, quant, x.shape[-1]), self.config
         if info.expert_map is None and config.num_local_experts is not None:
@@ -357,7 +368,7 @@ class MoeRunner:
         )
         return weights
 
-    def _rows(
+    def _run_standard(
         self,
         x_TH: torch.Tensor,
         routing: Routing,
@@ -368,12 +379,12 @@ class MoeRunner:
         """Return (T, H), or (T, K, H), from a kernel without token exchange."""
         config = self.config
         if config.inplace and config.no_combine:
-            need = "inplace=False with it: (T, K, H) does not fit into x"
+            need = "inplace=False: (T, K, H) does not fit into x"
             raise ConfigurationError("inplace", got="no_combine=True", need=need)
-        weights = self._checked(info, quant, x_TH)
+        weights = self._checked_weights(info, quant, x_TH)
         if is_compiling():
-            return self._traced(x_TH, routing, weights, quant, part)
-        facts = (
+            return self._trace(x_TH, routing, weights, quant, part)
+        kernel_options = (
             quant,
             str(config.activation_spec()),
             config.apply_router_weight_on_input,
@@ -382,9 +393,9 @@ class MoeRunner:
             config.inplace,
             config.chunk_tokens,
         )
-        return kernel_for(x_TH, weights, routing, facts, (part,))(x_TH, weights, routing)
+        return kernel_for(x_TH, weights, routing, kernel_options, (part,))(x_TH, weights, routing)
 
-    def _traced(
+    def _trace(
         self,
         x_TH: torch.Tensor,
         routing: Routing,
@@ -392,7 +403,7 @@ class MoeRunner:
         quant: str,
         part: type[PermuteExpertsUnpermute],
     ) -> torch.Tensor:
-        """Compute what `_rows` returns with the traceable operator `experts`."""
+        """Return the same as `_run_standard`, by the operator that torch.compile can trace."""
         config, expert_map = self.config, weights.expert_map
         weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
         if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):
@@ -421,20 +432,20 @@ class MoeRunner:
         )
         return x_TH.copy_(rows) if config.inplace else rows
 
-    def _received(
+    def _run_received(
         self,
-        given: DeepEPNormalDispatchOutput | DeepEPLLDispatchOutput,
+        received: DeepEPNormalDispatchOutput | DeepEPLLDispatchOutput,
         info: MoeQuantInfo,
         quant: str,
         part: type[PermuteExpertsUnpermute],
     ) -> torch.Tensor:
         """Return the experts' output for received rows."""
         if is_compiling():
-            reason = f"rows of {given.format} are not traced: the graph breaks at MoeRunner.run"
-            return modes.run_untraced(self._received, reason, given, info, quant, part)
-        x, scale, ids = given.hidden_states, given.hidden_states_scale, given.topk_ids
-        weights = self._checked(info, quant, x)
-        batched = isinstance(given, DeepEPLLDispatchOutput)
+            reason = f"rows of {received.format} are not traced: the graph breaks at MoeRunner.run"
+            return modes.run_untraced(self._run_received, reason, received, info, quant, part)
+        x, scale, ids = received.hidden_states, received.hidden_states_scale, received.topk_ids
+        weights = self._checked_weights(info, quant, x)
+        batched = isinstance(received, DeepEPLLDispatchOutput)
         if batched and len(x) != len(weights.w1):
             raise ShapeError("hidden_states", got=f"{len(x)} experts", need=len(weights.w1))
         config, depth = self.config, values_per_element(quant)
@@ -451,10 +462,10 @@ class MoeRunner:
             apply_router_weight_on_input=config.apply_router_weight_on_input,
             routed_scaling_factor=1.0 if batched else config.scale,
         )
-        if isinstance(given, DeepEPLLDispatchOutput):
-            return run_received(part, problem, BatchedTokens(x, given.masked_m, scale), weights)
+        if isinstance(received, DeepEPLLDispatchOutput):
+            return run_received(part, problem, BatchedTokens(x, received.masked_m, scale), weights)
         counter = torch.zeros(1, dtype=torch.int32, device=x.device)
         routing = DispatchedRouting(
-            given.topk_weights, ids, IdSpace.LOCAL, problem.experts, None, counter
+            received.topk_weights, ids, IdSpace.LOCAL, problem.experts, None, counter
         )
         return run_received(part, problem, ContiguousTokens(x, routing, scale), weights)

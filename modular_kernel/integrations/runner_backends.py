@@ -20,7 +20,7 @@ BACKENDS: Mapping[str, Mapping[ActivationFormat, str]] = {
     "cutlass": {_STANDARD: "CutlassExpertsFP8", _BATCHED: "BatchedCutlassExpertsFP8"},
     "torch": {_STANDARD: "TorchExperts", _BATCHED: "NaiveBatchedExperts"},
 }
-# Dispatch format -> all2all backend in the keys of fused operations.
+# Dispatch format -> all2all backend, as in the keys of fused operations.
 A2A = {"standard": "none", "deepep_normal": "deepep", "deepep_ll": "deepep"}
 # SGLang's environment variables -> (option of MoeRunner, its value for "1").
 SWITCHES: Mapping[str, tuple[str, bool]] = {
@@ -46,34 +46,37 @@ def parts_of(backend: str, *, fused: bool) -> dict[str, type[PermuteExpertsUnper
             part = FUSED.parts.get((a2a, backend), op.unfused) if fused else op.unfused
         staged |= part is not None
         if part is None and fused:
-            part = _named(backend, FORMATS[format])
+            part = _part_named(backend, FORMATS[format])
         if part is not None:
             parts[format] = part
     if parts:
         return parts
     stages = sorted({key[0] for key in PERMUTES.parts})
-    if not fused and not staged and _known(backend):
-        need = f"True, or a backend by stages: {', '.join(stages)}"
+    if not fused and not staged and _is_known(backend):
+        need = f"True, or a backend with stages: {', '.join(stages)}"
         raise UnsupportedError(f"fused of backend {backend!r}", got=False, need=need)
     names = ", ".join(sorted({*BACKENDS, *stages}))
-    need = f"one of {names}, or an experts part by its name"
+    need = f"one of {names}, or the name of an experts part"
     raise UnknownPartError("runner backend", got=repr(backend)[:80], need=need)
 
 
 def has_stages(backend: str) -> bool:
-    """Return whether `parts_of` has parts of the backend with fused=False."""
+    """Return whether the backend has stages, that is, parts with fused=False."""
     try:
         return bool(parts_of(backend, fused=False))
     except (UnsupportedError, UnknownPartError):
         return False
 
 
-def _known(backend: str) -> bool:
+def _is_known(backend: str) -> bool:
     return backend in BACKENDS or backend in load_catalog().names("experts")
 
 
-def _named(backend: str, format: ActivationFormat) -> type[PermuteExpertsUnpermute] | None:
-    """Return the part of a backend name, or the part with that name; None if there is none."""
+def _part_named(backend: str, format: ActivationFormat) -> type[PermuteExpertsUnpermute] | None:
+    """Return the backend's part for a format; None if there is none.
+
+    backend: a name in BACKENDS, or the name of a part.
+    """
     catalog = load_catalog()
     name = BACKENDS.get(backend, {}).get(format, backend)
     if name not in catalog.names("experts"):

@@ -1,6 +1,7 @@
 """Checks of tensors from an external dispatcher.
 
-Kernels compute addresses from them, so invalid values would cause out-of-bounds reads.
+Kernels compute addresses from their sizes and values, so invalid ones would cause out-of-bounds
+reads.
 """
 
 import torch
@@ -18,7 +19,7 @@ from modular_kernel.utils.tensor_checks import check_tensor
 _IDS = (torch.int32, torch.int64)
 
 
-def check_dispatched(given: DispatchOutput) -> None:
+def check_dispatched(dispatched: DispatchOutput) -> None:
     """Check the tensors of a dispatch output.
 
     In the standard format, only hidden_states and expert-sorted routing data are checked here; the
@@ -26,24 +27,24 @@ def check_dispatched(given: DispatchOutput) -> None:
     them on a GPU would synchronize. Raises DtypeError, ShapeError, DeviceError, LayoutError or
     RoutingError.
     """
-    x = given.hidden_states
+    x = dispatched.hidden_states
     check_tensor("hidden_states", x)
-    if isinstance(given, StandardDispatchOutput):
+    if isinstance(dispatched, StandardDispatchOutput):
         _check_dims("hidden_states", x, "(T, H)")
-        _check_sorted(given.topk_output)
+        _check_sorted(dispatched.topk_output)
         return
-    batched = isinstance(given, DeepEPLLDispatchOutput)
+    batched = isinstance(dispatched, DeepEPLLDispatchOutput)
     _check_dims("hidden_states", x, "(e, C, H)" if batched else "(R, H)")
-    if given.hidden_states_scale is not None:
-        _on_same_device("hidden_states_scale", given.hidden_states_scale, x)
+    if dispatched.hidden_states_scale is not None:
+        _on_same_device("hidden_states_scale", dispatched.hidden_states_scale, x)
     rows = None if batched else len(x)
-    _check_pairs(given.topk_ids, given.topk_weights, x, rows)
-    if isinstance(given, DeepEPLLDispatchOutput):
-        _check_counts(given.masked_m, x)
+    _check_pairs(dispatched.topk_ids, dispatched.topk_weights, x, rows)
+    if isinstance(dispatched, DeepEPLLDispatchOutput):
+        _check_counts(dispatched.masked_m, x)
 
 
 def _check_sorted(topk_output: object) -> None:
-    """Check the tensors of expert-sorted routing; the call checks other kinds of routing."""
+    """Check the tensors of an expert-sorted routing. Other routings are checked by the call."""
     if isinstance(topk_output, TritonKernelTopKOutput):
         expect("routing_data", topk_output.routing_data, RoutingData)
         expect("gather_indx", topk_output.gather_indx, Permutation)
@@ -84,15 +85,15 @@ def _check_counts(counts: object, x: torch.Tensor) -> None:
         raise RoutingError("masked_m", got=counts.tolist(), need=need)
 
 
-def _on_same_device(what: str, given: object, x: torch.Tensor) -> torch.Tensor:
+def _on_same_device(what: str, tensor: object, x: torch.Tensor) -> torch.Tensor:
     """Return a tensor after checking that it is on the device of x."""
-    check_tensor(what, given)
-    assert isinstance(given, torch.Tensor)
-    if given.device != x.device:
-        raise DeviceError(what, got=given.device, need=f"{x.device}, where hidden_states are")
-    return given
+    check_tensor(what, tensor)
+    assert isinstance(tensor, torch.Tensor)
+    if tensor.device != x.device:
+        raise DeviceError(what, got=tensor.device, need=f"{x.device}, where hidden_states are")
+    return tensor
 
 
-def _check_dims(what: str, given: torch.Tensor, legend: str) -> None:
-    if given.dim() != legend.count(",") + 1:
-        raise ShapeError(what, got=tuple(given.shape), need=legend)
+def _check_dims(what: str, tensor: torch.Tensor, legend: str) -> None:
+    if tensor.dim() != legend.count(",") + 1:
+        raise ShapeError(what, got=tuple(tensor.shape), need=legend)

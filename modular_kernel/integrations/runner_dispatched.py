@@ -1,6 +1,7 @@
 """Runs an experts part on rows from an external dispatcher.
 
-ReceivedRows and ReceivedBatches stand for the dispatcher in compatibility checks and never run.
+ReceivedRows and ReceivedBatches declare what such a dispatcher does, for compatibility checks. They
+never run.
 """
 
 from functools import lru_cache
@@ -64,10 +65,10 @@ _DISPATCHERS = {
 
 
 @lru_cache(maxsize=64)
-def _experts(
+def _make_experts(
     part: type[PermuteExpertsUnpermute], problem: Problem, device: str
 ) -> PermuteExpertsUnpermute:
-    """Create the part for a problem; raise IncompatibleError with every reason if refused."""
+    """Create the part for a problem. Raises IncompatibleError with every reason if refused."""
     dispatch = _DISPATCHERS[part.requires.activation_format]
     machine = this_machine(device="cpu" if device == "cpu" else None)
     verdict = judge(dispatch, part, problem, machine)  # type: ignore[type-abstract]
@@ -86,14 +87,14 @@ def run_received(
 ) -> torch.Tensor:
     """Return (R, H) weighted sums for contiguous tokens, or (e, C, H) rows for batches.
 
-    The rows of batches are not weighted. Raises every InputError for tensors that do not match the
-    problem, and IncompatibleError.
+    The rows of batches are not weighted. Raises an InputError for a tensor that does not match the
+    problem, and IncompatibleError if the part does not support it.
     """
     batched = isinstance(tokens, BatchedTokens)
     x = tokens.x_eCH if isinstance(tokens, BatchedTokens) else tokens.x_TH
     _check(x, tokens.scale, problem)
     validate.check_weights(weights, x, problem)
-    experts = _experts(part, problem, x.device.type)
+    experts = _make_experts(part, problem, x.device.type)
     if isinstance(tokens, BatchedTokens):
         shape: BatchedShape | ContiguousShape = BatchedShape(*x.shape[:2])
     else:
@@ -112,7 +113,7 @@ def run_received(
 def _weight_and_reduce(
     rows: torch.Tensor, tokens: ContiguousTokens, experts: PermuteExpertsUnpermute
 ) -> torch.Tensor:
-    """Return the experts' output, weighted and summed unless the experts have done so."""
+    """Return the experts' output, weighted and summed if the experts have not done so."""
     reduce, problem, routing = (
         experts.finalize_weight_and_reduce_impl(),
         experts.problem,

@@ -14,7 +14,7 @@ from modular_kernel.spec.router import StandardTopKOutput, TritonKernelTopKOutpu
 
 
 class StandardDispatchOutput(NamedTuple):
-    """Tokens (T, H), and a router's output or weights and ids, both (T, K)."""
+    """Tokens (T, H) and their routing: a router's output, or (weights, ids), both (T, K)."""
 
     hidden_states: torch.Tensor
     topk_output: StandardTopKOutput | TritonKernelTopKOutput | tuple[torch.Tensor | None, ...]
@@ -28,8 +28,8 @@ class StandardDispatchOutput(NamedTuple):
 class DeepEPNormalDispatchOutput(NamedTuple):
     """Rows (R, H) that this rank has received.
 
-    hidden_states_scale: None for unquantized rows, else as `ContiguousTokens.scale`. topk_ids: (R,
-    K) local ids, -1 for experts of other ranks. topk_weights: (R, K) float32.
+    hidden_states_scale: None for unquantized rows, else like `ContiguousTokens.scale`.
+    topk_ids: (R, K) local ids, -1 for experts of other ranks. topk_weights: (R, K) float32.
     num_recv_tokens_per_expert: not used.
     """
 
@@ -48,9 +48,9 @@ class DeepEPNormalDispatchOutput(NamedTuple):
 class DeepEPLLDispatchOutput(NamedTuple):
     """Rows grouped by expert, (e, C, H).
 
-    hidden_states_scale: None for unquantized rows, else as `BatchedTokens.scale`. topk_ids,
-    topk_weights: (T, K) routing of this rank's tokens, passed on to the combiner. masked_m: (e,)
-    int32, number of valid rows of each expert. expected_m: not used.
+    hidden_states_scale: None for unquantized rows, else like `BatchedTokens.scale`.
+    topk_ids, topk_weights: (T, K) routing of this rank's tokens, returned for the combine.
+    masked_m: (e,) int32, number of valid rows of each expert. expected_m: not used.
     """
 
     hidden_states: torch.Tensor
@@ -130,10 +130,10 @@ def format_is_deepep_ll(
 
 
 def expect_format(value: object, *formats: str) -> str:
-    """Return the format of a dispatch output; ConfigurationError unless it is in `formats`."""
+    """Return the format of a dispatch output. Raises ConfigurationError unless `formats` has it."""
     need = " or ".join(formats)
     if not isinstance(value, DISPATCHES):
-        got = f"{type(value).__name__}, no dispatch output"
+        got = f"{type(value).__name__}, which is not a dispatch output"
         raise ConfigurationError("dispatch format", got=got, need=need)
     if value.format not in formats:
         raise ConfigurationError("dispatch format", got=value.format, need=need)

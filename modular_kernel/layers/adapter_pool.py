@@ -1,4 +1,4 @@
-"""AdapterPool: LoRA adapters of one layer, loaded and evicted in tensors with fixed addresses.
+"""AdapterPool: the LoRA adapters of one layer, in slots of tensors whose addresses never change.
 
 pool = AdapterPool(problem, device)
 slot = pool.load("mine", load_adapter("adapter/", 3, problem))
@@ -39,7 +39,7 @@ _OUT_OF_MEMORY = re.compile("can't allocate memory|size calculation overflowed")
 
 @contextmanager
 def _reporting_out_of_memory(label: str, needed: int, device: torch.device | str) -> Iterator[None]:
-    """Raise CapacityError with the required bytes if torch runs out of memory."""
+    """Turn torch's out-of-memory errors into a CapacityError that states the required bytes."""
     try:
         yield
     except RuntimeError as error:
@@ -52,7 +52,7 @@ def _reporting_out_of_memory(label: str, needed: int, device: torch.device | str
 
 
 class AdapterPool:
-    """The adapter slots of a problem: L slots of rank R, as in `problem.lora`. Free slots are zero.
+    """The adapter slots of a layer: L slots of rank R, as in `problem.lora`. Free slots are zero.
 
     Adapters are copied into the same memory, so kernels, plans and captured graphs that use
     `weights` read the new values. Copies run on the current stream: a call on another stream that
@@ -122,7 +122,10 @@ class AdapterPool:
         return self._slot_bytes
 
     def weights(self, base: ExpertWeights) -> ExpertWeights:
-        """Return the base weights with this pool's tensors; WeightsError if they have adapters."""
+        """Return the base weights with this pool's tensors.
+
+        Raises WeightsError if the base weights have adapters.
+        """
         expect("base weights", base, ExpertWeights)
         present = [name for name in self._tensors if getattr(base, name) is not None]
         if present:
@@ -134,9 +137,9 @@ class AdapterPool:
     def load(self, name: str, adapter: Adapter) -> int:
         """Copy an adapter into a free slot, and return the slot.
 
-        name: up to 256 characters, not loaded yet. adapter: of a rank up to the pool's, with
-        tensors on the pool's device or the CPU; the rest of the slot's rank stays zero. Its values
-        are checked, which synchronizes with the device.
+        name: up to 256 characters, not loaded yet. adapter: its rank may be smaller than the
+        pool's; the rest of the slot stays zero. Its tensors are on the pool's device or the CPU.
+        Their values are checked, which synchronizes with the device.
 
         Raises StateError for a name that is loaded, or during stream capture; CapacityError without
         a free slot or without memory for the copy; WeightsError for a rank above the pool's or for
@@ -181,7 +184,7 @@ class AdapterPool:
         return slot
 
     def evict(self, name: str) -> None:
-        """Free the slot of an adapter and zero it, so that tokens still using it get no adapter.
+        """Free the slot of an adapter and zero it. Tokens that still use the slot get no adapter.
 
         Raises StateError for a name that is not loaded, or during stream capture.
         """
@@ -249,7 +252,7 @@ class AdapterPool:
         return rank
 
     def _slot_view(self, name: str, slot: int, rank: int) -> torch.Tensor:
-        """Return the view of a slot that an adapter of this rank fills."""
+        """Return the view of a slot that an adapter of this rank is copied into."""
         tensor = self._tensors[name][slot]
         if "_a" not in name:
             return tensor[:, :, :rank]
@@ -257,7 +260,7 @@ class AdapterPool:
         return tensor.view(len(tensor), halves, self._spec.rank, -1)[:, :, :rank]
 
     def _split_gate_up(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Reshape an adapter's tensor like its slot, where A has a separate gate/up dimension."""
+        """Reshape a tensor to the shape of `_slot_view`: A has a dimension for gate and up."""
         if "_a" not in name:
             return tensor
         halves = self._shapes(1)[name][1]

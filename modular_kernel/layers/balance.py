@@ -4,7 +4,7 @@
     new = rebalance(load.tolist(), [36] * 8, old)        # 288 slots: 32 copies of hot experts
     for move in moves(old, new): ...                     # the weights to transfer
 
-All are pure functions: they move no weights and communicate with no rank.
+These functions are pure: they move no weights and do not communicate.
 """
 
 import heapq
@@ -39,10 +39,10 @@ def count(topk_ids: torch.Tensor, experts: int) -> torch.Tensor:
 def rank_loads(
     load: Sequence[float], placement: Placement, *, ranks_per_host: int | None = None
 ) -> tuple[float, ...]:
-    """Return the load of each rank if all ranks send equally and to the nearest copies.
+    """Return the load of each rank if all ranks send equally many pairs, to the nearest copies.
 
-    The copies of an expert on one host share what that host sends. A host without a copy
-    distributes it over all copies. ranks_per_host: None for a single host.
+    The copies of an expert on one host share the pairs that this host sends. A host without a copy
+    distributes its pairs over all copies. ranks_per_host: None for a single host.
 
     >>> placement = Placement(((0, 1), (0, 2), (0, 3), (4, 5)))
     >>> rank_loads([12, 0, 0, 0, 0, 0], placement)
@@ -79,14 +79,15 @@ def rebalance(
 ) -> Placement:
     """Return a placement of len(load) experts that balances the load of the ranks.
 
-    load: of each expert, in any unit, for example as `count` returns it.
+    load: load of each expert, in any unit, for example the number of pairs from `count`.
     slots: the maximum number of experts of each rank. Extra slots replicate the expert with the
         highest load per copy. Copies are then assigned in order of decreasing load, each to the
         rank with the least load (longest processing time first).
-    old: an expert that stays on its rank also keeps its slot, if the rank still has that slot.
-    hosts, groups: number of hosts and of expert groups; ranks and experts are divided evenly among
-        them. With several hosts, each host gets the same number of whole groups, and copies stay on
-        that host, so that a token whose router selects few groups is sent to few hosts.
+    old: the current placement. An expert that stays on its rank keeps its slot, if the rank still
+        has that slot.
+    hosts, groups: number of hosts and of expert groups. With several hosts, each host gets the same
+        number of whole groups, and copies of an expert stay on one host, so that a token whose
+        router selects few groups is sent to few hosts.
 
     Raises ConfigurationError if there are fewer slots than experts, overall or on a host, or if
     ranks, groups or experts do not divide evenly.
@@ -157,9 +158,9 @@ class Move:
 def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
     """Return the transfers that turn `old` into `new`, ordered by target.
 
-    The source is on the target's own rank if possible, else on the rank that has sent the least so
-    far. Sources are slots of `old`: read all of them before writing any. Raises ConfigurationError
-    if the placements differ in their experts or ranks.
+    A source is on the target's own rank if possible, else on the rank that has sent the fewest
+    experts so far. Sources are slots of `old`: read all of them before writing any. Raises
+    ConfigurationError if the placements differ in their numbers of experts or ranks.
 
     >>> moves(Placement.linear(4, 2), Placement.round_robin(4, 2))
     (Move(expert=2, source=(1, 0), target=(0, 1)), Move(expert=1, source=(0, 1), target=(1, 0)))
@@ -187,7 +188,7 @@ def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
 
 def _check_load(load: object) -> None:
     if not isinstance(load, Sequence) or isinstance(load, str | bytes):
-        raise ConfigurationError("load", got=type(load).__name__, need="a list, as tolist() gives")
+        raise ConfigurationError("load", got=type(load).__name__, need="a list: pass .tolist()")
     for expert, amount in enumerate(load):
         expect(f"load of expert {expert}", amount, float)
         if not 0 <= amount < math.inf:

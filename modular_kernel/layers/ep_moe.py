@@ -2,7 +2,7 @@
 
 layer = EPMoE(256, 8, 7168, 2048, use_grouped_topk=True, num_expert_group=8, topk_group=4,
               tp_size=8, tp_rank=rank, correction_bias=bias)
-part_TH = layer(x_TH, router_logits)    # sum what the ranks return
+part_TH = layer(x_TH, router_logits)    # a partial sum: add those of all ranks
 """
 
 from pathlib import Path
@@ -26,9 +26,12 @@ from modular_kernel.utils.argument_checks import Count, expect
 class EPMoE(FusedMoE):
     """Expert parallelism without exchange: each rank gets all tokens and returns a partial sum.
 
-    A rank computes the (token, expert) pairs of its own experts, a contiguous block. The caller
-    sums over the ranks, which are `tp_size` with this one as `tp_rank`, or those of `tp_group`.
-    num_experts must be a multiple of their number.
+    A rank holds a contiguous block of experts, and computes the (token, expert) pairs of these. The
+    caller sums over the ranks.
+
+    num_experts: E of the whole model, a multiple of the number of ranks.
+    tp_rank, tp_size: this rank and the number of ranks; default to those of tp_group, else to 0 and
+        1. tp_group: process group of the ranks.
 
     renormalize: scale the K weights of a token to sum to 1.
     use_grouped_topk: select experts from the best topk_group of num_expert_group groups. Without
@@ -44,7 +47,7 @@ class EPMoE(FusedMoE):
     engine calls after it has loaded weights. quant_method is None for schemes other than float8
     with one scale per expert or per block.
 
-    Raises ConfigurationError for a combination that these rules do not allow.
+    Raises ConfigurationError for arguments that contradict each other.
     """
 
     def __init__(  # noqa: PLR0913 (the names and the order are the field's)
@@ -149,12 +152,12 @@ def _router(
 ) -> RouterSpec:
     if groups is None:
         if has_bias:
-            need = "use_grouped_topk=True with it: plain routers have no bias"
+            need = "None, or use_grouped_topk=True"
             raise ConfigurationError("correction_bias", got="a tensor", need=need)
         return RouterSpec(top_k, renormalize=renormalize)
     num_groups, topk_groups = groups
     if num_groups is None or topk_groups is None:
-        need = "both, where use_grouped_topk is set"
+        need = "both, because use_grouped_topk is set"
         raise ConfigurationError("num_expert_group, topk_group", got=groups, need=need)
     return RouterSpec(
         top_k,

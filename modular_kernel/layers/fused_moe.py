@@ -69,8 +69,7 @@ from modular_kernel.utils.tensor_checks import check_tensor
 
 RoutingLike = Routing | tuple[torch.Tensor | None, ...] | torch.Tensor | None
 # (x_TH, routing) -> (output of the experts, output of the shared experts or None)
-Computed = Callable[[torch.Tensor, Routing], tuple[torch.Tensor, torch.Tensor | None]]
-Adapted = tuple[Problem, ExpertWeights]
+ComputeExperts = Callable[[torch.Tensor, Routing], tuple[torch.Tensor, torch.Tensor | None]]
 # Shared by all layers of the process, so that layers of one shape use the same buffers.
 _plan_cache = KernelCache()
 # Constructor arguments that `from_config` reads from the checkpoint.
@@ -219,15 +218,17 @@ class FusedMoE(ExpertParameters):
         self.prepare_finalize, self.experts = prepare_finalize, experts
         check_selection_bias(selection_bias, router, num_experts)
         self.register_buffer("selection_bias", selection_bias)
-        # Look up the groups of the reduction now, so that a missing group raises here.
-        self._sums_ep = sums_ep
+        # Look up the process groups now, so that a missing one raises here and not in a call.
+        self._sums_over_ep = sums_ep
         self._groups = parallel.groups(ep=sums_ep) if reduce_results else ()
         # Default experts by device, used if `experts` is None.
         self._default_experts = dict[torch.device, tuple[Problem, Experts]]()
         self._kernels_by_device = dict[torch.device, tuple[object, KernelsBySize]]()
-        self._own_kernel = self._kernel_over_ranks(max_tokens) if spans_ranks else None
-        if self._own_kernel is not None:
-            self._own_kernel.label = prefix or ("" if layer_id is None else f"layer {layer_id}")
+        self._exchange_kernel = self._make_exchange_kernel(max_tokens) if spans_ranks else None
+        if self._exchange_kernel is not None:
+            self._exchange_kernel.label = prefix or (
+                "" if layer_id is None else f"layer {layer_id}"
+            )
         self._counts = [0, 0]  # calls and tokens
         part = load_catalog().prepare_finalize(prepare_finalize)
         self._ids_dtype = part.requires.topk_indices_dtype or torch.int32
@@ -247,16 +248,16 @@ class FusedMoE(ExpertParameters):
         """Create the layer that a checkpoint describes, without its weights; `load` reads them.
 
         checkpoint: a config.json, or a folder that has one. Tensors are not needed.
-        layer: number of the layer, which becomes layer_id. None sets no layer_id, and requires
-            that all layers with experts have one scheme.
+        layer: number of the layer, which becomes layer_id. None sets no layer_id; all layers with
+            experts must then have the same scheme.
         quantize: a scheme for unquantized files. Pass the same one to `load`.
         options: other arguments of the constructor. `router` or `top_k` replaces the checkpoint's
             router. params_dtype defaults to the checkpoint's dtype, else to bfloat16.
 
         The checkpoint determines the sizes, activation, biases, scheme, router (as a RouterSpec),
-        and routed_scaling_factor, which the layer applies. If the router has a selection bias that
-        is not passed, it is NaN: copy it into `layer.selection_bias`, since a call before that
-        raises StateError.
+        and routed_scaling_factor, which the layer applies. If the router has a selection bias and
+        none is passed, `layer.selection_bias` is NaN, and calls raise StateError until it is copied
+        into it.
 
         Raises ConfigurationError for an unknown model_type; for an unknown router, unless `router`
         or `top_k` is given; for an option that the checkpoint determines; and, like `load_experts`,
@@ -266,7 +267,7 @@ class FusedMoE(ExpertParameters):
         expect("layer", layer, int | None)
         scheme = scheme_to_quantize(quantize)
         for name in sorted(options.keys() & CHECKPOINT_OPTIONS):
-            got, need = f"{name}={str(options[name])[:80]}", "none: the checkpoint determines it"
+            got, need = f"{name}={str(options[name])[:80]}", "no value: the checkpoint sets it"
             raise ConfigurationError("option of from_config", got=got, need=need)
         parallel = options.get("parallel")
         expect("parallel", parallel, LayerParallel | None)
@@ -283,7 +284,7 @@ class FusedMoE(ExpertParameters):
             fields = fields | {"quant": str(scheme)}
         if options.keys().isdisjoint({"router", "top_k"}):
             if config.router is None:
-                got = f"model_type {config.model_type!r}, whose router is not known here"
+                got = f"model_type {config.model_type!r}, whose router is unknown"
                 raise ConfigurationError("router", got=got, need="router= or top_k=")
             options["router"] = config.router
             bias_unset = config.router.selection_bias and options.get("selection_bias") is None
@@ -319,8 +320,8 @@ class FusedMoE(ExpertParameters):
     ) -> None:
         """Load this rank's share of one layer of a checkpoint, as `load_experts` does.
 
-        layer: number of the layer; None uses layer_id. quantize: the layer's scheme, to quantize
-        unquantized files to it; None takes the files as they are.
+        layer: number of the layer; None uses layer_id. quantize: the layer's scheme, if the files
+        are unquantized and are to be quantized to it; None loads the files as they are.
 
         Raises ConfigurationError if the checkpoint's sizes, scheme, activation, biases or
         routed_scaling_factor differ from the layer's, or its router, if the layer has one, selects
@@ -377,7 +378,7 @@ class FusedMoE(ExpertParameters):
         slots = ", ".join(f"{e} -> {self.local_expert(e)}" for e in range(self.num_experts))
         name, spec = "?" if self.layer_id is None else self.layer_id, spec_of(self.router)
         reduction = "summed over ranks here" if self._groups else "not summed over ranks here"
-        kernel, device = self._own_kernel, next(self.parameters()).device
+        kernel, device = self._exchange_kernel, next(self.parameters()).device
         pairing = self.prepare_finalize, self.experts if kernel is None else type(kernel.experts)
         return "\n".join(
             [
@@ -423,7 +424,7 @@ class FusedMoE(ExpertParameters):
 
     def forward_with(
         self,
-        computed: Computed,
+        computed: ComputeExperts,
         hidden_states: torch.Tensor,
         routing: RoutingLike,
         *,
@@ -446,7 +447,7 @@ class FusedMoE(ExpertParameters):
             y_TH += factor * x_TH
         if shared_TH is None:
             all_reduce(y_TH, self._groups)
-        elif self._groups and not self.shared_partial:  # whole on every rank
+        elif self._groups and not self.shared_partial:  # every rank has the complete output
             all_reduce(y_TH, self._groups)
             y_TH += shared_TH
         else:
@@ -468,10 +469,11 @@ class FusedMoE(ExpertParameters):
     def prepare_weights(self) -> None:
         """Prepare the weights (FusedMoEModularKernel.prepare_weights). Call it after loading.
 
-        On a GPU, the first call prepares weights by default, but checks less. If a parameter is
-        replaced, the prepared tensors are dropped. Raises StateError as `weights` does.
+        On a GPU, the first call prepares the weights by default; calling this method checks more.
+        If a parameter is replaced, the prepared tensors are dropped. Raises StateError as `weights`
+        does.
         """
-        weights, kernel = self.plain_weights(), self._own_kernel
+        weights, kernel = self.plain_weights(), self._exchange_kernel
         device = weights.w2.device
         with current_device(device):
             if kernel is None:
@@ -491,8 +493,8 @@ class FusedMoE(ExpertParameters):
 
     def kernels(self) -> list[FusedMoEModularKernel]:
         """Return the kernels that calls of this layer have used, which other layers may share."""
-        if self._own_kernel is not None:
-            return [self._own_kernel]
+        if self._exchange_kernel is not None:
+            return [self._exchange_kernel]
         entries = tuple(self._kernels_by_device.values())
         return [kernel for _, by_size in entries for kernel in by_size.kernels()]
 
@@ -501,25 +503,25 @@ class FusedMoE(ExpertParameters):
 
         Collective; the layer cannot run afterwards.
         """
-        if self._own_kernel is not None:
-            part = self._own_kernel.prepare_finalize
+        if self._exchange_kernel is not None:
+            part = self._exchange_kernel.prepare_finalize
             getattr(part, "destroy", lambda: None)()
 
     def _routed(
         self,
         x_TH: torch.Tensor,
-        given: RoutingLike,
+        routing: RoutingLike,
         token_ids_T: torch.Tensor | None,
         lead: tuple[int, ...],
     ) -> Routed:
         router = self.router
         if isinstance(router, Router):
-            if given is not None:
+            if routing is not None:
                 need = "None: the layer has a Router of its own"
-                raise ConfigurationError("routing", got=type(given).__name__, need=need)
+                raise ConfigurationError("routing", got=type(routing).__name__, need=need)
             return router.routed(x_TH, token_ids_T, ids_dtype=self._ids_dtype)
         if router is not None:
-            logits = flatten_logits(given, router.columns(self.num_experts), lead)
+            logits = flatten_logits(routing, router.columns(self.num_experts), lead)
             return route(
                 logits,
                 router,
@@ -529,18 +531,23 @@ class FusedMoE(ExpertParameters):
             )
         if token_ids_T is not None:
             raise ConfigurationError("token_ids", got="a tensor", need="None without a router")
-        return Routed(normalize_routing(given, lead))
+        return Routed(normalize_routing(routing, lead))
 
     def computed(
-        self, x_TH: torch.Tensor, routing: Routing, *, adapters: Adapted | None = None
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        *,
+        adapters: tuple[Problem, ExpertWeights] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the experts' output, newly allocated, and that of the shared experts or None.
 
-        adapters: problem and weights of a layer with LoRA adapters, on one rank.
+        adapters: the problem and weights that replace the layer's, with LoRA adapters. Only for
+        layers on one rank.
         """
         if is_compiling():
             return self._traced(x_TH, routing)
-        weights, kernel, shared = self.weights(), self._own_kernel, self.shared_experts
+        weights, kernel, shared = self.weights(), self._exchange_kernel, self.shared_experts
         if self._groups:
             self.parallel.check_process()  # before anything is launched
         if kernel is None:
@@ -555,7 +562,7 @@ class FusedMoE(ExpertParameters):
             shared_TH = None
             try:
                 shared_TH = None if shared is None else shared(x_TH)
-            finally:  # else the other ranks would wait for this one forever
+            finally:  # even if that raises: the other ranks wait for this one
                 y_TH = pending.finish()
         return y_TH, shared_TH
 
@@ -571,9 +578,9 @@ class FusedMoE(ExpertParameters):
 
     def _why_untraced(self) -> str:
         """Return why torch.compile cannot trace a call as an operator, or "" if it can."""
-        if self._own_kernel is not None or self._groups:
+        if self._exchange_kernel is not None or self._groups:
             return _NOT_TRACED_OVER_RANKS
-        if self._described is not self.problem:
+        if self._described_problem is not self.problem:
             return _NOT_TRACED_REPLACED
         prepare_finalize, experts = self._traced_parts
         same = prepare_finalize == self.prepare_finalize and experts == self.experts
@@ -582,7 +589,7 @@ class FusedMoE(ExpertParameters):
     def _traced(
         self, x_TH: torch.Tensor, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute what `computed` returns with the traceable operator `experts`."""
+        """Return the same as `computed`, by the operator that torch.compile can trace."""
         weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
         why = ""
         if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):
@@ -605,8 +612,8 @@ class FusedMoE(ExpertParameters):
         return y_TH, None if shared is None else shared(x_TH)
 
     def _adds_once(self) -> bool:
-        """Return whether this rank adds a term that all ranks have, so that the sum has it once."""
-        return self.parallel.tp[0] == 0 and (self.parallel.ep[0] == 0 or not self._sums_ep)
+        """Return whether this rank adds the terms that all ranks have, which the sum has once."""
+        return self.parallel.tp[0] == 0 and (self.parallel.ep[0] == 0 or not self._sums_over_ep)
 
     def _pairing(self, device: torch.device, problem: Problem | None = None) -> Pairing:
         experts = self.experts
@@ -620,19 +627,19 @@ class FusedMoE(ExpertParameters):
         return self.prepare_finalize, experts
 
     def _kernels(self, device: torch.device, problem: Problem) -> KernelsBySize:
-        """Return the kernels of calls on a device; looked up again if the layer was changed."""
-        wanted = self.prepare_finalize, self.experts
+        """Return the kernels of calls on a device, looked up again if the layer was changed."""
+        parts = self.prepare_finalize, self.experts
         entry = self._kernels_by_device.get(device)
-        if entry is None or entry[0] != wanted or entry[1].problem is not problem:
+        if entry is None or entry[0] != parts or entry[1].problem is not problem:
             pairing = self._pairing(device, problem)
-            entry = wanted, _plan_cache.kernels_by_size(pairing, problem, device)
+            entry = parts, _plan_cache.kernels_by_size(pairing, problem, device)
             self._kernels_by_device[device] = entry
         return entry[1]
 
-    def _kernel_over_ranks(self, max_tokens: int | None) -> FusedMoEModularKernel:
+    def _make_exchange_kernel(self, max_tokens: int | None) -> FusedMoEModularKernel:
         """Create the kernel of a part that spans ranks.
 
-        All ranks create their layers in the same order.
+        All ranks must create their layers in the same order.
         """
         if max_tokens is None:
             need = "the maximum number of tokens per rank, which determines the buffer sizes"
@@ -645,12 +652,12 @@ class FusedMoE(ExpertParameters):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which looks up its kernels anew."""
+        """Return the state to pickle or copy. The copy looks up its own kernels."""
         return super().__getstate__() | {"_kernels_by_device": {}, "_counts": [0, 0]}
 
     def _dtype_after(self, fn: Callable[..., torch.Tensor]) -> torch.dtype:
         dtype = super()._dtype_after(fn)
-        if self._own_kernel is not None and dtype is not self.problem.dtype:
+        if self._exchange_kernel is not None and dtype is not self.problem.dtype:
             got = f"{dtype_name(dtype)} for a layer over ranks"
             need = f"{dtype_name(self.problem.dtype)}, which its buffers are made for"
             raise UnsupportedError("cast of a layer", got=got, need=need)
@@ -666,7 +673,7 @@ class FusedMoE(ExpertParameters):
 def _make_loader(
     quant_config: str | Mapping[str, object] | None, make_share: Callable[[], Share], *, bias: bool
 ) -> tuple[ExpertLoader | None, str]:
-    """Return the loader of a checkpoint's tensors, and the name of their scheme.
+    """Return the loader of a checkpoint's tensors, and the name of this rank's scheme.
 
     make_share: creates this rank's Share. The loader is None if quant_config is only a scheme's
     name, which does not determine a checkpoint format.

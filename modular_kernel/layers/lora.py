@@ -48,10 +48,10 @@ Mode = Literal["merged", "parallel_delta"]
 
 @dataclass(frozen=True, eq=False)
 class MoELoRALayer:
-    """The factors of one adapter for one layer, and the scaling to apply to their product.
+    """The factors of one adapter for one layer, and the scaling of their product.
 
-    scaling: 1 for the result of `load_adapter`, whose B is already scaled. In mode "merged" it
-    applies to each projection, in "parallel_delta" once to the branch.
+    scaling: 1 for the result of `load_adapter`, whose B is already scaled. In mode "merged" it is
+    applied to each projection, in "parallel_delta" once to the branch.
     """
 
     factors: Adapter
@@ -67,7 +67,7 @@ class MoELoRALayer:
         return self.factors.lora_a2.shape[1]
 
     def folded(self) -> Adapter:
-        """Return the factors with the scaling multiplied into both B, rounded once."""
+        """Return the factors with both B multiplied by the scaling and rounded once."""
         check_tensors(vars(self.factors))
         for name, factor in vars(self.factors).items():
             if not factor.is_floating_point():
@@ -86,10 +86,11 @@ class MoELoRALayer:
 class ForwardBatch:
     """The sequences of one call.
 
-    lora_ids: adapter name of each sequence, or None. seg_indptr: (S + 1,) integers on the layers'
-    device: the first token of each sequence, then the end of the last one. Raises
-    ConfigurationError for invalid names, DtypeError unless seg_indptr is a tensor, ShapeError for
-    another length.
+    lora_ids: adapter name of each sequence, or None. seg_indptr: (S + 1,) integers, on the same
+    device as the layers: the first token of each sequence, then the end of the last one.
+
+    Raises ConfigurationError for invalid names, DtypeError unless seg_indptr is a tensor,
+    ShapeError for another length.
     """
 
     lora_ids: Sequence[str | None]
@@ -99,7 +100,8 @@ class ForwardBatch:
         expect("lora_ids", self.lora_ids, list[str | None] | tuple[str | None, ...])
         check_tensor("seg_indptr", self.seg_indptr)
         if self.seg_indptr.shape != (len(self.lora_ids) + 1,):
-            got, need = tuple(self.seg_indptr.shape), f"({len(self.lora_ids) + 1},), by lora_ids"
+            size = len(self.lora_ids) + 1
+            got, need = tuple(self.seg_indptr.shape), f"({size},): one more than lora_ids"
             raise ShapeError("seg_indptr", got=got, need=need)
 
 
@@ -190,7 +192,7 @@ class LoRAManager:
             self._pool_of(layer)
             expect(f"adapter {name!r}: layer {layer}", adapter_layer, MoELoRALayer)
             if self.mode == "parallel_delta" and not _fits_float32(adapter_layer.scaling):
-                need = "a number that float32 holds"
+                need = "a number that float32 can represent"
                 what = f"adapter {name!r}: scaling of layer {layer}"
                 raise WeightsError(what, got=adapter_layer.scaling, need=need)
         with self._lock:
@@ -225,7 +227,7 @@ class LoRAManager:
         return slot
 
     def evict(self, name: str) -> None:
-        """Free an adapter's slot in every layer; raise StateError for a name that is not loaded."""
+        """Free an adapter's slot in every layer. Raises StateError if the name is not loaded."""
         with self._lock:
             self._remove_interrupted()
             self._slot(name)

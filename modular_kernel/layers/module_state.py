@@ -1,4 +1,4 @@
-"""Helpers of modules for tensors that are never cast, and for checking what a state_dict loads."""
+"""Helpers for modules: moving tensors without a cast, and checking what a state_dict loads."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -11,13 +11,13 @@ from modular_kernel.tensors import check_loaded
 
 
 def move_without_cast(fn: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Apply `fn`, which a module applies to its tensors, as a move without a cast."""
+    """Move a tensor as `fn` does, without a cast. fn: the function of `nn.Module._apply`."""
     probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     return fn(tensor) if probe.dtype is tensor.dtype else tensor.to(probe.device)
 
 
 def state_is_loaded(names: Collection[str], state_dict: Mapping[str, Any], prefix: str) -> bool:
-    """Return whether a state_dict has all of a module's tensors, and all of them were loaded."""
+    """Return whether a state_dict has all named tensors, and none of them is unloaded itself."""
     tensors = dict[str, torch.Tensor]()
     for name in names:
         tensor = state_dict.get(prefix + name)

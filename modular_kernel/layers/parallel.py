@@ -1,4 +1,4 @@
-"""LayerParallel: the EP and TP position of a rank and its process groups; and the all-reduce."""
+"""LayerParallel: a rank's position in expert and tensor parallelism, with its process groups."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,9 @@ GROUPS = ("ep_group", "tp_group", "group")  # fields of LayerParallel
 
 @dataclass(frozen=True)
 class LayerParallel:
-    """Expert and tensor parallelism: EP ranks hold different experts, TP ranks slices along I.
+    """A rank's position. EP ranks hold different experts; TP ranks hold slices of them along I.
 
-    ep, tp: (rank, number of ranks), by default those of the groups, else (0, 1).
+    ep, tp: (rank, number of ranks). Default to those of the groups, else to (0, 1).
     ep_group, tp_group: process groups of the EP and TP ranks; None if the caller reduces the
         outputs of the ranks.
     group: process group of all EP x TP ranks, so that a sum over both takes a single all-reduce.
@@ -45,7 +45,7 @@ class LayerParallel:
                 raise ConfigurationError("group's size", got=size, need=f"{ranks}, EP x TP")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle or copy; raise UnsupportedError with a process group."""
+        """Return the state to pickle or copy. Raises UnsupportedError with a process group."""
         groups = [
             name for name in ("ep_group", "tp_group", "group") if getattr(self, name) is not None
         ]
@@ -68,10 +68,10 @@ class LayerParallel:
         return self.ep[0] == self.tp[0] == 0
 
     def groups(self, *, ep: bool) -> tuple[object, ...]:
-        """Return the process groups to all-reduce over: that of TP, and that of EP if `ep`.
+        """Return the process groups to all-reduce over.
 
-        Groups of one rank are omitted. Raises ConfigurationError if there are other ranks but
-        no group.
+        ep: whether to reduce over EP ranks in addition to TP ranks. Groups of one rank are omitted.
+        Raises ConfigurationError if there are other ranks but no group.
         """
         required = [("tp", self.tp, self.tp_group)]
         if ep:
@@ -87,7 +87,7 @@ class LayerParallel:
 
 
 def all_reduce(tensor: torch.Tensor, groups: tuple[object, ...]) -> None:
-    """Sum over the ranks of each group, in place; raise CommunicationError if that fails."""
+    """Sum over the ranks of each group, in place. Raises CommunicationError if that fails."""
     for group in groups:
         try:
             dist.all_reduce(tensor, group=_process_group(group))
@@ -147,10 +147,11 @@ def _size(group: object) -> int:
 def resolve_placement(
     placement: Placement | None, experts: int, ranks: int, *, over_ranks: bool
 ) -> Placement:
-    """Return the placement, by default contiguous blocks; check it against the layer.
+    """Return a layer's placement: contiguous blocks by default.
 
-    Raises ConfigurationError if the placement has another number of experts or ranks than the
-    layer, or if it has copies of experts and `over_ranks` is False.
+    over_ranks: whether the prepare/finalize part spans ranks. Raises ConfigurationError if the
+    placement has another number of experts or ranks than the layer, or if it has copies of experts
+    and `over_ranks` is False.
     """
     if placement is None:
         return Placement.linear(experts, ranks)

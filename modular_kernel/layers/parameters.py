@@ -45,16 +45,16 @@ _READY = "modular_kernel_ready"  # key in the metadata of a state_dict
 class ExpertParameters(nn.Module):
     """One rank's share of a layer's experts, as the parameters that PARAMETERS lists.
 
-    problem: the problem of this rank. placement: the experts of each EP rank. device: device of the
-    parameters; floats are NaN until they are loaded. loader: loader of the checkpoint's format. For
-    a quantized format, the parameters have the checkpoint's layout until
-    `process_weights_after_loading`.
+    problem: the problem of this rank. placement: the experts of each EP rank. parallel: this rank's
+    position. device: device of the parameters; floats are NaN until they are loaded. loader: loader
+    of the checkpoint's format; None if `quant_config` is only a scheme's name. For a quantized
+    format, the parameters have the checkpoint's layout until `process_weights_after_loading`.
 
     Moves and casts (`to`, `cuda`, `half`, `bfloat16`, `float`): the quantized tensors of a scheme
     (codes, scales, zero points, orders) are moved but never cast. Unquantized weights and biases
     are cast, and problem.dtype becomes their dtype. For a quantized layer, problem.dtype becomes
-    the dtype of the cast. If parameters moved, their prepared weights are dropped. A dtype in which
-    no layer computes raises DtypeError before anything changes.
+    the dtype of the cast. If parameters moved, their prepared weights are dropped. A cast to an
+    unsupported dtype raises DtypeError before anything changes.
     """
 
     expert_map: torch.Tensor | None
@@ -203,9 +203,9 @@ class ExpertParameters(nn.Module):
         have equal shapes and dtypes, the metadata of the state decides.
         """
         if not self._ready:
-            self._take_ready(state_dict, prefix, bool(local_metadata.get(_READY, False)))
+            self._load_if_ready(state_dict, prefix, bool(local_metadata.get(_READY, False)))
         if self._ready:
-            self._make_room(state_dict, prefix)
+            self._match_scale_dtypes(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         self._drop_prepared_if_moved()
         if self._bound is not None:
@@ -214,8 +214,13 @@ class ExpertParameters(nn.Module):
             names = [name for name, parameter in self._parameters.items() if parameter is not None]
             self._unloaded = not state_is_loaded(names, state_dict, prefix)
 
-    def _take_ready(self, state_dict: dict[str, Any], prefix: str, said: bool) -> None:
-        """Use the state's tensors as weights if they have the layout of the kernels."""
+    def _load_if_ready(
+        self, state_dict: dict[str, Any], prefix: str, is_marked_ready: bool
+    ) -> None:
+        """Set copies of the state's tensors as weights if they have the layout of the kernels.
+
+        is_marked_ready: whether the metadata of the state says so.
+        """
         device, tensors = next(self.parameters()).device, {}
         for field, spec in self.specs().items():
             tensor = state_dict.get(prefix + PARAMETERS[field])
@@ -226,12 +231,12 @@ class ExpertParameters(nn.Module):
             tensors[field] = tensor
         own = {name: (tuple(p.shape), p.dtype) for name, p in self.named_parameters(recurse=False)}
         loaded = {PARAMETERS[name]: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        if said or own != loaded:
+        if is_marked_ready or own != loaded:
             copies = {name: tensor.detach().clone().to(device) for name, tensor in tensors.items()}
             self.set_weights(ExpertWeights(**copies))
 
-    def _make_room(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Change 16-bit scales to the dtype of the state's, so that loading does not round them."""
+    def _match_scale_dtypes(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Give 16-bit scales the dtype that they have in the state: loading must not round them."""
         for field, spec in self.specs().items():
             name, tensor = PARAMETERS[field], state_dict.get(prefix + PARAMETERS[field])
             current = getattr(self, name)
@@ -253,8 +258,8 @@ class ExpertParameters(nn.Module):
         """
         if not self._ready:
             raise _not_ready_error()
-        tensors = self._found()
-        identity = _places(tensors)
+        tensors = self._current_tensors()
+        identity = _identities(tensors)
         if self._bound is None or self._bound[0] != identity:
             self._check(tensors)
             self._bound = identity, ExpertWeights(**tensors)
@@ -289,7 +294,7 @@ class ExpertParameters(nn.Module):
         self._operand_names = tuple(names.values())
         checked = [field if field == "expert_map" else f"{field}:loaded" for field in names]
         self._operand_fields = ",".join(names), ",".join(checked)
-        self._described = self.problem
+        self._described_problem = self.problem
         try:
             self._layer_text = layer_text(self.problem)
         except UnsupportedError:  # a problem over several ranks has no operator
@@ -305,8 +310,8 @@ class ExpertParameters(nn.Module):
         assert self._bound is not None
         self._bound = self._bound[0], weights
 
-    def _found(self) -> dict[str, torch.Tensor]:
-        # The dict directly: nn.Module's attribute lookup is slow, and this runs in every call.
+    def _current_tensors(self) -> dict[str, torch.Tensor]:
+        # Read the dict directly: nn.Module's attribute lookup is slow, and this runs in every call.
         parameters, tensors = self._parameters, {}
         for field, name in self._names_by_field().items():
             tensor = parameters.get(name)
@@ -370,7 +375,7 @@ class ExpertParameters(nn.Module):
         return name in (*plain, "w13_bias", "w2_bias", "_no_bias")
 
     def _dtype_after(self, fn: Callable[..., torch.Tensor]) -> torch.dtype:
-        """Return the layer's dtype after `fn`; raise DtypeError if no layer computes in it."""
+        """Return the layer's dtype after `fn`. Raises DtypeError if layers do not support it."""
         device = next(self.parameters(recurse=False)).device
         dtype = fn(torch.empty(0, dtype=self.problem.dtype, device=device)).dtype
         if dtype is not self.problem.dtype and dtype not in DTYPES.values():
@@ -406,11 +411,11 @@ class ExpertParameters(nn.Module):
             self._no_bias.zero_()
 
     def _drop_prepared_if_moved(self) -> None:
-        if self._bound is not None and self._bound[0] != _places(self._found()):
+        if self._bound is not None and self._bound[0] != _identities(self._current_tensors()):
             self._bound = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, without prepared weights, which belong to these parameters.
+        """Return the state to pickle or copy, without prepared weights.
 
         Raises UnsupportedError for a layer with process groups, which belong to one process.
         """
@@ -425,8 +430,8 @@ class ExpertParameters(nn.Module):
 
 def _not_ready_error() -> StateError:
     need = "process_weights_after_loading, or set_weights, before a call"
-    return StateError("weights", got="parameters as a checkpoint has them", need=need)
+    return StateError("weights", got="parameters in the checkpoint's layout", need=need)
 
 
-def _places(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
+def _identities(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
     return tuple((id(tensor), tensor.data_ptr()) for tensor in tensors.values())

@@ -1,4 +1,4 @@
-"""The share of a layer's experts on one rank, and the destination of each projection."""
+"""One rank's share of a layer's experts, and where each projection goes in its parameters."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,11 +18,11 @@ FUSED = "w13"  # gate and up
 
 @dataclass(frozen=True)
 class Share:
-    """The experts, and the part of each expert, that one rank holds.
+    """The experts that one rank holds, and the columns of I that it holds of each.
 
-    experts, hidden, intermediate: sizes of the whole layer. ep, tp: (rank, ranks). placement: the
-    experts of each EP rank. gated: w1 has gate and up rows. interleaved: these rows alternate.
-    quant: the scheme of a rank's weights, whose groups and packed words are not cut.
+    experts, hidden, intermediate: sizes of the whole layer. ep, tp: (rank, number of ranks).
+    placement: the experts of each EP rank. gated: w1 has gate and up rows. interleaved: these rows
+    alternate. quant: the scheme of a rank's weights, whose groups and packed words are not split.
     """
 
     experts: Experts
@@ -40,7 +40,7 @@ class Share:
         rank, world = self.tp
         if not 0 <= rank < world:
             raise ConfigurationError("tp: rank", got=rank, need=f"in [0, {world})")
-        # These raise ConfigurationError, for too many TP ranks and for an invalid placement.
+        # These raise ConfigurationError for too many TP ranks and for an invalid placement.
         _ = self.split, self.slots
 
     @cached_property
@@ -63,7 +63,7 @@ class Share:
 
     @property
     def width(self) -> int:
-        """I of this rank's weights, with the padding."""
+        """I of this rank's weights, including padding."""
         return self.split.width
 
     @property
@@ -73,7 +73,7 @@ class Share:
 
     @property
     def padding(self) -> int:
-        """The number of columns of I of this rank that are padding, after those it holds."""
+        """The number of padding columns after the columns that this rank holds."""
         first, last = self.columns
         return self.width - (last - first)
 
@@ -86,10 +86,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Move:
-    """The destination of one projection, and the part of it that is copied.
+    """A copy of part of one projection into a parameter.
 
-    slot: the expert's row of the parameter. rows, columns: destination within that expert's matrix.
-    of_rows, of_columns: source within the loaded matrix.
+    slot: index of the expert in the parameter. rows, columns: destination within that expert's
+    matrix. source_rows, source_columns: source within the loaded matrix.
     """
 
     slot: int
@@ -103,9 +103,10 @@ def destination(expert: int, shard: str, share: Share) -> Move | None:
     """Return the destination of one projection of an expert, or None if another rank holds it.
 
     shard: "w1" (gate) goes to rows [0, c) of w13 and "w3" (up) to rows [w, w + c), where c is the
-    number of this rank's columns of I, and w is c plus the padding; "w2" (down) is split along its
-    columns. With interleaved rows, gate and up are loaded as one matrix, "w13". Raises
-    ConfigurationError for any other shard.
+        number of this rank's columns of I, and w is c plus the padding. "w2" (down) is split along
+        its columns. With interleaved rows, gate and up are loaded as one matrix, "w13".
+
+    Raises ConfigurationError for any other shard.
     """
     expect("share", share, Share)
     expect("shard_id", shard, str)
@@ -126,9 +127,9 @@ def destination(expert: int, shard: str, share: Share) -> Move | None:
 
 
 def padded_parts(shard: str, share: Share) -> tuple[Range, Range]:
-    """Return the rows and the columns of one projection's matrix on this rank that are padding.
+    """Return the row range and the column range of the padding in one projection's matrix.
 
-    Either is the whole matrix's where only the other one is padded.
+    Padding is along one dimension; the range of the other dimension is the whole matrix.
     """
     count, width, hidden = share.width - share.padding, share.width, (0, share.hidden)
     if shard == FUSED:

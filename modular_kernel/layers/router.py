@@ -1,4 +1,4 @@
-"""`Router`, a linear gate that selects experts, and `select_experts`, which starts from logits.
+"""`Router` selects experts from x, with a linear gate; `select_experts` does so from logits.
 
 router = Router(RouterSpec(8, renormalize=True), hidden_size=2048, num_experts=128)
 weights, ids, logits = router(x_TH)
@@ -83,7 +83,7 @@ class Router(nn.Module):
         expect("bias", bias, bool)
         expect("vocabulary", vocabulary, Count | None)
         if (vocabulary is not None) != spec.table:
-            need = "a number where the router has a table, else None"
+            need = "a number if the router has a table, else None"
             raise ConfigurationError("vocabulary", got=vocabulary, need=need)
         device = available_device(
             torch.get_default_device() if device is None else device, meta=True
@@ -92,8 +92,8 @@ class Router(nn.Module):
         columns, gate_dtype = spec.columns(num_experts), parse_dtype(dtype)
 
         def make_parameter(*shape: int, dtype: torch.dtype = gate_dtype) -> nn.Parameter:
-            empty = torch.full(shape, torch.nan, dtype=dtype, device=device)
-            return nn.Parameter(empty, requires_grad=False)
+            unset = torch.full(shape, torch.nan, dtype=dtype, device=device)
+            return nn.Parameter(unset, requires_grad=False)
 
         self.weight = make_parameter(columns, hidden_size)
         self.bias = make_parameter(columns) if bias else None
@@ -116,7 +116,7 @@ class Router(nn.Module):
         return f"{self.spec}, num_experts={self.num_experts}"
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return logits (T, E + zero experts) in the gate's dtype; autocast does not change it."""
+        """Return logits (T, E + zero experts) in the gate's dtype, also under autocast."""
         check_tensor("x of the router", x_TH)
         if not x_TH.is_floating_point():
             raise DtypeError("x of the router", got=dtype_name(x_TH.dtype), need="floats")

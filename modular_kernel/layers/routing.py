@@ -27,7 +27,7 @@ def check_selection_bias(
     required = isinstance(router, RouterSpec) and router.selection_bias
     if (selection_bias is not None) != required:
         got = "None" if selection_bias is None else "a tensor"
-        need = "a tensor exactly where a RouterSpec has selection_bias"
+        need = "a tensor if and only if a RouterSpec has selection_bias"
         raise ConfigurationError("selection_bias", got=got, need=need)
     if selection_bias is not None and isinstance(router, RouterSpec):
         check_tensor("selection_bias", selection_bias, meta=True)
@@ -55,7 +55,7 @@ def check_router(checkpoint_spec: RouterSpec | None, layer_spec: RouterSpec) -> 
 
 
 def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int) -> int:
-    """Return K: the router's if there is a router, else `top_k`.
+    """Return K: that of the router if there is one, else `top_k`.
 
     Raises ConfigurationError if K exceeds the number of experts, or if `top_k`, the router and the
     layer do not match.
@@ -63,7 +63,7 @@ def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int
     spec = spec_of(router)
     if spec is None:
         if top_k is None:
-            raise ConfigurationError("top_k", got=None, need="K, where there is no router")
+            raise ConfigurationError("top_k", got=None, need="K, because there is no router")
         expect("top_k", top_k, int)
         if not 1 <= top_k <= experts:
             raise ConfigurationError("top_k", got=top_k, need=f"1 to {experts}, the experts")
@@ -96,7 +96,7 @@ def flatten_logits(routing: object, columns: int, lead: tuple[int, ...]) -> torc
 
 
 def normalize_routing(routing: object, lead: tuple[int, ...]) -> Routing:
-    """Return a caller's routing as contiguous (T, K) tensors; 16-bit weights become float32.
+    """Return a caller's routing as contiguous (T, K) tensors. 16-bit weights become float32.
 
     lead: the leading dimensions of x, all but H. The routing has the same leading dimensions, or
     only T. Raises ConfigurationError for an unknown type, ShapeError for mismatched shapes.

@@ -8,8 +8,7 @@
     weights = loader.expert_weights(layer)                  # as a kernel takes them
 
 Parameters have the shapes of the checkpoint's format, so every format of
-`modular_kernel.checkpoints` can be loaded. `rank_share.destination`, which is pure, computes where
-a tensor goes.
+`modular_kernel.checkpoints` can be loaded. `rank_share.destination` computes where a tensor goes.
 """
 
 from collections import abc
@@ -43,7 +42,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils.argument_checks import Count, available_device, expect
 from modular_kernel.utils.tensor_checks import check_output, check_tensor
 
-Mapping = list[tuple[str, str, int, str]]
+ParamsMapping = list[tuple[str, str, int, str]]
 WeightLoader = Callable[[torch.nn.Parameter, torch.Tensor, str, str, int], None]
 
 _BIAS = StoredTensor("bias", "bias", (Dim("N"),), FLOATS)
@@ -55,11 +54,11 @@ _INITIAL_SCALE = 1.0  # value before loading
 
 def make_expert_params_mapping(
     ckpt_gate_proj_name: str, ckpt_down_proj_name: str, ckpt_up_proj_name: str, num_experts: int
-) -> Mapping:
-    """Return (parameter's prefix, checkpoint's prefix, expert, shard) of every projection.
+) -> ParamsMapping:
+    """Return (parameter's prefix, checkpoint's prefix, expert, shard) for every projection.
 
-    To find the parameter of a tensor, an engine replaces the checkpoint's prefix in the tensor's
-    name by the parameter's prefix.
+    An engine finds the parameter of a tensor by replacing the checkpoint's prefix in the tensor's
+    name with the parameter's prefix.
     """
     expect("num_experts", num_experts, Count)
     names = (ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name)
@@ -73,9 +72,12 @@ def make_expert_params_mapping(
 class ExpertLoader:
     """Loader of the parameters of one layer's experts.
 
-    format: of the checkpoint, from `format_of`; None for unquantized. bias: projections have a
-    bias; b2 is loaded on the first TP rank, and is zero on the others. transposed: unquantized
-    parameters are stored as (e, H, 2I) and (e, I, H).
+    share: the experts and the part of each that this rank holds.
+    format: the checkpoint's format, from `format_of`; None if it is unquantized.
+    bias: whether projections have a bias. b2 is loaded on the first TP rank, and is zero on the
+        others.
+    transposed: whether parameters have the shapes (e, H, 2I) and (e, I, H); for unquantized formats
+        only.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class ExpertLoader:
             stored.name: stored for stored in (*self._rank_format.stored, *biases)
         }
         self._loaded: set[tuple[str, str, int]] = set()
-        # Input scales of the experts of all ranks, and which were set since `expert_weights`.
+        # Input scales of the experts of all ranks, and those set since the last `expert_weights`.
         self._input_scales: dict[tuple[str, int, str], float] = {}
         self._scales_since_build: set[tuple[str, int, str]] = set()
 
@@ -126,11 +128,11 @@ class ExpertLoader:
         ]
         for stored, dim in dims if self.share.gated else ():
             if dim.axis == "N" and self.share.width % dim.step:
-                need = f"a multiple of {dim.step} on a rank: {stored.name} packs so many rows"
+                need = f"a multiple of {dim.step} on a rank: {stored.name} packs {dim.step} rows"
                 raise ConfigurationError("intermediate", got=self.share.width, need=need)
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """Return the shape and dtype of every parameter by name; dtype None is the layer's."""
+        """Return the shape and dtype of every parameter, by name. None means the layer's dtype."""
         share, shapes = self.share, {}
         halves = 2 if share.gated else 1
         sizes = {"w13": (halves * share.width, share.hidden), "w2": (share.hidden, share.width)}
@@ -160,8 +162,8 @@ class ExpertLoader:
         """Register the parameters on `layer`: w13_weight, w2_weight, and those of the format.
 
         Each has the attributes `weight_loader` (by default this loader's) and `quant_method`, which
-        is "tensor", "channel", "block" or "group" for a scale and "" otherwise. dtype: of
-        unquantized weights and biases. Scales are initialized to 1, all else to 0.
+        is "tensor", "channel", "block" or "group" for a scale and "" otherwise. Scales are
+        initialized to 1, all else to 0. dtype: dtype of unquantized weights and biases.
         """
         expect("layer", layer, torch.nn.Module)
         expect("dtype", dtype, torch.dtype)
@@ -185,7 +187,7 @@ class ExpertLoader:
 
     @staticmethod
     def mark(parameter: torch.nn.Parameter, loader: WeightLoader, kind: str = "") -> None:
-        """Set the attributes that engines read from a parameter."""
+        """Set the attributes that engines read from a parameter. kind: value of `quant_method`."""
         parameter.quant_method = kind  # type: ignore[attr-defined]
         parameter.weight_loader = loader  # type: ignore[attr-defined]
 
@@ -199,10 +201,13 @@ class ExpertLoader:
     ) -> None:
         """Copy this rank's share of one checkpoint tensor to its destination in a parameter.
 
-        param: from `create_weights`. loaded_weight: the whole tensor of one projection of one
-        expert; for shard "w13" that of gate and up, with the gate rows first, or alternating if the
-        layer's are. weight_name: ends with the name of the parameter or of the tensor, such as
-        "w13_weight_scale". A tensor of an expert on another rank is skipped.
+        param: a parameter from `create_weights`.
+        loaded_weight: the whole tensor of one projection of one expert. For shard "w13", that is
+            gate and up in one tensor: gate rows first, or alternating if the layer's rows are.
+        weight_name: a name that ends with that of the parameter or of the tensor, such as
+            "w13_weight_scale".
+        shard_id: "w1" (gate), "w2" (down), "w3" (up) or "w13".
+        expert_id: global id. Tensors of experts on other ranks are skipped.
 
         Raises ConfigurationError for an unknown shard, name or expert, ShapeError and DtypeError
         for a tensor that does not match the format, WeightsError if the input scales of gate and up
@@ -259,17 +264,18 @@ class ExpertLoader:
         if dim is None:
             return loaded, loaded
         if width % stored.dims[dim].step:
-            rows = f"multiples of {stored.dims[dim].step}: {stored.name} has one for so many rows"
-            raise ConfigurationError(f"{name}: gate rows", got=width, need=rows)
+            step = stored.dims[dim].step
+            need_rows = f"a multiple of {step}: each value of {stored.name} covers {step} rows"
+            raise ConfigurationError(f"{name}: gate rows", got=width, need=need_rows)
         first, second = loaded.reshape(need).chunk(2, dim)
         return first, second
 
     def expert_weights(self, layer: torch.nn.Module) -> ExpertWeights:
         """Create the kernel's weights from the parameters of `layer`.
 
-        Packed integers stay packed. The per-tensor scales of gate and up become one, and the rows
-        of the smaller scale are rounded again. Raises WeightsError with the name of a tensor that
-        was not loaded.
+        Packed integers stay packed. The per-tensor scales of gate and up become one: the larger
+        one, to which the weights of the other projection are rounded again. Raises WeightsError
+        with the name of a tensor that was not loaded.
         """
         expect("layer", layer, torch.nn.Module)
         self._check_complete()
@@ -310,21 +316,21 @@ class ExpertLoader:
         move: Move,
         sizes: tuple[int, int],
     ) -> None:
-        """Copy this rank's rows and columns, in the tiles of this rank's scheme."""
+        """Copy this rank's rows and columns, converted to the group size of this rank's scheme."""
         stored.check_cut(stored.name, move.source_rows, move.source_columns, sizes)
         source = cut([stored], {stored.name: loaded}, move.source_rows, move.source_columns)
         converted = convert_share(
             self.format, self._rank_format, source, move.source_rows, move.source_columns
         )
         if stored.role == "order":
-            return  # checked only: without act-order it is k // group
+            return  # not a parameter: without act order, the group of column k is k // group
         if stored.role == "w" and self.transposed:
             target = target.mT
         slices = self._parameter_specs[stored.name].slices(move.rows, move.columns)
         target[slices] = converted[stored.name].to(target.dtype)
 
     def _clear_padding(self, target: torch.Tensor, stored: StoredTensor, shard: str) -> None:
-        """Set the padding of an unquantized weight or a bias to 0; `expert_weights` does others."""
+        """Zero the padding of unquantized weights and biases; `expert_weights` fills the rest."""
         if stored.role == "w" and self.transposed:
             target = target.mT
         if self.share.padding and target.dtype in FLOATS and stored.role in ("w", "bias"):
@@ -341,13 +347,13 @@ class ExpertLoader:
     def _set_input_scale(
         self, stored: StoredTensor, matrix: str, expert: int, shard: str, value: float
     ) -> None:
-        """Store one scale; raise WeightsError if the expert's other projection has another one."""
+        """Store one scale. Raises WeightsError if it differs from that of the other projection."""
         other = (matrix, expert, {"w1": "w3", "w3": "w1"}.get(shard, ""))
         if (
             other in self._scales_since_build
             and not abs(self._input_scales[other] - value) <= _SCALE_TOLERANCE
         ):
-            need = f"{self._input_scales[other]}, as the other projection has it"
+            need = f"{self._input_scales[other]}, the scale of the other projection"
             raise WeightsError(stored.name, got=value, need=need)
         self._scales_since_build.add((matrix, expert, shard))
         self._input_scales[matrix, expert, shard] = value
@@ -392,7 +398,7 @@ class ExpertLoader:
                 tensor[(slice(None), *stored.whole_slices(rows, columns))] = value[stored.role]
 
     def _stored_zero_point(self) -> int:
-        """Return the int32 word of zero points in the middle of the range."""
+        """Return an int32 word whose zero points are all in the middle of the range."""
         bits = 4 if self.scheme.packed else 8
         point = (1 << (bits - 1)) - (self.format.method == "gptq" and self.format.minus_one)
         word = sum(point << shift for shift in range(0, 32, bits))
@@ -419,11 +425,12 @@ def _parameter(layer: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def checkpoint_config(quant_config: object) -> str | abc.Mapping[str, object] | None:
-    """Return a quantization_config, a scheme's name or None, from one of them or from an object.
+    """Return `quant_config` as a quantization_config, the name of a scheme, or None.
 
-    quant_config: an object with an `activation_scheme` of "dynamic" or "static" means float8 with
-        one scale per matrix, or per block if it has a `weight_block_size`. Raises
-        ConfigurationError for other objects.
+    quant_config: one of these, or an object with an `activation_scheme` of "dynamic" or "static",
+        which means float8 with one scale per matrix, or per block if it has a `weight_block_size`.
+
+    Raises ConfigurationError for other objects.
     """
     if quant_config is None or isinstance(quant_config, str | abc.Mapping):
         return quant_config
@@ -466,7 +473,7 @@ class UnquantizedEPMoEMethod:
         create(layer, params_dtype, weight_loader=weight_loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Replace what a layer's `weight_loader` has loaded by the tensors that kernels take.
+        """Convert the tensors that a layer's `weight_loader` has loaded to the kernels' layout.
 
         Raises UnsupportedError unless the layer is an EPMoE or another FusedMoE, and WeightsError
         if a tensor is missing.
@@ -474,7 +481,7 @@ class UnquantizedEPMoEMethod:
         expect("layer", layer, torch.nn.Module)
         process = getattr(layer, "process_weights_after_loading", None)
         if process is None:
-            need = "an EPMoE, which keeps what its loader was given"
+            need = "an EPMoE or another FusedMoE"
             what = "layer of process_weights_after_loading"
             raise UnsupportedError(what, got=type(layer).__name__, need=need)
         process()

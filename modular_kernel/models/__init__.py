@@ -1,1 +1,1 @@
-"""The MoE layer of a model: sizes, router and quantization, by config.json or by model name."""
+"""Sizes, router and quantization of a model's MoE layer, from a config.json or a model's name."""

@@ -1,7 +1,7 @@
-"""The MoE layer of a Hugging Face config.json, which is read as data: no code of it is executed.
+"""The MoE layer that a Hugging Face config.json describes. The file is data; no code is executed.
 
-`families` lists which keys are read for each model_type; nothing is guessed. An unknown type,
-method, key or value, and a missing size, raises a ConfigurationError with the file, the entry, its
+`families` lists the keys that are read for each model_type; nothing is guessed. An unknown type,
+method, key or value, or a missing size, raises a ConfigurationError with the file, the entry, its
 value, and what is needed.
 """
 
@@ -21,8 +21,8 @@ from modular_kernel.models.layer_quantization import (
 from modular_kernel.models.quantization_config import MIXED, config_error, shorten
 from modular_kernel.utils import json_files
 
-_MAX_BYTES = 1 << 24  # modelopt may list every module of every expert
-_HF_QUANT_CONFIG = "hf_quant_config.json"  # modelopt's file beside a config.json
+_MAX_BYTES = 1 << 24  # large, because modelopt may list every module of every expert
+_HF_QUANT_CONFIG = "hf_quant_config.json"  # modelopt's file in the folder of config.json
 _MAX_SIZE = 1 << 20  # upper bound of any size
 _MAX_NESTING = 3  # maximum nesting of configs, as in multimodal models
 
@@ -38,7 +38,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _UNGATED = {"relu2": "relu2"}
-_ALPHA = 1.702  # default, since gpt-oss's published files omit it
+_DEFAULT_ALPHA = 1.702  # gpt-oss's published files omit it
 _DTYPES = ("float32", "float16", "bfloat16")
 
 Config = dict[str, Any]
@@ -52,13 +52,16 @@ def is_file(model: str) -> bool:
 def problem_fields_of_file(
     model: str, *, quant: str | None = None, activation: str | None = None
 ) -> dict[str, object]:
-    """Return the fields of `Problem` that a config.json, or that of the folder `model`, determines.
+    """Return the fields of `Problem` that a config.json determines.
 
     These are experts, top_k, hidden, intermediate, activation, bias and
     apply_router_weight_on_input, and, if the file states them, routed_scaling_factor, dtype and
-    quant. `quant` and `activation` select those of a file whose layers have several. Raises
-    ConfigurationError if the file cannot be read, or describes a layer that is not supported, and
-    if its layers have several schemes or activations and none is selected.
+    quant.
+
+    model: the config.json or its folder. quant, activation: the scheme and activation to use if the
+    layers of the file have several. Raises ConfigurationError if the file cannot be read, if it
+    describes a layer that is not supported, or if its layers have several schemes or activations
+    and none is selected.
     """
     fields, schemes = layers_of_file(model, activation)
     if len(schemes) == 1:
@@ -84,12 +87,11 @@ def layers_of_file(
 
 
 def config_of_file(model: str) -> tuple[Path, Config]:
-    """Return the path of a config.json and its object with a known model_type.
+    """Return the path of a config.json, and the object in it with a known model_type.
 
     model: the file or its folder. The object inherits quantization_config and dtype from the
-    objects that contain it. A config.json without a quantization_config gets the one of an
-    hf_quant_config.json in its folder. Raises ConfigurationError if the file cannot be read or has
-    no such object.
+    objects that contain it. If it has no quantization_config, that of an hf_quant_config.json in
+    the folder is used. Raises ConfigurationError if the file cannot be read or has no such object.
     """
     path = Path(model)
     try:
@@ -109,7 +111,10 @@ def _unreadable_error(path: Path, error: OSError) -> ConfigurationError:
 
 
 def _read(path: Path, kind: str) -> Any:
-    """Return the JSON of a file; raise ConfigurationError. kind: describes it, for messages."""
+    """Return the JSON value of a file. Raises ConfigurationError if it is missing or invalid.
+
+    kind: description of the file, for messages.
+    """
     try:
         content = json_files.read_file(path, _MAX_BYTES)
     except OSError as error:
@@ -117,16 +122,16 @@ def _read(path: Path, kind: str) -> Any:
     except ValueError as error:
         raise _error(path, str(error), kind) from None
     try:
-        # Mamba configs have infinite limits.
+        # Infinity is allowed, because Mamba configs have infinite limits.
         return json_files.parse(content, allow_constants=True)
     except ValueError as error:
-        raise _error(path, f"no JSON: {str(error)[:100]}", kind) from None
+        raise _error(path, f"invalid JSON: {str(error)[:100]}", kind) from None
 
 
 def hf_quant_config(folder: Path) -> Config | None:
     """Return the quantization_config in the hf_quant_config.json of a folder, or None.
 
-    modelopt wrote this file beside a config.json without a quantization_config. Raises
+    Versions of modelopt wrote this file instead of a quantization_config in config.json. Raises
     ConfigurationError for an invalid file.
     """
     path = folder / _HF_QUANT_CONFIG
@@ -136,17 +141,17 @@ def hf_quant_config(folder: Path) -> Config | None:
     quantization = content.get("quantization") if isinstance(content, dict) else None
     if not isinstance(quantization, dict):
         raise config_error(str(path), f"quantization = {shorten(quantization)}", "an object")
-    if quantization.get("quant_algo") is None:  # perhaps a quantized KV cache
+    if quantization.get("quant_algo") is None:  # only the KV cache may be quantized
         return None
     return quantization | {"quant_method": "modelopt"}
 
 
 def _with_hf_quant_config(path: Path, config: Config) -> Config:
-    """Add what only an hf_quant_config.json says; the config.json has precedence."""
+    """Add entries of an hf_quant_config.json. Those of config.json take precedence."""
     quantization = quantization_of(config)
     if quantization is None:
-        found = hf_quant_config(path.parent)
-        return config if found is None else config | {"quantization_config": found}
+        from_file = hf_quant_config(path.parent)
+        return config if from_file is None else config | {"quantization_config": from_file}
     if not isinstance(quantization, dict) or quantization.get("quantized_layers"):
         return config
     if str(quantization.get("quant_algo")).upper() != MIXED:
@@ -207,9 +212,9 @@ def _unknown_type_error(
 def layer_fields_of_config(path: Path, config: Config, layer: int | None = None) -> dict[str, Any]:
     """Return the fields of Problem for a known model_type, except quant.
 
-    layer: number of a layer; None for what all layers have in common. Raises ConfigurationError for
-    a model without experts, for a layer that is not supported, and for layers that differ in more
-    than quant if `layer` is None.
+    layer: number of a layer; None for the fields that all layers have in common. Raises
+    ConfigurationError for a model without experts, for a layer that is not supported, and, if
+    `layer` is None, for layers that differ in other fields than quant.
     """
     model_type = config["model_type"]
     family = FAMILIES[model_type]
@@ -257,7 +262,7 @@ def _check_only(path: Path, config: Config, key: str, allowed: tuple[object, ...
     value = config.get(key)
     if not any(value is item or (value == item and type(value) is type(item)) for item in allowed):
         need = " or ".join("none" if item is None else str(item).lower() for item in allowed)
-        raise _error(path, f"{key} = {str(value)[:80]}", f"{need}: other layers are not supported")
+        raise _error(path, f"{key} = {str(value)[:80]}", f"{need}: other values are not supported")
 
 
 def _hidden_key(config: Config, family: Family) -> str:
@@ -271,9 +276,9 @@ def _intermediate_key(config: Config, family: Family) -> str:
 
 
 def _size(path: Path, config: Config, names: str) -> int:
-    """Return the integer under one of the keys `names`.
+    """Return the integer under one of the keys in `names`, which are separated by spaces.
 
-    A list, one number per layer, is accepted if all are equal.
+    A list, with a number for each layer, is accepted if all numbers are equal.
     """
     present = [name for name in names.split() if config.get(name) is not None]
     if not present:
@@ -308,7 +313,7 @@ def _scaling(path: Path, config: Config, key: str) -> float:
 def _activation(path: Path, config: Config, family: Family, layer: int | None) -> str:
     """Return the activation, as for ActivationSpec.parse()."""
     if family.gate == "oai":
-        alpha = _number(path, "swiglu_alpha", config.get("swiglu_alpha", _ALPHA))
+        alpha = _number(path, "swiglu_alpha", config.get("swiglu_alpha", _DEFAULT_ALPHA))
         limit = _number(path, "swiglu_limit", config.get("swiglu_limit"))
         rows = str(family.interleaved).lower()
         return f"swiglu_oai:alpha={alpha},limit={limit},interleaved={rows}"
@@ -339,9 +344,10 @@ def _activation_name(path: Path, config: Config, family: Family) -> str:
 
 
 def _limit(path: Path, config: Config, gate: str, layer: int | None) -> float | None:
-    """Return the limit of gate and up values: one for the model, or that of a layer.
+    """Return the limit of gate and up values; None if there is none.
 
-    layer: None for a common one of all layers. A list may be shorter than the number of layers.
+    layer: number of a layer; None for the limit that all layers have in common. A list of limits
+    may be shorter than the number of layers.
     """
     if gate == "clamp_before":
         return _number(path, "swiglu_limit", config.get("swiglu_limit"))
@@ -355,13 +361,13 @@ def _limit(path: Path, config: Config, gate: str, layer: int | None) -> float | 
     if layer is not None:
         return by_layer[layer] if layer < len(by_layer) else None
     if any(limit != by_layer[0] for limit in by_layer):
-        need = "one limit for every layer, or a layer's number, or --activation"
+        need = "one limit for every layer; otherwise select a layer, or pass --activation"
         raise _error(path, f"swiglu_limits = {str(limits)[:80]}", need)
     return by_layer[0]
 
 
 def _dtype(path: Path, config: Config) -> dict[str, object]:
-    """Return {"dtype": ...} of unquantized tensors, or {} if the file does not state it."""
+    """Return {"dtype": dtype of unquantized tensors}, or {} if the file does not state it."""
     dtypes = [config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None]
     if not dtypes:
         return {}

@@ -11,17 +11,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
-    """The layout of a layer's experts in files. E experts, I intermediate, H hidden.
+    """The names and storage layout of a layer's experts in files.
 
     block: module of the experts, relative to the layer.
     gate, up, down: names of the projections. up is "" if `gate` has both gate and up rows; gate is
         "" for ungated experts.
-    stacked: one tensor (E, ...) for all experts; else one module `block.e.name` per expert.
-    is_parameter: the projections are parameters (`gate_up_proj`, `gate_up_proj_scale_inv`); else
+    stacked: a projection is one tensor (E, ...) for all experts. If False, each expert e has a
+        module `block.e.name`.
+    is_parameter: projections are parameters (`gate_up_proj`, `gate_up_proj_scale_inv`). If False,
         they are modules (`gate_proj.weight`).
-    transposed: names of projections stored as (K, N).
+    transposed: names of the projections that are stored as (K, N).
     interleaved: gate and up rows alternate.
-    flat: (E * rows, ...) instead of (E, rows, ...).
+    flat: stacked tensors have the shape (E * rows, ...) instead of (E, rows, ...).
     """
 
     block: str
@@ -40,7 +41,7 @@ class ExpertLayout:
         return tuple(name for name in (self.gate, self.up, self.down) if name)
 
     def modules(self, layer: str, experts: Iterable[int]) -> Iterator[str]:
-        """Yield the modules of the given experts. layer: name of the layer, with a dot."""
+        """Yield the names of the experts' modules. layer: name of the layer, ending with a dot."""
         if self.stacked:
             yield from (f"{layer}{self.block}.{name}" for name in self.names)
             return
@@ -74,18 +75,18 @@ def _modules(
     return ExpertLayout(block=block, gate=gate, up=up, down=down, stacked=True, transposed=names)
 
 
-_MLP, _W = "mlp.experts", "w1 w3 w2"
-_PLAIN = (_per_expert(_MLP), _fused(_MLP))
-_MIXTRAL = (_per_expert("block_sparse_moe.experts", _W),)
-# llm-compressor makes modules of the stacked experts of Granite, Step-3.5 and Step-3.7.
+_MLP, _W1_W3_W2 = "mlp.experts", "w1 w3 w2"
+_STANDARD = (_per_expert(_MLP), _fused(_MLP))
+_MIXTRAL = (_per_expert("block_sparse_moe.experts", _W1_W3_W2),)
+# llm-compressor splits the stacked experts of Granite, Step-3.5 and Step-3.7 into modules.
 _GRANITE = (
     _modules("block_sparse_moe", "input_linear", "", "output_linear"),
     _per_expert("block_sparse_moe.experts"),
 )
 _STEP = (_modules("moe", "gate_proj", "up_proj", "down_proj"), _per_expert("moe.experts"))
-_ANY_ORIENTATION = (_fused(_MLP, transposed=True), *_PLAIN)
+_ANY_ORIENTATION = (_fused(_MLP, transposed=True), *_STANDARD)
 _GEMMA = (_fused("experts"), _per_expert("experts"))
-_LATENT = (_per_expert("experts", _W),)
+_MISTRAL = (_per_expert("experts", _W1_W3_W2),)
 
 # fmt: off
 LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
@@ -98,21 +99,21 @@ LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
         "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_talker_text",
         "qwen3_omni_moe_text", "qwen4_exp_text", "sarvam_mla", "sarvam_moe", "solar_open",
         "unlimited_ocr_text", "zaya",
-    ), _PLAIN),
+    ), _STANDARD),
     **dict.fromkeys(("mixtral", "minimax", "minimax_m2", "minimax_m3_vl_text", "phimoe", "kimi_linear"), _MIXTRAL),
     **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
     **dict.fromkeys(("gemma4_text", "diffusion_gemma_text"), _GEMMA),
     "aria_text": (_modules(_MLP, "fc1", "", "fc2", transposed=True),),
     "dbrx": (ExpertLayout(block="ffn.experts.mlp", gate="w1", up="v1", down="w2", stacked=True, is_parameter=True, transposed=("w2",), flat=True),),
-    "deepseek_v4": (_per_expert("ffn.experts", _W),),
+    "deepseek_v4": (_per_expert("ffn.experts", _W1_W3_W2),),
     "gpt_oss": (_fused(_MLP, transposed=True, interleaved=True), _fused(_MLP, interleaved=True), _per_expert(_MLP), _per_expert(f"{_MLP}.experts")),
     "granitemoe_swa": (_fused("block_sparse_moe.experts"),),
     "inkling_text": (ExpertLayout(block=_MLP, gate="w13_weight", up="", down="w2_weight", stacked=True, is_parameter=True, interleaved=True),),
     "jamba": (_per_expert("feed_forward.experts"),),
     "jetmoe": (_modules("mlp", "input_linear", "", "output_linear"),),
-    "lfm2_moe": (_per_expert("feed_forward.experts", _W),),
+    "lfm2_moe": (_per_expert("feed_forward.experts", _W1_W3_W2),),
     "llama4_text": (_fused("feed_forward.experts", transposed=True), _per_expert("feed_forward.experts")),
-    "mistral_large4_text": _LATENT,
+    "mistral_large4_text": _MISTRAL,
     "nemotron_h": (ExpertLayout(block="mixer.experts", gate="", up="up_proj", down="down_proj"),),
     "openai_privacy_filter": (_fused(_MLP, transposed=True),),
     "qwen3_vl_moe_text": _ANY_ORIENTATION,

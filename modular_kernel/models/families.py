@@ -1,7 +1,6 @@
-"""MoE configuration keys by `model_type`, and the properties that only the model's code determines.
+"""Keys of a config.json by `model_type`, and properties of the layer that only code determines.
 
-One line per type. `source` names where transformers implements the layer: a folder of its `models`,
-and the classes in it that the line describes. Other types are refused.
+There is one line for each type. Types that are not listed are refused.
 """
 
 from dataclasses import dataclass
@@ -14,25 +13,27 @@ Gate = Literal["plain", "ungated", "oai", "clamp_before", "clamp_after"]
 class Family:
     """Keys and properties of the MoE layer in the config.json of one model_type.
 
+    source: where transformers implements the layer: a folder of its `models`, and the names of the
+        classes in it.
     experts, top_k, intermediate, hidden: keys of the four sizes. Several keys, separated by spaces,
         are alternative names; a file has one or more of them, with equal values.
     latent: key of the experts' input and output size, which replaces `hidden` if the file has it.
     nested_in: key of the object that holds experts, top_k, intermediate and activation.
     activation: key of the activation's name, or "=name" if the code fixes it.
     default_activation: activation of a file without that key, if published files omit it.
-    gate: combination of gate g and up u. plain: act(g) * u. ungated: act(u), without a gate.
-        oai: gpt-oss's, with swiglu_alpha and swiglu_limit. clamp_before, clamp_after: with
-        swiglu_limit or swiglu_limits.
+    gate: how gate g and up u are combined: "plain" is act(g) * u; "ungated" is act(u), without a
+        gate; "oai" is swiglu_oai with the keys swiglu_alpha and swiglu_limit; "clamp_before" and
+        "clamp_after" are the swiglu_clamp kinds with the key swiglu_limit or swiglu_limits.
     interleaved: gate and up rows of w1 alternate.
     bias: both GEMMs have a bias.
     on_input: the router weight multiplies the layer's input.
     scaling: key of the factor on the routed output; "" if there is none. With a trailing "?" the
         value may be null, which means 1.
-    dense_key: key of the dense layers' size. If a file has it, the experts' size is the file's
-        `intermediate_size`, not the key in `intermediate`.
+    dense_key: key of the intermediate size of dense layers. If a file has it, the experts' size is
+        in its `intermediate_size`, not in the key of `intermediate`.
     required: (key, values). The layer is supported only if the file's value of the key is one of
-        these; None stands for an absent key.
-    refused: the reason why no layer of this type is supported; "" if it is.
+        these; None means that the key is absent.
+    refused: the reason why the type is not supported; "" if it is.
     """
 
     source: str

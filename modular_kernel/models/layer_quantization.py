@@ -19,7 +19,7 @@ from modular_kernel.text import layers_text
 
 Config = dict[str, Any]
 _MAX_LAYERS = 4096
-_MAX_MODULES = 1 << 22  # of all layers, whose names are matched
+_MAX_MODULES = 1 << 22  # modules of all layers whose names are matched
 _NUM_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 _NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 UNQUANTIZED = "none"
@@ -29,7 +29,7 @@ UNQUANTIZED = "none"
 class LayerScheme:
     """Layers whose experts have one scheme.
 
-    layers: their numbers; None if the config.json does not determine them, and for every layer.
+    layers: their numbers. None means every layer, or that the config.json does not determine them.
     """
 
     layers: tuple[int, ...] | None
@@ -46,7 +46,7 @@ def quantization_of(config: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class SchemeReader:
-    """Reader of the scheme in a module's quantization_config; None is an unquantized module.
+    """Function that returns the scheme of a module from its quantization_config.
 
     config: the object of the config.json. depth: as for `scheme_of`.
     """
@@ -56,7 +56,10 @@ class SchemeReader:
     depth: int | None
 
     def __call__(self, quantization: Config | None) -> str:
-        """Return the scheme; raise ConfigurationError if none implements it."""
+        """Return the scheme. quantization: None for an unquantized module.
+
+        Raises ConfigurationError if no scheme implements it.
+        """
         if quantization is None:
             return UNQUANTIZED
         config = self.config | {"quantization_config": quantization}
@@ -64,26 +67,26 @@ class SchemeReader:
 
 
 def layer_schemes(path: Path, config: Config, fields: Mapping[str, Any]) -> tuple[LayerScheme, ...]:
-    """Return the schemes of a model's layers with experts, that of the lowest layer first.
+    """Return the schemes of a model's layers with experts. That of the lowest layer comes first.
 
     config: an object with a known model_type. fields: experts, hidden and intermediate. Layers for
     multi-token prediction, which follow the model's own, are left out. Raises ConfigurationError
-    for an unknown scheme, for a layer whose experts have several, and if the config.json tells
-    layers apart but does not have their number.
+    for an unknown scheme, for a layer whose experts have several, and if layers have different
+    schemes but the config.json does not state the number of layers.
     """
     depth = max(fields["hidden"], fields["intermediate"])
-    given = quantization_of(config)
+    quantization_config = quantization_of(config)
     read = SchemeReader(str(path), config, depth)
-    if given is None:
-        scheme_of(str(path), config, depth=depth)  # refuses options of experts without it
+    if quantization_config is None:
+        scheme_of(str(path), config, depth=depth)  # raises if the config has other options
         return (LayerScheme(None, UNQUANTIZED),)
-    quantization = ModuleQuantization(str(path), given)
+    quantization = ModuleQuantization(str(path), quantization_config)
     layers = layers_with_experts(path, config)
     layout, experts = quantized_layout(config), quantization.experts_to_try(fields["experts"])
-    # Without the number of layers, numbers that stand for all.
+    # If the number of layers is unknown, these are layers that represent all of them.
     numbers = quantization.layers_to_try(layers)
     if len(numbers) * len(experts) > _MAX_MODULES:
-        got = f"{len(numbers)} layers of {fields['experts']} experts, told apart by number"
+        got = f"entries for {len(numbers)} layers of {fields['experts']} experts by number"
         raise config_error(str(path), got, "fewer")
     by_scheme: dict[str, list[int]] = {}
     for number in numbers:
@@ -96,19 +99,19 @@ def layer_schemes(path: Path, config: Config, fields: Mapping[str, Any]) -> tupl
     if layers is None:
         got = f"layers that differ ({' and '.join(by_scheme)}), and no {_NUM_LAYERS[0]}"
         raise config_error(str(path), got, "the number of layers")
-    return tuple(LayerScheme(tuple(found), scheme) for scheme, found in by_scheme.items())
+    return tuple(LayerScheme(tuple(numbers), scheme) for scheme, numbers in by_scheme.items())
 
 
 def quantized_layout(config: Config) -> ExpertLayout:
-    """Return the layout that names what a quantizer quantizes: modules of experts, if there are."""
+    """Return the layout whose names a quantizer uses: the first that has a module per expert."""
     layouts = LAYOUTS[config["model_type"]]
     return next((layout for layout in layouts if not layout.stacked), layouts[0])
 
 
 def layers_with_experts(path: Path, config: Config) -> tuple[int, ...] | None:
-    """Return the numbers of a model's layers, without those that the config.json makes dense.
+    """Return the numbers of a model's layers with experts.
 
-    None if it does not have their number.
+    None if the config.json does not state the number of layers.
     """
     count = num_layers(path, config)
     if count is None:
@@ -130,9 +133,9 @@ def num_layers(path: Path, config: Mapping[str, Any]) -> int | None:
 
 
 def _dense_layers(config: Config, count: int) -> Iterator[int]:
-    """Yield the layers that have a dense MLP, or none, by the keys that transformers uses.
+    """Yield the layers that have a dense MLP or no MLP, according to the keys of transformers.
 
-    Keys with values of other types are not used: they then have another meaning.
+    A key whose value has another type is ignored, because it has another meaning.
     """
     for key in _NUM_DENSE:
         value = config.get(key)

@@ -1,8 +1,9 @@
 """Matching of module names with the entries of a quantization_config, in linear time.
 
-A config.json is untrusted, and a regular expression in it may take exponential time in `re`. Here
-all entries of a list become one automaton, which reads a name once. Its deterministic states are
-built on demand, so that the names of a model's experts share almost all of them.
+A config.json is untrusted, and a regular expression in it may take exponential time in `re`. Here,
+all entries of a list become one nondeterministic automaton (NFA), and a name is read once. The
+states of the equivalent deterministic automaton (DFA) are built on demand, so that the names of a
+model's experts share almost all of them.
 
 Syntax: literals, `.`, `\\d`, `\\w`, character classes, groups, `|`, `* + ? {m,n}`, `^` and `$`,
 with the meaning that they have in `re`. Lookaround, backreferences and flags are refused.
@@ -13,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-MAX_LENGTH = 500  # of an entry
-_MAX_STATES = 1 << 18  # of all entries of a list
+MAX_LENGTH = 500  # characters of an entry
+_MAX_STATES = 1 << 18  # NFA states of all entries of a list
 _MAX_STATES_OF_ENTRY = 1 << 13
 _MAX_REPEAT = 64  # upper bound in {m,n}
 _MAX_NESTING = 20
-_MAX_NODES = 1 << 15  # deterministic states that are kept
+_MAX_DFA_STATES = 1 << 15  # kept at a time
 _REPEAT = re.compile(r"\{(\d{1,3})(,?)(\d{0,3})\}", re.ASCII)
 _REGEX_CHARACTERS = frozenset("\\^$()|+{}")
 
@@ -26,16 +27,21 @@ Kind = Literal["modules", "regex", "search", "module regex"]
 
 
 class PatternError(ValueError):
-    """An entry that cannot be matched; the message says what is needed."""
+    """An entry that cannot be matched. The message says what is needed."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """One entry of a list.
 
-    kind: "modules": whole parts of a name between dots, with the wildcards `*`, `?` and `[...]`; it
-    covers a module and everything inside it. "regex": matches from the start of a name. "search":
-    matches anywhere. "module regex": matches a module's whole name, and covers everything inside.
+    kind: how `text` matches a name:
+
+    - "modules": names of modules, with the wildcards `*`, `?` and `[...]`, that may start after any
+      dot. A match covers everything inside the module.
+    - "regex": a regular expression that matches from the start of a name.
+    - "search": a regular expression that matches anywhere in a name.
+    - "module regex": a regular expression for a module's whole name. A match covers everything
+      inside the module.
     """
 
     text: str
@@ -43,9 +49,10 @@ class Entry:
 
 
 def entry_of(text: str) -> Entry:
-    """Return the entry of a list of modules: "re:..." is a regex, other text names modules.
+    """Return the entry for a text in a list of modules.
 
-    Text with characters that only a regular expression has is one, of whole names of modules.
+    "re:..." is a regex. Other text is a "module regex" if it has characters that occur only in
+    regular expressions, else "modules".
     """
     if text.startswith("re:"):
         return Entry(text[3:], "regex")
@@ -54,9 +61,10 @@ def entry_of(text: str) -> Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Characters:
-    """A set of characters: those of `text`, of the ranges (first, last), and of `\\d` and `\\w`.
+    """A set of characters.
 
-    negated: all others instead.
+    text, ranges: characters, and ranges (first, last), in the set. digits, words: whether the set
+    includes `\\d` and `\\w`. negated: the set consists of all other characters instead.
     """
 
     text: str = ""
@@ -66,40 +74,49 @@ class _Characters:
     negated: bool = False
 
     def __contains__(self, character: str) -> bool:
-        found = character in self.text
-        found |= any(first <= character <= last for first, last in self.ranges)
-        found |= self.digits and character.isdecimal()
-        found |= self.words and (character.isalnum() or character == "_")
-        return found != self.negated
+        is_included = character in self.text
+        is_included |= any(first <= character <= last for first, last in self.ranges)
+        is_included |= self.digits and character.isdecimal()
+        is_included |= self.words and (character.isalnum() or character == "_")
+        return is_included != self.negated
 
 
 _ANY = _Characters(negated=True)
-_ANY_OF_LINE = _Characters("\n", negated=True)  # `.` of a regular expression
+_ANY_EXCEPT_NEWLINE = _Characters("\n", negated=True)  # `.` of a regular expression
 
 
 @dataclass(slots=True)
-class _State:
-    """A state of the automaton. edges: (characters, target)."""
+class _NfaState:
+    """A state of the NFA.
+
+    edges: (characters, target). epsilon: targets of transitions without a character. at_start,
+    at_end: targets of such transitions that are taken only at the start or the end of a name.
+    entry: number of the entry that has matched in this state.
+    """
 
     edges: list[tuple[_Characters, int]] = field(default_factory=list)
-    free: list[int] = field(default_factory=list)  # transitions without a character
+    epsilon: list[int] = field(default_factory=list)
     at_start: list[int] = field(default_factory=list)
     at_end: list[int] = field(default_factory=list)
-    entry: int | None = None  # the number of the entry that matched
+    entry: int | None = None
 
 
 @dataclass(slots=True)
-class _Node:
-    """A set of states. entry, end_entry: of the first entry that has matched, anywhere or here."""
+class _DfaState:
+    """A state of the DFA, that is, a set of NFA states.
+
+    entry: number of the first entry that has matched. end_entry: number of the first entry that has
+    matched if the name, or the name of a module that contains it, ends here.
+    """
 
     states: frozenset[int]
     entry: int | None
     end_entry: int | None
-    following: dict[str, "_Node"] = field(default_factory=dict)
+    targets: dict[str, "_DfaState"] = field(default_factory=dict)
 
 
 class ModuleMatcher:
-    """The entries of one list.
+    """Matcher for the entries of one list.
 
     A regular expression with `$` covers everything inside the modules that it matches, like an
     entry that names a module. Raises PatternError for an entry with unknown syntax, or if there are
@@ -107,14 +124,14 @@ class ModuleMatcher:
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        self._states: list[_State] = []
+        self._states: list[_NfaState] = []
         self._limit = _MAX_STATES
-        self._nodes: dict[frozenset[int], _Node] = {}
-        self._prefixes: dict[str, tuple[_Node, int | None]] = {}
-        start = self._new()
-        # Entries that may start at any part of a name share these two states.
-        anywhere, at_part = self._new(), self._new()
-        self._states[start].free += [anywhere, at_part]
+        self._dfa_states: dict[frozenset[int], _DfaState] = {}
+        self._prefixes: dict[str, tuple[_DfaState, int | None]] = {}
+        start = self._new_state()
+        # These two states are shared by the entries that may start anywhere, or after any dot.
+        anywhere, at_part = self._new_state(), self._new_state()
+        self._states[start].epsilon += [anywhere, at_part]
         self._states[anywhere].edges += [(_ANY, anywhere), (_Characters("."), at_part)]
         for number, entry in enumerate(entries):
             if len(entry.text) > MAX_LENGTH:
@@ -126,52 +143,52 @@ class ModuleMatcher:
 
     def first(self, names: Iterable[str]) -> int | None:
         """Return the number of the first entry that matches one of the names; None if none does."""
-        found = [number for name in names if (number := self._match(name)) is not None]
-        return min(found, default=None)
+        numbers = [number for name in names if (number := self._match(name)) is not None]
+        return min(numbers, default=None)
 
     def _match(self, name: str) -> int | None:
-        if len(self._nodes) > _MAX_NODES:
-            self._nodes.clear()
+        if len(self._dfa_states) > _MAX_DFA_STATES:
+            self._dfa_states.clear()
             self._prefixes.clear()
         # Experts of a layer differ only in the last two parts of their names.
         split = max(name.rfind(".", 0, max(name.rfind("."), 0)), 0)
         prefix = name[:split]
         reached = self._prefixes.get(prefix)
         if reached is None:
-            reached = self._read(self._node(self._start_states), None, prefix)
+            reached = self._read(self._dfa_state(self._start_states), None, prefix)
             self._prefixes[prefix] = reached
-        node, best = self._read(*reached, name[split:])
-        return _least(_least(best, node.entry), node.end_entry)
+        state, best = self._read(*reached, name[split:])
+        return _first_of(_first_of(best, state.entry), state.end_entry)
 
-    def _read(self, node: _Node, best: int | None, text: str) -> tuple[_Node, int | None]:
-        """Return the node after `text`, and the first entry that has matched before its end."""
+    def _read(self, state: _DfaState, best: int | None, text: str) -> tuple[_DfaState, int | None]:
+        """Return the DFA state after `text`, and the first entry that matched before its end."""
         for character in text:
-            if node.entry is not None:
-                best = _least(best, node.entry)
-            if character == "." and node.end_entry is not None:
-                best = _least(best, node.end_entry)
-            following = node.following.get(character)
-            if following is None:
-                following = self._node(self._step(node.states, character))
-                node.following[character] = following
-            node = following
-        return node, best
+            if state.entry is not None:
+                best = _first_of(best, state.entry)
+            if character == "." and state.end_entry is not None:
+                best = _first_of(best, state.end_entry)
+            target = state.targets.get(character)
+            if target is None:
+                target = self._dfa_state(self._step(state.states, character))
+                state.targets[character] = target
+            state = target
+        return state, best
 
-    def _new(self) -> int:
+    def _new_state(self) -> int:
         if len(self._states) >= self._limit:
             raise PatternError("fewer or shorter patterns")
-        self._states.append(_State())
+        self._states.append(_NfaState())
         return len(self._states) - 1
 
     def _add(self, number: int, entry: Entry, source: int) -> None:
-        matched = self._new()
+        matched = self._new_state()
         self._states[matched].entry = number
         if entry.kind == "modules":
             end = _Glob(self, entry.text).build(source)
         else:
             end = _Regex(self, entry.text).build(source)
         if entry.kind in ("regex", "search"):
-            self._states[end].free.append(matched)
+            self._states[end].epsilon.append(matched)
         else:
             self._states[end].at_end.append(matched)
 
@@ -187,11 +204,14 @@ class ModuleMatcher:
     def _closure(
         self, states: Iterable[int], *, start: bool = False, end: bool = False
     ) -> frozenset[int]:
-        """Return the states that are reached without a character."""
+        """Return the states that are reached without a character.
+
+        start, end: whether this is at the start or the end of a name.
+        """
         reached, pending = set(states), list(states)
         while pending:
             state = self._states[pending.pop()]
-            targets = list(state.free)
+            targets = list(state.epsilon)
             targets += state.at_start if start else []
             targets += state.at_end if end else []
             for target in targets:
@@ -200,20 +220,21 @@ class ModuleMatcher:
                     pending.append(target)
         return frozenset(reached)
 
-    def _node(self, states: frozenset[int]) -> _Node:
-        node = self._nodes.get(states)
-        if node is None:
+    def _dfa_state(self, states: frozenset[int]) -> _DfaState:
+        state = self._dfa_states.get(states)
+        if state is None:
             at_end = self._closure(states, end=True)
-            node = _Node(states, self._first_entry(states), self._first_entry(at_end))
-            self._nodes[states] = node
-        return node
+            state = _DfaState(states, self._first_entry(states), self._first_entry(at_end))
+            self._dfa_states[states] = state
+        return state
 
     def _first_entry(self, states: Iterable[int]) -> int | None:
         entries = (self._states[state].entry for state in states)
         return min((entry for entry in entries if entry is not None), default=None)
 
 
-def _least(first: int | None, second: int | None) -> int | None:
+def _first_of(first: int | None, second: int | None) -> int | None:
+    """Return the smaller of two entry numbers; None stands for no entry."""
     if first is None or second is None:
         return second if first is None else first
     return min(first, second)
@@ -226,30 +247,31 @@ class _Builder:
         self.matcher, self.text, self.position = matcher, text, 0
 
     def edge(self, source: int, characters: _Characters) -> int:
-        """Add a state that is reached from `source` by one character."""
-        target = self.matcher._new()
+        """Add a state that is reached from `source` by one character, and return it."""
+        target = self.matcher._new_state()
         self.matcher._states[source].edges.append((characters, target))
         return target
 
-    def free(self, source: int, target: int) -> None:
+    def epsilon(self, source: int, target: int) -> None:
         """Add a transition without a character."""
-        self.matcher._states[source].free.append(target)
+        self.matcher._states[source].epsilon.append(target)
 
     def character_class(self, negation: str, *, escapes: bool) -> _Characters:
-        """Parse a class after its "[". A "]" that comes first is one of its characters.
+        """Parse a class after its "[". If its first character is "]", that belongs to the class.
 
-        negation: the character that negates it. escapes: a backslash is not one of its characters.
+        negation: the character that negates it. escapes: whether a backslash escapes the next
+        character.
         """
-        negated = self._next() == negation
+        negated = self._peek() == negation
         self.position += negated
         begin, classes = self.position, []
-        while self.position == begin or self._next() != "]":
-            first = self._of_class(escapes=escapes)
-            if self._next() != "-" or self.text[self.position + 1 : self.position + 2] in ("", "]"):
+        while self.position == begin or self._peek() != "]":
+            first = self._class_member(escapes=escapes)
+            if self._peek() != "-" or self.text[self.position + 1 : self.position + 2] in ("", "]"):
                 classes.append(first)
                 continue
             self.position += 1
-            last = self._of_class(escapes=escapes)
+            last = self._class_member(escapes=escapes)
             if not first.text or not last.text or first.text > last.text:
                 raise PatternError("ranges of characters in order")
             classes.append(_Characters(ranges=((first.text, last.text),)))
@@ -262,13 +284,13 @@ class _Builder:
             negated=negated,
         )
 
-    def _next(self) -> str:
+    def _peek(self) -> str:
         """Return the next character, or "" at the end."""
         return self.text[self.position : self.position + 1]
 
-    def _of_class(self, *, escapes: bool) -> _Characters:
+    def _class_member(self, *, escapes: bool) -> _Characters:
         """Parse one character of a class, or an escape."""
-        character = self._next()
+        character = self._peek()
         self.position += 1
         if not character:
             raise PatternError("a class with its ]")
@@ -300,8 +322,8 @@ class _Glob(_Builder):
         return source
 
     def _loop(self, source: int) -> int:
-        state = self.matcher._new()
-        self.free(source, state)
+        state = self.matcher._new_state()
+        self.epsilon(source, state)
         self.matcher._states[state].edges.append((_ANY, state))
         return state
 
@@ -318,10 +340,10 @@ class _Regex(_Builder):
     def _alternatives(self, source: int, nesting: int) -> int:
         if nesting > _MAX_NESTING:
             raise PatternError(f"at most {_MAX_NESTING} nested groups")
-        end = self.matcher._new()
+        end = self.matcher._new_state()
         while True:
-            self.free(self._sequence(source, nesting), end)
-            if self.text[self.position : self.position + 1] != "|":
+            self.epsilon(self._sequence(source, nesting), end)
+            if self._peek() != "|":
                 return end
             self.position += 1
 
@@ -331,9 +353,9 @@ class _Regex(_Builder):
         return source
 
     def _repeated(self, source: int, nesting: int) -> int:
-        """Parse an atom and its quantifier. Each repetition parses the atom again."""
-        begin, atom = self.position, self.matcher._new()
-        self.free(source, atom)
+        """Parse an atom and its quantifier. The atom is parsed again for each repetition."""
+        begin, atom = self.position, self.matcher._new_state()
+        self.epsilon(source, atom)
         end = self._atom(atom, nesting)
         after = self.position
         low, high = self._quantifier()
@@ -344,24 +366,24 @@ class _Regex(_Builder):
             ends.append(source)
         for count in range(2, (high or max(low, 1)) + 1):
             self.position = begin
-            start = self.matcher._new()
-            self.free(end, start)
+            start = self.matcher._new_state()
+            self.epsilon(end, start)
             end = self._atom(start, nesting)
             if self.position != after:
                 raise PatternError("quantifiers that follow an atom")
             ends = [end] if count <= low else [*ends, end]
             atom = start
         if high is None:
-            self.free(end, atom)
+            self.epsilon(end, atom)
         self.position = rest
-        last = self.matcher._new()
+        last = self.matcher._new_state()
         for each in ends:
-            self.free(each, last)
+            self.epsilon(each, last)
         return last
 
     def _quantifier(self) -> tuple[int, int | None]:
-        """Parse a quantifier: (least, most), without a most for * and +."""
-        character = self.text[self.position : self.position + 1]
+        """Parse a quantifier and return (minimum, maximum); the maximum is None for * and +."""
+        character = self._peek()
         simple = {"*": (0, None), "+": (1, None), "?": (0, 1)}
         if character in simple and character:
             self.position += 1
@@ -370,15 +392,15 @@ class _Regex(_Builder):
             self.position = match.end()
             low = int(match[1])
             bounds = low, low if not match[2] else int(match[3]) if match[3] else None
-            most = low if bounds[1] is None else bounds[1]
-            if not low <= most <= _MAX_REPEAT or bounds[1] == 0:
+            high = low if bounds[1] is None else bounds[1]
+            if not low <= high <= _MAX_REPEAT or bounds[1] == 0:
                 raise PatternError(f"repetitions {{m,n}} up to {_MAX_REPEAT}")
         else:
             return 1, 1
-        following = self.text[self.position : self.position + 1]
-        if following == "?":  # a lazy quantifier matches the same names
+        next_character = self._peek()
+        if next_character == "?":  # a lazy quantifier matches the same names
             self.position += 1
-        elif following and following in "*+{":
+        elif next_character and next_character in "*+{":
             raise PatternError("one quantifier after an atom")
         return bounds
 
@@ -390,7 +412,7 @@ class _Regex(_Builder):
         if character == "[":
             return self.edge(source, self.character_class("^", escapes=True))
         if character in "^$":
-            target = self.matcher._new()
+            target = self.matcher._new_state()
             state = self.matcher._states[source]
             (state.at_start if character == "^" else state.at_end).append(target)
             return target
@@ -399,15 +421,17 @@ class _Regex(_Builder):
             return self.edge(source, _escaped(self.text[self.position - 1 : self.position]))
         if character in "*+?{}])":
             raise PatternError(f"no {character} here")
-        return self.edge(source, _ANY_OF_LINE if character == "." else _Characters(character))
+        return self.edge(
+            source, _ANY_EXCEPT_NEWLINE if character == "." else _Characters(character)
+        )
 
     def _group(self, source: int, nesting: int) -> int:
-        if self.text[self.position : self.position + 1] == "?":
+        if self._peek() == "?":
             if self.text[self.position : self.position + 2] != "?:":
                 raise PatternError("groups without lookaround, names or flags")
             self.position += 2
         end = self._alternatives(source, nesting + 1)
-        if self.text[self.position : self.position + 1] != ")":
+        if self._peek() != ")":
             raise PatternError("balanced parentheses")
         self.position += 1
         return end
@@ -418,5 +442,5 @@ def _escaped(character: str) -> _Characters:
     if character in ("d", "w"):
         return _Characters(digits=character == "d", words=character == "w")
     if not character or character.isalnum():
-        raise PatternError(r"no escapes but \d, \w and those of punctuation")
+        raise PatternError(r"no escapes except \d, \w and those of punctuation")
     return _Characters(character)

@@ -5,8 +5,9 @@ A config may exclude modules (`modules_to_not_convert`, `ignored_layers`, `ignor
 groups of modules (`config_groups`, `quantized_layers`). `ModuleQuantization.of` resolves all of
 these for one module to a config without such entries, which `quantization_config.scheme_of` reads.
 
-Entries that match no module of the model are accepted, as in vLLM and GPTQModel: published lists
-name modules of other model classes. Where tensors exist, they are checked against the result.
+Entries that match no module of the model are accepted, as in vLLM and GPTQModel, because published
+lists name modules of other model classes. The tensors of a checkpoint are checked against the
+result when they are loaded.
 """
 
 import json
@@ -27,8 +28,8 @@ from modular_kernel.models.quantization_config import (
 )
 from modular_kernel.models.quantization_keys import is_empty
 
-# Prefixes that the language model's layers have in different classes of one model. Lists use those
-# of one class, files those of another.
+# Prefixes of the language model's layers, which differ between classes of one model. Lists use the
+# names of one class, files those of another.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "backbone.")
 _LAYER_NAME = re.compile(
     r"(?:model\.|model\.language_model\.|language_model\.model\.|language_model\.|backbone\.)?"
@@ -37,11 +38,11 @@ _LAYER_NAME = re.compile(
 )
 # The module of Mixtral's and MiniMax's experts in files, and in transformers since 5.0.
 _OLD_BLOCK, _NEW_BLOCK = ".block_sparse_moe.", ".mlp."
-_FEW_LAYERS = 100  # layers up to this number are tried if the config.json has no number
-_UNQUANTIZED_BITS = 16  # auto-round lists modules with this many bits, which are not quantized
-_LINEAR_CLASSES = ("Linear", "LinearBase")  # names of classes, to which experts belong
-# Digits in an entry that cannot match the number of an expert: of a layer, or after a letter.
-_NOT_OF_EXPERTS = re.compile(
+_MAX_UNKNOWN_LAYER = 100  # layers up to this number are tried if the number of layers is unknown
+_UNQUANTIZED_BITS = 16  # auto-round lists modules with at least this many bits as not quantized
+_LINEAR_CLASSES = ("Linear", "LinearBase")  # names of classes that include experts
+# Digits in an entry that cannot be the number of an expert: those of a layer, or after a letter.
+_NON_EXPERT_DIGITS = re.compile(
     r"(?:layers|blocks|h)\.(?:\((?:\?:)?[\d|\[\]\-]+\)|\[[\d\-]+\]|\d+)|(?<!\\)[A-Za-z_]\d+",
     re.ASCII,
 )
@@ -52,10 +53,11 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class ModuleConfig:
-    """What a quantization_config says of one module.
+    """The quantization of one module.
 
     config: a quantization_config without lists of modules; None for an unquantized module.
-    number: equal numbers mean equal configs. reason: the entry that decided, or "".
+    number: id of `config`; equal configs have equal ids. reason: the entry of the
+    quantization_config that determined it, for messages; "" if none did.
     """
 
     config: Config | None
@@ -63,8 +65,8 @@ class ModuleConfig:
     reason: str = ""
 
 
-class _Names:
-    """A list of entries, each with a label for messages."""
+class _EntryList:
+    """A list of entries with their labels, which messages show, and a matcher for them."""
 
     def __init__(self, path: str, entries: Sequence[tuple[str, Entry]]) -> None:
         self.labels = [label for label, _ in entries]
@@ -79,7 +81,7 @@ class _Names:
 
 
 def _raise_bad_entry(path: str, entries: Sequence[tuple[str, Entry]]) -> None:
-    """Raise ConfigurationError for the first entry that cannot be matched, or for all together."""
+    """Raise ConfigurationError for the first invalid entry, or for too many entries."""
     for label, entry in entries:
         try:
             ModuleMatcher([entry])
@@ -89,10 +91,11 @@ def _raise_bad_entry(path: str, entries: Sequence[tuple[str, Entry]]) -> None:
 
 
 class ModuleQuantization:
-    """The quantization_config of each module.
+    """The quantization of each module of a model.
 
-    path: of the file, for messages. quantization: the object, or None for an unquantized model.
-    Raises ConfigurationError for an unknown method, unknown keys and patterns that are refused.
+    path: path of the config.json, for messages. quantization: its quantization_config, or None for
+    an unquantized model. Raises ConfigurationError for an unknown method, unknown keys and patterns
+    that are refused.
     """
 
     def __init__(self, path: str, quantization: object) -> None:
@@ -104,13 +107,15 @@ class ModuleQuantization:
         self._numbers: dict[str, int] = {}
         self._configs_by_entry: dict[object, ModuleConfig] = {}
         self._used_groups = set[int]()
-        self._excluded = _Names(path, [*_excluded_entries(path, config)])
+        self._excluded = _EntryList(path, [*_excluded_entries(path, config)])
         self._excludes_linear = any(
             name in _LINEAR_CLASSES for key in UNQUANTIZED_KEYS for name in config.get(key) or ()
         )
-        self._included = _Names(path, [*_included_entries(path, config)])
+        self._included = _EntryList(path, [*_included_entries(path, config)])
         self._overrides = [*_overrides(path, config)]
-        self._override_names = _Names(path, [(label, entry) for label, entry, _ in self._overrides])
+        self._override_names = _EntryList(
+            path, [(label, entry) for label, entry, _ in self._overrides]
+        )
         self._layers = _quantized_layers(path, config)
         self._groups = _groups(path, config)
         self._group_entries = [*_group_entries(path, self._groups)]
@@ -121,9 +126,9 @@ class ModuleQuantization:
         texts += [*self._layers, *(text for _, text in self._group_entries)]
         text = "\n".join(texts).replace("\\.", ".")
         self._prefixes = tuple(prefix for prefix in _PREFIXES if prefix in text)
-        # Numbers in entries, which may tell layers, or experts of a layer, apart.
+        # Numbers in entries, which may distinguish layers, or experts of a layer.
         self._named_numbers = {int(digits[:9]) for digits in re.findall(r"\d+", text, re.ASCII)}
-        rest = _NOT_OF_EXPERTS.sub("", text)
+        rest = _NON_EXPERT_DIGITS.sub("", text)
         self._names_experts = bool(re.search(r"\d", rest, re.ASCII))
         self._base = {
             key: value
@@ -134,9 +139,9 @@ class ModuleQuantization:
         }
 
     def of(self, module: str) -> ModuleConfig:
-        """Return what applies to a module with the given name.
+        """Return the quantization of the module with this name.
 
-        Raises ConfigurationError if several config_groups that differ target it.
+        Raises ConfigurationError if config_groups with different options target it.
         """
         if self.config is None:
             return ModuleConfig(None, -1)
@@ -158,32 +163,33 @@ class ModuleQuantization:
         if self._group_entries:
             return self._of_group(module, names)
         number = self._override_names.first(names)
-        return self._cached(number, lambda: self._overridden(number))
+        return self._cached(number, lambda: self._with_overrides(number))
 
     def layers_to_try(self, layers: Sequence[int] | None) -> Sequence[int]:
-        """Return the numbers of layers to try: all of `layers`, if they are known.
+        """Return the numbers of layers that represent all layers of the model.
 
-        layers: numbers of the model's layers. For None, numbers that stand for all.
+        layers: the numbers of the model's layers, which are returned as they are; None if unknown.
         """
         if layers is not None:
             return layers
-        # Without numbers in entries, only the length of a layer's number can tell it apart.
-        known = range(_FEW_LAYERS + 1) if self._named_numbers else (0, 10, 100)
-        return sorted({*known, *self._named_numbers})
+        # If entries have no numbers, they can only distinguish layers by the length of the number.
+        numbers = range(_MAX_UNKNOWN_LAYER + 1) if self._named_numbers else (0, 10, 100)
+        return sorted({*numbers, *self._named_numbers})
 
     def experts_to_try(self, experts: int) -> Sequence[int]:
-        """Return numbers of experts that stand for all: those that no entry tells apart are alike.
+        """Return the numbers of experts that represent all experts of a layer.
 
-        Entries without such digits can only distinguish numbers by their length.
+        If entries have no numbers of experts, they can only distinguish experts by the length of
+        the number.
         """
         if self._names_experts:
             return range(experts)
         return [0, *(10**length for length in range(1, len(str(experts - 1))))]
 
     def check_used(self) -> None:
-        """Raise ConfigurationError for a group that targets experts, but has matched no module.
+        """Raise ConfigurationError for a group that targets experts but has matched no module.
 
-        Call it after `of` for the modules of all experts.
+        Call this after `of` was called for the modules of all experts.
         """
         for number, name in enumerate(self._groups):
             targets = [text for index, text in self._group_entries if index == number]
@@ -196,7 +202,7 @@ class ModuleQuantization:
                 raise config_error(self.path, got, need)
 
     def _of_quantized_layer(self, names: Sequence[str]) -> ModuleConfig:
-        """Return what modelopt's quantized_layers says of a module or of one that contains it."""
+        """Return the entry of modelopt's quantized_layers for a module or one that contains it."""
         for name in names:
             while name:
                 if name in self._layers:
@@ -247,20 +253,24 @@ class ModuleQuantization:
         )
         return one != other
 
-    def _named_targets(self, regex: bool) -> tuple[_Names, _Names, list[int]]:
-        """Return the targets that are regexes, or names, in both orders, and their groups."""
-        chosen = [
+    def _named_targets(self, regex: bool) -> tuple[_EntryList, _EntryList, list[int]]:
+        """Return the targets that are regexes, or names, and the numbers of their groups.
+
+        The targets are returned in their order and in reverse order, to find the first and the last
+        one that matches.
+        """
+        targets = [
             (number, text)
             for number, text in self._group_entries
             if text.startswith("re:") == regex and text not in _LINEAR_CLASSES
         ]
         entries = [
-            (f"config_groups has target {shorten(text)}", entry_of(text)) for _, text in chosen
+            (f"config_groups has target {shorten(text)}", entry_of(text)) for _, text in targets
         ]
-        forward, backward = _Names(self.path, entries), _Names(self.path, entries[::-1])
-        return forward, backward, [number for number, _ in chosen]
+        forward, backward = _EntryList(self.path, entries), _EntryList(self.path, entries[::-1])
+        return forward, backward, [number for number, _ in targets]
 
-    def _overridden(self, number: int | None) -> tuple[Config | None, str]:
+    def _with_overrides(self, number: int | None) -> tuple[Config | None, str]:
         if number is None:
             return self._base, ""
         label, _, options = self._overrides[number]
@@ -272,13 +282,13 @@ class ModuleQuantization:
         return self._base | dict(options), label
 
     def _cached(self, key: object, make: Callable[[], tuple[Config | None, str]]) -> ModuleConfig:
-        found = self._configs_by_entry.get(key)
-        if found is None:
+        module_config = self._configs_by_entry.get(key)
+        if module_config is None:
             config, reason = make()
             text = json.dumps(config, sort_keys=True, default=str)
             number = -1 if config is None else self._numbers.setdefault(text, len(self._numbers))
-            found = self._configs_by_entry[key] = ModuleConfig(config, number, reason)
-        return found
+            module_config = self._configs_by_entry[key] = ModuleConfig(config, number, reason)
+        return module_config
 
 
 def _excluded_entries(path: str, config: Config) -> Iterator[tuple[str, Entry]]:
@@ -307,7 +317,7 @@ def _included_entries(path: str, config: Config) -> Iterator[tuple[str, Entry]]:
 
 
 def _overrides(path: str, config: Config) -> Iterator[tuple[str, Entry, Mapping[str, Any] | None]]:
-    """Yield (label, entry, options) of `dynamic` and `extra_config`; None means not quantized."""
+    """Yield (label, entry, options) of the options by module. None means not quantized."""
     for pattern, options in _objects(path, config, "dynamic"):
         text = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
         is_skipped = pattern.startswith("-:") or options is False
@@ -323,7 +333,7 @@ def _overrides(path: str, config: Config) -> Iterator[tuple[str, Entry, Mapping[
     for kind, named in (("modules", exact), ("search", patterns)):
         for name, options in named:
             label = f"extra_config has {shorten(name)}"
-            # auto-round lists modules without options, which have those of the others.
+            # auto-round also lists modules without options of their own.
             yield label, Entry(name, kind), _options(path, label, options or {})  # type: ignore[arg-type]
 
 
@@ -386,23 +396,23 @@ def common_value(
     read: Callable[[Config | None], _Value],
     what: str,
 ) -> _Value:
-    """Return `read(config)` of all modules, which must be one value.
+    """Return the value that `read` returns for every one of the modules.
 
-    read: returns the value of a quantization_config, or of None for an unquantized module; it must
-    be comparable and have a text. what: names the modules, for messages. Raises ConfigurationError
-    with two modules and their values if they differ.
+    read: function that takes the quantization_config of a module, or None for an unquantized one.
+    what: what the modules are, for messages. Raises ConfigurationError, with two modules and their
+    values, if the values differ.
     """
     first: tuple[str, ModuleConfig] | None = None
     values: dict[int, _Value] = {}
     for module in modules:
-        found = quantization.of(module)
-        if found.number not in values:
-            values[found.number] = read(found.config)
-        first = first or (module, found)
-        if values[found.number] != values[first[1].number]:
+        module_config = quantization.of(module)
+        if module_config.number not in values:
+            values[module_config.number] = read(module_config.config)
+        first = first or (module, module_config)
+        if values[module_config.number] != values[first[1].number]:
             got = " and ".join(
                 f"{values[each.number]} of {name}{f' ({each.reason})' if each.reason else ''}"
-                for name, each in (first, (module, found))
+                for name, each in (first, (module, module_config))
             )
             raise ConfigurationError(
                 f"model {quantization.path[:200]}: quantization_config: {what}",

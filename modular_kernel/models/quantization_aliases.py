@@ -1,13 +1,13 @@
-"""Quantization methods that are other names for a format, and methods that are refused.
+"""Quantization methods that are other names of a format, and methods that are refused.
 
-`canonical` rewrites a quantization_config to the method that describes the same tensors.
+`to_canonical` rewrites a quantization_config to the method that describes the same tensors.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-# Packings of auto-round's integers. In the first, zero points are stored minus one, as in GPTQ's
-# first version; in the others as they are.
+# Packings of auto-round's integers -> GPTQ's checkpoint_format. In "gptq", zero points are stored
+# minus one; in "gptq_v2", as they are.
 _GPTQ_VERSIONS = {
     "auto_round:auto_gptq": "gptq",
     "auto_round:gptq": "gptq",
@@ -17,8 +17,8 @@ _GPTQ_VERSIONS = {
 _AWQ_PACKINGS = ("auto_round:auto_awq", "auto_round:awq")
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
 
-_REQUANTIZE = "unquantized files, and quantize= to quantize them while they are loaded"
-_INT4_FP8 = "int4 codes with scales for float8 activations, which no kernel here has"
+_REQUANTIZE = "unquantized files, with quantize= to quantize them while they are loaded"
+_INT4_FP8 = "int4 codes with scales for float8 activations, which no kernel here supports"
 _INT4 = "int4 weights of GPTQ, AWQ or compressed-tensors, with 16-bit activations"
 # Methods that are not supported: (what their files store, the closest supported alternative).
 REFUSED_METHODS: dict[str, tuple[str, str]] = {
@@ -45,11 +45,11 @@ REFUSED_METHODS: dict[str, tuple[str, str]] = {
         f"compressed-tensors int8, or {_REQUANTIZE}",
     ),
     "quanto": ("tensor subclasses of optimum-quanto", f"compressed-tensors, or {_REQUANTIZE}"),
-    "sinq": ("codes with scales of both rows and columns", _REQUANTIZE),
+    "sinq": ("codes with scales for rows and for columns", _REQUANTIZE),
     "metal": ("codes that are packed for Apple's kernels", _REQUANTIZE),
     "w4afp8": (_INT4_FP8, _INT4),
 }
-# Algorithms of modelopt that are refused, in the same form.
+# Algorithms of modelopt that are not supported, in the same form.
 REFUSED_ALGORITHMS: dict[str, tuple[str, str]] = {
     "W4A8_AWQ": (_INT4_FP8, _INT4),
     "W4A16_AWQ": ("int4 codes in modelopt's packing, and factors on the inputs", _INT4),
@@ -61,26 +61,27 @@ REFUSED_ALGORITHMS: dict[str, tuple[str, str]] = {
 }
 
 
-def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a quantization_config under the name of the method that reads its tensors.
+def to_canonical(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a quantization_config as that of the method that describes the same tensors.
 
     Raises ValueError(got, need) for a variant of auto-round that has no such method.
     """
-    found = dict(config)
-    if found.get("quant_method") not in _AUTO_ROUND:
-        return found
-    packing = found.pop("packing_format", "auto_round:auto_gptq")
+    config = dict(config)
+    if config.get("quant_method") not in _AUTO_ROUND:
+        return config
+    packing = config.pop("packing_format", "auto_round:auto_gptq")
     if packing in _AWQ_PACKINGS:
-        extra = found.get("extra_config")
+        extra = config.get("extra_config")
         if isinstance(extra, Mapping):
-            found["extra_config"] = {name: _awq_options(options) for name, options in extra.items()}
-        options: dict[str, Any] = _awq_options({"sym": True} | found)
+            extra = {name: _awq_options(options) for name, options in extra.items()}
+            config["extra_config"] = extra
+        options: dict[str, Any] = _awq_options({"sym": True} | config)
         return options | {"quant_method": "awq"}
     if packing not in _GPTQ_VERSIONS:
         need = f"one of {', '.join((*_GPTQ_VERSIONS, *_AWQ_PACKINGS))}"
         raise ValueError(f"packing_format = {str(packing)[:80]!r} of auto-round", need)
     version = _GPTQ_VERSIONS[packing]
-    return {"sym": True} | found | {"quant_method": "gptq", "checkpoint_format": version}
+    return {"sym": True} | config | {"quant_method": "gptq", "checkpoint_format": version}
 
 
 def _awq_options(options: Any) -> Any:

@@ -2,8 +2,8 @@
 
 Every value that determines the scheme must be present and known. Raises ConfigurationError for a
 method, algorithm or layout that no scheme implements, and for unknown keys that could change values
-(`quantization_keys`). Entries that exclude modules or override their options belong to
-`module_quantization`; here they are refused if they apply to the experts of a layer.
+(`quantization_keys`). `module_quantization` resolves entries that exclude modules or override their
+options; here, such entries are refused if they apply to the experts of a layer.
 """
 
 import re
@@ -16,7 +16,7 @@ from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternEr
 from modular_kernel.models.quantization_aliases import (
     REFUSED_ALGORITHMS,
     REFUSED_METHODS,
-    canonical,
+    to_canonical,
 )
 from modular_kernel.models.quantization_keys import (
     Mismatch,
@@ -38,14 +38,14 @@ _METHODS = (
 UNQUANTIZED_KEYS = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
 )
-# Names of expert modules in the model families, used to test patterns. No model has a layer 77777,
-# which stands for any layer: a pattern that matches it does not name one layer.
+# Names of expert modules in the model families, to test patterns with. No model has a layer 77777:
+# a pattern that matches it applies to any layer.
 _MOE_MODULE_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe", "ffn")
 _LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _FUSED = ("gate_up_proj", "down_proj")
 _MODELS = ("model", "model.language_model", "language_model.model")
 _PREFIXES = tuple(f"{model}.layers.77777" for model in _MODELS)
-# compressed-tensors' `format` values of each scheme.
+# Values of `format` in compressed-tensors, by scheme.
 _UNPACKED = ("float-quantized", "int-quantized", "naive-quantized")
 _PACKING_FORMATS = {
     "fp8_w8a8_tensor": _UNPACKED,
@@ -62,7 +62,7 @@ _PACKING_FORMATS = {
     "nvfp4_w4a16": ("nvfp4-pack-quantized",),
 }
 
-_MX_GROUP = 32  # columns of a scale of mxfp8
+_MX_GROUP = 32  # columns that share one scale in mxfp8
 _MXFP8 = "fp8_w8a16_block:block=1x32"
 _GROUP_SIZES = {"FP8_PB_WO": 128, "FP8_BLOCK_SCALES": 128, "MXFP8": _MX_GROUP}
 MIXED = "MIXED_PRECISION"  # modelopt's quant_algo for a format per module
@@ -74,15 +74,15 @@ Config = dict[str, Any]
 def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | None:
     """Return the scheme of `config`, an object of a config.json; None for an unquantized model.
 
-    path: of the file, for messages. depth: the maximum number of columns of a weight matrix. It
-    replaces a group size of -1, and becomes the group size of 4-bit per-channel scales. Raises
-    ConfigurationError if no scheme implements it.
+    path: path of the file, for messages. depth: the maximum number of columns of a weight matrix,
+    which is the group size of groups that span a row (a group size of -1, or 4-bit weights with
+    per-channel scales). Raises ConfigurationError if no scheme implements the quantization.
     """
     quantization = config.get("quantization_config", config.get("compression_config"))
     if quantization is None:
         if config.get("expert_dtype") is not None:
             got = f"expert_dtype = {shorten(config['expert_dtype'])}"
-            raise config_error(path, got, "a quantization_config too, or no expert_dtype")
+            raise config_error(path, got, "a quantization_config, or no expert_dtype")
         return None
     quantization = check_method(path, quantization)
     method = quantization["quant_method"]
@@ -107,14 +107,14 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
 
 
 def check_method(path: str, quantization: object) -> Config:
-    """Return a quantization_config whose method and keys are known, under its canonical name.
+    """Return a quantization_config in its canonical form (`quantization_aliases`).
 
-    Raises ConfigurationError for another one.
+    Raises ConfigurationError for an unknown method or key.
     """
     if not isinstance(quantization, dict):
         raise config_error(path, shorten(quantization), "an object")
     try:
-        quantization = canonical(quantization)
+        quantization = to_canonical(quantization)
     except ValueError as error:
         raise config_error(path, *error.args) from None
     method = quantization.get("quant_method")
@@ -132,9 +132,10 @@ def check_method(path: str, quantization: object) -> Config:
 
 
 def _resolve_full_row_groups(config: Config, depth: int) -> Config:
-    """Replace group sizes that span a row by `depth`, since a scheme has one size for all matrices.
+    """Replace sizes of groups that span a row with `depth`.
 
-    A matrix with fewer columns than `depth` still has one group per row.
+    A scheme has one group size for all matrices. A matrix with fewer columns than `depth` still has
+    one group per row.
     """
 
     def with_depth(args: Any) -> Any:
@@ -165,7 +166,10 @@ def _is_minus_one(value: object) -> bool:
 
 
 def quantizes_inputs(config: Mapping[str, Any]) -> bool:
-    """Return whether a quantization_config accepted by `scheme_of` also rounds experts' inputs."""
+    """Return whether a quantization_config also quantizes the inputs of experts.
+
+    config: a quantization_config that `scheme_of` accepts.
+    """
     if config["quant_method"] != "compressed-tensors":
         return str(config.get("quant_algo")) == "NVFP4"
     groups = config["config_groups"].values()
@@ -181,7 +185,7 @@ def _fp8(path: str, config: Config) -> str:
     activation_scheme = _require_one_of(
         path, config, "activation_scheme", ("dynamic", "static", None)
     )
-    if expert_dtype == "fp4":  # of the experts; the other options are of other modules
+    if expert_dtype == "fp4":  # the other options apply to other modules
         _require_one_of(path, config, "activation_scheme", ("dynamic", None))
         return "mxfp4_w4a16"
     block = config.get("weight_block_size")
@@ -196,7 +200,7 @@ def _fp8(path: str, config: Config) -> str:
 
 
 def _mxfp8(path: str, config: Config) -> str:
-    """Return the scheme of mxfp8: activations, which the recipe also rounds, stay in 16 bits."""
+    """Return the scheme of mxfp8. Activations stay in 16 bits, although mxfp8 also rounds them."""
     _require_one_of(path, config, "fmt", ("e4m3", "float8_e4m3fn", None))
     _require_one_of(path, config, "activation_scheme", ("dynamic", None))
     _require_one_of(path, config, "scale_fmt", ("ue8m0", None))
@@ -213,13 +217,13 @@ def _quark(path: str, config: Config) -> str:
     scheme = quark_scheme(options)
     if scheme is None:
         weight, inputs = options.get("weight"), options.get("input_tensors")
-        need = "fp8 by tensor, by channel and token, or by blocks of 128; mxfp8; mxfp4"
+        need = "fp8 per tensor, per channel and token, or per block of 128; mxfp8; mxfp4"
         raise config_error(path, f"weight {shorten(weight)}, input {shorten(inputs)}", need)
     return scheme
 
 
 def _fbgemm_fp8(path: str, config: Config) -> str:
-    """Return the scheme of FBGEMM's float8: scales by row of weights and by token."""
+    """Return the scheme of FBGEMM's float8, with one scale per row of weights and per token."""
     bound = config.get("activation_scale_ub")
     if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float)):
         raise config_error(path, f"activation_scale_ub = {shorten(bound)}", "a number")
@@ -240,13 +244,13 @@ def _gptq(path: str, config: Config) -> str:
         path, config, ("bits",), ("group_size",), zero_points=symmetric is False
     )
     act_order = _require_one_of(path, config, "desc_act", (False, True, None))
-    return _act_order(scheme) if act_order else scheme
+    return _with_act_order(scheme) if act_order else scheme
 
 
 def gptq_version(path: str, config: Mapping[str, Any]) -> int:
-    """Return 1 if zero points are stored minus one, 2 if they are stored unchanged.
+    """Return 1 if zero points are stored minus one, 2 if they are stored as they are.
 
-    Newer quantizers write `format`, older ones `checkpoint_format`, and some both.
+    Newer quantizers write `format`, older ones `checkpoint_format`, and some write both.
     """
     versions = {
         _require_one_of(path, dict(config), key, ("gptq", "gptq_v2", None))
@@ -259,7 +263,7 @@ def gptq_version(path: str, config: Mapping[str, Any]) -> int:
     return 2 if "gptq_v2" in versions else 1
 
 
-def _act_order(scheme: str) -> str:
+def _with_act_order(scheme: str) -> str:
     return scheme.replace("_group:", "_act_order:")
 
 
@@ -296,7 +300,7 @@ def _modelopt(path: str, config: Config) -> str:
         "FP8_PER_CHANNEL_PER_TOKEN": "fp8_w8a8_channel",
         "NVFP4": "nvfp4_w4a16",
         "W4A16_NVFP4": "nvfp4_w4a16",
-        # By blocks of 128 x 128: weights only, and with inputs.
+        # Blocks of 128 x 128, of weights only, and of weights and inputs.
         "FP8_PB_WO": "fp8_w8a16_block:block=128x128",
         "FP8_BLOCK_SCALES": "fp8_w8a8_block:block=128x128",
         "MXFP8": _MXFP8,
@@ -342,12 +346,12 @@ def _compressed_tensors(path: str, config: Config) -> str:
     parse = _float_scheme if weights.get("type") == "float" else _int_scheme
     scheme = parse(path, weights, inputs)
     if scheme is None:
-        need = "fp8 by tensor, channel or block, int8, int4 by group, mxfp4 or nvfp4"
+        need = "fp8 per tensor, channel or block; int8; int4 per group; mxfp4; nvfp4"
         raise config_error(
             path, f"weights {shorten(weights)}, input_activations {shorten(inputs)}", need
         )
     _check_packing(path, config, group, scheme)
-    return _act_order(scheme) if weights.get("actorder") == "group" else scheme
+    return _with_act_order(scheme) if weights.get("actorder") == "group" else scheme
 
 
 def _check_other_groups(path: str, groups: Mapping[str, Config], names: Sequence[str]) -> None:
@@ -466,11 +470,11 @@ def _raise_first(path: str, mismatches: Iterator[Mismatch]) -> None:
 
 
 def _check_overrides(path: str, config: Config) -> None:
-    """Raise ConfigurationError for per-module options that apply to experts of some layer.
+    """Raise ConfigurationError for options by module that apply to the experts of some layer.
 
-    GPTQModel's `dynamic` maps patterns to options: with prefix "-:" the modules are not quantized,
-    with "+:" or none they have other options. auto-round's `extra_config` and Quark's
-    `layer_quant_config` map module names.
+    GPTQModel's `dynamic` maps patterns to options. Modules of a pattern with the prefix "-:" are
+    not quantized; those of other patterns, which may have the prefix "+:", have these options.
+    auto-round's `extra_config` and Quark's `layer_quant_config` map names of modules to options.
     """
     for key in ("dynamic", "extra_config", "layer_quant_config"):
         entries = config.get(key)
@@ -521,7 +525,7 @@ _EXPERT_MODULES = tuple(_expert_modules())
 
 
 def _matches_experts(path: str, name: Any) -> bool:
-    """Return whether an entry matches an expert module of a layer that it does not name."""
+    """Return whether an entry matches experts of any layer, not only of layers that it names."""
     if not isinstance(name, str):
         raise config_error(path, shorten(name), "names of modules")
     if not name.strip("."):
@@ -545,10 +549,10 @@ def _require_one_of(path: str, config: Config, key: str, allowed: tuple[object, 
 
 
 def shorten(value: Any) -> str:
-    """Return a short text of a value, for messages."""
+    """Return a value as short text, for messages."""
     return re.sub(r"\s+", " ", repr(value))[:120]
 
 
 def config_error(path: str, got: str, need: str) -> ConfigurationError:
-    """Return the error of a quantization_config."""
+    """Return a ConfigurationError for a quantization_config."""
     return ConfigurationError(f"model {path[:200]}: quantization_config", got=got, need=need)

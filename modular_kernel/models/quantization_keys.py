@@ -10,8 +10,7 @@ from typing import Any
 
 Mismatch = tuple[str, str]  # (got, need)
 
-# Keys that `modular_kernel.models.quantization_config`, `module_quantization` beside it and
-# `modular_kernel.checkpoints.formats` read.
+# Keys that `quantization_config`, `module_quantization` and `checkpoints.formats` read.
 _USED_BY_ALL = (
     "quant_method",
     "modules_to_not_convert",
@@ -33,7 +32,7 @@ _READ_KEYS: dict[str, tuple[str, ...]] = {
         "expert_dtype",
     ),
     "mxfp8": ("activation_scheme", "weight_block_size", "fmt", "scale_fmt"),
-    # Inputs are not clipped to the bound of a token's scale, by which large outliers saturate.
+    # The bound of a token's scale is not applied, so inputs that would saturate do not.
     "fbgemm_fp8": ("activation_scale_ub",),
     "mxfp4": (),
     "quark": (
@@ -152,7 +151,7 @@ def unknown_keys(method: str, config: Mapping[str, Any]) -> Iterator[Mismatch]:
 
 
 def unknown_group_keys(name: str, group: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Yield such keys of one entry of config_groups, and of its weights and activations."""
+    """Yield the same for one entry of config_groups, and for its weights and activations."""
     path = f"config_groups.{name}."
     yield from _unknown(group, _USED_IN_GROUPS, (), {}, path)
     yield from _unknown_args(group, path)
@@ -181,7 +180,7 @@ def _unknown(
                 need = " or ".join(map(repr, allowed[:4]))
                 yield f"{path}{key} = {value!r}", f"{need}, or no such key"
         elif key not in harmless:
-            need = "no such key: it may change values, and no format here implements it"
+            need = "no such key: it may change values, and it is not implemented"
             yield f"{path}{key} = {value!r}", need
 
 

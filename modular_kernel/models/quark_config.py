@@ -11,7 +11,7 @@ from modular_kernel.models.quantization_keys import Mismatch, is_empty
 
 _MX_GROUP = 32
 _READ = ("dtype", "qscheme", "group_size", "block_size", "is_dynamic", "scale_format", "scale_type")
-# The search for scales, and the rounding of what is stored already.
+# Keys of the quantizer's search for scales, and of its rounding. The files contain the result.
 _HARMLESS = ("observer_cls", "round_method", "scale_calculation_mode", "zero_point_type")
 _ALLOWED: dict[str, tuple[object, ...]] = {
     "symmetric": (True,),
@@ -55,8 +55,8 @@ def quark_scheme(options: Mapping[str, Any]) -> str | None:
         return names.get(str(granularity))
     if not isinstance(inputs, Mapping) or inputs.get("dtype") != "fp8_e4m3":
         return None
-    by = (str(granularity), str(inputs.get("qscheme")), bool(inputs.get("is_dynamic")))
-    if by == ("per_block", "per_group", True):
+    granularities = (str(granularity), str(inputs.get("qscheme")), bool(inputs.get("is_dynamic")))
+    if granularities == ("per_block", "per_group", True):
         block = weight.get("block_size")
         is_block = block == [128, 128] and inputs.get("group_size") == block[1]
         return "fp8_w8a8_block:block=128x128" if is_block else None
@@ -64,7 +64,7 @@ def quark_scheme(options: Mapping[str, Any]) -> str | None:
         ("per_tensor", "per_tensor", False): "fp8_w8a8_tensor:static=true",
         ("per_tensor", "per_tensor", True): "fp8_w8a8_tensor",
         ("per_channel", "per_channel", True): "fp8_w8a8_channel",
-    }.get(by)
+    }.get(granularities)
 
 
 def unknown_quark_options(options: Mapping[str, Any]) -> Iterator[Mismatch]:
@@ -74,8 +74,8 @@ def unknown_quark_options(options: Mapping[str, Any]) -> Iterator[Mismatch]:
             if not is_empty(value) and name != "target_device":
                 yield f"global_quant_config.{name} = {value!r}", "weight and input_tensors only"
             continue
-        found = _single(value)
-        for key, item in found.items() if isinstance(found, Mapping) else ():
+        specification = _single(value)
+        for key, item in specification.items() if isinstance(specification, Mapping) else ():
             if is_empty(item) or key in (*_READ, *_HARMLESS):
                 continue
             allowed: tuple[object, ...] = _ALLOWED.get(key, ())
@@ -89,7 +89,7 @@ def unknown_quark_options(options: Mapping[str, Any]) -> Iterator[Mismatch]:
 def unknown_quark_keys(config: Mapping[str, Any]) -> Iterator[Mismatch]:
     """Yield (got, need) for top-level entries that may change results and are not implemented."""
     if not is_empty(config.get("layer_type_quant_config")):
-        yield "layer_type_quant_config", "options by name of module (layer_quant_config)"
+        yield "layer_type_quant_config", "options by module name (layer_quant_config)"
     algorithms = config.get("algo_config") or []
     for each in algorithms if isinstance(algorithms, list) else [algorithms]:
         name = each.get("name") if isinstance(each, Mapping) else each
@@ -102,6 +102,6 @@ def unknown_quark_keys(config: Mapping[str, Any]) -> Iterator[Mismatch]:
 
 
 def _single(specification: Any) -> Any:
-    """Return the only element of a list of specifications, else what is given."""
+    """Return the element of a list of one specification; return other values unchanged."""
     is_single = isinstance(specification, list) and len(specification) == 1
     return specification[0] if is_single else specification

@@ -1,7 +1,7 @@
-"""Published MoE models by name, with the sizes of their layers from the config.json of `source`.
+"""Published MoE models by name, with the sizes of their layers.
 
-Sizes and the scaling factor are of the routed experts, without shared experts. The quantization is
-that of the original publication; for other checkpoints of a model use their config.json.
+Sizes and scaling factors are those of the routed experts, without shared experts. The quantization
+is that of the original publication; for other checkpoints of a model, use their config.json.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 class Model:
     """The MoE layer of one published model.
 
-    source: repository on the Hugging Face hub. activation: as for ActivationSpec.parse(). scaling:
-    factor on the routed output. model_type: of transformers' class for the text-only model; "" if
-    there is none, or several. quant: the scheme of the experts in `source`.
+    source: repository on the Hugging Face hub whose config.json has these sizes. activation: as for
+    ActivationSpec.parse(). scaling: factor on the routed output. on_input: the router weight
+    multiplies the layer's input. model_type: model_type of the text-only model in transformers; ""
+    if there is none, or several. quant: the scheme of the experts in `source`.
     """
 
     source: str

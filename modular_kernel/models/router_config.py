@@ -1,6 +1,7 @@
 """The RouterSpec of a Hugging Face config.json, for model types whose routing code is known.
 
-A rule per model_type states what only the model's code determines; the rest is read from the file.
+A rule for each model_type has the properties that only the model's code determines; the rest is
+read from the file.
 """
 
 from dataclasses import dataclass, replace
@@ -11,8 +12,8 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.router import RouterSpec
 
 Config = dict[str, Any]
-_DEFAULT_FLOOR = 1e-12  # default of floor_key
-_FLOAT_TOLERANCE = 1e-9  # floats are the same up to this: a smaller eps does not change a sum
+_DEFAULT_FLOOR = 1e-12  # value of floor_key if the file has none
+_FLOAT_TOLERANCE = 1e-9  # smaller differences of eps and floor do not change the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +21,14 @@ class RoutingRule:
     """The routing code of one model_type.
 
     score, order, group_score, bias, eps: as in RouterSpec, where `bias` is its selection_bias.
-    score_key, bias_key: keys of the file that override score and bias. floor_key: key of
-        RouterSpec's floor. "" if the code reads no such key.
+    score_key, bias_key, floor_key: keys of the file with the score, the bias and RouterSpec's
+        floor, which take precedence; "" if the code does not read such a key.
     renormalize: whether the top-k weights are renormalized. None means the file's norm_topk_prob,
         or `renormalize_default` if the file has none.
     groups: default (n_group, topk_group); None if the code has no groups.
     zero_key: key of the number of zero experts.
     method_key: key of the topk_method, "greedy" (no groups, the default) or "group_limited_greedy".
-    required_values: (key, value) pairs. A file with another value of a key is refused; the key may
+    required_values: (key, value) pairs. A file with another value of a key is refused. The key may
         be absent.
     """
 
@@ -137,8 +138,8 @@ RULES: dict[str, RoutingRule] = {
 def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | None:
     """Return the router of a parsed config.json, or None if its model_type is not in RULES.
 
-    top_k: K of the layer. Raises ConfigurationError for a value that neither the code of the type
-    nor RouterSpec supports.
+    top_k: K of the layer. Raises ConfigurationError for a value that the model's code or RouterSpec
+    does not support.
     """
     rule = RULES.get(config["model_type"])
     if rule is None:
@@ -228,7 +229,7 @@ def _flag(path: Path, config: Config, key: str, *, default: bool) -> bool:
 
 
 def router_differences(spec: RouterSpec, other: RouterSpec) -> tuple[str, ...]:
-    """Return the names of the fields whose difference changes the result of the routing."""
+    """Return the names of the fields that differ in a way that changes the routing."""
     fields, other_fields = vars(_normalize(spec)), vars(_normalize(other))
     return tuple(n for n, value in fields.items() if not _is_same(value, other_fields[n]))
 

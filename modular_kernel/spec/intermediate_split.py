@@ -4,8 +4,8 @@
     split.width, split.columns(0), split.columns(7)     # 384, (0, 384), (2528, 2880)
 
 The weights of all ranks have the same width, so that all ranks run the same kernel. Shares end at
-the boundaries of quantization groups, so stored codes and scales do not change. If a rank holds
-fewer columns than the width, padding with zero weights follows them.
+boundaries of quantization groups, so that stored codes and scales do not change. A rank that holds
+fewer columns than the width is padded with zero weights.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from math import lcm
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.quantization import QuantScheme
 
-# Padded shares are multiples of the first of these that leaves columns for every rank. Rows of 16
-# values of one byte or more satisfy the alignment of TMA and of vector loads.
+# The width of padded shares is a multiple of the first of these that leaves columns for every rank.
+# 16 values of one byte or more satisfy the alignment of TMA and of vector loads.
 _ALIGNMENTS = (16, 8, 4, 2, 1)
-_WORDS = {"uint4": 8, "uint8": 4}  # values of a packed int32
+_VALUES_PER_WORD = {"uint4": 8, "uint8": 4}  # in a packed int32
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class IntermediateSplit:
 def columns_per_unit(scheme: QuantScheme, intermediate: int) -> int:
     """Return how many adjacent columns of I share a scale or a packed word and must not be split.
 
-    A single group of all columns may be split: each share then has a group with the same scale.
+    If one group covers all columns, it may be split: each share then has a group with that scale.
     """
-    word = _WORDS.get(scheme.weight, 1)
+    word = _VALUES_PER_WORD.get(scheme.weight, 1)
     if scheme.weight == "int8" and not scheme.quantizes_activations:
         word = 4
-    is_integer = scheme.weight in _WORDS
+    is_integer = scheme.weight in _VALUES_PER_WORD
     if scheme.granularity == "group" and is_integer and scheme.group[0] >= intermediate:
         return word
     return lcm(word, *scheme.group)
@@ -62,10 +62,11 @@ def columns_per_unit(scheme: QuantScheme, intermediate: int) -> int:
 def split_intermediate(intermediate: int, ranks: int, scheme: QuantScheme) -> IntermediateSplit:
     """Divide I over tensor-parallel ranks.
 
-    Equal shares are used if they cut neither a group nor a packed word. Otherwise each rank gets
+    Equal shares are used if they split neither a group nor a packed word. Otherwise each rank gets
     whole groups, some ranks one more than others, and the width is the size of the largest share.
-    If there are fewer groups than ranks, returns equal shares, which split groups (`formats.fit`
-    refuses this for stored weights), or raises ConfigurationError if there are none.
+    If there are fewer groups than ranks, equal shares split groups, which `formats.fit` refuses for
+    stored weights. Raises ConfigurationError if there are fewer groups than ranks and the columns
+    do not divide evenly.
     """
     unit, (share, remainder) = columns_per_unit(scheme, intermediate), divmod(intermediate, ranks)
     if not remainder and (ranks == 1 or share % unit == 0):

@@ -53,7 +53,10 @@ class AdapterSpec:
 
     @classmethod
     def parse(cls, text: object) -> "AdapterSpec | None":
-        """Parse the format of `str()`; None for "none". ConfigurationError for any other text."""
+        """Parse the format of `str()`. Returns None for "none".
+
+        Raises ConfigurationError for any other text.
+        """
         if isinstance(text, AdapterSpec):
             return text
         if not isinstance(text, str):
@@ -92,7 +95,7 @@ class AdapterSpec:
 
 @lru_cache(maxsize=64)
 def _parse(text: str) -> AdapterSpec:
-    """Parse a spec; cached, because many problems name the same one."""
+    """Parse a spec. Cached, because many problems name the same one."""
     items = text.split(",")
     options = [_OPTION.fullmatch(item) for item in items]
     keys = [match[1] or match[3] for match in options if match]
@@ -120,15 +123,17 @@ class Adapter:
     def share(
         self, rank: int, ranks: int, *, gated: bool = True, quant: QuantScheme | str = "none"
     ) -> "Adapter":
-        """Return one TP rank's shard; the shards split I, and their results add up.
+        """Return the shard of one tensor-parallel rank. The results of all shards add up.
 
         A of w1 and B of w2 are replicated. B of w1 is split by rows, separately for gate and up;
-        A of w2 is split by columns. gated: w1 has gate and up rows. Pass False for interleaved
-        rows, which are split in one piece, as without a gate. quant: the scheme of the layer's
-        weights on a rank, `layer.problem.quant`. The shards are those of the weights, padded with
-        zeros if these are (see `spec.intermediate_split`). Raises ConfigurationError if there are
-        more ranks than columns, and DtypeError or ShapeError if a tensor is not a valid adapter,
-        including a lora_b13 whose rows do not match `gated`.
+        A of w2 is split by columns. Each rank gets the same columns of I as in its weights, padded
+        with zeros if the weights are padded (`spec.intermediate_split`).
+
+        gated: whether w1 has gate rows before up rows. False if it has no gate, or if gate and up
+        rows are interleaved; the rows are then split in one piece. quant: the scheme of the layer's
+        weights, `layer.problem.quant`. Raises ConfigurationError if there are more ranks than
+        columns, and DtypeError or ShapeError if a tensor is not a valid adapter, or if the rows of
+        lora_b13 do not match `gated`.
         """
         expect("gated", gated, bool)
         check_tensors(vars(self))

@@ -1,13 +1,13 @@
 """Placement of experts on ranks, as data.
 
-    Placement.linear(10, 4).slots   ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9))
-    Placement.round_robin(6, 2)     (0, 2, 4), (1, 3, 5)
-    Placement.linear(4, 2).with_copies({3: (0,)})   rank 0 also holds expert 3
+    Placement.linear(10, 4).slots          ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9))
+    Placement.round_robin(6, 2).slots      ((0, 2, 4), (1, 3, 5))
+    Placement.from_eplb(phy2log, ranks=8)  from EPLB's map; `to_eplb` is the inverse
 
-A (logical) expert may have copies on several ranks; each pair goes to one of them.
+An expert may have copies on several ranks; each pair goes to one of them.
 
+    Placement.linear(4, 2).with_copies({3: (0,)})                         rank 0 also holds expert 3
     Placement.linear(4, 2).with_copies({0: (1,), 1: (1,)}).without([0])   rank 1 alone holds all
-    Placement.from_eplb(phy2log, ranks=8)                                 inverse: to_eplb
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,8 +40,8 @@ class Placement:
 
     slots[r][s] is the expert in slot s of rank r; its weights are w1[s] and w2[s].
 
-    Every expert in [0, experts) is on at least one rank, every rank holds at least one expert, and
-    no rank holds an expert twice; otherwise ConfigurationError.
+    Raises ConfigurationError unless every expert in [0, experts) is on at least one rank, every
+    rank holds at least one expert, and no rank holds an expert twice.
     """
 
     slots: tuple[tuple[int, ...], ...]
@@ -62,8 +62,9 @@ class Placement:
 
     @classmethod
     def linear(cls, experts: int, world_size: int) -> "Placement":
-        """Place contiguous blocks in rank order; the first experts % world_size ranks get an extra
-        expert.
+        """Place contiguous blocks in rank order.
+
+        The first experts % world_size ranks have one expert more than the others.
 
         >>> Placement.linear(6, 4).slots
         ((0, 1), (2, 3), (4,), (5,))
@@ -129,7 +130,7 @@ class Placement:
         return Placement(tuple(map(tuple, slots)))
 
     def without(self, ranks: Sequence[int]) -> "Placement":
-        """Return the placement of the remaining ranks, renumbered in order; no weight is moved.
+        """Return the placement that is left without some ranks. The others are renumbered in order.
 
         Raises ConfigurationError, naming the experts, if an expert has no copy left, or if no rank
         is left.
@@ -154,9 +155,9 @@ class Placement:
     ) -> "Placement":
         """Make a placement from one layer's row of EPLB's physical-to-logical map.
 
-        physical_to_logical: the logical expert of each physical one, in rank order, equally many
-        per rank; pass `.tolist()` of a tensor. join: if EPLB placed an expert twice on a rank, keep
-        one of the two; otherwise that raises ConfigurationError.
+        physical_to_logical: the logical expert of each physical one, in rank order, with equally
+        many per rank; pass `.tolist()` of a tensor. join: keep one copy of an expert that EPLB
+        placed twice on a rank. If False, such an expert raises ConfigurationError.
 
         >>> Placement.from_eplb([0, 1, 2, 0], 2).slots
         ((0, 1), (2, 0))
@@ -174,7 +175,10 @@ class Placement:
         return cls(tuple(tuple(dict.fromkeys(row)) if join else row for row in rows))
 
     def to_eplb(self) -> "EplbMaps":
-        """Return EPLB's three maps of one layer; ConfigurationError for unequal ranks."""
+        """Return EPLB's three maps of one layer.
+
+        Raises ConfigurationError if the ranks hold different numbers of experts.
+        """
         sizes = sorted({len(slots) for slots in self.slots})
         if len(sizes) > 1:
             got, need = f"{sizes[0]} to {sizes[-1]} experts on a rank", "the same number on each"
@@ -203,12 +207,12 @@ class Placement:
 
     @cached_property
     def is_linear(self) -> bool:
-        """Whether ranks hold contiguous blocks in order, as `linear` places them."""
+        """Whether this is the placement of `linear`."""
         return self == Placement.linear(self.experts, self.world_size)
 
     @cached_property
     def locations(self) -> "tuple[Locations, ...]":
-        """(rank, slot) of each copy of each expert, by rank."""
+        """For each expert, the (rank, slot) of its copies, in rank order."""
         locations: list[list[tuple[int, int]]] = [[] for _ in range(self.experts)]
         for rank, slots in enumerate(self.slots):
             for slot, expert in enumerate(slots):
@@ -218,8 +222,8 @@ class Placement:
     def expert_map(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return (experts,) int32: the slot of each expert on `rank`, -1 if it is on another rank.
 
-        With copies, several ranks map an expert and each would compute it; use `pairs_to_slots`
-        instead.
+        If experts have copies, use `pairs_to_slots` instead: with these maps, every rank that holds
+        an expert would compute all of its pairs.
         """
         expect("rank", rank, Annotated[int, Between(0, self.world_size - 1)])
         target = available_device(device, meta=True)
@@ -254,7 +258,10 @@ Locations = tuple[tuple[int, int], ...]
 
 
 def rank_tiers(rank: int, ranks_per_host: int | None = None) -> tuple[Sequence[int], ...]:
-    """Return `rank`, then the ranks of its host if hosts hold blocks of `ranks_per_host`."""
+    """Return sets of ranks, nearest first: `rank` alone, then all ranks of its host.
+
+    ranks_per_host: number of ranks on each host; None leaves out the second set.
+    """
     expect("rank", rank, Annotated[int, Between(0, MAX_INT32)])
     expect("ranks of a host", ranks_per_host, Count | None)
     if ranks_per_host is None:
@@ -286,7 +293,11 @@ class EplbMaps:
 
 @dataclass(frozen=True)
 class PlacementTables:
-    """homes_ER2: (E, R, 2) int32, (rank, slot) of up to R copies; copies_E: (E,), copy counts."""
+    """A placement as tensors.
+
+    homes_ER2: (E, R, 2) int32, the (rank, slot) of up to R copies of each expert. copies_E: (E,)
+    int32, the number of copies.
+    """
 
     homes_ER2: torch.Tensor
     copies_E: torch.Tensor

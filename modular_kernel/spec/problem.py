@@ -91,7 +91,7 @@ GATED = (
 )  # fmt: skip
 UNGATED = ("relu2", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul")
 _ALPHA_KINDS = ("swiglu_oai", "situ")
-_OPTIONAL_LIMIT_KINDS = ("gelu", "gelu_tanh", "situ")  # the limit is optional
+_OPTIONAL_LIMIT_KINDS = ("gelu", "gelu_tanh", "situ")
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ class ActivationSpec:
     up_first: bool = False
 
     def __post_init__(self) -> None:
-        given: object = self.interleaved
-        if given is None:
-            is_default = self.kind == "swiglu_oai" and self.up_first is False
-            object.__setattr__(self, "interleaved", is_default)
+        interleaved: object = self.interleaved
+        if interleaved is None:
+            default = self.kind == "swiglu_oai" and self.up_first is False
+            object.__setattr__(self, "interleaved", default)
         check_fields(self, "activation ")
         if self.kind not in GATED + UNGATED:
             need = f"one of {', '.join(GATED + UNGATED)}"
@@ -183,8 +183,8 @@ class ActivationSpec:
             limit = float(options["limit"]) if "limit" in options else default_limit
         except ValueError:
             raise ConfigurationError("activation", got=text, need="numbers") from None
-        given = {} if interleaved is None else {"interleaved": interleaved == "true"}
-        return cls(kind, alpha, limit, up_first=up_first == "true", **given)
+        layout = {} if interleaved is None else {"interleaved": interleaved == "true"}
+        return cls(kind, alpha, limit, up_first=up_first == "true", **layout)
 
     def __str__(self) -> str:
         options = [f"{k}={v}" for k in ("alpha", "limit") if (v := getattr(self, k)) is not None]
@@ -206,7 +206,7 @@ class Parallel:
 
     placement: a Placement, or "linear": each rank has a block of E / world_size experts, and the
     first ranks have one more if there is a remainder. rank: this rank. ranks_per_host: number of
-    ranks on each host, numbered consecutively; None if all ranks are on one host.
+    ranks on each host; ranks are numbered host by host. None if all ranks are on one host.
     """
 
     world_size: Count = 1
@@ -270,7 +270,8 @@ class Problem:
     chunk_tokens: split calls into chunks of at most this many tokens; None never splits.
     max_received: maximum number of rows that a rank may receive in a call; None means
         world_size * tokens.
-    graph, deterministic, asynchronous: properties that the pairing must have.
+    graph, deterministic, asynchronous: properties that the pairing must have: calls can be captured
+        in a CUDA graph, equal input gives equal bits, dispatch overlaps other work.
     batch_invariant: the output bits of a token must not depend on the other tokens of its call, on
         their number or order, on chunk_tokens, or on `tokens`.
     lora: "none", or the slots for adapters that the tokens of a call may select:

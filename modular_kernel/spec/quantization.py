@@ -21,14 +21,13 @@ class QuantScheme:
     scale: element type of weight scales. "float" is float32 or the problem's dtype; for integer
         weights it is float16 or bfloat16, whichever is the problem's dtype. With float8_e4m3fn,
         each matrix (gate, up, down) also has a float32 scale.
-    zero_points: weights are unsigned, with a zero point per group. Without, the zero point is the
+    zero_points: weights are unsigned, with a zero point per group. If False, the zero point is the
         middle of the range.
     act_order: columns of w1 and w2 are sorted by group (GPTQ's desc_act) instead of in the order of
         x and h. `w1_order` maps the columns of w1 to those of x, and the rows of w1 are in the
         order of the columns of w2.
     static: activation scales are given (a1_scale, a2_scale) instead of computed per call. For e2m1
-        activations there is one of x and one of h per expert, in addition to group scales, which
-        are computed.
+        activations, each expert has one for x and one for h; scales of groups are still computed.
     repacked: words of eight e2m1 weights hold their bits in an order that takes fewer
         instructions to unpack: `modular_kernel.quant.repacking`.
     """
@@ -63,7 +62,7 @@ class QuantScheme:
 
     @cached_property
     def scales_by_expert(self) -> bool:
-        """Whether a row is quantized with its expert's scale, so only after dispatch."""
+        """Whether rows are quantized after dispatch, because each expert has its own scale."""
         return self.activation == "float4_e2m1"
 
     @cached_property
@@ -80,7 +79,7 @@ class QuantScheme:
 
     @cached_property
     def packed(self) -> bool:
-        """Whether a byte of a weight holds two values, low nibble first along K unless repacked."""
+        """Whether a byte holds two weights of a row: low nibble first, unless repacked."""
         return self.weight in ("uint4", "float4_e2m1")
 
     @classmethod
@@ -101,7 +100,7 @@ class QuantScheme:
         return _parse(text)
 
     def _checked(self) -> "QuantScheme":
-        """Return this scheme if its name and options reproduce it; else ConfigurationError."""
+        """Return this scheme. Raises ConfigurationError if `parse` cannot return an equal one."""
         if self.name in QUANT_SCHEMES and QuantScheme.parse(str(self)) == self:
             return self
         raise ConfigurationError("quant", got=repr(self), need="a scheme that parse() can return")
@@ -168,7 +167,7 @@ QUANT_SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> QuantScheme:
-    """Parse a scheme; cached, because many problems name the same one."""
+    """Parse a scheme. Cached, because many problems name the same one."""
     name, _, options = text.partition(":")
     if name not in QUANT_SCHEMES:
         need = f"one of {', '.join(sorted(QUANT_SCHEMES))}"

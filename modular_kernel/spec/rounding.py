@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Roundings:
-    """Points between x and the output rows where a part rounds to the problem's dtype.
+    """Whether a part rounds intermediate values to the problem's dtype.
 
     weights: dequantized weights, before the GEMMs. gate_up: results of GEMM 1 with bias, before
-    the activation; otherwise they stay float32. rows: each pair's row, before router weights and
-    sums; otherwise sums over top-k use the float32 GEMM results.
+    the activation; otherwise they stay float32. rows: results of GEMM 2, before router weights and
+    the sum over top-k; otherwise these use the float32 results.
 
     Always rounded: h, before it is quantized or multiplied, and the layer's output. Never rounded:
     router weights, scales, and partial sums of GEMMs and of top-k, which are float32.

@@ -52,7 +52,7 @@ class RoutingData(NamedTuple):
 
 
 class Permutation(NamedTuple):
-    """A permutation and its inverse, (T * K,) int32; -1 marks unused entries."""
+    """A permutation (src_indx) and its inverse (dst_indx), (T * K,) int32. -1: an unused entry."""
 
     src_indx: torch.Tensor
     dst_indx: torch.Tensor
@@ -130,7 +130,10 @@ class RouterSpec:
             raise ConfigurationError("router groups", got=self.groups, need=need)
 
     def columns(self, experts: int) -> int:
-        """Return the number of logit columns for `experts`; ConfigurationError if invalid."""
+        """Return the number of logit columns: the experts and the zero experts.
+
+        Raises ConfigurationError if `experts` does not match the groups or the limits.
+        """
         expect("router experts", experts, int)
         columns = experts + self.zero_experts
         if experts < 1 or not self.top_k <= columns <= MAX_COLUMNS:

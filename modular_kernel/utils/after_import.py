@@ -1,4 +1,4 @@
-"""Calls that run once another package has been imported, without importing it."""
+"""Calls that are deferred until another package has been imported."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -9,7 +9,10 @@ from types import ModuleType
 
 
 def call_after_import(name: str, function: Callable[[], None]) -> None:
-    """Call a function when the module `name` has been executed, or now if it has been."""
+    """Call a function after the module `name` is imported, or now if it was already.
+
+    This does not import the module.
+    """
     if name in sys.modules:
         function()
     else:
@@ -17,7 +20,7 @@ def call_after_import(name: str, function: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing itself: it adds the call to the loader that the other finders return."""
+    """Adds the call to the loader that other finders return for a module."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self._name, self._function = name, function

@@ -27,7 +27,7 @@ from modular_kernel.errors import ConfigurationError, DeviceError
 
 MAX_INT32 = 2**31 - 1  # kernels index rows, columns, experts and a token's pairs with 32 bits
 
-Test = Callable[[object], bool]
+Predicate = Callable[[object], bool]
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ Count = Annotated[int, Between(1, MAX_INT32)]
 def check_fields(record: Any, prefix: str = "") -> None:
     """Check every field of a dataclass instance against its annotation.
 
-    prefix: put before a field's name in messages. Raises ConfigurationError for the first invalid
-    field.
+    prefix: text before the field's name in messages. Raises ConfigurationError for the first
+    invalid field.
     """
     if is_compiling():
         return
@@ -78,9 +78,9 @@ def expect(what: str, value: object, kind: Any) -> None:
 
 
 def expect_each(what: str, values: object, kind: Any) -> tuple[Any, ...]:
-    """Return `values` as a tuple if each matches the annotation `kind`; else ConfigurationError.
+    """Return `values` as a tuple. Raises ConfigurationError unless each matches `kind`.
 
-    The error shows the first invalid value, or the type of a non-iterable.
+    kind: an annotation. The error shows the first invalid value, or the type of a non-iterable.
     """
     test, need = _test(kind)
     is_sequence = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)
@@ -97,7 +97,10 @@ def expect_each(what: str, values: object, kind: Any) -> tuple[Any, ...]:
 
 
 def parse_device(device: object) -> torch.device:
-    """Return a device, available or not; ConfigurationError if `device` does not name one."""
+    """Return `device` as a torch.device, which need not be available.
+
+    Raises ConfigurationError if it does not name a device.
+    """
     if isinstance(device, torch.device):
         return device
     try:
@@ -112,8 +115,9 @@ def parse_device(device: object) -> torch.device:
 def available_device(device: object, *, meta: bool = False, what: str = "device") -> torch.device:
     """Return a device on which torch can allocate tensors, with its index.
 
-    meta: accept the meta device, whose tensors have no memory. Raises ConfigurationError if
-    `device` does not name a device, and DeviceError if the device is not available.
+    meta: accept the meta device, whose tensors have no memory. what: the argument's name in
+    messages. Raises ConfigurationError if `device` does not name a device, and DeviceError if the
+    device is not available.
     """
     parsed = parse_device(device)
     try:
@@ -130,7 +134,7 @@ def available_device(device: object, *, meta: bool = False, what: str = "device"
 
 
 def format_value(value: object) -> object:
-    """Format `value` for a message: short, and without reading tensor values."""
+    """Return `value` in a short form for a message, without reading tensor values."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an int of {value.bit_length()} bits"
     if value is None or isinstance(value, bool | int | float | Enum):
@@ -145,13 +149,13 @@ def format_value(value: object) -> object:
 
 
 @cache
-def _field_tests(cls: Any) -> tuple[tuple[str, Test, str], ...]:
+def _field_tests(cls: Any) -> tuple[tuple[str, Predicate, str], ...]:
     hints = get_type_hints(cls, include_extras=True)
     return tuple((field.name, *_test(hints[field.name])) for field in fields(cls))
 
 
 @cache
-def _test(kind: Any) -> tuple[Test, str]:
+def _test(kind: Any) -> tuple[Predicate, str]:
     """Return a predicate for values of `kind`, and its description for messages."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
@@ -175,13 +179,13 @@ def _test(kind: Any) -> tuple[Test, str]:
     return _test_class(kind)
 
 
-def _test_union(kinds: tuple[Any, ...]) -> tuple[Test, str]:
+def _test_union(kinds: tuple[Any, ...]) -> tuple[Predicate, str]:
     tests, descriptions = zip(*map(_test, kinds), strict=True)
     first, rest = tests[0], tests[1] if len(tests) == 2 else _test_union(kinds[1:])[0]
     return lambda value: first(value) or rest(value), " or ".join(descriptions)
 
 
-def _test_class(kind: type) -> tuple[Test, str]:
+def _test_class(kind: type) -> tuple[Predicate, str]:
     if kind is NoneType:
         return lambda value: value is None, "None"
     if kind is bool:
@@ -200,7 +204,7 @@ def _is_finite(value: object) -> bool:
     return -float_info.max <= value <= float_info.max  # a huge int must not overflow in isfinite
 
 
-def _test_annotated(kind: Any, limit: Between | OneOf) -> tuple[Test, str]:
+def _test_annotated(kind: Any, limit: Between | OneOf) -> tuple[Predicate, str]:
     test, description = _test(kind)
     if isinstance(limit, OneOf):
         allowed = limit.values
@@ -209,7 +213,7 @@ def _test_annotated(kind: Any, limit: Between | OneOf) -> tuple[Test, str]:
     return lambda value: test(value) and low <= value <= high, f"{description} {limit}"
 
 
-def _test_frozenset(kind: Any) -> tuple[Test, str]:
+def _test_frozenset(kind: Any) -> tuple[Predicate, str]:
     test, description = _test(kind)
 
     def test_value(value: object) -> bool:
@@ -218,7 +222,7 @@ def _test_frozenset(kind: Any) -> tuple[Test, str]:
     return test_value, f"a frozenset, each {description}"
 
 
-def _test_tuple(kinds: tuple[Any, ...]) -> tuple[Test, str]:
+def _test_tuple(kinds: tuple[Any, ...]) -> tuple[Predicate, str]:
     if kinds[-1] is Ellipsis:
         test_item, item = _test(kinds[0])
         return (

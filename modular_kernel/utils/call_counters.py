@@ -1,7 +1,7 @@
-"""Counters of a kernel's calls, added up on the host without synchronization.
+"""Counters of a kernel's calls, on the host and without synchronization.
 
-A replayed call adds one to a number that its recording holds; everything else is counted where the
-call runs the parts' host code, which takes many times longer.
+A replayed call only increments a number that its recording holds, because it must be fast. Other
+calls run the parts' host code, which takes many times longer than counting.
 """
 
 import threading
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-RECORDED = "recorded"  # the first call of a signature, whose launches are replayed later
+# Reasons why a call was not replayed. RECORDED is the first call of a signature, whose launches
+# later calls replay.
+RECORDED = "recorded"
 OWN_WORKSPACE = "own workspace"
 ALLOCATES = "a part allocates its output"
 NOT_DECLARED = "a part is not replayable"
@@ -19,7 +21,7 @@ OBSERVED = "profiled, or an output overlaps an input"
 
 
 class CallCounters:
-    """Calls and tokens of one kernel: those replayed, by plan, and all others, by their reason."""
+    """Calls and tokens of one kernel: replayed calls by plan, and other calls by their reason."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +30,7 @@ class CallCounters:
         self._replayed: list[ReplayCounts] = []
 
     def __reduce__(self) -> tuple[type["CallCounters"], tuple[()]]:
-        """Return what makes a copy, which starts at 0."""
+        """Pickle and copy without the counts: the copy starts at 0."""
         return CallCounters, ()
 
     def after_fork(self) -> None:
@@ -65,13 +67,13 @@ class CallCounters:
 
 
 class ReplayCounts:
-    """Replayed calls of one plan, by number of tokens. The plan's lock is held while one counts."""
+    """Replayed calls of one plan, by number of tokens. The plan's lock guards them."""
 
     def __init__(self) -> None:
         self._cells: dict[int, list[int]] = {}
 
     def cell(self, tokens: int) -> list[int]:
-        """Return the list whose only number counts the replayed calls of `tokens` tokens."""
+        """Return a list with one number: the count of replayed calls of `tokens` tokens."""
         return self._cells.setdefault(tokens, [0])
 
     def totals(self) -> tuple[int, int]:
@@ -81,7 +83,7 @@ class ReplayCounts:
 
 
 class DelayedValue:
-    """Reads an integer tensor without waiting: on a GPU, the value of an earlier read."""
+    """Reads an integer tensor without waiting; on a GPU, the value is that of an earlier read."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -92,7 +94,10 @@ class DelayedValue:
         return DelayedValue, ()
 
     def read(self, tensor: torch.Tensor) -> int:
-        """Return the value of `tensor` (1,); on a GPU, as last copied, and start another copy."""
+        """Return the value of `tensor`, (1,).
+
+        On a GPU, return the value that was copied last, and start another copy.
+        """
         if not tensor.is_cuda:
             return int(tensor.item())
         if torch.cuda.is_current_stream_capturing():

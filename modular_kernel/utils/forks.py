@@ -1,8 +1,8 @@
-"""Fork safety: repair of inherited state (locks, thread pools, GPUs, process groups) in a child.
+"""Fork safety: repair of state that a forked child inherits (locks, thread pools, GPUs, groups).
 
-`os.fork` copies the parent's memory but only the calling thread. A lock held by another thread
-stays locked in the child, data that thread was writing stays incomplete, and neither a CUDA context
-nor a connection to other ranks can be used. Each object with such state is either registered with
+`os.fork` copies the parent's memory but only the calling thread. In the child, a lock that another
+thread held stays locked, data that it was writing stays incomplete, and a CUDA context or a
+connection to other ranks cannot be used. Each object with such state is either registered with
 `on_fork`, which calls its `after_fork` in the child, or records `generation()` when it is created
 and calls `check_process` before use.
 """
@@ -36,7 +36,7 @@ _registered: set["weakref.ref[Forkable]"] = set()
 
 
 def generation() -> int:
-    """Return the number of forks, seen by Python, between the first ancestor and this process."""
+    """Return the number of forks (by `os.fork`) between the first ancestor and this process."""
     return _generation[0]
 
 
@@ -46,7 +46,7 @@ def on_fork(owner: Forkable) -> None:
 
 
 def reset_lock(lock: Any) -> bool:
-    """Reset an RLock in a child unless the forking thread holds it; return whether it does.
+    """Reset an RLock in a child, unless the forking thread holds it. Returns whether it does.
 
     A thread that forks inside its own `with lock` block exits that block in the child as well.
     """

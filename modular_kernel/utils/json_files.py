@@ -17,9 +17,10 @@ from modular_kernel.errors import ConfigurationError
 
 
 def read_file(path: Path, max_bytes: int, *, follow_links: bool = True) -> bytes:
-    """Read a regular file of at most `max_bytes`; ValueError if unsuitable, OSError if missing.
+    """Read a regular file of at most `max_bytes`. A pipe does not block.
 
-    follow_links: whether the path may be a symbolic link. Opening does not block on a pipe.
+    follow_links: whether the path may be a symbolic link. Raises OSError if the file cannot be
+    opened, ValueError if it is not a regular file or too large.
     """
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(path, flags if follow_links else flags | getattr(os, "O_NOFOLLOW", 0))
@@ -34,9 +35,10 @@ def read_file(path: Path, max_bytes: int, *, follow_links: bool = True) -> bytes
 
 
 def parse(text: str | bytes, *, allow_constants: bool = False) -> Any:
-    """Parse UTF-8 JSON whose objects have unique keys; ValueError gives the reason.
+    """Parse UTF-8 JSON whose objects have unique keys.
 
-    allow_constants: accept NaN and Infinity, which are not standard JSON.
+    allow_constants: accept NaN and Infinity, which are not standard JSON. Raises ValueError with
+    the reason for other text.
     """
     if isinstance(text, bytes):
         try:
@@ -51,7 +53,10 @@ def parse(text: str | bytes, *, allow_constants: bool = False) -> Any:
 
 
 def parse_record(text: str, schema: str, what: str) -> dict[str, Any]:
-    """Parse an object whose "schema" must equal `schema`; else ConfigurationError."""
+    """Parse an object. Raises ConfigurationError unless its "schema" equals `schema`.
+
+    what: name of the record in messages.
+    """
     parsed = parse(text, allow_constants=True)
     actual = parsed.get("schema") if isinstance(parsed, dict) else None
     if actual != schema:
@@ -61,7 +66,7 @@ def parse_record(text: str, schema: str, what: str) -> dict[str, Any]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file atomically; on failure it is unchanged."""
+    """Write a file atomically. On failure, it is unchanged."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

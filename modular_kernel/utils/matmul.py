@@ -1,10 +1,10 @@
-"""Matrix multiplication on a CPU that reads only its operands.
+"""Matrix multiplication that reads no values besides its operands on a CPU.
 
 On a CPU with AMX, oneDNN multiplies 16-bit matrices in tiles of 32 columns. If K is not a multiple
 of 32, it reads past the end of a row, into a gap between rows or the next row, and multiplies those
 values by zero. A NaN or infinity of one token, or a stale value in a buffer, then makes another
-token's results NaN. These functions pad K with zeros and remove gaps from operands. On a GPU they
-call torch with the operands unchanged.
+token's results NaN. These functions pad K with zeros and remove gaps from operands. On a GPU, they
+pass the operands to torch unchanged.
 """
 
 import torch
@@ -34,7 +34,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def compact(matrix: torch.Tensor) -> torch.Tensor:
     """Return the matrix with contiguous rows or columns.
 
-    Returns a matrix unchanged if it is compact already or not on a CPU; otherwise copies it.
+    A matrix that is compact already, or is not on a CPU, is returned unchanged; others are copied.
     """
     if matrix.device.type != "cpu" or _is_compact(matrix):
         return matrix
@@ -48,7 +48,7 @@ def _is_compact(matrix: torch.Tensor) -> bool:
 
 
 def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (M, K) and (K, N) operands that are safe on a CPU, K padded with zeros if needed."""
+    """Return compact (M, K) and (K, N) operands, with K padded with zeros if necessary."""
     if a.device.type != "cpu":
         return a, b
     padding = -a.shape[1] % _TILE if a.itemsize == 2 else 0

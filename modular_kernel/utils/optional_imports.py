@@ -1,8 +1,8 @@
 """Imports of third-party packages, with a deadline and validation.
 
-A package can raise, exit or hang while it is imported. So that this does not affect other parts,
-each import runs in its own thread with a deadline. A thread that does not finish is abandoned; it
-is a daemon and ends with the process.
+A package can raise, exit or hang while it is imported. To protect other parts from this, each
+import runs in its own thread with a deadline. A thread that does not finish is abandoned; it is a
+daemon and ends with the process.
 """
 
 import logging
@@ -16,7 +16,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.text import printable
 
 _LOG = logging.getLogger("modular_kernel.parts")
-_WARN_AFTER_S = 5.0  # before a warning is logged
+_WARN_AFTER_S = 5.0
 _MAX_CHARS = 500  # characters of another package's message
 
 # Import packages of this distribution other than modular_kernel.
@@ -24,12 +24,11 @@ OWN_PACKAGES = ("prepare_finalize", "experts", "topk_reduce")
 
 
 def load_with_deadline(load: Callable[[], object], seconds: float, origin: str) -> object:
-    """Run `load` in its own thread; return its result or raise its exception.
+    """Run `load` in its own thread, and return its result or raise its exception.
 
-    origin: the entry point, for the log. Raises TimeoutError, with the line it hangs at, if `load`
-    does not finish within `seconds`. An exception that is not an Exception, such as
-    KeyboardInterrupt or SystemExit, is raised as RuntimeError, because it must not stop this
-    process.
+    origin: the entry point, for the log. Raises TimeoutError, with the line at which it hangs, if
+    `load` does not finish within `seconds`. KeyboardInterrupt, SystemExit and other exceptions that
+    are not an Exception are raised as RuntimeError, because they must not stop this process.
     """
     results: list[object] = []
     failures: list[BaseException] = []
@@ -66,7 +65,7 @@ def _current_line(ident: int | None) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Format another package's exception as one printable line, the text cut at 500 characters."""
+    """Return another package's exception as one printable line of at most about 500 characters."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001  its __str__ is third-party code too
@@ -77,7 +76,7 @@ def describe_error(error: BaseException) -> str:
 def require_own_package(package: str) -> None:
     """Raise ConfigurationError if importing `package` would not load this distribution's package.
 
-    For example, a user's experts.py is reported instead of being loaded as a part.
+    For example, a user's experts.py would be imported instead of the package `experts`.
     """
     shadow = shadow_of(package)
     if shadow is not None:

@@ -1,7 +1,7 @@
 """Identification of optional packages by their content, for names that are not unique.
 
-A package index may hold an unrelated package of the same name, or an old version; another project
-may vendor a copy. Only files are inspected; nothing is imported before a package is chosen.
+A package index may have an unrelated package of the same name, or an old version; another project
+may contain a copy. Only files are inspected; nothing is imported before a package is selected.
 """
 
 import re
@@ -17,7 +17,7 @@ from types import ModuleType
 from modular_kernel.errors import ConfigurationError
 
 _VERSION = re.compile(r"""^__version__\s*=\s*['"]([^'"]{1,40})['"]""", re.MULTILINE)
-_MAX_BYTES = 1 << 20  # read from each inspected file
+_MAX_BYTES = 1 << 20  # read at most this much of each inspected file
 # Exceptions seen when a package built for another torch, GPU or toolkit is imported.
 _FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
 
@@ -26,12 +26,12 @@ _FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
 class PackageProbe:
     """An optional package, identified by its content.
 
-    name: as in `Requirements.packages`.
-    places: candidate folders in order of preference, each an importable package with an optional
-        subfolder: "deep_gemm", "vllm/third_party/deep_gemm".
-    markers: (file in the folder, text in the file); all must be present.
-    need: what the markers indicate, for messages.
-    source: how to install it.
+    name: its name in `Requirements.packages`.
+    places: candidate folders in order of preference. Each is an importable package, optionally with
+        a subfolder, such as "deep_gemm" or "vllm/third_party/deep_gemm".
+    markers: pairs of a file in the folder and a text in that file. All must be present.
+    need: the package that the markers identify, for messages.
+    source: how to install it, for messages.
     version_file: the file that defines `__version__`.
     """
 
@@ -45,7 +45,10 @@ class PackageProbe:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Location of a package, or the reason why no candidate matches ("" without candidates)."""
+    """The location of a package.
+
+    folder: None if no candidate matches; `reason` then says why, or is "" without candidates.
+    """
 
     folder: Path | None = None
     version: str = ""
@@ -72,7 +75,7 @@ def importing(probe: PackageProbe, *, need: str) -> Iterator[Path]:
     """Yield the folder of a probed package, to import it from there.
 
     need: description of a usable copy, for messages. Raises ConfigurationError if the package is
-    missing, or if importing it fails as a build for another machine does.
+    missing, or if the block raises an exception that a build for another machine raises.
     """
     result = find(probe)
     if result.folder is None:
@@ -86,7 +89,7 @@ def importing(probe: PackageProbe, *, need: str) -> Iterator[Path]:
 
 
 def import_from_folder(folder: Path, name: str) -> ModuleType:
-    """Import the package in a folder under `name`; remove it from sys.modules if that fails."""
+    """Import the package in a folder under `name`. If that fails, `name` is not in sys.modules."""
     spec = spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -111,20 +114,20 @@ def unload(name: str) -> None:
 
 
 def probe_all(probes: Iterable[PackageProbe]) -> tuple[frozenset[str], dict[str, str]]:
-    """Return the names of available packages, and why others of the same name do not match."""
+    """Return the names of the packages that are available, and by name why others do not match."""
     results = {probe.name: find(probe) for probe in probes}
     available = frozenset(name for name, result in results.items() if result.folder is not None)
     return available, {name: result.reason for name, result in results.items() if result.reason}
 
 
 def version_in(folder: Path, file: str = "__init__.py") -> str:
-    """Return the `__version__` in a file of a package, "" if it has none."""
+    """Return the `__version__` in a file of a package; "" if it has none."""
     match = _VERSION.search(_text(folder / file) or "")
     return match[1] if match else ""
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the version of an installed distribution, without importing it; else None."""
+    """Return the version of a distribution, without importing it; None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Progress of long loops in log lines, at most one each five seconds.
+"""Progress of long loops in the log, at most one line every five seconds.
 
 for expert in logged(experts, "model.layers.3.mlp.experts", "experts"):
     ...   # INFO modular_kernel.loading: model.layers.3.mlp.experts: 40 of 128 experts in 5.1 s
@@ -16,10 +16,9 @@ T = TypeVar("T")
 
 
 def logged(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
-    """Yield the items of a loop; log the number of finished ones if the loop takes long.
+    """Yield the items, and log the number of finished ones every five seconds.
 
-    what, unit: name of the loop's subject and of its items. A loop of less than five seconds logs
-    nothing.
+    what: name of what is processed. unit: name of its items, in the plural.
     """
     start = last = time.monotonic()
     for done, item in enumerate(items):

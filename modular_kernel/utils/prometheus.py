@@ -37,15 +37,17 @@ def prometheus_text(counted: Mapping[str, Counted]) -> str:
     """Return the counters in Prometheus's text exposition format, version 0.0.4.
 
     counted: kernels (`FusedMoEModularKernel`) and layers (`FusedMoE`, `FusedMoEWithLoRA`) by name.
-    Metrics of a layer have the label "layer", those of a kernel "kernel". A kernel that several
-    layers use is counted once, by the first name that uses it.
+    Metrics of a layer have the label "layer", those of a kernel the label "kernel". A kernel that
+    several layers use is counted once, under the name of the first one.
     """
     layers, kernels = {}, dict[int, tuple[str, dict[str, object]]]()
-    for name, thing in counted.items():
-        used = getattr(thing, "kernels", None)
-        if used is not None:
-            layers[name] = thing.counters()
-        for number, kernel in enumerate([thing] if used is None else used()):
+    for name, owner in counted.items():
+        kernels_of_layer = getattr(owner, "kernels", None)
+        if kernels_of_layer is not None:
+            layers[name] = owner.counters()
+        for number, kernel in enumerate(
+            [owner] if kernels_of_layer is None else kernels_of_layer()
+        ):
             label = name if number == 0 else f"{name}/{number}"
             kernels.setdefault(id(kernel), (label, kernel.counters()))
     labelled = dict(kernels.values())

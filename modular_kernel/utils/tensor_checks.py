@@ -4,8 +4,8 @@
     check_output("out", out, {"rows": rows})                 # shares no memory with inputs
     check_no_gradients({"x": x_TH, "w1": w1_eNH})            # kernels are forward only
 
-Nothing here synchronizes with a device. Planned calls repeat only `check_strided` for every tensor;
-comparing addresses makes the other checks unnecessary.
+Nothing here synchronizes with a device. Calls of a plan repeat only `check_strided` for every
+tensor. They also compare addresses, which makes the other checks unnecessary.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -45,7 +45,7 @@ def compile_only() -> Iterator[None]:
 
 
 def is_dense(value: object) -> bool:
-    """Return whether `check_strided` accepts `value`; False also for tensors it may accept."""
+    """Return True if `check_strided` accepts `value`. False means that it may or may not."""
     return (
         type(value) in _PLAIN_TYPES
         and value.layout is torch.strided  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def is_dense(value: object) -> bool:
 
 
 def check_strided(what: str, value: object) -> None:
-    """Check that `value` is a dense tensor; its memory is not checked (see `check_tensor`).
+    """Check that `value` is a dense tensor. Its memory is not checked (see `check_tensor`).
 
     Raises DtypeError for a non-tensor, an uninitialized parameter or a quantized tensor,
     LayoutError for a nested, sparse or lazily negated tensor or a DTensor.
@@ -86,7 +86,7 @@ def check_local(what: str, value: torch.Tensor) -> None:
 def check_tensor(
     what: str, value: object, *, device: torch.device | None = None, meta: bool = False
 ) -> torch.Tensor:
-    """Return `value` if it is a plain tensor whose values can be read; else raise an InputError.
+    """Return `value`. Raises an InputError unless it is a plain tensor whose values can be read.
 
     what: the tensor's name in messages. device: required device; None accepts any.
     meta: accept a tensor without memory (meta or fake), for functions that read no values.
@@ -116,14 +116,14 @@ def check_tensor(
         if not meta and not _compile_only.get():
             raise DeviceError(what, got=f"{value.device}, without memory", need="values")
     else:
-        check_held(what, value)
+        check_storage(what, value)
     if forward_ad._current_level >= 0 and _unpack_dual(value).tangent is not None:
-        raise _tangent_lost(what)
+        raise _tangent_error(what)
     return value
 
 
 def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether `check_tensor` accepts `value`; False also for tensors it may accept.
+    """Return True if `check_tensor` accepts `value`. False means that it may or may not.
 
     A fast path for contiguous tensors that start at the beginning of their storage.
     """
@@ -148,7 +148,7 @@ def check_tensors(
     device: torch.device | None = None,
     meta: bool = False,
 ) -> None:
-    """Call `check_tensor` on each tensor of a mapping; those named in `optional` may be None."""
+    """Call `check_tensor` on each tensor of a mapping. Those named in `optional` may be None."""
     for what, value in tensors.items():
         if value is not None or what not in optional:
             check_tensor(what, value, device=device, meta=meta)
@@ -159,8 +159,8 @@ def check_output(
 ) -> None:
     """Raise ConfigurationError if the tensor to write shares memory with one that is read.
 
-    output and the values of `inputs`: tensors that passed `check_tensor`. Raises LayoutError if
-    `output` has overlapping elements, as an expanded tensor does.
+    output, inputs: tensors that passed `check_tensor`. Raises LayoutError if elements of `output`
+    overlap, as those of an expanded tensor do.
     """
     if is_compiling() or output.is_meta or isinstance(output, FakeTensor):
         return
@@ -173,7 +173,7 @@ def check_output(
             raise ConfigurationError(what, got=f"memory of {name}", need="separate memory")
 
 
-def check_held(what: str, tensor: torch.Tensor) -> None:
+def check_storage(what: str, tensor: torch.Tensor) -> None:
     """Raise LayoutError unless a tensor's storage covers its shape and strides."""
     if tensor.is_meta or not tensor.numel():
         return  # device checks reject meta tensors where necessary
@@ -230,7 +230,7 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def wants_gradient(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether a gradient would be lost: requires_grad, or a forward-mode tangent."""
+    """Return whether a gradient would be lost: of a tensor that requires grad, or a tangent."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
@@ -249,9 +249,9 @@ def check_no_gradients(tensors: Mapping[str, torch.Tensor | None]) -> None:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present.values()):
         got, need = f"{names} that require grad", "torch.no_grad() or inference_mode()"
         raise UnsupportedError("gradients", got=got, need=need)
-    raise _tangent_lost(names)
+    raise _tangent_error(names)
 
 
-def _tangent_lost(names: str) -> UnsupportedError:
+def _tangent_error(names: str) -> UnsupportedError:
     got, need = f"{names} with a forward gradient", "no dual tensors: unpack_dual(x).primal"
     return UnsupportedError("gradients", got=got, need=need)

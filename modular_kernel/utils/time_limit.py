@@ -1,4 +1,4 @@
-"""Interrupting a computation of the main thread after some time."""
+"""A time limit for a block of code in the main thread."""
 
 import signal
 import threading
@@ -11,16 +11,16 @@ _REPEAT_S = 1.0  # code that ignores all exceptions, such as a finalizer, may sw
 
 
 class TimeLimitReached(BaseException):
-    """Raised inside `time_limit` when its time is over; `except Exception` does not catch it."""
+    """Raised inside `time_limit` when the time is over. `except Exception` does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
     """Raise TimeLimitReached inside the block once `seconds` have passed; None sets no limit.
 
-    An operation that does not return to Python, such as a matrix product, ends first. Outside the
-    main thread, and on systems without SIGALRM, nothing is raised. A timer of the caller continues
-    afterwards.
+    An operation that does not return to Python, such as a matrix product, is not interrupted but
+    finishes first. Outside the main thread, and on systems without SIGALRM, nothing is raised. A
+    timer of the caller continues afterwards.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if seconds is None or not in_main_thread or not hasattr(signal, "SIGALRM"):

@@ -111,7 +111,7 @@ def test_the_other_version_is_refused(library: str, name: str, why: str, rows: d
 def test_those_that_quantize_do_so_in_each_dispatch(library: str, name: str, rows: dict) -> None:
     for row in rows[library, name]:
         if row.quant == "none":
-            assert (row.status, row.note) == ("refused", "bfloat16 rows travel as they are")
+            assert (row.status, row.note) == ("refused", "bfloat16 rows are not quantized")
         else:
             assert row.status == "ok", row.note
             assert 0 < row.error < 0.07

@@ -175,9 +175,9 @@ def test_specifications_of_quark(weight: Any, inputs: Any, scheme: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (quark(dtype="int4"), "need fp8 by tensor"),
-        (quark(group_size=64), "need fp8 by tensor"),
-        (quark(is_dynamic=True), "need fp8 by tensor"),
+        (quark(dtype="int4"), "need fp8 per tensor"),
+        (quark(group_size=64), "need fp8 per tensor"),
+        (quark(is_dynamic=True), "need fp8 per tensor"),
         (quark(symmetric=False), "weight.symmetric = False"),
         (quark(is_scale_quant=True), "weight.is_scale_quant = True"),
         (quark(rotated=1), "weight.rotated = 1"),
@@ -365,6 +365,6 @@ def test_int4_weights_with_8_bit_activations_are_refused(inputs: str) -> None:
     config = json.loads(json.dumps(CHECKPOINT_FORMATS["compressed int4"].config))
     activations = {"num_bits": 8, "type": inputs, "strategy": "token", "dynamic": True}
     config["config_groups"]["group_0"]["input_activations"] = activations
-    message = r"weights \{'num_bits': 4.*input_activations \{'num_bits': 8.*need .*int4 by group"
+    message = r"weights \{'num_bits': 4.*input_activations \{'num_bits': 8.*need .*int4 per group"
     with pytest.raises(ConfigurationError, match=message):
         format_of(config)

@@ -1,4 +1,4 @@
-"""Facts given as no fact can be: every field of every record that a caller writes, and junk."""
+"""Wrong values in every public field of every record raise typed errors."""
 
 import itertools
 from collections.abc import Callable
@@ -104,8 +104,8 @@ def test_junk_in_two_fields_of_a_problem() -> None:
 
 
 @pytest.mark.parametrize("experts", [2**31, 2**20, 2**63])
-def test_a_table_of_experts_is_not_begun(experts: int) -> None:
-    """A tuple of 2^31 numbers would take the machine's memory first."""
+def test_a_placement_of_too_many_experts_is_refused_before_allocation(experts: int) -> None:
+    """A tuple of 2^31 numbers would exhaust the memory of the machine."""
     for make in (
         lambda: Problem(tokens=1, hidden=8, intermediate=8, experts=experts, top_k=1),
         lambda: Placement.linear(experts, 1),
@@ -116,7 +116,7 @@ def test_a_table_of_experts_is_not_begun(experts: int) -> None:
             make()
 
 
-def test_most_that_a_problem_may_be() -> None:
+def test_largest_allowed_problem() -> None:
     most = 2**31 - 1
     problem = Problem(most, most, most, 2**20 - 1, most, local_experts=1, chunk_tokens=most)
     assert problem.placement.experts == 2**20 - 1
@@ -171,7 +171,7 @@ def test_junk_for_a_problem_or_a_part(value: Any) -> None:
 @pytest.mark.parametrize("planned", [False, True], ids=["call", "plan"])
 @pytest.mark.parametrize("value", [None, "x", 5, [], object(), torch.ones(2), (1, 2)])
 def test_junk_for_a_call(value: Any, planned: bool) -> None:
-    """The spies fail the test if they are reached."""
+    """A wrong argument raises before any part is called: the parts fail the test if they are."""
     args, kernel = arguments(PROBLEM), kernel_with_spies(PROBLEM)
     call = kernel.plan() if planned else kernel
     given = {"x": args.x, "weights": args.weights, "routing": args.routing, "out": None}
@@ -200,7 +200,7 @@ class Declared:
     few: "Between | tuple[int, int]" = (1, 2)
 
 
-def test_the_annotation_alone_decides() -> None:
+def test_the_annotation_determines_the_check() -> None:
     check_fields(Declared(few=Between(1, 2)))
     for bad, need in (
         ({"size": -1}, "an int >= 0 and < 2^31"),

@@ -1,4 +1,4 @@
-"""Bad input ends in a typed error that says what it got and needs; nothing is launched."""
+"""Invalid input raises a typed error that states what it got and needs, and nothing is launched."""
 
 import re
 from collections.abc import Callable
@@ -57,15 +57,15 @@ def test_bad_tensors(bad: Bad, planned: bool) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_the_call_itself_is_right() -> None:
-    """Without a change the spies are reached: each case fails for its change alone."""
+def test_the_unchanged_call_reaches_the_parts() -> None:
+    """Without the change the call reaches the parts, so each case fails because of its change."""
     for problem in (replace(PROBLEM, **changes) for changes in (BIAS, MAP, INPLACE, KEPT, {})):
         args = arguments(problem)
         with pytest.raises(pytest.fail.Exception, match="prepare was launched"):
             kernel_with_spies(problem)(args.x, args.weights, args.routing)
 
 
-def test_gradients_are_fine_where_none_are_recorded() -> None:
+def test_requires_grad_is_accepted_where_grad_mode_is_off() -> None:
     args = arguments(PROBLEM)
     args.x.requires_grad_()
     kernel = make_kernel(MoEPrepareAndFinalizeNoEP, TorchExperts, PROBLEM, machine=Machine("cpu"))
@@ -73,7 +73,7 @@ def test_gradients_are_fine_where_none_are_recorded() -> None:
         assert kernel(args.x, args.weights, args.routing).shape == (16, 64)
 
 
-def test_out_beside_x_in_one_storage_is_fine() -> None:
+def test_out_may_share_the_storage_of_x_without_overlap() -> None:
     args = arguments(PROBLEM)
     both = torch.cat([args.x, torch.zeros_like(args.x)])
     kernel = make_kernel(MoEPrepareAndFinalizeNoEP, TorchExperts, PROBLEM, machine=Machine("cpu"))
@@ -95,7 +95,7 @@ def test_capacity_of_a_plan() -> None:
 
 
 @pytest.mark.parametrize("bad_id", [-2, 8, -(2**31), 2**31 - 1])
-def test_checked_mode_refuses_an_id(bad_id: int) -> None:
+def test_checked_mode_refuses_an_invalid_id(bad_id: int) -> None:
     args = arguments(PROBLEM)
     args.routing.topk_ids_TK[3, 1] = bad_id
     with pytest.raises(RoutingError) as caught:
@@ -105,7 +105,7 @@ def test_checked_mode_refuses_an_id(bad_id: int) -> None:
     assert caught.value.need == "-1 or 0 to 7"
 
 
-def test_checked_mode_lets_skips_and_good_ids_pass() -> None:
+def test_checked_mode_accepts_skips_and_valid_ids() -> None:
     args = arguments(PROBLEM)
     args.routing.topk_ids_TK[0] = torch.tensor([-1, 7], dtype=torch.int32)
     with pytest.raises(pytest.fail.Exception, match="prepare was launched"):
@@ -116,7 +116,7 @@ PAIRS = [(v.prepare_finalize, v.experts) for v in check_all(PROBLEM, this_machin
 
 
 @pytest.mark.parametrize(("pf", "experts"), PAIRS, ids="+".join)
-def test_unchecked_mode_skips_and_counts_an_id(pf: str, experts: str) -> None:
+def test_unchecked_mode_skips_and_counts_an_invalid_id(pf: str, experts: str) -> None:
     machine = this_machine()
     tokens_TH, weights, routing = random_inputs(PROBLEM, torch.device(machine.device))
     wrong, skipped = routing.topk_ids_TK.clone(), routing.topk_ids_TK.clone()
@@ -133,7 +133,7 @@ def test_unchecked_mode_skips_and_counts_an_id(pf: str, experts: str) -> None:
 
 
 def test_invalid_ids_are_logged_once_by_each_kernel(caplog: pytest.LogCaptureFixture) -> None:
-    """Where the counter is read, so that no call waits for the device to say it."""
+    """They are logged where the counter is read, so that no call synchronizes with the device."""
     x_TH, weights, routing = random_inputs(PROBLEM, torch.device("cpu"))
     wrong = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, 99))
     for _ in range(2):
@@ -153,8 +153,8 @@ def test_invalid_ids_are_logged_once_by_each_kernel(caplog: pytest.LogCaptureFix
         caplog.clear()
 
 
-def test_the_torch_pairings_are_among_those() -> None:
-    """A refusal must not empty the list above."""
+def test_the_tested_pairings_include_those_of_torch() -> None:
+    """A refused pairing must not leave the list above empty."""
     torch_pairs = {
         ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
         ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
@@ -205,7 +205,7 @@ FACTS: tuple[tuple[str, Callable[[], object], str, str, str], ...] = (
 
 
 @pytest.mark.parametrize("fact", FACTS, ids=[fact[0] for fact in FACTS])
-def test_bad_facts(fact: tuple[str, Callable[[], object], str, str, str]) -> None:
+def test_bad_fields_of_a_problem(fact: tuple[str, Callable[[], object], str, str, str]) -> None:
     _, make, what, got, need = fact
     with pytest.raises(ConfigurationError) as caught:
         make()

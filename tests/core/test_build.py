@@ -1,4 +1,4 @@
-"""A compiled file is code that will run here: kept whole, believed only if it is this user's."""
+"""Compiled extensions are cached completely or not at all, and only this user's are loaded."""
 
 import errno
 import logging
@@ -35,7 +35,7 @@ print(module_of(Path(sys.argv[1]), "mk_answer", ()).answer())
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A C file, a cache of its own, and a compiler that writes down each time it runs."""
+    """Return a C file, a cache folder for it, and a compiler that records each of its runs."""
     path = tmp_path / "answer.c"
     path.write_text(ANSWER.replace("ANSWER", "42"), encoding="utf-8")
     compiler = tmp_path / "counting-cc"
@@ -68,7 +68,7 @@ def kept(source: Path) -> Path:
     return path
 
 
-def test_it_is_compiled_once_and_kept_for_this_user_alone(source: Path) -> None:
+def test_it_is_compiled_once_and_cached_for_this_user_only(source: Path) -> None:
     before = os.umask(0)
     try:
         assert answer(source) == "42"
@@ -88,7 +88,9 @@ def test_another_source_is_another_module(source: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "forged", "a link", "by others"])
-def test_what_is_not_whole_or_not_ours_is_never_loaded(source: Path, damage: str) -> None:
+def test_incomplete_files_and_those_of_other_users_are_not_loaded(
+    source: Path, damage: str
+) -> None:
     assert answer(source) == "42"
     path = kept(source)
     content = path.read_bytes()
@@ -127,7 +129,7 @@ def test_another_user_s_folder_is_not_used(source: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_where_nothing_can_be_kept_it_is_compiled_for_this_process(
+def test_without_a_cache_it_is_compiled_for_this_process(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (source.parent / "file").touch()
@@ -144,13 +146,15 @@ def failing_compiler(folder: Path) -> Path:
     return path
 
 
-def test_a_compiler_that_fails_says_why(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_failing_compiler_is_reported(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CC", str(failing_compiler(source.parent)))
     with pytest.raises(BuildError, match=r"failed with 3: no \\x1b\[31msuch flag"):
         module_of(source, "mk_answer", ())
 
 
-def test_a_compiler_that_is_not_there(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "/nowhere/cc")
     assert c_compiler() is None
     monkeypatch.delenv("CC")
@@ -160,7 +164,7 @@ def test_a_compiler_that_is_not_there(source: Path, monkeypatch: pytest.MonkeyPa
         module_of(source, "mk_answer", ())
 
 
-def test_no_room_for_what_is_compiled(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -179,7 +183,7 @@ def test_a_compiler_that_hangs(source: Path, monkeypatch: pytest.MonkeyPatch) ->
         module_of(source, "mk_answer", ())
 
 
-def test_the_player_tries_once_and_says_so_once(
+def test_a_failed_build_of_the_replayer_is_logged_once_and_not_retried(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("triton")
@@ -197,7 +201,7 @@ def test_the_player_tries_once_and_says_so_once(
         cuda_replay._built.cache_clear()
 
 
-def test_two_that_compile_at_once_both_get_a_whole_one(source: Path) -> None:
+def test_concurrent_builds_both_load_a_complete_file(source: Path) -> None:
     command = [sys.executable, "-c", LOAD, str(source)]
     programs: list[Any] = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)

@@ -1,4 +1,4 @@
-"""Keys of every cache, field by field: whatever decides what is kept there is part of its key."""
+"""The key of every cache contains every field that determines the cached value."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -60,7 +60,8 @@ def identity(
 
 
 def test_every_field_of_a_problem_has_a_change() -> None:
-    """Tokens and the rank alone decide nothing: a record has many numbers of tokens."""
+    """The number of tokens and the rank are no part of a key: a record has many numbers of
+    tokens."""
     assert {field.name for field in fields(Problem)} - {"tokens"} == set(PROBLEM_CHANGES)
     assert identity(replace(BASE, tokens=9)) == identity()
     here, there = (replace(BASE, parallel=Parallel(2, rank=rank)) for rank in (0, 1))
@@ -68,12 +69,12 @@ def test_every_field_of_a_problem_has_a_change() -> None:
 
 
 @pytest.mark.parametrize("name", PROBLEM_CHANGES)
-def test_a_choice_is_for_one_problem(name: str) -> None:
+def test_a_cached_choice_is_for_one_problem(name: str) -> None:
     changed = replace(BASE, **{name: PROBLEM_CHANGES[name]})
     assert cache_keys.digest(identity(changed)) != cache_keys.digest(identity())
 
 
-def test_a_choice_is_for_one_gpu_routing_and_placement() -> None:
+def test_a_cached_choice_is_for_one_gpu_routing_and_placement() -> None:
     ranks, other = Parallel(2), Parallel(2, Placement.linear(8, 2).with_copies({0: (1,)}))
     found = [
         identity(),
@@ -120,7 +121,7 @@ VERSION_CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
 
 
 @pytest.mark.parametrize("name", VERSION_CHANGES)
-def test_times_taken_with_anything_else_are_not_used(
+def test_every_software_version_is_part_of_the_key(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert set(VERSION_CHANGES) == set(cache_keys.versions(H200))
@@ -132,7 +133,7 @@ def test_times_taken_with_anything_else_are_not_used(
     assert {n for n in before if before[n] != after[n]} - others == {name}
 
 
-def test_packages_and_threads_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_and_thread_counts_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     more = replace(H200, packages=H200.packages | {"flashinfer"})
     assert cache_keys.versions(more) != cache_keys.versions(H200)
     before = cache_keys.versions(Machine())
@@ -141,7 +142,7 @@ def test_packages_and_threads_are_told_apart(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_file_is_named_by_all_of_the_identity(tmp_path: Path) -> None:
-    """And holds records by all of the versions: see test_choice_cache."""
+    """The versions are part of the records in it: see test_choice_cache."""
     whole = identity()
     paths = {Cache(tmp_path, {**whole, name: "other"}, {}).path for name in whole}
     assert len(paths | {Cache(tmp_path, whole, {}).path}) == len(whole) + 1
@@ -161,8 +162,8 @@ TILE_CHANGES: dict[str, Any] = {
 }
 
 
-def test_a_tile_file_is_named_by_every_field_and_lies_by_triton() -> None:
-    """An arch has no field of its own: a device's name says it."""
+def test_a_tile_file_is_named_by_every_field_in_a_folder_per_triton() -> None:
+    """The architecture has no field, because the device's name implies it."""
     assert {field.name for field in fields(ConfigKey)} == set(TILE_CHANGES)
     base = ConfigKey(8, 32, "NVIDIA_H200", "fp8_w8a8", (128, 128))
     names = {replace(base, **{name: value}).file_name for name, value in TILE_CHANGES.items()}
@@ -171,8 +172,10 @@ def test_a_tile_file_is_named_by_every_field_and_lies_by_triton() -> None:
     assert len({triton_subfolder(version) for version in versions}) == len(versions)
 
 
-def test_tiles_that_were_chosen_are_kept_by_all_that_decides() -> None:
-    """Problem, tokens, the device described, an override, the caller's paths, prepared weights."""
+def test_chosen_tiles_are_cached_by_everything_that_determines_them() -> None:
+    """Their key has the problem, tokens, described device, override, the caller's paths and whether
+    weights are prepared.
+    """
     large = replace(BASE, hidden=512, intermediate=512)
     hopper, ampere = Device("one", tma=True), Device("two", shared=101_376, warpgroups=False)
     both = ("aligned", "grouped_tma")
@@ -208,9 +211,11 @@ def kind(x: torch.Tensor, weights: ExpertWeights, known: recording.CheckedWeight
     return recording.signature_and_pointers((x,), known.bind(weights))[0]
 
 
-def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
-    """Shape, strides, dtype, device and alignment, of what a call passes and of its weights. It is
-    of one plan, so of one problem, machine and process."""
+def test_a_recording_is_for_one_signature() -> None:
+    """Its signature has shape, strides, dtype, device and alignment of each argument and weight.
+
+    It belongs to one plan, and so to one problem, machine and process.
+    """
     memory = torch.zeros(4096, dtype=torch.bfloat16)
     x, w1, w2 = memory[:64].view(4, 16), torch.zeros(2, 8, 16), torch.zeros(2, 16, 4)
     weights = ExpertWeights(w1=w1, w2=w2)
@@ -255,14 +260,14 @@ def known_and_weights() -> tuple[recording.CheckedWeightsCache, ExpertWeights]:
     ],
     ids=["memory", "shape", "strides", "dtype"],
 )
-def test_weights_are_known_while_they_are_where_they_were(data: torch.Tensor) -> None:
+def test_weights_are_recognized_while_their_memory_is_the_same(data: torch.Tensor) -> None:
     known, weights = known_and_weights()
     assert known.bound(weights, torch.device("cpu")) is not None
     weights.w1.data = data
     assert known.bound(weights, torch.device("cpu")) is None
 
 
-def test_weights_are_known_by_memory_and_device() -> None:
+def test_weights_are_recognized_by_memory_and_device() -> None:
     known, weights = known_and_weights()
     assert known.bound(weights, torch.device("meta")) is None
     assert known.bound(replace(weights), torch.device("meta")) is None
@@ -274,8 +279,8 @@ def test_weights_are_known_by_memory_and_device() -> None:
     assert known.bound(replace(weights), torch.device("cpu")) is None
 
 
-def test_the_player_is_built_anew_for_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cuda.h that it includes is triton's, and lies in the same folder before and after."""
+def test_the_replayer_is_rebuilt_for_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It includes triton's cuda.h, which lies in the same folder for every version."""
     triton = pytest.importorskip("triton")
     from modular_kernel.replay.launch import build, cuda_replay
 

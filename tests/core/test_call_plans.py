@@ -1,4 +1,5 @@
-"""Plans behind a kernel's own calls: outputs are new, memory is shared and bounded."""
+"""Plans that a kernel makes for its own calls: outputs are new, workspaces are shared and
+bounded."""
 
 import sys
 import threading
@@ -126,7 +127,7 @@ def test_all_kernels_share_the_memory_of_a_stream() -> None:
     assert torch.equal(small(*first), want)
 
 
-def test_growing_memory_drops_what_was_recorded_in_the_smaller(
+def test_growing_a_workspace_drops_the_recordings_of_the_smaller_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan, "_GRANULARITY", 1)
@@ -153,8 +154,10 @@ def test_plans_are_one_for_each_power_of_two() -> None:
         kernel(torch.cat([x_TH, x_TH]), weights, routing)
 
 
-def test_a_call_within_a_call_and_beside_one_has_its_own_workspace() -> None:
-    """Between two launches, which share a buffer, another kernel is called, and by a thread."""
+def test_nested_and_concurrent_calls_have_their_own_workspace() -> None:
+    """Another kernel is called between two launches that share a buffer, in the same thread and in
+    another one.
+    """
     inner, _ = recorded_kernel()
     args, others = inputs(), inputs(seed=5)
     want = inner(*others)
@@ -197,7 +200,7 @@ def test_threads_call_one_kernel() -> None:
     assert not wrong
 
 
-def test_without_memory_a_call_tries_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_a_call_allocates_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory")
 
@@ -220,16 +223,18 @@ def test_an_error_leaves_the_memory_usable() -> None:
     assert not plan._memories.of(CPU, 0).busy
 
 
-def test_memory_of_few_streams_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspaces_of_a_bounded_number_of_streams_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(plan, "_MAX_STREAMS", 2)
     kernel, _ = recorded_kernel()
     for stream in range(1, 6):
-        one = kernel._call_plans._made(kernel, CPU, stream, 4)
+        one = kernel._call_plans._find_or_make(kernel, CPU, stream, 4)
         assert one is not None
         one.bind_unless_busy()
         assert len(held_bytes()) <= 2
     args = inputs()
-    one = kernel._call_plans._made(kernel, CPU, 1, 4)  # its memory was freed
+    one = kernel._call_plans._find_or_make(kernel, CPU, 1, 4)  # its memory was freed
     assert one is not None
     out = one.run(*args, None)
     assert out is not None
@@ -292,7 +297,9 @@ class Counting(TorchFunctionMode):
 
 
 def test_function_modes_see_no_operation_of_a_call() -> None:
-    """Such as that of torch.set_default_device, which makes each of them several times slower."""
+    """A mode such as that of torch.set_default_device would make each operation several times
+    slower.
+    """
     kernel = make_kernel(*TORCH_PAIR, FP32, machine=Machine("cpu"))
     args = random_inputs(FP32, CPU)
     want, plan = kernel(*args), kernel.plan()
@@ -312,7 +319,7 @@ def test_function_modes_see_no_operation_of_a_call() -> None:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[ExpertWeights]:
-    """The weights that were checked, one entry a check."""
+    """Return the weights that were checked, one entry per check."""
     found: list[ExpertWeights] = []
     check = validate.check_weights
 
@@ -324,7 +331,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[ExpertWeights]:
     return found
 
 
-def test_weights_made_anew_of_the_same_memory_are_checked_once(
+def test_new_records_of_the_same_weights_are_checked_once(
     checks: list[ExpertWeights],
 ) -> None:
     kernel, part = recorded_kernel()
@@ -339,7 +346,7 @@ def test_weights_made_anew_of_the_same_memory_are_checked_once(
     assert len(checks) == 2
 
 
-def test_weights_that_lie_otherwise_in_the_same_memory_are_checked() -> None:
+def test_weights_with_other_strides_in_the_same_memory_are_checked() -> None:
     kernel, _ = recorded_kernel()
     x_TH, weights, routing = inputs()
     kernel(x_TH, weights, routing)
@@ -363,7 +370,7 @@ def test_weights_that_lie_otherwise_in_the_same_memory_are_checked() -> None:
 
 
 def test_calls_under_an_override_allocate_their_own_workspace() -> None:
-    """Blocks of 16 rows need more places than those that the plan was sized for."""
+    """Blocks of 16 rows need more padding than those that the plan's workspace is sized for."""
     problem = Problem(tokens=64, hidden=64, intermediate=64, experts=8, top_k=2)
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem)
     args = random_inputs(problem, torch.device(kernel.machine.device))

@@ -1,4 +1,4 @@
-"""Counters of kernels and layers, and their text for Prometheus."""
+"""Counters of kernels and layers, and their export in Prometheus' text format."""
 
 import copy
 import logging
@@ -51,7 +51,7 @@ def test_calls_tokens_and_fallbacks_of_a_kernel() -> None:
 
 
 def test_a_replayed_call_is_counted_with_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What only a GPU replays is stood in for by a recording that writes nothing."""
+    """A recording without launches stands in for one on a GPU."""
     kernel = mk.make_kernel(*PAIR, PROBLEM)
     plan = kernel.plan()
     call = inputs(5)
@@ -68,7 +68,7 @@ def test_a_replayed_call_is_counted_with_its_tokens(monkeypatch: pytest.MonkeyPa
     assert (found["calls"], found["tokens"]) == (4, 20)
 
 
-def test_a_refused_recording_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_recording_is_counted_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = mk.make_kernel(*PAIR, PROBLEM)
     monkeypatch.setattr(type(kernel), "replayable", True)  # plain torch cannot be replayed
     plan = kernel.plan()
@@ -81,7 +81,7 @@ def test_a_refused_recording_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> 
     assert number == 2
 
 
-def test_invalid_ids_are_counted_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_ids_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     kernel = mk.make_kernel(*PAIR, PROBLEM)
     kernel.label = "layer 7"
     x_TH, weights, routing = inputs(4)
@@ -117,7 +117,9 @@ LABEL = re.compile(r'([a-z]+)="((?:[^"\\]|\\.)*)"')
 
 
 def parsed(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], int]]:
-    """Read the exposition format: HELP, TYPE, then the samples of each metric, each once."""
+    """Parse the exposition format; HELP, TYPE and the samples of each metric must occur once, in
+    this order.
+    """
     metrics: dict[str, dict[tuple[tuple[str, str], ...], int]] = {}
     lines = text.splitlines()
     assert text == "".join(f"{line}\n" for line in lines)

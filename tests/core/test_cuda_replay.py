@@ -1,4 +1,4 @@
-"""cuda_replay.c without a GPU: against a libcuda.so.1 of this test's own."""
+"""cuda_replay.c without a GPU, on a stand-in for libcuda.so.1 that this test compiles."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ ONE, TWO = [1.5, 0.5, -0.5, -1.5], [10.5, 2.5, -5.5, -13.5]  # 2.5 - x of both i
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What replayer_program.py saw."""
+    """Return the results of replayer_program.py."""
     return run_with_stand_in("replayer_program", tmp_path_factory.mktemp("driver"))
 
 
@@ -28,36 +28,38 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("after it", ONE, {"graph_launches": 1}),
     ],
 )
-def test_a_tape_played_again(
+def test_a_replayed_recording(
     found: dict[str, Any], when: str, values: list[float], asked: dict[str, int]
 ) -> None:
-    """Right each time, as one graph, which is told what has changed and nothing else."""
+    """Every replay is correct, uses one graph, and updates only the parameters that changed."""
     assert found[when] == [values, asked]
 
 
-def test_the_stream_is_the_one_given(found: dict[str, Any]) -> None:
+def test_it_launches_on_the_given_stream(found: dict[str, Any]) -> None:
     assert found["stream"] == 7
 
 
 def test_dependent_launches_stay_dependent(found: dict[str, Any]) -> None:
-    """And launch by launch, into a capture."""
+    """Also launch by launch, into a capture."""
     assert found["dependent"] == [
         [ONE, ONE],
         {"instantiations": 1, "graph_launches": 1, "launches": 2, "dependent_launches": 2},
     ]
 
 
-def test_a_map_is_told_of_another_address(found: dict[str, Any]) -> None:
-    """At each call, on 128 bytes; the launch that has it is told, not the other."""
+def test_a_tensor_map_gets_the_address_of_each_call(found: dict[str, Any]) -> None:
+    """At every call the 128 bytes of the tensor map are updated in the launch that uses it, and in
+    no other.
+    """
     asked = {"maps": 2, "instantiations": 1, "graph_launches": 2, "sets": 1}
     assert found["map"] == [[ONE, TWO], asked]
 
 
-def test_a_single_launch_is_not_made_a_graph(found: dict[str, Any]) -> None:
+def test_a_single_launch_makes_no_graph(found: dict[str, Any]) -> None:
     assert found["single"] == {"launches": 3}
 
 
-def test_launches_serve_where_graphs_fail(found: dict[str, Any]) -> None:
+def test_it_falls_back_to_launches_if_graphs_fail(found: dict[str, Any]) -> None:
     assert found["no graphs"] == [[ONE] * 3, {"launches": 6}]
 
 
@@ -78,13 +80,17 @@ def test_errors(found: dict[str, Any], what: str, text: str) -> None:
 
 
 class EncodedMap:
-    """As large as triton's object around a map, which lies in its second half. Python keeps slots
-    in the order of their names."""
+    """An object of the size of triton's tensor map object, with the map in its second half.
+
+    Python stores slots in the order of their names.
+    """
 
     __slots__ = tuple(f"word{i:02}" for i in range(30))
 
 
-def test_a_map_comes_with_its_sizes_and_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_map_is_recorded_with_its_sizes_and_strides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     encoded = EncodedMap()
     encoded.word14 = encoded.word29 = encoded  # type: ignore[attr-defined]
@@ -94,8 +100,10 @@ def test_a_map_comes_with_its_sizes_and_strides(monkeypatch: pytest.MonkeyPatch)
     assert found == [address + bytes(112) + address, *map(word, (64, 2880, 2880, 1))]
 
 
-def test_maps_that_lie_otherwise_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a launch that has one is not replayed: as with a kernel that makes its map itself."""
+def test_tensor_maps_in_another_layout_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch with such a map is not replayed, like a launch of a kernel that makes its map
+    itself.
+    """
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     monkeypatch.setattr(driver, "make_tensordesc_arg", lambda *_: [object(), 64, 1])
     assert map_values("descriptor", {"swizzle": 3}) is None
@@ -120,7 +128,7 @@ def word(number: int) -> bytes:
         ("nvTmaDesc", 0, None),
     ],
 )
-def test_values_are_packed_as_kernels_read_them(
+def test_parameters_are_packed_as_kernels_read_them(
     kind: str, value: float, packed: bytes | None
 ) -> None:
     assert pack_value(kind, value) == packed

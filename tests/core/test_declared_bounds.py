@@ -1,4 +1,4 @@
-"""What a part says of ids and tokens is what a call is held to."""
+"""Calls are checked against the id dtypes and numbers of tokens that a part declares."""
 
 from dataclasses import replace
 
@@ -17,13 +17,13 @@ PROBLEM = Problem(tokens=6, hidden=32, intermediate=16, experts=4, top_k=2, dtyp
 
 
 class WideIds(MoEPrepareAndFinalizeNoEP):
-    """Takes int64 ids alone."""
+    """Accepts int64 ids only."""
 
     requires = replace(MoEPrepareAndFinalizeNoEP.requires, topk_indices_dtype=torch.int64)
 
 
 @pytest.mark.parametrize("by", ["kernel", "plan"])
-def test_a_part_that_declares_an_id_dtype_is_given_no_other(by: str) -> None:
+def test_a_part_gets_ids_in_the_dtype_that_it_declares(by: str) -> None:
     parts = WideIds(PROBLEM), TorchExperts(PROBLEM)
     kernel = FusedMoEModularKernel(*parts, machine=this_machine(device="cpu"))
     call = kernel.plan() if by == "plan" else kernel

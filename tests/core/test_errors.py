@@ -1,4 +1,4 @@
-"""Errors cross processes: what arrives is what was raised."""
+"""Errors keep their type, message and fields when they are sent to another process."""
 
 import pickle
 
@@ -20,7 +20,7 @@ RAISED = [
 
 
 @pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
-def test_pickled_and_back(error: errors.ModularKernelError) -> None:
+def test_pickle_round_trip(error: errors.ModularKernelError) -> None:
     found = pickle.loads(pickle.dumps(error))
     assert type(found) is type(error)
     assert str(found) == str(error)

@@ -1,4 +1,4 @@
-"""A child that is forked at a bad moment works, or raises a typed error; it never hangs."""
+"""A child forked at any moment works or raises a typed error; it never deadlocks."""
 
 import os
 import subprocess
@@ -49,7 +49,7 @@ def arguments(problem: mk.Problem = PROBLEM) -> tuple[torch.Tensor, mk.ExpertWei
 
 
 def held_up(gate: Gate) -> FusedMoEModularKernel:
-    """A kernel whose experts pass the gate in each call."""
+    """A kernel whose experts wait at the gate in each call."""
     kernel = mk.make_kernel(NO_EP, "TorchExperts", PROBLEM, machine=Machine("cpu"))
     apply = kernel.experts.apply
 
@@ -61,7 +61,7 @@ def held_up(gate: Gate) -> FusedMoEModularKernel:
     return kernel
 
 
-def test_a_plan_that_another_thread_was_in_serves_the_child() -> None:
+def test_a_plan_in_use_by_another_thread_works_in_the_child() -> None:
     gate, given = Gate(), arguments()
     plan = held_up(gate).plan()
     want = plan(*given).clone()
@@ -72,7 +72,7 @@ def test_a_plan_that_another_thread_was_in_serves_the_child() -> None:
     assert torch.equal(plan(*given), want)
 
 
-def test_a_thread_that_forks_within_its_call_ends_the_call_in_the_child() -> None:
+def test_a_thread_that_forks_during_its_call_finishes_it_in_the_child() -> None:
     given, found = arguments(), list[Any]()
     kernel = mk.make_kernel(NO_EP, "TorchExperts", PROBLEM, machine=Machine("cpu"))
     plan, apply = kernel.plan(), kernel.experts.apply
@@ -95,7 +95,7 @@ def test_a_thread_that_forks_within_its_call_ends_the_call_in_the_child() -> Non
     assert "a call within its own call" in found[0]
 
 
-def test_layers_serve_the_child_while_a_thread_makes_their_kernels(
+def test_layers_work_in_a_child_forked_while_a_thread_makes_their_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from modular_kernel.operators import kernel_cache
@@ -116,7 +116,7 @@ def test_layers_serve_the_child_while_a_thread_makes_their_kernels(
     torch.testing.assert_close(found, layer(given[0], given[2]))
 
 
-def test_the_interpreter_serves_the_child_while_a_thread_launches(
+def test_the_interpreter_works_in_a_child_forked_during_a_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -160,7 +160,7 @@ LORA = mk.Problem(
 )  # fmt: skip
 
 
-def test_a_pool_that_a_thread_was_loading_into_has_no_rest_of_it_in_the_child(
+def test_a_child_forked_during_a_load_has_no_partial_adapter_in_its_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate, pool = Gate(), AdapterPool(LORA)
@@ -186,7 +186,7 @@ def test_a_pool_that_a_thread_was_loading_into_has_no_rest_of_it_in_the_child(
     assert all(torch.equal(found[name], t[0]) for name, t in alone._tensors.items())
 
 
-def test_a_manager_that_a_thread_was_loading_into_loses_no_slot_in_the_child(
+def test_a_child_forked_during_a_load_loses_no_slot_of_its_manager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate = Gate()
@@ -210,7 +210,7 @@ def test_a_manager_that_a_thread_was_loading_into_loses_no_slot_in_the_child(
     assert [dict(pool.slots) for pool in manager.pools.values()] == [{"theirs": 0}] * 2
 
 
-def test_properties_that_a_thread_was_computing_are_computed_in_the_child(
+def test_properties_being_computed_by_a_thread_are_computed_in_the_child(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate = Gate()
@@ -255,7 +255,7 @@ assert in_child(torch.get_num_threads) == 2
 
 
 @pytest.mark.parametrize("text", [_COMPUTES, _COMPUTES_NOTHING], ids=["computes", "nothing"])
-def test_a_child_of_a_process_that_computes_on_several_threads(text: str) -> None:
+def test_a_child_of_a_process_with_several_compute_threads(text: str) -> None:
     done = run_python(_PRELUDE + text)
     assert done.returncode == 0, done.stderr
 
@@ -265,7 +265,7 @@ def run_python(text: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=4 * TIMEOUT_S)
 
 
-def test_a_lock_of_choices_ends_though_a_child_lives_on(tmp_path: Path) -> None:
+def test_the_lock_of_the_choice_cache_is_released_while_a_child_runs(tmp_path: Path) -> None:
     cache = Cache(tmp_path, {"who": "a test"}, {})
     ended = os.pipe()
     with cache.locked(wait_s=0) as mine:
@@ -284,7 +284,7 @@ def test_a_lock_of_choices_ends_though_a_child_lives_on(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
 
 
-def test_a_folder_of_built_files_goes_with_the_process_that_made_it(tmp_path: Path) -> None:
+def test_a_temporary_build_folder_is_removed_by_the_process_that_made_it(tmp_path: Path) -> None:
     done = run_python("""
 import os, sys
 from modular_kernel.replay.launch import compiled_files
@@ -301,7 +301,7 @@ print(folder)
     assert not Path(done.stdout.strip()).exists()
 
 
-def test_objects_that_are_gone_are_not_told() -> None:
+def test_deleted_objects_are_not_notified_of_a_fork() -> None:
     class Told:
         def after_fork(self) -> None:
             told.append(None)
@@ -316,7 +316,7 @@ def test_objects_that_are_gone_are_not_told() -> None:
 
 
 @pytest.mark.parametrize("owned", [True, False])
-def test_a_lock_stays_locked_in_the_child_if_the_forking_thread_has_it(owned: bool) -> None:
+def test_a_lock_held_by_the_forking_thread_stays_locked_in_the_child(owned: bool) -> None:
     lock = threading.RLock()
 
     def child() -> tuple[bool, bool]:
@@ -331,7 +331,7 @@ def test_a_lock_stays_locked_in_the_child_if_the_forking_thread_has_it(owned: bo
     assert run(lambda: in_child(child)) == (owned, owned)
 
 
-def test_a_plan_of_a_gpu_or_of_ranks_is_barred_in_the_child() -> None:
+def test_a_plan_on_a_gpu_or_over_ranks_refuses_to_run_in_the_child() -> None:
     given = arguments()
     kernel = mk.make_kernel(NO_EP, "TorchExperts", PROBLEM, machine=Machine("cpu"))
     plan = kernel.plan()

@@ -1,4 +1,4 @@
-"""How much Python an eager call runs on the host where launches are not replayed, kernels apart."""
+"""Python function calls per eager call on the host without replay, excluding kernels."""
 
 from collections import Counter
 
@@ -54,7 +54,7 @@ def problem_of(quant: str, tokens: int) -> mk.Problem:
 
 @pytest.mark.share(3)
 @pytest.mark.parametrize("call", BEFORE, ids=lambda call: "-".join(map(str, call[1:])))
-def test_an_eager_call_runs_little_more_than_half_the_python_it_once_did(
+def test_an_eager_call_stays_within_its_budget_of_python_calls(
     call: tuple[str, str, str, int],
 ) -> None:
     pf, experts, quant, tokens = call
@@ -70,7 +70,7 @@ SLACK = 8  # a function more for each matrix, or for each part, is seen
 
 
 def most(now: int) -> int:
-    """Return how many calls are allowed where there are so many now."""
+    """Return the limit for a current number of function calls."""
     assert now <= MOST
     return min(now + SLACK, MOST)
 
@@ -90,7 +90,9 @@ PACKED = {
 
 @pytest.mark.share(3)
 @pytest.mark.parametrize("call", PACKED, ids=lambda call: "-".join(map(str, call[1:])))
-def test_an_eager_call_of_4_bits_runs_little_python(call: tuple[str, str, str, int]) -> None:
+def test_an_eager_call_with_4_bit_weights_stays_within_its_budget(
+    call: tuple[str, str, str, int],
+) -> None:
     pf, experts, quant, tokens = call
     found = host_calls(pf, experts, problem_of(quant, tokens))
     assert sum(found.values()) <= most(PACKED[call]), found.most_common(20)
@@ -106,10 +108,10 @@ ON_H200 = {
 
 
 @pytest.mark.parametrize("call", ON_H200, ids=lambda call: "-".join(map(str, call)))
-def test_an_eager_call_of_grouped_rows_runs_little_python(
+def test_an_eager_call_of_grouped_gemms_stays_within_its_budget(
     call: tuple[str, str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the two products themselves, which the interpreter does not know."""
+    """Without the two products, which the interpreter cannot run."""
     path, quant, tokens = call
     problem, products = problem_of(quant, tokens), []
     for cls in (DequantizedPath, GroupedW4Path):
@@ -137,7 +139,7 @@ OVER_RANKS = {
 
 
 @pytest.mark.parametrize("call", OVER_RANKS, ids=" ".join)
-def test_an_eager_call_over_two_ranks_runs_little_python(
+def test_an_eager_call_over_two_ranks_stays_within_its_budget(
     ranks: RankPool, call: tuple[str, str]
 ) -> None:
     part, experts = call

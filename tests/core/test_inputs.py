@@ -1,4 +1,6 @@
-"""The inputs of a case: repeatable, scaled so that mistakes show, adversarial, and fenced."""
+"""Generated inputs of a case are reproducible, scaled so that errors are visible, and guarded at
+both ends.
+"""
 
 from dataclasses import replace
 
@@ -38,7 +40,7 @@ def ids_of(routing: str, problem: Problem = BASE) -> torch.Tensor:
 
 
 def rows(problem: Problem, inputs: Inputs) -> torch.Tensor:
-    """Every pair's row of GEMM 2, unweighted."""
+    """Return the output of GEMM 2 for every pair, unweighted."""
     unweighted = replace(problem, combine=Combine.TOPK_UNWEIGHTED)
     return reference.oracle(inputs.x_TH, inputs.weights, inputs.routing, unweighted)
 
@@ -68,7 +70,7 @@ def test_expert_rows_have_a_standard_deviation_of_about_one(act: object) -> None
 
 
 @pytest.mark.parametrize("act", [a for a in ACTIVATIONS if a.limit], ids=str)
-def test_limits_act_on_many_values(act: object) -> None:
+def test_activation_limits_clamp_many_values(act: object) -> None:
     problem = replace(MANY, activation=act)
     inputs = made(problem)
     values = inputs.x_TH.double() @ inputs.weights.w1[0].double().T
@@ -86,7 +88,7 @@ def test_outputs_are_neither_tiny_nor_huge(problem: Problem, routing: str) -> No
         assert 0.2 < float(live.std()) < 6
 
 
-def test_biases_count() -> None:
+def test_biases_change_the_output() -> None:
     problem = replace(MANY, bias=True)
     inputs = made(problem)
     for name in ("b1", "b2"):
@@ -109,7 +111,7 @@ def test_router_weights_are_positive_and_unequal(top_k: int, on_input: bool) -> 
         assert float((weights.amax(1) / weights.amin(1)).median()) > 1.3
 
 
-def test_equal_arguments_give_equal_bits_and_others_do_not() -> None:
+def test_inputs_are_equal_only_for_equal_arguments() -> None:
     problem = replace(BASE, bias=True, expert_map=True)
     one, two, other = made(problem), made(problem), made(problem, seed=1)
     for name, tensor in one.tensors().items():
@@ -118,8 +120,10 @@ def test_equal_arguments_give_equal_bits_and_others_do_not() -> None:
         assert tensor.data_ptr() != two.tensors()[name].data_ptr()
 
 
-def test_a_strided_call_has_a_map_in_other_words() -> None:
-    """What is no row of the weights skips, whatever it is: the oracle says the same of both."""
+def test_a_strided_call_has_an_equivalent_expert_map() -> None:
+    """Any map entry outside the rows of the weights skips; the oracle computes the same for both
+    maps.
+    """
     problem = replace(BASE, experts=17, top_k=5, local_experts=3, expert_map=True)
     plain, strided = made(problem), made(problem, strided=True)
     old, new = plain.weights.expert_map, strided.weights.expert_map
@@ -157,7 +161,7 @@ def test_uniform_experts_are_distinct_and_all_used() -> None:
     assert set(ids.flatten().tolist()) == set(range(BASE.experts))
 
 
-def test_more_slots_than_experts_repeat() -> None:
+def test_experts_repeat_if_top_k_exceeds_their_number() -> None:
     ids = ids_of("uniform", replace(BASE, top_k=8))
     assert all(set(row) == set(range(BASE.experts)) for row in ids.tolist())
 
@@ -168,7 +172,7 @@ def test_all_to_one_gives_k_experts_every_token() -> None:
     assert len(set(ids[0].tolist())) == BASE.top_k
 
 
-def test_all_to_one_names_an_expert_that_is_here() -> None:
+def test_all_to_one_selects_a_local_expert() -> None:
     inputs = made(replace(BASE, expert_map=True, local_experts=1), "all_to_one")
     assert inputs.weights.expert_map is not None
     assert int(inputs.weights.expert_map[inputs.routing.topk_ids_TK[0, 0].long()]) == 0
@@ -189,7 +193,7 @@ def test_duplicates_repeat_an_expert_in_a_row() -> None:
     assert {1, 2, 3} <= set(distinct)
 
 
-def test_skips_hold_a_token_with_nothing_else() -> None:
+def test_skips_include_a_token_with_all_pairs_skipped() -> None:
     ids = ids_of("skips", replace(BASE, top_k=8))
     assert (ids == -1).all(1).nonzero().flatten().tolist() == [BASE.tokens // 2]
     assert bool((ids_of("skips") >= 0).all(1).any())
@@ -200,7 +204,7 @@ def test_all_skipped() -> None:
     assert bool((ids_of("all_skipped") == -1).all())
 
 
-def test_out_of_range_ids_lie_on_both_sides_and_are_counted() -> None:
+def test_invalid_ids_are_below_and_above_the_range_and_counted() -> None:
     ids = ids_of("out_of_range")
     low, high = int((ids < -1).sum()), int((ids >= BASE.experts).sum())
     assert min(low, high) > 0
@@ -210,7 +214,7 @@ def test_out_of_range_ids_lie_on_both_sides_and_are_counted() -> None:
 
 
 @pytest.mark.parametrize("routing", ["skips", "all_skipped", "out_of_range"])
-def test_pairs_without_an_expert_carry_a_weight_that_would_show(routing: str) -> None:
+def test_skipped_pairs_have_router_weights_that_would_change_the_output(routing: str) -> None:
     inputs = made(BASE, routing)
     ids = inputs.routing.topk_ids_TK
     unused = (ids < 0) | (ids >= BASE.experts)
@@ -221,11 +225,11 @@ def test_pairs_without_an_expert_carry_a_weight_that_would_show(routing: str) ->
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", [0, 1, 2])
-def test_every_kind_for_few_tokens(routing: str, tokens: int) -> None:
+def test_every_kind_of_routing_for_few_tokens(routing: str, tokens: int) -> None:
     assert made(BASE.with_tokens(tokens), routing).routing.topk_ids_TK.shape == (tokens, 2)
 
 
-def test_unknown_routing_is_named() -> None:
+def test_an_unknown_routing_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="routing: got sideways"):
         made(BASE, "sideways")
 
@@ -244,7 +248,7 @@ def test_expert_map_places_experts_at_random(local: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64])
 @pytest.mark.parametrize("shape", [(0, 4), (1, 3), (5, 96), (2, 3, 4)])
-def test_fences(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_guard_values_surround_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = torch.ones(shape, dtype=dtype)
     inside = fenced(values)
     assert torch.equal(inside, values)
@@ -257,7 +261,7 @@ def test_fences(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert not fences_intact(broken)
 
 
-def test_reading_past_an_input_gives_its_fill() -> None:
+def test_reading_past_an_input_returns_guard_values() -> None:
     seen = set()
     for seed in (0, 1, 2, 1000, 1001, 1002):
         inputs = made(replace(BASE, bias=True), seed=seed)
@@ -270,7 +274,7 @@ def test_reading_past_an_input_gives_its_fill() -> None:
     assert len(seen) == 3
 
 
-def test_cases_are_unlike_each_other_and_can_be_replayed_by_name() -> None:
+def test_cases_differ_and_are_reproducible_by_name() -> None:
     cases = [Case("P", "X", problem, routing) for problem, routing in VARIANTS]
     assert 120 <= len(cases) <= 180
     assert (
@@ -278,7 +282,7 @@ def test_cases_are_unlike_each_other_and_can_be_replayed_by_name() -> None:
     )
 
 
-def test_command_names_what_is_not_the_default() -> None:
+def test_a_command_lists_options_that_are_not_defaults() -> None:
     plain = command(Case("P", "X", BASE))
     assert plain == (
         "mk test --one --pf-type P --experts-type X --tokens 19 --hidden 48 --intermediate 80 "
@@ -308,7 +312,7 @@ def test_layouts_are_views_of_the_same_values(quant: str, layout: str) -> None:
     assert laid.x_TH.is_contiguous() is (layout in ("plain", "shifted"))
 
 
-def test_ids_beyond_int32_are_experts_in_their_low_bits() -> None:
+def test_ids_beyond_int32_equal_valid_ids_in_their_low_bits() -> None:
     routing = made(MANY, "beyond_int32").routing
     ids = routing.topk_ids_TK
     assert ids.dtype == torch.int64
@@ -322,7 +326,7 @@ def test_ids_beyond_int32_are_experts_in_their_low_bits() -> None:
 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_hostile_values_are_there(values: str, dtype: torch.dtype) -> None:
+def test_inputs_include_extreme_values(values: str, dtype: torch.dtype) -> None:
     # The peak of a token grows with its place: few tokens keep float16 finite.
     problem = replace(MANY, dtype=dtype).with_tokens(8 if values == "peaks" else MANY.tokens)
     if values == "ties":  # of activations that are quantized
@@ -350,7 +354,7 @@ def test_hostile_values_are_there(values: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("experts", [1, 2, 5])
 def test_router_weights_of_an_expert_never_cancel(experts: int) -> None:
-    """All of a token's pairs may have one expert, where E is smaller than K."""
+    """If E is smaller than K, all pairs of a token may have the same expert."""
     problem = replace(MANY, experts=experts, top_k=16)
     routing = made(problem, "duplicates", variation=InputVariation(values="signed")).routing
     for expert in range(experts):
@@ -359,7 +363,7 @@ def test_router_weights_of_an_expert_never_cancel(experts: int) -> None:
         assert set(weights.sign().tolist()) == {sign, 0.0}
 
 
-def test_a_manner_that_is_not_known_is_refused() -> None:
+def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="layout"):
         InputVariation("folded")
     with pytest.raises(ConfigurationError, match="values"):

@@ -1,4 +1,4 @@
-"""The composed kernel: what it refuses, how it uses its parts, and what a plan and a start mean."""
+"""The composed kernel: what it refuses, how it calls its parts, plans, and started calls."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,20 +66,20 @@ def test_two_instances_compose(pair: tuple[Any, Any]) -> None:
     assert_right(call(kernel, inputs), inputs)
 
 
-def test_classes_and_names_compose_alike() -> None:
+def test_classes_and_names_compose_equally() -> None:
     inputs = inputs_for(BASE)
     by_name = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE, machine=CPU)
     by_class = make_kernel(*PAIRS[0], BASE, machine=CPU)
     assert torch.equal(call(by_name, inputs), call(by_class, inputs))
 
 
-def test_parts_of_unlike_problems_do_not_compose() -> None:
+def test_parts_of_different_problems_do_not_compose() -> None:
     other = replace(BASE, top_k=3)
     with pytest.raises(ConfigurationError, match="the two parts' problems"):
         FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(BASE), TorchExperts(other), machine=CPU)
 
 
-def test_a_refused_pairing_says_every_reason() -> None:
+def test_a_refused_pairing_states_every_reason() -> None:
     problem = replace(BASE, fp32_precision="tf32")
     with pytest.raises(IncompatibleError) as caught:
         composed((MoEPrepareAndFinalizeNoEP, NaiveBatchedExperts), problem)
@@ -101,7 +101,7 @@ def test_a_reducer_other_than_the_declared_one_is_refused() -> None:
 
 @each_pair
 @pytest.mark.parametrize("tokens", [0, 1, BASE.tokens])
-def test_any_number_of_tokens_up_to_the_problems(pair: tuple[Any, Any], tokens: int) -> None:
+def test_any_number_of_tokens_up_to_that_of_the_problem(pair: tuple[Any, Any], tokens: int) -> None:
     kernel, inputs = composed(pair), inputs_for(BASE.with_tokens(tokens))
     out = call(kernel, inputs)
     assert out.shape == (tokens, BASE.hidden)
@@ -188,7 +188,7 @@ def test_calls_in_flight_finish_in_any_order(pair: tuple[Any, Any]) -> None:
         assert_right(pending[index].finish(), many[index])
 
 
-def test_a_part_makes_the_output_unless_somebody_names_one() -> None:
+def test_a_part_allocates_the_output_unless_out_is_given() -> None:
     class Maker(MoEPrepareAndFinalizeNoEP):
         allocates_output = True
         made: list[torch.Tensor] = []  # noqa: RUF012 (one list for one test)
@@ -218,7 +218,7 @@ def test_a_part_makes_the_output_unless_somebody_names_one() -> None:
 
 
 def asynchronous() -> type[MoEPrepareAndFinalizeNoEP]:
-    """NoEP that dispatches when it is asked to receive, and notes what it was asked."""
+    """A NoEP part that dispatches in `receive`, and records the calls of its methods."""
 
     class Later(MoEPrepareAndFinalizeNoEP):
         requires = PrepareFinalizeRequirements(
@@ -250,7 +250,7 @@ def test_an_asynchronous_dispatch_is_received_in_finish() -> None:
     assert later.log == ["sent", "received"]  # type: ignore[attr-defined]
 
 
-def test_a_part_that_is_not_asynchronous_says_so() -> None:
+def test_starting_a_synchronous_part_is_refused() -> None:
     part = MoEPrepareAndFinalizeNoEP(BASE)
     inputs = inputs_for(BASE)
     with pytest.raises(UnsupportedError, match="prepare_no_receive"):
@@ -266,7 +266,7 @@ def test_a_part_that_is_not_asynchronous_says_so() -> None:
 
 
 @each_pair
-def test_a_plan_gives_the_same_bits(pair: tuple[Any, Any]) -> None:
+def test_a_plan_computes_the_same_bits(pair: tuple[Any, Any]) -> None:
     kernel = composed(pair)
     plan = kernel.plan()
     for tokens, seed in ((19, 1), (5, 2), (0, 3), (19, 4)):
@@ -293,7 +293,7 @@ def test_two_plans_may_be_in_use_together() -> None:
     assert_right(other, second)
 
 
-def test_a_plan_for_fewer_tokens_is_smaller_and_takes_no_more() -> None:
+def test_a_plan_for_fewer_tokens_is_smaller_and_refuses_more_tokens() -> None:
     kernel = composed(PAIRS[1])
     plan = kernel.plan(BASE.with_tokens(4))
     assert plan.nbytes < kernel.plan().nbytes
@@ -311,7 +311,7 @@ def test_a_plan_for_another_problem_is_refused() -> None:
         kernel.plan(BASE.with_tokens(BASE.tokens + 1))
 
 
-def test_a_plan_looks_at_other_weights_again() -> None:
+def test_a_plan_checks_other_weights() -> None:
     plan, inputs = composed(PAIRS[0]).plan(), inputs_for(BASE)
     call(plan, inputs)
     wrong = replace(inputs.weights, w2=inputs.weights.w1)
@@ -323,7 +323,7 @@ def test_a_plan_looks_at_other_weights_again() -> None:
 
 
 class Overrunning(TorchExperts):
-    """Writes one element more than the buffer it asked for."""
+    """Writes one element past the end of its buffer."""
 
     def workspace_shapes(self, shape: Any) -> WorkspaceShapes:
         return replace(
@@ -344,7 +344,7 @@ def test_poison_names_the_buffer_that_was_overrun(planned: bool) -> None:
 
 
 class Forgetful(TorchExperts):
-    """Leaves the last row of its output as it was."""
+    """Leaves the last row of its output unwritten."""
 
     def apply(self, tokens: Any, *, output: torch.Tensor, **rest: Any) -> None:
         before = output[-1].clone()
@@ -353,11 +353,11 @@ class Forgetful(TorchExperts):
 
 
 def unwritten(values: torch.Tensor) -> torch.Tensor:
-    """Where nothing but poison was summed: no value of BASE is as large."""
+    """Return the elements that are sums of poison only, which exceeds every value of BASE."""
     return ~(values.abs() < 20)
 
 
-def test_poison_shows_what_was_not_written() -> None:
+def test_poison_reveals_unwritten_rows() -> None:
     kernel, inputs = composed((MoEPrepareAndFinalizeNoEP, Forgetful), poison=True), inputs_for(BASE)
     plan, seen = kernel.plan(), set()
     for run in (kernel, kernel, plan, plan, plan):
@@ -369,9 +369,9 @@ def test_poison_shows_what_was_not_written() -> None:
     assert len({left for planned, left in seen if planned}) == 3
 
 
-def test_poison_covers_what_the_last_call_of_a_plan_left() -> None:
+def test_poison_overwrites_the_results_of_the_previous_call() -> None:
     class Lapsing(TorchExperts):
-        """Right once; then the last row of its output is as the call before left it."""
+        """Computes the first call correctly; later calls leave the last row as it was."""
 
         calls = 0
 
@@ -389,7 +389,7 @@ def test_poison_covers_what_the_last_call_of_a_plan_left() -> None:
         assert bool(unwritten(call(plan, inputs)[-1]).all())
 
 
-def test_every_pairing_of_the_catalog_composes_here(machine: Machine) -> None:
+def test_every_pairing_of_the_catalog_composes(machine: Machine) -> None:
     for pf, experts in pairings(machine, "smoke"):
         kernel = make_kernel(pf, experts, BASE, machine=machine)
         inputs = make_inputs(BASE, "uniform", torch.device(machine.device))

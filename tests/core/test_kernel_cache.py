@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 PAIR = (NO_EP, "TorchExperts")
 
 
-def test_the_kernel_that_was_used_least_recently_is_evicted() -> None:
+def test_the_least_recently_used_kernel_is_evicted() -> None:
     cache = KernelCache(max_kernels=2)
     problems = [
         Problem(16, hidden, intermediate=16, experts=4, top_k=2, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Products on a CPU read nothing beside their operands, whoever computes them."""
+"""Products on a CPU read nothing outside their operands, in parts and in references."""
 
 import ast
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.cpu
 
 
 def laid(values: torch.Tensor, layout: str) -> torch.Tensor:
-    """Equal values, with NaN wherever memory is not theirs."""
+    """Return the tensor in another layout, with NaN in all memory that does not belong to it."""
     rows, columns = values.shape
     if layout.startswith("columns"):
         return laid(values.T, layout.replace("columns", "rows")).T
@@ -66,7 +66,7 @@ def test_values(dtype: torch.dtype, of_a: str, of_b: str) -> None:
         assert found.dtype is dtype
 
 
-def test_what_is_not_copied() -> None:
+def test_dense_operands_are_not_copied() -> None:
     weights = torch.ones(80, 64)
     for matrix in (weights, weights.T, weights[3:9], weights.to("meta")[:, :3]):
         assert compact(matrix) is matrix
@@ -84,7 +84,7 @@ def test_gradients_pass() -> None:
     torch.testing.assert_close(a.grad, weight.detach().sum(0).expand(3, 7))
 
 
-def test_the_watch_notices() -> None:
+def test_the_check_detects_a_read_outside_the_operands() -> None:
     wide, weight = torch.ones(4, 40), torch.ones(5, 33)
     with WatchedProducts() as watched:
         _ = wide[:, :33] @ weight.T
@@ -104,7 +104,8 @@ def test_the_watch_notices() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_and_references(case: Case) -> None:
-    """A case's calls, and the oracle, recipe and twins that they are held against."""
+    """Covers the calls of a case, the oracle, the recipe, and the torch references of
+    operations."""
     with WatchedProducts() as watched, prefer_torch_reference():
         proof = prove(case, this_machine(device="cpu"))
     assert proof.passed, str(proof)
@@ -113,7 +114,7 @@ def test_parts_and_references(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_adapters_beside_the_layer(dtype: torch.dtype) -> None:
+def test_the_parallel_adapter_branch(dtype: torch.dtype) -> None:
     call = moe_lora_calls.call(dtype=dtype)
     with WatchedProducts() as watched, prefer_torch_reference():
         call.run()
@@ -154,8 +155,8 @@ def test_gradients_of_a_call() -> None:
         torch.testing.assert_close(got, expected)
 
 
-def test_the_reference_is_watched() -> None:
-    """Its float32 products of a caller's rows, which it shares no code for."""
+def test_products_of_the_reference_are_checked() -> None:
+    """The reference has its own float32 product, which is checked too."""
     a, b = torch.full((33, 47), NAN)[:, :7], torch.ones(5, 7)
     with WatchedProducts() as watched:
         reference._product(a, b)
@@ -186,7 +187,9 @@ ELSEWHERE = {
 
 
 def products(path: Path) -> Iterator[int]:
-    """Lines of a file's products by torch: `a @ b`, or a method or function of such a name."""
+    """Return the lines of a file with products of torch: `a @ b`, or a function or method of that
+    name.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.MatMult):
             yield node.lineno
@@ -196,7 +199,7 @@ def products(path: Path) -> Iterator[int]:
                 yield node.lineno
 
 
-def test_every_product_is_computed_there() -> None:
+def test_every_product_uses_the_checked_functions() -> None:
     found = {}
     for package in ("modular_kernel", "experts", "prepare_finalize", "topk_reduce"):
         for path in (ROOT / package).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""What lies behind a tensor of the right shape: its sign, gradient, memory, and who writes it."""
+"""Properties of tensors beyond shape and dtype: lazy negation, gradients, storage and aliasing."""
 
 import copy
 import threading
@@ -60,8 +60,7 @@ def _with(args: Args, name: str, tensor: torch.Tensor) -> Args:
 
 
 def _refused(error: type[InputError], problem: Problem, args: Args, what: str) -> str:
-    """The message; nothing is launched, neither by a call nor by a plan, whose first call it is or
-    not."""
+    """Check that a call and the first call of a plan raise the error, and return its message."""
     kernel = kernel_with_spies(problem)
     for call in (kernel, kernel.plan()):
         with pytest.raises(error) as caught:
@@ -147,7 +146,7 @@ def test_freed_memory_is_refused(problem: Problem, name: str) -> None:
     assert "got 0 bytes of memory" in told
 
 
-def test_memory_that_ends_before_the_shape_is_refused() -> None:
+def test_a_storage_smaller_than_the_shape_is_refused() -> None:
     args = arguments(PROBLEM)
     nbytes = args.weights.w2.nbytes
     args.weights.w2.untyped_storage().resize_(nbytes - 2)
@@ -160,7 +159,7 @@ def _torch_kernel(problem: Problem) -> FusedMoEModularKernel:
     return make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, machine=Machine("cpu"))
 
 
-def test_weights_whose_memory_is_exchanged_are_checked_again() -> None:
+def test_weights_are_checked_again_after_their_data_is_replaced() -> None:
     args = arguments(PROBLEM)
     plan = _torch_kernel(PROBLEM).plan()
     plan(args.x, args.weights, args.routing)
@@ -181,7 +180,7 @@ def test_weights_whose_memory_is_exchanged_are_checked_again() -> None:
 
 
 @pytest.mark.parametrize("name", ["topk_weights", "w1", "w2", "b2"])
-def test_an_output_in_memory_that_is_read_is_refused(name: str) -> None:
+def test_an_output_that_overlaps_an_input_is_refused(name: str) -> None:
     problem = replace(PROBLEM, dtype=torch.float32, hidden=16, intermediate=64, **BIAS)
     args = arguments(problem)
     count = args.x.numel()
@@ -230,7 +229,7 @@ def test_a_call_that_would_be_replayed_is_refused_too(
     assert part.host_calls == 1
 
 
-def test_a_replayed_call_looks_at_weights_and_output() -> None:
+def test_a_replayed_call_checks_weights_and_output() -> None:
     plan, part = planned()
     x_TH, weights, routing = inputs()
     own = plan(x_TH, weights, routing)
@@ -267,8 +266,8 @@ PAIRS = [(verdict.prepare_finalize, verdict.experts) for verdict in HERE if verd
 
 
 @pytest.mark.parametrize(("pf", "experts"), PAIRS)
-def test_what_is_written_is_of_a_new_version(pf: str, experts: str) -> None:
-    """Backward then refuses what was saved before, instead of using it."""
+def test_writing_an_output_increments_its_version(pf: str, experts: str) -> None:
+    """Backward of an operation that saved the tensor before then raises an error."""
     args = arguments(PROBLEM)
     with torch.no_grad():
         machine = this_machine(device="cpu")
@@ -291,7 +290,7 @@ def test_what_is_written_is_of_a_new_version(pf: str, experts: str) -> None:
         kernel(args.x, args.weights, args.routing, out=torch.zeros_like(args.x))
 
 
-def test_a_call_is_finished_once() -> None:
+def test_a_started_call_can_be_finished_once() -> None:
     args = arguments(PROBLEM)
     pending = _torch_kernel(PROBLEM).start(args.x, args.weights, args.routing)
     pending.finish()
@@ -300,7 +299,7 @@ def test_a_call_is_finished_once() -> None:
 
 
 def _work(plan: Plan, given: tuple[torch.Tensor, ExpertWeights, Routing], calls: int) -> int:
-    """How many of `calls` results differ from the first, made alone."""
+    """Return how many of `calls` results differ from that of the kernel."""
     x_TH, weights, routing = given
     expected = plan.kernel(x_TH, weights, routing)
     wrong = 0
@@ -328,7 +327,7 @@ def test_threads_take_turns_with_a_plan() -> None:
 
 
 def test_a_plan_within_its_own_call_is_refused() -> None:
-    """It would write what the call it is in still needs."""
+    """A nested call would overwrite buffers that the outer call still reads."""
     args = arguments(PROBLEM)
     kernel = _torch_kernel(PROBLEM)
     plan = kernel.plan()

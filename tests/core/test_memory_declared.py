@@ -1,4 +1,4 @@
-"""What a call allocates is what its parts declare: recorded on a CPU, kernels interpreted."""
+"""A call allocates what its parts declare: allocations on a CPU with interpreted kernels."""
 
 import gc
 import weakref
@@ -28,7 +28,7 @@ PROBLEM = Problem(tokens=12, hidden=64, intermediate=32, experts=3, top_k=2)
 
 @pytest.fixture(autouse=True)
 def _launches_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the interpreter makes for itself is no memory of the call's."""
+    """Do not count allocations of the interpreter."""
     interpreted = GridExecutor.__call__
 
     def call(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,8 @@ def _launches_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of every memory that an operation makes, in order; `alive`: of those still held."""
+    """Bytes of all allocations by operations, in order; `alive` has those that are not freed
+    yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ CALLS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 @pytest.mark.cpu
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("pf", "experts", "change"), CALLS, ids=str)
-def test_a_call_allocates_what_is_declared_and_its_output(
+def test_a_call_allocates_its_declared_workspace_and_output(
     pf: str, experts: str, change: dict[str, Any]
 ) -> None:
     problem = replace(PROBLEM, **change)
@@ -113,7 +114,7 @@ def few(routing: Any) -> Any:
 
 
 @pytest.mark.cpu
-def test_memory_that_nobody_declared_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undeclared_memory_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = make_kernel(NO_EP, "TritonExperts", PROBLEM)
     given = random_inputs(PROBLEM, CPU)
     kernel(*given)
@@ -144,7 +145,8 @@ GPU = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100")
 def test_workspaces_stay_below_two_shared_caches(
     part: type[TritonExperts], layer: tuple[str, int, int, int, int], quant: str
 ) -> None:
-    """At most rows of max(2I, H) for what both products write, and of I between them."""
+    """The bound is rows of max(2I, H) for the outputs of both GEMMs, and of I for the
+    activation."""
     _, hidden, intermediate, experts, top_k = layer
     problem = Problem(4096, hidden, intermediate, experts, top_k, quant=quant)
     if part.extra_rejections(problem, GPU):

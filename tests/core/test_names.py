@@ -1,4 +1,4 @@
-"""docs/names.md points at what exists."""
+"""All names in docs/names.md exist."""
 
 import re
 from importlib import import_module
@@ -11,17 +11,17 @@ TEXT = (Path(__file__).parents[2] / "docs/names.md").read_text()
 PATHS = sorted(set(re.findall(r"`((?:modular_kernel|experts)(?:\.\w+)+)", TEXT)))
 
 
-def test_the_page_was_read() -> None:
+def test_the_page_has_rows() -> None:
     assert len(PATHS) >= 9
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_it_points_at_what_exists(path: str) -> None:
+def test_names_exist(path: str) -> None:
     assert resolve_name(path) is not None
 
 
 @pytest.mark.parametrize("row", re.findall(r"^\| (.+?) \| the same, in `([\w.]+)`", TEXT, re.M))
-def test_the_same_name_is_the_same(row: tuple[str, str]) -> None:
+def test_equal_names_are_the_same_object(row: tuple[str, str]) -> None:
     names, module = row
     for name in re.findall(r"`(\w+)`", names):
         assert hasattr(import_module(module), name)

@@ -1,4 +1,4 @@
-"""Where the user has no home folder: HOME is not set, and passwd has no entry, as in containers."""
+"""Users without a home folder: HOME is not set and passwd has no entry, as in some containers."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from modular_kernel.select.cache import NO_CACHE_FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = "MoEPrepareAndFinalizeNoEP"
-# As getpwuid answers for a user without an entry. Looking one up does not need the variable.
+# Path.home() asks getpwuid if HOME is not set; this one raises as for a user without an entry.
 HOMELESS = """
 import pwd, sys
 def unknown(uid):
@@ -38,7 +38,7 @@ def _no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def homeless(program: str, *words: str) -> str:
-    """What a program prints in a fresh interpreter without a home."""
+    """Return the output of a program in a new interpreter without a home folder."""
     command = [sys.executable, "-c", program, *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -60,12 +60,12 @@ def test_verbs_work() -> None:
     assert codes == {words[0]: 0 for words in verbs}
 
 
-def test_compose_keeps_where_it_is_told_and_else_says_that_it_does_not(
+def test_compose_caches_in_a_given_folder_and_reports_a_missing_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("compose", "--tokens-list", "2", "--experts", "2", "--hidden", "32", "--json")
     program = f"{HOMELESS}from modular_kernel.cli.main import run; run(sys.argv[1:])"
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # nothing interpreted is timed, or kept
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # interpreted parts are not timed
     found = json.loads(homeless(program, *words, "--budget", "0"))
     assert NO_CACHE_FOLDER in found["notes"]
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
@@ -91,7 +91,7 @@ print(kernel(torch.ones(4, 32), weights, mk.Routing(torch.ones(4, 1), ids))[0, 0
     assert float(homeless(program, "TritonExperts")) == pytest.approx(32.0**3, rel=1e-5)
 
 
-def test_tuning_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_states_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     from modular_kernel.cli import tune
     from modular_kernel.errors import ConfigurationError
 

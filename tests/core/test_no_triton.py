@@ -1,4 +1,5 @@
-"""Without triton everything but the Triton parts works, and those say what they miss."""
+"""Without triton, everything except the Triton parts works, and those state that triton is
+missing."""
 
 import json
 import re
@@ -41,7 +42,7 @@ TOLD_BY_WHAT_IS_IN_THEM = {
 
 
 def python(program: str, *, blocked: tuple[str, ...] = ("triton",)) -> str:
-    """stdout of a program in a fresh interpreter that cannot import `blocked`."""
+    """Return the output of a program in a new interpreter that cannot import `blocked`."""
     done = subprocess.run(
         [sys.executable, "-c", BLOCK.format(blocked=blocked) + program],
         cwd=ROOT,
@@ -54,7 +55,7 @@ def python(program: str, *, blocked: tuple[str, ...] = ("triton",)) -> str:
 
 
 def mk(*words: str) -> Any:
-    """The JSON that `mk` prints without triton, and its exit code as "code"."""
+    """Return the JSON output of `mk` without triton, with the exit code as "code"."""
     program = f"""
 from modular_kernel.cli.main import run
 try:
@@ -66,7 +67,7 @@ except SystemExit as ended:
     return {**json.loads(text), "code": int(code)}
 
 
-def test_everything_imports_but_what_is_triton_s_own() -> None:
+def test_all_modules_but_those_of_triton_kernels_are_importable() -> None:
     packages = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
     paths = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
     own = [
@@ -101,7 +102,7 @@ def test_everything_imports_but_what_is_triton_s_own() -> None:
 
 
 def _imports_a_language(path: Path) -> bool:
-    """Whether the module needs triton or CuTe DSL to be imported, without a guard."""
+    """Return whether the module imports triton or the CuTe DSL without a guard."""
     return (
         re.search(r"^(import|from) (triton|cutlass)\b", path.read_text(encoding="utf-8"), re.M)
         is not None
@@ -122,7 +123,9 @@ def _module(path: Path) -> str:
     ],
     ids="+".join,
 )
-def test_the_torch_parts_are_right(pair: tuple[str, str], blocked: tuple[str, ...]) -> None:
+def test_the_torch_parts_compute_correct_outputs(
+    pair: tuple[str, str], blocked: tuple[str, ...]
+) -> None:
     program = f"""
 import torch
 from modular_kernel import Problem, make_kernel
@@ -143,7 +146,7 @@ print(float((out - exact).norm() / exact.norm()), float(exact.std()))
     assert std > 0.05
 
 
-def test_triton_parts_are_listed_with_the_reason() -> None:
+def test_triton_parts_are_listed_as_unavailable_with_the_reason() -> None:
     listed = mk("list")
     assert listed["code"] == 0
     assert listed["broken"] == []
@@ -171,7 +174,7 @@ def test_a_triton_pair_is_refused_with_the_reason() -> None:
     assert mk("check", *pair, "--arch", "9.0", "--packages", "triton")["ok"]
 
 
-def test_the_harness_still_proves_the_torch_pairs() -> None:
+def test_the_harness_verifies_the_torch_pairings() -> None:
     pair = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "NaiveBatchedExperts")
     proven = mk("test", *pair, "--one", "--dtype", "float32")
     assert proven["ok"]
@@ -194,9 +197,7 @@ def test_the_harness_still_proves_the_torch_pairs() -> None:
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_becomes_of_triton_kernels_is_told_as_it_is(
-    blocked: tuple[str, ...], told: str
-) -> None:
+def test_the_reason_for_a_missing_triton_is_reported(blocked: tuple[str, ...], told: str) -> None:
     program = """
 import contextlib, io
 from modular_kernel.cli.machine_setup import prepare_host

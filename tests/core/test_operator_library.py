@@ -34,7 +34,7 @@ print("registered again")
 
 
 def test_a_module_may_be_imported_again() -> None:
-    """As mutation tests do with changed sources."""
+    """Mutation tests import modules again after changing their source."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""What is pickled, spawned and copied: kernels, plans, layers, runners and pools."""
+"""Pickling, copying and sending to spawned processes: kernels, plans, layers, runners and pools."""
 
 import copy
 import io
@@ -157,7 +157,7 @@ def test_runners(copied: Callable[[Any], Any], backend: str) -> None:
 
 
 def run_there(called: Any, *given: Any) -> torch.Tensor:
-    """Call it in this process; the result is a copy of its own memory."""
+    """Call a function in this process and return a copy of its result."""
     torch.set_num_threads(1)
     return called(*given).clone().numpy()
 
@@ -181,7 +181,7 @@ def test_a_spawned_process_runs_kernels_plans_and_layers() -> None:
 
 
 class Tokens(Dataset):  # type: ignore[type-arg]
-    """What a layer makes of one token after the other."""
+    """A dataset of the layer's outputs for one token at a time."""
 
     def __init__(self, layer: FusedMoE, given: Any) -> None:
         self.layer, (self.x_TH, _, self.routing) = layer, given
@@ -213,7 +213,7 @@ def test_workers_of_a_data_loader_call_a_layer(how: str) -> None:
     torch.testing.assert_close(torch.cat(list(loader)), want)
 
 
-def test_parts_over_ranks_say_why_they_cannot_be_pickled(pair: RankPool) -> None:
+def test_pickling_parts_over_ranks_is_refused_with_the_reason(pair: RankPool) -> None:
     for part, experts in (
         (REPLICATED, "TorchExperts"),
         (GATHERED, "TorchExperts"),

@@ -1,4 +1,4 @@
-"""Placement as data: where experts live, and to which copy each pair goes."""
+"""Placements: which rank has which experts, and to which copy each pair is sent."""
 
 from dataclasses import replace
 
@@ -12,13 +12,13 @@ from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.spec.placement import Placement, pairs_to_slots, rank_tiers
 
 
-def test_linear_gives_blocks_and_the_rest_to_the_first_ranks() -> None:
+def test_linear_assigns_blocks_and_the_remainder_to_the_first_ranks() -> None:
     assert Placement.linear(10, 4).slots == ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9))
     assert Placement.linear(8, 2).slots == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert Placement.linear(3, 3).is_linear
 
 
-def test_round_robin_deals_one_by_one() -> None:
+def test_round_robin_assigns_experts_in_turn() -> None:
     placement = Placement.round_robin(7, 3)
     assert placement.slots == ((0, 3, 6), (1, 4), (2, 5))
     assert not placement.is_linear
@@ -32,7 +32,7 @@ def test_a_table_of_rank_and_slot() -> None:
     assert placement.expert_map(1).dtype is torch.int32
 
 
-def test_copies_lie_behind_what_is_there() -> None:
+def test_copies_follow_the_existing_experts() -> None:
     placement = Placement.linear(4, 2).with_copies({3: (0,), 0: (1,)})
     assert placement.slots == ((0, 1, 3), (2, 3, 0))
     assert placement.locations[3] == ((0, 2), (1, 1))
@@ -104,7 +104,7 @@ def placed(tables: object = Placement.linear(4, 2).tables(), **options: object) 
         (lambda: Problem(1, 8, 8, 3, 1, parallel=Parallel(2, Placement.linear(4, 2))), "4 experts"),
     ],
 )
-def test_what_is_no_placement_is_refused(make: object, named: str) -> None:
+def test_invalid_placements_are_refused(make: object, named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         make()  # type: ignore[operator]
 
@@ -114,7 +114,7 @@ def test_ids_of_another_dtype_are_refused() -> None:
         pairs_to_slots(torch.full((2, 1), 1.7), Placement.linear(4, 2).tables())
 
 
-def test_a_problem_knows_the_experts_of_its_rank() -> None:
+def test_a_problem_has_the_experts_of_its_rank() -> None:
     problem = Problem(1, 8, 8, 10, 2, parallel=Parallel(4))
     assert [replace(problem, parallel=Parallel(4, rank=r)).e for r in range(4)] == [3, 3, 2, 2]
     dealt = Parallel(3, Placement.round_robin(10, 3), rank=0)
@@ -144,7 +144,7 @@ def test_every_pair_goes_to_one_copy_of_its_expert(data: st.DataObject) -> None:
         assert placement.slots[place[0]][place[1]] == expert
 
 
-def test_copies_take_turns() -> None:
+def test_pairs_are_distributed_over_copies_in_turn() -> None:
     placement = Placement.linear(2, 2).with_copies({0: (1,)})
     rank, _, _ = pairs_to_slots(torch.zeros(4, 1, dtype=torch.int32), placement.tables())
     assert rank.flatten().tolist() == [0, 1, 0, 1]
@@ -155,8 +155,8 @@ def test_ids_have_two_dimensions() -> None:
         pairs_to_slots(torch.zeros(4, dtype=torch.int32), Placement.linear(2, 1).tables())
 
 
-def test_copies_that_are_near_come_first() -> None:
-    """This rank's, then its host's, then all by turns."""
+def test_the_nearest_copies_are_preferred() -> None:
+    """Pairs go to a copy on this rank, otherwise on its host, otherwise to all copies in turn."""
     placement = Placement.linear(4, 4).with_copies({0: (1, 2), 1: (0, 3), 2: (3,)})
     ids = torch.arange(4).repeat_interleave(4)[:, None]  # each expert four times
 
@@ -174,7 +174,7 @@ def test_copies_that_are_near_come_first() -> None:
     assert ranks_of(1, 1) == [{1}, {1}, {2, 3}, {3}]
 
 
-def test_near_copies_on_a_host_take_turns() -> None:
+def test_pairs_are_distributed_over_the_copies_of_a_host_in_turn() -> None:
     placement = Placement.linear(4, 4).with_copies({0: (1,), 3: (2,)})
     tables = placement.tables(tiers=rank_tiers(0, 2))
     rank, _, _ = pairs_to_slots(torch.full((4, 1), 3), tables)
@@ -184,7 +184,7 @@ def test_near_copies_on_a_host_take_turns() -> None:
     assert rank.flatten().tolist() == [0, 1, 0, 1]
 
 
-def test_without_a_rank_the_others_keep_their_slots() -> None:
+def test_removing_a_rank_keeps_the_slots_of_the_others() -> None:
     placement = Placement.linear(6, 3).with_copies({0: (1,), 1: (2,), 4: (0,), 5: (0,)})
     assert placement.without([0]).slots == ((2, 3, 0), (4, 5, 1))
     assert placement.without([2]).slots == ((0, 1, 4, 5), (2, 3, 0))
@@ -194,7 +194,7 @@ def test_without_a_rank_the_others_keep_their_slots() -> None:
 
 
 def test_maps_of_eplb_and_back() -> None:
-    """Its README's second layer: 12 experts, 16 physical ones, 8 GPUs of 2 nodes."""
+    """The second layer of EPLB's README: 12 experts, 16 physical ones, 8 GPUs on 2 nodes."""
     physical = [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1]
     placement = Placement.from_eplb(physical, 8)
     assert placement.slots[:3] == ((7, 10), (6, 8), (6, 11))

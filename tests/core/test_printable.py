@@ -1,4 +1,4 @@
-"""What others wrote is shown without doing anything to a terminal or a log."""
+"""Text from files and other packages is displayed without control characters."""
 
 import ast
 import json
@@ -25,7 +25,7 @@ def test_printable_text_stays(text: str) -> None:
     assert printable(text) == text
 
 
-def test_nothing_else_does() -> None:
+def test_other_characters_are_escaped() -> None:
     shown = printable(HOSTILE)
     assert shown.isprintable()
     assert shown.startswith(
@@ -35,7 +35,7 @@ def test_nothing_else_does() -> None:
     assert printable("abc", max_chars=2) == "ab..."
 
 
-def test_errors_and_rejections_show_it_so() -> None:
+def test_errors_and_rejections_escape_text() -> None:
     assert str(ConfigurationError(HOSTILE, got=HOSTILE, need=HOSTILE)).isprintable()
     assert str(Rejection("rule", (HOSTILE,), HOSTILE, HOSTILE, HOSTILE)).isprintable()
 
@@ -106,7 +106,7 @@ def test_the_log_of_a_forged_cache_shows_escapes(
 
 
 def _shown_texts(path: Path) -> Iterator[str]:
-    """Every text of a module's code: constants and what stands between f-strings' braces."""
+    """Return all text in a module's code: string constants, including the parts of f-strings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     documented = (n.value for n in ast.walk(tree) if isinstance(n, ast.Expr))
     skipped = {id(value) for value in documented}
@@ -116,7 +116,7 @@ def _shown_texts(path: Path) -> Iterator[str]:
 
 
 def _tokens_uncounted(path: Path) -> bool:
-    """Whether a text has "tokens" behind a number of tokens that may be 1."""
+    """Return whether a text has "tokens" after a number that may be 1."""
     source = path.read_text(encoding="utf-8")
     texts = (n.values for n in ast.walk(ast.parse(source)) if isinstance(n, ast.JoinedStr))
     return any(
@@ -130,8 +130,8 @@ def _tokens_uncounted(path: Path) -> bool:
     )
 
 
-def test_no_text_leaves_the_plural_to_the_reader() -> None:
-    """`counted` and `plural` know whether it is one case or two: never "case(s)"."""
+def test_no_text_has_an_optional_plural() -> None:
+    """Texts use `counted` and `plural` rather than "case(s)"."""
     root = Path(__file__).resolve().parents[2]
     folders = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce", "tools", "examples")
     paths = [path for folder in folders for path in (root / folder).rglob("*.py")]

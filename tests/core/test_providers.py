@@ -1,4 +1,4 @@
-"""Packages are told by what is in them: their names prove nothing, and nothing is imported."""
+"""Optional packages are identified by their contents and version without importing them."""
 
 import sys
 from dataclasses import replace
@@ -42,44 +42,44 @@ def put(site: Path, name: str, *, version: str = "2.0", **files: str) -> Path:
     return folder
 
 
-def test_absent() -> None:
+def test_an_absent_package() -> None:
     assert find(WANTED) == ProbeResult()
 
 
-def test_found_by_its_interface_and_not_imported(site: Path) -> None:
+def test_a_package_is_identified_by_its_interface_without_import(site: Path) -> None:
     folder = put(site, "swift_gemm", api=RIGHT)
     assert find(WANTED) == ProbeResult(folder, "2.0")
     assert "swift_gemm" not in sys.modules
 
 
-def test_found_below_another_package_which_is_not_imported(site: Path) -> None:
+def test_a_package_inside_another_is_found_without_import(site: Path) -> None:
     folder = put(site, "engine/third_party/swift_gemm", version="2.5.0", api=RIGHT)
     assert find(WANTED) == ProbeResult(folder, "2.5.0")
     assert "engine" not in sys.modules
 
 
-def test_another_package_of_the_name(site: Path) -> None:
+def test_another_package_of_the_same_name(site: Path) -> None:
     put(site, "swift_gemm", version="0.1")
     assert find(WANTED) == ProbeResult(reason="another swift_gemm 0.1: no api.py")
 
 
-def test_too_old_a_package(site: Path) -> None:
+def test_a_package_that_is_too_old(site: Path) -> None:
     put(site, "swift_gemm", version="1.0.0", api="def grouped_gemm(a, m_indices): ...")
     assert find(WANTED).reason == "another swift_gemm 1.0.0: no psum in api.py"
 
 
-def test_a_copy_elsewhere_does_where_the_name_is_taken(site: Path) -> None:
+def test_a_copy_inside_another_package_is_used_if_the_name_is_taken(site: Path) -> None:
     put(site, "swift_gemm", version="0.1")
     folder = put(site, "engine/third_party/swift_gemm", api=RIGHT)
     assert find(WANTED) == ProbeResult(folder, "2.0")
 
 
-def test_a_file_of_the_name_is_no_package(site: Path) -> None:
+def test_a_single_file_of_the_same_name_is_not_accepted(site: Path) -> None:
     (site / "swift_gemm.py").write_text(RIGHT)
     assert find(WANTED) == ProbeResult()
 
 
-def test_the_machine_says_which_is_which(site: Path) -> None:
+def test_the_machine_states_which_package_it_found(site: Path) -> None:
     other = replace(WANTED, name="calm", places=("calm",))
     put(site, "calm", api=RIGHT)
     put(site, "swift_gemm", version="0.1")
@@ -102,10 +102,10 @@ def test_the_machine_says_which_is_which(site: Path) -> None:
     )
 
 
-def test_a_choice_is_of_the_version_that_is_found(
+def test_a_cached_choice_is_for_the_version_that_is_found(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a copy inside another package no metadata tells."""
+    """A copy inside another package has no metadata of its own."""
     put(site, "engine/third_party/swift_gemm", version="2.5.0", api=RIGHT)
     monkeypatch.setattr(cache_keys, "probes_of", lambda catalog: (WANTED,))
     assert cache_keys._version("swift_gemm") == "2.5.0"

@@ -1,9 +1,9 @@
-"""Every rule refuses what it must, and nothing else.
+"""Every compatibility rule refuses the values that it must, and no others.
 
-`TABLE` holds at least one case per rule. A case names one field and two values: with `refused` the
-rule must speak, for the right parties, and no other rule may; with `accepted`, and nothing else
-changed, the pairing must be valid. A rule that never refuses, one that always does, and one
-without a case all fail here.
+`TABLE` has at least one case per rule. A case names one field and two values. With `refused` the
+rule must refuse for the expected parties, and no other rule may; with `accepted`, and nothing else
+changed, the pairing must be valid. A rule that never refuses, one that always does, and one without
+a case fail here.
 """
 
 import ast
@@ -76,10 +76,10 @@ LORA = "adapters=2,rank=8"
 
 @dataclass(frozen=True)
 class Case:
-    """path: a field ("ex.bias"), with a value that `rule` must refuse, and one that it must accept.
+    """A field with a value that `rule` must refuse and one that it must accept.
 
-    parties: of each rejection, in order; got, need: parts of their texts.
-    given: what both twins share beyond OPEN, by field.
+    path: the field, such as "ex.bias". parties: those of each rejection, in order. got, need:
+    substrings of their texts. given: fields changed for both values, in addition to OPEN.
     """
 
     rule: str
@@ -95,7 +95,7 @@ class Case:
         return f"{self.rule}-{self.path}={self.refused}"
 
     def verdict(self, value: object) -> Verdict:
-        """The judgement on OPEN, as `given`, with `value` in the field."""
+        """Return the verdict on OPEN with the fields of `given`, and with `value` in the field."""
         changes: dict[str, dict[str, object]] = {key: {} for key in OPEN}
         for path, new in {**self.given, self.path: value}.items():
             key, _, name = path.partition(".")
@@ -107,7 +107,7 @@ class Case:
 def fakes(
     pf: PrepareFinalizeRequirements, ex: ExpertsRequirements
 ) -> tuple[type[PrepareAndFinalize], type[PermuteExpertsUnpermute]]:
-    """Two classes that declare and nothing else."""
+    """Return two classes with declarations only."""
     return (
         type(PF, (PrepareAndFinalize,), {"requires": pf}),
         type(EX, (PermuteExpertsUnpermute,), {"requires": ex}),
@@ -308,11 +308,11 @@ def test_refuses(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_accepts_the_twin(case: Case) -> None:
+def test_accepts(case: Case) -> None:
     assert case.verdict(case.accepted).rejections == ()
 
 
-def test_four_rules_at_once_are_all_told() -> None:
+def test_several_rules_are_all_reported() -> None:
     pf, ex = fakes(
         replace(OPEN["pf"], max_tokens=8),
         replace(OPEN["ex"], bias=False, min_arch=(10, 0), hidden_multiple=128),
@@ -323,7 +323,7 @@ def test_four_rules_at_once_are_all_told() -> None:
         assert f"[{rule}]" in str(verdict)
 
 
-def test_a_part_may_add_a_rule_of_its_own() -> None:
+def test_a_part_can_add_a_rule() -> None:
     pf, ex = fakes(OPEN["pf"], OPEN["ex"])
     own = Rejection("FakeExperts.moon", (EX, "machine"), "full moon", "new moon")
 
@@ -336,8 +336,8 @@ def test_a_part_may_add_a_rule_of_its_own() -> None:
     assert judge(pf, ex, problem.with_tokens(0), machine).ok
 
 
-def test_refused_before_anything_is_built() -> None:
-    """A refusal comes before a constructor may touch a vendor library, with every reason."""
+def test_a_pairing_is_refused_before_construction() -> None:
+    """The refusal states every reason, before a constructor can use a vendor library."""
 
     def touched(self: object, *_: object) -> None:
         raise AssertionError("constructed")
@@ -354,7 +354,7 @@ def test_refused_before_anything_is_built() -> None:
         make_kernel(pf, ex, replace(problem, tokens=8, bias=False), machine=OPEN["machine"])
 
 
-def test_unavailable_tells_every_reason_of_one_part() -> None:
+def test_an_unavailable_part_states_every_reason() -> None:
     requires = replace(OPEN["ex"], triton=True, min_arch=(10, 0), packages=("cutlass", "deep_ep"))
     on_cpu = unavailable(EX, requires, CPU)
     assert [r.rule for r in on_cpu] == ["device", "package", "package"]
@@ -368,7 +368,7 @@ def test_unavailable_tells_every_reason_of_one_part() -> None:
     assert [r.need for r in unavailable(PF, replace(OPEN["pf"], packages=("x",)), CPU)] == ["x"]
 
 
-def test_a_package_that_no_index_has_is_built_from_its_sources() -> None:
+def test_the_hint_for_a_package_that_is_not_on_an_index_names_its_sources() -> None:
     problem, bare = (
         Problem(8, 256, 128, 8, 2, parallel=Parallel(2)),
         Machine("cuda", (9, 0), frozenset()),

@@ -1,4 +1,6 @@
-"""Plans that replay: when the parts' host code runs again, and that no check is lost by it."""
+"""Plans that replay recorded launches: when the parts' host code runs again, and that every check
+is still made.
+"""
 
 import gc
 import weakref
@@ -38,8 +40,8 @@ def test_later_calls_run_no_host_code_of_the_parts() -> None:
     assert part.host_calls == 1
 
 
-def test_every_tensor_of_a_call_is_its_own() -> None:
-    """One argument changed at a time, the others as they were recorded."""
+def test_a_replay_uses_the_tensors_of_its_call() -> None:
+    """Changes one argument at a time, and leaves the others as recorded."""
     plan, part = planned()
     first, second = inputs(seed=1), inputs(seed=2)
     plan(*first)
@@ -63,13 +65,13 @@ def test_inplace_calls_are_replayed_too() -> None:
 
 
 def unaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that starts four bytes behind a multiple of 16."""
+    """Return a copy that starts four bytes after a multiple of 16."""
     room = torch.empty(tensor.numel() + 8, dtype=tensor.dtype)
     skip = (-room.data_ptr() // 4) % 4 + 1
     return room[skip : skip + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
-def test_another_kind_of_call_is_recorded_apart() -> None:
+def test_a_call_with_another_signature_gets_its_own_recording() -> None:
     plan, part = planned()
     x_TH, weights, routing = inputs()
     long_ids = Routing(routing.topk_weights_TK, routing.topk_ids_TK.long())
@@ -91,7 +93,7 @@ def test_another_kind_of_call_is_recorded_apart() -> None:
     assert part.host_calls == len(kinds)
 
 
-def test_memory_of_weights_is_looked_up_in_every_call() -> None:
+def test_addresses_of_weights_are_read_in_every_call() -> None:
     plan, part = planned()
     args = inputs()
     plan(*args)
@@ -109,7 +111,7 @@ def test_another_dtype_in_the_same_memory_is_checked_again() -> None:
         plan(*args)
 
 
-def test_weights_are_checked_once_each_and_not_kept_alive() -> None:
+def test_weights_are_checked_once_and_not_kept_alive() -> None:
     plan, _ = planned()
     x_TH, weights, routing = inputs()
     plan(x_TH, weights, routing)
@@ -123,8 +125,9 @@ def test_weights_are_checked_once_each_and_not_kept_alive() -> None:
 
 
 @pytest.mark.parametrize("bad", CASES, ids=str)
-def test_bad_tensors_after_good_ones(bad: Bad) -> None:
-    """A call that would be replayed, but for one tensor, ends in the error it always ended in."""
+def test_invalid_tensors_after_a_valid_call(bad: Bad) -> None:
+    """One invalid tensor in a call that would be replayed raises the same error as without
+    replay."""
     problem = replace(PROBLEM, **bad.problem)
     plan, part = planned(problem)
     good = arguments(problem)
@@ -160,8 +163,8 @@ def test_out_over_x_is_refused_in_a_replay_as_well() -> None:
         plan(both[:4], *args[1:], out=both[1:5])
 
 
-def test_inputs_in_one_memory_are_not_replayed() -> None:
-    """Where two inputs overlap, an address does not tell which of them it came from."""
+def test_overlapping_inputs_are_not_replayed() -> None:
+    """If two inputs overlap, an address does not determine which of them it belongs to."""
     plan, part = planned()
     x_TH, weights, routing = inputs()
     shared = replace(weights, w2=weights.w1.flatten()[: weights.w2.numel()].view_as(weights.w2))
@@ -171,7 +174,7 @@ def test_inputs_in_one_memory_are_not_replayed() -> None:
 
 
 class Copying(AddExperts):
-    """Does with torch what no recording of launches holds."""
+    """Computes with a torch operation, which a recording does not contain."""
 
     replayable = True
 
@@ -181,15 +184,15 @@ class Copying(AddExperts):
 
 
 class Inheriting(AddExperts):
-    """Says nothing about itself."""
+    """Does not declare whether it can be replayed."""
 
 
 class Half(Prepare):
-    """Says nothing about itself."""
+    """Does not declare whether it can be replayed."""
 
 
 @pytest.mark.parametrize("experts", [Copying, Inheriting])
-def test_what_cannot_be_replayed_runs_each_time(experts: type[AddExperts]) -> None:
+def test_parts_that_cannot_be_replayed_run_in_every_call(experts: type[AddExperts]) -> None:
     plan, part = planned(experts=experts)
     args = inputs()
     first = plan(*args).clone()
@@ -204,7 +207,7 @@ def test_both_parts_must_be_replayable() -> None:
     assert planned()[0].kernel.replayable
 
 
-def test_a_checked_plan_looks_at_every_call() -> None:
+def test_a_checked_plan_checks_every_call() -> None:
     plan, part = planned(checked=True)
     args = inputs()
     plan(*args)
@@ -244,7 +247,7 @@ def test_a_replay_is_poisoned_like_any_call() -> None:
     torch.testing.assert_close(out, fill, rtol=0, atol=0, equal_nan=True)
 
 
-def test_red_zones_are_watched_in_a_replay() -> None:
+def test_red_zones_are_checked_in_a_replay() -> None:
     plan, _ = planned(poison=True)
     args = inputs()
     plan(*args)
@@ -261,7 +264,7 @@ def test_red_zones_are_watched_in_a_replay() -> None:
         plan(*args)
 
 
-def test_no_tokens_are_not_recorded() -> None:
+def test_calls_without_tokens_are_not_recorded() -> None:
     plan, part = planned()
     assert plan(*inputs(tokens=0)).shape == (0, SMALL.hidden)
     assert part.host_calls == 0
@@ -269,7 +272,7 @@ def test_no_tokens_are_not_recorded() -> None:
     assert_right(plan(*args), args)
 
 
-def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_recordings_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_MAX_RECORDED", 2)
     plan, part = planned()
     for tokens in (1, 2, 3, 3, 2, 1):
@@ -278,7 +281,7 @@ def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(plan._recorded._recorded) == 2
 
 
-def test_an_error_in_a_recording_leaves_nothing_behind() -> None:
+def test_an_error_during_recording_leaves_no_recording() -> None:
     plan, part = planned()
     args = inputs()
 

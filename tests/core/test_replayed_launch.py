@@ -1,6 +1,7 @@
-"""Launches that are replayed are triton's own, to the byte: for the triton that is installed.
+"""Replayed launches equal those of the installed triton byte for byte.
 
-Without a GPU: triton's launcher and cuda_replay.c both launch into the tests' own libcuda.so.1.
+This needs no GPU: triton's launcher and cuda_replay.c both launch on the tests' stand-in for
+libcuda.so.1.
 """
 
 from typing import Any
@@ -11,15 +12,17 @@ from stand_in_driver import run_with_stand_in
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What launch_program.py saw."""
+    """Return the results of launch_program.py."""
     return run_with_stand_in("launch_program", tmp_path_factory.mktemp("driver"))
 
 
 # 49 bytes: two pointers, int32, float32, int64, a flag, two of scratch; 180: a map, two sizes and
 # two strides, a pointer, int32, two of scratch.
 @pytest.mark.parametrize(("kernel", "nbytes"), [("plain", 49), ("dependent", 49), ("boxes", 180)])
-def test_a_replayed_launch_is_as_tritons(found: dict[str, Any], kernel: str, nbytes: int) -> None:
-    """Grid, threads, shared memory, attributes, stream and all parameters."""
+def test_a_replayed_launch_equals_that_of_triton(
+    found: dict[str, Any], kernel: str, nbytes: int
+) -> None:
+    """Compares grid, threads, shared memory, attributes, stream and all parameters."""
     calls = found[kernel]
     assert "refused" not in calls
     assert [launch.pop("number") for launch in calls["triton"] + calls["replayed"]] == [1, 2, 3, 4]
@@ -40,12 +43,14 @@ def test_a_replayed_launch_is_as_tritons(found: dict[str, Any], kernel: str, nby
         ("oversized", "bytes of shared memory"),
     ],
 )
-def test_what_is_not_known_is_not_replayed(found: dict[str, Any], what: str, reason: str) -> None:
+def test_launches_with_unknown_parameters_are_not_replayed(
+    found: dict[str, Any], what: str, reason: str
+) -> None:
     assert found["as it is"] == ""
     assert reason in found[what]
 
 
-def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_disabled_replay_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
     triton_versions = pytest.importorskip("modular_kernel.replay.launch.triton_versions")
     from modular_kernel.process_status import replay

@@ -1,4 +1,4 @@
-"""Operations outside plans: recorded in their second call, then replayed with new addresses."""
+"""Operations outside plans are recorded in their second call, then replayed with new addresses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ STREAM = 7
 
 
 class Recording:
-    """A GPU whose recordings can be replayed, or not."""
+    """A stand-in for a GPU; its recordings can be replayed or not, as set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, replayable: bool = True) -> None:
         self.launches, self.replays = 0, list[tuple[int, list[int]]]()
@@ -64,7 +64,7 @@ def test_the_third_call_is_replayed_with_its_own_addresses(
     ],
     ids=["key", "shape", "dtype", "strides", "alignment"],
 )
-def test_another_signature_is_launched(
+def test_a_call_with_another_signature_is_launched(
     monkeypatch: pytest.MonkeyPatch, key: str, tensor: torch.Tensor
 ) -> None:
     gpu, replayed = Recording(monkeypatch), ReplayedOperation()
@@ -74,7 +74,7 @@ def test_another_signature_is_launched(
     assert (gpu.launches, len(gpu.replays)) == (3, 1)
 
 
-def test_what_cannot_be_replayed_is_launched_without_recording_again(
+def test_a_call_that_cannot_be_replayed_is_recorded_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu, replayed = Recording(monkeypatch, replayable=False), ReplayedOperation()
@@ -83,7 +83,7 @@ def test_what_cannot_be_replayed_is_launched_without_recording_again(
     assert (gpu.launches, gpu.recorded_calls) == (5, 1)
 
 
-def test_a_watched_launch_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watched_launches_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, replayed = Recording(monkeypatch), ReplayedOperation()
     for _ in range(2):
         replayed.run("key", [torch.zeros(4)], gpu.launch)

@@ -1,5 +1,8 @@
-"""Every rule at its edge: the nearest problem that passes is right, the nearest that fails is
-refused for that reason, and a rule that is one off is seen."""
+"""Every rule at its boundary.
+
+The nearest problem that passes is computed correctly, the nearest one that fails is refused for
+that reason, and a rule that is off by one is detected.
+"""
 
 import ast
 import inspect
@@ -81,14 +84,14 @@ def walk(
     depth: int = 1,
     start: Problem | None = None,
 ) -> Edges:
-    """The edges of two parts by name."""
+    """Return the boundaries of two parts, given by name."""
     catalog = load_catalog()
     parts = catalog.prepare_finalize(pf), catalog.experts(experts)
     return edges_of(*parts, machine or this_machine(), depth=depth, start=start)
 
 
 def walks() -> Iterator[Edges]:
-    """Around every pairing, and further around a few."""
+    """Return boundaries around every pairing, and at a larger distance around a few."""
     catalog = load_catalog()
     for pf in catalog.names("prepare_finalize"):
         for experts in catalog.names("experts"):
@@ -99,7 +102,7 @@ def walks() -> Iterator[Edges]:
 
 
 def wrong(edge: Edge) -> str:
-    """What is wrong with an edge; "" if it is one."""
+    """Return what is wrong with a boundary, or ""."""
     passing, failing = edge.passing.verdict, edge.failing.verdict
     if passing.rejections:
         return f"{edge}: the passing side is refused, {passing}"
@@ -110,7 +113,7 @@ def wrong(edge: Edge) -> str:
 
 @pytest.mark.share(2)
 def test_every_rule_has_its_edges() -> None:
-    """Each place that can refuse does so alone, one step from a problem that passes."""
+    """Each condition that can refuse does so alone, one step from a problem that passes."""
     catalog, with_edge = load_catalog(), set()
     for found in walks():
         assert [said for edge in found.edges if (said := wrong(edge))] == []
@@ -125,9 +128,10 @@ def test_every_rule_has_its_edges() -> None:
 
 
 @pytest.mark.parametrize(("pf", "experts"), HERE)
-def test_what_passes_is_right(pf: str, experts: str) -> None:
-    """The passing sides are called and compared with the oracle; the failing sides are refused by
-    whoever makes the kernel, for the same reason."""
+def test_problems_that_pass_are_computed_correctly(pf: str, experts: str) -> None:
+    """Problems that pass are called and compared with the oracle; those that fail are refused for
+    the same reason when a kernel is made.
+    """
     machine, cases = this_machine(), passing(walk(pf, experts))
     for edge in walk(pf, experts).edges:
         failing = edge.failing
@@ -143,14 +147,14 @@ def test_what_passes_is_right(pf: str, experts: str) -> None:
 
 
 def passing(found: Edges) -> list[Case]:
-    """The cases of the passing sides that this machine can run."""
+    """Return the cases of passing problems that this machine can run."""
     here = [edge for edge in found.edges if edge.passing.machine == this_machine()]
     return list(dict.fromkeys(case for edge in here if (case := case_of(edge)) is not None))
 
 
 @pytest.mark.skipif(not this_machine(device="cpu").interpreter, reason="interpreted ranks on a CPU")
 @pytest.mark.parametrize(("pf", "experts"), OVER_RANKS)
-def test_what_passes_is_right_over_ranks(
+def test_problems_that_pass_are_computed_correctly_over_ranks(
     rank_pool: Callable[[int], RankPool], pf: str, experts: str
 ) -> None:
     cases = [c for c in passing(walk(pf, experts)) if c.problem.parallel.world_size == 2]
@@ -165,13 +169,13 @@ Change = Callable[[ast.Compare, int], None]
 
 
 def swap(node: ast.Compare, at: int) -> None:
-    """< for <=, and so on."""
+    """Exchange `<` for `<=`, and so on."""
     other = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
     node.ops[at] = other[type(node.ops[at])]()
 
 
 def shift(node: ast.Compare, at: int, *, by: int) -> None:
-    """Another right side."""
+    """Add `by` to the right operand of a comparison."""
     node.comparators[at] = ast.BinOp(node.comparators[at], ast.Add(), ast.Constant(by))
 
 
@@ -179,7 +183,7 @@ CHANGES: tuple[Change, ...] = (swap, partial(shift, by=1), partial(shift, by=-1)
 
 
 def mutants() -> Iterator[Any]:
-    """(rule, the rule one off): each comparison of numbers, sharper and weaker by one."""
+    """Yield each rule with each of its comparisons of numbers off by one, in both directions."""
     for rule, function in RULES.items():
         source = dedent(inspect.getsource(function))
         for place, (node, at) in enumerate(compared(ast.parse(source))):
@@ -198,7 +202,7 @@ def mutants() -> Iterator[Any]:
 
 
 def compared(tree: ast.AST) -> list[tuple[ast.Compare, int]]:
-    """Comparisons by size, and which of their operators."""
+    """Return the order comparisons, and the indices of their operators."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
     by_size = ast.Lt | ast.LtE | ast.Gt | ast.GtE
     return [(n, at) for n in nodes for at, op in enumerate(n.ops) if isinstance(op, by_size)]
@@ -222,7 +226,7 @@ def test_mutants_are_made() -> None:
 
 
 @pytest.mark.parametrize(("rule", "mutant"), MUTANTS)
-def test_a_rule_that_is_one_off_is_seen(
+def test_a_rule_that_is_off_by_one_is_detected(
     rule: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog, pairs = load_catalog(), (NO_EP, "SymmMemPrepareAndFinalize")
@@ -238,7 +242,7 @@ def test_a_rule_that_is_one_off_is_seen(
 
 
 def test_a_rule_of_a_third_party_gets_its_edges() -> None:
-    """Its bound is in its code alone; the edge is found on both sides of it."""
+    """Its bound is in its code only, and the boundary is found on both sides of it."""
 
     def extra(cls: type, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         if problem.intermediate > 5000:

@@ -1,4 +1,4 @@
-"""The gemv path: proven at few tokens, whatever the heuristics would choose there."""
+"""The gemv path, verified at few tokens independently of what the heuristics choose there."""
 
 from dataclasses import replace
 from typing import Any
@@ -63,7 +63,9 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("changes", "routing", "pair"), _CASES)
-def test_proven(changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine) -> None:
+def test_the_harness_verifies_it(
+    changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine
+) -> None:
     proof = proof_by(pair, _PATHS, replace(BASE, **changes), routing, machine)
     assert proof.passed, str(proof)
 
@@ -84,15 +86,16 @@ _POINTS = f"{_GROUPS},zero_points=true"
 def test_scales_end_with_the_last_row(
     hidden: int, intermediate: int, quant: str, machine: Machine
 ) -> None:
-    """The last expert's last block of rows is not whole: behind its scales and zero points there
-    is nothing to read. The interpreter would raise."""
+    """The last block of rows of the last expert is partial, and no memory follows its scales and
+    zero points. The interpreter raises an error for a read outside.
+    """
     problem = Problem(1, hidden, intermediate, experts=2, top_k=1, dtype=_BF16, quant=quant)
     proof = prove(Case(_NO_EP, "TritonExperts", problem, "all_to_one"), machine)  # to expert 1
     assert proof.passed, str(proof)
 
 
 def test_many_pairs_count_invalid_ids_once() -> None:
-    """More pairs than one look at the ids holds, and more experts than bits of a byte."""
+    """More pairs than one block of ids, and more experts than bits in a byte."""
     problem = Problem(tokens=140, hidden=16, intermediate=16, experts=300, top_k=8, dtype=_BF16)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x_TH, weights, routing = random_inputs(problem, device)
@@ -118,7 +121,7 @@ def test_few_tokens_take_it() -> None:
         assert heuristics(problem, Device(), ("aligned",)).choose(most).path == "aligned"
 
 
-def test_packed_weights_and_odd_groups_are_not_served() -> None:
+def test_packed_weights_and_odd_groups_are_not_supported() -> None:
     assert gemv_config.serves(replace(BASE, quant="fp8_w8a8_block"))
     assert gemv_config.serves(replace(BASE, quant="int8_w8a16_group:group=96"))
     assert not gemv_config.serves(replace(BASE, quant="int4_w4a16_group"))
@@ -136,7 +139,7 @@ def test_every_default_can_be_launched() -> None:
                 assert not list(violations(tile, replace(gemm, group_k=0), Device()))
 
 
-def test_a_step_may_span_groups_here_alone() -> None:
+def test_only_this_path_allows_a_step_over_several_groups() -> None:
     problem = replace(BASE, hidden=256, intermediate=256, quant="fp8_w8a8_block", dtype=_BF16)
     wide = LaunchConfig(16, 16, 256, 1, 4, 1)
     with override_config(MoEConfig(wide, wide, "gemv")):
@@ -146,7 +149,7 @@ def test_a_step_may_span_groups_here_alone() -> None:
         choose_config(problem, 1)
 
 
-def test_activations_come_unquantized_where_every_call_takes_it() -> None:
+def test_activations_are_dispatched_unquantized_if_all_calls_take_this_path() -> None:
     problem = Problem(
         tokens=64, hidden=2048, intermediate=768, experts=128, top_k=8, quant="fp8_w8a8_block"
     )

@@ -1,4 +1,6 @@
-"""Every state that changes what runs is a word in `mk doctor`, in `mk profile`, once in the log."""
+"""Every process state that changes what runs is reported by `mk doctor` and `mk profile`, and
+logged once.
+"""
 
 import json
 import logging
@@ -39,7 +41,7 @@ print(json.dumps([{s.name: str(s) for s in all_states()}, lines]))
 
 
 def _recording() -> Any:
-    """The module that records launches, imported while the environment is as it was at first."""
+    """The module that records launches, imported before a test changes the environment."""
     try:
         from modular_kernel.replay.launch import record
     except ImportError:
@@ -66,7 +68,7 @@ def program(text: str, *words: str) -> str:
 
 
 def seen(before: str = "") -> tuple[dict[str, str], list[str]]:
-    """What SEEN prints in a fresh interpreter, after `before`."""
+    """Return the output of SEEN in a new interpreter, after `before`."""
     found, lines = json.loads(program(before + SEEN))
     return found, lines
 
@@ -84,15 +86,15 @@ def test_nothing_is_loud_where_all_is_as_it_should_be(monkeypatch: pytest.Monkey
     assert lines == []
 
 
-def test_the_interpreter_that_is_not_asked_for() -> None:
+def test_the_interpreter_is_reported_if_it_is_active_unexpectedly() -> None:
     pytest.importorskip("triton")
     found, lines = seen()
     assert found["interpreter"].startswith("off: TRITON_INTERPRET is not set")
     assert lines == [f"INFO interpreter {found['interpreter']}"]
 
 
-def test_the_interpreter_that_is_asked_for_too_late() -> None:
-    """And so it is off: parts in torch work, and Triton's are refused before anything runs."""
+def test_the_interpreter_is_refused_if_it_is_requested_too_late() -> None:
+    """It is then off: torch parts work, and Triton parts are refused before anything runs."""
     pytest.importorskip("triton")
     late = "import os, triton; os.environ['TRITON_INTERPRET'] = '1'\n"
     found, lines = seen(late)
@@ -115,8 +117,8 @@ print(mk.check("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem).ok)
     assert triton == "False"
 
 
-def test_a_package_that_hides_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named and not run, and the parts of the other packages work."""
+def test_a_package_that_shadows_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is named and not imported, and the parts of the others work."""
     (tmp_path / "experts.py").write_text("raise SystemExit('the user s own script ran')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     found, lines = seen("import sys; sys.path.remove('')\n")
@@ -128,7 +130,7 @@ def test_a_package_that_hides_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert f"package experts: got {tmp_path}/experts.py" in refusals[0]
 
 
-def test_no_compiler_and_a_variable_that_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_and_an_unknown_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "/nowhere/cc")
     monkeypatch.setenv("MK_CACHE_DRI", "/x")
     monkeypatch.setenv("MK_\x1b[31m", "/x")
@@ -164,7 +166,7 @@ def test_replay_off_is_a_warning_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) 
     assert str(process_status.replay()) == "on"
 
 
-def test_a_triton_without_replay_is_said_once_when_a_launch_is_recorded(
+def test_a_triton_without_replay_is_logged_once_when_a_launch_is_recorded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     launch = RECORD
@@ -185,18 +187,18 @@ def test_a_triton_without_replay_is_said_once_when_a_launch_is_recorded(
 
 
 class Kernel:
-    """As much of a kernel as is asked for."""
+    """A stand-in with the attributes of a kernel that are read here."""
 
     pre_run_hooks = ()
 
 
 class Compiled:
-    """As much of a compiled kernel as is asked for."""
+    """A stand-in with the attributes of a compiled kernel that are read here."""
 
     metadata = None
 
 
-def test_doctor_and_profile_say_them_all(
+def test_doctor_and_profile_report_all_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CC", "/nowhere/cc")
@@ -218,7 +220,7 @@ def test_doctor_and_profile_say_them_all(
     assert why in page.read_text()
 
 
-def test_doctor_says_what_a_good_state_means(
+def test_doctor_explains_a_normal_state(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CC", sys.executable)

@@ -1,4 +1,4 @@
-"""What `mk` does when nobody can take what it prints: one status, one line, no traceback."""
+"""`mk` with an output that cannot be written: one exit status, one line, no traceback."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def test_a_full_disk(words: str) -> None:
 
 
 @pytest.mark.parametrize("words", [LONG, SHORT])
-def test_nobody_reads(words: str) -> None:
+def test_a_closed_pipe(words: str) -> None:
     done = shell(words, "| true")
     lost(done)
     assert "error" not in done.stderr  # who stops reading knows it
@@ -55,7 +55,7 @@ def test_stdout_is_closed(words: str) -> None:
     lost(shell(words, ">&-"))
 
 
-def test_notes_that_cannot_be_written_change_nothing() -> None:
+def test_progress_that_cannot_be_written_is_ignored() -> None:
     where = "2> /dev/full" if Path("/dev/full").exists() else "2>&-"
     for redirection in (where, "2>&-"):
         done = shell(REFUSED, redirection)

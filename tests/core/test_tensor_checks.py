@@ -1,4 +1,4 @@
-"""The check of tensors by itself: what test_public_tensors does not ask of every function."""
+"""The tensor check on its own, for cases that test_public_tensors does not cover."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_lazily_conjugated_views_and_sparse_tensors_are_refused() -> None:
         check_tensor("x", torch.nested.nested_tensor([torch.zeros(2)]))
 
 
-def test_a_tensor_without_memory_is_taken_where_nothing_is_launched() -> None:
+def test_meta_tensors_are_accepted_where_nothing_is_launched() -> None:
     meta = torch.empty(2, device="meta")
     with pytest.raises(DeviceError, match="x: got meta, without memory, need values"):
         check_tensor("x", meta)
@@ -35,14 +35,14 @@ def test_a_tensor_without_memory_is_taken_where_nothing_is_launched() -> None:
         check_tensor("x", torch.empty(2), device=meta.device, meta=True)
 
 
-def test_none_is_taken_where_it_is_optional() -> None:
+def test_none_is_accepted_for_optional_tensors() -> None:
     check_tensors({"w": torch.empty(2), "b": None}, optional=("b",))
     with pytest.raises(DtypeError, match="w: got NoneType, need a tensor"):
         check_tensors({"w": None, "b": None}, optional=("b",))
 
 
-def test_views_that_reach_beyond_what_is_left_are_refused() -> None:
-    """A view with an offset reaches further than its own size says."""
+def test_views_that_exceed_their_storage_are_refused() -> None:
+    """The offset of a view counts in addition to its sizes and strides."""
     whole = torch.zeros(8)
     part = whole[4:]
     whole.untyped_storage().resize_(24)
@@ -51,7 +51,7 @@ def test_views_that_reach_beyond_what_is_left_are_refused() -> None:
     check_tensor("x", whole[:6])
 
 
-def test_an_output_has_memory_of_its_own_for_each_element() -> None:
+def test_an_output_with_overlapping_elements_is_refused() -> None:
     room = torch.zeros(10)
     check_output("out", room[:5], {"x": room[5:], "b": None})
     with pytest.raises(ConfigurationError, match="out: got memory of x, need separate memory"):
@@ -60,7 +60,7 @@ def test_an_output_has_memory_of_its_own_for_each_element() -> None:
         check_output("out", torch.zeros(4).expand(3, 4), {})
 
 
-def test_repacking_into_memory_that_is_partly_read_is_refused() -> None:
+def test_repacking_into_memory_that_overlaps_the_input_is_refused() -> None:
     room = torch.zeros(3, 4, 16, dtype=torch.uint8)
     repack(room[:2], out=room[:2])
     with pytest.raises(ConfigurationError, match="out: got memory of w"):

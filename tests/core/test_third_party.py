@@ -1,4 +1,6 @@
-"""Parts from another package: found, judged and proven like our own; a broken one harms nobody."""
+"""Parts of other packages are found, checked and verified like ours, and a broken one does not
+affect others.
+"""
 
 import threading
 from abc import ABCMeta
@@ -26,7 +28,7 @@ THEIR_PARTS = tutorial_parts()
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that fresh interpreters find packages in, with a good and a broken one."""
+    """Return a folder of packages for new interpreters, with a working and a broken package."""
     install(tmp_path, "my_moe", THEIR_PARTS)
     install(tmp_path, "broken_moe", "import no_such_vendor_library\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
@@ -34,7 +36,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("site")
-def test_list_shows_them_and_what_is_broken() -> None:
+def test_list_shows_working_and_broken_parts() -> None:
     code, listed = mk("list")
     assert code == 0
     parts = {part["name"]: part for part in listed["parts"]}
@@ -54,7 +56,7 @@ def test_list_shows_them_and_what_is_broken() -> None:
 
 
 @pytest.mark.usefixtures("site")
-def test_check_judges_them_with_ours() -> None:
+def test_check_evaluates_them_like_ours() -> None:
     code, judged = mk("check")
     assert code == 0
     pairs = {(pair["prepare_finalize"], pair["experts"]): pair for pair in judged["pairs"]}
@@ -79,7 +81,7 @@ def test_check_judges_them_with_ours() -> None:
 
 @pytest.mark.share(2)
 @pytest.mark.usefixtures("site")
-def test_the_harness_proves_them() -> None:
+def test_the_harness_verifies_them() -> None:
     theirs = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
     code, proven = mk("test", *theirs, "--level", "full")
     (pair,) = proven["pairs"]
@@ -89,9 +91,7 @@ def test_the_harness_proves_them() -> None:
     assert pair["refused"] == 0  # rows that the rules refuse are not drawn
 
 
-def test_the_harness_does_not_prove_a_wrong_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_harness_rejects_a_wrong_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = THEIR_PARTS.replace("gate, up = h.chunk", "up, gate = h.chunk")
     assert wrong != THEIR_PARTS
     install(tmp_path, "my_moe", wrong)
@@ -134,7 +134,7 @@ def failing(error: BaseException) -> Callable[[], object]:
     return load
 
 
-def test_a_name_claimed_twice_is_refused_with_both_origins() -> None:
+def test_a_name_registered_twice_is_refused_with_both_origins() -> None:
     twin = type("TorchExperts", (TorchExperts,), {})
     catalog = catalog_of(
         ("a", "first (a:PARTS)", lambda: (TorchExperts, NaiveBatchedExperts)),
@@ -149,7 +149,7 @@ def test_a_name_claimed_twice_is_refused_with_both_origins() -> None:
     assert catalog.experts(twin) is twin
 
 
-def test_a_broken_entry_point_is_listed_and_harms_no_other() -> None:
+def test_a_broken_entry_point_is_listed_and_does_not_affect_others() -> None:
     catalog = catalog_of(
         ("missing", "one (one:PARTS)", failing(ModuleNotFoundError("No module named 'moon'"))),
         ("typo", "two (two:PARTS)", failing(SyntaxError("invalid syntax"))),
@@ -175,7 +175,7 @@ def test_a_broken_entry_point_is_listed_and_harms_no_other() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit("x")])
-def test_an_import_that_ends_the_program_does_not(error: BaseException) -> None:
+def test_an_import_that_calls_exit_does_not_end_the_program(error: BaseException) -> None:
     catalog = catalog_of(
         ("ends", "one (one:PARTS)", failing(error)),
         ("good", "six (six:PARTS)", lambda: (TorchExperts,)),
@@ -185,12 +185,12 @@ def test_an_import_that_ends_the_program_does_not(error: BaseException) -> None:
     assert type(error).__name__ in broken.error
 
 
-def test_ctrl_c_while_our_own_parts_are_imported_is_the_user_s() -> None:
+def test_ctrl_c_during_the_import_of_our_parts_is_raised() -> None:
     with pytest.raises(KeyboardInterrupt):
         build_catalog([Offer("experts", "ours", failing(KeyboardInterrupt()), is_builtin=True)])
 
 
-def test_an_import_that_hangs_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_hangs_is_reported_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MK_IMPORT_DEADLINE_S", "0.2")
     release = threading.Event()
     try:
@@ -207,7 +207,7 @@ def test_an_import_that_hangs_is_named_with_its_line(monkeypatch: pytest.MonkeyP
 
 
 class Declares(ABCMeta):
-    """Its classes raise when they are asked what they require."""
+    """A package whose classes raise when their requirements are read."""
 
     def __getattribute__(cls, name: str) -> object:
         if name == "requires":
@@ -234,7 +234,7 @@ def declaring(value: object) -> type:
         (replace(TorchExperts.requires, min_arch=9.0), "requires.min_arch: got 9.0"),  # type: ignore[arg-type]
     ],
 )
-def test_a_part_that_declares_nonsense_is_unusable_and_harms_no_other(
+def test_a_part_with_invalid_declarations_is_unavailable_and_does_not_affect_others(
     requires: object, words: str
 ) -> None:
     catalog = catalog_of(("both", "one (one:PARTS)", lambda: (declaring(requires), TorchExperts)))
@@ -244,7 +244,7 @@ def test_a_part_that_declares_nonsense_is_unusable_and_harms_no_other(
     assert words in broken.error
 
 
-def test_what_raises_when_it_is_asked_is_unusable() -> None:
+def test_a_part_whose_declarations_raise_is_unavailable() -> None:
     raising = Declares("Raising", (NaiveBatchedExperts,), {})
     named = type("\x1b[31mred", (TorchExperts,), {})
     kind = type("Kind", (TopKWeightAndReduceNoOp,), {"kind": "noop"})
@@ -256,7 +256,7 @@ def test_what_raises_when_it_is_asked_is_unusable() -> None:
 
 
 @pytest.mark.parametrize("found", [ValueError("no"), 7, ("words",)])
-def test_rejections_that_raise_refuse_that_part_alone(found: object) -> None:
+def test_rejections_that_raise_refuse_only_that_part(found: object) -> None:
     def rejections(cls: type, problem: Problem, machine: Machine) -> object:
         if isinstance(found, Exception):
             raise found
@@ -297,14 +297,14 @@ def test_no_verb_is_broken_by_them(site: Path, monkeypatch: pytest.MonkeyPatch) 
     assert mk("test", *pair, "--one")[0] == 0
 
 
-def test_a_package_that_is_not_there_is_absent() -> None:
+def test_a_missing_package_is_absent() -> None:
     assert "no_such_package" not in current_machine({"no_such_package", "no_such.child"}).packages
 
 
-def test_where_no_part_is_found_every_verb_says_why(
+def test_every_verb_states_why_no_part_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in a checkout that is not installed: there are no entry points."""
+    """A checkout that is not installed has no entry points."""
     monkeypatch.setattr(catalogs, "load_catalog", lambda: build_catalog([]))
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
     for words in (["list"], ["check"], ["check", *pair], ["test", *pair]):

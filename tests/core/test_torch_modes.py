@@ -44,7 +44,7 @@ def test_autocast_changes_no_bit(pf: str, experts: str, problem: Problem, planne
     assert torch.equal(call(*args), want)
 
 
-def test_autocast_between_the_halves_of_a_call() -> None:
+def test_autocast_between_start_and_finish() -> None:
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", FP32, machine=MACHINE)
     args = random_inputs(FP32, DEVICE)
     want, pending = kernel(*args), kernel.start(*args)
@@ -62,7 +62,7 @@ MODES: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
 @pytest.mark.parametrize("planned", [False, True], ids=["call", "plan"])
 @pytest.mark.parametrize(("pf", "experts", "problem"), CASES, ids=str)
 def test_modes_follow_each_other(pf: str, experts: str, problem: Problem, planned: bool) -> None:
-    """What the first call keeps can be written in every later one."""
+    """Buffers that the first call keeps can be written under every later mode."""
     args = random_inputs(problem, DEVICE)
     want = call_of(pf, experts, problem, planned)(*args).clone()
     with torch.inference_mode():
@@ -78,7 +78,7 @@ def test_modes_follow_each_other(pf: str, experts: str, problem: Problem, planne
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """A second compile of the same code in one process may look like a success."""
+    """Reset dynamo, so that every test compiles."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -107,7 +107,7 @@ def test_the_graph_breaks_at_a_call(pf: str, experts: str, planned: bool) -> Non
             torch.compile(layer, backend="aot_eager", fullgraph=True)(*args)
 
 
-def test_where_a_call_breaks_it_fused_experts_does_not() -> None:
+def test_fused_experts_does_not_break_the_graph() -> None:
     x_TH, weights, routing = random_inputs(FP32, DEVICE)
 
     def layer(x_TH: torch.Tensor) -> torch.Tensor:

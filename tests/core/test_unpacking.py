@@ -1,4 +1,5 @@
-"""The instructions that unpack 4-bit weights, followed bit by bit: the interpreter knows none."""
+"""The PTX that unpacks 4-bit weights, emulated bit by bit, because the interpreter cannot run
+it."""
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def _run(code: str, words: np.ndarray) -> list[np.ndarray]:
-    """The eight 16-bit results of inline assembly for each word: the halves of four registers."""
+    """Return the eight 16-bit results of the inline assembly for each word: the halves of four
+    registers.
+    """
     registers: dict[str, np.ndarray] = {"$4": words}
 
     def value(name: str) -> np.ndarray:

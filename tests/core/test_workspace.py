@@ -1,4 +1,6 @@
-"""Workspaces: one allocation, declared sizes that never shrink, red zones that notice."""
+"""Workspaces: one allocation, declared sizes that grow with tokens, and red zones that detect
+overruns.
+"""
 
 import math
 from dataclasses import replace
@@ -19,7 +21,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("experts", [1, 8, 64, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fewer_tokens_never_need_a_larger_buffer(experts: int, dtype: torch.dtype) -> None:
-    """A plan made for the most tokens serves every smaller call, whatever tiles that chooses."""
+    """A plan for the maximum number of tokens works for every smaller call, whatever tiles it
+    uses."""
     problem = replace(BASE, experts=experts, dtype=dtype)
     machine = this_machine()
     for verdict in check_all(problem, machine):
@@ -44,7 +47,7 @@ def test_buffers_share_one_allocation_and_do_not_overlap() -> None:
     assert workspace.nbytes == 512
 
 
-def test_poison_fills_with_other_values_from_call_to_call() -> None:
+def test_poison_values_change_between_calls() -> None:
     dtypes = (torch.float16, torch.float8_e4m3fn, torch.int32, torch.uint8, torch.int8)
     specs = {str(dtype): BufferSpec((8,), dtype) for dtype in dtypes}
     workspace = Workspace(specs, CPU, poison=True)
@@ -66,7 +69,7 @@ def test_poison_fills_with_other_values_from_call_to_call() -> None:
     ).replace(str(0x3F3F3F3F), f"{float(0x3F3F3F3F)}")
 
 
-def test_workspaces_of_one_call_each_share_their_fills() -> None:
+def test_workspaces_with_shared_fills_continue_their_sequence() -> None:
     specs, fills = {"f": BufferSpec((9,), torch.float32)}, Fills()
     values = [
         float(Workspace(specs, CPU, poison=True, fills=fills).take("f", (9,))[8]) for _ in range(3)
@@ -74,7 +77,7 @@ def test_workspaces_of_one_call_each_share_their_fills() -> None:
     assert repr(values) == repr([fill.real for fill in FILLS])
 
 
-def test_a_write_past_the_end_is_named() -> None:
+def test_a_write_past_the_end_is_reported_with_the_buffer() -> None:
     specs = {"first": BufferSpec((4,), torch.float32), "second": BufferSpec((4,), torch.float32)}
     workspace = Workspace(specs, CPU, poison=True)
     workspace.check_red_zones()
@@ -100,7 +103,7 @@ OVER = {
 }
 
 
-def test_a_buffer_lies_over_those_that_are_dead() -> None:
+def test_a_buffer_reuses_the_memory_of_dead_ones() -> None:
     workspace = Workspace(OVER, CPU)
     starts = {name: workspace.take(name, spec.shape).data_ptr() for name, spec in OVER.items()}
     assert starts["rows"] == starts["sums"]
@@ -111,7 +114,7 @@ def test_a_buffer_lies_over_those_that_are_dead() -> None:
     assert workspace_bytes(apart) == 256 + 512 + 256 + 256
 
 
-def test_what_is_over_a_larger_one_has_its_room() -> None:
+def test_buffers_over_a_larger_one_do_not_overlap() -> None:
     specs = {**OVER, "rows": BufferSpec((4096,), torch.bfloat16)}
     workspace = Workspace(specs, CPU)
     sums, scale, kept = (workspace.take(n, specs[n].shape) for n in ("sums", "scale", "kept"))
@@ -119,9 +122,10 @@ def test_what_is_over_a_larger_one_has_its_room() -> None:
     assert kept.data_ptr() == scale.data_ptr() + 256
 
 
-def test_a_buffer_is_poisoned_when_it_is_taken_over_another() -> None:
-    """And the other when it is taken again: whoever reads what is dead, or not yet written, gets
-    NaN."""
+def test_a_buffer_is_poisoned_when_it_reuses_the_memory_of_another() -> None:
+    """The other buffer is poisoned when it is acquired again: reads of dead or unwritten data
+    return NaN.
+    """
     workspace = Workspace(OVER, CPU, poison=True)
     rows, scale = workspace.take("rows", (64,)), workspace.take("scale", (16,))
     kept = workspace.take("kept", (8,))
@@ -141,7 +145,7 @@ def test_a_buffer_is_poisoned_when_it_is_taken_over_another() -> None:
 
 
 @pytest.mark.parametrize("name", ["rows", "scale"])
-def test_a_write_past_the_end_of_a_dead_buffer_is_named(name: str) -> None:
+def test_a_write_past_the_end_of_a_dead_buffer_is_reported(name: str) -> None:
     workspace = Workspace(OVER, CPU, poison=True)
     numel = OVER[name].numel
     workspace.take(name, (numel,)).as_strided((numel + 1,), (1,))[numel] = 0.0
@@ -152,14 +156,14 @@ def test_a_write_past_the_end_of_a_dead_buffer_is_named(name: str) -> None:
     workspace.check_red_zones()
 
 
-def test_a_write_past_the_end_of_what_is_over_others_is_named() -> None:
+def test_a_write_past_the_end_of_a_buffer_over_others_is_reported() -> None:
     workspace = Workspace(OVER, CPU, poison=True)
     workspace.take("sums", (256,)).as_strided((257,), (1,))[256] = 0.0
     with pytest.raises(CorruptionError, match="sums"):
         workspace.check_red_zones()
 
 
-def test_a_replayed_call_takes_nothing_and_still_shows_an_overrun() -> None:
+def test_a_replayed_call_acquires_no_buffer_and_still_detects_overruns() -> None:
     workspace = Workspace(OVER, CPU, poison=True)
     sums, kept = workspace.take("sums", (256,)), workspace.take("kept", (8,))
     workspace.poison()
@@ -170,8 +174,10 @@ def test_a_replayed_call_takes_nothing_and_still_shows_an_overrun() -> None:
         workspace.check_red_zones(replayed=True)
 
 
-def test_what_watches_shared_memory_is_not_part_of_a_recorded_call() -> None:
-    """A poisoned plan replays its calls, else nothing would show a launch that is not recorded."""
+def test_poisoning_is_not_part_of_a_recorded_call() -> None:
+    """Calls of a poisoned plan are replayed, because otherwise a launch missing in a recording
+    would not be detected.
+    """
     workspace = Workspace(OVER, CPU, poison=True)
     with recording.recording(()) as recorder:
         workspace.take("rows", (1,))

@@ -1,4 +1,6 @@
-"""u of adapters as products fed by TMA take it, in the interpreter; and which layers have that."""
+"""u of adapters in the layout that products with TMA read, in the interpreter, and the layers that
+use it.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +25,9 @@ TILE = 16
 
 
 def made(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrinkOutput:
-    """What a launch of `TileShrink` leaves in poisoned memory; each place has one writer."""
+    """Return the output of a launch of `TileShrink` into poisoned memory; each element is written
+    once.
+    """
     rank = a.shape[2] // 2
     problem = replace(BASE, lora=f"adapters=5,rank={rank}")
     specs = tile_specs(problem, 12, max_tile_count(12, TILE, 3))
@@ -45,8 +49,8 @@ def made(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrink
 @pytest.mark.cpu
 @pytest.mark.parametrize("rank", [20, 40])
 @pytest.mark.parametrize("named", ["some", "nobody"])
-def test_u_of_each_slot_that_a_tile_names_lies_side_by_side(named: str, rank: int) -> None:
-    """In one box of 64 columns, and in two, which have programs of their own."""
+def test_u_of_the_slots_of_a_tile_is_adjacent(named: str, rank: int) -> None:
+    """In one box of 64 columns and in two, which have separate programs."""
     generator = torch.Generator().manual_seed(1)
     x_TH = torch.randn(12, 32, generator=generator).bfloat16()
     a = torch.randn(5, 3, 2 * rank, 32, generator=generator).bfloat16()
@@ -85,7 +89,9 @@ def test_u_of_each_slot_that_a_tile_names_lies_side_by_side(named: str, rank: in
     ],
     ids=str,
 )
-def test_layers_whose_adapters_are_more_depth(change: dict[str, Any], taken: bool) -> None:
+def test_layers_that_append_adapters_to_the_depth_of_products(
+    change: dict[str, Any], taken: bool
+) -> None:
     problem = replace(BASE, **{"lora": "adapters=4,rank=16", **change})
     with on_device(Device.named("NVIDIA H200")):
         assert ("grouped_tma" in supported_paths(problem)) is taken

@@ -1,4 +1,7 @@
-"""A token's bits do not depend on the rest of its call: who promises it, and what notices."""
+"""Batch invariance: a token's output bits do not depend on the other tokens of its call.
+
+Covers the parts that support it, and the checks that detect violations.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,13 +57,13 @@ GPU = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
 
 
 @pytest.mark.parametrize("quant", SCHEMES)
-def test_both_formats_have_it_in_every_kind_of_number(quant: str) -> None:
+def test_both_formats_support_it_in_every_scheme(quant: str) -> None:
     layer = replace(LAYER, quant=quant)
     assert check(*PAIRS[0], layer, GPU).ok
     assert check(*PAIRS[2], layer, GPU).ok
 
 
-def test_a_scale_of_all_tokens_is_refused_with_the_reason() -> None:
+def test_a_scale_for_all_tokens_is_refused_with_the_reason() -> None:
     verdict = check(*PAIRS[0], replace(LAYER, quant="fp8_w8a8_tensor"), GPU)
     assert "one activation scale, computed from all tokens of a call" in str(verdict)
     assert check(*PAIRS[0], replace(LAYER, quant="fp8_w8a8_tensor:static=true"), GPU).ok
@@ -95,18 +98,18 @@ def test_an_override_must_be_one_tile() -> None:
 
 
 @pytest.mark.parametrize("part", ["TritonExperts", "GroupedGemmExperts", "BatchedTritonExperts"])
-def test_there_is_nothing_to_tune(part: str) -> None:
+def test_tuning_is_refused(part: str) -> None:
     assert load_catalog().experts(part).tunable(LAYER) is None
 
 
-def test_calls_of_doubling_size_have_every_token_once() -> None:
+def test_calls_of_doubling_sizes_have_every_token_once() -> None:
     for tokens, most in ((0, 5), (1, 1), (34, 34), (3, 34)):
         parts = doubling_calls(tokens, most)
         assert torch.cat(parts).tolist() == list(range(tokens))
         assert len(parts) == most.bit_length()
 
 
-def test_rows_that_differ_are_counted_by_their_bits() -> None:
+def test_differing_rows_are_counted_by_their_bits() -> None:
     want = torch.tensor([[1.0, 0.0], [torch.nan, 2.0], [3.0, 4.0]])
     got = torch.tensor([[1.0, -0.0], [torch.nan, 2.0], [3.0, 4.5]])
     assert count_differing_rows(got, want) == 2
@@ -120,10 +123,10 @@ def _found(pair: tuple[str, str], problem: Problem, machine: Machine) -> list[st
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these tiles give the same bits on a GPU")
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_tiles_by_the_number_of_tokens_are_noticed(
+def test_tiles_that_depend_on_the_number_of_tokens_are_detected(
     pair: tuple[str, str], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The heuristics of every other problem in the place of fixed launches; the check must fail."""
+    """With the heuristics of other problems instead of fixed launches, the check must fail."""
     if not check(*pair, LAYER, machine).ok:
         pytest.skip(str(check(*pair, LAYER, machine)))
     layer = replace(LAYER, hidden=640, intermediate=320, dtype=torch.float16)
@@ -141,7 +144,7 @@ def test_tiles_by_the_number_of_tokens_are_noticed(
         clear_caches()
 
 
-def test_a_path_by_the_number_of_tokens_is_noticed(
+def test_a_path_that_depends_on_the_number_of_tokens_is_detected(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not check(*PAIRS[0], LAYER, machine).ok:
@@ -180,7 +183,7 @@ def test_split_calls_are_compared_with_whole_ones(pair: tuple[str, str], machine
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_full_lists_have_cases_of_it(pair: tuple[str, str]) -> None:
+def test_full_case_lists_include_it(pair: tuple[str, str]) -> None:
     interpreted = Machine("cpu", packages=frozenset({"triton", "ml_dtypes"}), interpreter=True)
     problems = [case.problem for case in cases_for(*pair, interpreted).cases]
     found = {problem.scheme.name for problem in problems if problem.batch_invariant}
@@ -210,14 +213,14 @@ def test_over_ranks(pair: tuple[str, str], rank_pool: Callable[[int], RankPool])
 
 
 @pytest.mark.parametrize("part", ["ReplicatedEPPrepareAndFinalize", "DeepEPHTPrepareAndFinalize"])
-def test_sums_over_ranks_in_no_fixed_order_are_refused(part: str) -> None:
+def test_sums_over_ranks_without_a_fixed_order_are_refused(part: str) -> None:
     layer = replace(LAYER, experts=4, top_k=2, parallel=Parallel(2))
     rules = [r.rule for r in check(part, "TritonExperts", layer, GPU).rejections]
     assert "batch_invariant" in rules
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_the_check_notices_one_bit(pair: tuple[str, str], machine: Machine) -> None:
+def test_the_check_detects_one_bit(pair: tuple[str, str], machine: Machine) -> None:
     if not check(*pair, LAYER, machine).ok:
         pytest.skip(str(check(*pair, LAYER, machine)))
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == "depends_on_batch")
@@ -230,7 +233,8 @@ def test_the_check_notices_one_bit(pair: tuple[str, str], machine: Machine) -> N
 
 
 def test_the_table_counts_rows_and_names_refusals(machine: Machine) -> None:
-    """Eight tokens, of which one alone takes another path where nothing is asked for."""
+    """Eight tokens, of which a single one takes another path if batch invariance is not
+    requested."""
     if not check(*PAIRS[0], LAYER, machine).ok:
         pytest.skip(str(check(*PAIRS[0], LAYER, machine)))
     layer = replace(LAYER, tokens=8, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Batched experts read scales of any strides: libraries hand them over column by column."""
+"""Batched experts accept scales with any strides, such as column-major ones of libraries."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ BASE = Problem(7, hidden=96, intermediate=64, experts=3, top_k=2, dtype=torch.bf
 
 
 class ColumnByColumn(BatchedPrepareAndFinalize):
-    """Scales (e, C, G) in memory as (e, G, C), what lies behind them NaN."""
+    """Scales (e, C, G) stored as (e, G, C), followed by NaN."""
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call

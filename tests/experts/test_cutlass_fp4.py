@@ -1,4 +1,4 @@
-"""nvfp4 by CutlassExpertsFP4 and its batched form, against a stand-in of the products' kernel."""
+"""nvfp4 by CutlassExpertsFP4 and its batched form, with a stand-in for the kernel of products."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,7 +45,7 @@ def test_batched(change: dict[str, Any], routing: str) -> None:
 
 @pytest.mark.parametrize("layout", ["transposed", "shifted"])
 @pytest.mark.parametrize("part", [CutlassFP4, BatchedCutlassFP4])
-def test_weights_that_lie_otherwise(part: Any, layout: str) -> None:
+def test_weights_in_other_layouts(part: Any, layout: str) -> None:
     proof = proven(part, BASE, variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
@@ -100,7 +100,7 @@ ROWS, K, N, EXPERTS, TILES = 200, 384, 256, 3, [(0, 0, 130), (0, 128, 130), (2, 
 
 
 def operands() -> dict[str, torch.Tensor]:
-    """Rows of experts 0 and 2, and what the kernel is given of them; a tile has no rows."""
+    """Return rows of experts 0 and 2 and the arguments of the kernel; one tile has no rows."""
     named = torch.full((3 * 4 + 1,), 0x3F3F3F3F, dtype=torch.int32)
     named[:12].view(3, -1)[:, :3] = torch.tensor(TILES, dtype=torch.int32).T
     named[-1] = 3
@@ -137,13 +137,15 @@ def call(gemm: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
     return given["out"]
 
 
-def test_twin_and_stand_in_agree() -> None:
-    """One by definition of the layout, the other by the addresses that the kernel takes."""
-    twin, other = call(fp4_gemm, operands()), call(stand_in.fp4_gemm, operands())
-    live = twin.isfinite().all(1)
+def test_reference_and_stand_in_agree() -> None:
+    """The reference uses the definition of the layout, the stand-in the addresses that the kernel
+    uses.
+    """
+    reference, other = call(fp4_gemm, operands()), call(stand_in.fp4_gemm, operands())
+    live = reference.isfinite().all(1)
     assert live.nonzero().flatten().tolist() == list(range(190))
     assert other[190:].isnan().all()
-    error = (twin[:190].float() - other[:190].float()).norm() / twin[:190].float().norm()
+    error = (reference[:190].float() - other[:190].float()).norm() / reference[:190].float().norm()
     assert error < 1e-4
 
 
@@ -204,7 +206,7 @@ INSIDE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted(name: str) -> None:
+def test_defects_are_detected(name: str) -> None:
     for gemm, error, match in (
         (fp4_gemm, InputError, "need"),
         (stand_in.fp4_gemm, RuntimeError, "fp4_gemm"),
@@ -216,7 +218,7 @@ def test_planted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_planted_inside(name: str) -> None:
+def test_defects_inside_the_product_are_detected(name: str) -> None:
     given = operands()
     given |= {field: change(given[field]) for field, change in INSIDE[name].items()}
     with pytest.raises(RuntimeError, match="fp4_gemm"):

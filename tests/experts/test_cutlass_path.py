@@ -1,7 +1,8 @@
-"""CutlassExpertsFP8 without its package: verdicts, and the host code over the product's twin.
+"""CutlassExpertsFP8 without its package: verdicts, and the host code with a torch reference of the
+product.
 
-The twin stands in for the kernel on a CPU. It refuses what TMA could not take, and leaves rows past
-the last tile as they are.
+The reference stands in for the kernel on a CPU. It refuses operands that TMA cannot load, and
+leaves rows after the last tile unwritten.
 """
 
 from dataclasses import replace
@@ -68,13 +69,13 @@ def test_verdicts(change: dict[str, object], machine: Machine, rule: str | None)
     assert [r.rule for r in verdict.rejections] == ([] if rule is None else [rule]), str(verdict)
 
 
-def test_how_to_get_the_package() -> None:
+def test_the_hint_to_install_the_package() -> None:
     verdict = check(*NAMES, PROBLEM, replace(H200, packages=frozenset({"triton"})))
     assert "pip install 'modular-kernel[cutlass]'" in str(verdict)
 
 
-def test_another_package_of_the_name_does_not_do() -> None:
-    """The index has a package called cutlass, which is not NVIDIA's."""
+def test_another_package_of_the_name_is_refused() -> None:
+    """PyPI has a package named cutlass that is not NVIDIA's."""
     machine = replace(H200, packages=frozenset({"triton", "tvm_ffi", "cutlass"}))
     (rejection,) = check(*NAMES, PROBLEM, machine).rejections
     assert (rejection.rule, rejection.need) == ("package", "nvidia_cutlass_dsl")
@@ -84,7 +85,7 @@ def test_another_package_of_the_name_does_not_do() -> None:
 
 
 def layer(problem: Problem, ids_TK: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """A call by the path, and the same layer by TorchExperts, on the CPU."""
+    """Return a call with the path and the same layer by TorchExperts, on the CPU."""
     x_TH, weights, routing = random_inputs(problem, CPU)
     if ids_TK is not None:
         routing = Routing(routing.topk_weights_TK, ids_TK)
@@ -135,14 +136,14 @@ def test_layer(change: dict[str, object], route: object) -> None:
     assert error < 4e-3
 
 
-def test_h_is_held_in_eight_bits_only() -> None:
-    """GEMM 1's 16-bit results, and with them a launch, are gone."""
+def test_h_is_stored_in_8_bits_only() -> None:
+    """The 16-bit output of GEMM 1 and one launch are not needed."""
     own, other = (kind(PROBLEM).specs(150, 128) for kind in (CutlassPath, GroupedTmaPath))
     assert set(other) - set(own) == {"workspace13"}
     assert sum(s.nbytes for s in own.values()) < sum(s.nbytes for s in other.values())
 
 
-def test_the_part_takes_the_path() -> None:
+def test_the_part_uses_the_path() -> None:
     from experts import CutlassExpertsFP8
 
     with on_device(Device.of(H200)):
@@ -175,7 +176,7 @@ def operands(rows: int, depth: int) -> tuple[Quantized, ExpertWeights]:
     return a, weights
 
 
-def test_rows_behind_the_last_one_stay() -> None:
+def test_rows_after_the_last_one_are_unchanged() -> None:
     a, weights = operands(330, 256)
     h = Quantized(torch.zeros(330, 128).to(torch.float8_e4m3fn), torch.full((330, 1), -7.0))
     block_gemm(a, gemm1_operands(weights, PROBLEM), PROBLEM, sorted_rows((129, 0, 65)), h)
@@ -202,7 +203,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted(name: str) -> None:
+def test_defects_are_detected(name: str) -> None:
     error, field, plant = PLANTED[name]
     problem = replace(PROBLEM, hidden=256, intermediate=256)
     a, _ = operands(70, 256)

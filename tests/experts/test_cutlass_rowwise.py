@@ -1,4 +1,4 @@
-"""fp8 by channel and by tensor over torch._scaled_grouped_mm, against a stand-in of it."""
+"""fp8 per channel and per tensor with torch._scaled_grouped_mm, with a stand-in for it."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,7 +45,7 @@ def test_batched(change: dict[str, Any], routing: str) -> None:
 
 @pytest.mark.parametrize("layout", ["transposed", "shifted"])
 @pytest.mark.parametrize("part", [CutlassRowwise, BatchedCutlass])
-def test_weights_that_lie_otherwise(part: Any, layout: str) -> None:
+def test_weights_in_other_layouts(part: Any, layout: str) -> None:
     proof = proven(part, BASE, variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
@@ -99,6 +99,6 @@ PLANTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted(name: str) -> None:
+def test_defects_are_detected(name: str) -> None:
     with pytest.raises((RuntimeError, ValueError, TypeError)):
         scaled_grouped_mm(**operands() | PLANTED[name])

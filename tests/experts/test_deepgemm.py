@@ -1,4 +1,4 @@
-"""The parts over DeepGEMM, against a stand-in that demands what the library does."""
+"""The DeepGEMM parts, with a stand-in that makes the checks of the library."""
 
 import sys
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def test_masked(change: dict[str, Any], routing: str) -> None:
 @pytest.mark.parametrize("layout", ["transposed", "shifted"])
 @pytest.mark.parametrize("quant", ["none", BLOCK])
 @pytest.mark.parametrize("part", [DeepGemm, BatchedDeepGemm, TritonOrDeepGemm])
-def test_weights_that_lie_otherwise(part: Any, quant: str, layout: str) -> None:
+def test_weights_in_other_layouts(part: Any, quant: str, layout: str) -> None:
     proof = proven(part, replace(BASE, quant=quant), variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
@@ -95,7 +95,7 @@ FEW = replace(BASE, experts=2, tokens=127)  # with top-2, an expert has the rows
 
 @pytest.mark.parametrize("quant", ["none", BLOCK])
 @pytest.mark.parametrize(("tokens", "many"), [(127, False), (129, True)])
-def test_either(quant: str, tokens: int, many: bool) -> None:
+def test_the_part_that_selects_deepgemm_or_triton(quant: str, tokens: int, many: bool) -> None:
     assert min_tokens(FEW, MIN_ROWS) == 128
     proof = proven(TritonOrDeepGemm, replace(FEW, tokens=tokens, quant=quant))
     assert proof.passed, str(proof)
@@ -103,7 +103,7 @@ def test_either(quant: str, tokens: int, many: bool) -> None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "shifted"])
-def test_either_quantizes_what_is_tritons_after_all(layout: str) -> None:
+def test_the_selecting_part_quantizes_activations_for_triton(layout: str) -> None:
     problem = replace(FEW, tokens=129, quant=BLOCK, hidden=256)
     proof = proven(TritonOrDeepGemm, problem, variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
@@ -111,7 +111,7 @@ def test_either_quantizes_what_is_tritons_after_all(layout: str) -> None:
 
 
 @pytest.mark.parametrize(("experts", "many"), [(2, True), (5, False)])
-def test_either_of_batched(experts: int, many: bool) -> None:
+def test_the_selecting_batched_part(experts: int, many: bool) -> None:
     proof = proven(BatchedTritonOrDeepGemm, replace(FEW, experts=experts, tokens=40))
     assert proof.passed, str(proof)
     assert bool(deep_gemm_2.launched) is many  # 128 rows are room for two experts' 64 each
@@ -119,13 +119,13 @@ def test_either_of_batched(experts: int, many: bool) -> None:
 
 @pytest.mark.parametrize("part", [TritonOrDeepGemm, BatchedTritonOrDeepGemm])
 @pytest.mark.parametrize("change", [{"hidden": 48}, {"bias": True}, {"intermediate": 80}])
-def test_sizes_that_the_library_does_not_take_go_to_triton(part: Any, change: Any) -> None:
+def test_sizes_that_the_library_does_not_support_run_on_triton(part: Any, change: Any) -> None:
     problem = replace(FEW, tokens=130, **change)
     assert "all calls" in part.explained(problem)[0]
     assert part(problem)._deepgemm is None
 
 
-def test_what_is_taken_is_said() -> None:
+def test_the_selection_is_reported() -> None:
     problem = replace(BASE, experts=64, top_k=8)
     few, many = TritonOrDeepGemmExperts.explained(problem)
     assert few == "calls of fewer than 1024 tokens: TritonExperts"
@@ -140,8 +140,9 @@ def test_what_is_taken_is_said() -> None:
         )
 
 
-def test_room_is_declared_for_either() -> None:
-    """Weights that are views, or a call of fewer tokens, go to Triton in a plan for many."""
+def test_workspaces_are_sized_for_both() -> None:
+    """Weights that are views, and calls with fewer tokens, run on Triton in a plan for many
+    tokens."""
     problem = replace(FEW, tokens=200)
     with libraries():
         part = TritonOrDeepGemm(problem)
@@ -161,9 +162,10 @@ AROUND = [
 ]
 
 
-def test_what_is_launched_around_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our own kernels, interpreted: x is quantized where it is moved, and scales lie as the
-    library takes them."""
+def test_launches_before_and_after_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own kernels, interpreted: x is quantized while it is moved, and scales have the layout
+    that the library reads.
+    """
     names: list[str] = []
     whole = launch.launch
 
@@ -221,7 +223,7 @@ def test_a_copy_in_vllm_is_loaded_without_vllm(site: Path) -> None:
     assert "deep_gemm" not in sys.modules
 
 
-def test_missing_or_another(site: Path) -> None:
+def test_a_missing_package_and_another_of_the_name(site: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"got nothing, need DeepGEMM 2\.4\.2"):
         library.load()
     put(site, "deep_gemm", psum=False)
@@ -229,7 +231,7 @@ def test_missing_or_another(site: Path) -> None:
         library.load()
 
 
-def test_one_that_cannot_be_loaded_says_why(site: Path) -> None:
+def test_a_package_that_fails_to_load_is_reported_with_the_reason(site: Path) -> None:
     put(site, "deep_gemm", "assert None is not None, 'no CUDA_HOME'")
     with pytest.raises(ConfigurationError, match="no CUDA_HOME, need a build for this torch"):
         library.load()
@@ -247,7 +249,7 @@ def test_a_foreign_alignment_is_refused() -> None:
 
 
 @pytest.mark.parametrize("space", [IdSpace.LOCAL, IdSpace.GLOBAL])
-def test_aligned_rows_and_their_twin(space: IdSpace) -> None:
+def test_aligned_rows_equal_their_reference(space: IdSpace) -> None:
     counts = [0, 129, 0, 1, 128, 0]
     ids = torch.arange(6).repeat_interleave(torch.tensor(counts))
     ids = torch.cat((ids, torch.tensor([-1, 7])))[torch.randperm(260)].view(130, 2)
@@ -262,8 +264,8 @@ def test_aligned_rows_and_their_twin(space: IdSpace) -> None:
         workspace = Workspace(aligned_specs(130, 2, 6), torch.device("cpu"), poison=True)
         found.append((*aligned(routing, 128, num_local=6, workspace=workspace), invalid))
         workspace.check_red_zones()
-    for kernels, twins in zip(*found, strict=True):
-        assert torch.equal(kernels, twins)
+    for kernels, references in zip(*found, strict=True):
+        assert torch.equal(kernels, references)
     rows_TK, ends, invalid = found[0]
     assert int(invalid) == 1  # the 7
     assert ends.tolist() == [0, 129, 256, 257, 512, 512]
@@ -306,7 +308,7 @@ def by_counts() -> dict[str, Any]:
             "disable_ue8m0_cast": True}  # fmt: skip
 
 
-def test_the_stand_in_computes_and_spoils_what_the_library_does() -> None:
+def test_the_stand_in_computes_and_overwrites_like_the_library() -> None:
     given = by_ends()
     deep_gemm_2.m_grouped_fp8_gemm_nt_contiguous(**given)
     (a, sfa), (w, sfb), d = given["a"], given["b"], given["d"]
@@ -322,7 +324,7 @@ def test_the_stand_in_computes_and_spoils_what_the_library_does() -> None:
     assert not given["d"][0, :64].isnan().any()
 
 
-def test_a_tile_that_reaches_into_the_next_expert_spoils_it() -> None:
+def test_a_tile_that_reaches_into_the_next_expert_overwrites_it() -> None:
     """Capacity 16: a tile of the first expert's rows is stored after the second's."""
     a, w = torch.ones(2, 16, 64).bfloat16(), torch.ones(2, 8, 64).bfloat16()
     w[0] = 7
@@ -370,7 +372,7 @@ PLANTED_COUNTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", PLANTED_ENDS)
-def test_planted_in_contiguous(name: str) -> None:
+def test_defects_in_contiguous_rows_are_detected(name: str) -> None:
     given, change = by_ends(), PLANTED_ENDS[name]
     with pytest.raises(RuntimeError, match="Assertion error"):
         deep_gemm_2.m_grouped_fp8_gemm_nt_contiguous(
@@ -379,7 +381,7 @@ def test_planted_in_contiguous(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLANTED_COUNTS)
-def test_planted_in_masked(name: str) -> None:
+def test_defects_in_masked_rows_are_detected(name: str) -> None:
     given, change = by_counts(), PLANTED_COUNTS[name]
     with pytest.raises(RuntimeError, match="Assertion error"):
         deep_gemm_2.m_grouped_fp8_gemm_nt_masked(
@@ -387,7 +389,7 @@ def test_planted_in_masked(name: str) -> None:
         )
 
 
-def test_planted_in_16_bits() -> None:
+def test_defects_in_16_bits_are_detected() -> None:
     given = by_ends(fp8=False)
     deep_gemm_2.m_grouped_bf16_gemm_nt_contiguous(**given)
     for change in ({"a": given["a"].half()}, ENDS, {"d": given["d"][:, :64]}):

@@ -1,6 +1,7 @@
-"""The dequantized path without a GPU: its own launches, interpreted; products by a torch stand-in.
+"""The dequantized path without a GPU: its own launches interpreted, and products by a torch
+stand-in.
 
-What the products compute is proven in tests/gpu/test_dequantized_on_gpu.py.
+The products are verified in tests/gpu/test_dequantized_on_gpu.py.
 """
 
 from dataclasses import replace
@@ -78,14 +79,14 @@ _CASES: tuple[tuple[dict[str, Any], str], ...] = (
     ("changes", "routing", "at_once"),
     [(*case, 3) for case in _CASES] + [(*case, 64) for case in _CASES[:2]],
 )
-def test_proven(
+def test_the_harness_verifies_it(
     changes: dict[str, Any],
     routing: str,
     at_once: int,
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All experts at once, and three at a time, the last ones fewer."""
+    """All experts at once, and in groups of three with a smaller last group."""
     problem = replace(_BASE, **changes)
     monkeypatch.setattr(
         dequantized_config, "experts_at_once", lambda problem: min(at_once, problem.e)
@@ -96,7 +97,7 @@ def test_proven(
     assert proof.passed, str(proof)
 
 
-def test_experts_go_in_equal_parts_of_a_bounded_buffer() -> None:
+def test_experts_are_split_into_equal_groups_that_fit_a_bounded_buffer() -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
     assert dequantized_config.experts_at_once(layer) == 4
     assert dequantized_config.values_at_once(layer) == 4 * 28672 * 4096
@@ -121,17 +122,17 @@ def test_experts_go_in_equal_parts_of_a_bounded_buffer() -> None:
         {"apply_router_weight_on_input": True, "top_k": 1},
     ],
 )
-def test_it_does_not_serve(changes: dict[str, Any]) -> None:
+def test_unsupported_problems(changes: dict[str, Any]) -> None:
     given = {key: "none" if value is None else value for key, value in changes.items()}
     assert dequantized_config.serves(_BASE, H200)
     assert not dequantized_config.serves(replace(_BASE, **given), H200)
 
 
-def test_it_does_not_serve_another_gpu() -> None:
+def test_unsupported_gpus() -> None:
     assert not dequantized_config.serves(_BASE, Device("NVIDIA A100"))
 
 
-def test_weights_that_lie_otherwise_take_another_path() -> None:
+def test_weights_in_other_layouts_take_another_path() -> None:
     problem = replace(_BASE, quant=f"{_INT4}:group=32,zero_points=true")
     x_TH, weights, _ = random_inputs(problem, torch.device("cpu"))
     path = DequantizedPath(problem)
@@ -143,7 +144,7 @@ def test_weights_that_lie_otherwise_take_another_path() -> None:
 
 
 @pytest.mark.parametrize("quant", [_INT4, _MXFP4, f"{_MXFP4}:repacked=true", "int8_w8a16_channel"])
-def test_regimes_take_it_from_many_rows_an_expert(quant: str) -> None:
+def test_regimes_use_it_for_many_rows_per_expert(quant: str) -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=quant)
     least = dequantized_config.min_rows(layer) * 8 // 2
     steps = heuristics(layer, H200, ("aligned", "dequantized"))

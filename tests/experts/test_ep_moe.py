@@ -1,4 +1,6 @@
-"""Expert parallelism without an exchange: EPMoE's example, and ranks that sum up."""
+"""Expert parallelism without an exchange: the example of EPMoE, and outputs of ranks that are
+summed.
+"""
 
 from dataclasses import replace
 
@@ -34,7 +36,7 @@ def test_the_example_s_order() -> None:
 
 
 def test_the_example_s_output() -> None:
-    """Token 0 reads row 2 alone, as every token reads the one row of its pair."""
+    """Token 0 reads row 2 only, as every token reads the one row of its pair."""
     ids = torch.tensor(IDS, device=DEVICE)[:, None]
     weights = torch.tensor(WEIGHTS, device=DEVICE)[:, None]
     src2dst = torch.tensor(SRC2DST, dtype=torch.int32, device=DEVICE)
@@ -46,7 +48,9 @@ def test_the_example_s_output() -> None:
 
 
 def test_the_example_on_two_ranks() -> None:
-    """Each writes the tokens of its experts and exact zeros elsewhere; the sum is the whole."""
+    """Each rank writes the tokens of its experts and exact zeros elsewhere; the sum is the whole
+    output.
+    """
     ids = torch.tensor(IDS, device=DEVICE)[:, None]
     weights = torch.tensor(WEIGHTS, device=DEVICE)[:, None]
     inputs = values(10, 48), values(4, 64, 48, seed=1) / 7, values(4, 48, 32, seed=2) / 6
@@ -69,8 +73,9 @@ def test_no_token_launches_nothing() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks_of_experts_equal_ranks_of_columns(world: int, dtype: torch.dtype) -> None:
-    """Sums over `world` ranks: each with some experts whole, each with a shard of all, and one."""
+def test_expert_parallel_ranks_equal_tensor_parallel_ranks(world: int, dtype: torch.dtype) -> None:
+    """Sums over `world` ranks with whole experts, and with a shard of all experts, equal one
+    rank."""
     problem = Problem(23, 64, 128, 8, 3, dtype, expert_map=True)
     x_TH, weights, routing = random_inputs(replace(problem, expert_map=False), DEVICE)
     ids_TK = routing.topk_ids_TK.clone()
@@ -107,7 +112,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_steps_give_what_the_part_gives(world: int) -> None:
+def test_the_steps_equal_the_part(world: int) -> None:
     problem = Problem(23, 64, 48, 4, 2, torch.float32, expert_map=True, local_experts=4 // world)
     x_TH, weights, routing = random_inputs(replace(problem, local_experts=4), DEVICE)
     for rank in range(world):
@@ -123,7 +128,7 @@ def test_the_steps_give_what_the_part_gives(world: int) -> None:
 
 
 def test_local_ids_need_no_map() -> None:
-    """What a dispatcher that localizes ids hands over: ids of this rank, and -1."""
+    """A dispatcher with local ids passes the ids of this rank, and -1."""
     problem = Problem(19, 48, 80, 3, 2, torch.bfloat16)
     x_TH, weights, routing = random_inputs(problem, DEVICE)
     local = routing.topk_ids_TK.clone()

@@ -1,4 +1,4 @@
-"""EPMoE's steps one by one: rows in the order of experts, the activation, and rows back."""
+"""The steps of EPMoE: rows sorted by expert, the activation, and the sum per token."""
 
 import pytest
 import torch
@@ -15,7 +15,9 @@ from modular_kernel.workspace import Workspace
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 2, 3), (1, 1, 1), (37, 4, 9)])
 def test_preprocess(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> None:
-    """src2dst inverts the stable order; segments hold their expert, skipped pairs come first."""
+    """src2dst inverts the stable order, segments have the rows of their expert, and skipped pairs
+    come first.
+    """
     ids = some_ids(tokens, top_k, experts).to(dtype)
     reorder_topk_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids, experts)
     flat = ids.flatten().tolist()
@@ -76,8 +78,8 @@ def test_silu_and_mul(to: torch.dtype) -> None:
         assert got.abs().max() == 448
 
 
-def test_post_reorder_reads_only_rows_of_its_own() -> None:
-    """A token without a pair here becomes zeros, whatever the rows and weights elsewhere hold."""
+def test_post_reorder_reads_only_rows_of_local_pairs() -> None:
+    """A token without a local pair gets zeros, whatever the rows and weights contain."""
     ids = torch.tensor([[0, 2], [3, -1], [1, 1], [-1, -1]], device=DEVICE)
     _, src2dst, _ = run_moe_ep_preproess(ids, 4)
     weights = torch.tensor([[0.5, 0.25], [1, 1], [2, 3], [1, 1]], device=DEVICE)
@@ -91,7 +93,7 @@ def test_post_reorder_reads_only_rows_of_its_own() -> None:
     assert torch.equal(out, want)
 
 
-def test_bad_rows_say_why() -> None:
+def test_bad_rows_are_refused_with_the_reason() -> None:
     ids = some_ids(6, 2, 4)
     reorder_ids, src2dst, _ = run_moe_ep_preproess(ids, 4)
     x, rows = values(6, 48), poison(12, 48)

@@ -1,4 +1,6 @@
-"""ep_scatter and ep_gather: rows by expert in whole blocks, where each pair went, and back."""
+"""ep_scatter and ep_gather: rows by expert in whole blocks, the row of each pair, and the weighted
+sum.
+"""
 
 from typing import Any
 
@@ -65,7 +67,7 @@ def test_rows_by_expert(top_k: int, scales: bool) -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_gathering_what_was_scattered_weighs_it(top_k: int) -> None:
+def test_gathering_scattered_rows_applies_router_weights(top_k: int) -> None:
     given = received(top_k)
     ep_scatter(*given.values())
     weights = torch.rand(R, top_k)
@@ -112,7 +114,7 @@ def test_bad_input(changes: dict[str, Any], error: type[InputError], words: str)
         ep_scatter(**received() | changes)
 
 
-def test_room_is_checked_before_anything_is_written() -> None:
+def test_the_capacity_is_checked_before_writing() -> None:
     given = received()
     small = sum(padded_counts(given["num_recv_tokens_per_expert"])) - 1
     for name in ("output_tensor", "output_tensor_scale", "m_indices"):
@@ -122,7 +124,7 @@ def test_room_is_checked_before_anything_is_written() -> None:
     assert given["expert_start_loc"].tolist() == [-7] * E
 
 
-def test_rows_that_are_not_there_are_not_gathered() -> None:
+def test_missing_rows_are_not_gathered() -> None:
     index = torch.tensor([[5]], dtype=torch.int32)
     with pytest.raises(RoutingError, match="input_index: got 5, need -1 to 4"):
         ep_gather(torch.zeros(5, H), index, torch.ones(1, 1), index, torch.zeros(1, H))

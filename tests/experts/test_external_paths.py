@@ -56,14 +56,14 @@ print("it is used")
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that fresh interpreters find packages in, with the path that `mk new` writes."""
+    """Return a folder of packages for new interpreters, with the path that `mk new` writes."""
     install_new(tmp_path, "path", "my_path")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     return tmp_path
 
 
 @pytest.mark.usefixtures("site")
-def test_it_is_asked_first_for_the_problems_that_it_serves_and_for_no_others(
+def test_it_precedes_our_paths_for_the_problems_that_it_supports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The first layers are small: which path of ours takes them depends on the machine.
@@ -73,7 +73,7 @@ def test_it_is_asked_first_for_the_problems_that_it_serves_and_for_no_others(
     assert "it is used" in done.stdout, done.stderr[-3000:]
 
 
-def test_it_is_listed_and_a_broken_one_harms_nobody(site: Path) -> None:
+def test_it_is_listed_and_a_broken_one_does_not_affect_others(site: Path) -> None:
     group = {"group": GROUP, "attribute": "PATHS"}
     install(site, "broken_path", "import no_such_vendor_library\n", **group)
     same = render("path", "my_path")[Path("my_path/path.py")].replace('"my_path"', '"gemv"')
@@ -177,7 +177,7 @@ def load(monkeypatch: pytest.MonkeyPatch, *names: str) -> external_paths.Externa
         ("base", "need another name: TritonExperts has a path of its own"),
     ],
 )
-def test_an_entry_that_is_no_path_is_refused_and_logged(
+def test_an_invalid_entry_point_is_refused_and_logged(
     name: str, error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="modular_kernel.parts"):
@@ -188,7 +188,7 @@ def test_an_entry_that_is_no_path_is_refused_and_logged(
     assert error in caplog.text
 
 
-def test_a_name_of_two_packages_is_used_by_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_two_packages_is_used_for_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(monkeypatch, "second", "first")
     assert loaded.usable == ()
     assert len(loaded.broken) == 2

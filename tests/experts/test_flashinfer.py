@@ -1,4 +1,4 @@
-"""FlashInferExperts, against a stand-in that demands what the library does."""
+"""FlashInferExperts, with a stand-in that makes the checks of the library."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -53,7 +53,7 @@ HERE = {"expert_map": True, "local_experts": 3}
         ({"routed_scaling_factor": 2.5, "inplace": True}, "silu", "all_to_one", "Swiglu none"),
     ],
 )
-def test_proven(change: dict[str, Any], act: str, routing: str, mode: str) -> None:
+def test_the_harness_verifies_it(change: dict[str, Any], act: str, routing: str, mode: str) -> None:
     flashinfer_0_7.launched.clear()
     if act != "relu2":
         act += f"{',' if ':' in act else ':'}up_first=true"
@@ -65,8 +65,8 @@ def test_proven(change: dict[str, Any], act: str, routing: str, mode: str) -> No
 
 
 @pytest.mark.parametrize("act", [OAI, BEFORE, AFTER, SITU, "relu2"])
-def test_a_token_that_is_nan_is_no_number(act: str) -> None:
-    """Where the library clamps, NaN would come out as the limit."""
+def test_a_nan_token_has_nan_output(act: str) -> None:
+    """Where the library clamps, the limit would replace NaN."""
     if act != "relu2":
         act += ",up_first=true"
     problem = replace(BASE, activation=act, dtype=BF16, **HERE)
@@ -81,7 +81,7 @@ def test_a_token_that_is_nan_is_no_number(act: str) -> None:
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", BLOCK])
 @pytest.mark.parametrize("order", ["silu", "silu:interleaved=true"])
-def test_rows_put_in_order_are_the_same_layer(quant: str, order: str) -> None:
+def test_reordered_weights_are_the_same_layer(quant: str, order: str) -> None:
     problem = replace(BASE, activation=order, quant="none", hidden=256, intermediate=256)
     given = make_inputs(problem, "uniform", torch.device("cpu"))
     b1 = torch.randn(5, problem.w1_rows)
@@ -110,7 +110,7 @@ def test_rows_put_in_order_are_the_same_layer(quant: str, order: str) -> None:
         ({"quant": BLOCK, "intermediate": 192}, "got I=192, need gate and up rows in separate"),
     ],
 )
-def test_what_cannot_be_put_in_order(change: dict[str, Any], match: str) -> None:
+def test_weights_that_cannot_be_reordered(change: dict[str, Any], match: str) -> None:
     problem = replace(BASE, activation="silu")
     problem = replace(problem, **change)
     given = make_inputs(problem, "uniform", torch.device("cpu"))
@@ -123,7 +123,7 @@ def test_what_cannot_be_put_in_order(change: dict[str, Any], match: str) -> None
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_joined_pairs_and_their_twin(mapped: bool, weighted: bool) -> None:
+def test_joined_pairs_equal_their_reference(mapped: bool, weighted: bool) -> None:
     ids_TK = torch.tensor(
         [[3, 1, 3, -1, 3], [-1, -1, -1, -1, -1], [9, 2, -2, 2, 0], [0, 1, 2, 3, 1 << 40]]
     )
@@ -153,8 +153,8 @@ def test_joined_pairs_and_their_twin(mapped: bool, weighted: bool) -> None:
 
 @pytest.mark.parametrize("hidden", [1, 40, 1025])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_marked_rows_and_their_twin(hidden: int, transposed: bool) -> None:
-    """A NaN in the first or the last column alone; infinities and skipped pairs stay."""
+def test_marked_rows_equal_their_reference(hidden: int, transposed: bool) -> None:
+    """NaN in the first or in the last column only; infinities and skipped pairs are unchanged."""
     x_TH = torch.randn(5, hidden).bfloat16()
     x_TH[1, 0] = x_TH[3, -1] = x_TH[4, -1] = torch.nan
     x_TH[2] = torch.inf
@@ -175,7 +175,7 @@ def test_marked_rows_and_their_twin(hidden: int, transposed: bool) -> None:
 def layer(
     kind: str = "none", experts: int = 3, hidden: int = 128, inter: int = 128
 ) -> MoeArguments:
-    """What a call of the library is given, by mode."""
+    """Return the arguments of a call of the library, by mode."""
     x = torch.randn(4, hidden).bfloat16()
     sizes = (2 * inter, hidden), (hidden, inter)
     w1, w2 = ((torch.randn(experts, *size) / 11).bfloat16() for size in sizes)
@@ -265,14 +265,14 @@ PLANTED: dict[str, tuple[str, Callable[[MoeArguments], MoeArguments]]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted(name: str) -> None:
+def test_defects_are_detected(name: str) -> None:
     kind, change = PLANTED[name]
     run(flashinfer_0_7, problem_of(kind), layer(kind))
     with pytest.raises(RuntimeError, match="Check failed"):
         run(flashinfer_0_7, problem_of(kind), change(layer(kind)))
 
 
-def test_sizes_of_tma() -> None:
+def test_sizes_that_tma_supports() -> None:
     with pytest.raises(RuntimeError, match="divisible by 8"):
         run(flashinfer_0_7, problem_of("none"), layer(hidden=132))
 
@@ -305,7 +305,7 @@ def test_loaded(site: Path) -> None:
     assert library.load().cutlass_fused_moe == 1
 
 
-def test_missing_old_or_broken(site: Path) -> None:
+def test_a_missing_old_or_broken_library(site: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"got nothing, need FlashInfer 0\.6\.16"):
         library.load()
     put(site, "def cutlass_fused_moe(): ...\n")
@@ -325,8 +325,8 @@ def test_an_older_library_without_an_activation(monkeypatch: pytest.MonkeyPatch)
         FlashInfer(replace(BASE, activation="situ:alpha=1.5,limit=0.7,up_first=true"))
 
 
-def test_a_plan_declares_the_room_of_the_library() -> None:
-    """And a call of fewer tokens takes a part of it."""
+def test_a_plan_declares_the_workspace_of_the_library() -> None:
+    """A call with fewer tokens uses a part of it."""
     problem = replace(BASE, quant=STATIC)
     with libraries():
         kernel = make_kernel("MoEPrepareAndFinalizeNoEP", FlashInfer, problem, machine=CPU)

@@ -1,4 +1,6 @@
-"""Cases that tests on a GPU draw for a path are cases that its forced tiles can be launched for."""
+"""The cases that tests on a GPU sample for a path can be launched with the forced tiles of that
+path.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -26,7 +28,7 @@ H100 = Device.of(Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H10
 
 
 def loaded(name: str) -> ModuleType:
-    """A test module of tests/gpu, as on the device that is described."""
+    """Import a test module of tests/gpu as on the described device."""
     spec = importlib.util.spec_from_file_location(f"drawn_{name}", TESTS / f"gpu/{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -44,7 +46,7 @@ def loaded(name: str) -> ModuleType:
         ("test_grouped_w4_on_gpu", "grouped_w4"),
     ],
 )
-def test_every_drawn_case_can_take_the_path(name: str, path: str) -> None:
+def test_every_sampled_case_can_take_the_path(name: str, path: str) -> None:
     with on_device(H100):
         module = loaded(name)
         assert len(module.CASES) > 60

@@ -1,4 +1,4 @@
-"""Rows as nvfp4 by tiles: the kernels, bit for bit what modular_kernel.quant.nvfp4 says."""
+"""nvfp4 rows by tiles: the kernels equal modular_kernel.quant.nvfp4 bit for bit."""
 
 import pytest
 import torch
@@ -43,7 +43,8 @@ def room_for(rows: int, columns: int, tiles: int) -> Fp4Rows:
 
 
 def assert_rows(out: Fp4Rows, values: torch.Tensor, scale_e: torch.Tensor) -> None:
-    """The rows of every tile are `values` of the definition; nothing else is written."""
+    """Check that the rows of every tile are `values` as defined, and that nothing else is
+    written."""
     groups = values.shape[1] // 16
     for tile, (expert, first, end) in enumerate(TILES):
         rows = slice(first, min(first + 128, end))
@@ -56,8 +57,8 @@ def assert_rows(out: Fp4Rows, values: torch.Tensor, scale_e: torch.Tensor) -> No
     assert (out.q_RK[TILES[-1][2] :] == 0x55).all()
 
 
-def test_values_are_held(path: str) -> None:
-    """Not the twin against itself: values that nvfp4 has come back."""
+def test_representable_values_are_preserved(path: str) -> None:
+    """Without the reference: values that nvfp4 represents exactly are preserved."""
     scale_e = torch.ones(3, device=DEVICE)
     x = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6], device=DEVICE).repeat(ROWS, 4)
     x[:, 16:] *= -8
@@ -93,8 +94,8 @@ def test_every_half_of_a_step_rounds_to_even() -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_scales_in_the_middle_round_to_even() -> None:
-    """Of 17/16 and 19/16, and of the least scales: a half, three halves and five of 2**-9."""
+def test_scales_between_two_codes_round_to_even() -> None:
+    """17/16 and 19/16, and the smallest scales: a half, three halves and five halves of 2**-9."""
     scale_e = torch.ones(3, device=DEVICE)
     wanted = torch.tensor([17 / 16, 19 / 16, 0.5 / 512, 1.5 / 512, 2.5 / 512], device=DEVICE)
     x = (wanted * 6).repeat_interleave(16).repeat(ROWS, 1)
@@ -104,7 +105,7 @@ def test_scales_in_the_middle_round_to_even() -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_what_is_not_finite_stays_in_its_group() -> None:
+def test_nonfinite_values_affect_only_their_group() -> None:
     scale_e = torch.ones(3, device=DEVICE)
     x = random(ROWS, 64, dtype=torch.float32)
     x[0, 3], x[1, 17], x[2, 40] = torch.nan, torch.inf, -torch.inf
@@ -116,8 +117,8 @@ def test_what_is_not_finite_stays_in_its_group() -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_scales_of_every_size_round_alike() -> None:
-    """Through all of e4m3, subnormal scales among them."""
+def test_scales_of_every_magnitude_round_correctly() -> None:
+    """Over the whole range of e4m3, including subnormal scales."""
     scale_e = torch.ones(3, device=DEVICE)
     sizes = torch.logspace(-12, 3.5, ROWS * 8, base=10.0, device=DEVICE).view(ROWS, 8, 1)
     x = (sizes * torch.linspace(-1, 1, 16, device=DEVICE)).flatten(1)

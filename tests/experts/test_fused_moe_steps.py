@@ -1,4 +1,6 @@
-"""Steps of fused_moe by their names elsewhere: one product, the sum over top-k, and a tile."""
+"""Steps of fused_moe under their names in other libraries: one product, the sum over top-k, and the
+tile.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -48,7 +50,7 @@ def operands(
     has_bias: bool = True,
     device: torch.device = DEVICE,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Arguments, and the product of what they stand for in float64; expert 2 is elsewhere."""
+    """Return arguments and the float64 product of their values; expert 2 is on another rank."""
     g = torch.Generator().manual_seed(4)
     problem = Problem(T, N, K, E, 1, dtype=torch.float32, quant=quant)
     w2 = torch.randn(E, N, K, generator=g).to(device)

@@ -1,4 +1,6 @@
-"""The grouped GEMM of EPMoE over segments of rows: plain, transposed, in float8, and refused."""
+"""The grouped GEMM of EPMoE over segments of rows: plain, transposed, in float8, and what it
+refuses.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from modular_kernel.errors import ConfigurationError, DtypeError, InputError, Sh
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_gemm(dtype: torch.dtype) -> None:
-    """Segments of no row, one, many; experts in any order; rows outside are left alone."""
+    """Segments of no rows, one and many; experts in any order; other rows are unchanged."""
     a, b = values(211, 72, dtype=dtype), values(5, 40, 72, seed=1, dtype=dtype)
     c = poison(211, 40, dtype=dtype)
     seg_indptr = torch.tensor([3, 3, 4, 4, 150, 190], device=DEVICE)
@@ -37,7 +39,7 @@ def test_grouped_gemm_of_transposed_weights() -> None:
 
 @pytest.mark.parametrize("block_shape", [None, [32, 64]])
 def test_grouped_gemm_in_float8(block_shape: list[int] | None) -> None:
-    """One scale a segment and an expert, or one a block; 40 and 96 leave ragged blocks."""
+    """One scale per segment and expert, or one per block; 40 and 96 leave partial blocks."""
     a, b = values(33, 96).to(FP8), values(4, 40, 96, seed=1).to(FP8)
     seg_indptr = torch.tensor([0, 5, 5, 33], device=DEVICE)
     weight_indices = torch.tensor([3, 0, 1], device=DEVICE)
@@ -81,7 +83,7 @@ def test_grouped_gemm_in_float8(block_shape: list[int] | None) -> None:
     ],
     ids=str,
 )
-def test_a_bad_grouped_gemm_says_why(
+def test_bad_arguments_are_refused_with_the_reason(
     change: dict[str, object], raised: type[InputError], says: str
 ) -> None:
     options: dict[str, object] = {"batch_size": 2, "weight_column_major": True}

@@ -1,4 +1,4 @@
-"""4-bit weights in the order of products from registers: the same values, bit by bit."""
+"""4-bit weights in the layout for products from registers: the same values, bit by bit."""
 
 import pytest
 import torch
@@ -31,9 +31,7 @@ def _come_back(quant: str, depth: int, gated: bool, step: int, **kinds: object) 
 @pytest.mark.parametrize(("low", "high"), [(46, 127), (100, 129), (129, 179)])
 @pytest.mark.parametrize("depth", [64, 160, 192])
 @pytest.mark.parametrize(("gated", "step"), [(False, 1), (True, 1), (True, 2)])
-def test_mxfp4_comes_back_bit_by_bit(
-    low: int, high: int, depth: int, gated: bool, step: int
-) -> None:
+def test_mxfp4_round_trip(low: int, high: int, depth: int, gated: bool, step: int) -> None:
     _come_back("mxfp4_w4a16", depth, gated, step, low=low, high=high)
 
 
@@ -41,7 +39,7 @@ def test_mxfp4_comes_back_bit_by_bit(
 @pytest.mark.parametrize("scales", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("depth", [64, 160, 192])
 @pytest.mark.parametrize(("gated", "step"), [(False, 1), (True, 2)])
-def test_others_come_back_bit_by_bit(
+def test_round_trip_of_other_schemes(
     quant: str, scales: torch.dtype, depth: int, gated: bool, step: int
 ) -> None:
     _come_back(quant, depth, gated, step, scales=scales)
@@ -61,7 +59,7 @@ def test_forms() -> None:
     )
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_scales_stay_nan() -> None:
     rows = rows_of_tiles(64, 1, 0, gated=False)
     for quant, each in (("mxfp4_w4a16", 32), ("nvfp4_w4a16", 16), (INTEGERS[1], 32)):
         s = sample(quant, 1, 64, 64)

@@ -1,7 +1,8 @@
-"""The path of weights in registers without a GPU: its launches, interpreted, but the product.
+"""The path with weights in registers without a GPU: its launches are interpreted, except for the
+product.
 
-A torch stand-in multiplies by the tiled weights. tests/gpu/test_grouped_w4_on_gpu.py proves the
-kernel; how it unpacks is run in tests/experts/test_grouped_w4_unpack.py.
+A torch stand-in multiplies by the tiled weights. tests/gpu/test_grouped_w4_on_gpu.py verifies the
+kernel, and tests/experts/test_grouped_w4_unpack.py how it unpacks.
 """
 
 import math
@@ -43,7 +44,7 @@ _there_are_boxes = products_by(GroupedW4Path, multiply_w4)
         ({"quant": "nvfp4_w4a16", "activation": OAI}, "skips", 64),
     ],
 )
-def test_proven(
+def test_the_harness_verifies_it(
     changes: dict[str, Any],
     routing: str,
     at_once: int,
@@ -62,7 +63,7 @@ def test_proven(
 @pytest.mark.parametrize(
     ("rows", "taken"), [(39, 0), (40, 64), (55, 64), (56, 128), (640, 128), (641, 0)]
 )
-def test_calls_of_some_rows_an_expert_take_it(rows: int, taken: int) -> None:
+def test_calls_with_some_rows_per_expert_take_it(rows: int, taken: int) -> None:
     problem = replace(MXFP4, experts=6, top_k=3)
     config = heuristics(problem, H200).choose(2 * rows)
     assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
@@ -71,7 +72,7 @@ def test_calls_of_some_rows_an_expert_take_it(rows: int, taken: int) -> None:
 @pytest.mark.parametrize(
     ("quant", "least"), [("mxfp4_w4a16", 6), ("nvfp4_w4a16", 8), ("int4_w4a16_group", 10)]
 )
-def test_prepared_weights_have_tiles_as_high_as_an_expert_has_rows(quant: str, least: int) -> None:
+def test_tiles_for_prepared_weights_have_the_rows_of_an_expert(quant: str, least: int) -> None:
     problem = replace(MXFP4, quant=quant, experts=6, top_k=3)
     steps = heuristics(problem, H200, prepared=True)
     for rows, taken in ((least - 1, 0), (least, 32), (21, 32), (22, 64), (55, 64), (56, 128)):
@@ -119,7 +120,7 @@ def test_the_first_and_last_number_of_tokens(experts: int) -> None:
      (384, "grouped_w4"), (1024, "grouped_w4"), (2560, "grouped_w4"), (2561, "dequantized"),
      (8192, "dequantized")],
 )  # fmt: skip
-def test_files_of_version_1_came_before_it(tokens: int, path: str) -> None:
+def test_tuned_files_of_version_1_do_not_have_it(tokens: int, path: str) -> None:
     mixtral = Problem(1, 4096, 14336, 8, 2, quant="mxfp4_w4a16")
     with on_device(H200):
         assert choose_config(mixtral, tokens, supported_paths(mixtral)).path == path
@@ -138,13 +139,13 @@ def test_files_of_version_1_came_before_it(tokens: int, path: str) -> None:
         {"apply_router_weight_on_input": True, "top_k": 1},
     ],
 )
-def test_it_does_not_serve(changes: dict[str, Any]) -> None:
+def test_unsupported_problems(changes: dict[str, Any]) -> None:
     assert grouped_w4_config.serves(MXFP4, H200)
     assert not grouped_w4_config.serves(replace(MXFP4, **changes), H200)
     assert not grouped_w4_config.serves(MXFP4, Device("NVIDIA A100"))
 
 
-def test_weights_in_order_are_a_bounded_buffer() -> None:
+def test_tiled_weights_fit_a_bounded_buffer() -> None:
     layer = Problem(
         tokens=1, hidden=2880, intermediate=2880, experts=128, top_k=4, dtype=torch.bfloat16,
         quant="mxfp4_w4a16",
@@ -166,7 +167,7 @@ def test_weights_in_order_are_a_bounded_buffer() -> None:
         ({"num_stages": 9}, "bytes of shared memory"),
     ],
 )
-def test_other_launches_are_refused(change: dict[str, int], field: str) -> None:
+def test_invalid_launches_are_refused(change: dict[str, int], field: str) -> None:
     pair = grouped_w4_config.default(MXFP4)
     for gemm, tile in zip(gemms(MXFP4), (pair.gemm1, pair.gemm2), strict=True):
         assert not list(grouped_w4_config.violations(tile, gemm, MXFP4, H200))

@@ -1,4 +1,4 @@
-"""The launch that tiles weights is its torch twin, for experts that have rows."""
+"""The launch that tiles weights equals its torch reference, for experts that have rows."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
     ("columns", "depth", "gated", "step"),
     [(72, 64, False, 1), (200, 416, True, 1), (136, 288, True, 2), (320, 160, False, 1)],
 )
-def test_the_launch_is_the_twin(
+def test_the_launch_equals_the_reference(
     columns: int, depth: int, gated: bool, step: int, quant: str, scales: torch.dtype
 ) -> None:
     s = sample(quant, 3, 2 * columns if gated else columns, depth, low=0, high=256, scales=scales)
@@ -42,7 +42,7 @@ def test_the_launch_is_the_twin(
 
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, -1])
 @pytest.mark.parametrize("quant", [INTEGERS[0], INTEGERS[2]])
-def test_a_scale_that_is_no_number_gives_none(quant: str, bits: int) -> None:
+def test_a_nan_scale_gives_nan(quant: str, bits: int) -> None:
     s = sample(quant, 1, 64, 64, scales=torch.float32)
     s.scale.view(torch.int32)[0, 3, 0] = bits
     shapes = tiled_shapes(1, 64, 64, s.form, gated=False)

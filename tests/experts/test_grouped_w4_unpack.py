@@ -1,7 +1,8 @@
-"""How the grouped kernel of 4-bit weights unpacks, on a CPU: its functions over torch's.
+"""The unpacking functions of the grouped kernel for 4-bit weights, on a CPU with torch tensors.
 
-Gluon has no interpreter. What tensors the functions make is run here; in which registers they lie
-the compiler proves (tests/compile/test_grouped_w4_compile.py): they claim no data to be moved.
+Gluon has no interpreter. The values that the functions return are tested here; the compiler proves
+in which registers they are (tests/compile/test_grouped_w4_compile.py), because the functions assert
+that no data is moved.
 """
 
 import re
@@ -22,7 +23,9 @@ _MASK = 0xFFFFFFFF
 
 
 class _Values:
-    """A tensor with the methods of Gluon's that the functions call; int64 holds a register."""
+    """A tensor with the Gluon methods that the functions call; an int64 element represents a
+    register.
+    """
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -49,7 +52,7 @@ class _Values:
 
 
 class _Place:
-    """A place of shared memory."""
+    """A buffer in shared memory."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -67,7 +70,7 @@ def _halves(word: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _joined(halves: list[torch.Tensor]) -> torch.Tensor:
-    """float64 halves, each rounded once, in a register."""
+    """Return float64 halves in one register, each rounded once."""
     low, high = (
         _rounded(half).to(torch.bfloat16).view(torch.int16).long() & 0xFFFF for half in halves
     )
@@ -138,7 +141,7 @@ _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def _assembled(code: Any, constraints: Any, args: list[_Values], **_: Any) -> list[_Values]:
-    """Run the assembler text over whole tensors."""
+    """Run assembler text on whole tensors."""
     count = constraints.count("=")
     known = {f"${count + i}": arg.value.long() & _MASK for i, arg in enumerate(args)}
     shape = torch.broadcast_shapes(*(value.shape for value in known.values()))
@@ -182,7 +185,7 @@ def _as_python(name: str) -> Callable[..., Any]:
         *product(INTEGERS, (torch.float32, torch.float16, torch.bfloat16)),
     ],
 )
-def test_unpacked_weights_are_those_that_were_tiled(quant: str, scales: torch.dtype | None) -> None:
+def test_unpacking_inverts_tiling(quant: str, scales: torch.dtype | None) -> None:
     s = sample(quant, 1, 256, 128, scales=scales or torch.float32)
     tiled, form = s.tiled(rows_of_tiles(256, 1, 0, gated=False)), s.form
     expected = untile_weights(tiled, form)[0].double() * 2.0**-form.scale_shift

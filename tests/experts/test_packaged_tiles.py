@@ -1,4 +1,4 @@
-"""The tuned files that ship: every one is found, fits, and was worth its while."""
+"""The packaged tuned files: each is found, fits its device, and improves on the baseline."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def shape_of(name: str) -> tuple[int, int]:
 
 
 def layer_of(path: Path) -> tuple[TunedConfigs, Problem]:
-    """What a file was tuned for, by its name and its contents."""
+    """Return the layer that a file was tuned for, from its name and contents."""
     key, recipe = ConfigKey.parse(path.name), read_config_file(path)
     assert recipe.tuned_for is not None
     for quant in SCHEMES:
@@ -52,7 +52,7 @@ def test_a_file_is_found_and_fits(path: Path) -> None:
         assert times.untuned_us is None or 0 < times.us <= times.untuned_us
 
 
-def test_it_is_one_of_the_shapes_known_by_name() -> None:
+def test_its_shape_has_a_name() -> None:
     named = {(s["experts"], s["hidden"], s["intermediate"], s["top_k"]) for s in SHAPES.values()}
     for path in FILES:
         _, p = layer_of(path)

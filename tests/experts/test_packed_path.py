@@ -1,4 +1,6 @@
-"""The gemv path for 4-bit weights: proven at few tokens, whatever the heuristics choose there."""
+"""The gemv path for 4-bit weights, verified at few tokens independently of what the heuristics
+choose.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +30,7 @@ _REPACKED = "mxfp4_w4a16:repacked=true"
 
 
 def _pair(first: tuple[int, int, int, int], second: tuple[int, int, int, int]) -> MoEConfig:
-    """Of (block_n, block_k, warps, stages) each."""
+    """Return launches from (block_n, block_k, warps, stages) for each GEMM."""
     return MoEConfig(GemvW4Config(*first), GemvW4Config(*second), GemvW4Path.name)
 
 
@@ -118,14 +120,16 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("changes", "routing", "pair"), _CASES)
-def test_proven(changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine) -> None:
+def test_the_harness_verifies_it(
+    changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine
+) -> None:
     proof = proof_by(pair, _PATHS, replace(_BASE, **changes), routing, machine)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize("pair", [_TEAMS, _LONG], ids=["teams", "roaming"])
-def test_a_skipped_pairs_weight_may_be_anything(pair: MoEConfig) -> None:
-    """Whether warps keep to a pair or go from one to the next."""
+def test_the_weight_of_a_skipped_pair_is_not_used(pair: MoEConfig) -> None:
+    """Whether warps keep one pair or go from one to the next."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = replace(_BASE, tokens=2, quant=_REPACKED, top_k=2, bias=True)
     x_TH, weights, routing = random_inputs(problem, device)
@@ -139,9 +143,10 @@ def test_a_skipped_pairs_weight_may_be_anything(pair: MoEConfig) -> None:
 
 
 @pytest.mark.parametrize("path", ["gemv_w4", "aligned_w4"])
-def test_exponents_at_both_ends(path: str) -> None:
-    """E8M0 codes of 0 and 1, 2^-127 and 2^-126, are as good as nothing; one of 2^50 and more gives
-    no number, rather than to come round to another."""
+def test_smallest_and_largest_exponents(path: str) -> None:
+    """E8M0 codes 0 and 1, 2^-127 and 2^-126, are negligible; scales of 2^50 and more must give NaN
+    or infinity rather than wrap around.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = replace(_BASE, tokens=2, quant=_MXFP4)
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
@@ -162,7 +167,7 @@ def test_exponents_at_both_ends(path: str) -> None:
     assert not output("TritonExperts", huge).isfinite().any()
 
 
-def test_who_is_served() -> None:
+def test_supported_problems() -> None:
     assert gemv_w4_config.serves(_BASE)
     assert gemv_w4_config.serves(replace(_BASE, quant=_MXFP4, dtype=torch.float16))
     for changes in (
@@ -194,7 +199,7 @@ def test_only_gate_and_up_are_narrow_in_the_first_gemm() -> None:
 
 
 @pytest.mark.parametrize("quant", [_INT4, _MXFP4])
-def test_how_narrow_the_second_gemm_may_be(quant: str) -> None:
+def test_the_smallest_width_of_the_second_gemm(quant: str) -> None:
     for columns in (4, 8, 16):
         pair = _pair((32, 256, 4, 1), (columns, 256, 4, 1))
         assert is_launchable(pair, replace(_BASE, quant=quant), Device()) is (columns >= 8)
@@ -216,7 +221,7 @@ def test_how_narrow_the_second_gemm_may_be(quant: str) -> None:
         (_INT4, 4096, 1536, 8, 1, (16, 256, 8)),
     ],
 )
-def test_where_the_second_gemm_takes_8_columns(
+def test_layers_whose_second_gemm_uses_8_columns(
     quant: str, hidden: int, intermediate: int, top_k: int, tokens: int, tile: tuple[int, int, int]
 ) -> None:
     problem = replace(
@@ -227,7 +232,7 @@ def test_where_the_second_gemm_takes_8_columns(
 
 
 def test_narrow_tiles_have_fewer_registers() -> None:
-    """So that as many programs are at work at once as gemv_w4.config counts on."""
+    """So that as many programs are resident as gemv_w4.config assumes."""
     narrow, wide = GemvW4Config(8, 512, 8, 1), GemvW4Config(16, 512, 8, 1)
     for gemm in (1, 2):
         assert gemv_w4_config.registers(wide, gemm, in_lanes=True) == 128
@@ -238,8 +243,8 @@ def test_narrow_tiles_have_fewer_registers() -> None:
 
 
 @pytest.mark.parametrize(("warps", "most"), [(4, 255), (8, 255), (16, 128), (32, 64)])
-def test_words_that_leave_their_lanes_may_take_all_registers(warps: int, most: int) -> None:
-    """Of one program, which is what a launch needs at least."""
+def test_words_exchanged_between_lanes_may_use_all_registers(warps: int, most: int) -> None:
+    """Of one program, the minimum for a launch."""
     for block_n in (8, 16):
         for gemm in (1, 2):
             tile = GemvW4Config(block_n, 512, warps, 1)
@@ -250,13 +255,13 @@ def test_words_that_leave_their_lanes_may_take_all_registers(warps: int, most: i
     ("experts", "top_k", "most"),
     [(8, 2, 2), (32, 8, 2), (32, 4, 4), (128, 8, 8), (512, 1, 8), (2, 2, 1)],
 )
-def test_how_many_tokens_are_few(experts: int, top_k: int, most: int) -> None:
+def test_the_largest_number_of_tokens(experts: int, top_k: int, most: int) -> None:
     for quant in (_INT4, _MXFP4):
         problem = replace(_BASE, experts=experts, top_k=top_k, quant=quant)
         assert gemv_w4_config.max_tokens(problem) == most
 
 
-def test_a_block_has_no_more_slots_than_the_product_columns() -> None:
+def test_a_block_has_at_most_as_many_slots_as_the_product_has_columns() -> None:
     deep = GemvW4Config(16, 1024, 8, 1)
     assert [gemv_w4_config.chunks(deep, group) for group in (256, 128, 96, 64, 32)] == [
         8,

@@ -1,4 +1,4 @@
-"""Cells of paths: the full list enters each that a call can reach, and calls say which."""
+"""Cells of paths: the full case list enters every reachable cell, and calls report which."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def test_the_full_list_enters_every_reachable_cell(machine: Machine) -> None:
 
 @needs_paths
 @pytest.mark.parametrize("quant", ["int4_w4a16_group:group=32", "nvfp4_w4a16", "fp8_w8a8_channel"])
-def test_a_proof_says_what_its_calls_entered(quant: str, machine: Machine) -> None:
+def test_a_report_states_the_entered_cells(quant: str, machine: Machine) -> None:
     case = Case(*PAIR, replace(WORDS, quant=quant))
     proof = prove(case, machine)
     assert proof.passed, str(proof)

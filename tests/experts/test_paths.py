@@ -1,4 +1,4 @@
-"""Paths own what is known of them: a new one is a folder and its place in PATHS."""
+"""Everything about a path is in its own package: a new one is a folder and an entry of PATHS."""
 
 import ast
 import shutil
@@ -155,8 +155,8 @@ print("the toy path is one of them")
 """
 
 
-def test_a_new_path_is_a_folder_and_a_line(tmp_path: Path) -> None:
-    """Selection, overrides, bounds, files, tuning, explanations and calls know it from there."""
+def test_a_new_path_is_a_folder_and_an_entry(tmp_path: Path) -> None:
+    """Selection, overrides, bounds, files, tuning, explanations and calls use the entry."""
     for source in (*(ROOT / package for package in PACKAGES), *ROOT.glob("*.egg-info")):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(source, tmp_path / source.name, ignore=ignored)
@@ -190,7 +190,8 @@ def test_a_new_path_is_a_folder_and_a_line(tmp_path: Path) -> None:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """What a module imports, the strings in it, docstrings apart, and the classes that it names."""
+    """Return the imports, string constants without docstrings, and referenced classes of a
+    module."""
     alone = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
     prose = {id(value) for value in alone if isinstance(value, ast.Constant)}
     for node in ast.walk(tree):
@@ -207,16 +208,16 @@ def _names(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def named() -> dict[Path, set[str]]:
-    """File of experts/ -> what it names."""
+    """Return the names used in each file of experts/."""
     files = (f for f in (ROOT / "experts").rglob("*.py") if f != TRITON / "paths.py")
     return {file: set(_names(ast.parse(file.read_text(encoding="utf-8")))) for file in files}
 
 
 @pytest.mark.parametrize("path", PATHS, ids=NAMES)
-def test_nobody_else_names_a_path(path: type[LaunchPath]) -> None:
-    """Except a path that is made of it, the list of parts, and SGLang's names for kernels.
+def test_no_other_module_names_a_path(path: type[LaunchPath]) -> None:
+    """Except for derived paths, the list of parts, and SGLang's names of kernels.
 
-    The core knows no part at all.
+    The core names no part at all.
     """
     folder = _folder(path)
     assert folder.parent == TRITON
@@ -234,7 +235,7 @@ def test_nobody_else_names_a_path(path: type[LaunchPath]) -> None:
 
 
 def _made_of(path: type[LaunchPath]) -> Iterator[type[LaunchPath]]:
-    """The path, and those that inherit from it, in other parts' folders too."""
+    """Return the path and those derived from it, also in folders of other parts."""
     yield path
     for made in path.__subclasses__():
         yield from _made_of(made)

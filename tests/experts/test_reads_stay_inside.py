@@ -1,7 +1,7 @@
-"""No launch reads past the last row of the last expert, in K-loops of any length.
+"""No launch reads past the last row of the last expert, for K loops of any length.
 
 Kernels load blocks ahead of their use. The interpreter raises an error for a read outside a tensor;
-on a GPU it is harmless unless the tensor ends where mapped memory does.
+on a GPU such a read is harmless unless the tensor ends where mapped memory does.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def config_of(problem: Problem, gemm: int, launch: Launch) -> MoEConfig | None:
 
 
 def cases() -> list[tuple[str, int, Launch]]:
-    """Return every launch that is worth timing for some layer, with its scheme and GEMM."""
+    """Return every launch worth timing for some layer, with its scheme and GEMM."""
     return list(
         dict.fromkeys(
             (quant, gemm, launch)
@@ -60,7 +60,7 @@ def cases() -> list[tuple[str, int, Launch]]:
 
 
 def run_last_expert(problem: Problem, config: MoEConfig, pair: tuple[str, str] = PAIR) -> None:
-    """Run a call whose only pair is of the last expert."""
+    """Run a call whose only pair has the last expert."""
     x_TH, weights, _ = random_inputs(problem, torch.device("cpu"))
     ids_TK = torch.full((1, problem.top_k), -1, dtype=torch.int32)
     ids_TK[0, 0] = problem.experts - 1

@@ -1,4 +1,4 @@
-"""The router weight of a skipped pair is not read: NaN or infinite there, nothing changes."""
+"""The router weight of a skipped pair is not read: NaN or infinity there has no effect."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,8 @@ CASES = [
 
 
 def skipping(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing, torch.Tensor]:
-    """A call, and which of its pairs are skipped: by -1, an invalid id, or an expert elsewhere."""
+    """Return a call and its skipped pairs: with id -1, an invalid id, or an expert on another
+    rank."""
     x_TH, weights, routing = random_inputs(problem, torch.device(MACHINE.device))
     ids = routing.topk_ids_TK
     ids[0], ids[3, 0], ids[5, -1], ids[8] = -1, -1, problem.experts, -7
@@ -65,7 +66,7 @@ def test_every_pairing(pf: str, experts: str, facts: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("facts", FACTS, ids=str)
 @pytest.mark.parametrize("authority", [oracle, recipe])
-def test_the_authority(authority: Any, facts: dict[str, Any]) -> None:
+def test_the_reference(authority: Any, facts: dict[str, Any]) -> None:
     problem = replace(BASE, **facts)
     x_TH, weights, routing, skipped = skipping(problem)
     want = authority(x_TH, weights, routing, problem)
@@ -80,7 +81,7 @@ def test_the_authority(authority: Any, facts: dict[str, Any]) -> None:
     assert read.isnan().any() == (problem.combine is not Combine.TOPK_UNWEIGHTED)
 
 
-def test_the_pairings_are_many() -> None:
+def test_the_table_is_large_enough() -> None:
     assert len({(pf, experts) for pf, experts, _ in CASES}) >= 2
 
 
@@ -96,8 +97,8 @@ MAPPED_PAIRS = [
 
 @pytest.mark.parametrize("value", [-2, -(2**31), 5, 2**31 - 1])
 @pytest.mark.parametrize(("pf", "experts"), MAPPED_PAIRS, ids="+".join)
-def test_a_row_that_is_not_there(pf: str, experts: str, value: int) -> None:
-    """Neither the map's entry -2 nor its entry e is used as a row: both skip, or are refused."""
+def test_invalid_map_entries(pf: str, experts: str, value: int) -> None:
+    """Map entries of -2 and e are not used as rows: both skip, or are refused."""
     x_TH, weights, routing, _ = skipping(MAPPED)
     assert weights.expert_map is not None
     skips, strange = weights.expert_map.clone(), weights.expert_map.clone()

@@ -1,5 +1,8 @@
-"""The host side of gemv_tma, which needs no GPU: whose weights it takes, and what that means
-for those who quantize and those who make room. Its numbers: tests/gpu/test_streamed_path.py."""
+"""The host side of gemv_tma, without a GPU: which weights it accepts, and its effect on
+quantization and workspaces.
+
+Its outputs are tested in tests/gpu/test_streamed_path.py.
+"""
 
 from dataclasses import replace
 
@@ -29,12 +32,12 @@ def shape(tokens: int) -> ContiguousShape:
     return ContiguousShape(tokens=tokens, top_k=LAYER.top_k)
 
 
-def test_it_takes_what_tma_can_fetch() -> None:
+def test_it_accepts_weights_that_tma_can_load() -> None:
     assert GemvTmaPath(LAYER).takes(weights(), X_TH)
 
 
 @pytest.mark.parametrize("name", ["w1", "w2", "w1_scale", "w2_scale"])
-def test_it_takes_no_tensor_with_gaps(name: str) -> None:
+def test_it_refuses_tensors_with_gaps(name: str) -> None:
     given = weights()
     tensor = getattr(given, name)
     wide = torch.empty(2 * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)[::2]
@@ -42,7 +45,7 @@ def test_it_takes_no_tensor_with_gaps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["w1", "w2"])
-def test_it_takes_no_weights_off_16_bytes(name: str) -> None:
+def test_it_refuses_weights_that_are_not_16_byte_aligned(name: str) -> None:
     given = weights()
     tensor = getattr(given, name)
     memory = torch.empty(tensor.numel() + 32, dtype=tensor.dtype)
@@ -52,9 +55,10 @@ def test_it_takes_no_weights_off_16_bytes(name: str) -> None:
         assert GemvTmaPath(LAYER).takes(replace(given, **{name: moved}), X_TH) is taken
 
 
-def test_x_stays_as_it_is_only_where_any_weights_may_come() -> None:
-    """Up to 4 tokens calls whose weights TMA cannot fetch take the gemv path, which quantizes
-    too; up to 8 gemv_tma serves, but those others would come to the aligned path."""
+def test_x_is_unquantized_only_if_every_call_can_quantize_it() -> None:
+    """Up to 4 tokens, calls with weights that TMA cannot load take the gemv path, which quantizes
+    too. Up to 8 tokens gemv_tma is used, but those calls would take the aligned path.
+    """
     with on_device(H200):
         part = TritonExperts(LAYER)
         assert [part.takes_unquantized(shape(tokens)) for tokens in (1, 4, 5, 8, 9)] == [
@@ -63,7 +67,7 @@ def test_x_stays_as_it_is_only_where_any_weights_may_come() -> None:
         ]
 
 
-def test_there_is_room_for_both_ways() -> None:
+def test_workspaces_are_sized_for_both_paths() -> None:
     with on_device(H200):
         extra = TritonExperts(LAYER).workspace_shapes(shape(1)).extra
     assert {"gemv_tma_amax", "gemv_amax"} <= set(extra)

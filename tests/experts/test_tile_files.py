@@ -1,4 +1,4 @@
-"""Tuned config files: three formats, hostile ones, and tiles that do not fit."""
+"""Tuned config files: three formats, malformed ones, and tiles that do not fit."""
 
 import json
 import logging
@@ -26,7 +26,9 @@ from modular_kernel.errors import ConfigurationError
 
 
 def test_vllm_counts_fused_columns(tmp_path: Path) -> None:
-    """Its BLOCK_SIZE_N spans gate and up columns: half of each in front of a gated activation."""
+    """vLLM's BLOCK_SIZE_N counts gate and up columns; with a gated activation half of it are gate
+    columns.
+    """
     path = write(
         tmp_path / "x.json", {"triton_version": "3.4.0", "64": launch(32, 128, 64, USE_TMA=True)}
     )
@@ -41,7 +43,7 @@ def test_vllm_counts_fused_columns(tmp_path: Path) -> None:
     assert fit_to_problem(narrow, MIXTRAL, H200).steps.choose(64).gemm1.block_n == 16
 
 
-def test_vllm_may_leave_out_triton_s_defaults() -> None:
+def test_vllm_files_may_omit_triton_defaults() -> None:
     entry = launch()
     del entry["num_warps"], entry["num_stages"]
     tile = (
@@ -73,7 +75,7 @@ def test_a_second_file_of_ours_is_refused(tmp_path: Path) -> None:
         store(folder).source(MIXTRAL)
 
 
-def test_ours_is_read_as_written_and_written_as_read() -> None:
+def test_our_files_round_trip() -> None:
     text = json.dumps(
         {
             **ours(tokens_8=(launch(16, 64), launch(16, 128, 64)), tokens_1=(launch(), launch())),
@@ -89,7 +91,7 @@ def test_ours_is_read_as_written_and_written_as_read() -> None:
     assert [tokens for tokens, _ in read.gemm1] == [1, 8]
 
 
-def test_times_are_kept_beside_the_tiles() -> None:
+def test_times_are_stored_with_the_tiles() -> None:
     entry = {"gemm1": launch(), "gemm2": launch(), "us": 12.5, "untuned_us": 13}
     read = parse_config_file(json.dumps({"format": FORMAT, "64": entry}), "x")
     assert read.times[64].us == 12.5
@@ -109,7 +111,7 @@ def test_times_are_kept_beside_the_tiles() -> None:
         ((5,), 0, 5),
     ],
 )
-def test_the_nearest_number_of_tokens_serves(
+def test_the_nearest_number_of_tokens_is_used(
     keys: tuple[int, ...], tokens: int, expected: int
 ) -> None:
     assert nearest(keys, tokens) == expected
@@ -173,7 +175,7 @@ HOSTILE: dict[str, str] = {
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_a_malformed_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = write(tmp_path / NAME, text)
     with pytest.raises(ConfigurationError) as refused:
         store(path.parent).source(MIXTRAL)
@@ -192,7 +194,7 @@ def test_other_bytes_and_sizes_are_refused_by_name(tmp_path: Path) -> None:
     assert store(path.parent).source(MIXTRAL).keys == (64,)
 
 
-def test_what_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
     makers: tuple[Callable[[Path], object], ...] = (
         Path.mkdir,
         os.mkfifo,
@@ -241,7 +243,7 @@ def test_our_files_and_overrides_must_fit(
 
 
 @pytest.mark.parametrize(("changes", "what", "need"), UNUSABLE)
-def test_their_files_must_be_tiles_at_least(
+def test_their_files_must_have_valid_tiles(
     tmp_path: Path, changes: dict[str, int], what: str, need: str
 ) -> None:
     path = write(tmp_path / NAME, {"64": launch(32) | changes})
@@ -251,7 +253,7 @@ def test_their_files_must_be_tiles_at_least(
 
 
 def test_a_step_has_one_scale(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """BLOCK_SIZE_K beyond the scale's block would multiply by a wrong scale without a word."""
+    """A BLOCK_SIZE_K above the scale's block would silently multiply by a wrong scale."""
     wide = launch(64, 128, 256, num_stages=2)
     with override_config({"gemm1": wide, "gemm2": wide}):
         with pytest.raises(ConfigurationError, match="got 256, need a divisor of 128"):
@@ -270,7 +272,7 @@ def test_a_step_has_one_scale(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "\n" not in record.message
 
 
-def test_one_scale_for_all_of_the_depth_bounds_nothing() -> None:
+def test_one_scale_for_the_whole_depth_does_not_bound_block_k() -> None:
     shallow = replace(MIXTRAL, quant="int4_w4a16_group:group=96", intermediate=96)
     first, second = gemms(shallow)
     assert (first.group_k, second.group_k) == (96, 0)
@@ -279,8 +281,8 @@ def test_one_scale_for_all_of_the_depth_bounds_nothing() -> None:
     assert not list(violations(tile, second, H200))
 
 
-def test_their_files_give_way_where_memory_is_short(tmp_path: Path) -> None:
-    """A tile for an H200 on a card with 99 KiB: fewer stages first."""
+def test_their_tiles_are_reduced_to_fit_shared_memory(tmp_path: Path) -> None:
+    """A tile for an H200 on a GPU with 99 KiB of shared memory: stages are reduced first."""
     large = parse_config_file(
         json.dumps({"1": launch(128, 256, 64, num_warps=8, num_stages=4)}), "x"
     )

@@ -1,4 +1,4 @@
-"""Names of tuned config files: total, reversible, and those of vLLM and SGLang."""
+"""Names of tuned config files: complete, reversible, and equal to those of vLLM and SGLang."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ KEYS = st.builds(
 
 
 @given(KEYS)
-def test_a_name_says_all_of_its_key_and_nothing_else(key: ConfigKey) -> None:
+def test_a_name_has_exactly_the_fields_of_its_key(key: ConfigKey) -> None:
     name = key.file_name
     assert ConfigKey.parse(name) == key
     assert name.isascii()
@@ -38,7 +38,7 @@ def test_a_name_says_all_of_its_key_and_nothing_else(key: ConfigKey) -> None:
 
 
 @given(st.text(max_size=300))
-def test_every_device_has_a_key_and_keys_are_their_own(name: str) -> None:
+def test_every_device_has_a_unique_key(name: str) -> None:
     key = device_key(name)
     assert device_key(key) == key
     assert ConfigKey.parse(ConfigKey(1, 2, key).file_name).device == key
@@ -70,7 +70,7 @@ def test_every_device_has_a_key_and_keys_are_their_own(name: str) -> None:
         ),
     ],
 )
-def test_names_in_the_field(name: str, key: ConfigKey) -> None:
+def test_names_of_published_files(name: str, key: ConfigKey) -> None:
     assert ConfigKey.parse(name) == key
     assert name in (key.file_name, key.file_name.replace(", ", ","))
 
@@ -132,7 +132,8 @@ def test_names_of_schemes(quant: str, names: list[str]) -> None:
 
 
 def test_packed_weights_are_found_under_both_sizes() -> None:
-    """vLLM counts I = 14336, SGLang the bytes of a packed row; ours also names the group."""
+    """vLLM counts I = 14336, SGLang the bytes of a packed row; our names also have the group
+    size."""
     names = file_names_for(replace(MIXTRAL, quant="int4_w4a16_group"), "NVIDIA H200")
     keys = [ConfigKey.parse(name) for name in names]
     assert (keys[0].intermediate, keys[0].block_shape) == (14336, (0, 128))
@@ -147,7 +148,7 @@ def test_experts_are_those_of_this_rank() -> None:
     assert file_names_for(problem, "NVIDIA H200") == (NAME,)
 
 
-def test_repacked_weights_take_the_files_of_their_format() -> None:
+def test_repacked_weights_use_the_files_of_their_format() -> None:
     plain = Problem(1, 2048, 768, 128, 8, quant="mxfp4_w4a16")
     repacked = replace(plain, quant="mxfp4_w4a16:repacked=true")
     assert ConfigKey.of(repacked, "NVIDIA H200") == ConfigKey.of(plain, "NVIDIA H200")

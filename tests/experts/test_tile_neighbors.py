@@ -1,4 +1,4 @@
-"""Tiles of a layer without a file of its own, taken from the nearest that have one."""
+"""Tiles of a layer without its own file, from the nearest layers that have one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ FOLDER = "triton_3_6_0"
 
 
 def packaged(folder: Path, problem: Problem, *, tuned: bool = True, **entries: int) -> Path:
-    """A file of ours: t64=32 says block_m 32 for 64 tokens."""
+    """Write a packaged file; t64=32 is block_m 32 for 64 tokens."""
     pairs = {f"tokens_{name[1:]}": (launch(m), launch(m)) for name, m in entries.items()}
     contents = ours(**pairs)
     if tuned:
@@ -55,10 +55,10 @@ def block_ms(found: list[BorrowedConfig]) -> list[int]:
     return [one.config.gemm1.block_m for one in found]
 
 
-def test_rows_of_an_expert_are_what_counts_most(
+def test_rows_per_expert_have_the_largest_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 tokens of Mixtral are 16 rows an expert: as 256 tokens of Qwen3 are."""
+    """64 tokens of Mixtral have 16 rows per expert, like 256 tokens of Qwen3."""
     qwen = known(tmp_path, QWEN, t1=16, t64=16, t256=32, t1024=64, t4096=128)
     monkeypatch.setattr(nearest, "MAX_DISTANCE", 9.0)
     found = borrow_configs([qwen], MIXTRAL, H200, NOTHING, [1, 64, 256, 1024])
@@ -66,7 +66,7 @@ def test_rows_of_an_expert_are_what_counts_most(
     assert found[1].origin == "E=128, K=8, H=2048, I=768, 256 tokens"
 
 
-def test_of_equal_rows_the_likest_sizes_win(tmp_path: Path) -> None:
+def test_for_equal_rows_the_most_similar_sizes_are_used(tmp_path: Path) -> None:
     wide = known(tmp_path, replace(MIXTRAL, intermediate=7168), t16=16)
     narrow = known(tmp_path, replace(MIXTRAL, intermediate=1792), t16=32)
     for order in ([wide, narrow], [narrow, wide]):
@@ -75,7 +75,7 @@ def test_of_equal_rows_the_likest_sizes_win(tmp_path: Path) -> None:
         assert block_ms(borrow_configs(order, small, H200, NOTHING, [16])) == [32]
 
 
-def test_where_nothing_is_near_the_regimes_decide(tmp_path: Path) -> None:
+def test_without_a_near_layer_the_regimes_are_used(tmp_path: Path) -> None:
     qwen = known(tmp_path, QWEN, t1=16)
     for lenders in ([qwen], []):
         (found,) = borrow_configs(lenders, MIXTRAL, H200, NOTHING, [4096])
@@ -91,7 +91,7 @@ def test_a_point_is_nearest_to_itself() -> None:
     assert Point.of(1, 1, 64, 64, 4) == Point(2.0, 0.0, 6.0, 6.0)
 
 
-def test_a_pair_that_cannot_be_launched_is_not_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_that_do_not_fit_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = replace(QWEN, quant="int4_w4a16_group:group=32")
     text = '{"format": "modular_kernel.tiles/2", "1": {"gemm1": %s, "gemm2": %s}}'
     tile = '{"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": %d, "GROUP_SIZE_M": 1}'
@@ -106,7 +106,7 @@ def test_a_pair_that_cannot_be_launched_is_not_borrowed(monkeypatch: pytest.Monk
     )
 
 
-def test_the_path_of_a_few_tokens_is_not_lent_to_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_for_few_tokens_is_not_reused_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
     single, pair = gemv_config.default_config(MIXTRAL), NOTHING.choose(64)
     launches = ((1, single.gemm1), (64, pair.gemm1)), ((1, single.gemm2), (64, pair.gemm2))
@@ -124,10 +124,10 @@ def test_the_path_of_a_few_tokens_is_not_lent_to_more(monkeypatch: pytest.Monkey
         assert last == min(32, max(1, gemv_config.max_tokens(problem)))
 
 
-def test_of_packed_weights_a_path_is_lent_and_not_its_launches(
+def test_for_packed_weights_the_path_is_reused_but_not_its_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """How many programs a multiprocessor has differs: 360 of 8 columns there, 512 here."""
+    """The number of programs per multiprocessor differs: 360 of 8 columns there, 512 here."""
     monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
     theirs = replace(QWEN, quant="mxfp4_w4a16", hidden=2880, intermediate=2880, top_k=4)
     mine = replace(theirs, hidden=4096)
@@ -143,7 +143,7 @@ def test_of_packed_weights_a_path_is_lent_and_not_its_launches(
         assert found.origin.startswith("E=128, K=4, H=2880")
 
 
-def test_a_call_takes_the_nearest_number_of_tokens() -> None:
+def test_a_call_uses_the_nearest_number_of_tokens() -> None:
     pairs = [MoEConfig(*[LaunchConfig(m, 64, 64, 1, 4, 3)] * 2, "aligned") for m in (16, 32, 64)]
     steps = steps_from_borrowed(
         [BorrowedConfig(t, p, "x") for t, p in zip((1, 2, 8), pairs, strict=True)]
@@ -152,7 +152,7 @@ def test_a_call_takes_the_nearest_number_of_tokens() -> None:
     assert {t: steps.choose(t).gemm1.block_m for t in wanted} == wanted
 
 
-def test_neighbors_come_after_files_and_before_heuristics(tmp_path: Path) -> None:
+def test_neighbors_are_used_after_files_and_before_heuristics(tmp_path: Path) -> None:
     user, shipped = tmp_path / "user", tmp_path / "shipped"
     here = store(user, shipped)
     packaged(shipped, QWEN, t1=16, t4096=128)
@@ -180,8 +180,9 @@ def test_neighbors_come_after_files_and_before_heuristics(tmp_path: Path) -> Non
     assert here.source(MIXTRAL).steps.choose(1) != heuristics(MIXTRAL, H200).choose(1)
 
 
-def test_rows_decide_which_path_and_block_of_a_neighbor_are_taken(tmp_path: Path) -> None:
-    """Blocks of 32 rows tuned for 16 rows an expert are not for 32, nor aligned tiles for 64."""
+def test_rows_per_expert_determine_the_path_and_block_of_a_neighbor(tmp_path: Path) -> None:
+    """Blocks of 32 rows tuned for 16 rows per expert are not used for 32, nor aligned tiles for
+    64."""
     layer = replace(MIXTRAL, experts=64, top_k=8, intermediate=2048)
     packaged(tmp_path, replace(layer, intermediate=2560), t128=32, t256=32, t512=64)
     source = store(tmp_path / "u", tmp_path).source(layer)
@@ -200,7 +201,7 @@ def test_rows_decide_which_path_and_block_of_a_neighbor_are_taken(tmp_path: Path
         assert "heuristics: 64 rows an expert" in _reason(source, layer, 512, own.choose(512))
 
 
-def test_a_packaged_file_says_what_it_was_tuned_for(tmp_path: Path) -> None:
+def test_a_packaged_file_states_its_layer(tmp_path: Path) -> None:
     packaged(tmp_path, QWEN, tuned=False, t1=16)
     with pytest.raises(ConfigurationError, match="tuned_for"):
         store(tmp_path / "none", tmp_path).source(MIXTRAL)

@@ -1,4 +1,4 @@
-"""Tiles that a program overrides: for how long, for whom, and what is refused."""
+"""Tiles that a program overrides: scope, precedence, and what is refused."""
 
 import threading
 from pathlib import Path
@@ -19,7 +19,7 @@ from modular_kernel.testing.random_inputs import random_inputs
 here = here_an_h200()
 
 
-def test_an_override_nests_and_ends_as_it_began() -> None:
+def test_overrides_nest_and_restore_the_previous_one() -> None:
     before = choose_config(MIXTRAL, 64)
     with override_config(ONE):
         assert choose_config(MIXTRAL, 64) == choose_config(MIXTRAL, 4096) == ONE
@@ -33,7 +33,7 @@ def test_an_override_nests_and_ends_as_it_began() -> None:
     assert choose_config(MIXTRAL, 64) == before
 
 
-def test_an_override_ends_whatever_is_raised() -> None:
+def test_an_override_ends_if_an_error_is_raised() -> None:
     before = choose_config(MIXTRAL, 64)
     for error in (ValueError, KeyboardInterrupt, SystemExit):
         with pytest.raises(error), override_config(ONE):  # noqa: PT012
@@ -44,7 +44,7 @@ def test_an_override_ends_whatever_is_raised() -> None:
         assert choose_config(MIXTRAL, 64) == before
 
 
-def test_other_threads_do_not_see_an_override() -> None:
+def test_an_override_does_not_affect_other_threads() -> None:
     before, seen, inside, done = (
         choose_config(MIXTRAL, 64),
         [],
@@ -69,14 +69,14 @@ def test_other_threads_do_not_see_an_override() -> None:
     assert seen == [before, TWO]
 
 
-def test_an_override_beats_every_file(here: Path) -> None:
+def test_an_override_precedes_every_file(here: Path) -> None:
     write(here.parent / f"user/{NAME}", ours(tokens_1=(launch(64), launch(64))))
     assert choose_config(MIXTRAL, 64).gemm1.block_m == 64
     with override_config(ONE):
         assert choose_config(MIXTRAL, 64) == ONE
 
 
-def test_an_override_may_be_written_as_a_file_is() -> None:
+def test_an_override_accepts_the_format_of_files() -> None:
     with override_config(launch(32, 128, 64)):  # vLLM's: fused columns
         assert choose_config(MIXTRAL, 64).gemm1.block_n == 64
     with override_config({"gemm1": launch(32, 128, 64), "gemm2": launch(32, 32)}):
@@ -90,7 +90,7 @@ def test_an_override_may_be_written_as_a_file_is() -> None:
     "config",
     [{}, [], 3, {"64": 3}, {"BLOCK_SIZE_M": 16}, launch(n=10**400), {2.5: launch()}, "x"],
 )
-def test_a_malformed_override_is_refused_where_it_begins(config: Any) -> None:
+def test_a_malformed_override_is_refused_at_once(config: Any) -> None:
     before = choose_config(MIXTRAL, 64)
     with (
         pytest.raises(ConfigurationError, match="override_config"),
@@ -101,7 +101,7 @@ def test_a_malformed_override_is_refused_where_it_begins(config: Any) -> None:
 
 
 @pytest.mark.parametrize("pair", [ONE, TWO], ids=str)
-def test_numbers_do_not_depend_on_an_override(pair: MoEConfig) -> None:
+def test_outputs_do_not_depend_on_an_override(pair: MoEConfig) -> None:
     machine = this_machine()
     if machine.device == "cpu" and not machine.interpreter:
         pytest.skip("no Triton here")
@@ -116,9 +116,11 @@ def test_numbers_do_not_depend_on_an_override(pair: MoEConfig) -> None:
     assert float((out - exact).norm()) <= 1.25 * float((fair - exact).norm())
 
 
-def test_a_plan_called_under_another_override_than_it_was_made_in(machine: Machine) -> None:
-    """Its buffers are for smaller blocks: said before anything is launched. On a GPU it does not
-    choose again: it replays what it launched in its first call."""
+def test_a_plan_called_under_another_override(machine: Machine) -> None:
+    """Its buffers are for smaller blocks, so it raises before anything is launched.
+
+    On a GPU it replays the launches of its first call instead of choosing again.
+    """
     problem = Problem(4, 64, 48, experts=3, top_k=2)
     inputs = random_inputs(problem, torch.device(machine.device))
     with override_config(ONE):

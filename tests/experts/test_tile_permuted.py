@@ -1,4 +1,4 @@
-"""Persistent grouped GEMMs: whom the path serves, which tiles it takes, what it refuses."""
+"""Persistent grouped GEMMs: the problems that the path supports, its tiles, and what it refuses."""
 
 from dataclasses import replace
 
@@ -42,8 +42,8 @@ def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
     assert {p.path for p in heuristics(problem, H200, ("aligned",)).configs} == {"aligned"}
 
 
-def test_who_gathers() -> None:
-    """Long rows: as many steps as the largest ring of any tile asks for ahead."""
+def test_layers_whose_rows_are_gathered() -> None:
+    """Long rows only: at least as many steps as the longest ring of any tile loads ahead."""
     assert grouped_tma_config.gathers_tokens(MIXTRAL)
     assert grouped_tma_config.gathers_tokens(replace(MIXTRAL, quant="fp8_w8a8_channel"))
     assert not grouped_tma_config.gathers_tokens(replace(MIXTRAL, quant="fp8_w8a8_block"))
@@ -61,7 +61,7 @@ def test_who_gathers() -> None:
 
 
 def test_only_tokens_on_whole_copies_are_gathered() -> None:
-    """Others go to another path, unless a launch moves them anyway."""
+    """Other tokens take another path, unless a launch moves them anyway."""
     for hidden in (512, 128):
         problem = replace(MIXTRAL, hidden=hidden, intermediate=64, experts=2)
         shapes = ((2, problem.w1_rows, hidden), (2, hidden, 64))
@@ -83,10 +83,10 @@ def test_only_tokens_on_whole_copies_are_gathered() -> None:
     ("stages", "half", "columns", "slots"),
     [(4, 128, 128, 1), (3, 128, 128, 2), (4, 128, 64, 2), (6, 64, 64, 2), (6, 64, 32, 2)],
 )
-def test_results_wait_in_what_the_ring_leaves(
+def test_outputs_are_staged_in_the_memory_left_by_the_ring(
     stages: int, half: int, columns: int, slots: int
 ) -> None:
-    """Of 227 KiB; every tile that is launched has room for one box of each warpgroup."""
+    """Of 227 KiB; every tile that can be launched has space for one box of each warpgroup."""
     tile = LaunchConfig(grouped_tma_config.BLOCK_M, 2 * half, 64, 8, 4, stages)
     assert grouped_tma_config.staging_slots(tile, half, columns) == slots
     ring = stages * (grouped_tma_config.BLOCK_M + 2 * half) * grouped_tma_config.BOX_BYTES
@@ -111,7 +111,7 @@ def test_results_wait_in_what_the_ring_leaves(
     ],
     ids=str,
 )
-def test_what_it_does_not_serve_keeps_to_the_aligned_path(other: dict[str, object]) -> None:
+def test_unsupported_problems_take_the_aligned_path(other: dict[str, object]) -> None:
     problem = replace(MIXTRAL, **other)
     assert not grouped_tma_config.supports(problem, H200)
     assert "grouped_tma" not in {pair.path for pair in heuristics(problem, H200).configs}
@@ -146,7 +146,7 @@ def test_a_tile_that_its_kernel_cannot_launch_is_refused(
         fit_to_problem(configs_from_override(broken), MIXTRAL, H200)
 
 
-def test_a_pair_that_is_none_is_refused() -> None:
+def test_invalid_pairs_of_launches_are_refused() -> None:
     tile = LaunchConfig(128, 128, 64, 8, 4, 4)
     with pytest.raises(ConfigurationError, match="128 and 64"):
         MoEConfig(tile, replace(tile, block_m=64), "aligned")

@@ -1,4 +1,4 @@
-"""Which tuned file wins, what is launched without one, and explanations."""
+"""The precedence of tuned files, the launches without one, and explanations."""
 
 import logging
 import re
@@ -46,7 +46,7 @@ from modular_kernel.tensors import ContiguousShape
 here = here_an_h200()
 
 
-def test_the_user_s_file_wins_then_the_packaged_one_then_the_regimes(tmp_path: Path) -> None:
+def test_precedence_is_user_file_then_packaged_file_then_regimes(tmp_path: Path) -> None:
     user = write(tmp_path / f"user/{NAME}", ours(tokens_1=(launch(16), launch(16))))
     packaged = write(tmp_path / f"packaged/{NAME}", ours(tokens_1=(launch(32), launch(32))))
     both = store(user.parent, packaged.parent)
@@ -62,7 +62,7 @@ def test_the_user_s_file_wins_then_the_packaged_one_then_the_regimes(tmp_path: P
     assert source.looked_in[1] == f"packaged {packaged.parent}: no such folder"
 
 
-def test_this_triton_s_file_wins_then_the_top_then_the_newest_other(
+def test_precedence_is_this_triton_then_no_version_then_the_newest_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     entry = ours(tokens_1=(launch(), launch()))
@@ -79,7 +79,7 @@ def test_this_triton_s_file_wins_then_the_top_then_the_newest_other(
     assert "tuned with triton 3.10.0, this is 3.6.0" in warned[0]
 
 
-def test_another_triton_is_one_line_however_often(
+def test_a_file_of_another_triton_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(
@@ -94,7 +94,7 @@ def test_another_triton_is_one_line_however_often(
 
 @pytest.mark.parametrize(("there", "triton"), [("3.6.0", "3.6.0"), ("3.6.0+git1", "3.6.0"),
                                                ("3.5.0", None), ("what", "3.6.0")])  # fmt: skip
-def test_the_same_or_an_unknown_triton_is_no_line(
+def test_a_file_of_the_same_or_an_unknown_triton_is_not_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, there: str, triton: str | None
 ) -> None:
     path = write(tmp_path / NAME, {**ours(tokens_1=(launch(), launch())), "triton_version": there})
@@ -103,7 +103,7 @@ def test_the_same_or_an_unknown_triton_is_no_line(
     assert not caplog.records
 
 
-def test_vllm_s_spelling_is_found_and_ours_goes_first(tmp_path: Path) -> None:
+def test_vllm_names_are_found_after_ours(tmp_path: Path) -> None:
     stem = NAME.removesuffix(".json") + ",dtype=fp8_w8a8,block_shape="
     theirs = write(tmp_path / f"{stem}[128,128].json", {"1": launch()})
     assert store(theirs.parent).source(BLOCK_FP8).origin == str(theirs)
@@ -111,8 +111,10 @@ def test_vllm_s_spelling_is_found_and_ours_goes_first(tmp_path: Path) -> None:
     assert store(theirs.parent).source(BLOCK_FP8).origin == str(mine)
 
 
-def test_large_tiles_do_not_reach_rows_that_load_slowly(tmp_path: Path) -> None:
-    """Rows off 16 elements spill with other layers' tiles; with their own measured ones not."""
+def test_rows_that_load_slowly_do_not_get_large_tiles(tmp_path: Path) -> None:
+    """Rows that are not multiples of 16 elements spill with tiles of other layers, but not with
+    their own measured ones.
+    """
     odd = replace(MIXTRAL, hidden=4100)
     foreign = write(tmp_path / NAME, {"1": launch(64, 256)})
     source = store(foreign.parent).source(odd)
@@ -123,13 +125,13 @@ def test_large_tiles_do_not_reach_rows_that_load_slowly(tmp_path: Path) -> None:
     assert store(foreign.parent).source(odd).origin == str(foreign)
 
 
-def test_without_a_gpu_no_file_is_looked_for(tmp_path: Path) -> None:
+def test_without_a_gpu_no_file_is_used(tmp_path: Path) -> None:
     folder = write(tmp_path / "E=8,N=14336,device_name=_.json", "broken").parent
     source = ConfigLookup((("user", folder),), Device(), TRITON).source(MIXTRAL)
     assert (source.origin, source.looked_in) == ("heuristics", ())
 
 
-def test_packaged_files_are_sound() -> None:
+def test_packaged_files_are_valid() -> None:
     folder = Path(tiles.__file__).parent / "data"
     for path in folder.rglob("*.json"):
         key, read = ConfigKey.parse(path.name), read_config_file(path)
@@ -145,7 +147,9 @@ def test_packaged_files_are_sound() -> None:
 @pytest.mark.parametrize("top_k", [17, 22, 32])
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block", "mxfp4_w4a16"])
 def test_packaged_files_of_another_top_k_give_launches_that_fit(quant: str, top_k: int) -> None:
-    """Of layers with few experts per token. One path of theirs does not take as many as here."""
+    """Those of layers with few experts per token, some of whose paths do not support as many as
+    here.
+    """
     folder = Path(tiles.__file__).parent / "data"
     keys = {ConfigKey.parse(path.name) for path in folder.rglob("*.json")}
     sizes = {(key.experts, key.intermediate) for key in keys if key.experts >= top_k}
@@ -204,9 +208,7 @@ SHAPES = ((4096, 14336), (2880, 2880), (48, 80), (100, 72), (7168, 2048), (96, 4
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (256, 8), (1, 16), (128, 1)])
-def test_without_a_file_tiles_are_those_of_the_regimes(
-    dtype: str, experts: int, top_k: int
-) -> None:
+def test_without_a_file_the_regimes_are_used(dtype: str, experts: int, top_k: int) -> None:
     numbers = [0, *range(1, 40), 79, 80, 81, 96, 192, 193, 320, 384, 768, 769, 1536, 1537, 65536]
     for hidden, intermediate in SHAPES:
         for activation in ("silu", "relu2"):
@@ -225,7 +227,7 @@ def test_regimes_fit_every_scheme_and_device(quant: str, arch: tuple[int, int]) 
         assert not list(config_violations(pair, problem, device))
 
 
-def test_every_block_m_is_listed_with_the_most_tokens_it_serves() -> None:
+def test_every_block_m_is_listed_with_its_largest_number_of_tokens() -> None:
     with on_device(Device()):  # for which there is no file
         assert buffer_kinds_up_to(MIXTRAL, 512) == [
             (40, "aligned", 16),
@@ -244,8 +246,10 @@ def test_every_block_m_is_listed_with_the_most_tokens_it_serves() -> None:
 @given(
     st.dictionaries(st.integers(1, 700), st.sampled_from([16, 32, 64, 128]), min_size=1, max_size=9)
 )
-def test_workspaces_of_a_tuned_file_never_shrink(blocks: dict[int, int]) -> None:
-    """A plan for the most tokens serves every smaller call, however the file jumps."""
+def test_workspaces_of_a_tuned_file_grow_with_tokens(blocks: dict[int, int]) -> None:
+    """A plan for the most tokens works for every smaller call, even if tiles vary irregularly with
+    tokens.
+    """
     problem = Problem(tokens=600, hidden=64, intermediate=64, experts=16, top_k=4)
     file = {str(tokens): launch(m, 32, 64) for tokens, m in blocks.items()}
     with override_config(file):
@@ -276,7 +280,7 @@ def test_explain_names_the_file_and_the_reason(here: Path) -> None:
         assert "from override_config: tokens 1 is the nearest of 1" in explain(MIXTRAL, 41)
 
 
-def test_explain_says_why_there_is_no_file(here: Path) -> None:
+def test_explain_states_why_there_is_no_file(here: Path) -> None:
     text = explain(MIXTRAL, 100)
     assert re.search(r"heuristic \d of \d: 25 rows an expert", text)
     assert f"looked in user {here}: no such folder" in text
@@ -307,19 +311,19 @@ def test_files_are_read_once_until_reread(here: Path) -> None:
         choose_config(MIXTRAL, 3)
 
 
-def test_the_user_s_folder_goes_first(here: Path) -> None:
+def test_the_user_s_folder_is_searched_first(here: Path) -> None:
     for place, block_m in (("packaged", 32), ("user", 64)):
         write(here.parent / place / NAME, ours(tokens_1=(launch(block_m), launch(block_m))))
         tiles.clear_caches()
         assert choose_config(MIXTRAL, 3).gemm1.block_m == block_m
 
 
-def test_a_bad_file_of_another_layer_harms_nobody(here: Path) -> None:
+def test_a_bad_file_of_another_layer_has_no_effect(here: Path) -> None:
     write(here.parent / f"user/{NAME.replace('E=8', 'E=9')}", "broken")
     assert choose_config(MIXTRAL, 3) == old_tiles(MIXTRAL, 3)
 
 
-def test_the_user_s_folder_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_user_s_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     from modular_kernel.settings import read_settings
 
     monkeypatch.setenv("MK_CONFIG_DIR", "/some/where")

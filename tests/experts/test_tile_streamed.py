@@ -1,4 +1,6 @@
-"""Launches of the TMA-pipelined gemv: whom it serves, which tiles it takes, what it refuses."""
+"""Launches of the gemv kernel with TMA: the problems that it supports, its tiles, and what it
+refuses.
+"""
 
 from dataclasses import replace
 
@@ -43,10 +45,10 @@ def test_few_tokens_take_it_with_tiles_that_fit(problem: Problem, most: int) -> 
     ("depth", "block_k", "places"),
     [(1024, 512, 6), (8192, 512, 4), (10240, 512, 4), (14336, 256, 6), (25600, 128, 2)],
 )
-def test_a_ring_is_as_long_as_the_vectors_leave_room_for(
+def test_the_ring_fills_the_memory_left_by_the_vectors(
     depth: int, block_k: int, places: int
 ) -> None:
-    """And its places as deep as four of them fit."""
+    """And its stages are as deep as four of them fit."""
     problem = replace(QWEN, intermediate=depth)
     tile = gemv_tma_config.default(problem, H200).gemm2
     assert (tile.block_k, tile.num_stages) == (block_k, places)
@@ -55,7 +57,7 @@ def test_a_ring_is_as_long_as_the_vectors_leave_room_for(
     assert [violation.what for violation in found] == ["num_stages"]
 
 
-def test_short_vectors_with_scales_of_blocks_keep_to_the_single_path() -> None:
+def test_short_vectors_with_block_scales_take_the_single_path() -> None:
     problem = replace(BLOCKS, intermediate=768)
     assert gemv_tma_config.serves(problem, H200)
     assert heuristics(problem, H200).choose(1).path == "gemv"
@@ -81,7 +83,7 @@ def test_short_vectors_with_scales_of_blocks_keep_to_the_single_path() -> None:
     ],
     ids=str,
 )
-def test_what_it_does_not_serve_keeps_to_other_paths(other: dict[str, object]) -> None:
+def test_unsupported_problems_take_other_paths(other: dict[str, object]) -> None:
     problem = replace(QWEN, **other)
     assert not gemv_tma_config.serves(problem, H200)
     assert "gemv_tma" not in {pair.path for pair in heuristics(problem, H200).configs}
@@ -112,7 +114,7 @@ def test_a_tile_that_its_kernel_cannot_launch_is_refused(
         fit_to_problem(configs_from_override(broken), QWEN, H200)
 
 
-def test_a_file_s_few_tokens_end_where_the_path_stops_to_pay() -> None:
+def test_a_path_of_a_file_is_limited_to_its_number_of_tokens() -> None:
     """8 tokens are nearer to 1 than to 64."""
     other = LaunchConfig(16, 64, 128, 1, 4, 3)
     launches = (((1, PAIR.gemm1), (64, other)), ((1, PAIR.gemm2), (64, other)))
@@ -125,8 +127,8 @@ def test_a_file_s_few_tokens_end_where_the_path_stops_to_pay() -> None:
     ]
 
 
-def test_a_neighbor_lends_the_path_not_the_ring() -> None:
-    """How many places there are depends on the depths, which are the borrower's own."""
+def test_the_path_of_a_neighbor_is_reused_but_not_its_ring() -> None:
+    """The number of stages depends on the depths of the layer that uses them."""
     launches = (((1, PAIR.gemm1),), ((1, PAIR.gemm2),))
     recipe = TunedConfigs("x", *launches, False, True, paths=((1, "gemv_tma"),))
     deep = replace(QWEN, hidden=3584)

@@ -1,4 +1,4 @@
-"""TritonKernelsExperts against a stand-in of triton_kernels' ragged product."""
+"""TritonKernelsExperts, with a stand-in for the ragged product of triton_kernels."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ BASE = Problem(tokens=17, hidden=48, intermediate=80, experts=5, top_k=2)
         ({"chunk_tokens": 7}, "skips"),
     ],
 )
-def test_proven(change: dict[str, Any], routing: str) -> None:
+def test_the_harness_verifies_it(change: dict[str, Any], routing: str) -> None:
     proof = proven(TritonKernels, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
@@ -60,12 +60,12 @@ def made_for(counts: list[int], rows: int) -> tuple[torch.Tensor, TileMaps]:
 
 
 @pytest.mark.parametrize("counts", [[0, 129, 0, 1, 128, 0], [3], [0], [0, 0, 5], [17] * 40])
-def test_tile_maps_and_their_twin(counts: list[int]) -> None:
+def test_tile_maps_equal_their_reference(counts: list[int]) -> None:
     starts, made = made_for(counts, sum(counts) + 2)
-    _, twin = made_for(counts, sum(counts) + 2)
+    _, reference = made_for(counts, sum(counts) + 2)
     write_tile_maps(starts, made)
-    tile_maps_ref(starts, twin)
-    for kernel, torch_s in zip(vars(made).values(), vars(twin).values(), strict=True):
+    tile_maps_ref(starts, reference)
+    for kernel, torch_s in zip(vars(made).values(), vars(reference).values(), strict=True):
         assert torch.equal(kernel, torch_s)
     for place, size in enumerate(SIZES):
         tiles = [(b << 16) | e for e, n in enumerate(counts) for b in range(-(-n // size))]
@@ -129,7 +129,7 @@ PLANTED: dict[str, Any] = {
 
 
 def in_mxfp4() -> dict[str, Any]:
-    """The same with weights of two values in a byte."""
+    """Return the same arguments with weights of two values per byte."""
     codes = torch.randint(0, 256, (3, 24, 64), dtype=torch.uint8)
     exponents = torch.randint(124, 128, (3, 24, 4), dtype=torch.uint8)
     rows = torch.randn(44, 128).bfloat16()
@@ -159,14 +159,14 @@ MXFP4: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MXFP4)
-def test_planted_in_mxfp4(name: str) -> None:
+def test_defects_in_mxfp4_are_detected(name: str) -> None:
     one = in_mxfp4()
     with pytest.raises(AssertionError):
         with_each_size(**one | {"weights": MXFP4[name](*one["weights"])})
 
 
 @pytest.mark.parametrize("routing", ["skips", "duplicates"])
-def test_mxfp4_proven(routing: str) -> None:
+def test_the_harness_verifies_mxfp4(routing: str) -> None:
     problem = Problem(9, 128, 256, 5, 2, quant="mxfp4_w4a16", activation="swiglu_oai")
     for other in (problem, replace(problem, combine=Combine.TOPK_WEIGHTED)):
         proof = proven(TritonKernels, other, routing)
@@ -174,13 +174,13 @@ def test_mxfp4_proven(routing: str) -> None:
 
 
 def with_each_size(**one: Any) -> None:
-    """Each size of tiles has its turn."""
+    """Use each size of tiles in turn."""
     for _ in SIZES:
         library.ragged_matmul(triton_kernels_3_5, **one)
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted(name: str) -> None:
+def test_defects_are_detected(name: str) -> None:
     one = given()
     with pytest.raises(AssertionError):
         with_each_size(**one | PLANTED[name](one))
@@ -208,7 +208,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-def test_a_copy_in_vllm_becomes_the_package_that_it_takes_itself_for(site: Path) -> None:
+def test_a_copy_in_vllm_is_imported_under_its_own_name(site: Path) -> None:
     (site / "vllm").mkdir()
     (site / "vllm/__init__.py").write_text("raise SystemExit('vllm was imported')")
     put(site, "vllm/third_party/triton_kernels")
@@ -222,7 +222,7 @@ def test_another_interface_or_package_is_refused(site: Path) -> None:
         library.load()
 
 
-def test_nothing_is_left_of_one_that_fails(site: Path) -> None:
+def test_a_failed_import_leaves_no_modules(site: Path) -> None:
     put(site, "triton_kernels")
     (site / "triton_kernels/target_info.py").write_text("raise ImportError('no such driver')")
     with pytest.raises(ConfigurationError, match="no such driver, need a version for this triton"):
@@ -230,7 +230,7 @@ def test_nothing_is_left_of_one_that_fails(site: Path) -> None:
     assert "triton_kernels" not in sys.modules
 
 
-def test_one_that_was_imported_from_elsewhere_stays(site: Path) -> None:
+def test_a_package_imported_from_elsewhere_is_kept(site: Path) -> None:
     put(site, "triton_kernels", old=False)
     other = import_module("triton_kernels")
     (site / "vllm").mkdir()

@@ -1,8 +1,8 @@
-"""What `mk check` says of vendors' parts for an H200 and a B200 that are described by options.
+"""Verdicts of `mk check` on the parts of vendors, for an H200 and a B200 described by options.
 
-Written from what the libraries themselves take: N and K on 16 bytes for torch's CUTLASS product of
-scaled rows, whole blocks of 128 and sm_90 for DeepGEMM, tiles of 128 rows that must not reach into
-the next expert's, up to 1023 groups.
+The expected verdicts follow the limits of the libraries: N and K in multiples of 16 bytes for
+torch's CUTLASS product of scaled rows; multiples of 128 and sm_90 for DeepGEMM; tiles of 128 rows
+that must not reach into the next expert's; at most 1023 groups.
 """
 
 from dataclasses import replace
@@ -217,7 +217,7 @@ TABLE: tuple[Row, ...] = (
 # fmt: on
 
 
-def test_the_table_is_large() -> None:
+def test_the_table_is_large_enough() -> None:
     assert len(TABLE) >= 60
     assert {row[3].name for row in TABLE} >= {"NVIDIA H200", "NVIDIA B200"}
 
@@ -232,7 +232,7 @@ def test_verdict(
 
 
 def test_options_describe_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """The same by the command line, and which of two libraries takes a call."""
+    """Equal verdicts from the command line, and which of two libraries runs a call."""
     words = ["check", "--pf-type", NO_EP, "--experts-type", EITHER, "--hidden", "1024", "--json"]
     here = ["--packages", "triton,deep_gemm"]
     taken = run_mk(capsys, *words, "--arch", "9.0", *here).json
@@ -255,7 +255,7 @@ SEED = (
 )
 
 
-def test_every_name_of_the_table_is_there_or_planned(
+def test_every_name_of_the_table_exists_or_is_planned(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     catalog = load_catalog()

@@ -1,4 +1,6 @@
-"""Weights that begin anywhere: libraries read them by TMA or refuse them, so parts copy those."""
+"""Weights at any address: libraries read them by TMA or refuse them, so parts copy those that are
+misaligned.
+"""
 
 from dataclasses import replace
 
@@ -24,13 +26,13 @@ PLAIN = Problem(tokens=9, hidden=128, intermediate=128, experts=3, top_k=2)
         ("TritonKernels", "none"),
     ],
 )
-def test_weights_off_16_bytes(part: str, quant: str) -> None:
+def test_weights_that_are_not_16_byte_aligned(part: str, quant: str) -> None:
     problem = replace(PLAIN, quant=quant)
     proof = proven(getattr(parts, part), problem, variation=InputVariation(layout="shifted"))
     assert proof.passed, str(proof)
 
 
-def test_only_what_must_be_is_copied() -> None:
+def test_only_misaligned_weights_are_copied() -> None:
     room = torch.arange(3 * 4 * 16 + 1, dtype=torch.bfloat16)
     there = room[:-1].view(3, 4, 16)
     assert to_row_major(there) is there

@@ -1,8 +1,8 @@
 """Every public callable, and the arguments and tensors of one call of it.
 
 Public names are those of docs/api/*.md, of the packages' `__all__`, and of MODULES.
-`public_recipes` defines the calls; `test_public_tensors` and `test_public_junk` make one argument
-invalid at a time.
+`public_recipes` defines the calls; `test_public_tensors` and `test_public_wrong_values` make one
+argument invalid at a time.
 """
 
 import dataclasses

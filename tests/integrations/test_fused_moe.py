@@ -1,4 +1,5 @@
-"""fused_experts and fused_moe: the field's flags and tensors mean the problems that they should."""
+"""fused_experts and fused_moe: the flags and tensors of other libraries give the expected
+problems."""
 
 import gc
 import weakref
@@ -53,7 +54,7 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("flags", "quant"), FLAGS, ids=[quant for _, quant in FLAGS])
 def test_flags_name_a_scheme(flags: dict[str, Any], quant: str, device: str) -> None:
-    """Computed where the tensors are, on a machine with a GPU too."""
+    """Computed on the device of the tensors, also on a machine with a GPU."""
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = layer(problem, device)
     before = x_TH.clone()
@@ -62,7 +63,7 @@ def test_flags_name_a_scheme(flags: dict[str, Any], quant: str, device: str) -> 
     assert torch.equal(x_TH, before)
 
 
-def test_scales_may_have_the_field_s_shapes() -> None:
+def test_scales_may_have_the_usual_shapes() -> None:
     problem = replace(BASE, quant="fp8_w8a8_channel")
     x_TH, weights, routing = layer(problem)
     flags = {"use_fp8_w8a8": True, "per_channel_quant": True}
@@ -96,7 +97,7 @@ CONFIGS: tuple[tuple[MoeRunnerConfig, dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("config", "facts"), CONFIGS, ids=lambda value: str(value)[:60])
-def test_every_field_of_the_config_counts(
+def test_every_field_of_the_config_has_an_effect(
     config: MoeRunnerConfig, facts: dict[str, Any], bias: bool
 ) -> None:
     problem = replace(BASE, bias=bias, **facts)
@@ -126,7 +127,7 @@ def test_inplace_is_the_same_tensor() -> None:
     assert torch.equal(got, want)
 
 
-def test_experts_elsewhere() -> None:
+def test_experts_on_other_ranks() -> None:
     problem = replace(BASE, local_experts=2, expert_map=True)
     x_TH, weights, routing = layer(BASE)
     where = torch.tensor([-1, 1, -1, 0], dtype=torch.int32)
@@ -168,8 +169,8 @@ def test_torch_compile_does_not_break_at_it() -> None:
 
 
 @pytest.mark.parametrize("combine", [combine.value for combine in Combine])
-def test_torch_is_told_the_truth(combine: str) -> None:
-    """What the operators declare of shapes, aliases and writes is what they do."""
+def test_operators_agree_with_their_schemas(combine: str) -> None:
+    """The operators' schemas, fakes, aliases and mutations agree with what they do."""
     x_TH, weights, routing = layer(BASE)
     tensors = (x_TH, weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
     arguments = (*tensors, [None] * 9, "none", "silu", False, 1.0)
@@ -184,7 +185,7 @@ BAD_FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"use_fp8_w8a8": True, "use_int8_w8a8": True}, "got fp8_w8a8 and int8_w8a8, need one use_"),
     ({"block_shape": [128, 128]}, "got block_shape, need a use_"),
     ({"per_channel_quant": True}, "got per_channel_quant, need a use_"),
-    ({"use_int8_w8a8": True}, "int8_w8a8: got one scale a tensor, need per_channel_quant"),
+    ({"use_int8_w8a8": True}, "int8_w8a8: got one scale per tensor, need per_channel_quant"),
     ({"use_int4_w4a16": True}, "int4_w4a16: got no block_shape, need block_shape=.0, group."),
     ({"use_int4_w4a16": True, "block_shape": [128, 128]}, "got .128, 128., need .0, group."),
     ({"use_fp8_w8a8": True, "block_shape": [0, 128]}, "got .0, 128., need .bn, bk., both"),
@@ -256,7 +257,9 @@ def test_flags_are_read_without_tensors() -> None:
 
 @pytest.mark.parametrize("wanting", ["x", "w1", "w2", "topk_weights", "b1"])
 def test_gradients_are_refused_before_a_call(wanting: str) -> None:
-    """The operator has no backward: else the error came when it was too late to run another."""
+    """The operator has no backward, and an error there would be too late to use another
+    implementation.
+    """
     x_TH, weights, routing = layer(replace(BASE, bias=True))
     topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
     given = {"x": x_TH, "w1": weights.w1, "w2": weights.w2, "topk_weights": topk[0]}
@@ -275,7 +278,7 @@ def test_gradients_are_refused_before_a_call(wanting: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"inplace": True}, {"no_combine": True}], ids=str)
-def test_meta_tensors_have_a_meta_output(options: dict[str, Any]) -> None:
+def test_meta_tensors_return_a_meta_output(options: dict[str, Any]) -> None:
     x, w1, w2 = (torch.empty(s, device="meta") for s in ((4, 64), (4, 64, 64), (4, 64, 32)))
     topk = torch.empty(4, 2, device="meta"), torch.empty(4, 2, dtype=torch.int32, device="meta")
     output = fused_experts(x, w1, w2, topk, **options)
@@ -290,10 +293,10 @@ KEPT = [FLAGS[0], FLAGS[3], FLAGS[10]]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inference", [False, True], ids=["tracked", "inference tensors"])
 @pytest.mark.parametrize(("flags", "quant"), KEPT, ids=[quant for _, quant in KEPT])
-def test_a_call_sees_weights_that_were_written_or_replaced(
+def test_a_call_uses_written_and_replaced_weights(
     flags: dict[str, Any], quant: str, inference: bool, device: str
 ) -> None:
-    """Checks of weights are kept between calls; those of copies are new."""
+    """Checks of weights are cached between calls, and copies are made anew."""
     with torch.inference_mode(inference):
         x_TH, weights, routing = layer(replace(BASE, quant=quant), device)
         if weights.w1_scale is not None and quant.endswith("_channel"):
@@ -315,8 +318,8 @@ def test_a_call_sees_weights_that_were_written_or_replaced(
         assert not torch.equal(run(x_TH, weights, routing, **flags), before)
 
 
-def test_a_call_sees_writes_that_torch_does_not_track() -> None:
-    """Of a scale that kernels get as a copy, since it is expanded."""
+def test_a_call_uses_writes_that_torch_does_not_track() -> None:
+    """For a scale that kernels get as a copy, because it is expanded."""
     problem = replace(BASE, quant="fp8_w8a8_channel")
     x_TH, weights, routing = layer(problem)
     scale = torch.full((E, 1), 0.01)
@@ -376,7 +379,8 @@ BAD_TENSORS = {
 @pytest.mark.parametrize("field", ["w1", "w2", "w1_scale", "w2_scale"])
 @pytest.mark.parametrize("kind", BAD_TENSORS)
 def test_weights_that_are_not_dense_are_refused(kind: str, field: str) -> None:
-    """Also after a call with dense ones; scales as (E, N, 1), which kernels get as a view."""
+    """Also after a call with dense ones; scales of shape (E, N, 1) are passed to kernels as a
+    view."""
     x_TH, weights, routing = layer(replace(BASE, quant="int8_w8a8_channel"))
     columns = {n: getattr(weights, n)[..., None] for n in ("w1_scale", "w2_scale")}
     weights = replace(weights, **columns)
@@ -396,7 +400,7 @@ def test_a_routing_on_the_meta_device_is_refused(field: str) -> None:
 
 
 class Tagged(torch.Tensor):
-    """A subclass whose operations return it."""
+    """A tensor subclass whose operations return the subclass."""
 
 
 def test_function_modes_do_not_change_the_class_of_the_output() -> None:
@@ -408,8 +412,8 @@ def test_function_modes_do_not_change_the_class_of_the_output() -> None:
     assert torch.equal(got, want)
 
 
-def test_function_transforms_of_the_operator_have_no_zero_gradients() -> None:
-    """They refuse tensors that vmap, grad or jvp wrap, and pass the others on."""
+def test_function_transforms_of_the_operator_do_not_return_zero_gradients() -> None:
+    """The operator refuses tensors wrapped by vmap, grad or jvp, and accepts others."""
     x_TH, weights, routing = layer(BASE)
     tensors = (weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
 

@@ -1,4 +1,6 @@
-"""fused_experts and fused_moe: no keyword is ignored, and tensors as other libraries have them."""
+"""fused_experts and fused_moe: every keyword has an effect or is refused; tensors of other
+libraries are accepted.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -60,8 +62,8 @@ def test_inplace_as_a_keyword_and_biases_by_either_name() -> None:
         run(x_TH, weights, routing, w1_bias=weights.b1)
 
 
-def test_chunks_are_made() -> None:
-    """TorchExperts and TritonExperts see no more tokens at once than asked for."""
+def test_calls_are_split_into_chunks() -> None:
+    """TorchExperts and TritonExperts get at most the requested number of tokens at once."""
     x_TH, weights, routing = layer(BASE)
     arguments = (x_TH, weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
     whole = outplace_fused_experts(*arguments, [None] * 9, "none", "silu", False, 1.0, "sum")
@@ -70,8 +72,8 @@ def test_chunks_are_made() -> None:
     sizes = (16, H, I, E, K, None)
     facts = ("none", "silu", False, 1.0, Combine.SUM, False, 2)
     assert (
-        module._kernel(
-            sizes, torch.float32, False, facts, x_TH.device, module.USUAL
+        module._make_kernel(
+            sizes, torch.float32, False, facts, x_TH.device, module.DEFAULT_PARTS
         ).problem.chunk_tokens
         == 2
     )
@@ -103,7 +105,7 @@ def test_no_keyword_is_ignored(options: dict[str, Any], message: str) -> None:
         fused_moe(x_TH, weights.w1, weights.w2, torch.randn(T, E), top_k=K, **options)
 
 
-def test_junk_in_the_config() -> None:
+def test_wrong_values_in_the_config() -> None:
     x_TH, weights, routing = layer(BASE)
     with pytest.raises(ConfigurationError, match="moe_runner_config: got dict, need a MoeRunner"):
         run(x_TH, weights, routing, {"inplace": True})  # type: ignore[arg-type]
@@ -112,8 +114,8 @@ def test_junk_in_the_config() -> None:
             MoeRunnerConfig(**{name: "false"})
 
 
-def test_inplace_is_the_config_s_default_and_not_the_call_s() -> None:
-    """As in the field: whoever gives a config and does not say otherwise has x overwritten."""
+def test_inplace_defaults_to_true_only_with_a_config() -> None:
+    """As in SGLang: with a config that does not set it, x is overwritten."""
     x_TH, weights, routing = layer(BASE)
     before = x_TH.clone()
     want = run(x_TH, weights, routing)
@@ -136,7 +138,7 @@ def test_sizes_in_the_config_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_local_experts": 3}, ShapeError, "w1: got 4 experts here, need num_local_experts = "),
+        ({"num_local_experts": 3}, ShapeError, "w1: got 4 local experts, need num_local_experts ="),
         ({"hidden_size": 63}, ShapeError, "x: got 64 hidden values, need hidden_size = 63"),
         ({"intermediate_size_per_partition": 31}, ShapeError,
          "w2: got 32 intermediate values, need intermediate_size_per_partition = 31"),
@@ -155,7 +157,7 @@ def test_sizes_of_the_config_are_checked(
         run(x_TH, weights, routing, **options)
 
 
-def test_logits_do_not_choose_shared_experts() -> None:
+def test_logits_with_shared_experts_are_refused() -> None:
     x_TH, weights, _ = layer(BASE)
     with pytest.raises(ConfigurationError, match="num_fused_shared_experts: got 1, need 0, or"):
         fused_moe(
@@ -164,7 +166,7 @@ def test_logits_do_not_choose_shared_experts() -> None:
 
 
 def test_chunks_have_a_default() -> None:
-    """Calls of 65536 tokens or less are not split; larger ones are, at the field's number."""
+    """Calls of up to 65536 tokens are not split; larger ones run in chunks of 65536 tokens."""
     assert MoeRunnerConfig().chunk_tokens == 64 * 1024
     routing = Routing(torch.empty(1, K), torch.empty(1, K, dtype=torch.int64))
     weights = ExpertWeights(torch.empty(E, 2 * I, H), torch.empty(E, H, I))
@@ -175,8 +177,8 @@ def test_chunks_have_a_default() -> None:
 
 
 @pytest.mark.parametrize("chunk", [3, 4])
-def test_chunks_compute_the_same(chunk: int) -> None:
-    """No tokens, one chunk to the token, one token more or less, and two of them."""
+def test_chunked_calls_equal_whole_ones(chunk: int) -> None:
+    """No tokens, one chunk exactly, one token less or more, and two chunks."""
     monkey = MoeRunnerConfig(chunk_tokens=chunk, inplace=False)
     for tokens in (0, chunk - 1, chunk, chunk + 1, 2 * chunk):
         x_TH, weights, routing = layer(BASE.with_tokens(tokens))
@@ -222,7 +224,7 @@ def test_a_router_s_tuple_by_name() -> None:
     assert torch.equal(fused_moe(x_TH, weights.w1, weights.w2, chosen), run(x_TH, weights, routing))
 
 
-def test_torch_compile_takes_the_router_in() -> None:
+def test_torch_compile_includes_the_router() -> None:
     x_TH, weights, _ = layer(BASE)
     logits = torch.randn(T, E, generator=torch.Generator().manual_seed(1))
 
@@ -251,7 +253,7 @@ def example() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8 expanded", "fp8 blocks"])
-def test_the_field_s_examples(kind: str) -> None:
+def test_examples_of_other_libraries(kind: str) -> None:
     x_TH, w1, w2, topk_output = example()
     config = MoeRunnerConfig(num_experts=E8, top_k=2, activation="silu", inplace=False)
     options, scales, quant = {}, {}, "none"
@@ -301,7 +303,7 @@ def test_router_weights_of_16_bits_are_widened(dtype: torch.dtype) -> None:
     assert torch.equal(run(x_TH, weights, short), run(x_TH, weights, wide))
 
 
-def test_fused_moe_takes_what_a_router_has_chosen() -> None:
+def test_fused_moe_accepts_the_output_of_a_router() -> None:
     x_TH, weights, routing = layer(BASE)
     chosen = (routing.topk_weights_TK, routing.topk_ids_TK, None)
     assert torch.equal(fused_moe(x_TH, weights.w1, weights.w2, chosen), run(x_TH, weights, routing))

@@ -1,4 +1,4 @@
-"""The pair that an all2all backend and a quantization choose."""
+"""The pairing selected by an all2all backend and a quantization."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ CPU = Machine("cpu", packages=frozenset({"triton"}), interpreter=True)
 PLAIN = Machine("cpu")
 
 
-def test_one_rank_needs_no_part_of_ranks() -> None:
+def test_one_rank_needs_no_exchange() -> None:
     assert maybe_make_prepare_finalize(PROBLEM) is None
     assert maybe_make_prepare_finalize(PROBLEM, "pplx") is None
     x_TH, weights, routing = random_inputs(PROBLEM, torch.device("cpu"))
@@ -37,7 +37,7 @@ HERE = [b for b, part in ALL2ALL.items() if part in load_catalog().names("prepar
 
 
 @pytest.mark.parametrize("backend", HERE)
-def test_a_backend_names_a_part_and_the_quantization_the_experts(backend: str) -> None:
+def test_the_backend_selects_the_exchange_and_the_quantization_the_experts(backend: str) -> None:
     catalog = load_catalog()
     part = catalog.prepare_finalize(ALL2ALL[backend])
     bf16 = replace(RANKS, dtype=torch.bfloat16, hidden=2048, intermediate=128, experts=64)
@@ -55,13 +55,14 @@ def test_a_backend_names_a_part_and_the_quantization_the_experts(backend: str) -
 
 
 def select_of(problem: Problem, part: type, machine: Machine) -> str:
-    """What `select_gemm_impl` chooses behind a part that needs ranks or a library to be made."""
+    """Return the selection of `select_gemm_impl` for an exchange that cannot be constructed
+    here."""
     from modular_kernel.integrations import fused_moe_method
 
     return fused_moe_method._experts_of(problem, part, load_catalog(), machine)
 
 
-def test_experts_are_those_that_serve() -> None:
+def test_selected_experts_support_the_problem() -> None:
     assert type(select_gemm_impl(PROBLEM, machine=PLAIN)).__name__ == "TorchExperts"
     assert type(select_gemm_impl(PROBLEM, machine=CPU)).__name__ == "TritonExperts"
     beyond = replace(PROBLEM, top_k=33)
@@ -71,7 +72,7 @@ def test_experts_are_those_that_serve() -> None:
     assert {rejection.rule for rejection in caught.value.rejections} >= {"top_k"}
 
 
-def test_every_backend_of_ours_is_there() -> None:
+def test_the_table_of_backends_is_large_enough() -> None:
     assert len(HERE) >= 9
 
 

@@ -1,4 +1,4 @@
-"""MoeRunner: a facade that computes nothing, by backends, its config and switches."""
+"""MoeRunner: it only delegates, according to its backend, config and switches."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -28,7 +28,7 @@ from modular_kernel.spec.problem import Combine
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("backend", ["triton", "toy"])
-def test_fused_and_staged_give_the_same_numbers(backend: str, fused: bool) -> None:
+def test_fused_and_staged_parts_compute_the_same(backend: str, fused: bool) -> None:
     x_TH, weights, routing = layer(BASE, DEVICE)
     got = ran(MoeRunner(backend, OUT, fused=fused), BASE)
     close(got, oracle(x_TH, weights, routing, BASE), 1e-6)
@@ -39,7 +39,7 @@ def test_fused_and_staged_give_the_same_numbers(backend: str, fused: bool) -> No
     assert parts_of(backend, fused=fused)["standard"] is names[backend][fused]
 
 
-def test_backends_are_the_field_s_names_registered_ones_and_parts() -> None:
+def test_backends_are_usual_names_registered_ones_and_parts() -> None:
     for backend in ("triton", "triton_kernel", "deep_gemm", "cutlass", "torch"):
         parts = parts_of(backend, fused=True)
         named = {part.__name__ for part in parts.values()}
@@ -58,7 +58,7 @@ def test_backends_are_the_field_s_names_registered_ones_and_parts() -> None:
             MoeRunner(backend, OUT, fused=False)
 
 
-def test_there_is_one_config() -> None:
+def test_both_interfaces_share_one_config() -> None:
     assert MoeRunnerConfig is fused_moe_options.MoeRunnerConfig
     seeds = (
         "num_experts num_local_experts hidden_size intermediate_size_per_partition top_k "
@@ -113,12 +113,14 @@ def test_every_field_reaches_the_problem(
         ({"inplace": True, "no_combine": True}, ConfigurationError, "inplace"),
     ],
 )
-def test_or_raises(given: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_fields_without_a_meaning_are_refused(
+    given: dict[str, Any], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         ran(MoeRunner("torch", replace(OUT, **given)), BASE)
 
 
-def test_inplace_is_the_default_and_overwrites_tokens_only_then() -> None:
+def test_inplace_is_the_default_and_overwrites_x() -> None:
     x_TH, weights, routing = layer(BASE, DEVICE)
     want, before = oracle(x_TH, weights, routing, BASE), x_TH.clone()
     for fused in (True, False):
@@ -129,7 +131,7 @@ def test_inplace_is_the_default_and_overwrites_tokens_only_then() -> None:
     close(x_TH, want, 1e-6)
 
 
-def test_switches_by_the_field_s_names() -> None:
+def test_switches_by_their_usual_names() -> None:
     assert switches({}) == {}
     assert switches({"PATH": "/", "SGLANG_MOE_PADDING": "true"}) == {"padding": True}
     assert switches({"SGLANG_CI_DISABLE_MOE_FUSED_FUNC": "1"}) == {"fused": False}
@@ -145,10 +147,10 @@ def test_switches_by_the_field_s_names() -> None:
             MoeRunner("triton", OUT, **switches({name: "1"}))
 
 
-def test_the_environment_alone_disables_fused_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_disables_fused_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "1")
     runner = MoeRunner("triton", SIZES, dtype=torch.float32)
-    assert "standard: StagedTritonExperts, by stages" in runner.explain()
+    assert "standard: StagedTritonExperts, staged" in runner.explain()
     x_TH, weights, routing = layer(BASE, DEVICE)
     close(ran(runner, BASE), oracle(x_TH, weights, routing, BASE), 1e-6)
     # An argument takes precedence, and a backend without stages keeps its part.
@@ -163,7 +165,7 @@ SIZES = MoeRunnerConfig(
 )
 
 
-def test_what_is_not_served_is_refused_where_the_runner_is_made() -> None:
+def test_unsupported_configs_are_refused_at_construction() -> None:
     with pytest.raises(IncompatibleError, match=r"\[quant\] ToyExperts"):
         MoeRunner("toy", SIZES, quant="int8_w8a8_channel", fused=False)
     with pytest.raises(UnsupportedError, match="quant of backend 'toy': got int8_w8a8_channel, ne"):
@@ -174,21 +176,19 @@ def test_what_is_not_served_is_refused_where_the_runner_is_made() -> None:
         runner.run(standard(x_TH, routing), info_of(weights))
 
 
-def test_explain_says_which_part_runs_and_why_not() -> None:
+def test_explain_states_which_part_runs_and_why_others_do_not() -> None:
     told = MoeRunner("triton", SIZES, dtype=torch.float32).explain()
     assert "standard: TritonExperts, fused, in place of StagedTritonExperts; " in told
-    assert "deepep_ll: BatchedTritonExperts, by one part; " in told
+    assert "deepep_ll: BatchedTritonExperts, without stages; " in told
     told = MoeRunner("toy", SIZES, fused=False).explain("int8_w8a8_channel")
-    assert (
-        "standard: ToyExperts, by stages; MoEPrepareAndFinalizeNoEP x ToyExperts: refused" in told
-    )
+    assert "standard: ToyExperts, staged; MoEPrepareAndFinalizeNoEP x ToyExperts: refused" in told
     assert "[quant] ToyExperts / problem" in told
     assert "deepep_ll: no part" in told
     with pytest.raises(ConfigurationError, match="num_experts, hidden_size"):
         MoeRunner("triton", OUT).explain()
 
 
-def test_the_facade_is_the_kernel_s_own_call() -> None:
+def test_a_call_equals_that_of_the_kernel() -> None:
     x_TH, weights, routing = layer(BASE, DEVICE)
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
     assert torch.equal(ran(MoeRunner("torch", OUT), BASE), kernel(x_TH, weights, routing))

@@ -1,4 +1,4 @@
-"""MoeRunnerConfig has the fields of SGLang's, and each is honored or refused by name."""
+"""MoeRunnerConfig has the fields of SGLang's, and each has an effect or is refused by name."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -51,7 +51,7 @@ SGLANG_FIELDS: dict[str, Any] = {
 
 
 class Backend:
-    """A backend's name as SGLang carries it."""
+    """A backend's name in the form in which SGLang passes it."""
 
     def __init__(self, value: str) -> None:
         self.value = value
@@ -108,7 +108,7 @@ REFUSED: tuple[tuple[dict[str, Any], type[ModularKernelError], str], ...] = (
     ({"swiglu_limit": 1.0, "activation": "gelu"}, ConfigurationError, "activation"),
     ({"swiglu_limit": 1.0, "activation": "situ"}, ConfigurationError, "activation"),
     ({"is_gated": False, "swiglu_limit": 1.0}, ConfigurationError, "swiglu_limit"),
-    ({"is_gated": False, "activation": "situ"}, ConfigurationError, "is_gated is False: got situ"),
+    ({"is_gated": False, "activation": "situ"}, ConfigurationError, "is_gated=False: got situ"),
     ({"is_gated": 1}, ConfigurationError, "is_gated"),
     ({"layer": "mlp"}, ConfigurationError, "layer"),
     ({"params_dtype": "bfloat16"}, ConfigurationError, "params_dtype"),

@@ -1,4 +1,4 @@
-"""What dispatchers hand over to MoeRunner, and what it hands back, by formats."""
+"""The formats that dispatchers pass to MoeRunner, and those that it returns."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ from modular_kernel.reference import oracle
 from modular_kernel.tensors import Routing
 
 
-def test_formats_are_told_apart() -> None:
+def test_formats_are_distinguished() -> None:
     x = torch.zeros(1)
     of = {
         format_is_standard: (StandardDispatchOutput(x, (x, x)), StandardCombineInput(x)),
@@ -44,20 +44,22 @@ def test_formats_are_told_apart() -> None:
         assert values[0].format == values[1].format
 
 
-def test_a_wrong_format_raises_with_both_names() -> None:
+def test_a_wrong_format_is_refused_with_both_names() -> None:
     x_TH, weights, routing = layer(BASE)
     given = DeepEPLLDispatchOutput(x_TH, None, *vars(routing).values(), torch.zeros(E))
     with pytest.raises(ConfigurationError) as caught:
         MoeRunner("triton", OUT, fused=False).run(given, info_of(weights))
     assert (caught.value.got, caught.value.need) == ("deepep_ll", "standard")
-    with pytest.raises(ConfigurationError, match="got tuple, no dispatch output, need standard"):
+    with pytest.raises(
+        ConfigurationError, match="got tuple, which is not a dispatch output, need standard"
+    ):
         MoeRunner("torch", OUT).run((x_TH, routing), info_of(weights))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block:block=32x32"])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_received_rows_are_weighted_and_summed(backend: str, quant: str) -> None:
-    """By local ids, -1 elsewhere: a rank's share of the whole layer."""
+    """With local ids, -1 for experts of other ranks: a rank's share of the layer."""
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = layer(problem, DEVICE)
     ids = torch.where(routing.topk_ids_TK == 1, -1, routing.topk_ids_TK).to(torch.int32)
@@ -81,7 +83,7 @@ def test_received_rows_are_weighted_and_summed(backend: str, quant: str) -> None
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_batches_come_back_unweighted_with_ids_and_weights(backend: str, quant: str) -> None:
+def test_batches_are_returned_unweighted_with_ids_and_weights(backend: str, quant: str) -> None:
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = layer(problem, DEVICE)
     counts = torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=DEVICE)
@@ -109,7 +111,7 @@ def test_batches_come_back_unweighted_with_ids_and_weights(backend: str, quant: 
             close(got.hidden_states[expert, :count], want, 0.1 if scale is not None else 1e-6)
 
 
-def test_what_a_dispatcher_cannot_have_is_refused() -> None:
+def test_options_without_effect_on_a_dispatcher_are_refused() -> None:
     x_TH, weights, routing = layer(BASE)
     ids, gates = routing.topk_ids_TK, routing.topk_weights_TK
     normal = DeepEPNormalDispatchOutput(x_TH, None, ids, gates)

@@ -1,4 +1,5 @@
-"""Parts assembled of registered stages, and fused operations beside their staged twins."""
+"""Parts composed of registered stages, and fused operations compared with their staged
+equivalents."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,7 +43,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.usefixtures("stages")
-def test_requirements_are_checked_where_the_part_is_made() -> None:
+def test_requirements_are_checked_at_construction() -> None:
     for requires, words in WRONG:
         with pytest.raises(ConfigurationError, match=words):
             make_experts("X", "x", "standard", **requires)
@@ -54,7 +55,7 @@ def test_requirements_are_checked_where_the_part_is_made() -> None:
 
 
 @pytest.mark.usefixtures("stages")
-def test_state_is_made_for_each_call() -> None:
+def test_every_call_has_its_own_state() -> None:
     states = []
 
     def watching(result: ToyOutput, call: RunnerCall[Any]) -> None:
@@ -83,7 +84,7 @@ class Foreign(ToyInput):
 
 @pytest.mark.usefixtures("pools")
 @pytest.mark.parametrize("made", ["toys", "none"])
-def test_what_another_backend_takes_is_refused_with_both_names(made: str) -> None:
+def test_an_input_of_another_backend_is_refused_with_both_names(made: str) -> None:
     def wrong(call: RunnerCall[Any]) -> Any:
         good = pre(call)
         return Foreign(**vars(good)) if made == "toys" else good.rows
@@ -100,7 +101,7 @@ def test_what_another_backend_takes_is_refused_with_both_names(made: str) -> Non
         kernel(*random_inputs(PROBLEM, DEVICE))
 
 
-def test_a_fused_part_inherits_what_its_twin_declares() -> None:
+def test_a_fused_part_inherits_the_declarations_of_its_staged_part() -> None:
     assert FusedToyExperts.unfused is ToyExperts
     assert FusedToyExperts.requires == ToyExperts.requires
     gelu = replace(PROBLEM, bias=True)
@@ -122,7 +123,7 @@ def trial_of(part: type, **changes: Any) -> Trial:
 
 @pytest.mark.usefixtures("stages")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_harness_compares_a_fused_part_with_its_twin(dtype: torch.dtype) -> None:
+def test_the_harness_compares_a_fused_part_with_its_staged_part(dtype: torch.dtype) -> None:
     staged = make_experts("X", "x", "standard")
 
     def scaled(call: RunnerCall[Any]) -> None:
@@ -151,10 +152,10 @@ def test_the_harness_compares_a_fused_part_with_its_twin(dtype: torch.dtype) -> 
 
 
 class Fused(TritonExperts):
-    twin = StagedTritonExperts
+    staged = StagedTritonExperts
 
 
-def test_our_staged_twin_declares_what_triton_experts_does() -> None:
+def test_our_staged_part_has_the_declarations_of_triton_experts() -> None:
     op = runner.FUSED.get_fused_func("none", "triton")
     assert op is not None
     assert (op.run, op.unfused) == (TritonExperts, StagedTritonExperts)
@@ -178,8 +179,8 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_triton_by_stages_is_triton_fused(change: dict[str, Any]) -> None:
-    """Every check of the harness on the stages; the fused part beside them."""
+def test_our_staged_part_equals_the_fused_one(change: dict[str, Any]) -> None:
+    """Every check of the harness on the staged part, with the fused one in comparison."""
     problem = replace(PROBLEM, **change)
     assert prove(Case(NO_EP, StagedTritonExperts, problem, "skips")).failures == ()  # type: ignore[arg-type]
     assert list(staged_reference(Trial(Case(NO_EP, Fused, problem, "skips"), this_machine()))) == []  # type: ignore[arg-type]

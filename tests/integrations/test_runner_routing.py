@@ -1,4 +1,4 @@
-"""The router's formats as MoeRunner's backends take them, and vendors' backends by stand-ins."""
+"""The routing formats of MoeRunner's backends, and backends of vendors with stand-ins."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from modular_kernel.testing.random_inputs import random_inputs
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_routing_by_experts_and_back(device: str) -> None:
+def test_routing_by_experts_round_trip(device: str) -> None:
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(-1, E, (9, 3), generator=g, dtype=torch.int32).to(device)
     weights = torch.rand(9, 3, generator=g).to(device)
@@ -44,7 +44,7 @@ def test_routing_by_experts_and_back(device: str) -> None:
     assert torch.equal(back.topk_weights, weights.masked_fill(ids < 0, 0))
 
 
-def test_both_metadata_types_are_made_of_a_plain_tuple() -> None:
+def test_both_metadata_types_are_made_from_a_tuple() -> None:
     one, two = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32)
     weights, ids, logits = StandardTopKOutput(*(one, two, None))
     assert (weights, ids, logits) == (one, two, None)
@@ -54,7 +54,7 @@ def test_both_metadata_types_are_made_of_a_plain_tuple() -> None:
         by_tokens(by_experts((one, two), 1)._replace(routing_data=data))  # type: ignore[arg-type]
 
 
-def test_a_backend_takes_one_format_of_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_accepts_one_routing_format(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TH, weights, routing = layer(BASE)
     plain = standard(x_TH, routing)
     found = StandardDispatchOutput(x_TH, by_experts(plain.topk_output, E))  # type: ignore[arg-type]
@@ -73,8 +73,8 @@ def test_a_backend_takes_one_format_of_the_router(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block"])
 @pytest.mark.parametrize("format", ["standard", "deepep_normal", "deepep_ll"])
-def test_deep_gemm_by_its_stand_in(format: str, quant: str) -> None:
-    """Rows by expert or in a row, with scales of 128 values as a dispatcher leaves them."""
+def test_deep_gemm_with_its_stand_in(format: str, quant: str) -> None:
+    """Batched and contiguous rows, with scales per 128 values as a dispatcher returns them."""
     problem = Problem(T, 128, 128, E, K, dtype=torch.bfloat16, quant=quant)
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
     runner = MoeRunner("deep_gemm", replace(OUT, activation="silu"))
@@ -108,7 +108,7 @@ def test_deep_gemm_by_its_stand_in(format: str, quant: str) -> None:
 
 
 def _by_expert(rows: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
-    """The same rows for each expert, and what nobody may use behind them."""
+    """Return the same rows for each expert, followed by rows that must not be used."""
     if rows is None:
         return None
     whole = torch.full((E, capacity, rows.shape[1]), torch.nan).to(rows.dtype)
@@ -116,7 +116,7 @@ def _by_expert(rows: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
     return whole
 
 
-def test_triton_kernels_by_its_stand_in() -> None:
+def test_triton_kernels_with_its_stand_in() -> None:
     problem = Problem(T, H, 48, E, K, dtype=torch.bfloat16)
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
     runner = MoeRunner("triton_kernel", OUT)

@@ -1,8 +1,8 @@
-"""Rows of the runner's checklist, the memory and the metadata beside it: the tests of each.
+"""The feature checklist of the runner, memory and metadata names existing tests.
 
-R1 to R26 are the runner's features, A45 to A65 those of the layer that it serves, M10 workspaces. A
-row names tests as `file::function`; what a row has beyond them, or why something of it is not
-there, stands behind.
+R1 to R26 are features of the runner, A45 to A65 those of its layer, M10 is workspaces. A row names
+tests as `file::function`, followed by what they cover in addition, or by why a part of the feature
+does not exist.
 """
 
 import pytest
@@ -20,112 +20,112 @@ RUNNER, WEIGHTS = "test_moe_runner", "test_runner_weights"
 FORMATS, ROUTING = "test_runner_formats", "test_runner_routing"
 STAGES, PARTS = "test_runner_stages", "test_runner_parts"
 ROWS = {
-    "R1": Row("MoeRunner.run, fused or by stages", (
-        f"{RUNNER}::test_fused_and_staged_give_the_same_numbers",
-        f"{RUNNER}::test_the_facade_is_the_kernel_s_own_call",
+    "R1": Row("MoeRunner.run, fused or staged", (
+        f"{RUNNER}::test_fused_and_staged_parts_compute_the_same",
+        f"{RUNNER}::test_a_call_equals_that_of_the_kernel",
     )),
     "R2": Row("a switch that turns fused operations off", (
-        f"{RUNNER}::test_fused_and_staged_give_the_same_numbers",
-        f"{RUNNER}::test_the_environment_alone_disables_fused_operations",
+        f"{RUNNER}::test_fused_and_staged_parts_compute_the_same",
+        f"{RUNNER}::test_an_environment_variable_disables_fused_operations",
     )),
     "R3": Row("FusedOpPool, duplicates raise", (
-        f"{STAGES}::test_a_key_registered_twice_raises_with_both_origins",
-        f"{STAGES}::test_two_of_one_name_in_one_module_are_two",
+        f"{STAGES}::test_a_key_registered_twice_is_refused_with_both_origins",
+        f"{STAGES}::test_two_classes_of_one_name_in_a_module_are_different",
     )),
     "R4": Row("PermuteMethodPool, a missing key lists what exists", (
-        f"{STAGES}::test_a_key_registered_twice_raises_with_both_origins",
-        f"{STAGES}::test_what_is_not_registered_is_told_with_what_is",
+        f"{STAGES}::test_a_key_registered_twice_is_refused_with_both_origins",
+        f"{STAGES}::test_an_unregistered_key_is_reported_with_the_registered_ones",
     )),
     "R5": Row("types state their backend, and are checked", (
-        f"{PARTS}::test_what_another_backend_takes_is_refused_with_both_names",
-        f"{STAGES}::test_nonsense_is_refused_where_it_is_registered",
+        f"{PARTS}::test_an_input_of_another_backend_is_refused_with_both_names",
+        f"{STAGES}::test_wrong_values_are_refused_at_registration",
     )),
-    "R6": Row("typed state of one call", (f"{PARTS}::test_state_is_made_for_each_call",)),
+    "R6": Row("typed state of one call", (f"{PARTS}::test_every_call_has_its_own_state",)),
     "R7": Row("every field of MoeRunnerConfig reaches the Problem or is refused", (
-        f"{RUNNER}::test_there_is_one_config",
+        f"{RUNNER}::test_both_interfaces_share_one_config",
         f"{RUNNER}::test_every_field_reaches_the_problem",
-        f"{RUNNER}::test_or_raises",
+        f"{RUNNER}::test_fields_without_a_meaning_are_refused",
         "test_runner_config::test_the_config_has_sglang_s_fields_and_one_more",
         "test_runner_config::test_values_that_no_part_implements_are_refused_by_name",
     )),
     "R8": Row("the Triton backend's input, all schemes", (
-        f"{PARTS}::test_triton_by_stages_is_triton_fused",
-        f"{WEIGHTS}::test_flags_or_a_name_say_the_scheme",
+        f"{PARTS}::test_our_staged_part_equals_the_fused_one",
+        f"{WEIGHTS}::test_flags_or_a_name_give_the_scheme",
     )),
-    "R9": Row('the fused ("none", "triton") and its staged twin', (
-        f"{PARTS}::test_our_staged_twin_declares_what_triton_experts_does",
-        f"{PARTS}::test_triton_by_stages_is_triton_fused",
+    "R9": Row('the fused ("none", "triton") and its staged part', (
+        f"{PARTS}::test_our_staged_part_has_the_declarations_of_triton_experts",
+        f"{PARTS}::test_our_staged_part_equals_the_fused_one",
     )),
     "R10": Row("triton_kernel: routing data, gather, scatter", (
-        f"{ROUTING}::test_a_backend_takes_one_format_of_the_router",
-        f"{ROUTING}::test_routing_by_experts_and_back",
-        f"{ROUTING}::test_triton_kernels_by_its_stand_in",
-        "test_triton_kernels::test_proven",
+        f"{ROUTING}::test_a_backend_accepts_one_routing_format",
+        f"{ROUTING}::test_routing_by_experts_round_trip",
+        f"{ROUTING}::test_triton_kernels_with_its_stand_in",
+        "test_triton_kernels::test_the_harness_verifies_it",
     )),
     "R11": Row("DeepGEMM's input: fp8 rows, scales by 128, counts", (
-        f"{ROUTING}::test_deep_gemm_by_its_stand_in",
-        "test_ops_permute_quantize::test_it_is_both_in_turn",
+        f"{ROUTING}::test_deep_gemm_with_its_stand_in",
+        "test_ops_permute_quantize::test_it_equals_both_operations",
     ), "no record of the input: notebook/decisions/09-runner-stages.md"),
     "R12": Row("contiguous mode: experts padded to whole blocks", (
         "test_deepgemm::test_contiguous",
-        "test_deepgemm::test_aligned_rows_and_their_twin",
+        "test_deepgemm::test_aligned_rows_equal_their_reference",
     )),
     "R13": Row("masked mode: (e, C, H) with counts", (
         "test_deepgemm::test_masked",
-        f"{ROUTING}::test_deep_gemm_by_its_stand_in",
+        f"{ROUTING}::test_deep_gemm_with_its_stand_in",
     ), "expected_m is a hint, and is not read"),
     "R14": Row("GEMM, activation, quantize, GEMM", (
         "test_deepgemm::test_contiguous",
-        "test_deepgemm::test_planted_in_masked",
-        "test_ops_quantize::test_activation_and_quantize_is_both_in_turn",
+        "test_deepgemm::test_defects_in_masked_rows_are_detected",
+        "test_ops_quantize::test_activation_and_quantize_equals_both_operations",
     ), "scales are float32; fast_act is refused: a part chooses launches itself"),
     "R15": Row("sort, quantize and back with weights and scaling", (
-        f"{ROUTING}::test_deep_gemm_by_its_stand_in",
+        f"{ROUTING}::test_deep_gemm_with_its_stand_in",
         "test_deepgemm::test_contiguous",
-        "test_ops_rows::test_gather_and_sum_reads_only_named_rows",
+        "test_ops_rows::test_gather_and_sum_reads_only_the_given_rows",
     )),
     "R16": Row("deepep_ll passes through, unweighted, with ids and weights", (
-        f"{FORMATS}::test_batches_come_back_unweighted_with_ids_and_weights",
-        f"{ROUTING}::test_deep_gemm_by_its_stand_in",
+        f"{FORMATS}::test_batches_are_returned_unweighted_with_ids_and_weights",
+        f"{ROUTING}::test_deep_gemm_with_its_stand_in",
     )),
     "R17": Row("scatter and gather: x times the sum of its weights", (
-        "test_runner_rows::test_gathering_what_was_scattered_weighs_it",
+        "test_runner_rows::test_gathering_scattered_rows_applies_router_weights",
         "test_ep_scatter::test_rows_by_expert",
-        "test_ep_scatter::test_gathering_what_was_scattered_weighs_it",
+        "test_ep_scatter::test_gathering_scattered_rows_applies_router_weights",
         f"{FORMATS}::test_received_rows_are_weighted_and_summed",
     )),
     "R18": Row("the router's format is checked on entry", (
-        f"{ROUTING}::test_a_backend_takes_one_format_of_the_router",
+        f"{ROUTING}::test_a_backend_accepts_one_routing_format",
     )),
     "R19": Row("a new backend without an edit of the core", (
-        f"{STAGES}::test_a_third_party_s_backend_is_proven_by_entry_point_alone",
+        f"{STAGES}::test_a_backend_of_another_package_is_verified_by_its_entry_point",
     )),
     "R20": Row("dead buffers share room; inplace only where allowed", (
         "interpreter/test_workspace_use::test_a_prefill_takes_what_lives_at_once",
-        "test_memory_declared::test_a_call_allocates_what_is_declared_and_its_output",
-        f"{RUNNER}::test_inplace_is_the_default_and_overwrites_tokens_only_then",
+        "test_memory_declared::test_a_call_allocates_its_declared_workspace_and_output",
+        f"{RUNNER}::test_inplace_is_the_default_and_overwrites_x",
     )),
     "R21": Row("refused where the runner is made", (
-        f"{RUNNER}::test_what_is_not_served_is_refused_where_the_runner_is_made",
+        f"{RUNNER}::test_unsupported_configs_are_refused_at_construction",
         "test_matrix::test_every_other_pairing_is_refused_with_a_reason",
     ), "without sizes only schemes that no part has; else a call refuses"),
     "R22": Row("fused and staged, formats, schemes, top-k, leaks", (
-        f"{PARTS}::test_triton_by_stages_is_triton_fused",
+        f"{PARTS}::test_our_staged_part_equals_the_fused_one",
         "test_matrix::test_every_two_values_meet",
-        "test_memory_declared::test_a_call_allocates_what_is_declared_and_its_output",
+        "test_memory_declared::test_a_call_allocates_its_declared_workspace_and_output",
     )),
     "R23": Row("dispatch outputs and combine inputs by format", (
-        f"{FORMATS}::test_formats_are_told_apart",
-        f"{FORMATS}::test_a_wrong_format_raises_with_both_names",
+        f"{FORMATS}::test_formats_are_distinguished",
+        f"{FORMATS}::test_a_wrong_format_is_refused_with_both_names",
     )),
     "R24": Row("half a pair is reported at start-up", (
-        f"{STAGES}::test_half_a_pair_is_reported",
-        f"{STAGES}::test_a_third_party_s_backend_is_proven_by_entry_point_alone",
+        f"{STAGES}::test_an_incomplete_pair_is_reported",
+        f"{STAGES}::test_a_backend_of_another_package_is_verified_by_its_entry_point",
     )),
     "R25": Row("a plain torch core", ("test_matrix::test_proven",),
                "no HIP, AMX or NPU: aiter is refused by name"),
     "R26": Row("the field's switches as options", (
-        f"{RUNNER}::test_switches_by_the_field_s_names",
+        f"{RUNNER}::test_switches_by_their_usual_names",
     )),
     "A45": Row("a bound on workspaces", (
         "test_memory_declared::test_workspaces_stay_below_two_shared_caches",
@@ -133,26 +133,26 @@ ROWS = {
     "A59": Row("transposed storage", (
         f"{WEIGHTS}::test_transposed_storage_is_the_same_layer",
         "test_quant_torch_parts::test_weights_may_be_strided",
-        "test_layers::test_transposed_storage_is_read_where_it_lies",
+        "test_layers::test_transposed_storage_is_used_without_a_copy",
     ), "FusedMoE has one layout: notebook/decisions/10-one-weight-layout.md"),
     "A61": Row("routing data of triton_kernels", (
-        f"{ROUTING}::test_routing_by_experts_and_back",
-        f"{ROUTING}::test_triton_kernels_by_its_stand_in",
+        f"{ROUTING}::test_routing_by_experts_round_trip",
+        f"{ROUTING}::test_triton_kernels_with_its_stand_in",
     )),
     "A63": Row("metadata of a plain tuple", (
-        f"{ROUTING}::test_both_metadata_types_are_made_of_a_plain_tuple",
+        f"{ROUTING}::test_both_metadata_types_are_made_from_a_tuple",
     )),
     "A65": Row("padded weights", (f"{WEIGHTS}::test_padded_weights_give_the_same_result",)),
     "M10": Row("what is allocated is what is declared", (
-        "test_memory_declared::test_a_call_allocates_what_is_declared_and_its_output",
-        "test_memory_declared::test_memory_that_nobody_declared_is_seen",
-        "test_workspace::test_a_write_past_the_end_is_named",
-        "test_workspace::test_a_buffer_is_poisoned_when_it_is_taken_over_another",
+        "test_memory_declared::test_a_call_allocates_its_declared_workspace_and_output",
+        "test_memory_declared::test_undeclared_memory_is_detected",
+        "test_workspace::test_a_write_past_the_end_is_reported_with_the_buffer",
+        "test_workspace::test_a_buffer_is_poisoned_when_it_reuses_the_memory_of_another",
     )),
 }  # fmt: skip
 
 
-def test_every_row_is_here() -> None:
+def test_every_row_exists() -> None:
     assert {f"R{number}" for number in range(1, 27)} <= ROWS.keys()
 
 
@@ -163,8 +163,8 @@ def test_its_tests_exist(row: str) -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_gathering_what_was_scattered_weighs_it(top_k: int) -> None:
-    """x times the sum of its weights, those of skipped pairs left out."""
+def test_gathering_scattered_rows_applies_router_weights(top_k: int) -> None:
+    """x times the sum of its router weights, without those of skipped pairs."""
     g = torch.Generator().manual_seed(top_k)
     x_TH = torch.randn(17, 32, generator=g)
     weights_TK = torch.rand(17, top_k, generator=g)

@@ -1,4 +1,6 @@
-"""Stages by registry: keys once, halves told, nonsense refused; a third party's by entry point."""
+"""Registration of stages: unique keys, complete pairs, valid values; those of other packages by
+entry point.
+"""
 
 import importlib.util
 import sys
@@ -35,7 +37,7 @@ pools = empty_pools()
 
 
 class Named:
-    """Of the backend "x"."""
+    """Stages of the backend "x"."""
 
     @property
     def runner_backend(self) -> str:
@@ -97,7 +99,7 @@ stages = registered(REGISTER)
 
 @pytest.mark.usefixtures("pools")
 @pytest.mark.parametrize("kind", REGISTER)
-def test_a_key_registered_twice_raises_with_both_origins(kind: str) -> None:
+def test_a_key_registered_twice_is_refused_with_both_origins(kind: str) -> None:
     register, first, second = REGISTER[kind]
     assert register(first) is first  # type: ignore[arg-type]
     register(first)  # type: ignore[arg-type]  # the same: nothing changes
@@ -121,7 +123,7 @@ def imported(name: str, source: str, folder: Path) -> ModuleType:
 
 
 @pytest.mark.usefixtures("pools")
-def test_a_module_that_is_imported_again_replaces_its_own(
+def test_a_module_imported_again_replaces_its_registrations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "again_toy", sys)  # taken away again afterwards
@@ -133,7 +135,7 @@ def test_a_module_that_is_imported_again_replaces_its_own(
 
 
 @pytest.mark.usefixtures("pools")
-def test_two_of_one_name_in_one_module_are_two(tmp_path: Path) -> None:
+def test_two_classes_of_one_name_in_a_module_are_different(tmp_path: Path) -> None:
     twice = SOURCE + (
         '\n\n@register_pre_permute("standard", "toy")\n'
         "def standard_to_toy(call):\n    return None\n"
@@ -144,7 +146,7 @@ def test_two_of_one_name_in_one_module_are_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pools")
-def test_what_is_not_registered_is_told_with_what_is() -> None:
+def test_an_unregistered_key_is_reported_with_the_registered_ones() -> None:
     with pytest.raises(UnknownPartError) as caught:
         runner.stages_of("x", "standard")
     assert str(caught.value) == (
@@ -163,7 +165,7 @@ def test_what_is_not_registered_is_told_with_what_is() -> None:
 
 
 @pytest.mark.usefixtures("pools")
-def test_nonsense_is_refused_where_it_is_registered() -> None:
+def test_wrong_values_are_refused_at_registration() -> None:
     for register in (
         lambda: register_pre_permute("flat", "x"),
         lambda: register_post_permute("x", "flat"),
@@ -192,7 +194,7 @@ HALVES = {
 
 @pytest.mark.usefixtures("pools")
 @pytest.mark.parametrize("given", HALVES)
-def test_half_a_pair_is_reported(given: str) -> None:
+def test_an_incomplete_pair_is_reported(given: str) -> None:
     kinds, lacks = HALVES[given]
     for kind in kinds:
         register, source, _ = REGISTER[kind]
@@ -207,12 +209,12 @@ def test_half_a_pair_is_reported(given: str) -> None:
     assert broken_stages() == ()
 
 
-def test_ours_are_whole() -> None:
+def test_our_pairs_are_complete() -> None:
     assert [half for half in runner.unused_registrations() if not half.name.startswith("x")] == []
 
 
 @pytest.mark.usefixtures("stages")
-def test_a_part_of_stages_is_a_part() -> None:
+def test_stages_make_a_part() -> None:
     part = make_experts("X", "x", "standard", bias=False, weight_on_input=False)
     assert (part.__name__, part.__module__) == ("X", __name__)
     assert part.requires.reduce is Reduce.NOOP
@@ -229,7 +231,7 @@ def test_a_part_of_stages_is_a_part() -> None:
 
 
 @pytest.mark.share(3)
-def test_a_third_party_s_backend_is_proven_by_entry_point_alone(
+def test_a_backend_of_another_package_is_verified_by_its_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, "toy_moe", SOURCE)

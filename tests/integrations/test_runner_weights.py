@@ -1,4 +1,4 @@
-"""MoeRunner's weights: how they say their scheme, with padding and transposed."""
+"""MoeRunner's weights: how their scheme is given, padded and transposed storage."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(("flags", "quant"), FLAGS, ids=[quant for _, quant in FLAGS])
-def test_flags_or_a_name_say_the_scheme(flags: dict[str, Any], quant: str, backend: str) -> None:
+def test_flags_or_a_name_give_the_scheme(flags: dict[str, Any], quant: str, backend: str) -> None:
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = layer(problem, DEVICE)
     want = oracle(x_TH, weights, routing, problem)

@@ -1,4 +1,5 @@
-"""The plugin for SGLang without SGLang: records by their fields, calls, and its entry function."""
+"""The plugin for SGLang without SGLang: translation of records and calls, and its entry
+function."""
 
 from dataclasses import dataclass, field, make_dataclass, replace
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ TheirConfig: Any = make_dataclass(
 
 @dataclass
 class TritonMoeQuantInfo:
-    """SGLang's record of 0.5.23, with a field that it does not have."""
+    """The record of SGLang 0.5.23, with a field that it does not have."""
 
     w13_weight: torch.Tensor
     w2_weight: torch.Tensor
@@ -60,7 +61,7 @@ def their_info(weights: ExpertWeights, **flags: Any) -> TritonMoeQuantInfo:
     return TritonMoeQuantInfo(**known | flags)
 
 
-def test_fields_of_the_config_are_taken_by_name() -> None:
+def test_fields_of_the_config_are_read_by_name() -> None:
     backend = SimpleNamespace(value="modular_kernel")
     theirs = TheirConfig(
         num_experts=8, num_local_experts=4, layer_id=3, layer=torch.nn.Identity(), top_k=2,
@@ -74,7 +75,7 @@ def test_fields_of_the_config_are_taken_by_name() -> None:
     assert translation.runner_config(TheirConfig()) == MoeRunnerConfig()
 
 
-def test_rows_that_sglang_has_interleaved() -> None:
+def test_rows_interleaved_by_sglang() -> None:
     ours = translation.runner_config(TheirConfig(), interleaved=True)
     assert ours.activation_spec() == ActivationSpec(interleaved=True)
 
@@ -95,7 +96,7 @@ def test_values_of_the_config_that_no_part_supports(
         translation.runner_config(TheirConfig(**given))
 
 
-def test_a_field_that_is_not_known_must_have_its_default() -> None:
+def test_an_unknown_field_must_have_its_default() -> None:
     fields = [*SGLANG_FIELDS.items(), ("moe_topology", None), ("clip_rows", 0)]
     newer = make_dataclass(
         "MoeRunnerConfig", [(name, Any, field(default=value)) for name, value in fields]
@@ -143,7 +144,7 @@ def dispatched(x_TH: torch.Tensor, routing: Routing) -> Dispatched:
 
 
 @pytest.mark.parametrize("quant", FLAGS)
-def test_flags_of_the_record_are_the_scheme(quant: str) -> None:
+def test_flags_of_the_record_give_the_scheme(quant: str) -> None:
     problem = replace(BASE, quant=quant, routed_scaling_factor=2.0)
     x_TH, weights, routing = layer(problem)
     theirs = their_info(weights, **FLAGS[quant])
@@ -155,7 +156,7 @@ def test_flags_of_the_record_are_the_scheme(quant: str) -> None:
     close(got, oracle(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5)
 
 
-def test_records_that_are_not_read() -> None:
+def test_unsupported_records() -> None:
     _, weights, _ = layer(BASE)
     with pytest.raises(UnsupportedError, match="use_mxfp8: got True, need False"):
         translation.quant_info(their_info(weights, use_mxfp8=True))
@@ -163,7 +164,7 @@ def test_records_that_are_not_read() -> None:
         translation.quant_info(make_dataclass("MarlinMoeQuantInfo", [])())
 
 
-def test_calls_that_are_not_supported() -> None:
+def test_unsupported_calls() -> None:
     x_TH, _, routing = layer(BASE)
     given = dispatched(x_TH, routing)
     assert unsupported_call(given) is None
@@ -219,7 +220,7 @@ def test_without_sglang_the_entry_function_raises_nothing(
 
 
 @pytest.mark.parametrize("value", ["0", "false", " OFF ", "no"])
-def test_one_variable_switches_it_off(
+def test_a_variable_disables_it(
     value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MK_SGLANG", value)

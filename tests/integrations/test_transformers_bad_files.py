@@ -1,4 +1,4 @@
-"""Files that transformers cannot read, or would misread: a typed error that names them."""
+"""Files that transformers cannot read, or would misread, raise typed errors that name them."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,10 @@ def text(name: str, content: str) -> Change:
 
 
 def index(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """Split the file in two. change: changes the map of the index, or returns the index's text."""
+    """Split the file in two.
+
+    change: a change of the map of the index, or a function of its text.
+    """
 
     def split(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
@@ -113,7 +116,7 @@ CASES = [(name, kind) for name, (kinds, _, _) in BAD.items() for kind in kinds]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_what_cannot_be_read_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(name: str, kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind)
     _, change, match = BAD[name]
     change(tmp_path)
@@ -122,7 +125,7 @@ def test_what_cannot_be_read_is_refused(name: str, kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "int32", "nothing"])
-def test_a_dtype_that_no_model_has_is_refused(dtype: Any, tmp_path: Path) -> None:
+def test_an_unknown_dtype_is_refused(dtype: Any, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "bf16")
     with pytest.raises(InputError, match=r"dtype: got .*, need a floating dtype of 16 bits"):
         from_pretrained(tmp_path, experts_implementation=register(), dtype=dtype)

@@ -1,7 +1,7 @@
-"""An experts module that was changed between calls: seen at the next call, in a graph too.
+"""Changes to an experts module between calls take effect in the next call, also in a graph.
 
-Each change is made after a first call, eager or compiled. What follows is what a module computes
-that always was as it is now, or a typed error.
+Each change is made after a first call, eager or compiled. Afterwards the module computes what a new
+module in the changed state would, or raises a typed error.
 """
 
 import copy
@@ -27,7 +27,7 @@ E, H, I, K = 5, 32, 24, 2  # noqa: E741
 
 @use_experts_implementation
 class Experts(torch.nn.Module):
-    """Experts as most families have them."""
+    """An experts module like that of most model families."""
 
     def __init__(self, config) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def data(module: torch.nn.Module, name: str, change: Callable) -> None:
 
 
 def turned(module: torch.nn.Module) -> None:
-    """The same numbers, stored transposed."""
+    """Return the same values in transposed storage."""
     for name in ("gate_up_proj", "down_proj"):
         new(module, name, lambda tensor: tensor.transpose(1, 2).contiguous())
     module.is_transposed = True
@@ -117,7 +117,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen_at_the_next_call(change, compiled) -> None:
+def test_a_change_takes_effect_in_the_next_call(change, compiled) -> None:
     torch.compiler.reset()
     module, given = experts(), inputs()
     run = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
@@ -131,7 +131,7 @@ def test_a_change_is_seen_at_the_next_call(change, compiled) -> None:
 
 
 def reference(module, given) -> torch.Tensor:
-    """What transformers' own matmuls compute of the module as it is."""
+    """Return what transformers' own products compute for the module in its current state."""
     own = copy.copy(module)
     own.config = SimpleNamespace(_experts_implementation="batched_mm")
     if "_apply_gate" in vars(module) and isinstance(module._apply_gate, types.MethodType):
@@ -140,7 +140,7 @@ def reference(module, given) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_module_may_change_its_dtype(compiled) -> None:
+def test_a_module_can_change_its_dtype(compiled) -> None:
     torch.compiler.reset()
     module = experts()
     run = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
@@ -156,7 +156,7 @@ def test_a_module_may_change_its_dtype(compiled) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_may_be_switched_on_and_off(compiled) -> None:
+def test_gradients_can_be_enabled_and_disabled(compiled) -> None:
     if compiled and torch.__version__ < "2.12":
         pytest.xfail(
             "torch 2.11 keeps a graph, of a Linear too, if requires_grad of a weight changes"
@@ -215,7 +215,7 @@ CONTRADICTIONS = {
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("change", CONTRADICTIONS)
-def test_a_change_that_contradicts_itself_is_an_error(change, compiled) -> None:
+def test_an_inconsistent_change_is_an_error(change, compiled) -> None:
     torch.compiler.reset()
     module, given = experts(), inputs()
     run = torch.compile(module, backend="eager") if compiled else module

@@ -1,4 +1,6 @@
-"""Every experts class that the installed transformers decorates: right, or refused by name."""
+"""Every experts class that the installed transformers decorates is computed correctly, or refused
+by name.
+"""
 
 import copy
 import sys

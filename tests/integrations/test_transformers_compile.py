@@ -1,4 +1,4 @@
-"""torch.compile and torch.export pass over our experts without a break, and compute the same."""
+"""torch.compile and torch.export trace our experts without a graph break, with the same results."""
 
 import subprocess
 import sys
@@ -30,13 +30,13 @@ E, H, I, K = 5, 32, 24, 2  # noqa: E741
 
 @pytest.fixture(autouse=True)
 def cold() -> None:
-    """A second compile in one process would find what the first one left."""
+    """Reset torch.compile, because a second compilation in one process could reuse the first."""
     torch.compiler.reset()
 
 
 @use_experts_implementation
 class Experts(torch.nn.Module):
-    """Experts whose gate has a limit."""
+    """Experts with a limit on the gate."""
 
     def __init__(self, config) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def operators(graph: torch.fx.Graph) -> list[str]:
 @pytest.mark.share(2)
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_a_model_is_one_graph_and_computes_what_eager_does(name) -> None:
-    """Of 17, 9 and 5 tokens: the second count makes a graph of any count."""
+    """With 17, 9 and 5 tokens; from the second on, the graph has a dynamic number of tokens."""
     model = small_model(name, "float32", DEVICE)
     model.set_experts_implementation(register(*OURS))
     graphs: list[torch.fx.GraphModule] = []
@@ -99,8 +99,8 @@ def test_a_model_is_one_graph_and_computes_what_eager_does(name) -> None:
     assert [len(operators(graph.graph)) for graph in graphs] == [layers, layers]
 
 
-def test_modules_are_traced_by_number_where_torch_takes_no_objects(monkeypatch) -> None:
-    """As with torch 2.11. Another module of the same class gets a graph of its own."""
+def test_modules_are_traced_by_number_if_torch_cannot_trace_objects(monkeypatch) -> None:
+    """As with torch 2.11. Another module of the same class is traced as another graph."""
     home = sys.modules["modular_kernel.integrations.transformers.constants"]
     monkeypatch.setattr(home, "_TAKES_OBJECTS", False)
     graphs: list[torch.fx.GraphModule] = []
@@ -184,7 +184,7 @@ def test_another_act_fn_is_another_graph() -> None:
     assert not torch.equal(found[0], found[1])
 
 
-def test_dynamic_shapes_take_another_top_k() -> None:
+def test_dynamic_shapes_allow_another_top_k() -> None:
     module = experts()
     compiled = torch.compile(module, backend="eager", fullgraph=True, dynamic=True)
     for top_k in (2, 3):
@@ -195,7 +195,7 @@ def test_dynamic_shapes_take_another_top_k() -> None:
             assert torch.equal(compiled(x_TH, ids_TK, weights_TK), module(x_TH, ids_TK, weights_TK))
 
 
-def test_weights_that_move_or_change_are_seen_by_a_graph() -> None:
+def test_a_graph_uses_moved_and_changed_weights() -> None:
     module, given = experts(), inputs(6)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     with torch.no_grad():
@@ -234,7 +234,7 @@ def test_an_exported_program_runs_in_another_process_with_other_tokens(strict, t
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_program_exported_without_gradients_has_them(strict) -> None:
+def test_a_program_exported_without_gradients_can_compute_them(strict) -> None:
     module, (x_TH, *routing) = experts(), inputs(9)
     with torch.no_grad():
         program = torch.export.export(module, (x_TH, *routing), strict=strict).module()
@@ -261,7 +261,7 @@ def test_a_program_exported_without_gradients_has_them(strict) -> None:
         (6, "NoSuchPart x TorchExperts", "NoSuchPart"),
     ],
 )
-def test_bad_texts_are_refused(place, value, match) -> None:
+def test_invalid_text_arguments_are_refused(place, value, match) -> None:
     module, given = experts(), inputs(3)
     problem = mk.Problem(
         tokens=9, hidden=H, intermediate=I, experts=E, top_k=K, dtype=torch.float32
@@ -277,7 +277,9 @@ def test_bad_texts_are_refused(place, value, match) -> None:
 
 
 def test_plans_are_bounded_and_kept_outputs_do_not_change() -> None:
-    """1,000 calls of four layers of one shape, of any tokens, past the largest that is planned."""
+    """1,000 calls of four layers of one shape, with any number of tokens, also above the largest
+    plan.
+    """
     name = register(NO_EP, "TorchExperts", name="planned")
     layers = [experts() for _ in range(4)]
     for layer in layers:

@@ -1,4 +1,6 @@
-"""FP8Experts of transformers, in place: blocks, ragged blocks, power-of-two scales, one scale."""
+"""FP8Experts of transformers, used in place: block scales, partial blocks, power-of-two scales, one
+scale.
+"""
 
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -41,7 +43,9 @@ CONFIG = ("hidden_act", "swiglu_limit", "mlp_gate_softcap", "mlp_up_softcap")
 
 
 def made(case: str) -> torch.nn.Module:
-    """A module as loading leaves it, with the scales of a checkpoint: each projection its own."""
+    """Return a module as loading leaves it, with separate scales of a checkpoint for each
+    projection.
+    """
     intermediate, options = CASES[case]
     config = SimpleNamespace(
         hidden_size=H, num_local_experts=E, intermediate_size=intermediate, hidden_act="silu",
@@ -83,7 +87,7 @@ def parameter(value: torch.Tensor) -> torch.nn.Parameter:
 
 
 def dequantized(module: torch.nn.Module, name: str, projections: int) -> torch.Tensor:
-    """float64 (e, N, K), by definition."""
+    """Return (e, N, K) in float64, by definition."""
     weight = getattr(module, name)
     scale = getattr(module, f"{name}_scale_inv").float().double()
     if weight.dtype is torch.int8:
@@ -108,7 +112,7 @@ def inputs(tokens: int, dtype=torch.bfloat16):
 
 
 def exact(module, x, ids, scores) -> torch.Tensor:
-    """The layer in float64, differentiable."""
+    """Return the output of the layer in float64, differentiable."""
     gate = module.has_gate
     w1 = dequantized(module, "gate_up_proj" if gate else "up_proj", 1 + gate)
     w2 = dequantized(module, "down_proj", 1)
@@ -128,7 +132,7 @@ def bound_of(module: torch.nn.Module) -> float:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[1])
 @pytest.mark.parametrize("case", CASES)
-def test_modules_are_served_in_place(case, pair) -> None:
+def test_modules_are_used_in_place(case, pair) -> None:
     problem = mk.Problem(tokens=16, hidden=H, intermediate=I, experts=E, top_k=K)
     if not mk.check(*pair, problem).ok:
         pytest.skip("the part does not run here")
@@ -144,7 +148,7 @@ def test_modules_are_served_in_place(case, pair) -> None:
         assert relative(module(x, ids, scores), want) > 2 * bound_of(module)
 
 
-def test_gate_and_up_scales_exchanged_are_seen() -> None:
+def test_replaced_gate_and_up_scales_are_used() -> None:
     module, (x, ids, scores) = made("ragged"), inputs(13)
     module.config._experts_implementation = register(*OURS)
     with torch.no_grad():
@@ -154,7 +158,7 @@ def test_gate_and_up_scales_exchanged_are_seen() -> None:
         assert relative(module(x, ids, scores), want) > 8e-2
 
 
-def test_weights_stay_where_they_are() -> None:
+def test_weights_are_not_copied() -> None:
     module = made("blocks")
     name = register(*OURS)
     module.config._experts_implementation = name
@@ -165,7 +169,7 @@ def test_weights_stay_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("case", ["blocks", "ragged_power_of_two", "float4"])
-def test_a_graph_takes_them_as_one_operator(case) -> None:
+def test_a_module_is_one_operator_of_a_graph(case) -> None:
     torch.compiler.reset()
     module, given = made(case), inputs(9)
     module.config._experts_implementation = register(*OURS)
@@ -176,8 +180,9 @@ def test_a_graph_takes_them_as_one_operator(case) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("case", ["blocks", "ragged_power_of_two"])
-def test_scales_that_change_between_calls_are_seen(case, compiled) -> None:
-    """Exchanged, written to, and of blocks of another size, which contradicts them."""
+def test_scales_changed_between_calls_are_used(case, compiled) -> None:
+    """Scales that are replaced, written, or have another block size, which contradicts the
+    weights."""
     torch.compiler.reset()
     module, given = made(case), inputs(9)
     module.config._experts_implementation = register(*OURS)
@@ -215,7 +220,7 @@ def test_gradients_of_inputs_and_router_weights(case, compiled) -> None:
     assert relative(given[1].grad, doubled[1].grad) <= bound_of(module)
 
 
-def test_what_is_not_served_is_named() -> None:
+def test_unsupported_modules_are_refused_by_name() -> None:
     module = made("float4")
     module.down_proj_scale_inv = parameter(module.down_proj_scale_inv.float())
     module.gate_up_proj_scale_inv = parameter(module.gate_up_proj_scale_inv.float())

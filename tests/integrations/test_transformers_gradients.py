@@ -1,4 +1,4 @@
-"""Calls that need gradients: the same ones as transformers' grouped_mm, or a refusal."""
+"""Calls that need gradients return those of transformers' grouped_mm, or are refused."""
 
 import copy
 from importlib.util import find_spec
@@ -38,7 +38,7 @@ def assert_same(got: "dict[str, torch.Tensor]", want: "dict[str, torch.Tensor]")
 
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_gradients_are_those_of_grouped_mm(name, checkpointing) -> None:
+def test_gradients_equal_those_of_grouped_mm(name, checkpointing) -> None:
     found = []
     for implementation in (register(*OURS), "grouped_mm"):
         model = model_of(name, implementation).train()
@@ -51,8 +51,8 @@ def test_gradients_are_those_of_grouped_mm(name, checkpointing) -> None:
 
 
 @pytest.mark.parametrize("trained", ["self_attn.q_proj", "mlp.gate", "down_proj"])
-def test_the_parameters_that_train_get_gradients(trained) -> None:
-    """In eval() too, and the experts themselves need not train."""
+def test_trained_parameters_get_gradients(trained) -> None:
+    """Also in eval(), and if the experts themselves are frozen."""
     found = []
     for implementation in (register(*OURS), "grouped_mm"):
         model = model_of("mixtral", implementation)
@@ -63,14 +63,14 @@ def test_the_parameters_that_train_get_gradients(trained) -> None:
 
 
 def exact_gradients(name: str) -> "dict[str, torch.Tensor]":
-    """Those of transformers' eager experts in float64."""
+    """Return the gradients of transformers' eager experts in float64."""
     return gradients(model_of(name, "eager").double())
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_kernels_run_in_eval_mode_and_have_gradients(name, compiled) -> None:
-    """Grad mode is on, as in `model.eval(); model(ids)`; nothing says if a gradient follows."""
+    """Grad mode is on, as in `model.eval(); model(ids)`, where backward may or may not follow."""
     torch.compiler.reset()
     implementation = register(*OURS, name="ours")
     kernels = registration(implementation).kernels
@@ -89,8 +89,8 @@ def test_kernels_run_in_eval_mode_and_have_gradients(name, compiled) -> None:
         assert error <= bound + torch.finfo(torch.float32).eps * exact.norm(), parameter
 
 
-def test_gradients_of_some_parameters_alone() -> None:
-    """A parameter that is frozen has none; the others have the same as with all of them."""
+def test_gradients_of_some_parameters() -> None:
+    """A frozen parameter gets none; the others get the same as without frozen ones."""
     implementation = register(*OURS, name="ours")
     whole = gradients(model_of("gpt_oss", implementation))
     model = model_of("gpt_oss", implementation)
@@ -101,8 +101,8 @@ def test_gradients_of_some_parameters_alone() -> None:
     assert all(torch.equal(each, whole[name]) for name, each in some.items())
 
 
-def test_kernels_run_where_no_gradients_are_needed() -> None:
-    """Though grad mode is on; and not in a forward that a checkpoint will run again."""
+def test_kernels_run_if_no_gradients_are_needed() -> None:
+    """Also with grad mode on, but not in a forward that a checkpoint will recompute."""
     name = register(*OURS, name="ours")
     model = model_of("mixtral", name).requires_grad_(False)
     ids = torch.arange(8, device=DEVICE)[None]
@@ -115,8 +115,8 @@ def test_kernels_run_where_no_gradients_are_needed() -> None:
     assert not registration(name).kernels
 
 
-def test_weights_that_are_computed_from_trained_ones_are_asked() -> None:
-    """As an adapter gives them: `parameters()` has no trace of the leaf."""
+def test_weights_computed_from_trained_ones_get_gradients() -> None:
+    """An adapter computes weights from leaves that are not in `parameters()`."""
     found = []
     for implementation in (register(*OURS), "grouped_mm"):
         model = copy.deepcopy(model_of("mixtral", implementation)).requires_grad_(False)
@@ -143,7 +143,7 @@ def test_compiled_training_steps_are_one_graph() -> None:
     assert_same(got, {name: p.grad for name, p in model.named_parameters()})
 
 
-def test_refused_where_asked() -> None:
+def test_gradients_are_refused_on_request() -> None:
     name = register(*OURS, name="forward_only", gradients="refuse")
     model, ids = model_of("mixtral", name), torch.arange(8, device=DEVICE)[None]
     with pytest.raises(UnsupportedError, match="gradients"):

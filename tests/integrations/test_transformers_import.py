@@ -1,4 +1,4 @@
-"""`import modular_kernel` alone makes transformers know the implementation."""
+"""`import modular_kernel` registers the implementation with transformers."""
 
 import subprocess
 import sys
@@ -46,17 +46,17 @@ def run(*lines: str) -> "subprocess.CompletedProcess[str]":
     ],
     ids=["before", "after", "after its models", "the integration", "by a model"],
 )
-def test_an_import_of_the_package_is_enough(lines) -> None:
+def test_importing_the_package_is_sufficient(lines) -> None:
     done = run(*lines, MODEL, CHECKED.format("default"))
     assert done.returncode == 0, done.stderr
 
 
-def test_a_pairing_that_was_registered_before_is_kept() -> None:
+def test_a_previously_registered_pairing_is_kept() -> None:
     done = run("import modular_kernel", CHOSEN, TRANSFORMERS, MODEL, CHECKED.format("TorchExperts"))
     assert done.returncode == 0, done.stderr
 
 
-def test_without_the_import_transformers_says_that_it_knows_no_such_implementation() -> None:
+def test_without_the_import_transformers_reports_an_unknown_implementation() -> None:
     done = run(TRANSFORMERS, MODEL)
     assert done.returncode == 1
     assert 'experts_implementation="modular_kernel"` is not supported' in done.stderr

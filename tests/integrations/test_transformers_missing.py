@@ -1,4 +1,4 @@
-"""Models of which something is missing: refused, where transformers would make up numbers."""
+"""Models with missing tensors are refused, where transformers would initialize them randomly."""
 
 import json
 from importlib.util import find_spec
@@ -56,8 +56,8 @@ HALF = {
 
 
 @pytest.mark.parametrize("case", HALF)
-def test_nothing_is_made_up_for_what_is_missing(case, tmp_path) -> None:
-    """Transformers alone warns, and goes on with random numbers."""
+def test_missing_tensors_are_refused(case, tmp_path) -> None:
+    """transformers alone warns, and continues with random values."""
     kind, change, match = HALF[case]
     write(tmp_path, "mixtral", kind, change)
     with pytest.raises(InputError, match=match):
@@ -65,7 +65,7 @@ def test_nothing_is_made_up_for_what_is_missing(case, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "awq"])
-def test_a_file_that_is_cut_short_is_named(kind, tmp_path) -> None:
+def test_a_truncated_file_is_refused_by_name(kind, tmp_path) -> None:
     write(tmp_path, "mixtral", kind)
     (path,) = tmp_path.glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-100])
@@ -73,7 +73,7 @@ def test_a_file_that_is_cut_short_is_named(kind, tmp_path) -> None:
         from_pretrained(tmp_path, experts_implementation=register())
 
 
-def test_packed_files_of_a_config_that_says_nothing_are_refused(tmp_path) -> None:
+def test_packed_files_without_a_quantization_config_are_refused(tmp_path) -> None:
     write(tmp_path, "mixtral", "awq")
     config = json.loads((tmp_path / "config.json").read_text())
     for given, match in (
@@ -92,7 +92,7 @@ def test_packed_files_of_a_config_that_says_nothing_are_refused(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["bf16", "awq"])
-def test_a_model_of_another_head_may_be_new(kind, tmp_path) -> None:
+def test_a_model_with_another_head_may_have_new_parameters(kind, tmp_path) -> None:
     write(tmp_path, "mixtral", kind)
     for auto in (AutoModelForSequenceClassification, AutoModel):
         model = from_pretrained(tmp_path, experts_implementation=register(), auto_class=auto)

@@ -1,4 +1,6 @@
-"""Models of transformers whose layers are quantized differently, and with layers of no model."""
+"""Models of transformers whose layers have different formats, and files with layers that the model
+lacks.
+"""
 
 import json
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ assert AWQ is not None
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint, and a model in float64 of the numbers that it stands for."""
+    """A checkpoint, and a float64 model of the values that it represents."""
 
     folder: Path
     exact: Any
@@ -49,9 +51,10 @@ def write(
     extra: dict[int, str] | None = None,
     **options: Any,
 ) -> Written:
-    """Write a small model. kinds: formats of the layers' experts; attention: of their o_proj.
+    """Write a small model.
 
-    extra: formats of the experts of layers that the model does not have.
+    kinds: formats of the layers' experts. attention: formats of their o_proj. extra: formats of the
+    experts of layers that the model does not have.
     """
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
     sizes["moe_intermediate_size"] = INTERMEDIATE
@@ -102,7 +105,7 @@ def modules(model: torch.nn.Module) -> list[Any]:
 
 
 def errors(model: torch.nn.Module, exact: torch.nn.Module) -> list[float]:
-    """The relative error of each experts module, on the same routing."""
+    """Return the relative error of each experts module, with the same routing."""
     found = []
     for ours, theirs in zip(modules(model), modules(exact), strict=True):
         generator = torch.Generator().manual_seed(3)
@@ -173,7 +176,7 @@ def test_a_quantized_weight_that_the_config_excludes_is_refused(tmp_path: Path) 
     write(tmp_path, kinds, quantization, attention={0: "awq"})
     message = (
         r"layers.0.self_attn.o_proj.qweight: got qweight of int32, "
-        "need an unquantized weight, as its quantization_config says"
+        "need an unquantized weight, as in its quantization_config"
     )
     with pytest.raises(WeightsError, match=message):
         loaded(tmp_path)
@@ -187,7 +190,7 @@ def test_a_quantized_weight_without_scales_is_refused(tmp_path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
     message = (
         r"o_proj.qweight: got qweight of int32 and no scales, "
-        r"need a weight of int4\S+ \(awq\), as its quantization_config says"
+        r"need a weight of int4\S+ \(awq\), as in its quantization_config"
     )
     with pytest.raises(WeightsError, match=message):
         loaded(tmp_path)
@@ -209,8 +212,8 @@ def test_modelopts_own_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "awq", "deepseek fp8"])
-def test_a_layer_for_multi_token_prediction_is_left_out(kind: str, tmp_path: Path) -> None:
-    """By the number of layers, whatever its format: this one would be refused by its number."""
+def test_layers_for_multi_token_prediction_are_ignored(kind: str, tmp_path: Path) -> None:
+    """By the number of layers, whatever its format: its own format would be refused."""
     kinds = {1: "awq"}
     written = write(
         tmp_path, kinds, AWQ, family="deepseek_v3", extra={2: kind}, num_nextn_predict_layers=1
@@ -219,10 +222,10 @@ def test_a_layer_for_multi_token_prediction_is_left_out(kind: str, tmp_path: Pat
     assert not [name for name in model.state_dict() if ".layers.2." in name]
 
 
-def test_a_layer_that_the_model_class_ignores_is_left_out(
+def test_layers_that_the_model_class_ignores_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `_keys_to_ignore_on_load_unexpected`, where its number alone does not tell."""
+    """By `_keys_to_ignore_on_load_unexpected`, if its number does not exclude it."""
     from modular_kernel.integrations.transformers import pretrained
 
     monkeypatch.setattr(pretrained, "_num_layers", lambda config: None)
@@ -245,7 +248,7 @@ def test_a_model_of_fewer_layers_than_its_files_is_loaded(tmp_path: Path) -> Non
     assert max(errors(model, written.exact)) <= CHECKPOINT_FORMATS["awq"].bound
 
 
-def test_a_layer_of_the_model_that_the_files_lack_is_refused(tmp_path: Path) -> None:
+def test_a_missing_layer_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {0: "awq", 1: "awq"}, AWQ)
     path = tmp_path / "model.safetensors"
     tensors = {name: t for name, t in load_file(path).items() if "layers.1.mlp.experts" not in name}

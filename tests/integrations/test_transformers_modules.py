@@ -93,7 +93,7 @@ def crashing_gate(self, gate_up):
 def module_of(
     act="silu", gate=default_gate, *, gated=True, bias=False, transposed=False, **attributes
 ) -> torch.nn.Module:
-    """An experts module as a model of transformers would define it, with random weights."""
+    """Return an experts module with random weights, as a model of transformers would define it."""
     generator = torch.Generator().manual_seed(0)
 
     def weight(*shape: int) -> torch.nn.Parameter:
@@ -146,7 +146,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def exact(module, x, ids, scores) -> torch.Tensor:
-    """What transformers' own batched implementation computes in float64."""
+    """Return what transformers' own batched implementation computes in float64."""
     return call(copy.deepcopy(module).double(), "batched_mm", x.double(), ids, scores.double())
 
 
@@ -192,7 +192,7 @@ def test_modules_compute_what_transformers_computes(case, pair) -> None:
     assert_close(call(module, register(*pair), *given), exact(module, *given))
 
 
-def test_weights_are_views_never_copies() -> None:
+def test_weights_are_views() -> None:
     module = module_of(transposed=True, bias=True)
     weights = weights_of(module)
     assert weights.w1.data_ptr() == module.gate_up_proj.data_ptr()
@@ -223,7 +223,7 @@ def test_inputs_may_be_strided_and_scores_of_another_dtype() -> None:
     assert torch.equal(got, call(module, name, x, ids, scores))
 
 
-def test_a_limit_that_changes_is_seen() -> None:
+def test_a_changed_limit_is_used() -> None:
     module = module_of(gate=clamp_before_gate, swiglu_limit=0.5)
     name, given = register(*OURS), inputs(8)
     call(module, name, *given)
@@ -231,7 +231,7 @@ def test_a_limit_that_changes_is_seen() -> None:
     assert_close(call(module, name, *given), exact(module, *given))
 
 
-def test_weights_that_change_are_seen() -> None:
+def test_changed_weights_are_used() -> None:
     module, name, given = module_of(transposed=True), register(*OURS), inputs(8)
     call(module, name, *given)
     with torch.no_grad():
@@ -254,7 +254,7 @@ REFUSED: "dict[str, dict[str, object]]" = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_module_that_computes_something_else_is_refused(case) -> None:
+def test_modules_with_another_computation_are_refused(case) -> None:
     with pytest.raises(UnsupportedError, match="SmallExperts"):
         call(module_of(**REFUSED[case]), register(*OURS), *inputs(4))
 
@@ -280,7 +280,7 @@ def kernels_of(name: str) -> list[mk.FusedMoEModularKernel]:
     return list(registration(name).kernels.values())
 
 
-def test_without_experts_the_device_decides() -> None:
+def test_the_device_determines_the_default_pairing() -> None:
     name = register(*OURS)
     assert name == "modular_kernel"
     call(module_of(), name, *inputs(4))
@@ -297,7 +297,7 @@ def test_capacity_grows_by_powers_of_two_and_layers_share_kernels() -> None:
     assert sorted(kernel.problem.tokens for kernel in kernels_of(name)) == [16, 32, 128]
 
 
-def test_what_is_kept_for_a_module_goes_with_it() -> None:
+def test_cached_data_of_a_module_is_freed_with_it() -> None:
     name = register(NO_EP, "TorchExperts", name="kept")
     module = module_of()
     call(copy.deepcopy(module), name, *inputs(2))
@@ -308,7 +308,7 @@ def test_what_is_kept_for_a_module_goes_with_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
-def test_names_of_transformers_are_not_taken(name) -> None:
+def test_names_of_transformers_cannot_be_registered(name) -> None:
     with pytest.raises(ConfigurationError, match=name):
         register(*OURS, name=name)
 
@@ -319,7 +319,7 @@ def test_unknown_parts_are_refused_at_once() -> None:
     assert "typo" not in ALL_EXPERTS_FUNCTIONS
 
 
-def test_a_pairing_that_cannot_be_is_refused_with_every_reason() -> None:
+def test_an_incompatible_pairing_is_refused_with_every_reason() -> None:
     name = register("BatchedPrepareAndFinalize", "TorchExperts", name="mismatch")
     with pytest.raises(mk.IncompatibleError) as refusal:
         call(module_of(), name, *inputs(2))

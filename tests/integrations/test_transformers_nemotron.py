@@ -1,4 +1,4 @@
-"""A tiny Nemotron-3 of transformers: 22 experts per token, in a latent space, without gates."""
+"""A tiny Nemotron-3 of transformers: 22 experts per token, in a latent space, ungated."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -20,7 +20,7 @@ _TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """A model of two MoE layers around an attention layer, with weights far from zero."""
+    """A model of two MoE layers and an attention layer between them, with weights far from zero."""
     config = NemotronHConfig(
         vocab_size=64, hidden_size=64, layers_block_type=["moe", "attention", "moe"],
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=64,
@@ -49,7 +49,7 @@ def _logits(model: Any, implementation: str, tokens: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("experts", ["TorchExperts", "TritonExperts", "GroupedGemmExperts"])
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_logits_are_those_of_its_own_experts(model: Any, experts: str, tokens: int) -> None:
+def test_logits_equal_those_of_its_own_experts(model: Any, experts: str, tokens: int) -> None:
     skip_if_refused((NO_EP, experts))
     name = register(NO_EP, experts, name=f"nemotron_{experts}")
     logits = _logits(model, name, tokens)

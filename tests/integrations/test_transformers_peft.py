@@ -1,6 +1,6 @@
-"""Models of transformers that PEFT has adapted: the logits of PEFT's own merged model.
+"""Models adapted by PEFT return the logits of PEFT's own merged model.
 
-The other way round too: what `save_pretrained` writes, loaded by `load_adapter` into a pool.
+Also the reverse: what `save_pretrained` writes is loaded by `load_adapter` into a pool.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
 
 
 def adapted_model(kind: str) -> Any:
-    """A tiny model with random weights of fp32, and PEFT's wrapper of it with random factors."""
+    """Return a tiny fp32 model with random weights, and its PEFT wrapper with random factors."""
     torch.manual_seed(sum(map(ord, kind)))
     make, _, options = KINDS[kind]
     model = make().eval()
@@ -82,7 +82,7 @@ def experts_of(model: Any) -> list[Any]:
 
 @torch.no_grad()
 def logits_of(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits, and the experts that each layer's tokens went to."""
+    """Return logits, and the experts selected in each layer."""
     chosen = list[torch.Tensor]()
     hooks = [
         each.register_forward_pre_hook(
@@ -99,7 +99,7 @@ def logits_of(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def merged_logits(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Those of PEFT's own merged model, by transformers' own experts."""
+    """Return the logits of PEFT's own merged model, on transformers' own experts."""
     model.base_model.model.set_experts_implementation("eager")
     return logits_of(model.merge_and_unload().eval())
 
@@ -111,10 +111,8 @@ def same(got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrapped_model_is_served_with_its_adapter(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By its factors: no weight with their product in it is made."""
+def test_a_wrapped_model_runs_with_its_adapter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its factors, without a weight that contains their product."""
     model = adapted_model(kind)
     name = register(*OURS)
     model.base_model.model.set_experts_implementation(name)
@@ -135,7 +133,7 @@ def test_a_wrapped_model_is_served_with_its_adapter(
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "gpt_oss", "modules"])
 def test_a_checkpoint_in_a_pool_gives_the_merged_model_s_logits(kind: str, tmp_path: Path) -> None:
-    """One sequence has the adapter, the other none: its logits are the base model's."""
+    """One sequence has the adapter; the other has none, and the logits of the base model."""
     model = adapted_model(kind)
     model.save_pretrained(tmp_path)
     base = model.base_model.model
@@ -170,7 +168,7 @@ def test_a_checkpoint_in_a_pool_gives_the_merged_model_s_logits(kind: str, tmp_p
 
 
 def test_gradients_reach_the_factors() -> None:
-    """PEFT's own forward runs then."""
+    """PEFT's own forward runs in this case."""
     model = adapted_model("qwen3")
     model.base_model.model.set_experts_implementation(register(*OURS))
     serve(model)
@@ -182,8 +180,8 @@ def test_gradients_reach_the_factors() -> None:
     same((logits.detach(), []), (merged_logits(model)[0], []))
 
 
-def test_router_weights_alone_may_need_gradients() -> None:
-    """Factors and tokens that need none: the weights' gradients are PEFT's own."""
+def test_only_router_weights_need_gradients() -> None:
+    """Factors and tokens need none; the gradients of router weights are those of PEFT."""
     model = served_model().requires_grad_(False)
     wrapper = model.get_submodule(f"{BLOCK}.0.mlp.experts")
     torch.manual_seed(5)
@@ -199,7 +197,7 @@ def test_router_weights_alone_may_need_gradients() -> None:
 
 
 def products_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
-    """Logits, and the parameters that PEFT multiplied factors for."""
+    """Return logits, and the parameters for which PEFT multiplied the factors."""
     made, own = list[str](), WRAPPER._activate_lora
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -216,7 +214,9 @@ def served_model(**options: Any) -> Any:
     return model
 
 
-def test_a_part_without_adapters_reads_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_without_adapters_uses_the_product_of_the_factors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = served_model()
     got, made = products_of(model, monkeypatch)
     assert made == []
@@ -230,10 +230,10 @@ def test_a_part_without_adapters_reads_the_product(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("change", ["two", "merged", "eager", "rank"])
-def test_other_states_of_a_wrapper_are_peft_s_own(
+def test_other_states_of_a_wrapper_run_in_peft(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several adapters at once, weights that hold the product already, another implementation."""
+    """Several adapters at once, merged weights, or another implementation run as in PEFT."""
     model = served_model()
     config = {**KINDS["qwen3"][2], **({"r": 257} if change == "rank" else {})}
     model.add_adapter("second", peft.LoraConfig(**config, init_lora_weights=False))
@@ -250,17 +250,18 @@ def test_other_states_of_a_wrapper_are_peft_s_own(
 
 
 @pytest.mark.parametrize(("gradients", "products"), [("fallback", 4), ("refuse", 0)])
-def test_a_model_that_trains_runs_peft_s_own_unless_gradients_are_refused(
+def test_a_model_in_training_runs_in_peft_unless_gradients_are_refused(
     gradients: str, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its calls without gradients: checkpointing runs a forward twice, the first time so."""
+    """Also in calls without gradients, because checkpointing runs the first forward without
+    them."""
     model = served_model(gradients=gradients, name=gradients).train()
     got, made = products_of(model, monkeypatch)
     assert len(made) == products
     same(got, logits_of(model.eval()))
 
 
-def test_a_second_adapter_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_adapter_replaces_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     model = served_model()
     first, _ = logits_of(model)
     model.add_adapter("second", peft.LoraConfig(**KINDS["qwen3"][2], init_lora_weights=False))

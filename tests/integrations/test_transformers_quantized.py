@@ -1,4 +1,4 @@
-"""Quantized models from disk: their experts run packed, and as the checkpoint's numbers say."""
+"""Quantized models from files: their experts run packed, with the values of the checkpoint."""
 
 import copy
 import json
@@ -74,7 +74,7 @@ def no_packer(monkeypatch) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint and a model in float64 of the numbers it stands for."""
+    """A checkpoint, and a float64 model of the values that it represents."""
 
     folder: Path
     exact: torch.nn.Module
@@ -82,7 +82,10 @@ class Written:
 
 
 def write(folder: Path, name: str, kind: str, change=None) -> Written:
-    """A whole small model: experts and attention quantized. change: of the tensors in the file."""
+    """Write a small model with quantized experts and attention.
+
+    change: applied to the tensors of the file.
+    """
     experts, layers = MODELS[name]
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
     if name in ("qwen3_moe", "deepseek_v3"):
@@ -138,7 +141,7 @@ def modules(model: torch.nn.Module) -> "list[torch.nn.Module]":
 
 
 def worst(model: torch.nn.Module, exact: torch.nn.Module) -> float:
-    """The largest relative error of an experts module, on the same routing."""
+    """Return the largest relative error of an experts module, with the same routing."""
     errors = []
     for ours, theirs in zip(modules(model), modules(exact), strict=True):
         generator = torch.Generator().manual_seed(3)
@@ -154,7 +157,7 @@ def worst(model: torch.nn.Module, exact: torch.nn.Module) -> float:
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda word: word)
-def test_experts_are_what_the_checkpoint_says(name, kind, tmp_path) -> None:
+def test_experts_equal_the_checkpoint(name, kind, tmp_path) -> None:
     written = write(tmp_path, name, kind)
     model = from_pretrained(tmp_path, experts_implementation=register(*OURS), device=DEVICE)
     assert worst(model, written.exact) <= written.bound
@@ -171,7 +174,7 @@ def test_experts_are_what_the_checkpoint_says(name, kind, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
-def test_unquantized_experts_are_too(kind, tmp_path) -> None:
+def test_unquantized_experts_equal_the_checkpoint(kind, tmp_path) -> None:
     written = write(tmp_path, "mixtral", kind)
     model = from_pretrained(tmp_path, experts_implementation=register(*OURS), device=DEVICE)
     assert worst(model, written.exact) <= written.bound
@@ -188,7 +191,7 @@ WHOLE = [(name, kind) for name, kinds in GRID.items() for kind in kinds]
 
 
 def loaded(folder: Path, name: str, kind: str) -> "tuple[torch.nn.Module, Written | None]":
-    """A whole model on our experts, and the truth of one from a checkpoint."""
+    """Return a model on our experts, and the float64 model of its checkpoint."""
     if kind == "bf16":
         model = small_model(name, "bfloat16", DEVICE)
         model.set_experts_implementation(register(*OURS))
@@ -200,7 +203,7 @@ def loaded(folder: Path, name: str, kind: str) -> "tuple[torch.nn.Module, Writte
 @pytest.mark.share(3)
 @pytest.mark.parametrize(("name", "kind"), WHOLE)
 def test_whole_models_are_one_graph_and_pass_opcheck(name, kind, tmp_path) -> None:
-    """Cold, without a break, and with the logits of eager calls."""
+    """Compiled from scratch without a graph break, with the logits of eager calls."""
     torch.compiler.reset()
     model, written = loaded(tmp_path, name, kind)
     graphs = []
@@ -280,13 +283,13 @@ def drop_a_tile(tensors) -> None:
         ("deepseek fp8", drop_a_tile),
     ],
 )
-def test_the_bound_sees_what_a_loader_could_get_wrong(kind, change, tmp_path) -> None:
+def test_the_bound_detects_errors_of_a_loader(kind, change, tmp_path) -> None:
     written = write(tmp_path, "mixtral", kind, change)
     model = from_pretrained(tmp_path, experts_implementation=register(*OURS), device=DEVICE)
     assert worst(model, written.exact) > written.bound
 
 
-def test_no_package_of_a_packer_is_needed(tmp_path) -> None:
+def test_no_quantization_package_is_needed(tmp_path) -> None:
     """In a process that cannot import one."""
     write(tmp_path, "mixtral", "awq")
     program = (
@@ -304,7 +307,7 @@ def test_no_package_of_a_packer_is_needed(tmp_path) -> None:
 
 
 def test_gradients_pass_through_packed_experts(tmp_path) -> None:
-    """To adapters beside and before them, and to biases; as from the float64 model."""
+    """To adapters parallel to them and before them, and to biases, as in the float64 model."""
     written = write(tmp_path, "gpt_oss", "mxfp4")
     model = from_pretrained(
         tmp_path, experts_implementation=register(*OURS), dtype=torch.float32, device=DEVICE
@@ -341,7 +344,7 @@ def test_other_implementations_and_saving_are_refused(tmp_path) -> None:
         copied(input_ids=ids)
 
 
-def test_nothing_is_loaded_of_half_a_checkpoint(tmp_path) -> None:
+def test_an_incomplete_checkpoint_is_not_loaded(tmp_path) -> None:
     def lose(tensors) -> None:
         del tensors["model.layers.1.block_sparse_moe.experts.3.w2.qweight"]
 
@@ -357,7 +360,7 @@ def test_nothing_is_loaded_of_half_a_checkpoint(tmp_path) -> None:
         from_pretrained(tmp_path)
 
 
-def test_what_a_caller_gives_counts_and_stays_as_it_is(tmp_path) -> None:
+def test_arguments_of_the_caller_are_used_and_not_changed(tmp_path) -> None:
     write(tmp_path, "mixtral", "awq")
     config = AutoConfig.from_pretrained(tmp_path)
     before = copy.deepcopy(config.to_dict())
@@ -386,7 +389,7 @@ def test_what_a_caller_gives_counts_and_stays_as_it_is(tmp_path) -> None:
         assert torch.equal(kept(ids).logits, model(ids).logits)
 
 
-def test_a_config_that_is_given_is_that_of_an_unquantized_model(tmp_path) -> None:
+def test_a_given_config_is_used_for_an_unquantized_model(tmp_path) -> None:
     small_model("mixtral", "float32", "cpu").save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     config.num_experts_per_tok = 1
@@ -395,8 +398,9 @@ def test_a_config_that_is_given_is_that_of_an_unquantized_model(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_experts_of_plain_files_are_quantized(name: str, tmp_path: Path) -> None:
-    """They run packed, on what `load_experts` makes of them; the rest of the model is as it was."""
+def test_experts_of_unquantized_files_are_quantized(name: str, tmp_path: Path) -> None:
+    """They run packed as `load_experts` makes them; the other weights of the model are
+    unchanged."""
     register()
     small_model(
         name, "bfloat16", "cpu", hidden_size=HIDDEN, intermediate_size=INTERMEDIATE

@@ -1,4 +1,5 @@
-"""Models that transformers shares among ranks: tensor parallel, and expert parallel both ways."""
+"""Models that transformers shards over ranks: tensor parallel, and both kinds of expert
+parallel."""
 
 import json
 import subprocess

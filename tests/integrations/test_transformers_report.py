@@ -1,4 +1,4 @@
-"""report says which modules run on our parts; serve makes some more of them do so."""
+"""report lists the modules that run on our parts; serve enables more of them."""
 
 import copy
 from importlib import import_module
@@ -22,7 +22,7 @@ H, I, E, K = 32, 24, 4, 2  # noqa: E741
 
 
 class Around(torch.nn.Module):
-    """A model of one module."""
+    """A model with one module."""
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def first(value: object) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", MODULES)
-def test_modules_that_transformers_does_not_dispatch_are_served(case) -> None:
+def test_serve_enables_modules_that_transformers_does_not_dispatch(case) -> None:
     own, module = MODULES[case](), MODULES[case]()
     name = register("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     model, arguments = Around(module, name), given(module)
@@ -108,7 +108,7 @@ def test_modules_that_transformers_does_not_dispatch_are_served(case) -> None:
 
 
 @pytest.mark.parametrize("case", MODULES)
-def test_their_gradients_are_their_own(case) -> None:
+def test_gradients_of_enabled_modules_equal_their_own(case) -> None:
     own, module = MODULES[case](), MODULES[case]()
     serve(Around(module, register(*OURS)))
     for each in (own, module):
@@ -132,8 +132,8 @@ def test_every_module_of_a_model_has_a_row() -> None:
     assert "computes something else" in report(model)[1].why
 
 
-def test_rows_say_what_the_next_call_does() -> None:
-    """In this grad mode; and whether the module trains."""
+def test_rows_state_what_the_next_call_does() -> None:
+    """In the current grad mode and training mode."""
     refusing = register(*OURS, name="refusing", gradients="refuse")
     model, ids = small_model("mixtral", "float32", DEVICE), torch.arange(8, device=DEVICE)[None]
     model.set_experts_implementation(refusing)
@@ -153,7 +153,7 @@ def test_rows_say_what_the_next_call_does() -> None:
         assert bool(kernels) is not train
 
 
-def test_longcat_runs_its_own_forward_while_it_trains() -> None:
+def test_longcat_in_training_runs_its_own_forward() -> None:
     module = longcat()
     model, arguments = Around(module, register(*OURS)), given(module)
     serve(model)
@@ -168,7 +168,7 @@ def test_longcat_runs_its_own_forward_while_it_trains() -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="the default parts on a GPU are the kernels")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_default_on_a_cpu_is_grouped_mm(compiled) -> None:
-    """It is faster there than the reference in plain torch."""
+    """It is faster there than the torch parts."""
     model, ids = small_model("qwen3_moe", "float32", DEVICE), torch.arange(8)[None]
     model.set_experts_implementation("grouped_mm")
     torch.compiler.reset()
@@ -183,7 +183,7 @@ def test_the_default_on_a_cpu_is_grouped_mm(compiled) -> None:
 
 
 @pytest.mark.parametrize("ask", [report, serve])
-def test_what_is_no_model_is_refused(ask) -> None:
+def test_arguments_that_are_not_models_are_refused(ask) -> None:
     with pytest.raises(ConfigurationError, match=r"model: got 'mixtral', need"):
         ask("mixtral")
 
@@ -197,7 +197,7 @@ def test_what_is_no_model_is_refused(ask) -> None:
          "num_local_experts": E, "num_experts_per_tok": K}),
     ],
 )  # fmt: skip
-def test_what_is_not_served_is_named(folder, name, config) -> None:
+def test_unsupported_modules_are_named(folder, name, config) -> None:
     model = Around(made(folder, name, **config), register(*OURS))
     assert serve(model) == ()
     (row,) = report(model)

@@ -1,4 +1,4 @@
-"""Tensors of a transformers call that cannot be read, and parameters that were freed."""
+"""Tensors of a transformers call without readable memory, and freed parameters, are refused."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -33,7 +33,7 @@ def run() -> Any:
 
 
 @pytest.mark.parametrize("at", range(3), ids=NAMES)
-def test_a_tensor_that_cannot_be_read_is_refused(at: int, run: Any) -> None:
+def test_an_unreadable_tensor_is_refused(at: int, run: Any) -> None:
     experts, call = _made()
     with torch.no_grad():
         assert run(experts, *call).shape == call[0].shape

@@ -1,4 +1,4 @@
-"""The plugin for vLLM, without vLLM: registration, hooks, translation of layers and weights."""
+"""The plugin for vLLM without vLLM: registration, hooks, translation of layers and weights."""
 
 import logging
 import subprocess
@@ -41,7 +41,7 @@ def key(
     scale: object = torch.float32,
     symmetric: bool = True,
 ) -> Any:
-    """As vLLM's QuantKey."""
+    """Return a stand-in for vLLM's QuantKey."""
     return SimpleNamespace(
         dtype=dtype,
         scale=SimpleNamespace(dtype=scale, static=static, group_shape=group),
@@ -154,19 +154,19 @@ def test_parts_follow_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layers.part_names(CPU) == ("TorchExperts", "NaiveBatchedExperts")
 
 
-def test_the_compatibility_check_decides() -> None:
+def test_the_compatibility_check_selects_parts() -> None:
     both = "TorchExperts", "NaiveBatchedExperts"
-    assert layers.serving_part(BASE, both, CPU, batched=False) == "TorchExperts"
-    assert layers.serving_part(BASE, both, CPU, batched=True) == "NaiveBatchedExperts"
+    assert layers.select_part(BASE, both, CPU, batched=False) == "TorchExperts"
+    assert layers.select_part(BASE, both, CPU, batched=True) == "NaiveBatchedExperts"
     with pytest.raises(UnsupportedError, match="batched_experts format"):
-        layers.serving_part(BASE, ("TorchExperts",), CPU, batched=True)
+        layers.select_part(BASE, ("TorchExperts",), CPU, batched=True)
     with pytest.raises(IncompatibleError, match="TritonExperts"):
-        layers.serving_part(BASE, ("TritonExperts",), CPU, batched=False)
+        layers.select_part(BASE, ("TritonExperts",), CPU, batched=False)
     with pytest.raises(UnknownPartError, match="TorchExperts"):
-        layers.serving_part(BASE, ("TorchExpert",), CPU, batched=False)
+        layers.select_part(BASE, ("TorchExpert",), CPU, batched=False)
 
 
-def test_scales_are_brought_into_shape() -> None:
+def test_scales_are_reshaped() -> None:
     problem = Problem(9, 64, 32, 4, 2, quant="fp8_w8a8_channel")
     w1, w2 = torch.zeros(4, 64, 64, dtype=E4M3), torch.zeros(4, 64, 32, dtype=E4M3)
     per_expert, per_row = torch.arange(4.0), torch.rand(4, 64, 1)
@@ -195,8 +195,8 @@ def layer(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
 
 @pytest.mark.parametrize("part", ["TritonExperts", "TorchExperts"])
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
-def test_standard_calls_use_the_given_memory_alone(part: str, quant: str, machine: Machine) -> None:
-    """A call writes nothing outside the workspace, whose size it declared."""
+def test_standard_calls_use_only_the_given_memory(part: str, quant: str, machine: Machine) -> None:
+    """A call writes only to the workspace, whose size it declares."""
     problem = Problem(9, 64, 32, 4, 2, quant=quant)
     calls = StandardCalls(problem.with_tokens(2048), part, machine)
     x_TH, weights, routing = layer(problem)
@@ -212,7 +212,7 @@ def test_standard_calls_use_the_given_memory_alone(part: str, quant: str, machin
 
 @pytest.mark.parametrize("part", ["BatchedTritonExperts", "NaiveBatchedExperts"])
 def test_batched_calls(part: str) -> None:
-    """Rows of an expert are those of a layer that routes all of them to it."""
+    """Rows of an expert equal those of a layer that routes all of them to it."""
     x_TH, weights, _ = layer(BASE)
     counts_e = torch.tensor([3, 0, 9, 1], dtype=torch.int32, device=DEVICE)
     x_eCH = torch.full((4, 9, 64), torch.nan, dtype=torch.bfloat16, device=DEVICE)
@@ -236,7 +236,7 @@ def test_batched_calls(part: str) -> None:
 
 
 def run(code: str, **variables: str) -> str:
-    """Run code in a process that has only the standard library's environment and this checkout."""
+    """Run a program in a process with only the standard library's environment and this checkout."""
     root = str(Path(__file__).parents[2])
     from modular_kernel.settings import child_environment
 
@@ -263,7 +263,7 @@ print(sorted({"torch", "triton", "experts"} & set(sys.modules)))
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0", "dev", ""])
-def test_an_unknown_version_is_left_alone(
+def test_an_unknown_version_is_not_changed(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = ModuleType("vllm")
@@ -276,7 +276,7 @@ def test_an_unknown_version_is_left_alone(
     assert line.startswith(f"modular_kernel is off: vLLM is {version}, supported: 0.26, 0.33")
 
 
-def test_nothing_is_raised_without_vllm(
+def test_without_vllm_nothing_is_raised(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
@@ -285,7 +285,7 @@ def test_nothing_is_raised_without_vllm(
     assert "modular_kernel is off: ModuleNotFoundError" in line
 
 
-def test_the_variable_turns_it_off(
+def test_a_variable_disables_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MK_VLLM", "0")
@@ -298,10 +298,10 @@ def test_the_variable_turns_it_off(
 
 
 class FakeOracle:
-    """An oracle of a module whose function `first` selects, and `second` follows."""
+    """A stand-in for an oracle module: `first` selects, and `second` is called afterwards."""
 
-    selecting: tuple[str, ...] = ("first",)
-    following: tuple[str, ...] = ("second",)
+    select_functions: tuple[str, ...] = ("first",)
+    later_functions: tuple[str, ...] = ("second",)
 
     def __init__(self, module: str, missing: tuple[str, ...] = ()) -> None:
         self.module, self._missing = module, missing
@@ -319,7 +319,7 @@ class FakeOracle:
 
 @pytest.fixture
 def vllm_modules(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
-    """A module with two functions, and one that has imported the first by name."""
+    """Return a module with two functions, and one that has imported the first by name."""
     owner, user = ModuleType("vllm.fake_oracle"), ModuleType("vllm.fake_method")
 
     def first(config: str, other: int = 0) -> str:
@@ -380,7 +380,7 @@ def test_nothing_is_replaced_if_something_is_missing(
     before = dict(vars(owner)), dict(vars(user))
     oracle = FakeOracle(owner.__name__, ("Some.Enum",) if gone == "an internal" else ())
     if gone == "a function":
-        oracle.following = ("third",)
+        oracle.later_functions = ("third",)
     if gone == "the module of the version":
         monkeypatch.setitem(sys.modules, "fake_version", None)
         hooks._install_into("fp8", "fake_version")

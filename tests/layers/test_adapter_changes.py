@@ -1,4 +1,6 @@
-"""Adapters that come and go: by several threads, interrupted at any moment, in inference mode."""
+"""Loading and evicting adapters: from several threads, interrupted at any line, and in inference
+mode.
+"""
 
 import sys
 import threading
@@ -26,7 +28,7 @@ THREADS = 8
 
 
 def at_once(*functions: Callable[[], Any]) -> None:
-    """Run functions in a thread each, all of which begin together; the first error is raised."""
+    """Run each function in its own thread, all starting together, and raise the first error."""
     barrier, failed = threading.Barrier(len(functions)), list[BaseException]()
 
     def run(function: Callable[[], Any]) -> None:
@@ -51,14 +53,14 @@ def slot_of(pool: AdapterPool, slot: int) -> dict[str, torch.Tensor]:
 
 
 def alone(own: Any) -> dict[str, torch.Tensor]:
-    """What a slot holds that has one adapter."""
+    """Return the contents of a slot with one adapter only."""
     pool = AdapterPool(PROBLEM)
     return slot_of(pool, pool.load("alone", own))
 
 
 @pytest.fixture
 def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that have chosen their slots, and not taken them yet, wait a while for others."""
+    """Delay threads between choosing a slot and taking it, so that they meet there."""
     check, barrier = AdapterPool._check_adapter, threading.Barrier(THREADS)
 
     def slow(self: AdapterPool, *given: Any) -> int:
@@ -70,7 +72,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("meeting")
-def test_threads_load_into_slots_of_their_own() -> None:
+def test_threads_load_into_different_slots() -> None:
     pool = AdapterPool(PROBLEM)
     owns = {f"{n}": adapter(1 + n % 5, n, halves=2) for n in range(THREADS)}
     at_once(*(lambda n=name: pool.load(n, owns[n]) for name in owns))  # type: ignore[misc]
@@ -81,7 +83,7 @@ def test_threads_load_into_slots_of_their_own() -> None:
 
 
 @pytest.mark.usefixtures("meeting")
-def test_threads_load_into_one_slot_of_all_layers() -> None:
+def test_threads_load_into_the_same_slot_of_all_layers() -> None:
     manager = LoRAManager(base().problem, "adapters=8,rank=5", [3, 4])
     own = MoELoRALayer(adapter(4, 1, halves=2))
     at_once(*(lambda n=n: manager.load(f"{n}", {3: own}) for n in range(THREADS)))  # type: ignore[misc]
@@ -125,12 +127,14 @@ def test_threads_that_load_use_and_evict_see_their_own_adapters() -> None:
 
 
 class Interrupt(BaseException):
-    """As KeyboardInterrupt is: no Exception."""
+    """Like KeyboardInterrupt, not an Exception."""
 
 
 @contextmanager
 def interrupted(*lines: int) -> Any:
-    """Raise at those lines, by their number in time, that this thread runs of the two modules."""
+    """Raise Interrupt at the given indices among the lines that this thread executes in both
+    modules.
+    """
     files, passed, left = {adapter_pool.__file__, lora.__file__}, [0], sorted(lines)
 
     def watch(frame: FrameType, event: str, _: object) -> Any:
@@ -160,7 +164,7 @@ def lines_of(function: Callable[[], Any]) -> int:
 
 
 def consistent(manager: LoRAManager) -> None:
-    """Every layer has the same adapters, in as many slots, and other slots are zero."""
+    """Check that all layers have the same adapters in the same slots, and zeros in the others."""
     manager.load("probe", {})
     manager.evict("probe")
     for layer, pool in manager.pools.items():
@@ -173,7 +177,7 @@ def consistent(manager: LoRAManager) -> None:
 
 @pytest.mark.parametrize("mode", ["merged", "parallel_delta"])
 @pytest.mark.parametrize("again", [None, 7], ids=["once", "in its undoing too"])
-def test_a_load_and_an_evict_that_are_interrupted_anywhere(mode: Any, again: int | None) -> None:
+def test_a_load_and_an_evict_interrupted_at_any_line(mode: Any, again: int | None) -> None:
     shared, halves = (",a13=shared", 1) if mode == "parallel_delta" else ("", 2)
     own = MoELoRALayer(adapter(4, 1, halves=halves), 2.0)
 
@@ -214,7 +218,7 @@ def test_a_load_and_an_evict_that_are_interrupted_anywhere(mode: Any, again: int
 
 
 @pytest.mark.parametrize("scaling", [1e39, -1e300, 1e-60])
-def test_a_scaling_that_float32_cannot_hold_takes_no_slot(scaling: float) -> None:
+def test_a_scaling_out_of_the_range_of_float32_takes_no_slot(scaling: float) -> None:
     problem = base().problem
     manager = LoRAManager(problem, "adapters=2,rank=5,a13=shared", [3, 4], mode="parallel_delta")
     own = adapter(4, 1)

@@ -1,4 +1,6 @@
-"""What adapters cost: bytes and flops by hand, the verbs that measure, and shrink as a stage."""
+"""The cost of adapters: bytes and flops computed by hand, the verbs that measure, and the shrink
+stage.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +50,7 @@ def test_many_pairs_read_all_adapters_and_few_some() -> None:
     assert adapter_work(PROBLEM, 6, 3)["a2"].bytes == pytest.approx(3 * (5 / 3) * R * I * 2)
 
 
-def test_what_experts_share_is_read_once() -> None:
+def test_factors_shared_by_experts_are_read_once() -> None:
     shared = replace(PROBLEM, lora=f"adapters={L},rank={R},a13=shared,outer=shared")
     found = adapter_work(shared, 3000, 3)
     assert found["a13"].bytes == pytest.approx(L * R * H * 2)
@@ -61,7 +63,7 @@ SHARES = [("", R * (1 / H + 1 / I)), (",a13=shared", R * (2 / (3 * I) + 1 / H))]
 
 
 @pytest.mark.parametrize(("shared", "share"), SHARES)
-def test_the_share_of_the_layer_s_flops(shared: str, share: float) -> None:
+def test_the_fraction_of_the_layer_s_flops(shared: str, share: float) -> None:
     problem = replace(PROBLEM, lora=f"adapters={L},rank={R}{shared}")
     load = [Load(20, 4, 1.0)]
     base, whole = (work_of(each, NONE, load) for each in (PLAIN, problem))
@@ -78,7 +80,7 @@ def test_bytes_of_a_slot() -> None:
 
 
 def test_stages_by_hand() -> None:
-    """One pair of each expert: 3 pairs, 3 experts, of 3 tokens."""
+    """One pair for each of 3 experts: 3 pairs, 3 tokens."""
     names = (stages.SHRINK, stages.GEMM1, stages.GEMM2)
     load = RankLoad(10, 9, 3, 3)
     plain, found = (stage_works(names, p, NONE, load) for p in (PLAIN, PROBLEM))
@@ -112,8 +114,8 @@ def test_a_plan_counts_their_bytes_and_time(world: int) -> None:
     assert slow > quick
 
 
-def test_a_benchmark_s_inputs_and_answer_have_adapters() -> None:
-    """The answer is of the adapters, also where few experts are named."""
+def test_inputs_and_expected_output_of_a_benchmark_have_adapters() -> None:
+    """The expected output includes adapters, also where few experts are selected."""
     problem = replace(PROBLEM, tokens=7, experts=8, dtype=torch.float32)
     for lora in (problem.lora, f"{problem.lora},outer=shared"):
         cell = LayerCase("mine", replace(problem, lora=lora), RoutingKind("hot", 2))
@@ -131,7 +133,7 @@ def test_a_benchmark_s_inputs_and_answer_have_adapters() -> None:
 
 
 def test_the_branch_is_timed_in_its_two_configurations() -> None:
-    """Those of the specification, with V3's own H; here small ones."""
+    """Those of the specification, which have the H of DeepSeek-V3; here the sizes are small."""
     assert [(c.tokens, c.hidden, c.rank, c.experts, c.top_k) for c in CONFIGS] == [
         (256, 2048, 8, 64, 6), (256, 7168, 8, 256, 8),
     ]  # fmt: skip
@@ -173,7 +175,7 @@ def test_profile_shows_shrink_as_a_stage(
     assert "shrink" in out
 
 
-def test_plan_takes_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_accepts_adapters(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run_mk(capsys, "plan", *SIZES[:-2], "--lora", "adapters=2,rank=8",
                             "--tokens", "64", "--machine", "h200")  # fmt: skip
     assert code == 0, err

@@ -1,4 +1,4 @@
-"""AdapterPool: the layer of merged weights with what is loaded; what it refuses changes nothing."""
+"""AdapterPool: its layer equals that of merged weights, and a refused load changes nothing."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -50,7 +50,7 @@ def adapter(rank: int = 4, problem: mk.Problem = PROBLEM, seed: int = 0) -> Adap
 
 
 def held(pool: AdapterPool) -> tuple[torch.Tensor, ...]:
-    """The tensors of a pool."""
+    """Return the tensors of a pool."""
     nothing = torch.zeros(())
     weights = pool.weights(mk.ExpertWeights(nothing, nothing))
     found = [getattr(weights, name) for name in NAMES]
@@ -58,7 +58,7 @@ def held(pool: AdapterPool) -> tuple[torch.Tensor, ...]:
 
 
 def peft_delta(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What PEFT itself adds to w1 and w2, in float64."""
+    """Return in float64 what PEFT itself adds to w1 and w2."""
     of = {
         name.partition(".")[2]: DELTAS[name].to(DEVICE).double()
         for name in DELTAS
@@ -91,7 +91,9 @@ def run(pair: tuple[str, str], problem: mk.Problem, i: Any, pool: AdapterPool) -
 
 
 def loaded() -> tuple[AdapterPool, dict[int, str]]:
-    """Ranks 3 and 5 by rank_pattern in one, 4 of down alone, and one of separate experts."""
+    """Return a pool with an adapter of ranks 3 and 5 (rank_pattern), one of rank 4 on down only,
+    and one with separate experts.
+    """
     pool = AdapterPool(PROBLEM, DEVICE)
     kinds = ("fused", "down", "modules")
     return pool, {pool.load(kind, load_adapter(GOLDEN / kind, 1, PROBLEM)): kind
@@ -107,7 +109,7 @@ SLOTS_T = torch.arange(24) % 4 - 1
 
 
 @pytest.mark.parametrize("experts", ["TorchExperts", "TritonExperts"])
-def test_a_layer_is_that_of_weights_with_pefts_deltas_merged(experts: str) -> None:
+def test_the_layer_equals_that_of_weights_merged_by_peft(experts: str) -> None:
     pool, slots = loaded()
     i = call(SLOTS_T)
     got = run(("MoEPrepareAndFinalizeNoEP", experts), PROBLEM, i, pool).double()
@@ -115,7 +117,7 @@ def test_a_layer_is_that_of_weights_with_pefts_deltas_merged(experts: str) -> No
     assert (got - want).abs().max() <= 1e-6 * want.abs().max()
 
 
-def test_what_is_loaded_later_is_read_where_it_was() -> None:
+def test_later_loads_reuse_the_same_memory() -> None:
     pool, _slots = loaded()
     i = call(SLOTS_T)
     places = [each.data_ptr() for each in held(pool)]
@@ -140,7 +142,7 @@ def test_what_is_loaded_later_is_read_where_it_was() -> None:
     ("activation", "shared"),
     [("silu", ""), ("silu", ",a13=shared"), ("silu", ",outer=shared"), ("relu2", ",outer=shared")],
 )
-def test_a_smaller_rank_lies_in_front_of_zeros(shared: str, activation: str) -> None:
+def test_a_smaller_rank_is_padded_with_zeros(shared: str, activation: str) -> None:
     problem = replace(PROBLEM, activation=activation, lora="adapters=3,rank=6" + shared)
     small, pool = adapter(2, problem), AdapterPool(problem)
     pool.load("whole", adapter(6, problem, 1))
@@ -157,7 +159,7 @@ def test_a_smaller_rank_lies_in_front_of_zeros(shared: str, activation: str) -> 
     assert not any(part.any() for part in (b13[..., 2:], b2[..., 2:], a2[:, 2:]))
 
 
-def test_a_full_pool_tells_the_bytes_it_needs() -> None:
+def test_a_full_pool_states_the_bytes_that_it_needs() -> None:
     pool, _ = loaded()
     assert pool.slot_bytes == 4 * E * (2 * 6 * H + 2 * I * 6 + 6 * I + H * 6)
     with pytest.raises(CapacityError, match=f"'more': got 3 slots.*{pool.slot_bytes} bytes"):
@@ -165,7 +167,7 @@ def test_a_full_pool_tells_the_bytes_it_needs() -> None:
 
 
 def unchanged(pool: AdapterPool, name: Any, given: Any) -> None:
-    """Load; where it raises, the pool is as it was, to the bit."""
+    """Load, and if that raises, check that the pool is bit for bit as before."""
     before, slots = [each.clone() for each in held(pool)], dict(pool.slots)
     try:
         pool.load(name, given)
@@ -197,7 +199,7 @@ def poisoned(value: float) -> torch.Tensor:
         ("lora_b2", poisoned(-torch.inf), WeightsError, "lora_b2: got values that are not finite"),
     ],
 )  # fmt: skip
-def test_tensors_that_do_not_fit_leave_the_pool_as_it_was(
+def test_tensors_that_do_not_fit_leave_the_pool_unchanged(
     name: str, tensor: Any, error: type[Exception], match: str
 ) -> None:
     pool = AdapterPool(PROBLEM)
@@ -206,7 +208,7 @@ def test_tensors_that_do_not_fit_leave_the_pool_as_it_was(
         unchanged(pool, "bad", replace(adapter(), **{name: tensor}))
 
 
-def test_names_are_loaded_once_and_known() -> None:
+def test_a_name_can_be_loaded_once() -> None:
     pool = AdapterPool(PROBLEM)
     pool.load("a", adapter())
     with pytest.raises(StateError, match="adapter 'a': got loaded in slot 0"):
@@ -247,7 +249,7 @@ def test_a_copy_that_fails_leaves_a_free_slot(monkeypatch: pytest.MonkeyPatch) -
         unchanged(pool, "a", adapter())
 
 
-def test_what_a_pool_is_made_from() -> None:
+def test_invalid_arguments_of_a_pool() -> None:
     with pytest.raises(ConfigurationError, match="lora: got none"):
         AdapterPool(replace(PROBLEM, lora="none"))
     with pytest.raises(ConfigurationError, match=r"device: got 1\.5"):
@@ -258,7 +260,7 @@ def test_what_a_pool_is_made_from() -> None:
         pool.weights(i.weights)
 
 
-def test_a_device_that_is_not_there_is_named() -> None:
+def test_a_missing_device_is_refused_by_name() -> None:
     with pytest.raises(DeviceError, match="pool: got cuda:99: "):
         AdapterPool(PROBLEM, "cuda:99")
     with pytest.raises(ConfigurationError, match="device: got 'nowhere'"):
@@ -266,15 +268,15 @@ def test_a_device_that_is_not_there_is_named() -> None:
 
 
 def test_a_device_without_memory_is_refused() -> None:
-    """Its tensors would take every adapter and hold none."""
+    """Tensors on the meta device would accept every adapter without storing it."""
     for device in ("meta", torch.device("meta")):
         with pytest.raises(DeviceError, match="pool: got meta, need a device whose tensors have"):
             AdapterPool(PROBLEM, device)
 
 
 @pytest.mark.parametrize("experts", [1 << 10, 1 << 19])
-def test_a_pool_that_does_not_fit_tells_its_bytes(experts: int) -> None:
-    """More than there are addresses, and more than 64 bits count."""
+def test_a_pool_that_does_not_fit_states_its_bytes(experts: int) -> None:
+    """Sizes above the address space and above 64 bits."""
     sizes = {"hidden": 1 << 16, "intermediate": 1 << 16, "experts": experts}
     problem = replace(PROBLEM, lora="adapters=65536,rank=256", **sizes)  # type: ignore[arg-type]
     slot = 4 * experts * 256 * (2 * (1 << 16) + 2 * (1 << 16) + 2 * (1 << 16))
@@ -282,7 +284,7 @@ def test_a_pool_that_does_not_fit_tells_its_bytes(experts: int) -> None:
         AdapterPool(problem)
 
 
-def test_a_device_out_of_memory_tells_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_states_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, big = AdapterPool(PROBLEM), adapter()
 
     def full(*_: object, **__: object) -> torch.Tensor:
@@ -300,7 +302,7 @@ def test_a_device_out_of_memory_tells_bytes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("function", "kind"), [("empty", DeviceError), ("zeros", CapacityError)])
-def test_of_a_long_error_160_characters_are_told(
+def test_a_long_error_is_cut_to_160_characters(
     monkeypatch: pytest.MonkeyPatch, function: str, kind: type[ModularKernelError]
 ) -> None:
     def failed(*_: object, **__: object) -> torch.Tensor:
@@ -320,7 +322,7 @@ def test_other_errors_of_torch_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -
         AdapterPool(PROBLEM)
 
 
-def test_memory_that_was_freed_is_not_read() -> None:
+def test_freed_weights_are_refused() -> None:
     given = adapter()
     given.lora_a2.untyped_storage().resize_(0)
     with pytest.raises(LayoutError, match="lora_a2: got 0 bytes of memory"):

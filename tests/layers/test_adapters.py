@@ -1,4 +1,6 @@
-"""Adapters: their text and tensors, what is refused, and the exact rule beside merged weights."""
+"""Adapters: their text form and tensors, what is refused, and the exact result against merged
+weights.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -40,7 +42,7 @@ def run(pair: tuple[str, str], problem: Problem, i: Inputs, **options: Any) -> t
 
 
 def without(problem: Problem, i: Inputs) -> tuple[Problem, Inputs]:
-    """The same layer and call, without adapters."""
+    """Return the same layer and call without adapters."""
     names = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
     weights = replace(i.weights, **dict.fromkeys(names))
     return replace(problem, lora="none"), Inputs(
@@ -49,7 +51,7 @@ def without(problem: Problem, i: Inputs) -> tuple[Problem, Inputs]:
 
 
 @pytest.mark.parametrize("shared", SHARED)
-def test_text_is_what_parse_reads(shared: str) -> None:
+def test_text_round_trip(shared: str) -> None:
     text = f"adapters=4,rank=32{shared}"
     assert str(AdapterSpec.parse(text)) == text
     assert Problem(1, 8, 8, 2, 1, lora=text).lora == text
@@ -68,7 +70,7 @@ def test_other_texts_are_refused(text: Any) -> None:
         Problem(1, 8, 8, 2, 1, lora=text)
 
 
-def test_the_largest_numbers_are_taken_and_no_larger_ones() -> None:
+def test_the_largest_allowed_numbers() -> None:
     assert AdapterSpec.parse("adapters=65536,rank=256") == AdapterSpec(65536, 256)
     for text in ("adapters=65537,rank=256", "adapters=65536,rank=257"):
         with pytest.raises(ConfigurationError, match="lora"):
@@ -81,7 +83,9 @@ def test_one_a_for_gate_and_up_needs_a_gate() -> None:
 
 
 def merged(problem: Problem, weights: ExpertWeights, slot: int) -> ExpertWeights:
-    """float64 weights with one slot's B A added to them; written with einsum, not as the oracle."""
+    """Return float64 weights with B A of one slot added to them, written independently of the
+    oracle.
+    """
     spec = problem.adapters
     assert spec is not None
     a13, b13, a2, b2 = (
@@ -113,7 +117,7 @@ _RULES = (
         *((shared, 5, 2, "relu2") for shared in SHARED if "a13" not in shared),
     ],
 )
-def test_the_oracle_is_that_of_merged_weights(
+def test_the_oracle_equals_that_of_merged_weights(
     shared: str, rank: int, top_k: int, activation: str
 ) -> None:
     problem = replace(
@@ -136,7 +140,7 @@ def test_the_oracle_is_that_of_merged_weights(
 
 @pytest.mark.parametrize("pair", [PAIR, BATCHED])
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "int4_w4a16_group:group=8"])
-def test_rows_without_an_adapter_have_the_bits_of_the_layer_without_any(
+def test_rows_without_an_adapter_equal_the_layer_without_adapters(
     pair: tuple[str, str], quant: str
 ) -> None:
     problem = replace(PROBLEM, dtype=torch.bfloat16, quant=quant, tokens=17)
@@ -152,16 +156,16 @@ def test_rows_without_an_adapter_have_the_bits_of_the_layer_without_any(
 
 @pytest.mark.parametrize("named", ["nobody", "without"])
 @pytest.mark.parametrize("pair", [PAIR, BATCHED])
-def test_a_call_without_adapters_is_the_layer_without_any(
+def test_a_call_without_adapters_equals_the_layer_without_adapters(
     pair: tuple[str, str], named: str
 ) -> None:
-    """Every slot is full of NaN then."""
+    """Every slot is filled with NaN."""
     i = make_inputs(PROBLEM, "uniform", CPU, variation=InputVariation(slot_pattern=named))
     assert bool(i.weights.lora_a13.isnan().all())  # type: ignore[union-attr]
     assert torch.equal(run(pair, PROBLEM, i), run(pair, *without(PROBLEM, i)))
 
 
-def test_a_plan_takes_calls_with_and_without_adapters_by_turns() -> None:
+def test_a_plan_alternates_between_calls_with_and_without_adapters() -> None:
     kernel = mk.make_kernel(*PAIR, PROBLEM, machine=Machine())
     plan, i = kernel.plan(), make_inputs(PROBLEM, "uniform", CPU)
     for adapters in (i.routing.adapters_T, "none", i.routing.adapters_T):
@@ -171,8 +175,8 @@ def test_a_plan_takes_calls_with_and_without_adapters_by_turns() -> None:
             plan(i.x_TH, i.weights, replace(routing, adapters_T=None))
 
 
-def test_a_plan_asks_for_slots_before_it_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that lost its slots has the signature of one that says that it has none."""
+def test_a_plan_requires_slots_before_it_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that lacks its slots has the same signature as one without adapters."""
     plan = mk.make_kernel(*PAIR, PROBLEM, machine=Machine()).plan()
     i = make_inputs(PROBLEM, "uniform", CPU, variation=InputVariation(slot_pattern="without"))
     plan(i.x_TH, i.weights, i.routing)
@@ -186,7 +190,7 @@ ALONE = "lora_a13"
 
 
 def shard(weights: ExpertWeights, part: slice, half: int) -> ExpertWeights:
-    """A rank's share of I: rows of w1 and of its B, columns of w2 and of its A."""
+    """Return a rank's share of I: rows of w1 and of its B, columns of w2 and of its A."""
     assert weights.lora_b13 is not None
     assert weights.lora_a2 is not None
     rows = torch.arange(2 * half).view(2, half)[:, part].flatten()
@@ -200,7 +204,7 @@ def shard(weights: ExpertWeights, part: slice, half: int) -> ExpertWeights:
 
 
 def test_shares_of_the_intermediate_size_add_up() -> None:
-    """As tensor parallel ranks have them, whose sums are added."""
+    """The outputs of tensor-parallel ranks are added."""
     i = make_inputs(PROBLEM, "skips", CPU)
     want = reference.oracle(i.x_TH, i.weights, i.routing, PROBLEM)
     share, got = replace(PROBLEM, intermediate=12), torch.zeros_like(want)
@@ -231,7 +235,7 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], type[InputError], str]] = [
 
 @pytest.mark.parametrize(("routing", "weights", "error", "words"), [b[1:] for b in BAD],
                          ids=[b[0] for b in BAD])  # fmt: skip
-def test_bad_tensors_are_named_before_anything_runs(
+def test_bad_tensors_are_refused_by_name_before_anything_runs(
     routing: dict[str, Any], weights: dict[str, Any], error: type[InputError], words: str
 ) -> None:
     i = make_inputs(PROBLEM, "uniform", CPU)
@@ -277,7 +281,7 @@ def test_an_output_over_the_slots_is_refused() -> None:
         kernel(i.x_TH, i.weights, routing, out=memory.view(9, 32))
 
 
-def test_sequences_give_their_tokens_their_slots() -> None:
+def test_tokens_get_the_slots_of_their_sequences() -> None:
     starts, slots = torch.tensor([0, 3, 3, 5]), torch.tensor([2, 0, -1])
     got = slots_from_sequences(starts, slots, 7)
     assert got.dtype is torch.int32
@@ -290,7 +294,7 @@ def test_sequences_give_their_tokens_their_slots() -> None:
         slots_from_sequences(starts, slots.float(), 7)
 
 
-def test_slots_of_sequences_are_right_in_every_integer() -> None:
+def test_slots_of_sequences_in_every_integer_dtype() -> None:
     starts, slots = torch.tensor([0, 3, 100]), torch.tensor([2, 1])
     want = [2] * 3 + [1] * 97 + [-1] * 200
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int64):
@@ -314,9 +318,7 @@ def test_slots_of_sequences_are_right_in_every_integer() -> None:
         ),
     ],
 )
-def test_sequences_that_are_none_are_refused(
-    starts: Any, slots: Any, tokens: Any, error: str
-) -> None:
+def test_invalid_sequences_are_refused(starts: Any, slots: Any, tokens: Any, error: str) -> None:
     with pytest.raises(ModularKernelError, match=error):
         slots_from_sequences(starts, slots, tokens)
 

@@ -1,4 +1,4 @@
-"""Balance: load counts, placements with copies, and the moves between two placements."""
+"""Balancing: load counts, placements with copies, and the moves between two placements."""
 
 import random
 from typing import Any
@@ -44,9 +44,12 @@ def zipf(experts: int, seed: int) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_are_evened_out(seed: int) -> None:
-    """64 experts on 8 ranks under Zipf's law: without copies the rank of the hottest one gets the
-    lightest beside it, with two spare slots a rank all are within a tenth of the mean."""
+def test_ranks_are_balanced(seed: int) -> None:
+    """64 experts on 8 ranks with Zipf load.
+
+    Without copies, the rank of the most loaded expert gets the least loaded others; with two spare
+    slots per rank, all loads are within 10% of the mean.
+    """
     load = zipf(64, seed)
     mean, least = sum(load) / 8, max(load) + sum(sorted(load)[:7])
     before = max(rank_loads(load, Placement.linear(64, 8))) / mean
@@ -59,7 +62,7 @@ def test_ranks_are_evened_out(seed: int) -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_load_on_any_slots(data: st.DataObject) -> None:
-    """Every expert is somewhere, no rank is over its slots, all slots are used that can be."""
+    """Every expert is placed, no rank exceeds its slots, and all slots that can be used are."""
     world = data.draw(st.integers(1, 6))
     slots = data.draw(st.lists(st.integers(1, 5), min_size=world, max_size=world))
     experts = data.draw(st.integers(1, sum(slots)))
@@ -69,7 +72,7 @@ def test_any_load_on_any_slots(data: st.DataObject) -> None:
     assert all(1 <= len(held) <= size for held, size in zip(placement.slots, slots, strict=True))
     if len(set(slots)) == 1:
         assert sum(map(len, placement.slots)) == min(sum(slots), experts * world)
-    # What is moved where it says is the new placement.
+    # Making all moves in the old placement gives the new one.
     old = rebalance(load[::-1], slots)
     new = rebalance(load, slots, old)
     assert sorted(map(sorted, new.slots)) == sorted(map(sorted, placement.slots))
@@ -81,7 +84,7 @@ def test_any_load_on_any_slots(data: st.DataObject) -> None:
     assert all(made[r, s] == e for r, held in enumerate(new.slots) for s, e in enumerate(held))
 
 
-def test_moves_prefer_the_own_rank_and_spread_the_rest() -> None:
+def test_moves_prefer_local_copies_and_distribute_the_others() -> None:
     old = Placement(((0, 1), (2, 0), (3, 4)))
     assert moves(old, old) == ()
     for other in (Placement(((0, 1), (2,), (3,))), Placement(((0, 1), (2, 3, 4)))):
@@ -99,7 +102,7 @@ def test_moves_prefer_the_own_rank_and_spread_the_rest() -> None:
     assert [move.source for move in moves(four, both)] == [(0, 0), (1, 1)]
 
 
-def test_what_stays_keeps_its_slot() -> None:
+def test_experts_that_stay_keep_their_slots() -> None:
     old = Placement(((4, 0, 1), (2, 3, 5)))
     new = rebalance([9.0, 9, 1, 1, 1, 1], [3, 3], old)
     for held, before in zip(new.slots, old.slots, strict=True):
@@ -109,7 +112,7 @@ def test_what_stays_keeps_its_slot() -> None:
 
 @pytest.mark.parametrize("top_k", [2, 4])
 def test_one_token_reaches_every_copy(top_k: int) -> None:
-    """Pairs are spread from the first token on."""
+    """Pairs are distributed over copies from the first token on."""
     placement = rebalance([1.0] * 4, [4, 4])
     ids = torch.arange(top_k)[None]
     rank, _, _ = pairs_to_slots(ids, placement.tables())
@@ -159,7 +162,7 @@ def test_bad_input(call: Any, message: str) -> None:
 
 
 def test_hosts_get_whole_groups_as_eplb_gives_them() -> None:
-    """Its README's example: the same experts on each GPU, host by host."""
+    """The example of EPLB's README: the same experts on each GPU, host by host."""
     load = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
     placement = rebalance(load, [2] * 8, hosts=2, groups=4)
     theirs = Placement.from_eplb([5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1], 8)
@@ -171,7 +174,7 @@ def test_hosts_get_whole_groups_as_eplb_gives_them() -> None:
         assert len(held) == 1
 
 
-def test_a_host_without_a_copy_asks_all_of_them() -> None:
+def test_pairs_of_a_host_without_a_copy_are_distributed_over_all_copies() -> None:
     placement = Placement.linear(4, 4).with_copies({0: (1,), 1: (2,)})
     on_one = rank_loads([8, 8, 0, 0], placement)
     assert on_one == (4, 8, 4, 0)
@@ -183,22 +186,22 @@ def test_a_host_without_a_copy_asks_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("per_host", [None, 2])
-def test_loads_are_those_of_pairs_that_go_to_the_nearest_copies(per_host: int | None) -> None:
+def test_loads_assume_that_pairs_go_to_the_nearest_copies(per_host: int | None) -> None:
     placement = Placement.linear(6, 4).with_copies({0: (1, 2, 3), 2: (3,), 5: (0,)})
     tokens, load, counted = 60, [0.0] * 6, [0] * 4
     for rank in range(4):
         ids = torch.arange(tokens)[:, None] % 6
         load = [a + b for a, b in zip(load, count(ids, 6).tolist(), strict=True)]
         near = rank_tiers(rank, per_host)
-        for first in range(6):  # turns even out
+        for first in range(6):  # over six first tokens, all copies get equal shares
             chosen, _, _ = pairs_to_slots(ids, placement.tables(tiers=near), first_token=first)
             counted = [n + int((chosen == at).sum()) for at, n in enumerate(counted)]
     expected = rank_loads(load, placement, ranks_per_host=per_host)
     assert [n / 6 for n in counted] == pytest.approx(expected)
 
 
-def test_after_a_loss_the_rest_is_evened_out_by_moves() -> None:
-    """What a new manager's ranks must load from each other, and nothing from outside."""
+def test_remaining_ranks_are_rebalanced_after_the_loss_of_a_rank() -> None:
+    """The moves of a new manager are between its ranks, and load nothing from outside."""
     old = rebalance([4.0, 3, 2, 1], [2, 2, 2, 2])
     kept = old.without([3])
     new = rebalance([4.0, 3, 2, 1], [2, 2, 2], kept)
@@ -207,7 +210,7 @@ def test_after_a_loss_the_rest_is_evened_out_by_moves() -> None:
     assert all(held[move.source] == move.expert for move in moves(kept, new))
 
 
-def test_every_host_gets_as_many_groups_however_unlike_they_are() -> None:
+def test_every_host_gets_equally_many_groups() -> None:
     placement = rebalance([90.0, 90, 1, 1, 1, 1, 1, 1], [2] * 4, hosts=2, groups=4)
     assert [sorted(e for held in placement.slots[at : at + 2] for e in held) for at in (0, 2)] == [
         [0, 1, 6, 7],

@@ -1,4 +1,4 @@
-"""EPMoE, the layer: its experts, its routing modes, and parts of ranks that sum to the whole."""
+"""EPMoE, the layer: its experts, its routing modes, and outputs of ranks that sum to the whole."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +55,7 @@ def parts(sample: Sample, world: int, options: dict[str, Any]) -> list[torch.Ten
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", MODES)
-def test_parts_sum_to_the_whole(name: str, world: int) -> None:
+def test_outputs_of_ranks_sum_to_the_whole(name: str, world: int) -> None:
     options, spec = MODES[name]
     assert EPMoE(E, K, H, I, **options).router == spec
     moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
@@ -67,7 +67,7 @@ def test_parts_sum_to_the_whole(name: str, world: int) -> None:
     assert error(total, want) < 1e-5
 
 
-def test_a_token_without_an_expert_here_is_zeros() -> None:
+def test_a_token_without_a_local_expert_gets_zeros() -> None:
     sample = Sample()
     first, second = parts(sample, 2, {})
     ids = route(sample.logits, sample.router).routing.topk_ids_TK
@@ -86,13 +86,13 @@ def test_it_equals_fused_moe_over_tp() -> None:
     assert error(by_experts, by_cuts) < 1e-2
 
 
-def test_float8_with_one_scale_an_expert() -> None:
+def test_float8_with_one_scale_per_expert() -> None:
     sample = Sample(fields={"quant": "fp8_w8a8_tensor"})
     total = sum(part.double() for part in parts(sample, 2, {}))
     assert error(total, sample.expected_output()) < 8e-2
 
 
-def test_it_says_which_experts_it_holds() -> None:
+def test_it_describes_its_experts() -> None:
     layer = EPMoE(E, K, H, I, torch.bfloat16, tp_size=4, tp_rank=2, prefix="model.layers.1")
     held = layer.num_experts_per_partition, layer.start_expert_id, layer.end_expert_id
     assert held == (2, 4, 5)
@@ -148,7 +148,7 @@ def test_it_keeps_the_router_s_arguments() -> None:
 
 
 def test_an_engine_that_walks_quant_methods_processes_the_weights() -> None:
-    """Load by `weight_loader`, then call each module's quant_method, as engines do."""
+    """Load with `weight_loader`, then call each module's quant_method, as engines do."""
     sample = Sample(RouterSpec(K, renormalize=True))
     layer = EPMoE(E, K, H, I, torch.float32, device=DEVICE)
     with pytest.raises(WeightsError):
@@ -199,7 +199,7 @@ def by_group(rank: int, world: int, group: Any) -> tuple[int, int]:
     return layer.start_expert_id, layer.end_expert_id
 
 
-def test_the_group_says_where(rank_pool: Any) -> None:
+def test_the_group_determines_the_rank(rank_pool: Any) -> None:
     pool: RankPool = rank_pool(2)
     assert pool.run(by_group) == [(0, 3), (4, 7)]
 

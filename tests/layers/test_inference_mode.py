@@ -1,4 +1,6 @@
-"""What is made within inference mode and outlives it: it can be written to outside."""
+"""Tensors created in inference mode that outlive it are normal tensors, which can be written
+outside.
+"""
 
 from pathlib import Path
 
@@ -25,7 +27,7 @@ def folder(kind: str, tmp_path: Path) -> Path:
 
 @CHECKPOINTS
 @pytest.mark.parametrize("all_within", [False, True])
-def test_a_layer_is_loaded_outside_where_it_was_made_within(
+def test_a_layer_made_in_inference_mode_is_loaded_outside(
     kind: str, folder: Path, all_within: bool
 ) -> None:
     tensors, other = load_file(folder / "model.safetensors"), layer_of(kind, ALONE)
@@ -45,7 +47,7 @@ def test_a_layer_is_loaded_outside_where_it_was_made_within(
 
 
 @CHECKPOINTS
-def test_weights_that_are_read_within_are_written_to_outside(kind: str, folder: Path) -> None:
+def test_weights_used_in_inference_mode_are_written_outside(kind: str, folder: Path) -> None:
     with torch.inference_mode():
         weights = mk.load_experts(folder, 0).weights
     for tensor in vars(weights).values():
@@ -53,7 +55,7 @@ def test_weights_that_are_read_within_are_written_to_outside(kind: str, folder: 
             tensor.zero_()
 
 
-def test_a_router_is_loaded_outside_where_it_was_made_within() -> None:
+def test_a_router_made_in_inference_mode_is_loaded_outside() -> None:
     spec = RouterSpec(2, "sigmoid", selection_bias=True)
     with torch.inference_mode():
         router = Router(spec, 32, 4, bias=True)

@@ -1,4 +1,4 @@
-"""Moves, casts, states and copies of a layer: what it holds stays what it is, or is refused."""
+"""Moving, casting, copying and saving a layer: its tensors keep their meaning, or it is refused."""
 
 import pickle
 from collections.abc import Callable
@@ -55,7 +55,9 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_an_unquantized_layer_computes_in_the_dtype_of_its_cast(cast: str, bias: bool) -> None:
+def test_an_unquantized_layer_computes_in_the_dtype_that_it_was_cast_to(
+    cast: str, bias: bool
+) -> None:
     sample = Sample(FAMILIES["biased"], fields={"bias": bias})
     layer, (apply, dtype) = layer_of(sample), CASTS[cast]
     before = layer(sample.x_TH, sample.logits)
@@ -76,7 +78,7 @@ def test_an_unquantized_layer_computes_in_the_dtype_of_its_cast(cast: str, bias:
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "float"])
 @pytest.mark.parametrize("quant", QUANTIZED)
 @pytest.mark.parametrize("own", [torch.bfloat16, torch.float32], ids=str)
-def test_what_a_scheme_stores_is_not_cast(quant: str, cast: str, own: torch.dtype) -> None:
+def test_quantized_tensors_are_not_cast(quant: str, cast: str, own: torch.dtype) -> None:
     sample = Sample(fields={"quant": quant, "dtype": own, "bias": True})
     layer, (apply, dtype) = layer_of(sample), CASTS[cast]
     before = {name: (p.dtype, raw(p)) for name, p in layer.named_parameters()}
@@ -101,7 +103,7 @@ def test_what_a_scheme_stores_is_not_cast(quant: str, cast: str, own: torch.dtyp
     assert torch.equal(other(fresh.x_TH, sample.logits), layer(fresh.x_TH, sample.logits))
 
 
-def test_a_layer_as_its_checkpoint_has_it_is_not_cast() -> None:
+def test_a_layer_in_the_layout_of_its_checkpoint_is_not_cast() -> None:
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
     layer = FusedMoE(E, H, I, top_k=K, quant_config=config, params_dtype=torch.float32, bias=True)
     before = {name: p.dtype for name, p in layer.named_parameters()}
@@ -125,9 +127,9 @@ def test_other_dtypes_are_refused_before_anything_changes() -> None:
         layer(sample.x_TH, sample.logits)
 
 
-def test_a_cast_of_one_that_exchanges_with_ranks_is_refused() -> None:
+def test_a_cast_of_a_layer_with_an_exchange_is_refused() -> None:
     layer = layer_of(Sample())
-    layer._own_kernel = object()
+    layer._exchange_kernel = object()
     with pytest.raises(UnsupportedError, match="got float16 for a layer over ranks, need float32"):
         layer.half()
     assert layer.w2_weight.dtype is torch.float32
@@ -140,7 +142,7 @@ def test_a_router_s_selection_bias_is_not_cast() -> None:
     assert router.e_score_correction_bias.dtype is torch.float32
 
 
-def test_parameters_keep_what_engines_ask_for() -> None:
+def test_parameters_keep_the_attributes_that_engines_read() -> None:
     layer = FusedMoE(E, H, I, top_k=K)
     moves: tuple[Callable[[], torch.nn.Module], ...] = (
         layer.half,
@@ -189,7 +191,7 @@ def test_a_layer_raises_until_it_is_loaded(quant: str, way: str) -> None:
     assert torch.equal(layer(sample.x_TH, sample.logits), want)
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_tensors_are_named() -> None:
     sample = Sample(fields={"bias": True})
     layer, plain = fresh_of(sample), sample.plain
     layer.w13_weight.data.copy_(plain.w1)
@@ -210,7 +212,7 @@ def test_the_state_of_an_unloaded_layer_loads_nothing() -> None:
         layer(sample.x_TH, sample.logits)
 
 
-def test_nan_that_is_meant_can_be_marked() -> None:
+def test_intended_nan_can_be_marked_as_loaded() -> None:
     sample = Sample()
     layer, plain = fresh_of(sample), sample.plain
     layer.w13_weight.data.copy_(plain.w1)
@@ -225,8 +227,10 @@ def test_nan_that_is_meant_can_be_marked() -> None:
     assert bool(layer(sample.x_TH, sample.logits).isnan().all())
 
 
-def test_a_layer_that_got_its_memory_later_raises_until_it_is_loaded() -> None:
-    """Built on meta, then `to_empty`: memory is what was there, of the experts' map too."""
+def test_a_layer_from_the_meta_device_raises_until_it_is_loaded() -> None:
+    """Built on meta, then `to_empty`: all memory is uninitialized, including that of the expert
+    map.
+    """
     sample = Sample(FAMILIES["biased"], fields={"bias": True})
     good = layer_of(sample, (1, 2), (1, 2))
     made = {"router": sample.router, "bias": True, "params_dtype": torch.float32}
@@ -311,7 +315,7 @@ def test_a_layer_with_groups_is_not_pickled(mesh) -> None:
 
 
 def test_names_are_those_of_the_scheme() -> None:
-    """So that a new field is not cast without a word."""
+    """A new field of weights must be considered here, so that it is not cast by accident."""
     assert set(PARAMETERS.values()) - {"w13_weight", "w2_weight", "w13_bias", "w2_bias"} == {
         f"{matrix}_{kind}"
         for matrix in ("w13", "w2")

@@ -1,4 +1,5 @@
-"""torch.compile and torch.export of FusedMoE, EPMoE and MoeRunner: one graph of operators."""
+"""torch.compile and torch.export of FusedMoE, EPMoE and MoeRunner: one graph of custom
+operators."""
 
 import subprocess
 import sys
@@ -40,7 +41,7 @@ Compiled = tuple[Callable[..., torch.Tensor], list[torch.fx.GraphModule]]
 
 @pytest.fixture(autouse=True)
 def cold() -> Iterator[None]:
-    """Compile from nothing, on torch's own operations: interpreted kernels take long."""
+    """Reset torch.compile, and use torch references, because interpreted kernels are slow."""
     torch.compiler.reset()
     with torch.no_grad(), prefer_torch_reference():
         yield
@@ -48,7 +49,7 @@ def cold() -> Iterator[None]:
 
 
 def compiled(function: Any) -> Compiled:
-    """Compile with fullgraph=True, and keep the graphs."""
+    """Compile with fullgraph=True, and return the graphs."""
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
@@ -138,7 +139,7 @@ def test_a_given_routing_is_traced() -> None:
         assert operators(graphs[0].graph) == [EXPERTS]
 
 
-def test_weights_that_are_exchanged_or_cast_are_seen_by_a_graph() -> None:
+def test_a_graph_uses_replaced_and_cast_weights() -> None:
     layer = layer_of(Sample())
     call, _ = compiled(layer)
     x_TH, logits = inputs(Sample(), 6)
@@ -163,7 +164,7 @@ def test_another_router_of_a_layer_is_another_graph() -> None:
     assert not torch.equal(found[0], found[1])
 
 
-def test_what_eager_refuses_a_compiled_layer_refuses() -> None:
+def test_a_compiled_layer_refuses_what_an_eager_one_does() -> None:
     layer = layer_of(Sample())
     x_TH, logits = inputs(Sample(), 6)
     call = torch.compile(layer, backend="eager")
@@ -175,7 +176,7 @@ def test_what_eager_refuses_a_compiled_layer_refuses() -> None:
         compiled(layer)[0](x_TH.double(), logits)
 
 
-def test_a_layer_that_sums_over_ranks_breaks_the_graph_and_says_why(monkeypatch) -> None:
+def test_a_layer_that_sums_over_ranks_breaks_the_graph_with_a_reason(monkeypatch) -> None:
     layer = layer_of(Sample())
     layer._groups = (object(),)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: tensor.mul_(3))
@@ -190,7 +191,7 @@ def test_a_layer_that_sums_over_ranks_breaks_the_graph_and_says_why(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["problem", "experts"])
-def test_a_layer_that_was_changed_behind_its_back_breaks_the_graph(name: str) -> None:
+def test_a_layer_with_a_replaced_problem_or_pairing_breaks_the_graph(name: str) -> None:
     layer = layer_of(Sample())
     if name == "problem":
         layer.problem = mk.Problem(1, H, I, E, K, dtype=torch.float32, routed_scaling_factor=3.0)
@@ -203,7 +204,7 @@ def test_a_layer_that_was_changed_behind_its_back_breaks_the_graph(name: str) ->
         compiled(layer)[0](*given)
 
 
-def test_an_unloaded_layer_raises_where_it_is_compiled_too() -> None:
+def test_a_compiled_layer_raises_until_it_is_loaded() -> None:
     sample = Sample()
     layer = FusedMoE(E, H, I, router=sample.router, params_dtype=torch.float32)
     call, _ = compiled(layer)
@@ -219,7 +220,7 @@ def test_an_unloaded_layer_raises_where_it_is_compiled_too() -> None:
     assert torch.equal(got, layer_of(sample)(*given))
 
 
-def test_an_unloaded_router_raises_where_it_is_compiled_too() -> None:
+def test_a_compiled_router_raises_until_it_is_loaded() -> None:
     router = Router(RouterSpec(K), H, E)
     layer = layer_of(Sample(), router=router, selection_bias=None)
     call, _ = compiled(layer)
@@ -233,7 +234,7 @@ def test_an_unloaded_router_raises_where_it_is_compiled_too() -> None:
 # ------------------------------------------------------------------------------ EPMoE, MoeRunner
 
 
-def test_the_part_of_a_rank_is_traced() -> None:
+def test_the_share_of_a_rank_is_traced() -> None:
     bias = torch.linspace(-0.5, 0.5, E)
     layer = EPMoE(
         E, K, H, I, torch.float32, use_grouped_topk=True, num_expert_group=4, topk_group=2,
@@ -262,7 +263,7 @@ def runner_of(quant: str, **config: Any) -> tuple[MoeRunner, MoeQuantInfo]:
 
 
 class Runner(torch.nn.Module):
-    """A model with a MoeRunner in it."""
+    """A model with a MoeRunner."""
 
     def __init__(self, quant: str, **config: Any) -> None:
         super().__init__()
@@ -312,7 +313,7 @@ def test_a_runner_overwrites_x_in_a_graph_too() -> None:
     assert torch.equal(x_TH, want)
 
 
-def test_received_rows_break_the_graph_and_say_why() -> None:
+def test_received_rows_break_the_graph_with_a_reason() -> None:
     runner, info = runner_of("fp8_w8a8_channel")
     x_RH = torch.randn(5, H).to(torch.float8_e4m3fn)
     scale, (_, weights, ids) = torch.ones(5, 1), routed(5)

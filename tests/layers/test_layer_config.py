@@ -1,4 +1,6 @@
-"""FusedMoE.from_config and load: sizes, scheme and router are the checkpoint's, or refused."""
+"""FusedMoE.from_config and load: sizes, scheme and router come from the checkpoint; contradictions
+are refused.
+"""
 
 import json
 import shutil
@@ -24,7 +26,7 @@ KNOWN = sorted(FAMILIES.keys() & RULES.keys())
 
 
 def state_more(folder: Path, **more: Any) -> None:
-    """Add entries to the object of the config.json that describes the layer."""
+    """Add entries to the part of config.json that describes the layer."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     home = config.get("text_config", config)
@@ -43,7 +45,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("without_tensors", [False, True])
 @pytest.mark.parametrize("family", KNOWN)
-def test_a_checkpoint_says_all_of_its_layer(family: str, without_tensors: bool, tmp_path) -> None:
+def test_a_checkpoint_determines_its_layer(family: str, without_tensors: bool, tmp_path) -> None:
     sample = write(tmp_path / "whole", family, "fp32", intermediate=I, layers=(1,))
     state_more(tmp_path / "whole", n_group=2, topk_group=1)
     source = tmp_path / "whole"
@@ -69,7 +71,7 @@ def test_a_checkpoint_says_all_of_its_layer(family: str, without_tensors: bool, 
     assert close(layer(x.float(), logits), truth(sample, x, loaded.router, logits, bias))
 
 
-def test_shares_of_a_quantized_checkpoint_sum_to_its_layer(tmp_path) -> None:
+def test_shares_of_a_quantized_checkpoint_sum_to_the_whole_layer(tmp_path) -> None:
     sample = write(tmp_path, "qwen3_moe", "deepseek fp8", intermediate=I)
     state_more(tmp_path, norm_topk_prob=True)
     logits, (x, *_) = torch.randn(T, E), sample.inputs(T)
@@ -84,7 +86,7 @@ def test_shares_of_a_quantized_checkpoint_sum_to_its_layer(tmp_path) -> None:
     assert float((total - want).norm() / want.norm()) < 8e-2
 
 
-def test_other_routers_can_be_asked_for(tmp_path) -> None:
+def test_another_router_can_be_given(tmp_path) -> None:
     write(tmp_path, "deepseek_v4", "fp32", intermediate=I)
     with pytest.raises(ConfigurationError, match="router: got model_type 'deepseek_v4', whose"):
         FusedMoE.from_config(tmp_path)
@@ -95,7 +97,7 @@ def test_other_routers_can_be_asked_for(tmp_path) -> None:
     assert given.layer_id is None
 
 
-def test_what_a_checkpoint_settles_is_no_option(tmp_path) -> None:
+def test_options_that_the_checkpoint_determines_are_refused(tmp_path) -> None:
     write(tmp_path, "mixtral", "fp32", intermediate=I)
     for option in ({"activation": "gelu"}, {"routed_scaling_factor": 1.0}, {"hidden_size": H}):
         with pytest.raises(ConfigurationError, match=r"option of from_config: got .*=.*, need"):
@@ -117,7 +119,7 @@ def layer_with(router: RouterSpec | Router | None, **options: Any) -> FusedMoE:
     return FusedMoE(E, H, I, 0, router=router, **given | options)
 
 
-def test_load_refuses_a_router_that_is_not_the_checkpoint_s(tmp_path) -> None:
+def test_load_refuses_a_router_that_differs_from_the_checkpoint(tmp_path) -> None:
     write(tmp_path, "qwen3_moe", "fp32", intermediate=I)
     state_more(tmp_path, norm_topk_prob=False)
     documented = RouterSpec(K, renormalize=True)
@@ -133,7 +135,7 @@ def test_load_refuses_a_router_that_is_not_the_checkpoint_s(tmp_path) -> None:
     layer_with(documented).load(tmp_path)
 
 
-def test_load_compares_what_deepseek_s_routers_have(tmp_path) -> None:
+def test_load_compares_the_options_of_deepseek_routers(tmp_path) -> None:
     sample = write(tmp_path, "deepseek_v3", "fp32", intermediate=I)
     state_more(tmp_path, n_group=2, topk_group=1)
     typed = {"groups": 2, "topk_groups": 1, "selection_bias": True, "renormalize": True}
@@ -152,7 +154,7 @@ def test_load_compares_what_deepseek_s_routers_have(tmp_path) -> None:
         layer.load(tmp_path)
 
 
-def test_a_router_that_is_not_known_is_not_compared(tmp_path) -> None:
+def test_an_unknown_router_is_not_compared(tmp_path) -> None:
     sample = write(tmp_path, "deepseek_v4", "fp32", intermediate=I)
     options = {"activation": load_experts(tmp_path, 0).problem_fields["activation"]}
     options |= {"routed_scaling_factor": sample.scaling}

@@ -1,4 +1,4 @@
-"""FusedMoE and EPMoE, loaded from a checkpoint at once and tensor by tensor, as engines do."""
+"""FusedMoE and EPMoE loaded from a checkpoint, at once and tensor by tensor as engines do."""
 
 from itertools import product
 from pathlib import Path
@@ -40,7 +40,7 @@ def layer_of(kind: str, place: LayerParallel, **options: Any) -> FusedMoE:
 
 
 def engine_loads(layer: FusedMoE, tensors: dict[str, torch.Tensor]) -> None:
-    """What a model's load_weights does: names are replaced, parameters found by them."""
+    """Load as a model's load_weights does: map names and find parameters by them."""
     parameters = {f"experts.{name}": p for name, p in layer.named_parameters()}
     for name, tensor in tensors.items():
         if ".experts." not in name:
@@ -56,7 +56,7 @@ def engine_loads(layer: FusedMoE, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def sum_over(kind: str, split: tuple[int, int], sample: Sample, load: Any) -> float:
-    """The worst relative error of the sum over simulated ranks."""
+    """Return the largest relative error of the sum over simulated ranks."""
     x, weights, ids = sample.inputs(T)
     total = torch.zeros(T, H, dtype=torch.float64)
     for ep, tp in product(range(split[0]), range(split[1])):
@@ -87,7 +87,7 @@ def test_a_layer_at_once(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "mxfp4"])
 @pytest.mark.parametrize("split", [(1, 1), (2, 2)], ids=str)
-def test_rows_that_alternate_load_at_once_and_expert_by_expert(kind, split, tmp_path) -> None:
+def test_interleaved_rows_load_at_once_and_expert_by_expert(kind, split, tmp_path) -> None:
     sample = write(tmp_path, "gpt_oss", kind, intermediate=I)
     tensors = load_file(tmp_path / "model.safetensors")
     x, weights, ids = sample.inputs(T)
@@ -109,7 +109,7 @@ def test_rows_that_alternate_load_at_once_and_expert_by_expert(kind, split, tmp_
 
 
 def experts_loaded(layer: FusedMoE, tensors: dict[str, torch.Tensor], *, transposed: bool) -> None:
-    """What a loader of gpt-oss does: one stacked tensor at a time, expert by expert."""
+    """Load as a loader of gpt-oss does: one stacked tensor at a time, expert by expert."""
     parameters = dict(layer.named_parameters())
     for name, stacked in tensors.items():
         for long, shard in (("gate_up_proj", "w13"), ("down_proj", "w2")):
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_another_layer_is_refused(tmp_path: Path) -> None:
         layer_of("fp32", place).load(tmp_path)
 
 
-def test_nothing_runs_on_half_a_checkpoint(tmp_path: Path) -> None:
+def test_a_partly_loaded_layer_raises(tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "deepseek fp8", intermediate=I)
     tensors = load_file(tmp_path / "model.safetensors")
     lost = next(name for name in tensors if ".experts.2.w3.weight" in name)
@@ -151,7 +151,7 @@ def test_nothing_runs_on_half_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"no weight.* of w3, expert 2"):
         engine_loads(layer, {name: t for name, t in tensors.items() if name != lost})
     x_TH, ids = torch.zeros(1, H, dtype=torch.bfloat16), torch.zeros(1, K, dtype=torch.int64)
-    with pytest.raises(StateError, match="weights: got parameters as a checkpoint has them"):
+    with pytest.raises(StateError, match="weights: got parameters in the checkpoint's layout"):
         layer(x_TH, (torch.ones(1, K), ids))
     plain = layer_of("fp32", LayerParallel())
     with pytest.raises(StateError, match="nothing loaded into w13_weight, w2_weight"):
@@ -173,7 +173,7 @@ def test_an_expert_that_was_never_loaded_is_named(tmp_path: Path) -> None:
         layer(*call)  # the up rows of expert 2
 
 
-def test_a_scheme_by_its_name_has_no_loader() -> None:
+def test_a_layer_with_a_named_scheme_has_no_loader() -> None:
     layer = layer_of("fp32", LayerParallel(), quant_config="fp8_w8a8_block")
     with pytest.raises(UnsupportedError, match="weight_loader: got quant_config='fp8_w8a8_block'"):
         layer.weight_loader(layer.w2_weight, torch.zeros(H, I), "w2_weight", "w2", 0)
@@ -183,7 +183,9 @@ def test_a_scheme_by_its_name_has_no_loader() -> None:
 
 @pytest.mark.parametrize("scheme", ["dynamic", "static"])
 def test_ep_moe_in_float8(scheme: str, tmp_path: Path) -> None:
-    """One scale of gate and one of up become one; static input scales become the largest."""
+    """The scales of gate and up are merged into one, and the maximum of static input scales is
+    used.
+    """
     sample = write(tmp_path, "mixtral", f"fp8 tensor, {scheme}", intermediate=I)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in [name for name in tensors if ".w3.input_scale" in name]:
@@ -206,18 +208,18 @@ def test_ep_moe_in_float8(scheme: str, tmp_path: Path) -> None:
     assert float((total - want).norm() / want.norm()) < 0.1
 
 
-def test_input_scales_of_gate_and_up_are_one(tmp_path: Path) -> None:
+def test_input_scales_of_gate_and_up_must_be_equal(tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "fp8 tensor, static", intermediate=I)
     tensors = load_file(tmp_path / "model.safetensors")
     name = next(name for name in tensors if ".experts.1.w3.input_scale" in name)
     tensors[name] = tensors[name.replace(".w3.", ".w1.")] * 1.01
     config = SimpleNamespace(activation_scheme="static")
     layer = EPMoE(E, K, H, I, torch.bfloat16, quant_config=config)
-    with pytest.raises(ValueError, match=r"input_scale: got .* as the other projection has it"):
+    with pytest.raises(ValueError, match=r"input_scale: got .* the scale of the other projection"):
         engine_loads(layer, tensors)
 
 
-def test_an_activation_is_compared_as_a_whole(tmp_path: Path) -> None:
+def test_all_fields_of_an_activation_are_compared(tmp_path: Path) -> None:
     write(tmp_path, "gpt_oss", "bf16", intermediate=I)
     other = ActivationSpec("swiglu_oai", 1.5, 7.0, interleaved=True)
     layer = layer_of("bf16", LayerParallel(), layer_id=0, activation=other, bias=True)

@@ -1,4 +1,5 @@
-"""Layers and loaders: options that must count, bad arguments, and weights that are loaded again."""
+"""Layers and loaders: options without effect, invalid arguments, and weights that are loaded
+again."""
 
 from types import SimpleNamespace
 
@@ -69,7 +70,7 @@ def test_a_bad_argument_is_refused(case: str) -> None:
         make()
 
 
-def test_an_activation_scheme_with_blocks_is_a_scheme_of_blocks() -> None:
+def test_activation_scheme_and_block_size_mean_a_block_scheme() -> None:
     def made(**fields: object) -> EPMoE:
         config = SimpleNamespace(**fields)
         return EPMoE(E, 2, 64, 64, quant_config=config, experts="TorchExperts")
@@ -82,7 +83,7 @@ def test_an_activation_scheme_with_blocks_is_a_scheme_of_blocks() -> None:
             made(activation_scheme=scheme, weight_block_size=block)
 
 
-def test_mxfp4_weights_that_were_not_loaded_raise_or_give_nan() -> None:
+def test_unloaded_mxfp4_weights_raise_or_compute_nan() -> None:
     layer = FusedMoE(E, H, I, top_k=1, params_dtype=torch.float32, quant_config="mxfp4_w4a16")
     call = (torch.ones(1, H), (torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32)))
     with pytest.raises(StateError, match="nothing loaded into w13_weight_scale, w2_weight_scale"):
@@ -91,7 +92,7 @@ def test_mxfp4_weights_that_were_not_loaded_raise_or_give_nan() -> None:
     assert layer(*call).isnan().all()
 
 
-def test_autocast_does_not_change_what_a_router_chooses() -> None:
+def test_autocast_does_not_change_the_routing() -> None:
     generator = torch.Generator().manual_seed(0)
     router, x_TH = Router(RouterSpec(2), H, E), torch.randn(64, H, generator=generator)
     router.weight.copy_(torch.randn(E, H, generator=generator))
@@ -143,11 +144,13 @@ def test_scales_can_be_loaded_again() -> None:
         for each in (weights.w1_scale, weights.w2_scale, weights.a1_scale, weights.a2_scale):
             assert each is not None
             assert each.tolist() == [scale]
-    with pytest.raises(WeightsError, match=r"input_scale: got 0.5, need 0.125, as the other"):
+    with pytest.raises(
+        WeightsError, match=r"input_scale: got 0.5, need 0.125, the scale of the other"
+    ):
         load(loader, module, 0.125, 0.5)
 
 
-def test_gate_and_up_rows_that_would_share_a_word_are_refused() -> None:
+def test_gate_and_up_rows_in_one_packed_word_are_refused() -> None:
     with pytest.raises(InputError, match="intermediate: got 12, need a multiple of 8"):
         ExpertLoader(Share(1, H, 12), format_of(ZERO_POINTS))
     ExpertLoader(Share(1, H, 12, gated=False), format_of(ZERO_POINTS))
@@ -169,6 +172,6 @@ def test_weights_of_a_layer_can_be_loaded_again() -> None:
     ("arguments", "what"),
     [((3, [1]), "load"), (([1.0], 3), "slots"), (([1.0], [1], "linear"), "old placement")],
 )
-def test_a_load_that_is_no_list_is_refused(arguments: tuple[object, ...], what: str) -> None:
+def test_a_load_must_be_a_list(arguments: tuple[object, ...], what: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{what}: got"):
         rebalance(*arguments)

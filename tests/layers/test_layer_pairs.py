@@ -1,8 +1,9 @@
-"""Every two features of a layer together: right numbers on every rank, or a stated refusal.
+"""Every pair of features of a layer: a correct output on every rank, or a documented refusal.
 
-Exchanges, EP and TP ranks and their groups, the sum over ranks, routers, shared experts, factors,
-biases, activations and schemes. A feature that is right alone can be wrong beside another one: the
-sum over the ranks of an exchange is over TP alone, whatever groups there are.
+Features are exchanges, EP and TP ranks and their groups, the sum over ranks, routers, shared
+experts, factors, biases, activations and schemes. A feature that is correct alone can fail in
+combination: for example, the sum over ranks after an exchange must be over TP only, whatever groups
+there are.
 """
 
 import re
@@ -23,7 +24,7 @@ BOUNDS, W8A8_BOUND = {"float32": 1e-5, "bfloat16": 1e-2}, 8e-2
 
 
 def errors(row: dict[str, Any], outputs: list[torch.Tensor]) -> list[float]:
-    """Return the errors of what each rank returned, or of the sums that a caller takes."""
+    """Return the errors of each rank's output, or of the sums that the caller computes."""
     want, (ep, tp) = expected_output(row), row["place"].split
     assert not [out for out in outputs if isinstance(out, str)], outputs
     by_rank = [outputs[e * tp : (e + 1) * tp] for e in range(ep)]
@@ -35,7 +36,7 @@ def errors(row: dict[str, Any], outputs: list[torch.Tensor]) -> list[float]:
     return [error(sum(over_tp), want)]
 
 
-def test_every_two_values_meet_and_every_rule_does() -> None:
+def test_all_pairs_of_values_and_all_rules_are_covered() -> None:
     assert DRAWN.unmet() == []
     for reason in DRAWN.impossible().values():
         known = ("refused: ", "EPMoE ", "one rank ", "another part ", "replicated ")
@@ -44,15 +45,15 @@ def test_every_two_values_meet_and_every_rule_does() -> None:
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("row", DRAWN.accepted, ids=name_of)
-def test_a_layer_is_the_oracle_s_over_its_ranks(row: dict[str, Any], rank_pool: Pool) -> None:
+def test_a_layer_over_ranks_equals_the_oracle(row: dict[str, Any], rank_pool: Pool) -> None:
     check_layer(row, rank_pool)
 
 
 @pytest.mark.parametrize("exchange", ["replicated", "rows"])
-def test_tp_alone_sums_an_exchange_whatever_groups_there_are(
-    exchange: str, rank_pool: Pool
-) -> None:
-    """The defect that each feature's own tests passed: a group of EP and TP, and an exchange."""
+def test_the_output_of_an_exchange_is_summed_over_tp_only(exchange: str, rank_pool: Pool) -> None:
+    """A group of EP and TP in combination with an exchange; the tests of each feature alone passed
+    with this defect.
+    """
     place = Place(exchange, (2, 2), "each and both", True)
     check_layer(next(row for row in DRAWN.accepted if row["place"] == place), rank_pool)
 
@@ -67,7 +68,7 @@ def check_layer(row: dict[str, Any], rank_pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("rule", "row"), [pytest.param(*each, id=name_of(each)) for each in DRAWN.refused]
 )
-def test_a_refusal_is_the_one_that_a_rule_states(
+def test_every_refusal_is_that_of_its_rule(
     rule: Refusal, row: dict[str, Any], rank_pool: Pool
 ) -> None:
     for out in outputs_of(row, rank_pool):

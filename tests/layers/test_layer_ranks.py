@@ -1,4 +1,4 @@
-"""FusedMoE over ranks of gloo: EP x TP by process groups, with an exchange and without."""
+"""FusedMoE over gloo ranks: EP x TP with process groups, with and without an exchange."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,9 +28,9 @@ SAMPLE = Sample(FAMILIES["zero experts"], fields={"bias": True, "routed_scaling_
 
 @contextmanager
 def groups_of(rank: int, ep: int, tp: int) -> Iterator[tuple[Any, Any]]:
-    """The EP and the TP group of this rank: rank = ep_rank * tp + tp_rank. Collective.
+    """Yield the EP and TP groups of this rank, where rank = ep_rank * tp + tp_rank. Collective.
 
-    Destroyed afterwards: gloo's thread for each would go on asking, a hundred times a second.
+    The groups are destroyed afterwards, because gloo's thread of each polls 100 times per second.
     """
     mine = [None, None]
     for tp_rank in range(tp):
@@ -47,7 +47,8 @@ def groups_of(rank: int, ep: int, tp: int) -> Iterator[tuple[Any, Any]]:
 
 
 def summed(rank: int, world: int, group: Any, split: tuple[int, int], partial: bool) -> float:
-    """A layer that sums over ranks; the worst error of three calls, one of no tokens."""
+    """Return the largest error of three calls of a layer that sums over ranks; one has no
+    tokens."""
     ep, tp = split
     with groups_of(rank, ep, tp) as (ep_group, tp_group):
 
@@ -73,7 +74,7 @@ def summed(rank: int, world: int, group: Any, split: tuple[int, int], partial: b
 
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("split", SPLITS[1:], ids=str)
-def test_sums_over_groups_are_the_whole(
+def test_sums_over_groups_equal_the_whole(
     rank_pool: Pool, split: tuple[int, int], partial: bool
 ) -> None:
     errors = rank_pool(split[0] * split[1]).run(summed, split, partial)
@@ -81,7 +82,9 @@ def test_sums_over_groups_are_the_whole(
 
 
 def exchanged(rank: int, world: int, group: Any, part: str, split: tuple[int, int]) -> float:
-    """Each EP rank passes tokens of its own, over a part that moves them; TP ranks the same."""
+    """Return the error of a layer with an exchange: each EP rank has its own tokens, TP ranks the
+    same.
+    """
     ep, tp = split
     with groups_of(rank, ep, tp) as (ep_group, tp_group):
         parallel = LayerParallel(ep_group=ep_group, tp_group=tp_group)
@@ -110,13 +113,13 @@ def exchanged(rank: int, world: int, group: Any, part: str, split: tuple[int, in
 
 @pytest.mark.parametrize("split", [(2, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("part", [REPLICATED, ALL2ALL, GATHERED])
-def test_tokens_travel(rank_pool: Pool, part: str, split: tuple[int, int]) -> None:
+def test_an_exchange_of_tokens(rank_pool: Pool, part: str, split: tuple[int, int]) -> None:
     errors = rank_pool(split[0] * split[1]).run(exchanged, part, split)
     assert max(errors) < 1e-5
 
 
 def with_copies(rank: int, world: int, group: Any) -> tuple[float, list[int]]:
-    """Calls of one token over a placement in which every rank holds every expert."""
+    """Return the results of calls with one token, with every expert on every rank."""
     placement = rebalance([1.0] * E, [E] * world)
     sample = Sample(tokens=1)
     layer = FusedMoE(
@@ -127,7 +130,7 @@ def with_copies(rank: int, world: int, group: Any) -> tuple[float, list[int]]:
     held = list(placement.slots[rank])
     whole = sample.plain
     layer.set_weights(ExpertWeights(whole.w1[held], whole.w2[held]))
-    part = layer._own_kernel.prepare_finalize
+    part = layer._exchange_kernel.prepare_finalize
     taken, local_tokens = [], part.local_tokens
 
     def counted(call: Any, x: Any, scale: Any, slots_RK: torch.Tensor, weights: Any) -> Any:
@@ -141,8 +144,8 @@ def with_copies(rank: int, world: int, group: Any) -> tuple[float, list[int]]:
     return max(error(one, sample.expected_output()) for one in got), taken
 
 
-def test_one_token_s_pairs_are_spread_over_copies(rank_pool: Pool) -> None:
-    """Three pairs on two ranks: two and one, and the other way round in the next call."""
+def test_the_pairs_of_one_token_are_distributed_over_copies(rank_pool: Pool) -> None:
+    """Three pairs on two ranks: two and one, and the reverse in the next call."""
     results = rank_pool(2).run(with_copies)
     assert max(worst for worst, _ in results) < 1e-5
     first, second = (taken for _, taken in results)
@@ -165,7 +168,7 @@ def refused(rank: int, world: int, group: Any) -> list[str]:
     return told
 
 
-def test_places_that_contradict_their_groups(rank_pool: Pool) -> None:
+def test_ranks_that_contradict_their_groups_are_refused(rank_pool: Pool) -> None:
     first, second = rank_pool(2).run(refused)
     assert first[0] == "ep: got (1, 2), need (0, 2), this rank's position in ep_group"
     assert second[0] == "ep: got (0, 2), need (1, 2), this rank's position in ep_group"
@@ -176,7 +179,7 @@ def test_places_that_contradict_their_groups(rank_pool: Pool) -> None:
 
 
 def test_balance_of_a_layer() -> None:
-    """What the router chose, counted and evened out, still gives the layer's output."""
+    """Balancing by the router's counted loads does not change the layer's output."""
     sample = Sample(tokens=40)
     routing = route(sample.logits, sample.router).routing
     load = [float(n) for n in count(routing.topk_ids_TK, E)]

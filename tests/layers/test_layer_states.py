@@ -1,4 +1,6 @@
-"""A layer's state loads into a fresh one, packed as it is; batches of routing lie as those of x."""
+"""The state_dict of a layer loads into a new layer without repacking; batches of routing have the
+shape of x.
+"""
 
 import copy
 from dataclasses import replace
@@ -32,7 +34,7 @@ ALIKE = ("compressed fp8 channel", "compressed int8")
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_STATE)
-def test_a_state_of_a_ready_layer_makes_a_fresh_one_ready(kind, tmp_path) -> None:
+def test_the_state_of_a_ready_layer_makes_a_new_one_ready(kind, tmp_path) -> None:
     sample = write(tmp_path, "mixtral", kind, intermediate=I)
     x, weights, ids = sample.inputs(5)
     layer, fresh = layer_of(kind, LayerParallel()), layer_of(kind, LayerParallel())
@@ -52,7 +54,7 @@ def test_a_state_of_a_ready_layer_makes_a_fresh_one_ready(kind, tmp_path) -> Non
 
 @pytest.mark.parametrize("theirs", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_scales_that_come_in_another_dtype_stay_what_they_are(
+def test_scales_in_another_dtype_keep_their_values(
     own: torch.dtype, theirs: torch.dtype, tmp_path
 ) -> None:
     write(tmp_path, "mixtral", "gptq", intermediate=I)
@@ -74,14 +76,14 @@ def test_scales_that_come_in_another_dtype_stay_what_they_are(
 
 
 @pytest.mark.parametrize("kind", ["awq", *ALIKE])
-def test_a_state_that_is_not_ready_makes_nothing_ready(kind) -> None:
+def test_an_incomplete_state_does_not_make_a_layer_ready(kind) -> None:
     raw, fresh = layer_of(kind, LayerParallel()), layer_of(kind, LayerParallel())
     fresh.load_state_dict(raw.state_dict())
-    with pytest.raises(StateError, match="as a checkpoint has them"):
+    with pytest.raises(StateError, match="in the checkpoint's layout"):
         fresh(torch.zeros(2, H, dtype=torch.bfloat16), (torch.ones(2, K), torch.zeros(2, K).int()))
 
 
-def test_batches_of_routing_lie_as_those_of_x() -> None:
+def test_batches_of_routing_have_the_shape_of_x() -> None:
     layer = layer_of("fp32", LayerParallel())
     for parameter in layer.parameters():
         parameter.data.fill_(0.5)

@@ -1,4 +1,6 @@
-"""FusedMoE on one process: every rank's part by itself, routing of every kind, plans and memory."""
+"""FusedMoE in one process: the output of each simulated rank, every kind of routing, plans and
+memory.
+"""
 
 import gc
 import random
@@ -45,7 +47,7 @@ BOUNDS = {"bf16": 1e-2, "fp8": 8e-2}
 
 @pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_parts_of_ranks_sum_to_the_whole(name: str, split: tuple[int, int]) -> None:
+def test_outputs_of_ranks_sum_to_the_whole(name: str, split: tuple[int, int]) -> None:
     sample, (ep, tp) = SAMPLES[name], split
     total = torch.zeros(T, H, dtype=torch.float64)
     for ep_rank in range(ep):
@@ -76,8 +78,8 @@ def test_shared_experts_count_once(partial: bool, split: tuple[int, int]) -> Non
     assert seen == [T] * (ep * tp)
 
 
-def test_experts_that_do_not_divide() -> None:
-    """Blocks of 3, 3 and 2; every expert is on exactly one rank."""
+def test_experts_that_do_not_divide_evenly() -> None:
+    """8 experts on 3 ranks: blocks of 3, 3 and 2, so that every expert is on exactly one rank."""
     sample, total = Sample(), torch.zeros(T, H, dtype=torch.float64)
     homes = []
     for rank in range(3):
@@ -105,7 +107,7 @@ def test_one_rank_may_hold_experts_in_another_order(reduce_results: bool) -> Non
     assert error(y, sample.expected_output()) < 1e-5
 
 
-def test_parameters_have_the_field_s_names() -> None:
+def test_parameters_have_their_usual_names() -> None:
     layer = FusedMoE(E, H, I, 3, K, bias=True, parallel=LayerParallel(ep=(1, 2), tp=(0, 2)))
     shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
     assert shapes == {
@@ -122,7 +124,7 @@ def test_parameters_have_the_field_s_names() -> None:
     assert shapes["w13_weight_scale"] == (E, 2 * I, H // 16)
 
 
-def test_a_state_dict_goes_round() -> None:
+def test_state_dict_round_trip() -> None:
     sample = SAMPLES["biases"]
     layer, other = layer_of(sample), FusedMoE(E, H, I, bias=True, router=sample.router)
     other.load_state_dict(layer.state_dict())
@@ -131,7 +133,7 @@ def test_a_state_dict_goes_round() -> None:
     assert torch.equal(deepcopy(layer)(sample.x_TH, sample.logits), want)
 
 
-def test_weights_that_are_exchanged_are_seen() -> None:
+def test_replaced_weights_are_used() -> None:
     sample = Sample()
     layer = layer_of(sample)
     before = layer(sample.x_TH, sample.logits)
@@ -149,8 +151,8 @@ def test_weights_that_are_exchanged_are_seen() -> None:
         layer(sample.x_TH, sample.logits)
 
 
-def test_transposed_storage_is_read_where_it_lies() -> None:
-    """(e, H, 2I) and (e, I, H), as other libraries store them, given as views."""
+def test_transposed_storage_is_used_without_a_copy() -> None:
+    """Views of (e, H, 2I) and (e, I, H) tensors, as some libraries store weights."""
     sample = Sample()
     layer, good = layer_of(sample), share(sample, (0, 1), (0, 1))
     want = layer(sample.x_TH, sample.logits)
@@ -160,7 +162,7 @@ def test_transposed_storage_is_read_where_it_lies() -> None:
     assert torch.allclose(layer(sample.x_TH, sample.logits), want, atol=1e-6)
 
 
-def test_describe_tells_where_experts_are() -> None:
+def test_describe_states_where_experts_are() -> None:
     layer = layer_of(Sample(), (1, 4), layer_id=5)
     text = layer.describe()
     for piece in (
@@ -243,20 +245,22 @@ def test_a_router_inside(table: bool) -> None:
 
 @pytest.fixture
 def without_interpreter() -> Iterator[None]:
-    """A router that is interpreted would take minutes."""
+    """Run the router in torch, because the interpreted one is too slow."""
     with prefer_torch_reference():
         yield
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds."""
+    """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm") as file:  # noqa: PTH123
         return int(file.read().split()[1]) * 4096
 
 
 @pytest.mark.usefixtures("without_interpreter")
 def test_a_thousand_calls_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four layers, two of one shape: memory does not grow, outputs stay as they were."""
+    """Four layers, two of them of the same shape: memory does not grow, and outputs do not change
+    later.
+    """
     shared = KernelCache()
     monkeypatch.setattr(module, "_plan_cache", shared)
     sample = Sample(tokens=600)
@@ -318,8 +322,8 @@ def test_captures_make_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [key[1].tokens for key in shared.kernels] == [32, 64]
 
 
-def test_the_whole_of_a_layer_is_what_a_kernel_computes() -> None:
-    """One rank, by hand, so that the samples themselves are checked."""
+def test_a_layer_on_one_rank_equals_a_kernel() -> None:
+    """One rank, computed by hand, to check the expected outputs of the other tests."""
     sample = SAMPLES["biases"]
     routing: Routing = route(sample.logits, sample.router, RouterTensors()).routing
     weights: ExpertWeights = sample.plain

@@ -1,4 +1,4 @@
-"""FusedMoE, Router and their places: bad input is told before anything runs."""
+"""FusedMoE and Router refuse invalid arguments before anything runs."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from modular_kernel.layers.router import Router, RouterSpec, select_experts
 from modular_kernel.spec.placement import Placement
 
 BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"top_k": None, "router": None}, "top_k: got None, need K, where there is no router"),
+    ({"top_k": None, "router": None}, "top_k: got None, need K, because there is no router"),
     ({"top_k": 2}, "top_k: got 2, need 3, the router's"),
     ({"top_k": 9, "router": None}, "top_k: got 9, need 1 to 8, the experts"),
     ({"top_k": 2.5, "router": None}, "top_k: got 2.5, need an int"),
@@ -47,8 +47,8 @@ BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
       "parallel": LayerParallel(ep=(0, 2))}, "placement: got copies, need a prepare/finalize part"),
     ({"prepare_finalize": "TorchAll2AllPrepareAndFinalize"}, "max_tokens: got None, need the max"),
     ({"prepare_finalize": "NoSuchPart"}, "prepare_finalize part: got 'NoSuchPart'"),
-    ({"router": RouterSpec(K, selection_bias=True)}, "selection_bias: got None, need a tensor exa"),
-    ({"selection_bias": torch.zeros(E)}, "selection_bias: got a tensor, need a tensor exactly"),
+    ({"router": RouterSpec(K, selection_bias=True)}, "selection_bias: got None, need a tensor if"),
+    ({"selection_bias": torch.zeros(E)}, "selection_bias: got a tensor, need a tensor if and only"),
     ({"router": Router(RouterSpec(K), H, 9)}, "router num_experts: got 9, need 8, the layer's"),
     ({"router": 3}, "router: got 3, need a Router or a RouterSpec or None"),
     ({"device": "gpus"}, "device: got 'gpus', need a torch device"),
@@ -71,7 +71,7 @@ def test_bad_layers(options: dict[str, Any], message: str) -> None:
         ({"tp": 2}, "tp: got 2, need a tuple of an int and an int"),
     ],
 )
-def test_bad_places(fields: dict[str, Any], message: str) -> None:
+def test_bad_ranks(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         LayerParallel(**fields)
 
@@ -131,8 +131,8 @@ def test_bad_weights() -> None:
 
 def test_bad_routers() -> None:
     for options, message in (
-        ({"vocabulary": 5}, "vocabulary: got 5, need a number where the router has a table"),
-        ({"spec": RouterSpec(2, table=True)}, "vocabulary: got None, need a number where"),
+        ({"vocabulary": 5}, "vocabulary: got 5, need a number if the router has a table"),
+        ({"spec": RouterSpec(2, table=True)}, "vocabulary: got None, need a number if"),
         ({"num_experts": 1}, "router experts: got 1"),
         ({"spec": 2}, "router: got 2, need a RouterSpec"),
     ):

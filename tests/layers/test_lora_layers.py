@@ -1,4 +1,4 @@
-"""FusedMoEWithLoRA and LoRABackend: the base layer with what adapters add."""
+"""FusedMoEWithLoRA and LoRABackend: the base layer plus what adapters add."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ from modular_kernel.ops.moe_lora import run_moe_lora
 
 
 @pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("merged", 1), ("parallel_delta", 1)])
-def test_without_adapters_it_is_the_base_layer_bit_for_bit(mode: str, halves: int) -> None:
+def test_without_adapters_it_equals_the_base_layer_bit_for_bit(mode: str, halves: int) -> None:
     layer = base()
     adapted, manager = made(layer, mode, halves)
     x, logits = call()
@@ -49,8 +49,8 @@ def test_without_adapters_it_is_the_base_layer_bit_for_bit(mode: str, halves: in
 
 
 @pytest.mark.parametrize("halves", [1, 2])
-def test_merged_is_the_exact_rule(halves: int) -> None:
-    """Beside the oracle of weights with s B A added, written without it."""
+def test_merged_mode_equals_merged_weights(halves: int) -> None:
+    """Compared with an independent computation with weights + s B A."""
     layer = base(routed_scaling_factor=1.5)
     adapted, manager = made(layer, "merged", halves)
     x, logits = call()
@@ -69,7 +69,7 @@ def test_merged_is_the_exact_rule(halves: int) -> None:
     assert float((got.double() - want).abs().max()) <= 2e-6 * float(want.abs().max())
 
 
-def test_parallel_adds_the_branch_alone() -> None:
+def test_parallel_mode_adds_only_the_branch() -> None:
     layer = base(routed_scaling_factor=1.5)
     adapted, manager = made(layer, "parallel_delta", 1)
     x, logits = call()
@@ -90,7 +90,7 @@ def test_parallel_adds_the_branch_alone() -> None:
     assert info.scalings.tolist() == [2.0, 0.5, 1.0]
 
 
-def test_the_backend_has_a_pool_s_buffers() -> None:
+def test_the_backend_uses_the_buffers_of_its_pool() -> None:
     layer = base()
     _, manager = made(layer, "parallel_delta", 1)
     backend, (x, _) = manager.backend(3), call()
@@ -181,6 +181,6 @@ def test_parts_over_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         FusedMoEWithLoRA(layer, manager)
 
 
-def test_a_backend_is_of_a_pool() -> None:
+def test_a_backend_requires_a_pool() -> None:
     with pytest.raises(ConfigurationError, match="pool: got None"):
         LoRABackend(None)  # type: ignore[arg-type]

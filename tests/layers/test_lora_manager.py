@@ -1,4 +1,5 @@
-"""LoRAManager: slots of adapters over several layers, batches by names, and what is refused."""
+"""LoRAManager: slots of adapters over several layers, batches by adapter name, and what is
+refused."""
 
 from typing import Any
 
@@ -17,7 +18,7 @@ from modular_kernel.errors import (
 from modular_kernel.layers.lora import ForwardBatch, FusedMoEWithLoRA, LoRAManager, MoELoRALayer
 
 
-def test_layers_that_an_adapter_has_not_are_zero_and_slots_agree() -> None:
+def test_layers_without_the_adapter_are_zero_and_slots_agree() -> None:
     layer = base()
     manager = LoRAManager(layer.problem, "adapters=2,rank=5", [3, 4])
     assert not manager.has_moe_lora
@@ -41,7 +42,7 @@ def test_layers_that_an_adapter_has_not_are_zero_and_slots_agree() -> None:
         manager.load("four", {3: own})
 
 
-def test_what_fails_in_one_layer_changes_none() -> None:
+def test_an_error_in_one_layer_changes_no_layer() -> None:
     manager = LoRAManager(base().problem, "adapters=2,rank=5", [3, 4])
     good, bad = (MoELoRALayer(adapter(r, 1, halves=2)) for r in (4, 6))
     with pytest.raises(ModularKernelError, match="rank: got 6"):
@@ -52,7 +53,7 @@ def test_what_fails_in_one_layer_changes_none() -> None:
 
 
 @pytest.mark.parametrize("scaling", [2.0, 1.0])
-def test_a_scaling_is_in_both_b(scaling: float) -> None:
+def test_the_scaling_is_part_of_both_b(scaling: float) -> None:
     whole = adapter(3, 0)
     folded = MoELoRALayer(whole, scaling).folded()
     assert torch.equal(folded.lora_b13, whole.lora_b13 * scaling)
@@ -66,7 +67,7 @@ def two_layers() -> LoRAManager:
     return manager
 
 
-def test_a_pool_changed_beside_the_manager_is_noticed() -> None:
+def test_a_pool_changed_without_the_manager_is_detected() -> None:
     manager, own = two_layers(), adapter(3, 2, halves=2)
     manager.pools[5].load("mine", own)
     with pytest.raises(StateError, match=r"slots by layer: got \{3: 1, 5: 2\}"):
@@ -81,13 +82,13 @@ def test_a_pool_changed_beside_the_manager_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("layers", [3, [], [3, 3], "ab", [3, "4"], [True]])
-def test_layers_are_numbers_each_once(layers: Any) -> None:
+def test_layers_are_distinct_numbers(layers: Any) -> None:
     with pytest.raises(ConfigurationError, match="layer"):
         LoRAManager(base().problem, "adapters=3,rank=5", layers)
 
 
 @pytest.mark.parametrize("name", [3, ["a"], None])
-def test_names_are_text(name: Any) -> None:
+def test_names_must_be_strings(name: Any) -> None:
     manager = two_layers()
     with pytest.raises(ConfigurationError, match="name of an adapter"):
         manager.evict(name)
@@ -96,12 +97,12 @@ def test_names_are_text(name: Any) -> None:
 
 
 @pytest.mark.parametrize("names", ["ab", None, ("a", 3), ("a", ["b"])])
-def test_a_batch_names_text_or_nothing(names: Any) -> None:
+def test_a_batch_has_strings_or_none(names: Any) -> None:
     with pytest.raises(ConfigurationError, match="lora_ids"):
         ForwardBatch(names, torch.tensor([0, 4, 12]))
 
 
-def test_a_batch_has_a_place_for_each_sequence() -> None:
+def test_a_batch_has_one_entry_per_sequence() -> None:
     with pytest.raises(ShapeError, match=r"seg_indptr: got \(3,\), need \(2,\)"):
         ForwardBatch(("a",), torch.tensor([0, 4, 12]))
     with pytest.raises(DtypeError, match="seg_indptr: got list"):

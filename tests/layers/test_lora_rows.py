@@ -1,7 +1,7 @@
-"""Rows of the checklist of adapters, L1 to L23: the tests of each, and what they leave out.
+"""The feature checklist of adapters, L1 to L23, names existing tests, and what they do not cover.
 
-A row names tests as `file::function`. "The branch" is run_moe_lora, adapters beside the experts;
-"merged" are adapters inside them, as they are trained.
+A row names tests as `file::function`. "The branch" is run_moe_lora, which adds adapters to the
+output of the experts; "merged" adapters are applied inside the experts, as they are trained.
 """
 
 import pytest
@@ -14,111 +14,111 @@ POOL, EXACT = "test_adapter_pool", "test_adapters"
 KERNELS = "interpreter/test_adapter_kernels"
 ROWS = {
     "L1": Row("the branch's delta, with the gated product", (
-        f"{BRANCH}::test_staged_is_fused_is_the_loop",
-        f"{LAYERS}::test_parallel_adds_the_branch_alone",
-        f"{BRANCH}::test_it_is_another_function_than_merged_weights",
+        f"{BRANCH}::test_staged_and_fused_equal_the_loop",
+        f"{LAYERS}::test_parallel_mode_adds_only_the_branch",
+        f"{BRANCH}::test_it_differs_from_merged_weights",
     )),
     "L2": Row("four buffers of the largest rank, gate's rows first", (
-        f"{LAYERS}::test_the_backend_has_a_pool_s_buffers",
-        f"{REFUSED}::test_what_does_not_fit_is_named_before_anything_runs",
+        f"{LAYERS}::test_the_backend_uses_the_buffers_of_its_pool",
+        f"{REFUSED}::test_wrong_arguments_are_refused_by_name",
     )),
     "L3": Row("ranks of slots: only so much is read, zero beyond", (
-        f"{STEPS}::test_each_step_is_its_float64_loop",
+        f"{STEPS}::test_each_step_equals_its_float64_loop",
         f"{READS}::test_one_rank_for_all_experts_and_ranks_above_the_buffers",
     )),
     "L4": Row("scalings, once for each pair", (
-        f"{LAYERS}::test_parallel_adds_the_branch_alone",
-        f"{MANAGER}::test_a_scaling_is_in_both_b",
+        f"{LAYERS}::test_parallel_mode_adds_only_the_branch",
+        f"{MANAGER}::test_the_scaling_is_part_of_both_b",
     ), "merged has them in both B, as the rule has it"),
     "L5": Row("adapters by sequence and by token; none changes nothing", (
-        f"{READS}::test_sequences_and_tokens_name_adapters",
+        f"{READS}::test_adapters_of_sequences_and_of_tokens",
         f"{READS}::test_rows_without_an_adapter_or_an_expert_keep_their_bits",
-        f"{EXACT}::test_sequences_give_their_tokens_their_slots",
-        f"{EXACT}::test_rows_without_an_adapter_have_the_bits_of_the_layer_without_any",
+        f"{EXACT}::test_tokens_get_the_slots_of_their_sequences",
+        f"{EXACT}::test_rows_without_an_adapter_equal_the_layer_without_adapters",
     )),
     "L6": Row("ids that are no expert's are skipped; ranks by expert", (
         f"{READS}::test_rows_without_an_adapter_or_an_expert_keep_their_bits",
-        f"{STEPS}::test_each_step_is_its_float64_loop",
+        f"{STEPS}::test_each_step_equals_its_float64_loop",
     ), "merged has one rank a slot: rows beyond an expert's own are zero"),
     "L7": Row("moe_lora_a_kernel", (
-        f"{STEPS}::test_each_step_is_its_float64_loop",
+        f"{STEPS}::test_each_step_equals_its_float64_loop",
         "compile/test_moe_lora_compile::test_every_kernel_is_clean",
     ), "tiles of 16 pairs, up to 32 ranks, 128 bytes of depth: fp32 of 128 values spills"),
     "L8": Row("moe_lora_gate_up_b_kernel", (
-        f"{STEPS}::test_each_step_is_its_float64_loop",
+        f"{STEPS}::test_each_step_equals_its_float64_loop",
         "compile/test_moe_lora_compile::test_every_kernel_is_clean",
     )),
     "L9": Row("moe_lora_down_combine_kernel, in place", (
-        f"{STEPS}::test_each_step_is_its_float64_loop",
+        f"{STEPS}::test_each_step_equals_its_float64_loop",
         f"{READS}::test_rows_without_an_adapter_or_an_expert_keep_their_bits",
     ), "A of down comes from one more launch of the first kernel, not again for each block of H; "
        "tiles of 16 tokens, the least of tensor cores"),
     "L10": Row("moe_lora_fused_kernel", (
-        f"{STEPS}::test_the_fused_kernel_alone",
-        f"{BRANCH}::test_staged_is_fused_is_the_loop",
+        f"{STEPS}::test_the_fused_kernel",
+        f"{BRANCH}::test_staged_and_fused_equal_the_loop",
     )),
     "L11": Row("run_moe_lora and its strategies", (
-        f"{BRANCH}::test_staged_is_fused_is_the_loop",
-        f"{BRANCH}::test_auto_runs_one_of_both",
+        f"{BRANCH}::test_staged_and_fused_equal_the_loop",
+        f"{BRANCH}::test_auto_runs_one_implementation",
     )),
     "L12": Row("MoELoRABatchInfo; buffers of any strides", (
-        f"{READS}::test_strides_are_passed",
-        f"{REFUSED}::test_batches_that_are_none_are_refused",
+        f"{READS}::test_strides_are_used",
+        f"{REFUSED}::test_invalid_batches_are_refused",
     )),
     "L13": Row("small and odd ranks, several in one batch", (
-        f"{BRANCH}::test_any_size",
+        f"{BRANCH}::test_irregular_sizes",
         "test_merged_weights::test_in_float32_within_a_millionth",
         f"{KERNELS}::test_ranks_at_and_beyond_a_block",
     )),
     "L14": Row("float32 sums, IEEE products in float32", (
         f"{BRANCH}::test_the_specified_configurations",
-        f"{BRANCH}::test_staged_is_fused_is_the_loop",
+        f"{BRANCH}::test_staged_and_fused_equal_the_loop",
     )),
     "L15": Row("backend, prepare_moe_lora_batch, load and evict", (
-        f"{LAYERS}::test_without_adapters_it_is_the_base_layer_bit_for_bit",
-        f"{MANAGER}::test_layers_that_an_adapter_has_not_are_zero_and_slots_agree",
-        f"{POOL}::test_what_is_loaded_later_is_read_where_it_was",
+        f"{LAYERS}::test_without_adapters_it_equals_the_base_layer_bit_for_bit",
+        f"{MANAGER}::test_layers_without_the_adapter_are_zero_and_slots_agree",
+        f"{POOL}::test_later_loads_reuse_the_same_memory",
     )),
     "L16": Row("pairs grouped by adapter and expert; others are not read", (
-        f"{STEPS}::test_pairs_of_one_adapter_and_expert_lie_together",
+        f"{STEPS}::test_pairs_of_one_adapter_and_expert_are_adjacent",
         f"{READS}::test_other_adapters_and_experts_are_not_read",
-        f"{EXACT}::test_a_call_without_adapters_is_the_layer_without_any",
+        f"{EXACT}::test_a_call_without_adapters_equals_the_layer_without_adapters",
     )),
     "L17": Row("a benchmark of the two configurations", (
         "test_adapter_cost::test_the_branch_is_timed_in_its_two_configurations",
         f"{BRANCH}::test_the_specified_configurations",
     ), "no time of it is published"),
-    "L18": Row("each step by itself, with a torch twin", (
-        f"{STEPS}::test_each_step_is_its_float64_loop",
-        f"{STEPS}::test_the_fused_kernel_alone",
+    "L18": Row("each step by itself, with a torch reference", (
+        f"{STEPS}::test_each_step_equals_its_float64_loop",
+        f"{STEPS}::test_the_fused_kernel",
     )),
     "L19": Row("in place, the same object, other rows bit for bit", (
         f"{READS}::test_rows_without_an_adapter_or_an_expert_keep_their_bits",
-        f"{LAYERS}::test_the_backend_has_a_pool_s_buffers",
+        f"{LAYERS}::test_the_backend_uses_the_buffers_of_its_pool",
     )),
     "L20": Row("wrong buffers are named", (
-        f"{REFUSED}::test_what_does_not_fit_is_named_before_anything_runs",
-        f"{EXACT}::test_bad_tensors_are_named_before_anything_runs",
+        f"{REFUSED}::test_wrong_arguments_are_refused_by_name",
+        f"{EXACT}::test_bad_tensors_are_refused_by_name_before_anything_runs",
     )),
     "L21": Row("the choice can be seen and made", (
-        f"{BRANCH}::test_auto_takes_what_it_says",
-        f"{BRANCH}::test_auto_runs_one_of_both",
+        f"{BRANCH}::test_auto_uses_the_implementation_that_it_reports",
+        f"{BRANCH}::test_auto_runs_one_implementation",
     ), "auto is calculated, and no crossover measured"),
     "L22": Row("bytes of an adapter; a pool refuses with them", (
-        f"{POOL}::test_a_full_pool_tells_the_bytes_it_needs",
-        f"{POOL}::test_a_pool_that_does_not_fit_tells_its_bytes",
+        f"{POOL}::test_a_full_pool_states_the_bytes_that_it_needs",
+        f"{POOL}::test_a_pool_that_does_not_fit_states_its_bytes",
         "test_lora_rows::test_bytes_of_deepseek_v3",
     )),
     "L23": Row("LoRABackend, LoRAManager, MoELoRALayer, FusedMoEWithLoRA", (
-        f"{LAYERS}::test_without_adapters_it_is_the_base_layer_bit_for_bit",
-        f"{LAYERS}::test_merged_is_the_exact_rule",
+        f"{LAYERS}::test_without_adapters_it_equals_the_base_layer_bit_for_bit",
+        f"{LAYERS}::test_merged_mode_equals_merged_weights",
         f"{SHARES}::test_shares_of_tp_ranks_add_up",
         f"{LAYERS}::test_what_is_refused",
     )),
 }  # fmt: skip
 
 
-def test_every_row_is_here() -> None:
+def test_every_row_exists() -> None:
     assert list(ROWS) == [f"L{number}" for number in range(1, 24)]
 
 
@@ -129,7 +129,7 @@ def test_its_tests_exist(row: str) -> None:
 
 
 def test_bytes_of_deepseek_v3() -> None:
-    """29.4 + 16.8 + 8.4 + 29.4 MB of one layer at rank 8 in bf16, of A for gate and up in one."""
+    """One layer at rank 8 in bf16, with one A for gate and up: 29.4 + 16.8 + 8.4 + 29.4 MB."""
     import modular_kernel as mk
     from modular_kernel.measure.adapter_roofline import adapter_bytes
 

@@ -1,4 +1,4 @@
-"""Layers with adapters on TP and EP ranks: what ranks return adds up, and how adapters are cut."""
+"""Layers with adapters on TP and EP ranks: outputs that add up, and how adapters are sharded."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ from modular_kernel.spec.quantization import QuantScheme
 
 
 def tp(layer: FusedMoE, rank: int, ranks: int) -> tuple[FusedMoE, slice, Callable[..., Any]]:
-    """One TP rank of a layer: its share of weights."""
+    """Return one TP rank of a layer, with its shard of the weights."""
     split = split_intermediate(I, ranks, QuantScheme.parse("none"))
     part = slice(*split.columns(rank))
     its = base(parallel=LayerParallel(tp=(rank, ranks)))
@@ -33,7 +33,7 @@ def tp(layer: FusedMoE, rank: int, ranks: int) -> tuple[FusedMoE, slice, Callabl
 @pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("parallel_delta", 1)])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_shares_of_tp_ranks_add_up(mode: str, halves: int, ranks: int) -> None:
-    """B of w1 and A of w2 are cut, as the layer is; what ranks return adds up to the whole."""
+    """B of w1 and A of w2 are sharded like the layer; the outputs of ranks add up to the whole."""
     layer = base()
     whole, manager = made(layer, mode, halves)
     x, logits = call()
@@ -50,7 +50,7 @@ def test_shares_of_tp_ranks_add_up(mode: str, halves: int, ranks: int) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_an_adapter_is_cut_as_its_weights_are() -> None:
+def test_an_adapter_is_sharded_like_its_weights() -> None:
     whole = adapter(2, 0, halves=2)
     part = whole.share(1, 3)
     assert torch.equal(part.lora_b13[:, :8], whole.lora_b13[:, 8:16])
@@ -67,7 +67,7 @@ def test_an_adapter_is_cut_as_its_weights_are() -> None:
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("ranks", "quant"), [(5, "none"), (2, "nvfp4_w4a16")])
 def test_a_padded_share_is_padded_with_zeros(gated: bool, ranks: int, quant: str) -> None:
-    """The columns of each rank are those of its weights; the last rank has fewer."""
+    """Each rank has the columns of its weights; the last rank has fewer."""
     whole, split = adapter(2, 0, halves=2), split_intermediate(I, ranks, QuantScheme.parse(quant))
     b13 = whole.lora_b13.unflatten(1, (2, I) if gated else (I, 2))
     b13 = b13 if gated else b13.transpose(1, 2)
@@ -91,7 +91,7 @@ def test_a_padded_share_is_padded_with_zeros(gated: bool, ranks: int, quant: str
 
 @pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("parallel_delta", 1)])
 def test_shares_of_ep_ranks_add_up(mode: str, halves: int) -> None:
-    """Every rank has all tokens and half of the experts, of the base and of adapters."""
+    """Every rank has all tokens, and half of the experts of the base layer and of the adapters."""
     layer = base()
     whole, manager = made(layer, mode, halves)
     x, logits = call()
@@ -113,8 +113,8 @@ def test_shares_of_ep_ranks_add_up(mode: str, halves: int) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_ids_of_no_expert_are_skipped_by_an_ep_rank_s_branch() -> None:
-    """-1 is not the last expert's, and E and beyond are nobody's."""
+def test_the_branch_of_an_ep_rank_skips_invalid_ids() -> None:
+    """-1 does not select the last expert, and ids of E and above select none."""
     its = filled(FusedMoE(E, H, I, 3, K, parallel=LayerParallel(ep=(1, 2)), **FLOATS))
     manager = LoRAManager(its.problem, "adapters=1,rank=5,a13=shared", [3], mode="parallel_delta")
     manager.load("a", {3: MoELoRALayer(adapter(3, 3, experts=3), 2.0)})
@@ -133,14 +133,14 @@ def test_ids_of_no_expert_are_skipped_by_an_ep_rank_s_branch() -> None:
 @pytest.mark.parametrize(
     ("gated", "rows"), [(True, I), (True, 3 * I), (False, 3 * I), (True, 2 * I + 2)]
 )
-def test_shares_ask_for_the_rows_of_w1(gated: bool, rows: int) -> None:
+def test_sharding_requires_the_rows_of_w1(gated: bool, rows: int) -> None:
     whole = adapter(4, 0)
     other = replace(whole, lora_b13=torch.zeros(E, rows, 4))
     with pytest.raises(ShapeError, match=f"got {rows}, need .*gated={gated}"):
         other.share(0, 2, gated=gated)
 
 
-def test_shares_are_of_tensors() -> None:
+def test_sharding_requires_tensors() -> None:
     whole = adapter(4, 0)
     with pytest.raises(DtypeError, match="lora_a2: got list, need a tensor"):
         replace(whole, lora_a2=[1.0]).share(0, 2)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Layers on tensor-parallel ranks whose shares are padded, loaded in every way."""
+"""Layers on tensor-parallel ranks with padded shards, loaded in every way."""
 
 from pathlib import Path
 
@@ -28,8 +28,9 @@ def size_of(kind: str) -> int:
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
-def test_tensor_by_tensor_as_from_files(kind: str, tmp_path: Path) -> None:
-    """Padding included, although the parameters start with other values, as after `to_empty`."""
+def test_loading_tensor_by_tensor_equals_loading_from_files(kind: str, tmp_path: Path) -> None:
+    """Including the padding, although the parameters start with other values, as after
+    `to_empty`."""
     size = size_of(kind)
     write(tmp_path, "mixtral", kind, intermediate=size)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -65,7 +66,7 @@ def test_tensor_by_tensor_as_from_files(kind: str, tmp_path: Path) -> None:
     "kind",
     ["mxfp4", "compressed nvfp4", "awq", "compressed int4, zero points", "deepseek fp8", "bf16"],
 )
-def test_terms_of_layers_add_up(kind: str, tp: int, tmp_path: Path) -> None:
+def test_outputs_of_ranks_add_up(kind: str, tp: int, tmp_path: Path) -> None:
     size = {"bf16": 301, "compressed nvfp4": 304}.get(kind, 288)
     sample = write(tmp_path, "gpt_oss", kind, intermediate=size)
     x, weights, ids = sample.inputs(8)
@@ -95,7 +96,7 @@ def test_terms_of_layers_add_up(kind: str, tp: int, tmp_path: Path) -> None:
 
 
 def test_unquantized_layers_can_be_loaded_again(tmp_path: Path) -> None:
-    """Through the parameters of a layer, without a step after loading; the padding is 0."""
+    """Through the parameters of a layer, without a step after loading; the padding stays 0."""
     sample = write(tmp_path, "mixtral", "bf16", intermediate=301)
     experts = {
         name: t
@@ -157,7 +158,7 @@ def test_layers_quantized_while_loading(scheme: str, size: int, tmp_path: Path) 
         assert torch.equal(layer.w13_weight.view(torch.uint8), loaded.weights.w1.view(torch.uint8))
 
 
-def test_destinations_of_a_padded_share() -> None:
+def test_destinations_of_a_padded_shard() -> None:
     share = Share(2, 64, 288, tp=(1, 4), quant="mxfp4_w4a16")
     assert (share.width, share.columns, share.padding) == (96, (96, 160), 32)
     hidden = (0, 64)

@@ -1,4 +1,6 @@
-"""Layers that prepare their weights: kept as long as their parameters, copied without them."""
+"""Layers that prepare their weights: the prepared tensors live as long as the parameters, and are
+not copied.
+"""
 
 import copy
 import gc
@@ -19,7 +21,9 @@ pytestmark = NO_GPU
 launched = launched_tiles()
 
 
-def test_a_layer_keeps_them_until_its_parameters_are_exchanged(launched: list[int]) -> None:
+def test_a_layer_keeps_prepared_weights_until_its_parameters_are_replaced(
+    launched: list[int],
+) -> None:
     layer, i = made_layer()
     layer.prepare_weights()
     assert layer.weights() is layer.weights()
@@ -38,7 +42,7 @@ def test_a_layer_keeps_them_until_its_parameters_are_exchanged(launched: list[in
 
 
 @pytest.mark.parametrize("moved", ["to", "set_weights", "assign", "prepare_weights"])
-def test_a_layer_lets_them_go_with_its_parameters(moved: str) -> None:
+def test_a_layer_frees_prepared_weights_with_its_parameters(moved: str) -> None:
     layer, i = made_layer()
     layer.prepare_weights()
     tiles = layer.weights().w1_tiles
@@ -64,7 +68,7 @@ def test_a_layer_lets_them_go_with_its_parameters(moved: str) -> None:
     assert gone() is None
 
 
-def test_a_compiled_layer_runs_on_them(launched: list[int]) -> None:
+def test_a_compiled_layer_uses_prepared_weights(launched: list[int]) -> None:
     layer, i = made_layer()
 
     def call(x_TH: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -87,7 +91,7 @@ def test_a_compiled_layer_runs_on_them(launched: list[int]) -> None:
         assert not launched
 
 
-def test_a_copy_of_a_layer_has_no_copy_of_them() -> None:
+def test_a_copy_of_a_layer_has_no_prepared_weights() -> None:
     layer, _ = made_layer()
     size = len(pickle.dumps(layer))
     layer.prepare_weights()
@@ -95,8 +99,8 @@ def test_a_copy_of_a_layer_has_no_copy_of_them() -> None:
     assert copy.deepcopy(layer).weights().w1_tiles is None
 
 
-def test_a_layer_prepares_where_its_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On its own GPU, whichever is the current one: kernels are launched on that."""
+def test_a_layer_prepares_on_the_device_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are launched on the GPU of the weights, even if another one is current."""
     right, current, inside = GroupedW4Path.prepare, MagicMock(), list[int]()
     manager = current.return_value
 

@@ -1,4 +1,4 @@
-"""The router: kernel and torch twin against float64, in ordinary rows and in hostile ones."""
+"""The router: kernel and torch reference against float64, with ordinary and extreme values."""
 
 from dataclasses import replace
 from typing import Any
@@ -54,7 +54,7 @@ BIASES = ("plain", "negative", "ties", "nan", "never")
 
 
 def logits_of(case: str, columns: int, tokens: int = 7) -> torch.Tensor:
-    """Logits of one kind, (tokens, columns)."""
+    """Return logits of one kind, (tokens, columns)."""
     logits = random(tokens, columns, seed=columns) * 2
     token = torch.arange(tokens, device=DEVICE)[:, None]
     place = torch.arange(columns, device=DEVICE)[None, :]
@@ -100,7 +100,7 @@ def checked(
 @pytest.mark.share(2)
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("name", SPECS)
-def test_it_is_the_oracle_s(name: str) -> None:
+def test_it_equals_the_oracle(name: str) -> None:
     spec, experts = SPECS[name]
     columns = spec.columns(experts)
     # Groups of saturated scores are as good as each other in float32, not in float64.
@@ -112,7 +112,7 @@ def test_it_is_the_oracle_s(name: str) -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_equal_values_go_to_the_lower_id() -> None:
+def test_ties_select_the_lower_id() -> None:
     routed = route(torch.zeros(2, 8, device=DEVICE), RouterSpec(3, renormalize=True))
     assert routed.routing.topk_ids_TK.tolist() == [[0, 1, 2]] * 2
     assert routed.routing.topk_weights_TK.tolist() == [[pytest.approx(1 / 3)] * 3] * 2
@@ -133,8 +133,8 @@ def test_nan_is_never_chosen() -> None:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("order", ["score_first", "topk_first"])
-def test_nan_does_not_set_the_scale(order: Any) -> None:
-    """Of logits so low that their exponentials are 0 beside a logit of 0."""
+def test_nan_is_not_the_maximum_of_softmax(order: Any) -> None:
+    """Logits whose exponentials are 0 next to a logit of 0, and a NaN."""
     logits = torch.tensor([[torch.nan, -200.0, -201.0]], device=DEVICE)
     routed = checked(RouterSpec(2, order=order), logits, RouterTensors())
     assert routed.routing.topk_ids_TK.tolist() == [[1, 2]]
@@ -142,8 +142,8 @@ def test_nan_does_not_set_the_scale(order: Any) -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_a_negative_biased_score_beats_a_group_that_is_out() -> None:
-    """Zeros in place of experts of other groups would be chosen first."""
+def test_a_negative_biased_score_beats_excluded_groups() -> None:
+    """With zeros for experts of excluded groups, those would be chosen first."""
     spec = RouterSpec(2, "sigmoid", groups=2, topk_groups=1, selection_bias=True)
     bias = torch.tensor([-3.0, -3.0, -3.0, -4.0, -4.0, -4.0], device=DEVICE)
     routed = route(torch.zeros(1, 6, device=DEVICE), spec, RouterTensors(bias))
@@ -154,7 +154,7 @@ def test_a_negative_biased_score_beats_a_group_that_is_out() -> None:
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-def test_types(dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
+def test_dtypes(dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
     spec = replace(DEEPSEEK, top_k=3)
     wide = random(5, 40, seed=2).to(dtype)  # rows of a wider tensor
     routed = checked(spec, wide[:, :32], RouterTensors(random(32).to(dtype)), ids_dtype=ids_dtype)
@@ -165,7 +165,7 @@ def test_types(dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("order", ["score_first", "topk_first"])
-def test_a_table_chooses(dtype: torch.dtype, order: Any) -> None:
+def test_a_table_determines_the_experts(dtype: torch.dtype, order: Any) -> None:
     spec = RouterSpec(3, order=order, renormalize=order == "score_first", table=True)
     table = torch.stack([torch.randperm(8)[:3] for _ in range(11)])
     table[4, 1], table[5, 0], table[6, 2] = -1, 8, -7
@@ -206,7 +206,7 @@ def test_zero_experts_are_summed_and_skipped(top_k: int, experts: int) -> None:
 
 @pytest.mark.usefixtures("path")
 def test_no_tokens_and_many() -> None:
-    """The second takes several tokens a program, the last program too few."""
+    """The larger number has several tokens per program, and a partial last program."""
     spec, experts = SPECS["groups of 5"]
     routed = route(torch.empty(0, experts, device=DEVICE), spec)
     assert routed.routing.topk_ids_TK.shape == routed.routing.topk_weights_TK.shape == (0, 4)
@@ -327,8 +327,8 @@ def test_bad_tensors(
         route(*arguments, **options)
 
 
-def test_the_oracle_notices() -> None:
-    """Each kind of error, put into a right result."""
+def test_the_oracle_detects_errors() -> None:
+    """Each kind of error, inserted into a correct result."""
     spec, logits = RouterSpec(3, renormalize=True), logits_of("plain", 8)
     good = route(logits, spec).routing
     weights, ids = good.topk_weights_TK, good.topk_ids_TK
@@ -346,8 +346,10 @@ def test_the_oracle_notices() -> None:
         assert disagreements(Routed(routing), logits, spec)
 
 
-def test_gradients_and_memory_that_logits_have_not() -> None:
-    """Forward gradients as well, and of a selection bias; none of them is launched."""
+def test_gradients_and_freed_logits_are_refused() -> None:
+    """Logits that require gradients, including forward gradients, a bias that does, and freed
+    logits; nothing is launched.
+    """
     spec = RouterSpec(2, "sigmoid", selection_bias=True)
     logits, bias = torch.randn(3, 8), torch.zeros(8)
     with torch.no_grad(), forward_ad.dual_level():

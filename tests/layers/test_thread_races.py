@@ -1,4 +1,4 @@
-"""What several threads do at once with one kernel, its weights, or the interpreter."""
+"""Concurrent use of one kernel, its weights and the interpreter by several threads."""
 
 import threading
 from collections.abc import Hashable
@@ -31,7 +31,7 @@ def first_tokens(given: Any, tokens: int) -> Any:
 
 
 def check_at_once(call: Any, want: torch.Tensor, given: Any, turns: int) -> None:
-    """Eight threads call with a number of tokens each."""
+    """Call with a different number of tokens in each of eight threads."""
 
     def run(tokens: int) -> None:
         own = first_tokens(given, tokens)
@@ -43,7 +43,7 @@ def check_at_once(call: Any, want: torch.Tensor, given: Any, turns: int) -> None
 
 @pytest.mark.parametrize("experts", ["TorchExperts", "TritonExperts"])
 @pytest.mark.parametrize("how", ["kernel", "plan", "layer"])
-def test_calls_of_several_sizes_at_once(
+def test_concurrent_calls_of_several_sizes(
     experts: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = mk.catalog.this_machine(device="cpu")
@@ -64,7 +64,7 @@ def test_calls_of_several_sizes_at_once(
     check_at_once(made if how == "kernel" else made.plan(), want, given, 3)
 
 
-def test_layers_are_composed_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_composed_concurrently(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     given, found = random_inputs(PROBLEM, CPU), list[Any]()
     machine, terms = Machine("cpu"), Terms(budget=5.0)
@@ -74,7 +74,7 @@ def test_layers_are_composed_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(kernel(*given), want)
 
 
-def test_the_first_calls_of_two_threads_count_invalid_ids_in_one_place(
+def test_the_first_calls_of_two_threads_share_the_count_of_invalid_ids(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel = mk.make_kernel(
@@ -93,7 +93,7 @@ def test_the_first_calls_of_two_threads_count_invalid_ids_in_one_place(
     assert kernel.invalid_ids == 3
 
 
-def test_weights_that_two_threads_bind_at_once_have_signatures_of_their_own() -> None:
+def test_weights_bound_by_two_threads_at_once_have_different_signatures() -> None:
     known = CheckedWeightsCache()
     wide, narrow = (random_inputs(p, CPU)[1] for p in (PROBLEM, replace(PROBLEM, hidden=32)))
     bound: list[Any] = []
@@ -110,7 +110,7 @@ def test_weights_that_two_threads_bind_at_once_have_signatures_of_their_own() ->
     assert bound[1].signature != bound[2].signature
 
 
-def test_the_interpreter_is_not_called_ready_before_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_is_ready_only_after_its_setup(monkeypatch: pytest.MonkeyPatch) -> None:
     upstream = pytest.importorskip("triton.runtime.interpreter")
     patch = pytest.importorskip("modular_kernel.interpreter.patch")
     if not patch.active():

@@ -1,4 +1,4 @@
-"""Weights loaded tensor by tensor, as engines do, are those that `load_experts` reads."""
+"""Weights loaded tensor by tensor, as engines do, equal those of `load_experts`."""
 
 from itertools import product
 from pathlib import Path
@@ -31,7 +31,7 @@ def loaded_by_name(
     experts: int = 4,
     shards: "dict[str, str] | None" = None,
 ) -> torch.nn.Module:
-    """What an engine's load_weights does: names are replaced, parameters found by them."""
+    """Load as an engine's load_weights does: map names and find parameters by them."""
     layer = torch.nn.Module()
     layer.experts = torch.nn.Module()
     loader.create_weights(layer.experts, dtype)
@@ -53,7 +53,7 @@ def loaded_by_name(
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
-def test_every_format_loads_as_from_files(kind: str, tmp_path: Path) -> None:
+def test_every_format_equals_loading_from_files(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind)
     tensors = load_file(tmp_path / "model.safetensors")
     experts = {name: t for name, t in tensors.items() if ".experts." in name}
@@ -80,7 +80,7 @@ def test_every_format_loads_as_from_files(kind: str, tmp_path: Path) -> None:
 
 
 def joined(format: Format, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gate and up of every expert as one matrix, which engines call w13."""
+    """Return gate and up of every expert as one matrix, which engines call w13."""
     names = {alias: each for each in format.stored for alias in (each.name, *each.aliases)}
     found = dict(tensors)
     for name in [name for name in tensors if ".w1." in name]:
@@ -103,7 +103,7 @@ def joined(format: Format, tensors: dict[str, torch.Tensor]) -> dict[str, torch.
         "mxfp4",
     ],
 )
-def test_gate_and_up_in_one_matrix_load_as_two(kind: str, tmp_path: Path) -> None:
+def test_a_joined_gate_and_up_matrix_equals_two_matrices(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind)
     tensors = load_file(tmp_path / "model.safetensors")
     experts = {name: t for name, t in tensors.items() if ".experts." in name}
@@ -118,14 +118,14 @@ def test_gate_and_up_in_one_matrix_load_as_two(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["fp8 tensor, dynamic", "modelopt nvfp4"])
-def test_one_scale_of_rows_that_alternate_is_refused(kind: str) -> None:
+def test_one_scale_for_interleaved_rows_is_refused(kind: str) -> None:
     with pytest.raises(ConfigurationError, match=r"interleaved: got .* need gate rows first"):
         ExpertLoader(
             Share(2, 128, 192, interleaved=True), format_of(CHECKPOINT_FORMATS[kind].config)
         )
 
 
-def test_a_block_of_scales_over_gate_and_up_is_refused() -> None:
+def test_a_scale_block_across_gate_and_up_is_refused() -> None:
     format = format_of(CHECKPOINT_FORMATS["deepseek fp8"].config)
     loader, layer = ExpertLoader(Share(2, 128, 192), format), torch.nn.Module()
     loader.create_weights(layer, torch.bfloat16)
@@ -135,7 +135,7 @@ def test_a_block_of_scales_over_gate_and_up_is_refused() -> None:
 
 
 @pytest.mark.parametrize("grid", FULL)
-def test_shares_are_slices_of_the_whole(grid: tuple[int, int]) -> None:
+def test_shards_are_slices_of_the_whole(grid: tuple[int, int]) -> None:
     ep, tp = grid
     g = torch.Generator().manual_seed(0)
     gate, up, down = (torch.randn(4, *s, generator=g) for s in ((32, 16), (32, 16), (16, 32)))
@@ -158,7 +158,7 @@ def test_shares_are_slices_of_the_whole(grid: tuple[int, int]) -> None:
         assert weights.w1.data_ptr() == layer.w13_weight.data_ptr()
 
 
-def test_transposed_storage_holds_the_same() -> None:
+def test_transposed_storage_has_the_same_values() -> None:
     share = Share(2, 16, 32, tp=(1, 2))
     tensors = {
         f"experts.{i}.{name}.weight": torch.randn(16, 32) if name == "w2" else torch.randn(32, 16)
@@ -174,7 +174,7 @@ def test_transposed_storage_holds_the_same() -> None:
         assert torch.equal(getattr(own, name), getattr(other, name))
 
 
-def test_the_mapping_is_three_for_each_expert() -> None:
+def test_the_mapping_has_three_entries_per_expert() -> None:
     assert make_expert_params_mapping("gate_proj", "down_proj", "up_proj", 2) == [
         ("experts.w13_", "experts.0.gate_proj.", 0, "w1"),
         ("experts.w2_", "experts.0.down_proj.", 0, "w2"),
@@ -245,7 +245,7 @@ def test_the_methods_of_the_seed_create_its_parameters() -> None:
     ],
     ids=str,
 )
-def test_the_float8_method_takes_what_ep_moe_takes(config: object, scheme: str) -> None:
+def test_the_float8_method_accepts_the_tensors_of_ep_moe(config: object, scheme: str) -> None:
     assert str(Fp8EPMoEMethod(config).format.scheme) == scheme
 
 
@@ -256,7 +256,7 @@ def static_loader() -> tuple[ExpertLoader, torch.nn.Module]:
     return loader, layer
 
 
-def test_input_scales_of_an_expert_are_one() -> None:
+def test_input_scales_of_an_expert_must_be_equal() -> None:
     loader, layer = static_loader()
     param, name = layer.w13_input_scale, "experts.w13_input_scale"
     loader.weight_loader(param, torch.tensor(0.5), name, "w1", 0)
@@ -271,7 +271,7 @@ def test_input_scales_of_an_expert_are_one() -> None:
     assert scale.tolist() == [[3.0, 2.0]]
 
 
-def test_what_is_not_loaded_is_told() -> None:
+def test_missing_tensors_are_named() -> None:
     loader, layer = static_loader()
     with pytest.raises(WeightsError, match="no weight of w1, expert 0 and 8 more"):
         loader.expert_weights(layer)
@@ -286,7 +286,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_not_of_the_layer_is_refused(case: str) -> None:
+def test_tensors_of_another_layer_are_refused(case: str) -> None:
     (shard, name, expert), kind, words = BAD[case]
     loader, layer = static_loader()
     before = layer.w13_weight.float().clone()
@@ -296,7 +296,7 @@ def test_what_is_not_of_the_layer_is_refused(case: str) -> None:
     assert torch.equal(layer.w13_weight.float(), before)
 
 
-def test_shape_and_dtype_of_what_is_loaded() -> None:
+def test_shape_and_dtype_of_loaded_tensors() -> None:
     loader, layer = static_loader()
     with pytest.raises(DtypeError, match="w13_weight: got bfloat16, need float8_e4m3fn"):
         loader.weight_loader(

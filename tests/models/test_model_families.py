@@ -1,7 +1,8 @@
-"""Every configuration class of the installed transformers with experts is read, or refused.
+"""Every configuration class of the installed transformers with experts is read or refused.
 
-The files are those the classes write; what they must mean is taken from the modules that compute:
-shapes of the experts' parameters on the meta device, and their activation on random values.
+The files are those that the classes write. Their meaning is checked against the modules that
+compute: shapes of the experts' parameters on the meta device, and their activation on random
+values.
 """
 
 import json
@@ -108,7 +109,7 @@ def mentions(value: Any) -> bool:
 
 @cache
 def with_experts() -> dict[str, type]:
-    """Those whose fields, or whose parts' fields, are about experts."""
+    """Return the classes with fields about experts, in themselves or in a part."""
     found = {}
     for name, cls in config_classes().items():
         try:
@@ -127,7 +128,7 @@ def written(config: Any, path: Path) -> str:
 
 
 def language_of(config: Any) -> Any:
-    """The part of a configuration that the reader is to find."""
+    """Return the part of a configuration that the reader should find."""
     for _ in range(3):
         if config.model_type in FAMILIES:
             return config
@@ -136,7 +137,7 @@ def language_of(config: Any) -> Any:
 
 
 def made(cls: type) -> Any:
-    """An instance with nothing left open, in itself or in the language model inside."""
+    """Return an instance with all sizes set, in itself or in its language model."""
     config = cls(**FILLED.get(cls.model_type, {}))
     inside = getattr(config, "text_config", None)
     more = FILLED.get(getattr(inside, "model_type", ""), {})
@@ -144,7 +145,7 @@ def made(cls: type) -> Any:
 
 
 def experts_of(config: Any) -> Any:
-    """The module with the experts, without memory."""
+    """Return the experts module, on the meta device."""
     folder, name, *_ = FAMILIES[config.model_type].source.split()
     module = import_module(f"transformers.models.{folder}.modeling_{folder}")
     with torch.device("meta"):
@@ -152,7 +153,7 @@ def experts_of(config: Any) -> Any:
 
 
 def shape_of(config: Any, module: Any) -> tuple[int, int, int, int]:
-    """Experts, hidden, intermediate and rows of w1, from the parameters."""
+    """Return the numbers of experts, hidden, intermediate and w1 rows, from the parameters."""
     shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
     if config.model_type == "dbrx":
         width = config.ffn_config.ffn_hidden_size
@@ -172,7 +173,7 @@ def shape_of(config: Any, module: Any) -> tuple[int, int, int, int]:
 
 
 def gated(config: Any, module: Any, values: torch.Tensor) -> torch.Tensor:
-    """The experts' own activation of (rows, 2I), or (rows, I) where they are ungated."""
+    """Return the experts' own activation of (rows, 2I), or of (rows, I) if they are ungated."""
     apply = getattr(module, "_apply_gate", None)
     if config.model_type == "nemotron_h":
         return module.act_fn(values)
@@ -196,7 +197,7 @@ def class_of(kind: str) -> type:
 
 
 def test_every_class_with_experts_is_known() -> None:
-    """And the table has nothing beside them but WITHOUT_CLASS."""
+    """The table has no other entries, except for WITHOUT_CLASS."""
     types = {cls.model_type for cls in with_experts().values()}
     assert {name for name, cls in with_experts().items() if not cls.model_type} == NAMELESS
     leaves = {kind for kind in types if kind and mentions(own_fields(kind))}
@@ -212,7 +213,7 @@ def own_fields(kind: str) -> dict[str, None]:
 
 
 @pytest.mark.parametrize("kind", readable())
-def test_a_class_is_read_as_its_experts_are(kind: str, tmp_path: Path) -> None:
+def test_a_class_is_read_as_its_experts_compute(kind: str, tmp_path: Path) -> None:
     config = made(class_of(kind))
     facts = problem_fields_of_file(written(config, tmp_path / "config.json"))
     problem = Problem(tokens=1, **facts)  # type: ignore[arg-type]
@@ -232,8 +233,8 @@ def test_a_class_is_read_as_its_experts_are(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", readable())
-def test_the_sources_state_what_the_table_says(kind: str) -> None:
-    """The classes named are there, and a factor is read where the code uses one, only there."""
+def test_the_table_agrees_with_the_sources(kind: str) -> None:
+    """The named classes exist, and a factor is read exactly where the source uses one."""
     family = FAMILIES[kind]
     folder, *names = family.source.split()
     code = (MODELS / folder / f"modeling_{folder}.py").read_text()
@@ -247,7 +248,7 @@ def test_the_sources_state_what_the_table_says(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(REFUSED & set(HERE)))
-def test_what_is_no_layer_of_ours_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_unsupported_layers_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     family = FAMILIES[kind]
     folder, name = family.source.split()
     code = (MODELS / folder / f"modeling_{folder}.py").read_text()
@@ -276,7 +277,7 @@ def test_a_model_of_several_inputs_is_read_as_its_language_model(tmp_path: Path)
     assert {"llama4", "kimi_k25", "qwen3_omni_moe", "qwen3_vl_moe", "gemma4"} <= read
 
 
-def test_experts_of_a_backbone_are_no_layer(tmp_path: Path) -> None:
+def test_experts_of_a_backbone_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="vitpose"):
         problem_fields_of_file(written(class_of("vitpose")(), tmp_path / "config.json"))
 
@@ -289,7 +290,7 @@ def test_published_defaults(kind: str, tmp_path: Path) -> None:
     assert (*sizes, problem.routed_scaling_factor) == BY_HAND[kind]
 
 
-def test_a_latent_space_is_the_experts_hidden_size(tmp_path: Path) -> None:
+def test_the_latent_size_is_the_hidden_size_of_the_experts(tmp_path: Path) -> None:
     config = class_of("nemotron_h")(moe_latent_size=1024, hidden_size=4096)
     facts = problem_fields_of_file(written(config, tmp_path / "config.json"))
     assert facts["hidden"] == 1024
@@ -300,7 +301,7 @@ def test_a_latent_space_is_the_experts_hidden_size(tmp_path: Path) -> None:
 
 
 def test_limits_of_a_layer(tmp_path: Path) -> None:
-    """step3p5 has one for each layer: none, the same, or a refusal."""
+    """step3p5 has a limit per layer: none, the same for all, or a refusal."""
     cls = class_of("step3p5")
     config = json.loads(cls().to_json_string())
     path = tmp_path / "config.json"

@@ -1,4 +1,5 @@
-"""`--model PATH`: a config.json is read as data, and nothing odd in it is half understood."""
+"""`--model PATH`: a config.json is read as data; unknown content that changes the layer is
+refused."""
 
 import json
 import os
@@ -176,14 +177,14 @@ HOSTILE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("config", HOSTILE.values(), ids=HOSTILE.keys())
-def test_what_is_no_layer_is_a_typed_error(tmp_path: Path, config: Any) -> None:
+def test_unsupported_configs_raise_typed_errors(tmp_path: Path, config: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
         problem_fields_of_file(written(tmp_path, config))
     assert caught.value.what.startswith("model ")
     assert len(str(caught.value)) < 1000
 
 
-def test_errors_name_what_there_is_and_what_is_needed(tmp_path: Path) -> None:
+def test_errors_state_what_they_got_and_need(tmp_path: Path) -> None:
     for config, message in (
         (
             MIXTRAL | {"model_type": "mixtra"},
@@ -217,23 +218,23 @@ def test_an_option_overrides_the_file(tmp_path: Path) -> None:
     assert not given.problem().apply_router_weight_on_input
 
 
-def test_what_is_no_file_is_a_typed_error(tmp_path: Path) -> None:
+def test_unreadable_files_raise_typed_errors(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     for path in (tmp_path, tmp_path / "none.json", tmp_path / "pipe.json", "a\0b/c.json"):
         with pytest.raises(ConfigurationError, match="model"):
             problem_fields_of_file(str(path))
     (tmp_path / "config.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigurationError, match="no JSON"):
+    with pytest.raises(ConfigurationError, match="invalid JSON"):
         problem_fields_of_file(str(tmp_path))
 
 
-def test_a_folder_without_a_config_is_refused_by_the_file_that_lacks(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as refused:
         problem_fields_of_file(str(tmp_path))
     assert f"{str(tmp_path / 'config.json')!r}: No such file" in str(refused.value)
 
 
-def test_names_are_no_files() -> None:
+def test_model_names_are_not_read_as_files() -> None:
     assert not is_file("mixtral-8x7b")
     assert is_file("./model")
     assert is_file("config.json")

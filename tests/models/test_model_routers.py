@@ -47,7 +47,7 @@ def config_of(kind: str, **changes: Any) -> dict[str, Any]:
 
 
 def module_of(kind: str) -> tuple[str, str]:
-    """Folder of transformers' models, and the name of the router there."""
+    """Return the folder of the model in transformers and the name of its router there."""
     folder = families.FAMILIES[kind].source.split()[0]
     if kind in ROUTERS:
         return folder, ROUTERS[kind]
@@ -93,7 +93,8 @@ def test_a_config_routes_as_its_model_does(kind: str, normalized: bool) -> None:
 
 @pytest.mark.parametrize("normalized", [True, False, None])
 def test_deepseek_routes_as_its_own_code_does(normalized: bool | None) -> None:
-    """Softmax of all experts, the top K, and their sum if norm_topk_prob; without a factor."""
+    """Softmax over all experts, then the top K, divided by their sum if norm_topk_prob; no
+    factor."""
     given = {"model_type": "deepseek", "scoring_func": "softmax", "norm_topk_prob": normalized}
     spec = router_of_config(NOWHERE, given, K)
     assert spec is not None
@@ -119,7 +120,7 @@ def test_longcat_has_its_zero_experts() -> None:
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_what_a_file_leaves_out_is_what_the_class_has(kind: str) -> None:
+def test_missing_keys_have_the_defaults_of_the_class(kind: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if kind not in CONFIG_MAPPING:
@@ -132,7 +133,7 @@ def test_what_a_file_leaves_out_is_what_the_class_has(kind: str) -> None:
     assert router_of_config(NOWHERE, {"model_type": kind}, K) == whole
 
 
-def test_types_whose_router_is_not_known_have_none() -> None:
+def test_model_types_with_an_unknown_router_have_none() -> None:
     assert router_of_config(NOWHERE, {"model_type": "deepseek_v4"}, 4) is None
     assert RULES.keys() <= families.FAMILIES.keys()
     assert {family.name for family in FAMILIES} - {"aria", "llama4", "deepseek_v4"} <= {
@@ -153,12 +154,12 @@ def test_types_whose_router_is_not_known_have_none() -> None:
         ("laguna", {"moe_router_logit_softcapping": 1.5}, "softcapping = 1.5, need 0.0"),
     ],
 )
-def test_values_that_the_code_does_not_have_are_refused(kind: str, changes, match) -> None:
+def test_values_that_the_code_does_not_support_are_refused(kind: str, changes, match) -> None:
     with pytest.raises(ConfigurationError, match=match):
         router_of_config(NOWHERE, {"model_type": kind} | changes, 4)
 
 
-def test_only_differences_that_change_a_number_count() -> None:
+def test_only_differences_that_change_numbers_are_compared() -> None:
     plain = RouterSpec(K, renormalize=True)
     assert router_differences(plain, RouterSpec(K)) == ("renormalize",)
     assert router_differences(plain, RouterSpec(K, renormalize=True, eps=1e-20)) == ()
@@ -173,7 +174,7 @@ def test_only_differences_that_change_a_number_count() -> None:
     )
 
 
-def test_json_is_what_is_read() -> None:
+def test_routers_are_read_from_json() -> None:
     text = json.dumps(config_of("deepseek_v3"))
     spec = router_of_config(NOWHERE, json.loads(text), K)
     assert spec == RouterSpec(

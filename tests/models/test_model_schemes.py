@@ -1,4 +1,4 @@
-"""`--model PATH`: a quantization_config means one of our schemes, or is a typed error."""
+"""`--model PATH`: a quantization_config names one of our schemes, or raises a typed error."""
 
 from pathlib import Path
 
@@ -105,7 +105,7 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize(("config", "scheme"), SCHEMES.values(), ids=SCHEMES.keys())
-def test_a_quantization_config_means_its_scheme(
+def test_a_quantization_config_names_its_scheme(
     tmp_path: Path, config: dict[str, object], scheme: str
 ) -> None:
     given = MIXTRAL | {"quantization_config": config}

@@ -1,4 +1,4 @@
-"""The registry of published models: its names, what they mean, and `mk models`."""
+"""The registry of published models: its names and layers, and `mk models`."""
 
 import json
 import re
@@ -55,12 +55,12 @@ def test_every_name_is_one_layer() -> None:
         ("gptoss", "T1-H2880-I2880-E128-K4-bfloat16"),
     ],
 )
-def test_a_name_means_its_layer(name: str, expected: str) -> None:
+def test_a_name_gives_its_layer(name: str, expected: str) -> None:
     assert str(Problem(tokens=1, **problem_fields(name))) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_a_pairing_serves_every_model(name: str) -> None:
+def test_every_model_has_a_compatible_pairing(name: str) -> None:
     problem = Problem(tokens=1, **problem_fields(name))  # type: ignore[arg-type]
     for machine in (Machine(), Machine("cuda", (9, 0), frozenset({"triton"}))):
         assert any(check_all(problem, machine)), problem
@@ -87,7 +87,7 @@ def test_a_layer_has_the_sizes_of_its_model() -> None:
         ("qwen3_30b", "qwen3_30b"),
     ],
 )
-def test_a_name_is_found_whatever_joins_its_words(typed: str, name: str) -> None:
+def test_a_name_is_found_with_any_separator(typed: str, name: str) -> None:
     assert problem_fields(typed) == problem_fields(name)
     assert is_known(typed)
 
@@ -102,12 +102,12 @@ def test_a_name_is_found_whatever_joins_its_words(typed: str, name: str) -> None
         ("Qwen/Qwen9-1T", "need its config.json (hf download Qwen/Qwen9-1T config.json)"),
     ],
 )
-def test_an_unknown_name_says_what_would_do(name: str, need: str) -> None:
+def test_an_unknown_name_suggests_similar_ones(name: str, need: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(need)):
         problem_fields(name)
 
 
-def test_a_folder_is_named_by_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_given_as_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     with pytest.raises(ConfigurationError, match=r"need \./mine for the folder"):

@@ -1,4 +1,4 @@
-"""Entries match the names that `re` says they match, and in time that no entry can extend."""
+"""Entries match the same names as `re`, in time that is bounded for every entry."""
 
 import re
 import time
@@ -49,7 +49,7 @@ def matched(entry: Entry, name: str) -> bool:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_regexes_match_as_re_does(pattern: str) -> None:
-    """`$` is also the end of a module that contains others."""
+    """`$` also matches at the end of a module that contains others."""
     for name in NAMES:
         parts = name.split(".")
         containing = [".".join(parts[: n + 1]) for n in range(len(parts))]
@@ -70,7 +70,7 @@ CHARACTERS = [*map(chr, range(128)), "é", "ü", "٣", "\u2013"]
 
 
 @pytest.mark.parametrize("text", CLASSES)
-def test_classes_hold_the_characters_that_they_hold_in_re(text: str) -> None:
+def test_character_classes_match_as_in_re(text: str) -> None:
     for character in CHARACTERS:
         expected = re.fullmatch(text, character) is not None
         found = matched(Entry(f"<{text}>", "regex"), f"<{character}>")
@@ -81,7 +81,7 @@ def test_classes_hold_the_characters_that_they_hold_in_re(text: str) -> None:
     "text",
     ["[]", "[^]", "[", "[a", r"[\]", "[b-a]", r"[\w-z]", r"[a-\d]", r"[\d-\w]", "[a[b]", "^*"],
 )
-def test_classes_that_re_refuses_are_refused(text: str) -> None:
+def test_character_classes_that_re_refuses_are_refused(text: str) -> None:
     with pytest.raises(PatternError):
         ModuleMatcher([Entry(text, "regex")])
 
@@ -89,7 +89,7 @@ def test_classes_that_re_refuses_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["[]a]", "[!]a]", "[!a]", "[a-]", "[!-a]", "[^a]", "[0-9]", "[!0-9]", "[a!]", r"[\]"]
 )
-def test_classes_of_wildcards_match_as_fnmatch_does(text: str) -> None:
+def test_wildcards_match_as_in_fnmatch(text: str) -> None:
     for character in CHARACTERS:
         expected = fnmatchcase(character, text)
         assert matched(Entry(f"<{text}>", "modules"), f"<{character}>") == expected, character
@@ -114,7 +114,7 @@ _REFUSED = "no escapes|no []{}*+?)] here|one quantifier|classes without \\["
 
 @settings(max_examples=600, deadline=None)
 @given(_REGEXES, st.lists(st.text("abz059_-^]\\wdé$", max_size=6), min_size=4, max_size=12))
-def test_generated_regexes_match_as_re_does(pattern: str, names: list[str]) -> None:
+def test_generated_regexes_match_as_in_re(pattern: str, names: list[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # `--` in a class, for example
         try:
@@ -168,7 +168,7 @@ def test_entries_of_lists(text: str, expected: bool) -> None:
     assert matched(entry_of(text), EXPERT) == expected
 
 
-def test_the_first_of_several_entries_counts() -> None:
+def test_the_first_matching_entry_applies() -> None:
     entries = [entry_of(text) for text in ("lm_head", "re:.*gate_proj", "mlp", "re:model.*")]
     matcher = ModuleMatcher(entries)
     assert matcher.first([EXPERT]) == 1
@@ -190,13 +190,13 @@ def test_other_syntax_is_refused(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", ".", ".."])
-def test_no_name_is_refused(text: str) -> None:
+def test_invalid_entries_are_refused(text: str) -> None:
     with pytest.raises(PatternError):
         ModuleMatcher([Entry(text, "modules")])
 
 
 def test_no_pattern_takes_long() -> None:
-    """Backtracking would take years for the first two."""
+    """A backtracking matcher would take years for the first two."""
     patterns = ["(m|m)(o|o)" * 49, "(.*.*)*" * 60 + "x", ".*a" * 160 + "$", "(.?){60}" * 9 + "y"]
     entries = [Entry(pattern, "regex") for pattern in patterns]
     entries += [entry_of(f"model.layers.{n}.*.gate*") for n in range(200)]

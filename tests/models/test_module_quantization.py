@@ -1,4 +1,4 @@
-"""Which format a quantization_config has for the experts of each layer."""
+"""The format that a quantization_config has for the experts of each layer."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -485,7 +485,7 @@ REFUSED: dict[str, tuple[Config, Config, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_configs_are_typed_errors(tmp_path: Path, name: str) -> None:
+def test_other_configs_raise_typed_errors(tmp_path: Path, name: str) -> None:
     config, quantization, message = REFUSED[name]
     path = written(tmp_path, config | {"quantization_config": quantization})
     with pytest.raises(ConfigurationError, match=message) as caught:
@@ -507,13 +507,13 @@ def test_other_configs_are_typed_errors(tmp_path: Path, name: str) -> None:
         ({"num_nextn_predict_layers": 1}, range(6)),
     ],
 )
-def test_dense_layers_are_not_judged(tmp_path: Path, keys: Config, layers: Any) -> None:
+def test_dense_layers_are_ignored(tmp_path: Path, keys: Config, layers: Any) -> None:
     config = qwen(6) | keys | {"quantization_config": FP8}
     (scheme,) = layers_of_file(written(tmp_path, config))[1]
     assert scheme.layers == tuple(layers)
 
 
-def test_a_module_that_is_no_expert_has_its_own_format() -> None:
+def test_a_module_outside_the_experts_has_its_own_format() -> None:
     formats = QuantizationMap(
         groups((["re:.*mlp\\.experts.*"], W4), (["re:.*self_attn.*_proj"], W8), ignore=["lm_head"])
     )
@@ -524,7 +524,7 @@ def test_a_module_that_is_no_expert_has_its_own_format() -> None:
     assert QuantizationMap(None).format_of("lm_head") is None
 
 
-def test_experts_that_entries_tell_apart_are_all_tried() -> None:
+def test_all_experts_that_entries_distinguish_are_checked() -> None:
     for text, number in (("experts.97", 128), (r"re:.*layers\.1\d\..*experts\.9.*", 128),
                          ("model.layers.12.mlp", 3), (r"re:.*w1\..*", 3)):  # fmt: skip
         formats = QuantizationMap(AWQ | {"modules_to_not_convert": [text]})
@@ -538,7 +538,7 @@ BY_LENGTH = (r"re:.*layers\.\d\.mlp.*", "model.layers.?.mlp", r"re:.*layers\.[^a
 
 
 @pytest.mark.parametrize("text", BY_LENGTH)
-def test_layers_are_told_apart_by_the_length_of_their_numbers(tmp_path: Path, text: str) -> None:
+def test_layers_are_distinguished_by_the_length_of_their_numbers(tmp_path: Path, text: str) -> None:
     quantization = AWQ | {"modules_to_not_convert": [text]}
     path = written(tmp_path, qwen(12) | {"quantization_config": quantization})
     found = {scheme.layers: scheme.scheme for scheme in layers_of_file(path)[1]}
@@ -546,7 +546,7 @@ def test_layers_are_told_apart_by_the_length_of_their_numbers(tmp_path: Path, te
 
 
 @pytest.mark.parametrize("text", [*BY_LENGTH, r"re:.*layers\.(?:[1-3][0-9])\..*"])
-def test_layers_that_differ_are_noticed_without_their_number(tmp_path: Path, text: str) -> None:
+def test_layers_that_differ_are_detected_without_a_layer_number(tmp_path: Path, text: str) -> None:
     quantization = AWQ | {"modules_to_not_convert": [text]}
     config = without(qwen(), "num_hidden_layers") | {"quantization_config": quantization}
     with pytest.raises(ConfigurationError, match=r"layers that differ .* no num_hidden_layers"):
@@ -576,7 +576,7 @@ def test_modelopts_own_file_describes_a_plain_config(tmp_path: Path) -> None:
             layers_of_file(path)
 
 
-def test_modelopts_own_file_has_the_layers_of_mixed_precision(tmp_path: Path) -> None:
+def test_modelopts_own_file_describes_mixed_precision(tmp_path: Path) -> None:
     quantization = MODELOPT | {"quant_algo": "MIXED_PRECISION"}
     layers = {f"model.layers.{n}.mlp.experts": {"quant_algo": "FP8"} for n in (3, 4)}
     (tmp_path / "other").mkdir()
@@ -588,7 +588,7 @@ def test_modelopts_own_file_has_the_layers_of_mixed_precision(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("experts", [0, 1, None])
-def test_a_dense_model_is_no_layer(tmp_path: Path, experts: int | None) -> None:
+def test_a_dense_model_is_refused(tmp_path: Path, experts: int | None) -> None:
     config = qwen() | {"num_experts": experts}
     if experts is None:
         del config["num_experts"]

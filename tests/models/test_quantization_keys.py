@@ -1,4 +1,4 @@
-"""A key of a quantization_config that could change numbers is used, or refused by its name."""
+"""Every key of a quantization_config that can change numbers is used, or refused by name."""
 
 import inspect
 import json
@@ -32,7 +32,7 @@ HADAMARD = {
 
 
 def compressed(group: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """A config as compressed-tensors writes it, with every key that it has."""
+    """Return a config as compressed-tensors writes it, with every key that it has."""
     weights = {
         "actorder": None,
         "block_structure": None,
@@ -69,7 +69,7 @@ def compressed(group: dict[str, Any] | None = None, **more: Any) -> dict[str, An
 
 
 def args(**more: Any) -> dict[str, Any]:
-    """The group of `compressed` with other arguments of its weights."""
+    """Return the group of `compressed` with other arguments of its weights."""
     weights: dict[str, Any] = compressed()["config_groups"]["group_0"]["weights"]
     return {"weights": weights | more}
 
@@ -195,10 +195,10 @@ BY_MODULE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("config", "key"), BY_MODULE.values(), ids=BY_MODULE.keys())
-def test_a_format_that_differs_between_modules_is_not_that_of_a_layer(
+def test_formats_that_differ_between_modules_need_a_module_name(
     config: dict[str, Any], key: str
 ) -> None:
-    """`format_of` takes no module; `QuantizationMap` does."""
+    """`format_of` has no module name to look up; `QuantizationMap` has."""
     with pytest.raises(ConfigurationError, match=r"quantization_config: got") as caught:
         format_of(config)
     assert key in str(caught.value.got)
@@ -355,8 +355,8 @@ def test_every_format_of_the_samples_is_read(kind: str) -> None:
     assert format_of(CHECKPOINT_FORMATS[kind].config, depth=256)
 
 
-def test_what_transformers_writes_is_read() -> None:
-    """Every option of its classes, as it stands by default, under the names in its files."""
+def test_configs_written_by_transformers_are_read() -> None:
+    """Every option of its classes with its default, under its name in files."""
     from transformers import AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
     for config in (
@@ -373,7 +373,7 @@ def test_what_transformers_writes_is_read() -> None:
 
 
 @pytest.mark.parametrize("key", ["format", "checkpoint_format"])
-def test_either_name_of_the_version_of_zero_points_counts(key: str) -> None:
+def test_both_names_of_the_zero_point_version_are_read(key: str) -> None:
     assert not format_of(GPTQ | {"sym": False, key: "gptq_v2"}).minus_one
     assert format_of(GPTQ | {"sym": False, key: "gptq"}).minus_one
 

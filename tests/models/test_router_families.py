@@ -1,4 +1,4 @@
-"""One RouterSpec for each family of transformers, against the family's own router module."""
+"""One RouterSpec for each model family of transformers, against the family's own router module."""
 
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -43,8 +43,11 @@ GROUPED = {"groups": 4, "topk_groups": 2}
 
 @dataclass(frozen=True)
 class Family:
-    """A router module of transformers. scaled: its weights carry the routed scaling factor, which
-    here is the Problem's. bias: the selection bias is an argument of its forward."""
+    """A router module of transformers.
+
+    scaled: its weights include the routed scaling factor, which is part of the Problem here. bias:
+    the selection bias is an argument of its forward.
+    """
 
     name: str
     router: str
@@ -104,7 +107,7 @@ FAMILIES = (
 
 
 def made(family: Family) -> tuple[Any, list[torch.Tensor]]:
-    """The module with random weights, and arguments of its forward behind x."""
+    """Return the module with random weights, and the arguments of its forward after x."""
     home = import_module(f"transformers.models.{family.name}.modeling_{family.name}")
     torch.manual_seed(5)
     router = getattr(home, family.router)(SimpleNamespace(**BASE | family.config))
@@ -119,7 +122,7 @@ def made(family: Family) -> tuple[Any, list[torch.Tensor]]:
 
 
 def dense(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """(T, E + 1) weights; the last column is of zero experts, and of pairs that are skipped."""
+    """Return (T, E + 1) weights; the last column sums zero experts and skipped pairs."""
     place = torch.where((ids < 0) | (ids >= E), E, ids).long()
     return torch.zeros(len(ids), E + 1).scatter_add(1, place, weights.float())
 
@@ -152,5 +155,5 @@ def test_it_routes_as_the_family_does(family: Family) -> None:
     torch.testing.assert_close(got, want / (SCALE if family.scaled else 1.0), rtol=2e-6, atol=1e-7)
 
 
-def test_there_are_families_enough() -> None:
+def test_the_table_is_large_enough() -> None:
     assert len({family.name for family in FAMILIES}) >= 12

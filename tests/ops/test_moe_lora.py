@@ -1,4 +1,4 @@
-"""run_moe_lora, the parallel branch of adapters: the whole of it beside float64 loops."""
+"""run_moe_lora, the parallel branch of adapters, compared with float64 loops."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ _way = kernels_and_twins()
 @WAY
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_staged_is_fused_is_the_loop(dtype: torch.dtype, strategy: str) -> None:
+def test_staged_and_fused_equal_the_loop(dtype: torch.dtype, strategy: str) -> None:
     c = call(dtype=dtype)
     close(c.run(strategy), expected_outputs(c)["out"])
 
@@ -53,7 +53,7 @@ def test_staged_is_fused_is_the_loop(dtype: torch.dtype, strategy: str) -> None:
     ],
     ids=str,
 )
-def test_any_size(sizes: Sizes, strategy: str) -> None:
+def test_irregular_sizes(sizes: Sizes, strategy: str) -> None:
     c = call(sizes)
     if sizes.tokens == 1:
         c = replace_info(replace_ids(c, torch.zeros_like(c.ids)), weight_indices=[0])
@@ -68,7 +68,7 @@ def test_no_tokens() -> None:
 
 
 def windows(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """A matrix for each expert, all of them different: rows of one, an expert's a row further."""
+    """Return a matrix for each expert as overlapping views of one buffer, offset by one row."""
     _, experts, rows, columns = shape
     g = torch.Generator().manual_seed(seed)
     tall = torch.randn(rows + experts, columns, generator=g).to(DEVICE) / columns**0.5
@@ -82,7 +82,8 @@ SPECIFIED = [(3, 2048, 64, 6), (1, 7168, 256, 8)]
 @pytest.mark.share(2)
 @pytest.mark.parametrize(("tokens", "hidden", "experts", "top_k"), SPECIFIED)
 def test_the_specified_configurations(tokens: int, hidden: int, experts: int, top_k: int) -> None:
-    """The delta alone, added to zeros, of rank 8; in fp32 within 1e-3, as only IEEE dots are."""
+    """The delta alone, added to zeros, at rank 8; in fp32 within 1e-3, which only IEEE dots
+    reach."""
     rank = 8
     g = torch.Generator().manual_seed(hidden)
     shapes = (rank, hidden), (2 * 48, rank), (rank, 48), (hidden, rank)
@@ -102,8 +103,8 @@ def test_the_specified_configurations(tokens: int, hidden: int, experts: int, to
         torch.testing.assert_close(got, want.float(), rtol=1e-3, atol=1e-3)
 
 
-def test_it_is_another_function_than_merged_weights() -> None:
-    """Not LoRA as it is trained: with one projection zero the branch adds nothing at all."""
+def test_it_differs_from_merged_weights() -> None:
+    """If one projection is zero, the branch adds nothing, unlike LoRA as it is trained."""
     c = call(Sizes(tokens=9, hidden=32, intermediate=24, experts=4, top_k=2, slots=1, rank=6))
     g = torch.Generator().manual_seed(3)
     ranks = torch.full((1,), 6)
@@ -134,7 +135,7 @@ def test_it_is_another_function_than_merged_weights() -> None:
         assert bool(merged(half).any())
 
 
-def test_auto_takes_what_it_says() -> None:
+def test_auto_uses_the_implementation_that_it_reports() -> None:
     few, many = ((1, 2048), (1, 8)), ((256, 2048), (256, 8))
     assert should_use_fused_kernel(*few)
     assert not should_use_fused_kernel(*many)
@@ -145,7 +146,7 @@ def test_auto_takes_what_it_says() -> None:
     assert not should_use_fused_kernel((8, 2048), (8, 8), 64)
 
 
-def test_auto_runs_one_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_runs_one_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     from modular_kernel.ops import moe_lora
 
     c, taken = call(), list[str]()

@@ -1,4 +1,4 @@
-"""What run_moe_lora refuses, by name, before anything runs."""
+"""Arguments that run_moe_lora refuses by name before anything runs."""
 
 from dataclasses import replace
 from typing import Any
@@ -49,7 +49,7 @@ BAD: list[tuple[str, Any, type[InputError], str]] = [
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: f"{bad[0]} {bad[3][:24]}")
-def test_what_does_not_fit_is_named_before_anything_runs(
+def test_wrong_arguments_are_refused_by_name(
     bad: tuple[str, Any, type[InputError], str],
 ) -> None:
     name, tensor, error, words = bad
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_named_before_anything_runs(
     assert torch.equal(c.output, before)
 
 
-def test_an_output_over_an_input_is_refused() -> None:
+def test_an_output_that_overlaps_an_input_is_refused() -> None:
     c = call()
     with pytest.raises(ConfigurationError, match="output: got memory of hidden_states"):
         run_moe_lora(c.x, c.ids, c.weights, c.info, *c.buffers, c.x)
@@ -94,7 +94,7 @@ def test_an_output_over_an_input_is_refused() -> None:
         ({"scalings": torch.zeros(4, device=META)}, DeviceError, "scalings: got meta"),
     ],
 )
-def test_batches_that_are_none_are_refused(
+def test_invalid_batches_are_refused(
     changed: dict[str, Any], error: type[InputError], words: str
 ) -> None:
     c = call()

@@ -1,4 +1,4 @@
-"""What run_moe_lora reads and writes: rows without an adapter, other slots, strides, ids."""
+"""Memory that run_moe_lora reads and writes: rows without an adapter, other slots, strides, ids."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ _way = kernels_and_twins()
 @WAY
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_rows_without_an_adapter_or_an_expert_keep_their_bits(strategy: str) -> None:
-    """Negative zeros too: nothing is added to them."""
+    """Also negative zeros, because nothing is added to these rows."""
     c = call()
     c.ids[4] = torch.tensor([-1, 5, 2**31 - 1], dtype=torch.int32)
     c.weights[4] = torch.nan
@@ -42,7 +42,7 @@ def test_rows_without_an_adapter_or_an_expert_keep_their_bits(strategy: str) -> 
 @WAY
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_other_adapters_and_experts_are_not_read(strategy: str) -> None:
-    """Tokens of one slot and three experts beside NaN in all the rest, and in a second slot's."""
+    """Tokens have one slot and three experts; all other factors, and a second slot, are NaN."""
     c = call()
     c.ids.remainder_(3)
     c.weights.nan_to_num_(0.3)
@@ -59,8 +59,8 @@ def test_other_adapters_and_experts_are_not_read(strategy: str) -> None:
 
 @WAY
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
-def test_strides_are_passed(strategy: str) -> None:
-    """Buffers that are parts of larger ones, rows of x and of the output apart."""
+def test_strides_are_used(strategy: str) -> None:
+    """Buffers are parts of larger ones, and rows of x and of the output have gaps."""
     c = call()
     want = c.run(strategy)
 
@@ -84,7 +84,7 @@ def test_strides_are_passed(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_sequences_and_tokens_name_adapters(dtype: torch.dtype) -> None:
+def test_adapters_of_sequences_and_of_tokens(dtype: torch.dtype) -> None:
     c = replace_ids(call(), call().ids.to(dtype))
     starts = torch.tensor([0, 5, 5, 20], dtype=dtype, device=DEVICE)
     slots = torch.tensor([2, 0, 1], dtype=dtype, device=DEVICE)
@@ -100,8 +100,10 @@ def test_sequences_and_tokens_name_adapters(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(experts=9, rank=4)], ids=str)
 def test_one_rank_for_all_experts_and_ranks_above_the_buffers(sizes: Sizes, strategy: str) -> None:
-    """Fewer experts than ranks, of which an id names one too many, and more of them. Behind the
-    last slot, whose rank is above the buffers, is no memory of theirs."""
+    """Fewer experts than ranks, of which an id selects one too many, and more of them.
+
+    After the last slot, whose rank exceeds the buffers, there is no memory.
+    """
     c = call(sizes)
     c.buffers = [each.nan_to_num_(0.1) for each in c.buffers]
     c.ids[::4, 0] = sizes.experts
@@ -110,7 +112,7 @@ def test_one_rank_for_all_experts_and_ranks_above_the_buffers(sizes: Sizes, stra
     close(c.run(strategy), expected_outputs(c)["out"])
 
 
-def test_a_last_dimension_of_one_value_has_any_stride() -> None:
+def test_a_last_dimension_of_size_1_may_have_any_stride() -> None:
     c = call(Sizes(rank=1))
     want = c.run()
     for number in (1, 3):

@@ -1,4 +1,4 @@
-"""The steps of run_moe_lora, each alone beside its float64 loop; where their values are rounded."""
+"""The steps of run_moe_lora, each compared with its float64 loop, and where values are rounded."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,8 +21,8 @@ _way = kernels_and_twins()
 @WAY
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_step_is_its_float64_loop(dtype: torch.dtype, grouped: bool) -> None:
-    """What a step has of pairs that are skipped, and beyond a rank, is zero."""
+def test_each_step_equals_its_float64_loop(dtype: torch.dtype, grouped: bool) -> None:
+    """A step writes zeros for skipped pairs and beyond the rank."""
     c = call(dtype=dtype)
     want, batch = expected_outputs(c), batch_of(c, grouped=grouped)
     a13, b13, a2, b2 = c.buffers
@@ -38,7 +38,7 @@ def test_each_step_is_its_float64_loop(dtype: torch.dtype, grouped: bool) -> Non
     close(out, want["out"])
 
 
-def test_pairs_of_one_adapter_and_expert_lie_together() -> None:
+def test_pairs_of_one_adapter_and_expert_are_adjacent() -> None:
     c = call()
     batch = batch_of(c, grouped=True)
     assert batch.order_P is not None
@@ -50,10 +50,10 @@ def test_pairs_of_one_adapter_and_expert_lie_together() -> None:
 
 
 @pytest.mark.parametrize("step", ["a", "gate_up_b"])
-def test_programs_take_pairs_in_the_order_they_are_given(
+def test_programs_process_pairs_in_the_given_order(
     monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """An order that names one pair alone: no other's row is written."""
+    """With an order of one pair only, no other row is written."""
     c = call()
     batch = replace(batch_of(c, grouped=True), order_P=torch.full((63,), 7, device=DEVICE))
     empty = torch.Tensor.new_empty
@@ -73,8 +73,9 @@ def test_programs_take_pairs_in_the_order_they_are_given(
 
 @WAY
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
-def test_what_is_masked_off_is_not_summed(strategy: str) -> None:
-    """Each u is near the largest float32, so that their sum is infinite, and B near the least."""
+def test_masked_elements_are_not_summed(strategy: str) -> None:
+    """Each u is near the largest float32, so that their sum overflows, and B is near the
+    smallest."""
     c = call()
     c.info.weight_indices[:] = 2  # of rank 20
     c.x[:] = torch.eye(1, c.x.shape[1], device=DEVICE)
@@ -89,7 +90,7 @@ def test_what_is_masked_off_is_not_summed(strategy: str) -> None:
 @WAY
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_products_of_narrow_values_are_not_rounded(strategy: str) -> None:
-    """(1 + 2^-7)^2 - (1 + 2^-6) is 2^-14, of which bf16 products leave nothing."""
+    """(1 + 2^-7)^2 - (1 + 2^-6) is 2^-14, which rounding products to bf16 would lose."""
     c = call(dtype=torch.bfloat16)
     c.info.weight_indices[:] = 2  # of rank 20
     c.output.zero_()
@@ -113,8 +114,9 @@ SQUARES: dict[str, tuple[list[list[Any]], ...]] = {
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 @pytest.mark.parametrize("step", SQUARES)
 def test_u_h_and_v_are_rounded_to_the_dtype_of_x(step: str, strategy: str) -> None:
-    """Two values that a step makes, one subtracted from the other behind it: of 1 + 2^-9 and 1
-    bf16 leaves no difference, of 1 + 2^-7 and 1 it does."""
+    """The difference of two values of a step: 1 + 2^-9 and 1 are equal in bf16, 1 + 2^-7 and 1 are
+    not.
+    """
     c = call(dtype=torch.bfloat16)
     c.info.weight_indices[:] = 2  # of rank 20
     c.output.zero_()
@@ -131,7 +133,7 @@ def test_u_h_and_v_are_rounded_to_the_dtype_of_x(step: str, strategy: str) -> No
         assert bool(c.run(strategy).any()) is differs
 
 
-def test_the_fused_kernel_alone() -> None:
+def test_the_fused_kernel() -> None:
     c = call()
     out = c.output.clone()
     batch = batch_of(c, grouped=False)

@@ -1,4 +1,6 @@
-"""moe_align_block_size: layout, order, tails, the -1 bucket; against a plain Python layout."""
+"""moe_align_block_size: layout, order, partial blocks and skipped pairs, compared with a layout in
+Python.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(params=["one-launch", "three-launches"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to count, whatever the number of pairs."""
+    """Use both ways to count pairs, independently of their number."""
     if request.param == "three-launches":
         monkeypatch.setattr(align_module, "_MAX_SINGLE_LAUNCH_PAIRS", 0)
 
@@ -24,7 +26,9 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def expected(
     ids: list[int], block: int, experts: int, *, ignore: bool = False
 ) -> tuple[list[int], list[int], int]:
-    """The layout by definition: sorted ids and expert ids up to the padded length, and it."""
+    """Return the layout by definition: sorted ids, expert ids up to the padded length, and this
+    length.
+    """
     order, blocks = [], []
     for expert in range(0 if ignore else -1, experts):
         pairs = [p for p, i in enumerate(ids) if i == expert]
@@ -60,7 +64,7 @@ def verify(
     assert set(expert_ids[length // block :].tolist()) <= {-1}, "the tail belongs to no expert"
 
 
-def test_the_worked_example() -> None:
+def test_the_example() -> None:
     ids = torch.tensor([[2, 3, 4], [1, 2, 4], [1, 3, 4], [1, 2, 3]])
     sorted_ids, expert_ids, num_post = moe_align_block_size(ids.to(DEVICE), 4, 5)
     assert sorted_ids.numel() == 30
@@ -69,7 +73,7 @@ def test_the_worked_example() -> None:
     assert num_post.tolist() == [16]
 
 
-def test_the_worked_example_with_experts_elsewhere() -> None:
+def test_the_example_with_experts_on_other_ranks() -> None:
     ids = torch.tensor([[0, 1, -1], [-1, 0, -1], [-1, 1, -1], [-1, 0, 1]])
     sorted_ids, expert_ids, num_post = moe_align_block_size(ids.to(DEVICE), 4, 2)
     want = [2, 3, 5, 6, 8, 9, 12, 12, 0, 4, 10, 12, 1, 7, 11, 12]
@@ -111,8 +115,8 @@ def test_skipped_pairs(ids: list[list[int]], ignore: bool) -> None:
 
 
 @pytest.mark.usefixtures("launches")
-def test_pairs_in_many_chunks_stay_in_order() -> None:
-    """More pairs than a chunk holds, so that ranks must add up across chunks."""
+def test_pairs_in_many_chunks_keep_their_order() -> None:
+    """More pairs than a chunk has, so that ranks must be summed over chunks."""
     ids = torch.randint(-1, 5, (333, 3), generator=torch.Generator().manual_seed(0))
     verify(ids, 32, 5)
     verify(ids, 32, 5, ignore_invalid=True)
@@ -166,7 +170,7 @@ def test_no_tokens() -> None:
 
 
 @pytest.mark.usefixtures("launches")
-def test_repeatable_bit_for_bit() -> None:
+def test_repeated_calls_are_equal_bit_for_bit() -> None:
     ids = torch.randint(0, 8, (300, 4), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     first, second = moe_align_block_size(ids, 64, 8), moe_align_block_size(ids, 64, 8)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -186,7 +190,7 @@ def test_bad_input(ids: torch.Tensor, block: int, error: type[Exception]) -> Non
         moe_align_block_size(ids, block, 4)
 
 
-def test_few_pairs_shrink_the_bound() -> None:
+def test_few_pairs_reduce_the_output_size() -> None:
     assert aligned_length(12, 4, 5) == 12 + 6 * 3
     assert aligned_length(3, 16, 64) == 3 * 16
     specs = align_specs(3, 16, 64)

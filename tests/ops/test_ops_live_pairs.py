@@ -1,4 +1,4 @@
-"""live_pairs: Triton and torch twin against loops over pairs."""
+"""live_pairs: the Triton kernel and its torch reference, compared with loops over pairs."""
 
 import math
 
@@ -12,10 +12,10 @@ from modular_kernel.ops.mask_unwritten import live_pairs
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(params=["kernel", "twin"], autouse=True)
+@pytest.fixture(params=["kernel", "reference"], autouse=True)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test runs the Triton kernel, and once more the torch twin."""
-    if request.param == "twin":
+    """Run every test with the Triton kernel, and with the torch reference."""
+    if request.param == "reference":
         monkeypatch.setattr(module, "use_triton", lambda tensor: False)
     else:
         assert module.use_triton(torch.empty(0, device=DEVICE)), "no GPU and no interpreter"

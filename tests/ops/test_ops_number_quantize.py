@@ -1,4 +1,4 @@
-"""number_and_quantize: bit for bit what number_pairs and quantize_rows give in turn."""
+"""number_and_quantize equals number_pairs followed by quantize_rows, bit for bit."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ path = kernel_and_twin(number_quantize, numbers, quantize)
 
 
 class Made:
-    """A call, and all that it writes, full of what must not stay."""
+    """The arguments of a call, and its outputs filled with values that must be overwritten."""
 
     def __init__(
         self, routing: Routing, numbering: Numbering, scheme: QuantScheme, tokens: int, join: bool
@@ -56,7 +56,8 @@ class Made:
 
 
 def drawn(tokens: int, top_k: int) -> Routing:
-    """Ids from -2 to 8, some twice in a row; weights of skipped pairs are NaN."""
+    """Return ids from -2 to 8, with duplicates in a row; router weights of skipped pairs are
+    NaN."""
     ids = torch.randint(-2, 9, (tokens, top_k), generator=torch.Generator().manual_seed(tokens))
     weights = torch.rand(tokens, top_k).masked_fill(ids < 0, torch.nan)
     return Routing(weights.to(DEVICE), ids.to(DEVICE))
@@ -66,7 +67,9 @@ def drawn(tokens: int, top_k: int) -> Routing:
 @pytest.mark.parametrize("text", SCHEMES)
 @pytest.mark.parametrize(("placement", "sinks"), [(BLOCKS, 0), (BLOCKS, 2), (COPIES, 0)])
 @pytest.mark.parametrize("tokens", [0, 1, 75])
-def test_it_is_both_in_one(tokens: int, placement: Placement, sinks: int, text: str) -> None:
+def test_it_equals_both_operations(
+    tokens: int, placement: Placement, sinks: int, text: str
+) -> None:
     scheme, routing = QuantScheme.parse(text), drawn(tokens, 3)
     x_TH = random(tokens, COLUMNS + 8, dtype=torch.bfloat16)[:, :COLUMNS]
     numbering = Numbering.of(placement, DEVICE, 1, sinks=sinks)
@@ -84,7 +87,7 @@ def refused(text: str, ids: int, join: bool = True) -> None:
     number_and_quantize(x_TH, scheme, made.pairs, out=made.rows)
 
 
-def test_what_cannot_be_done_at_once_is_refused() -> None:
+def test_unsupported_combinations_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="need a scale per token, per group, or static"):
         refused("fp8_w8a8_tensor", 4)
     with pytest.raises(ShapeError, match="tokens: got 4, need 5, as many as rows of ids"):

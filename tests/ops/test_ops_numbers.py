@@ -1,4 +1,4 @@
-"""number_pairs: Triton and torch twin against loops over pairs."""
+"""number_pairs: the Triton kernel and its torch reference, compared with loops over pairs."""
 
 import random
 
@@ -23,7 +23,9 @@ path = kernel_and_twin(numbers)
 
 
 def drawn(placement: Placement, tokens: int, top_k: int, dtype: torch.dtype) -> Routing:
-    """Rows of a wider tensor: ids from -2 to E, one far outside; weights of skipped pairs NaN."""
+    """Return rows of a wider tensor: ids from -2 to E and one far outside; weights of skipped pairs
+    are NaN.
+    """
     choose = random.Random(tokens + top_k)
     experts = placement.experts
     ids = torch.tensor(
@@ -61,7 +63,9 @@ def run(
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=range(len(PLACEMENTS)))
-def test_every_pair_goes_where_its_expert_is(placement: Placement, dtype: torch.dtype) -> None:
+def test_every_pair_goes_to_the_rank_of_its_expert(
+    placement: Placement, dtype: torch.dtype
+) -> None:
     routing = drawn(placement, 37, 3, dtype)
     got, weights, invalid = run(routing, placement, join=False, factor=2.0)
     slots, experts = numbers.slots_of(placement), placement.experts

@@ -1,4 +1,6 @@
-"""number_pairs with sinks: Triton kernel and torch twin against a loop over pairs."""
+"""number_pairs with sinks: the Triton kernel and its torch reference, compared with a loop over
+pairs.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ path = kernel_and_twin(numbers)
 
 
 def placed(ids_TK, weights_TK, placement, sinks, *, rank, factor=1.0):
-    """Places, weights and the count of invalid ids, which had been 5."""
+    """Return slots, weights and the count of invalid ids, which starts at 5."""
     shape = tuple(ids_TK.shape)
     pairs = Pairs(
         Routing(weights_TK.to(DEVICE), ids_TK.to(DEVICE)),
@@ -61,7 +63,7 @@ def by_a_loop(ids_TK, weights_TK, placement, sinks, *, rank, factor):
 
 
 def test_an_example(path: str) -> None:
-    """Skipped pairs and second pairs of an expert go to sinks, this rank's first."""
+    """Skipped pairs and repeated pairs of an expert go to sinks, first to this rank's."""
     ids_TK = torch.tensor([[2, 3, 2], [-1, 4, -1], [-1, -7, 6]])
     weights_TK = torch.tensor([[1.0, 2.0, 4.0], [NAN, 8.0, INF], [NAN, NAN, NAN]])
     found = placed(ids_TK, weights_TK, Placement.linear(6, 2), 2, rank=1)
@@ -76,7 +78,7 @@ COPIES = Placement.linear(8, 3).with_copies({0: (2,), 7: (0, 1)})
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("top_k", [1, 3, 8, 16, 22, 32])
 @pytest.mark.parametrize("tokens", [0, 1, 37])
-def test_places_are_those_of_a_loop(
+def test_slots_equal_those_of_a_loop(
     path: str, tokens: int, top_k: int, dtype: torch.dtype, placement: Placement
 ) -> None:
     generator = torch.Generator().manual_seed(tokens + top_k)
@@ -96,8 +98,8 @@ def test_places_are_those_of_a_loop(
             assert all(0 <= place < numbered for place in row)
 
 
-def test_sinks_take_what_joining_drops() -> None:
-    """Apart, two pairs of one expert would need its place twice."""
+def test_pairs_dropped_by_joining_go_to_sinks() -> None:
+    """Without joining, two pairs of one expert would need its slot twice."""
     ids = torch.zeros(1, 2, dtype=torch.int32)
     apart = Pairs(
         Routing(torch.ones(1, 2), ids),

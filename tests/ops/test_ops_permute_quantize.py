@@ -1,4 +1,4 @@
-"""permute_and_quantize: bit for bit what quantize_rows and permute_tokens give in turn."""
+"""permute_and_quantize equals quantize_rows followed by permute_tokens, bit for bit."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ path = kernel_and_twin(permute_quantize, permute, quantize)
 
 
 def buffers(scheme: QuantScheme, rows: int, columns: int) -> Quantized:
-    """Filled with what must survive in rows that no pair names."""
+    """Return outputs filled with a value that must remain in rows without a pair."""
     q = torch.full((rows, columns), 0x55, dtype=torch.uint8, device=DEVICE)
     shape = scale_shape(scheme, rows, columns)
     scale = torch.full(shape, STATIC if scheme.static else -3.0, device=DEVICE)
@@ -41,7 +41,7 @@ def buffers(scheme: QuantScheme, rows: int, columns: int) -> Quantized:
 def in_turn(
     x_TH: torch.Tensor, places_TK: torch.Tensor, scheme: QuantScheme, rows: int
 ) -> Quantized:
-    """Each token quantized, then moved with its scales."""
+    """Quantize each token, then move it with its scales."""
     one, out = buffers(scheme, *x_TH.shape), buffers(scheme, rows, x_TH.shape[1])
     quantize_rows(x_TH, scheme, out=one)
     scales = {} if scheme.static else {"scale_TG": one.scale, "scale_rows_RG": out.scale}
@@ -59,7 +59,7 @@ def assert_same(got: Quantized, want: Quantized) -> None:
 @each_scheme
 @pytest.mark.parametrize("columns", [1, 45, 64, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_it_is_both_in_turn(text: str, columns: int, dtype: torch.dtype) -> None:
+def test_it_equals_both_operations(text: str, columns: int, dtype: torch.dtype) -> None:
     scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
     x_TH = random(5, columns, dtype=dtype)
     x_TH[2] = 1e4  # of no pair: it must set no scale
@@ -87,8 +87,8 @@ def test_long_groups_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("path")
 @each_scheme
-def test_several_groups_a_program(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the last program has fewer than it could take."""
+def test_several_groups_per_program(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the last program has fewer groups."""
     scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
     monkeypatch.setattr(permute_quantize, "_TILE", 64)
     x_TH = random(5, 24 * 5)
@@ -99,8 +99,8 @@ def test_several_groups_a_program(text: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("path")
 @each_scheme
-def test_every_pair_has_its_weight(text: str) -> None:
-    """In float32, before the scale; a skipped pair's may be anything."""
+def test_router_weights_of_pairs(text: str) -> None:
+    """In float32, before the scale; the weight of a skipped pair is not used."""
     scheme = QuantScheme.parse(text)
     places = torch.tensor([[0, 2, -1], [-1, 3, 5]], dtype=torch.int32, device=DEVICE)
     weights = torch.tensor([[0.3, -2.7, NAN], [1e30, 0.01, 1.0]], device=DEVICE)
@@ -117,7 +117,7 @@ def test_every_pair_has_its_weight(text: str) -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_rows_may_lie_apart() -> None:
+def test_rows_may_have_gaps() -> None:
     scheme, places = QuantScheme.parse(SCHEMES[2]), PLACES.int().to(DEVICE)
     wide = random(5, 90)
     out, same = buffers(scheme, ROWS, 45), buffers(scheme, ROWS, 45)
@@ -149,8 +149,10 @@ def test_bad_input_and_no_tokens() -> None:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("columns", [32, 100])
-def test_scales_along_rows(columns: int) -> None:
-    """Of tokens quantized on the way, and of those that come quantized: the same places."""
+def test_column_major_scales(columns: int) -> None:
+    """Of tokens quantized by the operation, and of tokens that are already quantized: the same
+    layout.
+    """
     scheme, places = QuantScheme.parse("fp8_w8a8_block:block=8x32"), PLACES.int().to(DEVICE)
     x_TH = random(5, columns, dtype=torch.bfloat16)
     want, plain = in_turn(x_TH, places, scheme, ROWS), buffers(scheme, ROWS, columns)
@@ -168,7 +170,7 @@ def test_scales_along_rows(columns: int) -> None:
     assert torch.equal(moved, want.scale)
 
 
-def test_scales_along_the_rows_of_two_segments_are_refused() -> None:
+def test_column_major_scales_over_two_segments_are_refused() -> None:
     scheme, places = QuantScheme.parse("fp8_w8a8_block:block=8x32"), PLACES.int().to(DEVICE)
     out = buffers(scheme, ROWS, 64)
     out = Quantized(out.q_RK, out.scale.view(2, 2, ROWS // 2), None, True)

@@ -1,4 +1,5 @@
-"""quantize_rows and activation_and_quantize: Triton and torch twin, bit for bit, against a loop."""
+"""quantize_rows and activation_and_quantize: kernel and torch reference, bit for bit, and a
+loop."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ E4M3 = list(_e4m3_magnitudes())
 
 
 def e4m3_byte(value: float) -> int:
-    """The nearest e4m3 of a value within +-448, as a byte; ties to the even code."""
+    """Return the nearest e4m3 code of a value within +-448; ties round to the even code."""
     magnitude = abs(value)
     above = min(bisect_left(E4M3, magnitude), 126)
     below = above if E4M3[above] <= magnitude else above - 1
@@ -65,7 +66,7 @@ def e4m3_byte(value: float) -> int:
 
 
 def stored(value: float, scheme: QuantScheme) -> int:
-    """One byte from a scaled value: saturated, then rounded."""
+    """Return the byte of a scaled value: saturated, then rounded."""
     if scheme.activation == "int8":
         return round(min(max(value, -127.0), 127.0)) & 0xFF
     return e4m3_byte(min(max(value, -448.0), 448.0))
@@ -79,14 +80,14 @@ def scale_of(values: list[np.float32], scheme: QuantScheme) -> np.float32:
 
 @dataclass
 class Expected:
-    """Bytes of q by row, and scales by row, or one."""
+    """The bytes of q by row, and the scales by row, or a single one."""
 
     q: dict[int, list[int]]
     scale: dict[int, list[float]]
 
 
 def loop(rows: dict[int, list[np.float32]], scheme: QuantScheme) -> Expected:
-    """One value at a time, in float32. rows: those that stand for a token."""
+    """Compute one value at a time in float32. rows: those of tokens."""
     q: dict[int, list[int]] = {}
     scales: dict[int, list[float]] = {}
     everything = [v for row in rows.values() for v in row]
@@ -109,7 +110,7 @@ def loop(rows: dict[int, list[np.float32]], scheme: QuantScheme) -> Expected:
 
 
 def buffers(scheme: QuantScheme, rows: int, columns: int, segments: int = 1) -> Quantized:
-    """Outputs in a workspace with red zones, holding UNTOUCHED."""
+    """Return outputs in a workspace with red zones, filled with UNTOUCHED."""
     static = torch.tensor([STATIC], device=DEVICE) if scheme.static else None
     specs = quantize_specs("a", scheme, rows, columns, segments=segments)
     workspace = Workspace(specs, torch.device(DEVICE), poison=True)
@@ -132,7 +133,9 @@ def as_rows(values: torch.Tensor, live: list[int] | None = None) -> dict[int, li
 
 
 def assert_is(out: Quantized, want: Expected, scheme: QuantScheme) -> None:
-    """Every byte of live rows as the loop has it, every other one untouched."""
+    """Check that every byte of live rows equals that of the loop, and that all others are
+    unchanged.
+    """
     WORKSPACES.pop(id(out.q_RK)).check_red_zones()
     q = out.q_RK.view(torch.uint8).cpu()
     for index in range(q.shape[0]):
@@ -161,7 +164,9 @@ def assert_rows_are_the_loops(x: torch.Tensor, scheme: QuantScheme) -> None:
 @each_scheme
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 23), (5, 24), (19, 49), (40, 130)])
-def test_rows_are_the_loops(text: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_rows_equal_those_of_the_loop(
+    text: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
     scheme, x = QuantScheme.parse(text), 3 * random(*shape, dtype=dtype)
     assert_rows_are_the_loops(x, scheme)
 
@@ -169,7 +174,7 @@ def test_rows_are_the_loops(text: str, dtype: torch.dtype, shape: tuple[int, int
 @pytest.mark.usefixtures("path")
 @each_scheme
 def test_long_rows_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More columns in a scale's group than a program holds."""
+    """More columns per scale than a program reads at once."""
     monkeypatch.setattr(quantize_tiles, "_MAX_BLOCK", 16)
     monkeypatch.setattr(quantize, "_CHUNK", 16)
     scheme, x = QuantScheme.parse(text), random(7, 91)
@@ -179,7 +184,7 @@ def test_long_rows_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("path")
 @each_scheme
 def test_few_programs_share_many_rows(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each looks for the largest value in several blocks of rows."""
+    """Each program computes the maximum over several blocks of rows."""
     monkeypatch.setattr(quantize, "_MAX_PARTIALS", 3)
     monkeypatch.setattr(quantize_tiles, "_TILE", 64)
     scheme, x = QuantScheme.parse(text), random(29, 30)
@@ -190,7 +195,7 @@ def test_few_programs_share_many_rows(text: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("path")
 @each_scheme
 def test_ties_and_extremes(text: str) -> None:
-    """Halves between two codes, the largest float, the smallest, zeros of both signs."""
+    """Midpoints between two codes, the largest float, the smallest ones, zeros of both signs."""
     row = [k / 16 for k in range(-40, 40)] + [448.0, 127.0, -447.9, 126.5, 0.5, 1.5, 2.5, -0.0]
     rows = [row, [v * 1e-12 for v in row], [v * 7.5e35 for v in row], [0.0] * len(row)]
     x = torch.tensor(rows, device=DEVICE)
@@ -209,7 +214,7 @@ def test_static_scales_saturate(text: str) -> None:
 
 @pytest.mark.usefixtures("path")
 @each_scheme
-def test_rows_may_lie_apart(text: str) -> None:
+def test_rows_may_have_gaps(text: str) -> None:
     scheme, wide = QuantScheme.parse(text), torch.full((6, 50), NAN, device=DEVICE)
     x = wide[:, :33]
     x.copy_(random(6, 33))
@@ -241,7 +246,9 @@ def pairs(
 
 
 def poisoned(rows: int, columns: int, live: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """NaN everywhere but in the live rows; those of other rows would set every scale."""
+    """Return rows with NaN outside the live rows, because a NaN in another row would change every
+    scale.
+    """
     x = torch.full((rows, columns), NAN, dtype=dtype, device=DEVICE)
     x[1::3] = 6e4
     x[live] = random(len(live), columns, dtype=dtype)
@@ -286,8 +293,8 @@ def test_rows_past_a_count_are_neither_read_nor_written(
 
 @pytest.mark.usefixtures("path")
 @each_scheme
-def test_row_weights_multiply_first(text: str) -> None:
-    """In float32; the weight of a row without a token may be anything."""
+def test_row_weights_are_applied_before_quantization(text: str) -> None:
+    """In float32; the weight of a row without a token is not used."""
     scheme, x = QuantScheme.parse(text), random(5, 30, dtype=torch.bfloat16)
     weights = torch.tensor([0.3, NAN, 2.7, 1e9, 0.01], device=DEVICE)
     out = buffers(scheme, 5, 30)
@@ -305,7 +312,9 @@ ACTIVATIONS = ("silu", "gelu", "swiglu_oai", "relu2", "silu:interleaved=true")
 @pytest.mark.parametrize("text", SCHEMES[1:])
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activation_and_quantize_is_both_in_turn(text: str, act: str, dtype: torch.dtype) -> None:
+def test_activation_and_quantize_equals_both_operations(
+    text: str, act: str, dtype: torch.dtype
+) -> None:
     scheme, spec = QuantScheme.parse(text), ActivationSpec.parse(act)
     columns, live = 45, PairRows(pairs([[0, 1], [-1, 0], [1, -1]], 2), 2)
     x = random(6, columns * (2 if spec.gated else 1), dtype=dtype)
@@ -320,7 +329,7 @@ def test_activation_and_quantize_is_both_in_turn(text: str, act: str, dtype: tor
     assert_is(two, loop(as_rows(h, [0, 1, 3, 4]), scheme), scheme)
 
 
-def test_activation_and_quantize_refuses() -> None:
+def test_activation_and_quantize_refuses_wrong_arguments() -> None:
     spec, scheme = ActivationSpec("silu"), QuantScheme.parse("fp8_w8a8_tensor")
     with pytest.raises(ConfigurationError, match="need a scale per token, per group, or static"):
         activation_and_quantize(random(2, 8), spec, scheme, out=buffers(scheme, 2, 4))
@@ -346,7 +355,7 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
 
 
 @each_scheme
-def test_specs_grow_with_rows(text: str) -> None:
+def test_buffer_sizes_grow_with_rows(text: str) -> None:
     scheme, least = QuantScheme.parse(text), dict[str, int]()
     for rows in (0, 1, 2, 7, 64, 3000):
         specs = {n: s.numel for n, s in quantize_specs("a", scheme, rows, 40).items()}

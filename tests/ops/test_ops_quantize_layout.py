@@ -1,4 +1,4 @@
-"""Where the quantizing operations put scales, and the tiles of large layers."""
+"""The layout of scales written by quantizing operations, and the tiles of large layers."""
 
 from dataclasses import replace
 
@@ -38,12 +38,13 @@ def zeros(
 @pytest.mark.parametrize("columns", [32, 96, 128, 104])
 @pytest.mark.parametrize("act", ["none", "silu"])
 @pytest.mark.usefixtures("path")
-def test_scales_along_rows_and_streamed_tiles(
+def test_column_major_scales_and_streamed_tiles(
     act: str, columns: int, streamed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit what rows of scales and the other tiles give; rows past a count are not read.
+    """Bit for bit equal to row-major scales and the other tiles; rows after a count are not read.
 
-    Groups are of 32: one, three, which are no power of two, four at once, and a short one.
+    Groups have 32 values: a single one, three (not a power of two), four at once, and a partial
+    one.
     """
     monkeypatch.setattr(quantize_tiles, "_STREAM_COLUMNS", 128)
     monkeypatch.setattr(quantize_tiles, "_STREAM_PROGRAMS", 3)
@@ -75,7 +76,7 @@ def test_scales_along_rows_and_streamed_tiles(
     assert torch.equal(scales.reshape(33, groups), plain.scale_of_rows)
 
 
-def test_segments_of_scales_along_rows_are_those_of_the_rows() -> None:
+def test_segments_of_column_major_scales_equal_those_of_rows() -> None:
     scheme, counts = QuantScheme.parse("fp8_w8a8_channel"), torch.ones(2, dtype=torch.int32)
     out = zeros(scheme, 6, 8, 1, True)
     with pytest.raises(ShapeError, match="segments of scales: got 1, need 2"):
@@ -86,7 +87,7 @@ def test_segments_of_scales_along_rows_are_those_of_the_rows() -> None:
 
 
 def test_tiles_of_large_layers() -> None:
-    """What a program has is whole; an H200 holds all programs at once."""
+    """A program has whole groups, and all programs are resident on an H200."""
     for rows, columns, shares in ((9216, 14336, 14), (135168, 2048, 2), (49152, 768, 3)):
         tiles = large(rows, columns)
         assert tiles.block_r * tiles.block_g * tiles.block_c == 2048

@@ -1,4 +1,6 @@
-"""permute, assign_rows, the reductions and the activations: Triton and torch twin against loops."""
+"""permute, assign_rows, the reductions and the activations: kernels and torch references, and
+loops.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ path = kernel_and_twin(reduce, activation, batch, permute)
 
 
 def after_nan(rows: torch.Tensor) -> torch.Tensor:
-    """The same rows, with NaN where row -1 would lie."""
+    """Return the same rows, with NaN where row -1 would be."""
     return torch.cat([torch.full_like(rows[:1], NAN), rows])[1:]
 
 
@@ -54,7 +56,7 @@ def assign(
 
 
 @pytest.mark.usefixtures("path")
-def test_rows_follow_the_tokens_and_repeats_share_one() -> None:
+def test_rows_are_in_token_order_and_duplicates_share_a_row() -> None:
     ids = [[0, 2], [2, 2], [-1, 0], [1, 99], [2, 0]]
     rows, counts = assign(routing(ids, 3), 5, 3)
     assert rows.tolist() == [[0, 10], [11, 11], [-1, 1], [5, -1], [12, 2]]
@@ -87,7 +89,7 @@ def test_rows_with_an_expert_map_and_an_invalid_count() -> None:
     assert int(dispatched.invalid_ids) == 2
 
 
-def test_local_ids_count_what_is_out_of_range() -> None:
+def test_local_ids_count_invalid_ids() -> None:
     dispatched = routing([[0, 1], [4, -1], [-2, 3]], 4, mapping=[2, -1, 0, 1])
     assert local_ids(dispatched, 2).tolist() == [[-1, -1], [-1, -1], [-1, 1]]
     assert int(dispatched.invalid_ids) == 2
@@ -96,7 +98,7 @@ def test_local_ids_count_what_is_out_of_range() -> None:
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("hidden", [1, 17, 1025])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_permute_writes_named_rows_and_no_others(hidden: int, dtype: torch.dtype) -> None:
+def test_permute_writes_only_the_given_rows(hidden: int, dtype: torch.dtype) -> None:
     x = random(4, hidden + 3, dtype=dtype)[:, :hidden]  # rows are strided
     index = torch.tensor([[5, 0], [-1, 2], [3, 3], [-1, -1]], dtype=torch.int32, device=DEVICE)
     rows = torch.full((6, hidden), NAN, dtype=dtype, device=DEVICE)
@@ -127,7 +129,7 @@ def test_moe_sum_reduce(hidden: int, top_k: int) -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_sum_never_reads_rows_of_skipped_pairs() -> None:
+def test_sum_does_not_read_rows_of_skipped_pairs() -> None:
     dispatched = routing([[0, -1], [9, 1], [-1, -1]], 2)
     rows, weights = after_nan(random(3, 2, 5)), random(3, 2, seed=1)
     for token, slot in ((0, 1), (1, 0), (2, 0), (2, 1)):
@@ -140,7 +142,7 @@ def test_sum_never_reads_rows_of_skipped_pairs() -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_gather_and_sum_reads_only_named_rows() -> None:
+def test_gather_and_sum_reads_only_the_given_rows() -> None:
     rows, weights = after_nan(random(6, 4)), random(2, 3, seed=1)
     rows[[1, 4]] = NAN
     weights[1, 2] = NAN  # the weight of a skipped pair
@@ -153,7 +155,7 @@ def test_gather_and_sum_reads_only_named_rows() -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_kept_rows_are_token_major_and_zero_where_skipped() -> None:
+def test_unreduced_rows_are_token_major_and_zero_for_skipped_pairs() -> None:
     rows, weights = after_nan(random(5, 4)), random(2, 2, seed=1)
     rows[0] = NAN
     index = torch.tensor([[4, -1], [1, 1]], dtype=torch.int32, device=DEVICE)
@@ -193,7 +195,7 @@ SPECS += [
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations(spec: ActivationSpec, dtype: torch.dtype) -> None:
-    """One rounding away from the exact value; limits of 7 bite because values reach 12."""
+    """Within one rounding of the exact value; values reach 12, so limits of 7 clamp."""
     intermediate = 33
     x = (4 * random(6, intermediate * (2 if spec.gated else 1))).to(dtype)
     out = torch.full((6, intermediate), NAN, dtype=dtype, device=DEVICE)

@@ -1,4 +1,4 @@
-"""sort_pairs: rows of pairs and tiles of rows; against a plain Python layout."""
+"""sort_pairs: rows of pairs and tiles of rows, compared with a layout in Python."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""zero_rows: Triton kernel and torch twin."""
+"""zero_rows: the Triton kernel and its torch reference."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ path = kernel_and_twin(module)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("hidden", [1, 72, 4100])
 @pytest.mark.parametrize("counts", [(0, 0, 0), (3, 0, 70), (70, 33, 1)])
-def test_rows_that_came_are_zero(counts: tuple[int, ...], hidden: int, dtype: torch.dtype) -> None:
+def test_received_rows_are_zeroed(counts: tuple[int, ...], hidden: int, dtype: torch.dtype) -> None:
     x_SCH = torch.full((3, 70, hidden), torch.nan, dtype=dtype, device=DEVICE)
     zero_rows(x_SCH, torch.tensor(counts, dtype=torch.int32, device=DEVICE))
     for rows, count in zip(x_SCH, counts, strict=True):
@@ -24,14 +24,14 @@ def test_rows_that_came_are_zero(counts: tuple[int, ...], hidden: int, dtype: to
 
 
 @pytest.mark.usefixtures("path")
-def test_a_count_beyond_the_segment_reaches_no_other() -> None:
+def test_a_count_beyond_the_segment_does_not_reach_the_next_one() -> None:
     x_SCH = torch.ones(2, 4, 8, device=DEVICE)
     zero_rows(x_SCH, torch.tensor([9, 0], dtype=torch.int32, device=DEVICE))
     assert not x_SCH[0].any()
     assert bool(x_SCH[1].all())
 
 
-def test_nothing_is_launched_for_nothing() -> None:
+def test_nothing_is_launched_without_rows() -> None:
     zero_rows(torch.ones(2, 0, 8, device=DEVICE), torch.ones(2, dtype=torch.int32, device=DEVICE))
 
 

@@ -1,8 +1,9 @@
-"""Every two options of a router together: the oracle's experts and weights, or a stated refusal.
+"""Every pair of router options: the oracle's experts and weights, or a documented refusal.
 
-Fields of RouterSpec, types and layouts of the tensors, values of logits and biases, and how the
-router is called: the kernel, plain torch, and the operator of torch.compile, which takes the spec
-as text. eps and floor are one axis, because one formula has both: max(sum + eps, floor).
+Options are the fields of RouterSpec, dtypes and layouts of tensors, values of logits and biases,
+and the way to call the router: the kernel, torch, and the custom operator of torch.compile, which
+takes the spec as text. eps and floor are one axis, because they are in one formula: max(sum + eps,
+floor).
 """
 
 from collections.abc import Callable
@@ -47,7 +48,7 @@ AXES = (
 
 
 def absent(row: Values) -> list[str]:
-    """Return why values cannot be combined: an axis of something that is not there."""
+    """Return why values cannot be combined: an axis of an option that is not set."""
     found = []
     if row["bias"] is None and row["bias values"] != "plain":
         found.append("no bias has no values")
@@ -124,7 +125,7 @@ def spec_of(row: Values) -> RouterSpec:
 
 
 def logits_of(row: Values) -> torch.Tensor:
-    """Return logits (T, columns), each row apart from the next one if they are spaced."""
+    """Return logits (T, columns), with gaps between rows if they are spaced."""
     tokens, columns = row["tokens"], _columns(row)
     values = random(tokens, columns, seed=columns) * 2
     place = torch.arange(columns, device=DEVICE) + torch.arange(tokens, device=DEVICE)[:, None]
@@ -146,7 +147,7 @@ def logits_of(row: Values) -> torch.Tensor:
 
 
 def tensors_of(row: Values) -> tuple[RouterTensors, torch.Tensor | None]:
-    """Return the bias and the table, and the ids of the tokens in it: the last of them invalid."""
+    """Return the bias, the table, and token ids for it, the last one invalid."""
     bias = table = token_ids = None
     columns = _columns(row)
     if row["bias"] is not None:
@@ -180,7 +181,7 @@ def call(row: Values, spec: RouterSpec, monkeypatch: pytest.MonkeyPatch) -> tupl
     return Routed(Routing(weights, ids), identity if spec.zero_experts else None), given
 
 
-def test_every_two_values_meet_and_every_rule_does() -> None:
+def test_all_pairs_of_values_and_all_rules_are_covered() -> None:
     assert rows().unmet() == []
     reasons = ("refused: ", "no bias has", "no rows are")
     assert all(reason.startswith(reasons) for reason in rows().impossible().values())
@@ -188,14 +189,18 @@ def test_every_two_values_meet_and_every_rule_does() -> None:
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("row", rows().accepted, ids=name_of)
-def test_it_is_the_oracle_s(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_equals_the_oracle(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     check(row, monkeypatch)
 
 
 @pytest.mark.parametrize("by", ["kernel", "torch"])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_two_guards_of_one_division(score: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defect that each option's own tests passed: a floor below which eps is added again."""
+def test_eps_and_floor_of_one_division(
+    score: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a floor, eps must not be added again; the tests of each option alone passed with this
+    defect.
+    """
     plain = {axis.name: axis.values[0] for axis in AXES}
     both = {"eps, floor": (0.25, 0.5), "renormalize": True, "top-k": 1, "values": "faint"}
     check(plain | both | {"score": score, "call": by}, monkeypatch)
@@ -214,7 +219,7 @@ def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rule", "row"), [pytest.param(*each, id=name_of(each)) for each in rows().refused]
 )
-def test_a_refusal_is_the_one_that_a_rule_states(
+def test_every_refusal_is_that_of_its_rule(
     rule: Refusal, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(rule.error, match=rule.message):

@@ -1,7 +1,8 @@
-"""The parts over DeepEP, as far as no GPU and no DeepEP are needed: what they refuse, how they size
-buffers, how they bring ids, weights and rows into the library's form, and in what order it is used.
+"""The DeepEP parts without a GPU and without DeepEP.
 
-Nothing here stands in for a dispatch: that is proven on GPUs, where the library is.
+Covers what they refuse, the sizes of buffers, the conversion of ids, weights and rows to the
+library's format, and the order of calls. A dispatch is not simulated here; it is verified on GPUs
+with the library.
 """
 
 import sys
@@ -69,7 +70,7 @@ def rules(verdict: Verdict) -> set[str]:
     ],
     ids=str,
 )
-def test_what_is_accepted(part: str, fields: dict[str, Any]) -> None:
+def test_accepted_problems(part: str, fields: dict[str, Any]) -> None:
     verdict = judged(part, replace(BASE, **fields))
     assert verdict.ok, str(verdict)
 
@@ -94,12 +95,12 @@ REFUSED: tuple[tuple[str, dict[str, Any], set[str]], ...] = (
 
 
 def in_order(value: object) -> str:
-    """A set's words in the same order in every process."""
+    """Return the elements of a set in the same order in every process."""
     return str(sorted(value) if isinstance(value, set) else value)
 
 
 @pytest.mark.parametrize(("part", "fields", "spoken"), REFUSED, ids=in_order)
-def test_every_reason_is_named_at_once(part: str, fields: dict[str, Any], spoken: set[str]) -> None:
+def test_every_reason_is_stated(part: str, fields: dict[str, Any], spoken: set[str]) -> None:
     verdict = judged(part, replace(BASE, **fields))
     by_part = {each.rule for each in verdict.rejections if part in each.parties}
     assert by_part == spoken, str(verdict)
@@ -119,14 +120,14 @@ def test_machines(part: str) -> None:
     assert "device" in rules(judged(part, machine=Machine("cpu")))
 
 
-def test_each_generation_wants_its_own_library() -> None:
+def test_each_generation_requires_its_own_library() -> None:
     (reason,) = judged(V2, machine=FIRST).rejections
     assert (reason.rule, reason.got, reason.need) == ("package", "deep_ep 1", "deep_ep 2")
     assert rules(judged(HT, machine=SECOND)) == rules(judged(LL, machine=SECOND)) == {"package"}
 
 
 @pytest.mark.parametrize("part", EXPERTS)
-def test_the_harness_finds_the_part_where_the_library_is(part: str) -> None:
+def test_the_harness_runs_the_part_if_the_library_is_installed(part: str) -> None:
     assert (part, EXPERTS[part]) in rank_pairings(MACHINES[part], 2)
 
 
@@ -134,7 +135,7 @@ def test_the_harness_finds_the_part_where_the_library_is(part: str) -> None:
 
 
 def library(monkeypatch: pytest.MonkeyPatch, **names: object) -> None:
-    """A module deep_ep that has these names and nothing else."""
+    """Install a module deep_ep with only these names."""
     module = ModuleType("deep_ep")
     vars(module).update(names)
     monkeypatch.setitem(sys.modules, "deep_ep", module)
@@ -143,7 +144,7 @@ def library(monkeypatch: pytest.MonkeyPatch, **names: object) -> None:
 @pytest.mark.parametrize(
     "part", [DeepEPHTPrepareAndFinalize, DeepEPLLPrepareAndFinalize, DeepEPV2PrepareAndFinalize]
 )
-def test_without_the_library_a_part_says_so(monkeypatch: pytest.MonkeyPatch, part: Any) -> None:
+def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch, part: Any) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", None)
     with pytest.raises(ConfigurationError, match=r"deep_ep: got .*, need deep_ep") as caught:
         part(BASE)
@@ -161,7 +162,7 @@ def test_the_other_generation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         load_deepep(2)
 
 
-def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_that_fails_to_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "deep_ep"
     folder.mkdir()
     (folder / "__init__.py").write_text("assert False, 'two versions of NCCL'\n")
@@ -172,7 +173,9 @@ def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.parametrize(("value", "asks"), [(None, True), ("1", True), ("0", False)])
-def test_ibgda_is_read_anew(monkeypatch: pytest.MonkeyPatch, value: str | None, asks: bool) -> None:
+def test_ibgda_is_read_again(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, asks: bool
+) -> None:
     monkeypatch.delenv("NVSHMEM_IB_ENABLE_IBGDA", raising=False)
     if value is not None:
         monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", value)
@@ -190,7 +193,8 @@ def test_rdma_nics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class Buffer:
-    """What the library's Buffer tells before it is made; making one fails the test."""
+    """A stand-in for the library's Buffer with its static methods; constructing one fails the
+    test."""
 
     @staticmethod
     def get_low_latency_rdma_size_hint(*sizes: int) -> int:
@@ -198,7 +202,7 @@ class Buffer:
 
 
 def manage(rank: int, world_size: int, group: dist.ProcessGroup) -> list[str]:
-    """What a rank of a gloo group meets: refusals, all before the library is asked for anything."""
+    """Return the refusals on a rank of a gloo group, all before the library is called."""
     met = []
     try:
         DeepEPGroup(group)
@@ -229,7 +233,7 @@ def manage(rank: int, world_size: int, group: dist.ProcessGroup) -> list[str]:
     return met
 
 
-def test_a_manager_refuses_before_anything_is_sent() -> None:
+def test_a_manager_refuses_before_communication() -> None:
     with RankPool(2, grace=10) as pool:
         reports = pool.run(manage)
     for report in reports:
@@ -243,13 +247,13 @@ def test_a_manager_refuses_before_anything_is_sent() -> None:
 
 
 @pytest.mark.parametrize("num_sms", [0, 7, -2])
-def test_multiprocessors_come_in_pairs(num_sms: int) -> None:
+def test_the_number_of_multiprocessors_is_even(num_sms: int) -> None:
     with pytest.raises(ConfigurationError, match="num_sms"):
         DeepEPGroup(num_sms=num_sms)
 
 
 class Recorder:
-    """The calls of a low-latency buffer, in order."""
+    """A low-latency buffer that records its calls in order."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -268,7 +272,7 @@ class Recorder:
 
 
 def test_a_dispatch_is_received_before_the_next_exchange() -> None:
-    """Whatever the order in which calls in flight are finished."""
+    """In whatever order calls in flight are finished."""
     recorder = Recorder()
     buffer: Any = LowLatency(recorder, 8, 4)
     first = buffer.dispatch("a", None, quantize=False)
@@ -285,7 +289,7 @@ def test_a_dispatch_is_received_before_the_next_exchange() -> None:
     ]  # fmt: skip
 
 
-def test_a_dispatch_at_once_is_one_launch_and_leaves_nothing_to_receive() -> None:
+def test_a_synchronous_dispatch_is_one_launch_without_a_receive() -> None:
     recorder = Recorder()
     buffer: Any = LowLatency(recorder, 8, 4)
     buffer.dispatch("a", None, quantize=False)
@@ -298,7 +302,7 @@ def test_a_dispatch_at_once_is_one_launch_and_leaves_nothing_to_receive() -> Non
 # ------------------------------------------------------------------------- ids, weights and sizes
 
 
-def test_a_part_says_which_buffer_it_uses() -> None:
+def test_a_part_states_which_buffer_it_uses() -> None:
     class Mine(DeepEPHTPrepareAndFinalize):
         make_buffer = DeepEPPart.make_buffer
 
@@ -306,7 +310,7 @@ def test_a_part_says_which_buffer_it_uses() -> None:
         Mine(BASE)
 
 
-def test_buffers_are_made_for_few_sizes() -> None:
+def test_buffers_have_few_sizes() -> None:
     assert [deepep_ll.buffer_tokens(n) for n in (0, 1, 4, 5, 128)] == [4, 4, 4, 8, 128]
     compiled = [deepep_v2.buffer_tokens(n) for n in (0, 1, 8, 9, 100, 128, 129, 4096)]
     assert compiled == [8, 8, 8, 16, 128, 128, 256, 4096]
@@ -323,7 +327,7 @@ def test_buffers_are_made_for_few_sizes() -> None:
         ("none", False),
     ],
 )
-def test_what_the_low_latency_kernels_quantize(quant: str, by_library: bool) -> None:
+def test_schemes_that_the_low_latency_kernels_quantize(quant: str, by_library: bool) -> None:
     problem = replace(BASE, quant=quant)
     assert deepep_ll.quantized_by_library(problem) is by_library
     part = _unmade(DeepEPLLPrepareAndFinalize, problem)
@@ -331,8 +335,8 @@ def test_what_the_low_latency_kernels_quantize(quant: str, by_library: bool) -> 
     assert ("x_q" in part.workspace_shapes(3)) is here
 
 
-def test_shapes_are_those_of_the_fullest_call() -> None:
-    """Whatever this rank passes, the others may pass problem.tokens."""
+def test_shapes_are_those_of_the_largest_call() -> None:
+    """However many tokens this rank has, others may have problem.tokens."""
     problem = replace(BASE, tokens=50)
     part = _unmade(DeepEPHTPrepareAndFinalize, problem)
     assert part.dispatch_shape(3) == ContiguousShape(100, 8)
@@ -345,7 +349,7 @@ def test_shapes_are_those_of_the_fullest_call() -> None:
 
 
 def _unmade(kind: Any, problem: Problem) -> Any:
-    """A part without its library, for what depends on the problem alone."""
+    """Return a part without its library, for properties that depend only on the problem."""
     part = kind.__new__(kind)
     part.problem = problem
     return part

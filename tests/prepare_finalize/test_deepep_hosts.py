@@ -1,7 +1,8 @@
-"""The parts over DeepEP between hosts: what a described cluster is judged to be, the arguments that
-a buffer of 8, 16, 64 and 160 ranks is made with, and what a manager refuses before the library is
-asked for anything. No rank is on another host here, and no library: stand-ins refuse what the
-library's own checks would.
+"""The DeepEP parts between hosts.
+
+Covers verdicts on described clusters, the arguments of buffers for 8, 16, 64 and 160 ranks, and
+what a manager refuses before it calls the library. All ranks are on this host, without the library:
+stand-ins refuse what the library's own checks would.
 """
 
 import os
@@ -71,20 +72,20 @@ def verdict_on(part: str, ranks: int, per_host: int | None, **fields: Any) -> An
     ],
     ids=str,
 )
-def test_a_described_cluster_is_judged(
+def test_verdicts_on_described_clusters(
     part: str, ranks: int, per_host: int | None, fields: dict[str, Any], spoken: str
 ) -> None:
     verdict = verdict_on(part, ranks, per_host, **fields)
     assert rules(verdict) == set(spoken.split()), str(verdict)
 
 
-def test_a_listed_size_is_one_that_the_library_has_configurations_and_kernels_for() -> None:
+def test_listed_sizes_have_configurations_and_kernels_in_the_library() -> None:
     across = [ranks for ranks in WORLD_SIZES if ranks > 8]
     assert [ranks // 8 for ranks in across] == list(stand_in.DEEP_EP_V1.HOSTS)
     assert set(WORLD_SIZES) <= set(stand_in.DEEP_EP_V1.ROWS)
 
 
-def test_check_is_told_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_has_options_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--tokens 64 --hidden 2048 --intermediate 256 --experts 32 --top-k 8"
     pair = f"--pf-type {HT} --experts-type TritonExperts"
     where = "--device cuda --arch 9.0 --packages deep_ep,deep_ep_cpp,triton"
@@ -99,7 +100,7 @@ def test_check_is_told_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def group_of(ranks: int) -> Any:
-    """As much of a ProcessGroup as a Buffer of the stand-in asks for."""
+    """Return a stand-in for a ProcessGroup with what the stand-in of Buffer reads."""
     return SimpleNamespace(size=lambda: ranks)
 
 
@@ -114,7 +115,9 @@ def up(nbytes: int) -> int:
 @pytest.mark.parametrize("num_sms", [None, 24])
 @pytest.mark.parametrize("ranks", [8, 16, 64, 160])
 def test_the_arguments_for_many_tokens(ranks: int, num_sms: int | None) -> None:
-    """The larger of both hints, aligned; RDMA's and a queue pair a channel beyond 8 ranks alone."""
+    """The larger of both hints, aligned; RDMA bytes and one queue pair per channel only above 8
+    ranks.
+    """
     Buffer.made.clear()
     made = high_throughput_arguments(Buffer, 7168, ranks, num_sms)
     channels = (num_sms or 20) // 2
@@ -163,7 +166,7 @@ def test_buffers_that_kernels_between_hosts_cannot_address() -> None:
 
 
 def manager_between(rank: int, group: dist.ProcessGroup, nic: bool) -> DeepEPGroup:
-    """A manager whose ranks are a host each, over gloo."""
+    """Make a manager whose ranks are simulated hosts, on gloo."""
     os.environ["MK_HOST_ID"] = f"host{rank}"  # noqa: TID251  as a launcher sets it
     deepep._nccl_group = lambda given: given  # gloo does for what ranks tell each other
     deepep.has_rdma_nic = lambda: nic
@@ -192,7 +195,7 @@ def without_network(rank: int, world: int, group: dist.ProcessGroup, lacks: list
 
 
 @pytest.mark.parametrize("lacks", [[True, True], [False, True]])
-def test_hosts_without_a_network_are_refused_on_every_rank_and_nothing_is_made(
+def test_hosts_without_a_network_are_refused_on_every_rank(
     lacks: list[bool],
 ) -> None:
     with RankPool(2, grace=10) as pool:
@@ -233,7 +236,7 @@ def test_a_process_has_one_buffer_between_hosts() -> None:
 
 
 def on_hosts_of_one(rank: int, world: int, group: dist.ProcessGroup) -> Any:
-    """A part over ranks that turn out to be on two hosts, of one each."""
+    """Make a part over ranks that are on two simulated hosts, one rank each."""
     manager = manager_between(rank, group, True)
     problem = replace(BASE, parallel=Parallel(2, rank=rank))
     parts.load_deepep = deepep.load_deepep
@@ -241,7 +244,7 @@ def on_hosts_of_one(rank: int, world: int, group: dist.ProcessGroup) -> Any:
     return said, stand_in.DEEP_EP_V1.Buffer.made
 
 
-def test_hosts_that_are_met_are_refused_as_those_that_are_described() -> None:
+def test_actual_hosts_are_refused_like_described_ones() -> None:
     with RankPool(2, grace=10) as pool:
         reports = pool.run(on_hosts_of_one)
     for said, made in reports:
@@ -262,7 +265,7 @@ def second_generation(rank: int, world: int, group: dist.ProcessGroup, gin: list
     ("gin", "said"),
     [(["1", "1"], "need EP_DISABLE_GIN=0"), (["0", "1"], "EP_DISABLE_GIN 0, 1 by rank")],
 )
-def test_the_second_generation_reaches_hosts_through_gin_alone(gin: list[str], said: str) -> None:
+def test_the_second_generation_reaches_hosts_only_through_gin(gin: list[str], said: str) -> None:
     with RankPool(2, grace=10) as pool:
         reports = pool.run(second_generation, gin)
     assert all(said in text for text in reports), reports

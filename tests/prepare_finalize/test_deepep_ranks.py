@@ -1,4 +1,6 @@
-"""The parts over DeepEP on gloo ranks, over stand-ins that leave open what the library does."""
+"""The DeepEP parts on gloo ranks, with stand-ins that fill undefined data of the library with
+poison.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +33,8 @@ def cases() -> list[RankCase]:
 
 
 def between_hosts() -> list[RankCase]:
-    """Ranks that are a host each, whose library has the host wait for the numbers of rows."""
+    """Simulate ranks on one host each, whose library makes the host wait for the numbers of
+    rows."""
     made = []
     for case in rank_cases_for(stand_in.HTOverGloo, "TorchExperts", MACHINE, 2).cases:
         parallel = replace(case.problem.parallel, ranks_per_host=1)
@@ -43,12 +46,12 @@ def between_hosts() -> list[RankCase]:
 
 
 def name(case: RankCase) -> str:
-    """Without the class's repr."""
+    """Return a name of the case without the class's repr."""
     return f"{case.prepare_finalize.__name__}+{str(case).partition('+')[2]}"
 
 
 @pytest.mark.share(4)
 @pytest.mark.parametrize("case", cases(), ids=name)
-def test_proven(case: RankCase, rank_pool: Pool) -> None:
+def test_the_harness_verifies_it(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(2), MACHINE)
     assert proof.passed, str(proof)

@@ -1,4 +1,4 @@
-"""Ranks that mean other layers, calls or orders: told to all, at once and by name."""
+"""Ranks with different layers, calls or orders of calls: every rank raises at once, with names."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,11 +20,11 @@ pool = three_ranks()
 
 
 class OtherExperts(TorchExperts):
-    """The same under another name: another pairing."""
+    """The same computation under another name, which makes another pairing."""
 
 
 def disagree(rank: int, world: int, group: object, fault: Fault) -> RankReport:
-    """The victim means another layer; then all mean one again, with the same manager."""
+    """One rank calls another layer; then all call the same one, with the same manager."""
     layer = fault.layer
     options = dict(fault.other) if rank == VICTIM else {}
     experts = options.pop("experts_part", "TorchExperts")
@@ -59,8 +59,10 @@ def disagree(rank: int, world: int, group: object, fault: Fault) -> RankReport:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_ranks_that_mean_another_layer(pool: RankPool, other: dict[str, object], told: str) -> None:
-    """Found before anything is sent, by every rank, at once; and the manager serves on."""
+def test_ranks_that_call_different_layers(
+    pool: RankPool, other: dict[str, object], told: str
+) -> None:
+    """Every rank detects it before communication, and the manager stays usable."""
     reports = pool.run(disagree, Fault(ALL2ALL, other), timeout=30)
     for rank, report in enumerate(reports):
         assert report.error == "CommunicationError", report
@@ -71,7 +73,7 @@ def test_ranks_that_mean_another_layer(pool: RankPool, other: dict[str, object],
         assert report.usable_again
 
 
-def test_replicated_ranks_pass_as_many_tokens(pool: RankPool) -> None:
+def test_replicated_ranks_must_have_equal_numbers_of_tokens(pool: RankPool) -> None:
     other = {"tokens_W": (3, 3, 3)}
     reports = pool.run(disagree, Fault(REPLICATED, other), timeout=30)
     assert {report.error for report in reports} == {"CommunicationError"}
@@ -79,7 +81,7 @@ def test_replicated_ranks_pass_as_many_tokens(pool: RankPool) -> None:
 
 
 def test_calls_in_flight_when_one_fails(pool: RankPool) -> None:
-    """The second call of a manager that failed raises at once, and names the same rank."""
+    """A second call in flight with a failed manager raises at once, and names the same rank."""
     reports = pool.run(second_of_two, Fault(ALL2ALL), timeout=30)
     assert reports[VICTIM] is None
     for rank in (0, 2):
@@ -104,7 +106,7 @@ def second_of_two(
     return first, second
 
 
-def test_ranks_that_finish_in_another_order_are_told_with_the_next_call(pool: RankPool) -> None:
+def test_ranks_that_finish_in_different_orders_raise_in_the_next_call(pool: RankPool) -> None:
     reports = pool.run(another_order, Fault(ALL2ALL), timeout=30)
     for rank, report in enumerate(reports):
         assert report.error == "CommunicationError", report
@@ -125,8 +127,8 @@ def another_order(rank: int, world: int, group: object, fault: Fault) -> RankRep
     return report_of_calls(call, manager)
 
 
-def test_another_thread_that_calls_while_a_manager_fails_is_told(pool: RankPool) -> None:
-    """While the others are asked who failed, the communicator is gone already."""
+def test_a_concurrent_call_of_a_failing_manager_raises(pool: RankPool) -> None:
+    """While the others determine which rank failed, the communicator is already destroyed."""
     assert pool.run(ask_while_it_fails, timeout=30)[0] == ["CommunicationError"]
 
 

@@ -1,4 +1,4 @@
-"""Faults over gloo ranks: whoever survives raises in time, and says which rank to look at."""
+"""Faults on gloo ranks: the other ranks raise within the timeout, and name the faulty rank."""
 
 import pytest
 from ep_fault_ranks import AT_ONCE_S, LONG_S, assert_survivor, three_ranks
@@ -30,7 +30,7 @@ MATRIX = [
 
 @pytest.mark.share(3)
 @pytest.mark.parametrize(("part", "kind", "point"), MATRIX)
-def test_a_rank_that_goes_away(pool: RankPool, part: str, kind: str, point: str) -> None:
+def test_a_rank_that_exits(pool: RankPool, part: str, kind: str, point: str) -> None:
     result = run_scenario(Scenario(part, kind, point), pool)
     assert result.findings() == []
     for rank in (0, 2):
@@ -71,7 +71,7 @@ def test_too_many_tokens_on_one_rank(pool: RankPool, part: str) -> None:
 
 @pytest.mark.parametrize("kind", ["raises", "refuses"])
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
-def test_a_rank_that_comes_to_no_exchange_tells_the_others(
+def test_a_rank_that_makes_no_exchange_notifies_the_others(
     pool: RankPool, part: str, kind: str
 ) -> None:
     point = "before dispatch" if kind == "raises" else ""

@@ -1,4 +1,5 @@
-"""Managers and parts over torch.distributed: misuse is an error, and some problems are refused."""
+"""Managers and parts over torch.distributed: misuse raises, and unsupported problems are
+refused."""
 
 import time
 from dataclasses import replace
@@ -49,7 +50,7 @@ def after_destroy(rank: int, world: int, group: object, layer: Layer) -> str:
     return type(error).__name__
 
 
-def test_a_part_leaves_a_manager_that_it_was_given(pair: RankPool) -> None:
+def test_a_part_does_not_destroy_a_given_manager(pair: RankPool) -> None:
     pair.run(shared_manager, Layer(ALL2ALL, (3, 3)))
 
 
@@ -64,7 +65,7 @@ def shared_manager(rank: int, world: int, group: object, layer: Layer) -> None:
     assert isinstance(raised_by(manager.next_step), UnsupportedError)
 
 
-def test_wrong_groups_are_refused_before_anything_is_connected(pair: RankPool) -> None:
+def test_wrong_groups_are_refused_before_connecting(pair: RankPool) -> None:
     for texts in pair.run(wrong_groups, Layer(ALL2ALL, (3, 3))):
         size, rank, kind, device, backend = texts
         assert "process group's size: got 2, need 3" in size
@@ -108,7 +109,7 @@ def test_a_group_is_needed() -> None:
 @pytest.mark.parametrize(
     "deadline", [0.0, -1, float("inf"), float("nan"), True, "2", [2.0]], ids=repr
 )
-def test_deadlines_are_seconds(manager: Any, deadline: object) -> None:
+def test_timeouts_are_in_seconds(manager: Any, deadline: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
         manager(None, deadline_s=deadline)
     assert str(caught.value) == f"deadline_s: got {deadline!r}, need seconds > 0"
@@ -131,8 +132,8 @@ def foreign_handle(rank: int, world: int, group: object, layer: Layer) -> str:
     return type(error).__name__
 
 
-def test_a_rank_that_does_not_come_to_the_construction(pair: RankPool) -> None:
-    """The other one says so in time, and the next attempt of both succeeds."""
+def test_a_rank_that_misses_the_construction(pair: RankPool) -> None:
+    """The other rank raises within the timeout, and the next attempt of both succeeds."""
     error, seconds = pair.run(come_alone, Layer(ALL2ALL, (3, 3)))[0]
     assert "construct of step 0, peer 1" in error
     assert seconds < 1.0 + 2.0
@@ -155,7 +156,7 @@ def come_alone(rank: int, world: int, group: object, layer: Layer) -> tuple[str,
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_refused_before_anything_is_built(part: str) -> None:
+def test_problems_are_refused_before_construction(part: str) -> None:
     two = Problem(4, 16, 16, 4, 2, parallel=Parallel(2))
 
     def rules(problem: Problem) -> set[str]:
@@ -176,7 +177,7 @@ def test_refused_before_anything_is_built(part: str) -> None:
     )
 
 
-def test_the_environment_may_set_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_can_set_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MK_DEADLINE_S", raising=False)
     assert read_settings().deadline_s == 10.0
     monkeypatch.setenv("MK_DEADLINE_S", "2.5")

@@ -1,4 +1,4 @@
-"""The parts over torch.distributed, on gloo ranks: together they give what one rank gives."""
+"""The parts over torch.distributed on gloo ranks compute what one rank does."""
 
 import random
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ pair = module_ranks(2)
 
 
 def tokens_of(part: str, world: int) -> tuple[tuple[int, ...], ...]:
-    """T by rank: uneven, with and without ranks that have none."""
+    """Return the numbers of tokens by rank: uneven, with and without ranks that have none."""
     if part == REPLICATED:
         return (6,) * world, (1,) * world, (0,) * world
     uneven = tuple(range(3, 3 + world))
@@ -35,7 +35,9 @@ def tokens_of(part: str, world: int) -> tuple[tuple[int, ...], ...]:
 
 
 def prove(pool: RankPool, layers: list[Layer]) -> None:
-    """Every output is as exact as on one rank, and each rank counts its own invalid ids."""
+    """Check that every output is as accurate as on one rank, and that each rank counts its invalid
+    ids.
+    """
     reports = pool.run(call_layers, tuple(layers))
     for index, layer in enumerate(layers):
         outputs = [reports[rank][index][0] for rank in range(layer.world_size)]
@@ -97,7 +99,7 @@ def test_routings(pool: RankPool, part: str) -> None:
         "int4_w4a16_group:group=8",
     ],
 )
-def test_quantized_rows_travel(pair: RankPool, part: str, quant: str) -> None:
+def test_quantized_rows_are_exchanged(pair: RankPool, part: str, quant: str) -> None:
     fields = {"dtype": BF16, "quant": quant}
     prove(pair, [Layer(part, counts, fields=fields) for counts in tokens_of(part, 2)[:2]])
 
@@ -131,8 +133,8 @@ def test_other_properties(pair: RankPool, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
-def test_one_scale_for_all_ranks_is_the_one_rank_s(pair: RankPool, part: str) -> None:
-    """Activations are rounded by the largest of all ranks, bit for bit as one rank does."""
+def test_one_scale_for_all_ranks_equals_that_of_one_rank(pair: RankPool, part: str) -> None:
+    """Activations are quantized by the maximum over all ranks, bit for bit as on one rank."""
     fields = {"quant": "fp8_w8a8_tensor", "dtype": BF16}
     scales = pair.run(scale_of, Layer(part, (3, 5), fields=fields))
     assert torch.equal(scales[0], scales[1])
@@ -147,8 +149,10 @@ def scale_of(rank: int, world: int, group: object, layer: Layer) -> torch.Tensor
     return tokens.scale.clone()
 
 
-def test_sharing_experts_out_equals_cutting_each_of_them(pair: RankPool) -> None:
-    """Expert parallel over two ranks, and tensor parallel: each rank half of every expert."""
+def test_expert_parallelism_equals_tensor_parallelism(pair: RankPool) -> None:
+    """Expert parallelism over two ranks equals tensor parallelism, where each rank has half of
+    every expert.
+    """
     layer = Layer(REPLICATED, (6, 6))
     shared_out = pair.run(call_layer, layer)[0][0]
     whole, half = layer.inputs(), layer.global_problem.intermediate // 2
@@ -177,7 +181,7 @@ def test_two_calls_in_flight_on_one_kernel(pair: RankPool, part: str) -> None:
 
 
 def in_flight(rank: int, world: int, group: object, layers: tuple[Layer, ...]) -> list:
-    """Both dispatched, then finished in the other order, work of its own in between."""
+    """Dispatch two calls, then finish them in the reverse order, with other work in between."""
     most = replace(layers[0].problem(rank), tokens=16)
     kernel = make_kernel(layers[0].part, "TorchExperts", most, group=group, poison=True)
     given = [layer.inputs_of(rank) for layer in layers]
@@ -188,7 +192,7 @@ def in_flight(rank: int, world: int, group: object, layers: tuple[Layer, ...]) -
     return results[::-1]
 
 
-def test_the_receiver_waits_and_not_the_sender(pair: RankPool) -> None:
+def test_only_the_receiver_waits(pair: RankPool) -> None:
     for part in (GATHERED, ALL2ALL):
         states = pair.run(dispatch_states, Layer(part, (3, 4)))
         assert states == [("under way", "done")] * 2
@@ -207,7 +211,7 @@ def dispatch_states(rank: int, world: int, group: object, layer: Layer) -> tuple
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_plans_serve_many_calls(pair: RankPool, part: str) -> None:
+def test_plans_can_be_called_repeatedly(pair: RankPool, part: str) -> None:
     layers = tuple(Layer(part, counts, seed=5) for counts in tokens_of(part, 2))
     reports = pair.run(planned, layers)
     for index, layer in enumerate(layers):
@@ -226,13 +230,13 @@ def planned(rank: int, world: int, group: object, layers: tuple[Layer, ...]) -> 
 
 
 @pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
-def test_many_steps_with_tokens_at_random(pair: RankPool, part: str) -> None:
+def test_many_steps_with_random_numbers_of_tokens(pair: RankPool, part: str) -> None:
     wrong = pair.run(many_steps, Layer(part, (8, 8)))
     assert wrong == [[], []]
 
 
 def many_steps(rank: int, world: int, group: object, layer: Layer, steps: int = 150) -> list[int]:
-    """Kernel and plan mixed; the steps whose output is not the oracle's."""
+    """Alternate calls of the kernel and a plan; return the steps with a wrong output."""
     kernel, given = layer.kernel(rank, group), layer.inputs_of(rank)
     plan, exact = kernel.plan(), layer.exact()[layer.rows(rank)]
     drawn, wrong = random.Random(0), []
@@ -255,8 +259,8 @@ def test_equal_input_gives_equal_bits(pool: RankPool, part: str) -> None:
         assert torch.equal(first[0], second[0])
 
 
-def test_a_row_travels_once_to_each_rank_that_needs_it(pair: RankPool) -> None:
-    """However many of a token's pairs go there; and not at all where none does."""
+def test_a_row_is_sent_once_to_each_rank_that_needs_it(pair: RankPool) -> None:
+    """However many pairs of a token are on that rank; ranks without a pair get no row."""
     rows = pair.run(rows_sent, Layer(ALL2ALL, (3, 2), fields={"experts": 4, "top_k": 2}))
     assert rows == [((2, 2), (2, 2)), ((2, 1), (2, 1))]  # to and from each rank
 

@@ -1,4 +1,5 @@
-"""A rank that refuses its call, and layers called in another order: every rank is told at once."""
+"""A rank that refuses its call, and layers called in different orders: every rank raises at
+once."""
 
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ pool = module_ranks(3)
 def test_a_rank_that_refuses_its_input_and_then_calls_again(
     pool: RankPool, part: str, by: str
 ) -> None:
-    """The others are told at once, with layer and call; then all make the call together."""
+    """The others raise at once, with layer and call; then all make the call together."""
     reports = pool.run(refuse_one, Layer(part, TOKENS[part]), by, timeout=30)
     for rank, report in enumerate(reports):
         assert report.usable_again
@@ -53,8 +54,8 @@ def refuse_one(rank: int, world: int, group: object, layer: Layer, by: str) -> R
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
-def test_layers_of_one_manager_that_are_called_in_another_order(pool: RankPool, part: str) -> None:
-    """Two layers of one shape cannot be told apart by anything but their numbers."""
+def test_layers_of_one_manager_called_in_different_orders(pool: RankPool, part: str) -> None:
+    """Two layers of the same shape are distinguished by their numbers only."""
     reports = pool.run(swap_layers, Layer(part, TOKENS[part]), timeout=30)
     for rank, report in enumerate(reports):
         assert (report.error, report.phase) == ("CommunicationError", "counts"), report

@@ -1,4 +1,4 @@
-"""The exchange of docs/add-an-exchange.md, installed and verified over two ranks."""
+"""The exchange that docs/add-an-exchange.md develops, installed and verified over two ranks."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_is_proven(site: Path) -> None:
+def test_the_harness_verifies_it(site: Path) -> None:
     """Every placement, ranks without tokens, invalid ids, fault scenarios."""
     install(site, "my_exchange", SOURCE)
     code, proven = mk("test", *PAIR, "--level", "smoke")
@@ -26,7 +26,7 @@ def test_it_is_proven(site: Path) -> None:
     assert code == 0
 
 
-def test_a_defect_is_told_in_one_line(site: Path) -> None:
+def test_a_defect_is_reported_in_one_line(site: Path) -> None:
     wrong = SOURCE.replace("first = sum(counts[: self.manager.rank])", "first = 0")
     assert wrong != SOURCE
     install(site, "my_exchange", wrong)

@@ -1,4 +1,4 @@
-"""What is said of faults: the matrix and its findings, who is to blame, the last calls."""
+"""Reports of faults: the fault matrix and its findings, the faulty rank, and the last calls."""
 
 import json
 import time
@@ -23,7 +23,7 @@ from modular_kernel.testing.stress.faults import VICTIM, RankReport, Scenario, r
 from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, culprits
 
 
-def test_the_matrix_runs_side_by_side_and_says_what_it_found() -> None:
+def test_the_matrix_runs_in_parallel_and_reports_findings() -> None:
     other = (("hidden", 64),)
     wanted = [Scenario(ALL2ALL, "killed", "before combine"), Scenario(ALL2ALL, "overflow"),
               Scenario(ALL2ALL, "disagrees", other=other)]  # fmt: skip
@@ -42,12 +42,12 @@ def test_every_part_over_gloo_has_its_scenarios() -> None:
     assert len(set(map(str, wanted))) == len(wanted) >= 12
 
 
-def test_a_matrix_whose_time_is_up_begins_nothing() -> None:
+def test_a_matrix_without_time_left_starts_nothing() -> None:
     (result,) = run_matrix([Scenario(ALL2ALL, "overflow")], 2, "gloo", start_limit_s=-1)
     assert result.findings() == [f"rank {rank}: not started: time limit reached" for rank in (0, 1)]
 
 
-def test_a_call_that_returns_something_else_is_an_error() -> None:
+def test_a_wrong_output_is_an_error() -> None:
     layer = Layer(ALL2ALL, (4,))
     cpu = this_machine(device="cpu")
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
@@ -61,8 +61,8 @@ def test_a_call_that_returns_something_else_is_an_error() -> None:
     assert report_two_calls(kernel, given, None).error == "AssertionError"
 
 
-def test_findings_of_a_part_that_takes_a_fault_badly() -> None:
-    """Each thing that may go wrong is found, one at a time."""
+def test_findings_for_a_part_that_handles_a_fault_wrongly() -> None:
+    """Each possible failure is found, one at a time."""
     killed = Scenario(ALL2ALL, "killed", "in dispatch")
     good = RankReport("CommunicationError", "m", 2.0, 1, "dispatch", (VICTIM,), usable_again=True)
     dead = {VICTIM: "died: killed by signal SIGKILL"}
@@ -115,7 +115,7 @@ def failed(step: int, phase: str, waited_s: float) -> dict[str, object]:
         (0, {0: (1, "counts", 0), 1: (1, "counts", 0), 2: (1, "counts", 0)}, (1, 2), "failed too"),
     ],
 )
-def test_who_is_to_blame(
+def test_the_faulty_rank_is_determined(
     rank: int, records: dict[int, tuple[int, str, float]], peers: tuple[int, ...], why: str
 ) -> None:
     told = {each: failed(*record) for each, record in records.items()}
@@ -125,7 +125,7 @@ def test_who_is_to_blame(
 
 
 class SilentStore:
-    """Its host takes what it is sent, and never answers."""
+    """A store whose server accepts requests and never answers."""
 
     def set(self, key: str, value: str) -> None:
         pass
@@ -135,7 +135,7 @@ class SilentStore:
         return False
 
 
-def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
+def test_a_store_that_does_not_answer_blocks_no_rank() -> None:
     start = time.monotonic()
     board = FailureBoard(SilentStore(), 0, 2)
     assert board.post(failed(1, "counts", 0.0), start + 0.8) is None

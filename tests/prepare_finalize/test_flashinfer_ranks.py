@@ -1,4 +1,4 @@
-"""FlashInferCutlassMoEPrepareAndFinalize on gloo ranks, over a stand-in that is strict."""
+"""FlashInferCutlassMoEPrepareAndFinalize on gloo ranks, with a strict stand-in for the library."""
 
 import sys
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def cases(experts: Any, world_size: int) -> list[RankCase]:
 
 
 def name(case: RankCase) -> str:
-    """Without the class's repr."""
+    """Return a name of the case without the class's repr."""
     return str(case).partition("+")[2]
 
 
@@ -49,7 +49,7 @@ BOTH = cases(FlashInfer, 2)[:3]  # all of it FlashInfer's
 
 
 @pytest.mark.parametrize("case", cases("TorchExperts", 2) + QUANTIZED + UNEVEN + BOTH, ids=name)
-def test_proven(case: RankCase, rank_pool: Pool) -> None:
+def test_the_harness_verifies_it(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(case.world_size), MACHINE)
     assert proof.passed, str(proof)
 
@@ -82,7 +82,8 @@ def inputs(rank: int, problem: Problem = PROBLEM) -> tuple[torch.Tensor, ExpertW
 
 
 def share_and_close(rank: int, world: int, group: object) -> int:
-    """Two layers of one shape over one manager, calls in flight, and what is refused."""
+    """Run two layers of one shape on one manager, with calls in flight, and return what is
+    refused."""
     made = stand_in.library.MoeAlltoAll.made
     manager = stand_in.GlooGroup(group)
     first, second = layer(rank, manager), layer(rank, manager)
@@ -114,12 +115,12 @@ def share_and_close(rank: int, world: int, group: object) -> int:
     return made
 
 
-def test_layers_share_workspaces_and_nothing_is_lost(rank_pool: Pool) -> None:
+def test_layers_share_workspaces_without_overwriting(rank_pool: Pool) -> None:
     assert rank_pool(2).run(share_and_close) == [2, 2]  # one, and another for a second call
 
 
 def two_managers(rank: int, world: int, group: object) -> bool:
-    """Layers of one shape over two managers, both in flight."""
+    """Run layers of one shape on two managers, both in flight."""
     managers = [stand_in.GlooGroup(group) for _ in range(2)]
     first, second = (layer(rank, manager) for manager in managers)
     given = inputs(rank)
@@ -130,7 +131,7 @@ def two_managers(rank: int, world: int, group: object) -> bool:
     return same
 
 
-def test_workspaces_of_one_size_are_kept_apart(rank_pool: Pool) -> None:
+def test_managers_do_not_share_workspaces(rank_pool: Pool) -> None:
     assert rank_pool(2).run(two_managers) == [True, True]
 
 
@@ -144,7 +145,7 @@ def disagree(rank: int, world: int, group: object) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_mean_different_layers_all_learn_it(rank_pool: Pool) -> None:
+def test_ranks_that_call_different_layers_all_raise(rank_pool: Pool) -> None:
     assert all("tokens " in text for text in rank_pool(2).run(disagree))
 
 
@@ -152,7 +153,7 @@ def without_library(rank: int, world: int, group: object) -> None:
     FlashInferGroup(group)
 
 
-def test_a_missing_library_is_an_error_that_says_so(rank_pool: Pool) -> None:
+def test_a_missing_library_is_reported(rank_pool: Pool) -> None:
     with pytest.raises(RankError, match=r"ConfigurationError: flashinfer\.comm: got nothing, need"):
         rank_pool(2).run(without_library)
     with pytest.raises(ConfigurationError, match="in_flight"):
@@ -180,7 +181,7 @@ def test_refused(change: dict[str, object], rule: str) -> None:
 
 
 def planted(rank: int, world: int, group: object) -> list[str]:
-    """What the stand-in says of each violation; all ranks violate alike."""
+    """Return the error of the stand-in for each violation, which all ranks make."""
     lib = stand_in.library
     whole = type("Whole", (lib.TorchDistBackend,), {"Split": lambda self, color, key: self})
 
@@ -246,14 +247,16 @@ def planted(rank: int, world: int, group: object) -> list[str]:
     return found
 
 
-def test_planted(rank_pool: Pool) -> None:
+def test_the_stand_in_detects_violations(rank_pool: Pool) -> None:
     assert rank_pool(2).run(planted) == [[], []]
 
 
 # ------------------------------------------------------------------------------------ where it is
 
 
-def test_the_library_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_identified_by_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     library.load.cache_clear()
     folder = tmp_path / "flashinfer/comm"

@@ -1,4 +1,4 @@
-"""A child forked by a rank: parts over ranks refuse to serve there, and the ranks serve on."""
+"""Children forked by a rank: parts over ranks refuse to run there, and the ranks stay usable."""
 
 import gc
 import os
@@ -36,7 +36,7 @@ pair = module_ranks(2)
 
 
 def raised(function: Callable[[], Any]) -> str:
-    """The type and words of what is raised."""
+    """Return the type and message of the raised error."""
     try:
         function()
     except Exception as error:  # noqa: BLE001  its type is what is asked
@@ -45,7 +45,7 @@ def raised(function: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize(("part", "experts"), PARTS)
-def test_a_part_over_ranks_serves_its_own_process_alone(
+def test_a_part_over_ranks_runs_only_in_its_own_process(
     pair: RankPool, part: str, experts: str
 ) -> None:
     layer = Layer(part, (3, 3), experts_part=experts)
@@ -85,7 +85,7 @@ def in_and_out(rank: int, world: int, group: object, layer: Layer) -> tuple[dict
     return told, same
 
 
-def test_a_layer_that_sums_over_ranks_serves_its_own_process_alone(pair: RankPool) -> None:
+def test_a_layer_that_sums_over_ranks_runs_only_in_its_own_process(pair: RankPool) -> None:
     for words, same in pair.run(summed, None):
         assert words.startswith(StateError.__name__), words
         assert same

@@ -1,6 +1,6 @@
-"""HostThenRankPrepareAndFinalize: a row crosses once for each host, and what goes wrong is told.
+"""HostThenRankPrepareAndFinalize: a row is sent once to each host, and errors name the cause.
 
-MK_HOST_ID lets the ranks of one machine stand for those of several.
+MK_HOST_ID makes the ranks of one machine act as ranks of several hosts.
 """
 
 import time
@@ -33,7 +33,7 @@ four = module_ranks(4)
 
 
 def case_of(routing: str, per_host: int) -> RankCase:
-    """A smoke case of four ranks, by its routing."""
+    """Return a smoke case of four ranks by its routing."""
     cases = rank_cases_for(PART, "TorchExperts", CPU, 4, ranks_per_host=per_host).cases
     return next(case for case in cases if case.routing == routing and any(case.tokens))
 
@@ -41,7 +41,9 @@ def case_of(routing: str, per_host: int) -> RankCase:
 def crossings(
     rank: int, world: int, group: object, ids: str, case: RankCase
 ) -> tuple[Counter[str], int, str]:
-    """Rows that this rank gave to ranks of other hosts, by phase; how many it should have."""
+    """Return the rows that this rank sent to ranks of other hosts, by phase, and the expected
+    number.
+    """
     simulated(rank, ids)
     crossed: Counter[str] = Counter()
 
@@ -77,7 +79,7 @@ def crossings(
 
 @pytest.mark.parametrize(("ids", "per_host"), [("aabb", 2), ("abcd", 1)])
 @pytest.mark.parametrize("routing", ["zipf", "skips", "all_to_one"])
-def test_a_row_crosses_once_for_each_host_and_comes_back_once(
+def test_a_row_is_sent_once_to_each_host_and_returned_once(
     four: RankPool, ids: str, per_host: int, routing: str
 ) -> None:
     told = four.run(crossings, ids, case_of(routing, per_host))
@@ -87,13 +89,13 @@ def test_a_row_crosses_once_for_each_host_and_comes_back_once(
     assert there == back > 0
 
 
-def test_inside_one_host_nothing_goes_over_the_network(four: RankPool) -> None:
+def test_within_one_host_the_network_is_not_used(four: RankPool) -> None:
     told = four.run(crossings, "aaaa", case_of("zipf", 4))
     assert [(dict(crossed), problems) for crossed, _, problems in told] == [({}, "")] * 4
 
 
 def in_chunks(rank: int, world: int, group: object, ids: str, most: int) -> torch.Tensor:
-    """The output of a call whose rows go in so many chunks at most."""
+    """Return the output of a call with rows sent in at most that many chunks."""
     simulated(rank, ids)
     module.HostThenRankPrepareAndFinalize.max_chunks = most
     case = case_of("skips", 2)
@@ -124,12 +126,14 @@ def test_chunks_change_no_bit(four: RankPool) -> None:
         ("aabb", 1, "need 1 consecutive ranks on each (Parallel.ranks_per_host)"),
     ],
 )
-def test_hosts_that_it_takes(four: RankPool, ids: str, per_host: int | None, told: str) -> None:
+def test_supported_numbers_of_hosts(
+    four: RankPool, ids: str, per_host: int | None, told: str
+) -> None:
     answers = four.run(made, ids, PART, per_host)
     assert all(told in answer for answer in answers), answers
 
 
-def test_more_ranks_on_a_host_than_its_kernels_write_to_are_refused() -> None:
+def test_too_many_ranks_per_host_are_refused() -> None:
     machine = Machine("cuda", (9, 0), frozenset({"triton"}))
     sizes = {"tokens": 8, "hidden": 512, "intermediate": 512, "experts": 32, "top_k": 2}
     for per_host, ok in ((8, True), (16, False), (None, False)):
@@ -142,7 +146,7 @@ def test_more_ranks_on_a_host_than_its_kernels_write_to_are_refused() -> None:
 
 
 def stays_away(rank: int, world: int, group: object, phase: str) -> tuple[str, float]:
-    """Rank 1 comes too late to what is passed on inside its host."""
+    """Rank 1 is late for the exchange within its host."""
     simulated(rank, "aabb")
     manager = HostThenRankGroup(group, deadline_s=3.0)
     case = case_of("zipf", 2).of_rank(rank)
@@ -167,7 +171,9 @@ def stays_away(rank: int, world: int, group: object, phase: str) -> tuple[str, f
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
-def test_a_rank_that_is_late_inside_its_host_is_named_on_both(four: RankPool, phase: str) -> None:
+def test_a_rank_that_is_late_within_its_host_is_named_on_both_hosts(
+    four: RankPool, phase: str
+) -> None:
     told = four.run(stays_away, phase)
     for rank in (0, 2, 3):
         text, seconds = told[rank]
@@ -179,7 +185,7 @@ def test_a_rank_that_is_late_inside_its_host_is_named_on_both(four: RankPool, ph
 
 
 def breaks(rank: int, world: int, group: object) -> tuple[str, float]:
-    """Rank 1's experts raise while the others wait, one of them inside its host."""
+    """The experts of rank 1 raise while the other ranks wait, one of them within its host."""
     simulated(rank, "aabb")
     case = case_of("zipf", 2)
 
@@ -200,7 +206,7 @@ def breaks(rank: int, world: int, group: object) -> tuple[str, float]:
     return "whole", 0.0
 
 
-def test_who_waits_inside_a_host_is_told_at_once_of_a_rank_that_broke_off(four: RankPool) -> None:
+def test_a_rank_waiting_within_its_host_raises_at_once_if_another_fails(four: RankPool) -> None:
     told = four.run(breaks)
     assert told[1][0] == "broken"
     for rank in (0, 2, 3):
@@ -214,13 +220,13 @@ AT = Geometry(rank=1, world_size=4, ranks_per_host=2, chunks=2, tokens=3)
 
 
 def counts_of(rank: int, *, tokens: int = 5) -> list[int]:
-    """Every token of a rank goes to every host, and there to its first rank."""
+    """Return the counts of a rank whose tokens all go to the first rank of every host."""
     chunks = [min(tokens, 3), max(0, tokens - 3)]
     to_hosts = [count for count in chunks for _ in range(2)]
     return [*to_hosts, *(count if to % 2 == 0 else 0 for count in chunks for to in range(4))]
 
 
-def test_what_counts_say() -> None:
+def test_exchanged_counts() -> None:
     rows = tuple(tuple(counts_of(rank)) for rank in range(4))
     way = check_counts(Any, Agreement(1, (5,) * 4, rows, 0.0), AT)  # type: ignore[arg-type]
     assert (way.sent, way.forwarded, way.received) == ([6, 4], [6, 4], 0)
@@ -233,7 +239,7 @@ def test_what_counts_say() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 2, 4, 8])
-def test_counts_that_no_chunk_has_tokens_for_are_refused(at: int) -> None:
+def test_counts_that_exceed_the_tokens_of_a_chunk_are_refused(at: int) -> None:
     class Manager:
         @staticmethod
         def disagreement(got: str, need: str, *, step: int, peers: list[int]) -> Exception:
@@ -246,7 +252,7 @@ def test_counts_that_no_chunk_has_tokens_for_are_refused(at: int) -> None:
         check_counts(Manager(), agreed, AT)  # type: ignore[arg-type]
 
 
-def test_nothing_is_left_in_memory(four: RankPool) -> None:
+def test_shared_memory_files_are_removed(four: RankPool) -> None:
     before = in_memory()
     four.run(made, "aabb", PART, 2)
     assert left_in_memory(before) == set()

@@ -1,6 +1,7 @@
-"""Ranks of several hosts: found by what they share, refused where one is needed, named in errors.
+"""Ranks on several hosts: detected by what they share, refused if one host is required, named in
+errors.
 
-MK_HOST_ID lets the ranks of one machine stand for those of several.
+MK_HOST_ID makes the ranks of one machine act as ranks of several hosts.
 """
 
 import os
@@ -58,7 +59,7 @@ def test_every_rank_finds_the_same_hosts(
 
 
 def blind(rank: int, world: int, group: object) -> tuple[str, tuple[int, ...]]:
-    """Ranks 2 and 3 cannot open what others leave, as in a container of their own."""
+    """Ranks 2 and 3 cannot open files of others, as in a separate container."""
     os.environ["MK_HOST_ID"] = ""  # noqa: TID251
     content = hosts_module._content
     if rank >= 2:
@@ -69,7 +70,7 @@ def blind(rank: int, world: int, group: object) -> tuple[str, tuple[int, ...]]:
         hosts_module._content = content
 
 
-def test_ranks_that_do_not_share_memory_are_on_other_hosts_whatever_their_name(
+def test_ranks_without_shared_memory_are_on_different_hosts(
     four: RankPool,
 ) -> None:
     told = four.run(blind)
@@ -78,12 +79,12 @@ def test_ranks_that_do_not_share_memory_are_on_other_hosts_whatever_their_name(
 
 
 def in_memory() -> set[Path]:
-    """Files of ranks in shared memory, those of other processes too."""
+    """Return the files of ranks in shared memory, including those of other processes."""
     return set() if FOLDER is None else set(FOLDER.glob("modular_kernel-*"))
 
 
 def left_in_memory(before: set[Path]) -> set[Path]:
-    """Files that came since and stay: those of another process's ranks go within moments."""
+    """Return new files that remain; those of other processes' ranks disappear within moments."""
     left, until = in_memory() - before, time.monotonic() + 10
     while left and time.monotonic() < until:
         time.sleep(0.1)
@@ -92,7 +93,7 @@ def left_in_memory(before: set[Path]) -> set[Path]:
 
 
 @pytest.mark.skipif(FOLDER is None, reason="no /dev/shm here")
-def test_nothing_is_left_in_memory(four: RankPool) -> None:
+def test_shared_memory_files_are_removed(four: RankPool) -> None:
     before = in_memory()
     four.run(found, "aabb")
     assert left_in_memory(before) == set()
@@ -124,7 +125,7 @@ def made(rank: int, world: int, group: object, ids: str, part: str, per_host: in
         ("abab", ALL2ALL, 2, "got 4 ranks on 2 hosts: 0, 2 on a; 1, 3 on b"),
     ],
 )
-def test_a_part_is_made_on_the_hosts_that_the_problem_tells(
+def test_a_part_requires_the_hosts_of_its_problem(
     four: RankPool, ids: str, part: str, per_host: int | None, told: str
 ) -> None:
     answers = four.run(made, ids, part, per_host)
@@ -133,7 +134,7 @@ def test_a_part_is_made_on_the_hosts_that_the_problem_tells(
 
 
 @pytest.mark.cpu  # kernels of the exchange are interpreted
-def test_shared_memory_over_two_hosts_is_refused_by_every_rank_and_leaves_nothing(
+def test_shared_memory_over_two_hosts_is_refused_by_every_rank(
     four: RankPool,
 ) -> None:
     before = in_memory()
@@ -144,7 +145,7 @@ def test_shared_memory_over_two_hosts_is_refused_by_every_rank_and_leaves_nothin
     assert four.run(made, "aaaa", SYMM_MEM, None) == ["made"] * 4
 
 
-def test_a_described_cluster_is_judged() -> None:
+def test_verdicts_on_described_clusters() -> None:
     sizes = {"tokens": 8, "hidden": 512, "intermediate": 512, "experts": 8, "top_k": 2}
     machine = Machine("cuda", (9, 0), frozenset({"triton", "deep_ep", "pplx_kernels"}))
     names = ("DeepEPHT", "DeepEPLL", "Pplx", "SymmMem", "TorchAll2All", "AllGatherReduceScatter")
@@ -161,13 +162,13 @@ def test_a_described_cluster_is_judged() -> None:
 
 
 @pytest.mark.parametrize("per_host", [0, 3, 5, 8, True, "2"])
-def test_ranks_per_host_that_no_world_has(per_host: object) -> None:
+def test_impossible_ranks_per_host_are_refused(per_host: object) -> None:
     with pytest.raises(ConfigurationError, match="ranks_per_host"):
         Parallel(4, ranks_per_host=per_host)
 
 
 def late(rank: int, world: int, group: object, skew_s: float) -> str:
-    """Rank 2 comes late; the clocks of host b, ranks 2 and 3, are `skew_s` ahead."""
+    """Rank 2 is late; the clocks of host b, ranks 2 and 3, are `skew_s` ahead."""
     simulated(rank, "aabb")
     clock = time.time
     if rank >= 2:
@@ -185,7 +186,7 @@ def late(rank: int, world: int, group: object, skew_s: float) -> str:
 
 
 @pytest.mark.parametrize("skew_s", [0.0, 60.0, -60.0])
-def test_a_skewed_clock_accuses_nobody(four: RankPool, skew_s: float) -> None:
+def test_a_skewed_clock_causes_no_wrong_accusation(four: RankPool, skew_s: float) -> None:
     told = four.run(late, skew_s)
     for rank in (0, 1, 3):
         assert told[rank].startswith("(2,)"), told
@@ -195,7 +196,7 @@ def test_a_skewed_clock_accuses_nobody(four: RankPool, skew_s: float) -> None:
 
 
 def gone(rank: int, world: int, group: object) -> str:
-    """Host b stays away from an exchange."""
+    """Host b misses an exchange."""
     simulated(rank, "aabb")
     manager = TorchGroup(group, deadline_s=1.0)
     if rank >= 2:
@@ -208,13 +209,13 @@ def gone(rank: int, world: int, group: object) -> str:
     return "whole"
 
 
-def test_a_host_that_stays_away_is_named(four: RankPool) -> None:
+def test_a_missing_host_is_named(four: RankPool) -> None:
     told = four.run(gone)
     assert all("ranks 2, 3: all of host b" in text for text in told[:2]), told
 
 
 def without_store(rank: int, world: int, group: object, ended: bool) -> tuple[int, ...]:
-    """An exchange that fails, and a store that is silent, or whose process has ended."""
+    """An exchange fails, with a store that does not answer or whose process has exited."""
     simulated(rank, "aabb")
     manager = TorchGroup(group, deadline_s=1.0)
     manager._board.ended = ended
@@ -229,7 +230,7 @@ def without_store(rank: int, world: int, group: object, ended: bool) -> tuple[in
     return ()
 
 
-def test_a_silent_store_stands_for_its_host_from_outside(four: RankPool) -> None:
+def test_a_store_that_does_not_answer_is_attributed_to_its_host(four: RankPool) -> None:
     assert four.run(without_store, False)[:3] == [(), (0,), (0, 1)]
     assert four.run(without_store, True)[:3] == [(), (0,), (0,)]
 
@@ -279,7 +280,7 @@ def test_hosts_of_a_part_that_knows_eight_gpus_of_each(
 
 
 def nearest(rank: int, world: int, group: object, part: str) -> list[list[int]]:
-    """The ranks that this one's pairs of each expert may go to."""
+    """Return the ranks to which this rank's pairs of each expert may go."""
     simulated(rank, "aabb")
     placement = Placement.linear(4, 4).with_copies({0: (1, 2), 2: (3,)})
     problem = Problem(
@@ -296,7 +297,7 @@ def nearest(rank: int, world: int, group: object, part: str) -> list[list[int]]:
     return found
 
 
-def test_pairs_go_to_the_nearest_copies_of_the_hosts_that_are_met(four: RankPool) -> None:
+def test_pairs_go_to_the_nearest_copies_on_actual_hosts(four: RankPool) -> None:
     told = four.run(nearest, ALL2ALL)
     assert told == [
         [[0], [1], [2, 3], [3]],

@@ -1,4 +1,6 @@
-"""Problem.max_received: buffers for so many rows; of more every rank is told before they move."""
+"""Problem.max_received bounds buffers; if a rank would receive more rows, every rank raises before
+the exchange.
+"""
 
 import math
 from dataclasses import replace
@@ -27,7 +29,8 @@ four = module_ranks(4)
 
 
 def calls(rank: int, world: int, group: object, part: str, ids: str, most: int | None) -> list[Any]:
-    """What calls say of which each token goes to rank 2, then of 2 tokens that do, then to all."""
+    """Return the results of calls in which each token goes to rank 2, then 2 tokens do, then
+    all."""
     simulated(rank, ids)
     parallel = Parallel(world, rank=rank, ranks_per_host=ids.count("a"))
     problem = replace(PROBLEM, parallel=parallel, max_received=most)
@@ -59,7 +62,7 @@ def calls(rank: int, world: int, group: object, part: str, ids: str, most: int |
 @pytest.mark.parametrize(
     ("part", "ids"), [(ALL2ALL, "aaaa"), (BATCHED, "aaaa"), (BY_HOSTS, "aabb"), (BY_HOSTS, "abcd")]
 )
-def test_beyond_it_every_rank_is_told_before_rows_move_and_goes_on(
+def test_above_it_every_rank_raises_before_the_exchange_and_stays_usable(
     four: RankPool, part: str, ids: str
 ) -> None:
     free = four.run(calls, part, ids, None)
@@ -77,7 +80,7 @@ def test_beyond_it_every_rank_is_told_before_rows_move_and_goes_on(
 
 
 def sizes(rank: int, world: int, group: object, part: str, most: int | None) -> tuple[int, int]:
-    """Bytes of the buffers that a call takes, and those that ranks share."""
+    """Return the bytes of the buffers of a call, and of those that ranks share."""
     simulated(rank, "aabb")
     parallel = Parallel(world, rank=rank, ranks_per_host=2)
     problem = replace(PROBLEM, tokens=512, max_received=most, parallel=parallel)
@@ -90,7 +93,7 @@ def sizes(rank: int, world: int, group: object, part: str, most: int | None) -> 
 
 
 @pytest.mark.parametrize("part", PAIRS)
-def test_buffers_are_made_for_it(four: RankPool, part: str) -> None:
+def test_buffers_have_its_size(four: RankPool, part: str) -> None:
     (whole, heap), (half, less), (more, _) = (
         four.run(sizes, part, most)[0] for most in (None, 1024, 10**6)
     )
@@ -99,7 +102,7 @@ def test_buffers_are_made_for_it(four: RankPool, part: str) -> None:
     assert (less < 0.6 * heap) is (part == BY_HOSTS)
 
 
-def test_parts_that_cannot_bound_refuse_it() -> None:
+def test_parts_without_a_bound_refuse_it() -> None:
     machine = Machine("cuda", (9, 0), frozenset({"triton"}))
     sizes = {"tokens": 8, "hidden": 512, "intermediate": 512, "experts": 8, "top_k": 2}
     problem = Problem(**sizes, max_received=9, parallel=Parallel(4))

@@ -1,4 +1,4 @@
-"""Files in memory: those of killed ranks are removed by the next ones, those in use stay."""
+"""Shared memory files: those of killed ranks are removed by later ones, those in use are kept."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""PplxPrepareAndFinalize on gloo ranks, over a stand-in that is as strict as the library is not."""
+"""PplxPrepareAndFinalize on gloo ranks, with a stand-in that is stricter than the library."""
 
 import time
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def cases(experts: str, world_size: int) -> list[RankCase]:
 
 
 def name(case: RankCase) -> str:
-    """Without the class's repr."""
+    """Return a name of the case without the class's repr."""
     return str(case).partition("+")[2]
 
 
@@ -52,7 +52,7 @@ UNEVEN = [case for case in cases("NaiveBatchedExperts", 4) if case.routing == "d
 
 
 @pytest.mark.parametrize("case", cases("NaiveBatchedExperts", 2) + SOME + UNEVEN, ids=name)
-def test_proven(case: RankCase, rank_pool: Pool) -> None:
+def test_the_harness_verifies_it(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(case.world_size), MACHINE)
     assert proof.passed, str(proof)
 
@@ -69,7 +69,7 @@ def test_defects_are_found(name: str, rank_pool: Pool) -> None:
     assert kills
 
 
-def test_there_are_sinks_for_all_pairs_of_a_token() -> None:
+def test_every_pair_of_a_token_has_a_sink() -> None:
     for world_size, top_k, sinks in ((2, 8, 4), (4, 8, 2), (8, 8, 1), (4, 9, 3)):
         problem = Problem(1, 64, 32, 32, top_k, parallel=Parallel(world_size))
         assert pplx.num_sinks(problem) == sinks
@@ -80,7 +80,7 @@ def test_there_are_sinks_for_all_pairs_of_a_token() -> None:
     assert pplx._shape(replace(PROBLEM, parallel=Parallel(2, copies))).slots == 2 * (4 + 2)
 
 
-def test_what_the_library_takes_is_known() -> None:
+def test_limits_of_the_library() -> None:
     shape = PplxShape(128, 256, 8, 7168, row_bytes=7168, scale_bytes=224)
     assert shape.device_bytes(2) == 128 * 128 * 7168 * 4 * 2
 
@@ -129,7 +129,8 @@ def inputs(rank: int, problem: Problem = PROBLEM) -> tuple[torch.Tensor, ExpertW
 
 
 def share_and_close(rank: int, world: int, group: object) -> tuple[int, list[str]]:
-    """Two layers of one shape over one manager, calls in flight, and what is refused."""
+    """Run two layers of one shape on one manager, with calls in flight, and return what is
+    refused."""
     made, words = stand_in.AllToAll.made, []
     manager = stand_in.GlooGroup(group)
     first, second = layer(rank, manager), layer(rank, manager)
@@ -168,7 +169,7 @@ def share_and_close(rank: int, world: int, group: object) -> tuple[int, list[str
     return made, words
 
 
-def test_layers_share_buffers_and_nothing_is_lost(rank_pool: Pool) -> None:
+def test_layers_share_buffers_without_overwriting(rank_pool: Pool) -> None:
     (made, _), (_, _) = rank_pool(2).run(share_and_close)
     assert made == 2  # one, and another for the second call in flight
 
@@ -182,12 +183,12 @@ def too_many_tokens(rank: int, world: int, group: object) -> None:
     part.destroy()
 
 
-def test_more_tokens_than_buffers_are_refused_before_anything_is_sent(rank_pool: Pool) -> None:
+def test_too_many_tokens_are_refused_before_communication(rank_pool: Pool) -> None:
     rank_pool(2).run(too_many_tokens)
 
 
 def disagree(rank: int, world: int, group: object, name: str) -> tuple[str, tuple[int, ...]]:
-    """Rank 1 means another layer; then both mean one, over the same manager."""
+    """Rank 1 calls another layer; then both call the same one, on the same manager."""
     manager = stand_in.GlooGroup(group)
     other = {"tokens": 5, "hidden": 128, "quant": "fp8_w8a8_channel"}[name]
     with pytest.raises(CommunicationError) as caught:
@@ -199,7 +200,7 @@ def disagree(rank: int, world: int, group: object, name: str) -> tuple[str, tupl
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_that_mean_different_layers_all_learn_it(name: str, rank_pool: Pool) -> None:
+def test_ranks_that_call_different_layers_all_raise(name: str, rank_pool: Pool) -> None:
     texts = rank_pool(2).run(disagree, name)
     assert [peers for _, peers in texts] == [(1,), (0,)]
     assert all(f"{name} " in text and "by rank" in text for text, _ in texts), texts
@@ -232,16 +233,16 @@ def try_again(rank: int, world: int, group: object) -> None:
     manager.destroy()
 
 
-def test_a_rank_that_stays_away_is_named_in_time(rank_pool: Pool) -> None:
+def test_a_missing_rank_is_named_within_the_timeout(rank_pool: Pool) -> None:
     assert max(rank_pool(2).run(come_alone)) < 3
 
 
-def test_ranks_that_missed_each_other_meet_at_the_next_attempt(rank_pool: Pool) -> None:
+def test_construction_succeeds_after_a_missed_attempt(rank_pool: Pool) -> None:
     rank_pool(2).run(try_again)
 
 
 def leave_late(rank: int, world: int, group: object) -> float:
-    """Seconds until the buffers are freed; rank 1 comes to that late."""
+    """Return the seconds until the buffers are freed; rank 1 is late to free its own."""
     dist.barrier(group)
     manager = stand_in.GlooGroup(group)
     manager.reserve(PplxShape(4, 4, 2, 64, row_bytes=128, scale_bytes=0))
@@ -251,7 +252,7 @@ def leave_late(rank: int, world: int, group: object) -> float:
     return time.monotonic() - start
 
 
-def test_no_buffer_is_freed_while_a_peer_may_write_to_it(rank_pool: Pool) -> None:
+def test_no_buffer_is_freed_while_a_peer_can_write_to_it(rank_pool: Pool) -> None:
     assert rank_pool(2).run(leave_late)[0] > 0.2
 
 
@@ -259,7 +260,7 @@ def without_library(rank: int, world: int, group: object) -> None:
     PplxGroup(group)
 
 
-def test_a_missing_library_is_an_error_that_says_so(rank_pool: Pool) -> None:
+def test_a_missing_library_is_reported(rank_pool: Pool) -> None:
     with pytest.raises(RankError, match="ConfigurationError: pplx_kernels: got No module named"):
         rank_pool(2).run(without_library)
     with pytest.raises(ConfigurationError, match="in_flight"):
@@ -267,7 +268,7 @@ def test_a_missing_library_is_an_error_that_says_so(rank_pool: Pool) -> None:
 
 
 def dispatch_in_halves(rank: int, world: int, group: object) -> list[list[tuple[bool, bool]]]:
-    """How the library was asked to dispatch: by a call, a plan, and a call that is started."""
+    """Return how the library dispatched for a call, a plan, and a started call."""
     kernel, given, found = layer(rank, group), inputs(rank), []
     plan = kernel.plan()
     for run in (kernel, plan, lambda *args: kernel.start(*args).finish()):
@@ -279,6 +280,6 @@ def dispatch_in_halves(rank: int, world: int, group: object) -> list[list[tuple[
     return found
 
 
-def test_only_a_call_that_is_started_is_dispatched_in_halves(rank_pool: Pool) -> None:
+def test_only_a_started_call_is_dispatched_in_two_steps(rank_pool: Pool) -> None:
     for found in rank_pool(2).run(dispatch_in_halves):
         assert found == [[(True, True)], [(True, True)], [(True, False), (False, True)]]

@@ -1,4 +1,4 @@
-"""Batched rows over ranks whose capacity the experts round up."""
+"""Batched rows over ranks with a capacity that the experts round up."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,7 @@ PART = "TorchAll2AllBatchedPrepareAndFinalize"
 
 
 class RoundingExperts(NaiveBatchedExperts):
-    """The same experts, for a capacity that is a multiple of 16 rows."""
+    """The same experts with a capacity that is a multiple of 16 rows."""
 
     requires = replace(NaiveBatchedExperts.requires, capacity_multiple=16)
 

@@ -1,4 +1,4 @@
-"""SymmMemPrepareAndFinalize on ranks of one machine: slots, faults, and what is refused."""
+"""SymmMemPrepareAndFinalize on the ranks of one machine: slots, faults, and what is refused."""
 
 import gc
 import time
@@ -73,7 +73,7 @@ def test_two_calls_are_in_flight_and_a_third_is_refused(rank_pool: Pool) -> None
 
 
 def broken(rank: int, world: int, group: object, part: str, method: str) -> list:
-    """On every rank a method raises, more often than there are slots; then it works again."""
+    """A method raises on every rank, more often than there are slots; then it works again."""
     kernel, given = made(rank, group)
 
     def breaks(*_args: object, **_kwargs: object) -> None:
@@ -93,9 +93,7 @@ def broken(rank: int, world: int, group: object, part: str, method: str) -> list
     [("experts", "apply"), ("prepare_finalize", "tables"), ("prepare_finalize", "local_tokens")],
     ids=["experts", "before-sending", "after-sending"],
 )
-def test_calls_that_are_never_finished_give_their_slots_back(
-    part: str, method: str, rank_pool: Pool
-) -> None:
+def test_unfinished_calls_release_their_slots(part: str, method: str, rank_pool: Pool) -> None:
     reports = rank_pool(2).run(broken, part, method)
     assert LAYER.compare([report[0] for report in reports]).ok
 
@@ -104,7 +102,7 @@ def test_calls_that_are_never_finished_give_their_slots_back(
 
 
 def absent(rank: int, world: int, group: object, phase: str) -> list:
-    """A good call; then rank 1 takes no part in one, or only in its dispatch."""
+    """A correct call; then rank 1 misses a call, or only its dispatch."""
     kernel, given = made(rank, group, deadline_s=0.5)
     good = kernel(*given).clone()
     if rank == 1:
@@ -120,7 +118,7 @@ def absent(rank: int, world: int, group: object, phase: str) -> list:
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
-def test_a_rank_that_stays_away_is_named_and_the_output_is_nan(rank_pool: Pool, phase: str) -> None:
+def test_a_missing_rank_is_named_and_the_output_is_nan(rank_pool: Pool, phase: str) -> None:
     reports = rank_pool(2).run(absent, phase)
     good, first, again, seconds, nan, lines = reports[0]
     assert LAYER.compare([good, reports[1][0]]).ok
@@ -133,7 +131,7 @@ def test_a_rank_that_stays_away_is_named_and_the_output_is_nan(rank_pool: Pool, 
 
 
 def retried(rank: int, world: int, group: object, by: str) -> list:
-    """Rank 1 passes what is refused, more than once, and then what is right."""
+    """Rank 1 makes several refused calls, and then a valid one."""
     kernel, (x_TH, *rest) = made(rank, group)
     call = kernel.plan() if by == "plan" else kernel
     good, refused = call(x_TH, *rest).clone(), []
@@ -145,8 +143,10 @@ def retried(rank: int, world: int, group: object, by: str) -> list:
 
 
 @pytest.mark.parametrize("by", ["kernel", "plan"])
-def test_a_refused_call_can_be_made_again_within_the_deadline(rank_pool: Pool, by: str) -> None:
-    """Others are not told: they wait for the call's number, which a refusal does not use up."""
+def test_a_refused_call_can_be_repeated_within_the_timeout(rank_pool: Pool, by: str) -> None:
+    """The others are not notified: they wait for the number of the call, which a refusal does not
+    use up.
+    """
     reports = rank_pool(2).run(retried, by)
     for index in range(3):
         assert LAYER.compare([report[index] for report in reports]).ok
@@ -161,7 +161,7 @@ def disagreeing(rank: int, world: int, group: object) -> ModularKernelError | No
     )
 
 
-def test_ranks_that_mean_another_layer_are_told_before_anything_is_sent(rank_pool: Pool) -> None:
+def test_ranks_that_call_different_layers_raise_before_communication(rank_pool: Pool) -> None:
     for rank, error in enumerate(rank_pool(2).run(disagreeing)):
         assert isinstance(error, CommunicationError)
         assert (error.phase, error.peers) == ("construct", (1 - rank,))
@@ -175,7 +175,7 @@ def destroyed(rank: int, world: int, group: object) -> ModularKernelError | None
     return error_of(lambda: kernel(*given))
 
 
-def test_no_use_after_destroy(rank_pool: Pool) -> None:
+def test_use_after_destroy_is_refused(rank_pool: Pool) -> None:
     assert all("a destroyed manager" in str(error) for error in rank_pool(2).run(destroyed))
 
 
@@ -205,14 +205,14 @@ def without_the_other(rank: int, world: int, group: object) -> ModularKernelErro
 
 
 @pytest.mark.parametrize("lonely", [lonely, without_the_other])
-def test_memory_is_made_together_or_not_at_all(rank_pool: Pool, lonely: Any) -> None:
+def test_memory_is_allocated_on_all_ranks_or_none(rank_pool: Pool, lonely: Any) -> None:
     error = rank_pool(2).run(lonely)[0]
     assert isinstance(error, CommunicationError)
     assert (error.phase, error.peers) == ("construct", (1,))
 
 
 def test_scales_of_experts_stay_with_the_weights(rank_pool: Pool) -> None:
-    """Rows travel as they are; the experts quantize them."""
+    """Rows are exchanged unquantized; the experts quantize them."""
     fields = {"quant": "nvfp4_w4a4", "dtype": torch.bfloat16}
     layer = replace(LAYER, fields=fields)
     reports = rank_pool(2).run(call_layer, layer)
@@ -231,7 +231,7 @@ def test_scales_of_experts_stay_with_the_weights(rank_pool: Pool) -> None:
         ({"expert_map": True}, "expert_map"),
     ],
 )
-def test_what_it_cannot_do_is_refused(change: dict[str, object], rule: str) -> None:
+def test_unsupported_problems_are_refused(change: dict[str, object], rule: str) -> None:
     problem = Problem(4, 256, 256, experts=16, top_k=2, parallel=Parallel(2))
     assert check(PART, "TritonExperts", problem, MACHINE).ok
     found = check(PART, "TritonExperts", replace(problem, **change), MACHINE).rejections

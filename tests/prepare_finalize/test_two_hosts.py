@@ -1,7 +1,7 @@
-"""Faults between hosts: what each side says, how soon, and how ranks go on.
+"""Faults between hosts: what each side reports, how soon, and how ranks continue.
 
-With a network for each host where this process may make one (as root, mostly), else on one network:
-what asks for a cable is skipped elsewhere.
+Each host has its own network namespace if this process can create one (usually as root); otherwise
+all share one network, and tests that need a cable between hosts are skipped.
 """
 
 import os
@@ -39,7 +39,7 @@ def cable() -> Iterator[World]:
 
 
 @pytest.mark.share(2)
-def test_a_killed_host_is_named_and_the_other_goes_on_with_copies(world: World) -> None:
+def test_a_killed_host_is_named_and_the_other_continues_with_copies(world: World) -> None:
     a, b = world.names
     for made in world.all("make", DEADLINE, "copies"):
         assert made["hosts"] == f"4 ranks on 2 hosts: 0, 1 on {a}; 2, 3 on {b}"
@@ -57,7 +57,7 @@ def test_a_killed_host_is_named_and_the_other_goes_on_with_copies(world: World) 
 
 
 @pytest.mark.share(2)
-def test_without_copies_the_experts_that_are_gone_are_named(world: World) -> None:
+def test_without_copies_the_lost_experts_are_named(world: World) -> None:
     world.all("make", DEADLINE)
     for rank in (2, 3):
         world.ranks[rank].kill()
@@ -68,7 +68,7 @@ def test_without_copies_the_experts_that_are_gone_are_named(world: World) -> Non
 
 
 @cabled
-def test_a_cut_cable_is_the_other_hosts_fault_on_both_sides_and_mends(cable: World) -> None:
+def test_a_cut_cable_is_attributed_to_the_other_host_and_recovers(cable: World) -> None:
     a, b = cable.names
     cable.all("make", DEADLINE)
     assert [told["right"] for told in cable.all("call")] == [True] * 4
@@ -91,7 +91,7 @@ def test_a_cut_cable_is_the_other_hosts_fault_on_both_sides_and_mends(cable: Wor
 @pytest.mark.share(2)
 @cabled
 @pytest.mark.parametrize("loss", [0.0, 0.05])
-def test_a_slow_and_lossy_cable_is_right_and_accuses_nobody(cable: World, loss: float) -> None:
+def test_a_slow_and_lossy_cable_causes_no_error(cable: World, loss: float) -> None:
     assert cable.cable is not None
     cable.cable.delay_s, cable.cable.loss = 0.2, loss
     for made in cable.all("make", 30):
@@ -103,15 +103,19 @@ def test_a_slow_and_lossy_cable_is_right_and_accuses_nobody(cable: World, loss: 
 
 
 @cabled
-def test_a_host_that_finds_itself_at_home_needs_its_interface_named() -> None:
-    """gloo takes the interface of the host's name; where that leads home, ranks never meet."""
+def test_a_host_name_on_loopback_requires_a_named_interface() -> None:
+    """gloo uses the interface of the host's name; if that is the loopback interface, ranks cannot
+    connect.
+    """
     with world_of_hosts(apart=True, join_s=8, GLOO_SOCKET_IFNAME="lo") as made:
         answers = [rank.answer() for rank in made.ranks]
     assert all("error" in told for told in answers), answers
 
 
-def test_torchrun_starts_a_lost_rank_anew(tmp_path: Path) -> None:
-    """With the agents' store kept apart from the ranks': else the second try finds the first's."""
+def test_torchrun_restarts_a_lost_rank(tmp_path: Path) -> None:
+    """The agents' store is separate from the ranks' store; otherwise the second attempt reads the
+    keys of the first.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -1,6 +1,6 @@
-"""Where one step takes long, a verb says on stderr what it does; on a terminal a bar moves.
+"""Progress of long steps: a verb reports on stderr what it does, and shows a bar on a terminal.
 
-And when `mk demo` is done it says where the `mk` is that it names next.
+`mk demo` also prints the path of the `mk` command that it mentions at the end.
 """
 
 import sys
@@ -24,19 +24,19 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "_FIRST_LINE_S", 0.005)
 
 
-def test_a_long_case_is_said_while_it_lasts(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_case_is_reported_while_it_runs(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("test", *TORCH_PAIR, "--one", *TINY)
     assert "case 1 of 1: 0 s so far\n" in mk(*words).err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert "so far" not in mk(*words).err
 
 
-def test_a_long_profile_is_said_while_it_lasts(mk: Mk, tmp_path, monkeypatch) -> None:
+def test_a_long_profile_is_reported_while_it_runs(mk: Mk, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "profiling: 0 s so far\n" in mk("profile", *TORCH_PAIR, *TINY, "--calls", "1").err
 
 
-def test_a_long_run_of_the_demo_is_said_while_it_lasts(mk: Mk, monkeypatch) -> None:
+def test_a_long_demo_is_reported_while_it_runs(mk: Mk, monkeypatch) -> None:
     pytest.importorskip("transformers", reason="the extra is not installed")
 
     def slow(*_: object) -> Iterator[demo.DemoRow]:
@@ -48,7 +48,7 @@ def test_a_long_run_of_the_demo_is_said_while_it_lasts(mk: Mk, monkeypatch) -> N
     assert "run 1 of 40: 0 s so far\n" in mk("demo").err
 
 
-def test_the_demo_says_where_the_command_is(
+def test_the_demo_prints_the_path_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mk").touch()

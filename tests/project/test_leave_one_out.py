@@ -143,7 +143,7 @@ def test_the_document(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFi
     assert tool.main(["report", str(record)]) == 0
     text = capsys.readouterr().out.splitlines()
     assert text[0].startswith("# Tiles without a tuned file")
-    assert any("In 3 of 4 cells" in line for line in text)
+    assert any("Tiles differ in 3 of 4 cells" in line for line in text)
     assert any(line.endswith("Measured today with this.") for line in text)
     assert "Raw rows: `record.json`." in text
     total = next(line for line in text if line.startswith("| all |"))

@@ -81,8 +81,8 @@ def checkout(tool: ModuleType, tmp_path: Path) -> Path:
 def layers_of(checkout: Path, factor: float = 1.0) -> Any:
     """Return the suite of the fake's layers, whose reference is wrong unless factor is 1."""
     from peer_suites_lib.checkout import Source
-    from peer_suites_lib.endings import Suite, Tolerance
     from peer_suites_lib.layers import Layer, LayerCheck
+    from peer_suites_lib.outcomes import Suite, Tolerance
 
     source = Source(checkout, "test_fake.py", {"FACTOR": factor})
     reference: Any = source.function("torch_moe")
@@ -161,7 +161,7 @@ def test_a_broken_part_is_ours(
 def test_no_case_vanishes(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from peer_suites_lib.endings import (
+    from peer_suites_lib.outcomes import (
         OUTCOMES,
         CaseOutcome,
         MissingError,
@@ -239,7 +239,7 @@ def test_memory_that_a_part_spoils_is_no_refusal(
 
 
 def test_a_failure_is_told_though_its_case_was_seen(tool: ModuleType) -> None:
-    from peer_suites_lib.endings import CaseOutcome, Suite
+    from peer_suites_lib.outcomes import CaseOutcome, Suite
 
     ends = [CaseOutcome(outcome, key=1) for outcome in ("agree", "mismatch: ours", "agree")]
     grid = [{"what": end} for end in ends]
@@ -318,7 +318,7 @@ def test_a_scale_that_is_too_large_is_ours(
 
 
 def test_whose_a_difference_is(tool: ModuleType) -> None:
-    from peer_suites_lib.endings import Tolerance, compare_with_exact
+    from peer_suites_lib.outcomes import Tolerance, compare_with_exact
 
     exact = torch.linspace(1, 2, 50, dtype=torch.float64)
     near, far = exact * 1.001, exact * 1.03

@@ -58,7 +58,12 @@ def test_an_experts_part_has_its_whole_list_once(monkeypatch: pytest.MonkeyPatch
 def test_parameters_are_drawn_unless_all_or_some_are_asked_for() -> None:
     file = "tests/quant/test_four_bit.py"
 
-    ways = (["--whole", file], [file], [f"{file}::test_proven"], ["-k", "test_proven", file])
+    ways = (
+        ["--whole", file],
+        [file],
+        [f"{file}::test_the_harness_verifies_it"],
+        ["-k", "test_the_harness_verifies_it", file],
+    )
     # One process, which imports torch and the file once, collects anew for each.
     program = f"""if True:
         import pytest
@@ -74,7 +79,7 @@ def test_parameters_are_drawn_unless_all_or_some_are_asked_for() -> None:
         cwd=Path(__file__).parents[2],
     )
     every, drawn, named, chosen = (
-        {line for line in part.splitlines() if "::test_proven[" in line}
+        {line for line in part.splitlines() if "::test_the_harness_verifies_it[" in line}
         for part in told.stdout.split("collected\n")[1:]
     )
     assert drawn == {name for name in every if in_share(name, 6, tree_hash())}

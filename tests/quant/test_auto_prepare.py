@@ -1,4 +1,4 @@
-"""Weights that kernels prepare by themselves, on first use."""
+"""Weights that kernels prepare themselves on first use."""
 
 import gc
 import logging
@@ -28,7 +28,7 @@ launched = launched_tiles()
 
 @pytest.fixture(name="prepared_counts", autouse=True)
 def prepared_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the calls of GroupedW4Path.prepare, which derives the tensors of one kernel."""
+    """Count the calls of GroupedW4Path.prepare, which makes the tensors for its kernel."""
     counts = list[int]()
     prepare = GroupedW4Path.prepare
 
@@ -65,7 +65,7 @@ def test_weights_are_prepared_once_for_all_kernels_plans_and_equal_weights(
     assert AUTO_PREPARED.held_bytes()[CPU] >= nbytes
 
 
-def test_a_cpu_and_a_kernel_that_was_told_not_to_use_weights_as_loaded(
+def test_a_cpu_and_a_kernel_without_preparation_use_weights_as_loaded(
     launched: list[int], prepared_counts: list[int]
 ) -> None:
     for auto in (None, False):
@@ -75,7 +75,7 @@ def test_a_cpu_and_a_kernel_that_was_told_not_to_use_weights_as_loaded(
 
 
 @pytest.mark.parametrize("name", ["w1", "w1_scale", "w2", "w2_scale"])
-def test_a_write_derives_them_again_in_the_same_memory(
+def test_weights_are_prepared_again_after_a_write_in_the_same_memory(
     name: str, prepared_counts: list[int]
 ) -> None:
     kernel, i = auto_kernel()
@@ -99,7 +99,7 @@ def test_a_write_derives_them_again_in_the_same_memory(
     assert bound.prepared.w1_tiles is tiles
 
 
-def test_they_are_freed_with_the_memory_of_the_weights() -> None:
+def test_prepared_tensors_are_freed_with_the_weights() -> None:
     gc.collect()
     before = AUTO_PREPARED.held_bytes().get(CPU, 0)
     kernel, i = auto_kernel()
@@ -164,7 +164,7 @@ def test_a_pickled_kernel_keeps_the_option() -> None:
     assert pickle.loads(pickle.dumps(kernel)).auto_prepare is True
 
 
-def test_loading_a_state_derives_them_at_once(
+def test_loading_a_state_prepares_weights_at_once(
     monkeypatch: pytest.MonkeyPatch, prepared_counts: list[int]
 ) -> None:
     layer, i = made_layer()
@@ -198,7 +198,7 @@ def test_weights_first_used_in_a_capture_are_prepared_by_the_next_call(
 
 
 def on_buffer(weights: ExpertWeights, buffer: bytearray) -> ExpertWeights:
-    """Return the weights as views of a new storage over `buffer`, whose bytes are kept."""
+    """Return the weights as views of a new storage on `buffer`, whose bytes are kept."""
     flat, start, views = torch.frombuffer(buffer, dtype=torch.uint8), 0, {}
     for name in ("w1", "w1_scale", "w2", "w2_scale"):
         tensor = getattr(weights, name)
@@ -207,10 +207,10 @@ def on_buffer(weights: ExpertWeights, buffer: bytearray) -> ExpertWeights:
     return replace(weights, **views)
 
 
-def test_another_storage_at_the_same_address_is_not_taken_for_the_first(
+def test_another_storage_at_the_same_address_is_distinguished(
     prepared_counts: list[int],
 ) -> None:
-    """An address is reused while a storage is alive if that storage was resized to 0."""
+    """An address can be reused while a storage is alive if it was resized to 0."""
     kernel, i = auto_kernel()
     buffer = bytearray(4 * sum(t.nbytes for t in vars(i.weights).values() if t is not None) + 1024)
     first = on_buffer(i.weights, buffer)
@@ -225,7 +225,7 @@ def test_another_storage_at_the_same_address_is_not_taken_for_the_first(
     assert torch.equal(called(kernel, i, second), expected)
 
 
-def test_a_write_of_another_thread_during_a_call_is_no_error(
+def test_a_concurrent_write_during_a_call_is_not_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel, i = auto_kernel()
@@ -253,7 +253,7 @@ def test_memory_that_runs_out_while_preparing_leaves_the_weights_as_loaded(
     assert torch.equal(called(kernel, i), expected)
 
 
-def test_nothing_accumulates_if_one_of_the_sources_is_replaced() -> None:
+def test_no_tensors_accumulate_if_a_source_is_replaced() -> None:
     kernel, i = auto_kernel()
     registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     counts = []

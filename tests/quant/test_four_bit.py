@@ -1,4 +1,4 @@
-"""The kernel of few rows and 4-bit weights: proven in blocks of 8 and of 16 rows."""
+"""The kernel for few rows and 4-bit weights, verified with blocks of 8 and of 16 rows."""
 
 import json
 from collections.abc import Callable
@@ -70,7 +70,7 @@ _CASES: tuple[tuple[dict[str, Any], str, int], ...] = (
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("changes", "routing", "block_m"), _CASES)
-def test_proven(
+def test_the_harness_verifies_it(
     changes: dict[str, Any],
     routing: str,
     block_m: int,
@@ -130,7 +130,7 @@ def test_an_override_reaches_the_launch(
     ],
     ids=str,
 )
-def test_what_its_kernel_cannot_launch_is_refused(change: dict[str, int], named: str) -> None:
+def test_invalid_launches_are_refused(change: dict[str, int], named: str) -> None:
     good = AlignedW4Config(8, 64, 128, 2, 3)
     broken = MoEConfig(replace(good, **change), replace(good, **change), "aligned_w4")
     with (
@@ -140,7 +140,7 @@ def test_what_its_kernel_cannot_launch_is_refused(change: dict[str, int], named:
         choose_config(_BASE, 4, _PATHS)
 
 
-def test_a_tile_is_no_launch_of_it() -> None:
+def test_a_tile_of_another_path_is_refused() -> None:
     tile = LaunchConfig(16, 64, 128, 1, 4, 3)
     with (
         override_config(MoEConfig(tile, tile, "aligned_w4")),
@@ -159,7 +159,7 @@ def _noting(blocks: set[int]) -> Callable[..., None]:
     return noting
 
 
-def test_who_is_served() -> None:
+def test_supported_problems() -> None:
     assert aligned_w4_config.serves(_BASE)
     assert aligned_w4_config.serves(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
     assert aligned_w4_config.serves(replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True))
@@ -174,8 +174,8 @@ def test_who_is_served() -> None:
         assert not aligned_w4_config.serves(replace(_BASE, **changes)), changes
 
 
-def test_weights_off_16_bytes_take_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And compute the same layer."""
+def test_misaligned_weights_take_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same output."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = replace(_BASE, tokens=3)
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
@@ -211,7 +211,7 @@ def test_experts_that_have_a_row() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 400])
-def test_explain_says_what_is_launched(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_states_the_launches(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(_BASE, tokens=tokens, hidden=256, intermediate=384)
     launched = list[tuple[MoEConfig, bool]]()
 
@@ -237,8 +237,10 @@ def test_explain_says_what_is_launched(tokens: int, monkeypatch: pytest.MonkeyPa
     assert "path: aligned\n" in BatchedTritonExperts.tunable(problem).explain(tokens)
 
 
-def test_small_tiles_of_foreign_files_are_replaced() -> None:
-    """For integers up to 12 rows an expert; for mxfp4 at any number of rows up to block_m 32."""
+def test_small_tiles_of_other_files_are_replaced() -> None:
+    """For integers at up to 12 rows per expert; for mxfp4 at any number of rows with block_m up to
+    32.
+    """
     integers = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
     mxfp4 = replace(integers, quant="mxfp4_w4a16")
 
@@ -264,7 +266,9 @@ def test_small_tiles_of_foreign_files_are_replaced() -> None:
 @pytest.mark.parametrize("zeros", ["", ":zero_points=true"])
 @pytest.mark.parametrize("experts", [1, 8, 60, 256])
 @pytest.mark.parametrize("top_k", [1, 8])
-def test_the_default_launches_change_where_turns_say(zeros: str, experts: int, top_k: int) -> None:
+def test_the_default_launches_change_at_the_given_rows(
+    zeros: str, experts: int, top_k: int
+) -> None:
     layer = {"experts": experts, "top_k": min(top_k, experts), "hidden": 2048, "intermediate": 768}
     for quant in (f"{_INT4}{zeros}", "mxfp4_w4a16"):
         problem = replace(_BASE, quant=quant, **layer)
@@ -275,7 +279,7 @@ def test_the_default_launches_change_where_turns_say(zeros: str, experts: int, t
             assert here == next_ or tokens in turns, tokens
 
 
-def test_blocks_do_not_depend_on_tokens_where_nothing_may() -> None:
+def test_batch_invariant_blocks_do_not_depend_on_tokens() -> None:
     layer = replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True)
     found = {aligned_w4_config.default(layer, tokens) for tokens in (1, 4, 64, 4096)}
     assert len(found) == 1

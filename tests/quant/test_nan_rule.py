@@ -1,6 +1,7 @@
-"""One rule for NaN: every value that is computed from one is NaN, and no other value.
+"""NaN propagation: every value computed from a NaN is NaN, and no other value is.
 
-In every scheme and part that a CPU runs, interpreted and in plain torch, one argument at a time.
+Covers every scheme and part that runs on a CPU, interpreted and in torch, with NaN in one argument
+at a time.
 """
 
 import subprocess
@@ -32,7 +33,7 @@ INTERPRETED_PAIRS = local_pairs(INTERPRETING)
 PROBLEM = Problem(4, 64, 64, 8, 2, torch.float32)
 
 
-def test_all_schemes_and_parts_that_run_here_are_judged() -> None:
+def test_all_schemes_and_parts_that_run_here_are_covered() -> None:
     here, anywhere = ({experts for _, experts in pairs} for pairs in (PAIRS, INTERPRETED_PAIRS))
     assert len(anywhere) == 5
     assert anywhere <= here
@@ -49,7 +50,7 @@ def test_interpreted(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) 
 
 
 def test_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    """A process without the interpreter: operations run in torch."""
+    """In a process without the interpreter, where operations run in torch."""
     program = ["env", "-u", "TRITON_INTERPRET", sys.executable, "tests/helpers/nan_matrix.py"]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(program, cwd=root, capture_output=True, text=True, check=False)
@@ -63,8 +64,8 @@ def test_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true"])
-def test_the_gemv_path_adds_nothing_of_skipped_pairs(quant: str) -> None:
-    """One scale of all pairs may be NaN: zero times that is no zero."""
+def test_the_gemv_path_adds_nothing_for_skipped_pairs(quant: str) -> None:
+    """The common scale of all pairs may be NaN, and zero times NaN is not zero."""
     machine, counts = this_machine(), Counts()
     pair = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
     problem = replace(supported_problems(pair, quant, machine, 64)[0], tokens=6)
@@ -76,7 +77,7 @@ def test_the_gemv_path_adds_nothing_of_skipped_pairs(quant: str) -> None:
 
 
 def test_every_scheme_has_cases_for_each_of_its_arguments() -> None:
-    """Of many tokens; those of few have what reaches its own rows alone."""
+    """With many tokens; cases of few tokens have the arguments that affect only their own rows."""
     seen: dict[str, set[str]] = {}
     for problem, nan in nan_problems():
         assert set(names_of(nan)) <= set(nan_arguments(problem))
@@ -105,20 +106,20 @@ def test_skipped_pairs_and_tokens_have_nan() -> None:
     assert int(inputs.weights.w1.isnan().sum()) == 1
 
 
-def test_integers_have_none() -> None:
+def test_integer_arguments_have_no_nan_cases() -> None:
     problem = replace(PROBLEM, quant="int8_w8a8_channel")
     assert "w1" not in nan_arguments(problem)
     with pytest.raises(ConfigurationError, match="w1"):
         make_inputs(problem, "uniform", CPU, variation=InputVariation(nan="w1"))
 
 
-def test_one_scale_for_all_tokens_has_calls_of_its_own() -> None:
+def test_one_scale_for_all_tokens_has_separate_calls() -> None:
     static = groups(replace(PROBLEM, quant="fp8_w8a8_tensor:static=true"))
     assert static[1:] == ("a1_scale", "a2_scale")
     assert groups(replace(PROBLEM, quant="fp8_w8a8_tensor"))[1:] == ("x", "w1", "w1_scale")
 
 
-def test_a_nan_that_is_lost_is_seen_and_one_that_spreads() -> None:
+def test_lost_and_spreading_nan_are_detected() -> None:
     recipe = torch.randn(4, 64, dtype=torch.float64)
     exact = recipe.clone()
     recipe[1] = recipe[2, 3] = torch.nan
@@ -133,7 +134,7 @@ def test_a_nan_that_is_lost_is_seen_and_one_that_spreads() -> None:
 
 @pytest.mark.parametrize("scheme", ["int8_w8a8_channel", "fp8_w8a8_block", "fp8_w8a8_tensor"])
 def test_computed_scale_of_nan_is_nan(scheme: str) -> None:
-    """The scale carries it: codes of integers cannot."""
+    """The scale represents the NaN, because integer codes cannot."""
     values = torch.randn(3, 256)
     values[1, 200] = torch.nan
     _, scale = quantize_values(values, QuantScheme.parse(scheme))
@@ -173,7 +174,7 @@ def test_parts_without_nan_cases_are_known() -> None:
 
 
 def schemes_without_nan_cases(experts: str, machine: Machine) -> set[str]:
-    """Return the schemes that a part takes in some layer and that have no NaN case."""
+    """Return the schemes that a part supports in some layer without a NaN case."""
     missing = set[str]()
     for prepare in ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"):
         taken = {

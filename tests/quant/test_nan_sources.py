@@ -1,8 +1,9 @@
-"""No kernel takes a minimum or a maximum that could leave a NaN out, unless it says why it may.
+"""No kernel takes a minimum or maximum that could drop a NaN, unless a comment states why none
+occurs.
 
-`tl.maximum`, `tl.max`, their likes of Gluon and `fmax` of CuTe return the operand that is a number.
-Kernels use `modular_kernel.ops.kernels.extrema` instead, or say `# NaN-free: why` on a line of the
-statement or on the line above it.
+`tl.maximum`, `tl.max`, their equivalents in Gluon, and `fmax` of CuTe return the operand that is a
+number. Kernels use `modular_kernel.ops.kernels.extrema` instead, or have a comment `# NaN-free:
+reason` on a line of the statement or on the line above it.
 """
 
 import ast
@@ -35,13 +36,13 @@ REASON = "# NaN-free: "
 
 
 def kernels() -> tuple[Path, ...]:
-    """Return every module of kernels, and every other one that has a jitted function."""
+    """Return every kernel module, and every other module with a jitted function."""
     found = (p for name in PACKAGES for p in sorted((ROOT / name).rglob("*.py")))
     return tuple(p for p in found if "kernels" in p.parts[:-1] or JITTED.search(p.read_text()))
 
 
 def _name(call: ast.Call) -> tuple[str, ...]:
-    """Return the dotted name of what is called, () if it is no name."""
+    """Return the dotted name of the called function, or () if there is none."""
     parts, node = list[str](), call.func
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -52,7 +53,7 @@ def _name(call: ast.Call) -> tuple[str, ...]:
 
 
 def _drops(node: ast.AST) -> str:
-    """Return what of `node` may leave a NaN out, "" if nothing does."""
+    """Return the operation in `node` that can drop a NaN, or ""."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return next((code for code in PTX if code in node.value), "")
     if not isinstance(node, ast.Call):
@@ -66,7 +67,7 @@ def _drops(node: ast.AST) -> str:
 
 
 def unreasoned(text: str) -> Iterator[str]:
-    """Yield where a statement of a source may leave a NaN out without saying why."""
+    """Yield the statements of a source that can drop a NaN without a comment."""
     lines = text.splitlines()
     tree = ast.parse(text)
     docs = {
@@ -97,18 +98,18 @@ def unreasoned(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", kernels(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_extremum_keeps_nan_or_says_why_it_may_not(path: Path) -> None:
+def test_every_extremum_keeps_nan_or_has_a_comment(path: Path) -> None:
     assert list(unreasoned(path.read_text())) == []
 
 
-def test_there_are_kernels() -> None:
+def test_kernels_are_found() -> None:
     names = {path.relative_to(ROOT).parts[0] for path in kernels()}
     assert {"modular_kernel", "experts", "prepare_finalize"} <= names
     assert len(kernels()) > 50
 
 
-def test_a_reason_less_is_found() -> None:
-    """Each reason of the tree is needed: without it the statement beside it is found."""
+def test_a_removed_comment_is_detected() -> None:
+    """Each comment is needed: without it the statement is reported."""
     removed = 0
     for path in kernels():
         lines = path.read_text().splitlines()
@@ -137,7 +138,7 @@ def test_a_reason_less_is_found() -> None:
         "for i in range(tl.max(a, 0)):\n    x = 1  # NaN-free: of another statement",
     ],
 )
-def test_what_drops_nan_is_found(line: str) -> None:
+def test_operations_that_drop_nan_are_found(line: str) -> None:
     assert list(unreasoned(line)) != []
 
 
@@ -152,5 +153,5 @@ def test_what_drops_nan_is_found(line: str) -> None:
         "n = max(1, 2)",
     ],
 )
-def test_what_keeps_nan_is_not(line: str) -> None:
+def test_operations_that_keep_nan_are_accepted(line: str) -> None:
     assert list(unreasoned(line)) == []

@@ -1,4 +1,6 @@
-"""nvfp4 to the bit: every code with every scale, the quantizer by a search, kernels by both."""
+"""nvfp4 bit by bit: every code with every scale, the quantizer against a search, and kernels
+against both.
+"""
 
 import itertools
 from dataclasses import replace
@@ -46,7 +48,9 @@ def e2m1(code: int) -> float:
 
 
 def every_pair() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes (256, 16), scales (256, 1) by their bytes, and the float64 products by hand."""
+    """Return codes (256, 16), scales (256, 1) by their bytes, and float64 products computed by
+    hand.
+    """
     codes = torch.arange(16, dtype=torch.uint8).expand(256, 16).contiguous()
     scale = torch.arange(256, dtype=torch.uint8).view(FP8)[:, None]
     values = [[e2m1(code) * e4m3(byte) for code in range(16)] for byte in range(256)]
@@ -92,10 +96,10 @@ _BATCHED = ("BatchedPrepareAndFinalize", "BatchedTritonExperts")
         *((_BATCHED, "", dtype) for dtype in (*HALVES, torch.float32)),
     ],
 )
-def test_kernels_know_every_code_with_every_scale(
+def test_kernels_dequantize_every_code_with_every_scale(
     pair: tuple[str, str], path: str, dtype: torch.dtype
 ) -> None:
-    """Token t is 1 in column t alone, and w2 is the identity: y[t, n] = relu(w1[n, t])^2."""
+    """Token t is 1 in column t only, and w2 is the identity: y[t, n] = relu(w1[n, t])^2."""
     problem = replace(BASE, experts=1, dtype=dtype, activation="relu2")
     codes, scale, values = every_pair()
     scale, values = scale.clone(), values.clone()
@@ -130,14 +134,14 @@ def test_kernels_know_every_code_with_every_scale(
 
 
 def searched(value: float, choices: list[float]) -> int:
-    """The place of the nearest choice, of two as near the even one; exact."""
+    """Return the exact index of the nearest candidate, and of two nearest ones the even index."""
     at = Fraction(value)
     return min(
         range(len(choices)), key=lambda place: (abs(Fraction(choices[place]) - at), place % 2)
     )
 
 
-def test_the_quantizer_is_that_of_a_search() -> None:
+def test_the_quantizer_equals_a_search() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 40, generator=generator) * torch.exp2(torch.arange(40) - 20.0)[:, None]
     x[0] = 0
@@ -163,7 +167,7 @@ def test_the_quantizer_is_that_of_a_search() -> None:
 
 
 def test_codes_on_both_sides_of_every_midpoint() -> None:
-    """Each midpoint and its neighbors in float32; what is no number is the largest."""
+    """Each midpoint and its neighbors in float32; NaN becomes the largest code."""
     midpoints = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(MAGNITUDES)])
     near = torch.stack(
         [(midpoints.view(torch.int32) + step).view(torch.float32) for step in (-1, 0, 1)]
@@ -178,7 +182,7 @@ def test_codes_on_both_sides_of_every_midpoint() -> None:
     assert torch.equal(bits(others), bits(before))
 
 
-def test_zeros_and_what_is_too_large() -> None:
+def test_zeros_and_values_out_of_range() -> None:
     codes, scale = nvfp4.quantize(torch.zeros(1, 16), torch.ones(1, 1))
     assert not codes.any()
     assert not scale.view(torch.uint8).any()
@@ -187,8 +191,8 @@ def test_zeros_and_what_is_too_large() -> None:
     assert codes.unique().tolist() == [15]  # -6: what does not fit saturates
 
 
-def test_weights_reach_to_the_largest_of_each_matrix() -> None:
-    """Gate and up have a scale each, wherever their rows lie."""
+def test_each_matrix_is_scaled_to_its_maximum() -> None:
+    """Gate and up have separate scales, wherever their rows are."""
     generator = torch.Generator().manual_seed(0)
     gate, up = torch.randn(2, 2, 32, 48, generator=generator)
     up *= 20
@@ -231,7 +235,7 @@ def made(**changes: Any) -> tuple[ExpertWeights, Problem]:
         ("w1_scale", torch.zeros(2, 64, 2).to(FP8), ShapeError, r"ceil\(H / 16\)"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_wrong_arguments_are_refused_by_name(
     name: str, value: torch.Tensor | None, error: type[InputError], need: str
 ) -> None:
     weights, problem = made()
@@ -240,7 +244,7 @@ def test_what_does_not_fit_is_named(
         check_weights_quantized(replace(weights, **{name: value}), problem, CPU)
 
 
-def test_other_schemes_have_no_scales_of_matrices() -> None:
+def test_other_schemes_have_no_scale_per_matrix() -> None:
     weights, problem = made(quant="mxfp4_w4a16")
     given = replace(weights, w1_global_scale=torch.ones(2, 2))
     with pytest.raises(WeightsError, match="w1_global_scale: got a tensor, need None"):

@@ -1,4 +1,4 @@
-"""nvfp4_w4a4: each expert's scale of x and of h, in the oracle's recipe and in the torch parts."""
+"""nvfp4_w4a4: the scales of x and h per expert, in the oracle's recipe and in the torch parts."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def run(pair: tuple[str, str], problem: Problem, *call: object) -> torch.Tensor:
 # ------------------------------------------------------------------------------------ the scheme
 
 
-def test_its_name_says_all_of_it() -> None:
+def test_its_name_determines_it() -> None:
     scheme = QuantScheme.parse("nvfp4_w4a4")
     assert str(scheme) == "nvfp4_w4a4"
     assert scheme.static
@@ -81,7 +81,7 @@ def test_specs() -> None:
         (torch.ones(4).half(), DtypeError),
     ],
 )
-def test_scales_that_are_not_of_each_expert(
+def test_scales_that_are_not_per_expert_are_refused(
     scale: torch.Tensor | None, error: type[Exception]
 ) -> None:
     _, weights, _ = layer(BASE)
@@ -91,7 +91,7 @@ def test_scales_that_are_not_of_each_expert(
 
 @pytest.mark.parametrize("value", [0.0, -0.01, torch.nan, torch.inf, 1e-40])
 @pytest.mark.parametrize("name", ["a1_scale", "a2_scale"])
-def test_a_checked_call_refuses_scales_that_are_none(name: str, value: float) -> None:
+def test_a_checked_call_refuses_invalid_scales(name: str, value: float) -> None:
     x, weights, routing = layer(BASE)
     checked = make_kernel(*PAIRS[0], BASE, machine=this_machine(device="cpu"), checked=True)
     checked(x, weights, routing)
@@ -101,7 +101,7 @@ def test_a_checked_call_refuses_scales_that_are_none(name: str, value: float) ->
         checked(x, replace(weights, **{name: changed}), routing)
 
 
-def test_every_dispatch_carries_it_unquantized() -> None:
+def test_every_dispatch_is_unquantized() -> None:
     for name in ("AllGatherReduceScatter", "TorchAll2All", "TorchAll2AllBatched"):
         experts = "NaiveBatchedExperts" if "Batched" in name else "TorchExperts"
         problem = replace(BASE, parallel=Parallel(2))
@@ -113,8 +113,10 @@ def test_every_dispatch_carries_it_unquantized() -> None:
 
 
 @pytest.mark.parametrize("depth", [64, 72, 7])
-def test_the_reference_holds_what_the_quantizer_does(depth: int) -> None:
-    """Two codes that share nothing: bit for bit by reciprocals, in all but ties by divisions."""
+def test_the_reference_equals_the_quantizer(depth: int) -> None:
+    """Two independent implementations: bit for bit equal with reciprocals, and up to ties with
+    divisions.
+    """
     generator = torch.Generator().manual_seed(depth)
     rows = torch.randn(300, depth, generator=generator).bfloat16().float()
     rows *= torch.exp2(torch.randint(-9, 9, (300, 1), generator=generator).float())
@@ -128,7 +130,7 @@ def test_the_reference_holds_what_the_quantizer_does(depth: int) -> None:
     assert float(torch.isclose(divided, want, rtol=1e-6, atol=0).float().mean()) > 0.99
 
 
-def test_what_is_not_a_number_stays_none() -> None:
+def test_nan_stays_nan() -> None:
     rows = torch.full((2, 32), 6.0)
     rows[1, 20] = torch.nan
     held = nvfp4_round_trip(rows, torch.tensor([0, 0]), torch.ones(1), reciprocal=False)
@@ -139,7 +141,9 @@ def test_what_is_not_a_number_stays_none() -> None:
 
 @pytest.mark.parametrize("name", ["a1_scale", "a2_scale"])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[1])
-def test_an_experts_scale_is_of_its_tokens_alone(pair: tuple[str, str], name: str) -> None:
+def test_the_scale_of_an_expert_applies_only_to_its_tokens(
+    pair: tuple[str, str], name: str
+) -> None:
     x, weights, routing = layer(BASE)
     changed = getattr(weights, name).clone()
     changed[2] /= 64  # values saturate
@@ -158,7 +162,7 @@ def test_an_experts_scale_is_of_its_tokens_alone(pair: tuple[str, str], name: st
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[1])
 def test_x_and_h_are_both_rounded(pair: tuple[str, str]) -> None:
-    """Values that nvfp4 has pass through unrounded; others are off by some of a hundred."""
+    """Values that nvfp4 represents are unchanged; others differ by a few percent."""
     problem = replace(BASE, activation="relu2", top_k=1)
     x, weights, routing = layer(problem)
     exact = reference.oracle(x, weights, routing, problem)

@@ -1,4 +1,4 @@
-"""nvfp4 checkpoints with 4-bit activations where they are asked for: each expert's input scales."""
+"""nvfp4 checkpoints with 4-bit activations on request: the input scales of each expert."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ A1, A2 = [0.02, 0.02, 0.03, 0.05], INPUTS["w2"]
 
 
 def scaled(kind: str) -> Callable[[Tensors], None]:
-    """Give every expert the scales of INPUTS, as a kind of file states them."""
+    """Set the scales of INPUTS for every expert, as this kind of file stores them."""
 
     def change(tensors: Tensors) -> None:
         for name in tensors:
@@ -60,7 +60,7 @@ def test_scales_of_each_expert(kind: str, tmp_path: Path) -> None:
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
-def test_a_rank_has_those_of_its_experts(tmp_path: Path) -> None:
+def test_a_rank_has_the_scales_of_its_experts(tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", MODELOPT, change=scaled(MODELOPT))
     loaded = load_experts(sample.folder, 0, ep=(1, 2), tp=(1, 2), quantize_inputs=True)
     assert loaded.weights.a1_scale is not None
@@ -68,14 +68,14 @@ def test_a_rank_has_those_of_its_experts(tmp_path: Path) -> None:
     assert torch.allclose(loaded.weights.a2_scale, torch.tensor(A2[2:]))
 
 
-def test_one_scale_of_a_stack_is_every_experts(tmp_path: Path) -> None:
+def test_one_scale_of_stacked_experts_applies_to_all(tmp_path: Path) -> None:
     sample = write(tmp_path, "llama4_text", "modelopt nvfp4, fused")
     loaded = load_experts(sample.folder, 0, quantize_inputs=True)
     assert loaded.weights.a1_scale is not None
     assert torch.allclose(loaded.weights.a1_scale, torch.full((4,), 0.01))
 
 
-def test_scales_of_a_stack_are_each_experts_own(tmp_path: Path) -> None:
+def test_stacked_scales_apply_to_each_expert(tmp_path: Path) -> None:
     def own(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith("input_scale")]:
             tensors[name] = torch.tensor(A1 if "gate_up" in name else A2)
@@ -89,7 +89,7 @@ def test_scales_of_a_stack_are_each_experts_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
-def test_merge_keeps_and_checks_them(kind: str) -> None:
+def test_merging_keeps_and_checks_scales(kind: str) -> None:
     format = format_of(CHECKPOINT_FORMATS[kind].config).with_inputs()
     name = next(each.name for each in format.stored if each.role == "a_scale")
     generator = torch.Generator().manual_seed(0)
@@ -106,7 +106,7 @@ def test_merge_keeps_and_checks_them(kind: str) -> None:
 
 
 def test_activations_are_rounded(tmp_path: Path) -> None:
-    """By 4 bits: off by some of a hundred, not more, and not less."""
+    """To 4 bits: outputs differ by a few percent, not more and not less."""
     sample = write(tmp_path, "mixtral", MODELOPT, change=scaled(MODELOPT))
     x, router, ids = sample.inputs(24)
     away = {}
@@ -140,7 +140,7 @@ def no_number(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize(("change", "need"), [(gone, "input_scale"), (no_number, "above 0")])
-def test_files_without_them_are_refused(
+def test_files_without_scales_are_refused(
     change: Callable[[Tensors], None], need: str, tmp_path: Path
 ) -> None:
     sample = write(tmp_path, "mixtral", MODELOPT, change=change)
@@ -150,7 +150,7 @@ def test_files_without_them_are_refused(
 
 
 @pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
-def test_scales_that_nothing_can_be_divided_by_are_refused(kind: str, tmp_path: Path) -> None:
+def test_scales_without_a_finite_inverse_are_refused(kind: str, tmp_path: Path) -> None:
     def tiny(tensors: Tensors) -> None:
         last = ("1.w2.input_scale", "1.w2.input_global_scale")
         tensors[next(name for name in tensors if name.endswith(last))] = torch.tensor([1e-40])
@@ -161,8 +161,8 @@ def test_scales_that_nothing_can_be_divided_by_are_refused(kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
-def test_scales_with_a_sign_are_refused(kind: str, tmp_path: Path) -> None:
-    """Instructions of 4-bit operands take scales without one."""
+def test_negative_scales_are_refused(kind: str, tmp_path: Path) -> None:
+    """Instructions for 4-bit operands accept only unsigned scales."""
 
     def signed(tensors: Tensors) -> None:
         name = next(name for name in tensors if name.endswith("1.w2.weight_scale"))
@@ -177,13 +177,13 @@ def test_scales_with_a_sign_are_refused(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "modelopt fp8", "compressed mxfp4"])
-def test_others_are_refused(kind: str, tmp_path: Path) -> None:
+def test_other_schemes_are_refused(kind: str, tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", kind)
     with pytest.raises(ConfigurationError, match=r"quantize_inputs: got .*, need nvfp4 files"):
         load_experts(sample.folder, 0, quantize_inputs=True)
 
 
-def test_weights_of_nvfp4_alone_are_refused(tmp_path: Path) -> None:
+def test_files_of_weight_only_nvfp4_are_refused(tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", COMPRESSED)
     config = sample.config["quantization_config"]["config_groups"]
     alone = {name: one | {"input_activations": None} for name, one in config.items()}
@@ -195,8 +195,8 @@ def test_weights_of_nvfp4_alone_are_refused(tmp_path: Path) -> None:
         load_experts(replace(sample, config=changed).folder, 0, quantize_inputs=True)
 
 
-def test_the_recipe_is_that_of_the_experts() -> None:
-    """Attention's activations may be rounded where those of experts are not."""
+def test_the_scheme_is_that_of_the_experts() -> None:
+    """Attention's activations may be quantized where those of experts are not."""
     config = CHECKPOINT_FORMATS[COMPRESSED].config
     assert config is not None
     ((_, both),) = config["config_groups"].items()

@@ -1,4 +1,6 @@
-"""Prepared weights that are not those of the call: written, copied, another kernel's, no tensor."""
+"""Prepared weights that do not belong to the call are refused: written, copied, of another kernel,
+or not tensors.
+"""
 
 import copy
 import gc
@@ -46,7 +48,7 @@ def test_a_call_after_weights_were_written_is_refused(of: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOURCE_FIELDS)
-def test_a_call_after_what_was_prepared_was_written_is_refused(name: str) -> None:
+def test_a_call_after_prepared_tensors_were_written_is_refused(name: str) -> None:
     kernel, i = made(quant="int4_w4a16_group:group=32,zero_points=true")
     plan, weights = kernel.plan(), kernel.prepare_weights(i.weights)
     for _ in range(2):
@@ -87,7 +89,7 @@ def test_other_zero_points_and_dtypes_of_scales_are_refused(
             run(i.x_TH, given, i.routing)
 
 
-def test_others_weights_beside_them_are_refused() -> None:
+def test_prepared_tensors_of_other_weights_are_refused() -> None:
     kernel, i = made()
     weights = kernel.prepare_weights(i.weights)
     turned = i.weights.w2.as_strided(i.weights.w2.shape, (0, 0, 0))
@@ -96,8 +98,8 @@ def test_others_weights_beside_them_are_refused() -> None:
             called(kernel, i, replace(weights, w2=w2))
 
 
-def test_other_memory_at_the_same_address_is_noticed() -> None:
-    """As where parameters leave a GPU and others take their place, so does its allocator."""
+def test_other_memory_at_the_same_address_is_detected() -> None:
+    """If parameters leave a GPU and others are allocated, the allocator can reuse the address."""
     kernel, i = made()
     memory = i.weights.w1.clone().numpy()
     w1 = torch.from_numpy(memory)
@@ -116,7 +118,7 @@ def test_other_memory_at_the_same_address_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
-def test_copies_that_do_not_know_what_they_are_made_of_are_refused(
+def test_copies_without_their_sources_are_refused(
     copied_by: Callable[[ExpertWeights], ExpertWeights],
 ) -> None:
     kernel, i = made()
@@ -134,7 +136,7 @@ def test_copies_that_do_not_know_what_they_are_made_of_are_refused(
     ],
     ids=str,
 )
-def test_those_of_a_kernel_that_reads_weights_otherwise_are_refused(
+def test_tensors_prepared_for_another_layout_are_refused(
     others: dict[str, Any],
 ) -> None:
     kernel, i = made()
@@ -146,7 +148,7 @@ def test_those_of_a_kernel_that_reads_weights_otherwise_are_refused(
 
 
 @pytest.mark.parametrize("others", [{"tokens": 80}, {"lora": "adapters=2,rank=8"}], ids=str)
-def test_those_of_a_kernel_of_the_same_layer_are_taken(
+def test_tensors_prepared_by_a_kernel_of_the_same_layer_are_accepted(
     others: dict[str, Any], launched: list[int]
 ) -> None:
     (kernel, i), (other, j) = made(), made(**others)
@@ -159,7 +161,7 @@ def test_those_of_a_kernel_of_the_same_layer_are_taken(
 
 
 @pytest.mark.parametrize("w1", [None, [1], torch.empty(1, device="meta")], ids=str)
-def test_what_is_no_tensor_here_is_refused(w1: Any) -> None:
+def test_values_that_are_not_tensors_are_refused(w1: Any) -> None:
     kernel, i = made()
     with pytest.raises((DtypeError, DeviceError), match="w1: got"):
         kernel.prepare_weights(replace(i.weights, w1=w1))
@@ -176,7 +178,9 @@ def test_what_is_no_tensor_here_is_refused(w1: Any) -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(change: dict[str, Any], error: type[Exception]) -> None:
+def test_tensors_with_wrong_shapes_and_dtypes_are_refused(
+    change: dict[str, Any], error: type[Exception]
+) -> None:
     kernel, i = made()
     weights = kernel.prepare_weights(i.weights)
     ((name, value),) = change.items()
@@ -188,7 +192,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], error: type[Except
         called(kernel, i, replace(weights, **{name: value}))
 
 
-def test_experts_that_prepare_nothing_return_the_weights_and_read_nothing_else() -> None:
+def test_experts_without_preparation_return_the_weights() -> None:
     triton, i = made()
     kernel = make_kernel(PAIR[0], "TorchExperts", triton.problem)
     assert kernel.prepare_weights(i.weights) is i.weights

@@ -1,4 +1,6 @@
-"""Weights that a kernel prepared once: mxfp4's for products in registers, a stand-in's here."""
+"""Weights prepared once for a kernel: those of mxfp4 for products in registers, with a stand-in
+here.
+"""
 
 import gc
 import weakref
@@ -38,14 +40,14 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_the_bits_are_those_of_a_call_that_orders_them(changes: dict[str, Any]) -> None:
+def test_outputs_equal_those_of_a_call_that_tiles_weights(changes: dict[str, Any]) -> None:
     kernel, i = made(**changes)
     weights = kernel.prepare_weights(i.weights)
     with override_config(grouped_w4_config.default(kernel.problem, 64)):
         assert torch.equal(called(kernel, i, weights), called(kernel, i))
 
 
-def test_what_is_made_is_what_the_layout_says_and_all_else_is_given_back() -> None:
+def test_prepared_tensors_have_the_layout_and_others_are_unchanged() -> None:
     kernel, i = made()
     weights, problem = kernel.prepare_weights(i.weights), kernel.problem
     for name, tensor in vars(i.weights).items():
@@ -62,7 +64,7 @@ def test_what_is_made_is_what_the_layout_says_and_all_else_is_given_back() -> No
     ("rows", "block_m"),
     [(5, 0), (6, 32), (21, 32), (22, 64), (55, 64), (56, 128), (640, 128), (700, 128)],
 )
-def test_calls_take_them_by_rows_whatever_files_say(
+def test_calls_use_them_by_rows_whatever_tuned_files_choose(
     rows: int, block_m: int, launched: list[int]
 ) -> None:
     kernel, i = made(tokens=rows * 2, experts=6, top_k=3, hidden=32, intermediate=32)
@@ -90,7 +92,7 @@ def test_calls_take_them_by_rows_whatever_files_say(
         ("nvfp4_w4a16", None, 2049, 0),
     ],
 )
-def test_rows_up_to_which_prepared_weights_are_read(
+def test_the_largest_number_of_rows_that_uses_prepared_weights(
     quant: str, scales: torch.dtype | None, rows: int, block_m: int, launched: list[int]
 ) -> None:
     kernel, i = made(tokens=rows, experts=2, top_k=2, hidden=32, intermediate=32, quant=quant)
@@ -117,14 +119,14 @@ def test_strided_weights_are_prepared_too(launched: list[int]) -> None:
 
 @pytest.mark.share(5)
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_proven(changes: dict[str, Any], machine: Machine) -> None:
-    """The harness prepares weights itself, and calls with and without."""
+def test_the_harness_verifies_it(changes: dict[str, Any], machine: Machine) -> None:
+    """The harness prepares weights itself, and calls with and without them."""
     problem = replace(MXFP4, tokens=60, **changes)
     proof = prove(Case(*PAIR, problem, "zipf"), machine)
     assert proof.passed, str(proof)
 
 
-def test_the_harness_notices_weights_prepared_wrongly(
+def test_the_harness_detects_wrongly_prepared_weights(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = GroupedW4Path.prepare
@@ -140,7 +142,7 @@ def test_the_harness_notices_weights_prepared_wrongly(
 
 
 @pytest.mark.parametrize("of", ["w1", "w2", "w1_scale", "w2_scale"])
-def test_weights_that_start_anywhere_are_prepared(of: str) -> None:
+def test_misaligned_weights_are_prepared(of: str) -> None:
     kernel, i = made()
     tensor: torch.Tensor = getattr(i.weights, of)
     moved = torch.empty(tensor.numel() + 1, dtype=torch.uint8)[1:].view(tensor.shape)
@@ -150,7 +152,7 @@ def test_weights_that_start_anywhere_are_prepared(of: str) -> None:
     )
 
 
-def test_nothing_is_kept_alive() -> None:
+def test_weights_are_not_kept_alive() -> None:
     kernel, i = made()
     w1 = i.weights.w1.clone()
     weights, plan = kernel.prepare_weights(replace(i.weights, w1=w1)), kernel.plan()
@@ -169,7 +171,7 @@ def test_a_batch_invariant_layer_prepares_nothing() -> None:
     assert kernel.prepare_weights(i.weights) is i.weights
 
 
-def test_tokens_of_adapters_layers_without_one_take_them(launched: list[int]) -> None:
+def test_tokens_without_an_adapter_use_prepared_weights(launched: list[int]) -> None:
     kernel, i = made(lora="adapters=2,rank=8")
     weights = kernel.prepare_weights(i.weights)
     called(kernel, i, weights)
@@ -179,14 +181,14 @@ def test_tokens_of_adapters_layers_without_one_take_them(launched: list[int]) ->
     assert launched == [32, 32]
 
 
-def test_they_cost_what_is_documented() -> None:
+def test_prepared_memory_is_as_documented() -> None:
     problem = Problem(1, 4096, 14336, 8, 2, quant="mxfp4_w4a16")
     specs = make_kernel(*PAIR, problem).experts.prepared_specs()
     weights = 3 * 8 * 4096 * 14336 // 2
     assert sum(spec.nbytes for spec in specs.values()) == weights * 17 // 16
 
 
-def test_calls_with_them_need_no_room_for_weights() -> None:
+def test_calls_with_prepared_weights_need_no_workspace_for_weights() -> None:
     few, many = (made(tokens=t, experts=6, top_k=3)[0].workspace_specs(t) for t in (40, 100))
     assert "permuted_x" in few  # 20 rows an expert: prepared weights alone take the path
     assert "tiled_words" not in few

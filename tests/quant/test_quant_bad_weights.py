@@ -1,6 +1,6 @@
-"""Quantized weights that do not fit their problem: a typed error that names got and need.
+"""Quantized weights that do not fit their problem raise typed errors that state got and need.
 
-`BAD` changes one field of weights that are otherwise right.
+`BAD` changes one field of otherwise valid weights.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ BASE = Problem(tokens=2, hidden=40, intermediate=24, experts=3, top_k=1)
 
 
 def made(text: str) -> tuple[Problem, ExpertWeights]:
-    """A problem of three experts, and weights that fit it."""
+    """Return a problem of three experts, and weights that fit it."""
     problem = replace(BASE, quant=text)
     static = torch.ones(1) if problem.scheme.static else None
     plain = ExpertWeights(
@@ -43,7 +43,7 @@ Change = Callable[[ExpertWeights], Any]
 
 @dataclass(frozen=True)
 class Bad:
-    """Field `what` changed by `change`, and the error it must end in."""
+    """The field `what` changed by `change`, and the expected error."""
 
     text: str
     what: str
@@ -57,7 +57,7 @@ class Bad:
 
 
 def cut(name: str, dim: int) -> Change:
-    """One element fewer along `dim`."""
+    """Return the tensor without its last element along `dim`."""
     return lambda w: getattr(w, name).narrow(dim, 0, getattr(w, name).shape[dim] - 1).contiguous()
 
 
@@ -129,8 +129,8 @@ BAD = (
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)
-def test_bad_weights_are_named(bad: Bad) -> None:
-    """By the check alone, and by a kernel before it launches anything."""
+def test_bad_weights_are_refused_by_name(bad: Bad) -> None:
+    """By the check itself, and by a kernel before it launches anything."""
     problem, weights = made(bad.text)
     wrong = replace(weights, **{bad.what: bad.change(weights)})
     with pytest.raises(bad.error) as caught:

@@ -1,4 +1,4 @@
-"""What quantized weights stand for: by hand, and weight by weight from the table of schemes."""
+"""The values of quantized weights: by hand, and one by one from the table of schemes."""
 
 import math
 
@@ -11,7 +11,7 @@ from modular_kernel.tensors import ExpertWeights
 
 
 def test_int4_by_hand() -> None:
-    """Two rows of four weights: 0x21 holds 1 at k = 0 and 2 at k = 1."""
+    """Two rows of four weights: 0x21 contains 1 at k = 0 and 2 at k = 1."""
     w = torch.tensor([[[0x21, 0x43], [0x08, 0xF7]]], dtype=torch.uint8)
     scale = torch.tensor([[[0.5, 2.0], [1.0, 10.0]]])
     scheme = QuantScheme.parse("int4_w4a16_group:group=2")
@@ -25,7 +25,7 @@ def test_int4_by_hand() -> None:
 
 
 def test_mxfp4_by_hand() -> None:
-    """All sixteen codes, two a byte; then scales of 2, 1/2, the least and none."""
+    """All sixteen codes, two per byte; then scales of 2, 1/2, the smallest, and NaN."""
     codes = torch.tensor([[[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]]], dtype=torch.uint8)
     scheme = QuantScheme.parse("mxfp4_w4a16")
     half = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -38,14 +38,14 @@ def test_mxfp4_by_hand() -> None:
 
 
 def e4m3(byte: int) -> float:
-    """The value of a float8_e4m3fn, from its bits."""
+    """Return the value of a float8_e4m3fn from its bits."""
     sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
     value = mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
     return -value if sign else value
 
 
 def value_of(weights: ExpertWeights, name: str, at: tuple[int, int, int], text: str) -> float:
-    """One weight, straight from the table in modular_kernel.quant.quantized_weights."""
+    """Return one weight, computed from the table in modular_kernel.quant.quantized_weights."""
     (w, scale, zero), (e, n, k) = parts(weights, name), at
     scheme = QuantScheme.parse(text)
     width = scheme.group[-1] if scheme.group else 0
@@ -73,7 +73,7 @@ def value_of(weights: ExpertWeights, name: str, at: tuple[int, int, int], text: 
 
 
 @each_scheme
-def test_dequantize_is_the_table(text: str) -> None:
+def test_dequantize_equals_the_table(text: str) -> None:
     problem, weights = made(text)
     for name in ("w1", "w2"):
         got = dequantize(*parts(weights, name), problem.scheme)

@@ -1,4 +1,6 @@
-"""The authority on quantized layers: the oracle by hand and by another path, the recipe's rules."""
+"""The reference for quantized layers: the oracle by hand and by another method, and rules of the
+recipe.
+"""
 
 import math
 from dataclasses import replace
@@ -48,7 +50,7 @@ each_scheme = pytest.mark.parametrize("text", FULL + WEIGHT_ONLY)
 each_full = pytest.mark.parametrize("text", FULL)
 
 
-def test_every_scheme_is_here() -> None:
+def test_every_scheme_is_covered() -> None:
     names = {QuantScheme.parse(text).name for text in FULL}
     assert names == ACTIVATION_SCHEMES
     names |= {QuantScheme.parse(text).name for text in WEIGHT_ONLY}
@@ -56,7 +58,7 @@ def test_every_scheme_is_here() -> None:
 
 
 def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights, Routing]:
-    """x, quantized weights and routing; values of about 1 everywhere."""
+    """Return x, quantized weights and routing, with values of about 1."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -79,7 +81,8 @@ def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights,
 
 
 def as_float(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
-    """Unquantized weights of the same values, by modular_kernel.quant.quantized_weights."""
+    """Return unquantized weights with the same values, by
+    modular_kernel.quant.quantized_weights."""
     values = {name: dequantized_weights(weights, name, problem) for name in ("w1", "w2")}
     return ExpertWeights(values["w1"], values["w2"], weights.b1, weights.b2)
 
@@ -93,8 +96,8 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @each_scheme
 @pytest.mark.parametrize("bias", [False, True])
-def test_oracle_is_that_of_the_values(text: str, bias: bool) -> None:
-    """The same weights in float32, by code that shares nothing with the reference."""
+def test_the_oracle_equals_that_of_dequantized_weights(text: str, bias: bool) -> None:
+    """The same weights in float32, by code that is independent of the reference."""
     problem = replace(BASE, quant=text, bias=bias)
     x, weights, routing = layer(problem)
     got = reference.oracle(x, weights, routing, problem)
@@ -144,7 +147,7 @@ def test_mxfp4_layer_by_hand() -> None:
 
 
 def test_fp8_block_layer_by_hand() -> None:
-    """Blocks of one row by one column: every weight has a scale of its own."""
+    """Blocks of one row by one column: every weight has its own scale."""
     problem, routing, x = one_token("fp8_w8a8_block:block=1x1")
     ones = torch.ones(1, 2, 2)
     weights = ExpertWeights(
@@ -184,8 +187,10 @@ def errors(text: str, dtype: torch.dtype) -> float:
 
 
 @each_scheme
-def test_recipe_errs_as_its_activations_do(text: str) -> None:
-    """fp8 has three bits of mantissa, int8 seven of the largest value; others stay in the dtype."""
+def test_the_error_of_the_recipe_is_that_of_its_activations(text: str) -> None:
+    """fp8 has three bits of mantissa, int8 seven bits relative to the largest value; others stay in
+    the dtype.
+    """
     scheme = QuantScheme.parse(text)
     low, high = {"float8_e4m3fn": (0.02, 0.06), "int8": (0.004, 0.02)}.get(
         scheme.activation, (2e-8, 5e-7)
@@ -207,7 +212,7 @@ def test_dequantized_weights_are_rounded_to_the_dtype(text: str) -> None:
 
 
 def one_of_two(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
-    """Two tokens for one expert; the second is a hundred thousandth of the first."""
+    """Return two tokens for one expert; the second one is 1e-5 of the first."""
     x, weights, _ = layer(problem)
     x[0] *= 1e3  # so that the small one stays far from the least scale
     x[1] = 1e-5 * x[0]
@@ -216,10 +221,11 @@ def one_of_two(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
 
 
 @pytest.mark.parametrize("text", [text for text in FULL if "static" not in text])
-def test_what_shares_a_scale(text: str) -> None:
-    """A small token beside a large one is lost in a scale per tensor, and in none of its own.
+def test_tokens_that_share_a_scale(text: str) -> None:
+    """A small token next to a large one vanishes with a scale per tensor, and does not with its
+    own.
 
-    The same with the large token's pair skipped: x still shares its scale, h no longer does.
+    The same with the large token's pair skipped: x still has a common scale, h does not.
     """
     problem = replace(BASE, quant=text, tokens=2, top_k=1, activation="relu2")
     shared = problem.scheme.activation_granularity == "tensor"
@@ -240,8 +246,10 @@ def test_what_shares_a_scale(text: str) -> None:
 
 @each_full
 @pytest.mark.parametrize("width", [48, 41])
-def test_activations_are_rounded_as_the_operations_round_them(text: str, width: int) -> None:
-    """A group of a row far larger than the next one; the two divide in different ways."""
+def test_activations_are_rounded_as_in_the_operations(text: str, width: int) -> None:
+    """One group of a row is much larger than the next; the reference and the operations divide in
+    different ways.
+    """
     scheme = QuantScheme.parse(text)
     rows = torch.randn(50, width, generator=torch.Generator().manual_seed(0))
     rows[:, 16:32] *= 1e3
@@ -253,8 +261,8 @@ def test_activations_are_rounded_as_the_operations_round_them(text: str, width: 
     assert float(equal.float().mean()) > 0.999
 
 
-def test_static_scales_are_those_given() -> None:
-    """Where one of them is far too small, every value saturates."""
+def test_given_static_scales_are_used() -> None:
+    """If one of them is much too small, every value saturates."""
     problem = replace(BASE, quant="fp8_w8a8_tensor:static=true")
     x, weights, routing = layer(problem)
     assert weights.a1_scale is not None
@@ -277,8 +285,8 @@ def test_router_weight_on_input_multiplies_the_product(text: str) -> None:
 
 
 @each_scheme
-def test_edges(text: str) -> None:
-    """No token, nothing but skips, and a token of zeros."""
+def test_edge_cases(text: str) -> None:
+    """No tokens, only skipped pairs, and a token of zeros."""
     problem = replace(BASE, quant=text)
     x, weights, routing = layer(problem)
     for run in (reference.oracle, reference.recipe):
@@ -289,7 +297,7 @@ def test_edges(text: str) -> None:
         assert not run(torch.zeros_like(x), weights, routing, problem).any()
 
 
-def test_the_reference_leaves_inputs_alone() -> None:
+def test_the_reference_does_not_change_inputs() -> None:
     problem = replace(BASE, quant="fp8_w8a8_channel")
     x, weights, routing = layer(problem)
     before: list[Any] = [

@@ -34,7 +34,7 @@ def test_round_trip_is_the_nearest_value(text: str) -> None:
 
 
 @each_scheme
-def test_experts_are_quantized_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_quantized_in_chunks(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, whole = made(text)
     some = Mock(wraps=quantized_weights.quantize_rows)
     monkeypatch.setattr(quantized_weights, "quantize_rows", some)
@@ -49,7 +49,7 @@ def test_experts_are_quantized_in_pieces(text: str, monkeypatch: pytest.MonkeyPa
 
 
 @each_scheme
-def test_what_was_rounded_once_stays(text: str) -> None:
+def test_quantizing_is_idempotent(text: str) -> None:
     problem, weights = made(text, dtype=torch.float32)
     values = {n: dequantize(*parts(weights, n), problem.scheme) for n in ("w1", "w2")}
     again = quantize_weights(replace(plain_weights(problem), **values), problem)
@@ -59,8 +59,8 @@ def test_what_was_rounded_once_stays(text: str) -> None:
 
 
 @each_scheme
-def test_each_tile_has_a_scale_of_its_own(text: str) -> None:
-    """Weights of a thousandth beside those of one: no tile's scale may serve another's."""
+def test_each_tile_has_its_own_scale(text: str) -> None:
+    """Weights of about 1e-3 next to weights of about 1: their tiles need different scales."""
     problem = problem_of(text)
     plain = plain_weights(problem)
     small = plain.w1.clone()
@@ -81,7 +81,7 @@ def test_each_tile_has_a_scale_of_its_own(text: str) -> None:
 
 @each_scheme
 @pytest.mark.parametrize("value", [0.0, 1e-20])
-def test_nothing_is_divided_by_zero(text: str, value: float) -> None:
+def test_tiles_of_zeros(text: str, value: float) -> None:
     problem = problem_of(text)
     plain = plain_weights(problem)
     flat = replace(plain, w1=torch.full_like(plain.w1, value))
@@ -100,7 +100,7 @@ def test_e2m1_rounds_ties_to_the_even_code() -> None:
     assert got[0, 0].tolist() == [6.0, *want, *(-v for v in want), *([0.0] * 17)]
 
 
-def test_e8m0_is_the_least_power_of_two_that_reaches() -> None:
+def test_e8m0_is_the_smallest_sufficient_power_of_two() -> None:
     problem = Problem(1, 32, 32, 1, 1, quant="mxfp4_w4a16", activation="relu2")
     for largest, byte in (
         (6.0, 127),
@@ -117,8 +117,8 @@ def test_e8m0_is_the_least_power_of_two_that_reaches() -> None:
         assert weights.w1_scale.unique().tolist() == [byte], largest
 
 
-def test_zero_points_cover_lopsided_groups() -> None:
-    """Weights in [0, 1] use all sixteen values; a symmetric scheme would use nine of them."""
+def test_zero_points_cover_asymmetric_groups() -> None:
+    """Weights in [0, 1] use all sixteen codes; a symmetric scheme would use nine of them."""
     problem, symmetric = (
         problem_of(f"int4_w4a16_group:group=16{zeros}") for zeros in (",zero_points=true", "")
     )
@@ -132,7 +132,7 @@ def test_zero_points_cover_lopsided_groups() -> None:
 
 
 @pytest.mark.parametrize("text", ["int8_w8a16_channel", "int4_w4a16_group:group=16"])
-def test_scales_of_the_problems_dtype(text: str) -> None:
+def test_scales_have_the_dtype_of_the_problem(text: str) -> None:
     problem = problem_of(text, dtype=torch.float16)
     weights = quantize_weights(plain_weights(problem), problem, scale_dtype=torch.float16)
     assert weights.w1_scale is not None

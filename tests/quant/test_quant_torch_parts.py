@@ -1,4 +1,4 @@
-"""The plain torch pairings on every quantized scheme, by the harness's own rule of tolerance."""
+"""The torch pairings with every quantized scheme, within the harness's own tolerance."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -78,7 +78,7 @@ CASES: tuple[tuple[Mapping[str, Any], str], ...] = (
 
 
 def inputs_for(problem: Problem, kind: str, seed: int = 0) -> Inputs:
-    """The harness's inputs, with its weights quantized here."""
+    """Return the harness's inputs, with weights quantized here."""
     plain = make_inputs(replace(problem, quant="none"), kind, DEVICE, seed=seed)
     weights = plain.weights
     if problem.scheme.static:
@@ -98,7 +98,7 @@ def judged(out: torch.Tensor, problem: Problem, inputs: Inputs) -> Comparison:
     return compare(out, reference.oracle(*arguments), reference.recipe(*arguments), problem)
 
 
-def test_every_scheme_is_here_and_declared() -> None:
+def test_every_scheme_is_covered_and_declared() -> None:
     assert {QuantScheme.parse(text).name for text in TEXTS} | {"none"} == SCHEMES
     for part in (TorchExperts, NaiveBatchedExperts):
         assert part.requires.schemes == SCHEMES
@@ -120,7 +120,7 @@ def test_within_tolerance(text: str, pair: tuple[str, str], case: tuple[Any, str
 
 @each_scheme
 def test_both_pairings_agree(text: str) -> None:
-    """They round the same values in the same places; only sums may differ, and what they flip."""
+    """They round the same values in the same places; only sums differ, and roundings of those."""
     problem = replace(BASE, quant=text, dtype=torch.float32)
     inputs = inputs_for(problem, "duplicates")
     one, other = (run(pair, problem, inputs) for pair in (NO_EP, BATCHED))
@@ -130,7 +130,7 @@ def test_both_pairings_agree(text: str) -> None:
 @each_full
 @each_pair
 def test_dispatched_scales(text: str, pair: tuple[str, str]) -> None:
-    """What the experts receive: layout as `Dispatched` says, values those of x."""
+    """The scales that experts receive: the layout of `Dispatched`, and the values of x."""
     problem = replace(BASE, quant=text)
     inputs = inputs_for(problem, "uniform")
     kernel = make_kernel(*pair, problem, machine=this_machine(), poison=True)
@@ -162,7 +162,7 @@ def _width(scheme: QuantScheme) -> int:
 
 
 def _rows_of(token: int, tokens: Dispatched, routing: Routing) -> list[tuple[Any, Any]]:
-    """Every row that a token was dispatched to, and its scales."""
+    """Return every row to which a token was dispatched, and its scales."""
     scale = tokens.scale
     assert scale is not None
     if isinstance(tokens, ContiguousTokens):
@@ -177,8 +177,10 @@ def _rows_of(token: int, tokens: Dispatched, routing: Routing) -> list[tuple[Any
 
 
 @each_full
-def test_a_skipped_tokens_weight_sets_no_scale(text: str) -> None:
-    """On the input it multiplies what is quantized, and it may be anything."""
+def test_the_weight_of_a_skipped_token_does_not_change_scales(text: str) -> None:
+    """With weights on the input, they multiply what is quantized; that of a skipped token is not
+    used.
+    """
     changes = {"apply_router_weight_on_input": True, "top_k": 1, "dtype": torch.float32}
     problem = replace(BASE, quant=text, **changes)
     inputs = inputs_for(problem, "uniform")
@@ -191,8 +193,8 @@ def test_a_skipped_tokens_weight_sets_no_scale(text: str) -> None:
 
 
 @each_pair
-def test_a_scale_of_all_h_is_one_of_all_experts(pair: tuple[str, str]) -> None:
-    """Expert 1's h is so much smaller than expert 0's that nothing of it is left."""
+def test_a_scale_per_tensor_of_h_is_common_to_all_experts(pair: tuple[str, str]) -> None:
+    """Expert 1's h is so much smaller than expert 0's that it is quantized to zero."""
     changes = {"tokens": 2, "top_k": 1, "experts": 2, "dtype": torch.float32}
     problem = replace(BASE, quant="fp8_w8a8_tensor", activation="relu2", **changes)
     inputs = inputs_for(problem, "uniform")
@@ -213,7 +215,7 @@ def test_a_scale_of_all_h_is_one_of_all_experts(pair: tuple[str, str]) -> None:
 @each_scheme
 @pytest.mark.parametrize("tokens", [7, 8, 17])
 def test_chunks(text: str, tokens: int) -> None:
-    """A scale per tensor belongs to all chunks, one per token to its own."""
+    """A scale per tensor is common to all chunks; one per token is not."""
     problem = replace(BASE, quant=text, tokens=tokens, chunk_tokens=8)
     inputs = inputs_for(problem, "skips")
     found = judged(run(NO_EP, problem, inputs), problem, inputs)
@@ -241,7 +243,7 @@ def _first(routing: Routing, tokens: int) -> Routing:
 
 
 class Quantizers(TorchExperts):
-    """Experts that want unquantized activations, and quantize them."""
+    """Experts that receive unquantized activations and quantize them."""
 
     requires: ExpertsRequirements = replace(TorchExperts.requires, quantizes_input=True)
 
@@ -278,7 +280,7 @@ def test_random_inputs_are_quantized(text: str) -> None:
     assert judged(out, problem, Inputs(x, weights, routing)).ok
 
 
-def test_an_odd_row_is_refused_before_anything_is_built() -> None:
+def test_odd_rows_are_refused_before_construction() -> None:
     problem = replace(BASE, quant="int4_w4a16_group", hidden=43)
     verdict = check(*NO_EP, problem)
     assert [r.rule for r in verdict.rejections] == ["packing"]

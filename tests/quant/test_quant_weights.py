@@ -1,4 +1,4 @@
-"""Quantized weights: what their tensors must be, and what is refused."""
+"""Quantized weights: the required tensors, and what is refused."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ from modular_kernel.spec.quantization import QuantScheme
 ELSEWHERE = {"none", "nvfp4_w4a16", "nvfp4_w4a4", "int4_w4a16_act_order", "int8_w8a16_act_order"}
 
 
-def test_every_scheme_is_here() -> None:
+def test_every_scheme_is_covered() -> None:
     assert {QuantScheme.parse(text).name for text in SPECS} == SCHEMES - ELSEWHERE
 
 
@@ -64,7 +64,7 @@ def test_scales_of_a_float32_problem_are_float32() -> None:
 
 
 @each_scheme
-def test_what_is_made_is_what_is_accepted(text: str) -> None:
+def test_quantized_weights_are_accepted(text: str) -> None:
     problem, weights = made(text)
     check_weights_quantized(weights, problem, CPU)
     local = replace(problem, local_experts=2, expert_map=True)
@@ -81,14 +81,14 @@ def test_odd_rows_cannot_be_packed(text: str, name: str) -> None:
         weight_specs(problem)
 
 
-def test_odd_rows_of_bytes_are_fine() -> None:
+def test_odd_rows_of_bytes_are_accepted() -> None:
     problem, weights = made("int8_w8a16_group:group=16,zero_points=true", hidden=33)
     assert weights.w1_zero_point is not None
     assert weights.w1_zero_point.shape == (3, 48, 3)
     check_weights_quantized(weights, problem, CPU)
 
 
-def test_quantize_weights_keeps_what_is_not_quantized() -> None:
+def test_quantize_weights_keeps_other_fields() -> None:
     problem = problem_of("fp8_w8a8_tensor:static=true", bias=True, expert_map=True)
     plain = plain_weights(problem)
     b1, b2, where = torch.ones(3, 48), torch.ones(3, 40), torch.arange(3, dtype=torch.int32)
@@ -101,7 +101,7 @@ def test_quantize_weights_keeps_what_is_not_quantized() -> None:
     assert torch.equal(again.w1.view(torch.uint8), weights.w1.view(torch.uint8))
 
 
-def test_quantize_weights_refuses() -> None:
+def test_quantize_weights_refuses_wrong_arguments() -> None:
     problem = problem_of("fp8_w8a8_tensor")
     plain = plain_weights(problem)
     with pytest.raises(ConfigurationError, match="quant: got none"):
@@ -117,8 +117,8 @@ def test_quantize_weights_refuses() -> None:
 # Row 5 of expert 1 in w1 begins with the value.
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @each_scheme
-def test_what_is_no_number_is_none_when_it_is_quantized(text: str, value: float) -> None:
-    """Nor are those that share its scale; all others are as without it."""
+def test_quantized_nan_is_nan(text: str, value: float) -> None:
+    """As are all values with the same scale; all others are as without it."""
     problem = problem_of(text)
     plain = plain_weights(problem)
     expected = dequantized_weights(quantize_weights(plain, problem), "w1", problem)
@@ -132,7 +132,7 @@ def test_what_is_no_number_is_none_when_it_is_quantized(text: str, value: float)
     assert torch.equal(got[finite], expected[finite])
 
 
-def test_scales_that_float16_does_not_hold_are_refused() -> None:
+def test_scales_out_of_the_range_of_float16_are_refused() -> None:
     problem = problem_of("int4_w4a16_group:group=16")
     plain = plain_weights(problem)
     large = replace(plain, w2=1e6 * plain.w2)

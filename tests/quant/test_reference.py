@@ -1,4 +1,4 @@
-"""The authority itself, against numbers worked by hand and a loop over single values."""
+"""The reference itself, against values computed by hand and a loop over single values."""
 
 import math
 from dataclasses import replace
@@ -59,7 +59,8 @@ def test_relu2_by_hand() -> None:
 
 
 def worked(scale: float = 1.0) -> tuple[Problem, Inputs]:
-    """One token of two values, two experts with I = 1: small enough for paper."""
+    """Return one token of two values and two experts with I = 1, small enough to compute by
+    hand."""
     problem = Problem(
         1, 2, 1, 2, 2, dtype=torch.float32, routed_scaling_factor=scale, activation="silu"
     )
@@ -94,7 +95,7 @@ def test_a_layer_by_hand() -> None:
 
 
 def act_of(gate: float, up: float, spec: ActivationSpec) -> float:
-    """One value, straight from the table in ActivationSpec."""
+    """Return one value of an activation, computed from the table in ActivationSpec."""
     sigmoid = lambda v: 1 / (1 + math.exp(-v))  # noqa: E731
     clip = lambda v: max(-limit, min(limit, v))  # noqa: E731
     limit, alpha = spec.limit or 0.0, spec.alpha or 0.0
@@ -126,7 +127,7 @@ def act_of(gate: float, up: float, spec: ActivationSpec) -> float:
 
 
 def pair_row(t: int, k: int, problem: Problem, inputs: Inputs) -> list[float] | None:
-    """The row of one (token, slot) pair, one value at a time; None of a pair that is skipped."""
+    """Return the row of one (token, slot) pair, one value at a time, or None if it is skipped."""
     w, spec = inputs.weights, problem.act
     expert = int(inputs.routing.topk_ids_TK[t, k])
     if not 0 <= expert < problem.experts:
@@ -158,7 +159,7 @@ def pair_row(t: int, k: int, problem: Problem, inputs: Inputs) -> list[float] | 
 
 
 def with_plain_weights(problem: Problem, inputs: Inputs) -> Inputs:
-    """The same inputs with the values that quantized weights stand for, float32."""
+    """Return the same inputs with dequantized weights in float32."""
     w = inputs.weights
     if not problem.scheme.quantized:
         return inputs
@@ -173,7 +174,7 @@ def unless_none(scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def naive(problem: Problem, inputs: Inputs) -> torch.Tensor:
-    """The layer, pair by pair, in Python floats."""
+    """Return the layer's output, pair by pair, in Python floats."""
     inputs = with_plain_weights(problem, inputs)
     tokens, top_k = inputs.routing.topk_ids_TK.shape
     out = []
@@ -196,7 +197,7 @@ def naive(problem: Problem, inputs: Inputs) -> torch.Tensor:
 
 
 def shrunk() -> list[tuple[Problem, str]]:
-    """Every case of the matrix, with dimensions that Python can loop over."""
+    """Return every case of the matrix, with sizes that are feasible for Python loops."""
     size = {"tokens": 5, "hidden": 6, "intermediate": 4}
     # See test_quant_reference and test_adapters for the others.
     plain = [(p, r) for p, r in axes(BASE) if not p.scheme.quantized and p.adapters is None]
@@ -205,7 +206,7 @@ def shrunk() -> list[tuple[Problem, str]]:
 
 
 @pytest.mark.parametrize(("problem", "routing"), shrunk(), ids=[f"{p}-{r}" for p, r in shrunk()])
-def test_oracle_is_the_naive_loop(problem: Problem, routing: str) -> None:
+def test_the_oracle_equals_the_naive_loop(problem: Problem, routing: str) -> None:
     # The loop reads quantized weights as float32 values, the oracle as float64 ones.
     rtol, atol = (1e-5, 1e-6) if problem.scheme.quantized else (1e-12, 1e-13)
     for strided in (False, True):
@@ -215,7 +216,7 @@ def test_oracle_is_the_naive_loop(problem: Problem, routing: str) -> None:
 
 
 def relative(problem: Problem) -> float:
-    """The recipe's relative root mean square error."""
+    """Return the relative root mean square error of the recipe."""
     inputs = make_inputs(problem, "uniform", CPU)
     exact = oracle(problem, inputs)
     return float((recipe(problem, inputs) - exact).norm() / exact.norm())
@@ -229,13 +230,15 @@ def relative(problem: Problem) -> float:
         (torch.bfloat16, 1.5e-3, 6e-3),
     ],
 )
-def test_recipe_errs_as_its_dtype_does(dtype: torch.dtype, low: float, high: float) -> None:
+def test_the_error_of_the_recipe_is_that_of_its_dtype(
+    dtype: torch.dtype, low: float, high: float
+) -> None:
     problem = replace(BASE, tokens=64, hidden=128, intermediate=128, dtype=dtype)
     assert low < relative(problem) < high
 
 
-def test_recipe_of_tf32_errs_as_a_ten_bit_mantissa_does() -> None:
-    """Dropped bits, unlike rounded ones, make every product a little smaller: 2e-3 in all."""
+def test_the_error_of_the_tf32_recipe_is_that_of_a_10_bit_mantissa() -> None:
+    """Truncation, unlike rounding, makes every product slightly smaller: 2e-3 in total."""
     problem = replace(BASE, tokens=64, hidden=128, intermediate=128, fp32_precision="tf32")
     assert 1e-3 < relative(problem) < 4e-3
     half = replace(problem, dtype=torch.float16)  # tf32 speaks of float32 operands only
@@ -257,7 +260,7 @@ def test_skipped_rows_are_exactly_zero() -> None:
     assert not recipe(SMALL, inputs).any()
 
 
-def test_inputs_are_left_alone() -> None:
+def test_inputs_are_not_changed() -> None:
     inputs, pristine = (make_inputs(SMALL, "skips", CPU) for _ in range(2))
     oracle(SMALL, inputs)
     recipe(SMALL, inputs)
@@ -267,7 +270,7 @@ def test_inputs_are_left_alone() -> None:
 
 
 class AsOnAGpu(TorchDispatchMode):
-    """Divides by a number as torch does on a GPU: by a product with its reciprocal."""
+    """Divides by a number as torch does on a GPU, by multiplying with its reciprocal."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.div.Tensor and not isinstance(args[1], torch.Tensor):
@@ -277,7 +280,8 @@ class AsOnAGpu(TorchDispatchMode):
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_block", "fp8_w8a8_channel"])
 def test_the_recipe_is_the_same_on_a_gpu(quant: str) -> None:
-    """Scales that are an ulp off send ties, which are many among bf16 values, another way."""
+    """Scales that differ by an ulp round ties differently, and ties are frequent among bf16
+    values."""
     problem = replace(BASE, tokens=32, hidden=256, dtype=torch.bfloat16, quant=quant)
     given = make_inputs(problem, "uniform", CPU)
     here = reference.recipe(given.x_TH, given.weights, given.routing, problem)

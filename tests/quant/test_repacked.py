@@ -1,4 +1,5 @@
-"""e2m1 weights in the order that kernels unpack fastest: there, back, and what a word holds."""
+"""e2m1 weights in the order that kernels unpack fastest: round trips, and the contents of a
+word."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,11 +28,11 @@ def weights(*shape: int) -> torch.Tensor:
 
 
 def codes(w_eNK: torch.Tensor) -> torch.Tensor:
-    """The nibbles of each row in order of k."""
+    """Return the nibbles of each row in order of k."""
     return torch.stack([w_eNK & 15, w_eNK >> 4], 3).flatten(2)
 
 
-def test_there_and_back() -> None:
+def test_round_trip() -> None:
     w = weights(3, 5, 64)
     packed = repack(w)
     assert not torch.equal(packed, w)
@@ -57,7 +58,7 @@ def test_words_unpack_to_pairs_of_bf16() -> None:
     assert torch.equal(found, expected.double())
 
 
-def test_rewritten_in_place() -> None:
+def test_repacking_in_place() -> None:
     w = weights(2, 3, 16)
     expected, back = repack(w), w.clone()
     assert repack(w, out=w) is w
@@ -66,8 +67,8 @@ def test_rewritten_in_place() -> None:
     assert torch.equal(w, back)
 
 
-def test_strides_are_free() -> None:
-    """Rows that begin between words, and values of a row that lie apart."""
+def test_any_strides() -> None:
+    """Rows that start inside words, and values of a row with gaps."""
     w = weights(2, 3, 16)
     expected = repack(w)
     shifted = weights(2, 3, 19)[:, :, 3:].copy_(w)
@@ -87,7 +88,7 @@ def test_some_experts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 16), (2, 0, 16), (2, 3, 0)])
-def test_nothing_to_do(shape: tuple[int, int, int]) -> None:
+def test_empty_weights(shape: tuple[int, int, int]) -> None:
     assert repack(weights(*shape)).shape == shape
 
 
@@ -101,7 +102,7 @@ def test_nothing_to_do(shape: tuple[int, int, int]) -> None:
         (weights(2, 3, 16), torch.zeros(2, 3, 16), DtypeError, "uint8"),
     ],
 )
-def test_what_cannot_be_repacked(
+def test_weights_that_cannot_be_repacked(
     w: torch.Tensor, out: torch.Tensor | None, error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error) as raised:
@@ -109,7 +110,7 @@ def test_what_cannot_be_repacked(
     assert said in str(raised.value)
 
 
-def test_a_quantized_layer_is_the_same_numbers() -> None:
+def test_a_repacked_layer_has_the_same_output() -> None:
     generator = torch.Generator().manual_seed(0)
     w1 = torch.randn(3, PLAIN.w1_rows, PLAIN.hidden, generator=generator)
     w2 = torch.randn(3, PLAIN.hidden, PLAIN.intermediate, generator=generator)
@@ -123,7 +124,7 @@ def test_a_quantized_layer_is_the_same_numbers() -> None:
         assert torch.equal(dequantize(there, scale, None, REPACKED.scheme), values)
 
 
-def test_the_scheme_by_name() -> None:
+def test_the_name_of_the_scheme() -> None:
     scheme = QuantScheme.parse("mxfp4_w4a16:repacked=true")
     assert scheme.repacked
     assert str(scheme) == "mxfp4_w4a16:repacked=true"
@@ -131,7 +132,7 @@ def test_the_scheme_by_name() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"hidden": 36}, {"intermediate": 100}])
-def test_rows_are_whole_words(sizes: dict[str, Any]) -> None:
+def test_rows_must_be_whole_words(sizes: dict[str, Any]) -> None:
     problem = replace(REPACKED, **sizes)
     with pytest.raises(ConfigurationError, match="a multiple of 8"):
         weight_specs(problem)

@@ -1,4 +1,4 @@
-"""Scales as block-scaled products read them: the definition, both ways, and what is padded."""
+"""The layout of scales for block-scaled products: its definition, round trips, and padding."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ SHAPES = [(128, 16), (128, 8), (256, 32), (1, 1), (130, 17), (384, 180), (127, 4
 
 
 def scales(*shape: int) -> torch.Tensor:
-    """Bytes from 1 to 251: neighbors differ, and no padding looks like one."""
+    """Return bytes from 1 to 251, which differ between neighbors and from the padding."""
     return (torch.arange(torch.Size(shape).numel()) % 251 + 1).to(torch.uint8).view(shape)
 
 
 @pytest.mark.parametrize(("rows", "groups"), SHAPES)
-def test_every_scale_is_where_the_definition_says(rows: int, groups: int) -> None:
+def test_every_scale_is_at_its_defined_place(rows: int, groups: int) -> None:
     scale = scales(rows, groups)
     flat = to_tiles(scale).flatten()
     places = torch.tensor(
@@ -44,8 +44,8 @@ def test_round_trip_of_experts(rows: int, groups: int) -> None:
     assert torch.equal(tiled[1], to_tiles(scale[1]))
 
 
-def test_hand_made() -> None:
-    """Row 33 is the second of the second 32 rows: line 1, four bytes in."""
+def test_an_example_by_hand() -> None:
+    """Row 33 is the second one of the second 32 rows: line 1, at byte 4."""
     assert scale_offset(0, 0, 16) == 0
     assert scale_offset(0, 3, 16) == 3
     assert scale_offset(0, 4, 16) == 512
@@ -57,8 +57,8 @@ def test_hand_made() -> None:
     assert scale_offset(128, 0, 32) == 2 * STEP_BYTES
 
 
-def test_as_cutlass_fills_its_atom() -> None:
-    """Atoms ((32, 4), (16, 4)) : ((16, 4), (0, 1)), those along the groups first."""
+def test_the_layout_equals_that_of_cutlass() -> None:
+    """Atoms ((32, 4), (16, 4)) : ((16, 4), (0, 1)), first along the groups."""
     groups = 32
     for row in range(0, 256, 7):
         for group in range(groups):

@@ -14,9 +14,9 @@ from modular_kernel.testing.mutation.scope import file_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "modular_kernel.spec.lora"
-NOTICES = "tests/layers/test_adapters.py::test_the_largest_numbers_are_taken_and_no_larger_ones"
-SEQUENCES = "tests/layers/test_adapters.py::test_sequences_give_their_tokens_their_slots"
-DOES_NOT = "tests/layers/test_adapters.py::test_text_is_what_parse_reads[]"
+NOTICES = "tests/layers/test_adapters.py::test_the_largest_allowed_numbers"
+SEQUENCES = "tests/layers/test_adapters.py::test_tokens_get_the_slots_of_their_sequences"
+DOES_NOT = "tests/layers/test_adapters.py::test_text_round_trip[]"
 
 
 def loaded() -> ModuleType:

@@ -1,1 +1,1 @@
-"""Runs of transformers' own tests, and of checkpoints by real packers, on our parts."""
+"""Runs transformers' own tests, and checkpoints that quantization libraries pack, on our parts."""

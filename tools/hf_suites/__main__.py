@@ -1,16 +1,17 @@
-"""Run transformers' own tests, and checkpoints by real packers, on our parts.
+"""Run transformers' own tests, and checkpoints that quantization libraries pack, on our parts.
 
 TRITON_INTERPRET=1 python tools/hf_suites classes             every experts class of transformers
-python tools/hf_suites upstream --checkout DIR --site DIR     transformers' own tests, on both sides
+python tools/hf_suites upstream --checkout DIR --site DIR     transformers' own tests, with and
+                                                              without our implementation
 python tools/hf_suites packers --site DIR... --sources DIR    import of packed checkpoints
 ... --write RECORD.json                                       also writes the counts to a record
 
 --checkout: src, tests and utils of a commit of transformers. --site: folders installed by pip, with
-packers or with the dependencies of upstream's tests. --sources: unpacked source distributions.
---models: models for upstream. --lines: a folder for the outcomes of upstream's cases; models
-already in it are not run again. Nothing of these projects is copied here.
+packers or with the dependencies of transformers' tests. --sources: unpacked source distributions.
+--models: models whose tests upstream runs. --lines: a folder for the outcomes of its cases; models
+that are already in it are not run again. No code of these projects is copied here.
 
-Exits with 1 if a result of ours is wrong or a call ends with a raw exception.
+Exits with 1 if one of our results is wrong, or if a call ends with an untyped exception.
 """
 
 import argparse
@@ -97,7 +98,7 @@ def _upstream(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def _write_record(args: argparse.Namespace, counts: dict[str, Any]) -> None:
-    """Write the suite's counts into the record; those of other suites are kept."""
+    """Write the suite's counts to the record, and keep those of other suites."""
     record = json.loads(args.write.read_text()) if args.write.exists() else {}
     versions = record.setdefault("versions", {})
     for name in _PACKAGES:

@@ -1,6 +1,6 @@
-"""Comparison of every decorated experts class of transformers with its eager forward.
+"""Comparison of our implementation with the eager forward of every experts class of transformers.
 
-The reference is the eager forward in float64, to attribute a mismatch to one side.
+The reference is the eager forward in float64, so that a mismatch can be attributed to one side.
 """
 
 import copy
@@ -22,7 +22,8 @@ from modular_kernel.integrations.transformers import register, registration
 
 E, H, I, K = 4, 32, 24, 2  # noqa: E741
 PARTS = ("TorchExperts", "TritonExperts")
-# Relative error. float32: sums of 32 products in any order. bfloat16: three roundings to 8 bits.
+# Bounds of the relative error. They allow sums of 32 products in any order in float32, and three
+# roundings to 8 bits in bfloat16.
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 TOKENS = (1, 11)
 # Without grad mode; in grad mode with frozen weights; in grad mode with trainable weights, for
@@ -59,7 +60,7 @@ class Config:
 
 
 def find_classes() -> dict[str, str]:
-    """Return the module of every decorated class by class name, without importing any."""
+    """Return the module of every experts class by class name, without importing any."""
     modules = {}
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         for name in _DECORATED.findall(path.read_text()):
@@ -68,7 +69,7 @@ def find_classes() -> dict[str, str]:
 
 
 def import_classes() -> list[type[torch.nn.Module]]:
-    """Import and return every decorated class, sorted by model."""
+    """Import and return every experts class, sorted by model."""
     return [getattr(import_module(module), name) for name, module in find_classes().items()]
 
 
@@ -119,7 +120,7 @@ def cases(parts: tuple[str, ...] = PARTS) -> Iterator[Case]:
 
 
 def case(cls: type[torch.nn.Module], call: Call, our_name: str) -> Case:
-    """Run one call of a class on both sides."""
+    """Run one call of a class with and without our implementation."""
     name = f"{cls.__name__}, {call}"
     try:
         return Case(
@@ -171,7 +172,7 @@ def _run(experts: Any, side: str, *call: torch.Tensor) -> torch.Tensor:
 def _compare_gradients(
     experts: Any, ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype
 ) -> tuple[Outcome, str]:
-    """Compare gradients of the weights; both sides compute them with transformers' own code."""
+    """Compare gradients of the weights. Both sides compute them with transformers' own code."""
     parameters = list(experts.parameters())
     pairs = [
         torch.autograd.grad(y.float().square().sum(), parameters, allow_unused=True)
@@ -180,7 +181,7 @@ def _compare_gradients(
     for grad, expected in zip(*pairs, strict=True):
         if (grad is None) != (expected is None):
             return Outcome.OURS, "a gradient is missing"
-        # A NaN is a difference.
+        # `not <=` also catches NaN.
         if grad is not None and not (grad - expected).norm() <= 4 * BOUNDS[dtype] * expected.norm():
             return Outcome.OURS, "gradients differ"
     return Outcome.AGREE, ""

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Outcome(StrEnum):
-    """Outcome of a case: agreement, or why and on which side there is none."""
+    """Outcome of a case."""
 
     AGREE = "agree"
     REFUSED = "refused with a typed error"
@@ -20,9 +20,8 @@ class Outcome(StrEnum):
 
 
 FAILURES = frozenset({Outcome.OURS, Outcome.RAW})
-LISTED_OUTCOMES = frozenset(
-    {Outcome.REFUSED, Outcome.THEIRS, Outcome.NOT_USABLE}
-)  # listed with reasons
+# Outcomes whose reasons the summary lists.
+LISTED_OUTCOMES = frozenset({Outcome.REFUSED, Outcome.THEIRS, Outcome.NOT_USABLE})
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ def reason(error: BaseException) -> str:
 def summary(cases: Iterable[Case]) -> dict[str, Any]:
     """Count the cases by suite and outcome, and list bad cases and the reasons of others.
 
-    Raises AssertionError if the outcomes of a suite do not add up to its number of cases. A suite
-    without any usable case is bad, because most often a package is missing.
+    A suite without any usable case is bad, because the usual reason is a missing package. Raises
+    AssertionError if the outcomes of a suite do not add up to its number of cases.
     """
     all_cases = list(cases)
     suites: dict[str, dict[str, int]] = {}

@@ -1,6 +1,7 @@
 """Packers of floating-point codes: compressed-tensors, torchao, modelopt, transformers.
 
-Each packs random weights and chooses the scales; the reference is the float64 value of its codes.
+Each packs random weights with scales of its own. The reference is the value of its codes in
+float64.
 """
 
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ def e8m0(scale: torch.Tensor) -> torch.Tensor:
 def expand_tiles(
     tiles: torch.Tensor, rows: int, depth: int, tile_rows: int, tile_columns: int
 ) -> torch.Tensor:
-    """Expand one scale per (high, wide) tile to (rows, depth)."""
+    """Expand one scale per tile of (tile_rows, tile_columns) to (rows, depth)."""
     return tiles.repeat_interleave(tile_rows, 0)[:rows].repeat_interleave(tile_columns, 1)[
         :, :depth
     ]
@@ -48,7 +49,7 @@ def expand_tiles(
 def _compressed_8bit(
     scheme: Any, dtype: torch.dtype, static: bool, weight: torch.Tensor, g: torch.Generator
 ) -> Packed:
-    """Pack in 8 bits by tensor, channel or block, with scales by compressed-tensors' formula."""
+    """Pack in 8 bits, with compressed-tensors' scales per tensor, channel or block."""
     weight_args, (rows, depth) = scheme.weights, weight.shape
     tile = {"tensor": (rows, depth), "channel": (1, depth)}.get(weight_args.strategy)
     high, wide = tile or tuple(weight_args.block_structure)
@@ -150,7 +151,7 @@ MXFP4 = {"quant_method": "mxfp4"}
 
 
 def _torchao_mx(dtype: torch.dtype, mode: str, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    """Pack with torchao; transformers' reader of gpt-oss checkpoints is a second dequantizer."""
+    """Pack with torchao. transformers' reader of gpt-oss checkpoints is a second dequantizer."""
     module = import_packer("torchao.prototype.mx_formats.mx_tensor")
     weight_cast = weight.to(dtype)
     packed = module.MXTensor.to_mx(

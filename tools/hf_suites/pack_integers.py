@@ -19,10 +19,10 @@ from hf_suites.packed import Packed, Packer, grid, import_packer, register_packa
 
 @dataclass(frozen=True)
 class IntegerMatrix:
-    """A random integer matrix.
+    """A random integer matrix with scales and zero points.
 
-    codes: (N, K), unsigned. scales: (N, G) in the packer's dtype. zeros: (N, G), unsigned. order:
-    (K,) group of each column.
+    codes: (N, K), unsigned. scales: (N, G) in the packer's dtype. zeros: (N, G) zero points,
+    unsigned. order: (K,) group of each column.
     """
 
     codes: torch.Tensor
@@ -33,8 +33,8 @@ class IntegerMatrix:
     @property
     def values(self) -> torch.Tensor:
         """The exact weights, (N, K) float64."""
-        spread = (self.codes - self.zeros[:, self.order]).double()
-        return spread * self.scales.double()[:, self.order]
+        differences = (self.codes - self.zeros[:, self.order]).double()
+        return differences * self.scales.double()[:, self.order]
 
 
 def draw(  # noqa: PLR0913 (each is one option)
@@ -48,7 +48,7 @@ def draw(  # noqa: PLR0913 (each is one option)
     act_order: bool = False,
     min_zero_point: int = 0,
 ) -> IntegerMatrix:
-    """Draw an integer matrix of the shape of `weight`."""
+    """Return a random integer matrix of the shape of `weight`."""
     rows, depth = weight.shape
     group = depth if group == -1 else group
     groups, num_codes = -(-depth // group), 1 << bits
@@ -79,7 +79,7 @@ def _gptq_config(options: Any, **extra: Any) -> dict[str, Any]:
 
 
 def _auto_gptq(module_name: str, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    """Pack with AutoGPTQ in float16; its forward on the identity matrix is its dequantizer."""
+    """Pack with AutoGPTQ in float16, and dequantize with its forward on the identity matrix."""
     matrix = draw(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
     cls = import_packer(f"auto_gptq.nn_modules.qlinear.{module_name}").QuantLinear
@@ -115,7 +115,7 @@ def _gptqmodel(version: int, options: Any, weight: torch.Tensor, g: torch.Genera
     linear, zeros = _linear(matrix, torch.float32), matrix.zeros.float()
     layer.pack_block(linear, matrix.scales.float(), zeros, matrix.order.int(), workers=1)
     tensors = {n: getattr(layer, n).clone() for n in ("qweight", "scales", "qzeros", "g_idx")}
-    layer.enable_wf_unsqueeze = True  # as post_init does, which would also compile
+    layer.enable_wf_unsqueeze = True  # set here, because post_init would also compile
     their_values = layer.dequantize_weight().T
     if version == 1:  # version 1 files store zero points minus one
         ones = sum(1 << shift for shift in range(0, 32, options["bits"]))
@@ -124,7 +124,7 @@ def _gptqmodel(version: int, options: Any, weight: torch.Tensor, g: torch.Genera
 
 
 def _auto_round(module_name: str, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    """Pack with AutoRound; its forward on the identity matrix is its dequantizer."""
+    """Pack with AutoRound, and dequantize with its forward on the identity matrix."""
     matrix = draw(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
     cls = import_packer(f"auto_round_extension.torch.{module_name}").QuantLinear

@@ -1,7 +1,7 @@
-"""Import of matrices written by real packers, compared with the packers' own dequantizers.
+"""Import of matrices that quantization libraries (packers) wrote, compared with a reference.
 
 The reference is in float64: the packer's input if it only packs, else the values of the codes that
-it wrote.
+it wrote. The packer's own dequantizer is compared with it, too.
 """
 
 import json
@@ -40,8 +40,9 @@ class Packed:
     """A packed matrix.
 
     tensors: by their names in files. expected: the exact values, (N, K) float64. their_values: the
-    result of the packer's dequantizer. source: the input of the packer. is_rounded: our result may
-    differ from the exact values in the last bits of float32, because it divides by a stored number.
+    result of the packer's dequantizer. source: the input of the packer. is_rounded: whether our
+    values may differ from the exact ones in the last bits of float32, because a stored number is a
+    divisor.
     """
 
     tensors: Tensors
@@ -58,8 +59,8 @@ Make = Callable[[torch.Tensor, torch.Generator], Packed]
 class Packer:
     """A packer with its options.
 
-    config: the quantization_config in its files. layer: also run whole layers, from a Mixtral
-    checkpoint with tensors of these names.
+    config: the quantization_config of its files. make: packs a weight. layer: whether to also write
+    a Mixtral checkpoint with its tensors, and run the layer.
     """
 
     suite: str
@@ -137,7 +138,7 @@ def values(format: Format, matrix: Matrix) -> torch.Tensor:
 
 
 def _same_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
-    """Compare our values with the truth bitwise, and the packer's in its own precision."""
+    """Compare our values with the exact ones bit by bit, and the packer's in its precision."""
     ours = values(format, merge(format, [packed.tensors], torch.float32))
     expected = packed.expected.float()
     wrong = (
@@ -151,12 +152,12 @@ def _same_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
         return Outcome.THEIRS, f"its dequantizer is off in some values ({their_values.dtype})"
     distance = float((packed.expected - packed.source).norm() / packed.source.double().norm())
     if not distance < MAX_DISTANCE:
-        return Outcome.THEIRS, "what it packed is not what it was given"
+        return Outcome.THEIRS, "its codes differ from its input"
     return Outcome.AGREE, ""
 
 
 def _close(actual: torch.Tensor, expected: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return which values are within `eps` relative plus 2^-24, float16's smallest number."""
+    """Return a mask of values within a relative error of `eps` plus 2^-24, float16's minimum."""
     return (actual.double() - expected).abs() <= eps * expected.abs() + 2.0**-24
 
 

@@ -1,7 +1,7 @@
 """transformers' own tests of models with experts, run with our implementation.
 
-Every case runs twice, without and with our implementation, from the tests and the source of one
-checkout. Only a case that passes without ours and fails with it counts as our failure.
+Every case runs twice, without and with our implementation, on the tests and the source of one
+checkout. Only a case that passes without ours and fails with it is our failure.
 """
 
 import json
@@ -19,8 +19,9 @@ from hf_suites.outcomes import Case, Outcome
 from modular_kernel import errors
 
 SUITE = "transformers' own tests"
-# Cases that run experts: forward passes, generation, batching, padding, implementations. Cases that
-# need a compiler or several processes, or that only read and write checkpoints, are left out.
+# Words in the names of cases that run experts: forward passes, generation, batching, padding,
+# implementations; and in the names of cases that need a compiler or several processes, or that only
+# read and write checkpoints, which are left out.
 INCLUDED_WORDS = (
     *("eager_matches_batched", "generate", "batching_equivalence", "left_padding", "greedy"),
     *("sample", "beam", "assisted", "outputs_equivalence", "forward", "hidden_states_output"),
@@ -57,14 +58,15 @@ def environment(checkout: Path, site: Path) -> dict[str, str]:
     """Return the environment in which a checkout's tests import its source and this package."""
     paths = [checkout / "src", checkout, site, CHECKOUT, CHECKOUT / "tools"]
     extra = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
-    variables = os.environ  # noqa: TID251 (handed on)
+    variables = os.environ  # noqa: TID251 (passed to the child process)
     return {**variables, **extra, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(checkout: Path, site: Path, files: Iterable[str], side: str, result_file: Path) -> None:
-    """Run upstream's tests on one side, appending a line per case to the file `result_file`.
+    """Run transformers' tests on one side, and append a line per case to `result_file`.
 
-    Raises RuntimeError if pytest itself fails, because cases would then be missing on both sides.
+    side: "theirs" or "ours". Raises RuntimeError if pytest itself fails, because cases would then
+    be missing on both sides.
     """
     result_file.parent.mkdir(parents=True, exist_ok=True)
     command = [
@@ -79,7 +81,7 @@ def run(checkout: Path, site: Path, files: Iterable[str], side: str, result_file
     command += ["-p", "hf_suites.upstream_plugin", *files]
     env = environment(checkout, site) | {"HF_SUITES_SIDE": side, "HF_SUITES_INTO": str(result_file)}
     code = subprocess.run(command, cwd=checkout, env=env, check=False).returncode
-    # A crash by a signal is a result: its cases are missing on this side only.
+    # A crash by a signal does not raise: cases that are missing on one side only are a result.
     if code > pytest.ExitCode.TESTS_FAILED and code != pytest.ExitCode.NO_TESTS_COLLECTED:
         raise RuntimeError(f"pytest: got exit code {code} on side {side}, need 0, 1 or 5")
 
@@ -106,12 +108,12 @@ class ResultFolder:
             done.writelines(f"{file}\n" for file in files)
 
     def outcomes(self) -> list[Case]:
-        """Return the outcomes of all cases; a test file without cases becomes a case itself."""
+        """Return the outcomes of all cases. A test file without cases counts as a case."""
         theirs, ours = map(self._read, SIDES)
         return judge(theirs, ours, self.files)
 
     def _read(self, side: str) -> dict[str, dict[str, Any]]:
-        """Return the results of a side by case, restricted to wanted cases of finished files."""
+        """Return the results of a side by case, for the included cases of finished files."""
         if not self.path_of(side).exists():
             return {}
         lines = [json.loads(line) for line in self.path_of(side).read_text().splitlines()]
@@ -124,14 +126,14 @@ def _file(case: str) -> str:
 
 
 def is_included(test: str) -> bool:
-    """Return whether a test runs experts, by its name; pytest's -k would also match file names."""
+    """Return whether a test runs experts, by its name only (pytest's -k also matches the file)."""
     return any(word in test for word in INCLUDED_WORDS) and not any(
         word in test for word in EXCLUDED_WORDS
     )
 
 
 def reevaluate(case: Case, checkout: Path, site: Path) -> Case:
-    """Reevaluate a failed comparison of implementations by the errors against float64."""
+    """Judge a failed comparison of implementations again, by the errors against float64."""
     if case.outcome is not Outcome.OURS or "eager_matches_batched" not in case.name:
         return case
     command = [sys.executable, "-m", "hf_suites.nearer", f"tests/models/{case.name}"]
@@ -145,7 +147,7 @@ def reevaluate(case: Case, checkout: Path, site: Path) -> Case:
 
 
 def by_errors(case: Case, errors: Mapping[str, float]) -> Case:
-    """Attribute a mismatch: our error against float64 may exceed theirs by at most 25 %."""
+    """Attribute a mismatch to one side. Our error may exceed theirs by at most 25 %."""
     ours, theirs = errors["modular_kernel"], max(errors["eager"], errors["batched_mm"])
     detail = f"against float64 ours {ours:.2e}, eager {errors['eager']:.2e}"
     if ours <= 1.25 * theirs:
@@ -178,7 +180,7 @@ def _case(name: str, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] |
         detail = "not run without ours" if theirs is None else theirs["outcome"]
         return Case(SUITE, short_name, Outcome.NOT_USABLE, detail)
     if ours is None or ours["outcome"] == "lost":
-        return Case(SUITE, short_name, Outcome.RAW, "no end with ours")
+        return Case(SUITE, short_name, Outcome.RAW, "did not finish with ours")
     if ours["outcome"] == "passed":
         return Case(SUITE, short_name, Outcome.AGREE if ours["ran"] else Outcome.NOT_REACHED)
     message = ours["why"].partition("modular_kernel.errors.")[2]

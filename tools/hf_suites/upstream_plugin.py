@@ -1,8 +1,9 @@
 """A pytest plugin for transformers' own tests that runs experts on our parts and records each case.
 
-HF_SUITES_SIDE: "theirs" changes nothing. "ours" makes our implementation the default of models, and
-replaces the second of the three implementations that upstream compares with eager; its name there
-remains "batched_mm". HF_SUITES_INTO: the file to which a line is appended for each case.
+It reads two environment variables. HF_SUITES_SIDE is "theirs", which changes nothing, or "ours",
+which makes our implementation the default of models. It also replaces one of the implementations
+that the tests compare with eager, and keeps its name there, "batched_mm". HF_SUITES_INTO is the
+file to which a line is appended for each case.
 """
 
 import json
@@ -20,7 +21,7 @@ from hf_suites.upstream import is_included
 from modular_kernel.integrations.transformers import register, registration
 from modular_kernel.operators.pairing import Pairing
 
-_ENVIRONMENT = os.environ  # noqa: TID251 (pytest hands a plugin nothing else)
+_ENVIRONMENT = os.environ  # noqa: TID251 (pytest passes no options to a plugin)
 _CALLS = {"ran": 0}
 _OUTCOMES: dict[str, dict[str, Any]] = {}
 

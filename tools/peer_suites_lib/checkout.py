@@ -73,7 +73,7 @@ class Source:
         self.name = name
         path = root / name
         if not path.is_file():
-            raise UnreadableError(f"{path} is not there")
+            raise UnreadableError(f"{path} does not exist")
         self._tree = ast.parse(path.read_text(encoding="utf-8"))
         defaults = {"torch": torch, "F": torch.nn.functional, "itertools": itertools, "math": math}
         defaults |= {"pytest": SimpleNamespace(param=_param), "range": range}
@@ -133,7 +133,7 @@ class Source:
             raise UnreadableError(f"{self.name}: {ast.unparse(expression)[:60]}: {error}") from None
 
     def grid(self, test: str) -> Iterator[Params]:
-        """Yield all parameter combinations of a test decorated by `pytest.mark.parametrize`."""
+        """Yield all parameter combinations of a test with `pytest.mark.parametrize` decorators."""
         node = self._find(self._tree.body, test, ast.FunctionDef)
         assert isinstance(node, ast.FunctionDef)
         axes = []

@@ -11,7 +11,8 @@ import torch
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.quant.quantized_weights import dequantized_weights
 from peer_suites_lib.checkout import EnumStandIn, Params, Source
-from peer_suites_lib.endings import (
+from peer_suites_lib.layers import Layer, LayerCheck, LayerInputs
+from peer_suites_lib.outcomes import (
     AGREE,
     OURS,
     THEIRS,
@@ -22,7 +23,6 @@ from peer_suites_lib.endings import (
     Tolerance,
     call_reference,
 )
-from peer_suites_lib.layers import Layer, LayerCheck, LayerInputs
 from peer_suites_lib.routers import REFERENCE_TOKENS, Router, Selection, check_router, spec_of
 
 _NAMESPACE: dict[str, object] = {
@@ -39,7 +39,10 @@ def suites(root: Path) -> list[Suite]:
 def _suite(
     source: Source, test: str, check: Callable[[Params], CaseOutcome], *ignored: str
 ) -> Suite:
-    """Return the suite of a test. apart: parameters to ignore; cases equal without them merge."""
+    """Return the suite of a test.
+
+    ignored: parameters to leave out; cases that differ in them only are merged.
+    """
 
     def cases() -> Iterator[Params]:
         seen_cases = set()
@@ -69,7 +72,8 @@ def _layers(root: Path) -> list[Suite]:
     gelu = _Cutlass(cutlass, "none", torch.float16, Tolerance(1e-2, 1e-2), gelu=True)
     fp8 = _Cutlass(cutlass, "fp8_w8a8_tensor", torch.float16, Tolerance(1e-1, 1e-1))
     monomoe = LayerCheck(_mono_reference(mono), Tolerance(mean=0.2))
-    mxfp8, fp4 = partial(_raise_missing, "mxfp8 activations"), "nvfp4 whose groups reach 4 or 6"
+    mxfp8 = partial(_raise_missing, "mxfp8 activations")
+    fp4 = partial(_raise_missing, "nvfp4 with a choice of 4 or 6 as the largest code of a group")
     int4 = partial(_raise_missing, "int4 weights with fp8 activations")
     return [
         _suite(cutlass, "test_moe", plain),
@@ -80,7 +84,7 @@ def _layers(root: Path) -> list[Suite]:
         _suite(cutlass, "test_moe_bf16_mxfp4_hopper_correctness", mx),
         _suite(cutlass, "test_moe_bf16_mxfp4_hopper_coverage", mx),
         _suite(cutlass, "test_moe_bf16_mxfp4_hopper_activations", mx),
-        _suite(cutlass, "test_moe_nvfp4", partial(_raise_missing, fp4)),
+        _suite(cutlass, "test_moe_nvfp4", fp4),
         _suite(cutlass, "test_moe_mxfp8_mxfp4", mxfp8, "use_autotune"),
         _suite(cutlass, "test_moe_mxfp8_mxfp8", mxfp8, "use_autotune"),
         _suite(cutlass, "test_moe_w4a8", int4, "use_autotune"),
@@ -93,7 +97,7 @@ def _raise_missing(what: str, p: Any) -> CaseOutcome:
 
 
 class _Cutlass:
-    """Comparison of layers with `compute_with_experts`, whose w31 has the up rows first."""
+    """Comparison of layers with `compute_with_experts`, which expects up rows first in w1."""
 
     def __init__(
         self, source: Source, quant: str, dtype: torch.dtype, tolerance: Tolerance,
@@ -132,7 +136,7 @@ def _activation(p: Any) -> tuple[str, dict[str, object]]:
         return "swiglu_clamp_after:limit=7", {"activation_type": kind}
     if kind == "Situ":
         if p.get("situ_per_expert"):
-            raise MissingError("situ with other constants for each expert")
+            raise MissingError("situ with constants per expert")
         return f"situ:alpha={4.0},limit={25.0}", {
             "activation_type": kind, "situ_beta": 4.0, "situ_linear_beta": 25.0,
         }  # fmt: skip
@@ -140,7 +144,7 @@ def _activation(p: Any) -> tuple[str, dict[str, object]]:
         return "silu", {}
     arguments = {name: p[name] for name in ("alpha", "beta", "limit")}
     if p["beta"] != 1.0:
-        raise MissingError("swiglu_oai with another number than 1 added to up")
+        raise MissingError("swiglu_oai with beta other than 1")
     text = f"swiglu_oai:alpha={p['alpha']},limit={p['limit']},interleaved=false"
     return text, arguments
 
@@ -249,7 +253,7 @@ def _custom(p: Any) -> CaseOutcome:
         raise MissingError(f"router: {method}, logits as weights")
     spec = spec_of(p["top_k"], **_METHODS[method])
     case = Router(spec, p["num_experts"], p["num_tokens"], p["logits_dtype"], atol=1e-2, rtol=2e-2,
-                  boosted=p["hot_expert"])  # fmt: skip
+                  hot_expert=p["hot_expert"])  # fmt: skip
 
     def reference(x: torch.Tensor, _: object) -> Selection:
         info, scores = p["reference"](x, p["top_k"], p["num_experts"], 8)
@@ -270,7 +274,7 @@ def _noaux(noaux: Any, groups: int, topk_groups: int, top_k: int, factor: float)
 
 def _deepseek(noaux: Any, p: Any) -> CaseOutcome:
     if p["num_experts"] > 256 and p["logits_dtype"] is torch.bfloat16:
-        raise SkippedError("logits of bfloat16 for more than 256 experts")
+        raise SkippedError("bfloat16 logits for more than 256 experts")
     spec = spec_of(p["top_k"], score="sigmoid", groups=p["n_group"], topk_groups=p["topk_group"],
                    selection_bias=True, renormalize=True, eps=1e-20)  # fmt: skip
     case = Router(spec, p["num_experts"], p["num_tokens"], p["logits_dtype"], p["bias_dtype"], 2.5,
@@ -297,7 +301,7 @@ def _dsv3(noaux: Any, p: Any) -> CaseOutcome:
         raise SkippedError("topk_group * n_group < topk or topk_group > n_group")
     size = experts / groups
     if groups > 1 and (size > 32 or size * topk_groups > 128):
-        raise SkippedError("limits of their kernel")
+        raise SkippedError("above the limits of their kernel")
     spec = spec_of(top_k, score="sigmoid", groups=groups, topk_groups=topk_groups,
                    selection_bias=True, renormalize=True, eps=1e-20)  # fmt: skip
     tolerance = {torch.bfloat16: 0.1, torch.float16: 0.05, torch.float32: 0.01}[p["data_type"]]
@@ -308,7 +312,7 @@ def _dsv3(noaux: Any, p: Any) -> CaseOutcome:
 
 def _hashed(reference: Any, p: Any) -> CaseOutcome:
     if p["num_fused_shared_experts"]:
-        raise MissingError("router: shared experts as routed ones")
+        raise MissingError("router: shared experts appended to the routed ones")
     tokens, experts, top_k = min(p["num_tokens"], REFERENCE_TOKENS), p["num_experts"], p["topk"]
     generator = torch.Generator().manual_seed(tokens)
     logits = torch.randn(tokens, experts, generator=generator)
@@ -325,11 +329,11 @@ def _hashed(reference: Any, p: Any) -> CaseOutcome:
     exact = score / score.sum(1, keepdim=True)
     shrunk = f"tokens to {REFERENCE_TOKENS}" if tokens < p["num_tokens"] else ""
     if not torch.equal(routing.topk_ids_TK, table[token_ids[kernel_rows]]):
-        return CaseOutcome(OURS, "other experts than the table's", shrunk)
+        return CaseOutcome(OURS, "experts differ from the table", shrunk)
     if not float((routing.topk_weights_TK.double() - exact[kernel_rows]).abs().max()) <= 1e-5:
-        return CaseOutcome(OURS, "weights", shrunk)
+        return CaseOutcome(OURS, "weights differ from float64", shrunk)
     agrees = float((their_result[0].double() - exact).abs().max()) <= 1e-5 and torch.equal(
         their_result[1], table[token_ids]
     )
-    outcome, why = (AGREE, "") if agrees else (THEIRS, "weights or ids")
+    outcome, why = (AGREE, "") if agrees else (THEIRS, "weights or ids differ from float64")
     return CaseOutcome(outcome, why, shrunk, ("router's kernel",), (tokens, experts, top_k))

@@ -11,7 +11,7 @@ from modular_kernel.quant.quantized_weights import LARGEST, STORAGE, quantize_we
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from peer_suites_lib.endings import (
+from peer_suites_lib.outcomes import (
     CaseOutcome,
     Refusal,
     Tolerance,
@@ -23,8 +23,8 @@ from peer_suites_lib.endings import (
 )
 
 _LOCAL = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
-# Bound on a part's error over that of plain torch in the dtypes of the layer.
-_ROUNDINGS = 2.0
+# Bound on the ratio of a part's error to that of plain torch in the dtypes of the layer.
+_MAX_ERROR_RATIO = 2.0
 TORCH = (_LOCAL[0], "TorchExperts"), (_LOCAL[1], "NaiveBatchedExperts")
 TRITON = (
     (_LOCAL[0], "TritonExperts"),
@@ -37,8 +37,8 @@ TRITON = (
 class SizeLimits:
     """Limits for shrinking a layer.
 
-    max_weights: number of weight values. max_tokens: number of tokens. min_size: of hidden and
-    intermediate size.
+    max_weights: maximum number of weight values. max_tokens: maximum number of tokens. min_size:
+    minimum of hidden and intermediate size.
     """
 
     max_weights: int
@@ -53,11 +53,12 @@ TORCH_LIMITS, TRITON_LIMITS = SizeLimits(1 << 22, 32, 128), SizeLimits(1 << 17, 
 class Layer:
     """A layer of another project's test.
 
-    stored: "rounded" quantizes random weights, "codes" draws random codes and scales. multiple:
-    hidden and intermediate size stay multiples of it when shrunk. ep_size: number of ranks; if it
-    is above 1, this rank has a part of the experts and an expert_map. scale: standard deviations of
-    x, w1 and w2. padded: the row stride of weights exceeds the row length. representable: x has
-    only values that are representable in float8 after scaling.
+    ep_size: number of ranks; above 1, this rank has a share of the experts and an expert_map.
+    on_input: router weights are applied to x. padded: the row stride of weights exceeds the row
+    length. stored: "rounded" quantizes random weights, "codes" draws random codes and scales.
+    multiple: hidden and intermediate size stay multiples of it when shrunk. scale: standard
+    deviations of x, w1 and w2. representable: all values of x are representable in float8 after
+    scaling.
     """
 
     tokens: int
@@ -79,7 +80,7 @@ class Layer:
     representable: bool = False
 
     def shrunk(self, limits: SizeLimits) -> "Layer":
-        """Return the layer with tokens, hidden and intermediate size reduced to fit `limits`."""
+        """Return the layer with the number of tokens and the sizes reduced to fit `limits`."""
         hidden, inner = self.hidden, self.intermediate
         local = max(1, self.experts // self.ep_size)
         while local * 3 * hidden * inner > limits.max_weights:
@@ -105,7 +106,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Tensors of a layer. score: router logits that the routing is computed from."""
+    """Tensors of a layer. score: router logits, (T, E), from which the routing is computed."""
 
     problem: Problem
     x: torch.Tensor
@@ -121,7 +122,8 @@ Weights = Callable[[Layer, ExpertWeights], ExpertWeights]
 def make(layer: Layer, stored: Weights | None = None) -> LayerInputs:
     """Draw the tensors of a layer, the same for the same layer.
 
-    stored: converts the weights to their storage format; None means as `layer.stored` says.
+    stored: converts the weights to the format that their test stores; None means the conversion
+    that `layer.stored` names.
     """
     problem = layer.problem
     g = torch.Generator().manual_seed(zlib.crc32(repr(layer).encode()))
@@ -151,7 +153,7 @@ def make(layer: Layer, stored: Weights | None = None) -> LayerInputs:
     if stored is not None:
         weights = stored(layer, weights)
     elif layer.stored == "codes":
-        weights = _codes(problem, weights, g)
+        weights = _draw_codes(problem, weights, g)
     elif layer.quant != "none":
         weights = quantize_weights(weights, problem)
     weights_TK, ids = score.float().softmax(-1).topk(layer.top_k)
@@ -160,8 +162,8 @@ def make(layer: Layer, stored: Weights | None = None) -> LayerInputs:
     return LayerInputs(problem, x, weights, Routing(weights_TK, ids.int()), score)
 
 
-def _codes(problem: Problem, weights: ExpertWeights, g: torch.Generator) -> ExpertWeights:
-    """Return weights of random codes over the whole range and random scales, as in their tests."""
+def _draw_codes(problem: Problem, weights: ExpertWeights, g: torch.Generator) -> ExpertWeights:
+    """Return `weights` with random codes over the whole range and random scales."""
     specs, largest = weight_specs(problem), LARGEST[problem.scheme.weight]
     fields = {}
     for name in ("w1", "w2"):
@@ -172,10 +174,9 @@ def _codes(problem: Problem, weights: ExpertWeights, g: torch.Generator) -> Expe
 
 
 class LayerCheck:
-    """Compares layers with one reference.
+    """Comparison of layers with one reference.
 
-    Results are cached by shrunk layer, so interpreted parts run once for layers that shrink to the
-    same sizes.
+    Outcomes are cached by shrunk layer, because interpreted parts are slow.
     """
 
     def __init__(
@@ -187,14 +188,16 @@ class LayerCheck:
     def __call__(self, layer: Layer) -> CaseOutcome:
         """Return the worst outcome of all parts on a layer."""
         torch_layer, triton_layer = layer.shrunk(TORCH_LIMITS), layer.shrunk(TRITON_LIMITS)
-        endings = self._parts(torch_layer, TORCH) | self._parts(triton_layer, TRITON)
+        outcomes = self._check_parts(torch_layer, TORCH) | self._check_parts(triton_layer, TRITON)
         shrunk = ""
         if torch_layer != layer:
             tokens, values = TORCH_LIMITS.max_tokens, TORCH_LIMITS.max_weights
-            shrunk = f"tokens to {tokens}, weights to {values} by halving a side"
-        return worst_outcome(endings, shrunk, torch_layer)
+            shrunk = f"tokens to {tokens}, weights to {values} by halving a size"
+        return worst_outcome(outcomes, shrunk, torch_layer)
 
-    def _parts(self, layer: Layer, pairs: tuple[tuple[str, str], ...]) -> dict[str, CaseOutcome]:
+    def _check_parts(
+        self, layer: Layer, pairs: tuple[tuple[str, str], ...]
+    ) -> dict[str, CaseOutcome]:
         outcomes = self._outcomes.setdefault(layer, {})
         pending = [pair for pair in pairs if pair[1] not in outcomes]
         if pending:
@@ -203,16 +206,19 @@ class LayerCheck:
             assert isinstance(their_output, torch.Tensor)
             exact = oracle(inputs.x, inputs.weights, inputs.routing, inputs.problem)
             rounded = recipe(inputs.x, inputs.weights, inputs.routing, inputs.problem)
-            limit = _ROUNDINGS * relative_error(rounded, exact) + 1e-6
+            limit = _MAX_ERROR_RATIO * relative_error(rounded, exact) + 1e-6
             for pair in pending:
-                outcomes[pair[1]] = self._part(pair, inputs, their_output, exact, limit)
+                outcomes[pair[1]] = self._check_part(pair, inputs, their_output, exact, limit)
         return {name: outcomes[name] for _, name in pairs}
 
-    def _part(
-        self, pair: tuple[str, str], inputs: LayerInputs, their_output: torch.Tensor,
+    def _check_part(
+        self,
+        pair: tuple[str, str],
+        inputs: LayerInputs,
+        their_output: torch.Tensor,
         exact: torch.Tensor,
         limit: float,
-    ) -> CaseOutcome:  # fmt: skip
+    ) -> CaseOutcome:
         try:
             kernel = make_kernel(*pair, inputs.problem, machine=this_machine(device="cpu"))
             our_output = kernel(inputs.x, inputs.weights, inputs.routing)

@@ -9,7 +9,7 @@ from modular_kernel.ops.route import Routed, RouterTensors, route, route_ref
 from modular_kernel.spec.problem import MAX_TOP_K
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing
-from peer_suites_lib.endings import (
+from peer_suites_lib.outcomes import (
     AGREE,
     OURS,
     THEIRS,
@@ -30,7 +30,7 @@ class Router:
 
     spec: our RouterSpec. scaling: factor that their router applies to the weights; our scaling
     factor belongs to the layer, not to the router. atol, rtol: tolerance of the weights in their
-    test. boosted: an expert whose logits are increased by 8.
+    test. hot_expert: an expert whose logits are increased by 8.
     """
 
     spec: RouterSpec
@@ -41,7 +41,7 @@ class Router:
     scaling: float = 1.0
     atol: float = 1e-2
     rtol: float = 1e-2
-    boosted: int | None = None
+    hot_expert: int | None = None
 
 
 Reference = Callable[[torch.Tensor, torch.Tensor | None], Selection]
@@ -59,8 +59,8 @@ def check_router(case: Router, reference: Reference) -> CaseOutcome:
     tokens = min(case.tokens, REFERENCE_TOKENS)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(tokens, case.experts, generator=generator).to(case.dtype)
-    if case.boosted is not None:
-        logits[:, case.boosted] += 8
+    if case.hot_expert is not None:
+        logits[:, case.hot_expert] += 8
     bias = None
     if case.spec.selection_bias:
         bias = torch.randn(case.experts, generator=generator).to(case.bias_dtype)
@@ -76,15 +76,15 @@ def check_router(case: Router, reference: Reference) -> CaseOutcome:
     route_ref(logits, case.spec, tensors, None, reference_result)
     kernel_rows = slice(0, KERNEL_TOKENS)
     kernel = route(logits[kernel_rows], case.spec, tensors)
-    endings = {
-        "router's twin": _compare_choices(
+    outcomes = {
+        "router's reference": _compare_choices(
             reference_result.routing, their_choice, case, exact, slice(None)
         )
     }
-    endings["router's kernel"] = _compare_choices(
+    outcomes["router's kernel"] = _compare_choices(
         kernel.routing, their_choice, case, exact, kernel_rows
     )
-    return worst_outcome(endings, shrunk, replace(case, tokens=tokens))
+    return worst_outcome(outcomes, shrunk, replace(case, tokens=tokens))
 
 
 def _compare_choices(
@@ -92,7 +92,7 @@ def _compare_choices(
 ) -> CaseOutcome:
     our_choice = _by_id(routing.topk_weights_TK * case.scaling, routing.topk_ids_TK)
     their_choice = _by_id(their_raw[0][rows].float(), their_raw[1][rows])
-    our_error = exact.wrong(*our_choice, rows, case.scaling)
+    our_error = exact.find_error(*our_choice, rows, case.scaling)
     if our_error:
         return CaseOutcome(OURS, f"against float64: {our_error}")
     same_ids = torch.equal(our_choice[1], their_choice[1])
@@ -101,11 +101,11 @@ def _compare_choices(
     ].abs()
     if same_ids and bool(is_close.all()):
         return CaseOutcome(AGREE)
-    their_error = exact.wrong(*their_choice, rows, case.scaling, case.atol + case.rtol)
+    their_error = exact.find_error(*their_choice, rows, case.scaling, case.atol + case.rtol)
     if not same_ids and not their_error:  # a tie between experts
         return CaseOutcome(AGREE, "ids differ where two scores are equal")
     return CaseOutcome(
-        THEIRS, f"against float64 theirs: {their_error or 'weights outside their tolerance'}"
+        THEIRS, f"theirs against float64: {their_error or 'weights outside their tolerance'}"
     )
 
 
@@ -132,7 +132,7 @@ class Exact:
         shares = torch.exp(logits - logits.amax(-1, keepdim=True))
         return shares / shares.sum(-1, keepdim=True)
 
-    def wrong(
+    def find_error(
         self,
         weights: torch.Tensor,
         ids: torch.Tensor,
@@ -146,11 +146,11 @@ class Exact:
         weights, which may be in the dtype of the logits.
         """
         if ids.min() < 0 or ids.max() >= self.logits.shape[1]:
-            return "an id out of range"
+            return "an id is out of range"
         if bool((ids.sort(dim=1).values.diff(dim=1) == 0).any()):
-            return "an expert twice"
-        if not self._best(ids, rows):
-            return "not the best experts"
+            return "an expert is chosen twice"
+        if not self._has_best(ids, rows):
+            return "the experts are not those with the highest scores"
         score = self.scores[rows].gather(1, ids)
         if self.spec.order == "topk_first":
             score = self._score(self.logits[rows].gather(1, ids))
@@ -158,11 +158,11 @@ class Exact:
             score = score / score.sum(1, keepdim=True)
         score = score * scaling
         error = (weights.double() - score).abs()
-        wrong = ~(error <= limit * max(1.0, scaling) + 1e-5 * score)  # a NaN is wrong
-        return f"weights by {float(error.max()):.1g}" if bool(wrong.any()) else ""
+        is_wrong = ~(error <= limit * max(1.0, scaling) + 1e-5 * score)  # a NaN is wrong
+        return f"weights are off by {float(error.max()):.1g}" if bool(is_wrong.any()) else ""
 
-    def _best(self, ids: torch.Tensor, rows: slice) -> bool:
-        """Return whether no eligible expert has a better score than a chosen one."""
+    def _has_best(self, ids: torch.Tensor, rows: slice) -> bool:
+        """Return whether no eligible expert has a higher score than a chosen one."""
         choice, spec = self.choice[rows], self.spec
         chosen = torch.zeros_like(choice, dtype=torch.bool).scatter(1, ids, True)
         eligible = torch.ones_like(chosen)
@@ -170,12 +170,12 @@ class Exact:
             by_group = choice.view(len(choice), spec.groups, -1)
             value = by_group.amax(2) if spec.group_score == "max" else by_group.topk(2, 2)[0].sum(2)
             threshold = value.topk(spec.topk_groups, 1)[0][:, -1:]
-            sure = value > threshold + self._spread
-            maybe = value >= threshold - self._spread
+            is_certain = value > threshold + self._spread  # in every case a selected group
+            is_possible = value >= threshold - self._spread  # a selected group up to rounding
             size = by_group.shape[2]
-            if bool((chosen & ~maybe.repeat_interleave(size, 1)).any()):
+            if bool((chosen & ~is_possible.repeat_interleave(size, 1)).any()):
                 return False
-            eligible = sure.repeat_interleave(size, 1)
-        worst_in = choice.masked_fill(~chosen, torch.inf).amin(1)
-        best_out = choice.masked_fill(chosen | ~eligible, -torch.inf).amax(1)
-        return bool((worst_in >= best_out - self._spread).all())
+            eligible = is_certain.repeat_interleave(size, 1)
+        lowest_chosen = choice.masked_fill(~chosen, torch.inf).amin(1)
+        highest_other = choice.masked_fill(chosen | ~eligible, -torch.inf).amax(1)
+        return bool((lowest_chosen >= highest_other - self._spread).all())

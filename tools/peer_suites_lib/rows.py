@@ -11,7 +11,7 @@ from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
 from modular_kernel.reference import activation as exact_activation
 from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.spec.quantization import QuantScheme
-from peer_suites_lib.endings import (
+from peer_suites_lib.outcomes import (
     AGREE,
     OURS,
     THEIRS,
@@ -24,13 +24,16 @@ from peer_suites_lib.endings import (
 
 ROWS, COLUMNS, KERNEL_ROWS = 64, 2048, 2
 ALIGNED_TOKENS = 256
-# Error of one rounding to the dtype, the only one that an activation makes.
+# Relative error of one rounding to the dtype; an activation rounds once.
 _ROUNDING = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 2.5e-3}
 Quantizer = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def shrink_rows(rows: int, columns: int, multiple: int = 1) -> tuple[int, int, str]:
-    """Return sizes that are feasible on a CPU, and a description of the reduction, or ""."""
+    """Return sizes that are feasible on a CPU, and a description of the reduction or "".
+
+    multiple: the returned number of columns is a multiple of it.
+    """
     shrunk = min(rows, ROWS), min(columns, max(COLUMNS // multiple * multiple, multiple))
     description = f"rows to {ROWS}, columns to {COLUMNS}" if shrunk != (rows, columns) else ""
     return *shrunk, description
@@ -50,18 +53,18 @@ def check_quantizer(
     For a value between two adjacent codes both codes are accepted.
     """
     scheme = QuantScheme.parse(quant)
-    endings = {}
-    for name, rows in (("quantizer's twin", x), ("quantizer's kernel", x[:KERNEL_ROWS])):
+    outcomes = {}
+    for name, rows in (("quantizer's reference", x), ("quantizer's kernel", x[:KERNEL_ROWS])):
         their_result = call_reference(reference, rows.clone())
         assert isinstance(their_result, tuple)
-        if name.endswith("twin"):
+        if name.endswith("reference"):
             q, scale = quantize_values(rows.float(), scheme)
         else:
             out = _empty_quantized(rows, scheme)
             quantize_rows(rows, scheme, out=out)
             q, scale = out.q_RK, out.scale
-        endings[name] = _codes(rows, (q, scale), their_result, scheme, rtol)
-    return worst_outcome(endings, shrunk, (x.shape, x.dtype, quant))
+        outcomes[name] = _compare_codes(rows, (q, scale), their_result, scheme, rtol)
+    return worst_outcome(outcomes, shrunk, (x.shape, x.dtype, quant))
 
 
 def _empty_quantized(x: torch.Tensor, scheme: QuantScheme) -> Quantized:
@@ -71,7 +74,7 @@ def _empty_quantized(x: torch.Tensor, scheme: QuantScheme) -> Quantized:
     return Quantized(torch.empty_like(q), torch.empty_like(scale), partials)
 
 
-def _codes(
+def _compare_codes(
     x: torch.Tensor,
     our_result: tuple[torch.Tensor, torch.Tensor],
     their_result: tuple[torch.Tensor, torch.Tensor],
@@ -90,15 +93,14 @@ def _codes(
     if not worst_step <= 0.501:
         return CaseOutcome(OURS, f"{worst_step:.3f} steps from the value")
     expected_scale = _scale(exact, scale.shape, scheme)
-    if not bool(
-        ((scale - expected_scale).abs() <= 1e-5 * expected_scale).all()
-    ):  # errors in steps do not compare
-        return CaseOutcome(OURS, "another scale than the largest value's")
+    # With different scales the errors in steps are not comparable.
+    if not bool(((scale - expected_scale).abs() <= 1e-5 * expected_scale).all()):
+        return CaseOutcome(OURS, "the scale does not map the maximum to the largest code")
     their_numbers = dequantize_rows(their_q.view_as(q), their_scale, scheme)
     their_step = _error_in_steps(their_numbers, exact, their_scale, q.dtype)
     if scales_close and codes_close:
-        cause = "ties" if their_step < 0.501 else "truncation of theirs"
-        return CaseOutcome(AGREE, f"codes one apart: {cause}" if bool(distance.any()) else "")
+        cause = "ties" if their_step < 0.501 else "they truncate"
+        return CaseOutcome(AGREE, f"adjacent codes: {cause}" if bool(distance.any()) else "")
     outcome = THEIRS if their_step >= worst_step else OURS
     return CaseOutcome(
         outcome, f"largest error in steps: ours {worst_step:.2f}, theirs {their_step:.2f}"
@@ -147,19 +149,19 @@ def check_activation(
     shrunk: str,
 ) -> CaseOutcome:
     """Compare an activation of (R, N) rows: torch reference on all rows, kernel on a few."""
-    endings = {}
+    outcomes = {}
     limit = _ROUNDING[x.dtype]
-    for name, rows in (("activation's twin", x), ("activation's kernel", x[:KERNEL_ROWS])):
+    for name, rows in (("activation's reference", x), ("activation's kernel", x[:KERNEL_ROWS])):
         their_output = call_reference(reference, rows.clone())
         assert isinstance(their_output, torch.Tensor)
         exact = exact_activation(rows.double(), spec)
-        if name.endswith("twin"):
+        if name.endswith("reference"):
             ours = gated_activation_ref(_ordered(rows, spec), spec).to(x.dtype)
         else:
             ours = torch.empty(exact.shape, dtype=x.dtype)
             gated_activation(_ordered(rows, spec), spec, ours)
-        endings[name] = compare_with_exact(ours, their_output, exact, tolerance, limit)
-    return worst_outcome(endings, shrunk, (x.shape, x.dtype, spec))
+        outcomes[name] = compare_with_exact(ours, their_output, exact, tolerance, limit)
+    return worst_outcome(outcomes, shrunk, (x.shape, x.dtype, spec))
 
 
 def _ordered(x: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
@@ -181,7 +183,7 @@ def check_align(
     shrunk: str,
     expert_map: torch.Tensor | None = None,
 ) -> CaseOutcome:
-    """Compare the pairs in the blocks of each expert; their order within an expert is free."""
+    """Compare the token-expert pairs in the blocks of each expert, in any order."""
     ours = moe_align_block_size(ids, block, experts, expert_map=expert_map, ignore_invalid=True)
     their_result = call_reference(reference, ids.clone())
     assert isinstance(their_result, tuple)
@@ -194,12 +196,12 @@ def check_align(
         _blocks(aligned, block, ids.numel()) for aligned in (ours, their_result)
     )
     if our_blocks != expected:
-        return CaseOutcome(OURS, "pairs in other blocks than those of their experts")
+        return CaseOutcome(OURS, "blocks contain pairs of another expert, or lack some")
     if their_blocks != expected:
-        return CaseOutcome(THEIRS, "pairs in other blocks than those of their experts")
+        return CaseOutcome(THEIRS, "blocks contain pairs of another expert, or lack some")
     if int(ours[2]) != int(their_result[2]):
         padded = sum(-(-len(pairs) // block) * block for pairs in expected.values())
-        return CaseOutcome(OURS if int(ours[2]) != padded else THEIRS, "another padded length")
+        return CaseOutcome(OURS if int(ours[2]) != padded else THEIRS, "padded lengths differ")
     key = (ids.shape, block, experts, expert_map is None)
     return CaseOutcome(AGREE, "", shrunk, ("align",), key)
 

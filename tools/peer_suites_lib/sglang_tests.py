@@ -10,8 +10,8 @@ import torch
 
 from modular_kernel.spec.problem import ActivationSpec
 from peer_suites_lib.checkout import Params, Source
-from peer_suites_lib.endings import CaseOutcome, MissingError, Suite, Tolerance
 from peer_suites_lib.layers import Layer, LayerCheck, LayerInputs
+from peer_suites_lib.outcomes import CaseOutcome, MissingError, Suite, Tolerance
 from peer_suites_lib.routers import Router, check_router, spec_of
 from peer_suites_lib.rows import check_activation, check_quantizer, normal_rows, shrink_rows
 
@@ -193,9 +193,9 @@ def _naive(root: Path, stubs: dict[str, Any]) -> Suite:
 
     def case(p: Any) -> CaseOutcome:
         if p["fp8_modes"]:
-            raise MissingError("fp8 tensors whose activations are not quantized but scaled")
-        # Values are about 0.01, as in their test. Their tolerance is too wide for them, so the
-        # bound on the norm of the error decides.
+            raise MissingError("fp8 weights with activations that are scaled but not quantized")
+        # Values are about 0.01, as in their test, whose tolerance is wider than that. The bound on
+        # the norm of the error decides.
         layer = Layer(p["m_values"], p["k_values"], p["n_values"], p["NUM_EXPERTS"], p["TOP_KS"],
                       p["dtypes"], scale=(0.1, 0.1, 0.1))  # fmt: skip
         return checks[p["dtypes"]](layer)
@@ -248,7 +248,7 @@ def _plain(
 
 def _gate(reference: Any, p: Any) -> CaseOutcome:
     if p["num_fused_shared_experts"]:
-        raise MissingError("router: shared experts as routed ones")
+        raise MissingError("router: shared experts appended to the routed ones")
     experts, groups, topk_groups, top_k = p["params"]
     factor = 2.5 if p["apply_routed_scaling_factor_on_output"] else 1.0
     spec = spec_of(top_k, score="sigmoid", groups=groups, topk_groups=topk_groups,
@@ -334,4 +334,4 @@ def _act(reference: Any, kind: str, p: Any) -> CaseOutcome:
 
 
 def _quick(p: Any) -> CaseOutcome:
-    raise MissingError("activation quick_gelu, ungated")
+    raise MissingError("ungated activation quick_gelu")

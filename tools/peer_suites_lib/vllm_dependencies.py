@@ -1,4 +1,7 @@
-"""vLLM's references of layers, quantizers and activations, with native functions for GPU calls."""
+"""vLLM's reference functions for layers, quantizers and activations.
+
+Their calls of GPU kernels are replaced by the corresponding torch functions of vLLM.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +21,7 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class VllmReferences:
-    """References of whole layers, quantizers and activations from one checkout."""
+    """Reference functions of whole layers, quantizers and activations from one checkout."""
 
     def __init__(self, root: Path) -> None:
         platform = SimpleNamespace(
@@ -134,7 +137,7 @@ class VllmReferences:
     # -------------------------------------------------------------------------------- layers
 
     def torch_moe(self, layer: Layer, inputs: LayerInputs) -> torch.Tensor:
-        """Compute a layer with the weights that their quantizer dequantized."""
+        """Compute a layer with the dequantized weights that `store_groups` kept."""
         w1, w2 = self._dequantized[layer]
         return self._call(self._utils, "torch_moe", inputs.x, w1, w2, inputs.score, layer.top_k,
                           expert_map=inputs.weights.expert_map)  # fmt: skip
@@ -196,7 +199,7 @@ class VllmReferences:
     _dequantized: dict[Layer, tuple[torch.Tensor, torch.Tensor]] = {}  # noqa: RUF012 (one layer)
 
     def store_groups(self, layer: Layer, weights: ExpertWeights) -> ExpertWeights:
-        """Quantize and pack weights as their test does for their kernel."""
+        """Quantize and pack weights as their test does; keep the dequantized weights."""
         is_int4, zero_points = layer.quant.startswith("int4"), "zero_points" in layer.quant
         scalar_type = _Integers(4 if is_int4 else 8, signed=not zero_points)
         quantize: Any = self._packing.namespace["quantize_weights"]

@@ -10,8 +10,8 @@ import torch
 
 from modular_kernel.spec.problem import ActivationSpec
 from peer_suites_lib.checkout import EnumStandIn, Params, Source
-from peer_suites_lib.endings import CaseOutcome, MissingError, SkippedError, Suite, Tolerance
 from peer_suites_lib.layers import Layer, LayerCheck
+from peer_suites_lib.outcomes import CaseOutcome, MissingError, SkippedError, Suite, Tolerance
 from peer_suites_lib.routers import Router, check_router, spec_of
 from peer_suites_lib.rows import (
     ALIGNED_TOKENS,
@@ -136,9 +136,9 @@ def _groups(check: LayerCheck, p: Any) -> CaseOutcome:
 def _batched(check: LayerCheck, p: Any) -> CaseOutcome:
     per_token, block, quantized = p["per_act_token_quant"], p["block_shape"], p["dtype"] is _FP8
     if (per_token or block) and not quantized:
-        raise SkippedError("a block or a row of what is not quantized")
+        raise SkippedError("a granularity without quantization")
     if per_token and block:
-        raise SkippedError("blocks and rows at once")
+        raise SkippedError("scales per block and per token at once")
     quant = "fp8_w8a8_block:block=128x128" if block else "fp8_w8a8_channel"
     if not per_token and not block:
         quant = "fp8_w8a8_tensor" if quantized else "none"
@@ -322,7 +322,7 @@ class _TorchWithOps:
 
 def _quantizer(quant: str, reference: Any, p: Any) -> CaseOutcome:
     if p.get("do_scale_ub"):
-        raise MissingError("an upper bound of computed activation scales")
+        raise MissingError("an upper bound on computed activation scales")
     rows, columns, shrunk = shrink_rows(p["num_tokens"], p["hidden_size"])
     return check_quantizer(normal_rows(rows, columns, p["dtype"]) * 8, quant, reference, shrunk)
 
@@ -371,7 +371,7 @@ def _clamped(references: VllmReferences, p: Any) -> CaseOutcome:
     elif beta == 1.0:
         spec = ActivationSpec("swiglu_oai", alpha, limit, interleaved=False)
     else:
-        raise MissingError("swiglu_oai with another number than 1 added to up")
+        raise MissingError("swiglu_oai with beta other than 1")
     rows, inner, shrunk = shrink_rows(p["num_tokens"], p["d"])
     x = normal_rows(rows, 2 * inner, p["dtype"]) * 4
     return check_activation(x, spec, references.clamped(alpha, beta, limit),

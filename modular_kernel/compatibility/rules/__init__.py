@@ -1,8 +1,8 @@
 """Rules that decide whether two parts can serve a problem on a machine, and `judge`.
 
-A rule is a generator over one `Pairing` that yields a Rejection for each violation. All rules
-always run. To add a rule, write a function, add it to RULES, and add a refused case to the tests,
-which fail if a rule has none.
+A rule is a generator function that takes a `Pairing` and yields a Rejection for each violation. All
+rules always run. To add a rule, write a function, add it to RULES, and add a case that it refuses
+to the tests; they fail if a rule has none.
 """
 
 from functools import partial
@@ -80,7 +80,7 @@ def judge(
     problem: Problem,
     machine: Machine,
 ) -> Verdict:
-    """Judge one pairing. Pure: reads only the two declarations and the arguments."""
+    """Judge one pairing. A pure function of the two declarations, the problem and the machine."""
     expect("problem", problem, Problem)
     expect("machine", machine, Machine)
     pairing = Pairing(

@@ -1,4 +1,4 @@
-"""Rules between the two parts: layouts, scales, ids, weights, unwritten rows."""
+"""Rules between the two parts: activation formats, scales, ids, router weights, unwritten rows."""
 
 from modular_kernel.compatibility.support import (
     Pairing,
@@ -41,7 +41,7 @@ def scale_layout(p: Pairing) -> Violations:
 
 
 def capacity_multiple(p: Pairing) -> Violations:
-    """Require a capacity that keeps row tiles of different experts apart."""
+    """Require an expert capacity that is a whole number of the experts' row tiles."""
     multiple, unit = p.ex.capacity_multiple, p.pf.capacity_unit
     batched = ActivationFormat.BATCHED_EXPERTS
     if p.pf.rounds_capacity or not p.pf.activation_format is p.ex.activation_format is batched:
@@ -103,6 +103,6 @@ def expert_map(p: Pairing) -> Violations:
     if p.problem.expert_map and not p.ex.expert_map:
         yield Rejection("expert_map", (p.ex_name, "problem"), "an expert_map", "no expert_map")
     if p.problem.e != p.problem.experts and not p.problem.expert_map:
-        got = f"{p.problem.e} of {p.problem.experts} experts here and no expert_map"
-        hint = "set expert_map=True and give ExpertWeights.expert_map"
+        got = f"{p.problem.e} of {p.problem.experts} experts on this rank and no expert_map"
+        hint = "set expert_map=True and pass ExpertWeights.expert_map"
         yield Rejection("expert_map", (p.pf_name, "problem"), got, "an expert_map", hint)

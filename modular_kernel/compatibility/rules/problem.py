@@ -80,7 +80,7 @@ def blocks(p: Pairing) -> Violations:
 
 
 def packing(p: Pairing) -> Violations:
-    """Require row sizes divisible by the number of values packed into a byte or word."""
+    """Require row sizes that are multiples of the number of values in a packed byte or word."""
     step = values_per_word(p.problem.scheme)
     for name in indivisible_sizes(p.problem):
         got = f"{name}={getattr(p.problem, name)}"
@@ -138,7 +138,7 @@ def hosts(p: Pairing) -> Violations:
 
 def max_received(p: Pairing) -> Violations:
     if p.problem.max_received is not None and not p.pf.bounds_received:
-        need = "None: its buffers are made for all tokens of every rank"
+        need = "None: its buffers have room for all tokens of every rank"
         got = f"max_received={p.problem.max_received}"
         yield Rejection("max_received", (p.pf_name, "problem"), got, need)
 
@@ -210,7 +210,7 @@ def required_property(
 
 
 def batch_invariant(p: Pairing) -> Violations:
-    """Require that both parts declare it, and that tokens of the problem are independent."""
+    """Require that both parts declare it, and that no scale or placement depends on the batch."""
     if not p.problem.batch_invariant:
         return
     rule, scheme = "batch_invariant", p.problem.scheme

@@ -1,8 +1,8 @@
 """Plugin for SGLang: `--moe-runner-backend modular_kernel` runs its MoE layers on these kernels.
 
-SGLang calls `register` through its entry point group `sglang.srt.plugins`, in each of its
-processes. Everything that depends on SGLang's internals is in one module for each range of its
-versions; `translation` and `layer_runner` import nothing of SGLang.
+SGLang calls `register` through its entry-point group `sglang.srt.plugins`, in each of its
+processes. The code that depends on SGLang's internals is in one module for each supported version;
+`translation` and `layer_runner` do not import SGLang.
 """
 
 import logging
@@ -20,9 +20,9 @@ VERSIONS: Mapping[str, str] = {"0.5.23": "modular_kernel.integrations.sglang.v0_
 def register() -> None:
     """Register the backend "modular_kernel" in SGLang.
 
-    It may be called several times. With MK_SGLANG=0 in the environment it does nothing.
-    In a version of SGLang that is not in VERSIONS, or whose internals are not as expected, it logs
-    one warning and SGLang runs as without this package. It raises nothing.
+    It may be called several times, and raises nothing. With MK_SGLANG=0 in the environment it does
+    nothing. If SGLang's version is not in VERSIONS, or its internals are not as expected, it logs
+    one warning, and SGLang runs as if this package were not installed.
     """
     if disables_sglang_plugin():
         return
@@ -38,9 +38,9 @@ def _register() -> None:
     if installed in VERSIONS:
         import_module(VERSIONS[installed]).install()
         return
-    tried = ", ".join(VERSIONS)
+    supported = ", ".join(VERSIONS)
     _LOG.warning(
         "SGLang runs without the MoE backend modular_kernel: got SGLang %s, need %s",
         installed,
-        tried,
+        supported,
     )

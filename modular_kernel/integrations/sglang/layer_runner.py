@@ -1,7 +1,7 @@
 """Runs one MoE layer of SGLang on `MoeRunner`, or on SGLang's own runner.
 
-The first call decides which of the two computes the layer, and logs one line. This module does not
-import SGLang.
+The first call of the layer decides which of the two runs it, and logs one line. This module does
+not import SGLang.
 """
 
 import logging
@@ -22,8 +22,9 @@ _LOG = logging.getLogger("modular_kernel.integrations.sglang")
 class LayerRunner:
     """Computes a layer's calls, or passes them to SGLang's runner.
 
-    config: SGLang's MoeRunnerConfig. It is read in the first call, since SGLang changes it while it
-        builds the layer. fallback: SGLang's runner, called with the arguments of `run`.
+    config: SGLang's MoeRunnerConfig. It is read in the first call, because SGLang changes it while
+        it builds the layer.
+    fallback: SGLang's runner, called with the arguments of `run`.
     """
 
     def __init__(self, config: Any, fallback: Callable[[Any, Any, Any], Any]) -> None:
@@ -69,10 +70,10 @@ class LayerRunner:
             need = f"{self._interleaved}, as in the layer's first call"
             raise UnsupportedError("fuse_swiglu_interleaved", got=interleaved, need=need)
         topk = dispatch_output.topk_output
-        given = StandardDispatchOutput(
+        our_dispatch_output = StandardDispatchOutput(
             dispatch_output.hidden_states, (topk.topk_weights, topk.topk_ids, None)
         )
-        output: torch.Tensor = self._runner.run(given, info).hidden_states
+        output: torch.Tensor = self._runner.run(our_dispatch_output, info).hidden_states
         return output
 
     def _refuse(self, reason: str, *, permanently: bool) -> None:
@@ -88,10 +89,10 @@ def log_refusal(layer: object, reason: str) -> None:
 
 
 def unsupported_call(dispatch_output: Any) -> str | None:
-    """Return why a call cannot run here, regardless of its weights; None if it can.
+    """Return why modular_kernel cannot run a call, whatever its weights; None if it can.
 
-    A pre-quantized copy of the tokens is not used, because the output also has the unquantized
-    tokens, which the part quantizes itself.
+    A quantized copy of the tokens in `dispatch_output` is ignored: the part quantizes the tokens
+    itself.
     """
     format = getattr(dispatch_output.format, "value", dispatch_output.format)
     if format != "standard":

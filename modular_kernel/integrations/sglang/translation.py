@@ -12,8 +12,8 @@ from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunnerConfig
 from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.utils.argument_checks import format_value
 
-# Fields of SGLang's config that name the layer and the backend that SGLang has selected.
-_NOT_READ = frozenset({"layer", "runner_backend"})
+# Fields of SGLang's config that are ignored: the layer's module, and the backend's name in SGLang.
+_IGNORED = frozenset({"layer", "runner_backend"})
 # Fields of SGLang's TritonMoeQuantInfo without a counterpart of the same name.
 _MXFP8, _INTERLEAVED = "use_mxfp8", "fuse_swiglu_interleaved"
 
@@ -26,11 +26,11 @@ def runner_config(config: Any, *, interleaved: bool = False) -> MoeRunnerConfig:
     """
     known = {field.name for field in fields(MoeRunnerConfig)}
     values = _values(config, known, "MoeRunnerConfig")
-    given = {name: value for name, value in values.items() if name not in _NOT_READ}
+    options = {name: value for name, value in values.items() if name not in _IGNORED}
     if interleaved:
-        kind = given.get("activation", "silu")
-        given["activation"] = ActivationSpec(str(kind), interleaved=True)
-    ours = MoeRunnerConfig(**given)
+        kind = options.get("activation", "silu")
+        options["activation"] = ActivationSpec(str(kind), interleaved=True)
+    ours = MoeRunnerConfig(**options)
     ours.activation_spec()
     return ours
 
@@ -38,12 +38,12 @@ def runner_config(config: Any, *, interleaved: bool = False) -> MoeRunnerConfig:
 def quant_info(info: Any) -> tuple[MoeQuantInfo, bool]:
     """Return SGLang's TritonMoeQuantInfo as ours, and whether w13's rows are interleaved.
 
-    Raises UnsupportedError for mxfp8 and for other records, and ConfigurationError for a field that
-    is not known.
+    Raises UnsupportedError for mxfp8 and for records of another class, and ConfigurationError for
+    an unknown field that is not at its default.
     """
     name = type(info).__name__
     if name != "TritonMoeQuantInfo":
-        need = "a TritonMoeQuantInfo: other layouts of weights are not read"
+        need = "a TritonMoeQuantInfo: other layouts of weights are not supported"
         raise UnsupportedError("quant_info", got=name, need=need)
     known = {field.name for field in fields(MoeQuantInfo)} | {_MXFP8, _INTERLEAVED}
     values = _values(info, known, name)
@@ -54,7 +54,7 @@ def quant_info(info: Any) -> tuple[MoeQuantInfo, bool]:
 
 
 def _values(record: Any, known: set[str], what: str) -> dict[str, Any]:
-    """Return the known fields; raise ConfigurationError if another one is not at its default."""
+    """Return the known fields. Raises ConfigurationError if another one is not at its default."""
     values: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)

@@ -1,10 +1,10 @@
-"""Registers the backend "modular_kernel" in SGLang 0.5.23. Only this module depends on SGLang.
+"""Registers the backend "modular_kernel" in SGLang 0.5.23.
 
 SGLang's quantization methods choose the layout of weights by the selected backend, and many create
 `MoeRunner` with a fixed backend. Two hooks therefore treat "modular_kernel" as "triton":
-`is_triton` returns True for it, and `MoeRunner.__init__` replaces "triton" with it. The hooks go
-through SGLang's HookRegistry and do nothing if another backend is selected. A fused operation
-cannot be registered, because `FusedOpPool.register_fused_func` accepts only SGLang's own names.
+`is_triton` returns True for it, and `MoeRunner.__init__` replaces "triton" with it. The hooks are
+registered in SGLang's HookRegistry and do nothing if another backend is selected. The backend is a
+runner core, because SGLang registers fused operations only for its own backends.
 """
 
 import inspect
@@ -23,10 +23,11 @@ _INIT_ARGUMENTS = ["self", "runner_backend", "config", "lora_enabled"]
 
 
 def install() -> None:
-    """Add a choice to `--moe-runner-backend`; install the backend when MoE modules are imported.
+    """Add the choice to `--moe-runner-backend`, and install the backend.
 
-    A launcher process parses arguments before it imports those modules, or never imports them.
-    Raises an exception if a module or an attribute is missing.
+    The backend is installed when SGLang imports its MoE modules: a launcher process parses
+    arguments before that, and may never import them. Raises an exception if a module or an
+    attribute is missing.
     """
     from sglang.srt.arg_groups.choices import (
         MOE_RUNNER_BACKEND_CHOICES,
@@ -42,7 +43,7 @@ def install() -> None:
 
 
 def _install_backend_later() -> None:
-    """Install the backend and its hooks; log a failure, since SGLang is importing a module."""
+    """Install the backend and its hooks. A failure is logged: it must not fail SGLang's import."""
     try:
         _install_backend()
         from sglang.srt.plugins.hook_registry import HookRegistry
@@ -54,7 +55,7 @@ def _install_backend_later() -> None:
 
 
 def _install_backend() -> None:
-    """Register the core and the hooks, once; SGLang applies the hooks after its plugins."""
+    """Register the core and the hooks, once. SGLang applies the hooks after it loads plugins."""
     from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, FusedOpPool
     from sglang.srt.layers.moe.moe_runner.runner import MoeRunner, register_moe_runner_core
     from sglang.srt.layers.moe.utils import (
@@ -90,7 +91,7 @@ def _install_backend() -> None:
 
 
 def is_triton(original: Callable[[Any], bool], backend: Any) -> bool:
-    """Return whether a backend reads weights as SGLang's triton does."""
+    """Return True also for our backend, which reads weights in the layout of triton."""
     return backend.value == NAME or original(backend)
 
 
@@ -101,7 +102,7 @@ def init_runner(
     config: Any,
     lora_enabled: bool = False,
 ) -> None:
-    """Initialize SGLang's MoeRunner with our core in place of "triton", if it is selected."""
+    """Replace "triton" with our core in `MoeRunner.__init__`, if our backend is selected."""
     from sglang.srt.layers.moe.utils import (
         MoeRunnerBackend,
         get_moe_runner_backend,
@@ -122,7 +123,7 @@ def init_runner(
 
 
 def _refusal(config: Any, *, lora_enabled: bool) -> str | None:
-    """Return why a layer that is being built cannot run here; None if nothing prevents it yet."""
+    """Return why modular_kernel cannot run a layer that is being built; None if it may."""
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
     from modular_kernel.errors import ModularKernelError
@@ -141,7 +142,7 @@ def _refusal(config: Any, *, lora_enabled: bool) -> str | None:
 
 
 class RunnerCore:
-    """The body of our DispatchMoeRunnerCore; the base class is added when it is registered."""
+    """Methods of our DispatchMoeRunnerCore. `_install_backend` adds SGLang's base class."""
 
     def __init__(self, config: Any) -> None:
         from modular_kernel.integrations.sglang.layer_runner import LayerRunner
@@ -159,7 +160,7 @@ class RunnerCore:
     def run_from_dispatch(
         self, dispatch_output: Any, quant_info: Any, config: Any, hooks: Any = None
     ) -> Any:
-        """Return SGLang's combine input for a dispatch output. hooks: of LoRA; None."""
+        """Return SGLang's combine input for a dispatch output. hooks: LoRA hooks, not supported."""
         from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
         if hooks is not None:

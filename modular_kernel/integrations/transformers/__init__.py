@@ -5,10 +5,10 @@
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="modular_kernel")
     model.set_experts_implementation("modular_kernel")            # or later; "eager" to go back
 
-Supports every experts module that transformers dispatches: gate_up_proj (or up_proj) and down_proj
-in one dtype, and FP8Experts. The activation is identified by evaluating it on sample values, not by
-the module's name; a module with an unknown activation raises UnsupportedError. Weights are read in
-place, without a copy. torch.compile and torch.export trace a call as one operator. `register`
+It supports every experts module that transformers dispatches: gate_up_proj (or up_proj) and
+down_proj in one dtype, and FP8Experts. The activation is identified by evaluating it on sample
+values, not by the module's name; a module with an unknown activation raises UnsupportedError.
+Weights are not copied. torch.compile and torch.export trace a call as one operator. `register`
 selects another pairing. In training mode, and by default on a CPU, transformers' grouped_mm runs
 instead.
 """
@@ -16,16 +16,16 @@ instead.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# Earlier releases have the interface but accept only their own names.
-_OLDEST = (5, 8)
-_NEED = 'transformers >= {}.{}: pip install "modular-kernel[transformers]"'.format(*_OLDEST)
+# Earlier releases have the interface but accept only the names of their own implementations.
+_MIN_VERSION = (5, 8)
+_NEED = 'transformers >= {}.{}: pip install "modular-kernel[transformers]"'.format(*_MIN_VERSION)
 
 try:
     import transformers
     from transformers.integrations.moe import ExpertsInterface as _Interface  # noqa: F401
 except ImportError as error:
     raise ImportError(f"modular_kernel.integrations.transformers needs {_NEED}") from error
-if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < _OLDEST:
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < _MIN_VERSION:
     raise ImportError(f"transformers {transformers.__version__} is too old, need {_NEED}")
 
 from modular_kernel.integrations.transformers.activations import activation_of  # noqa: E402
@@ -53,12 +53,12 @@ __all__ = [
     "weights_of",
 ]
 
-# Not yet done if this package was imported while transformers was being imported.
+# `modular_kernel` does this too, but not if it was imported while transformers was being imported.
 register_default()
 
 
 def __getattr__(name: str) -> object:
-    # It needs transformers' model classes, which may import this package.
+    # Imported on first use: it imports transformers' model classes, which may import this package.
     if name == "from_pretrained":
         pretrained = import_module("modular_kernel.integrations.transformers.pretrained")
         return pretrained.from_pretrained

@@ -13,16 +13,16 @@ from modular_kernel.errors import UnsupportedError
 from modular_kernel.reference import activation
 from modular_kernel.spec.problem import GATED, UNGATED, ActivationSpec
 
-_PROBE_PAIRS = 4096
+_PROBE_PAIRS = 4096  # sample values of gate and up
 
-# Substrings of the names of attributes that can be an alpha or a limit.
+# Substrings in the names of attributes that may hold an alpha or a limit.
 _PARAMETER_WORDS = {"alpha": ("alpha", "beta", "softcap"), "limit": ("limit", "softcap")}
 
-Facts = tuple[object, ...]
+ActivationKey = tuple[object, ...]
 
 
 def activation_of(module: torch.nn.Module) -> ActivationSpec:
-    """Return the activation between the module's projections: the one that computes the same.
+    """Return the ActivationSpec that computes the same as the module's own activation.
 
     The module's `_apply_gate`, or `act_fn` if it has no gate, is called once with float32 values
     from -10000 to 10000, more of them near possible limits. Synchronizes with the device. Raises
@@ -47,8 +47,8 @@ def _activation_of(module: torch.nn.Module) -> ActivationSpec:
         raise unsupported_error(module, got, "a function of (rows, columns) values") from e
     for spec in _candidate_specs(gated, candidates):
         if _matches(values, probe, spec):
-            # Weights loaded packed may have another row order than the module's code: the one that
-            # _mk_interleaved records.
+            # The rows of weights that were loaded packed may be in another order than the module's
+            # code expects; `_mk_interleaved` records it.
             interleaved: bool = getattr(module, "_mk_interleaved", spec.interleaved)
             return replace(spec, interleaved=interleaved)
     need = f"one of {', '.join(GATED if gated else UNGATED)}"
@@ -57,8 +57,8 @@ def _activation_of(module: torch.nn.Module) -> ActivationSpec:
     )
 
 
-def facts_of(module: torch.nn.Module) -> Facts:
-    """Return everything that the activation depends on."""
+def activation_key_of(module: torch.nn.Module) -> ActivationKey:
+    """Return the values that the activation depends on; it is identified again if they change."""
     gate = getattr(module, "_apply_gate", None)
     return (
         getattr(gate, "__func__", gate),
@@ -72,8 +72,8 @@ def alpha_and_limit_candidates(
 ) -> tuple[tuple[tuple[str, ...], float], ...]:
     """Return (path, value) of each attribute that may be the activation's alpha or limit.
 
-    These are attributes of the module and of its `act_fn`. Raises UnsupportedError for a tensor
-    with a value per expert.
+    Searches the module and its `act_fn`. Raises UnsupportedError for a tensor, which has a value
+    for each expert.
     """
     candidates = _numbers_of_attributes(module, ())
     act = vars(module).get("_modules", {}).get("act_fn")
@@ -143,13 +143,13 @@ def _probe(columns: int, limits: list[float]) -> torch.Tensor:
     return values[torch.randint(len(values), shape, generator=generator, device="cpu")]
 
 
-def _matches(found: torch.Tensor, probe: torch.Tensor, spec: ActivationSpec) -> bool:
-    """Return whether `found` matches `spec` applied to `probe`.
+def _matches(values: torch.Tensor, probe: torch.Tensor, spec: ActivationSpec) -> bool:
+    """Return whether `values` equal `spec` applied to `probe`, within rounding errors.
 
     The absolute tolerance covers the cancellation of 1 + tanh(-x) in float32.
     """
     expected = activation(probe, spec)
-    if found.shape != expected.shape:
+    if values.shape != expected.shape:
         return False
     magnitude = probe.abs() + 1
     if spec.gated:
@@ -159,7 +159,7 @@ def _matches(found: torch.Tensor, probe: torch.Tensor, spec: ActivationSpec) -> 
             else magnitude.chunk(2, dim=1)
         )
         magnitude = split[0] * split[1]
-    return bool(((found - expected).abs() <= 1e-5 * expected.abs() + 1e-6 * magnitude).all())
+    return bool(((values - expected).abs() <= 1e-5 * expected.abs() + 1e-6 * magnitude).all())
 
 
 def activation_attribute(module: torch.nn.Module) -> str:
@@ -168,5 +168,5 @@ def activation_attribute(module: torch.nn.Module) -> str:
 
 
 def unsupported_error(module: torch.nn.Module, got: str, need: str) -> UnsupportedError:
-    """Create the UnsupportedError of an experts module."""
+    """Return an UnsupportedError for an experts module."""
     return UnsupportedError(f"experts module {type(module).__name__}", got=got, need=need)

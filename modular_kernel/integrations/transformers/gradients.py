@@ -20,7 +20,7 @@ def needs_gradients(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def runs_grouped_mm(module: torch.nn.Module) -> bool:
-    """Return whether `grouped_mm` can run a module: its weights are those of transformers."""
+    """Return whether `grouped_mm` can run a module, that is, whether its weights are not packed."""
     return not hasattr(module, FIELDS) and not is_quantized(module)
 
 

@@ -15,12 +15,13 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 
-# Attributes of a module that was loaded quantized, which describe its tensors.
+# Names of attributes that `from_pretrained` and `serve` set to describe a module's tensors: a dict
+# from parameter name to field of `expert_fields`, the scheme, and whether w1 is interleaved.
 FIELDS, QUANT, INTERLEAVED = "_mk_fields", "_mk_quant", "_mk_interleaved"
 
-_NUMBER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+_LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
-# Attributes that determine the meaning of a module's tensors.
+# Attributes that determine how a module's tensors are read.
 _FLAGS = (
     *("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts"),
     *("block_size", QUANT, INTERLEAVED),
@@ -31,9 +32,9 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """The meaning of a module's tensors.
+    """How a module's tensors map to ExpertWeights.
 
-    fields: argument of `expert_fields`. quant: name of the quantization scheme.
+    fields: the fields, as text for `expert_fields`. quant: name of the quantization scheme.
     """
 
     fields: str
@@ -41,7 +42,10 @@ class Layout:
 
 
 def names_of(module: torch.nn.Module) -> Names:
-    """Return the attributes that hold the weights; raise UnsupportedError if there are others."""
+    """Return the names of the attributes that hold the weights.
+
+    Raises UnsupportedError for a module with a norm after each expert.
+    """
     if getattr(module, "has_post_expert_norm", False):
         raise unsupported_error(module, "a norm after each expert", "experts without one")
     packed_fields: dict[str, str] | None = getattr(module, FIELDS, None)
@@ -67,21 +71,21 @@ def layout_of(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Layou
         return Layout(f"w1{transpose},w2{transpose}{bias}")
     if transpose:
         raise unsupported_error(module, "float8 weights, transposed", "(e, N, K)")
-    layout = _fp8(module, *tensors[:3])
+    layout = _fp8_layout(module, *tensors[:3])
     return Layout(layout.fields + bias, layout.quant)
 
 
 def flags_of(module: torch.nn.Module) -> tuple[object, ...]:
     """Return the non-tensor values that `names_of`, `layout_of` and `problem_of` read.
 
-    They are read from `__dict__`, because a failing attribute lookup of a module is slow.
+    They are read from `__dict__`, because looking up a missing attribute of a module is slow.
     """
     attributes = module.__dict__
     return tuple([attributes.get(name) for name in _FLAGS])
 
 
 def first_projection(module: torch.nn.Module) -> str:
-    """Return the name of the first projection."""
+    """Return the name of the projection before the activation."""
     return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
 
 
@@ -92,7 +96,7 @@ def is_dispatched(module: torch.nn.Module) -> bool:
 
 def layer_of(name: str) -> int | None:
     """Return the layer number in the name of a module or tensor."""
-    match = _NUMBER.search(name)
+    match = _LAYER_NUMBER.search(name)
     return None if match is None else int(match[1])
 
 
@@ -117,16 +121,16 @@ def weights_of(module: torch.nn.Module) -> ExpertWeights:
 
 
 def tensor_of(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """Return an attribute that must be a plain tensor; raise UnsupportedError otherwise."""
+    """Return an attribute. Raises UnsupportedError unless it is a plain tensor."""
     tensor: object = getattr(module, name, None)
     # A subclass of Tensor may be sharded or quantized, with values that do not match its shape.
-    if isinstance(tensor, torch.Tensor) and type(tensor) in _PLAIN:
+    if isinstance(tensor, torch.Tensor) and type(tensor) in _TENSOR_TYPES:
         return tensor
     got = f"{name} of type {type(tensor).__name__}"
     raise unsupported_error(module, got, "a plain tensor, neither sharded nor quantized")
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def problem_of(
@@ -145,7 +149,7 @@ def problem_of(
         raise unsupported_error(module, got, f"(e, {'2I' if gated else 'I'}, H) and (e, H, I)")
     if getattr(module, "num_experts", w1.shape[0]) != w1.shape[0]:
         got = f"num_experts {module.num_experts} and weights of {w1.shape[0]} experts"
-        raise unsupported_error(module, got, "as many of one as of the other")
+        raise unsupported_error(module, got, "equal numbers")
     return partial(
         Problem,
         tokens=1,
@@ -157,15 +161,15 @@ def problem_of(
     )
 
 
-def _fp8(
+def _fp8_layout(
     module: torch.nn.Module, w1: torch.Tensor, w2: torch.Tensor, scale: torch.Tensor
 ) -> Layout:
-    """Return the layout of FP8Experts: float8 with block scales, or float4 with scales of 32.
+    """Return the layout of FP8Experts: float8 with block scales, or mxfp4.
 
-    If the last block of gate and of up is partial, each has its own scale, and scales are expanded
-    to smaller blocks that divide both. Without blocks, a projection has one scale, and activations
-    are quantized per row. Static activation scales in the module are ignored, because per-row
-    scales are more accurate.
+    Gate and up have blocks of their own. If their last blocks are partial, scales are expanded to
+    smaller blocks that divide the rows of each. Without blocks, a projection has one scale, and
+    activations are quantized per row. Static activation scales in the module are ignored, because
+    per-row scales are more accurate.
     """
     if w1.dtype is torch.int8:
         if scale.element_size() > 1:
@@ -193,5 +197,5 @@ def _fp8(
     return Layout(fields, _block_scheme(tile, block_columns))
 
 
-def _block_scheme(high: int, wide: int) -> str:
-    return str(QuantScheme.parse(f"fp8_w8a8_block:block={high}x{wide}"))
+def _block_scheme(rows: int, columns: int) -> str:
+    return str(QuantScheme.parse(f"fp8_w8a8_block:block={rows}x{columns}"))

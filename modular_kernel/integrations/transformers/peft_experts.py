@@ -1,4 +1,4 @@
-"""Runs experts with PEFT adapters from the base weights and the adapter's factors.
+"""Runs experts with PEFT adapters on kernels that read the base weights and the adapter's factors.
 
 PEFT wraps an experts module once per adapted parameter (`ParamWrapper`, 0.19 and newer). In each
 call, the wrapper replaces the parameter by W + scaling lhs rhs, which allocates a tensor as large
@@ -32,7 +32,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils.tensor_checks import check_tensors
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # A (e, r, K) and B (e, rows, r)
-_PLAIN = frozenset(("w1", "w2", "w1:t", "w2:t", "b1", "b2"))
+_UNQUANTIZED_FIELDS = frozenset(("w1", "w2", "w1:t", "w2:t", "b1", "b2"))
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,19 @@ class Factors:
     rhs: torch.Tensor
     scaling: float
 
-    def pair(self, *, turned: bool) -> _Pair:
-        """Return A, and B with the scaling. turned: the parameter is (e, K, rows)."""
-        a, b = (self.lhs.mT, self.rhs.mT) if turned else (self.rhs, self.lhs)
+    def pair(self, *, transposed: bool) -> _Pair:
+        """Return A, and B with the scaling. transposed: the parameter is (e, K, rows)."""
+        a, b = (self.lhs.mT, self.rhs.mT) if transposed else (self.rhs, self.lhs)
         return a, b * self.scaling
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """An adapted experts module: its own tensors, as in `names_of`, and factors by parameter."""
+    """An experts module with one adapter.
+
+    tensors: its own tensors, in the order of `names_of`. factors: by the name of the parameter that
+    they adapt.
+    """
 
     module: torch.nn.Module
     tensors: tuple[torch.Tensor, ...]
@@ -61,8 +65,8 @@ class Adapted:
     @property
     def all_tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that a call reads, which may require gradients."""
-        added = (each for one in self.factors.values() for each in (one.lhs, one.rhs))
-        return (*self.tensors, *added)
+        factors = (tensor for each in self.factors.values() for tensor in (each.lhs, each.rhs))
+        return (*self.tensors, *factors)
 
     def with_adapters(self) -> tuple[AdapterSpec, ExpertWeights]:
         """Return an AdapterSpec with one slot, and the weights with the adapter's matrices."""
@@ -71,32 +75,32 @@ class Adapted:
         rank = max(each.rhs.shape[1] for each in self.factors.values())
         gated = weights.w1.shape[1] != weights.w2.shape[2]
         factors = [self.factors.get(name) for name in (first_projection(self.module), "down_proj")]
-        pairs = [None if each is None else each.pair(turned=transposed) for each in factors]
-        a13, b13 = _padded_pair(pairs[0], rank, weights.w1)
-        a2, b2 = _padded_pair(pairs[1], rank, weights.w2)
+        pairs = [None if each is None else each.pair(transposed=transposed) for each in factors]
+        a13, b13 = _pad_pair(pairs[0], rank, weights.w1)
+        a2, b2 = _pad_pair(pairs[1], rank, weights.w2)
         weights = replace(weights, lora_a13=a13, lora_b13=b13, lora_a2=a2, lora_b2=b2)
         return AdapterSpec(1, rank, a13_shared=gated), weights
 
 
 def serve_wrapped(model: torch.nn.Module) -> tuple[str, ...]:
-    """Make PEFT's wrappers of experts run on our kernels, and return their names."""
+    """Make PEFT's wrappers of experts run on our kernels. Returns the names of the wrappers."""
     modules = list(model.named_modules())
     wrapped_ids = {id(module.base_layer) for _, module in modules if _is_wrapper(module)}
     names = []
     for name, module in modules:
-        if not _is_wrapper(module) or id(module) in wrapped_ids or hasattr(module, "_mk_own"):
+        if not _is_wrapper(module) or id(module) in wrapped_ids or hasattr(module, "_mk_original"):
             continue
         wrapper: Any = module
         if is_dispatched(wrapper.get_base_layer()):
             cls: Any = type(wrapper)
-            body = {"forward": _forward, "__module__": __name__, "_mk_own": cls}
+            body = {"forward": _forward, "__module__": __name__, "_mk_original": cls}
             wrapper.__class__ = type(cls.__name__, (cls,), body)  # PEFT checks the name
             names.append(name)
     return tuple(names)
 
 
 def _is_wrapper(module: Any) -> bool:
-    """Return whether a module is PEFT's wrapper of one parameter: it has get_delta_factors."""
+    """Return whether a module is PEFT's wrapper of one parameter."""
     return hasattr(type(module), "get_delta_factors")
 
 
@@ -105,16 +109,16 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
     if not torch.compiler.is_compiling() and len(args) == 2 and not kwargs:
         result = _run(self, (x, *args))
     output: torch.Tensor = (
-        self._mk_own.forward(self, x, *args, **kwargs) if result is None else result
+        self._mk_original.forward(self, x, *args, **kwargs) if result is None else result
     )
     return output
 
 
 def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
-    """Run a call with the factors, or return None if PEFT's own forward has to run.
+    """Run a call with the factors. Returns None if PEFT's own forward has to run instead.
 
-    PEFT's forward runs with another implementation, with no or several adapters, if gradients are
-    needed, in training, and on parts that do not support adapters.
+    That is the case if another experts implementation is selected, if no or several adapters are
+    active, if gradients are needed, in training, and if the part does not support adapters.
     """
     module = wrapper.get_base_layer()
     registration = ALL_EXPERTS_FUNCTIONS.get(module.config._experts_implementation or "eager")
@@ -142,7 +146,10 @@ def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) ->
 
 
 def read_adapted(wrapper: Any) -> Adapted | None:
-    """Return the tensors and factors of a wrapped module; None unless it has one adapter."""
+    """Return the tensors and factors of a wrapped module.
+
+    None unless it is unquantized and has exactly one adapter, which the kernels support.
+    """
     module, factors = wrapper.get_base_layer(), dict[str, Factors]()
     if is_quantized(module):
         return None
@@ -157,7 +164,7 @@ def read_adapted(wrapper: Any) -> Adapted | None:
         factors[name] = Factors(lhs, rhs, float(scaling))
     tensors = tuple(tensor_of(module, name) for name in names_of(module))
     layout = layout_of(module, tensors)
-    if not set(layout.fields.split(",")) <= _PLAIN:
+    if not set(layout.fields.split(",")) <= _UNQUANTIZED_FIELDS:
         return None
     return Adapted(module, tensors, layout, factors)
 
@@ -168,10 +175,10 @@ def _wrappers_of(wrapper: Any) -> Iterator[Any]:
         wrapper = wrapper.base_layer
 
 
-def _padded_pair(pair: _Pair | None, rank: int, weight: torch.Tensor) -> _Pair:
-    """Return A (1, e, rank, K) and B (1, e, rows, rank), padded by zeros.
+def _pad_pair(pair: _Pair | None, rank: int, weight: torch.Tensor) -> _Pair:
+    """Return A (1, e, rank, K) and B (1, e, rows, rank), padded with zeros; None means all zeros.
 
-    weight: (e, rows, K), which the factors adapt.
+    weight: (e, rows, K), the weight that the factors adapt.
     """
     experts, rows, depth = weight.shape
     if pair is not None and pair[0].shape[1] == rank:

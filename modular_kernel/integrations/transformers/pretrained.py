@@ -7,8 +7,8 @@
 
 `load_experts` reads the experts, which run on our kernels. All other quantized weights are
 dequantized while loading. No quantization library is needed. Layers that the model class does not
-have, such as those for multi-token prediction (MTP), are not loaded. The modules are transformers'
-own, with their routers, names and dispatch.
+have, such as those for multi-token prediction (MTP), are not loaded. The model consists of
+transformers' own modules.
 """
 
 import copy
@@ -110,19 +110,23 @@ def from_pretrained(
 
     name: a folder, or a model's name on the hub.
     experts_implementation: a name that was passed to `register`.
-    dtype: of unquantized weights. "auto" uses the config.json's, else bfloat16.
-    device: of the whole model; experts are loaded to it directly. transformers' device_map needs
-        accelerate.
+    dtype: dtype of unquantized weights. "auto" uses that of config.json, else bfloat16.
+    device: device of the whole model; experts are loaded to it directly. transformers' device_map
+        needs accelerate.
     quantize: a scheme to which the experts of an unquantized checkpoint are quantized, as by
         `load_experts`.
-    kwargs: further arguments of from_pretrained; `revision`, `token`, `cache_dir` and
-        `local_files_only` for the hub.
+    kwargs: further arguments of from_pretrained, such as `revision`, `token`, `cache_dir` and
+        `local_files_only`, which apply to the hub.
 
-    Supports the formats of `load_experts`. Raises ConfigurationError for an unknown format or name,
-    and for a config.json or options that transformers refuses; UnsupportedError for a model that is
-    distributed over processes, or has experts that transformers does not dispatch; WeightsError and
-    ShapeError for missing files, and for missing or misshapen tensors, for which transformers would
-    only warn and use random values; and every error of `load_experts`.
+    Supports the formats of `load_experts`. Raises
+
+    - ConfigurationError for an unknown format or name, and for a config.json or options that
+      transformers refuses;
+    - UnsupportedError for a model that is distributed over processes, or that has experts that
+      transformers does not dispatch;
+    - WeightsError for missing files or tensors, and ShapeError for tensors of the wrong shape,
+      where transformers would only warn and use random values;
+    - every error of `load_experts`.
     """
     expect("name", name, str | Path)
     if not callable(getattr(auto_class, "from_pretrained", None)):
@@ -181,7 +185,7 @@ def from_pretrained(
 
 
 def _dtype_of(dtype: torch.dtype | str, torch_dtype: torch.dtype | str | None) -> Any:
-    """Return `dtype`, or `torch_dtype`, its older name, if that is given."""
+    """Return `torch_dtype`, the older name of the argument, if it is given; else `dtype`."""
     if torch_dtype is None:
         return dtype
     if dtype not in ("auto", torch_dtype):
@@ -191,15 +195,15 @@ def _dtype_of(dtype: torch.dtype | str, torch_dtype: torch.dtype | str | None) -
     return torch_dtype
 
 
-def _config_of(folder: Path, given: Any) -> Any:
-    """Return a copy of the caller's config, or the config of the folder."""
-    if given is not None:
-        return copy.deepcopy(given)
+def _config_of(folder: Path, config: Any) -> Any:
+    """Return a copy of the caller's `config`; if it is None, the config of the folder."""
+    if config is not None:
+        return copy.deepcopy(config)
     try:
-        config = json_files.parse(json_files.read_file(folder / "config.json", _MAX_CONFIG_BYTES))
+        contents = json_files.parse(json_files.read_file(folder / "config.json", _MAX_CONFIG_BYTES))
     except (OSError, ValueError):
-        config = None  # AutoConfig raises the error
-    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+        contents = None  # AutoConfig raises the error
+    quantization = contents.get("quantization_config") if isinstance(contents, dict) else None
     if not isinstance(quantization, dict | None):
         what, got = f"model {folder}/config.json: quantization_config", str(quantization)[:80]
         raise ConfigurationError(what, got=got, need="an object")
@@ -229,35 +233,35 @@ def _transformers_errors(what: str) -> Iterator[None]:
         raise
     except _TRANSFORMERS_ERRORS as error:
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ConfigurationError(what, got=got, need="what transformers accepts") from error
+        raise ConfigurationError(what, got=got, need="a value that transformers accepts") from error
 
 
 def _check_dtype(source: Any) -> None:
-    """Check a dtype that is left to transformers. source: the dtype, or a config that may have one.
+    """Check the dtype that transformers will load unquantized weights in.
 
-    Raises ConfigurationError unless it is None, a dict of dtypes by module, or a floating dtype of
-    16 bits or more.
+    source: the dtype, or a config that may have one. Raises ConfigurationError unless it is None, a
+    dict of dtypes by module, or a floating dtype of 16 bits or more.
     """
-    given = source if isinstance(source, str | torch.dtype) else getattr(source, "dtype", None)
-    dtype = getattr(torch, given, None) if isinstance(given, str) else given
-    if (dtype is None and given is None) or isinstance(dtype, dict):
+    requested = source if isinstance(source, str | torch.dtype) else getattr(source, "dtype", None)
+    dtype = getattr(torch, requested, None) if isinstance(requested, str) else requested
+    if (dtype is None and requested is None) or isinstance(dtype, dict):
         return
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         need = "a floating dtype of 16 bits or more"
-        raise ConfigurationError("dtype", got=str(given)[:80], need=need)
+        raise ConfigurationError("dtype", got=str(requested)[:80], need=need)
 
 
 def _check_files(folder: Path, options: Mapping[str, Any]) -> None:
     """Check the safetensors that transformers reads as an unquantized model.
 
-    options: of from_pretrained; some select other files, which are not checked. Raises WeightsError
-    for an invalid index, a file that it lists and the folder does not have, and a quantized weight,
-    whose codes transformers would load as values.
+    options: arguments of from_pretrained. If they select other files, nothing is checked. Raises
+    WeightsError for an invalid index, for a file that is in the index but not in the folder, and
+    for a quantized weight, whose codes transformers would load as values.
     """
-    selects = options.get("variant") or options.get("subfolder")
+    selects_others = options.get("variant") or options.get("subfolder")
     names = ("model.safetensors", f"model{INDEX_SUFFIX}")
     has_files = any((folder / name).is_file() for name in names)
-    if selects or options.get("use_safetensors") is False or not has_files:
+    if selects_others or options.get("use_safetensors") is False or not has_files:
         return
     with open_tensors(folder) as files:
         paths = set(files.files.values())
@@ -274,10 +278,10 @@ def _check_files(folder: Path, options: Mapping[str, Any]) -> None:
 
 
 def _load_checked(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[Any, Any]:
-    """Load a model and its loading info; raise errors where transformers would only warn.
+    """Load a model and its loading info, with errors where transformers would only warn.
 
-    Raises WeightsError for a missing tensor, unless it belongs to a newly added head, and
-    ShapeError for a tensor with a wrong shape.
+    Raises WeightsError for a missing tensor, unless it belongs to a head that is not in the
+    checkpoint, and ShapeError for a tensor of the wrong shape.
     """
     any_shape = {"ignore_mismatched_sizes": True}
     try:
@@ -296,7 +300,7 @@ def _load_checked(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> t
     missing = sorted(key for key in info["missing_keys"] if key.startswith(prefixes))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        need = "every tensor of the model but a new head's"
+        need = "every tensor of the model except those of a new head"
         raise WeightsError(str(folder), got=f"no {missing[0]}{more}", need=need)
     return model, info
 
@@ -318,7 +322,10 @@ def _folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
 
 
 def _class_of(auto_class: Any, config: Any) -> Any:
-    """Return the model class: auto classes do not accept a state dict without a name."""
+    """Return the model class of a config.
+
+    It is used instead of the auto class, which does not accept a state dict without a name.
+    """
     mapping = getattr(auto_class, "_model_mapping", None)
     if mapping is None:
         return auto_class
@@ -351,30 +358,32 @@ def _num_layers(config: Any) -> int | None:
 
 
 def _other_tensors(
-    files: TensorFiles, found: CheckpointInfo, dtype: torch.dtype, num_layers: int | None
+    files: TensorFiles, info: CheckpointInfo, dtype: torch.dtype, num_layers: int | None
 ) -> dict[str, torch.Tensor]:
-    """Return all tensors except the experts', dequantized, by their names in the files.
+    """Return all tensors except those of experts, dequantized, by their names in the files.
 
-    num_layers: of the model. Tensors of further layers that have experts are left out.
+    num_layers: number of layers of the model. Tensors of further layers that have experts are left
+    out.
     """
-    extra = [layer for layer in found.layers if num_layers is not None and layer >= num_layers]
-    names = files.names - set(_expert_keys(found, extra))
+    extra = [layer for layer in info.layers if num_layers is not None and layer >= num_layers]
+    names = files.names - set(_expert_keys(info, extra))
     for layer in extra:
-        layout, prefix = found.layers[layer][0]
+        layout, prefix = info.layers[layer][0]
         prefix = prefix.removesuffix(f"{layout.block}.")
         names = frozenset(name for name in names if not name.startswith(prefix))
     consumed, dequantized = set[str](), dict[str, torch.Tensor]()
-    for base, format, keys in _quantized(files, found, names):
+    for base, format, keys in _quantized(files, info, names):
         dequantized[f"{base}.weight"] = _dequantized(files, format, keys, dtype)
         consumed |= set(keys.values())
     return dequantized | {name: files.read(name, ()) for name in names - consumed}
 
 
-def _expert_keys(found: CheckpointInfo, extra: Collection[int]) -> Iterator[str]:
-    for layer in found.layers:
+def _expert_keys(info: CheckpointInfo, extra: Collection[int]) -> Iterator[str]:
+    """Yield the keys of the experts' tensors in all layers except `extra`."""
+    for layer in info.layers:
         if layer in extra:
             continue
-        source = found.source(layer)
+        source = info.source(layer)
         source.check()
         for location in source.locations():
             keys = (source.key(location, stored) for stored in source.stored())
@@ -382,12 +391,12 @@ def _expert_keys(found: CheckpointInfo, extra: Collection[int]) -> Iterator[str]
 
 
 def _quantized(
-    files: TensorFiles, found: CheckpointInfo, names: frozenset[str]
+    files: TensorFiles, info: CheckpointInfo, names: frozenset[str]
 ) -> Iterator[tuple[str, Format, dict[str, str]]]:
     """Yield modules with a quantized weight: name, format, and keys of tensors by stored name.
 
-    Raises WeightsError for a quantized weight that the quantization_config excludes, or has in
-    another format.
+    Raises WeightsError for a quantized weight that the quantization_config excludes, or describes
+    as another format.
     """
     for name in sorted(names):
         base, _, last = name.rpartition(".")
@@ -395,7 +404,7 @@ def _quantized(
             continue
         if last == "weight" and files.shape_and_dtype(name)[1] in FLOATS:
             continue
-        format = found.formats.format_of(base) or UNQUANTIZED
+        format = info.formats.format_of(base) or UNQUANTIZED
         weight, *others = format.stored
         keys = {weight.name: name}
         for stored in others:
@@ -409,7 +418,7 @@ def _quantized(
             got = f"{last} of {dtype_name(files.shape_and_dtype(name)[1])}"
             got += f" and no {' or '.join(scales)}" if scales and not has_scale else ""
             need = "an unquantized weight" if format == UNQUANTIZED else f"a weight of {format}"
-            need += ", as its quantization_config says"
+            need += ", as in its quantization_config"
             raise WeightsError(files.qualified_name(name), got=got, need=need)
         yield base, format, keys
 
@@ -467,11 +476,13 @@ class Quantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         with open_tensors(Path(self.quantization_config.checkpoint)) as files:
-            found = read_checkpoint_info(files).layers
+            layers = read_checkpoint_info(files).layers
         modules = _modules_of(model)
-        own = {layer for layer in found if layer in modules or not _is_ignored(model, found, layer)}
-        if set(modules) != own:
-            got = f"experts of layers {sorted(own)}, of which {sorted(modules)} are dispatched"
+        expected = {
+            layer for layer in layers if layer in modules or not _is_ignored(model, layers, layer)
+        }
+        if set(modules) != expected:
+            got = f"experts of layers {sorted(expected)}, of which {sorted(modules)} are dispatched"
             need = "experts that transformers dispatches by experts_implementation"
             raise UnsupportedError(type(model).__name__, got=got, need=need)
         for module in modules.values():
@@ -515,7 +526,7 @@ def _modules_of(model: torch.nn.Module) -> dict[int, Any]:
 def _is_ignored(
     model: Any, layers: Mapping[int, list[tuple[ExpertLayout, str]]], layer: int
 ) -> bool:
-    """Return whether a model leaves out a layer of the files, as one for multi-token prediction."""
+    """Return whether a model does not have a layer of the files, such as one for MTP."""
     count = _num_layers(model.config)
     if count is not None and layer >= count:
         return True
@@ -525,7 +536,7 @@ def _is_ignored(
 
 
 def _device_of(model: torch.nn.Module, number: int) -> torch.device:
-    """Return the device of the rest of a layer."""
+    """Return the device of a layer's other parameters."""
     for name, parameter in model.named_parameters():
         if layer_of(name) == number:
             return parameter.device
@@ -533,10 +544,11 @@ def _device_of(model: torch.nn.Module, number: int) -> torch.device:
 
 
 def install_weights(module: torch.nn.Module, loaded: LoadedExperts) -> None:
-    """Register the weights of `loaded` as parameters of an experts module, packed as they are.
+    """Register loaded weights, which stay packed, as parameters of an experts module.
 
-    The first projection's parameter is w1, `down_proj` is w2. The others are named after these,
-    with the suffixes `_mk_scale`, `_zero_point`, `_global_scale`, `_order`, `_a_scale` and `_bias`.
+    w1 becomes `gate_up_proj` or `up_proj`, and w2 becomes `down_proj`. The other tensors are named
+    after these, with the suffixes `_mk_scale`, `_zero_point`, `_global_scale`, `_order`, `_a_scale`
+    and `_bias`.
     """
     suffixes = {"": "", "_scale": "_mk_scale"}
     suffixes |= {name: name for name in ("_zero_point", "_global_scale", "_order")}
@@ -560,13 +572,16 @@ def install_weights(module: torch.nn.Module, loaded: LoadedExperts) -> None:
 
 @lru_cache
 def _packed_class(cls: Any) -> Any:
-    """Create a subclass for a module whose weights only our implementations can read."""
+    """Return a subclass of `cls` that refuses other experts implementations.
+
+    Only ours can read packed weights.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         name = self.config._experts_implementation
         implementation = ALL_EXPERTS_FUNCTIONS.get(name)
         if not isinstance(implementation, Registration):
-            need = "an implementation that `register` made: the weights are packed"
+            need = "an implementation from `register`: the weights are packed"
             raise unsupported_error(self, f"experts_implementation {name!r}", need)
         output: torch.Tensor = implementation(self, *args, **kwargs)
         return output
@@ -579,6 +594,6 @@ def _packed_class(cls: Any) -> Any:
 
 
 def _empty_instance(cls: Any) -> Any:
-    """Create an empty instance for unpickling: the generated class cannot be imported by name."""
+    """Return an empty instance for unpickling, because generated classes have no import path."""
     packed = _packed_class(cls)
     return packed.__new__(packed)

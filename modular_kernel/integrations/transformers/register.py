@@ -14,9 +14,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError, InputError, StateError
 from modular_kernel.integrations.transformers.activations import (
-    Facts,
+    ActivationKey,
+    activation_key_of,
     activation_of,
-    facts_of,
     unsupported_error,
 )
 from modular_kernel.integrations.transformers.constants import constant_argument, object_of
@@ -55,10 +55,10 @@ def register(
 ) -> str:
     """Register a pairing as transformers' experts implementation `name`, and return `name`.
 
-    experts: None selects TritonExperts on a GPU. On a CPU it selects transformers' grouped_mm,
-        which is faster there, and TorchExperts for modules that grouped_mm does not run.
-    gradients: "fallback" runs transformers' grouped_mm while a module trains, because its backward
-        is faster; in eval mode gradients are computed by torch operations. "refuse" raises
+    experts: None selects TritonExperts on a GPU. On a CPU, it selects transformers' grouped_mm,
+        which is faster there, and TorchExperts for modules that grouped_mm does not support.
+    gradients: "fallback" runs transformers' grouped_mm in training mode, because its backward is
+        faster; in eval mode, gradients are computed by torch operations. "refuse" raises
         UnsupportedError for a call in grad mode with an input or weight that requires grad.
 
     Several pairings can be registered under different names. Registering a name again replaces its
@@ -94,27 +94,27 @@ def registration(name: str = "modular_kernel") -> "Registration":
     implementation = ALL_EXPERTS_FUNCTIONS.get(name)
     if isinstance(implementation, Registration):
         return implementation
-    raise ConfigurationError("experts implementation", got=name, need="a name given to register()")
+    raise ConfigurationError("experts implementation", got=name, need="a registered name")
 
 
 @dataclass
 class Layer:
     """Cached state of an experts module.
 
-    facts: the values from which its activation was identified. bound: its weights and problem at
-    the last use.
+    activation_key: the values from which its activation was identified. bound: its weights and
+    problem in the last call.
     """
 
-    facts: Facts
+    activation_key: ActivationKey
     activation: ActivationSpec
     bound: "Bound | None" = None
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Weights of a module, and its arguments `fields` and `layer` of the operator.
+    """Weights of a module. Valid while `key` is unchanged.
 
-    Valid while `key` is unchanged.
+    fields, layer: arguments of the operator `experts`.
     """
 
     key: tuple[object, ...]
@@ -125,7 +125,7 @@ class Bound:
 
 
 class Registration:
-    """One pairing, and caches for the modules that use it, kept for each module's lifetime."""
+    """One pairing, and a cache entry for each module that uses it, for the module's lifetime."""
 
     def __init__(self, pairing: Pairing, gradients: Gradients) -> None:
         self.pairing = pairing
@@ -160,12 +160,12 @@ class Registration:
                 check_strided(what, tensor)
             names = names_of(module)
         tensors = tuple([_attribute(module, (name,)) for name in names])
-        if any(map(_is_no_tensor, tensors)):
+        if any(map(_is_not_tensor, tensors)):
             if not torch.compiler.is_compiling():
                 tensors_of(module)  # raises
-            why = "an attribute that is no tensor"
+            why = "an attribute that is not a tensor"
         if why:
-            return self._outside(why, module, call)
+            return self._run_eagerly(why, module, call)
         needed = needs_gradients((hidden_states, top_k_weights, *tensors))
         if needed and self.gradients == "refuse":
             raise unsupported_error(module, "a call that needs gradients", "torch.no_grad()")
@@ -178,10 +178,10 @@ class Registration:
         return self.forward(module, call, names, tensors, as_operator=needed)
 
     def is_slower_on(self, device: torch.device) -> bool:
-        """Return whether transformers' grouped_mm is faster than the default parts there."""
+        """Return whether transformers' grouped_mm is faster on a device than the default parts."""
         return device.type == "cpu" and self.pairing.experts is None
 
-    def _outside(
+    def _run_eagerly(
         self,
         why: str,
         module: torch.nn.Module,
@@ -211,7 +211,7 @@ class Registration:
         """
         x_TH, ids_TK, weights_TK = normalize_call(module, call, tensors[0].shape[0])
         if torch.compiler.is_compiling():
-            return self._traced(module, (x_TH, ids_TK, weights_TK), tensors)
+            return self._trace(module, (x_TH, ids_TK, weights_TK), tensors)
         bound = self._bound(module, names, x_TH.dtype, ids_TK.shape[1])
         if as_operator:
             texts = bound.fields, bound.layer, self.pairing_text
@@ -219,7 +219,7 @@ class Registration:
             return result
         return self.pairing.run(bound.layer, x_TH, bound.weights, Routing(weights_TK, ids_TK))
 
-    def _traced(
+    def _trace(
         self,
         module: torch.nn.Module,
         call: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -239,7 +239,7 @@ class Registration:
         owner, experts = constant_argument(self), constant_argument(module)
         constants = _constants(owner, experts, metadata, x_TH.dtype, x_TH.device, top_k, flags)
         if isinstance(constants, str):
-            return self._outside(constants, module, call)
+            return self._run_eagerly(constants, module, call)
         fields, layer, numbers, functions = constants
         # The checks become guards of the graph, which is valid only for these values.
         for path, function in functions:
@@ -259,7 +259,7 @@ class Registration:
         layer = self._layer(module)
         key = (dtype, top_k, layer.activation, flags_of(module), tuple(map(tensor_key, tensors)))
         bound = layer.bound
-        if bound is None or bound.key != key or any(map(_unlike, bound.tensors, tensors)):
+        if bound is None or bound.key != key or any(map(_is_other, bound.tensors, tensors)):
             check_tensors(dict(zip(names, tensors, strict=True)))
             layout = layout_of(module, tensors)
             problem = problem_of(module, tensors, layout)(
@@ -274,10 +274,10 @@ class Registration:
         return self._layer(module).activation
 
     def _layer(self, module: torch.nn.Module) -> Layer:
-        facts = facts_of(module)
+        activation_key = activation_key_of(module)
         layer = self.layers.get(module)
-        if layer is None or layer.facts != facts:
-            layer = self.layers[module] = Layer(facts, activation_of(module))
+        if layer is None or layer.activation_key != activation_key:
+            layer = self.layers[module] = Layer(activation_key, activation_of(module))
         return layer
 
     def constants(
@@ -287,7 +287,10 @@ class Registration:
         dtype: torch.dtype,
         top_k: int,
     ) -> tuple[str, str]:
-        """Return the arguments `fields` and `layer` of the operator, for tensors of this shape."""
+        """Return the arguments `fields` and `layer` of the operator `experts`.
+
+        tensors: the module's weights, or meta tensors of their shapes and dtypes.
+        """
         layout = layout_of(module, tensors)
         problem = problem_of(module, tensors, layout)(
             dtype=dtype, top_k=top_k, activation=self._layer(module).activation
@@ -298,9 +301,9 @@ class Registration:
 def normalize_call(
     module: torch.nn.Module, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor], experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x, ids and weights in the form that kernels take.
+    """Return x, ids and weights as kernels require them.
 
-    Ids past the last expert become -1, and weights float32; all are contiguous.
+    Ids past the last expert become -1, and weights become float32. All are contiguous.
     """
     x_TH, ids_TK, weights_TK = call
     check_tensors(dict(zip(_NAMES, call, strict=True)))
@@ -338,18 +341,19 @@ def _text(registration: Registration | int) -> str:
 def _constants(
     registration: Registration | int,
     module: torch.nn.Module | int,
-    like: tuple[tuple[Any, ...], ...],
+    metadata: tuple[tuple[Any, ...], ...],
     dtype: torch.dtype,
     device: torch.device,
     top_k: int,
     _flags: tuple[object, ...],
 ) -> tuple[object, ...] | str:
-    """Return (fields, layer, numbers, functions) of the operator, or the reason why it is refused.
+    """Return (fields, layer, numbers, functions), or the reason why a call is not traced.
 
-    numbers and functions are those that the first two depend on.
+    fields and layer are arguments of the operator. They depend on the attributes in numbers (path,
+    value) and functions (name, id).
     """
     registration, module = object_of(registration), object_of(module)
-    shapes, dtypes, devices = like
+    shapes, dtypes, devices = metadata
     tensors = tuple(map(_meta, shapes, dtypes))
     try:
         for name, tensor_device in zip(names_of(module), devices, strict=True):
@@ -357,13 +361,13 @@ def _constants(
                 raise unsupported_error(
                     module, f"{name} on {tensor_device}", f"on {device}, where x is"
                 )
-        facts: Facts = facts_of(module)
+        activation_key: ActivationKey = activation_key_of(module)
         texts = registration.constants(module, tensors, dtype, top_k)
     except InputError as error:
         return str(error)
     paths = [path for path in ("_apply_gate", "act_fn") if hasattr(module, path)]
     functions = tuple([(path, _id_in_graph(_function(module, path))) for path in paths])
-    return (*texts, facts[2], functions)
+    return (*texts, activation_key[2], functions)
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -379,24 +383,24 @@ def _id_in_graph(function: object) -> int | None:
 
 
 def _function(module: torch.nn.Module, name: str) -> object:
-    """Return an attribute; for a method, the underlying function.
+    """Return an attribute. For a method, return its function.
 
-    Each access to a method creates a new method object, which cannot be compared by identity.
+    Each access to a method creates a new object, which cannot be compared by identity.
     """
     attribute = _attribute(module, (name,))
     return attribute.__func__ if isinstance(attribute, MethodType) else attribute
 
 
-def _attribute(module: torch.nn.Module, way: tuple[str, ...]) -> Any:
+def _attribute(module: torch.nn.Module, path: tuple[str, ...]) -> Any:
     value: Any = module
-    for name in way:
+    for name in path:
         value = getattr(value, name, None)
     return value
 
 
-def _is_no_tensor(value: object) -> bool:
+def _is_not_tensor(value: object) -> bool:
     return not isinstance(value, torch.Tensor)
 
 
-def _unlike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_other(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one is not other

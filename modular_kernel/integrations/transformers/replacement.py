@@ -1,4 +1,4 @@
-"""Makes modules with experts that transformers does not dispatch use the experts implementation."""
+"""Makes experts modules that transformers does not dispatch use the experts implementation."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -24,13 +24,13 @@ _FLAGS = {
 
 
 def serve(model: torch.nn.Module) -> tuple[str, ...]:
-    """Make modules of REPLACED, and experts wrapped by PEFT, use the experts implementation.
+    """Make the modules of REPLACED, and experts that PEFT wraps, use the experts implementation.
 
-    The adapter of wrapped experts is applied as two factors, instead of being multiplied out in
-    each call as PEFT does. A module remains the same object with the same weights; only its class
-    is replaced by a subclass, which runs the original forward if another experts implementation is
-    selected. Returns the names of the modules. Raises ConfigurationError unless `model` is a
-    module.
+    A module remains the same object with the same weights. Only its class is replaced, by a
+    subclass that runs the original forward if another experts implementation is selected. PEFT
+    multiplies the factors of an adapter in each call; here they are applied one after the other.
+
+    Returns the names of the modules. Raises ConfigurationError unless `model` is a module.
     """
     expect("model", model, torch.nn.Module)
     names = []
@@ -59,13 +59,13 @@ def _set_flags(module: Any, config: Any, **flags: object) -> None:
 
 def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
     cls: Any = type(module)
-    module.__class__ = _below(cls, forward)
+    module.__class__ = _subclass_with(cls, forward)
 
 
 @lru_cache
-def _below(cls: Any, forward: Callable[..., Any]) -> Any:
+def _subclass_with(cls: Any, forward: Callable[..., Any]) -> Any:
     gate = getattr(cls, "_apply_gate", _default_apply_gate)
-    body = {"forward": forward, "_apply_gate": gate, "__module__": __name__, "_own": cls}
+    body = {"forward": forward, "_apply_gate": gate, "__module__": __name__, "_original_class": cls}
     return type(f"Served{cls.__name__}", (cls,), body)
 
 
@@ -77,7 +77,7 @@ def _our_registration(module: Any) -> Registration | None:
 # ------------------------------------------------------------------------ replaced modules
 
 
-def _step(module: Any, config: Any) -> None:
+def _replace_step(module: Any, config: Any) -> None:
     _set_flags(module, config)
     _set_forward(module, _step_forward)
 
@@ -85,7 +85,7 @@ def _step(module: Any, config: Any) -> None:
 def _step_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     registration = _our_registration(self)
     output: torch.Tensor = (
-        self._own.forward(self, *args, **kwargs)
+        self._original_class.forward(self, *args, **kwargs)
         if registration is None
         else registration(self, *args, **kwargs)
     )
@@ -93,9 +93,9 @@ def _step_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _replace_longcat(module: Any, config: Any) -> None:
-    """Replace LongCat's experts, of which the last ones are the identity (zero experts).
+    """Replace LongCat's experts, the last of which are the identity (zero experts).
 
-    w1 also has unused rows for the zero experts.
+    w1 has unused rows for the zero experts.
     """
     if module.gate_up_proj is None:
         return
@@ -112,7 +112,7 @@ def _longcat_forward(
     registration, call = _our_registration(self), (hidden_states, top_k_index, top_k_weights)
     output: torch.Tensor
     if registration is None or self.training:
-        output = self._own.forward(self, *call)
+        output = self._original_class.forward(self, *call)
         return output
     identity_weights = top_k_weights.masked_fill(top_k_index < self.num_routed_experts, 0.0).sum(
         1, keepdim=True
@@ -121,14 +121,14 @@ def _longcat_forward(
     return output + hidden_states * identity_weights.to(hidden_states.dtype)
 
 
-def _llama4(module: Any, config: Any) -> None:
-    """Replace a block whose router weights scale the input.
+def _replace_llama4(module: Any, config: Any) -> None:
+    """Replace a block whose router weights scale the input of the experts.
 
     Each (token, expert) pair becomes a token with K = 1.
     """
     _set_flags(module.experts, config, is_transposed=True)
     cls: Any = type(module.experts)
-    module.experts.__class__ = _below(cls, cls.forward)
+    module.experts.__class__ = _subclass_with(cls, cls.forward)
     _set_forward(module, _llama4_forward)
 
 
@@ -136,7 +136,7 @@ def _llama4_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
     registration = _our_registration(self.experts)
     outputs: tuple[torch.Tensor, torch.Tensor]
     if registration is None:
-        outputs = self._own.forward(self, hidden_states)
+        outputs = self._original_class.forward(self, hidden_states)
         return outputs
     x_TH = hidden_states.reshape(-1, self.hidden_dim)
     scores_TE, logits = self.router(x_TH)
@@ -148,7 +148,7 @@ def _llama4_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
 
 
 REPLACED: dict[str, Callable[[Any, Any], None]] = {
-    "Llama4TextMoe": _llama4,
+    "Llama4TextMoe": _replace_llama4,
     "LongcatFlashExperts": _replace_longcat,
-    "Step3p7Experts": _step,
+    "Step3p7Experts": _replace_step,
 }

@@ -15,9 +15,9 @@ from modular_kernel.utils.argument_checks import expect
 
 # Experts that are neither dispatched by transformers nor replaced by `serve`, by class name.
 _OTHERS = {
-    "DbrxExperts": "keeps gate and up rows apart and w2 transposed: fused it would be a copy",
+    "DbrxExperts": "has separate gate and up weights and a transposed w2, which would be copied",
     "JetMoeMoE": "sorts tokens in its router and adds a bias of its own",
-    "JetMoeMoA": "has experts of attention",
+    "JetMoeMoA": "has experts in attention",
     "NllbMoeExperts": "is a dictionary of dense modules with relu",
     "SwitchTransformersExperts": "is a dictionary of dense modules with relu",
 }
@@ -25,7 +25,7 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One experts module. why: the reason why it does not run on our kernels, or ""."""
+    """One experts module. why: the reason why it does not run on our kernels; "" if it does."""
 
     name: str
     kind: str
@@ -43,7 +43,7 @@ class Row:
 def report(model: torch.nn.Module) -> tuple[Row, ...]:
     """Return a row for each experts module of a model, in the model's order.
 
-    Only the functions between projections are evaluated, on small tensors. Raises
+    The model does not run; only its activation functions are evaluated, on small tensors. Raises
     ConfigurationError unless `model` is a module.
     """
     expect("model", model, torch.nn.Module)
@@ -51,7 +51,7 @@ def report(model: torch.nn.Module) -> tuple[Row, ...]:
     for name, module in model.named_modules():
         kind = type(module).__name__
         if is_dispatched(module):
-            rows.append(Row(name, kind, _why(module)))
+            rows.append(Row(name, kind, _why_not_served(module)))
         elif kind in REPLACED:
             rows.append(
                 Row(name, kind, "transformers does not dispatch it; serve(model) replaces it")
@@ -63,7 +63,7 @@ def report(model: torch.nn.Module) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _why(module: Any) -> str:
+def _why_not_served(module: Any) -> str:
     name = module.config._experts_implementation
     implementation = ALL_EXPERTS_FUNCTIONS.get(name) if name is not None else None
     if not isinstance(implementation, Registration):
@@ -73,7 +73,7 @@ def _why(module: Any) -> str:
         return f"on a CPU transformers' grouped_mm runs, which is faster; {need}"
     if module.training and implementation.gradients == "fallback" and runs_grouped_mm(module):
         return "it trains: transformers' grouped_mm runs; call model.eval()"
-    if module.training and hasattr(module, "_own"):
+    if module.training and hasattr(module, "_original_class"):
         return "it trains: its own forward runs; call model.eval()"
     try:
         tensors = tensors_of(module)

@@ -1,7 +1,7 @@
 """Plugin for vLLM: MoE layers of supported models run on parts of this package.
 
 vLLM calls `register` through the entry point `modular_kernel` of the group `vllm.general_plugins`.
-All code that depends on a version of vLLM is in one module per supported range of versions.
+The code that depends on a version of vLLM is in one module for each supported minor version.
 """
 
 import logging
@@ -13,7 +13,7 @@ __all__ = ["register"]
 
 _LOG = logging.getLogger("vllm.modular_kernel")
 
-# Minor version of vLLM -> module.
+# Minor version of vLLM -> module for it.
 VERSIONS = {(0, 26): "v0_26", (0, 33): "v0_33"}
 
 

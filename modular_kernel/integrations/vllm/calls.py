@@ -1,7 +1,7 @@
 """Runs one layer's experts in a workspace that vLLM provides.
 
-Before each call, vLLM queries the size of the workspace and passes memory of that size. All layers
-share it, and its address does not change in CUDA graphs.
+Before each call, vLLM asks for the size of the workspace and passes memory of at least that size.
+All layers share it, and its address does not change in CUDA graphs.
 """
 
 from dataclasses import replace
@@ -24,8 +24,8 @@ from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
 class StandardCalls:
     """Calls with the layer's tokens and their routing: from x (T, H) to the layer's output (T, H).
 
-    problem: the layer; its `tokens` and `top_k` are those of the calls instead. part: name of the
-    experts part.
+    problem: the layer. Its `tokens` and `top_k` are replaced by those of each call. part: name of
+    the experts part.
     """
 
     def __init__(self, problem: Problem, part: str, machine: Machine) -> None:
@@ -33,7 +33,7 @@ class StandardCalls:
         self._kernels: dict[tuple[int, int], FusedMoEModularKernel] = {}
 
     def kernel(self, tokens: int, top_k: int) -> FusedMoEModularKernel:
-        """Return the kernel of calls with this many tokens and experts per token."""
+        """Return the kernel for calls with this number of tokens and of experts per token."""
         key = plan_capacity(tokens), top_k
         kernel = self._kernels.get(key)
         if kernel is None:
@@ -56,9 +56,10 @@ class StandardCalls:
         memory: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Write the layer's output to `out`; memory: uint8, at least `workspace_bytes` of it.
+        """Write the layer's output to `out`.
 
-        Raises an InputError before anything is launched if a tensor does not match.
+        memory: uint8, at least `workspace_bytes` long. Raises an InputError before anything is
+        launched if a tensor does not match.
         """
         tokens, top_k = routing.topk_ids_TK.shape
         kernel = self.kernel(tokens, top_k)
@@ -92,9 +93,10 @@ class BatchedCalls:
         memory: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Write the experts' rows to `out`; memory: as in StandardCalls.
+        """Write the experts' rows to `out`.
 
-        Raises an InputError if a weight does not match.
+        memory: uint8, at least `workspace_bytes` long. Raises an InputError if a weight does not
+        match.
         """
         x_eCH = tokens.x_eCH
         if weights is not self._checked:
@@ -114,10 +116,10 @@ def _device(machine: Machine) -> torch.device:
 def _kernel(
     problem: Problem, part: str, machine: Machine, device: torch.device
 ) -> FusedMoEModularKernel:
-    """Create the kernel of a device; layers of the same sizes share it.
+    """Create the kernel of a device. Layers of the same sizes share it.
 
     4-bit weights are not prepared: vLLM may load new weights into the same memory, and CUDA graphs
-    would go on reading the stale copies.
+    would still read the prepared copies of the old ones.
     """
     kernel = make_kernel(NO_EP, part, problem, machine=machine, auto_prepare=False)
     kernel.count_invalid_ids_on(device)  # not while a CUDA graph is captured

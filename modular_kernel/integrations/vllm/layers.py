@@ -19,10 +19,10 @@ from modular_kernel.spec.quantization import QuantScheme
 
 # Parts on a GPU, unless MK_VLLM names others.
 DEFAULT_PARTS = ("TritonExperts", "BatchedTritonExperts")
-_TENSOR, _TOKEN, _CHANNEL = (-1, -1), (1, -1), (-1, 1)
-# vLLM's SWIGLUOAI and SWIGLUSTEP use these constants, whatever the configuration says.
+_TENSOR, _TOKEN, _CHANNEL = (-1, -1), (1, -1), (-1, 1)  # values of Operand.group
+# vLLM's SWIGLUOAI and SWIGLUSTEP use these constants, and ignore the configuration.
 _OAI_ALPHA, _SWIGLU_LIMIT = 1.702, 7.0
-_PLAIN_ACTIVATIONS = {
+_ACTIVATIONS_WITHOUT_OPTIONS = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_tanh",
     "silu_no_mul": "silu_no_mul",
@@ -36,9 +36,9 @@ _PLAIN_ACTIVATIONS = {
 class Operand:
     """Quantization of weights or activations.
 
-    element: "fp8" (e4m3), "int8", "mxfp4", "nvfp4", or vLLM's name of a type without a torch dtype.
-    group: rows and columns that one scale covers; -1 is all. static: the scale is given, not
-    computed in each call.
+    element: "fp8" (e4m3), "int8", "mxfp4", "nvfp4", or vLLM's name of another element type.
+    group: rows and columns that one scale covers; -1 means all of them. static: the scale is given,
+    not computed in each call. symmetric: there are no zero points.
     """
 
     element: str
@@ -69,8 +69,8 @@ def operand_of(key: Any) -> Operand | None:
 def scheme_of(weight: Operand | None, activation: Operand | None) -> str:
     """Return the quantization scheme of a layer, as for Problem.quant.
 
-    Raises UnsupportedError if no scheme computes with these operands. int4 and int8 weights with
-    16-bit activations are not described by operands alone: see `weight_only_scheme`.
+    Raises UnsupportedError if no scheme has these operands. For int4 and int8 weights in groups
+    with 16-bit activations, see `weight_only_scheme`.
     """
     if weight is None and activation is None:
         return "none"
@@ -96,7 +96,7 @@ def _fp8_scheme(group: tuple[int, int], activation: Operand | None) -> str | Non
         if activation is None:
             return f"fp8_w8a16_{granularity}"
         if activation == Operand("fp8", _TOKEN, static=False):
-            return "fp8_w8a8_channel"  # the scale of a tensor is repeated for each channel
+            return "fp8_w8a8_channel"  # a tensor's scale is repeated for each channel
         if group == _TENSOR and activation == Operand("fp8", _TENSOR, static=False):
             return "fp8_w8a8_tensor"
         if group == _TENSOR and activation == Operand("fp8", _TENSOR, static=True):
@@ -107,9 +107,9 @@ def _fp8_scheme(group: tuple[int, int], activation: Operand | None) -> str | Non
     option = "" if group == (128, 128) else f":block={group[0]}x{group[1]}"
     if activation is None:
         return f"fp8_w8a16_block{option}"
-    # vLLM's key says 128 columns also where it quantizes in groups as wide as a weight block.
-    wide = Operand("fp8", (1, 128), static=False), Operand("fp8", (1, group[1]), static=False)
-    return f"fp8_w8a8_block{option}" if activation in wide else None
+    # vLLM's key has 128 columns even if groups of activations are as wide as a weight block.
+    allowed = Operand("fp8", (1, 128), static=False), Operand("fp8", (1, group[1]), static=False)
+    return f"fp8_w8a8_block{option}" if activation in allowed else None
 
 
 def weight_only_scheme(
@@ -117,15 +117,15 @@ def weight_only_scheme(
 ) -> str:
     """Return the scheme of int4 or int8 weights with a scale per group and 16-bit activations.
 
-    Raises UnsupportedError for other widths, for one scale per row (group_size -1), and for
-    columns in act-order.
+    Raises UnsupportedError for other widths, for one scale per row (group_size -1), and for act
+    order.
     """
     if bits not in (4, 8):
         raise UnsupportedError("weight bits", got=bits, need="4 or 8")
     if group_size < 2 or group_size % 2:
         raise UnsupportedError("group_size", got=group_size, need="an even number of columns")
     if act_order:
-        raise UnsupportedError("act-order", got="columns ordered by group", need="columns in order")
+        raise UnsupportedError("act order", got="columns sorted by group", need="columns in order")
     name = "int4_w4a16_group" if bits == 4 else "int8_w8a16_group"
     options = f":group={group_size}" + (",zero_points=true" if zero_points else "")
     return str(QuantScheme.parse(name + options))
@@ -143,11 +143,11 @@ def activation_of(
     """Return the activation that vLLM computes for a value of its `MoEActivation`.
 
     limit, alpha, beta: the layer's clamp limit, factor in the sigmoid, and number added to the up
-    values; None if the configuration has none. Raises UnsupportedError for an activation that no
-    part computes.
+    values; None if the configuration has none. situ_beta, situ_linear_beta: alpha and limit of
+    situ. Raises UnsupportedError for an activation that no part computes.
     """
-    if name in _PLAIN_ACTIVATIONS:
-        return ActivationSpec(_PLAIN_ACTIVATIONS[name])
+    if name in _ACTIVATIONS_WITHOUT_OPTIONS:
+        return ActivationSpec(_ACTIVATIONS_WITHOUT_OPTIONS[name])
     if name == "swiglustep":
         return ActivationSpec("swiglu_clamp_after", limit=_SWIGLU_LIMIT)
     if name == "situ" and situ_beta is not None:
@@ -175,7 +175,7 @@ def _clamped(limit: float) -> ActivationSpec:
 
 
 def local_problem(problem: Problem) -> Problem:
-    """Return the problem of a rank's own experts, whose rows a dispatcher has sent here."""
+    """Return the problem of this rank's experts alone, for rows that a dispatcher has sent."""
     return replace(problem, experts=problem.e, local_experts=None, expert_map=False)
 
 
@@ -198,21 +198,21 @@ def part_names(machine: Machine) -> tuple[str, ...]:
     return tuple(name.strip() for name in setting.split(",") if name.strip())
 
 
-def serving_part(problem: Problem, names: Sequence[str], machine: Machine, *, batched: bool) -> str:
+def select_part(problem: Problem, names: Sequence[str], machine: Machine, *, batched: bool) -> str:
     """Return the first of the named experts parts that supports the layer.
 
     batched: vLLM passes rows grouped by expert. Raises UnsupportedError if no named part has the
-    format, UnknownPartError for a name that no part has, and IncompatibleError with every reason
-    why the last one does not support the layer.
+    format, UnknownPartError for an unknown name, and IncompatibleError with every reason why the
+    last part does not support the layer.
     """
     format = ActivationFormat.BATCHED_EXPERTS if batched else ActivationFormat.STANDARD
     catalog = load_catalog()
     parts = {name: catalog.experts(name) for name in names}
-    fitting = [n for n, part in parts.items() if part.requires.activation_format is format]
-    if not fitting:
+    candidates = [n for n, part in parts.items() if part.requires.activation_format is format]
+    if not candidates:
         need = f"an experts part of the {format.value} format; MK_VLLM can name one"
         raise UnsupportedError("parts", got=", ".join(names) or "none", need=need)
-    for name in fitting:
+    for name in candidates:
         if batched:
             verdict = judge(ReceivedBatches, parts[name], local_problem(problem), machine)  # type: ignore[type-abstract]
         else:

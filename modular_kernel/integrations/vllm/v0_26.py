@@ -1,7 +1,7 @@
-"""Support for vLLM 0.26, as far as it differs from 0.33.
+"""Support for vLLM 0.26: its differences from 0.33.
 
-vLLM keeps layers with int4 and int8 weights in groups, because the function that selects their
-experts does not receive the group size.
+Layers with int4 or int8 weights and group scales run on vLLM's own kernels, because the function
+that selects their experts does not receive the group size.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Support for vLLM 0.33: its oracles, and experts classes with its interface.
 
-For a layer that our parts support, the oracle returns vLLM's plain backend, which keeps weights in
-the layout of the checkpoint, together with one of our experts classes.
+For a layer that our parts support, an oracle returns one of our experts classes, together with a
+backend of vLLM that keeps weights in the layout of the checkpoint (the plain backend).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +38,8 @@ from modular_kernel.tensors import BatchedTokens, ExpertWeights, Routing
 Arguments = dict[str, Any]
 _FOLDER = "vllm.model_executor.layers.fused_moe.oracle"
 
-# Attributes that a layer's FusedMoEConfig, its moe_parallel_config, and its FusedMoEQuantConfig
-# must have: `tests/integrations/vllm` checks them by name.
+# Attributes that a layer's FusedMoEConfig (CONFIG_FIELDS), its moe_parallel_config
+# (PARALLEL_FIELDS) and its FusedMoEQuantConfig (QUANT_FIELDS) must have, which a test checks.
 CONFIG_FIELDS = (
     "activation",
     "activation_situ_beta",
@@ -104,7 +104,7 @@ def layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Problem
 
     config: its FusedMoEConfig. quant_config: its FusedMoEQuantConfig, whose activation options take
     precedence, as in vLLM; None while a class is selected. Raises ConfigurationError or
-    UnsupportedError.
+    UnsupportedError for a layer that a Problem cannot describe.
     """
     sources = {"limit": "gemm1_clamp_limit", "alpha": "gemm1_alpha", "beta": "gemm1_beta"}
     options = {}
@@ -145,7 +145,7 @@ def experts_class(base: type, scheme: str, part: str) -> Any:
 
 
 class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
-    """Experts of one layer: tokens and their routing in, the layer's output out.
+    """Experts of one layer, from tokens and their routing to the layer's output.
 
     scheme, part: quantization scheme, and name of the experts part; set by `experts_class`.
     refused_exchanges: attributes of a FusedMoEParallelConfig, see `_supports_parallel_config`.
@@ -159,7 +159,7 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         super().__init__(moe_config, quant_config, *args, **kwargs)
         self._sources: tuple[Any, ...] = ()
         self._weights: ExpertWeights | None = None
-        # vLLM makes the experts when the weights are loaded and all sizes are final.
+        # vLLM creates the experts after it has loaded the weights, so all sizes are final.
         self._calls = self._make_calls(layer_problem(moe_config, self.scheme, quant_config))
 
     @staticmethod
@@ -167,7 +167,7 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         """Return the layout of the rows that `prepare` passes on."""
         return FusedMoEActivationFormat.Standard
 
-    # Sizes, scheme and activation are checked before the class is offered to vLLM.
+    # These return True because the layer is checked before the class is offered to vLLM.
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -189,14 +189,14 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     def _supports_parallel_config(cls, moe_parallel_config: Any) -> bool:
         """Refuse EPLB, and exchanges that quantize rows before they send them.
 
-        EPLB writes to weights and scales, and converted copies of the scales would become stale.
+        EPLB writes new weights and scales in place, but converted scales are copies.
         """
         refused = ("enable_eplb", *cls.refused_exchanges)
         return not any(getattr(moe_parallel_config, name) for name in refused)
 
     @staticmethod
     def _supports_batch_invariance() -> bool:
-        return True  # `layer_problem` demands it of the part
+        return True  # `layer_problem` requires it of the part
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -280,7 +280,7 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         apply_router_weight_on_input: bool,
     ) -> None:
         """Write the layer's output; see vLLM's class for the arguments."""
-        if apply_router_weight_on_input:  # then `prepare` has already multiplied the tokens by them
+        if apply_router_weight_on_input:  # `prepare` has already multiplied the tokens by them
             topk_weights = torch.ones_like(topk_weights)
         self._calls(
             hidden_states,
@@ -362,7 +362,7 @@ def _scheme_of_keys(arguments: Arguments) -> str:
 
 
 def _scheme_of_groups(arguments: Arguments) -> str:
-    """Return the scheme of int4 or int8 weights in groups, by the configuration's own fields."""
+    """Return the scheme of int4 or int8 weights in groups, read from vLLM's quantization config."""
     quant, zero_points = arguments["quant_config"], arguments["may_have_zp"]
     act_order = False
     if _is_a(quant, "QuantizationArgs"):  # compressed-tensors
@@ -374,7 +374,7 @@ def _scheme_of_groups(arguments: Arguments) -> str:
         config, bits, group = arguments["config"], quant.weight_bits, quant.group_size
         sizes = config.hidden_dim, config.intermediate_size_per_partition
         while group > 1 and any(size % group for size in sizes):
-            group //= 2  # as its method does, which repeats the scales
+            group //= 2  # vLLM's method does the same, and repeats the scales
     else:
         got, need = type(quant).__name__, "GPTQ, AWQ or compressed-tensors"
         raise UnsupportedError("quant_config", got=got, need=need)
@@ -383,13 +383,13 @@ def _scheme_of_groups(arguments: Arguments) -> str:
 
 
 def _is_a(value: object, name: str) -> bool:
-    """Return whether a value is of a class of this name; its module need not be imported."""
+    """Return whether a value is an instance of a class with this name, without importing it."""
     return any(cls.__name__ == name for cls in type(value).__mro__)
 
 
 def _scheme_of_mxfp4(arguments: Arguments) -> str:
-    """Return mxfp4_w4a16; refuse layers for which quantized activations are requested."""
-    resolve = import_module(f"{_FOLDER}.mxfp4")._resolve_activation_key  # may be overridden
+    """Return mxfp4_w4a16. Raises UnsupportedError if quantized activations are requested."""
+    resolve = import_module(f"{_FOLDER}.mxfp4")._resolve_activation_key  # users can override it
     activation = resolve(arguments.get("activation_key"))
     if activation is not None:
         need = "16-bit activations"
@@ -398,7 +398,10 @@ def _scheme_of_mxfp4(arguments: Arguments) -> str:
 
 
 def _scheme_of_nvfp4(arguments: Arguments) -> str:
-    """Return nvfp4_w4a16, also for 4-bit activations if the GPU has no MMA for them."""
+    """Return nvfp4_w4a16; on sm_100 and newer, the scheme of the activations' key.
+
+    Older GPUs have no MMA for 4-bit activations.
+    """
     weight, activation = (
         layers.operand_of(arguments[f"{x}_key"]) for x in ("weight", "activation")
     )
@@ -410,7 +413,10 @@ def _scheme_of_nvfp4(arguments: Arguments) -> str:
 
 
 def _make_group_kernel(arguments: Arguments) -> Any | None:
-    """Return the kernel of a layer with our experts, which vLLM's function does not support."""
+    """Return the kernel of a layer with our experts; vLLM's function supports only its own.
+
+    Returns None for vLLM's experts.
+    """
     experts_cls, config = arguments["experts_cls"], arguments["moe_config"]
     if not issubclass(experts_cls, StandardExperts):
         return None
@@ -430,9 +436,9 @@ def _make_group_kernel(arguments: Arguments) -> Any | None:
 
 
 def _convert_awq(arguments: Arguments) -> tuple[Any, ...] | None:
-    """Convert AWQ's tensors to the layout of the plain backend, which vLLM itself does not do.
+    """Convert AWQ's tensors to the plain layout, because vLLM does not do so for this backend.
 
-    Returns None for other formats, and for backends for which vLLM converts them.
+    Returns None for other formats, and for backends whose tensors vLLM converts.
     """
     quant, plain = arguments["quant_config"], arguments["backend"].name == "TRITON"
     if not plain or not _is_a(quant, "AutoAWQConfig"):
@@ -465,21 +471,20 @@ def _keep_nvfp4(arguments: Arguments) -> tuple[Any, ...] | None:
 class Oracle:
     """See `modular_kernel.integrations.vllm.hooks.Oracle`.
 
-    config: name of the selecting functions' parameter for the layer's FusedMoEConfig.
+    config: name of the parameter of select_functions that holds the layer's FusedMoEConfig.
     backends: name of the enum of backends.
-    plain: the member of that enum whose weights keep the layout of the checkpoint.
+    plain: name of the backend whose weights keep the layout of the checkpoint.
     requested: values of --moe-backend for which our parts are tried. With any other value, the user
         has chosen one of vLLM's backends.
-    scheme: returns the quantization scheme from a selecting function's arguments, or raises
+    scheme: returns the quantization scheme from the arguments of a select function, or raises
         UnsupportedError.
-    handlers: replacements of the `following` functions; they return None for layers with vLLM's own
-        experts.
+    handlers: replacements of later_functions. They return None for layers with vLLM's own experts.
     used: other names that are needed from the module.
     bases: classes of standard and of batched experts.
     """
 
     name: str
-    selecting: tuple[str, ...]
+    select_functions: tuple[str, ...]
     config: str
     backends: str
     plain: str = "TRITON"
@@ -495,8 +500,8 @@ class Oracle:
         return f"{_FOLDER}.{self.name}"
 
     @property
-    def following(self) -> tuple[str, ...]:
-        """Functions that vLLM calls for a layer after it has selected its class."""
+    def later_functions(self) -> tuple[str, ...]:
+        """Functions that vLLM calls for a layer after it has selected the layer's class."""
         return tuple(self.handlers)
 
     def missing(self, module: ModuleType) -> Sequence[str]:
@@ -506,7 +511,7 @@ class Oracle:
             missing.append(f"{self.backends}.{self.plain}")
         missing += [
             f"parameter {self.config} of {name}"
-            for name in self.selecting
+            for name in self.select_functions
             if hasattr(module, name)
             and self.config not in signature(getattr(module, name)).parameters
         ]
@@ -515,7 +520,7 @@ class Oracle:
     def offer(self, function: str, arguments: Arguments) -> Any | None:
         """Return the result of a function for a layer that our parts support; None otherwise.
 
-        The result of a selecting function is the plain backend and our experts class. Raises
+        The result of a select function is the plain backend and our experts class. Raises
         ModularKernelError with the reason if our parts do not support the layer.
         """
         if function in self.handlers:
@@ -528,13 +533,13 @@ class Oracle:
         scheme = self.scheme(arguments)
         problem = layer_problem(config, scheme)
         batched = config.moe_parallel_config.use_batched_activation_format
-        part = layers.serving_part(problem, names, machine, batched=batched)
+        part = layers.select_part(problem, names, machine, batched=batched)
         experts = experts_class(self.bases[batched], scheme, part)
         keys = arguments.get("weight_key"), arguments.get("activation_key")
         format = experts.activation_format()
         supported, reason = experts.is_supported_config(experts, config, *keys, format)
         if not supported:
-            raise UnsupportedError("layer", got=reason, need="an option that these experts have")
+            raise UnsupportedError("layer", got=reason, need="options that these experts support")
         log_once(f"modular_kernel serves {problem} with {part}")
         backends = getattr(import_module(self.module), self.backends)
         return backends[self.plain], experts
@@ -548,7 +553,7 @@ ORACLES = {
             ("select_unquantized_moe_backend",),
             "moe_config",
             "UnquantizedMoeBackend",
-            # humming and marlin name kernels for quantized layers of the same model.
+            # humming and marlin are kernels for the quantized layers of the same model.
             requested=("auto", "triton", "humming", "marlin"),
         ),
         Oracle("fp8", ("select_fp8_moe_backend",), "config", "Fp8MoeBackend"),

@@ -1,7 +1,8 @@
-"""Converts vLLM's tensors of a layer, post-processed for plain backends, to ExpertWeights.
+"""Converts vLLM's tensors of a layer to ExpertWeights, after vLLM has processed them.
 
-A plain backend leaves weights in the layout of the checkpoint: w13 (e, N, H), gate rows first, and
-w2 (e, H, I), packed along rows. Tensors whose layout already matches are not copied.
+They are those of a plain backend, which keeps the layout of the checkpoint: w13 (e, N, H), gate
+rows first, and w2 (e, H, I), packed along rows. Tensors whose layout already matches are not
+copied.
 """
 
 import torch
@@ -25,15 +26,15 @@ def expert_weights(
     """Return the weights of `problem`'s scheme.
 
     extras: w1_scale, w2_scale, w1_zero_point, w2_zero_point, a1_scale, a2_scale, w1_global_scale
-    and w2_global_scale as vLLM stores them. Those that the scheme does not use are ignored: vLLM
-    computes some of them for every scheme. Raises ShapeError for a tensor that cannot be brought
-    into the shape that the scheme needs.
+    and w2_global_scale as vLLM stores them. Those that the scheme does not use are ignored, because
+    vLLM computes some of them for every scheme. Raises ShapeError for a tensor that cannot be
+    reshaped or repeated to the shape that the scheme requires.
     """
     fields: dict[str, torch.Tensor] = {}
     for name, spec in weight_specs(problem).items():
         tensor = extras.get(name)
         if tensor is not None:
-            fields[name] = _in_shape(name, tensor.detach(), spec.shape)
+            fields[name] = _reshape_or_repeat(name, tensor.detach(), spec.shape)
     return ExpertWeights(
         w1.detach(),
         w2.detach(),
@@ -44,8 +45,8 @@ def expert_weights(
     )
 
 
-def _in_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a scale or zero point in the given shape: reshaped, or repeated for each row."""
+def _reshape_or_repeat(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a scale or zero point in this shape: reshaped, or one value per expert repeated."""
     if tensor.numel() == _numel(shape):
         return tensor.reshape(shape).contiguous()
     if tensor.numel() == shape[0]:  # one value for each expert

@@ -1,4 +1,4 @@
-"""Tests in an environment of SGLang's own, `make test-sglang`; elsewhere none is collected."""
+"""Tests that run with SGLang installed, by `make test-sglang`; otherwise none is collected."""
 
 from importlib.util import find_spec
 

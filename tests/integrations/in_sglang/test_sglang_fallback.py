@@ -1,4 +1,6 @@
-"""What this package does not support runs on SGLang's triton, with one line that says why."""
+"""Layers that this package does not support run on SGLang's Triton backend, and log the reason
+once.
+"""
 
 import logging
 from typing import Any
@@ -15,7 +17,9 @@ TRITON = "sglang.srt.layers.moe.moe_runner.triton"
 
 @pytest.fixture
 def triton_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Replace the fused operation of SGLang's triton, which needs a GPU, and record its calls."""
+    """Replace the fused operation of SGLang's Triton backend, which needs a GPU, and record its
+    calls.
+    """
     from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
@@ -44,7 +48,7 @@ BUILT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_a_layer_refused_when_it_is_built_has_sglang_s_runner(
+def test_a_layer_refused_at_construction_has_the_runner_of_sglang(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     from sglang.srt.layers.moe.moe_runner.triton import TritonRunnerCore
@@ -58,7 +62,7 @@ def test_a_layer_refused_when_it_is_built_has_sglang_s_runner(
     assert line.startswith("MoE layer 3 runs on SGLang's triton, not modular_kernel: " + reason)
 
 
-def test_a_layer_refused_in_its_first_call_runs_on_triton_from_then_on(
+def test_a_layer_refused_in_its_first_call_runs_on_triton_afterwards(
     triton_calls: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
@@ -76,7 +80,7 @@ def test_a_layer_refused_in_its_first_call_runs_on_triton_from_then_on(
     assert "got (4, 64, 32), need (E, N, H) with H = 64" in line
 
 
-def test_records_and_calls_that_are_not_read(
+def test_unsupported_records_and_calls_run_on_triton(
     triton_calls: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
@@ -94,7 +98,7 @@ def test_records_and_calls_that_are_not_read(
     assert len(triton_calls) == 2
 
 
-def test_a_later_call_of_another_kind_goes_to_triton_alone(
+def test_only_a_later_unsupported_call_runs_on_triton(
     triton_calls: list[tuple[Any, ...]],
 ) -> None:
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
@@ -132,7 +136,7 @@ def test_lora_and_exchanges_stay_with_sglang(
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_another_backend_is_left_alone(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_backend_is_not_changed(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     select(backend)
     with caplog.at_level(logging.INFO):
         layer = fused_moe(BASE)

@@ -1,4 +1,4 @@
-"""SGLang's own layers return our numbers, for every scheme that they pass to a runner."""
+"""SGLang's layers return our outputs, for every scheme that they pass to a runner."""
 
 import logging
 from collections.abc import Callable
@@ -55,7 +55,7 @@ SCHEMES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("quant", SCHEMES)
-def test_a_layer_returns_our_numbers(
+def test_a_layer_returns_our_output(
     quant: str, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(layer_runner, "backend_on", lambda device: backend)
@@ -122,7 +122,7 @@ def test_rows_that_are_not_combined(keep: bool) -> None:
     check_numbers(run_core(scaled, inputs, info_of(inputs), **options), inputs, problem)
 
 
-def test_rows_of_w13_that_sglang_has_interleaved() -> None:
+def test_interleaved_rows_of_w13() -> None:
     problem = replace(BASE, activation="silu:interleaved=true")
     inputs = layer_inputs(problem)
     got = run_core(problem, inputs, info_of(inputs, fuse_swiglu_interleaved=True))
@@ -145,7 +145,7 @@ def test_no_tokens() -> None:
 
 
 def test_a_layer_overwrites_its_tokens() -> None:
-    """As with triton: the layer's `inplace` is True unless its model says otherwise."""
+    """As with triton, a layer is inplace unless its model disables that."""
     inputs = layer_inputs(BASE)
     layer = fused_moe(BASE)
     fill(layer, inputs.weights)

@@ -1,4 +1,4 @@
-"""The plugin as SGLang loads it: what it changes, when it is off, and what it costs to load."""
+"""The plugin as loaded by SGLang: what it changes, how it is disabled, and its import cost."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ PROGRAM = Path(sglang_program.__file__)
 
 
 def selected(backend: str, **variables: str) -> dict[str, Any]:
-    """Run the program in a process of its own, and return what it prints."""
+    """Run the program in a new process, and return its output."""
     environment = child_environment(interpreted=True) | variables
     done = subprocess.run(
         [sys.executable, str(PROGRAM), backend],
@@ -29,7 +29,7 @@ def selected(backend: str, **variables: str) -> dict[str, Any]:
     return facts
 
 
-def test_selected_it_runs_every_layer() -> None:
+def test_the_selected_backend_runs_every_layer() -> None:
     facts = selected("modular_kernel")
     assert set(map(tuple, facts["selected"].values())) == {
         ("modular_kernel", "ModularKernelRunnerCore", None)
@@ -40,7 +40,7 @@ def test_selected_it_runs_every_layer() -> None:
     assert facts["seconds"] < 1
 
 
-def test_switched_off_sglang_selects_what_it_selects_without_us() -> None:
+def test_disabled_sglang_selects_as_without_the_plugin() -> None:
     off = selected("auto", MK_SGLANG="0")
     assert "modular_kernel" not in off["choices"]
     assert off["selected"] == selected("auto")["selected"]
@@ -48,14 +48,14 @@ def test_switched_off_sglang_selects_what_it_selects_without_us() -> None:
     assert names == {"triton"}
 
 
-def test_its_name_is_an_error_where_it_is_switched_off() -> None:
+def test_the_backend_name_is_an_error_if_it_is_disabled() -> None:
     with pytest.raises(
         AssertionError, match=r"modular_kernel.* is neither built in nor registered"
     ):
         selected("modular_kernel", MK_SGLANG="0")
 
 
-def test_a_version_that_was_not_tried_is_left_alone(
+def test_an_untested_version_is_not_changed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = sys.modules["modular_kernel.integrations.sglang"]
@@ -81,7 +81,7 @@ def test_a_version_that_was_not_tried_is_left_alone(
         ("sglang.srt.layers.moe.utils.get_moe_a2a_backend", 1, "need callables"),
     ],
 )
-def test_internals_that_have_moved_are_one_line(
+def test_moved_internals_are_logged_once(
     target: str,
     value: Any,
     words: str,
@@ -98,7 +98,7 @@ def test_internals_that_have_moved_are_one_line(
     assert words in record.getMessage()
 
 
-def test_it_may_be_registered_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_can_be_registered_again(caplog: pytest.LogCaptureFixture) -> None:
     from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -110,14 +110,16 @@ def test_it_may_be_registered_again(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_fused_operation_still_cannot_have_a_registered_name() -> None:
-    """If this changes, the backend can have one, in place of its hook on MoeRunner."""
+    """If SGLang allows it one day, the backend can use a registered name instead of its hook on
+    MoeRunner.
+    """
     from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
 
     with pytest.raises(ValueError, match="modular_kernel"):
         FusedOpPool.register_fused_func("none", v0_5_23.NAME, lambda *arguments: None)
 
 
-def test_the_installed_version_is_one_that_was_tried() -> None:
+def test_the_installed_version_is_a_tested_one() -> None:
     from importlib.metadata import version
 
     assert version("sglang") in VERSIONS
@@ -128,7 +130,7 @@ def facts_of(record: type) -> dict[str, Any]:
 
 
 def test_fields_are_those_of_the_installed_sglang() -> None:
-    """A new field must be given a meaning here, or be refused by name."""
+    """A new field must be translated, or be refused by name."""
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig as Theirs
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 

@@ -1,4 +1,4 @@
-"""Real layers of vLLM, built and loaded by vLLM, compute what the float64 oracle computes."""
+"""Layers of vLLM, built and loaded by vLLM, compute what the float64 oracle computes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -112,7 +112,7 @@ def test_layer(problem: Problem, form: str, part: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("part", ["TritonExperts", "TorchExperts"])
 def test_router_weights_on_the_input(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's `prepare` multiplies the tokens, so that the experts must not."""
+    """vLLM's `prepare` applies the weights to the tokens, so the experts must not."""
     monkeypatch.setenv("MK_VLLM", part)
     problem = replace(BASE, top_k=1, apply_router_weight_on_input=True)
     x_TH, weights, routing = tensors(problem)

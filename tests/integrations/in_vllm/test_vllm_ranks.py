@@ -1,4 +1,4 @@
-"""Layers that two ranks of vLLM share, by tensor or by expert parallelism, over gloo."""
+"""Layers that are sharded over two ranks of vLLM, by tensor or expert parallelism, on gloo."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ PROGRAM = Path(__file__).parents[2] / "helpers" / "vllm_ranks.py"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The outputs of all cases."""
+    """Return the folder with the outputs of all cases."""
     folder, store = tmp_path_factory.mktemp("ranks"), free_store()
     environment = child_environment(interpreted=True) | {"MK_VLLM": "TritonExperts"}
     ranks = [

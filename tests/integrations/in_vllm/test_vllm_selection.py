@@ -1,4 +1,4 @@
-"""What the plugin relies on in vLLM, and which layers stay with vLLM."""
+"""The interfaces of vLLM that the plugin relies on, and which layers stay with vLLM."""
 
 import inspect
 import logging
@@ -53,24 +53,24 @@ def test_configurations_have_the_fields_that_are_read(cls: type, names: tuple[st
 
 
 @pytest.mark.parametrize("name", sorted(version.ORACLES))
-def test_oracles_have_what_is_replaced(name: str) -> None:
+def test_oracles_have_the_replaced_functions(name: str) -> None:
     oracle = version.ORACLES[name]
     module = import_module(oracle.module)
     assert oracle.missing(module) == []
-    for function in oracle.selecting + oracle.following:
-        assert hasattr(getattr(module, function), hooks._MARK), function
+    for function in oracle.select_functions + oracle.later_functions:
+        assert hasattr(getattr(module, function), hooks.ORIGINAL_ATTRIBUTE), function
 
 
 @pytest.mark.parametrize("name", ["apply", "workspace_shapes", "__init__", "activation_format"])
 @pytest.mark.parametrize("experts", [version.StandardExperts, version.BatchedExperts])
-def test_methods_take_vllm_s_arguments(experts: type, name: str) -> None:
+def test_methods_accept_the_arguments_of_vllm(experts: type, name: str) -> None:
     theirs = inspect.signature(getattr(FusedMoEExpertsModular, name)).parameters
     ours = inspect.signature(getattr(experts, name)).parameters
     assert name == "__init__" or list(ours) == list(theirs)
     assert not getattr(experts, "__abstractmethods__", None)
 
 
-def test_every_following_function_is_called_with_the_arguments_that_are_read() -> None:
+def test_later_functions_are_called_with_the_arguments_that_are_read() -> None:
     needed = {
         "make_wna16_moe_kernel": {"experts_cls", "moe_config", "moe_quant_config"},
         "convert_to_wna16_moe_kernel_format": {
@@ -83,8 +83,10 @@ def test_every_following_function_is_called_with_the_arguments_that_are_read() -
         },
     }  # fmt: skip
     for oracle in version.ORACLES.values():
-        for function in oracle.following:
-            original = getattr(getattr(import_module(oracle.module), function), hooks._MARK)
+        for function in oracle.later_functions:
+            original = getattr(
+                getattr(import_module(oracle.module), function), hooks.ORIGINAL_ATTRIBUTE
+            )
             assert needed[function] <= set(inspect.signature(original).parameters)
 
 
@@ -93,8 +95,8 @@ def served(problem: Problem, **options: Any) -> bool:
     return cls is not None and issubclass(cls, version.StandardExperts)  # None in 0.26 on a CPU
 
 
-def test_the_variable_decides_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, parts must be named: vLLM's own kernels are faster than the torch parts."""
+def test_the_variable_selects_parts_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, parts must be named, because vLLM's own kernels are faster than the torch parts."""
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
     assert served(BASE)
     for value in ("0", "1"):
@@ -116,8 +118,8 @@ with vllm_process():
 """
 
 
-def test_switched_off_vllm_is_untouched() -> None:
-    """It selects the same class before and after the plugin was called."""
+def test_disabled_vllm_is_not_changed() -> None:
+    """It selects the same class before and after the plugin is called."""
     # The child finds the helpers, which pytest put on the path, and this checkout.
     variables = {"MK_VLLM": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     environment = child_environment(interpreted=False) | variables
@@ -130,10 +132,10 @@ def test_switched_off_vllm_is_untouched() -> None:
     assert before.endswith("False")
 
 
-def test_a_layer_that_no_part_supports_is_left_to_vllm(
+def test_an_unsupported_layer_runs_on_vllm(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With every reason, in one line for all layers that have it."""
+    """With every reason, in one log line for all such layers."""
     monkeypatch.setenv("MK_VLLM", "TritonExperts")
     hooks.log_once.cache_clear()
     with caplog.at_level(logging.INFO, "vllm.modular_kernel"):
@@ -155,12 +157,12 @@ def test_an_explicit_backend_of_vllm_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert oracle.offer("select_fp8_moe_backend", {"config": config}) is None
 
 
-def test_a_name_that_moved_leaves_vllm_alone(
+def test_a_moved_name_leaves_vllm_unchanged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     oracle = version.ORACLES["int8"]
     module = import_module(oracle.module)
-    original = getattr(module.select_int8_moe_backend, hooks._MARK)
+    original = getattr(module.select_int8_moe_backend, hooks.ORIGINAL_ATTRIBUTE)
     monkeypatch.setattr(module, "select_int8_moe_backend", original)
     monkeypatch.delattr(module, "Int8MoeBackend")
     logging.getLogger("vllm").propagate = True

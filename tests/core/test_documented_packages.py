@@ -1,4 +1,6 @@
-"""What `mk doctor`, the extras and the docs name is there: tied to the catalog and the source."""
+"""The packages, extras and parts that `mk doctor`, pyproject.toml and docs name exist in the
+catalog and source.
+"""
 
 import ast
 import re
@@ -28,7 +30,7 @@ NAME = re.compile(
 
 
 def imported() -> set[str]:
-    """Top-level names that the packages import anywhere."""
+    """Return the top-level names that the packages import anywhere."""
     found: set[str] = set()
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
@@ -41,15 +43,17 @@ def imported() -> set[str]:
 
 
 def expanded(name: str) -> list[str]:
-    """DeepEP{HT,LL}X -> DeepEPHTX, DeepEPLLX."""
+    """Expand braces: DeepEP{HT,LL}X -> DeepEPHTX, DeepEPLLX."""
     match = re.search(r"\{([\w,]+)\}", name)
     if match is None:
         return [name]
     return [name.replace(match[0], word) for word in match[1].split(",")]
 
 
-def test_doctor_names_what_parts_need_and_what_is_imported() -> None:
-    """Of packages that no part needs it says what they give: so something must import them."""
+def test_packages_of_doctor_are_needed_by_a_part_or_imported() -> None:
+    """A package that no part needs must be imported somewhere, because doctor states what it is
+    used for.
+    """
     needed = packages_of(load_catalog())
     extras = set(doctor._EXTRAS)
     assert extras & needed == set(), "the catalog says it already"
@@ -69,7 +73,7 @@ def extras() -> dict[str, list[str]]:
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("extra", sorted(set(extras()) - TOOLS))
-def test_an_extra_installs_what_a_part_needs_or_what_is_imported(extra: str) -> None:
+def test_packages_of_extras_are_needed_by_a_part_or_imported(extra: str) -> None:
     wanted = imported() | packages_of(load_catalog())
     for requirement in extras()[extra]:
         name = re.split(r"[<>=;\s\[]", requirement)[0]

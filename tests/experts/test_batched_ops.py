@@ -1,4 +1,6 @@
-"""Rows expert by expert without a layer around them: the product, and alignment into blocks."""
+"""Batched operations without a layer: the product of rows by expert, and their alignment into
+blocks.
+"""
 
 from typing import Any
 
@@ -39,7 +41,7 @@ SCHEMES = (
 
 
 def operands(quant: str, device: torch.device = DEVICE) -> tuple[dict[str, Any], torch.Tensor]:
-    """Arguments with NaN past the counts, and the product of what they stand for in float64."""
+    """Return arguments with NaN beyond the counts, and the float64 product of their values."""
     g = torch.Generator().manual_seed(1)
     problem = Problem(C, N, K, E, 1, dtype=torch.float32, quant=quant)
     w2 = torch.randn(E, N, K, generator=g).to(device)
@@ -70,7 +72,7 @@ def operands(quant: str, device: torch.device = DEVICE) -> tuple[dict[str, Any],
 
 
 @pytest.mark.parametrize("quant", SCHEMES)
-def test_a_product_of_rows_by_expert(quant: str) -> None:
+def test_batched_product(quant: str) -> None:
     given, want = operands(quant)
     out = torch.full((E, C, N), torch.nan, device=DEVICE)
     got = batched_gemm(**given, out=out)
@@ -80,8 +82,8 @@ def test_a_product_of_rows_by_expert(quant: str) -> None:
     assert float(error) < 1e-6
 
 
-def test_more_rows_than_there_is_room_for_are_none() -> None:
-    """Memory past an expert's room is the next expert's."""
+def test_counts_are_clamped_to_the_capacity() -> None:
+    """The memory after an expert's rows belongs to the next expert."""
     given, _ = operands("none")
     counts = torch.full((E,), C, dtype=torch.int32, device=DEVICE)
     full = given | {"a_eCK": given["a_eCK"].nan_to_num(), "counts_e": counts}
@@ -89,7 +91,7 @@ def test_more_rows_than_there_is_room_for_are_none() -> None:
     assert torch.equal(more, batched_gemm(**full))
 
 
-def test_it_makes_its_output_and_reads_strided_weights() -> None:
+def test_it_allocates_its_output_and_reads_strided_weights() -> None:
     given, want = operands("none")
     turned = given["b_eNK"].transpose(1, 2).contiguous().transpose(1, 2)
     got = batched_gemm(**given | {"b_eNK": turned})
@@ -120,7 +122,7 @@ BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
 
 
 @pytest.mark.parametrize(("change", "error", "what"), BAD)
-def test_what_does_not_fit_is_named(
+def test_wrong_arguments_are_refused_by_name(
     change: dict[str, Any], error: type[InputError], what: str
 ) -> None:
     given, _ = operands("none", CPU)
@@ -129,7 +131,7 @@ def test_what_does_not_fit_is_named(
     assert caught.value.what == what
 
 
-def test_what_is_read_is_neither_freed_nor_written() -> None:
+def test_freed_and_overlapping_tensors_are_refused() -> None:
     a, b = torch.ones(E, K, K), torch.ones(E, K, K)
     for name, out in (("a", a), ("b", b)):
         with pytest.raises(
@@ -165,7 +167,7 @@ def test_alignment_of_rows_by_expert(block: int, dtype: torch.dtype) -> None:
     assert experts.tolist() == owners + [-1] * (len(experts) - len(owners))
 
 
-def test_alignment_refuses_what_are_no_counts() -> None:
+def test_alignment_refuses_invalid_counts() -> None:
     for counts, capacity, error in (
         (torch.zeros(2, 2).int(), 4, ShapeError),
         (torch.zeros(2), 4, DtypeError),

@@ -1,4 +1,4 @@
-"""What `MoeRunner` and `moe_align_block_size` refuse: every wrong kind, shape, dtype and count."""
+"""`MoeRunner` and `moe_align_block_size` refuse every wrong type, shape, dtype and count."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -89,7 +89,7 @@ WRONG: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_a_dispatcher_gives_wrongly(name: str) -> None:
+def test_wrong_outputs_of_a_dispatcher(name: str) -> None:
     make, change, match = WRONG[name]
     weights = info() if make is by_expert else info_fp8()
     runner = MoeRunner("torch", CONFIG)
@@ -98,7 +98,7 @@ def test_what_a_dispatcher_gives_wrongly(name: str) -> None:
         runner.run(make(**change), weights)
 
 
-def test_tokens_that_are_none() -> None:
+def test_wrong_tokens() -> None:
     given = StandardDispatchOutput(None, (torch.rand(T, K), ids(), None))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="hidden_states: got NoneType, need a tensor"):
         MoeRunner("torch", CONFIG).run(given, info())
@@ -121,7 +121,7 @@ def test_tokens_that_are_none() -> None:
     ],
     ids=str,
 )
-def test_options_of_another_kind(options: dict[str, Any]) -> None:
+def test_options_of_wrong_types(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(InputError, match=name):
         MoeRunner("torch", CONFIG, **options)
@@ -132,13 +132,13 @@ def test_a_dtype_by_name() -> None:
 
 
 @pytest.mark.parametrize("given", [None, [], {"SGLANG_MOE_PADDING": 1}], ids=str)
-def test_an_environment_of_another_kind(given: Any) -> None:
+def test_wrong_values_of_environment_variables(given: Any) -> None:
     with pytest.raises(InputError, match=r"environment|SGLANG_MOE_PADDING"):
         switches(given)
 
 
 @pytest.mark.parametrize("tokens", [-1, "x", 2.5])
-def test_verdicts_of_no_layer(tokens: Any) -> None:
+def test_verdicts_for_wrong_arguments(tokens: Any) -> None:
     sizes = {
         "num_experts": E,
         "hidden_size": H,
@@ -187,7 +187,7 @@ MAP = torch.arange(E, dtype=torch.int32)
     ],
     ids=str,
 )
-def test_aligned_from_nonsense(change: dict[str, Any], match: str) -> None:
+def test_alignment_of_wrong_arguments(change: dict[str, Any], match: str) -> None:
     right: dict[str, Any] = {"topk_ids_TK": ids(), "block_size": 16, "num_experts": E}
     moe_align_block_size(**right, expert_map=MAP)
     with pytest.raises(InputError, match=match):
@@ -195,6 +195,6 @@ def test_aligned_from_nonsense(change: dict[str, Any], match: str) -> None:
 
 
 @pytest.mark.parametrize("block", ["16", 16.0, 3])
-def test_batches_aligned_from_nonsense(block: Any) -> None:
+def test_alignment_of_wrong_batches(block: Any) -> None:
     with pytest.raises(InputError, match="block_size"):
         batched_moe_align_block_size(COUNTS, C, block)

@@ -1,4 +1,6 @@
-"""Junk in place of one argument of a public callable: a typed error, or a call that takes it."""
+"""A wrong value in place of one argument of a public function raises a typed error, or is accepted
+by the call.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -55,7 +57,8 @@ JUNK: dict[str, Callable[[], object]] = {
 
 @cache
 def paths_of(name: str) -> tuple[str, ...]:
-    """Each argument, and each value inside the records and sequences among them."""
+    """Return the path to each argument, and to each value in the records and sequences among
+    them."""
     call = ALL[name]()
     inside = [path for path, _ in leaves(call.arguments)]
     return tuple(
@@ -64,7 +67,9 @@ def paths_of(name: str) -> tuple[str, ...]:
 
 
 def spoiled(name: str, place: int | str, junk: str) -> None:
-    """Make a call with junk in one place, a path or its number; raise what is no error of ours."""
+    """Call with a wrong value at one path, given by itself or by its index; raise any error that is
+    not typed.
+    """
     call, paths = ALL[name](), paths_of(name)
     path = paths[place % len(paths)] if isinstance(place, int) else place
     try:
@@ -86,7 +91,7 @@ ENDS_IN_AN_ERROR = {
 
 
 @pytest.mark.parametrize("name", JUNK_RECIPES)
-def test_a_good_call_is_one(name: str) -> None:
+def test_the_unchanged_call_succeeds(name: str) -> None:
     expected = pytest.raises(ModularKernelError) if name in ENDS_IN_AN_ERROR else nullcontext()
     with expected:
         JUNK_RECIPES[name]()()
@@ -159,5 +164,5 @@ def _seeds(test: Callable[..., None]) -> Callable[..., None]:
     place=st.integers(0, 40),
     junk=st.sampled_from(sorted(JUNK)),
 )
-def test_junk_is_refused_in_words(name: str, place: int | str, junk: str) -> None:
+def test_wrong_values_raise_typed_errors(name: str, place: int | str, junk: str) -> None:
     spoiled(name, place, junk)

@@ -1,4 +1,4 @@
-"""What people print: problems, verdicts, kernels, plans, the version."""
+"""The repr, str and notebook display of problems, verdicts, kernels and plans, and the version."""
 
 from dataclasses import replace
 from importlib.metadata import version
@@ -12,7 +12,7 @@ CPU = mk.Machine("cpu", None, frozenset())
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 
 
-def test_a_problem_shows_what_is_not_usual_and_makes_an_equal_one() -> None:
+def test_the_repr_of_a_problem_omits_defaults_and_evaluates_to_it() -> None:
     text = repr(PROBLEM)
     assert text == (
         "Problem(tokens=8, hidden=64, intermediate=128, experts=8, top_k=2, graph=True)"
@@ -26,7 +26,7 @@ def test_a_problem_shows_what_is_not_usual_and_makes_an_equal_one() -> None:
     assert eval(repr(unweighted)) == unweighted
 
 
-def test_a_rule_of_others_may_give_numbers() -> None:
+def test_values_in_rejections_may_be_numbers() -> None:
     found = replace(mk.check(*PAIR, PROBLEM, CPU), rejections=(Rejection("r", (), 3, "<4"),))  # type: ignore[arg-type]
     assert "<td>3</td><td>&lt;4</td>" in found._repr_html_()
 
@@ -45,7 +45,7 @@ def test_verdicts_are_short_and_have_tables() -> None:
     assert "<script" not in mk.check(*PAIR, PROBLEM, CPU)._repr_html_()
 
 
-def test_a_refused_pair_is_not_true() -> None:
+def test_a_verdict_with_rejections_is_false() -> None:
     valid, refused = mk.check(*PAIR, PROBLEM, CPU), mk.check(PAIR[0], "TritonExperts", PROBLEM, CPU)
     assert (bool(valid), bool(refused)) == (valid.ok, refused.ok)
     assert refused.rejections
@@ -61,7 +61,7 @@ def test_a_matrix_is_a_grid() -> None:
     assert [name for name in names if f"<th>{name}</th>" not in shown] == []
 
 
-def test_kernels_and_plans_name_their_pairing() -> None:
+def test_the_repr_of_kernels_and_plans_names_their_pairing() -> None:
     kernel = mk.make_kernel(*PAIR, mk.Problem(8, 64, 128, 8, 2), machine=CPU)
     assert repr(kernel) == f"<{' x '.join(PAIR)}, T8-H64-I128-E8-K2-bfloat16 on cpu>"
     plan = kernel.plan()
@@ -70,7 +70,7 @@ def test_kernels_and_plans_name_their_pairing() -> None:
 
 
 def test_a_notebook_shows_kernels_as_it_shows_verdicts() -> None:
-    """One line; tests/select/test_compose.py has the table of a composed one."""
+    """A single line; tests/select/test_compose.py tests the table of a composed kernel."""
     problem = mk.Problem(8, 64, 128, 8, 2)
     kernel = mk.make_kernel(*PAIR, problem, machine=CPU)
     assert kernel._repr_html_() == f"<p>{' x '.join(PAIR)}, {problem} on cpu</p>"

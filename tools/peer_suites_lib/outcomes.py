@@ -39,7 +39,7 @@ OUTCOMES = (
 _BY_SEVERITY = (OURS, RAW, ROUNDED, THEIRS, REFUSED, AGREE)
 
 
-# Errors that our parts raise before anything runs; other errors of ours are defects.
+# Errors that our parts raise before anything runs; any other error of our parts is a defect.
 Refusal = (InputError, IncompatibleError)
 
 
@@ -59,14 +59,15 @@ class TheirError(Exception):
 class CaseOutcome:
     """Outcome of a case.
 
-    why: reason, worded so that many cases share it. shrunk: sizes that were reduced. key: identity
-    of the case after shrinking; None if it is unique.
+    why: reason, worded so that many cases share it. shrunk: sizes that were reduced. compared:
+    names of the parts that returned a result. key: identity of the case after shrinking; None if no
+    other case can equal it.
     """
 
     outcome: str
     why: str = ""
     shrunk: str = ""
-    compared: tuple[str, ...] = ()  # the parts that returned a result
+    compared: tuple[str, ...] = ()
     key: object = None
 
 
@@ -91,19 +92,19 @@ class Tally:
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
     compared: Counter[str] = field(default_factory=Counter)
 
-    def add(self, ending: CaseOutcome) -> None:
+    def add(self, case: CaseOutcome) -> None:
         """Count one case."""
         self.cases += 1
-        self.shrunk += bool(ending.shrunk)
-        self.outcomes[ending.outcome] += 1
-        self.compared.update(ending.compared)
-        if ending.why:
-            self.reasons[ending.outcome, ending.why] += 1
+        self.shrunk += bool(case.shrunk)
+        self.outcomes[case.outcome] += 1
+        self.compared.update(case.compared)
+        if case.why:
+            self.reasons[case.outcome, case.why] += 1
 
     @property
     def failed(self) -> bool:
         """Whether a case failed because of a defect of ours."""
-        return any(self.outcomes[end] for end in FAILURES)
+        return any(self.outcomes[outcome] for outcome in FAILURES)
 
 
 def run_suite(suite: Suite, max_cases: int) -> Tally:
@@ -118,12 +119,12 @@ def run_suite(suite: Suite, max_cases: int) -> Tally:
         sampled = set(Random(suite.name).sample(range(len(cases)), max_cases))
     keys: set[object] = set()
     for index, params in enumerate(cases):
-        ending = _run_case(suite, params) if index in sampled else CaseOutcome(LEFT_OUT)
-        is_repeated = ending.key is not None and ending.key in keys
-        if is_repeated and ending.outcome not in FAILURES:  # failures are never counted as repeated
-            ending = CaseOutcome(REPEATED, shrunk=ending.shrunk)
-        keys.add(ending.key)
-        tally.add(ending)
+        case = _run_case(suite, params) if index in sampled else CaseOutcome(LEFT_OUT)
+        is_repeated = case.key is not None and case.key in keys
+        if is_repeated and case.outcome not in FAILURES:  # failures are never counted as repeated
+            case = CaseOutcome(REPEATED, shrunk=case.shrunk)
+        keys.add(case.key)
+        tally.add(case)
     return tally
 
 
@@ -175,14 +176,14 @@ def worst_outcome(
 
     The case counts as refused only if no part returned a result.
     """
-    compared = tuple(name for name, end in outcomes.items() if end.outcome != REFUSED)
+    compared = tuple(name for name, part in outcomes.items() if part.outcome != REFUSED)
     for outcome in _BY_SEVERITY:
-        matching = {name: end for name, end in outcomes.items() if end.outcome == outcome}
+        matching = {name: part for name, part in outcomes.items() if part.outcome == outcome}
         if matching and (outcome != REFUSED or not compared):
-            name, end = next(iter(matching.items()))
-            reason = end.why if outcome in (AGREE, REFUSED) else f"{name}: {end.why}"
+            name, part = next(iter(matching.items()))
+            reason = part.why if outcome in (AGREE, REFUSED) else f"{name}: {part.why}"
             return CaseOutcome(outcome, reason, shrunk, compared, key)
-    raise ValueError("no endings")
+    raise ValueError("no outcomes")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Files of compiled code: whatever lies in their folder, the right one is found or made again."""
+"""The cache of compiled objects: whatever is in its folder, the right object is found or
+compiled."""
 
 import os
 import sys
@@ -39,7 +40,7 @@ def a_link_to_nothing(path: Path) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("put", [a_pipe, a_link_to_itself, a_link_to_nothing, Path.mkdir])
-def test_what_is_no_file_is_passed_over(folder: Path, put: Callable[[Path], None]) -> None:
+def test_entries_that_are_not_files_are_ignored(folder: Path, put: Callable[[Path], None]) -> None:
     path = build_cached(STEM, SUFFIX, written())
     path.unlink()
     put(path)
@@ -50,7 +51,7 @@ def test_what_is_no_file_is_passed_over(folder: Path, put: Callable[[Path], None
     assert (made == path) != (put is Path.mkdir)
 
 
-def test_a_folder_that_goes_while_a_file_is_made(folder: Path) -> None:
+def test_a_folder_that_is_removed_during_compilation(folder: Path) -> None:
     build_cached(STEM, SUFFIX, written()).unlink()
 
     def make(path: Path) -> None:
@@ -60,7 +61,7 @@ def test_a_folder_that_goes_while_a_file_is_made(folder: Path) -> None:
     assert build_cached(STEM, SUFFIX, make).read_bytes() == b"code"
 
 
-def test_what_making_raises_is_raised_and_nothing_is_kept(folder: Path) -> None:
+def test_an_error_of_the_compiler_is_raised_and_nothing_is_cached(folder: Path) -> None:
     def make(path: Path) -> None:
         path.write_bytes(b"half")
         raise RuntimeError("no such GPU")
@@ -71,13 +72,13 @@ def test_what_making_raises_is_raised_and_nothing_is_kept(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_a_stem_is_no_pattern(folder: Path) -> None:
+def test_a_file_stem_is_not_a_glob_pattern(folder: Path) -> None:
     build_cached("kernel[1]*", SUFFIX, written())
     assert find_cached("kernel[1]*", SUFFIX) is not None
     assert find_cached("kernel*", SUFFIX) is None
 
 
-def test_a_key_tells_files_and_facts_apart(tmp_path: Path) -> None:
+def test_keys_distinguish_sources_and_options(tmp_path: Path) -> None:
     def of(*facts: object, **contents: bytes) -> str:
         for name, content in contents.items():
             (tmp_path / name).write_bytes(content)
@@ -96,7 +97,7 @@ def test_a_key_tells_files_and_facts_apart(tmp_path: Path) -> None:
 
 @pytest.fixture
 def loader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The DSL's loader of objects, of which this machine needs no more; `loads` notes the files."""
+    """A stand-in for the DSL's loader of objects; `loads` records the loaded files."""
     stand_in: Any = ModuleType("cutlass")
     noted = SimpleNamespace(loads=[], of=lambda path: {"kernel": path.read_bytes()})
 
@@ -121,7 +122,7 @@ def kernel(arch: str = "sm_90a") -> compiled_kernels.Kernel:
     return compiled_kernels.Kernel("kernel", arch, lambda options: Compiled())
 
 
-def test_an_object_is_loaded_where_it_is_kept(loader: SimpleNamespace) -> None:
+def test_a_cached_object_is_loaded(loader: SimpleNamespace) -> None:
     assert isinstance(kernel().get(), Compiled)
     path = kernel().keep()
     assert kernel().keep() == path
@@ -137,7 +138,7 @@ def test_an_object_of_another_gpu_or_release_is_not_loaded(loader: SimpleNamespa
     assert loader.loads == []
 
 
-def test_an_object_that_is_damaged_is_not_loaded(loader: SimpleNamespace) -> None:
+def test_a_damaged_object_is_not_loaded(loader: SimpleNamespace) -> None:
     path = kernel().keep()
     path.write_bytes(path.read_bytes()[:3])
     assert isinstance(kernel().get(), Compiled)
@@ -146,7 +147,7 @@ def test_an_object_that_is_damaged_is_not_loaded(loader: SimpleNamespace) -> Non
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError, ImportError, KeyError, AttributeError])
-def test_an_object_that_cannot_be_loaded_is_compiled_anew(
+def test_an_object_that_fails_to_load_is_recompiled(
     loader: SimpleNamespace, error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(path: Path) -> object:

@@ -1,4 +1,4 @@
-"""Parts of plain torch are measured as they run for a user, the interpreter being active too."""
+"""Torch parts are measured as users run them, although the interpreter is active."""
 
 import threading
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 mk = runs_mk()
 
 
-def test_operations_take_their_twins_within_it_alone() -> None:
+def test_operations_use_their_torch_references_only_inside_it() -> None:
     x = torch.ones(2)
     assert use_triton(x)
     with prefer_torch_reference():
@@ -47,7 +47,7 @@ def test_which_pairs_are_interpreted() -> None:
 @pytest.mark.parametrize(
     ("experts", "mode"), [("TorchExperts", "cpu"), ("TritonExperts", "interpreter")]
 )
-def test_bench_and_profile_say_what_ran(
+def test_bench_and_profile_state_what_ran(
     mk: Mk, experts: str, mode: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[bool] = []
@@ -69,7 +69,7 @@ def test_bench_and_profile_say_what_ran(
 @pytest.mark.parametrize(
     ("part", "mode"), [("TorchAll2AllBatched", "cpu"), ("SymmMem", "interpreter")]
 )
-def test_exchange_says_what_ran(mk: Mk, part: str, mode: str) -> None:
+def test_exchange_states_what_ran(mk: Mk, part: str, mode: str) -> None:
     words = ("--tokens-list", "1", "--quant", "none", "--replays", "1", "--rounds", "1")
     rows = mk("exchange", "--backend", "gloo", "--only", part, *words, "--json").json["rows"]
     assert [(row["status"], row["mode"]) for row in rows] == [("ok", mode)]
