@@ -60,13 +60,13 @@ def test_a_folder_is_built_timed_and_told(name, tmp_path, monkeypatch, capsys) -
 
 def test_fewer_layers_are_said_and_a_name_stands_for_a_published_layer(monkeypatch) -> None:
     monkeypatch.setattr(random_model, "free_bytes", lambda _: None)
-    built = random_model._built
+    built = random_model._build
 
     def small(library, source, config, dtype, device):
         """Of the model asked for only what is meta is made."""
         return built(library, source, config, dtype, torch.device("meta"))
 
-    monkeypatch.setattr(random_model, "_built", small)
+    monkeypatch.setattr(random_model, "_build", small)
     made = random_model.random_model("qwen3-235b", DEVICE, layers=2)
     config = made.model.config
     sizes = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size

@@ -168,7 +168,7 @@ def test_the_record_is_kept_after_every_cell() -> None:
     blocks = (Block(cells(8, 4), (offer("a"),)),)
     run_interleaved(
         Comparison(blocks, this_machine(device="cpu"), rounds=1),
-        keep=lambda report: kept.append(len(report.rows)),
+        on_report=lambda report: kept.append(len(report.rows)),
     )
     assert kept == [1, 2]
 
@@ -293,7 +293,7 @@ def test_tables_name_each_layer_and_what_is_missing() -> None:
     failed = replace(BLANK, layer="flashinfer", origin=PEER, status="failed", note="no module")
     report = report_of(*ROWS, failed, missing=("vllm_marlin (needs vllm)",))
     lines = layers_table(report)
-    assert "| bf16 | DeepGemmExperts `none` | ours, products of deep_gemm | 1 | 0.56 |  |" in lines
+    assert "| bf16 | DeepGemmExperts `none` | ours, GEMMs of deep_gemm | 1 | 0.56 |  |" in lines
     assert "| bf16 | flashinfer `none` | peer | 0 |  | 1 |" in lines
     assert "- not installed: vllm_marlin (needs vllm)" in missing_lines(report)
     assert "- bf16, flashinfer: failed in 1 cells: no module" in missing_lines(report)

@@ -93,7 +93,7 @@ def test_a_layer_of_which_nothing_is_prepared_has_a_row_without_a_time(machine: 
     offers = pair_offers(*PAIR, [LAYER], machine, prepared=True)
     (refused,) = run(BenchJob(cells, tuple(offers[1:]), machine, target_ms=0.01)).rows
     assert (refused.status, refused.prepared, refused.us) == ("refused", True, None)
-    assert refused.note == "TritonExperts prepares nothing of these weights"
+    assert refused.note == "TritonExperts does not prepare such weights"
 
 
 def test_sets_of_weights_count_what_is_prepared(
