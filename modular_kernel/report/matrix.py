@@ -1,4 +1,4 @@
-"""The document of the support matrix."""
+"""The document of the support matrix (docs/support-matrix.md)."""
 
 from collections.abc import Iterable
 
@@ -19,7 +19,7 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.text import counted
 
 YES = "yes"
-# Declared boolean capabilities that a problem can require.
+# Fields of Requirements that declare an optional capability.
 _OPTIONS = (
     "bias", "interleaved", "up_first", "expert_map", "localizes_ids", "weight_on_input",
     "keep_topk", "chunking", "inplace", "tf32", "graph_capturable", "deterministic",
@@ -176,7 +176,10 @@ def _group_world_sizes(matrix: Matrix) -> list[tuple[int, ...]]:
 
 
 def _pairs(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
-    """Build the tables of pairs: number of supported schemes, then details of supported pairs."""
+    """Build the section on these world sizes, which have equal verdicts.
+
+    A first table has the number of schemes that each pair supports, a second one the schemes.
+    """
     size = sizes[0]
     pfs = list(dict.fromkeys(pf for pf, _ in matrix.pairs))
     experts = list(dict.fromkeys(ex for _, ex in matrix.pairs))
@@ -222,7 +225,7 @@ def _verdict(matrix: Matrix, pair: tuple[str, str], quant: str, size: int) -> st
 
 
 def _reasons(matrix: Matrix) -> tuple[Block, ...]:
-    """Build the table of rejections; those that differ only in their parties share a row."""
+    """Build the table of rejections, with one row for those that differ only in their parties."""
     parties: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for reason in reasons(matrix):
         r = reason.rejection
@@ -247,7 +250,7 @@ def _format_parties(matrix: Matrix, parties_of_rejections: list[tuple[str, ...]]
 
 
 def _scope_of(matrix: Matrix, reason: RefusalReason) -> str:
-    """Describe the cells that a reason applies to; "" if these are all cells of its parties."""
+    """Describe the cells that a reason applies to; "" if it applies to all cells of its parties."""
     parts = {name for pair in matrix.pairs for name in pair}
     part_names = parts & set(reason.rejection.parties)
     texts = []
