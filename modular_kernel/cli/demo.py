@@ -1,6 +1,6 @@
 """`mk demo`: four small models with transformers' experts and with ours.
 
-Quantized checkpoints of the same families follow; see `demo_checkpoints`.
+After the models, quantized checkpoints of the same families run; see `demo_checkpoints`.
 
 Accuracy criterion: logits are compared with those of a float64 copy of the model with the same
 weights and the same routing. The error of our experts may be at most twice that of transformers'
@@ -56,11 +56,11 @@ _FACTOR = 2
 
 @dataclass(frozen=True)
 class Baseline:
-    """A model and the results of its own experts.
+    """A model, and the results of transformers' experts.
 
-    ids: (2, tokens) token ids on the model's device. exact: float64 logits. own_difference: the
-    maximum absolute error of the model's own logits, in its dtype. routing: the routing of each
-    experts module in the float64 run.
+    ids: (2, tokens) token ids on the model's device. exact: logits in float64. baseline_error:
+    maximum absolute error of the logits in the model's dtype. routing: the routing of each experts
+    module in the float64 run.
     """
 
     model: Model
@@ -72,12 +72,12 @@ class Baseline:
 
 @dataclass
 class RecordedRouting:
-    """Top-k ids and weights passed to each experts module in one run."""
+    """Top-k ids and weights that were passed to each experts module, by its name, in one run."""
 
     of_module: "dict[str, tuple[torch.Tensor, torch.Tensor]]" = field(default_factory=dict)
 
     def recorded(self, model: Model) -> AbstractContextManager[None]:
-        """Record the routing that the model's routers choose."""
+        """Return a context that records the routing of the model's calls."""
 
         def record_call(name: str, module: object, args: tuple[Any, ...]) -> None:
             self.of_module[name] = args[1], args[2]
@@ -85,7 +85,10 @@ class RecordedRouting:
         return _hook_experts(model, record_call)
 
     def replayed(self, model: Model) -> AbstractContextManager[None]:
-        """Replace the model's routing by the recorded one, so that near ties do not change it."""
+        """Return a context that replaces the model's routing by the recorded one.
+
+        Without it, rounding would change the routing of tokens whose scores nearly tie.
+        """
 
         def replace_routing(name: str, module: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
             ids, weights = self.of_module[name]
@@ -200,7 +203,7 @@ def _model_results(
 
 
 def _unbatched(pairings: Sequence[Pair]) -> list[Pair]:
-    """Return the pairings in the standard format; together they support every scheme."""
+    """Return the pairings in the standard format, which together support every scheme."""
     return [pair for pair in pairings if pair in PAIRINGS[:2]]
 
 
@@ -214,10 +217,9 @@ def _checkpoint_results(
 
 
 def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
-    """Measure tokens per second of a forward pass over 512 tokens.
+    """Measure the tokens per second of forward passes over 512 tokens, interleaved.
 
-    Returns those of the fastest implementation that transformers has, and those of ours, measured
-    interleaved.
+    Returns the rates of transformers' fastest experts implementation, and of ours.
     """
     import torch
 
@@ -232,13 +234,13 @@ def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
         for _ in range(6):
             for name, seconds in times.items():
                 model.set_experts_implementation(name)
-                seconds.append(_seconds(model, ids))
+                seconds.append(_time_forward(model, ids))
     speeds = {name: ids.numel() / median(seconds[1:]) for name, seconds in times.items()}
     fastest = max(theirs, key=speeds.__getitem__)
     return {theirs[fastest]: speeds[fastest], ours: speeds[ours]}
 
 
-def _seconds(model: Model, ids: "torch.Tensor") -> float:
+def _time_forward(model: Model, ids: "torch.Tensor") -> float:
     """Return the seconds of one forward pass."""
     from modular_kernel.measure.timing import clock_of
 
@@ -251,9 +253,9 @@ def _seconds(model: Model, ids: "torch.Tensor") -> float:
 
 
 def _available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
-    """Return whether both parts can run on this machine, and note the reasons if not.
+    """Return whether both parts can run on this machine; print the reasons if not.
 
-    Any other refusal is an error in the demo.
+    Other reasons for a refusal are not expected, and make the demo fail.
     """
     from modular_kernel.catalog import load_catalog
     from modular_kernel.compatibility.rules import unavailable
@@ -274,7 +276,7 @@ def _interpreted(pairings: Sequence[Pair], machine: "Machine") -> list[str]:
 
 
 def baseline(model: Model) -> Baseline:
-    """Compute the logits of the model's own experts, in float64 and in the model's dtype."""
+    """Run a model with transformers' experts, in float64 and in the model's dtype."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -292,10 +294,12 @@ def baseline(model: Model) -> Baseline:
 def compare(
     base: Baseline, implementation: str, name: str, baseline_tokens: Tokens | None
 ) -> DemoRow:
-    """Run the model of `base` with another experts implementation and compare the results.
+    """Run the model of `base` with another experts implementation, and compare the results.
 
-    own_tokens: tokens decoded with the model's own experts; None skips decoding. The model's own
-    experts are restored afterwards.
+    The model has transformers' eager experts again afterwards.
+
+    implementation: name under which it is registered with transformers. name: of the model.
+    baseline_tokens: tokens decoded with transformers' experts; None skips decoding.
     """
     import torch
 
@@ -329,7 +333,7 @@ def compare(
 
 
 def logits(model: Model, ids: "torch.Tensor") -> "torch.Tensor":
-    """Compute logits of (2, tokens) ids: float64 of shape (2, tokens, vocabulary)."""
+    """Return the logits (2, tokens, vocabulary) of ids (2, tokens), converted to float64."""
     import torch
 
     with torch.inference_mode():
@@ -338,7 +342,7 @@ def logits(model: Model, ids: "torch.Tensor") -> "torch.Tensor":
 
 
 def greedy_tokens(base: Baseline, count: int = NEW_TOKENS) -> Tokens:
-    """Decode `count` tokens greedily after a fixed prompt: one prefill, then token by token."""
+    """Decode `count` tokens greedily after a fixed prompt."""
     prompt = base.ids[:1, :PROMPT_TOKENS]
     output_ids = base.model.generate(prompt, max_new_tokens=count, do_sample=False)
     return tuple(output_ids[0, PROMPT_TOKENS:].tolist())
@@ -360,7 +364,10 @@ def _hook_experts(model: Model, hook: Any) -> Iterator[None]:
 
 
 def _float64() -> AbstractContextManager[object]:
-    """Replace float32 by float64 in torch calls: norms cast to float32 whatever the model dtype."""
+    """Return a context that replaces float32 by float64 in torch calls.
+
+    Norms of transformers convert to float32 explicitly, whatever the model's dtype.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 

@@ -1,4 +1,4 @@
-"""Text and JSON of `mk plan`."""
+"""Text and JSON output of `mk plan`."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 # Common to most names; tables show them only in the header.
 _SUFFIX, _EXPERTS_SUFFIX = "PrepareAndFinalize", "Experts"
 _GIGA, _TERA, _MEGA = 1e9, 1e12, 1e6
-_DECIDING = (f"..{_SUFFIX}", f"..{_EXPERTS_SUFFIX}", "layer us", "Mtok/s", "GB")
-_OPTIONAL = (
+_REQUIRED_COLUMNS = (f"..{_SUFFIX}", f"..{_EXPERTS_SUFFIX}", "layer us", "Mtok/s", "GB")
+# Columns that are dropped on a narrow terminal, the last one first.
+_OPTIONAL_COLUMNS = (
     *("dispatch", "experts us", "combine"),
     *("weights", "workspace", "buffers", "prepared"),
     *("rows out", "bound"),
@@ -107,7 +108,7 @@ def _recommendation_record(recommendation: "Recommendation") -> dict[str, Any]:
 def print_cases(cases: "Sequence[Case]", routing: str, max_rows: int) -> None:
     """Print the recommendations, then a table for each case, then the assumptions.
 
-    max_rows: number of pairs in a table; 0 for all.
+    max_rows: maximum number of pairs in a table; 0 prints all.
     """
     for case in cases:
         _print_recommendation(case)
@@ -166,7 +167,10 @@ def _print_table(case: "Case", max_rows: int) -> None:
     result = case.result
     shown = result.estimates[: max_rows or None]
     output.table(
-        (*_DECIDING, *_OPTIONAL), map(_cells, shown), title=_title(case), optional=_OPTIONAL
+        (*_REQUIRED_COLUMNS, *_OPTIONAL_COLUMNS),
+        map(_cells, shown),
+        title=_title(case),
+        optional=_OPTIONAL_COLUMNS,
     )
     hidden = len(result.estimates) - len(shown)
     if hidden:
@@ -195,7 +199,7 @@ def _cells(estimate: "Estimate") -> tuple[str, ...]:
 
 
 def _print_grouped(what: str, reasons: Iterable[tuple[str, str]]) -> None:
-    """Print pairs with the same reason on one line."""
+    """Print the pairs, with those that have the same reason on one line. what: their heading."""
     by_reason: dict[str, list[str]] = {}
     for pairing, reason in reasons:
         by_reason.setdefault(reason, []).append(pairing)
@@ -230,7 +234,7 @@ def _assumptions(case: "Case", routing: str) -> list[str]:
 
 
 def _by_source(named: Iterable[tuple[str, str]]) -> list[str]:
-    """Format the parts that have the same source on one line."""
+    """Return a line for each source, with the parts that have it. named: (part, source)."""
     names: dict[str, dict[str, None]] = {}
     for name, source in named:
         names.setdefault(source, {})[name.removesuffix(_SUFFIX)] = None
