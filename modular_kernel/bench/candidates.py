@@ -248,11 +248,11 @@ class TorchGroupedMm(Layer):
     name = "torch_grouped_mm"
 
     def refusal(self, problem: Problem) -> str | None:
-        plain = replace(
+        simplified = replace(
             problem, tokens=1, hidden=1, intermediate=1, experts=1, top_k=1, graph=False,
             deterministic=False, ids_dtype=None,
         )  # fmt: skip
-        if plain != Problem(1, 1, 1, 1, 1, problem.dtype):
+        if simplified != Problem(1, 1, 1, 1, 1, problem.dtype):
             return "plain SwiGLU layers only"
         if problem.dtype is not torch.bfloat16:
             return "bfloat16 only"

@@ -139,6 +139,8 @@ class _ReadyLayer:
 
 
 class _Run:
+    """One run of a comparison. block_ends: time.monotonic() after which no cell is started."""
+
     def __init__(
         self, comparison: Comparison, on_cell: CellCallback, on_report: Callable[[Report], object]
     ) -> None:

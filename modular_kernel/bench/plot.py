@@ -21,13 +21,13 @@ def plot(report: Report, path: Path) -> None:
         if row.floor_us is not None:
             panels.setdefault((row.shape, row.routing, row.operands), []).append(row)
     columns = min(_MAX_COLUMNS, max(1, len(panels)))
-    lines = max(1, math.ceil(len(panels) / columns))
-    size = _PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * lines
+    panel_rows = max(1, math.ceil(len(panels) / columns))
+    size = _PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * panel_rows
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     colors: dict[str, str] = {}
     for index, (name, rows) in enumerate(panels.items()):
-        axes = figure.add_subplot(lines, columns, index + 1)
+        axes = figure.add_subplot(panel_rows, columns, index + 1)
         _draw_panel(axes, rows, colors)
         axes.set_title(", ".join(name), fontsize=9)
     figure.suptitle(f"{report.environment.get('device')}, {report.environment.get('date')}")

@@ -56,7 +56,7 @@ ReportCallback = Callable[[Report], object]
 
 @dataclass(frozen=True)
 class BenchJob:
-    """A benchmark job. Each cell and offer give one row.
+    """A benchmark job, with one row for each cell and each offer of a layer.
 
     graph: whether to time replays of CUDA graphs rather than eager calls. target_ms: milliseconds
     on the device to time each row. bandwidth: bytes per second for the roofline; None measures it.
@@ -92,7 +92,10 @@ def run(
 
 @dataclass
 class WeightSets:
-    """The sets of weights of one shape, created lazily."""
+    """The sets of weights of one shape, created on first use.
+
+    cells: all cells of the shape. sets: those created so far, by index.
+    """
 
     cells: tuple[LayerCase, ...]
     device: torch.device
@@ -152,7 +155,7 @@ class LayerSets:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _RowCalls:
     """The calls of one row, with their inputs bound.
 
     layer: that of the first call. schedule: rotation over inputs and sets of weights. loads: load
@@ -168,6 +171,8 @@ class _Trial:
 
 
 class _Run:
+    """One run of a job. stopped: why it ended early, or ""."""
+
     def __init__(
         self, job: BenchJob, on_report: ReportCallback, on_row: Callable[[str], object]
     ) -> None:
@@ -188,7 +193,7 @@ class _Run:
         self.stopped = ""
 
     def report(self) -> Report:
-        for cell, layer_sets in self._visits():
+        for cell, layer_sets in self._cells_by_offer():
             self.on_row(
                 f"{layer_sets.offer.name}, {cell.shape}, {counted(cell.problem.tokens, 'token')}"
             )
@@ -204,7 +209,7 @@ class _Run:
         self.on_report(report)
         return report
 
-    def _visits(self) -> Iterator[tuple[LayerCase, LayerSets]]:
+    def _cells_by_offer(self) -> Iterator[tuple[LayerCase, LayerSets]]:
         """Yield every cell with every offer.
 
         At any time only the weights of one shape and the layers of one offer are in memory.
@@ -221,11 +226,11 @@ class _Run:
             weight_sets.sets.clear()
 
     def _free(self) -> None:
-        if not self.stopped and not self._is_late:
+        if not self.stopped and not self._is_past_deadline:
             free_memory(self.device)
 
     @property
-    def _is_late(self) -> bool:
+    def _is_past_deadline(self) -> bool:
         left = self._seconds_left
         return left is not None and left <= 0
 
@@ -237,7 +242,7 @@ class _Run:
 
     def _measure_row(self, cell: LayerCase, layer_sets: LayerSets) -> Row:
         row = blank_row(cell, layer_sets.offer)
-        if self.stopped or self._is_late:
+        if self.stopped or self._is_past_deadline:
             return replace(row, note=self.stopped or "after the deadline")
         try:
             with time_limit(self._seconds_left):
@@ -253,7 +258,7 @@ class _Run:
                 self.stopped = f"{layer_sets.offer.name} broke the CUDA context"
             return replace(row, status=status.FAILED, note=short_error(error))
 
-    def _make_trial(self, cell: LayerCase, layer_sets: LayerSets) -> _Trial:
+    def _make_calls(self, cell: LayerCase, layer_sets: LayerSets) -> _RowCalls:
         scheme, expert_map = (
             QuantScheme.parse(layer_sets.offer.quant),
             layer_sets.weight_sets.weights(0).expert_map,
@@ -264,7 +269,7 @@ class _Run:
             return item, load_of(item.routing, cell.problem, expert_map)
 
         first, load = make(0)
-        schedule = self._rotation(cell, work_of(cell.problem, scheme, [load]), layer_sets)
+        schedule = self._choose_rotation(cell, work_of(cell.problem, scheme, [load]), layer_sets)
         inputs, loads = zip((first, load), *map(make, range(1, schedule.calls)), strict=True)
         layers = [layer_sets.layer(index) for index in range(schedule.sets)]
         calls = tuple(
@@ -282,9 +287,9 @@ class _Run:
             )
             weight_set = index % schedule.sets if index < schedule.calls else 0
             checks.append((call, self._expected(cell, layer_sets, item, (index, weight_set))))
-        return _Trial(calls, layers[0], schedule, loads, tuple(checks))
+        return _RowCalls(calls, layers[0], schedule, loads, tuple(checks))
 
-    def _rotation(self, cell: LayerCase, work: Work, layer_sets: LayerSets) -> Rotation:
+    def _choose_rotation(self, cell: LayerCase, work: Work, layer_sets: LayerSets) -> Rotation:
         memory = 0
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
@@ -313,20 +318,20 @@ class _Run:
 
     def _check_and_time(self, row: Row, cell: LayerCase, layer_sets: LayerSets) -> Row:
         """Verify the layer's outputs and, if they are correct, time it; return the complete row."""
-        scheme, trial = (
+        scheme, row_calls = (
             QuantScheme.parse(layer_sets.offer.quant),
-            self._make_trial(cell, layer_sets),
+            self._make_calls(cell, layer_sets),
         )
-        work = work_of(cell.problem, scheme, trial.loads)
+        work = work_of(cell.problem, scheme, row_calls.loads)
         floor = roofline_of(work, cell.problem, scheme, self.peaks)
-        checked = check_calls(trial.checks, cell.problem)
+        checked = check_calls(row_calls.checks, cell.problem)
         result = checked.result
         row = replace(
             row,
-            calls=trial.schedule.calls,
-            weight_sets=trial.schedule.sets,
+            calls=row_calls.schedule.calls,
+            weight_sets=row_calls.schedule.sets,
             touched=work.touched,
-            skew=sum(load.skew for load in trial.loads) / len(trial.loads),
+            skew=sum(load.skew for load in row_calls.loads) / len(row_calls.loads),
             flops=work.flops,
             bytes=work.bytes,
             floor_us=floor.us,
@@ -337,18 +342,18 @@ class _Run:
         if result.failure:
             return replace(row, status=status.WRONG, note=result.failure)
         timing = time_calls(
-            trial.calls,
+            row_calls.calls,
             self.device,
-            graph=self.job.graph and trial.layer.graph,
-            flush=trial.schedule.flush,
+            graph=self.job.graph and row_calls.layer.graph,
+            flush=row_calls.schedule.flush,
             target_ms=self.job.target_ms,
         )
-        result = check_unchanged(timing.last_output, trial.checks[-1][1], checked, cell.problem)
+        result = check_unchanged(timing.last_output, row_calls.checks[-1][1], checked, cell.problem)
         if result.failure:
             note = f"after {timing.mode} calls: {result.failure}"
             return replace(row, status=status.WRONG, note=note, error=result.error)
-        host_time = host_cost(trial.calls[0], self.device)
-        eager_us = self._eager_time(trial, timing)
+        host_time = host_cost(row_calls.calls[0], self.device)
+        eager_us = self._eager_time(row_calls, timing)
         graph = self.device.type == "cuda" and self.job.graph
         return replace(
             row,
@@ -357,32 +362,32 @@ class _Run:
             us=timing.us,
             us_min=timing.us_min,
             spread=timing.spread,
-            mode=status.INTERPRETER if trial.layer.interpreted else timing.mode,
+            mode=status.INTERPRETER if row_calls.layer.interpreted else timing.mode,
             replays=timing.replays,
-            over_floor=None if trial.layer.interpreted else timing.us / floor.us,
+            over_floor=None if row_calls.layer.interpreted else timing.us / floor.us,
             eager_us=eager_us,
             host_us=host_time.us if host_time else None,
             allocations=host_time.allocations if host_time else None,
         )
 
-    def _eager_time(self, trial: _Trial, timing: Timing) -> float | None:
+    def _eager_time(self, row_calls: _RowCalls, timing: Timing) -> float | None:
         """Time the same calls eagerly, in microseconds per call; None on a CPU."""
         if self.device.type != "cuda":
             return None
         if timing.mode.startswith("eager"):
             return timing.us
         ms = self.job.target_ms / 4
-        flush = trial.schedule.flush
-        return time_calls(trial.calls, self.device, graph=False, flush=flush, target_ms=ms).us
+        flush = row_calls.schedule.flush
+        return time_calls(row_calls.calls, self.device, graph=False, flush=flush, target_ms=ms).us
 
     def _count_launches(self) -> None:
         """Count the kernel launches of every timed row.
 
         This runs after all timing, because the profiler slows down later launches.
         """
-        for index, (cell, layer_sets) in enumerate(self._visits()):
+        for index, (cell, layer_sets) in enumerate(self._cells_by_offer()):
             row = self.rows[index]
-            if not row.timed or self._is_late:
+            if not row.timed or self._is_past_deadline:
                 continue
             try:
                 with time_limit(self._seconds_left):

@@ -145,7 +145,7 @@ def ratios(report: Report) -> list[tuple[str, str]]:
     """Return (ratio, label): means of our best time over the floor, and over the best peer."""
     return [
         (f"{_mean(values):.2f} x", f"{target}, {operands}")
-        for operands, comparisons in _compared(report)
+        for operands, comparisons in _compare_by_operands(report)
         for target, values in comparisons.items()
     ]
 
@@ -156,7 +156,7 @@ def summary(report: Report) -> list[str]:
     If any row is prepared, the first line explains what that means.
     """
     lines = [PREPARED] if any(row.prepared for row in report.rows) else []
-    for operands, comparisons in _compared(report):
+    for operands, comparisons in _compare_by_operands(report):
         parts = [
             f"{_mean(values):.2f} x {target} in geometric mean over {counted(len(values), 'cell')} "
             f"({min(values):.2f} to {max(values):.2f})"
@@ -166,7 +166,7 @@ def summary(report: Report) -> list[str]:
     return lines
 
 
-def _compared(report: Report) -> Iterator[tuple[str, dict[str, list[float]]]]:
+def _compare_by_operands(report: Report) -> Iterator[tuple[str, dict[str, list[float]]]]:
     """Yield each operand type with the ratios of our best time to the floor and to the best peer.
 
     The ratios are lists with one entry per cell.
@@ -184,7 +184,7 @@ def _compared(report: Report) -> Iterator[tuple[str, dict[str, list[float]]]]:
                 over_peer.append(ours / peer)
         comparisons = {"the floor": over_floor, "the best peer's time": over_peer}
         if any(comparisons.values()):
-            yield operands, {what: values for what, values in comparisons.items() if values}
+            yield operands, {target: values for target, values in comparisons.items() if values}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -109,7 +109,7 @@ def _print_text(result: "CompileResult", *, check: bool, only: str) -> None:
         else f"{len(left_out)} left out"
     )
     output.line(
-        f"triton {version('triton')}: {compiled_forms}, {len(broken)} break a limit; {omitted}"
+        f"triton {version('triton')}: {compiled_forms}, {len(broken)} exceed a limit; {omitted}"
     )
 
 
@@ -138,5 +138,5 @@ def _cells(row: "CompiledRow", instructions: str) -> tuple[object, ...]:
         record.shared,
         record.stack + record.spill,
         instructions,
-        "breaks a limit" if row.violations else "ok",
+        "exceeds a limit" if row.violations else "ok",
     )

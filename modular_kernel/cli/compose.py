@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from modular_kernel.cli import output
 from modular_kernel.cli.command import option
-from modular_kernel.cli.compose_output import explain_text, print_text, progress_notes, record
+from modular_kernel.cli.compose_output import print_explanation, print_text, progress_notes, record
 from modular_kernel.cli.options import TOKENS_LIST, AsJson, ProblemOptions
 from modular_kernel.cli.ranks import Backend, host_of, with_launcher
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -121,7 +121,7 @@ def compose(
     def show() -> None:
         print_text(choice)
         if explain:
-            explain_text(choice)
+            print_explanation(choice)
 
     output.print_result(record(choice), as_json, show)
 

@@ -45,7 +45,9 @@ def print_text(choice: "Choice") -> None:
     other_machine: dict[str, list[str]] = {}
     for verdict in candidates.refused:
         if {rejection.rule for rejection in verdict.rejections} <= _MACHINE_RULES:
-            other_machine.setdefault(_needs(verdict, choice.machine), []).append(verdict.pairing)
+            other_machine.setdefault(_missing_requirement(verdict, choice.machine), []).append(
+                verdict.pairing
+            )
     for need, pairings in other_machine.items():
         output.line(f"not measured because they need {need}: {', '.join(pairings)}")
     for note in choice.notes:
@@ -72,7 +74,7 @@ def _interpreter_note(choice: "Choice") -> str:
     return f" without Triton's interpreter ({len(more.order)} with it, untimed)"
 
 
-def _needs(verdict: "Verdict", machine: "Machine") -> str:
+def _missing_requirement(verdict: "Verdict", machine: "Machine") -> str:
     """Return what a machine needs for the pairing; "a GPU" if this one is a CPU."""
     first = verdict.rejections[0]
     return "a GPU" if machine.device == "cpu" and first.rule == "device" else first.need
@@ -94,7 +96,7 @@ def _first_to_last(texts: Sequence[str]) -> str:
     return " .. ".join(dict.fromkeys((*texts[:1], *texts[-1:])))
 
 
-def explain_text(choice: "Choice") -> None:
+def print_explanation(choice: "Choice") -> None:
     """Print the times of every pairing or why it has none, and the first reason of each refusal."""
     picks = choice.picks
     rows = []
@@ -103,7 +105,7 @@ def explain_text(choice: "Choice") -> None:
             mark = "chosen" if picks.get(bucket.tokens) == outcome.pair else ""
             ratio = "" if outcome.ratio is None else f"{outcome.ratio:.3f}"
             noise = f"{outcome.noise:.3f}" if outcome.noise else ""
-            times = _time(outcome), ratio, noise, outcome.mode
+            times = _format_time(outcome), ratio, noise, outcome.mode
             rows.append((bucket.tokens, *outcome.pair, *times, mark))
     columns = ("tokens", "prepare_finalize", "experts", "us", "x default", "noise", "timed as", "")
     output.table(columns, rows, optional=("timed as", "noise"))
@@ -137,7 +139,7 @@ def _print_untimed(choice: "Choice") -> None:
         output.line(f"{pairing_name(pair)}: {texts[0]}{more}")
 
 
-def _time(outcome: "TimedOutcome") -> str:
+def _format_time(outcome: "TimedOutcome") -> str:
     if outcome.us is None:
         return f"none: {outcome.why}"
     return f"{'~' if outcome.rough else ''}{outcome.us:.1f}"

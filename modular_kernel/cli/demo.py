@@ -123,9 +123,9 @@ def demo(
     dtypes = [dtype_name(parse_dtype(dtype))] if dtype else ["float32", "bfloat16"]
     start = time.perf_counter()
     pairings = [pair for pair in PAIRINGS if _available(*pair, machine)]
-    runs = len(pairings) * len(SMALL_MODELS) * len(dtypes) + len(_unbatched(pairings)) * len(
-        CHECKPOINTS
-    )
+    runs = len(pairings) * len(SMALL_MODELS) * len(dtypes) + len(
+        _standard_format_pairs(pairings)
+    ) * len(CHECKPOINTS)
     rows, checkpoints = list[DemoRow](), list[CheckpointRow]()
     status = output.activity_notes(lambda: f"run {len(rows) + len(checkpoints) + 1} of {runs}")
     with (
@@ -149,7 +149,7 @@ def demo(
         "tokens_per_second": rates,
         "matrix": matrix_record(verdicts, problem, machine),
     }
-    slow = _interpreted(pairings, machine)
+    slow = _interpreted_parts(pairings, machine)
     output.print_result(
         record, as_json, lambda: print_demo(rows, checkpoints, seconds, rates, verdicts, slow)
     )
@@ -202,7 +202,7 @@ def _model_results(
                 yield row
 
 
-def _unbatched(pairings: Sequence[Pair]) -> list[Pair]:
+def _standard_format_pairs(pairings: Sequence[Pair]) -> list[Pair]:
     """Return the pairings in the standard format, which together support every scheme."""
     return [pair for pair in pairings if pair in PAIRINGS[:2]]
 
@@ -211,7 +211,7 @@ def _checkpoint_results(
     machine: "Machine", pairings: Sequence[Pair], report_step: Callable[[str], None]
 ) -> Iterator[CheckpointRow]:
     """Run the quantized checkpoints on the pairings in the standard format."""
-    for row in checkpoint_rows(_unbatched(pairings), machine.device):
+    for row in checkpoint_rows(_standard_format_pairs(pairings), machine.device):
         report_step(f"{row.model} {row.stored} on {row.pairing}: {row.seconds:.1f} s")
         yield row
 
@@ -268,7 +268,7 @@ def _available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
     return not reasons
 
 
-def _interpreted(pairings: Sequence[Pair], machine: "Machine") -> list[str]:
+def _interpreted_parts(pairings: Sequence[Pair], machine: "Machine") -> list[str]:
     """Return the experts whose pairings ran in Triton's interpreter."""
     from modular_kernel.catalog import needs_triton
 
@@ -371,7 +371,7 @@ def _float64() -> AbstractContextManager[object]:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    def widened(value: object) -> object:
+    def widen(value: object) -> object:
         return torch.float64 if value is torch.float32 else value
 
     class Float64(TorchFunctionMode):
@@ -384,7 +384,7 @@ def _float64() -> AbstractContextManager[object]:
         ) -> object:
             if func is torch.Tensor.float:
                 func = torch.Tensor.double
-            converted = {name: widened(value) for name, value in (kwargs or {}).items()}
-            return func(*map(widened, args), **converted)
+            converted = {name: widen(value) for name, value in (kwargs or {}).items()}
+            return func(*map(widen, args), **converted)
 
     return Float64()

@@ -57,7 +57,7 @@ class MachineOptions:
                 if value is not None:
                     got = f"{name} together with --machine"
                     raise ConfigurationError(name, got=got, need="only one of them")
-        prepare_host(quiet=any(given is not None for given in (cluster, arch, device)))
+        prepare_host(quiet=any(value is not None for value in (cluster, arch, device)))
         described = cluster is not None or arch is not None
         packages = self.package_set(cluster, described=described)
         if cluster is not None:

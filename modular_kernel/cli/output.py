@@ -234,7 +234,7 @@ def progress(
             yield lambda: bar.advance(task)
         return
     lines = _ProgressLines(total, what, timed=not steady)
-    with _repeated(lines.print, _STEADY_INTERVAL_S) if steady else nullcontext():
+    with _repeat(lines.print, _STEADY_INTERVAL_S) if steady else nullcontext():
         yield lines.advance
 
 
@@ -293,12 +293,12 @@ def activity_notes(current: Callable[[], str]) -> Iterator[None]:
     if not is_reporting_rank():
         yield
         return
-    with _repeated(note_long_activity, min(_FIRST_LINE_S, 1.0)):
+    with _repeat(note_long_activity, min(_FIRST_LINE_S, 1.0)):
         yield
 
 
 @contextmanager
-def _repeated(action: Callable[[], None], interval_s: float) -> Iterator[None]:
+def _repeat(action: Callable[[], None], interval_s: float) -> Iterator[None]:
     """Call `action` every `interval_s` seconds from a background thread, inside the context."""
     stop = threading.Event()
 
@@ -348,7 +348,7 @@ def report_error(error: ModularKernelError, json_path: str | None) -> int:
     json_path: the value of --json.
     """
     if isinstance(error, IncompatibleError):
-        _print_refused(error, json_path)
+        _report_incompatible(error, json_path)
         return 1
     if isinstance(error, InputError) and json_path == STDOUT and is_reporting_rank():
         values = {"what": error.what, "got": error.got, "need": error.need}
@@ -357,7 +357,7 @@ def report_error(error: ModularKernelError, json_path: str | None) -> int:
     return 2 if isinstance(error, InputError) else BROKEN
 
 
-def _print_refused(error: IncompatibleError, json_path: str | None) -> None:
+def _report_incompatible(error: IncompatibleError, json_path: str | None) -> None:
     record = {"pairing": error.pairing, "ok": False, "rejections": error.rejections}
     print_result(record, json_path, lambda: _print_refusal(error))
 

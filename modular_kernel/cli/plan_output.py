@@ -122,10 +122,10 @@ def print_cases(cases: "Sequence[Case]", routing: str, max_rows: int) -> None:
 def _title(case: "Case") -> str:
     problem = case.problem
     ranks, tokens = problem.parallel.world_size, counted(problem.tokens, "token")
-    whole = f", {ranks * problem.tokens} in all" if ranks > 1 else ""
+    in_all = f", {ranks * problem.tokens} in all" if ranks > 1 else ""
     where = f"on each of {ranks} ranks" if ranks > 1 else "on one GPU"
     layers = "" if case.layers is None else f"{layers_text(case.layers)} ({problem.quant}): "
-    return f"{layers}{case.phase} on {case.name}, {tokens} {where}{whole}"
+    return f"{layers}{case.phase} on {case.name}, {tokens} {where}{in_all}"
 
 
 def _print_recommendation(case: "Case") -> None:
@@ -198,8 +198,8 @@ def _cells(estimate: "Estimate") -> tuple[str, ...]:
     )
 
 
-def _print_grouped(what: str, reasons: Iterable[tuple[str, str]]) -> None:
-    """Print the pairs, with those that have the same reason on one line. what: their heading."""
+def _print_grouped(heading: str, reasons: Iterable[tuple[str, str]]) -> None:
+    """Print the pairs, with those that have the same reason on one line."""
     by_reason: dict[str, list[str]] = {}
     for pairing, reason in reasons:
         by_reason.setdefault(reason, []).append(pairing)
@@ -207,7 +207,7 @@ def _print_grouped(what: str, reasons: Iterable[tuple[str, str]]) -> None:
         experts = ", ".join(pairing.partition(" x ")[2] for pairing in pairings)
         exchanges = {pairing.partition(" x ")[0] for pairing in pairings}
         names = f"{exchanges.pop()} x {experts}" if len(exchanges) == 1 else ", ".join(pairings)
-        output.line(f"{what}: {names}: {reason}")
+        output.line(f"{heading}: {names}: {reason}")
 
 
 def _assumptions(case: "Case", routing: str) -> list[str]:

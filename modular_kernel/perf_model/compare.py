@@ -252,13 +252,13 @@ def _exchange_cell(part: str, quantity: str, row: Any, us: Any) -> ComparedTime:
 def _is_fitted(cell: ComparedTime) -> bool:
     """Return whether the parameters in exchange_time.TRAFFIC were fitted to this time."""
     tokens, world = cell.problem.tokens, cell.problem.parallel.world_size
-    plain = cell.problem.quant == "none"
+    is_unquantized = cell.problem.quant == "none"
     if cell.part in (DEEPEP, PPLX):
         return (world == 4 and tokens in (1, 128)) or world in (16, 256)
     if cell.part == DEEPEP_HT:
-        return world in (16, 64) or (world in (2, 4) and plain and tokens in (1, 4096))
+        return world in (16, 64) or (world in (2, 4) and is_unquantized and tokens in (1, 4096))
     if cell.part == DEEPEP_2:
-        return world == 4 and plain and tokens in (1, 4096)
+        return world == 4 and is_unquantized and tokens in (1, 4096)
     return cell.quantity == _PAIR and world == 2 and tokens in (1, 4096)
 
 

@@ -60,7 +60,7 @@ class Groups:
         divides = 1 <= self.kept <= self.count and experts % self.count == 0
         if not divides or experts // self.count * self.kept < top_k:
             got = f"{self.kept} of {self.count} groups"
-            need = f"equal groups of {experts} experts, and {top_k} in those that are kept"
+            need = f"a divisor of {experts} experts, and at least {top_k} experts in kept groups"
             raise ConfigurationError("groups of experts", got=got, need=need)
 
 
@@ -83,13 +83,13 @@ def rank_load(
     all ranks are on one host. Raises ConfigurationError for sizes out of range.
     """
     if not 1 <= top_k <= experts or not 1 <= world_size <= experts:
-        need = f"1 to experts = {experts}, both"
+        need = f"both from 1 to {experts}, the number of experts"
         raise ConfigurationError("top_k, world_size", got=(top_k, world_size), need=need)
     if tokens < 1:
         raise ConfigurationError("tokens", got=tokens, need=">= 1")
     groups.check(experts, top_k)
     hosts = max(1, -(-world_size // (per_host or world_size)))
-    probabilities = inclusion(experts, top_k, kind)
+    probabilities = inclusion_probabilities(experts, top_k, kind)
     if kind.kind == "uniform":
         return _uniform_load(probabilities, top_k, world_size, tokens, hosts, groups)
     if groups.kept < groups.count:
@@ -98,7 +98,7 @@ def rank_load(
 
 
 @cache
-def inclusion(experts: int, top_k: int, kind: RoutingKind) -> tuple[float, ...]:
+def inclusion_probabilities(experts: int, top_k: int, kind: RoutingKind) -> tuple[float, ...]:
     """Return the probabilities pi_i of the module's docstring, in descending order."""
     if kind.kind == "uniform":
         return (top_k / experts,) * experts

@@ -263,7 +263,7 @@ class _Bench:
 
     def _make_plan(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
         """Create and warm up a plan; return it with its memory use and its first output."""
-        allocated_before = self._allocated(reset=True)
+        allocated_before = self._allocated_bytes(reset=True)
         kernel = make_kernel(
             *(pf, experts, self.problem),
             group=self.group,
@@ -284,7 +284,7 @@ class _Bench:
             peak = torch.cuda.max_memory_allocated(self.device) - allocated_before - prepared
         return plan, Memory(plan.nbytes, peak, prepared), output
 
-    def _allocated(self, *, reset: bool) -> int:
+    def _allocated_bytes(self, *, reset: bool) -> int:
         if not self.on_gpu:
             return 0
         if reset:

@@ -114,7 +114,7 @@ def _demote_headings(document: Document) -> list[Block]:
     ]
 
 
-def generated(catalog: Catalog, docs: Path) -> dict[Path, str]:
+def generate(catalog: Catalog, docs: Path) -> dict[Path, str]:
     """Return the text of every generated file, by its path below `docs`.
 
     Parts of other packages are left out. Raises ConfigurationError if `docs` is not a folder.
@@ -145,7 +145,7 @@ def _parts(catalog: Catalog) -> list[str]:
 
 def stale(catalog: Catalog, docs: Path) -> list[StaleFile]:
     """Return the files that `write` would change, sorted by path."""
-    return _stale_files(generated(catalog, docs), docs)
+    return _stale_files(generate(catalog, docs), docs)
 
 
 def _stale_files(texts: dict[Path, str], docs: Path) -> list[StaleFile]:
@@ -161,7 +161,7 @@ def _stale_files(texts: dict[Path, str], docs: Path) -> list[StaleFile]:
 
 def write(catalog: Catalog, docs: Path) -> list[StaleFile]:
     """Update the stale files, delete figures without a record, and return the files changed."""
-    texts = generated(catalog, docs)
+    texts = generate(catalog, docs)
     stale_files = _stale_files(texts, docs)
     for file in stale_files:
         path = docs / file.path

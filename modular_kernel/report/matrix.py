@@ -67,7 +67,7 @@ def _introduction(matrix: Matrix) -> tuple[Block, ...]:
     )
 
 
-def _declared(part: Part) -> Requirements:
+def _requirements_of(part: Part) -> Requirements:
     requires: Requirements = part.cls.requires  # type: ignore[attr-defined]
     return requires
 
@@ -79,9 +79,15 @@ def _paired_parts(matrix: Matrix) -> list[Part]:
 
 def _parts(matrix: Matrix) -> tuple[Block, ...]:
     rows = [
-        (f"`{p.name}`", r.activation_format.value, _required(r), _accepted(r), _supported(r))
+        (
+            f"`{p.name}`",
+            r.activation_format.value,
+            _required_text(r),
+            _accepted_text(r),
+            _supported_text(r),
+        )
         for p in _paired_parts(matrix)
-        for r in [_declared(p)]
+        for r in [_requirements_of(p)]
     ]
     columns = ("part", "format", "requires", "accepts", "supports")
     return (
@@ -90,7 +96,7 @@ def _parts(matrix: Matrix) -> tuple[Block, ...]:
     )
 
 
-def _required(requires: Requirements) -> str:
+def _required_text(requires: Requirements) -> str:
     texts = [" or ".join(sorted(requires.devices))]
     if requires.min_arch is not None:
         texts.append("compute capability {}.{} or more".format(*requires.min_arch))
@@ -111,7 +117,7 @@ def _ranks_text(low: int, high: int | None) -> str:
     return f"{low} to {high} ranks"
 
 
-def _accepted(requires: Requirements) -> str:
+def _accepted_text(requires: Requirements) -> str:
     texts = []
     if requires.dtypes != ALL_DTYPES:
         texts.append(format_sorted(requires.dtypes))
@@ -136,7 +142,7 @@ def _schemes(names: frozenset[str]) -> str:
     return format_sorted(names) or "nothing"
 
 
-def _supported(requires: Requirements) -> str:
+def _supported_text(requires: Requirements) -> str:
     return ", ".join(name for name in _OPTIONS if getattr(requires, name, False))
 
 
@@ -158,7 +164,9 @@ def _machines(matrix: Matrix) -> tuple[Block, ...]:
 
 def _availability(part: Part, machine: Machine) -> str:
     with_packages = with_required_packages(machine, part.cls)
-    return _format_rules(r.rule for r in unavailable(part.name, _declared(part), with_packages))
+    return _format_rules(
+        r.rule for r in unavailable(part.name, _requirements_of(part), with_packages)
+    )
 
 
 def _format_rules(rules: Iterable[str]) -> str:

@@ -78,7 +78,7 @@ def mutation_document(
 
     Raises ConfigurationError if a part in `first` has no score, or one with the same seed.
     """
-    known = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
+    note_texts = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
     return (
         Heading(1, "Mutation scores"),
         Text(
@@ -94,11 +94,11 @@ def mutation_document(
         ),
         *_first_scores(first),
         *_missing(scores, parts),
-        *_note(known, "scores"),
+        *_note(note_texts, "scores"),
         Heading(2, "Method"),
         Items(_METHOD),
-        *_survivors(scores, known),
-        *_handwritten_defects(defects, known),
+        *_survivors(scores, note_texts),
+        *_handwritten_defects(defects, note_texts),
     )
 
 
@@ -178,11 +178,11 @@ def _missing(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, .
     return (Text(f"**No score yet, {len(names)} of {len(parts)} parts:** {', '.join(names)}."),)
 
 
-def _note(known: dict[str, str], key: str) -> tuple[Block, ...]:
-    return (Text(known[key]),) if key in known else ()
+def _note(note_texts: dict[str, str], key: str) -> tuple[Block, ...]:
+    return (Text(note_texts[key]),) if key in note_texts else ()
 
 
-def _survivors(scores: tuple[Record, ...], known: dict[str, str]) -> tuple[Block, ...]:
+def _survivors(scores: tuple[Record, ...], note_texts: dict[str, str]) -> tuple[Block, ...]:
     """Build the table of surviving mutants, each with the parts that it survives in."""
     mutants: dict[str, Record] = {}
     parts: dict[str, list[str]] = {}
@@ -198,7 +198,7 @@ def _survivors(scores: tuple[Record, ...], known: dict[str, str]) -> tuple[Block
             f"`{item['place']}`",
             item["operator"],
             _parts_text(parts[ident]),
-            known.get(ident, "Not reviewed yet."),
+            note_texts.get(ident, "Not reviewed yet."),
         )
         for ident, item in sorted(mutants.items(), key=lambda entry: entry[1]["place"])
     ]
@@ -217,7 +217,7 @@ def _parts_text(parts: Sequence[str]) -> str:
     return f"`{parts[0]}`" if len(parts) == 1 else f"{len(parts)} parts, such as `{parts[0]}`"
 
 
-def _handwritten_defects(path: Path, known: dict[str, str]) -> tuple[Block, ...]:
+def _handwritten_defects(path: Path, note_texts: dict[str, str]) -> tuple[Block, ...]:
     """Build the section of handwritten defects, with their outcomes by level."""
     if not path.is_file():
         return ()
@@ -245,7 +245,7 @@ def _handwritten_defects(path: Path, known: dict[str, str]) -> tuple[Block, ...]
             "cases of that level that execute the changed lines. A defect that is killed at level "
             "smoke counts as killed in both rows."
         ),
-        *_note(known, "defects"),
+        *_note(note_texts, "defects"),
         Table(("level", "defects", "killed", "survived", "not executed", "not run"), rows),
         *_killed_by_tests([record["tests"] for record in defects.values() if "tests" in record]),
         *((Text("Not killed:"), Items(not_killed)) if not_killed else ()),

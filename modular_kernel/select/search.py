@@ -68,7 +68,7 @@ class Search:
         """Load the cached buckets, and time the others within the budget."""
         if not self._tokens_to_time:
             return SearchResult((), untimed_reason=self._reason())
-        cached, notes = self._cached()
+        cached, notes = self._load_cached()
         valid = () if self.fresh else cached
         if not self._missing(valid):
             return SearchResult(valid, notes=notes)
@@ -77,7 +77,7 @@ class Search:
         with ExitStack() as stack:
             notes += self._wait_for_lock(stack)
             if not self.fresh:  # another process may have measured during the wait
-                valid = self._cached()[0]
+                valid = self._load_cached()[0]
             complete = {bucket.tokens for bucket in cached if self.options.is_complete(bucket)}
             with self._warn_if_slow():
                 new, untimed_reason, new_notes = self._measure(valid, complete)
@@ -115,7 +115,7 @@ class Search:
         finally:
             timer.cancel()
 
-    def _cached(self) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
+    def _load_cached(self) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
         """Return rank 0's cached buckets that are requested and valid, and the notes."""
         cached = self.ranks.broadcast(self.cache.load() if self.ranks.rank == 0 else None)
         assert cached is not None

@@ -378,7 +378,7 @@ def test_compile(
     assert begun.startswith("1 of 2 kernels for sm_90 (named 'route'), and all kernels of matching")
     for text in ("gemm_kernel", "BLOCK_M=64, warps=4, stages=3", "168", "1024", "HGMMA x12"):
         assert text in ended.out
-    assert ("breaks a limit" in ended.out) is bool(violations)
+    assert ("exceeds a limit" in ended.out) is bool(violations)
 
 
 def test_compile_check_shows_counted_instructions(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:

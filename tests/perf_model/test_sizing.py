@@ -34,7 +34,7 @@ from modular_kernel.perf_model.load import (
     ONE_GROUP,
     EstimatedLoad,
     Groups,
-    inclusion,
+    inclusion_probabilities,
     rank_load,
 )
 from modular_kernel.perf_model.recommend import TYPICAL_ERROR
@@ -52,7 +52,7 @@ KINDS = ["uniform", "zipf0.6", "zipf1.2", "hot1", "hot3"]
 def test_inclusion_probabilities_match_drawn_routing(kind: str) -> None:
     experts, top_k = 32, 4
     parsed = RoutingKind.parse(kind)
-    chances = inclusion(experts, top_k, parsed)
+    chances = inclusion_probabilities(experts, top_k, parsed)
     assert math.isclose(sum(chances), top_k, rel_tol=1e-6)
     assert list(chances) == sorted(chances, reverse=True)
     generator = torch.Generator().manual_seed(0)

@@ -19,7 +19,7 @@ from modular_kernel.compatibility.support import Rejection
 from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, with_best_peer
 from modular_kernel.report.curves import figure
 from modular_kernel.report.errors_page import errors_document
-from modular_kernel.report.generated_docs import generated, html_page, stale
+from modular_kernel.report.generated_docs import generate, html_page, stale
 from modular_kernel.report.judge_all import (
     PROBLEM,
     Matrix,
@@ -120,14 +120,14 @@ def test_documents_do_not_depend_on_this_machine(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(machine, "importable", refuse)
     monkeypatch.setattr(machine, "current_machine", refuse)
     monkeypatch.setattr(catalogs, "current_machine", refuse)
-    assert generated(catalog, DOCS)
+    assert generate(catalog, DOCS)
 
 
 def test_other_packages_parts_are_on_the_page_and_not_in_the_docs() -> None:
     theirs = type("SomebodysExperts", (TorchExperts,), {})
     ours = load_catalog()
     both = Catalog((*ours.parts, Part("SomebodysExperts", "experts", theirs, "other (o:PARTS)")))
-    assert generated(both, DOCS) == generated(ours, DOCS)
+    assert generate(both, DOCS) == generate(ours, DOCS)
     assert "SomebodysExperts" in html_page(both, DOCS)
 
 
@@ -231,7 +231,7 @@ def test_unknown_formats_are_listed_and_broken_files_refused(docs: Path) -> None
     (docs / "benchmarks/other.json").write_text('{"rows": [{"ms": 1}]}')
     (record,) = (r for r in read_records(docs / "benchmarks") if r.name == "other")
     assert record.report is None
-    assert "- `other.json`" in generated(load_catalog(), docs)[Path("benchmark-results.md")]
+    assert "- `other.json`" in generate(load_catalog(), docs)[Path("benchmark-results.md")]
     (docs / "benchmarks/other.json").write_text("{")
     with pytest.raises(errors.ConfigurationError, match=r"other\.json"):
         read_records(docs / "benchmarks")
@@ -270,7 +270,7 @@ def test_bench_record_is_read_and_plotted(tmp_path: Path) -> None:
 def test_a_record_with_many_panels_is_summarized_and_not_drawn(docs: Path) -> None:
     rows = [replace(row, shape=f"s{n}") for n in range(30) for row in _record().rows]
     replace(_record(), rows=tuple(rows)).write(docs / "benchmarks/many.json")
-    texts = generated(load_catalog(), docs)
+    texts = generate(load_catalog(), docs)
     assert Path("plots/many.svg") not in texts
     assert "## many" in texts[Path("benchmark-results.md")]
 

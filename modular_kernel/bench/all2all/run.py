@@ -104,7 +104,7 @@ def run(
     try:
         for offer in offers:
             if deadline_s is not None and time.monotonic() - started > deadline_s:
-                skips = [_skipped("the deadline had passed")]
+                skips = [_skip_report("the deadline had passed")]
                 yield tuple(
                     row_of(offer.name, offer.origin, cell, skips, link) for cell in offer.cells
                 )
@@ -130,7 +130,7 @@ def _run_batches(
     for _, cells in groupby(offer.cells, key=lambda cell: (cell.quant, cell.capacity)):
         batch = replace(offer, cells=tuple(cells))
         if has_hung:
-            skips = [_skipped("after a hang")]
+            skips = [_skip_report("after a hang")]
             yield from (row_of(offer.name, offer.origin, cell, skips, link) for cell in batch.cells)
             continue
         rows = _run_batch(batch, pool, link, repeats)
@@ -217,7 +217,7 @@ class ResultWriter:
         self._file.write(json.dumps({"cell": self.cell, "at": time.monotonic(), **result}) + "\n")
         self._file.flush()
 
-    def failed(self, note: str, error: float | None = None) -> dict[str, Any]:
+    def report_failure(self, note: str, error: float | None = None) -> dict[str, Any]:
         """Return the report of a failed case.
 
         note: the reason, or "" if another rank failed. With a reason, the report is also written.
@@ -252,7 +252,7 @@ class RunWatch:
     def _watch(self) -> None:
         while not self._done.wait(0.1):
             if time.monotonic() > self._deadline:
-                self._writer.failed(f"{_NO_ANSWER} within {self._seconds:g} s")
+                self._writer.report_failure(f"{_NO_ANSWER} within {self._seconds:g} s")
                 os._exit(_EXIT_STATUS)
 
 
@@ -266,7 +266,7 @@ def _measure_batch(
     task: RankTask, cells: Sequence[ExchangeCase], context: RankContext, writer: ResultWriter
 ) -> Iterator[dict[str, Any]]:
     """Measure the cases on this rank, and yield a report on each."""
-    transport, reason, report = None, "", _skipped("after a failure")
+    transport, reason, report = None, "", _skip_report("after a failure")
     try:
         transport = task.offer.make()
         reason = transport.refusal(cells[0])
@@ -278,10 +278,10 @@ def _measure_batch(
     # A peer can raise anything, and the other transports must still be measured.
     except Exception as error:  # noqa: BLE001
         reason = _short_error(error)
-        writer.failed(reason)
+        writer.report_failure(reason)
     if not _all_ranks(context, not reason) or transport is None:
         if report["status"] == SKIPPED:
-            yield writer.failed("")
+            yield writer.report_failure("")
             cells = cells[1:]
         yield from (report for _ in cells)
         _close(transport)
@@ -290,7 +290,7 @@ def _measure_batch(
     for cell in cells:
         with prefer_torch_reference(enabled=not transport.interpreted):
             report = (
-                _skipped(broken)
+                _skip_report(broken)
                 if broken
                 else _measure_cell(transport, cell, context, task, writer)
             )
@@ -318,9 +318,9 @@ def _measure_cell(
         error = max(_run_and_check(transport, inputs) for _ in range(2))
     except Exception as failure:  # noqa: BLE001  as above
         note = _short_error(failure)
-        writer.failed(note)
+        writer.report_failure(note)
     if not _all_ranks(context, not note):
-        return writer.failed("")
+        return writer.report_failure("")
     if not _all_ranks(context, error <= cell.bound):
         reason = f"a row is {error:.1e} away from x, more than {cell.bound:.1e}"
         status = WRONG if error > cell.bound else SKIPPED
@@ -332,9 +332,9 @@ def _measure_cell(
         transport.settle()
     except Exception as failure:  # noqa: BLE001  as above
         note = _short_error(failure)
-        writer.failed(note, error)
+        writer.report_failure(note, error)
     if not _all_ranks(context, not note):
-        return writer.failed("", error)
+        return writer.report_failure("", error)
     assert times is not None
     error = max(error, times.error)
     if error > cell.bound:
@@ -368,7 +368,7 @@ def _close(transport: Transport | None) -> None:
         pass
 
 
-def _skipped(reason: str) -> dict[str, Any]:
+def _skip_report(reason: str) -> dict[str, Any]:
     return {"status": SKIPPED, "note": reason, "error": None}
 
 
