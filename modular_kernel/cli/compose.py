@@ -112,7 +112,7 @@ def compose(
             choice = choose(problem, host.machine, terms=terms)
         else:
             limit = terms.budget + _AFTER_BUDGET_S
-            choices = host.pool.run(_on_rank, problem, host.machine, terms, timeout=limit)
+            choices = host.pool.run(_choose_on_rank, problem, host.machine, terms, timeout=limit)
             choice = choices[0]
     if not choice.segments:
         reasons = [r for verdict in choice.candidates.refused for r in verdict.rejections]
@@ -126,7 +126,7 @@ def compose(
     output.print_result(record(choice), as_json, show)
 
 
-def _on_rank(
+def _choose_on_rank(
     rank: int, _world: int, group: Any, problem: "Problem", machine: "Machine", terms: "Terms"
 ) -> "Choice":
     """Choose on one rank of the pool. All ranks return the same choice."""

@@ -113,7 +113,7 @@ def run_mutation(
 ) -> bool:
     """Run mutation testing and print the results.
 
-    Without --only, the inputs and outputs of smoke cases are mutated first. Then the source is.
+    Without --only, the inputs and outputs of smoke cases are mutated first, and then the source.
 
     pairs: the pairings whose cases run; () stands for all pairings that contain the part. Returns
     whether every mutant that is not equivalent was killed.

@@ -70,13 +70,13 @@ def report(
             _write_page(catalog, docs, html or _PAGE)
 
 
-def _print_matrix(catalog: "Catalog", to: str) -> None:
+def _print_matrix(catalog: "Catalog", json_path: str) -> None:
     from modular_kernel.report.judge_all import judge_all
 
     matrix = judge_all(catalog)
     header = {"problem": matrix.problem, "machine": matrix.machine}
     cells = [output.to_json_types(cell) for cell in matrix.cells]
-    output.print_json({**header, "cells": cells}, to)
+    output.print_json({**header, "cells": cells}, json_path)
 
 
 def _check(catalog: "Catalog", docs: Path) -> None:

@@ -4,8 +4,8 @@ Before each operation, upstream determines the common type of the operands, conv
 to constants twice, and compares shapes size by size, which took a third of most kernels' time. Here
 the converted operands are computed directly for operands of equal type, for a pointer and an
 offset, and for a tensor and a number that converts to its type. Upstream handles all other cases,
-including errors.
-`modular_kernel.interpreter.patch` installs these functions in place of upstream's.
+including errors. `modular_kernel.interpreter.patch` installs these functions in place of
+upstream's.
 """
 
 import inspect

@@ -135,9 +135,9 @@ def _uniform_load(
 ) -> EstimatedLoad:
     """Return the load if all experts are equally likely.
 
-    The number of a token's pairs on a rank is hypergeometric. The fullest of W ranks has
-    Phi^-1((W - 3/8) / (W + 1/4)) standard deviations more pairs than the mean (Blom's approximation
-    of the maximum of W normal values).
+    The number of a token's pairs on a rank is hypergeometric. The fullest of W ranks has Phi^-1((W
+    - 3/8) / (W + 1/4)) standard deviations more pairs than the mean (Blom's approximation of the
+    maximum of W normal values).
     """
     experts, all_tokens = len(probabilities), tokens * world_size
     local_experts = experts / world_size

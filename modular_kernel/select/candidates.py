@@ -22,8 +22,7 @@ class Candidates:
     order: the pairings that are valid for some number of tokens, the default first. valid: the
     valid pairings by number of tokens. refused: verdicts of the other pairings, at the largest
     number of tokens. untimeable: valid pairings whose times would be meaningless here, with the
-    reason.
-    graph: pairings that can be captured in a CUDA graph.
+    reason. graph: pairings that can be captured in a CUDA graph.
     """
 
     order: tuple[Pair, ...]
@@ -41,7 +40,7 @@ def find_candidates(
     replicated: whether all ranks pass the same tokens. Exchanges that expect the opposite would
     compute a different result, and are refused.
     """
-    verdicts = {t: _verdicts(problem.with_tokens(t), machine, replicated) for t in tokens}
+    verdicts = {t: _judge_all(problem.with_tokens(t), machine, replicated) for t in tokens}
     valid = {t: tuple(_pair(v) for v in judged if v.ok) for t, judged in verdicts.items()}
     valid_somewhere = dict.fromkeys(pair for t in sorted(valid, reverse=True) for pair in valid[t])
     graph = frozenset(pair for pair in valid_somewhere if _is_capturable(pair))
@@ -52,12 +51,12 @@ def find_candidates(
         valid_somewhere,
         key=lambda pair: (pair in interpreted, pair not in graph, _takes_batched_rows(pair)),
     )
-    order = _default_first(order, problem, machine)
+    order = _move_default_first(order, problem, machine)
     refused = [v for v in verdicts[max(verdicts)] if _pair(v) not in valid_somewhere]
     return Candidates(tuple(order), valid, tuple(refused), untimeable, graph)
 
 
-def _default_first(order: list[Pair], problem: Problem, machine: Machine) -> list[Pair]:
+def _move_default_first(order: list[Pair], problem: Problem, machine: Machine) -> list[Pair]:
     """Move the default pairing to the front.
 
     It has the default experts part of the device, with MoEPrepareAndFinalizeNoEP on one rank, or
@@ -71,7 +70,7 @@ def _default_first(order: list[Pair], problem: Problem, machine: Machine) -> lis
     return [default, *(pair for pair in order if pair != default)]
 
 
-def _verdicts(problem: Problem, machine: Machine, replicated: bool) -> list[Verdict]:
+def _judge_all(problem: Problem, machine: Machine, replicated: bool) -> list[Verdict]:
     """Return a verdict for each pairing: that of the first rank that rejects it, else rank 0's."""
     catalog = load_catalog()
     catalog.require_pairs()

@@ -117,11 +117,11 @@ def test_default_over_ranks_has_the_default_experts() -> None:
     gpu = Machine("cuda", (9, 0), frozenset({"triton"}), name="G", cuda=(13, 0))
     problem = replace(PROBLEM, parallel=Parallel(2))
     order = [("X", "Other"), ("Y", "TritonExperts"), ("X", "TritonExperts"), ("X", "TorchExperts")]
-    found = candidates._default_first(order, problem, gpu)
+    found = candidates._move_default_first(order, problem, gpu)
     assert found == [("X", "TritonExperts"), *(pair for pair in order if pair != found[0])]
-    assert candidates._default_first(order, problem, CPU)[0] == ("X", "TorchExperts")
-    assert candidates._default_first(order[:2], problem, gpu) == order[:2]
-    assert candidates._default_first([], problem, gpu) == []
+    assert candidates._move_default_first(order, problem, CPU)[0] == ("X", "TorchExperts")
+    assert candidates._move_default_first(order[:2], problem, gpu) == order[:2]
+    assert candidates._move_default_first([], problem, gpu) == []
 
 
 def test_compose_logs_one_line_about_timing(
