@@ -87,10 +87,13 @@ class Bar:
 class TuneRecorder:
     """Appends the times of all choices to a JSON Lines file, one line per token count.
 
-    A choice is the launch configurations of a call. Fields of a line: layer, sizes, quant, prepared
-    (whether weights were prepared), tokens, best (the fastest choice, with `us` and `untuned_us`),
-    choices (for each correct one, the `us` of a whole call and of each stage that the part
-    distinguishes), refused (reason by choice).
+    A choice is the launch configurations of a call. A line has these fields:
+
+    - "layer", "quant", "tokens", and the sizes of the layer
+    - "prepared": whether weights were prepared
+    - "best": the fastest choice, with "us" and "untuned_us"
+    - "choices": each correct choice with the "us" of a call, and of each stage if there are several
+    - "refused": reasons by choice
 
     path: of the file; None writes nothing.
     """

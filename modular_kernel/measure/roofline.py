@@ -1,9 +1,9 @@
 """Roofline of a layer: max(flops / peak rate, bytes / bandwidth).
 
 flops are those of the routed pairs. bytes are those of x, y, and the weights of touched experts and
-of adapters (`measure.adapter_roofline`), each counted once. The rates are measured in the same run:
-the peak rate is that of the fastest of repeated 8192^3 GEMMs, and the bandwidth is the higher one
-of a copy and a read of 2 GiB, unless it is given.
+of adapters (`measure.adapter_roofline`), each counted once. The rates are measured in the same run.
+The peak rate is that of the fastest of repeated 8192^3 GEMMs. The bandwidth is the higher one of a
+copy and a read of 2 GiB, unless it is given.
 """
 
 from collections.abc import Callable, Iterable, Sequence

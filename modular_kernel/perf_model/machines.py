@@ -5,10 +5,17 @@ differs from a named GPU, or describes another GPU completely:
 
     {"gpu": "h200", "gpus_per_host": 8, "hosts": 2, "net_gbs": 25, "packages": ["deep_ep"]}
 
-Its fields: gpu (a name of NAMED_GPUS, or another one if arch, memory_gb, bandwidth_tbs, peak_tflops
-and link_gbs are given), gpus_per_host and hosts (1 by default), arch ("9.0"), memory_gb,
-bandwidth_tbs, peak_tflops (dense products in 16 bits; 8 bits count as twice that), link_gbs,
-link_latency_us, net_gbs, net_latency_us, and packages.
+Its fields are
+
+- gpu: a name of NAMED_GPUS, or another one if arch, memory_gb, bandwidth_tbs, peak_tflops and
+  link_gbs are given
+- gpus_per_host, hosts: 1 by default
+- arch: compute capability, such as "9.0"
+- memory_gb, bandwidth_tbs: of a GPU's memory
+- peak_tflops: of dense GEMMs in 16 bits; in 8 bits it is assumed to be twice as high
+- link_gbs, link_latency_us: of a GPU's link inside a host
+- net_gbs, net_latency_us: of a GPU's share of the network between hosts
+- packages: a list of the installed packages
 """
 
 import difflib

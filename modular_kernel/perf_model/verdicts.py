@@ -19,7 +19,7 @@ def judge_pairs(
 ) -> list[Verdict]:
     """Judge every pairing of these parts, for all ranks of the problem.
 
-    The verdict is that of the first rank for which the pairing is refused, else that of rank 0.
+    The result has the verdict for the first rank that is refused, or for rank 0 if none is.
 
     pf_type, experts_type: names of parts; None stands for all parts of the catalog.
     """

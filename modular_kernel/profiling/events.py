@@ -242,8 +242,8 @@ def _name_default_stages(
 ) -> None:
     """Rename each scope to its default stage if the part marked no stage in it.
 
-    A scope without work keeps its name: on a GPU one that launches nothing, on a CPU one that takes
-    less than _MIN_SHARE of the call, which may be the overhead of the ranges.
+    A scope without work keeps its name. On a GPU, a scope has work if it launches any; on a CPU, if
+    it takes more than _MIN_SHARE of the call, since less may be the overhead of the ranges.
     """
     for scope, default_stage in stages.DEFAULT_STAGES.items():
         scopes = [range_ for range_ in call_ranges if range_.name == scope]

@@ -1,8 +1,10 @@
 """Verification and timing of launch configurations (choices) on a GPU.
 
-Before a choice is timed, its output is verified, with workspaces filled with poison: all values
-must be finite, some rows are compared with the float64 oracle at the tolerance of the test harness,
-and the whole output is compared with that of the first correct choice.
+Before a choice is timed, its output is verified, with workspaces filled with poison:
+
+- all values must be finite;
+- some rows are compared with the float64 oracle, at the tolerance of the test harness; and
+- the whole output is compared with that of the first correct choice.
 
 Screening times the stages of a call with events (`tuning.stage_timer`). A comparison replays the
 CUDA graphs of all finalists alternately. In both, each call has its own input, and the L2 cache is

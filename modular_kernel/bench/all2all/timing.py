@@ -1,10 +1,10 @@
 """Timing of dispatch and combine on one rank.
 
 If both can be captured, each is a CUDA graph. The two graphs are replayed alternately with an event
-in between, after a spinning kernel that gives the host time to queue them. The time of a pair, that
-is, of a dispatch and a combine, is that of one graph of four pairs, so that it includes no graph
-launches. Otherwise eager calls are timed, with a barrier before each, and times include host time.
-Inputs are in the L2 cache, as after the previous layer of a model.
+in between, after a spinning kernel that gives the host time to queue them. The time of a pair (a
+dispatch and a combine) is measured with one graph of four pairs, in order to exclude the time of
+graph launches. Otherwise eager calls are timed, with a barrier before each, and times include host
+time. Inputs are in the L2 cache, as after the previous layer of a model.
 """
 
 from collections.abc import Callable
