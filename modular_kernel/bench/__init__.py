@@ -1,1 +1,1 @@
-"""`mk bench`: timings of several layers in one run, each verified before it is timed."""
+"""`mk bench`: timing of several layers in one run, each verified before it is timed."""

@@ -24,9 +24,9 @@ A file given with `--peer` defines `layers()`, which returns a list of new `Laye
         return [Mine()]
 
 `call` runs a whole layer: index computation, quantization of x, both GEMMs, activation, and
-weighted sum. It should be capturable in a CUDA graph, without synchronization or data-dependent
-shapes. The weights passed to `setup` are unquantized whatever `quant` is; `setup` quantizes them.
-`layers()` is called once for each shape and set of weights, so objects must not share state.
+weighted sum. It should be capturable in a CUDA graph, so without synchronization or data-dependent
+shapes. The weights passed to `setup` are unquantized; `setup` quantizes them if `quant` says so.
+`layers()` is called once for each shape and set of weights, and its objects must not share state.
 """
 
 import itertools
@@ -60,9 +60,10 @@ _GROUPED_MM_BYTES = 16  # required alignment of operand rows
 class Layer(ABC):
     """Base class of benchmarked layers, which map x and routing to y.
 
-    name: name in the tables. quant: quantization scheme. graph: whether to try to capture calls in
-    a CUDA graph. interpreted: the layer runs in Triton's interpreter, so its time is meaningless.
-    tuned: `setup` or `tune` times launches, so nothing else may run at the same time.
+    name: name in the tables. quant: name of the quantization scheme. graph: whether to try to
+    capture calls in a CUDA graph. interpreted: whether the layer runs in Triton's interpreter, so
+    that its time is meaningless. tuned: whether `setup` or `tune` times launches, so that nothing
+    else may run at the same time.
     """
 
     name: str
@@ -99,7 +100,8 @@ class Layer(ABC):
 class BenchOffer:
     """A factory of benchmarked layers.
 
-    prepared: `setup` prepares the weights. library: see measure.records.Row.
+    quant, origin, library: see measure.records.Row. prepared: whether the layers' `setup` prepares
+    the weights.
     """
 
     name: str
@@ -111,9 +113,9 @@ class BenchOffer:
 
 
 class PairLayer(Layer):
-    """One of our pairings, with a plan for the current number of tokens.
+    """One of our pairings, with a plan for the number of tokens of the last call.
 
-    prepared: prepare the weights once, in `setup`.
+    prepared: whether to prepare the weights once, in `setup`.
     """
 
     def __init__(
@@ -127,13 +129,13 @@ class PairLayer(Layer):
         self.pair, self.prepared = (prepare_finalize, experts), prepared
         self.name, self.quant, self.machine = f"{prepare_finalize}+{experts}", quant, machine
         self.interpreted = machine.interpreter and needs_triton(prepare_finalize, experts)
-        self._as_torch = machine.interpreter and not self.interpreted
+        self._uses_torch_references = machine.interpreter and not self.interpreted
 
     def refusal(self, problem: Problem) -> str | None:
         quantized_problem = replace(problem, quant=self.quant)
         verdict = check(*self.pair, quantized_problem, self.machine)
         if verdict.ok and self.prepared and not self.kept_bytes(problem):
-            return f"{self.pair[1]} prepares nothing of these weights"
+            return f"{self.pair[1]} does not prepare such weights"
         return "; ".join(map(str, verdict.rejections)) or None
 
     def kept_bytes(self, problem: Problem) -> int:
@@ -146,24 +148,24 @@ class PairLayer(Layer):
         self.weights = quantize(weights, self.problem)
         if self.prepared:
             kernel = make_kernel(*self.pair, self.problem, machine=self.machine)
-            with prefer_torch_reference(enabled=self._as_torch):
+            with prefer_torch_reference(enabled=self._uses_torch_references):
                 self.weights = kernel.prepare_weights(self.weights)
         self._plan: Plan | None = None
 
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
-        if self._as_torch:
+        if self._uses_torch_references:
             with prefer_torch_reference():
-                return self._called(x_TH, routing)
-        return self._called(x_TH, routing)
+                return self._call_plan(x_TH, routing)
+        return self._call_plan(x_TH, routing)
 
-    def _called(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def _call_plan(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         plan = self._plan
         if plan is None or plan.problem.tokens != len(x_TH):
-            plan = self._planned(len(x_TH))
+            plan = self._make_plan(len(x_TH))
         return plan(x_TH, self.weights, routing)
 
-    def _planned(self, tokens: int) -> Plan:
-        self._plan = None  # its buffers go first
+    def _make_plan(self, tokens: int) -> Plan:
+        self._plan = None  # frees its buffers before others are allocated
         problem = self.problem.with_tokens(tokens)
         kernel = make_kernel(*self.pair, problem, machine=self.machine, auto_prepare=False)
         self._plan = kernel.plan()
@@ -171,7 +173,10 @@ class PairLayer(Layer):
 
 
 class DefaultLayer(Layer):
-    """FusedMoE with default arguments. prepared: prepare the weights once, in `setup`."""
+    """FusedMoE with default arguments.
+
+    prepared: whether to prepare the weights once, in `setup`.
+    """
 
     name = "FusedMoE"
 
@@ -199,7 +204,11 @@ class DefaultLayer(Layer):
 
 
 class ComposedLayer(Layer):
-    """The layer that `compose` builds for `tokens`, with `budget` seconds for its timings."""
+    """The layer that `compose` builds for the token counts `tokens`.
+
+    budget: seconds that `compose` may take for its timings. prepared: whether to prepare the
+    weights once, in `setup`.
+    """
 
     name, tuned = "compose", True
 
@@ -239,11 +248,11 @@ class TorchGroupedMm(Layer):
     name = "torch_grouped_mm"
 
     def refusal(self, problem: Problem) -> str | None:
-        plain = replace(
+        simplified = replace(
             problem, tokens=1, hidden=1, intermediate=1, experts=1, top_k=1, graph=False,
             deterministic=False, ids_dtype=None,
         )  # fmt: skip
-        if plain != Problem(1, 1, 1, 1, 1, problem.dtype):
+        if simplified != Problem(1, 1, 1, 1, 1, problem.dtype):
             return "plain SwiGLU layers only"
         if problem.dtype is not torch.bfloat16:
             return "bfloat16 only"
@@ -284,12 +293,15 @@ def pair_offers(
     *,
     prepared: bool = False,
 ) -> list[BenchOffer]:
-    """Return offers of the pairings that match the given names and are valid for a problem.
+    """Return offers of our pairings.
 
-    problems: their `quant` selects the schemes. prepared: add a second offer with prepared weights
-    after each pairing whose experts prepare weights. An offer is named after its experts if no
-    other pairing uses them. Raises IncompatibleError with every reason if both names are given and
-    the pairing is valid for no problem.
+    An offer is named after its experts part if no other pairing uses that part.
+
+    prepare_finalize, experts: names of parts; None stands for all parts. problems: a pairing is
+    offered for the scheme of each of them that it is valid for. prepared: whether to add, after
+    each pairing whose experts part prepares weights, a second offer with prepared weights. Raises
+    IncompatibleError with every reason if both names are given and the pairing is valid for no
+    problem.
     """
     catalog = load_catalog()
     pfs = catalog.names("prepare_finalize")
@@ -329,19 +341,19 @@ def pair_offers(
     ]
 
 
-# Parts without Triton kernels for their products. Those of other libraries declare a provider.
-_TORCH_PRODUCTS = frozenset({"GroupedGemmExperts", "NaiveBatchedExperts", "TorchExperts"})
+# Parts whose GEMMs are torch's. Those that run other libraries declare a provider.
+_TORCH_GEMM_PARTS = frozenset({"GroupedGemmExperts", "NaiveBatchedExperts", "TorchExperts"})
 
 
 def library_of(experts: str) -> str:
-    """Return the library whose matrix products a part of ours runs; "" for kernels of its own."""
-    if experts in _TORCH_PRODUCTS:
+    """Return the library whose GEMMs an experts part runs; "" for this project's kernels."""
+    if experts in _TORCH_GEMM_PARTS:
         return "torch"
     return ", ".join(probe.name for probe in load_catalog().experts(experts).requires.providers)
 
 
 def with_prepared(name: str) -> str:
-    """Return the row name of a pairing with prepared weights."""
+    """Return the name of a pairing's offer with prepared weights."""
     return f"{name} prepared"
 
 
@@ -353,7 +365,7 @@ def baseline_offers() -> list[BenchOffer]:
 def peer_offers(path: Path) -> list[BenchOffer]:
     """Load the layers that a --peer file defines.
 
-    Raises ConfigurationError or BrokenPartError naming the file if that fails.
+    Raises ConfigurationError or BrokenPartError, with the name of the file, if that fails.
     """
     layers, loaded = load_file(path, "layers", Layer)
     return [

@@ -1,10 +1,11 @@
-"""Layers of one cell timed interleaved: in one process, one replay of each in every round.
+"""Interleaved timing of the layers of a cell: each is replayed once in every round.
 
-GPU clocks depend on the preceding load, so layers that are timed one after the other are not
-compared fairly. Here all layers of a cell are set up first, each with a CUDA graph of several calls
-on different inputs. In each round every graph is replayed once, in random order. The time is the
-median over rounds, divided by the calls per graph. Every layer is compared with the float64
-reference before it is timed, and its replayed output with the eager one afterwards.
+The clocks of a GPU depend on its previous load, so timing one layer after the other would not be a
+fair comparison. Here all layers of a cell are first set up in one process, each with a CUDA graph
+of several calls on different inputs. In each round every graph is replayed once, in random order.
+The time is the median over rounds, divided by the number of calls per graph. Every layer is
+compared with the float64 reference before it is timed, and its replayed output with the eager one
+afterwards.
 """
 
 import math
@@ -22,9 +23,9 @@ from modular_kernel.bench.run import (
     LayerSets,
     WeightSets,
     blank_row,
-    checked_inputs,
     device_works,
     free_memory,
+    inputs_to_verify,
     short_error,
 )
 from modular_kernel.measure import records as status
@@ -60,17 +61,16 @@ from modular_kernel.spec.problem import Machine, dtype_name
 from modular_kernel.spec.quantization import QuantScheme
 
 ROUNDS = 21
-_LEAST_UNTIMED = 2  # rounds before the timed ones
-_MOST_UNTIMED = 200
+_MIN_UNTIMED, _MAX_UNTIMED = 2, 200  # rounds before the timed ones
 
-Tell = Callable[[str], object]
+CellCallback = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Block:
-    """The cells of one layer and one kind of operands, and the layers to compare in them.
+    """Cells of one shape, and the layers to compare in them.
 
-    cells: of the same layer. offers: of the layers to compare; each sets up its own weights.
+    cells: all of the same shape. offers: layers with equal operand types (measure.cases.operands).
     """
 
     cells: tuple[LayerCase, ...]
@@ -86,10 +86,13 @@ class Block:
 class Comparison:
     """A run over several blocks.
 
-    rounds: timed replays of each layer in a cell. seconds: no cell begins later than that after the
-    start; None for no limit. Each block gets an equal share of the time that is left when it
-    begins. missing: names of layers whose packages are not installed, with the packages.
-    compile_only: set up every layer and call it once with each number of tokens, and time nothing.
+    rounds: number of timed replays of each layer in a cell. seconds: time limit, after which no
+    cell is started; None for no limit. When a block starts, it gets an equal share of the time
+    left.
+    bandwidth: bytes per second for rooflines; None measures it. missing: names of layers whose
+    packages are not installed, with the packages. command: the command line, for the record.
+    compile_only: whether to set up every layer and call it once with each number of tokens, without
+    timing.
     """
 
     blocks: tuple[Block, ...]
@@ -104,25 +107,26 @@ class Comparison:
 
 def run_interleaved(
     comparison: Comparison,
-    tell: Tell = lambda _line: None,
-    keep: Callable[[Report], object] = lambda _report: None,
+    on_cell: CellCallback = lambda _line: None,
+    on_report: Callable[[Report], object] = lambda _report: None,
 ) -> Report:
     """Run the comparison and return its report.
 
-    tell: called with a line of text about each cell. keep: called with the report so far after each
-    cell, because a library can end the process.
+    on_cell: called with a line of text about each cell. on_report: called with the report so far
+    after each cell, so that it can be saved in case a library ends the process.
     """
     with torch.no_grad():
-        return _Run(comparison, tell, keep).report()
+        return _Run(comparison, on_cell, on_report).report()
 
 
 @dataclass
-class _Ready:
-    """A layer that passed the check, with what its replays need.
+class _ReadyLayer:
+    """A layer with correct results, ready to be timed.
 
-    runs: one graph of all calls, or one for each call if the L2 cache is overwritten before it;
-        functions that make the calls if they cannot be captured.
-    calls: number of calls that `runs` make together.
+    index: of its row in the cell. runs: one graph of all calls; one graph per call if the L2 cache
+    is overwritten before each; or functions that make the calls if they cannot be captured. calls:
+    number of calls that `runs` make together. mode: see measure.timing.Timing. checked, expected:
+    result of the check, and expected output of the last call. times_us: time of one call, by round.
     """
 
     index: int
@@ -135,10 +139,12 @@ class _Ready:
 
 
 class _Run:
+    """One run of a comparison. block_ends: time.monotonic() after which no cell is started."""
+
     def __init__(
-        self, comparison: Comparison, tell: Tell, keep: Callable[[Report], object]
+        self, comparison: Comparison, on_cell: CellCallback, on_report: Callable[[Report], object]
     ) -> None:
-        self.comparison, self.tell, self.keep = comparison, tell, keep
+        self.comparison, self.on_cell, self.on_report = comparison, on_cell, on_report
         self.device = torch.device(comparison.machine.device)
         self.started = time.monotonic()
         self.environment = environment(self.device, comparison.command)
@@ -152,7 +158,7 @@ class _Run:
             for offer in block.offers
         ]
         types += [dtype_name(block.cells[0].problem.dtype) for block in comparison.blocks]
-        # Compilation needs no rates, and measuring them would disturb nothing but take time.
+        # Compilation needs no rates, so spend little time on them.
         self.peaks = measure_peaks(
             self.device,
             types,
@@ -184,7 +190,7 @@ class _Run:
         )
 
     def _compile(self, block: Block) -> None:
-        """Set up each layer and call it once with each number of tokens; ignore what fails."""
+        """Set up each layer and call it once with each number of tokens; report failures."""
         weight_sets = WeightSets(block.cells, self.device)
         for offer in block.offers:
             layers = LayerSets(offer, weight_sets)
@@ -196,7 +202,9 @@ class _Run:
                         inputs = make_input(cell, self.device, 0)
                         layers.layer(0).call(inputs.x_TH, inputs.routing)
                 except Exception as error:  # noqa: BLE001  the run that measures reports it
-                    self.tell(f"{cell.shape} T={cell.problem.tokens} {offer.name}: {error}"[:200])
+                    self.on_cell(
+                        f"{cell.shape} T={cell.problem.tokens} {offer.name}: {error}"[:200]
+                    )
             layers.free()
             free_memory(self.device)
 
@@ -204,10 +212,10 @@ class _Run:
         weight_sets = WeightSets(block.cells, self.device)
         candidates = [LayerSets(offer, weight_sets) for offer in block.offers]
         for cell in block.cells:
-            rows = self._cell(cell, candidates, weight_sets)
+            rows = self._measure_cell(cell, candidates, weight_sets)
             self.rows += rows
-            self.tell(cell_line(rows))
-            self.keep(self._report())
+            self.on_cell(cell_line(rows))
+            self.on_report(self._report())
         candidates.clear()
         weight_sets.sets.clear()
         self._free()
@@ -216,18 +224,18 @@ class _Run:
         if not self.stopped:
             free_memory(self.device)
 
-    def _cell(
+    def _measure_cell(
         self, cell: LayerCase, candidates: Sequence[LayerSets], weight_sets: WeightSets
     ) -> list[Row]:
         """Check every candidate, then time those that are correct; return a row for each."""
         rows = [blank_row(cell, candidate.offer) for candidate in candidates]
         if self.stopped or time.monotonic() > self.block_ends:
-            note = self.stopped or "not begun: the time had ended"
+            note = self.stopped or "not started: the time had ended"
             return [replace(row, note=note) for row in rows]
         schedule = self._schedule(cell, candidates)
         inputs = [make_input(cell, self.device, index) for index in range(schedule.calls)]
         self.expected.clear()
-        ready: list[_Ready] = []
+        ready: list[_ReadyLayer] = []
         for index, candidate in enumerate(candidates):
             try:
                 rows[index] = self._describe(rows[index], cell, candidate, schedule, inputs)
@@ -261,18 +269,18 @@ class _Run:
         return rows
 
     def _schedule(self, cell: LayerCase, candidates: Sequence[LayerSets]) -> Rotation:
-        """Return how calls rotate over inputs and sets of weights.
+        """Return the rotation of calls over inputs and sets of weights.
 
-        The candidates differ only in the granularity of their scales, so one schedule is for all.
+        The candidates differ only in the granularity of their scales, so they share one schedule.
         """
         scheme = QuantScheme.parse(candidates[0].offer.quant)
         load = load_of(make_input(cell, self.device, 0).routing, cell.problem)
         work = work_of(cell.problem, scheme, [load])
-        plain = expert_bytes(cell.problem, QuantScheme.parse("none"))
+        unquantized = expert_bytes(cell.problem, QuantScheme.parse("none"))
         weight_bytes = cell.problem.e * (
-            plain + len(candidates) * expert_bytes(cell.problem, scheme)
+            unquantized + len(candidates) * expert_bytes(cell.problem, scheme)
         )
-        # All candidates are in memory at the same time: allow twice the share of a single one.
+        # All candidates are in memory at the same time, so allow twice the memory of a single one.
         memory = 2 * int(self.environment.get("memory_bytes") or 0)
         l2 = l2_bytes(self.device)
         return rotation(work.bytes, weight_bytes, cell.problem.tokens, l2=l2, memory=memory)
@@ -285,7 +293,7 @@ class _Run:
         schedule: Rotation,
         inputs: Sequence[Input],
     ) -> Row:
-        """Add the work and the roofline of the cell."""
+        """Return the row with the work and the roofline of the cell."""
         scheme = QuantScheme.parse(candidate.offer.quant)
         loads = [load_of(item.routing, cell.problem) for item in inputs]
         work = work_of(cell.problem, scheme, loads)
@@ -310,15 +318,18 @@ class _Run:
         schedule: Rotation,
         inputs: Sequence[Input],
         weight_sets: WeightSets,
-    ) -> _Ready:
-        """Set up the layer, compare its calls with the reference, and capture them."""
+    ) -> _ReadyLayer:
+        """Set up a layer, compare its calls with the reference, and capture them.
+
+        index: of the layer's row.
+        """
         layers = [candidate.layer(number) for number in range(schedule.sets)]
         for layer in layers:
             layer.tune(cell.problem)
-        numbers = checked_inputs(schedule.calls, inputs_to_check(cell.problem))
-        # Inputs beyond those of the timed calls are needed only for layers with few values.
-        further = [make_input(cell, self.device, n) for n in range(len(inputs), max(numbers) + 1)]
-        items = [*inputs, *further]
+        numbers = inputs_to_verify(schedule.calls, inputs_to_check(cell.problem))
+        # Outputs with few values need more inputs than those of the timed calls.
+        untimed = [make_input(cell, self.device, n) for n in range(len(inputs), max(numbers) + 1)]
+        items = [*inputs, *untimed]
         calls = [
             partial(layers[number % schedule.sets].call, item.x_TH, item.routing)
             for number, item in enumerate(items)
@@ -344,23 +355,23 @@ class _Run:
             mode = ("eager" if captured is None else "graph") + "+flush" * schedule.flush
         if layers[0].interpreted:
             mode = status.INTERPRETER
-        return _Ready(index, runs, schedule.calls, mode, checked, checks[-1][1])
+        return _ReadyLayer(index, runs, schedule.calls, mode, checked, checks[-1][1])
 
-    def _time(self, ready: Sequence[_Ready], schedule: Rotation) -> None:
-        """Replay the layers in rounds, each round in another order."""
+    def _time(self, ready: Sequence[_ReadyLayer], schedule: Rotation) -> None:
+        """Replay the layers in rounds, each in a random order, and append to their times."""
         if not ready:
             return
         clock = clock_of(self.device)
-        wipe = l2_flusher(self.device) if schedule.flush else None
+        flush_l2 = l2_flusher(self.device) if schedule.flush else None
         order = random.Random(len(self.rows))
 
-        def replay(rounds: int) -> list[tuple[_Ready, float]]:
+        def replay(rounds: int) -> list[tuple[_ReadyLayer, float]]:
             marks = []
             for _ in range(rounds):
                 for item in order.sample(ready, len(ready)):
                     for run in item.runs:
-                        if wipe is not None:
-                            wipe()
+                        if flush_l2 is not None:
+                            flush_l2()
                         start = clock.mark()
                         run()
                         marks.append((item, start, clock.mark()))
@@ -370,12 +381,12 @@ class _Run:
         round_ms = sum(ms for _, ms in replay(1)) or 1e-3
         untimed = math.ceil(clock.settle_ms / round_ms)
         if clock.settle_ms:
-            replay(min(max(untimed, _LEAST_UNTIMED), _MOST_UNTIMED))
+            replay(min(max(untimed, _MIN_UNTIMED), _MAX_UNTIMED))
         for item, ms in replay(self.comparison.rounds):
             item.times_us.append(ms / (item.calls / len(item.runs)) * 1e3)
 
-    def _timed_row(self, row: Row, cell: LayerCase, item: _Ready) -> Row:
-        """Compare what the replays wrote with the checked output, and add the times."""
+    def _timed_row(self, row: Row, cell: LayerCase, item: _ReadyLayer) -> Row:
+        """Return the row with the times, after comparing a replay's output with the checked one."""
         last = item.runs[-1]()
         last.fill_(math.nan)
         last = item.runs[-1]()

@@ -26,7 +26,7 @@ def count_launches(call: Call, device: torch.device) -> int | None:
         path = Path(folder) / "trace.json"
         with torch.profiler.profile(
             activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
-            # The first step is not recorded: the profiler initializes itself in it.
+            # The profiler initializes itself in the first step, which is not recorded.
             schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
             acc_events=True,

@@ -1,8 +1,9 @@
 """Tokens per second of a whole model: prefill, and decoding with a static cache.
 
-Each experts implementation first runs the first experts module on the inputs recorded with "eager",
-including the routing, so that near ties do not change it. An implementation whose result exceeds
-the error bound is WRONG and is not timed.
+Before an implementation of the experts is timed, it runs the model's first experts module on inputs
+that were recorded with the implementation "eager". The recorded inputs include the routing, so that
+rounding cannot change it. If the result exceeds the error bound, the implementation is WRONG and is
+not timed.
 """
 
 import math
@@ -20,7 +21,7 @@ from modular_kernel.measure.timing import clock_of
 
 OK, WRONG, FAILED = "ok", "WRONG", "failed"
 EAGER = "eager"
-_WARM, _TIMED = 1, 5
+_WARM, _TIMED = 1, 5  # untimed and timed runs
 
 
 @dataclass(frozen=True)
@@ -36,20 +37,22 @@ class Workload:
 class Implementation:
     """An experts implementation registered with transformers.
 
-    twins: run operations as their torch references instead of Triton kernels.
+    registered: its name there. torch_references: whether operations run as their torch references
+    instead of Triton kernels.
     """
 
     name: str
     registered: str
-    twins: bool = False
+    torch_references: bool = False
 
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """Result of one implementation.
+    """Result of one implementation, named `experts`.
 
-    prefill, decode: median tokens per second over the batch; None if not timed. error, bound:
-    relative error of the first experts module against "eager", and its bound.
+    prefill, decode: median tokens per second of the whole batch; None if not timed. error: relative
+    error of the first experts module against "eager". bound: maximum error that is allowed. note:
+    reason of a failure.
     """
 
     experts: str
@@ -63,7 +66,7 @@ class SpeedRow:
 
 @dataclass(frozen=True)
 class _RecordedCall:
-    """A recorded call of an experts module with the result of "eager"."""
+    """A call of an experts module that was recorded with the implementation "eager"."""
 
     module: torch.nn.Module
     arguments: tuple[torch.Tensor, ...]
@@ -71,7 +74,7 @@ class _RecordedCall:
 
     @property
     def bound(self) -> float:
-        """Four roundings in the result's dtype, plus sqrt(depth) roundings of float32 sums."""
+        """Error bound: four roundings in the result's dtype, and sqrt(depth) of float32 sums."""
         depth = max(max(p.shape[-2:]) for p in self.module.parameters() if p.dim() > 2)
         rounding = torch.finfo(self.result.dtype).eps
         return 4 * rounding + torch.finfo(torch.float32).eps * math.sqrt(depth)
@@ -85,10 +88,10 @@ class _RecordedCall:
 def measure(
     model: Any, workload: Workload, implementations: Sequence[Implementation]
 ) -> list[SpeedRow]:
-    """Time a transformers model with each implementation and return their rows in order.
+    """Time a transformers model with each implementation; return their rows in the same order.
 
-    The model's implementation is "eager" afterwards. An exception of an implementation becomes the
-    note of its row.
+    Afterwards, the model's implementation is "eager". If an implementation raises, the exception is
+    the note of its row.
     """
     ids = _prompt(model, workload)
     rows = []
@@ -96,7 +99,7 @@ def measure(
         recorded = _record_call(model, ids)
         for implementation in implementations:
             try:
-                rows.append(_row(model, ids, workload, recorded, implementation))
+                rows.append(_measure_implementation(model, ids, workload, recorded, implementation))
             except IncompatibleError as refusal:
                 rows.append(
                     SpeedRow(implementation.name, FAILED, note=" ".join(str(refusal).split()))
@@ -134,7 +137,7 @@ def _record_call(model: Any, ids: torch.Tensor) -> _RecordedCall:
     return calls[0]
 
 
-def _row(
+def _measure_implementation(
     model: Any,
     ids: torch.Tensor,
     workload: Workload,
@@ -143,13 +146,13 @@ def _row(
 ) -> SpeedRow:
     model.set_experts_implementation(implementation.registered)
     with ExitStack() as stack:
-        stack.enter_context(prefer_torch_reference(enabled=implementation.twins))
+        stack.enter_context(prefer_torch_reference(enabled=implementation.torch_references))
         error, bound = recorded.error(), recorded.bound
         row = SpeedRow(implementation.name, OK, error=error, bound=bound)
         if not error <= bound:
             return replace(row, status=WRONG, note=f"error {error:.1e}, bound {bound:.1e}")
         prefills, decodes = zip(
-            *(_once(model, ids, workload) for _ in range(_WARM + _TIMED)), strict=True
+            *(_time_once(model, ids, workload) for _ in range(_WARM + _TIMED)), strict=True
         )
     tokens = workload.batch * workload.prompt, workload.batch * workload.new
     return replace(
@@ -159,7 +162,7 @@ def _row(
     )
 
 
-def _once(model: Any, ids: torch.Tensor, workload: Workload) -> tuple[float, float]:
+def _time_once(model: Any, ids: torch.Tensor, workload: Workload) -> tuple[float, float]:
     """Return the seconds of one prefill and of decoding all new tokens."""
     from transformers import StaticCache
 

@@ -16,7 +16,7 @@ from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora, should_u
 
 @dataclass(frozen=True)
 class BranchConfig:
-    """Sizes T, H, I, R, E, K of a branch in which every token uses one adapter of rank R."""
+    """Sizes of a LoRA branch in which every token uses one adapter of rank `rank`."""
 
     tokens: int
     hidden: int
@@ -28,7 +28,7 @@ class BranchConfig:
 
 # DeepSeek-V2-Lite (H = 2048) and DeepSeek-V3 (H = 7168).
 CONFIGS = (BranchConfig(256, 2048, 1408, 8, 64, 6), BranchConfig(256, 7168, 2048, 8, 256, 8))
-_CALLS = 2  # each on its own inputs
+_CALLS = 2  # timed calls, each on its own inputs
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,10 @@ def benchmark_moe_lora(
     dtype: torch.dtype = torch.bfloat16,
     target_ms: float = 20.0,
 ) -> Iterator[BranchTime]:
-    """Time only `run_moe_lora`, staged and fused; on a GPU as replays of a CUDA graph."""
+    """Time `run_moe_lora` alone, staged and fused; on a GPU as replays of a CUDA graph.
+
+    target_ms: milliseconds on the device for each configuration and strategy.
+    """
     for config in configs:
         inputs = [_inputs(config, device, dtype, seed) for seed in range(_CALLS)]
         shapes = (config.tokens, config.hidden), (config.tokens, config.top_k)
@@ -91,6 +94,6 @@ def _inputs(
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
-        sys.exit("no GPU: what a CPU takes says nothing of these kernels")
+        sys.exit("no GPU: times on a CPU are not meaningful for these kernels")
     for row in benchmark_moe_lora(torch.device("cuda")):
         sys.stdout.write(f"{row}\n")

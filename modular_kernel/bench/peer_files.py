@@ -8,11 +8,11 @@ from typing import Any
 from modular_kernel.errors import BrokenPartError, ConfigurationError
 
 
-def load_file(path: Path, name: str, kind: type) -> tuple[Callable[[], list[Any]], list[Any]]:
-    """Import the file and return its function `name` with the result of one call, a list of `kind`.
+def load_file(path: Path, name: str, item_type: type) -> tuple[Callable[[], list[Any]], list[Any]]:
+    """Import a file; return its function `name`, and the list that one call of it returns.
 
-    Raises BrokenPartError if importing or calling fails, and ConfigurationError if there is no such
-    file or the result is not such a list. Both name the file.
+    Raises BrokenPartError if the import or the call fails, and ConfigurationError if there is no
+    such file or the result is not a list of `item_type`. Both name the file.
     """
     option = f"--peer {path}"
     spec = importlib.util.spec_from_file_location(f"mk_peer_{path.stem}", path)
@@ -26,7 +26,7 @@ def load_file(path: Path, name: str, kind: type) -> tuple[Callable[[], list[Any]
     # The user's file can raise anything; report it with the name of the file.
     except (Exception, SystemExit) as error:
         raise BrokenPartError(option, got=repr(error), need=f"a file with {name}()") from error
-    if not isinstance(objects, list) or not all(isinstance(item, kind) for item in objects):
-        need = f"a list of {kind.__module__}.{kind.__qualname__}"
+    if not isinstance(objects, list) or not all(isinstance(item, item_type) for item in objects):
+        need = f"a list of {item_type.__module__}.{item_type.__qualname__}"
         raise ConfigurationError(f"{option}: {name}()", got=repr(objects), need=need)
     return make, objects

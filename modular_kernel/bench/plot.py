@@ -7,8 +7,8 @@ from typing import Any
 from modular_kernel.bench.tables import label
 from modular_kernel.measure.records import OURS, Report, Row
 
-_PANEL = (5.0, 3.8)  # inches
-_ACROSS = 3
+_PANEL_INCHES = (5.0, 3.8)
+_MAX_COLUMNS = 3
 
 
 def plot(report: Report, path: Path) -> None:
@@ -20,21 +20,25 @@ def plot(report: Report, path: Path) -> None:
     for row in report.rows:
         if row.floor_us is not None:
             panels.setdefault((row.shape, row.routing, row.operands), []).append(row)
-    columns = min(_ACROSS, max(1, len(panels)))
-    lines = max(1, math.ceil(len(panels) / columns))
-    figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * lines), layout="constrained")
+    columns = min(_MAX_COLUMNS, max(1, len(panels)))
+    panel_rows = max(1, math.ceil(len(panels) / columns))
+    size = _PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * panel_rows
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     colors: dict[str, str] = {}
     for index, (name, rows) in enumerate(panels.items()):
-        axes = figure.add_subplot(lines, columns, index + 1)
-        _panel(axes, rows, colors)
+        axes = figure.add_subplot(panel_rows, columns, index + 1)
+        _draw_panel(axes, rows, colors)
         axes.set_title(", ".join(name), fontsize=9)
     figure.suptitle(f"{report.environment.get('device')}, {report.environment.get('date')}")
     figure.savefig(path, dpi=120)
 
 
-def _panel(axes: Any, rows: list[Row], colors: dict[str, str]) -> None:
-    """Draw the floor and a line per layer; a layer has the same color in every panel."""
+def _draw_panel(axes: Any, rows: list[Row], colors: dict[str, str]) -> None:
+    """Draw the roofline and a line per layer.
+
+    colors: by layer, shared by all panels; new layers are added.
+    """
     floors = {row.tokens: row.floor_us for row in rows}
     tokens = sorted(floors)
     axes.plot(tokens, [floors[t] for t in tokens], "k--", linewidth=1, label="floor")

@@ -18,16 +18,23 @@ from modular_kernel.select.budget import free_bytes, gigabytes
 from modular_kernel.spec.problem import parse_dtype
 
 _QUANTIZED = ("quantization_config", "compression_config")
-# Entries of a config that refer to quantized weights or to custom code; neither is used.
-_LEFT_OUT = (*_QUANTIZED, "auto_map", "architectures", "transformers_version", "_name_or_path")
-_MOST_OF_FREE = 0.9
+# Entries of a config that refer to quantized weights or custom code, or do not affect the model.
+_IGNORED_ENTRIES = (
+    *_QUANTIZED,
+    "auto_map",
+    "architectures",
+    "transformers_version",
+    "_name_or_path",
+)
+_MAX_FREE_FRACTION = 0.9
 
 
 @dataclass(frozen=True)
 class RandomModel:
-    """A model in eval mode, with its properties.
+    """A model in eval mode.
 
-    layers: (layers of the model, layers of its config). notes: differences from the config.
+    model_type: as in its config. layers: number of layers of the model, and of its config.
+    parameters, bytes: number and size of the parameters. notes: differences from the config.
     """
 
     model: Any
@@ -53,13 +60,15 @@ def random_model(
 ) -> RandomModel:
     """Build the model of a config.json, of its folder, or of a name of `mk models`.
 
-    dtype: of the weights; None means that of the config, else bfloat16. layers: keep only this many
-    first layers. Custom code that the config refers to is never run. Raises ConfigurationError
-    without transformers, for an invalid file, a type that transformers cannot build, a model
-    without experts, and weights that do not fit into the free memory of the device.
+    Custom code that the config refers to is never run.
+
+    dtype: of the weights; None uses that of the config, or bfloat16 if it has none. layers: number
+    of layers to build, from the first; None builds all. Raises ConfigurationError if transformers
+    is missing, the file is invalid, transformers cannot build the model type, the model has no
+    experts, or the weights do not fit into the free memory of the device.
     """
     library = transformers()
-    values, notes = _values(library, source)
+    values, notes = _config_values(library, source)
     config_layers = values.get("num_hidden_layers")
     if type(config_layers) is not int or config_layers < 1:
         raise ConfigurationError(
@@ -72,12 +81,12 @@ def random_model(
         notes.append(f"{layers} of {config_layers} layers")
     for name in _QUANTIZED:
         if values.get(name) is not None:
-            notes.append(f"{name} is left out: weights are random and not quantized")
+            notes.append(f"{name} is ignored: weights are random and not quantized")
     config_dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
     weights_dtype = parse_dtype(dtype or config_dtype)
     config = _config(library, source, values)
-    meta_model = _built(library, source, config, weights_dtype, torch.device("meta"))
-    if not any(map(_dispatched, meta_model.modules())):
+    meta_model = _build(library, source, config, weights_dtype, torch.device("meta"))
+    if not any(map(_is_dispatched, meta_model.modules())):
         need = "a model whose experts transformers dispatches"
         if layers is not None:
             need += ", or more --layers: the first ones may be dense"
@@ -86,14 +95,14 @@ def random_model(
         )
     size = sum(p.nbytes for p in meta_model.parameters())
     free = free_bytes(device)
-    if free is not None and size > _MOST_OF_FREE * free:
+    if free is not None and size > _MAX_FREE_FRACTION * free:
         got = f"{gigabytes(size)} of weights"
         raise ConfigurationError(
-            source, got=got, need=f"at most {gigabytes(_MOST_OF_FREE * free)} (see --layers)"
+            source, got=got, need=f"at most {gigabytes(_MAX_FREE_FRACTION * free)} (see --layers)"
         )
     torch.manual_seed(0)
     return RandomModel(
-        model=_built(library, source, config, weights_dtype, device).eval(),
+        model=_build(library, source, config, weights_dtype, device).eval(),
         model_type=values["model_type"],
         layers=(layers or config_layers, config_layers),
         parameters=sum(p.numel() for p in meta_model.parameters()),
@@ -102,14 +111,14 @@ def random_model(
     )
 
 
-def _dispatched(module: torch.nn.Module) -> bool:
+def _is_dispatched(module: torch.nn.Module) -> bool:
     from modular_kernel.integrations.transformers.modules import is_dispatched
 
     return is_dispatched(module)
 
 
-def _values(library: Any, source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the entries of the config of `source`, and notes on entries that are defaults."""
+def _config_values(library: Any, source: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the entries of the config that `source` refers to, and notes on missing ones."""
     if is_file(source):
         _, values_of_file = config_of_file(source)
         _class_of(library, source, values_of_file["model_type"])
@@ -132,7 +141,10 @@ def _values(library: Any, source: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _class_of(library: Any, source: str, model_type: str) -> Any:
-    """Return the configuration class of a model type; raise if there is no causal LM for it."""
+    """Return the configuration class of a model type.
+
+    Raises ConfigurationError if transformers has no causal LM of this type.
+    """
     try:
         config_class = library.CONFIG_MAPPING[model_type]
         library.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
@@ -146,14 +158,17 @@ def _class_of(library: Any, source: str, model_type: str) -> Any:
 def _with_layers(values: Mapping[str, Any], all_layers: int, layers: int) -> dict[str, Any]:
     """Keep the first `layers` layers, truncating lists with an entry per layer."""
 
-    def kept(value: Any) -> Any:
+    def truncate(value: Any) -> Any:
         return value[:layers] if isinstance(value, list) and len(value) == all_layers else value
 
-    return {**{name: kept(value) for name, value in values.items()}, "num_hidden_layers": layers}
+    return {
+        **{name: truncate(value) for name, value in values.items()},
+        "num_hidden_layers": layers,
+    }
 
 
 def _config(library: Any, source: str, values: Mapping[str, Any]) -> Any:
-    entries = {name: value for name, value in values.items() if name not in _LEFT_OUT}
+    entries = {name: value for name, value in values.items() if name not in _IGNORED_ENTRIES}
     try:
         return _class_of(library, source, values["model_type"]).from_dict(entries)
     except Exception as error:  # whatever its validation raises
@@ -161,7 +176,7 @@ def _config(library: Any, source: str, values: Mapping[str, Any]) -> Any:
         raise ConfigurationError(source, got=got, need="a config that its class takes") from error
 
 
-def _built(
+def _build(
     library: Any, source: str, config: Any, dtype: torch.dtype, device: torch.device
 ) -> torch.nn.Module:
     try:

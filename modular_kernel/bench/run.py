@@ -50,19 +50,19 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.text import counted
 from modular_kernel.utils.time_limit import TimeLimitReached, time_limit
 
-_LONGEST_NOTE = 300
-Tell = Callable[[Report], object]
+_MAX_NOTE_CHARACTERS = 300
+ReportCallback = Callable[[Report], object]
 
 
 @dataclass(frozen=True)
 class BenchJob:
-    """A benchmark job: each combination of a cell and an offer gives one row.
+    """A benchmark job, with one row for each cell and each offer of a layer.
 
-    graph: time replays of CUDA graphs, else eager calls. target_ms: timed device milliseconds per
-    row. bandwidth: bytes per second for the roofline, None for the measured one. deadline: seconds
-    after the start of the run at which the row that is being measured is stopped, and after which
-    no other is started. started: time.monotonic() from which the deadline counts; None is the start
-    of the run. command: the command line, for the record.
+    graph: whether to time replays of CUDA graphs rather than eager calls. target_ms: milliseconds
+    on the device to time each row. bandwidth: bytes per second for the roofline; None measures it.
+    deadline: seconds after the start at which the run ends, even within a row. started: value of
+    time.monotonic() at the start; None uses the call of `run`. command: the command line, for the
+    record.
     """
 
     cells: tuple[LayerCase, ...]
@@ -78,21 +78,24 @@ class BenchJob:
 
 def run(
     job: BenchJob,
-    tell: Tell = lambda _report: None,
-    begin: Callable[[str], object] = lambda _row: None,
+    on_report: ReportCallback = lambda _report: None,
+    on_row: Callable[[str], object] = lambda _row: None,
 ) -> Report:
     """Run the job and return its report.
 
-    tell: called with the partial report after every row. begin: called with a description of the
-    row before it is measured.
+    on_report: called with the report so far after every row. on_row: called with a description of
+    each row before it is measured.
     """
     with torch.no_grad():
-        return _Run(job, tell, begin).report()
+        return _Run(job, on_report, on_row).report()
 
 
 @dataclass
 class WeightSets:
-    """The sets of weights of one shape, created lazily."""
+    """The sets of weights of one shape, created on first use.
+
+    cells: all cells of the shape. sets: those created so far, by index.
+    """
 
     cells: tuple[LayerCase, ...]
     device: torch.device
@@ -114,12 +117,16 @@ class SetupError(RuntimeError):
 
 @dataclass
 class LayerSets:
-    """The layers of one offer on one shape: one per set of weights, set up lazily."""
+    """The layers of one offer for one shape: one layer per set of weights, set up lazily.
+
+    ready: layers that are set up. failure: message of a failed setup. It is not the exception,
+    because its traceback would keep tensors alive.
+    """
 
     offer: BenchOffer
     weight_sets: WeightSets
     ready: list[Layer] = field(default_factory=list)
-    failure: str = ""  # not the exception: its traceback would keep tensors alive
+    failure: str = ""
 
     @cached_property
     def first(self) -> Layer:
@@ -127,6 +134,7 @@ class LayerSets:
         return self.offer.make()
 
     def layer(self, index: int) -> Layer:
+        """Return the layer for a set of weights; raise SetupError if an earlier setup failed."""
         while len(self.ready) <= index:
             if self.failure:
                 raise SetupError(self.failure)
@@ -147,11 +155,12 @@ class LayerSets:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _RowCalls:
     """The calls of one row, with their inputs bound.
 
-    schedule: rotation over inputs and sets of weights. loads: routing load of each input. checks:
-    calls with their expected results; the last check is that of the last entry in `calls`.
+    layer: that of the first call. schedule: rotation over inputs and sets of weights. loads: load
+    of each input's routing. checks: calls to verify, with their expected outputs; the last one is
+    the last of `calls`.
     """
 
     calls: tuple[Call, ...]
@@ -162,8 +171,12 @@ class _Trial:
 
 
 class _Run:
-    def __init__(self, job: BenchJob, tell: Tell, begin: Callable[[str], object]) -> None:
-        self.job, self.tell, self.begin = job, tell, begin
+    """One run of a job. stopped: why it ended early, or ""."""
+
+    def __init__(
+        self, job: BenchJob, on_report: ReportCallback, on_row: Callable[[str], object]
+    ) -> None:
+        self.job, self.on_report, self.on_row = job, on_report, on_row
         self.started = time.monotonic() if job.started is None else job.started
         self.device = torch.device(job.machine.device)
         schemes = [QuantScheme.parse(offer.quant) for offer in job.offers]
@@ -180,23 +193,23 @@ class _Run:
         self.stopped = ""
 
     def report(self) -> Report:
-        for cell, layer_sets in self._visits():
-            self.begin(
+        for cell, layer_sets in self._cells_by_offer():
+            self.on_row(
                 f"{layer_sets.offer.name}, {cell.shape}, {counted(cell.problem.tokens, 'token')}"
             )
-            self.rows.append(self._row(cell, layer_sets))
-            self._tell()
+            self.rows.append(self._measure_row(cell, layer_sets))
+            self._report_progress()
         if self.device.type == "cuda" and not self.stopped:
             self._count_launches()
-        return self._tell()
+        return self._report_progress()
 
-    def _tell(self) -> Report:
+    def _report_progress(self) -> Report:
         peaks = asdict(self.peaks)
         report = Report(self.environment, peaks, with_best_peer(self.rows), self.stopped)
-        self.tell(report)
+        self.on_report(report)
         return report
 
-    def _visits(self) -> Iterator[tuple[LayerCase, LayerSets]]:
+    def _cells_by_offer(self) -> Iterator[tuple[LayerCase, LayerSets]]:
         """Yield every cell with every offer.
 
         At any time only the weights of one shape and the layers of one offer are in memory.
@@ -213,11 +226,11 @@ class _Run:
             weight_sets.sets.clear()
 
     def _free(self) -> None:
-        if not self.stopped and not self._late:
+        if not self.stopped and not self._is_past_deadline:
             free_memory(self.device)
 
     @property
-    def _late(self) -> bool:
+    def _is_past_deadline(self) -> bool:
         left = self._seconds_left
         return left is not None and left <= 0
 
@@ -227,16 +240,16 @@ class _Run:
         limit = self.job.deadline
         return None if limit is None else limit - (time.monotonic() - self.started)
 
-    def _row(self, cell: LayerCase, layer_sets: LayerSets) -> Row:
+    def _measure_row(self, cell: LayerCase, layer_sets: LayerSets) -> Row:
         row = blank_row(cell, layer_sets.offer)
-        if self.stopped or self._late:
+        if self.stopped or self._is_past_deadline:
             return replace(row, note=self.stopped or "after the deadline")
         try:
             with time_limit(self._seconds_left):
                 reason = layer_sets.first.refusal(cell.problem)
                 if reason is not None:
                     return replace(row, status=status.REFUSED, note=reason)
-                return self._measured(row, cell, layer_sets)
+                return self._check_and_time(row, cell, layer_sets)
         except TimeLimitReached:
             return replace(row, note="stopped at the deadline")
         # A layer can raise anything. Report it in the row and continue with the other rows.
@@ -245,7 +258,7 @@ class _Run:
                 self.stopped = f"{layer_sets.offer.name} broke the CUDA context"
             return replace(row, status=status.FAILED, note=short_error(error))
 
-    def _trial(self, cell: LayerCase, layer_sets: LayerSets) -> _Trial:
+    def _make_calls(self, cell: LayerCase, layer_sets: LayerSets) -> _RowCalls:
         scheme, expert_map = (
             QuantScheme.parse(layer_sets.offer.quant),
             layer_sets.weight_sets.weights(0).expert_map,
@@ -256,7 +269,7 @@ class _Run:
             return item, load_of(item.routing, cell.problem, expert_map)
 
         first, load = make(0)
-        schedule = self._rotation(cell, work_of(cell.problem, scheme, [load]), layer_sets)
+        schedule = self._choose_rotation(cell, work_of(cell.problem, scheme, [load]), layer_sets)
         inputs, loads = zip((first, load), *map(make, range(1, schedule.calls)), strict=True)
         layers = [layer_sets.layer(index) for index in range(schedule.sets)]
         calls = tuple(
@@ -265,18 +278,18 @@ class _Run:
         )
         # Compute the reference results before any call, because a layer may overwrite x.
         checks = []
-        for index in checked_inputs(schedule.calls, inputs_to_check(cell.problem)):
+        for index in inputs_to_verify(schedule.calls, inputs_to_check(cell.problem)):
             item = inputs[index] if index < schedule.calls else make(index)[0]
             call = (
                 calls[index]
                 if index < schedule.calls
                 else partial(layers[0].call, item.x_TH, item.routing)
             )
-            at = index % schedule.sets if index < schedule.calls else 0
-            checks.append((call, self._expected(cell, layer_sets, item, (index, at))))
-        return _Trial(calls, layers[0], schedule, loads, tuple(checks))
+            weight_set = index % schedule.sets if index < schedule.calls else 0
+            checks.append((call, self._expected(cell, layer_sets, item, (index, weight_set))))
+        return _RowCalls(calls, layers[0], schedule, loads, tuple(checks))
 
-    def _rotation(self, cell: LayerCase, work: Work, layer_sets: LayerSets) -> Rotation:
+    def _choose_rotation(self, cell: LayerCase, work: Work, layer_sets: LayerSets) -> Rotation:
         memory = 0
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
@@ -289,30 +302,36 @@ class _Run:
         return rotation(work.bytes, set_bytes, cell.problem.tokens, l2=l2, memory=memory)
 
     def _expected(
-        self, cell: LayerCase, layer_sets: LayerSets, inputs: Input, at: tuple[int, int]
+        self, cell: LayerCase, layer_sets: LayerSets, inputs: Input, indices: tuple[int, int]
     ) -> ExpectedOutput:
-        """Return the cached reference result. at: (index of the input, index of the weights)."""
-        key = (cell, *at, layer_sets.offer.quant)
+        """Return the expected output, cached.
+
+        indices: that of the input, and that of the set of weights.
+        """
+        key = (cell, *indices, layer_sets.offer.quant)
         if key not in self.expected:
             scheme = QuantScheme.parse(layer_sets.offer.quant)
             self.expected[key] = expected_output(
-                cell, inputs, layer_sets.weight_sets.weights(at[1]), scheme
+                cell, inputs, layer_sets.weight_sets.weights(indices[1]), scheme
             )
         return self.expected[key]
 
-    def _measured(self, row: Row, cell: LayerCase, layer_sets: LayerSets) -> Row:
-        """Verify the row and, if it is correct, time it."""
-        scheme, trial = QuantScheme.parse(layer_sets.offer.quant), self._trial(cell, layer_sets)
-        work = work_of(cell.problem, scheme, trial.loads)
+    def _check_and_time(self, row: Row, cell: LayerCase, layer_sets: LayerSets) -> Row:
+        """Verify the layer's outputs and, if they are correct, time it; return the complete row."""
+        scheme, row_calls = (
+            QuantScheme.parse(layer_sets.offer.quant),
+            self._make_calls(cell, layer_sets),
+        )
+        work = work_of(cell.problem, scheme, row_calls.loads)
         floor = roofline_of(work, cell.problem, scheme, self.peaks)
-        checked = check_calls(trial.checks, cell.problem)
+        checked = check_calls(row_calls.checks, cell.problem)
         result = checked.result
         row = replace(
             row,
-            calls=trial.schedule.calls,
-            weight_sets=trial.schedule.sets,
+            calls=row_calls.schedule.calls,
+            weight_sets=row_calls.schedule.sets,
             touched=work.touched,
-            skew=sum(load.skew for load in trial.loads) / len(trial.loads),
+            skew=sum(load.skew for load in row_calls.loads) / len(row_calls.loads),
             flops=work.flops,
             bytes=work.bytes,
             floor_us=floor.us,
@@ -323,18 +342,18 @@ class _Run:
         if result.failure:
             return replace(row, status=status.WRONG, note=result.failure)
         timing = time_calls(
-            trial.calls,
+            row_calls.calls,
             self.device,
-            graph=self.job.graph and trial.layer.graph,
-            flush=trial.schedule.flush,
+            graph=self.job.graph and row_calls.layer.graph,
+            flush=row_calls.schedule.flush,
             target_ms=self.job.target_ms,
         )
-        result = check_unchanged(timing.last_output, trial.checks[-1][1], checked, cell.problem)
+        result = check_unchanged(timing.last_output, row_calls.checks[-1][1], checked, cell.problem)
         if result.failure:
             note = f"after {timing.mode} calls: {result.failure}"
             return replace(row, status=status.WRONG, note=note, error=result.error)
-        host_time = host_cost(trial.calls[0], self.device)
-        eager_us = self._eager_time(trial, timing)
+        host_time = host_cost(row_calls.calls[0], self.device)
+        eager_us = self._eager_time(row_calls, timing)
         graph = self.device.type == "cuda" and self.job.graph
         return replace(
             row,
@@ -343,32 +362,32 @@ class _Run:
             us=timing.us,
             us_min=timing.us_min,
             spread=timing.spread,
-            mode=status.INTERPRETER if trial.layer.interpreted else timing.mode,
+            mode=status.INTERPRETER if row_calls.layer.interpreted else timing.mode,
             replays=timing.replays,
-            over_floor=None if trial.layer.interpreted else timing.us / floor.us,
+            over_floor=None if row_calls.layer.interpreted else timing.us / floor.us,
             eager_us=eager_us,
             host_us=host_time.us if host_time else None,
             allocations=host_time.allocations if host_time else None,
         )
 
-    def _eager_time(self, trial: _Trial, timing: Timing) -> float | None:
+    def _eager_time(self, row_calls: _RowCalls, timing: Timing) -> float | None:
         """Time the same calls eagerly, in microseconds per call; None on a CPU."""
         if self.device.type != "cuda":
             return None
         if timing.mode.startswith("eager"):
             return timing.us
         ms = self.job.target_ms / 4
-        flush = trial.schedule.flush
-        return time_calls(trial.calls, self.device, graph=False, flush=flush, target_ms=ms).us
+        flush = row_calls.schedule.flush
+        return time_calls(row_calls.calls, self.device, graph=False, flush=flush, target_ms=ms).us
 
     def _count_launches(self) -> None:
         """Count the kernel launches of every timed row.
 
         This runs after all timing, because the profiler slows down later launches.
         """
-        for index, (cell, layer_sets) in enumerate(self._visits()):
+        for index, (cell, layer_sets) in enumerate(self._cells_by_offer()):
             row = self.rows[index]
-            if not row.timed or self._late:
+            if not row.timed or self._is_past_deadline:
                 continue
             try:
                 with time_limit(self._seconds_left):
@@ -407,28 +426,30 @@ def device_works(device: torch.device) -> bool:
 def short_error(error: Exception) -> str:
     """Return the type and message of an exception, shortened for a row's note.
 
-    Without a message, as of most assertions, the place where it was raised follows.
+    If it has no message, like most assertions, the line that raised it takes its place.
     """
     message = str(error)
     frames = traceback.extract_tb(error.__traceback__)
     if not message and frames:
         last = frames[-1]
         message = f"{last.line} ({Path(last.filename).name}, line {last.lineno})"
-    return f"{type(error).__name__}: {message}"[:_LONGEST_NOTE]
+    return f"{type(error).__name__}: {message}"[:_MAX_NOTE_CHARACTERS]
 
 
-def checked_inputs(calls: int, least: int) -> list[int]:
+def inputs_to_verify(calls: int, minimum: int) -> list[int]:
     """Return the indices of the inputs to verify.
 
-    These are the first, as many untimed ones as needed for `least` in total, and at the end the
-    last timed one.
+    These are the first input, then as many untimed ones as are needed for `minimum` in total, and
+    at the end the last timed one.
+
+    calls: number of timed calls, which have the inputs from 0 to calls - 1.
     """
-    further = range(calls, calls + max(least - min(calls, 2), 0))
-    return [*dict.fromkeys([0, *further, calls - 1])] if calls > 1 else [*further, 0]
+    untimed = range(calls, calls + max(minimum - min(calls, 2), 0))
+    return [*dict.fromkeys([0, *untimed, calls - 1])] if calls > 1 else [*untimed, 0]
 
 
 def blank_row(cell: LayerCase, offer: BenchOffer) -> Row:
-    """Return a row with the description of the cell and the offer, without results."""
+    """Return a row that describes the cell and the offer, without results."""
     problem = cell.problem
     return Row(
         shape=cell.shape,

@@ -1,4 +1,4 @@
-"""Layer sizes drawn by a seed, so that a comparison includes layers that nobody tuned for."""
+"""Layers with random sizes, so that a comparison includes layers that nobody tuned for."""
 
 import random
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ COUNT = 4
 
 _EXPERTS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
 _TOP_K = (2, 4, 6, 8)
-_STEP = 256  # every sampled size is a multiple of 256, which all block and group sizes divide
+_STEP = 256  # H and I are multiples of 256, which all block and group sizes divide
 _HIDDEN = (1024, 8192)
 _INTERMEDIATE = (512, 4096)
-# Ranges of E * H * I: one layer is large, one small, and the others are anything between.
+# Ranges of E * H * I. One layer is large, one is small, and the others may have any size between.
 _LARGE = (1.0e9, 1.5e9)
 _SMALL = (1.0e8, 3.0e8)
 _ANY = (_SMALL[0], _LARGE[1])
@@ -53,10 +53,10 @@ class SampledLayer:
 
 
 def sample_layers(seed: int = SEED, count: int = COUNT) -> tuple[SampledLayer, ...]:
-    """Draw layers; the first has E * H * I above 1e9, the second below 3e8.
+    """Draw `count` layers, of which the first has E * H * I above 1e9, the second below 3e8.
 
-    The same arguments give the same layers on every machine. Raises ConfigurationError for fewer
-    than two layers.
+    The same arguments give the same layers on every machine. Raises ConfigurationError if `count`
+    is less than two.
     """
     if count < 2:
         raise ConfigurationError("number of sampled layers", got=count, need=">= 2")

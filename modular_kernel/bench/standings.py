@@ -1,8 +1,8 @@
-"""Comparison of our layers with the fastest public one in every cell: ratios, table and plot.
+"""Comparison of our layers with the fastest peer in every cell: ratios, tables and a plot.
 
 Four columns are compared with the peers: FusedMoE with default arguments, the composed layer, the
-fastest part whose matrix products are our own kernels, and the fastest part that runs those of
-another library. The last one is never counted as a kernel of ours.
+fastest part whose GEMMs are this project's kernels, and the fastest part whose GEMMs are another
+library's.
 """
 
 import math
@@ -23,18 +23,18 @@ DEFAULT, COMPOSED, OWN, LIBRARY = (
     "parts over other libraries",
 )
 COLUMNS = (DEFAULT, COMPOSED, OWN, LIBRARY)
-MARGIN = 0.01  # a cell is behind if it takes longer than the best peer by more than this
+MARGIN = 0.01  # a cell is behind if it takes longer than the best peer by more than this fraction
 SCHEME_NAMES = {
     "bfloat16": "bf16",
     "fp8/fp8": "fp8",
     "int4/bfloat16": "int4",
     "fp4/bfloat16": "mxfp4",
 }
-_PANEL = (3.6, 2.9)  # inches
+_PANEL_INCHES = (3.6, 2.9)
 
 
 def column_of(row: Row) -> str | None:
-    """Return the column that a row of ours belongs to; None for baselines and peers."""
+    """Return the column of a row of ours; None for baselines and peers."""
     if row.origin != OURS:
         return None
     if row.layer == DefaultLayer.name:
@@ -46,7 +46,11 @@ def column_of(row: Row) -> str | None:
 
 @dataclass(frozen=True)
 class Cell:
-    """The fastest times of one cell in microseconds: of each column, and of the peers."""
+    """The fastest times of one cell in microseconds.
+
+    ours: by column. peer, peer_name: time and layer of the fastest peer or baseline; None and "" if
+    there is none.
+    """
 
     shape: str
     tokens: int
@@ -57,7 +61,10 @@ class Cell:
     peer_name: str = ""
 
     def lead(self, column: str) -> float | None:
-        """Return the best peer's time over ours: above 1 we are faster. None if one is missing."""
+        """Return the best peer's time over ours, which is more than 1 if ours is faster.
+
+        Returns None if either has no time.
+        """
         ours = self.ours.get(column)
         return self.peer / ours if ours and self.peer else None
 
@@ -66,7 +73,7 @@ class Cell:
 
 
 def cells_of(rows: Iterable[Row]) -> list[Cell]:
-    """Return the cells in which some layer was timed, in the order of the rows."""
+    """Return the cells in which any layer was timed, in the order of the rows."""
     groups: dict[tuple[str, int, str, str], list[Row]] = {}
     for row in rows:
         if row.competes:
@@ -89,11 +96,11 @@ def cells_of(rows: Iterable[Row]) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Standing:
-    """One column in the cells of one kind of operands.
+    """Leads of one column over the best peers, in the cells with one type of operands.
 
-    cells: those with a time of ours and of a peer. mean: geometric mean of `Cell.lead`. behind:
-    cells that are slower than the best peer by more than MARGIN. worst: the cell with the least
-    lead.
+    cells: number of cells with a time of ours and of a peer. mean: geometric mean of `Cell.lead`.
+    behind: number of cells that are slower than the best peer by more than MARGIN. worst: the cell
+    with the smallest lead.
     """
 
     operands: str
@@ -105,13 +112,14 @@ class Standing:
 
     @property
     def least(self) -> float:
+        """The smallest lead."""
         lead = self.worst.lead(self.column)
         assert lead is not None
         return lead
 
 
 def standings(cells: Sequence[Cell]) -> list[Standing]:
-    """Return a standing for each kind of operands and column that has a time and a peer."""
+    """Return a standing for each type of operands and column with any lead."""
     results = []
     for operands in dict.fromkeys(cell.operands for cell in cells):
         for column in COLUMNS:
@@ -134,10 +142,7 @@ def scheme_name(operands: str) -> str:
 
 
 def standings_table(report: Report) -> list[str]:
-    """Return the Markdown lines of the summary: a line for each scheme and column.
-
-    The lead is the best peer's time over ours.
-    """
+    """Return the lines of a Markdown table with a row for each scheme and column."""
     lines = [
         "| scheme | ours | cells | lead (geometric mean) | least lead | behind by more than 1 % |",
         "|---|---|---:|---:|---|---:|",
@@ -152,13 +157,13 @@ def standings_table(report: Report) -> list[str]:
 
 
 def layers_table(report: Report) -> list[str]:
-    """Return the Markdown lines of the table with a line for each layer and scheme.
+    """Return the lines of a Markdown table with a row for each scheme and layer, peers included.
 
-    A layer's time is compared with the best peer of each of its cells; peers included, so that a
-    peer that is best everywhere has 1.00.
+    A layer's time is divided by that of the best peer in the same cell, so a peer that is the
+    fastest everywhere has 1.00.
     """
     lines = [
-        "| scheme | layer | whose | cells | time / best peer (geometric mean) | wrong or failed |",
+        "| scheme | layer | origin | cells | time / best peer (geometric mean) | wrong or failed |",
         "|---|---|---|---:|---:|---:|",
     ]
     peers = {(c.shape, c.tokens, c.routing, c.operands): c.peer for c in cells_of(report.rows)}
@@ -178,16 +183,16 @@ def layers_table(report: Report) -> list[str]:
             continue
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
         first = rows[0]
-        whose = f"ours, products of {first.library}" if first.library else first.origin
+        origin = f"ours, GEMMs of {first.library}" if first.library else first.origin
         lines.append(
-            f"| {scheme_name(operands)} | {layer} `{quant}` | {whose} | {timed} "
+            f"| {scheme_name(operands)} | {layer} `{quant}` | {origin} | {timed} "
             f"| {'' if mean is None else f'{mean:.2f}'} | {failures or ''} |"
         )
     return lines
 
 
 def cells_table(report: Report) -> list[str]:
-    """Return the Markdown lines of the table of all cells: microseconds of columns and peers."""
+    """Return the lines of a Markdown table with the microseconds of all cells."""
     lines = [
         f"| scheme | layer | routing | T | {' | '.join(COLUMNS)} | best peer | |",
         f"|---|---|---|---:|{'---:|' * len(COLUMNS)}---:|---|",
@@ -203,7 +208,7 @@ def cells_table(report: Report) -> list[str]:
 
 
 def missing_lines(report: Report) -> list[str]:
-    """Return Markdown items that name what was not measured: not installed, wrong, failed, late."""
+    """Return a Markdown list of what was not measured, and why."""
     lines = [f"- not installed: {name}" for name in report.missing]
     notes: dict[tuple[str, str, str, str], int] = {}
     for row in report.rows:
@@ -218,9 +223,10 @@ def missing_lines(report: Report) -> list[str]:
 
 
 def merged(reports: Sequence[Report]) -> Report:
-    """Return one report with the rows of all; environment and peaks are those of the first.
+    """Merge reports. The environment and the peaks are those of the first one.
 
-    Of several rows of one layer in one cell the first that was timed is kept, else the first.
+    If reports have the same layer in the same cell, the first timed row is kept, or the first row
+    if none was timed.
     """
     first, kept = reports[0], dict[tuple[object, ...], Row]()
     for row in (row for report in reports for row in report.rows):
@@ -262,9 +268,9 @@ def document(report: Report) -> str:
 
 
 def plot_standings(report: Report, path: Path) -> None:
-    """Plot the lead over the best peer by tokens, with a panel per scheme and routing.
+    """Plot the lead over the best peer by tokens, with a panel for each scheme and routing.
 
-    Needs matplotlib (extra `bench`). The file's suffix determines its format.
+    Needs matplotlib (extra `bench`). The suffix of `path` determines the file's format.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -273,15 +279,15 @@ def plot_standings(report: Report, path: Path) -> None:
     schemes = list(dict.fromkeys(cell.operands for cell in cells)) or [""]
     routings = list(dict.fromkeys(cell.routing for cell in cells)) or [""]
     shapes = list(dict.fromkeys(cell.shape for cell in cells))
-    size = _PANEL[0] * len(schemes), _PANEL[1] * len(routings)
+    size = _PANEL_INCHES[0] * len(schemes), _PANEL_INCHES[1] * len(routings)
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(routings), len(schemes), sharex=True, sharey="col", squeeze=False)
     for line, routing in enumerate(routings):
         for column, operands in enumerate(schemes):
             axes = panels[line][column]
-            chosen = [c for c in cells if (c.operands, c.routing) == (operands, routing)]
-            _draw_leads(axes, chosen, shapes)
+            panel_cells = [c for c in cells if (c.operands, c.routing) == (operands, routing)]
+            _draw_leads(axes, panel_cells, shapes)
             axes.set_title(f"{scheme_name(operands)}, {routing} routing", fontsize=9)
             if line == len(routings) - 1:
                 axes.set_xlabel("tokens")
@@ -299,7 +305,7 @@ def plot_standings(report: Report, path: Path) -> None:
 
 
 def _draw_leads(axes: Any, cells: Sequence[Cell], shapes: Sequence[str]) -> None:
-    """Draw a line per layer for the defaults and for our own kernels."""
+    """Draw two lines per shape: FusedMoE with default arguments, and our own kernels."""
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
     for number, shape in enumerate(shapes):
         for column, style in ((DEFAULT, "o-"), (OWN, "s:")):
@@ -318,9 +324,9 @@ def _draw_leads(axes: Any, cells: Sequence[Cell], shapes: Sequence[str]) -> None
 
 
 def replace_section(text: str, name: str, lines: Sequence[str], *, where: str) -> str:
-    """Return `text` with the lines between `<!-- name:begin -->` and `<!-- name:end -->` replaced.
+    """Replace the text between `<!-- name:begin -->` and `<!-- name:end -->` by `lines`.
 
-    where: the file, for the message. Raises ValueError if a marker is missing.
+    where: name of the file, for the message. Raises ValueError unless `text` has each marker once.
     """
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1:

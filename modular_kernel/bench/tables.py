@@ -10,25 +10,26 @@ _COLUMNS = (
     "shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer", "error",
     "eager us", "launches", "host us", "allocs", "mode", "note",
 )  # fmt: skip
-# Columns dropped on a narrow terminal, starting with the last.
+# Columns that are dropped on a narrow terminal, the last one first.
 OPTIONAL = (
     "/ floor", "/ best peer", "floor us", "host us", "launches", "error", "routing", "note",
     "mode", "eager us", "allocs",
 )  # fmt: skip
 METHOD = """\
-- A layer is timed from x, top-k ids and weights to y: index work, quantization of x, both products,
-  activation and weighted sum inside; router and top-k outside. Times are microseconds.
-- On a GPU the figure is the median over replays of a CUDA graph of several calls, each on an input
-  of its own (and, where one call touches less than twice the L2 cache, on weights of its own),
-  divided by the calls, once it has replayed for 25 ms. In the record, `eager` marks calls that
-  were not captured, `+flush` calls timed one by one after the cache was overwritten, `cpu`
-  wall-clock time.
-- Every row was first compared with a float64 reference on rows from first to last; one that errs by
-  more than twice what plain torch does in the same number format is WRONG and has no time. The last
-  output of the timed replays was compared as well.\
+- A layer is timed from x, top-k ids and weights to y. This includes index computation, quantization
+  of x, both GEMMs, activation and weighted sum, and excludes the router and its top-k. Times are
+  microseconds.
+- On a GPU, a time is the median over replays of a CUDA graph, divided by the number of calls in the
+  graph. Timing starts after 25 ms of replays. Each call has its own input and, if a call touches
+  less than twice the size of the L2 cache, its own weights. In the record, `eager` marks calls that
+  were not captured, `+flush` calls that were timed one by one after the cache was overwritten, and
+  `cpu` wall-clock time.
+- Before a layer is timed, some rows of its output are compared with a float64 reference. If its
+  error is more than twice that of plain torch in the same number format, the layer is WRONG and has
+  no time. The last output of the timed replays is compared, too.\
 """
 
-PREPARED = "prepared: kernel.prepare_weights was called once, before, and is not in the time"
+PREPARED = "prepared: kernel.prepare_weights was called once before timing"
 
 
 def label(row: Row) -> str:
@@ -37,9 +38,9 @@ def label(row: Row) -> str:
 
 
 def text_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and cells of the text table, with rows of the same group together.
+    """Return the columns and cells of the table for a terminal.
 
-    Empty columns, such as those without values on a CPU, are left out.
+    Rows that are compared with each other are adjacent. Empty columns are left out.
     """
     rows = list(rows)
     groups = list(dict.fromkeys(row.group for row in rows))
@@ -83,38 +84,39 @@ def markdown(report: Report) -> str:
 
     Wrong and failed rows are listed at the end.
     """
-    lines = [f"# Layers on {report.environment.get('device')}", "", *_where(report), ""]
+    lines = [f"# Layers on {report.environment.get('device')}", "", *_describe_run(report), ""]
     lines += METHOD.splitlines()
     lines += [f"- {PREPARED}."] if any(row.prepared for row in report.rows) else []
     kinds = dict.fromkeys((row.operands, row.routing) for row in report.rows)
     for operands, routing in kinds:
         rows = [row for row in report.rows if (row.operands, row.routing) == (operands, routing)]
         lines += ["", f"## {operands}, {routing} routing", "", *_table(rows)]
-    troubles = [row for row in report.rows if row.status in (status.WRONG, status.FAILED)]
-    if troubles or report.stopped:
+    failures = [row for row in report.rows if row.status in (status.WRONG, status.FAILED)]
+    if failures or report.stopped:
         lines += ["", "## Not timed", ""]
-        lines += [f"- {one_line(row)}" for row in troubles]
+        lines += [f"- {one_line(row)}" for row in failures]
         lines += [f"- the run ended early: {report.stopped}"] if report.stopped else []
     return "\n".join(lines) + "\n"
 
 
-def _where(report: Report) -> list[str]:
+def _describe_run(report: Report) -> list[str]:
     env, peaks = report.environment, report.peaks
     rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in peaks["flops"].items())
-    moved = f"a copy moved {peaks['copy'] / 1e12:.4g}, a read {peaks['read'] / 1e12:.4g}"
+    rates_of_memory = f"copy {peaks['copy'] / 1e12:.4g}, read {peaks['read'] / 1e12:.4g}"
     versions = ", ".join(
         f"{name} {env[name]}" for name in ("torch", "triton", "cuda", "driver") if env.get(name)
     )
     return [
         f"- {env['date']}, modular-kernel {env['version']}, {versions}: `{env['command']}`",
-        "- floor = max(flops / peak, bytes / bandwidth). Peaks are the fastest square products of",
-        f"  this run, TFLOP/s: {rates}. Bandwidth, TB/s: {peaks['bandwidth'] / 1e12:.4g},",
-        f"  {peaks['source']} ({moved}). Bytes: the touched experts' weights, x and y, each once.",
+        "- floor = max(flops / peak, bytes / bandwidth). Peaks, from the fastest square GEMMs of",
+        f"  this run, in TFLOP/s: {rates}. Bandwidth in TB/s: {peaks['bandwidth'] / 1e12:.4g},",
+        f"  {peaks['source']} ({rates_of_memory}). Bytes are those of x, y, and the weights of",
+        "  experts with a token, each counted once.",
     ]
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a Markdown table with a line per cell and a column per layer."""
+    """Return the lines of a Markdown table with a row per cell and a column per layer."""
     names = list(dict.fromkeys(label(row) for row in rows if row.status != status.REFUSED))
     head = ["shape", "T", "floor", *names, "best of ours / floor", "best of ours / best peer"]
     lines = [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
@@ -140,21 +142,21 @@ def _ratio(ours: float | None, other: float | None) -> str:
 
 
 def ratios(report: Report) -> list[tuple[str, str]]:
-    """Return labeled geometric means of our best time over the floor and over the best peer."""
+    """Return (ratio, label): means of our best time over the floor, and over the best peer."""
     return [
         (f"{_mean(values):.2f} x", f"{target}, {operands}")
-        for operands, comparisons in _compared(report)
+        for operands, comparisons in _compare_by_operands(report)
         for target, values in comparisons.items()
     ]
 
 
 def summary(report: Report) -> list[str]:
-    """Return summary lines: our best against the floor and the best peer, by operand type.
+    """Compare our best layer with the floor and the best peer, in a line per operand type.
 
-    If a row is prepared, the first line explains the word.
+    If any row is prepared, the first line explains what that means.
     """
     lines = [PREPARED] if any(row.prepared for row in report.rows) else []
-    for operands, comparisons in _compared(report):
+    for operands, comparisons in _compare_by_operands(report):
         parts = [
             f"{_mean(values):.2f} x {target} in geometric mean over {counted(len(values), 'cell')} "
             f"({min(values):.2f} to {max(values):.2f})"
@@ -164,8 +166,8 @@ def summary(report: Report) -> list[str]:
     return lines
 
 
-def _compared(report: Report) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Yield for each operand type the ratios of our best time to the floor and to the best peer.
+def _compare_by_operands(report: Report) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Yield each operand type with the ratios of our best time to the floor and to the best peer.
 
     The ratios are lists with one entry per cell.
     """
@@ -182,7 +184,7 @@ def _compared(report: Report) -> Iterator[tuple[str, dict[str, list[float]]]]:
                 over_peer.append(ours / peer)
         comparisons = {"the floor": over_floor, "the best peer's time": over_peer}
         if any(comparisons.values()):
-            yield operands, {what: values for what, values in comparisons.items() if values}
+            yield operands, {target: values for target, values in comparisons.items() if values}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -54,7 +54,7 @@ _LARGE_SHAPE_TOKENS = {"dsv3_256": (16, 128, 1024, 4096)}
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Options for the measurement and for the layers to compare with."""
+    """Options of the measurement, and the layers to compare with."""
 
     tokens_list: Annotated[
         tuple[int, ...] | None,
@@ -84,16 +84,13 @@ class Method:
     ] = 20
     deadline: Annotated[
         float | None,
-        option(
-            "Stop the row that is measured after this many seconds, and start no other.",
-            type=POSITIVE,
-        ),
+        option("End the run after this many seconds, even within a row.", type=POSITIVE),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFiles(ReportFiles):
-    """Options for the output files, and for a record to show instead of measuring."""
+    """Options of the output files, and a record to show instead of measuring."""
 
     load: Annotated[
         Path | None,
@@ -112,7 +109,7 @@ class BenchFiles(ReportFiles):
 
 @dataclass(frozen=True)
 class _PairOptions:
-    """The names of a pair, as an option group."""
+    """The names of a pair, as an option group for `refuse_combination`."""
 
     pf_type: str | None = None
     experts_type: str | None = None
@@ -133,12 +130,12 @@ def bench(
     dsv3_ep8, qwen3_30b, gptoss and dsv3_256. --quant takes several schemes.
 
     Method: a layer is timed from x, top-k ids and top-k weights to y. A CUDA graph captures several
-    calls, each on its own input and, where weights would stay in L2, on its own copy of them. The
-    reported time is the median replay divided by the number of calls, after 25 ms of warm-up
-    replays. The roofline ("floor") is max(flops / peak, bytes / bandwidth), with peaks measured in
-    the same run; bytes are the weights of the routed experts, x and y, each counted once. Every row
-    is first compared with a float64 reference; a row that is WRONG is not timed. Without a GPU,
-    wall-clock time is reported.
+    calls, each with its own input and, where weights would stay in the L2 cache, its own copy of
+    them. The reported time is the median time of a replay divided by the number of calls, after
+    25 ms of warm-up replays. The roofline ("floor") is max(flops / peak, bytes / bandwidth), with
+    peaks measured in the same run; bytes are the weights of the routed experts, x and y, each
+    counted once. The output of a layer is first compared with a float64 reference; a layer that is
+    WRONG is not timed. Without a GPU, wall-clock time is reported.
 
     A --peer file defines layers(), which returns modular_kernel.bench.candidates.Layer objects.
     Each has name, quant, setup(problem, weights) and call(x, routing); see that module and

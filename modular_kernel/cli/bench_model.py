@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from modular_kernel.bench.model_speed import Implementation, SpeedRow, Workload
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
-_IMPLEMENTATION = "mk bench"
+_IMPLEMENTATION = "mk bench"  # the name under which ours is registered with transformers
 _DEFAULT_EXPERTS = {"cpu": "TorchExperts", "cuda": "TritonExperts"}
 _TORCH_PARTS = ("TorchExperts", "NaiveBatchedExperts")
 _ON_CPU = "no GPU: Triton kernels run in the interpreter, so times are meaningless"
@@ -28,7 +28,7 @@ _ON_CPU = "no GPU: Triton kernels run in the interpreter, so times are meaningle
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options for the model to build and its workload."""
+    """Options of the model to build, and of its workload."""
 
     hf: Annotated[
         str | None,
@@ -55,13 +55,13 @@ class ModelOptions:
     ] = None
 
     def workload(self) -> "Workload":
-        """Return the workload, with defaults filled in."""
+        """Return the workload; options that are None have their defaults."""
         from modular_kernel.bench.model_speed import Workload
 
         return Workload(self.batch or 1, self.prompt or 128, self.new_tokens or 16)
 
     def check_alone(self) -> None:
-        """Raise ConfigurationError for an option that requires --hf if --hf is missing."""
+        """Raise ConfigurationError if --hf is missing and an option that requires it is set."""
         for field in fields(self):
             if self.hf is None and getattr(self, field.name) is not None:
                 name = f"--{field.name.replace('_', '-')}"

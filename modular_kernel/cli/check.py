@@ -109,18 +109,21 @@ def _note_unchecked(catalog: "Catalog") -> None:
 def _problems_by_layers(
     options: ProblemOptions, checkpoint: "InspectionReport | None"
 ) -> "list[tuple[tuple[int, ...] | None, Problem]]":
-    """Return the problem of each scheme of the model's layers; layers are None if it has one."""
+    """Return the problem of each quantization scheme of the model, with the layers that have it.
+
+    The layers are None if all layers have the same scheme.
+    """
     if checkpoint is None:
         problems = options_by_scheme(options)
         first = problems[0][1].problem()
         return [
-            (layers, first if layers is None else replace(first, quant=str(each.quant)))
-            for layers, each in problems
+            (layers, first if layers is None else replace(first, quant=str(scheme_options.quant)))
+            for layers, scheme_options in problems
         ]
     groups = checkpoint.groups if options.quant is None else checkpoint.groups[:1]
-    of_first = groups[0].problem_fields
-    quant = options.quant or str(of_first["quant"])
-    activation = options.activation or str(of_first["activation"])
+    first_fields = groups[0].problem_fields
+    quant = options.quant or str(first_fields["quant"])
+    activation = options.activation or str(first_fields["activation"])
     problem = replace(options, quant=quant, activation=activation).problem()
     return [
         (
@@ -190,7 +193,7 @@ def _checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]:
 
 
 def _warn_of_sizes(problem: "Problem") -> None:
-    """Warn of sizes that are valid but probably a mistake."""
+    """Warn of sizes that are valid, but probably a mistake."""
     if problem.top_k > problem.experts:
         output.note(f"warning: top_k={problem.top_k} of {problem.experts} experts: ids will repeat")
     if problem.tokens == 0:
@@ -198,7 +201,7 @@ def _warn_of_sizes(problem: "Problem") -> None:
 
 
 def explain_pair(verdict: "Verdict") -> tuple[str, ...]:
-    """Return notes on a valid pair: the code path of its calls, and NaN the experts may hide."""
+    """Return notes on a valid pair: the path that its calls take, and NaN that it may hide."""
     from modular_kernel.catalog import load_catalog
 
     experts = load_catalog().experts(verdict.experts)
@@ -206,7 +209,7 @@ def explain_pair(verdict: "Verdict") -> tuple[str, ...]:
 
 
 def _hidden_nan(requires: "ExpertsRequirements", problem: "Problem") -> tuple[str, ...]:
-    """Note that a NaN in the weights may become a finite value, if the experts declare so."""
+    """Return a note if a NaN in the weights may become a finite value, as the experts declare."""
     kind = problem.act.kind
     if kind not in requires.hides_nan:
         return ()
@@ -248,7 +251,7 @@ def _print_verdict(verdict: "Verdict") -> None:
 
 
 def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machine") -> None:
-    """Print the matrix of pairs, then the first rejection of each rule that refuses a pair."""
+    """Print the matrix of pairs, and the first rejection by each rule."""
     valid = sum(verdict.ok for verdict in verdicts)
     output.line(f"{problem} on {machine}: {valid} of {len(verdicts)} pairs are valid")
     by_rule: dict[str, list[Rejection]] = {}
@@ -276,8 +279,8 @@ def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machin
 def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
     """Print the matrix with a column per experts part.
 
-    If the names do not fit the terminal, columns are numbered; if those do not fit either, the
-    matrix is split into several tables.
+    If the names of the columns do not fit the terminal, the columns are numbered. If the numbered
+    columns do not fit either, the matrix is split into several tables.
     """
     head = f"..{_SUFFIX}"
     if fit_table((head, *names), rows, output.width()) is not None:

@@ -1,4 +1,4 @@
-"""Commands of click made from annotated functions, and the types of their options.
+"""Creation of click commands from annotated functions, and the types of their options.
 
 A parameter of a verb becomes an option through its annotation:
 
@@ -22,12 +22,15 @@ import click
 from modular_kernel.cli.output import STDOUT, json_on_stdout, report_error
 from modular_kernel.errors import ConfigurationError, ModularKernelError
 
-_MAX_QUOTED = 100  # characters of an invalid value in a message
-JSON_PARAMETER = "as_json"  # the parameter of --json; every verb has it
+_MAX_QUOTED = 100  # characters of an invalid value that a message quotes
+JSON_PARAMETER = "as_json"  # name of the parameter of --json, which every verb has
 
 
 class _TypedErrors(click.ParamType[Any]):
-    """Mixin of click's types that raises ConfigurationError in place of click.BadParameter."""
+    """Mixin for click's types that raises ConfigurationError instead of click.BadParameter.
+
+    need: description of valid values.
+    """
 
     need: str
 
@@ -46,7 +49,7 @@ class Integer(_TypedErrors, click.types.IntParamType):
 
 
 class IntegerRange(_TypedErrors, click.IntRange):
-    """An integer from `min` to `max`; None is no upper bound."""
+    """An integer from `min` to `max`. max: None means no upper bound."""
 
     def __init__(self, min: int, max: int | None = None) -> None:
         super().__init__(min, max)
@@ -60,7 +63,7 @@ class Number(_TypedErrors, click.types.FloatParamType):
 
 
 class NumberRange(_TypedErrors, click.FloatRange):
-    """A number of at least `min`, or, with `min_open`, above it."""
+    """A number that is at least `min`, or greater than `min` with `min_open`."""
 
     def __init__(self, min: float, *, min_open: bool = False) -> None:
         super().__init__(min, min_open=min_open)
@@ -118,10 +121,11 @@ def option_name(parameter: click.Parameter | None) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """Metadata of an annotation that makes the parameter an option.
+    """Metadata of an annotation that makes a parameter an option.
 
-    names: names on the command line; () derives one from the parameter's name. type: None selects
-    it by the annotation. flag_value: the value if the option is given without one.
+    names: names on the command line; () derives one from the parameter's name. metavar: name of the
+    value in the help. type: None derives it from the annotation. flag_value: the value if the
+    option is given without one.
     """
 
     help: str
@@ -144,13 +148,16 @@ def option(
 
 @dataclass(frozen=True)
 class Argument:
-    """Metadata of an annotation that makes the parameter a positional argument, always required."""
+    """Metadata of an annotation that makes a parameter a positional argument, which is required."""
 
     help: str
 
 
 def argument(help: str) -> Any:
-    """Return an `Argument` with this description, which the docstring of the verb repeats."""
+    """Return an `Argument` with this description.
+
+    click does not show it, so the docstring of the verb has to describe the argument, too.
+    """
     return Argument(help)
 
 
@@ -161,17 +168,18 @@ class Verb(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        with _reported(ctx):
+        with _report_errors(ctx):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         to_stdout = ctx.params.get(JSON_PARAMETER) == STDOUT
-        with json_on_stdout() if to_stdout else nullcontext(), _reported(ctx):
+        with json_on_stdout() if to_stdout else nullcontext(), _report_errors(ctx):
             return super().invoke(ctx)
 
 
 @contextmanager
-def _reported(ctx: click.Context) -> Iterator[None]:
+def _report_errors(ctx: click.Context) -> Iterator[None]:
+    """Report an error of the toolkit inside the context, and exit with its status."""
     try:
         yield
     except ModularKernelError as error:
@@ -181,7 +189,9 @@ def _reported(ctx: click.Context) -> Iterator[None]:
 def make_verb(name: str, function: Callable[..., None], short_help: str) -> Verb:
     """Return the command that calls `function` with the values of its options.
 
-    Options of only this verb come before those of its dataclasses in the help.
+    The help lists the function's own options first, and then those of its dataclasses.
+
+    short_help: the line in the list of verbs.
     """
     groups: dict[str, type] = {}
     parameters: list[click.Parameter] = []
@@ -194,10 +204,10 @@ def make_verb(name: str, function: Callable[..., None], short_help: str) -> Verb
             groups[parameter.name] = annotation
             group_hints = get_type_hints(annotation, include_extras=True)
             parameters += [
-                _click_option(f.name, group_hints[f.name], f.default) for f in fields(annotation)
+                _make_parameter(f.name, group_hints[f.name], f.default) for f in fields(annotation)
             ]
         else:
-            parameters.append(_click_option(parameter.name, annotation, parameter.default))
+            parameters.append(_make_parameter(parameter.name, annotation, parameter.default))
 
     def callback(**values: Any) -> None:
         for group_name, group in groups.items():
@@ -218,23 +228,23 @@ def is_group(annotation: object) -> TypeGuard[type]:
     return isinstance(annotation, type) and is_dataclass(annotation)
 
 
-def _click_option(name: str, annotation: Any, default: Any) -> click.Parameter:
-    """Return the click option or argument of a parameter or field, by its annotation."""
-    kind, (declared, *_) = get_args(annotation)[0], annotation.__metadata__
+def _make_parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
+    """Return the click option or argument that the annotation of a parameter or field describes."""
+    value_type, (declared, *_) = get_args(annotation)[0], annotation.__metadata__
     if isinstance(declared, Argument):
-        return click.Argument([name], type=_TYPES.get(kind))
+        return click.Argument([name], type=_TYPES.get(value_type))
     assert isinstance(declared, Option), f"{name} has no option()"
-    if get_origin(kind) in (Union, UnionType):
-        (kind,) = (arg for arg in get_args(kind) if arg is not NoneType)
-    attributes: dict[str, Any] = {"type": declared.type or _TYPES.get(kind)}
-    if kind is bool:
+    if get_origin(value_type) in (Union, UnionType):
+        (value_type,) = (arg for arg in get_args(value_type) if arg is not NoneType)
+    attributes: dict[str, Any] = {"type": declared.type or _TYPES.get(value_type)}
+    if value_type is bool:
         attributes = {"is_flag": True}
-    elif get_origin(kind) is Literal:
-        attributes = {"type": Choice(*get_args(kind))}
-    elif kind == tuple[Path, ...]:
+    elif get_origin(value_type) is Literal:
+        attributes = {"type": Choice(*get_args(value_type))}
+    elif value_type == tuple[Path, ...]:
         attributes = {"type": declared.type or _TYPES[Path], "multiple": True}
-    elif get_origin(kind) is tuple and declared.type is None:
-        attributes = {"nargs": len(get_args(kind))}
+    elif get_origin(value_type) is tuple and declared.type is None:
+        attributes = {"nargs": len(get_args(value_type))}
     if declared.flag_value is not None:
         attributes |= {"is_flag": False, "flag_value": declared.flag_value}
     return click.Option(
@@ -243,7 +253,8 @@ def _click_option(name: str, annotation: Any, default: Any) -> click.Parameter:
         help=declared.help,
         metavar=declared.metavar,
         show_default=default not in (None, "", ()),
-        is_eager=name == JSON_PARAMETER,  # known when another option is invalid
+        # Parsed first, so that an error in another option is printed as JSON, too.
+        is_eager=name == JSON_PARAMETER,
         **attributes,
     )
 

@@ -24,7 +24,7 @@ def compile_kernels(
     *,
     check: Annotated[
         bool,
-        option("Exit with 1 if a kernel breaks a limit or is not compiled, or if none is."),
+        option("Exit with 1 if a kernel exceeds a limit or is not compiled, or if none is."),
     ] = False,
     arch: Annotated[
         str, option("Compile for a GPU of this compute capability, such as 9.0 or sm_90.")
@@ -36,7 +36,7 @@ def compile_kernels(
     """Compile the kernels for a GPU and show registers, shared memory, spills and instructions.
 
     Compiles every kernel that the parts would launch on that GPU, and lists the kernels that were
-    left out. With --check, instructions are shown only for kernels that must use a certain
+    left out. With --check, instructions are counted only in kernels that must use a certain
     instruction. Compiling everything, or all kernels of a part, takes minutes in one process;
     --only KERNEL takes seconds, and --workers N compiles in parallel.
     """
@@ -83,7 +83,7 @@ def _describe_job(kernels: list[str], target: str, only: str) -> str:
     if matching:
         text = f"{len(matching)} of {counted(len(kernels), 'kernel')} for {target} (named {only!r})"
         return f"{text}, and all kernels of matching cases"
-    return f"kernels of cases named {only!r} for {target}: may take minutes; no other is compiled"
+    return f"kernels of cases named {only!r} for {target}: may take minutes"
 
 
 def _record(row: "CompiledRow") -> dict[str, object]:
@@ -109,7 +109,7 @@ def _print_text(result: "CompileResult", *, check: bool, only: str) -> None:
         else f"{len(left_out)} left out"
     )
     output.line(
-        f"triton {version('triton')}: {compiled_forms}, {len(broken)} break a limit; {omitted}"
+        f"triton {version('triton')}: {compiled_forms}, {len(broken)} exceed a limit; {omitted}"
     )
 
 
@@ -138,5 +138,5 @@ def _cells(row: "CompiledRow", instructions: str) -> tuple[object, ...]:
         record.shared,
         record.stack + record.spill,
         instructions,
-        "breaks a limit" if row.violations else "ok",
+        "exceeds a limit" if row.violations else "ok",
     )

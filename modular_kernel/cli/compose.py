@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from modular_kernel.cli import output
 from modular_kernel.cli.command import option
-from modular_kernel.cli.compose_output import explain_text, print_text, progress_notes, record
+from modular_kernel.cli.compose_output import print_explanation, print_text, progress_notes, record
 from modular_kernel.cli.options import TOKENS_LIST, AsJson, ProblemOptions
 from modular_kernel.cli.ranks import Backend, host_of, with_launcher
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine, Problem
 
 _MAX_TOKENS_ON_GPU = 8192
-_BUDGET_S = 20.0  # duplicates the default of modular_kernel.select, whose import loads torch
-_AFTER_BUDGET_S = 300  # extra time for ranks to start, create weights and finish their last timing
+# Must match modular_kernel.select.autotune.BUDGET_S, whose import would load torch.
+_BUDGET_S = 20.0
+_AFTER_BUDGET_S = 300  # seconds for ranks to start, create weights and finish their last timing
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComposeOptions:
-    """Token counts, routing and time budget of the measurement."""
+    """Options of the measurement."""
 
     tokens_list: Annotated[
         tuple[int, ...] | None,
@@ -31,7 +32,7 @@ class ComposeOptions:
             type=TOKENS_LIST,
         ),
     ] = None
-    budget: Annotated[float, option("Total seconds, including compilation; 0 skips timing.")] = (
+    budget: Annotated[float, option("Total seconds, including compilation; 0 times nothing.")] = (
         _BUDGET_S
     )
     routing: Annotated[str, option("Routing pattern: uniform, zipf, zipfA or hotN (hot1).")] = (
@@ -41,9 +42,9 @@ class ComposeOptions:
     fresh: Annotated[bool, option("Ignore cached timings and measure again.")] = False
 
     def max_tokens(self, options: ProblemOptions, *, gpu: bool) -> int | None:
-        """Return the maximum number of tokens per call; None means the problem's default.
+        """Return the maximum number of tokens per call; None means the default of a problem.
 
-        In this order: --tokens, the maximum of --tokens-list, 8192 on a GPU.
+        It is --tokens, else the maximum of --tokens-list, else 8192 on a GPU.
         """
         if options.tokens is not None:
             return options.tokens
@@ -75,16 +76,15 @@ def compose(
 ) -> None:
     """Choose a pairing for each token count: the default pairing, or a faster one.
 
-    Every pairing is checked for compatibility. Valid pairings that may beat the default according
-    to the timing record shipped with this package, and valid pairings without a recorded timing,
-    are checked against a float64 reference and timed interleaved with the default. Another pairing
-    replaces the default if it is faster by more than the measurement noise, or if the record is
-    conclusive.
+    Valid pairings are compared with a float64 reference and timed interleaved with the default
+    pairing. Pairings that are slower than the default according to the record of times shipped with
+    this package are not timed. Another pairing replaces the default if it is faster by more than
+    the measurement noise, or if nothing was timed and the record is unambiguous.
 
-    Timings are cached in MK_CACHE_DIR per device, package versions and problem. The next run of
-    the same command, or compose() in code, reads them from there; a run that exceeded its budget
-    continues where it stopped. --tokens is the maximum number of tokens per call (default: 8192 on
-    a GPU, else 16).
+    Times are cached in MK_CACHE_DIR by device, package versions and problem. The next run of the
+    same command, or mk.compose() in code, reads them from there; if the budget did not suffice, it
+    continues where the last run stopped. --tokens is the maximum number of tokens per call
+    (default: 8192 on a GPU, else 16).
 
     --model takes a name or the path of a Hugging Face config.json. With --world-size N all ranks
     measure together, the slowest rank determines the time, and all ranks choose the same pairing.
@@ -112,7 +112,7 @@ def compose(
             choice = choose(problem, host.machine, terms=terms)
         else:
             limit = terms.budget + _AFTER_BUDGET_S
-            choices = host.pool.run(_on_rank, problem, host.machine, terms, timeout=limit)
+            choices = host.pool.run(_choose_on_rank, problem, host.machine, terms, timeout=limit)
             choice = choices[0]
     if not choice.segments:
         reasons = [r for verdict in choice.candidates.refused for r in verdict.rejections]
@@ -121,15 +121,15 @@ def compose(
     def show() -> None:
         print_text(choice)
         if explain:
-            explain_text(choice)
+            print_explanation(choice)
 
     output.print_result(record(choice), as_json, show)
 
 
-def _on_rank(
+def _choose_on_rank(
     rank: int, _world: int, group: Any, problem: "Problem", machine: "Machine", terms: "Terms"
 ) -> "Choice":
-    """Choose on one rank of the pool; all ranks return the same choice."""
+    """Choose on one rank of the pool. All ranks return the same choice."""
     from modular_kernel.select.autotune import choose
 
     rank_problem = replace(problem, parallel=replace(problem.parallel, rank=rank))

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from modular_kernel.select.record import Bucket, Segment, TimedOutcome
     from modular_kernel.spec.problem import Machine, Problem
 
-_MACHINE_RULES = {"device", "arch", "package"}  # rules that depend on the machine only
+_MACHINE_RULES = {"device", "arch", "package"}  # rules that depend on the machine alone
 
 
 def progress_notes(problem: "Problem") -> "Callable[[Bucket], None]":
-    """Make a callback that notes the fastest times of each measured token count on stderr."""
+    """Return a callback that prints the fastest times of each measured token count on stderr."""
 
     def note_times(bucket: "Bucket") -> None:
         times = sorted(bucket.times.items(), key=lambda item: item[1])
@@ -45,7 +45,9 @@ def print_text(choice: "Choice") -> None:
     other_machine: dict[str, list[str]] = {}
     for verdict in candidates.refused:
         if {rejection.rule for rejection in verdict.rejections} <= _MACHINE_RULES:
-            other_machine.setdefault(_needs(verdict, choice.machine), []).append(verdict.pairing)
+            other_machine.setdefault(_missing_requirement(verdict, choice.machine), []).append(
+                verdict.pairing
+            )
     for need, pairings in other_machine.items():
         output.line(f"not measured because they need {need}: {', '.join(pairings)}")
     for note in choice.notes:
@@ -53,9 +55,9 @@ def print_text(choice: "Choice") -> None:
 
 
 def _interpreter_note(choice: "Choice") -> str:
-    """Return a note on pairings that are valid only in Triton's interpreter, which is not timed.
+    """Return a note on the number of pairings that would be valid with Triton's interpreter.
 
-    Returns "" if the interpreter is on or not available.
+    Returns "" if the interpreter is on or cannot be used.
     """
     from modular_kernel.machine import importable
     from modular_kernel.select.candidates import find_candidates
@@ -72,8 +74,8 @@ def _interpreter_note(choice: "Choice") -> str:
     return f" without Triton's interpreter ({len(more.order)} with it, untimed)"
 
 
-def _needs(verdict: "Verdict", machine: "Machine") -> str:
-    """Return what the pair needs to be timed; on a CPU that is a GPU for device rejections."""
+def _missing_requirement(verdict: "Verdict", machine: "Machine") -> str:
+    """Return what a machine needs for the pairing; "a GPU" if this one is a CPU."""
     first = verdict.rejections[0]
     return "a GPU" if machine.device == "cpu" and first.rule == "device" else first.need
 
@@ -90,12 +92,12 @@ def _segment_row(choice: "Choice", segment: "Segment") -> tuple[object, ...]:
 
 
 def _first_to_last(texts: Sequence[str]) -> str:
-    """Format the first and the last text as "first .. last"; once if they are equal."""
+    """Format as "first .. last", or as one text if the first equals the last."""
     return " .. ".join(dict.fromkeys((*texts[:1], *texts[-1:])))
 
 
-def explain_text(choice: "Choice") -> None:
-    """Print every pairing: times, reasons for missing times, and first reasons of refusals."""
+def print_explanation(choice: "Choice") -> None:
+    """Print the times of every pairing or why it has none, and the first reason of each refusal."""
     picks = choice.picks
     rows = []
     for bucket in choice.buckets:
@@ -103,7 +105,7 @@ def explain_text(choice: "Choice") -> None:
             mark = "chosen" if picks.get(bucket.tokens) == outcome.pair else ""
             ratio = "" if outcome.ratio is None else f"{outcome.ratio:.3f}"
             noise = f"{outcome.noise:.3f}" if outcome.noise else ""
-            times = _time(outcome), ratio, noise, outcome.mode
+            times = _format_time(outcome), ratio, noise, outcome.mode
             rows.append((bucket.tokens, *outcome.pair, *times, mark))
     columns = ("tokens", "prepare_finalize", "experts", "us", "x default", "noise", "timed as", "")
     output.table(columns, rows, optional=("timed as", "noise"))
@@ -112,7 +114,7 @@ def explain_text(choice: "Choice") -> None:
             "~ timed only twice because it is far slower than the default; others were timed "
             "interleaved with it"
         )
-    _untimed_text(choice)
+    _print_untimed(choice)
     output.table(
         ("refused", "first reason", "others"),
         [
@@ -124,8 +126,8 @@ def explain_text(choice: "Choice") -> None:
     output.line(f"cached for: {key}")
 
 
-def _untimed_text(choice: "Choice") -> None:
-    """Print a line, with the first reason, for each pairing with a token count not timed."""
+def _print_untimed(choice: "Choice") -> None:
+    """Print each pairing that was not timed at every token count, with the first reason."""
     reasons: dict[Pair, list[str]] = {}
     for tokens in choice.picks_with_source:
         for outcome in choice.outcomes(tokens):
@@ -137,7 +139,7 @@ def _untimed_text(choice: "Choice") -> None:
         output.line(f"{pairing_name(pair)}: {texts[0]}{more}")
 
 
-def _time(outcome: "TimedOutcome") -> str:
+def _format_time(outcome: "TimedOutcome") -> str:
     if outcome.us is None:
         return f"none: {outcome.why}"
     return f"{'~' if outcome.rough else ''}{outcome.us:.1f}"

@@ -1,6 +1,6 @@
 """`mk demo`: four small models with transformers' experts and with ours.
 
-Quantized checkpoints of the same families follow; see `demo_checkpoints`.
+After the models, quantized checkpoints of the same families run; see `demo_checkpoints`.
 
 Accuracy criterion: logits are compared with those of a float64 copy of the model with the same
 weights and the same routing. The error of our experts may be at most twice that of transformers'
@@ -56,11 +56,11 @@ _FACTOR = 2
 
 @dataclass(frozen=True)
 class Baseline:
-    """A model and the results of its own experts.
+    """A model, and the results of transformers' experts.
 
-    ids: (2, tokens) token ids on the model's device. exact: float64 logits. own_difference: the
-    maximum absolute error of the model's own logits, in its dtype. routing: the routing of each
-    experts module in the float64 run.
+    ids: (2, tokens) token ids on the model's device. exact: logits in float64. baseline_error:
+    maximum absolute error of the logits in the model's dtype. routing: the routing of each experts
+    module in the float64 run.
     """
 
     model: Model
@@ -72,12 +72,12 @@ class Baseline:
 
 @dataclass
 class RecordedRouting:
-    """Top-k ids and weights passed to each experts module in one run."""
+    """Top-k ids and weights that were passed to each experts module, by its name, in one run."""
 
     of_module: "dict[str, tuple[torch.Tensor, torch.Tensor]]" = field(default_factory=dict)
 
     def recorded(self, model: Model) -> AbstractContextManager[None]:
-        """Record the routing that the model's routers choose."""
+        """Return a context that records the routing of the model's calls."""
 
         def record_call(name: str, module: object, args: tuple[Any, ...]) -> None:
             self.of_module[name] = args[1], args[2]
@@ -85,7 +85,10 @@ class RecordedRouting:
         return _hook_experts(model, record_call)
 
     def replayed(self, model: Model) -> AbstractContextManager[None]:
-        """Replace the model's routing by the recorded one, so that near ties do not change it."""
+        """Return a context that replaces the model's routing by the recorded one.
+
+        Without it, rounding would change the routing of tokens whose scores nearly tie.
+        """
 
         def replace_routing(name: str, module: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
             ids, weights = self.of_module[name]
@@ -120,9 +123,9 @@ def demo(
     dtypes = [dtype_name(parse_dtype(dtype))] if dtype else ["float32", "bfloat16"]
     start = time.perf_counter()
     pairings = [pair for pair in PAIRINGS if _available(*pair, machine)]
-    runs = len(pairings) * len(SMALL_MODELS) * len(dtypes) + len(_unbatched(pairings)) * len(
-        CHECKPOINTS
-    )
+    runs = len(pairings) * len(SMALL_MODELS) * len(dtypes) + len(
+        _standard_format_pairs(pairings)
+    ) * len(CHECKPOINTS)
     rows, checkpoints = list[DemoRow](), list[CheckpointRow]()
     status = output.activity_notes(lambda: f"run {len(rows) + len(checkpoints) + 1} of {runs}")
     with (
@@ -146,7 +149,7 @@ def demo(
         "tokens_per_second": rates,
         "matrix": matrix_record(verdicts, problem, machine),
     }
-    slow = _interpreted(pairings, machine)
+    slow = _interpreted_parts(pairings, machine)
     output.print_result(
         record, as_json, lambda: print_demo(rows, checkpoints, seconds, rates, verdicts, slow)
     )
@@ -199,8 +202,8 @@ def _model_results(
                 yield row
 
 
-def _unbatched(pairings: Sequence[Pair]) -> list[Pair]:
-    """Return the pairings in the standard format; together they support every scheme."""
+def _standard_format_pairs(pairings: Sequence[Pair]) -> list[Pair]:
+    """Return the pairings in the standard format, which together support every scheme."""
     return [pair for pair in pairings if pair in PAIRINGS[:2]]
 
 
@@ -208,16 +211,15 @@ def _checkpoint_results(
     machine: "Machine", pairings: Sequence[Pair], report_step: Callable[[str], None]
 ) -> Iterator[CheckpointRow]:
     """Run the quantized checkpoints on the pairings in the standard format."""
-    for row in checkpoint_rows(_unbatched(pairings), machine.device):
+    for row in checkpoint_rows(_standard_format_pairs(pairings), machine.device):
         report_step(f"{row.model} {row.stored} on {row.pairing}: {row.seconds:.1f} s")
         yield row
 
 
 def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
-    """Measure tokens per second of a forward pass over 512 tokens.
+    """Measure the tokens per second of forward passes over 512 tokens, interleaved.
 
-    Returns those of the fastest implementation that transformers has, and those of ours, measured
-    interleaved.
+    Returns the rates of transformers' fastest experts implementation, and of ours.
     """
     import torch
 
@@ -232,13 +234,13 @@ def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
         for _ in range(6):
             for name, seconds in times.items():
                 model.set_experts_implementation(name)
-                seconds.append(_seconds(model, ids))
+                seconds.append(_time_forward(model, ids))
     speeds = {name: ids.numel() / median(seconds[1:]) for name, seconds in times.items()}
     fastest = max(theirs, key=speeds.__getitem__)
     return {theirs[fastest]: speeds[fastest], ours: speeds[ours]}
 
 
-def _seconds(model: Model, ids: "torch.Tensor") -> float:
+def _time_forward(model: Model, ids: "torch.Tensor") -> float:
     """Return the seconds of one forward pass."""
     from modular_kernel.measure.timing import clock_of
 
@@ -251,9 +253,9 @@ def _seconds(model: Model, ids: "torch.Tensor") -> float:
 
 
 def _available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
-    """Return whether both parts can run on this machine, and note the reasons if not.
+    """Return whether both parts can run on this machine; print the reasons if not.
 
-    Any other refusal is an error in the demo.
+    Other reasons for a refusal are not expected, and make the demo fail.
     """
     from modular_kernel.catalog import load_catalog
     from modular_kernel.compatibility.rules import unavailable
@@ -266,7 +268,7 @@ def _available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
     return not reasons
 
 
-def _interpreted(pairings: Sequence[Pair], machine: "Machine") -> list[str]:
+def _interpreted_parts(pairings: Sequence[Pair], machine: "Machine") -> list[str]:
     """Return the experts whose pairings ran in Triton's interpreter."""
     from modular_kernel.catalog import needs_triton
 
@@ -274,7 +276,7 @@ def _interpreted(pairings: Sequence[Pair], machine: "Machine") -> list[str]:
 
 
 def baseline(model: Model) -> Baseline:
-    """Compute the logits of the model's own experts, in float64 and in the model's dtype."""
+    """Run a model with transformers' experts, in float64 and in the model's dtype."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -292,10 +294,12 @@ def baseline(model: Model) -> Baseline:
 def compare(
     base: Baseline, implementation: str, name: str, baseline_tokens: Tokens | None
 ) -> DemoRow:
-    """Run the model of `base` with another experts implementation and compare the results.
+    """Run the model of `base` with another experts implementation, and compare the results.
 
-    own_tokens: tokens decoded with the model's own experts; None skips decoding. The model's own
-    experts are restored afterwards.
+    The model has transformers' eager experts again afterwards.
+
+    implementation: name under which it is registered with transformers. name: of the model.
+    baseline_tokens: tokens decoded with transformers' experts; None skips decoding.
     """
     import torch
 
@@ -329,7 +333,7 @@ def compare(
 
 
 def logits(model: Model, ids: "torch.Tensor") -> "torch.Tensor":
-    """Compute logits of (2, tokens) ids: float64 of shape (2, tokens, vocabulary)."""
+    """Return the logits (2, tokens, vocabulary) of ids (2, tokens), converted to float64."""
     import torch
 
     with torch.inference_mode():
@@ -338,7 +342,7 @@ def logits(model: Model, ids: "torch.Tensor") -> "torch.Tensor":
 
 
 def greedy_tokens(base: Baseline, count: int = NEW_TOKENS) -> Tokens:
-    """Decode `count` tokens greedily after a fixed prompt: one prefill, then token by token."""
+    """Decode `count` tokens greedily after a fixed prompt."""
     prompt = base.ids[:1, :PROMPT_TOKENS]
     output_ids = base.model.generate(prompt, max_new_tokens=count, do_sample=False)
     return tuple(output_ids[0, PROMPT_TOKENS:].tolist())
@@ -360,11 +364,14 @@ def _hook_experts(model: Model, hook: Any) -> Iterator[None]:
 
 
 def _float64() -> AbstractContextManager[object]:
-    """Replace float32 by float64 in torch calls: norms cast to float32 whatever the model dtype."""
+    """Return a context that replaces float32 by float64 in torch calls.
+
+    Norms of transformers convert to float32 explicitly, whatever the model's dtype.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
-    def widened(value: object) -> object:
+    def widen(value: object) -> object:
         return torch.float64 if value is torch.float32 else value
 
     class Float64(TorchFunctionMode):
@@ -377,7 +384,7 @@ def _float64() -> AbstractContextManager[object]:
         ) -> object:
             if func is torch.Tensor.float:
                 func = torch.Tensor.double
-            converted = {name: widened(value) for name, value in (kwargs or {}).items()}
-            return func(*map(widened, args), **converted)
+            converted = {name: widen(value) for name, value in (kwargs or {}).items()}
+            return func(*map(widen, args), **converted)
 
     return Float64()

@@ -1,8 +1,8 @@
-"""The quantized part of `mk demo`: tiny checkpoints, written to disk, loaded packed, and compared.
+"""The quantized part of `mk demo`, which writes tiny checkpoints and loads them without unpacking.
 
-Accuracy criterion: quantized codes and scales are random, so a checkpoint defines exact weights.
-The relative error of a layer from their float64 result is at most 1e-2 if only weights are
-quantized, and 8e-2 if activations are also rounded to 8 bits.
+Accuracy criterion: the quantized codes and scales are random, so a checkpoint defines its weights
+exactly. The relative error of a layer, compared with float64 and these weights, may be at most 1e-2
+if only weights are quantized, and 8e-2 if activations are also rounded to 8 bits.
 """
 
 import tempfile
@@ -16,8 +16,8 @@ from modular_kernel.cli.demo_output import CheckpointRow
 if TYPE_CHECKING:
     from modular_kernel.testing.checkpoints.samples import Sample
 
-# Model family, and a format of modular_kernel.testing.checkpoints.published_formats in which it is
-# published.
+# Model families, each with one of the formats in which it is published (a name in
+# modular_kernel.testing.checkpoints.published_formats).
 CHECKPOINTS = (
     ("mixtral", "awq"),
     ("qwen3_moe", "qwen3 fp8"),
@@ -41,9 +41,9 @@ def checkpoint_rows(pairings: Sequence[tuple[str, str]], device: str) -> Iterato
 def check_layer(
     sample: "Sample", family: str, kind: str, pair: tuple[str, str], device: str
 ) -> CheckpointRow:
-    """Load and run the experts of layer 0 of a sample, and compare with its float64 result.
+    """Load and run the experts of layer 0 of a checkpoint, and compare with its float64 result.
 
-    Raises the errors of `load_experts` and `make_kernel`.
+    kind: name of the checkpoint's format. Raises the errors of `load_experts` and `make_kernel`.
     """
     import torch
 

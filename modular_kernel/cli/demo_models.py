@@ -59,8 +59,10 @@ def transformers() -> Any:
 def small_model(name: str, dtype: str, device: str, *, seed: int = 0, **changes: object) -> Model:
     """Build a model of SMALL_MODELS with random weights that are the same on every machine.
 
-    Weights are scaled so that every layer matters: hidden states, the outputs of the experts, and
-    logits have a standard deviation of about 1. changes: overrides of configuration fields.
+    Weights are scaled so that every layer affects the result: hidden states, the outputs of the
+    experts, and logits have a standard deviation of about 1.
+
+    changes: values of fields of the configuration.
     """
     import torch
 
@@ -80,7 +82,7 @@ def small_model(name: str, dtype: str, device: str, *, seed: int = 0, **changes:
 
 
 def _initialize(module: Any, normal: Any) -> None:
-    """Initialize the module's direct parameters, and biases that are buffers, in place."""
+    """Initialize a module's own parameters, and biases that are buffers, in place."""
     biases = ((n, b) for n, b in module.named_buffers(recurse=False) if n.endswith("bias"))
     for name, tensor in (*module.named_parameters(recurse=False), *biases):
         if tensor.dim() == 1 and name == "weight":  # the weight of a norm

@@ -22,11 +22,11 @@ _NEXT_COMMANDS = (
 
 @dataclass(frozen=True)
 class DemoRow:
-    """Result of one model on one pairing.
+    """Result of one model with one pairing.
 
-    pairing: the pairing of the kernels that ran, "" if none did. difference, bound: maximum
-    absolute logit error and its bound. equal_tokens: number of decoded tokens that equal those of
-    transformers' experts, None if none were decoded.
+    pairing: the pairing of the kernels that ran; "" if none did. difference: maximum absolute error
+    of a logit. bound: the maximum that is allowed. decoded_tokens: number of tokens decoded.
+    equal_tokens: those equal to the tokens of transformers' experts; None if none were decoded.
     """
 
     model: str
@@ -47,10 +47,11 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """Result of one quantized checkpoint on one pairing.
+    """Result of one quantized checkpoint with one pairing.
 
-    stored: format on disk. quant: scheme after loading. error, bound: relative error of the layer
-    against float64, and its bound. bytes_read: bytes of tensors read from disk.
+    model: model family. stored: format on disk. quant: scheme after loading. error: relative error
+    of the layer compared with float64. bound: the maximum that is allowed. bytes_read: bytes of
+    tensors read from disk.
     """
 
     model: str
@@ -117,13 +118,13 @@ def print_demo(
 
 
 def _script_note() -> str:
-    """Return the path of `mk` if it is not on PATH, as in the environment of `make demo`."""
+    """Return a note with the path of `mk` if it is not on PATH, as in `make demo`."""
     script = Path(sys.executable).with_name("mk")
     return f" (mk is {script})" if which("mk") is None and script.exists() else ""
 
 
 def _print_checkpoints(rows: Sequence[CheckpointRow]) -> None:
-    """Print the table of checkpoints by experts, which fits a narrow terminal."""
+    """Print the table of checkpoints, with a column per experts part to fit narrow terminals."""
     by_key = {(row.model, row.stored, row.pairing): row for row in rows}
     pairings = dict.fromkeys(row.pairing for row in rows)
     cells = []
@@ -146,7 +147,7 @@ def _format_ratio(ok: bool, error: float, bound: float) -> str:
 
 
 def _cell(rows: Sequence[DemoRow]) -> str:
-    """Format rows as "ok" with the largest ratio of error to bound, or as "FAILED"."""
+    """Format rows as "ok" with the maximum ratio of error to bound, or as "FAILED"."""
     if not rows:
         return "-"
     worst = max(rows, key=lambda row: row.difference / row.bound if row.bound else 0.0)

@@ -22,7 +22,8 @@ _EXTRAS = {
     "transformers": "mk demo and the integration with transformers",
     "matplotlib": "plots of benchmarks",
 }
-# (name, value) of a process setting in its normal state -> explanation of the value.
+# (name, value) of a process setting -> explanation of the value, if it is a normal one. Other
+# values come with a reason.
 _EXPLANATIONS = {
     ("replay", "on"): "plans replay their launches without running host code",
     ("interpreter", "on"): "Triton kernels run on the CPU",
@@ -36,7 +37,7 @@ _EXPLANATIONS = {
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """A CUDA device. arch: compute capability as "major.minor"."""
+    """A CUDA device. arch: compute capability, such as "9.0". sms: number of multiprocessors."""
 
     index: int
     name: str
@@ -47,10 +48,10 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class Package:
-    """An optional package, whether it is present, and what it enables.
+    """An optional package.
 
-    version: "" if unknown. why: reason why an installed package is not usable, or "". get: how to
-    install it.
+    enables: the parts or features that need it. version: "" if unknown. why: reason why an
+    installed package cannot be used, or "". get: how to install it.
     """
 
     name: str
@@ -65,9 +66,10 @@ class Package:
 class DoctorReport:
     """The report of `mk doctor`.
 
-    peer_access[i][j]: device i can access the memory of device j. topology: the output of
-    `nvidia-smi topo -m`. interpreter: Triton kernels run in the CPU interpreter. states: other
-    process-wide settings that change what runs.
+    peer_access: [i][j] is whether device i can access the memory of device j; empty with fewer than
+    two devices. topology: the output of `nvidia-smi topo -m`. interpreter: whether Triton kernels
+    run in the CPU interpreter. broken: entry points that failed to load. states: process-wide
+    settings that affect what runs.
     """
 
     versions: dict[str, str | None]
@@ -150,7 +152,6 @@ def _devices() -> list[DeviceReport]:
 
 
 def _peer_access() -> list[list[bool]]:
-    """Return the matrix of peer access; empty with fewer than two devices."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -171,10 +172,12 @@ def _packages() -> list[Package]:
     probed = {provider.name: find(provider) for provider in probes_of(catalog)}
     packages = []
     for name in names:
-        dependents = [p for p in catalog.parts if name in _required(p.cls)]
+        dependents = [p for p in catalog.parts if name in _required_packages(p.cls)]
         enables = ", ".join(p.name for p in dependents) or _EXTRAS[name]
         get = (
-            _requires(dependents[0].cls).install_hint(name) if dependents else f"pip install {name}"
+            _requirements_of(dependents[0].cls).install_hint(name)
+            if dependents
+            else f"pip install {name}"
         )
         if name in probed:
             probe = probed[name]
@@ -185,7 +188,7 @@ def _packages() -> list[Package]:
     return packages
 
 
-def _requires(cls: type) -> "Requirements":
+def _requirements_of(cls: type) -> "Requirements":
     from modular_kernel.compatibility.support import Requirements
 
     requires = getattr(cls, "requires", None)
@@ -193,8 +196,8 @@ def _requires(cls: type) -> "Requirements":
     return requires
 
 
-def _required(cls: type) -> tuple[str, ...]:
-    return _requires(cls).packages if hasattr(cls, "requires") else ()
+def _required_packages(cls: type) -> tuple[str, ...]:
+    return _requirements_of(cls).packages if hasattr(cls, "requires") else ()
 
 
 def _print_text(report: DoctorReport) -> None:

@@ -28,20 +28,21 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine
 
 _GPU_LINK_GBS = 393
-_SMALL_BATCH = 128  # token counts up to this share one set of buffers; larger ones share another
+# Token counts up to this one share a set of buffers, and larger ones share another.
+_SMALL_BATCH = 128
 _LIBRARIES = ("torch", "triton", "nvidia-nccl-cu13", "deep_ep", "pplx_kernels")
 _METHOD = (
     "times are in microseconds, those of the slowest rank; each rank's time is the median of "
     "{rounds} rounds of {replays} calls; dispatch includes receiving and quantization, except for "
-    "bare libraries that take quantized rows; graph: replays of CUDA graphs, of dispatch and "
-    "combine alternately, while the time of a pair is a quarter of that of a graph of four pairs; "
-    "eager: calls without a graph; every case was verified before it was timed: with identity "
-    "experts the output equals x"
+    "libraries that are called directly and take quantized rows; graph: CUDA graphs of dispatch "
+    "and of combine are replayed alternately, and the time of a pair is a quarter of that of a "
+    "graph of four pairs; eager: calls without a graph; every case was verified before it was "
+    "timed: with identity experts the output equals x"
 )
 
 
-# Defaults: a layer of DeepSeek-V3 on GPUs. On a CPU a small layer that runs all parts in less than
-# a minute.
+# A layer of DeepSeek-V3 on GPUs; on a CPU a small layer, with which all parts take less than a
+# minute.
 _GPU_DEFAULTS: dict[str, Any] = {
     "tokens_list": (1, 8, 32, 128, 1024, 4096),
     "hidden": 7168,
@@ -61,6 +62,7 @@ _CPU_DEFAULTS: dict[str, Any] = {
 
 
 def _device_option(text: str, name: str, *, type: click.ParamType[Any] | None = None) -> Any:
+    """Return an option whose help has the defaults of the parameter `name` on a GPU and a CPU."""
     on_gpu, on_cpu = (
         _format_default(defaults[name]) for defaults in (_GPU_DEFAULTS, _CPU_DEFAULTS)
     )
@@ -84,7 +86,7 @@ def _fill_defaults(options: OptionsT, device: str) -> OptionsT:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeSizes:
-    """Options for the number of ranks and the sizes of the exchanged rows."""
+    """Options of the number of ranks and the sizes of the exchange."""
 
     world_size: Annotated[
         int | None, option("Number of ranks, at least 2.  [default: 2, or that of the launcher]")
@@ -115,7 +117,7 @@ class ExchangeSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
-    """Options for the measurement and for the parameters of the roofline."""
+    """Options of the measurement and the parameters of the roofline."""
 
     backend: Backend = None
     only: Annotated[
@@ -163,12 +165,12 @@ class ExchangeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeFiles(ReportFiles):
-    """Options for the output files, and for loading earlier records instead of measuring."""
+    """Options of the output files, and records to join instead of measuring."""
 
     load: Annotated[
         tuple[Path, ...],
         option(
-            "Join this --json record instead of measuring; may be repeated.",
+            "Show this --json record instead of measuring; if repeated, the records are joined.",
             type=FilePath(FileUse.READ),
         ),
     ] = ()
@@ -177,8 +179,8 @@ class ExchangeFiles(ReportFiles):
 def exchange(*, sizes: ExchangeSizes, method: ExchangeOptions, files: ExchangeFiles) -> None:
     """Time only dispatch and combine, of every part that supports N ranks and of every peer.
 
-    Experts are the identity and router weights sum to 1, so each row is verified by comparing the
-    result with the input. A --peer file defines transports(), which returns a list of
+    The experts are the identity and router weights sum to 1, so the result is verified by comparing
+    it with the input. A --peer file defines transports(), which returns a list of
     modular_kernel.bench.all2all.cases.Transport; tools/exchange_peers.py of the source tree defines
     those of NCCL and of other libraries. Libraries that cannot be installed together are measured
     in separate runs, whose records --load joins.
@@ -217,13 +219,13 @@ def _measure(
 
     world_size = sizes.ranks
     first = pool_of(world_size, method.backend)
-    started_pools = [first]  # the first offer reuses the processes that are already running
+    unused_pools = [first]  # `run` starts with this one
 
     def new_pool() -> Any:
-        if (
-            started_pools or read_launcher() is not None
-        ):  # the ranks of a launcher cannot be restarted
-            return started_pools.pop() if started_pools else first
+        if unused_pools:
+            return unused_pools.pop()
+        if read_launcher() is not None:  # the ranks of a launcher cannot be restarted
+            return first
         return pool_of(world_size, "nccl" if machine.device == "cuda" else "gloo")
 
     try:
@@ -257,7 +259,10 @@ def _measure(
 def _environment(
     sizes: ExchangeSizes, method: ExchangeOptions, machine: "Machine", event_gap_us: float | None
 ) -> dict[str, Any]:
-    """Return the environment and the method of the measurement, for the record."""
+    """Return the environment and the method of the measurement, for the record.
+
+    event_gap_us: see bench.all2all.timing.event_gap_us.
+    """
     import torch
 
     from modular_kernel.measure.environment import environment
@@ -274,7 +279,7 @@ def _environment(
 
 
 def _cases(sizes: ExchangeSizes) -> "Iterator[ExchangeCase]":
-    """Yield the cases grouped by quant and capacity; cases of one group share buffers."""
+    """Yield the cases, with those that share buffers (equal quant and capacity) adjacent."""
     from modular_kernel.bench.all2all.cases import ExchangeCase
 
     numbers = sorted(sizes.tokens_list or ())
@@ -321,7 +326,7 @@ def _join(paths: Sequence[Path]) -> "ExchangeReport":
 
 
 def _note_outcomes(rows: "Sequence[ExchangeRow]") -> None:
-    """Note the outcomes of one transport; times and reasons follow in the tables."""
+    """Print how many cases of one transport succeeded, and those that failed, on stderr."""
     from modular_kernel.bench.all2all.records import one_line
 
     name, statuses = rows[0].transport, [row.status for row in rows]

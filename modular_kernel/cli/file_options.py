@@ -1,4 +1,4 @@
-"""Options that name files and folders, checked before a verb starts.
+"""Options that name files and folders, which are checked before a verb starts.
 
 `click.Path` checks only paths that exist. `FilePath` also rejects names that the file system does
 not accept, and outputs that cannot be created.
@@ -15,13 +15,11 @@ import click
 from modular_kernel.errors import ConfigurationError
 
 STDOUT = "-"
-_DEFAULT_MAX_NAME_BYTES = (
-    255  # bytes of a path component, if the file system does not report its limit
-)
+_DEFAULT_MAX_NAME_BYTES = 255  # of a path component, if the file system does not report a limit
 
 
 class FileUse(Enum):
-    """The use of an option's path by a verb; the value describes a valid path in messages."""
+    """What a verb does with the path of an option. The value describes a valid path in messages."""
 
     READ = "a file that can be read"
     WRITE = "a file that can be written"
@@ -31,9 +29,9 @@ class FileUse(Enum):
 
 
 class FilePath(click.Path):
-    """The type of an option that names a file or folder for `use`; its value is a Path.
+    """The type of an option that names a file or folder for `use`. Its values are Paths.
 
-    as_text: the value is a str, which may be `STDOUT`.
+    as_text: whether values are str instead, which may be `STDOUT`.
     """
 
     def __init__(self, use: FileUse, *, as_text: bool = False) -> None:
@@ -50,7 +48,7 @@ class FilePath(click.Path):
 
 
 def check_path(option: str, path: Path, use: FileUse) -> None:
-    """Raise ConfigurationError if `path` is unusable for its use. Leaves no file behind.
+    """Raise ConfigurationError if `path` cannot be used as `use` says. Leaves no file behind.
 
     option: name of the option in the message, such as "--json".
     """
@@ -84,7 +82,10 @@ def is_directory(path: str | Path) -> bool:
 
 
 class _Unusable(Exception):
-    """The error of an unusable path. need: what is needed instead; "" means the use's value."""
+    """Raised for a path that cannot be used.
+
+    got: description of the path. need: what is needed instead; "" stands for the value of the use.
+    """
 
     def __init__(self, got: str, need: str = "") -> None:
         super().__init__(got)
@@ -137,7 +138,10 @@ def _check_writable(path: Path, *, folder: bool) -> None:
 
 
 def _check_new_file_in(folder: Path, path: Path | None = None) -> None:
-    """Raise _Unusable if no file can be created in a folder, which need not exist yet."""
+    """Raise _Unusable if no file can be created in a folder, which may not exist yet.
+
+    path: the file, for the message; None stands for the folder.
+    """
     for ancestor in (folder, *folder.parents):
         if exists(ancestor) and not ancestor.is_dir():
             raise _Unusable(f"{_shorten(folder)}: {ancestor} is a file", "a folder")

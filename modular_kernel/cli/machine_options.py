@@ -1,4 +1,4 @@
-"""Options that describe a machine, shared by all commands that take them."""
+"""Options that describe a machine, shared by several verbs."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """The machine to judge pairings for: this one, or one described by --machine."""
+    """Options of the machine to judge pairings for: this one, or one that --machine describes."""
 
     machine: Annotated[
         str | None,
@@ -49,14 +49,15 @@ class MachineOptions:
     ) -> "Machine":
         """Return the machine of `cluster`, else that of --arch and --device, else this machine.
 
-        Raises ConfigurationError if --machine is combined with --arch or --device.
+        arch, device: values of these options. Raises ConfigurationError if --machine is combined
+        with --arch or --device.
         """
         if cluster is not None:
             for name, value in (("--arch", arch), ("--device", device)):
                 if value is not None:
                     got = f"{name} together with --machine"
                     raise ConfigurationError(name, got=got, need="only one of them")
-        prepare_host(quiet=any(given is not None for given in (cluster, arch, device)))
+        prepare_host(quiet=any(value is not None for value in (cluster, arch, device)))
         described = cluster is not None or arch is not None
         packages = self.package_set(cluster, described=described)
         if cluster is not None:
@@ -67,10 +68,10 @@ class MachineOptions:
     def package_set(
         self, cluster: "Cluster | None" = None, *, described: bool = True
     ) -> frozenset[str] | None:
-        """Return the packages of the machine; None means the packages installed here.
+        """Return the packages of the machine; None means those installed on this machine.
 
-        described: whether the machine is described by options instead of detected. Raises
-        ConfigurationError for an unknown package.
+        described: whether options describe the machine, so that --packages has another default.
+        Raises ConfigurationError for an unknown package.
         """
         from modular_kernel.catalog import load_catalog, packages_of
         from modular_kernel.perf_model.machines import BASE_PACKAGES, parse_packages
@@ -87,8 +88,8 @@ class MachineOptions:
 def on_cluster(options: ProblemOptions, cluster: "Cluster | None") -> ProblemOptions:
     """Return the options with world_size and ranks_per_host taken from a described machine.
 
-    The world size is --world-size, else the number of GPUs. Raises ConfigurationError if
-    --world-size or --ranks-per-host contradicts the machine.
+    Without --world-size, there is one rank per GPU. Raises ConfigurationError if --world-size or
+    --ranks-per-host contradicts the machine.
     """
     if cluster is None:
         return options

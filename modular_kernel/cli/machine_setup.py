@@ -1,6 +1,6 @@
-"""Set up the machine that a verb runs on, or describe another one.
+"""Setup of the process for the machine that a verb runs on, and description of other machines.
 
-`prepare_host` must run before anything imports triton.
+`prepare_host` must be called before triton is imported.
 """
 
 import ctypes
@@ -19,9 +19,10 @@ _ARCH = re.compile(r"(?:sm_?)?(\d+)(?:\.(\d)|(\d))a?")
 
 
 def prepare_host(*, quiet: bool = False) -> None:
-    """Enable Triton's interpreter if there is no CUDA device, and note it unless `quiet`."""
+    """Enable Triton's interpreter if there is no CUDA device; print a note unless `quiet`."""
     if not _has_cuda_driver():
-        enable_interpreter()  # before torch: it imports numpy, which starts its threads
+        # Before torch is imported, because torch imports numpy, which starts its threads.
+        enable_interpreter()
     import torch
 
     if torch.cuda.is_available():
@@ -47,7 +48,7 @@ def _triton_status() -> str:
 
 
 def prepare_torch_only() -> None:
-    """Leave Triton's interpreter off, so that only parts in plain torch run, and note it.
+    """Leave Triton's interpreter off, so that only parts in plain torch run, and print a note.
 
     Raises ConfigurationError if Triton kernels would run anyway: with a CUDA device, or with
     TRITON_INTERPRET=1.
@@ -65,7 +66,7 @@ def prepare_torch_only() -> None:
 
 
 def limit_workers(workers: int) -> int:
-    """Return `workers`, at most the number of CPUs; print a note if that is fewer."""
+    """Return `workers`, limited to the number of CPUs; print a note if it was larger."""
     cpus = len(os.sched_getaffinity(0))
     if workers <= cpus:
         return workers
@@ -84,9 +85,13 @@ def _has_cuda_driver() -> bool:
 def select_machine(
     arch: str | None, device: Literal["cuda", "cpu"] | None, packages: frozenset[str] | None
 ) -> "Machine":
-    """Return this machine, or the described one if any argument is given.
+    """Return the machine that the arguments describe, or this one if all are None.
 
-    packages: None means those importable on this machine. Call `prepare_host` first.
+    `prepare_host` must have been called.
+
+    arch: compute capability; None uses that of this machine's GPU. device: None uses cuda if `arch`
+    is given, else the device of this machine. packages: None uses those of this machine. Raises
+    ConfigurationError if the arguments contradict each other, or describe a GPU incompletely.
     """
     from modular_kernel.catalog import this_machine
     from modular_kernel.spec.problem import Machine
@@ -102,7 +107,7 @@ def select_machine(
             raise ConfigurationError("--arch", got="nothing", need=need)
         capability = current.arch
     available = current.packages if packages is None else packages
-    # As prepare_host does on a machine without a GPU.
+    # As `prepare_host` would set it on such a machine.
     interpreter = device_type == "cpu" and {"triton", "ml_dtypes"} <= available
     memory = current.memory if arch is None and device_type == current.device else None
     return Machine(device_type, capability, available, interpreter, name="described", memory=memory)

@@ -23,12 +23,12 @@ from modular_kernel.cli.output_streams import divert_stdout, guard_streams
 _EXIT_DELAY_S = 5.0
 _ABOUT = "Compose fused MoE layers from interchangeable parts, and verify the pairings."
 _HELP = {"help_option_names": ["-h", "--help"]}
-_INTERRUPTED = 130
-# Short verbs that only check and exit; they run without garbage collection.
+_INTERRUPTED = 130  # exit status after Ctrl-C
+# Verbs that take a moment; they run without garbage collection.
 _SHORT_VERBS = frozenset({"list", "models", "check", "plan"})
 
-# Verb -> (module:function, its line in `mk --help`), in the order of the help. The line is explicit
-# because click would otherwise truncate the first line of the docstring.
+# Verb -> (module:function, its line in `mk --help`), in the order of the help. Without an explicit
+# line, click would truncate the first line of the docstring.
 VERBS = {
     "list": (
         "parts:list_parts",
@@ -67,7 +67,7 @@ class _Verbs(click.Group):
 
 
 def application(verbs: Iterable[str] = VERBS) -> click.Group:
-    """Build the `mk` command with these verbs. Imports the module of each verb."""
+    """Build the `mk` command with these verbs. Imports the module of each."""
     version = click.Option(
         ["--version"],
         is_flag=True,
@@ -114,7 +114,7 @@ def run(argv: list[str] | None = None) -> None:
             with _pause_gc(last=argv is None) if verb in _SHORT_VERBS else nullcontext():
                 sys.exit(_run_command(_command(verb), args))
         except SystemExit as end:
-            if argv is None:  # the process exits next, when some packages print
+            if argv is None:  # the process exits now, and some packages print then
                 sys.stdout.flush()
                 divert_stdout()
             if end.code and not is_reporting_rank():
@@ -124,9 +124,10 @@ def run(argv: list[str] | None = None) -> None:
 
 @contextmanager
 def _pause_gc(*, last: bool) -> Iterator[None]:
-    """Pause cyclic garbage collection: over torch's objects it takes longer than the verb itself.
+    """Pause cyclic garbage collection, which takes longer than the verb once torch is loaded.
 
-    last: the process exits next; freeze all objects, so that exit does not collect them either.
+    last: whether the process exits afterwards. All objects are then frozen, so that they are not
+    collected at exit either.
     """
     was_enabled = gc.isenabled()
     gc.disable()

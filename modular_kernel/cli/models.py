@@ -1,4 +1,4 @@
-"""`mk models`: the model names that `--model` accepts, and the supported types of config.json."""
+"""`mk models`: the model names that `--model` accepts, and the model types of a config.json."""
 
 from typing import Annotated
 
@@ -25,8 +25,8 @@ def list_models(
 ) -> None:
     """List the models that --model accepts by name, with their sizes, quantization and properties.
 
-    Layers and shards for benchmarks and tuning follow. --model also accepts the path of a
-    config.json or of its folder.
+    A second table lists layers and shards for benchmarks and tuning. --model also accepts the path
+    of a config.json or of its folder.
     """
     if types:
         _list_types(as_json)
@@ -62,7 +62,7 @@ def _print_models() -> None:
 
 
 def _short(quant: str) -> str:
-    """Return the name of the weights' dtype in a scheme, such as "int4"."""
+    """Return the weight dtype of a scheme's name, such as "int4"."""
     return quant.partition("_")[0]
 
 

@@ -95,11 +95,11 @@ class MutationOptions:
 
 
 def require_no_gpu() -> None:
-    """Raise ConfigurationError where torch sees a GPU: mutants run in forked processes."""
+    """Raise ConfigurationError if torch sees a GPU, because mutants run in forked processes."""
     import torch
 
     if torch.cuda.is_available():
-        need = "CUDA_VISIBLE_DEVICES= in the environment: CUDA does not survive a fork"
+        need = "CUDA_VISIBLE_DEVICES= in the environment, because CUDA does not survive a fork"
         raise ConfigurationError("--mutate", got="a GPU", need=need)
 
 
@@ -113,9 +113,10 @@ def run_mutation(
 ) -> bool:
     """Run mutation testing and print the results.
 
-    Input and output mutations run first, on smoke cases (not with --only), then source mutations.
-    pairs: the pairings whose cases run; () means all pairings that contain the part. Returns
-    whether every mutant was killed, except equivalent ones.
+    Without --only, the inputs and outputs of smoke cases are mutated first, and then the source.
+
+    pairs: the pairings whose cases run; () stands for all pairings that contain the part. Returns
+    whether every mutant that is not equivalent was killed.
     """
     from modular_kernel.testing.mutation import OneProcess, OverRanks, pairs_of, surveys
 
@@ -159,7 +160,7 @@ def run_mutation(
 
 
 def run_input_mutations(pairs: Sequence[Pair], host: Host) -> "list[Kill]":
-    """Run every input and output mutation on every pair and return which check killed each."""
+    """Run every input and output mutation on every pair, and return the check that killed each."""
     kills: list[Kill] = []
     with output.progress(len(pairs), "pairs") as advance:
         for pair in pairs:
@@ -182,7 +183,7 @@ def record_of_kill(kill: "Kill") -> dict[str, object]:
 
 
 def print_kills(all_kills: Sequence["Kill"]) -> None:
-    """Print a table row for each mutation of each pair, then the mutants that were not killed."""
+    """Print a table of the mutations of each pair, and then the mutants that were not killed."""
     groups: dict[Pair, list[Kill]] = {}
     for kill in all_kills:
         key = (kill.mutant, f"{kill.case.prepare_finalize} x {kill.case.experts}")
@@ -238,7 +239,7 @@ def _selected_mutants(options: MutationOptions) -> "list[Mutant]":
 def _mutation_scores(
     part_surveys: "Sequence[Survey]", options: MutationOptions
 ) -> "tuple[list[Score], list[dict[str, object]]]":
-    """Compute the mutation score of each part, saving its record after every mutant."""
+    """Compute the mutation score of each part, and save its record after every mutant."""
     from modular_kernel.testing.mutation import MutantOutcome, mutation_score
     from modular_kernel.testing.mutation.record import record_of, recorded_kills
 
@@ -247,7 +248,7 @@ def _mutation_scores(
     for survey in part_surveys:
         total = 1 if options.only else min(count or len(survey.mutants), len(survey.executed()))
         previous = _saved_record(options, survey.part)
-        dead = {} if previous is None else recorded_kills(previous, survey)
+        saved_kills = {} if previous is None else recorded_kills(previous, survey)
         with output.progress(total, "mutants") as advance:
 
             def report_progress(so_far: "Score", advance: Callable[[], None] = advance) -> None:
@@ -261,7 +262,7 @@ def _mutation_scores(
                     seed=options.sample_seed,
                     ident=options.only,
                     known_outcomes=known,
-                    recorded=dead,
+                    recorded=saved_kills,
                     on_progress=report_progress,
                 )
             )
@@ -288,7 +289,7 @@ def _saved_record(options: MutationOptions, part: str) -> dict[str, Any] | None:
 
 
 def _record_of_parts(records: list[dict[str, object]]) -> dict[str, object]:
-    """Return the record of a single part, or a dict of records by part name."""
+    """Return the record of a single part, or a record with those of all parts by name."""
     if len(records) == 1:
         return records[0]
     return {"parts": {str(record["part"]): record for record in records}}

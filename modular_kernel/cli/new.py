@@ -1,4 +1,4 @@
-"""`mk new`: writes an installable package with a part or a path, to start from."""
+"""`mk new`: writes an installable package with a new part or path as a starting point."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ def new(
     out: Annotated[
         Path | None,
         option(
-            "Folder in which the package's folder is made.  [default: the current one]",
+            "Folder in which to create the package's folder.  [default: the current one]",
             type=FilePath(FileUse.WRITE_FOLDER),
         ),
     ] = None,
@@ -24,10 +24,10 @@ def new(
 ) -> None:
     """Write a package with a new part or path: pyproject.toml, code, tests and a README.
 
-    KIND is experts or prepare-finalize (a part, with its entry point in modular_kernel.parts), or
-    path (a path of TritonExperts, in modular_kernel.triton_paths). NAME names the package, and in
-    CamelCase the class: my_experts contains MyExperts. As written, the package passes `mk test
-    --level full` and its own tests. It is written to the folder NAME.
+    KIND is experts or prepare-finalize (a part, with an entry point in modular_kernel.parts), or
+    path (a path of TritonExperts, with one in modular_kernel.triton_paths). NAME is the name of the
+    package and of its folder; in CamelCase, it is the name of the class: my_experts contains
+    MyExperts. The new package passes `mk test --level full` and its own tests.
 
     A quantization scheme cannot come from another package; see "Add a quantization scheme" in the
     documentation. Nothing is written if the name is not valid or the folder exists.

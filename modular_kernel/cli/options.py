@@ -1,4 +1,4 @@
-"""Command-line options that describe a Problem, shared by all verbs."""
+"""Command-line options that describe a Problem, shared by several verbs."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
@@ -41,21 +41,26 @@ AsJson = Annotated[
 ]
 
 
-def _sized(text: str, name: str) -> Any:
+def _size_option(text: str, name: str) -> Any:
+    """Return an option whose help has the default of the parameter `name`."""
     return option(f"{text}  [default: {DEFAULTS[name]}, or the model's]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemOptions:
-    """Options of a Problem. None means the model's value, else the default."""
+    """Options of a Problem. An option that is None has the model's value, or else a default."""
 
     tokens: Annotated[int | None, option("Maximum number of tokens per call.  [default: 16]")] = (
         None
     )
-    hidden: Annotated[int | None, _sized("Hidden size.", "hidden")] = None
-    intermediate: Annotated[int | None, _sized("Intermediate size.", "intermediate")] = None
-    experts: Annotated[int | None, _sized("Number of experts of the model.", "experts")] = None
-    top_k: Annotated[int | None, _sized("Number of experts per token (top-k).", "top_k")] = None
+    hidden: Annotated[int | None, _size_option("Hidden size.", "hidden")] = None
+    intermediate: Annotated[int | None, _size_option("Intermediate size.", "intermediate")] = None
+    experts: Annotated[int | None, _size_option("Number of experts of the model.", "experts")] = (
+        None
+    )
+    top_k: Annotated[int | None, _size_option("Number of experts per token (top-k).", "top_k")] = (
+        None
+    )
     dtype: Annotated[str | None, option("float32, float16 or bfloat16.  [default: bfloat16]")] = (
         None
     )
@@ -101,7 +106,7 @@ class ProblemOptions:
     inplace: Annotated[bool, option("Write the output in place over the input.")] = False
     fp32_precision: Annotated[
         Literal["ieee", "tf32"] | None,
-        option("Precision of float32 products.  [default: ieee]"),
+        option("Precision of GEMMs in float32.  [default: ieee]"),
     ] = None
     chunk_tokens: Annotated[int | None, option("Split calls into chunks of this many tokens.")] = (
         None
@@ -121,7 +126,7 @@ class ProblemOptions:
     def problem(self) -> "Problem":
         """Return the problem that these options describe.
 
-        Raises ConfigurationError naming the first invalid option.
+        Raises ConfigurationError, with the name of the first invalid option, if there is one.
         """
         import torch
 
@@ -153,16 +158,17 @@ class ProblemOptions:
 def options_by_scheme(
     options: ProblemOptions,
 ) -> list[tuple[tuple[int, ...] | None, ProblemOptions]]:
-    """Return the options of each scheme of a config.json, with the layers that it covers.
+    """Return the options of each quantization scheme of a config.json, with the layers it covers.
 
-    Layers are None if there is one scheme: of --quant, of a name, or of every layer.
+    The layers are None if there is only one scheme: that of --quant, of a model name, or of all
+    layers.
     """
     if options.model is None or options.quant is not None:
         return [(None, options)]
-    schemes = layer_groups(options.model, options.activation)
-    if len(schemes) < 2:
+    groups = layer_groups(options.model, options.activation)
+    if len(groups) < 2:
         return [(None, options)]
-    return [(scheme.layers, replace(options, quant=scheme.scheme)) for scheme in schemes]
+    return [(group.layers, replace(options, quant=group.scheme)) for group in groups]
 
 
 def _placement(text: str, experts: int, world_size: int) -> "Placement | Literal['linear']":
@@ -188,7 +194,10 @@ def parse_schemes(text: str) -> list[str]:
 
 
 def not_prepared_error(schemes: str, parts: str) -> ConfigurationError:
-    """Return the error for --prepared if none of the named parts prepares weights of `schemes`."""
+    """Return the error for --prepared if no part prepares weights of these schemes.
+
+    schemes, parts: names for the message.
+    """
     got = f"{schemes}, not prepared by {parts}"
     example = "mxfp4_w4a16 in bfloat16 by TritonExperts for sm_90, without batch_invariant"
     return ConfigurationError(
@@ -201,7 +210,7 @@ def refuse_combination(
 ) -> None:
     """Raise ConfigurationError if an option of `groups` is set that `option` would ignore.
 
-    groups: option dataclasses. allowed: names of fields that may be combined with `option`.
+    groups: instances of option dataclasses. allowed: names of fields that may be set.
     """
     for group in groups:
         for field in fields(group):  # type: ignore[arg-type]

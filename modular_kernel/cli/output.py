@@ -30,9 +30,9 @@ from modular_kernel.utils import json_files
 if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Rejection
 
-_DEFAULT_WIDTH = 80  # of a pipe or file, and of a terminal of unknown width
+_DEFAULT_WIDTH = 80  # characters, for a pipe, a file, and a terminal of unknown width
 BROKEN = 70  # EX_SOFTWARE of sysexits.h
-_FIRST_LINE_S, _LINE_INTERVAL_S, _STEADY_INTERVAL_S = 5.0, 20.0, 4.0
+_FIRST_LINE_S, _LINE_INTERVAL_S, _STEADY_INTERVAL_S = 5.0, 20.0, 4.0  # of progress lines
 
 _json_output: ContextVar[list[str] | None] = ContextVar("json_output", default=None)
 
@@ -42,7 +42,8 @@ Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 def to_json_types(value: object) -> Json:
     """Convert a value to JSON types.
 
-    Enums become their values, dtypes their names, dataclasses dicts, and non-finite floats strings.
+    Enums become their values, dtypes their names, dataclasses dicts, and infinite and NaN floats
+    strings.
     """
     if isinstance(value, Enum):
         return to_json_types(value.value)
@@ -93,9 +94,9 @@ def write_file(path: Path | str, text: str) -> None:
 
 @contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Context in which the file at `path` is written; creates its folder.
+    """Create the folder of `path`, and report an OSError in the context that writes the file.
 
-    An OSError inside it is reported, and SystemExit with LOST_OUTPUT is raised.
+    Raises SystemExit with LOST_OUTPUT if there was one.
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +161,7 @@ def note(text: str) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print an error on stderr, on every rank: it may have occurred on this rank only."""
+    """Print an error on stderr, on every rank, because it may have occurred on this rank only."""
     rank = _launcher_rank()
     _print_to_stderr(f"rank {rank}: error: {text}" if rank else f"error: {text}")
 
@@ -177,11 +178,13 @@ def table(
     title: str = "",
     optional: Sequence[str] = (),
 ) -> None:
-    """Print a table on stdout; without rows print nothing.
+    """Print a table on stdout; print nothing if it has no rows.
 
-    Names are never truncated. On a narrow terminal prose is folded; then `optional`
-    columns are dropped (empty ones first, then from the last to the first) and listed below the
-    table. If the table still does not fit, each row is printed as a record.
+    Names are never truncated. On a narrow terminal, prose is folded. If that does not suffice,
+    optional columns are dropped (empty ones first, then from the last to the first) and listed
+    below the table. If the table still does not fit, each row is printed as a record.
+
+    optional: names of the columns that may be dropped.
     """
     cells = [[printable(cell, keep_lines=True) for cell in row] for row in rows]
     if not cells:
@@ -194,8 +197,8 @@ def table(
         print("\n".join([title, *lines] if title else lines))
         return
     fitting.title = title or None
-    # Markup is off: rules are printed in brackets, and part names come from other packages. With a
-    # width but no height rich assumes 80 columns on a dumb terminal and truncates names.
+    # Markup is off, because cells may contain brackets. Without a height, rich would assume 80
+    # columns on a dumb terminal, and truncate names.
     from rich.console import Console
 
     Console(width=line_width, height=25, markup=False, emoji=False, highlight=False).print(fitting)
@@ -217,8 +220,10 @@ def progress(
     """Yield a function to call after each of `total` steps.
 
     Shows a progress bar on a terminal, and otherwise prints lines on stderr: the first after 5
-    seconds, then one every 20 seconds. what: plural noun for the steps. steady: print every 4
-    seconds from a thread, also during a long step; do not use it where processes are forked.
+    seconds, then one every 20 seconds.
+
+    what: plural noun for the steps. steady: whether to print lines every 4 seconds from a thread,
+    also during a long step; must be False where processes are forked.
     """
     if is_reporting_rank() and sys.stderr.isatty():
         from rich.console import Console
@@ -229,14 +234,14 @@ def progress(
             yield lambda: bar.advance(task)
         return
     lines = _ProgressLines(total, what, timed=not steady)
-    with _repeated(lines.print, _STEADY_INTERVAL_S) if steady else nullcontext():
+    with _repeat(lines.print, _STEADY_INTERVAL_S) if steady else nullcontext():
         yield lines.advance
 
 
 class _ProgressLines:
-    """Notes on the number of completed steps.
+    """Lines with the number of completed steps.
 
-    timed: print from `advance`: the first note after 5 seconds, then one every 20 seconds.
+    timed: whether `advance` prints them: the first after 5 seconds, then one every 20 seconds.
     """
 
     def __init__(self, total: int, what: str, *, timed: bool) -> None:
@@ -259,7 +264,7 @@ class _ProgressLines:
 def step_lines(total: int, what: str) -> Iterator[Callable[[str], None]]:
     """Yield a function to call with a line of text after each of `total` steps.
 
-    On a terminal a progress bar replaces the lines, which would scroll the result off the screen.
+    The lines are printed on stderr. On a terminal, a progress bar is shown instead.
     """
     if not sys.stderr.isatty():
         yield note
@@ -270,7 +275,7 @@ def step_lines(total: int, what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def activity_notes(current: Callable[[], str]) -> Iterator[None]:
-    """Print the current activity on stderr after it took 5 seconds, then every 20 seconds.
+    """Print the current activity on stderr once it has taken 5 seconds, then every 20 seconds.
 
     current: returns a description of the activity; it is called from a background thread.
     """
@@ -288,13 +293,13 @@ def activity_notes(current: Callable[[], str]) -> Iterator[None]:
     if not is_reporting_rank():
         yield
         return
-    with _repeated(note_long_activity, min(_FIRST_LINE_S, 1.0)):
+    with _repeat(note_long_activity, min(_FIRST_LINE_S, 1.0)):
         yield
 
 
 @contextmanager
-def _repeated(action: Callable[[], None], interval_s: float) -> Iterator[None]:
-    """Context in which a background thread calls `action` every `interval_s` seconds."""
+def _repeat(action: Callable[[], None], interval_s: float) -> Iterator[None]:
+    """Call `action` every `interval_s` seconds from a background thread, inside the context."""
     stop = threading.Event()
 
     def run() -> None:
@@ -311,21 +316,21 @@ def _repeated(action: Callable[[], None], interval_s: float) -> Iterator[None]:
 
 
 def note_interpreted(names: Iterable[str]) -> None:
-    """Print which layers ran in Triton's interpreter; without names print nothing."""
+    """Print the names of layers that ran in Triton's interpreter, if there are any."""
     text = ", ".join(dict.fromkeys(names))
     if text:
         line(f"ran in Triton's interpreter, times are meaningless: {text}")
 
 
 def print_rejections(rejections: Sequence["Rejection"]) -> None:
-    """Print a table of rejections, one row each."""
+    """Print a table with a row per rejection."""
     rows = [(r.rule, " / ".join(r.parties), r.got, r.need, r.hint) for r in rejections]
     table(("rule", "parties", "got", "need", "hint"), rows)
 
 
 @contextmanager
 def json_on_stdout() -> Iterator[None]:
-    """Context in which stdout receives only what `print_document` prints."""
+    """Redirect stdout to stderr inside the context, except for what `print_document` prints."""
     with only_json_on_stdout() as documents:
         token = _json_output.set(documents)
         try:
@@ -335,13 +340,15 @@ def json_on_stdout() -> Iterator[None]:
 
 
 def report_error(error: ModularKernelError, json_path: str | None) -> int:
-    """Print an error of a verb and return the exit status.
+    """Print an error of a verb, and return the exit status.
 
-    An IncompatibleError has status 1, an InputError (bad usage) 2, and any other error, such as a
-    rank that does not respond, BROKEN (70). json_path: the value of --json.
+    The status is 1 for an IncompatibleError, 2 for another InputError (bad usage), and BROKEN (70)
+    for any other error, such as a rank that does not respond.
+
+    json_path: the value of --json.
     """
     if isinstance(error, IncompatibleError):
-        _print_refused(error, json_path)
+        _report_incompatible(error, json_path)
         return 1
     if isinstance(error, InputError) and json_path == STDOUT and is_reporting_rank():
         values = {"what": error.what, "got": error.got, "need": error.need}
@@ -350,7 +357,7 @@ def report_error(error: ModularKernelError, json_path: str | None) -> int:
     return 2 if isinstance(error, InputError) else BROKEN
 
 
-def _print_refused(error: IncompatibleError, json_path: str | None) -> None:
+def _report_incompatible(error: IncompatibleError, json_path: str | None) -> None:
     record = {"pairing": error.pairing, "ok": False, "rejections": error.rejections}
     print_result(record, json_path, lambda: _print_refusal(error))
 

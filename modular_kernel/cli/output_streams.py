@@ -1,8 +1,8 @@
 """Output streams of a verb, with handling of full disks, closed streams and broken pipes.
 
-If stdout cannot be written, the command exits with LOST_OUTPUT, a status that no verdict uses, and
-prints one line on stderr. A broken pipe (`mk list | head -1`) exits with the same status without
-that line. Notes that cannot be written to stderr are dropped.
+If stdout cannot be written, the command prints one line on stderr, and exits with the status
+LOST_OUTPUT, which no verb uses for its result. After a broken pipe (`mk list | head -1`), it exits
+with the same status, but without that line. Notes that cannot be written to stderr are dropped.
 
 With `--json`, stdout contains only the JSON. All other output, including that of imported packages
 and of child processes, goes to stderr.
@@ -53,7 +53,7 @@ class _Stream:
         return self._stream is not None and not self._stream.closed and self._stream.isatty()
 
     def _handle_write_error(self, error: Exception) -> None:
-        """Drop a note that cannot be written."""
+        """Ignore that a note could not be written."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -73,10 +73,10 @@ class _Stdout(_Stream):
 
 @contextmanager
 def only_json_on_stdout() -> Iterator[list[str]]:
-    """Redirect stdout to stderr inside the context, then print the documents in the list on stdout.
+    """Redirect stdout to stderr inside the context.
 
-    File descriptor 1 is redirected as well as sys.stdout, because C libraries and child processes
-    write to it.
+    Yields a list of documents, which are printed on stdout at the end of the context. File
+    descriptor 1 is redirected, too, because C libraries and child processes write to it.
     """
     documents, stdout = list[str](), sys.stdout
     if stdout is not None:
@@ -96,14 +96,14 @@ def only_json_on_stdout() -> Iterator[list[str]]:
 
 
 def divert_stdout() -> None:
-    """Redirect file descriptor 1 to stderr permanently: some packages print at process exit."""
+    """Redirect file descriptor 1 to stderr permanently, because some packages print at exit."""
     saved_fd = _to_stderr()
     if saved_fd is not None:
         os.close(saved_fd)
 
 
 def _to_stderr() -> int | None:
-    """Redirect file descriptor 1 to 2. Returns a duplicate of the original, None if closed."""
+    """Redirect file descriptor 1 to stderr; return a duplicate of the original, None if closed."""
     try:
         saved_fd = os.dup(1)
     except OSError:

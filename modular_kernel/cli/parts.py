@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine
 
 _KINDS = ("prepare_finalize", "experts", "topk_reduce")
-# Declared boolean capabilities that a problem can require -> their description in the legend.
+# Fields of Requirements that declare an optional capability -> their description in the legend.
 _OPTIONS = {
     "bias": "both GEMMs may have a bias",
     "interleaved": "gate and up rows of w1 may alternate",
@@ -33,7 +33,7 @@ _OPTIONS = {
     "lora": "supports LoRA adapters",
 }
 _LEGEND = {
-    "standard": "tokens as (T, H), with their routing beside them",
+    "standard": "tokens as (T, H), with separate routing tensors",
     "batched_experts": "tokens expert by expert, (experts, capacity, H)",
     "schemes": "quantization schemes of the experts; w8a8: bits of weights and activations",
     "quantizes": "schemes whose activations are quantized before dispatch",
@@ -116,8 +116,8 @@ def _print_text(catalog: "Catalog", machine: "Machine", where: str) -> None:
 def _describe(part: "Part", machine: "Machine") -> list[str]:
     """Describe a part in lines of text.
 
-    Lines: format and devices, accepted dtypes and schemes, options, origin, and the reasons why it
-    is unavailable on this machine.
+    The lines have the format and devices, accepted dtypes and schemes, options, paths, origin, and
+    the reasons why the part is not available on this machine.
     """
     requires = _requires(part)
     if requires is None:
@@ -136,11 +136,11 @@ def _describe(part: "Part", machine: "Machine") -> list[str]:
 
 
 def _describe_paths(part: "Part") -> Iterator[str]:
-    """Yield the line of the paths of a part; those of other packages with their origin."""
+    """Yield a line with the paths of a part, if any; those of other packages have their origin."""
     paths = [path for path in _paths(part) if not path.error]
     if paths:
-        own = paths[0].origin
-        names = (p.name if p.origin == own else f"{p.name} (from {p.origin})" for p in paths)
+        origin = paths[0].origin
+        names = (p.name if p.origin == origin else f"{p.name} (from {p.origin})" for p in paths)
         yield f"paths: {', '.join(names)}"
 
 

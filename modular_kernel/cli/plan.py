@@ -1,4 +1,4 @@
-"""`mk plan`: which pair to take for a layer on a described machine, by an analytic model."""
+"""`mk plan`: recommends a pair for a layer on a described machine, by an analytic model."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from modular_kernel.perf_model.recommend import Recommendation
     from modular_kernel.spec.problem import Machine, Problem
 
-_GPU, _PER_HOST = "h200", 8  # of the machine without --machine
+_GPU, _PER_HOST = "h200", 8  # of the default machine
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """The workload, and what differs from the described machine, in the units of the options."""
+    """Options of the workload, and values that replace those of the described machine."""
 
     phase: Annotated[
         Literal["prefill", "decode"] | None,
         option(
-            "Recommend a pair for this phase only.  [default: both; with token counts, decode up "
-            "to 256 tokens of a rank]"
+            "Recommend a pair for this phase only.  [default: both; if token counts are given, "
+            "decode for up to 256 tokens per rank, else prefill]"
         ),
     ] = None
     tokens_list: Annotated[
         tuple[int, ...] | None,
         option(
-            "Tokens of each rank.  [default: --tokens, or 128 (decode) and 4096 (prefill)]",
+            "Tokens per rank.  [default: --tokens, or 128 (decode) and 4096 (prefill)]",
             type=TOKENS_LIST,
         ),
     ] = None
@@ -75,7 +75,7 @@ class WorkloadOptions:
     ] = None
     peak: Annotated[
         float | None,
-        option("Peak of 16-bit products in TFLOP/s; 8-bit: twice that.", type=POSITIVE),
+        option("Peak of 16-bit GEMMs in TFLOP/s; 8-bit: twice that.", type=POSITIVE),
     ] = None
     groups: Annotated[int, option("Group-limited routing: number of groups of experts.")] = 1
     topk_groups: Annotated[int, option("Group-limited routing: number of groups per token.")] = 1
@@ -85,7 +85,7 @@ class WorkloadOptions:
     ] = 8
 
     def change(self, cluster: "Cluster") -> "Cluster":
-        """Return the machine with the values that options set."""
+        """Return the machine with its values replaced by those of the options that are set."""
         from modular_kernel.perf_model.hardware import peaks
 
         gpu, inside, between = cluster.gpu, cluster.inside, cluster.between
@@ -105,7 +105,7 @@ class WorkloadOptions:
         return replace(cluster, gpu=gpu, inside=inside, between=between)
 
     def phases(self, options: ProblemOptions) -> list[tuple[str, int]]:
-        """Return (phase, tokens of each rank) of each table."""
+        """Return the phase and the tokens per rank of each table."""
         from modular_kernel.perf_model.recommend import PHASE_TOKENS, phase_of
 
         counts = self.tokens_list
@@ -120,7 +120,8 @@ class WorkloadOptions:
 class Case:
     """One machine, phase and number of tokens, with its estimates.
 
-    layers: that have the problem's scheme, if those of a config.json have several; else None.
+    name: of the machine. layers: those with the problem's quantization scheme; None if all layers
+    have it.
     """
 
     name: str
@@ -149,16 +150,16 @@ def plan(
 ) -> None:
     """Recommend a pair for prefill and one for decode on a machine, without running anything.
 
-    Every pair that `mk check` calls valid with the same options has an estimate of its time and
-    memory, or is listed with the reason why not. Pairs that exceed the memory of a GPU are refused.
-    All rows of a table are of the same work: that many different tokens on each rank.
-    A config.json whose layers are quantized differently has a table for each scheme.
+    Every pair that `mk check` accepts with the same options has an estimate of its time and memory,
+    or is listed with the reason why it has none. Pairs that exceed the memory of a GPU are refused.
+    All rows of a table are for the same work, that is, the same number of distinct tokens per rank.
+    If the layers of a config.json are quantized differently, there is a table for each scheme.
 
     --machine takes several machines, separated by commas; the default is 8xh200, or as many H200 as
-    --world-size, 8 on a host. --tokens is the number of tokens of each rank. --prepared counts the
-    memory of prepared weights. docs/sizing.md of the source tree gives the formulas, the records
-    and the errors of the estimates. `mk plan --compare FILE` prints the errors for a record of `mk
-    bench` or `mk exchange`; --json is the only other option that --compare can be combined with.
+    --world-size, 8 per host. --tokens is the number of tokens per rank. --prepared counts the
+    memory of prepared weights. docs/sizing.md of the source tree has the formulas, the records and
+    the errors of the estimates. `mk plan --compare FILE` prints the errors for a record of `mk
+    bench` or `mk exchange`; of the other options, it can be combined with --json only.
 
     Exits with 1 if no pair has an estimate, or if the model is more than 25 % off on a compared row
     that was neither fitted nor timed eagerly; exits with 2 on bad usage.
@@ -172,8 +173,10 @@ def plan(
     cases = [
         replace(case, layers=layers)
         for name, cluster in _machines(options, machine_options)
-        for layers, each in options_by_scheme(options)
-        for case in _cases(name, workload.change(cluster), each, machine_options, workload)
+        for layers, scheme_options in options_by_scheme(options)
+        for case in _cases(
+            name, workload.change(cluster), scheme_options, machine_options, workload
+        )
     ]
     if workload.prepared:
         _check_prepared(cases)
@@ -233,12 +236,12 @@ def _cases(
     )
     cases = []
     for phase, tokens in workload.phases(options):
-        here = problem.with_tokens(tokens)
-        result = estimate(here, machine=machine)
-        complete = [estimate(here, machine=other) for other in complete_machines(cluster)]
+        phase_problem = problem.with_tokens(tokens)
+        result = estimate(phase_problem, machine=machine)
+        complete = [estimate(phase_problem, machine=other) for other in complete_machines(cluster)]
         size_at = lambda count: estimate(problem.with_tokens(count), machine=machine)  # noqa: E731
         recommended = recommend(phase, result, size_at, complete)
-        cases.append(Case(name, cluster, machine, phase, here, result, recommended))
+        cases.append(Case(name, cluster, machine, phase, phase_problem, result, recommended))
     return cases
 
 

@@ -1,4 +1,4 @@
-"""Text and JSON of `mk plan`."""
+"""Text and JSON output of `mk plan`."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 # Common to most names; tables show them only in the header.
 _SUFFIX, _EXPERTS_SUFFIX = "PrepareAndFinalize", "Experts"
 _GIGA, _TERA, _MEGA = 1e9, 1e12, 1e6
-_DECIDING = (f"..{_SUFFIX}", f"..{_EXPERTS_SUFFIX}", "layer us", "Mtok/s", "GB")
-_OPTIONAL = (
+_REQUIRED_COLUMNS = (f"..{_SUFFIX}", f"..{_EXPERTS_SUFFIX}", "layer us", "Mtok/s", "GB")
+# Columns that are dropped on a narrow terminal, the last one first.
+_OPTIONAL_COLUMNS = (
     *("dispatch", "experts us", "combine"),
     *("weights", "workspace", "buffers", "prepared"),
     *("rows out", "bound"),
@@ -107,7 +108,7 @@ def _recommendation_record(recommendation: "Recommendation") -> dict[str, Any]:
 def print_cases(cases: "Sequence[Case]", routing: str, max_rows: int) -> None:
     """Print the recommendations, then a table for each case, then the assumptions.
 
-    max_rows: number of pairs in a table; 0 for all.
+    max_rows: maximum number of pairs in a table; 0 prints all.
     """
     for case in cases:
         _print_recommendation(case)
@@ -121,10 +122,10 @@ def print_cases(cases: "Sequence[Case]", routing: str, max_rows: int) -> None:
 def _title(case: "Case") -> str:
     problem = case.problem
     ranks, tokens = problem.parallel.world_size, counted(problem.tokens, "token")
-    whole = f", {ranks * problem.tokens} in all" if ranks > 1 else ""
+    in_all = f", {ranks * problem.tokens} in all" if ranks > 1 else ""
     where = f"on each of {ranks} ranks" if ranks > 1 else "on one GPU"
     layers = "" if case.layers is None else f"{layers_text(case.layers)} ({problem.quant}): "
-    return f"{layers}{case.phase} on {case.name}, {tokens} {where}{whole}"
+    return f"{layers}{case.phase} on {case.name}, {tokens} {where}{in_all}"
 
 
 def _print_recommendation(case: "Case") -> None:
@@ -166,7 +167,10 @@ def _print_table(case: "Case", max_rows: int) -> None:
     result = case.result
     shown = result.estimates[: max_rows or None]
     output.table(
-        (*_DECIDING, *_OPTIONAL), map(_cells, shown), title=_title(case), optional=_OPTIONAL
+        (*_REQUIRED_COLUMNS, *_OPTIONAL_COLUMNS),
+        map(_cells, shown),
+        title=_title(case),
+        optional=_OPTIONAL_COLUMNS,
     )
     hidden = len(result.estimates) - len(shown)
     if hidden:
@@ -194,8 +198,8 @@ def _cells(estimate: "Estimate") -> tuple[str, ...]:
     )
 
 
-def _print_grouped(what: str, reasons: Iterable[tuple[str, str]]) -> None:
-    """Print pairs with the same reason on one line."""
+def _print_grouped(heading: str, reasons: Iterable[tuple[str, str]]) -> None:
+    """Print the pairs, with those that have the same reason on one line."""
     by_reason: dict[str, list[str]] = {}
     for pairing, reason in reasons:
         by_reason.setdefault(reason, []).append(pairing)
@@ -203,7 +207,7 @@ def _print_grouped(what: str, reasons: Iterable[tuple[str, str]]) -> None:
         experts = ", ".join(pairing.partition(" x ")[2] for pairing in pairings)
         exchanges = {pairing.partition(" x ")[0] for pairing in pairings}
         names = f"{exchanges.pop()} x {experts}" if len(exchanges) == 1 else ", ".join(pairings)
-        output.line(f"{what}: {names}: {reason}")
+        output.line(f"{heading}: {names}: {reason}")
 
 
 def _assumptions(case: "Case", routing: str) -> list[str]:
@@ -230,7 +234,7 @@ def _assumptions(case: "Case", routing: str) -> list[str]:
 
 
 def _by_source(named: Iterable[tuple[str, str]]) -> list[str]:
-    """Format the parts that have the same source on one line."""
+    """Return a line for each source, with the parts that have it. named: (part, source)."""
     names: dict[str, dict[str, None]] = {}
     for name, source in named:
         names.setdefault(source, {})[name.removesuffix(_SUFFIX)] = None

@@ -34,10 +34,10 @@ def display_name(model: str) -> str:
 def problem_fields(
     model: str, *, quant: str | None = None, activation: str | None = None
 ) -> dict[str, object]:
-    """Return the problem fields that `model`, a name or the path of a config.json, determines.
+    """Return the fields of a Problem that `model`, a name or the path of a config.json, determines.
 
-    quant, activation: those to use if a config.json has several. Raises ConfigurationError for an
-    unknown name, and for several of them if there is none to use.
+    quant, activation: the ones to use if the layers of a config.json have several. Raises
+    ConfigurationError for an unknown name, and if there are several of them but None is given.
     """
     if reads_file(model):
         fields = problem_fields_of_file(model, quant=quant, activation=activation)
@@ -52,7 +52,7 @@ def problem_fields(
 
 
 def layer_groups(model: str, activation: str | None = None) -> tuple[LayerScheme, ...]:
-    """Return the schemes of a config.json's layers; () for a name, whose layers are alike."""
+    """Return the schemes of a config.json's layers; () for a name, whose layers do not differ."""
     return layers_of_file(model, activation)[1] if reads_file(model) else ()
 
 
@@ -62,7 +62,7 @@ def reads_file(model: str) -> bool:
 
 
 def _stored_dtype(model: str) -> dict[str, object]:
-    """Return the dtype of the safetensors in a model folder; {} if they do not determine it."""
+    """Return the dtype of the tensor files in a model's folder; {} if it cannot be determined."""
     from modular_kernel.checkpoints.inspection import dtype_of_files
 
     dtype = dtype_of_files(model) if is_directory(model) else None
@@ -76,7 +76,7 @@ def is_known(model: str) -> bool:
 
 
 def _canonical_name(model: str) -> str:
-    """Return the known name that equals `model` up to case, "-", "_" and "."; else `model`."""
+    """Return the known name that equals `model`, ignoring case, "-", "_" and "."; else `model`."""
     if model in SHAPES or model_named(model) is not None:
         return model
     names = {_normalize(name): name for name in (*SHAPES, *ALIASES, *PUBLISHED)}
@@ -112,10 +112,11 @@ def _is_hub_id(model: str) -> bool:
     return bool(organization.strip(".") and name) and "/" not in name and name[-5:] != ".json"
 
 
-# Layers and shards as one GPU runs them, each a plain SwiGLU layer: experts, top_k, hidden and
-# intermediate. tpN: one of N tensor-parallel ranks, intermediate / N; epN: one of N expert-parallel
-# ranks, experts / N, as if every token's top-k were here. Experts and intermediate name a tuned
-# file (experts/triton/configs/files.py), so that no two shapes have both alike.
+# Plain SwiGLU layers, or one GPU's shard of them: experts, top_k, hidden and intermediate. tpN: the
+# shard of one of N tensor-parallel ranks, with intermediate / N; epN: that of one of N
+# expert-parallel ranks, with experts / N, as if all of every token's top-k were on this rank. Tuned
+# files are named by experts and intermediate (experts/triton/configs/files.py), so no two shapes
+# may have both in common.
 _SIZES: dict[str, tuple[int, int, int, int]] = {
     "mixtral": (8, 2, 4096, 14336),
     "dsv3_ep8": (32, 8, 7168, 2048),
@@ -141,7 +142,7 @@ SHAPES: dict[str, dict[str, int]] = {
     name: dict(zip(("experts", "top_k", "hidden", "intermediate"), sizes, strict=True))
     for name, sizes in _SIZES.items()
 }
-# Layer -> the published model with these sizes; with "TP N" or "EP N", those of one of N ranks.
+# Shape -> the published model with these sizes; "TP N" or "EP N": those of one of N ranks.
 SHAPE_OF = {
     "mixtral": "mixtral-8x7b",
     "dsv3_ep8": "deepseek-v3, EP 8",

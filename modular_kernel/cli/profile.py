@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from modular_kernel.profiling.report import Profile
     from modular_kernel.spec.problem import Machine, Problem
 
-_MAX_STEM = 72  # characters: a file system allows 255 bytes, a terminal line about 80
+_MAX_STEM = 72  # characters of a file name, so that it fits a line of a terminal
 _CALLS, _CALLS_ON_CPU = 5, 1
 _MAX_CALLS = 100  # traces with more calls open slowly
 _RANK_TIMEOUT_S = 600.0
@@ -30,7 +30,7 @@ _RANK_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Options for the profiled calls, the pairing to compare with, and the output folder."""
+    """Options of the profiled calls, the pairing to compare with, and the output folder."""
 
     against: Annotated[
         tuple[str, str] | None,
@@ -73,8 +73,10 @@ def profile(
     backend: Backend = None,
     as_json: AsJson = None,
 ) -> None:
-    """Profile a pair: write Chrome traces (for Perfetto) per rank and merged over all ranks, and
-    compare the time of each stage with its roofline in a table, a JSON file and an HTML report.
+    """Profile a pair: trace every rank, and compare the time of each stage with its roofline.
+
+    Writes Chrome traces (for Perfetto) of each rank and merged over all ranks, a JSON file, and an
+    HTML report.
 
     Two kinds of calls are measured. The end-to-end time is that of planned calls, which on a GPU
     are replayed from a CUDA graph where possible. Stage times come from eager calls under torch's
@@ -131,7 +133,7 @@ def default_experts() -> str:
 
 
 def check_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
-    """Raise IncompatibleError, with every reason of the first refused rank, for an invalid pair."""
+    """Raise IncompatibleError, with the reasons of the first rank that is refused, if any is."""
     from modular_kernel.catalog import load_catalog
     from modular_kernel.perf_model.verdicts import judge_pairs
 
@@ -141,7 +143,7 @@ def check_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -
 
 
 def check_prepared(experts: list[str], problem: "Problem") -> None:
-    """Raise ConfigurationError if no experts part prepares weights; note each one that does not."""
+    """Raise ConfigurationError if no experts part prepares weights; print those that do not."""
     from modular_kernel.measure.prepared_weights import prepared_specs_of
 
     without = [name for name in experts if not prepared_specs_of(name, problem)]
@@ -152,7 +154,7 @@ def check_prepared(experts: list[str], problem: "Problem") -> None:
 
 
 def file_stem(subject: str, problem: "Problem") -> str:
-    """Return a unique file name stem for a profiled pairing or comparison."""
+    """Return a unique stem for the file names of a profiled pairing or comparison."""
     case = f"{subject.replace(' ', '')}-{problem}"
     name = re.sub(r"[^A-Za-z0-9._=-]", "_", re.sub("PrepareAndFinalize|Experts", "", case))
     if name != case or len(name) > _MAX_STEM:

@@ -1,4 +1,4 @@
-"""Execution hosts for verification: this process, or a pool of ranks."""
+"""Where verification and measurements run: in this process, or on a pool of ranks."""
 
 import shlex
 import sys
@@ -34,7 +34,7 @@ Backend = Annotated[
 
 @dataclass(frozen=True)
 class Host:
-    """This machine and its pool of ranks. pool: None for a single rank, which is this process."""
+    """This machine and its pool of ranks. pool: None for a single rank, that is, this process."""
 
     machine: "Machine"
     pool: "AnyRanks | None" = None
@@ -64,9 +64,10 @@ class Host:
         return rank_cases_for(*pair, self.machine, ranks, level, ranks_per_host=per_host)
 
     def prove_all(self, cases: "Sequence[Case]", workers: int) -> "Generator[Proof, None, None]":
-        """Yield the proof of each case in order.
+        """Verify the cases, and yield the result of each in order.
 
-        workers: number of processes; unused with a pool, whose cases must be RankCase objects.
+        cases: RankCase objects if there is a pool. workers: number of processes; ignored if there
+        is a pool.
         """
         if self.pool is None:
             from modular_kernel.testing.verify.parallel_runs import prove_all
@@ -95,11 +96,12 @@ class Host:
 def host_of(
     world_size: int | None, backend: str | None, ranks_per_host: int | None = None
 ) -> Iterator[Host]:
-    """Yield this machine with a pool of `world_size` ranks if that is above 1; close it at the end.
+    """Yield this machine, with a pool of ranks if `world_size` is more than 1.
 
-    backend: "nccl", "gloo" or None, see `pool_of`. ranks_per_host: ranks on each host of a
-    launcher, or size of the blocks of started ranks that simulate hosts. Raises ConfigurationError
-    for a backend or ranks_per_host with a single rank.
+    The pool is closed at the end of the context.
+
+    world_size: see `resolve_world_size`. backend, ranks_per_host: see `pool_of`; both raise
+    ConfigurationError for a single rank.
     """
     world_size = resolve_world_size(world_size)
     if world_size == 1:
@@ -149,9 +151,11 @@ def with_launcher(options: "ProblemOptions") -> "ProblemOptions":
 
 
 def pool_of(world_size: int, backend: str | None, ranks_per_host: int | None = None) -> "AnyRanks":
-    """Return a pool of ranks: those of a launcher, or newly started processes.
+    """Return a pool of ranks: those of a launcher, or processes that are started.
 
-    backend: None means nccl if there are enough GPUs, else gloo with a note.
+    backend: "nccl", "gloo", or None for nccl if there are enough GPUs, else gloo with a note.
+    ranks_per_host: number of consecutive started ranks that simulate a host; None means that all
+    ranks are on one host.
     """
     import torch
 
@@ -167,20 +171,20 @@ def pool_of(world_size: int, backend: str | None, ranks_per_host: int | None = N
                 f"{world_size} ranks on the CPU over gloo; this machine has {counted(gpus, 'GPU')}"
             )
         return RankPool(world_size, ranks_per_host=ranks_per_host)
-    kind: Literal["gloo", "nccl"] = "nccl" if backend == "nccl" else "gloo"
-    if backend is None and gpus:  # every host must choose the same, or the ranks' commands differ
-        kind = "nccl"
-    ranks = LaunchedRanks(launcher, kind, command=shlex.join([kind, *sys.argv[1:]]))
+    selected: Literal["gloo", "nccl"] = "nccl" if backend == "nccl" else "gloo"
+    if backend is None and gpus:  # not by the number of GPUs, in which hosts may differ
+        selected = "nccl"
+    ranks = LaunchedRanks(launcher, selected, command=shlex.join([selected, *sys.argv[1:]]))
     hosts = counted(ranks.hosts, "host")
-    note(f"{world_size} ranks of {launcher.address} on {hosts}, over {kind}")
+    note(f"{world_size} ranks of {launcher.address} on {hosts}, over {selected}")
     return ranks
 
 
 def as_rank_case(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
     """Turn a case into a RankCase with tokens per rank and a fault scenario.
 
-    rank_tokens: comma-separated numbers; None means the problem's tokens on each rank. Raises
-    ConfigurationError for anything else.
+    rank_tokens: comma-separated numbers; None stands for the problem's tokens on each rank. fault:
+    name of the scenario, or "". Raises ConfigurationError if rank_tokens is invalid.
     """
     from modular_kernel.testing.cases.ranks import RankCase
 

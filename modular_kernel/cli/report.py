@@ -28,23 +28,25 @@ def report(
     docs: Annotated[
         Path,
         option(
-            "The docs folder of a checkout: records are read there.",
+            "The docs folder of a checkout, from which records are read.",
             type=FilePath(FileUse.READ_FOLDER),
         ),
     ] = _DOCS,
-    write: Annotated[bool, option("Renew the generated docs.")] = False,
-    check: Annotated[bool, option("Write nothing: exit with 1 if one of them is stale.")] = False,
+    write: Annotated[bool, option("Update the generated docs.")] = False,
+    check: Annotated[
+        bool, option("Write nothing; exit with 1 if a generated file is stale.")
+    ] = False,
     as_json: AsJson = None,
 ) -> None:
     """Write the support matrix and the benchmark records as one self-contained HTML file.
 
-    The page opens with the matrix as a picture, which filters by scheme and number of ranks and
-    shows the reasons of a refusal, and with a plot of measured times. The matrix covers every pair
-    and scheme on 1, 2 and 4 ranks, with all reasons of each refusal. On any machine it is computed
-    for a GPU of compute capability 9.0 with all optional packages.
+    The page starts with a picture of the matrix, which can be filtered by scheme and number of
+    ranks and shows the reasons of a refusal, and with a plot of measured times. The matrix has
+    every pair and scheme on 1, 2 and 4 ranks, with all reasons of each refusal. It is always
+    computed for a GPU of compute capability 9.0 with all optional packages.
 
-    --write and --check update and check the files under docs/ that are generated from the same
-    data. --json prints the matrix instead of writing a page.
+    --write updates the files under docs/ that are generated from the same data, and --check checks
+    them. --json prints the matrix instead of writing a page.
 
     Exits with 1 if --check finds a stale file, and with 2 on bad usage.
     """
@@ -68,13 +70,13 @@ def report(
             _write_page(catalog, docs, html or _PAGE)
 
 
-def _print_matrix(catalog: "Catalog", to: str) -> None:
+def _print_matrix(catalog: "Catalog", json_path: str) -> None:
     from modular_kernel.report.judge_all import judge_all
 
     matrix = judge_all(catalog)
     header = {"problem": matrix.problem, "machine": matrix.machine}
     cells = [output.to_json_types(cell) for cell in matrix.cells]
-    output.print_json({**header, "cells": cells}, to)
+    output.print_json({**header, "cells": cells}, json_path)
 
 
 def _check(catalog: "Catalog", docs: Path) -> None:
@@ -84,9 +86,7 @@ def _check(catalog: "Catalog", docs: Path) -> None:
     for file in stale_files:
         output.line(f"{docs / file.path}: {file.fault}")
     if stale_files:
-        output.note(
-            f"{counted(len(stale_files), 'generated file')} stale; `mk report --write` renews them"
-        )
+        output.note(f"{counted(len(stale_files), 'generated file')} stale; run `mk report --write`")
         raise Exit(1)
     output.line("every generated file is up to date")
 
@@ -96,10 +96,10 @@ def _write(catalog: "Catalog", docs: Path) -> None:
 
     check_path("--docs", docs, FileUse.WRITE_FOLDER)
     with output.writing(docs / "support-matrix.md"):
-        renewed = write(catalog, docs)
-    for file in renewed:
-        output.line(f"renewed, it was {file.fault}: {docs / file.path}")
-    if not renewed:
+        updated = write(catalog, docs)
+    for file in updated:
+        output.line(f"updated, it was {file.fault}: {docs / file.path}")
+    if not updated:
         output.line("every generated file was up to date")
 
 

@@ -1,4 +1,4 @@
-"""Record and report files of the verbs that measure: JSON, text, and Markdown documents."""
+"""The files that verbs write after a measurement: a JSON record and a Markdown document."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class WritableReport(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFiles:
-    """Options for the output files of a report."""
+    """Options of the output files of a measurement."""
 
     as_json: AsJson = None
     markdown: Annotated[
@@ -40,7 +40,7 @@ class ReportFiles:
         return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
 
     def save(self, report: WritableReport) -> None:
-        """Write the report to the file of --json, if any; may be called after each row."""
+        """Write the report to the file of --json, if there is one."""
         if self.record is not None:
             with output.writing(self.record):
                 report.write(self.record)
@@ -48,7 +48,10 @@ class ReportFiles:
     def show(
         self, report: WritableReport, print_text: Callable[[], None], document: Callable[[], str]
     ) -> None:
-        """Print the report as JSON or text, and write `document()` to the --markdown file."""
+        """Print the report as JSON or text, and write the Markdown file, if there is one.
+
+        document: returns the content of the Markdown file.
+        """
         if self.as_json == output.STDOUT:
             output.print_document(report.to_json())
         else:
@@ -58,9 +61,9 @@ class ReportFiles:
 
 
 def load_record(option: str, path: Path, parse: Callable[[str], Record]) -> Record:
-    """Load a record file, at most 64 MiB, with `parse`.
+    """Load a record file of at most 64 MiB with `parse`.
 
-    Raises ConfigurationError naming `option` and the path if the file cannot be read or parsed.
+    Raises ConfigurationError, with `option` and the path, if the file cannot be read or parsed.
     """
     try:
         return parse(json_files.read_file(path, _MAX_BYTES).decode())

@@ -1,7 +1,6 @@
 """The packages that `mk new` writes, rendered from the templates in `cli/templates`.
 
-The listings in docs/add-a-part.md and docs/contributing/add-a-path.md are these files; a test
-compares them.
+docs/add-a-part.md and docs/contributing/add-a-path.md show these files; a test compares them.
 """
 
 import keyword
@@ -22,10 +21,11 @@ _MAX_CHARS = 60
 
 @dataclass(frozen=True)
 class _Package:
-    """What the packages of one kind have in common.
+    """What all packages of one kind have in common.
 
-    group, attribute: the entry point. pair: the pairing that `mk test` verifies; "{}" is the new
-    class. modules: template -> file in the package. test: template of the test.
+    group, attribute: those of the entry point. pair: the pairing that `mk test` verifies, where
+    "{}" stands for the new class. modules: file in the package, by template. test: template of the
+    test.
     """
 
     description: str
@@ -81,7 +81,7 @@ def check_kind(kind: str) -> None:
 
 
 def class_name_of(name: str) -> str:
-    """Return the class name of a package: "MyExperts" for "my_experts"."""
+    """Return the class name of a package, such as "MyExperts" for "my_experts"."""
     return "".join(word.capitalize() for word in name.split("_"))
 
 
@@ -97,7 +97,7 @@ def check_name(name: str) -> None:
 
 
 def check_unused(kind: str, name: str) -> None:
-    """Raise ConfigurationError if an installed part or path has the name already."""
+    """Raise ConfigurationError if an installed part or path already has the name."""
     from modular_kernel.catalog import load_catalog
 
     parts = load_catalog().parts
@@ -114,7 +114,7 @@ def check_unused(kind: str, name: str) -> None:
 
 
 def render(kind: str, name: str) -> dict[Path, str]:
-    """Return the files of the package `name`, by their path in the package's folder."""
+    """Return the content of the files of a package, by their path in the package's folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     package, class_name = _PACKAGES[kind], class_name_of(name)
@@ -152,7 +152,7 @@ def render(kind: str, name: str) -> dict[Path, str]:
 def write(files: dict[Path, str], folder: Path) -> None:
     """Write the files below `folder`, which must not exist.
 
-    Raises ConfigurationError if it does, or if a file cannot be written; the folder then has none.
+    Raises ConfigurationError if it exists, or if a file cannot be written; then nothing is written.
     """
     if folder.exists() or folder.is_symlink():
         need = "a folder that does not exist yet"

@@ -1,4 +1,4 @@
-"""Tables for a given width: all columns, fewer columns, or a record per row."""
+"""Layout of tables for a given width, with all columns, fewer columns, or a record per row."""
 
 import re
 import textwrap
@@ -22,8 +22,8 @@ def fit_table(
 ) -> "Table | None":
     """Return a table of at most `width` characters that neither truncates nor folds a name.
 
-    optional: columns that may be dropped, starting with the last. Returns None if the table does
-    not fit without them.
+    optional: columns that may be dropped, the last one first. Returns None if the table does not
+    fit even without them.
     """
     from rich.console import Console
 
@@ -41,7 +41,7 @@ def fit_table(
 def _table(
     columns: Sequence[str], cells: Sequence[Sequence[str]], indices: Sequence[int]
 ) -> "Table":
-    """Build the table of the columns `indices`, with columns of prose at their minimum width."""
+    """Build a table of the columns `indices`; those with prose have their minimum width."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -74,7 +74,7 @@ def _prose_width(column: str, texts: Sequence[str]) -> int | None:
 
 
 def format_records(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Format each row as lines of `column  value`, with a blank line after each row."""
+    """Format each row as lines with a column's name and its value, followed by a blank line."""
     name_width = max(map(len, columns)) + 2
     lines: list[str] = []
     for row in cells:
@@ -88,7 +88,7 @@ def format_records(columns: Sequence[str], cells: Sequence[Sequence[str]], width
 def fold(text: str, width: int, *, indent: int | None = None) -> list[str]:
     """Fold a line between words. A word longer than `width` is not split, unlike with rich.
 
-    indent: indentation of the continuation lines; None means that of the first line plus two.
+    indent: indentation of the continuation lines; None uses that of the first line plus two.
     """
     if len(text) <= width:
         return [text]

@@ -1,7 +1,4 @@
-"""`mk tune`: search for the fastest launch configurations of a part on this GPU.
-
-Results are saved in configuration files.
-"""
+"""`mk tune`: searches the fastest launch configurations of a part on this GPU, and saves them."""
 
 import os
 import time
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
 
 ALL = "all"  # --model all: every name of SHAPES
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_SHARE_FACTOR = 3.0
+_SHARE_FACTOR = 3.0  # a layer may use this multiple of its equal share of the remaining time
 _NO_GPU = (
     "mk tune: no CUDA device, so nothing was measured and no file was written; `mk tune --explain` "
     "works without one"
@@ -47,12 +44,12 @@ _NO_GPU = (
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """Options for the token counts, the time budget and the output of the search."""
+    """Options of the search."""
 
     tokens_list: Annotated[
         tuple[int, ...] | None,
         option(
-            "Tokens of a call, such as 1,16,128.  [default: --tokens, or 1,2,4,..,8192]",
+            "Token counts, such as 1,16,128.  [default: --tokens, or 1,2,4,..,8192]",
             type=TOKENS_LIST,
         ),
     ] = None
@@ -107,7 +104,7 @@ def tune(
     ] = None,
     as_json: AsJson = None,
 ) -> None:
-    """Time the launches of a part on this GPU and save the fastest, one file per layer.
+    """Time the launch configurations of a part on this GPU; save the fastest, one file per layer.
 
     --model takes names from `mk models`, or paths of config.json files, separated by commas. These
     names are plain SwiGLU layers, and `all` selects all of them: mixtral, dsv3_ep8, qwen3_30b,
@@ -119,8 +116,8 @@ def tune(
     --prepared tunes calls with prepared weights and saves them in separate files. With --explain it
     shows the launches without and with prepared weights.
 
-    Every configuration is checked against a float64 reference before it is timed. Results are saved
-    after each token count; running the same command again continues.
+    The output of every configuration is compared with a float64 reference before it is timed.
+    Results are saved after each token count. Running the same command again continues the search.
 
     Exits with 1 if there is no GPU, if every pair is refused, or if a configuration computes wrong
     results or none can run.
@@ -161,7 +158,10 @@ def tune(
 
 
 def _problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
-    """List (name, problem) of each layer in --model, or of the sizes given, in every scheme."""
+    """Return the name and problem of each layer in --model, in every scheme of --quant.
+
+    Without --model, the layer has the given sizes, and "" as its name.
+    """
     names: list[str | None] = [None]
     if options.model is not None:
         words = options.model.split(",")
@@ -182,10 +182,11 @@ def _spaces(
     prepared: bool = False,
     device_name: str | None = None,
 ) -> "dict[str, Tunable]":
-    """Return the tunable launch spaces by part name, for the given experts or for all.
+    """Return the search spaces of experts parts whose launches can be tuned, by name.
 
-    prepared: return the spaces of calls with prepared weights, on `device_name` or this GPU; {} if
-    no part prepares weights. Raises ConfigurationError if no part can be tuned.
+    experts: name of a part; None stands for all. prepared: whether to return the spaces of calls
+    with prepared weights; {} if no part prepares weights. device_name: GPU of those calls; None
+    uses this one. Raises ConfigurationError if no part can be tuned.
     """
     from modular_kernel.catalog import load_catalog
 
@@ -198,9 +199,8 @@ def _spaces(
         except Exception as error:
             if experts is not None:
                 raise
-            output.note(
-                f"not tuned: {name}: {describe_error(error)}"
-            )  # e.g. a part of another package
+            # For example, a part of another package is broken.
+            output.note(f"not tuned: {name}: {describe_error(error)}")
         else:
             if space is not None:
                 spaces[name] = space
@@ -218,9 +218,9 @@ def _spaces(
 def _with_prepared_weights(
     problems: "Sequence[tuple[str, Problem]]", experts: str | None, device_name: str | None = None
 ) -> "list[tuple[str, Problem]]":
-    """Return the problems whose weights a tunable part prepares; note the others.
+    """Return the problems whose weights a tunable part prepares; print the others.
 
-    Raises ConfigurationError if there is none.
+    Raises ConfigurationError if there are none.
     """
     prepared_problems = []
     for name, problem in problems:
@@ -245,9 +245,10 @@ def _valid_layers(
     experts_type: str | None,
     prepared: bool = False,
 ) -> "list[tuple[str, Problem, TunedPair]]":
-    """Return the problems with a valid pair, and note the refused ones.
+    """Return the problems that have a valid pair, with that pair; print the refused ones.
 
-    A single refused problem raises IncompatibleError; several raise Exit(1).
+    Raises IncompatibleError if there is only one problem and it is refused, and Exit(1) if all of
+    several problems are.
     """
     valid = []
     for name, problem in problems:
@@ -270,7 +271,7 @@ def _pair(
     experts: str | None,
     prepared: bool = False,
 ) -> "TunedPair":
-    """Return the first valid pair that matches the names.
+    """Return the first valid pair with these parts, where None stands for any part.
 
     Raises IncompatibleError with all reasons if there is none.
     """
@@ -295,15 +296,18 @@ def _explanations(
     device_name: str | None,
     prepared: bool,
 ) -> list[str]:
-    """Return an explanation of each problem and token count, and another with prepared weights."""
+    """Return an explanation of the launches of each problem and token count.
+
+    prepared: whether to add another explanation, of calls with prepared weights.
+    """
     texts = []
     for problem in problems:
-        plain = _spaces(problem, experts)
-        spaces = [next(iter(plain.values()))]
+        unprepared_spaces = _spaces(problem, experts)
+        spaces = [next(iter(unprepared_spaces.values()))]
         if prepared:
             prepared_spaces = _spaces(problem, experts, prepared=True, device_name=device_name)
             name = next(iter(prepared_spaces))
-            spaces = [plain[name], prepared_spaces[name]]
+            spaces = [unprepared_spaces[name], prepared_spaces[name]]
         texts += [space.explain(number, device_name) for number in tokens for space in spaces]
     return texts
 
@@ -314,10 +318,7 @@ def _run(
     search: TuneOptions,
     as_json: str | None,
 ) -> None:
-    """Tune the layers one after another within the budget, save and print the results.
-
-    A layer may use up to 3 times its equal share of the remaining budget.
-    """
+    """Tune the layers one after another within the budget; save and print the results."""
     from modular_kernel.settings import read_settings
     from modular_kernel.tuning.compilation import Compiler
     from modular_kernel.tuning.search import remaining
@@ -356,10 +357,12 @@ def _run(
 
 @dataclass(frozen=True)
 class _TimeShare:
-    """A share of the time until `end`.
+    """The share of a layer in the time until `end`.
 
-    It exceeds an equal share, because the first layers of a scheme wait for the compiler and later
-    ones do not. part: fraction of the remaining time; values above 1 count as 1.
+    It is more than an equal share, because the first layers of a scheme wait for the compiler, and
+    later ones do not.
+
+    end: by time.monotonic(). fraction: of the remaining time; more than 1 counts as 1.
     """
 
     end: float
@@ -372,7 +375,7 @@ class _TimeShare:
 def _tune_layer(
     layer: TunedLayer, search: TuneOptions, share: _TimeShare, compiler: "Compiler", bar: Bar
 ) -> "list[TuneResult]":
-    """Tune the layer's token counts in order until the budget is spent; return the results."""
+    """Tune a layer's token counts in order, until its share of the time is spent."""
     from modular_kernel.tuning.measurement import TimedSearch
     from modular_kernel.tuning.search import TuneJob, tune
 
@@ -391,7 +394,7 @@ def _tune_layer(
         bench=bench,
         tokens=layer.tokens,
         folder=layer.folder,
-        budget=share.seconds(),  # computed after setup, so that setup does not use up the share
+        budget=share.seconds(),  # computed after the setup, whose time does not count
         fresh=search.fresh,
         on_measurement=bar.tick,
     )

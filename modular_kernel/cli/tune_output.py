@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TunedLayer:
-    """A layer to tune: its pair, launch space, token counts, and the folder for the results."""
+    """A layer to tune.
+
+    name: for the output. space: search space of the experts part. tokens: token counts without a
+    result. folder: for the results.
+    """
 
     name: str
     problem: "Problem"
@@ -35,9 +39,9 @@ class TunedLayer:
 
 
 class Bar:
-    """Context manager of a progress bar on stderr, with a line above it for each token count.
+    """Context manager for a progress bar on stderr, with a line above it for each token count.
 
-    total: estimated number of measurements.
+    total: expected number of measurements.
     """
 
     def __init__(self, total: int) -> None:
@@ -83,9 +87,15 @@ class Bar:
 class TuneRecorder:
     """Appends the times of all choices to a JSON Lines file, one line per token count.
 
-    Fields of a line: layer, sizes, quant, prepared (whether weights were prepared), tokens, best
-    (the choice with us and untuned_us), choices (for each correct choice us of a whole call and us
-    by stage, if the part distinguishes stages), refused (reason by choice).
+    A choice is the launch configurations of a call. A line has these fields:
+
+    - "layer", "quant", "tokens", and the sizes of the layer
+    - "prepared": whether weights were prepared
+    - "best": the fastest choice, with "us" and "untuned_us"
+    - "choices": each correct choice with the "us" of a call, and of each stage if there are several
+    - "refused": reasons by choice
+
+    path: of the file; None writes nothing.
     """
 
     def __init__(self, layer: TunedLayer, path: Path | None) -> None:

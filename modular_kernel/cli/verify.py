@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SingleCaseOptions:
-    """Options that, together with the problem options, describe a single case to replay."""
+    """Options that describe a single case to run, together with those of the problem."""
 
     one: Annotated[
         bool, option("Verify one case: this pair on the problem of the options below.")
@@ -44,7 +44,9 @@ class SingleCaseOptions:
         ""
     )
     own_scales: Annotated[bool, option("With --one: use 16-bit scales.")] = False
-    by_turns: Annotated[bool, option("With --one: interleave calls of a second kernel.")] = False
+    by_turns: Annotated[bool, option("With --one: alternate with calls of a second kernel.")] = (
+        False
+    )
     rank_tokens: Annotated[
         str | None, option("With --one and --world-size: tokens of each rank, such as 7,0.")
     ] = None
@@ -53,7 +55,7 @@ class SingleCaseOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Options for the selection and execution of cases."""
+    """Options of the selection and execution of cases."""
 
     level: Annotated[
         Literal["smoke", "full"] | None,
@@ -77,12 +79,12 @@ class VerifyOptions:
 class VerifyJob:
     """The cases of one pairing.
 
-    refused: number of further cases that the compatibility rules refuse. omitted: description of
-    what the cases do not cover; unused if `covered_pairs` is set. covered_pairs, impossible_pairs:
-    numbers of pairs of axis values that a pairwise selection covers, and of those that no valid
-    case can cover. reachable: cells of the experts' code paths that the cases can enter; empty for
-    experts with a single path and for cases over ranks. requires_all_cells: the cases must enter
-    all reachable cells.
+    refused: number of other cases, which the compatibility rules refuse. omitted: description of
+    what the cases do not cover; unused if `covered_pairs` is set. covered_pairs: number of pairs of
+    axis values that a pairwise selection of cases covers. impossible_pairs: number of those that no
+    valid case can cover. reachable: cells of the experts' code paths that the cases can enter (see
+    testing.cases.path_coverage); empty for experts with a single path, and for cases over ranks.
+    requires_all_cells: whether the cases must enter all reachable cells.
     """
 
     prepare_finalize: str
@@ -107,7 +109,7 @@ class VerifyJob:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """A job with the proofs of its cases."""
+    """A job, with the result of each of its cases."""
 
     job: VerifyJob
     proofs: "tuple[Proof, ...]"
@@ -146,7 +148,7 @@ class CaseResult:
 
     @property
     def worst(self) -> "Proof | None":
-        """The proof with the largest ratio of error to bound."""
+        """The result with the largest ratio of error to bound."""
         return max(self.proofs, key=_error_ratio, default=None)
 
 
@@ -167,12 +169,13 @@ def verify(
 
     --mutate PART tests the verification itself by mutation. First the inputs and outputs of the
     part are corrupted. Then the source of the part, its kernels and its operations is mutated, one
-    place at a time, and cases run until one fails. --mutants 0 skips the source mutations and takes
-    minutes instead of hours. Name a pair to run only its cases; for a part over ranks add
+    place at a time, and cases run until one fails. --mutants 0 skips the source mutations, and
+    takes minutes instead of hours. With the names of a pair, only its cases run. A part over ranks
+    needs
     --world-size 2.
 
-    On a CPU, Triton kernels run in the interpreter. --torch-only verifies the torch implementations
-    that run on a CPU without the interpreter.
+    On a CPU, Triton kernels run in the interpreter. --torch-only verifies only the parts that run
+    on a CPU without the interpreter.
 
     Exits with 1 if a check fails, a mutant survives, or the named pair is refused.
     """
@@ -186,7 +189,7 @@ def verify(
         single_case.one or mutation.mutate is not None or options.world_size is not None
     )
     if execution.workers is not None and single_process:
-        need = "no --one, --mutate or --world-size with it"
+        need = "no --one, --mutate or --world-size"
         raise ConfigurationError("--workers", got=execution.workers, need=need)
     level = execution.level or ("full" if mutation.mutate else "smoke")
     if execution.torch_only:
@@ -248,7 +251,7 @@ def _single_case(
 def _jobs(
     host: Host, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
 ) -> list[VerifyJob]:
-    """List a job for each pair that matches the names (None matches all) and has a case.
+    """Return a job for each pair of these parts that has a case. None stands for all parts.
 
     Raises IncompatibleError if both names are given and the pair has no case.
     """
@@ -266,9 +269,8 @@ def _jobs(
                 raise IncompatibleError(verdict.pairing, verdict.rejections)
             if selection.cases:
                 refused = len(selection.refused)
-                covered_pairs = getattr(
-                    selection, "num_covered", 0
-                )  # a RankSelection is not pairwise
+                # A RankSelection is not pairwise, and has neither.
+                covered_pairs = getattr(selection, "num_covered", 0)
                 impossible_pairs = len(getattr(selection, "impossible", ()))
                 pair, omitted = (pf_name, experts_name), _describe_omitted(host, level)
                 cells = _reachable(host, *pair)
@@ -291,7 +293,7 @@ def _reachable(host: Host, pf: str, experts: str) -> "frozenset[PathCell]":
 
 
 def _describe_omitted(host: Host, level: str) -> str:
-    """Describe what the cases of this level do not cover, and which level has more."""
+    """Describe what the cases of this level do not cover."""
     if host.pool is None:
         return "no pairwise coverage (see --level full)"
     text = "hand-picked cases without pairwise coverage"
@@ -301,7 +303,7 @@ def _describe_omitted(host: Host, level: str) -> str:
 def _selected_pairs(
     host: Host, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
 ) -> list[tuple[str, str]]:
-    """Return the pairs that match the given names; [] if no name is given."""
+    """Return the pairs of these parts that have a case; [] if no name is given."""
     if pf is None and experts is None:
         return []
     jobs = _jobs(host, pf, experts, level)
@@ -318,10 +320,11 @@ def _workers(execution: VerifyOptions, host: Host, level: Literal["smoke", "full
 
 
 def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str | None) -> bool:
+    """Verify all cases and print the results; return whether all passed."""
     results, current = list[CaseResult](), [1]
     cases = [case for job in jobs for case in job.cases]
     all_proofs = closing(host.prove_all(cases, min(workers, max(1, len(cases)))))
-    # Where there is no progress bar: a case of a real model's size may take minutes.
+    # If there is no progress bar, say which case runs: one of a real model's size may take minutes.
     status = output.activity_notes(lambda: f"case {current[0]} of {len(cases)}")
     with (
         all_proofs as proven,
@@ -332,7 +335,7 @@ def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str
             proofs = []
             for case in job.cases:
                 proofs.append(proof := next(proven))
-                if not proof.passed:  # at once, so that an interrupted run has reported it
+                if not proof.passed:  # printed at once, in case the run is interrupted
                     output.note(f"failed: {case}")
                 current[0] += 1
                 step()
@@ -344,7 +347,10 @@ def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str
 
 
 def _error_ratio(proof: "Proof") -> float:
-    """Return error / bound, at most 1 for a passing proof; infinity for an error without bound."""
+    """Return error / bound, which is at most 1 for a case that passed.
+
+    It is infinity for an error without a bound.
+    """
     if proof.error == 0:
         return 0.0
     return proof.error / proof.bound if proof.bound else float("inf")

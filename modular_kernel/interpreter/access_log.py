@@ -13,10 +13,13 @@ if TYPE_CHECKING:  # importing it would import triton
 
 
 class AccessLog:
-    """Memory accesses of launches, one launch at a time.
+    """Log of the memory accesses of one launch at a time.
 
-    Pointers and lanes are numpy arrays of equal shape; lanes is the mask of active elements. A
-    program is identified by its index in execution order. cache: the active launch cache, or None.
+    In all methods, `pointers` and `lanes` are numpy arrays of one shape: the addresses of elements
+    (uint64), and the mask of the active ones. `program` is the index of a program in execution
+    order.
+
+    cache: the active launch cache, or None.
     """
 
     def __init__(self) -> None:
@@ -33,7 +36,10 @@ class AccessLog:
         arguments: Mapping[str, Any],
         run: Callable[[], None],
     ) -> None:
-        """Run a launch of `kernel`, or replay its writes from the launch cache."""
+        """Run a launch of `kernel`, or replay its writes from the launch cache.
+
+        arguments: by name. run: executes the launch.
+        """
         if self.cache is None:
             run()
             return
@@ -58,12 +64,15 @@ class AccessLog:
             self._reports = outer
 
     def begin(self, kernel: str, arguments: Mapping[str, Any]) -> None:
-        """Begin a launch of `kernel`, with these tensors and other arguments."""
+        """Begin a launch of the kernel of this name. arguments: by name."""
         self._kernel, self._bounds = kernel, Bounds(arguments)
         self._races = None if self._reports is None else Races(self._bounds)
 
     def forget_launch(self) -> None:
-        """Drop the state of a launch whose thread is not in this process."""
+        """Drop the state of the current launch.
+
+        Used after a fork: the thread that was running the launch exists only in the parent process.
+        """
         self._trace = self._races = None
 
     def record_access(

@@ -1,7 +1,7 @@
-"""Faster block and tensor types for the interpreter: the properties of each shape are cached.
+"""Faster constructors of Triton's block types and tensors, which cache the properties of a shape.
 
-Every interpreted operation creates a tensor and its type. Upstream Triton formats the shape into a
-name and constants each time, which took more than a third of a kernel's time although few distinct
+Every interpreted operation creates a tensor and its type. Upstream formats the shape into a name
+and constants each time, which took more than a third of a kernel's time although few distinct
 shapes occur. Here it happens once per shape. `modular_kernel.interpreter.patch` replaces upstream's
 functions with these.
 """
@@ -26,19 +26,19 @@ def init_block_type(self: TritonObject, element_ty: TritonObject, shape: TritonO
         _block_init(self, element_ty, shape)
         return
     self.element_ty = element_ty
-    self.shape, self.numel, name = _shape_of_block(sizes)
+    self.shape, self.numel, name = _block_shape(sizes)
     self.name = f"<{name}, {element_ty}>"
-    self.of_tensors = _shape_of_tensors(sizes)
+    self.shape_and_numel = _tensor_shape(sizes)
 
 
 def init_tensor(self: TritonObject, handle: TritonObject, type: TritonObject) -> None:
     """Replace `tl.tensor.__init__`."""
-    shape_and_numel = type.__dict__.get("of_tensors")
+    shape_and_numel = type.__dict__.get("shape_and_numel")
     if shape_and_numel is None:
         if type.is_block():
             _tensor_init(self, handle, type)
             return
-        shape_and_numel = _shape_of_tensors(())
+        shape_and_numel = _tensor_shape(())
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.shape, self.numel = shape_and_numel
 
@@ -50,34 +50,37 @@ def type_of_tuple(values: TritonObject, fields: TritonObject = None) -> TritonOb
 
 
 def _sizes(values: Iterable[TritonObject]) -> tuple[int, ...] | None:
-    """Return the sizes as plain integers, or None if one of them is anything else."""
+    """Return the sizes as plain integers, or None if one of them is not an integer."""
     sizes = tuple([v.value if type(v) is tl.constexpr else v for v in values])
     return sizes if set(map(type, sizes)) <= {int} else None
 
 
 @cache
-def _shape_of_block(sizes: tuple[int, ...]) -> tuple[TritonObject, int, str]:
-    """Return shape, numel and name of Triton's block type of `sizes`; raise Triton's error."""
+def _block_shape(sizes: tuple[int, ...]) -> tuple[TritonObject, int, str]:
+    """Return shape, numel and name of Triton's block type of `sizes`.
+
+    Raises Triton's error if the sizes are invalid.
+    """
     block = tl.block_type.__new__(tl.block_type)
     _block_init(block, tl.float32, list(sizes))
     return block.shape, block.numel, str(block.shape)
 
 
 @cache
-def _shape_of_tensors(sizes: tuple[int, ...]) -> tuple[TritonObject, TritonObject]:
-    """Return shape and numel of a tensor of `sizes`, as the constants that Triton keeps."""
-    kind = tl.float32
+def _tensor_shape(sizes: tuple[int, ...]) -> tuple[TritonObject, TritonObject]:
+    """Return shape and numel of a tensor of `sizes`, as Triton constants."""
+    tensor_type = tl.float32
     if sizes:
-        kind = tl.block_type.__new__(tl.block_type)
-        _block_init(kind, tl.float32, list(sizes))
+        tensor_type = tl.block_type.__new__(tl.block_type)
+        _block_init(tensor_type, tl.float32, list(sizes))
     tensor = tl.tensor.__new__(tl.tensor)
-    _tensor_init(tensor, None, kind)
+    _tensor_init(tensor, None, tensor_type)
     return tensor.shape, tensor.numel
 
 
-def shape_of_scalars() -> tuple[TritonObject, TritonObject]:
+def scalar_shape() -> tuple[TritonObject, TritonObject]:
     """Return shape and numel of scalar tensors."""
-    return _shape_of_tensors(())
+    return _tensor_shape(())
 
 
 @cache

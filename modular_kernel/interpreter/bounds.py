@@ -26,9 +26,11 @@ def make_reachable(shared: torch.Tensor) -> None:
 class Bounds:
     """Address ranges that a launch may access.
 
-    arguments: the launch's arguments by name. Tensors count, whether alone, in tuples, or as the
-    base of a tensor descriptor. A tensor's range is from its first to its last element, gaps
-    included.
+    Overlapping and adjacent tensors are merged into one range. Ranges are numbered by address.
+
+    arguments: the launch's arguments by name. Their tensors may also be elements of tuples, or
+    bases of tensor descriptors. A tensor's range extends from its first to its last element,
+    including gaps.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
@@ -54,7 +56,10 @@ class Bounds:
         return int(self._offsets[-1])
 
     def offsets_of(self, pointers: Any) -> Any:
-        """Return byte offsets (int64) of `pointers`, all in bounds, in the concatenated ranges."""
+        """Return the byte offsets of `pointers` in the concatenated ranges, as int64.
+
+        All pointers must be in bounds.
+        """
         index = np.searchsorted(self._start_array, pointers, "right") - 1
         return self._offsets[index] + (pointers - self._start_array[index]).astype(np.int64)
 
@@ -63,12 +68,15 @@ class Bounds:
         return self._starts[index], self._ends[index]
 
     def locate(self, address: int) -> tuple[int, int] | None:
-        """Return the index of the range that contains an address, and the offset in it; or None."""
+        """Return the index of the range that contains an address, and the address's offset in it.
+
+        Returns None if no range contains it.
+        """
         index = self._find_range(address, address + 1)
         return None if index is None else (index, address - self._starts[index])
 
     def range_indices(self, pointers: Any, lanes: Any) -> list[int]:
-        """Return the indices of the ranges that the active pointers, all in bounds, lie in."""
+        """Return the indices of the ranges that contain the active pointers, all in bounds."""
         active = pointers[lanes]
         indices: list[int] = np.unique(
             np.searchsorted(self._start_array, active, "right") - 1
@@ -82,9 +90,9 @@ class Bounds:
     def check(self, pointers: Any, lanes: Any, nbytes: int) -> int | None:
         """Raise CorruptionError unless all elements at active `pointers` are in bounds.
 
-        pointers, lanes: numpy arrays of one shape, where lanes are the active ones. nbytes:
-        size of an element. Returns the index of the range that contains all pointers, or None if
-        they lie in several.
+        pointers, lanes: numpy arrays of one shape: addresses, and the mask of the active ones.
+        nbytes: size of an element. Returns the index of the range that contains all pointers, or
+        None if they lie in several.
         """
         index = self._range_around(pointers, nbytes)
         if index is not None:

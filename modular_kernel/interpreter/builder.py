@@ -43,23 +43,23 @@ from modular_kernel.interpreter.races import Access
 Handle = Any
 
 
-def _handle(data: Array, kind: TritonObject) -> Handle:
-    """Return a tensor handle of scalar type `kind`, or of int1 if `data` is boolean."""
+def _make_handle(data: Array, tl_dtype: TritonObject) -> Handle:
+    """Return a handle of `data` as the scalar type of `tl_dtype`, or as int1 if it is boolean."""
     if data.dtype == BOOL:
         return upstream.TensorHandle(data, tl.int1)
-    scalar = kind.scalar
+    scalar = tl_dtype.scalar
     return upstream.TensorHandle(convert(data, storage_of(scalar)), scalar)
 
 
 def _as_bits(handle: Handle) -> Handle:
-    """Return `handle` in a form that C++ supports: narrow floats become unsigned integers."""
+    """Return `handle` with bf16 and fp8 viewed as unsigned integers, which upstream's C++ needs."""
     bits = BITS.get(handle.data.dtype)
     if bits is None:
         return handle
     return upstream.TensorHandle(np.ascontiguousarray(handle.data).view(bits), handle.dtype)
 
 
-def _divisor(handle: Handle) -> Handle:
+def _nonzero_divisor(handle: Handle) -> Handle:
     """Return `handle`; raise ZeroDivisionError if it contains 0.
 
     numpy would return 0 for a division by 0, and a GPU an undefined value.
@@ -70,12 +70,18 @@ def _divisor(handle: Handle) -> Handle:
 
 
 def gpu_options(builder: TritonObject) -> TritonObject:
-    """Return options with assertions, and without the slow int64 check of every int32 operation."""
+    """Return the builder's options with device assertions, and without overflow checks.
+
+    Upstream checks every int32 operation by repeating it in int64, which is slow.
+    """
     return replace(builder.options, debug=True, sanitize_overflow=False)
 
 
 class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
-    """Builder of every `tl` operation, with a GPU's rounding instead of numpy's."""
+    """Builder of all `tl` operations, with a GPU's rounding instead of numpy's.
+
+    Methods named `create_...` override upstream's of the same name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,8 +92,8 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     def get_bf16(self, value: float) -> Handle:
         return upstream.TensorHandle(np.array([value], dtype=BF16), tl.bfloat16)
 
-    def get_all_ones_value(self, kind: TritonObject) -> Handle:
-        return upstream.TensorHandle(np.invert(np.zeros(1, storage_of(kind))), kind.scalar)
+    def get_all_ones_value(self, tl_dtype: TritonObject) -> Handle:
+        return upstream.TensorHandle(np.invert(np.zeros(1, storage_of(tl_dtype))), tl_dtype.scalar)
 
     # Conversions.
 
@@ -110,25 +116,26 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         ACCESS_LOG.mark_address_cast()
         return self.create_bitcast(src, dst_type)
 
-    # Elementwise operations: upstream implements them as lambdas, passed to these three methods.
+    # Elementwise operations. Upstream passes most of them as numpy functions to these three
+    # methods.
 
     def unary_op(self, arg: Handle, op: Callable[..., Array]) -> Handle:
-        return _handle(op(widen(arg.data)), arg.dtype)
+        return _make_handle(op(widen(arg.data)), arg.dtype)
 
     def binary_op(self, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
         left, right = widen(lhs.data), widen(rhs.data)
         if left.dtype == BOOL and op in (np.add, np.subtract, np.multiply):
             # int1 wraps around like any integer; numpy's bool saturates, and has no subtraction.
-            return _handle((op(left.astype(np.int8), right.astype(np.int8)) & 1) != 0, tl.int1)
-        return _handle(op(left, right), lhs.dtype)
+            return _make_handle((op(left.astype(np.int8), right.astype(np.int8)) & 1) != 0, tl.int1)
+        return _make_handle(op(left, right), lhs.dtype)
 
     def ternary_op(
         self, lhs: Handle, rhs: Handle, other: Handle, op: Callable[..., Array]
     ) -> Handle:
-        return _handle(op(*(widen(arg.data) for arg in (lhs, rhs, other))), other.dtype)
+        return _make_handle(op(*(widen(arg.data) for arg in (lhs, rhs, other))), other.dtype)
 
     def create_select(self, cond: Handle, lhs: Handle, rhs: Handle) -> Handle:
-        return _handle(np.where(cond.data, lhs.data, rhs.data), rhs.dtype)
+        return _make_handle(np.where(cond.data, lhs.data, rhs.data), rhs.dtype)
 
     def create_minnumf(self, lhs: Handle, rhs: Handle) -> Handle:
         return self.binary_op(lhs, rhs, np.fmin)
@@ -147,7 +154,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         if z.data.dtype == FLOAT64:
             return super().create_fma(x, y, z)
         storage = storage_of(z.dtype)
-        return _handle(fused_multiply_add(x.data, y.data, z.data, storage), z.dtype)
+        return _make_handle(fused_multiply_add(x.data, y.data, z.data, storage), z.dtype)
 
     def create_rsqrt(self, arg: Handle) -> Handle:
         return self.unary_op(arg, lambda data: np.reciprocal(np.sqrt(data)))
@@ -156,21 +163,21 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         return self.unary_op(arg, erf)
 
     def create_sdiv(self, lhs: Handle, rhs: Handle) -> Handle:
-        return super().create_sdiv(lhs, _divisor(rhs))
+        return super().create_sdiv(lhs, _nonzero_divisor(rhs))
 
     def create_udiv(self, lhs: Handle, rhs: Handle) -> Handle:
-        return super().create_udiv(lhs, _divisor(rhs))
+        return super().create_udiv(lhs, _nonzero_divisor(rhs))
 
     def create_srem(self, lhs: Handle, rhs: Handle) -> Handle:
-        return super().create_srem(lhs, _divisor(rhs))
+        return super().create_srem(lhs, _nonzero_divisor(rhs))
 
     def create_urem(self, lhs: Handle, rhs: Handle) -> Handle:
-        return super().create_urem(lhs, _divisor(rhs))
+        return super().create_urem(lhs, _nonzero_divisor(rhs))
 
     def create_ashr(self, lhs: Handle, rhs: Handle) -> Handle:
         # Before 3.8 upstream converted its operands to signed in place, which changed later uses.
         left, right = (x.data.astype(np.dtype(f"i{x.data.dtype.itemsize}")) for x in (lhs, rhs))
-        return _handle(np.right_shift(left, right), lhs.dtype)
+        return _make_handle(np.right_shift(left, right), lhs.dtype)
 
     # Tensors.
 
@@ -186,13 +193,13 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         if x.dtype.kind in "iu":
             # float64 enables BLAS, and is exact because sums of int8 products are far below 2**53.
             total = np.matmul(x.astype(FLOAT64), y.astype(FLOAT64)).astype(np.int64)
-            return _handle(total + accumulator, d.dtype)
+            return _make_handle(total + accumulator, d.dtype)
         if x.dtype == FLOAT32 and input_precision == upstream._ir.INPUT_PRECISION.TF32:
             x, y = tf32(x), tf32(y)
         # In float32, BLAS sums in an order that depends on a row's position; a GPU does not.
         total = np.matmul(x.astype(FLOAT64), y.astype(FLOAT64))
         total = total if x.dtype == FLOAT64 else total.astype(FLOAT32)
-        return _handle(total + accumulator, d.dtype)
+        return _make_handle(total + accumulator, d.dtype)
 
     def create_histogram(self, data: Handle, bins: int, mask: Handle | None) -> Handle:
         values = data.data
@@ -200,9 +207,9 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         if mask is not None:
             valid &= mask.data
         counts = np.bincount(values[valid].astype(np.int64), minlength=bins)
-        return _handle(counts.astype(np.int32), tl.int32)
+        return _make_handle(counts.astype(np.int32), tl.int32)
 
-    # Memory: every access uses these methods.
+    # Memory. Every access passes through these methods.
 
     def create_masked_load(
         self,
@@ -323,12 +330,17 @@ def _atomic_add(ptrs: Array, values: Array, mask: Array) -> Array:
 
 
 def scaled_operand(value: Handle) -> Array:
-    """Return an operand of `tl.dot_scaled` other than packed fp4 in float32, which is exact."""
+    """Convert an operand of `tl.dot_scaled` to float32, which is exact.
+
+    Upstream unpacks fp4 operands itself.
+    """
     data: Array = value.data.astype(FLOAT32)
     return data
 
 
-_EXTREMA = (
+# Triton's combine functions, with numpy's reductions of the values and of the indices. As in PTX,
+# NaN is dropped.
+_NAN_DROPPING_REDUCTIONS = (
     ("_elementwise_max", np.fmax.reduce, None),
     ("_elementwise_min", np.fmin.reduce, None),
     ("_argmax_combine_tie_break_left", np.fmax.reduce, argmax),
@@ -344,12 +356,12 @@ _NAN_PROPAGATING_REDUCTIONS = {"maximum_nan": np.maximum.reduce, "minimum_nan": 
 
 
 class GpuNumericsReduce(upstream.ReduceOps):  # type: ignore[misc]
-    """Reductions in which upstream's numpy shortcut rounds or treats NaN unlike a GPU."""
+    """Reductions with a GPU's rounding and treatment of NaN, in which upstream's differ."""
 
     def apply_impl(self, input: tuple[TritonObject, ...]) -> TritonObject:
-        for name, value_of, index_of in _EXTREMA:
+        for name, reduce_values, reduce_indices in _NAN_DROPPING_REDUCTIONS:
             if self.combine_fn is getattr(tl.standard, name):
-                return self.min_max(input[0], value_of, index_of)
+                return self.min_max(input[0], reduce_values, reduce_indices)
         reduction = _NAN_PROPAGATING_REDUCTIONS.get(getattr(self.combine_fn, "__name__", ""))
         if reduction is not None:
             return self.min_max(input[0], reduction, None)

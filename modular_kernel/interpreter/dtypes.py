@@ -1,6 +1,7 @@
 """Storage dtypes and conversions of Triton's CPU interpreter.
 
-`modular_kernel.interpreter.patch` installs these rules in place of upstream's.
+`modular_kernel.interpreter.patch` installs these rules in place of Triton's own. In this package,
+*upstream* is Triton's interpreter as released.
 """
 
 from typing import Any
@@ -24,11 +25,12 @@ _FP8: dict[str, Dtype] = {
     "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
     "fp8e5b16": np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
-_MAX_FINITE: dict[Dtype, float] = {kind: float(_finfo(kind).max) for kind in _FP8.values()}
+_MAX_FINITE: dict[Dtype, float] = {dtype: float(_finfo(dtype).max) for dtype in _FP8.values()}
 NARROW: frozenset[Dtype] = frozenset({BF16, *_MAX_FINITE})
-# Substitutes in C++ loads and stores, which do not support extension dtypes.
-BITS: dict[Dtype, Dtype] = {kind: np.dtype(f"u{kind.itemsize}") for kind in NARROW}
-# Built once; upstream rebuilds its table in every operation. fp8e4b15 is omitted deliberately: a
+# Unsigned integers of the same size, for upstream's C++ loads and stores, which do not support the
+# dtypes of ml_dtypes.
+BITS: dict[Dtype, Dtype] = {dtype: np.dtype(f"u{dtype.itemsize}") for dtype in NARROW}
+# Built once, because upstream rebuilds its table in every operation. fp8e4b15 is omitted: a
 # KeyError is better than unverified results.
 _STORAGE: dict[str, Dtype] = {
     "int1": np.dtype(np.bool_),
@@ -45,9 +47,9 @@ FLOAT64: Dtype = np.dtype(np.float64)
 BOOL: Dtype = np.dtype(np.bool_)
 
 
-def storage_of(kind: TritonObject) -> Dtype:
+def storage_of(tl_dtype: TritonObject) -> Dtype:
     """Return the numpy dtype that stores a triton scalar, pointer or block type."""
-    scalar = kind.scalar
+    scalar = tl_dtype.scalar
     return _POINTER if isinstance(scalar, tl.pointer_type) else _STORAGE[scalar.name]
 
 
@@ -72,7 +74,10 @@ def widen(data: Array) -> Array:
 
 
 def _float_to_int(data: Array, storage: Dtype) -> Array:
-    """Truncate and saturate, with NaN to 0; 8-bit targets saturate at 16 bits, then wrap."""
+    """Truncate toward zero and saturate; NaN becomes 0.
+
+    8-bit targets saturate to 16 bits and then wrap, because PTX converts to 16-bit registers.
+    """
     register = np.dtype(f"{storage.kind}{max(2, storage.itemsize)}")
     low, high = np.iinfo(register).min, np.iinfo(register).max
     exact = data.astype(FLOAT64)
@@ -84,7 +89,11 @@ def _float_to_int(data: Array, storage: Dtype) -> Array:
 
 
 def toward_zero(exact: Array, rounded: Array) -> Array:
-    """Round toward zero: step `rounded` (nearest even, of `exact`) back if its magnitude grew."""
+    """Return `exact` rounded toward zero.
+
+    rounded: `exact` rounded to nearest even. Where that increased the magnitude, the result is the
+    next value toward zero.
+    """
     bits = rounded.view(np.dtype(f"u{rounded.dtype.itemsize}"))
     grew = np.abs(widen(rounded).astype(FLOAT64)) > np.abs(exact.astype(FLOAT64))
     stepped: Array = (bits - grew.astype(bits.dtype)).view(rounded.dtype)
@@ -94,17 +103,17 @@ def toward_zero(exact: Array, rounded: Array) -> Array:
 def fused_multiply_add(x: Array, y: Array, z: Array, storage: Dtype) -> Array:
     """Return `x * y + z` of float32 or narrower operands, rounded once to `storage`.
 
-    The product is exact in float64. The sum is rounded to odd in float64, which preserves the bit
-    that makes the second rounding correct.
+    The product is exact in float64. The sum is rounded to odd in float64, so that rounding it to
+    `storage` afterwards gives the same result as a single rounding.
     """
     product, addend = x.astype(FLOAT64) * y.astype(FLOAT64), z.astype(FLOAT64)
     total = product + addend
     shifted = total - product
     error = (product - (total - shifted)) + (addend - shifted)
     is_even = (total.view(np.int64) & 1) == 0
-    rounds_to_odd = is_even & np.isfinite(total) & (error != 0)
+    must_become_odd = is_even & np.isfinite(total) & (error != 0)
     neighbor = np.nextafter(total, np.copysign(np.inf, error))
-    return convert(np.where(rounds_to_odd, neighbor, total), storage)
+    return convert(np.where(must_become_odd, neighbor, total), storage)
 
 
 def tf32(data: Array) -> Array:
@@ -114,9 +123,9 @@ def tf32(data: Array) -> Array:
 
 
 def tree_sum(data: Array, axis: int | None, keep_dims: bool) -> Array:
-    """Sum along `axis` (all axes for None) by halves, rounded to `data.dtype` at each step.
+    """Sum along `axis` (None: all axes) by adding halves, rounded to `data.dtype` at each step.
 
-    This is how threads reduce with shuffles. A sequential bf16 sum of ones would stop at 256.
+    Threads of a GPU reduce in this order, too. A sequential sum of ones in bf16 would stop at 256.
     """
     shape = data.shape
     rows = data.reshape(-1) if axis is None else np.moveaxis(data, axis, 0)
@@ -129,7 +138,7 @@ def tree_sum(data: Array, axis: int | None, keep_dims: bool) -> Array:
 
 
 def erf(data: Array) -> Array:
-    """Compute erf in float64; numpy has none, and Python's would take a call per element."""
+    """Compute erf in float64, with torch because numpy has no erf."""
     values = torch.from_numpy(np.ascontiguousarray(data, dtype=FLOAT64))
     result: Array = torch.special.erf(values).numpy()
     return result

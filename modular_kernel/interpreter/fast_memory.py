@@ -1,4 +1,7 @@
-"""Fast paths of loads and stores whose operands need no conversion."""
+"""Fast paths of `tl.load` and `tl.store` for operands that need no conversion.
+
+As in `fast_paths`, `slow` is upstream's function, which handles all other cases.
+"""
 
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -27,14 +30,16 @@ from modular_kernel.interpreter.fast_paths import (
 
 _tensor, _block, _pointer = tl.tensor, tl.block_type, tl.pointer_type
 _STORAGE_BY_TYPE = {
-    id(kind): storage_of(kind)
-    for kind in (
+    id(tl_dtype): storage_of(tl_dtype)
+    for tl_dtype in (
         *(tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.uint64),
         *(tl.float32, tl.float16, tl.bfloat16, tl.float8e4nv, tl.float8e5),
     )
 }
 # Conversions before a store that upstream also does in a single rounding.
-_ROUNDING_STORES = frozenset((id(tl.float32), id(kind)) for kind in (tl.float16, tl.bfloat16))
+_ROUNDING_STORES = frozenset(
+    (id(tl.float32), id(tl_dtype)) for tl_dtype in (tl.float16, tl.bfloat16)
+)
 _LOAD_MODIFIERS = frozenset({"", ".ca", ".cg", ".cv"})
 _STORE_MODIFIERS = frozenset({"", ".wb", ".cg", ".cs", ".wt"})
 _CACHE_HINTS = frozenset({"cache_modifier", "eviction_policy"})
@@ -49,18 +54,20 @@ def _load(slow: FastPath) -> FastPath:
         *args: TritonObject,
         **kwargs: TritonObject,
     ) -> TritonObject:
-        operands = _addresses(pointer, mask)
-        if operands is None or args or not _only_cache_hints(kwargs, _LOAD_MODIFIERS):
+        operands = _memory_operands(pointer, mask)
+        if operands is None or args or not _has_only_cache_hints(kwargs, _LOAD_MODIFIERS):
             return slow(pointer, mask, other, *args, **kwargs)
-        addresses, lanes, kind, storage = operands
+        addresses, lanes, tl_dtype, storage = operands
         fill = None
         if other is not None:
-            fill = _fill_values(other, kind, storage, addresses.shape)
-            same_kind = type(other) is not _tensor or _is_block(other) == _is_block(pointer)
-            if fill is None or mask is None or not same_kind:
+            fill = _fill_values(other, tl_dtype, storage, addresses.shape)
+            is_compatible = type(other) is not _tensor or _is_block(other) == _is_block(pointer)
+            if fill is None or mask is None or not is_compatible:
                 return slow(pointer, mask, other, **kwargs)
         data = upstream.interpreter_builder.read(addresses, lanes, fill, storage)
-        return make_tensor(data, kind, block_of(kind, data.shape) if _is_block(pointer) else kind)
+        return make_tensor(
+            data, tl_dtype, block_of(tl_dtype, data.shape) if _is_block(pointer) else tl_dtype
+        )
 
     return fast
 
@@ -73,17 +80,17 @@ def _store(slow: FastPath) -> FastPath:
         *args: TritonObject,
         **kwargs: TritonObject,
     ) -> TritonObject:
-        operands = _addresses(pointer, mask)
+        operands = _memory_operands(pointer, mask)
         if (
             operands is None
             or args
             or type(value) is not _tensor
-            or not _only_cache_hints(kwargs, _STORE_MODIFIERS)
+            or not _has_only_cache_hints(kwargs, _STORE_MODIFIERS)
         ):
             return slow(pointer, value, mask, *args, **kwargs)
-        addresses, lanes, kind, storage = operands
+        addresses, lanes, tl_dtype, storage = operands
         data, value_type = value.handle.data, value.dtype
-        if value_type is not kind and (id(value_type), id(kind)) not in _ROUNDING_STORES:
+        if value_type is not tl_dtype and (id(value_type), id(tl_dtype)) not in _ROUNDING_STORES:
             return slow(pointer, value, mask, **kwargs)
         if _is_block(value) and (data.shape != addresses.shape or not _is_block(pointer)):
             return slow(pointer, value, mask, **kwargs)
@@ -100,8 +107,8 @@ def _is_block(tensor: TritonObject) -> bool:
     return type(tensor.type) is _block
 
 
-def _only_cache_hints(kwargs: dict[str, TritonObject], modifiers: frozenset[str]) -> bool:
-    """Return whether only cache hints, which do not change results, were passed."""
+def _has_only_cache_hints(kwargs: dict[str, TritonObject], modifiers: frozenset[str]) -> bool:
+    """Return whether `kwargs` are cache hints alone, which do not change results."""
     if not kwargs.keys() <= _CACHE_HINTS:
         return False
     modifier, eviction = kwargs.get("cache_modifier", ""), kwargs.get("eviction_policy", "")
@@ -110,7 +117,7 @@ def _only_cache_hints(kwargs: dict[str, TritonObject], modifiers: frozenset[str]
     )
 
 
-def _addresses(
+def _memory_operands(
     pointer: TritonObject, mask: TritonObject
 ) -> tuple[Array, Array, TritonObject, Dtype] | None:
     """Return addresses, active lanes, and the triton and numpy types of the elements.
@@ -119,13 +126,13 @@ def _addresses(
     """
     if type(pointer) is not _tensor or type(pointer.dtype) is not _pointer:
         return None
-    kind = pointer.dtype.element_ty
-    storage = _STORAGE_BY_TYPE.get(id(kind))
+    tl_dtype = pointer.dtype.element_ty
+    storage = _STORAGE_BY_TYPE.get(id(tl_dtype))
     if storage is None:
         return None
     addresses = pointer.handle.data
     if mask is None:
-        return addresses, _all_lanes(addresses.shape), kind, storage
+        return addresses, _all_lanes(addresses.shape), tl_dtype, storage
     if type(mask) is not _tensor or mask.dtype is not tl.int1:
         return None
     lanes = mask.handle.data
@@ -138,7 +145,7 @@ def _addresses(
         lanes = np.broadcast_to(lanes, addresses.shape)
     elif _is_block(mask) and not _is_block(pointer):
         return None
-    return addresses, lanes, kind, storage
+    return addresses, lanes, tl_dtype, storage
 
 
 @cache
@@ -157,17 +164,17 @@ def _all_lanes(shape: tuple[int, ...]) -> Array:
 
 
 def _fill_values(
-    other: TritonObject, kind: TritonObject, storage: Dtype, shape: tuple[int, ...]
+    other: TritonObject, tl_dtype: TritonObject, storage: Dtype, shape: tuple[int, ...]
 ) -> Array | None:
     """Return the values of inactive lanes; None if `other` needs upstream's implementation."""
     if type(other) is _tensor:
         data: Array = other.handle.data
-        return data if other.dtype is kind and data.shape == shape else None
+        return data if other.dtype is tl_dtype and data.shape == shape else None
     if type(other) is int:
-        is_zero = other == 0 and not kind.is_fp8()  # upstream does not convert integers to fp8
-        is_plain = is_zero or (kind is tl.int32 and MIN_INT32 <= other <= MAX_INT32)
+        is_zero = other == 0 and not tl_dtype.is_fp8()  # upstream does not convert integers to fp8
+        is_plain = is_zero or (tl_dtype is tl.int32 and MIN_INT32 <= other <= MAX_INT32)
     elif type(other) is float:
-        is_plain = is_positive_zero(other) or (kind is tl.float32 and is_float32(other))
+        is_plain = is_positive_zero(other) or (tl_dtype is tl.float32 and is_float32(other))
     else:
         is_plain = False
     return _constant(other, storage, shape) if is_plain else None

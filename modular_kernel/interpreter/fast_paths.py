@@ -1,10 +1,12 @@
-"""Fast paths for operations whose operands need no conversion.
+"""Fast paths for operations of interpreted kernels whose operands need no conversion.
 
-Upstream inspects both operands several times, broadcasts them, and wraps numpy's result twice. For
-two operands of type int32, int64, float32 or int1, for a Python number that converts to such a
-type, and for a pointer and an offset, the numpy operation alone gives the result.
-Every fast path takes the upstream function and calls it in all other cases, including errors.
-`modular_kernel.interpreter.patch` installs them.
+Upstream inspects both operands several times, broadcasts them, and wraps numpy's result twice. The
+numpy operation alone gives the same result for two operands of one type among int32, int64, float32
+and int1, for such an operand and a Python number, and for a pointer and an offset.
+
+Each function of type `FastPath -> FastPath` takes upstream's function (`slow`), and returns a
+replacement that calls it in all other cases, including errors. `modular_kernel.interpreter.patch`
+installs the replacements.
 """
 
 from collections.abc import Callable
@@ -15,23 +17,27 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as upstream
 
-from modular_kernel.interpreter.block_types import shape_of_scalars
+from modular_kernel.interpreter.block_types import scalar_shape
 from modular_kernel.interpreter.dtypes import Array, Dtype, TritonObject, convert, storage_of
 
 FastPath = Callable[..., TritonObject]
 
 _new = object.__new__
 _tensor, _block, _pointer = tl.tensor, tl.block_type, tl.pointer_type
-# Keyed by the type's id: triton has one object per type.
-_NUMERIC_STORAGE = {id(kind): storage_of(kind) for kind in (tl.int32, tl.int64, tl.float32)}
-_INTEGER_STORAGE = {id(kind): storage_of(kind) for kind in (tl.int32, tl.int64)}
-_BITWISE_STORAGE = {id(kind): storage_of(kind) for kind in (tl.int1, tl.int32, tl.int64)}
+# Numpy dtypes of the supported types, keyed by the type's id: triton has one object per type.
+_NUMERIC_STORAGE = {
+    id(tl_dtype): storage_of(tl_dtype) for tl_dtype in (tl.int32, tl.int64, tl.float32)
+}
+_INTEGER_STORAGE = {id(tl_dtype): storage_of(tl_dtype) for tl_dtype in (tl.int32, tl.int64)}
+_BITWISE_STORAGE = {
+    id(tl_dtype): storage_of(tl_dtype) for tl_dtype in (tl.int1, tl.int32, tl.int64)
+}
 _OFFSET_TYPES = frozenset(_INTEGER_STORAGE)
 _FULL_SLICE = slice(None)
 MIN_INT32, MAX_INT32 = -(2**31), 2**31 - 1
 _MIN_NORMAL_FLOAT32, _MAX_FLOAT32 = 2.0**-126, (2 - 2**-23) * 2.0**127
-# Conversions that `to` does in one step. Upstream converts 16-bit values through float32, and has
-# separate code for fp8.
+# Conversions that `to` does in one step. All others are left to upstream, which converts between
+# 16-bit types through float32, and has separate code for fp8.
 _INTEGER_DTYPES = (tl.int8, tl.uint8, tl.int16, tl.int32, tl.int64)
 _DIRECT_CASTS = frozenset(
     (id(a), id(b))
@@ -44,48 +50,52 @@ _DIRECT_CASTS = frozenset(
 )
 
 
-def make_tensor(data: Array, kind: TritonObject, tensor_type: TritonObject) -> TritonObject:
-    """Return a tensor of type `tensor_type`, with `data` stored as its scalar type `kind`."""
+def make_tensor(data: Array, tl_dtype: TritonObject, tensor_type: TritonObject) -> TritonObject:
+    """Return a tensor of type `tensor_type`, with `data` stored as its scalar type `tl_dtype`."""
     handle = _new(upstream.TensorHandle)
-    handle.data, handle.dtype, handle.attr = data, kind, {}
+    handle.data, handle.dtype, handle.attr = data, tl_dtype, {}
     tensor = _new(_tensor)
-    tensor.handle, tensor.type, tensor.dtype = handle, tensor_type, kind
-    shape_and_numel = tensor_type.__dict__.get("of_tensors")
-    tensor.shape, tensor.numel = shape_of_scalars() if shape_and_numel is None else shape_and_numel
+    tensor.handle, tensor.type, tensor.dtype = handle, tensor_type, tl_dtype
+    shape_and_numel = tensor_type.__dict__.get("shape_and_numel")
+    tensor.shape, tensor.numel = scalar_shape() if shape_and_numel is None else shape_and_numel
     return tensor
 
 
-def _result(data: Array, kind: TritonObject, lhs: TritonObject, rhs: TritonObject) -> TritonObject:
+def _result(
+    data: Array, tl_dtype: TritonObject, lhs: TritonObject, rhs: TritonObject
+) -> TritonObject:
     is_block = type(lhs.type) is _block or (type(rhs) is _tensor and type(rhs.type) is _block)
-    return make_tensor(data, kind, block_of(kind, data.shape) if is_block else kind)
+    return make_tensor(data, tl_dtype, block_of(tl_dtype, data.shape) if is_block else tl_dtype)
 
 
 _blocks: dict[tuple[int, tuple[int, ...]], TritonObject] = {}
 
 
-def block_of(kind: TritonObject, shape: tuple[int, ...]) -> TritonObject:
-    """Return triton's type of a block of `kind`, cached."""
-    block = _blocks.get((id(kind), shape))
+def block_of(tl_dtype: TritonObject, shape: tuple[int, ...]) -> TritonObject:
+    """Return triton's type of a block of `tl_dtype` elements, cached."""
+    block = _blocks.get((id(tl_dtype), shape))
     if block is None:
-        block = _blocks[id(kind), shape] = _block(kind, shape)
+        block = _blocks[id(tl_dtype), shape] = _block(tl_dtype, shape)
     return block
 
 
 @cache
-def _number(number: float, storage: Dtype) -> Array:
+def _number_array(number: float, storage: Dtype) -> Array:
     data = np.array([number], storage)
     data.flags.writeable = False
     return data
 
 
-def converts_to(kind: TritonObject, number: object) -> bool:
-    """Return whether a Python number in an operation with a `kind` tensor converts to `kind`."""
+def converts_to(tl_dtype: TritonObject, number: object) -> bool:
+    """Return whether upstream converts a number to the type `tl_dtype` of the other operand."""
     if type(number) is int:
-        is_convertible = kind is tl.int32 or kind is tl.float32 or kind is tl.int64
+        is_convertible = tl_dtype is tl.int32 or tl_dtype is tl.float32 or tl_dtype is tl.int64
         return is_convertible and MIN_INT32 <= number <= MAX_INT32
     # Only some releases of triton keep the sign of a zero.
     return (
-        type(number) is float and kind is tl.float32 and (number != 0 or is_positive_zero(number))
+        type(number) is float
+        and tl_dtype is tl.float32
+        and (number != 0 or is_positive_zero(number))
     )
 
 
@@ -95,36 +105,42 @@ def is_positive_zero(number: float) -> bool:
 
 
 def is_float32(number: float) -> bool:
-    """Return whether upstream converts the number to float32; outside that range it is float64."""
+    """Return whether upstream converts the number to float32, rather than float64."""
     return _MIN_NORMAL_FLOAT32 <= abs(number) <= _MAX_FLOAT32 or abs(number) == inf
 
 
 def _operand(
-    kind: TritonObject, other: TritonObject, kinds: dict[int, Dtype]
+    tl_dtype: TritonObject, other: TritonObject, storages: dict[int, Dtype]
 ) -> tuple[Array, TritonObject] | None:
-    """Return the data of `other`, and the type to which it and a tensor of `kind` are converted.
+    """Return the data of `other`, and the common type of it and a tensor of `tl_dtype`.
 
-    Returns None if that is not one of `kinds`, or if numpy would convert differently.
+    storages: numpy dtypes of the supported types, by the type's id. Returns None if a type is not
+    supported, or if numpy would convert differently.
     """
-    storage = kinds.get(id(kind))
+    storage = storages.get(id(tl_dtype))
     if storage is None:
         return None
     if type(other) is _tensor:
-        other_kind = other.dtype
-        if other_kind is kind:
-            return other.handle.data, kind
+        other_dtype = other.dtype
+        if other_dtype is tl_dtype:
+            return other.handle.data, tl_dtype
         # Integers of two sizes: numpy widens as triton does.
-        both_integers = id(kind) in _OFFSET_TYPES and id(other_kind) in _OFFSET_TYPES
+        both_integers = id(tl_dtype) in _OFFSET_TYPES and id(other_dtype) in _OFFSET_TYPES
         return (other.handle.data, tl.int64) if both_integers else None
-    return (_number(other, storage), kind) if converts_to(kind, other) else None
+    return (_number_array(other, storage), tl_dtype) if converts_to(tl_dtype, other) else None
 
 
-def arithmetic(op: Callable[..., Array], kinds: dict[int, Dtype]) -> Callable[[FastPath], FastPath]:
-    """Return the fast path of an operation on a tensor and a tensor of equal type, or a number."""
+def arithmetic(
+    op: Callable[..., Array], storages: dict[int, Dtype]
+) -> Callable[[FastPath], FastPath]:
+    """Return the fast path of an operation on a tensor and another tensor or a number.
+
+    storages: as in `_operand`.
+    """
 
     def fast_path(slow: FastPath) -> FastPath:
         def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
-            operand = _operand(self.dtype, other, kinds)
+            operand = _operand(self.dtype, other, storages)
             if operand is None:
                 return slow(self, other, **kwargs)
             try:
@@ -146,10 +162,10 @@ def _add(slow: FastPath) -> FastPath:
     add_numbers = arithmetic(np.add, _NUMERIC_STORAGE)(slow)
 
     def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
-        kind = self.dtype
-        if type(kind) is not _pointer:
+        tl_dtype = self.dtype
+        if type(tl_dtype) is not _pointer:
             return add_numbers(self, other, **kwargs)
-        element = kind.element_ty
+        element = tl_dtype.element_ty
         is_number = type(other) is int and MIN_INT32 <= other <= MAX_INT32
         is_offset = type(other) is _tensor and id(other.dtype) in _OFFSET_TYPES
         if not (is_number or is_offset) or hasattr(element, "element_ty"):
@@ -169,9 +185,11 @@ def _add(slow: FastPath) -> FastPath:
         is_block = type(result_type) is _block
         if is_block or (is_offset and _is_block(other)):
             result_type = (
-                result_type if is_block and data.shape == base.shape else _block(kind, data.shape)
+                result_type
+                if is_block and data.shape == base.shape
+                else _block(tl_dtype, data.shape)
             )
-        return make_tensor(data, kind, result_type)
+        return make_tensor(data, tl_dtype, result_type)
 
     return fast
 
@@ -198,7 +216,7 @@ def _comparison(op: Callable[..., Array]) -> Callable[[FastPath], FastPath]:
 
 
 def _division(op: Callable[..., Array]) -> Callable[[FastPath], FastPath]:
-    """Return the fast path of integer division toward zero; upstream handles division by 0."""
+    """Return the fast path of integer division toward zero. Division by 0 is left to upstream."""
 
     def fast_path(slow: FastPath) -> FastPath:
         def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
@@ -222,10 +240,10 @@ def _quotient(left: Array, right: Array) -> Array:
 
 
 def _index(slow: FastPath) -> FastPath:
-    """Return the fast path of indexing with one `:` per dimension, and any number of None."""
+    """Return the fast path of `x[:, None]` and the like: one `:` per dimension, and any None."""
 
     def fast(self: TritonObject, slices: TritonObject, **kwargs: TritonObject) -> TritonObject:
-        kind = self.dtype
+        tl_dtype = self.dtype
         if type(slices) is not tuple or type(self.type) is not _block:
             return slow(self, slices, **kwargs)
         num_slices = 0
@@ -238,9 +256,11 @@ def _index(slow: FastPath) -> FastPath:
         if num_slices != data.ndim:
             return slow(self, slices, **kwargs)
         data = data[slices]
-        is_pointer = type(kind) is _pointer
+        is_pointer = type(tl_dtype) is _pointer
         return make_tensor(
-            data, kind, _block(kind, data.shape) if is_pointer else block_of(kind, data.shape)
+            data,
+            tl_dtype,
+            _block(tl_dtype, data.shape) if is_pointer else block_of(tl_dtype, data.shape),
         )
 
     return fast
@@ -248,13 +268,13 @@ def _index(slow: FastPath) -> FastPath:
 
 def _to(slow: FastPath) -> FastPath:
     def fast(self: TritonObject, *args: TritonObject, **kwargs: TritonObject) -> TritonObject:
-        kind = self.dtype
+        tl_dtype = self.dtype
         if len(args) != 1 or kwargs:
             return slow(self, *args, **kwargs)
         target = args[0].value if type(args[0]) is tl.constexpr else args[0]
-        if target is kind:
+        if target is tl_dtype:
             return self
-        if (id(kind), id(target)) not in _DIRECT_CASTS:
+        if (id(tl_dtype), id(target)) not in _DIRECT_CASTS:
             return slow(self, *args, **kwargs)
         data = convert(self.handle.data, storage_of(target))
         return make_tensor(
@@ -270,20 +290,20 @@ def _where(slow: FastPath) -> FastPath:
     ) -> TritonObject:
         if not (type(condition) is type(x) is _tensor and condition.dtype is tl.int1):
             return slow(condition, x, y, **kwargs)
-        operand_and_kind = _operand(x.dtype, y, _NUMERIC_STORAGE)
-        if operand_and_kind is None:
+        operand_and_dtype = _operand(x.dtype, y, _NUMERIC_STORAGE)
+        if operand_and_dtype is None:
             return slow(condition, x, y, **kwargs)
-        operand, kind = operand_and_kind
+        operand, tl_dtype = operand_and_dtype
         try:
             data = np.where(condition.handle.data, x.handle.data, operand)
         except ValueError:
             return slow(condition, x, y, **kwargs)
-        return _result(data, kind, condition if _is_block(condition) else x, y)
+        return _result(data, tl_dtype, condition if _is_block(condition) else x, y)
 
     return fast
 
 
-# Fast paths by the name of the upstream function, in a class and in modules of triton.
+# Fast paths by the name of upstream's function: methods of `tl.tensor`, and functions of `tl`.
 TENSOR_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {
     "__add__": _add,
     "__radd__": arithmetic(np.add, _NUMERIC_STORAGE),

@@ -1,11 +1,11 @@
-"""Cache of interpreted launches: replay an earlier launch's writes instead of running it.
+"""Cache of interpreted launches, which replays the writes of an equal launch instead of running it.
 
 Programs run one after another, so an interpreted launch is a function of its arguments and of the
-bytes that it reads. A launch of the same kernel, with arguments of the same layout and the same
-bytes wherever the earlier launch read, writes the same bytes to the same positions. Every byte that
-was read is compared, so a change of any input, even of stale memory, makes the launch run again. A
-kernel that casts addresses to integers, or integers to addresses, is replayed only at identical
-addresses.
+bytes that it reads. A launch of the same kernel, with arguments of the same layout, that would read
+the same bytes as an earlier launch writes the same bytes to the same positions. Every byte that the
+earlier launch read is compared, so a change of any of them, even in memory that no one initialized,
+makes the launch run again. A kernel that casts addresses to integers, or integers to addresses, is
+replayed only at identical addresses.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -59,7 +59,8 @@ class LaunchCache:
     ) -> None:
         """Replay the writes of an equal launch, or run this one and record its accesses.
 
-        arguments: by name. repeat: False to run the launch in any case.
+        arguments: by name. run: executes the launch and records its accesses in the given trace, if
+        any. repeat: whether a replay is allowed; if False, the launch always runs.
         """
         bounds = Bounds(arguments)
         try:
@@ -92,7 +93,7 @@ class LaunchCache:
 
 @contextmanager
 def cached_launches() -> Iterator[LaunchCache]:
-    """Cache launches in the block: replay one that must write the same as an earlier one."""
+    """Cache the launches inside the context, and yield the cache."""
     outer, ACCESS_LOG.cache = ACCESS_LOG.cache, LaunchCache()
     try:
         yield ACCESS_LOG.cache
@@ -105,9 +106,11 @@ class _UncacheableError(Exception):
 
 
 class _ArgumentKey:
-    """Hashable keys of arguments, equal if a launch cannot distinguish them.
+    """Builder of hashable keys of arguments. Keys are equal if a launch cannot distinguish them.
 
-    Addresses do not matter. order: indices of the ranges of the bounds, in order of the arguments.
+    Keys do not contain addresses: a tensor is identified by its range and its offset in it.
+
+    order: indices in `bounds` of the ranges that the arguments use, in order of first use.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -118,27 +121,30 @@ class _ArgumentKey:
 
     def key_of(self, value: Any) -> Hashable:
         """Return the key of a value; raise _UncacheableError for an unsupported type."""
-        kind = type(value)
-        if value is None or kind in (int, bool, str):
-            return kind, value
-        if kind is float:
-            return kind, pack("d", value)  # distinguishes 0 from -0, and NaNs
-        if kind is torch.Tensor or isinstance(value, torch.Tensor):
+        type_ = type(value)
+        if value is None or type_ in (int, bool, str):
+            return type_, value
+        if type_ is float:
+            return type_, pack("d", value)  # distinguishes 0 from -0, and NaNs
+        if type_ is torch.Tensor or isinstance(value, torch.Tensor):
             return self._tensor_key(value)
         if isinstance(value, tuple | list):
-            return kind, tuple(map(self.key_of, value))
-        if kind is tl.constexpr:
-            return kind, self.key_of(value.value)
+            return type_, tuple(map(self.key_of, value))
+        if type_ is tl.constexpr:
+            return type_, self.key_of(value.value)
         if isinstance(value, tl.dtype | upstream.InterpretedFunction):
-            return kind, str(value) if isinstance(value, tl.dtype) else value
-        if kind in (TensorDescriptor, TensorWrapper):
-            return kind, tuple((name, self.key_of(field)) for name, field in vars(value).items())
+            return type_, str(value) if isinstance(value, tl.dtype) else value
+        if type_ in (TensorDescriptor, TensorWrapper):
+            return type_, tuple((name, self.key_of(field)) for name, field in vars(value).items())
         if isinstance(value, torch.dtype | torch.device):
-            return kind, str(value)
+            return type_, str(value)
         raise _UncacheableError
 
     def globals_of(self, kernel: FunctionType, visited: set[FunctionType]) -> Hashable:
-        """Return the key of the global constants and helpers that a kernel and its helpers use."""
+        """Return the key of the global constants and helpers that a kernel and its helpers use.
+
+        visited: functions whose keys are already part of the result; `kernel` is added.
+        """
         visited.add(kernel)
         keys: list[Hashable] = []
         for name in kernel.__code__.co_names:
@@ -164,15 +170,10 @@ class _ArgumentKey:
         if range_index not in self.order:
             self.order.append(range_index)
         relative_position = self.order.index(range_index), offset
-        return (
-            tensor.dtype,
-            relative_position,
-            tensor.shape,
-            tensor.stride(),
-        )  # a constexpr tensor has them too
+        return tensor.dtype, relative_position, tensor.shape, tensor.stride()
 
     def ranges(self) -> Hashable:
-        """Return the key of the ranges: sizes, and the alignment that descriptors depend on."""
+        """Return the size of each range, and its alignment, on which tensor descriptors depend."""
         bounds = (self._bounds.range(index) for index in self.order)
         return tuple((end - start, start % 16) for start, end in bounds)
 
@@ -184,15 +185,16 @@ class _ArgumentKey:
 class Trace:
     """Record of the bytes that a running launch accesses.
 
-    memory: bytes of the ranges. order: indices of those ranges in the bounds.
+    memory: the bytes of each range that the arguments use. order: the index in `bounds` of each.
     """
 
     def __init__(self, bounds: Bounds, order: list[int], memory: list[Array]) -> None:
         self._bounds, self._memory = bounds, memory
         self._memory_index = {range_index: index for index, range_index in enumerate(order)}
         self._initial_memory = [array.copy() for array in memory]
-        # Keyed by (range, kind, element size): marks, with 1 at the first byte of each accessed
-        # element, and the distance from an element's address to that of its mark.
+        # Keyed by (index in `memory`, _READ or _WRITTEN, element size). A value has the marks,
+        # which are True at the first byte of each accessed element, and the distance from the
+        # address of an element to the address of its mark.
         self._marks: dict[tuple[int, int, int], tuple[Array, Any]] = {}
         self._casts_addresses = False
 
@@ -205,7 +207,7 @@ class Trace:
     ) -> None:
         """Record that elements of `nbytes` bytes in the active lanes are about to be accessed.
 
-        place: index of the range that contains all pointers, None if there is none.
+        range_index: index of the range that contains all pointers, or None if they lie in several.
         """
         indices = (
             self._bounds.range_indices(pointers, lanes) if range_index is None else (range_index,)
@@ -248,9 +250,10 @@ class Trace:
 
 
 class _Outcome:
-    """Bytes that a launch read and wrote: (range, mask, contents) for each range.
+    """Bytes that a launch read and wrote.
 
-    addresses: of the ranges, if the launch depends on them; otherwise None.
+    read, written: (index of the range, mask of its bytes, contents of the range) for each range.
+    addresses: start addresses of the ranges if the launch depends on them, else None.
     """
 
     def __init__(
@@ -262,7 +265,7 @@ class _Outcome:
         self._read, self._written, self._addresses = read, written, addresses
 
     def matches(self, memory: list[Array]) -> bool:
-        """Return whether a launch with this memory reads the same bytes, so has this outcome."""
+        """Return whether a launch with this memory would read the same bytes."""
         if self._addresses is not None and self._addresses != tuple(map(_start, memory)):
             return False
         return not any(

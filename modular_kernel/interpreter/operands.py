@@ -1,10 +1,11 @@
-"""Fast conversion of the two operands of an interpreted operation.
+"""Fast type promotion and broadcasting of the two operands of an interpreted operation.
 
 Before each operation, upstream determines the common type of the operands, converts Python numbers
 to constants twice, and compares shapes size by size, which took a third of most kernels' time. Here
-the result is computed directly for operands of equal type, for an address and an offset, and for a
-tensor and a number that converts to its type. Upstream handles all other cases, including errors.
-`modular_kernel.interpreter.patch` installs these functions in place of upstream's.
+the converted operands are computed directly for operands of equal type, for a pointer and an
+offset, and for a tensor and a number that converts to its type. Upstream handles all other cases,
+including errors. `modular_kernel.interpreter.patch` installs these functions in place of
+upstream's.
 """
 
 import inspect
@@ -50,15 +51,15 @@ def promote_operands(
 ) -> tuple[TritonObject, TritonObject]:
     """Replace `TritonSemantic.binary_op_type_checking_impl`."""
     if type(lhs) is tl.tensor:
-        kind = lhs.dtype
+        tl_dtype = lhs.dtype
         if type(rhs) is tl.tensor:
             other = rhs.dtype
-            same_type = kind is other and id(kind) in _UNPROMOTED_TYPES
+            same_type = tl_dtype is other and id(tl_dtype) in _UNPROMOTED_TYPES
             if same_type or (
-                allow_lhs_ptr and type(kind) is tl.pointer_type and other in _INTEGERS
+                allow_lhs_ptr and type(tl_dtype) is tl.pointer_type and other in _INTEGERS
             ):
                 return broadcast(self, lhs, rhs)
-        elif arithmetic_check and converts_to(kind, rhs):
+        elif arithmetic_check and converts_to(tl_dtype, rhs):
             return lhs, _number_like(lhs, rhs)
     elif type(rhs) is tl.tensor and arithmetic_check and converts_to(rhs.dtype, lhs):
         return _number_like(rhs, lhs), rhs
@@ -92,18 +93,21 @@ def to_tensor(self: TritonObject, x: TritonObject, check_type: bool = True) -> T
 
 def check_handle(self: TritonObject) -> None:
     """Replace `TensorHandle.__post_init__`."""
-    kind = self.dtype
-    if type(kind) is not tl.pointer_type and self.data.itemsize * 8 > kind.primitive_bitwidth:
+    tl_dtype = self.dtype
+    if (
+        type(tl_dtype) is not tl.pointer_type
+        and self.data.itemsize * 8 > tl_dtype.primitive_bitwidth
+    ):
         _check_handle(self)
 
 
 def patch_builtins(module: TritonObject, builder: TritonObject, scope: TritonObject) -> None:
-    """Replace `_patch_builtin` of the interpreter; look up a module's builtins only once."""
+    """Replace the interpreter's `_patch_builtin`, and look up a module's builtins only once."""
     for name, member, function in _builtins(module, builder):
         current = getattr(module, name, None)
         if current is member:
             scope.set_attr(module, name, function)
-        elif tl.core.is_builtin(current):  # it was replaced since the lookup
+        elif tl.core.is_builtin(current):  # replaced since the lookup
             scope.set_attr(module, name, _with_semantic(current, TritonSemantic(builder)))
 
 
@@ -165,15 +169,15 @@ def _broadcast_to(
 ) -> TritonObject:
     if sizes == target:
         return tensor
-    kind, data = tensor.dtype, tensor.handle.data
-    data = np.broadcast_to(data, target) if sizes else np.full(target, data, storage_of(kind))
-    return tl.tensor(upstream.TensorHandle(data, kind), tl.block_type(kind, target))
+    tl_dtype, data = tensor.dtype, tensor.handle.data
+    data = np.broadcast_to(data, target) if sizes else np.full(target, data, storage_of(tl_dtype))
+    return tl.tensor(upstream.TensorHandle(data, tl_dtype), tl.block_type(tl_dtype, target))
 
 
 @lru_cache(maxsize=4096)
-def _full(number: float, kind: TritonObject, shape: tuple[int, ...]) -> Array:
+def _full(number: float, tl_dtype: TritonObject, shape: tuple[int, ...]) -> Array:
     """Return a cached, read-only array of equal numbers."""
-    data = np.full(shape, number, storage_of(kind))
+    data = np.full(shape, number, storage_of(tl_dtype))
     data.flags.writeable = False
     return data
 

@@ -50,7 +50,8 @@ _patch_lang_tensor = upstream._patch_lang_tensor
 
 # The interpreter stores the running program's index in a global, so launches must be serialized.
 _LAUNCH_LOCK = threading.RLock()
-_scopes: list[TritonObject] = []  # patches of the running launches, innermost last
+# Patches of `tl` by the running launches, innermost last; each can restore what it replaced.
+_scopes: list[TritonObject] = []
 
 _INTERPRETED = interpreted_since_import()  # triton reads the variable at import
 
@@ -61,7 +62,7 @@ def active() -> bool:
 
 
 def install() -> None:
-    """Install GPU arithmetic in the interpreter for all later launches. Idempotent."""
+    """Install a GPU's arithmetic in the interpreter for all later launches. Idempotent."""
     if upstream.InterpreterBuilder is GpuNumericsBuilder:
         return
     with _LAUNCH_LOCK:
@@ -92,9 +93,9 @@ def _install() -> None:
 
 
 class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
-    """A launch that runs programs one after another, without numpy warnings.
+    """A launch that runs its programs one after another, without numpy warnings.
 
-    Launches are serialized.
+    Only one launch runs at a time, also over threads.
     """
 
     def __call__(self, *args: TritonObject, **kwargs: TritonObject) -> None:
@@ -129,7 +130,10 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
 def _call_device_function(
     self: TritonObject, *args: TritonObject, **kwargs: TritonObject
 ) -> TritonObject:
-    """Call a helper of a kernel. The launch has patched `tl` already, and wraps errors."""
+    """Call a helper of a kernel.
+
+    Unlike upstream's method, this does not patch `tl` and wrap errors again: the launch does both.
+    """
     return self.rewrite()(*args, **kwargs)
 
 
@@ -143,14 +147,14 @@ def patch_language() -> TritonObject:
 
 
 def _patch_language_once(fn: TritonObject) -> TritonObject:
-    """Patch all language modules for a launch, so that helpers need not do so in each call."""
+    """Patch all language modules at the start of a launch; calls of helpers rely on that."""
     scope = patch_language()
     _scopes.append(scope)  # restored in a child that is forked during the launch
     return scope
 
 
 class _AfterFork:
-    """Ends the launch of another thread in a forked child, which does not have that thread."""
+    """Fork handler that ends another thread's launch in the child, which lacks that thread."""
 
     def after_fork(self) -> None:
         if forks.reset_lock(_LAUNCH_LOCK):

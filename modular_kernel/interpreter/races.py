@@ -1,4 +1,4 @@
-"""Detection of races in an interpreted launch: unordered accesses of which one is a write.
+"""Detection of races in an interpreted launch: unordered accesses to one element, one a write.
 
 A GPU runs programs concurrently. The interpreter runs them one after another, so a race gives the
 same results every time and goes unnoticed. Here, every access of a launch is recorded with its
@@ -39,10 +39,12 @@ class Races:
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        # By byte offset: 1 + the index of the program that accessed it, 0 for none.
+        # By byte offset: 1 + the index of the program that accessed it; 0 for none, _MANY for
+        # several.
         self._programs = {access: np.zeros(bounds.nbytes, np.int32) for access in Access}
         self._predecessors: dict[int, set[int]] = {}  # program -> programs ordered before it
-        self._released: dict[int, set[int]] = {}  # address -> programs that an acquire there orders
+        # Address -> programs that are ordered before any program that acquires at it.
+        self._released: dict[int, set[int]] = {}
 
     def record_access(self, access: Access, pointers: Any, program: int) -> Iterator[str]:
         """Record accesses of `program` to elements at `pointers`; yield a report of each race.

@@ -68,7 +68,7 @@ def adapter_work(problem: Problem, pairs: float, touched: float) -> dict[str, Ad
 
 
 def total_adapter_work(problem: Problem, pairs: float, touched: float) -> AdapterWork:
-    """Return the summed work of all adapter matrices."""
+    """Return the work of all adapter matrices together. For the arguments, see `adapter_work`."""
     return sum(adapter_work(problem, pairs, touched).values(), NO_WORK)
 
 

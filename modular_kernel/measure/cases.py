@@ -1,4 +1,4 @@
-"""Benchmark cells, with their weights and inputs."""
+"""Benchmark cells (a layer, a number of tokens and a routing), their weights and their inputs."""
 
 from dataclasses import dataclass, replace
 
@@ -19,14 +19,15 @@ _SHORT_NAMES = {
     "uint4": "int4",
     "float4_e2m1": "fp4",
 }
-_INPUT_MAXIMA = (6.5, 24.0)  # maximum of x and of the activation, for normal x and these weights
+# Maximum of x and of the activation, for normal x and the weights of `make_weights`.
+_INPUT_MAXIMA = (6.5, 24.0)
 
 
 @dataclass(frozen=True)
 class LayerCase:
     """One benchmark cell: a named shape, its problem, and a routing.
 
-    The problem is unquantized: each layer has its own quantization.
+    The problem is unquantized, because the layers that are compared quantize it in different ways.
     """
 
     shape: str
@@ -47,10 +48,9 @@ class LayerCase:
 
 
 def operands(problem: Problem, scheme: QuantScheme) -> str:
-    """Return the operands' types, weights first: "bfloat16", "fp8/fp8", "int4/bfloat16".
+    """Return the types of weights and activations: "bfloat16", "fp8/fp8", "int4/bfloat16".
 
-    Layers with equal operands are compared with each other, regardless of the granularity of their
-    scales.
+    Layers with equal types are compared with each other, whatever the granularity of their scales.
     """
     unquantized = dtype_name(problem.dtype)
     if not scheme.quantized:
@@ -69,8 +69,9 @@ class Input:
 def make_weights(problem: Problem, device: torch.device, index: int = 0) -> ExpertWeights:
     """Draw normal weights with standard deviation fan_in ** -0.5.
 
-    index: of the set; each set has other values. Experts are drawn one by one, since a float32 copy
-    of all of them may not fit into memory.
+    Experts are drawn one by one, because a float32 copy of all of them may not fit into memory.
+
+    index: selects one of several sets of weights, which have different values.
     """
     generator = torch.Generator(device).manual_seed(_SEED + index)
     e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
@@ -92,7 +93,7 @@ def make_weights(problem: Problem, device: torch.device, index: int = 0) -> Expe
 
 
 def _draw_adapters(problem: Problem, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Draw the matrices of every adapter slot, with full rank; {} without adapters."""
+    """Draw the matrices of every adapter slot, by field of ExpertWeights; {} without adapters."""
     spec = problem.adapters
     if spec is None:
         return {}
@@ -125,7 +126,7 @@ def first_experts_map(problem: Problem, device: torch.device) -> torch.Tensor | 
 def make_input(cell: LayerCase, device: torch.device, index: int) -> Input:
     """Draw normal x and the cell's routing.
 
-    index: of the input; each input has other values.
+    index: selects one of several inputs, which have different values.
     """
     problem = cell.problem
     generator = torch.Generator(device).manual_seed(1000 * problem.tokens + index)

@@ -1,9 +1,9 @@
-"""Correctness check before timing: compares some rows of an output with the float64 oracle.
+"""Correctness check before timing, which compares some rows of an output with the float64 oracle.
 
-The oracle uses unquantized weights, even for quantized layers. A layer's error may be twice that of
-a plain torch implementation of the same scheme (`reference.recipe`). Both errors are root mean
-squares over at least 512 values, if necessary from several calls. With only 32 values, the error of
-plain torch itself varies between half and twice its usual value.
+The oracle uses unquantized weights, even for quantized layers. A layer's error may be at most twice
+that of a plain torch implementation of the same scheme (`reference.recipe`). Both errors are root
+mean squares over at least 512 values, if necessary from several calls. With only 32 values, the
+error of plain torch itself varies between half and twice its usual value.
 """
 
 import math
@@ -27,9 +27,10 @@ _MIN_VALUES = 512  # with this number, the error of one layer varies by 10 %
 
 @dataclass(frozen=True)
 class ExpectedOutput:
-    """Expected output. rows: rows that are compared. exact: their values, float64.
+    """Expected output of some rows.
 
-    recipe_error: norm of the error of plain torch.
+    rows: indices of the rows. exact: their values in float64. recipe_error: norm of the error of
+    plain torch.
     """
 
     rows: torch.Tensor
@@ -41,8 +42,8 @@ class ExpectedOutput:
 class CheckResult:
     """Result of a check.
 
-    error: relative root mean square, or None. bound: the allowed error. failure: the reason of a
-    failure, or "".
+    error: relative root mean square; None if the output has the wrong format. bound: the maximum
+    error that is allowed. failure: what is wrong, or "".
     """
 
     error: float | None
@@ -52,9 +53,9 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Checked:
-    """Result of a layer's calls together.
+    """Result of the check of several calls of a layer.
 
-    last_rows: the compared rows of the last call, float64.
+    last_rows: the compared rows of the last call's output, in float64.
     """
 
     result: CheckResult
@@ -62,14 +63,17 @@ class Checked:
 
 
 def inputs_to_check(problem: Problem) -> int:
-    """Return the number of calls needed for a sufficient number of values."""
+    """Return the number of calls whose compared rows have at least _MIN_VALUES values."""
     return math.ceil(_MIN_VALUES / (min(problem.tokens, _MAX_ROWS) * problem.hidden))
 
 
 def expected_output(
     cell: LayerCase, call_input: Input, weights: ExpertWeights, scheme: QuantScheme
 ) -> ExpectedOutput:
-    """Compute the expected output of a layer with `scheme` on some rows, from first to last."""
+    """Compute the expected output of a layer with `scheme` on evenly spaced rows.
+
+    weights: unquantized.
+    """
     tokens, device = cell.problem.tokens, call_input.x_TH.device
     rows = torch.linspace(0, tokens - 1, min(tokens, _MAX_ROWS), device=device).long()
     x_TH = call_input.x_TH[rows]
@@ -124,7 +128,7 @@ def check_unchanged(
 
 
 def _find_format_error(out: torch.Tensor, problem: Problem) -> str:
-    """Return the error in shape, dtype or non-finite values, or ""."""
+    """Describe a wrong shape or dtype, or values that are not finite; return "" if correct."""
     if tuple(out.shape) != problem.output_shape or out.dtype != problem.dtype:
         got = f"{tuple(out.shape)} {out.dtype}"
         return f"output is {got}, should be {problem.output_shape} {problem.dtype}"
@@ -140,7 +144,7 @@ _ADAPTER_FIELDS = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
 def _select_touched(
     weights: ExpertWeights, routing: Routing, problem: Problem
 ) -> tuple[ExpertWeights, Problem]:
-    """Return the weights of the experts that the routing uses, and the problem of only those."""
+    """Return the weights of the experts that the routing uses, and a problem with only those."""
     ids: torch.Tensor = torch.unique(routing.topk_ids_TK.long())
     ids = ids[(ids >= 0) & (ids < problem.experts)]
     local = ids if weights.expert_map is None else weights.expert_map.long()[ids]

@@ -13,7 +13,10 @@ Environment = dict[str, str | int | None]
 
 
 def environment(device: torch.device, command: str) -> Environment:
-    """Return names and versions; None for what is not available."""
+    """Return the names and versions of device and software; None for what is not available.
+
+    command: the command line that made the measurement.
+    """
     fields: Environment = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,

@@ -15,9 +15,10 @@ def prepared_specs_of(
 ) -> Mapping[str, BufferSpec]:
     """Return the specs of the prepared tensors of one rank, by field of ExpertWeights.
 
-    {} if the experts prepare nothing for such weights. machine: evaluate for that machine; None
-    means this one. Experts that may prepare something are created, which raises ConfigurationError
-    if their packages are missing.
+    The result is {} if the experts part prepares nothing for such weights.
+
+    experts: name of the part. machine: where it would run; None uses this machine. Raises
+    ConfigurationError if the part may prepare weights, but its packages are missing.
     """
     part = load_catalog().experts(experts)
     if part.prepared_specs is PermuteExpertsUnpermute.prepared_specs:
@@ -31,5 +32,5 @@ def prepared_specs_of(
 
 
 def declared_bytes(experts: str, problem: Problem, machine: Machine | None = None) -> int:
-    """Return the bytes of `prepared_specs_of`."""
+    """Return the bytes of the prepared tensors. For the arguments, see `prepared_specs_of`."""
     return sum(spec.nbytes for spec in prepared_specs_of(experts, problem, machine).values())

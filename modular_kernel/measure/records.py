@@ -21,7 +21,7 @@ class Row:
 
     status: ok; wrong (error beyond error_bound, not timed); failed (raised an exception); refused
         (not supported); skipped (after the deadline). note: the reason.
-    origin: ours, baseline or peer.
+    origin: ours; peer (a layer of another library); baseline (plain torch).
     prepared: whether weights were prepared before the calls.
     library: the library whose GEMMs our part runs; "" for its own kernels.
     operands: the operands' types; rows of a cell with equal operands are compared.
@@ -30,10 +30,11 @@ class Row:
         with these operands that is not ours.
     touched: mean number of experts with a token. skew: mean ratio of the pairs of the fullest
         expert to those of the average expert.
+    floor_us, floor_bound: the roofline, see measure.roofline.Roofline.
     eager_us: like us, for eager calls.
     launches, host_us, allocations: launches, host time and device allocations of one eager call.
 
-    None for values that were not measured.
+    Values that were not measured are None.
     """
 
     shape: str
@@ -81,20 +82,20 @@ class Row:
 
     @property
     def competes(self) -> bool:
-        """True if the time is comparable, that is, not from Triton's interpreter."""
+        """Whether the row has a time that may be compared, so not one of Triton's interpreter."""
         return self.timed and self.mode != INTERPRETER
 
     @property
     def group(self) -> tuple[str, int, str, str]:
-        """Key of the rows that compete."""
+        """Key that is equal for the rows that are compared with each other."""
         return self.shape, self.tokens, self.routing, self.operands
 
 
 @dataclass(frozen=True)
 class Report:
-    """A whole run.
+    """The record of a whole run.
 
-    environment, peaks: of the measurement, see measure.environment and measure.roofline.Peaks.
+    environment, peaks: see measure.environment and measure.roofline.Peaks.
     stopped: the reason why the run ended early, or "".
     missing: layers that were not measured because their packages are not installed.
     """
@@ -124,18 +125,21 @@ class Report:
         )
 
     def write(self, path: Path) -> None:
-        """Write the file atomically, so that an interrupted run leaves a complete record."""
+        """Write the file atomically, so that an interrupted run leaves a complete file."""
         json_files.write(path, self.to_json() + "\n")
 
 
 def best(rows: Iterable[Row], *, ours: bool) -> float | None:
-    """Return the minimum time of the competing rows that are ours, or are not."""
+    """Return the minimum time of the competing rows; None if there are none.
+
+    ours: whether to use only our rows, or only those of others.
+    """
     times = [row.us for row in rows if row.competes and (row.origin == OURS) is ours]
     return min((us for us in times if us is not None), default=None)
 
 
 def with_best_peer(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return the rows with their time relative to the best peer of the group."""
+    """Return the rows with `over_best_peer` set."""
     rows = tuple(rows)
     groups: dict[tuple[str, int, str, str], list[Row]] = {}
     for row in rows:

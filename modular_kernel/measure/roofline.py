@@ -1,9 +1,9 @@
 """Roofline of a layer: max(flops / peak rate, bytes / bandwidth).
 
 flops are those of the routed pairs. bytes are those of x, y, and the weights of touched experts and
-of adapters (`measure.adapter_roofline`), each counted once. The rates are measured in the same run:
-the fastest of repeated 8192^3 GEMMs, and the faster of a copy and a read of 2 GiB, unless a
-bandwidth is given.
+of adapters (`measure.adapter_roofline`), each counted once. The rates are measured in the same run.
+The peak rate is that of the fastest of repeated 8192^3 GEMMs. The bandwidth is the higher one of a
+copy and a read of 2 GiB, unless it is given.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ _LINK_TARGET_MS = 20.0
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one call, averaged over inputs. touched: experts with at least one pair."""
+    """The work of one call, averaged over inputs. touched: number of experts with a pair."""
 
     flops: float
     bytes: float
@@ -41,8 +41,8 @@ class Work:
 class Peaks:
     """Measured rates.
 
-    flops: per second, by the operands' type ("tf32" for float32 with that precision). copy, read:
-    bytes per second, where a copy counts both directions. bandwidth: used for the roofline. source:
+    flops: per second, by the operands' type, see `operand_type`. copy, read: bytes per second; a
+    copy counts both directions. bandwidth: the one that rooflines use. source: of the bandwidth,
     "measured" or "given".
     """
 
@@ -64,13 +64,13 @@ class Roofline:
 def expert_bytes(problem: Problem, scheme: QuantScheme) -> float:
     """Return the bytes of one expert's matrices, group scales and biases.
 
-    Per-tensor, per-channel and per-block scales, less than 1 % of the bytes, are not counted.
+    Per-tensor, per-channel and per-block scales are not counted; they are less than 1 %.
     """
     return sum(matrix_bytes(problem, scheme))
 
 
 def matrix_bytes(problem: Problem, scheme: QuantScheme) -> tuple[float, float]:
-    """Return the `expert_bytes` of w1 and of w2."""
+    """Return the bytes of one expert's w1 and w2, each with what `expert_bytes` counts."""
     if scheme.quantized:
         bits = float(_WEIGHT_BITS[scheme.weight])
         if scheme.granularity == "group":
@@ -86,9 +86,9 @@ def matrix_bytes(problem: Problem, scheme: QuantScheme) -> tuple[float, float]:
 
 
 def work_of(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Work:
-    """Return the work of one call with `problem.tokens` tokens, averaged over loads.
+    """Return the work of one call with `problem.tokens` tokens, averaged over `loads`.
 
-    If the problem has adapters, every token uses one; see `measure.adapter_roofline`.
+    If the problem has adapters, every token is assumed to use one.
     """
     touched = sum(load.touched for load in loads) / len(loads)
     pairs = sum(load.pairs for load in loads) / len(loads)
@@ -103,9 +103,10 @@ def work_of(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Wor
 
 
 def operand_type(problem: Problem, scheme: QuantScheme) -> str:
-    """Return the operands' type, whose peak limits the matrix products.
+    """Return the type whose peak rate limits the GEMMs, a key of Peaks.flops.
 
-    4-bit activations count at the fp8 rate, which is the highest one measured.
+    It is "tf32" for float32 with that precision. Weight-only schemes compute in the problem's
+    dtype. 4-bit activations count at the fp8 rate, the highest one that is measured.
     """
     if scheme.activation == "none":
         name = dtype_name(problem.dtype)
@@ -124,7 +125,7 @@ def roofline_of(work: Work, problem: Problem, scheme: QuantScheme, peaks: Peaks)
 
 
 def rate_of(problem: Problem, scheme: QuantScheme, peaks: Peaks) -> float:
-    """Return the peak flops per second of a layer's matrix products."""
+    """Return the peak flops per second of a layer's GEMMs."""
     return peaks.flops.get(operand_type(problem, scheme)) or peaks.flops[dtype_name(problem.dtype)]
 
 
@@ -138,9 +139,10 @@ def measure_peaks(
 ) -> Peaks:
     """Measure the peaks of this device.
 
-    types: names from `operand_type`; unsupported ones are omitted. bandwidth: bytes per second for
-    the roofline; None uses the measured one. size, nbytes: of the matrix product and of the copy;
-    by default they fill a GPU, and are small on a CPU.
+    types: as returned by `operand_type`; those that the device does not support are omitted.
+    bandwidth: bytes per second for rooflines; None uses the measured one. size: rows and columns of
+    the matrices to multiply. nbytes: of the tensor to copy. By default, both are large enough to
+    reach the peaks of a GPU, and small on a CPU.
     """
     on_gpu = device.type == "cuda"
     size = size or (_GPU_SIZE if on_gpu else _CPU_SIZE)

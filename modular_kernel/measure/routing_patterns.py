@@ -1,12 +1,12 @@
-"""Random routings of benchmarks.
+"""Random routings for benchmarks.
 
 uniform   every set of K experts is equally likely
-zipfA     K draws without replacement; the r-th most popular expert is as likely as 1 / r ** A;
-          zipf means zipf1.2
-hotN      N experts (at most K) are among every token's K, the others are uniform; hot1 is
-          "all to one"
+zipfA     K draws without replacement, in which the r-th most popular expert has the odds
+          1 / r ** A; zipf means zipf1.2
+hotN      N experts (at most K) are among every token's K, the others are uniform; with hot1, all
+          tokens are routed to one expert
 
-Every input has other popular experts.
+Popular experts are drawn anew for every input.
 """
 
 import re
@@ -24,13 +24,17 @@ _ZIPF = 1.2
 
 @dataclass(frozen=True)
 class RoutingKind:
-    """A distribution. kind: uniform, zipf or hot. value: exponent A, or number N of hot experts."""
+    """A distribution of tokens over experts.
+
+    kind: "uniform", "zipf" or "hot". value: the exponent A, or the number N of hot experts.
+    """
 
     kind: str
     value: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> "RoutingKind":
+        """Parse a name as in the module's docstring; raise ConfigurationError if it is invalid."""
         match = _KIND.fullmatch(text)
         if match is None:
             need = "uniform, zipf, zipfA (zipf1.2) or hotN (hot1)"
@@ -88,7 +92,10 @@ class Load:
 
 
 def load_of(routing: Routing, problem: Problem, expert_map: torch.Tensor | None = None) -> Load:
-    """Count the load of a routing; synchronizes."""
+    """Count the load of a routing. Synchronizes the device.
+
+    expert_map: (E,), the local index of each expert, or -1; None if all experts are on this rank.
+    """
     ids = routing.topk_ids_TK.flatten().long()
     ids = ids[(ids >= 0) & (ids < problem.experts)]
     if expert_map is not None:

@@ -1,9 +1,9 @@
 """Roofline of each stage: the required flops and bytes, and the resulting minimum time.
 
-Per call, a rank has T tokens, receives R rows, computes P pairs, and touches e experts. s is the
-bytes of a value in the problem's dtype; a and b are the bytes of a value of x as the experts
-receive it, and of h as GEMM 2 receives it: s, or, if quantized, 1 plus the value's share of a
-scale.
+In one call, a rank has T tokens, receives R rows, computes P pairs, and uses the weights of e
+experts. s is the size in bytes of a value in the problem's dtype, a that of a value of x as the
+experts receive it, and b that of a value of h as GEMM 2 receives it. a and b are s or, if the
+tensor is quantized, 1 plus the value's share of a scale.
 
     stage                flops   read       weights        written       over links
     quantize_input       -       T H s      -              T H a         -
@@ -18,15 +18,17 @@ scale.
     weight_and_reduce    -       P H s      -              R H s         -
     combine              -       R H s      -              T H s         rows to or from others, H s
 
-"rows" of GEMM 1 are the P permuted rows if an earlier stage permutes, else R. A fused stage reads
-what its first stage reads and writes what its last stage writes, because intermediates can stay on
-chip. Between two stages, rows are counted as read from and written to memory; if the L2 cache holds
-them, a stage can be faster than its roofline. flops are those of the GEMMs; for links, the busier
-direction counts. With a single rank, R = T. With adapters of rank R', the GEMMs also include the
-products with B, which read u: 2 P N R' flops and P r s bytes, 2 P H R' flops and P R' s bytes (see
-`measure.adapter_roofline` for r, and for the matrices that are read).
-
     floor = max(flops / rate, (read + weights + written) / bandwidth, over links / link rate)
+
+"rows" of GEMM 1 are the P permuted rows if an earlier stage permutes, else the R received ones.
+With a single rank, R = T. Over links, the busier direction counts. A fused stage reads what its
+first stage reads and writes what its last stage writes, because intermediates can stay on chip.
+Between two stages, rows are counted as written to and read from memory; if the L2 cache holds them,
+a stage can be faster than its roofline.
+
+With adapters of rank R', shrink computes u = A x. The GEMMs then include the products B u: 2 P N R'
+flops and P r s bytes in GEMM 1, 2 P H R' flops and P R' s bytes in GEMM 2. For r, and for the bytes
+of the adapters' matrices, see `measure.adapter_roofline`.
 """
 
 from collections.abc import Sequence
@@ -46,9 +48,10 @@ _INDEX_BYTES = 4.0
 class RankLoad:
     """The load of one rank in one call.
 
-    tokens: T, tokens of this rank. rows: R, tokens of all ranks with an expert on this rank. pairs:
-    P. touched: number of this rank's experts with a pair. out, back: rows sent to and received from
-    other ranks.
+    tokens: T, the tokens of this rank. rows: R, the tokens of all ranks with an expert on this
+    rank.
+    pairs: P. touched: number of this rank's experts with a pair. out, back: rows sent to and
+    received from other ranks.
     """
 
     tokens: int
@@ -66,7 +69,10 @@ class RankLoad:
 
 @dataclass(frozen=True)
 class StageWork:
-    """Minimum work of a stage. flops: of matrix products. Others: bytes, see the table above."""
+    """Minimum work of a stage: a row of the module's table.
+
+    flops: of GEMMs. read, weights, written, link: bytes.
+    """
 
     flops: float = 0.0
     read: float = 0.0
@@ -83,7 +89,7 @@ class StageWork:
 def stage_works(
     names: Sequence[str], problem: Problem, scheme: QuantScheme, load: RankLoad
 ) -> dict[str, StageWork]:
-    """Return the work of every stage in the table. names: all stages of the call."""
+    """Return the work of the stages that the model covers. names: all stages of the call."""
     table = _table(names, problem, scheme, load)
     in_table = [name for name in names if all(part in table for part in stages.parts(name))]
     return {name: _fuse([table[part] for part in stages.parts(name)]) for name in in_table}
@@ -92,7 +98,10 @@ def stage_works(
 def stage_floor(
     work: StageWork, problem: Problem, scheme: QuantScheme, peaks: Peaks, link: float | None = None
 ) -> Roofline:
-    """Return the minimum time of a stage. link: bytes per second to other ranks, if known."""
+    """Return the minimum time of a stage.
+
+    link: bytes per second to other ranks; None if unknown, to omit the limit of links.
+    """
     times = {
         "memory": work.bytes / peaks.bandwidth,
         "compute": work.flops / rate_of(problem, scheme, peaks),
@@ -176,7 +185,7 @@ def _u_values_per_pair(problem: Problem) -> tuple[int, int]:
 
 
 def _is_separate_stage(work: str, product: str, fused_stages: Sequence[Sequence[str]]) -> bool:
-    """Return whether `work` is done by another stage than the GEMM `product`."""
+    """Return whether another stage than the one with the GEMM `product` does `work`."""
     return any(work in names and product not in names for names in fused_stages)
 
 

@@ -1,9 +1,9 @@
-"""Timing of calls: events around CUDA graph replays on a GPU, the host's clock on a CPU.
+"""Timing of calls: with events around CUDA graph replays on a GPU, by the host's clock on a CPU.
 
 A graph contains several calls, each with its own input (and its own weights, if those of one call
 are small), so that the data of a call is evicted from the L2 cache before it is read again. If that
-is not enough, the cache is overwritten before every call. The result is the median over replays,
-divided by the number of calls per replay. The first replays are not timed: see `EventClock`.
+is not enough, the cache is overwritten before every call. The result is the median time of a replay
+divided by its number of calls. The first replays are not timed, see `EventClock`.
 """
 
 import math
@@ -19,20 +19,21 @@ import torch
 
 Call = Callable[[], torch.Tensor]
 
-_MIN_REPLAYS, _MAX_REPLAYS = 5, 100  # number of replays
+_MIN_REPLAYS, _MAX_REPLAYS = 5, 100
 _MIN_REPLAYS_ON_CPU = 3
-_MAX_SETTLING_REPLAYS = 1000  # maximum of untimed replays
-_HOST_REPEATS = 16
-_MAX_WEIGHT_SETS = 8  # maximum sets of weights; beyond that the cache is overwritten
-_FLUSH_FACTOR = 2  # bytes read between two uses of the same data, relative to the cache size
+_MAX_SETTLING_REPLAYS = 1000  # maximum number of untimed replays
+_HOST_REPEATS = 16  # calls over which the host's cost is measured
+_MAX_WEIGHT_SETS = 8  # if more sets of weights would be needed, the cache is overwritten instead
+_FLUSH_FACTOR = 2  # bytes to access between two uses of the same data, over the size of the cache
 
 
 @dataclass(frozen=True)
 class Rotation:
     """A schedule of calls that keeps the L2 cache cold.
 
-    calls: per replay, each with its own input. sets: of weights, used in rotation. flush: overwrite
-    the cache before each call, and time each alone.
+    calls: number of calls per replay, each with its own input. sets: number of sets of weights,
+    used in rotation. flush: whether to overwrite the cache before each call, and time each call
+    alone.
     """
 
     calls: int
@@ -45,7 +46,8 @@ def rotation(
 ) -> Rotation:
     """Return the schedule for calls that read and write `call_bytes` each.
 
-    weight_bytes: of one set of weights. l2, memory: bytes of the device; l2 = 0 means a CPU.
+    weight_bytes: of one set of weights. l2: bytes of the L2 cache; 0 for a CPU. memory: bytes of
+    the device, of which sets of weights may take a fifth.
     """
     if not l2:
         return Rotation(1)
@@ -62,8 +64,8 @@ def rotation(
 class Timing:
     """Microseconds of one call: median, minimum, and interquartile range over the median.
 
-    mode: graph, eager or cpu, with "+flush" if the cache was overwritten. last_output: output of
-    the last call; with a graph, of an additional replay into poisoned memory.
+    mode: "graph", "eager" or "cpu", with "+flush" if the L2 cache was overwritten. last_output: of
+    the last call; with a graph, of an additional replay into memory filled with NaN.
     """
 
     us: float
@@ -82,10 +84,12 @@ def time_calls(
     flush: bool = False,
     target_ms: float = 20.0,
 ) -> Timing:
-    """Time `calls`, each in turn, for about `target_ms` of device time.
+    """Time rounds of all `calls`, for about `target_ms` milliseconds on the device.
 
-    Each is first called once eagerly, and a GPU then runs untimed replays. graph: replay a CUDA
-    graph. If capture fails, and on a CPU, calls are eager, as `mode` states.
+    Each call first runs once eagerly. A GPU then runs untimed replays, see `EventClock`.
+
+    graph: whether to replay a CUDA graph of the calls. If the capture fails, and on a CPU, calls
+    are eager; see Timing.mode. flush: whether to overwrite the L2 cache before each call.
     """
     for call in calls:
         call()
@@ -126,7 +130,8 @@ def _call_all(calls: Sequence[Call]) -> torch.Tensor:
 def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
     """Capture a CUDA graph for each group of calls; return None if one cannot be captured.
 
-    A graph keeps references to its calls, and so to the buffers that it uses.
+    A returned function replays one graph, and returns the output of its last call. It keeps
+    references to the calls, and so to the buffers that the graph uses.
     """
     runs: list[Call] = []
     stream = torch.cuda.current_stream()
@@ -174,11 +179,11 @@ def l2_bytes(device: torch.device) -> int:
 
 
 class EventClock:
-    """The GPU's clock, with marks as events in the current stream.
+    """A clock that measures time on the GPU, with events in the current stream.
 
-    settle_ms: device time of untimed work before timing. torch returns cached memory to the driver
-    at the start of a capture. After gigabytes were returned, one-token fp8 layers of Mixtral were
-    10 % slower for the first 13 ms on an H200, and not afterwards (2026-11-22).
+    settle_ms: device time of untimed work before timing. At the start of a capture, torch returns
+    cached memory to the driver. After gigabytes had been returned, one-token fp8 layers of Mixtral
+    were 10 % slower for the first 13 ms on an H200, and not afterwards (2026-11-22).
     """
 
     settle_ms = 25.0
@@ -196,7 +201,7 @@ class EventClock:
 
 
 class WallClock:
-    """The host's clock, for calls that are synchronous."""
+    """A clock that measures time on the host, for synchronous calls."""
 
     settle_ms = 0.0
 
@@ -223,9 +228,9 @@ L2Flush = Callable[[], object] | None
 def samples_ms(
     runs: Iterable[Callable[[], object]], clock: Clock, flush_l2: L2Flush
 ) -> list[float]:
-    """Return the milliseconds of every run, each after an L2 flush.
+    """Return the milliseconds of every run. The host does not synchronize between runs.
 
-    The host does not synchronize between runs.
+    flush_l2: overwrites the L2 cache before each run; may be None.
     """
     marks = []
     for run in runs:

@@ -1,10 +1,10 @@
 """Comparison of the performance model with measurements that it can predict.
 
-Rows are read from files like those in the folder data: whole layers on one GPU (`mk bench --json`,
-or the older format with `peer`), exchanges between GPUs (`mk exchange --json`, or
-h200-exchange.json with a report per world size), and published results (mk-published/1). For
-measured exchanges the sum of dispatch and combine is used: a short one alone is dominated by the
-events around it.
+Measurements are read from files like those in the folder `data`: whole layers on one GPU (`mk bench
+--json`, or the older format whose rows have a `peer`), exchanges between GPUs (`mk exchange
+--json`, or h200-exchange.json with a report for each world size), and published results
+(mk-published/1). For measured exchanges, the sum of dispatch and combine is used, because the
+events around a short one alone take a large part of its time.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,16 +33,17 @@ from modular_kernel.text import plural
 from modular_kernel.utils import json_files
 
 PUBLISHED = "mk-published/1"
-WITHIN = 0.25
+WITHIN = 0.25  # maximum error of an estimate that counts as accurate
 _MAX_BYTES = 1 << 24
 _REPLACEMENTS_KEY = "symm_mem_as_shipped_from_1024_tokens"
 _LAYER, _PAIR = "layer", "pair"
 _QUANTITIES = ("dispatch", "combine", _PAIR, _LAYER)
 # Sizes of the rows in h200-exchange.json, which does not contain them (h200-exchange.md).
 _SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
-_TRANSPORTS = {"DeepEP V1 low latency": DEEPEP}
-# h200-exchange.json has them as of an earlier program; h200-exchange-libraries.json is later.
+_TRANSPORTS = {"DeepEP V1 low latency": DEEPEP}  # names in older files
+# Rows of h200-exchange.json that are not used: h200-exchange-libraries.json has later ones.
 _REPLACED = (DEEPEP, DEEPEP_HT, DEEPEP_2, PPLX)
+# Schemes by the `peer` of a row in the older format.
 _PEERS = {
     "mk_triton": "none",
     "mk_triton_fp8ch": "fp8_w8a8_channel",
@@ -52,11 +53,12 @@ _PEERS = {
 
 @dataclass(frozen=True)
 class ComparedTime:
-    """One measured time in microseconds.
+    """One measured time.
 
-    part: the prepare/finalize part, or PART for experts on one GPU. fitted: the model's parameters
-    were fitted to it. eager: it includes host time, which varies more between runs than the
-    predicted time; it is reported, but does not count as missed.
+    part: the PrepareAndFinalize part, or PART for experts on one GPU. quantity: "dispatch",
+    "combine", "pair" (both) or "layer". us: microseconds. fitted: whether the model's parameters
+    were fitted to this time. eager: whether it includes host time, which varies between runs; its
+    error is reported, but never counts as a misprediction. groups: of the experts, in routing.
     """
 
     label: str
@@ -87,13 +89,20 @@ class Compared:
 
     @property
     def is_mispredicted(self) -> bool:
-        """True if the model was not fitted to the time, and its prediction is wrong."""
+        """Whether the prediction is inaccurate although the model was expected to predict it.
+
+        Times that the model was fitted to, and eager ones, do not count.
+        """
         return not (self.is_accurate or self.cell.fitted or self.cell.eager)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Number of cells, number within WITHIN, mean and maximum of |error|."""
+    """Errors of one group of cells.
+
+    quantity: name of the group. count: number of cells. accurate: number with an error of at most
+    WITHIN. mean, worst: mean and maximum of |error|.
+    """
 
     quantity: str
     count: int
@@ -103,11 +112,12 @@ class Summary:
 
 
 def compare(cells: Sequence[ComparedTime]) -> tuple[Compared, ...]:
-    """Return each cell with its predicted time."""
-    return tuple(Compared(cell, _predicted(cell) * 1e6) for cell in cells)
+    """Predict the time of each cell."""
+    return tuple(Compared(cell, _predict(cell) * 1e6) for cell in cells)
 
 
-def _predicted(cell: ComparedTime) -> float:
+def _predict(cell: ComparedTime) -> float:
+    """Return the predicted seconds."""
     problem = cell.problem
     load = rank_load(
         experts=problem.experts,
@@ -148,9 +158,9 @@ def _summary(quantity: str, group: Sequence[Compared]) -> Summary:
 
 
 def cells_of(path: Path) -> list[ComparedTime]:
-    """Read the rows of a file that the model can predict.
+    """Read the measurements in a file that the model can predict.
 
-    Raises ConfigurationError for another file.
+    Raises ConfigurationError if the file has none of the formats above.
     """
     try:
         record = json_files.parse(json_files.read_file(path, _MAX_BYTES), allow_constants=True)
@@ -240,15 +250,15 @@ def _exchange_cell(part: str, quantity: str, row: Any, us: Any) -> ComparedTime:
 
 
 def _is_fitted(cell: ComparedTime) -> bool:
-    """Return whether the parameters of exchange_time were fitted to this exchange."""
+    """Return whether the parameters in exchange_time.TRAFFIC were fitted to this time."""
     tokens, world = cell.problem.tokens, cell.problem.parallel.world_size
-    plain = cell.problem.quant == "none"
+    is_unquantized = cell.problem.quant == "none"
     if cell.part in (DEEPEP, PPLX):
         return (world == 4 and tokens in (1, 128)) or world in (16, 256)
     if cell.part == DEEPEP_HT:
-        return world in (16, 64) or (world in (2, 4) and plain and tokens in (1, 4096))
+        return world in (16, 64) or (world in (2, 4) and is_unquantized and tokens in (1, 4096))
     if cell.part == DEEPEP_2:
-        return world == 4 and plain and tokens in (1, 4096)
+        return world == 4 and is_unquantized and tokens in (1, 4096)
     return cell.quantity == _PAIR and world == 2 and tokens in (1, 4096)
 
 

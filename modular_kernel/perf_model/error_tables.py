@@ -1,4 +1,4 @@
-"""Tables of the estimates' errors against the shipped records, for the page on `mk plan`."""
+"""Tables of the errors of `mk plan`'s estimates against the shipped records, for docs/sizing.md."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,11 @@ RECORDS = (
 
 @dataclass(frozen=True)
 class ErrorRow:
-    """Errors of one part: predicted / measured - 1. ranks: "" for layers on one GPU."""
+    """Errors of one part, predicted / measured - 1.
+
+    ranks: number of GPUs, as text; "" for experts parts, whose records are of one GPU. kind:
+    whether the model was fitted to the records; "" for experts parts.
+    """
 
     part: str
     ranks: str
@@ -39,7 +43,7 @@ class ErrorRow:
 
 
 def model_errors() -> list[ErrorRow]:
-    """Return the errors of the model by part and number of ranks, fitted cells apart."""
+    """Return the errors of the model by part, number of ranks, and whether it was fitted."""
     groups: dict[tuple[int, str, str], list[float]] = {}
     for compared in compare([cell for name in RECORDS for cell in cells_of(DATA / name)]):
         world = compared.cell.problem.parallel.world_size
@@ -55,7 +59,7 @@ _RANKS = {1: "1 GPU", 2: "2 GPUs", 4: "4 GPUs", 16: "16 to 256, published"}
 
 
 def _host_ranks(world: int) -> int:
-    """Return the number of ranks, with those of several hosts as one."""
+    """Return the number of ranks as a key of _RANKS, which is the same for all of several hosts."""
     return min(world, max(_RANKS))
 
 
@@ -65,12 +69,15 @@ def _kind(compared: Compared) -> str:
 
 
 def experts_errors() -> list[ErrorRow]:
-    """Return the errors of the experts parts' factors, each without the records of its shape."""
+    """Return the errors of the experts parts' factors.
+
+    Each recorded layer is estimated from the records of other shapes.
+    """
     groups: dict[str, list[float]] = {}
     for layer in recorded_layers():
-        found = factor(layer.experts, layer.problem, layer.rows, without_shape=layer.shape)
-        if found is not None:
-            groups.setdefault(layer.experts, []).append(found.value / layer.factor - 1)
+        estimated = factor(layer.experts, layer.problem, layer.rows, without_shape=layer.shape)
+        if estimated is not None:
+            groups.setdefault(layer.experts, []).append(estimated.value / layer.factor - 1)
     return [ErrorRow(part, "", "", tuple(errors)) for part, errors in sorted(groups.items())]
 
 

@@ -1,8 +1,8 @@
-"""Estimates the time and memory of a layer over several ranks, for each valid pair.
+"""Estimates of the time and memory of a layer over several ranks, for each valid pairing.
 
-All estimates of one `size` call are for the same work: problem.tokens distinct tokens on each rank.
-A pair with replicated input, where every rank passes the same tokens, is estimated with the tokens
-of all ranks on each rank.
+All estimates of one call of `size` are for the same work: problem.tokens distinct tokens per rank.
+If a pairing has replicated input, that is, every rank passes the same tokens, each rank has the
+tokens of all ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -28,18 +28,19 @@ from modular_kernel.perf_model.memory import Memory, memory_of, prepared_bytes
 from modular_kernel.perf_model.verdicts import judge_fitting
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 
-_MODEL_ALONE = Factor(1.0, "no recorded time in such a scheme: the model alone")
+_MODEL_ALONE = Factor(1.0, "no recorded time in such a scheme, so the model is not corrected")
 _GIGA = 1e9
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated time of one layer with one pair, in seconds, and the memory of one rank.
+    """Estimated time of one layer with one pairing, and the memory of one rank.
 
-    problem: what each rank passes to the layer. world_tokens: distinct tokens summed over ranks.
-    experts: modeled time of the experts, multiplied by `factor`. source: where the parameters of
-    the exchange model come from. network_rows: rows per token that a dispatch sends to other hosts.
-    caveat: a limit of the exchange to report with the estimate, or "".
+    experts_part: name of the experts part. problem: the problem of one rank. world_tokens: number
+    of distinct tokens of all ranks. experts: modeled time of the experts, multiplied by `factor`.
+    source: where the parameters of the exchange model come from. network_rows: rows per token that
+    a dispatch sends to other hosts. caveat: a limit of the exchange that the estimate ignores, or
+    "".
     """
 
     prepare_finalize: str
@@ -73,10 +74,10 @@ class Estimate:
 class SizeResult:
     """Result of `size`.
 
-    estimates: fastest first. too_large: (pairing, reason) of pairs that are valid but exceed the
-    machine's memory. unestimated: (pairing, reason) of valid pairs without a model or record.
-    refused: verdicts of all other pairs. prepares: names of experts parts that would use prepared
-    weights; empty unless `prepared`.
+    estimates: the fastest first. too_large: (pairing, reason) of those that exceed the machine's
+    memory. unestimated: (pairing, reason) of valid ones without a model or record. refused:
+    verdicts of all others. prepares: names of the experts parts that would use prepared weights;
+    empty unless `size` was called with `prepared`.
     """
 
     problem: Problem
@@ -91,7 +92,8 @@ class SizeResult:
 def over_ranks(problem: Problem, world_size: int, per_host: int | None = None) -> Problem:
     """Return the problem with its experts distributed in blocks over `world_size` ranks.
 
-    per_host: ranks per host; ignored for a single host or if it does not divide world_size.
+    per_host: ranks per host; ignored if all ranks fit on one host, or if the last host would not be
+    full.
     """
     full_hosts = per_host is not None and world_size > per_host and world_size % per_host == 0
     return replace(
@@ -100,9 +102,9 @@ def over_ranks(problem: Problem, world_size: int, per_host: int | None = None) -
 
 
 def complete_machines(cluster: Cluster) -> tuple[Machine, ...]:
-    """Return the cluster's GPU with every optional package: once with deep_ep 1, once with 2.
+    """Return two Machines with the cluster's GPU and every optional package.
 
-    The two generations of deep_ep share a module name, so no machine has both.
+    The first has deep_ep 1 and the second deep_ep 2, which share a module name.
     """
     packages = packages_of(load_catalog()) | BASE_PACKAGES
     return cluster.machine(packages), cluster.machine(packages - {OF_DEEP_EP_1})
@@ -118,12 +120,13 @@ def size(
     prepared: bool = False,
     layers: int = 1,
 ) -> SizeResult:
-    """Estimate every valid pair for problem.tokens tokens on each of its ranks.
+    """Estimate every valid pairing for problem.tokens tokens on each of its ranks.
 
-    machine: the machine to judge pairs for; None uses the first of `complete_machines`. groups:
-    expert groups of group-limited routing. prepared: include the bytes of prepared weights; times
-    are still those without them (`experts_time`). layers: number of layers whose weights must fit
-    in memory together.
+    machine: the one that pairings are judged for; None uses the first of `complete_machines`.
+    routing: distribution of tokens over experts, in the syntax of RoutingKind.parse. groups: expert
+    groups of group-limited routing. prepared: whether to count the bytes of prepared weights; times
+    do not depend on it (see `experts_time`). layers: number of layers whose weights must fit in
+    memory together.
     """
     machine = complete_machines(cluster)[0] if machine is None else machine
     request = SizeRequest(
@@ -176,14 +179,14 @@ class SizeRequest:
         return self.problem.parallel.world_size
 
     def problem_of(self, prepare_finalize: str) -> Problem:
-        """Return the problem of one rank; with replicated input it has the tokens of all ranks."""
+        """Return the problem of one rank; replicated input has the tokens of all ranks."""
         part = load_catalog().prepare_finalize(prepare_finalize)
         if not part.requires.replicated_input:
             return self.problem
         return self.problem.with_tokens(self.problem.tokens * self.world)
 
     def reason_too_large(self, verdict: Verdict) -> str:
-        """Return why a pair does not fit in memory, or ""."""
+        """Return why a pairing does not fit in memory, or ""."""
         if not verdict.ok:
             return str(verdict.rejections[0])
         memory, limit = self.memory(verdict.prepare_finalize, verdict.experts), self.machine.memory
@@ -193,14 +196,14 @@ class SizeRequest:
         return f"{memory}{layers}, of {limit / _GIGA:.1f} GB"
 
     def reason_without_estimate(self, verdict: Verdict) -> str:
-        """Return why a valid pair has no estimate, or ""."""
+        """Return why a valid pairing has no estimate, or ""."""
         problem = self.problem_of(verdict.prepare_finalize)
         if problem is not self.problem:
             catalog = load_catalog()
             pair = verdict.prepare_finalize, verdict.experts
-            (whole,) = judge_fitting(catalog, *pair, problem, self.machine)
-            if not whole.ok:
-                return f"with the tokens of all ranks on each: {whole.rejections[0]}"
+            (replicated,) = judge_fitting(catalog, *pair, problem, self.machine)
+            if not replicated.ok:
+                return f"with the tokens of all ranks on each: {replicated.rejections[0]}"
         if self.world > 1 and traffic_of(verdict.prepare_finalize) is None:
             return f"no measured exchange of {verdict.prepare_finalize}"
         if self._factor(verdict.experts) is None:
@@ -220,10 +223,10 @@ class SizeRequest:
         )
 
     def _factor(self, experts: str) -> Factor | None:
-        """Return measured / modeled time of an experts part; None without a record.
+        """Return the measured over the modeled time of an experts part; None without a record.
 
-        The records were measured on one GPU. On another architecture they are used only for parts
-        that need no vendor library, because those run the same kernels there.
+        The records are of one GPU architecture. On others they are used only for parts without a
+        vendor library, which run the same kernels there.
         """
         packages = load_catalog().experts(experts).requires.packages
         if self.machine.arch != ARCH and not BASE_PACKAGES.issuperset(packages):
@@ -233,7 +236,7 @@ class SizeRequest:
         return factor(experts, problem, rows) or (_MODEL_ALONE if experts == PART else None)
 
     def estimate(self, prepare_finalize: str, experts: str) -> Estimate:
-        """Return the estimate of a pair for which `reason_without_estimate` returns ""."""
+        """Estimate a pairing for which `reason_without_estimate` returns ""."""
         problem, cluster = self.problem_of(prepare_finalize), self.cluster
         traffic = traffic_of(prepare_finalize) or TRAFFIC["MoEPrepareAndFinalizeNoEP"]
         part_factor = self._factor(experts)

@@ -2,18 +2,20 @@
 
     t = start + latency + max over links of  bytes / (bandwidth * reached)
 
-bytes: of the busier of sender and receiver on that link. The rows of a token are sent
-    "rank"   once to each other rank that holds one of its experts:  T * sum of p_rank(r)
-    "pair"   once for each of its K experts on another rank:         T * K * (W - 1) / W
-    "host"   once to each other host that holds one of its experts: T * sum of p_host(h), and
-             from there to its ranks, with as many rows inside the host as "rank" has in total
-    "all"    to every other rank:                                    T * (W - 1)
-    "sum"    no dispatch; all ranks pass the same T tokens, those of the whole world, synchronize,
+start, reached: fitted for each part (DirectionModel). latency: that of the slowest link (Link).
+bytes: of the busier of sender and receiver on a link. Links inside and between hosts transfer
+concurrently. Traffic.rows says how often the row of a token is sent:
+
+    "rank"   once to each other rank that has one of its experts:  T * sum of p_rank(r) rows
+    "pair"   once for each of its K experts on another rank:       T * K * (W - 1) / W rows
+    "host"   once to each other host that has one of its experts:  T * sum of p_host(h) rows; and
+             from there to the ranks, with as many rows inside a host as "rank" has in total
+    "all"    to every other rank:                                  T * (W - 1) rows
+    "sum"    no dispatch: all ranks pass the same T tokens, those of the whole world, synchronize,
              and all-reduce (T, H) float32, which transfers 2 * (W - 1) / W times its size
 
-p_rank(r): probability that a token has an expert on rank r (`perf_model.load`); with a skewed
-routing, the fullest rank receives the most. Links inside and between hosts transfer concurrently.
-latency: latency of the network, for exchanges between hosts.
+p_rank(r), p_host(h): probability that a token has an expert on rank r, or on host h (see
+`perf_model.load`). With a skewed routing, the rank with the highest probability is the busiest.
 """
 
 from dataclasses import dataclass
@@ -32,9 +34,10 @@ _CHUNK_TOKENS = 1024  # minimum tokens per piece of a part that overlaps its hop
 
 @dataclass(frozen=True)
 class DirectionModel:
-    """One direction.
+    """Parameters of a dispatch or a combine.
 
-    start: seconds before the first byte. reached: fraction of a link's bandwidth.
+    start: seconds before the first byte is sent. reached: fraction of the bandwidth of a link
+    inside a host that is reached.
     """
 
     start: float
@@ -43,12 +46,18 @@ class DirectionModel:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Exchange model of a prepare/finalize part.
+    """Exchange model of a PrepareAndFinalize.
 
-    rows: see the module. quantized: activations are sent as the scheme stores them. between:
-    fraction of the network's bandwidth. source: of the parameters.
+    A part of another package can define a class attribute `traffic` of this type.
 
-    A part outside this package can define a class attribute `traffic` of this type.
+    rows: see the module's docstring. source: where the parameters come from, to print. quantized:
+        whether activations are dispatched as the scheme quantizes them.
+    quantize_seconds: added to a dispatch that quantizes.
+    between: fraction of the network's bandwidth that is reached.
+    max_pieces: for "host", the maximum number of pieces in which the two hops overlap; None if they
+        overlap row by row.
+    own_rows: for "rank", whether rows for a rank's own experts take as long as those for others.
+    one_host: the model if all ranks are on one host; None if it is the same.
     """
 
     rows: str
@@ -56,11 +65,11 @@ class Traffic:
     combine: DirectionModel
     source: str
     quantized: bool = True
-    quantize_seconds: float = 0.0  # seconds added to a dispatch with quantization
+    quantize_seconds: float = 0.0
     between: float = 0.9
-    max_pieces: int | None = None  # "host": maximum pieces in which hops overlap; None: row by row
-    own_rows: bool = False  # "rank": rows of a rank for its own experts take as long as others
-    one_host: "Traffic | None" = None  # of ranks that are all on one host; None: the same
+    max_pieces: int | None = None
+    own_rows: bool = False
+    one_host: "Traffic | None" = None
 
     def __post_init__(self) -> None:
         if self.rows not in KINDS:
@@ -77,8 +86,8 @@ DEEPEP, DEEPEP_HT, DEEPEP_2, PPLX = (
 )
 _NOTHING = Traffic("rank", DirectionModel(0, 1), DirectionModel(0, 1), "nothing travels")
 
-# By the name of a PrepareAndFinalize. For the measurements of the fit see perf_model.compare. A
-# part that is not here, and declares no `traffic`, has no estimate: its exchange was not measured.
+# By the name of a PrepareAndFinalize. `perf_model.compare` reads the measurements of the fits. A
+# part without an entry, and without a `traffic` of its own, has no estimate.
 TRAFFIC = {
     "MoEPrepareAndFinalizeNoEP": _NOTHING,
     "BatchedPrepareAndFinalize": _NOTHING,
@@ -121,7 +130,7 @@ TRAFFIC = {
         DirectionModel(12.5e-6, 0.68),
         "fitted at 1 and 128 tokens on four GPUs, and to its published EP16 and EP256",
     ),
-    # Inside a host the library has other kernels, which also copy a rank's rows to itself.
+    # Inside a host the library uses other kernels, which also copy the rows that stay on a rank.
     DEEPEP_HT: Traffic(
         "host",
         DirectionModel(88e-6, 0.80),
@@ -158,7 +167,7 @@ _FEW_TOKENS = 256
 
 
 def caveat(prepare_finalize: str, problem: Problem) -> str:
-    """Return the limits of a part for such a problem, or ""."""
+    """Return the limit of a part that the problem exceeds and the model ignores, or ""."""
     if prepare_finalize != DEEPEP or problem.tokens <= _FEW_TOKENS:
         return ""
     return f"made for at most {_FEW_TOKENS} tokens on each rank"
@@ -212,7 +221,7 @@ def exchange_time(
 
 
 def effective(traffic: Traffic, world_size: int, cluster: Cluster) -> Traffic:
-    """Return the model of ranks that are all on one host, if it differs there."""
+    """Return `traffic.one_host` if there is one and all ranks are on one host, else `traffic`."""
     one_host = world_size <= cluster.per_host
     return traffic.one_host if one_host and traffic.one_host is not None else traffic
 
@@ -220,9 +229,9 @@ def effective(traffic: Traffic, world_size: int, cluster: Cluster) -> Traffic:
 def _two_hop_time(
     problem: Problem, traffic: Traffic, load: EstimatedLoad, cluster: Cluster
 ) -> ExchangeTime:
-    """Return the times if rows cross the network once per host, and go on to its ranks.
+    """Return the times of an exchange in two hops: once to each host, and on to its ranks.
 
-    With pieces, the two hops overlap except for one piece.
+    The two hops overlap, except for the first of `max_pieces` pieces.
     """
     world, host_ranks = problem.parallel.world_size, cluster.per_host
     outside = problem.tokens * (-(-world // host_ranks) - 1) * load.p_host
@@ -281,7 +290,7 @@ def _rows(problem: Problem, traffic: Traffic, load: EstimatedLoad) -> float:
 def _seconds(
     nbytes: float, direction: DirectionModel, traffic: Traffic, cluster: Cluster, world: int
 ) -> float:
-    """Return the time of an exchange with equal rows to all ranks, over both kinds of links."""
+    """Return the time of an exchange that sends equally many rows to all other ranks."""
     near, far = cluster.peers(world)
     inside = nbytes * near / (near + far) / (cluster.inside.bandwidth * direction.reached)
     if not far:

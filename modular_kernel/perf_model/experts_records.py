@@ -1,10 +1,11 @@
-"""Measured times of experts parts on one GPU, as factors on the model's time of the experts.
+"""Measured times of experts parts on one GPU, as factors that correct the model's time.
 
 The records in modular_kernel/select/data (`tools/check_choice.py` on an H200) have the times of
-whole layers with every experts part, including parts over libraries. The factor of a cell is its
-measured time divided by that of `experts_time` for TritonExperts. The factor for another layer is
-that of the recorded layers of the same scheme with the nearest H * I, interpolated between the
-nearest numbers of rows per expert (both in octaves), without extrapolation.
+whole layers with every experts part, including those over vendor libraries. The factor of a
+recorded layer is its measured time divided by the time that `experts_time` predicts for
+TritonExperts. The factor for another layer comes from the recorded layers of the same scheme with
+the nearest H * I. It is interpolated between the nearest numbers of rows per expert, on log2 axes,
+and not extrapolated.
 
 Times of batched parts include BatchedPrepareAndFinalize, which sorts the tokens by expert on the
 same GPU.
@@ -36,7 +37,11 @@ _ITEMSIZE = 2  # bytes of the dtype of every recorded layer, bfloat16
 
 @dataclass(frozen=True)
 class RecordedLayer:
-    """One measured layer: its experts part, and the microseconds of the whole layer."""
+    """One measured layer.
+
+    shape: name of the layer's sizes in the records. experts: name of the experts part. us:
+    microseconds of the whole layer.
+    """
 
     shape: str
     quant: str
@@ -54,22 +59,23 @@ class RecordedLayer:
 
     @property
     def factor(self) -> float:
-        """Measured time over that of the model for TritonExperts."""
+        """Measured time divided by the model's time for TritonExperts."""
         return self.us / _prediction(self.shape, self.quant, self.tokens)[1]
 
     @property
     def rows(self) -> float:
-        """Mean rows of an expert."""
+        """Mean number of rows per expert."""
         return self.problem.tokens * self.problem.top_k / self.problem.experts
 
     @property
     def size(self) -> float:
+        """log2(H * I), by which layers are compared."""
         return math.log2(self.problem.hidden * self.problem.intermediate)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """Measured time divided by the model's. source: the cells that it comes from."""
+    """Measured time divided by the model's. source: the records that it comes from."""
 
     value: float
     source: str
@@ -80,8 +86,8 @@ def factor(
 ) -> Factor | None:
     """Return the factor of an experts part; None if no record has its time in such a scheme.
 
-    rows: mean rows of an expert. without_shape: a shape whose cells are left out, to compare the
-    estimate with its measured times.
+    rows: mean number of rows per expert. without_shape: name of a shape whose records are ignored,
+    so that they can be compared with the result.
     """
     if problem.dtype.itemsize != _ITEMSIZE:
         return None
@@ -101,9 +107,9 @@ def factor(
 
 
 def _interpolate(cells: Sequence[RecordedLayer], rows: float) -> float:
-    """Return the factor at 2 ** rows rows of an expert, linear in logarithms between two cells.
+    """Return the factor at 2 ** `rows` rows per expert, by linear interpolation of logarithms.
 
-    Cells with equal numbers of rows are replaced by their geometric mean.
+    Of cells with equal numbers of rows, the geometric mean is used.
     """
     logs: dict[float, list[float]] = {}
     for cell in cells:
@@ -124,7 +130,7 @@ def _operands(scheme: str) -> tuple[str, str]:
 
 @cache
 def recorded_layers() -> tuple[RecordedLayer, ...]:
-    """Return the measured layers of every part; a newer record replaces an older one."""
+    """Return the measured layers of every part. A newer record replaces an older one."""
     times: dict[tuple[str, str, int, str], float] = {}
     for name in _FILES:
         times |= dict(_times(_parse(_FOLDER / f"{name}.json")))

@@ -2,19 +2,21 @@
 
     t = a + ((m / em) ** p + (c / ec) ** p) ** (1 / p),  p = 2.5
 
-    m   bytes / bandwidth: weights of the touched experts once; the activations between the
-        GEMMs and the experts' rows, each written and read; x and y
-    c   2 * rows * elements / peak: rows are the pairs and, for each touched expert, half a tile
-        of padding; tile = rows of an expert, rounded up to a power of two, 16 to 128
+    m   bytes / bandwidth: the weights of the experts with a row, once; the activations between
+        the GEMMs and the output rows of the experts, each written and read; x and y
+    c   2 * rows * elements / peak: rows are the pairs and, for each expert with a row, half a
+        tile of padding; elements are those of one expert's w1 and w2; a tile has the mean number
+        of rows per expert, rounded up to a power of two from 16 to 128
     a   time of launches and of their first bytes, independent of the work
     em, ec   fractions of the bandwidth and of the peak that are reached
 
 Launches that unpack or reorder 4-bit weights in each call are not included, so prepared weights do
 not change the time.
 
-p is between a sum (no overlap) and a maximum (full overlap). a, em and ec were fitted to 12 cells
-of each format (FITTED shapes, 1 to 16384 tokens, one H200, planned kernels in CUDA graphs;
-data/h200-layers.json). p is the one of 2, 2.5 and 3 with the best fit over all formats.
+The formula with p = 1 is a sum (no overlap of memory and compute), and with p = infinity a maximum
+(full overlap). p is the one of 2, 2.5 and 3 with the best fit over all formats. a, em and ec were
+fitted to 12 cells of each format (FITTED shapes, 1 to 16384 tokens, one H200, planned kernels in
+CUDA graphs; data/h200-layers.json).
 """
 
 import math
@@ -27,32 +29,36 @@ from modular_kernel.perf_model.load import EstimatedLoad
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 
-FITTED = ("dsv3_ep8", "qwen3_30b")
+FITTED = ("dsv3_ep8", "qwen3_30b")  # names of the shapes that the parameters were fitted to
 _OVERLAP_EXPONENT = 2.5  # p in the formula above
 _MIN_TILE, _MAX_TILE = 16, 128
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fitted parameters. start: a in seconds. memory, compute: em and ec."""
+    """Fitted parameters. start: a, in seconds. memory: em. compute: ec."""
 
     start: float
     memory: float
     compute: float
 
 
-# TritonExperts by scheme. Other schemes use the entry with similar operands.
+# Parameters of TritonExperts by scheme. Other schemes use the entry with similar operands.
 MEASURED = {
     "none": Efficiency(4.0e-6, 0.91, 0.82),
     "fp8_w8a8_channel": Efficiency(10.0e-6, 0.84, 0.73),
     "fp8_w8a8_block": Efficiency(7.5e-6, 0.82, 0.61),
 }
-PART = "TritonExperts"
+PART = "TritonExperts"  # the part that the model describes
 
 
 @dataclass(frozen=True)
 class ExpertsTime:
-    """Seconds in total; memory, compute: of each alone. source: of the parameters."""
+    """Predicted seconds.
+
+    seconds: in total. memory, compute: if only the memory, or only the arithmetic, took time.
+    source: where the parameters come from, to print.
+    """
 
     seconds: float
     memory: float
@@ -65,7 +71,7 @@ class ExpertsTime:
 
 
 def efficiency(scheme: QuantScheme) -> tuple[Efficiency, str]:
-    """Return the parameters for a scheme, and whether they were measured or are the nearest."""
+    """Return the parameters for a scheme, and a description of where they come from."""
     if scheme.name in MEASURED:
         return MEASURED[scheme.name], f"measured, of scheme {scheme.name}"
     nearest = "fp8_w8a8_channel" if scheme.activation != "none" else "none"
@@ -73,7 +79,7 @@ def efficiency(scheme: QuantScheme) -> tuple[Efficiency, str]:
 
 
 def experts_time(problem: Problem, load: EstimatedLoad, gpu: Gpu) -> ExpertsTime:
-    """Return the time of the rank with this load. problem.tokens: of one rank."""
+    """Return the time of the rank with this load. problem.tokens is that of one rank."""
     scheme = problem.scheme
     parameters, source = efficiency(scheme)
     elements = (problem.w1_rows + problem.intermediate) * problem.hidden

@@ -1,9 +1,10 @@
 """Hardware parameters of the performance model: one GPU, and the links between GPUs.
 
 The H200 and its link inside a host were measured (data/h200-layers.json, data/h200-exchange.json).
-Other GPUs have the bandwidth and memory of their data sheets, and the share of the data sheet's
-dense peak, and of its link, that an H200 reaches. The network between hosts is assumed to have 400
-Gb/s per GPU, with the efficiency and latency that DeepEP's published tables imply.
+For other GPUs, bandwidth and memory are those of the data sheet. Their peaks and links are assumed
+to reach the same fraction of the data sheet's as those of an H200. The network between hosts is
+assumed to have 400 Gb/s per GPU, with the efficiency and latency that DeepEP's published tables
+imply.
 """
 
 from dataclasses import dataclass, field
@@ -12,14 +13,14 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Machine
 
 _GIGA, _TERA = 1e9, 1e12
-# Of the H200's data sheet: 989 TFLOP/s in bfloat16, and 450 GB/s in each direction of NVLink.
+# Measured on an H200 over its data sheet: TFLOP/s in bfloat16, and GB/s per direction of NVLink.
 _PEAK_SHARE, _LINK_SHARE = 791.6 / 989.5, 393 / 450
 
 
 def peaks(sixteen_bit: float, eight_bit: float, *, fp8: bool = True) -> dict[str, float]:
-    """Return flops per second by operand type, from two rates in TFLOP/s.
+    """Return flops per second by operand type, see measure.roofline.operand_type.
 
-    fp8: False for a GPU whose tensor cores do not take float8_e4m3fn.
+    sixteen_bit, eight_bit: rates in TFLOP/s. fp8: whether tensor cores support float8_e4m3fn.
     """
     rates = {"bfloat16": sixteen_bit, "float16": sixteen_bit, "int8": eight_bit}
     if fp8:
@@ -36,9 +37,9 @@ def _check_positive(name: str, value: float) -> None:
 class Gpu:
     """One GPU.
 
-    flops: per second, by the operands' type, see measure.roofline.operand_type. bandwidth: bytes
-    per second of its memory. memory: bytes. arch: compute capability. measured: True if the peaks
-    were measured, False if they follow from a data sheet.
+    flops: per second, by operand type (see `peaks`). bandwidth: bytes per second of its memory.
+    memory: bytes. arch: compute capability. measured: whether the peaks were measured, rather than
+    derived from a data sheet.
     """
 
     name: str = "NVIDIA H200"
@@ -59,8 +60,8 @@ class Gpu:
 class Link:
     """A link of one GPU.
 
-    bandwidth: bytes per second in each direction. latency: seconds added to an exchange, in
-    addition to those of the part.
+    bandwidth: bytes per second in each direction. latency: seconds that the link adds to an
+    exchange.
     """
 
     bandwidth: float
@@ -74,11 +75,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts of `per_host` GPUs each.
+    """Hosts with `per_host` GPUs each.
 
-    inside: the link between GPUs of a host. between: each GPU's share of the network. Both transfer
-    concurrently. hosts: number of hosts. packages: those that its description names; None if it
-    names none.
+    inside: a GPU's link to the others of its host. between: a GPU's share of the network between
+    hosts. hosts: number of hosts. packages: those listed in the file that describes the cluster;
+    None if there is no list.
     """
 
     gpu: Gpu = field(default_factory=Gpu)
@@ -105,7 +106,7 @@ class Cluster:
         return host_ranks - 1, world_size - host_ranks
 
     def machine(self, packages: frozenset[str]) -> Machine:
-        """Return the Machine of one of the GPUs, for compatibility rules, with these packages."""
+        """Return a Machine with one of the GPUs and these packages, for compatibility rules."""
         gpu = self.gpu
         return Machine("cuda", gpu.arch, packages, name=gpu.name, memory=int(gpu.memory))
 
@@ -113,12 +114,15 @@ class Cluster:
 def _from_data_sheet(
     name: str, arch: tuple[int, int], rates: dict[str, float], bandwidth: float, memory: float
 ) -> Gpu:
-    """Return a GPU by its data sheet: peaks by type, TB/s and GB of memory."""
-    flops = {kind: rate * _PEAK_SHARE for kind, rate in rates.items()}
+    """Return a GPU by its data sheet.
+
+    rates: flops per second, by operand type. bandwidth: TB/s. memory: GB.
+    """
+    flops = {operand: rate * _PEAK_SHARE for operand, rate in rates.items()}
     return Gpu(name, flops, bandwidth * _TERA, memory * _GIGA, arch, measured=False)
 
 
-# By the name in `--machine`: the GPU, and the link of one GPU inside a host. Dense peaks.
+# By the name in `--machine`: the GPU, and its link inside a host. Rates are those of dense GEMMs.
 NAMED_GPUS: dict[str, tuple[Gpu, Link]] = {
     "a100": (
         _from_data_sheet("NVIDIA A100", (8, 0), peaks(312, 624, fp8=False), 2.039, 80),

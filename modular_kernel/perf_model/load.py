@@ -1,18 +1,19 @@
-"""Expected load of the busiest rank under a routing pattern.
+"""Expected load of the busiest rank under a routing pattern (`measure.routing_patterns`).
 
-Only the placement of popular experts is sampled.
-
-Letters as in modular_kernel.tensors; W ranks with e = E / W experts each, T tokens per rank, and
-pi_i the probability that a token has expert i among its K (they sum to K).
+There are W ranks with e = E / W experts each, and T tokens per rank; other letters are as in
+modular_kernel.tensors. pi_i is the probability that expert i is among the K of a token, so that all
+pi_i sum to K:
 
 uniform   pi_i = K / E
-zipfA     K draws without replacement with odds 1 / r ** A, r the rank by popularity (1 is the most
-          popular), approximated by pi_i = 1 - exp(-lambda / r ** A), with lambda such that they
-          sum to K
-hotN      pi = 1 for min(N, K) experts; the others share the rest of K
+zipfA     K draws without replacement with odds 1 / r ** A, where the most popular expert has r = 1;
+          approximated by pi_i = 1 - exp(-lambda / r ** A), with lambda such that they sum to K
+hotN      pi_i = 1 for min(N, K) experts; the others share the rest of K equally
 
-Group-limited routing is supported for uniform only: M of G equal blocks of experts are drawn, then
-K experts of those.
+Expectations are computed in closed form, except over the placement of popular experts on ranks,
+which is sampled.
+
+Group-limited routing is supported for uniform only: M of G equal blocks of experts are drawn, and
+then K experts of those.
 """
 
 import math
@@ -25,18 +26,18 @@ from statistics import NormalDist, fmean
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.routing_patterns import RoutingKind
 
-_RANDOM_PLACEMENTS = 64  # random placements of experts with different probabilities
+_RANDOM_PLACEMENTS = 64  # number of sampled placements
 _BISECTION_STEPS = 100
 
 
 @dataclass(frozen=True)
 class EstimatedLoad:
-    """Load of the rank with the most work.
+    """Expected load of the rank with the most pairs.
 
-    pairs: (token, expert) pairs. touched: number of its experts with at least one pair. tokens:
-    number of tokens of all ranks with an expert on it. p_rank: probability that a token has an
-    expert on a given other rank, mean over ranks. p_fullest_rank: the same probability for this
-    rank. p_host: probability that a token has an expert on a given other host, mean over hosts.
+    pairs: number of its (token, expert) pairs. touched: number of its experts with a pair. tokens:
+    number of tokens of all ranks with an expert on it. p_fullest_rank: probability that a token has
+    an expert on it. p_rank: the same probability for any rank, averaged over ranks. p_host:
+    probability that a token has an expert on a given host, averaged over hosts.
     """
 
     pairs: float
@@ -59,7 +60,7 @@ class Groups:
         divides = 1 <= self.kept <= self.count and experts % self.count == 0
         if not divides or experts // self.count * self.kept < top_k:
             got = f"{self.kept} of {self.count} groups"
-            need = f"equal groups of {experts} experts, and {top_k} in those that are kept"
+            need = f"a divisor of {experts} experts, and at least {top_k} experts in kept groups"
             raise ConfigurationError("groups of experts", got=got, need=need)
 
 
@@ -76,18 +77,19 @@ def rank_load(
     per_host: int | None = None,
     groups: Groups = ONE_GROUP,
 ) -> EstimatedLoad:
-    """Return the load for `tokens` tokens on each of `world_size` ranks with blocks of experts.
+    """Return the load for `tokens` tokens on each of `world_size` ranks.
 
-    per_host: ranks per host; None means that all ranks are on one host.
+    Experts are distributed over ranks in equal blocks. per_host: ranks per host; None means that
+    all ranks are on one host. Raises ConfigurationError for sizes out of range.
     """
     if not 1 <= top_k <= experts or not 1 <= world_size <= experts:
-        need = f"1 to experts = {experts}, both"
+        need = f"both from 1 to {experts}, the number of experts"
         raise ConfigurationError("top_k, world_size", got=(top_k, world_size), need=need)
     if tokens < 1:
         raise ConfigurationError("tokens", got=tokens, need=">= 1")
     groups.check(experts, top_k)
     hosts = max(1, -(-world_size // (per_host or world_size)))
-    probabilities = inclusion(experts, top_k, kind)
+    probabilities = inclusion_probabilities(experts, top_k, kind)
     if kind.kind == "uniform":
         return _uniform_load(probabilities, top_k, world_size, tokens, hosts, groups)
     if groups.kept < groups.count:
@@ -96,8 +98,8 @@ def rank_load(
 
 
 @cache
-def inclusion(experts: int, top_k: int, kind: RoutingKind) -> tuple[float, ...]:
-    """Return pi_i, in descending order."""
+def inclusion_probabilities(experts: int, top_k: int, kind: RoutingKind) -> tuple[float, ...]:
+    """Return the probabilities pi_i of the module's docstring, in descending order."""
     if kind.kind == "uniform":
         return (top_k / experts,) * experts
     if kind.kind == "hot":
@@ -119,7 +121,7 @@ def _expected_experts(odds: list[float], rate: float) -> float:
 
 
 def _expected_touched(probabilities: list[float], tokens: int) -> float:
-    """Return the expected experts with a token: the sum of 1 - (1 - pi) ** tokens."""
+    """Return the expected number of experts with a token: the sum of 1 - (1 - pi) ** tokens."""
     return sum(1 - (1 - probability) ** tokens for probability in probabilities)
 
 
@@ -131,10 +133,11 @@ def _uniform_load(
     hosts: int,
     groups: Groups,
 ) -> EstimatedLoad:
-    """Return the load of equally likely experts.
+    """Return the load if all experts are equally likely.
 
-    The fullest of W ranks has Phi^-1((W - 3/8) / (W + 1/4)) standard deviations more pairs than the
-    mean (Blom). The number of pairs per token is hypergeometric.
+    The number of a token's pairs on a rank is hypergeometric. The fullest of W ranks has Phi^-1((W
+    - 3/8) / (W + 1/4)) standard deviations more pairs than the mean (Blom's approximation of the
+    maximum of W normal values).
     """
     experts, all_tokens = len(probabilities), tokens * world_size
     local_experts = experts / world_size
@@ -153,14 +156,12 @@ def _uniform_load(
 def _miss_probability_in_groups(
     experts: int, top_k: int, block_size: float, groups: Groups
 ) -> float:
-    """Return the probability that none of a token's experts is among `block_size` adjacent ones.
+    """Return the probability that none of a token's experts is in a block of adjacent ones.
 
-    This is the expectation over how many of the groups that overlap the block are kept.
+    This is an expectation over the number of kept groups among those that overlap the block.
     """
     size, kept = experts / groups.count, groups.kept
-    local_groups = max(
-        1, round(block_size / size)
-    )  # groups that a rank or host holds, at least in part
+    local_groups = max(1, round(block_size / size))  # groups that overlap the block
     combinations = math.comb(groups.count, kept)
     probability = 0.0
     for kept_local in range(
@@ -192,10 +193,7 @@ def _log_choose(n: float, k: float) -> float:
 def _skewed_load(
     probabilities: tuple[float, ...], world_size: int, tokens: int, hosts: int
 ) -> EstimatedLoad:
-    """Return the load of experts with unequal probabilities.
-
-    This is the mean over random placements (fixed seed).
-    """
+    """Return the load of experts with unequal probabilities: the mean over random placements."""
     generator, all_tokens = random.Random(0), tokens * world_size
     loads: list[EstimatedLoad] = []
     for _ in range(_RANDOM_PLACEMENTS if world_size > 1 else 1):
@@ -228,5 +226,5 @@ def _split(probabilities: list[float], parts: int) -> list[list[float]]:
 
 
 def _hit_probability(probabilities: list[float]) -> float:
-    """Return the probability that a token has one of these experts."""
+    """Return the probability that a token has at least one of these experts."""
     return 1 - math.prod(1 - probability for probability in probabilities)

@@ -1,13 +1,21 @@
-"""Machines by name: `8xh200`, `2x8xh200` (hosts x GPUs of a host x GPU), or a JSON file.
+"""Machines as given on the command line: by name, or by a JSON file.
 
-A file describes what differs from a named GPU, or a GPU of its own:
+A name is `8xh200` (GPUs x GPU) or `2x8xh200` (hosts x GPUs per host x GPU). A file lists what
+differs from a named GPU, or describes another GPU completely:
 
     {"gpu": "h200", "gpus_per_host": 8, "hosts": 2, "net_gbs": 25, "packages": ["deep_ep"]}
 
-Its fields: gpu (a name of NAMED_GPUS, or another one if arch, memory_gb, bandwidth_tbs, peak_tflops
-and link_gbs are given), gpus_per_host and hosts (1 by default), arch ("9.0"), memory_gb,
-bandwidth_tbs, peak_tflops (dense products in 16 bits; 8 bits count as twice that), link_gbs,
-link_latency_us, net_gbs, net_latency_us, and packages.
+Its fields are
+
+- gpu: a name of NAMED_GPUS, or another one if arch, memory_gb, bandwidth_tbs, peak_tflops and
+  link_gbs are given
+- gpus_per_host, hosts: 1 by default
+- arch: compute capability, such as "9.0"
+- memory_gb, bandwidth_tbs: of a GPU's memory
+- peak_tflops: of dense GEMMs in 16 bits; in 8 bits it is assumed to be twice as high
+- link_gbs, link_latency_us: of a GPU's link inside a host
+- net_gbs, net_latency_us: of a GPU's share of the network between hosts
+- packages: a list of the installed packages
 """
 
 import difflib
@@ -24,7 +32,7 @@ from modular_kernel.utils import json_files
 OPTION = "--machine"
 BASE_PACKAGES = frozenset({"triton", "ml_dtypes"})  # those that this package needs itself
 ALL_PACKAGES = "all"
-# deep_ep 1 has this package and deep_ep 2 does not; they cannot be installed together.
+# A package of deep_ep 1 that deep_ep 2 lacks; the two cannot be installed together.
 OF_DEEP_EP_1 = "deep_ep_cpp"
 _NAME = re.compile(r"(?:(?:(\d{1,4})x)?(\d{1,4})x)?([a-z]\w*)", re.ASCII)
 _MAX_BYTES = 1 << 16
@@ -35,13 +43,14 @@ _NUMBERS = (
     *("link_latency_us", "net_gbs", "net_latency_us"),
 )
 _FIELDS = ("gpu", *_COUNTS, "arch", *_NUMBERS, "packages")
-_OF_A_GPU = ("arch", "memory_gb", "bandwidth_tbs", "peak_tflops", "link_gbs")
+_REQUIRED_FOR_UNNAMED_GPU = ("arch", "memory_gb", "bandwidth_tbs", "peak_tflops", "link_gbs")
 
 
 def parse_machine(text: str) -> Cluster:
-    """Return the machine that `text`, a name or the path of a JSON file, describes.
+    """Return the machine that a name, or the path of a JSON file, describes.
 
-    Raises ConfigurationError for an unknown name, with the nearest one, and for an invalid file.
+    Raises ConfigurationError for an invalid file, and for an unknown name, with the nearest known
+    one.
     """
     if text.endswith(".json") or "/" in text:
         return _read_file(Path(text))
@@ -66,8 +75,8 @@ def _named_gpu(name: str, text: str) -> tuple[Gpu, Link]:
 def parse_packages(text: str, known: Iterable[str], option: str = "--packages") -> frozenset[str]:
     """Return the packages of a comma-separated list; "all" stands for every known one.
 
-    known: packages that some part needs. Raises ConfigurationError for another one, with the
-    nearest known name.
+    known: packages that any part needs. option: the option's name in messages. Raises
+    ConfigurationError for an unknown package, with the nearest known one.
     """
     names = sorted({*known, *BASE_PACKAGES})
     words = [word.strip() for word in text.split(",") if word.strip()]
@@ -94,7 +103,7 @@ def _read_file(path: Path) -> Cluster:
 
 
 def machine_from_record(record: Any) -> Cluster:
-    """Return the machine of a parsed JSON file; ConfigurationError for an invalid field."""
+    """Return the machine of a parsed JSON file; raise ConfigurationError for an invalid field."""
     if not isinstance(record, dict):
         raise ConfigurationError(OPTION, got=type(record).__name__, need="a JSON object")
     for name in record:
@@ -117,7 +126,7 @@ def _gpu_of(record: dict[str, Any], values: dict[str, float]) -> tuple[Gpu, Link
     name = record.get("gpu")
     if not isinstance(name, str) or not name:
         raise ConfigurationError(f"{OPTION} gpu", got=repr(name)[:100], need="the name of a GPU")
-    missing = [field for field in _OF_A_GPU if field not in record]
+    missing = [field for field in _REQUIRED_FOR_UNNAMED_GPU if field not in record]
     if name.lower() not in NAMED_GPUS and missing:
         need = f"one of {', '.join(NAMED_GPUS)}, or {', '.join(missing)} in addition"
         raise ConfigurationError(f"{OPTION} gpu", got=repr(name[:100]), need=need)

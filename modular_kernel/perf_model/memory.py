@@ -1,17 +1,18 @@
 """Memory of one rank for one layer: weights, prepared weights, workspace and exchange buffers.
 
-Workspaces follow from the sizes of the layer, without creating a part, for the largest dispatch
-that may arrive:
+Workspaces are computed from the sizes of the layer, without creating a part, for the largest
+dispatch that may arrive:
 
-    standard   for each pair: the rows that leave the experts, and h, also quantized; and the sum of
-               each row. Parts over a library sort the rows first: for each pair
-               max(x + w1's output, w2's output) + h, where w2's output may overwrite the other two
-    batched    for each of e experts with C rows: h, also quantized, and w2's output; with a library
-               w1's output too
+    standard   for each pair: h, its quantized copy, and the row that w2 outputs; for each token the
+               sum of its rows. Parts over a library sort the rows first. They need, for each pair,
+               max(x + w1's output, w2's output) + h, since w2's output may overwrite the other two
+    batched    for each of the C rows of e experts: h, its quantized copy, and w2's output; with a
+               library w1's output, too
 
-Exchange buffers are computed from the sizes that the parts allocate. Of the libraries' own memory,
-DeepEP's low-latency buffer and pplx-kernels' are exact; the others have a buffer of known depth for
-each peer. The caching allocator, CUDA graphs and NCCL take more.
+Exchange buffers are computed from the sizes that the parts allocate. Of the libraries' own buffers,
+those of DeepEP's low-latency mode and of pplx-kernels are exact; the others are estimated from the
+depth of their queues for each peer. The memory of the caching allocator, CUDA graphs and NCCL is
+not counted.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,20 +27,20 @@ from modular_kernel.spec.problem import ActivationFormat, Machine, Problem
 from modular_kernel.tensors import BatchedShape, ContiguousShape, DispatchShape
 
 _GIGA = 1e9
-_VISIBLE = 0.05 * _GIGA  # bytes that are not 0.0 GB in text
+_MIN_PRINTED = 0.05 * _GIGA  # fewer bytes would be printed as 0.0 GB
 _OWN_PACKAGES = frozenset({"triton", "ml_dtypes"})
 _FLOAT32_BYTES, _SCALE_BYTES = 4, 4
 _ID_BYTES = 8  # of each pair: an int32 id and a float32 weight
-_ROWS_TO_UNPACK = 16  # rows of an expert from which quantized weights may be unpacked first
-_IN_FLIGHT = 2  # calls of SymmMem and HostThenRank between prepare and finalize
-_CHANNELS, _CHANNEL_ROWS = 10, 256  # DeepEP high throughput: for each peer
-_STEP = 128  # DeepEP's buffers are made for a multiple of this number of tokens
-_HOST_PEERS = 8
+_MIN_ROWS_TO_UNPACK = 16  # with more rows per expert, parts may unpack quantized weights first
+_CALLS_IN_FLIGHT = 2  # calls of SymmMem and HostThenRank that may be between prepare and finalize
+_CHANNELS, _CHANNEL_ROWS = 10, 256  # of DeepEP's high-throughput mode, for each peer
+_DEEPEP_TOKEN_MULTIPLE = 128  # DeepEP's buffers are made for a multiple of this many tokens
+_RANKS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. prepared: of prepared weights, kept in addition to `weights`."""
+    """Bytes of one rank. prepared: of prepared weights, which are kept in addition to `weights`."""
 
     weights: float
     prepared: int
@@ -57,7 +58,7 @@ class Memory:
             "workspace": self.workspace,
             "exchange buffers": self.exchange,
         }
-        texts = [f"{n / _GIGA:.1f} of {name}" for name, n in parts.items() if n > _VISIBLE]
+        texts = [f"{n / _GIGA:.1f} of {name}" for name, n in parts.items() if n > _MIN_PRINTED]
         return f"{self.total / _GIGA:.1f} GB ({', '.join(texts)})"
 
 
@@ -70,10 +71,11 @@ def memory_of(
     prepared: bool = False,
     layers: int = 1,
 ) -> Memory:
-    """Return the memory of the rank problem.parallel.rank for one pair of parts.
+    """Return the memory of the rank problem.parallel.rank for one pairing.
 
-    problem.tokens: the largest call of a rank. prepared: count prepared weights. layers: number of
-    layers whose weights the rank holds; workspace and exchange buffers are shared by all of them.
+    problem.tokens is the maximum number of tokens that a rank passes. prepared: whether to count
+    prepared weights. layers: number of layers whose weights the rank holds; they share workspace
+    and exchange buffers.
     """
     slots = 0 if problem.adapters is None else problem.adapters.adapters
     weights = problem.e * expert_bytes(problem, problem.scheme) + slots * adapter_bytes(problem)
@@ -94,10 +96,10 @@ def prepared_bytes(experts: str, problem: Problem, machine: Machine) -> int:
 
 
 def with_memory(verdict: Verdict) -> Verdict:
-    """Return the verdict with a rejection by rule "memory" if a valid pair does not fit.
+    """Add a rejection by rule "memory" to the verdict of a valid pairing that does not fit.
 
-    The machine's memory must be known; otherwise, and for a refused pair, nothing changes. Counted
-    are the weights of this one layer, workspace and exchange buffers of the largest call.
+    The weights of one layer, workspace and exchange buffers are counted. The verdict is returned
+    unchanged if the machine's memory is unknown, or the pairing is rejected already.
     """
     limit = verdict.machine.memory
     if not verdict.ok or limit is None:
@@ -121,22 +123,22 @@ def _largest_dispatch(prepare_finalize: str, problem: Problem) -> DispatchShape:
     part = load_catalog().prepare_finalize(prepare_finalize).requires
     world = problem.parallel.world_size
     if part.activation_format is ActivationFormat.BATCHED_EXPERTS:
-        return BatchedShape(problem.e, world * _rounded(prepare_finalize, problem))
+        return BatchedShape(problem.e, world * _buffer_tokens(prepare_finalize, problem))
     rows = problem.tokens if part.replicated_input or world == 1 else _received_rows(problem)
     return ContiguousShape(min(rows, problem.chunk_tokens or rows), problem.top_k)
 
 
 def _received_rows(problem: Problem) -> int:
-    """Return the largest number of rows that a rank may receive, one for each token."""
+    """Return the maximum number of rows that a rank may receive, one for each token."""
     rows = problem.parallel.world_size * problem.tokens
     return rows if problem.max_received is None else min(rows, problem.max_received)
 
 
-def _rounded(prepare_finalize: str, problem: Problem) -> int:
-    """Return the tokens of one rank that its buffers are made for."""
+def _buffer_tokens(prepare_finalize: str, problem: Problem) -> int:
+    """Return the number of tokens of one rank for which a part makes its buffers."""
     if not prepare_finalize.startswith("DeepEP"):
         return problem.tokens
-    return max(1, -(-problem.tokens // _STEP)) * _STEP
+    return max(1, -(-problem.tokens // _DEEPEP_TOKEN_MULTIPLE)) * _DEEPEP_TOKEN_MULTIPLE
 
 
 def workspace_of(experts: str, problem: Problem, shape: DispatchShape) -> int:
@@ -148,21 +150,22 @@ def workspace_of(experts: str, problem: Problem, shape: DispatchShape) -> int:
 
 
 def _own_workspace(problem: Problem, shape: DispatchShape) -> int:
-    """Return the bytes of a part whose kernels gather the rows of x."""
+    """Return the workspace of a part that runs this project's kernels."""
     size, scheme = problem.dtype.itemsize, problem.scheme
     hidden_row = problem.hidden * size
     h_row = problem.intermediate * (size + scheme.quantizes_activations)
     if isinstance(shape, BatchedShape):
         return shape.experts * shape.capacity * (h_row + hidden_row)
     rows = shape.tokens * (shape.top_k * (hidden_row + h_row) + hidden_row)
-    many = shape.tokens * shape.top_k > _ROWS_TO_UNPACK * problem.e
-    if many and scheme.quantized and not scheme.quantizes_activations:  # weights unpacked by parts
+    has_many_rows = shape.tokens * shape.top_k > _MIN_ROWS_TO_UNPACK * problem.e
+    # Parts may then unpack weight-only quantized weights before the GEMMs.
+    if has_many_rows and scheme.quantized and not scheme.quantizes_activations:
         rows += problem.e * (problem.w1_rows + problem.intermediate) * problem.hidden
     return rows
 
 
 def _library_workspace(problem: Problem, shape: DispatchShape) -> int:
-    """Return the bytes of a part over a library."""
+    """Return the workspace of a part over a vendor library."""
     size = problem.dtype.itemsize
     hidden_row, h_row = problem.hidden * size, problem.intermediate * _activation_bytes(problem)
     if isinstance(shape, BatchedShape):
@@ -187,91 +190,100 @@ def dispatched_row(problem: Problem) -> int:
 
 
 def exchange_bytes(prepare_finalize: str, problem: Problem) -> int:
-    """Return the bytes of a part's buffers on one rank; 0 for a part of another package."""
+    """Return the bytes of a PrepareAndFinalize's buffers on one rank; 0 if the part is unknown."""
     buffers = _BUFFERS.get(prepare_finalize)
     return 0 if buffers is None else buffers(problem)
 
 
-def _plain_row(problem: Problem) -> int:
+def _unquantized_row_bytes(problem: Problem) -> int:
     return problem.hidden * problem.dtype.itemsize
 
 
-def _quantized_tokens(problem: Problem) -> int:
+def _quantized_input_bytes(problem: Problem) -> int:
     return problem.tokens * dispatched_row(problem) * problem.scheme.dispatched_quantized
 
 
-def _batched_rows(problem: Problem) -> int:
+def _batched_rows_bytes(problem: Problem) -> int:
     """Return the bytes of C rows for each expert of this rank."""
     rows = problem.parallel.world_size * problem.tokens
     return problem.e * rows * dispatched_row(problem)
 
 
-def _replicated(problem: Problem) -> int:
-    return _quantized_tokens(problem) + problem.tokens * problem.hidden * _FLOAT32_BYTES
+def _replicated_bytes(problem: Problem) -> int:
+    return _quantized_input_bytes(problem) + problem.tokens * problem.hidden * _FLOAT32_BYTES
 
 
-def _received(problem: Problem) -> int:
-    """Return the bytes of the received rows, as packed and unpacked, and of their sums."""
+def _received_bytes(problem: Problem) -> int:
+    """Return the bytes of the received rows, packed and unpacked, and of the float32 sums."""
     row = dispatched_row(problem) + problem.top_k * _ID_BYTES
     sums = problem.tokens * problem.hidden * _FLOAT32_BYTES
-    return _received_rows(problem) * (2 * row + _plain_row(problem)) + sums
+    return _received_rows(problem) * (2 * row + _unquantized_row_bytes(problem)) + sums
 
 
-def _all_to_all(problem: Problem) -> int:
+def _all_to_all_bytes(problem: Problem) -> int:
     sent = problem.tokens * min(problem.top_k, problem.parallel.world_size)
-    return _received(problem) + sent * (dispatched_row(problem) + _plain_row(problem))
+    return _received_bytes(problem) + sent * (
+        dispatched_row(problem) + _unquantized_row_bytes(problem)
+    )
 
 
-def _all_gather(problem: Problem) -> int:
-    return _received(problem) + problem.tokens * dispatched_row(problem)
+def _all_gather_bytes(problem: Problem) -> int:
+    return _received_bytes(problem) + problem.tokens * dispatched_row(problem)
 
 
-def _symmetric(problem: Problem) -> int:
-    row = dispatched_row(problem) + problem.top_k * _ID_BYTES + _plain_row(problem)
-    return _IN_FLIGHT * problem.parallel.world_size * problem.tokens * row
+def _symm_mem_bytes(problem: Problem) -> int:
+    row = dispatched_row(problem) + problem.top_k * _ID_BYTES + _unquantized_row_bytes(problem)
+    return _CALLS_IN_FLIGHT * problem.parallel.world_size * problem.tokens * row
 
 
-def _low_latency(problem: Problem) -> int:
-    """Return the bytes of two buffers, which send and receive, and of the received rows."""
-    tokens = _rounded("DeepEPLLPrepareAndFinalize", problem)
+def _deepep_ll_bytes(problem: Problem) -> int:
+    """Return the bytes of the two send and receive buffers, and of the received rows."""
+    tokens = _buffer_tokens("DeepEPLLPrepareAndFinalize", problem)
     rows = problem.experts * tokens
-    return rows * (4 * (_plain_row(problem) + 16) + dispatched_row(problem))
+    return rows * (4 * (_unquantized_row_bytes(problem) + 16) + dispatched_row(problem))
 
 
-def _high_throughput(problem: Problem) -> int:
-    """Return the bytes of a ring for each peer, and of the received rows and their sums."""
-    peers = min(problem.parallel.world_size, _HOST_PEERS)
-    hosts = -(-problem.parallel.world_size // _HOST_PEERS)
-    rings = _CHANNELS * _CHANNEL_ROWS * (peers + 2 * hosts * (hosts > 1)) * _plain_row(problem)
-    rows = _received_rows(problem) * (dispatched_row(problem) + _plain_row(problem))
+def _deepep_ht_bytes(problem: Problem) -> int:
+    """Return the bytes of the ring buffers of all peers, and of received rows and their sums."""
+    peers = min(problem.parallel.world_size, _RANKS_PER_HOST)
+    hosts = -(-problem.parallel.world_size // _RANKS_PER_HOST)
+    rings = (
+        _CHANNELS
+        * _CHANNEL_ROWS
+        * (peers + 2 * hosts * (hosts > 1))
+        * _unquantized_row_bytes(problem)
+    )
+    rows = _received_rows(problem) * (dispatched_row(problem) + _unquantized_row_bytes(problem))
     return rings + rows
 
 
-def _elastic(problem: Problem) -> int:
-    """Return the bytes of the library's buffer, which sends and receives, and of the sums."""
-    rows = problem.parallel.world_size * _rounded("DeepEPV2PrepareAndFinalize", problem)
-    return rows * 2 * (dispatched_row(problem) + _plain_row(problem))
+def _deepep_v2_bytes(problem: Problem) -> int:
+    """Return the bytes of the library's buffers to send and receive dispatched rows and sums."""
+    rows = problem.parallel.world_size * _buffer_tokens("DeepEPV2PrepareAndFinalize", problem)
+    return rows * 2 * (dispatched_row(problem) + _unquantized_row_bytes(problem))
 
 
-def _pplx(problem: Problem) -> int:
+def _pplx_bytes(problem: Problem) -> int:
     """Return the bytes of the library's buffers, with float32 rows, and of the batched rows."""
     row = max(dispatched_row(problem), _FLOAT32_BYTES * problem.hidden)
     rows = problem.tokens * problem.e * problem.parallel.world_size
-    return rows * row + _batched_rows(problem)
+    return rows * row + _batched_rows_bytes(problem)
 
 
 _BUFFERS: Mapping[str, Callable[[Problem], int]] = {
-    "MoEPrepareAndFinalizeNoEP": _quantized_tokens,
-    "BatchedPrepareAndFinalize": _batched_rows,
-    "ReplicatedEPPrepareAndFinalize": _replicated,
-    "AllGatherReduceScatterPrepareAndFinalize": _all_gather,
-    "TorchAll2AllPrepareAndFinalize": _all_to_all,
-    "TorchAll2AllBatchedPrepareAndFinalize": lambda p: _all_to_all(p) + _batched_rows(p),
-    "SymmMemPrepareAndFinalize": _symmetric,
-    "HostThenRankPrepareAndFinalize": lambda p: _all_to_all(p) + _symmetric(p),
-    "DeepEPLLPrepareAndFinalize": _low_latency,
-    "DeepEPHTPrepareAndFinalize": _high_throughput,
-    "DeepEPV2PrepareAndFinalize": _elastic,
-    "PplxPrepareAndFinalize": _pplx,
-    "FlashInferCutlassMoEPrepareAndFinalize": _symmetric,
+    "MoEPrepareAndFinalizeNoEP": _quantized_input_bytes,
+    "BatchedPrepareAndFinalize": _batched_rows_bytes,
+    "ReplicatedEPPrepareAndFinalize": _replicated_bytes,
+    "AllGatherReduceScatterPrepareAndFinalize": _all_gather_bytes,
+    "TorchAll2AllPrepareAndFinalize": _all_to_all_bytes,
+    "TorchAll2AllBatchedPrepareAndFinalize": lambda p: (
+        _all_to_all_bytes(p) + _batched_rows_bytes(p)
+    ),
+    "SymmMemPrepareAndFinalize": _symm_mem_bytes,
+    "HostThenRankPrepareAndFinalize": lambda p: _all_to_all_bytes(p) + _symm_mem_bytes(p),
+    "DeepEPLLPrepareAndFinalize": _deepep_ll_bytes,
+    "DeepEPHTPrepareAndFinalize": _deepep_ht_bytes,
+    "DeepEPV2PrepareAndFinalize": _deepep_v2_bytes,
+    "PplxPrepareAndFinalize": _pplx_bytes,
+    "FlashInferCutlassMoEPrepareAndFinalize": _symm_mem_bytes,
 }

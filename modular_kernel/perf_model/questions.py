@@ -1,7 +1,7 @@
-"""The selection table: the recommended pairs of ten models on four machines, from estimates.
+"""The selection table of the docs: recommended pairings for ten models on four machines.
 
-A question is a model, a machine and a phase. Its answer is the pair that `mk plan` recommends with
-`--packages all`, with the weights of all MoE layers of the model in memory.
+A question is a model, a machine and a phase. Its answer is the pairing that `mk plan` recommends
+with `--packages all` if the weights of all MoE layers of the model are in memory.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,7 @@ from modular_kernel.perf_model.machines import parse_machine
 from modular_kernel.perf_model.recommend import PHASE_TOKENS, best_of
 from modular_kernel.spec.problem import Problem
 
-# Number of MoE layers: all layers of a model without its dense ones and those for multi-token
-# prediction.
+# Number of MoE layers of each model, without layers for multi-token prediction.
 LAYERS = {
     "deepseek-v3": 58,
     "kimi-k2": 60,
@@ -35,15 +34,16 @@ LAYERS = {
     "gpt-oss-20b": 24,
 }
 CLUSTERS = ("4xh200", "8xh200", "2x8xh200", "8xb200")
-LIMIT = 0.35  # errors above it are listed one by one
+LIMIT = 0.35  # larger errors are listed one by one
 
 
 @dataclass(frozen=True)
 class Answer:
     """The answer to one question.
 
-    best: the recommended pair; None if there is none, for `reason`. other_exchange, other_experts:
-    the fastest pair with another PrepareAndFinalize, and with other experts.
+    best: the recommended pairing; None if there is none. other_exchange, other_experts: the fastest
+    pairing with another PrepareAndFinalize, and with another experts part. reason: why there is no
+    recommended pairing.
     """
 
     model: str
@@ -57,9 +57,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class RecordError:
-    """The error of an estimate, predicted / measured - 1, for a recorded time of a pair's part.
+    """The error of the estimate for one recorded time.
 
-    part: of a recommended pair. ranks: 1 for a layer on one GPU; else those of an exchange.
+    part: a part of a recommended pairing. ranks: 1 for a layer on one GPU, else those of the
+    exchange. quant: the scheme, with the quantity for an exchange. error: predicted / measured - 1.
     """
 
     model: str
@@ -72,7 +73,7 @@ class RecordError:
 
 @cache
 def answers() -> tuple[Answer, ...]:
-    """Return the answer for each model, machine and phase, in this order."""
+    """Answer the question for each model, machine and phase, in this order."""
     return tuple(
         answer(model, cluster, phase)
         for model in LAYERS
@@ -82,7 +83,7 @@ def answers() -> tuple[Answer, ...]:
 
 
 def answer(model: str, cluster_name: str, phase: str) -> Answer:
-    """Return the pair that `mk plan` recommends, from one estimate of every valid pair."""
+    """Answer one question. cluster_name: a machine in the syntax of `--machine`."""
     cluster = parse_machine(cluster_name)
     try:
         problem = problem_of(model, cluster, PHASE_TOKENS[phase])
@@ -107,14 +108,14 @@ def problem_of(model: str, cluster: Cluster, tokens: int) -> Problem:
 
 
 def _reason(result: SizeResult) -> str:
-    """Return why no pair is recommended: the least memory of a valid pair, if there is one."""
+    """Return why no pairing is recommended."""
     if not result.too_large:
         return "no valid pair has an estimate"
     for_all_layers = [reason for _, reason in result.too_large if not reason.startswith("[")]
-    least = min(map(_gigabytes, for_all_layers), default=float("inf"))
-    if least == float("inf"):
+    minimum = min(map(_gigabytes, for_all_layers), default=float("inf"))
+    if minimum == float("inf"):
         return "no pair fits, even with one layer"
-    return f"no pair fits: {least:.1f} GB or more, of {(result.machine.memory or 0) / 1e9:.1f} GB"
+    return f"no pair fits: {minimum:.1f} GB or more, of {(result.machine.memory or 0) / 1e9:.1f} GB"
 
 
 def _gigabytes(reason: str) -> float:
@@ -122,27 +123,27 @@ def _gigabytes(reason: str) -> float:
 
 
 def record_errors() -> list[RecordError]:
-    """Compare estimates with each record of a part of a recommended pair on H200.
+    """Compare estimates with the recorded times of the parts of recommended pairings, on H200.
 
-    Records of experts are of whole layers on one GPU, with the model's hidden and intermediate
-    size, top-k and scheme, and all or one rank's experts. Their estimate leaves out the records of
-    the same layer; with them it would be the record itself. Records of exchanges have the hidden
-    size, experts and top-k of the model and the ranks of a machine.
+    A record of an experts part is the time of a whole layer on one GPU. It is used if it has the
+    model's hidden and intermediate size, top-k and scheme; it may have all or one rank's experts.
+    It is compared with an estimate from the records of other layers. A record of an exchange is
+    used if it has the model's hidden size, experts and top-k, and the ranks of a machine.
     """
-    found = dict.fromkeys(
+    distinct_errors = dict.fromkeys(
         error
-        for each in answers()
-        if each.best is not None and _is_recorded(each)
-        for error in (*_experts_errors(each, each.best), *_exchange_errors(each, each.best))
+        for entry in answers()
+        if entry.best is not None and _has_records(entry)
+        for error in (*_experts_errors(entry, entry.best), *_exchange_errors(entry, entry.best))
     )
-    return list(found)
+    return list(distinct_errors)
 
 
-def _is_recorded(each: Answer) -> bool:
-    return parse_machine(each.cluster).gpu.arch == ARCH
+def _has_records(entry: Answer) -> bool:
+    return parse_machine(entry.cluster).gpu.arch == ARCH
 
 
-def _experts_errors(each: Answer, best: Estimate) -> Iterator[RecordError]:
+def _experts_errors(entry: Answer, best: Estimate) -> Iterator[RecordError]:
     problem = best.problem
     for layer in recorded_layers():
         recorded = layer.problem
@@ -156,10 +157,10 @@ def _experts_errors(each: Answer, best: Estimate) -> Iterator[RecordError]:
         estimated = factor(layer.experts, recorded, layer.rows, without_shape=layer.shape)
         if estimated is not None:
             error = estimated.value / layer.factor - 1
-            yield RecordError(each.model, layer.experts, 1, layer.tokens, layer.quant, error)
+            yield RecordError(entry.model, layer.experts, 1, layer.tokens, layer.quant, error)
 
 
-def _exchange_errors(each: Answer, best: Estimate) -> Iterator[RecordError]:
+def _exchange_errors(entry: Answer, best: Estimate) -> Iterator[RecordError]:
     problem, world = best.problem, best.problem.parallel.world_size
     for compared in _exchanges():
         cell = compared.cell
@@ -171,7 +172,7 @@ def _exchange_errors(each: Answer, best: Estimate) -> Iterator[RecordError]:
             == (problem.hidden, problem.experts, problem.top_k)
         ):
             quant = f"{recorded.quant}, {cell.quantity}"
-            yield RecordError(each.model, cell.part, world, recorded.tokens, quant, compared.error)
+            yield RecordError(entry.model, cell.part, world, recorded.tokens, quant, compared.error)
 
 
 @cache
@@ -188,23 +189,23 @@ def selection_markdown() -> str:
 def _machine_table(cluster: str) -> str:
     columns = "model | phase | take | us | Mtok/s | GB | other exchange | other experts"
     lines = [f"## {cluster}", "", f"| {columns} |", "|---|---|---|---:|---:|---:|---|---|"]
-    for each in answers():
-        if each.cluster == cluster:
-            lines.append(f"| {each.model} | {each.phase} | {' | '.join(_cells(each))} |")
+    for entry in answers():
+        if entry.cluster == cluster:
+            lines.append(f"| {entry.model} | {entry.phase} | {' | '.join(_cells(entry))} |")
     return "\n".join(lines)
 
 
-def _cells(each: Answer) -> tuple[str, ...]:
-    best = each.best
+def _cells(entry: Answer) -> tuple[str, ...]:
+    best = entry.best
     if best is None:
-        return each.reason, "", "", "", "", ""
+        return entry.reason, "", "", "", "", ""
     return (
         f"`{best.prepare_finalize}` x `{best.experts_part}`",
         f"{best.seconds * 1e6:.0f}",
         f"{best.tokens_per_second / 1e6:.2f}",
         f"{best.memory.total / 1e9:.1f}",
-        _ratio(best, each.other_exchange, "prepare_finalize"),
-        _ratio(best, each.other_experts, "experts_part"),
+        _ratio(best, entry.other_exchange, "prepare_finalize"),
+        _ratio(best, entry.other_experts, "experts_part"),
     )
 
 
@@ -216,29 +217,30 @@ def records_markdown() -> str:
     """Return the errors by model and part, then each error beyond LIMIT, as Markdown."""
     errors = record_errors()
     groups: dict[tuple[str, str, int], list[float]] = {}
-    for each in errors:
-        groups.setdefault((each.model, each.part, each.ranks), []).append(abs(each.error))
+    for entry in errors:
+        groups.setdefault((entry.model, entry.part, entry.ranks), []).append(abs(entry.error))
     limit = f"{LIMIT * 100:.0f} %"
     lines = [f"| model | part | GPUs | records | beyond {limit} | worst |"]
     lines += ["|---|---|---:|---:|---:|---:|"]
-    for (model, part, ranks), sizes in groups.items():
-        beyond = sum(error > LIMIT for error in sizes)
-        worst = f"{max(sizes) * 100:.0f} %"
-        lines.append(f"| {model} | `{part}` | {ranks} | {len(sizes)} | {beyond} | {worst} |")
-    far = [each for each in errors if abs(each.error) > LIMIT]
-    lines += ["", f"Beyond {limit}, {len(far)} of {len(errors)} records:", ""]
+    for (model, part, ranks), magnitudes in groups.items():
+        beyond = sum(error > LIMIT for error in magnitudes)
+        worst = f"{max(magnitudes) * 100:.0f} %"
+        lines.append(f"| {model} | `{part}` | {ranks} | {len(magnitudes)} | {beyond} | {worst} |")
+    large_errors = [entry for entry in errors if abs(entry.error) > LIMIT]
+    lines += ["", f"Beyond {limit}, {len(large_errors)} of {len(errors)} records:", ""]
     lines += ["| model | part | GPUs | scheme | tokens | error |", "|---|---|---:|---|---:|---:|"]
-    for each in sorted(far, key=lambda e: (e.model, e.part, e.ranks, e.tokens)):
-        place = f"{each.model} | `{each.part}` | {each.ranks} | {each.quant} | {each.tokens}"
-        lines.append(f"| {place} | {each.error * 100:+.0f} % |")
+    for entry in sorted(large_errors, key=lambda e: (e.model, e.part, e.ranks, e.tokens)):
+        cells = f"{entry.model} | `{entry.part}` | {entry.ranks} | {entry.quant} | {entry.tokens}"
+        lines.append(f"| {cells} | {entry.error * 100:+.0f} % |")
     return "\n".join(lines)
 
 
 def layer_times_markdown(model: str) -> str:
     """Return the recorded times of a model's layer on one H200 as Markdown.
 
-    One row for each recorded layer of its hidden and intermediate size and top-k, in 16 bits and in
-    the model's scheme, with `TritonExperts` and with the fastest experts part.
+    There is a row for each recorded layer with the model's hidden and intermediate size and top-k,
+    in 16 bits and in the model's scheme. It has the times of `TritonExperts` and of the fastest
+    experts part.
     """
     published = MODELS[model]
     sizes = published.hidden, published.intermediate, published.top_k

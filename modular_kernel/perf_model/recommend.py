@@ -1,4 +1,4 @@
-"""One recommended pair for a phase, with the runner-up and what would change the choice."""
+"""The recommended pairing for a phase, the runner-up, and what would change the recommendation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,12 @@ from modular_kernel.perf_model.estimate import Estimate, SizeResult
 from modular_kernel.perf_model.machines import BASE_PACKAGES, OF_DEEP_EP_1
 
 DECODE, PREFILL = "decode", "prefill"
-PHASE_TOKENS = {DECODE: 128, PREFILL: 4096}  # of each rank, unless the user gives others
-MOST_DECODE_TOKENS = 256  # of each rank; more tokens are a prefill
-TIE = 1.03  # times within this ratio of the fastest count as equal
-TYPICAL_ERROR = 1.15  # of an estimate, see docs/sizing.md
-_OCTAVES = 4  # of tokens to look for another choice, upwards and downwards
+PHASE_TOKENS = {DECODE: 128, PREFILL: 4096}  # per rank, unless the user gives others
+MAX_DECODE_TOKENS = 256  # per rank; calls with more tokens are a prefill
+TIE = 1.03  # times up to this multiple of the fastest count as equal
+TYPICAL_ERROR = 1.15  # ratio by which an estimate may be wrong, see docs/sizing.md
+# The number of tokens is doubled and halved this often in search of another recommendation.
+_OCTAVES = 4
 _MAX_TOKENS = 1 << 17
 
 SizeAt = Callable[[int], SizeResult]
@@ -20,10 +21,10 @@ SizeAt = Callable[[int], SizeResult]
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended pair.
+    """The recommended pairing.
 
-    changes: descriptions of what would change the choice. close: whether the runner-up is within
-    the error of the estimates, so that only a measurement can decide.
+    runner_up: the fastest other estimate. changes: descriptions of what would change the
+    recommendation.
     """
 
     phase: str
@@ -33,20 +34,21 @@ class Recommendation:
 
     @property
     def close(self) -> bool:
+        """Whether the runner-up is within the error of estimates, so that only a timing decides."""
         runner_up = self.runner_up
         return runner_up is not None and runner_up.seconds <= TYPICAL_ERROR * self.best.seconds
 
 
 def phase_of(tokens: int) -> str:
     """Return the phase whose calls have this many tokens on each rank."""
-    return DECODE if tokens <= MOST_DECODE_TOKENS else PREFILL
+    return DECODE if tokens <= MAX_DECODE_TOKENS else PREFILL
 
 
 def best_of(result: SizeResult) -> Estimate | None:
     """Return the recommended estimate; None if there is no estimate.
 
-    Of the estimates within TIE of the fastest, it is the one with the fewest optional packages,
-    then the first in the order of the catalog, which also determines the default pair.
+    Of the estimates within TIE of the fastest, it is the one with the fewest optional packages, and
+    of those the first in the order of the catalog, which also determines the default pairing.
     """
     if not result.estimates:
         return None
@@ -66,10 +68,10 @@ def best_of(result: SizeResult) -> Estimate | None:
 def recommend(
     phase: str, result: SizeResult, size_at: SizeAt, complete: Sequence[SizeResult]
 ) -> Recommendation | None:
-    """Return the recommendation for the work of `result`; None without an estimate.
+    """Return the recommendation for the estimates of `result`; None if there are none.
 
-    size_at: estimates the same layer with another number of tokens on each rank.
-    complete: the same work on machines with every package, see `complete_machines`.
+    size_at: estimates the same layer with another number of tokens per rank. complete: estimates of
+    the same work on machines with every package, see `complete_machines`.
     """
     best = best_of(result)
     if best is None:
@@ -81,7 +83,7 @@ def recommend(
 
 
 def _by_packages(best: Estimate, result: SizeResult, complete: Sequence[SizeResult]) -> list[str]:
-    """Describe the fastest pair that only lacks packages, if it is faster."""
+    """Describe the fastest pairing that only needs more packages, if it is faster than `best`."""
     choices = [(best_of(other), other.machine) for other in complete]
     faster = [(e, m) for e, m in choices if e is not None and e.seconds * TIE < best.seconds]
     if not faster:
@@ -89,7 +91,7 @@ def _by_packages(best: Estimate, result: SizeResult, complete: Sequence[SizeResu
     choice, machine = min(faster, key=lambda pair: pair[0].seconds)
     missing = _packages_of(load_catalog(), choice) - result.machine.packages
     if OF_DEEP_EP_1 in result.machine.packages - machine.packages:
-        missing |= {"deep_ep"}  # of the other generation
+        missing |= {"deep_ep"}  # the machine has the other generation
     generation = 1 if OF_DEEP_EP_1 in machine.packages else 2
     names = sorted(missing - {OF_DEEP_EP_1})
     needed = ", ".join(f"{n} {generation}" if n == "deep_ep" else n for n in names)
@@ -98,7 +100,7 @@ def _by_packages(best: Estimate, result: SizeResult, complete: Sequence[SizeResu
 
 
 def _by_tokens(best: Estimate, result: SizeResult, size_at: SizeAt) -> list[str]:
-    """Describe the nearest larger and smaller number of tokens with another choice."""
+    """Describe the nearest larger and smaller number of tokens with another recommendation."""
     tokens, changes = result.problem.tokens, []
     for direction in (1, -1):
         for octave in range(1, _OCTAVES + 1):
@@ -122,7 +124,7 @@ def _by_tokens(best: Estimate, result: SizeResult, size_at: SizeAt) -> list[str]
 
 
 def _packages_of(catalog: Catalog, estimate: Estimate) -> frozenset[str]:
-    """Return the optional packages that a pair needs."""
+    """Return the optional packages that a pairing needs."""
     parts = (
         catalog.prepare_finalize(estimate.prepare_finalize),
         catalog.experts(estimate.experts_part),

@@ -1,4 +1,4 @@
-"""Verdicts of pairs over all ranks of a problem, with the memory of the machine."""
+"""Verdicts of pairings for all ranks of a problem, which also consider the machine's memory."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,9 +17,11 @@ def judge_pairs(
     problem: Problem,
     machine: Machine,
 ) -> list[Verdict]:
-    """Judge every pair that matches the given names (None matches all).
+    """Judge every pairing of these parts, for all ranks of the problem.
 
-    With several ranks each pair's verdict is that of the first rank that is refused, else rank 0's.
+    The result has the verdict for the first rank that is refused, or for rank 0 if none is.
+
+    pf_type, experts_type: names of parts; None stands for all parts of the catalog.
     """
     problems = list(_rank_problems(problem))
     pf_names = [pf_type] if pf_type is not None else catalog.names("prepare_finalize")
@@ -41,15 +43,16 @@ def judge_fitting(
     problem: Problem,
     machine: Machine,
 ) -> list[Verdict]:
-    """Judge as `judge_pairs`, and refuse a pair that exceeds the machine's memory, if known."""
+    """Judge as `judge_pairs` does, and refuse pairings that exceed the machine's memory."""
     verdicts = judge_pairs(catalog, pf_type, experts_type, problem, machine)
     return [with_memory(verdict) for verdict in verdicts]
 
 
 def _rank_problems(problem: Problem) -> Iterator[Problem]:
-    """Yield the problem of each rank; for a linear placement, one for each number of experts.
+    """Yield the problem of each rank whose verdict may differ.
 
-    Rules give the same result for ranks with the same number of consecutive experts.
+    With a linear placement, rules give the same result for all ranks with equally many experts, so
+    only one of them is yielded.
     """
     slots, is_linear = problem.placement.slots, problem.placement.is_linear
     counts = set[int]()

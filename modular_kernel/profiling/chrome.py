@@ -1,9 +1,9 @@
 """Chrome traces, the JSON format of Perfetto: reading, validation, and merging over ranks.
 
 Time stamps in torch's traces are microseconds after `baseTimeNanoseconds` on the host's wall clock;
-CUPTI converts GPU time stamps to it. Ranks of one machine share this clock, so a common base aligns
-their traces without further shifts. The alignment is checked with a range that every rank ends when
-it leaves a common barrier (`barrier_spread_us`).
+CUPTI converts GPU time stamps to it. Ranks of one machine share this clock, so shifting their
+traces to a common base aligns them. As a check of the alignment, every rank ends a range when it
+leaves a common barrier, and `barrier_spread_us` compares the end times.
 """
 
 import json
@@ -16,7 +16,7 @@ from modular_kernel.profiling.events import Event, ends_of
 
 BARRIER = "mk::barrier"
 _PHASES = frozenset("XBEiIMsftCbneNODPvRcS(),a")  # valid values of "ph" in the format
-_FLOWS = ("s", "t", "f")
+_FLOW_PHASES = ("s", "t", "f")
 Trace = dict[str, Any]
 
 
@@ -28,7 +28,7 @@ def read_trace(path: Path) -> Trace:
         raise ConfigurationError(f"trace {path.name}", got=str(error), need="JSON") from error
     violations = format_violations(trace)
     if violations:
-        need = "events as the Chrome trace format has them"
+        need = "events in the Chrome trace format"
         raise ConfigurationError(f"trace {path.name}", got="; ".join(violations[:3]), need=need)
     valid_trace: Trace = trace
     return valid_trace
@@ -60,7 +60,7 @@ def _event_violation(event: object) -> str:
         return "no time stamp"
     if phase == "X" and not (_is_number(event.get("dur")) and event["dur"] >= 0):
         return "no duration of 0 or more"
-    if phase in _FLOWS and "id" not in event:
+    if phase in _FLOW_PHASES and "id" not in event:
         return "a flow without an id"
     return ""
 
@@ -125,20 +125,20 @@ def _metadata(kind: str, process: int, thread: int, **arguments: object) -> Even
 
 
 def barrier_spread_us(traces: Sequence[Trace]) -> float | None:
-    """Return the microseconds between the first and the last rank that leave a barrier.
+    """Return the microseconds between the first and the last rank to leave a barrier.
 
-    This is the minimum over all barriers that every rank marked. It includes the clock differences
-    between ranks and the differences in leaving the barrier. None for one rank, or without marks.
+    The result is the minimum over all barriers that every rank marked. It includes differences
+    between the ranks' clocks. It is None for a single rank, or if no barrier was marked.
     """
     first = min(_base(trace) for trace in traces)
     # Subtract the bases as integers: around 1e18 ns a float has no microsecond precision.
-    ends_WB = [
+    barrier_ends_by_rank = [
         [(_base(trace) - first) / 1e3 + end for end in ends_of(trace["traceEvents"], BARRIER)]
         for trace in traces
     ]
     if len(traces) < 2:
         return None
-    spreads = [max(ends) - min(ends) for ends in zip(*ends_WB, strict=False)]
+    spreads = [max(ends) - min(ends) for ends in zip(*barrier_ends_by_rank, strict=False)]
     return min(spreads, default=None)
 
 

@@ -1,9 +1,10 @@
 """Stage times of calls, computed from the events of a Chrome trace.
 
-Device work is attributed to the innermost host range that contains its launch, no matter when it
-runs. Kernels may overlap on the device, because one can start before its predecessor ends.
-Overlapping time counts once, for the kernel that started first, so that stage times add up to the
-busy time of the device.
+The host marks a call, its scopes (such as `mk::experts`) and the stages in them as named ranges,
+see `modular_kernel.replay.stages`. Device work (kernels, copies and fills) is attributed to the
+innermost range that contains its launch, no matter when it runs. Kernels may overlap on the device,
+because one can start before its predecessor ends. Overlapping time counts once, for the kernel that
+started first, so that stage times add up to the busy time of the device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,19 +18,18 @@ Event = dict[str, Any]
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
-_MIN_SHARE = 0.01  # of a call, for a range without stages to be shown as a stage
+_MIN_SHARE = 0.01  # minimum fraction of a call's time for a scope without stages to become a stage
 UNATTRIBUTED = ""  # the stage of device work whose launch is not in the trace
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Self time of the ranges of one name within a call.
+    """Time that one call spends in all ranges of one name, without the ranges nested in them.
 
-    The ranges are a stage, or a scope, whose nested stages are subtracted.
-
-    entered: number of times the range was entered. host_us: host microseconds in the range, without
-    nested ranges. device_us: device microseconds of the work launched in it. launches: number of
-    kernels, copies and fills. device_us and launches are None if no GPU was traced.
+    stage: name of the ranges, which is that of a stage or of a scope. entered: number of these
+    ranges. host_us: microseconds on the host. device_us: microseconds of the device work launched
+    in the ranges. launches: number of kernels, copies and fills. device_us and launches are None if
+    no GPU was traced.
     """
 
     stage: str
@@ -40,7 +40,7 @@ class StageTime:
 
     @property
     def is_stage(self) -> bool:
-        """Whether this is a stage, not the remaining time of a range that contains stages."""
+        """Whether this is a stage, not the time that a scope spends outside of its stages."""
         return self.stage not in (*stages.SCOPES, UNATTRIBUTED)
 
     @property
@@ -51,7 +51,10 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Span:
-    """An interval in microseconds of the trace's clock. stage: the stage it belongs to."""
+    """An interval in microseconds of the trace's clock.
+
+    stage: name of the stage or scope it belongs to. name: that of the range or of the kernel.
+    """
 
     stage: str
     name: str
@@ -63,9 +66,9 @@ class Span:
 class CallTimes:
     """Times of one call.
 
-    span_us: from the start of its first device work to the end of its last; on a CPU the duration
-    of the call. host_us: host time until the call returned. ranges, work: intervals of its host
-    ranges and of its device work.
+    times: one entry per stage and scope. span_us: microseconds from the start of the first device
+    work to the end of the last; on a CPU the duration of the call. host_us: host time until the
+    call returned. ranges, work: intervals of its host ranges and of its device work.
     """
 
     times: tuple[StageTime, ...]
@@ -98,7 +101,11 @@ class CallTimes:
 
 @dataclass(eq=False)
 class _Range:
-    """A named range of a host thread. self_us: duration without nested ranges."""
+    """A named range of a host thread.
+
+    thread: process id and thread id. start, end: microseconds. self_us: duration without nested
+    ranges. call: the range of the call that contains this one, if any.
+    """
 
     name: str
     thread: tuple[Any, Any]
@@ -110,7 +117,11 @@ class _Range:
 
 @dataclass
 class _Work:
-    """A kernel, copy or fill. self_us: duration without the overlap with earlier work."""
+    """A kernel, copy or fill on the device.
+
+    start, end: microseconds. self_us: duration without the overlap with earlier work. launched_in:
+    the innermost range around its launch; None if the launch is not in the trace.
+    """
 
     name: str
     start: float
@@ -120,7 +131,7 @@ class _Work:
 
 
 def calls_of(events: Sequence[Event], *, on_gpu: bool) -> list[CallTimes]:
-    """Return the times of each call in a trace, that is, of each range `stages.CALL`, in order."""
+    """Return the times of each range named `stages.CALL` in a trace, in order."""
     ranges = _ranges(events)
     work = _work(events, ranges) if on_gpu else []
     calls = [range_ for range_ in ranges if range_.name == stages.CALL]
@@ -130,7 +141,8 @@ def calls_of(events: Sequence[Event], *, on_gpu: bool) -> list[CallTimes]:
 def median_call(calls: Sequence[CallTimes]) -> CallTimes:
     """Return the call with the median span.
 
-    Medians of each stage over calls would not add up to a total; the stages of one call do.
+    The stage times of one call add up to its total, which medians over calls would not. Raises
+    ConfigurationError if there is no call.
     """
     if not calls:
         need = f"a range {stages.CALL} around each call"
@@ -139,7 +151,7 @@ def median_call(calls: Sequence[CallTimes]) -> CallTimes:
 
 
 def ends_of(events: Iterable[Event], name: str) -> list[float]:
-    """Return the sorted end times of the ranges called `name`."""
+    """Return the sorted end times, in microseconds, of the ranges called `name`."""
     return sorted(e["ts"] + e["dur"] for e in events if _is_range(e) and e["name"] == name)
 
 
@@ -169,7 +181,7 @@ def _ranges(events: Iterable[Event]) -> list[_Range]:
 
 
 def _work(events: Iterable[Event], ranges: Sequence[_Range]) -> list[_Work]:
-    """Return device work launched in calls, or without a launch in the trace, sorted by start."""
+    """Return the device work of calls, and that whose launch is not in the trace, by start time."""
     launches: dict[Any, tuple[float, tuple[Any, Any]]] = {}
     device_events = []
     for event in events:
@@ -228,20 +240,21 @@ def _call_times(
 def _name_default_stages(
     call: _Range, call_ranges: Sequence[_Range], call_work: Sequence[_Work], *, on_gpu: bool
 ) -> None:
-    """Turn each scope into a stage of its own if the part names no stage in it.
+    """Rename each scope to its default stage if the part marked no stage in it.
 
-    A scope without work stays one: on a GPU, one that launches nothing; on a CPU, one that takes
-    less of the call than the ranges themselves may cost.
+    A scope without work keeps its name. On a GPU, a scope has work if it launches any; on a CPU, if
+    it takes more than _MIN_SHARE of the call, since less may be the overhead of the ranges.
     """
-    for scope, default in stages.DEFAULT_STAGES.items():
+    for scope, default_stage in stages.DEFAULT_STAGES.items():
         scopes = [range_ for range_ in call_ranges if range_.name == scope]
         if on_gpu:
-            works = any(w.launched_in in scopes for w in call_work)
+            has_work = any(w.launched_in in scopes for w in call_work)
         else:
-            works = sum(range_.self_us for range_ in scopes) >= _MIN_SHARE * (call.end - call.start)
-        if works and not any(_contains_stage(outer, call_ranges) for outer in scopes):
+            self_us = sum(range_.self_us for range_ in scopes)
+            has_work = self_us >= _MIN_SHARE * (call.end - call.start)
+        if has_work and not any(_contains_stage(outer, call_ranges) for outer in scopes):
             for range_ in scopes:
-                range_.name = default
+                range_.name = default_stage
 
 
 def _contains_stage(outer: _Range, call_ranges: Sequence[_Range]) -> bool:

@@ -23,7 +23,7 @@ from modular_kernel.report.pages.document import (
 
 
 def page(profile: Profile) -> str:
-    """Render the whole document: end-to-end times of each pairing first, then its stages."""
+    """Render a profile: first the end-to-end time of each pairing, then its stages."""
     title = " against ".join(pair.pairing for pair in profile.pairs)
     return html.page(f"mk profile: {title}", [Heading(1, title), *_blocks(profile)])
 

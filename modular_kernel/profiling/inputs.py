@@ -1,4 +1,4 @@
-"""Inputs of a profiled call on each rank, and the load that their routing puts on the rank."""
+"""Inputs of a profiled call on each rank, and the rows and pairs that the rank has to process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,10 @@ _SEED = 11
 
 @dataclass(frozen=True)
 class ProfileInputs:
-    """Arguments of a call on one rank, and their load. x_TH: modified only by inplace problems."""
+    """Arguments of a call on one rank, and the load that their routing puts on the rank.
+
+    An inplace problem overwrites x_TH.
+    """
 
     x_TH: torch.Tensor
     weights: ExpertWeights
@@ -29,11 +32,12 @@ class ProfileInputs:
 def make_inputs(
     problem: Problem, device: torch.device, kind: RoutingKind, *, replicated: bool
 ) -> ProfileInputs:
-    """Draw random inputs of one rank, the same in every run.
+    """Draw the inputs of one rank, the same in every run.
 
-    x is standard normal, weights are scaled by 1 / sqrt(fan-in), and routing is of the given kind.
-    problem: the problem of this rank. replicated: every rank passes the same tokens. Raises
-    ConfigurationError for a problem without tokens.
+    x is standard normal, and weights are normal with a standard deviation of 1 / sqrt(fan-in).
+
+    problem: the problem of this rank. kind: distribution of tokens over experts. replicated:
+    whether all ranks pass the same tokens. Raises ConfigurationError for a problem without tokens.
     """
     if problem.tokens < 1:
         raise ConfigurationError("tokens to profile", got=problem.tokens, need=">= 1")
@@ -67,11 +71,13 @@ def _single_rank_load(
 
 
 def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: bool) -> RankLoad:
-    """Return the load of rank `problem.parallel.rank`, where rank r passes routings[r] on the CPU.
+    """Return the load of the rank `problem.parallel.rank`.
 
-    A row crosses a link once to each other rank that has one of its experts. For a replicated
-    expert the copy is chosen as in the all-to-all part. replicated: all ranks pass the same tokens,
-    so no rows are dispatched, but the sums of the other ranks are received.
+    A row is sent once to each other rank that has one of its experts. If an expert has several
+    copies, the copy is selected as in the all-to-all part.
+
+    routings: the routing of each rank, on the CPU. replicated: whether all ranks pass the same
+    tokens. Then no rows are dispatched, but the sums of the other ranks are received.
     """
     rank, per_host = problem.parallel.rank, problem.parallel.ranks_per_host
     touched: set[int] = set()

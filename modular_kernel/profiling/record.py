@@ -1,13 +1,18 @@
-"""Recording of a profile on one rank: time planned calls and trace eager calls of each pairing.
+"""Recording of a profile on one rank, which times planned calls and traces eager ones.
 
-Two measurements are made separately. The end-to-end time is that of a planned call: on a GPU a CUDA
-graph replay if the pairing can be captured, timed with events while no profiler is loaded, because
-a loaded profiler slows down launches. The stage times are those of eager calls of the same plan
-under torch's profiler; under the profiler a plan runs the host code of the parts instead of
-replaying. Eager calls are queued behind a sleep of the GPU, so that the GPU never waits for the
-host. An idle GPU boosts its clocks for a short time, so the graph, if there is one, is replayed
-before calls of either kind until clocks have settled. The L2 cache is overwritten before each call,
-so that it is cold.
+Two measurements are made separately:
+
+- The end-to-end time is that of a planned call. On a GPU this is the replay of a CUDA graph, if the
+  pairing can be captured. It is timed with events before a profiler is loaded, because a loaded
+  profiler slows down launches.
+- The stage times are those of eager calls of the same plan under torch's profiler. Under a
+profiler,
+  a plan runs the host code of the parts instead of replaying launches. The calls are queued while
+  the GPU sleeps, so that the GPU never waits for the host.
+
+An idle GPU boosts its clocks for a short time. Before calls of either kind, the graph, if there is
+one, is therefore replayed until the clocks have settled. The L2 cache is overwritten before each
+call.
 """
 
 import math
@@ -56,12 +61,13 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.text import plural
 
 _CYCLES_PER_S = 2.0e9  # upper bound of GPU clocks
-_HOST_MARGIN = 3.0  # factor on the host time of an unprofiled eager call
+_HOST_MARGIN = 3.0  # host time of a profiled eager call over that of an unprofiled one, at most
 _MIN_PAUSE_S, _MAX_PAUSE_S = 5e-3, 0.5
 # On an H200 clocks settle within 65 ms. More replays would only enlarge the trace.
 _WARMUP_S, _MAX_WARMUP_REPLAYS = 0.1, 100
 _WARM_CALLS = 3
-_BARRIERS = 5  # the one that ranks leave most simultaneously bounds the clock differences
+# Barriers to mark; the one that ranks leave most simultaneously bounds the clock differences.
+_BARRIERS = 5
 _REPLAYS, _REPLAYS_ON_CPU = 40, 4  # fixed, because all ranks must make equally many calls
 _PROFILER_PREFIX = b"USDT:"  # prefix of lines that kineto prints on stderr, since torch 2.13
 
@@ -70,9 +76,10 @@ _PROFILER_PREFIX = b"USDT:"  # prefix of lines that kineto prints on stderr, sin
 class ProfileJob:
     """A profiling job.
 
-    pairs: one or two (PrepareAndFinalize, experts) names. calls: number of traced calls. traces:
-    path prefix of the traces of each pair. command: the command line, for the record. prepared: use
-    prepared weights for each pair that can prepare them.
+    pairs: names of the PrepareAndFinalize and the experts part of one or two pairings. calls:
+    number of calls to trace. traces: path prefix of the traces of each pairing. command: the
+    command line, for the record. prepared: whether to use prepared weights where a pairing supports
+    them.
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -204,7 +211,10 @@ def _difference(outputs: Sequence[torch.Tensor]) -> float:
 
 @dataclass(frozen=True)
 class _WarmUp:
-    """A graph to replay until clocks have settled, and its seconds per replay. run: may be None."""
+    """A graph to replay until the GPU's clocks have settled.
+
+    run: replays the graph; None if there is none. replay_s: seconds per replay.
+    """
 
     run: Callable[[], torch.Tensor] | None = None
     replay_s: float = 0.0
@@ -277,7 +287,7 @@ class _Bench:
 
     def _make_plan(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
         """Create and warm up a plan; return it with its memory use and its first output."""
-        allocated_before = self._allocated(reset=True)
+        allocated_before = self._allocated_bytes(reset=True)
         kernel = make_kernel(
             *(pf, experts, self.problem),
             group=self.group,
@@ -298,7 +308,7 @@ class _Bench:
             peak = torch.cuda.max_memory_allocated(self.device) - allocated_before - prepared
         return plan, Memory(plan.nbytes, peak, prepared), output
 
-    def _allocated(self, *, reset: bool) -> int:
+    def _allocated_bytes(self, *, reset: bool) -> int:
         if not self.on_gpu:
             return 0
         if reset:
@@ -309,9 +319,9 @@ class _Bench:
     def _time_end_to_end(
         self, calls: Sequence[Callable[[], torch.Tensor]]
     ) -> tuple[list[EndToEndTime], list[_WarmUp]]:
-        """Time each planned call, two pairings in the order A, B, B, A.
+        """Time the planned calls; those of two pairings in the order A, B, B, A.
 
-        Returns the totals and, for each call, the load that warms up the GPU before it.
+        Returns the end-to-end time of each call, and the replays that warm up the GPU before it.
         """
         runs, modes, warm_ups = [], [], []
         for (pf, experts), call in zip(self.job.pairs, calls, strict=True):
@@ -343,8 +353,8 @@ class _Bench:
     ) -> tuple[Callable[[], torch.Tensor], str]:
         """Capture a call in a CUDA graph.
 
-        Returns the replay and "graph", or the call itself and its mode if it cannot be captured on
-        every rank.
+        Returns the replay and "graph"; or, if not every rank can capture it, the call itself and
+        its mode.
         """
         if not self.on_gpu:
             interpreted = self.job.machine.interpreter and needs_triton(pf, experts)
@@ -358,10 +368,7 @@ class _Bench:
     def _sample_us(
         self, run: Callable[[], torch.Tensor], replays: int, warm_up: _WarmUp
     ) -> list[float]:
-        """Return the microseconds of `replays` calls.
-
-        The same load as before traced calls runs first, then one call that is not counted.
-        """
+        """Return the microseconds of `replays` calls, after the warm-up and one uncounted call."""
         self._barrier()
         calls = repeat(run, warm_up.replays() + replays + 1)
         return [ms * 1e3 for ms in samples_ms(calls, self.clock, self.flush_l2)[-replays:]]
@@ -378,7 +385,7 @@ class _Bench:
     def _trace(self, plan: Plan, warm_up: _WarmUp, path: Path) -> None:
         """Write a Chrome trace of eager calls.
 
-        A first step, which is not recorded, absorbs the initialization of the profiler.
+        All calls run twice: first without being recorded, while the profiler initializes.
         """
         call, pause_s = partial(self._call, plan), self._pause_seconds(plan)
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.on_gpu else [])
@@ -394,7 +401,7 @@ class _Bench:
                 profiler.step()
 
     def _queue(self, call: Callable[[], torch.Tensor], warm_up: _WarmUp, pause_s: float) -> None:
-        """Queue the calls to trace while the GPU is occupied, and wait for them."""
+        """Queue the calls to trace while the GPU is busy, and wait for them to finish."""
         for _ in range(_BARRIERS):
             with record_function(BARRIER):
                 self._barrier()
@@ -408,7 +415,10 @@ class _Bench:
         self.clock.wait()
 
     def _occupy(self, warm_up: _WarmUp, pause_s: float) -> None:
-        """Queue a sleep of `pause_s` seconds, in which the host queues all calls, then the load."""
+        """Queue a sleep of the GPU of `pause_s` seconds, and the warm-up after it.
+
+        The sleep gives the host the time to queue all calls.
+        """
         torch.cuda._sleep(int(pause_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
         for _ in range(warm_up.replays()):
             if self.flush_l2 is not None:
@@ -421,7 +431,7 @@ class _Bench:
         if not self.on_gpu:
             return 0.0
         inputs, seconds = self.inputs, 0.0
-        for _ in range(2):  # call the kernel: calls of the plan would be replayed
+        for _ in range(2):  # of the kernel, because a plan would replay its launches
             self._barrier()
             start = time.perf_counter()
             kernel = _kernel_of(plan)
@@ -454,9 +464,10 @@ def _kernel_of(plan: Plan) -> FusedMoEModularKernel:
 
 @contextmanager
 def suppress_profiler_lines() -> Iterator[None]:
-    """Buffer stderr inside the context, then print all lines but those of the profiler.
+    """Drop the lines that torch's profiler prints on stderr inside the context.
 
-    The lines come from C++, so file descriptor 2 is redirected, not `sys.stderr`.
+    The lines come from C++, so file descriptor 2 is redirected rather than `sys.stderr`. All other
+    output is buffered, and written at the end of the context.
     """
     sys.stderr.flush()
     with tempfile.TemporaryFile() as buffered:

@@ -1,4 +1,4 @@
-"""Profile data: stages of every rank with their roofline, end-to-end times, and highlights."""
+"""Data of a profile: end-to-end times, and the stages of every rank with their rooflines."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,11 @@ from modular_kernel.spec.problem import Machine, Problem
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage of one call on one rank.
+    """One stage of one call on one rank. See StageTime for the fields that both have.
 
-    is_stage: False for the remaining time of a range that contains stages. entered: number of times
-    the stage was entered. host_us: host time in it. device_us, launches: None if no GPU was traced.
-    us: device time, or host time if the CPU computed. work, floor: None if the roofline model does
-    not cover the stage.
+    is_stage: False for the time that a scope spends outside of its stages. us: device time in
+    microseconds, or host time if no GPU was traced. work: flops and bytes of the stage. floor: its
+    roofline. work and floor are None if the roofline model does not cover the stage.
     """
 
     stage: str
@@ -47,7 +46,7 @@ class StageRow:
 
     @property
     def lost_us(self) -> float | None:
-        """Microseconds above the roofline time."""
+        """Microseconds above the roofline time; None without a roofline."""
         return None if self.floor is None else self.us - self.floor.us
 
 
@@ -71,6 +70,7 @@ class RankProfile:
 
     @property
     def sum_us(self) -> float:
+        """Sum of the stage times in microseconds."""
         return self.call.staged_us
 
     @property
@@ -80,12 +80,12 @@ class RankProfile:
 
     @property
     def sum_to_span(self) -> float:
-        """Sum of stages over the traced call's span from its first device work to its last."""
+        """Sum of the stage times over the span of the traced call's device work."""
         return _ratio(self.sum_us, self.call.span_us)
 
     @property
     def sum_to_total(self) -> float:
-        """Sum of stages over the end-to-end time of a planned call."""
+        """Sum of the stage times over the end-to-end time of a planned call."""
         return _ratio(self.sum_us, self.total.us)
 
     @property
@@ -129,8 +129,9 @@ class PairProfile:
 class Profile:
     """The result of `mk profile`.
 
-    missing: notes on what could not be measured, and why. states: process-wide settings that affect
-    what runs.
+    link: bytes per second between two GPUs, if measured. difference: as in RankRecord, the maximum
+    over ranks. missing: notes on what could not be measured, and why. states: process-wide settings
+    that affect what runs.
     """
 
     problem: Problem
@@ -227,7 +228,10 @@ def _rows(
 
 
 def _layer_floor(record: RankRecord, problem: Problem) -> Roofline:
-    """Return the layer's roofline on one rank: GEMMs, weights of routed experts, x and y once."""
+    """Return the layer's roofline on one rank.
+
+    It counts the flops of both GEMMs, and the bytes of the routed experts' weights, x and y once.
+    """
     load = Load(record.load.pairs, record.load.touched, 0.0)
     work = work_of(problem, problem.scheme, [load])
     return roofline_of(work, problem, problem.scheme, record.peaks)
@@ -269,10 +273,10 @@ def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None)
 
 
 def as_record(profile: Profile) -> dict[str, Any]:
-    """Return the JSON record.
+    """Return the JSON record of a profile.
 
-    The stages of the first pairing's first rank are repeated at the top level, because mostly there
-    is no other.
+    The stages of the first pairing on rank 0 are repeated at the top level, because most profiles
+    have only one pairing and one rank.
     """
     pairs = [_pair_record(pair) for pair in profile.pairs]
     return {

@@ -11,7 +11,7 @@ COLUMNS = (
     *("stage", "entered", "launches", "host us", "device us", "MB", "MB link", "GFLOP"),
     *("floor us", "% of floor", "bound"),
 )
-# Columns dropped on a narrow terminal, starting with the last.
+# Columns that are dropped on a narrow terminal, the last one first.
 OPTIONAL = (
     *("% of floor", "floor us", "launches", "bound", "host us", "MB", "MB link", "GFLOP"),
     "entered",
@@ -20,7 +20,10 @@ COMPARED = ("stage", "A us", "B us", "B - A us", "B / A")
 
 
 def name_of(row: StageRow) -> str:
-    """Return the name of a row; time outside stages is called, for example, "(rest of experts)"."""
+    """Return the name of a row to print.
+
+    The time that a scope spends outside of its stages is called, for example, "(rest of experts)".
+    """
     if row.stage == UNATTRIBUTED:
         return "(launch unknown)"
     short_name = row.stage.removeprefix(stages.PREFIX)
@@ -28,9 +31,9 @@ def name_of(row: StageRow) -> str:
 
 
 def cells(rank: RankProfile) -> list[tuple[str, ...]]:
-    """Return a row of COLUMNS for each stage, then one with the sum of the stages.
+    """Return the cells of a table with COLUMNS: a row for each stage, and one for their sum.
 
-    The percentage of the roofline is not shown if kernels were interpreted.
+    The percentage of the roofline is omitted if kernels were interpreted.
     """
     show_percent = rank.is_timed
     staged = [row for row in rank.rows if row.is_stage]
@@ -73,7 +76,7 @@ def _cells(row: StageRow, *, show_percent: bool) -> tuple[str, ...]:
 
 
 def number(value: float | None) -> str:
-    """Format a number with about three significant digits; ABSENT for None."""
+    """Format a number with about three significant digits, or None as ABSENT."""
     if value is None:
         return ABSENT
     size = abs(value)
@@ -174,7 +177,7 @@ def _percent(part: float, whole: float) -> str:
 
 
 def comparison_rows(profile: Profile) -> list[tuple[str, ...]]:
-    """Return the rows of COMPARED for two pairings: each stage of either one, and the totals."""
+    """Return the cells of a table with the columns COMPARED: each stage, and the totals."""
     first, second = (pair.slowest for pair in profile.pairs)
     first_times, second_times = (
         {name_of(row): row.us for row in rank.rows if row.is_stage} for rank in (first, second)

@@ -1,4 +1,4 @@
-"""Timeline figure of a call on the host and on the device, and the colors of stages."""
+"""Figure with the timeline of a call on the host and on the device, and the colors of stages."""
 
 from collections.abc import Sequence
 
@@ -27,14 +27,17 @@ _MAIN_STAGES = (stages.GEMM1, stages.GEMM2, stages.DISPATCH, stages.COMBINE)
 
 
 def color(stage: str) -> str:
-    """Return the color of a stage; for a fused stage that of its GEMM, exchange or first part."""
+    """Return the color of a stage.
+
+    A fused stage has the color of the GEMM or exchange in it, or else of its first stage.
+    """
     names = stages.parts(stage)
     main = next((name for name in names if name in _MAIN_STAGES), names[0])
     return _COLORS.get(main, _OTHER_COLOR)
 
 
 def timeline(call: CallTimes) -> Figure:
-    """Draw the call's host ranges and device work; each lane starts at its first interval."""
+    """Draw a call's host ranges and its device work, each from the start of its first interval."""
     lanes = [("host", [span for span in call.ranges if span.stage != stages.CALL])]
     if call.work:
         lanes.append(("device", list(call.work)))
@@ -69,7 +72,7 @@ def _lane(shapes: list[str], name: str, spans: Sequence[Span], y: int) -> int:
 
 
 def _levels(spans: Sequence[Span]) -> list[int]:
-    """Return the vertical level of each span, the lowest that no overlapping span occupies."""
+    """Return the vertical level of each span: the lowest that no overlapping span occupies."""
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start_us, -spans[i].end_us))
     levels, active = [0] * len(spans), list[tuple[float, int]]()
     for index in order:

@@ -1,4 +1,4 @@
-"""The document of benchmark results: origin, summary, figure and table of each record."""
+"""The document of benchmark results, with the origin, a summary and a figure of each record."""
 
 from collections.abc import Sequence
 
@@ -14,14 +14,14 @@ _ABOUT = (
     "of two records includes run-to-run variation. [Benchmarks](benchmarks/README.md) describes "
     "the method and how to measure."
 )
-MAX_PANELS = 20  # including the legend; a figure with more is not drawn
+MAX_PANELS = 20  # a figure with more panels, including the legend, is not drawn
 _RATIOS = ("ours / floor", "ours / best peer")
 
 
 def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> Document:
     """Build the document of all records, newest first.
 
-    cells: include a table of every cell, in addition to figures and summaries.
+    cells: whether to include tables with the times of all cells.
     """
     plotted = [record for record in records if record.report is not None and record.report.rows]
     plotted.sort(key=date_of, reverse=True)
@@ -48,7 +48,7 @@ def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> D
 
 
 def date_of(record: BenchmarkRecord) -> str:
-    """Return the date of a record from its environment; "" if unknown."""
+    """Return the date of a record's measurement; "" if unknown."""
     return str(record.report.environment.get("date", "")) if record.report is not None else ""
 
 
@@ -68,7 +68,7 @@ def _record(name: str, report: Report, *, cells: bool) -> list[Block]:
 
 
 def origin(report: Report) -> str:
-    """Describe where and when a report was measured."""
+    """Describe where, when and with which versions a report was measured."""
     env = report.environment
     parts = [env.get("device"), str(env.get("date", ""))[:16].replace("T", " ")]
     parts += [f"{name} {env[name]}" for name in ("torch", "triton", "version") if env.get(name)]

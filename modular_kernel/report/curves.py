@@ -1,7 +1,7 @@
 """SVG figures of benchmark records, with the same panels as `mk bench --plot`.
 
-They show time over tokens as a multiple of the floor, if every row has one: on an axis that covers
-decades of microseconds, a difference of 10 % would be invisible.
+If every row has a roofline (floor), the figures show times as multiples of it. On an axis that
+covers decades of microseconds, a difference of 10 % would be invisible.
 """
 
 import math
@@ -15,15 +15,16 @@ from modular_kernel.report.pages.plots import COLORS, XMLNS, Scale, line, svg, t
 from modular_kernel.text import counted
 
 _MAX_COLUMNS = 3
+# In pixels.
 _WIDTH, _HEIGHT = 380, 300  # size of a panel
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 24, 28, 40  # margins for its labels
-_LEGEND = 20  # height of a legend line
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 24, 28, 40  # margins of a panel, for its labels
+_LEGEND_HEIGHT = 20  # of one line
 _FLOOR = "floor"
 
 
 @dataclass(frozen=True)
 class _Point:
-    """A point of a curve. height: the plotted value, time over floor or microseconds."""
+    """A point of a curve. height: the plotted value, which is time / floor or microseconds."""
 
     tokens: int
     height: float
@@ -34,8 +35,7 @@ class _Point:
 class _Curve:
     """A curve of a panel.
 
-    points: sorted by tokens. stroke: SVG attributes of the line. color: color of the dots, "" for
-    none.
+    points: sorted by tokens. stroke: SVG attributes of the line. color: of the dots; "" for none.
     """
 
     name: str
@@ -62,9 +62,9 @@ def figure(name: str, report: Report) -> Figure | None:
         return None
     columns = min(_MAX_COLUMNS, len(panels))
     legend = _legend(list(curves.values()), columns)
-    top = math.ceil(len(curves) / columns) * _LEGEND + 8
+    top = math.ceil(len(curves) / columns) * _LEGEND_HEIGHT + 8
     panel_svgs = [
-        svg(_legend(list(curves.values()), 1), _WIDTH, len(curves) * _LEGEND + 8, "legend"),
+        svg(_legend(list(curves.values()), 1), _WIDTH, len(curves) * _LEGEND_HEIGHT + 8, "legend"),
         *(svg(_panel_shapes(panel), _WIDTH, _HEIGHT, panel.title) for panel in panels),
     ]
     placed_panels = [
@@ -117,7 +117,7 @@ def _point(row: Row, over_floor: bool) -> _Point:
 def _legend(curves: Sequence[_Curve], columns: int) -> list[str]:
     shapes = []
     for index, curve in enumerate(curves):
-        x, y = index % columns * _WIDTH + 10, index // columns * _LEGEND + 15
+        x, y = index % columns * _WIDTH + 10, index // columns * _LEGEND_HEIGHT + 15
         shapes.append(line(x, y - 4, x + 26, y - 4, f' stroke-width="2" {curve.stroke}'))
         shapes.append(text(x + 32, y, curve.name))
     return shapes

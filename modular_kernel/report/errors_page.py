@@ -40,9 +40,9 @@ def errors_document(module: ModuleType = errors) -> Document:
         Text(
             "All exceptions that the toolkit raises deliberately are defined in "
             "`modular_kernel.errors` and derive from `ModularKernelError`. Invalid input raises an "
-            "`InputError` before anything is launched; its attributes are `what` is invalid, the "
-            "value that it `got`, and the values that it would `need`. An `AssertionError` is a "
-            "defect of the toolkit; please report it."
+            "`InputError` before any kernel is launched. Its attributes are `what` (the name of "
+            "the invalid input), `got` (its value) and `need` (a description of valid values). An "
+            "`AssertionError` is a defect of the toolkit; please report it."
         ),
         Code("python", _EXAMPLE),
         Text("On the command line, a rejected pair exits with status 1 and bad usage with 2."),

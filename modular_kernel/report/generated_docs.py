@@ -39,17 +39,21 @@ _FIGURES = "plots"
 
 @dataclass(frozen=True)
 class StaleFile:
-    """A generated file that is out of date."""
+    """A generated file that is out of date.
+
+    path: relative to the docs folder. fault: "missing", "changed", or "without a record" for a
+    figure whose record was deleted.
+    """
 
     path: Path
-    fault: str  # "missing", "changed", or "without a record" (which was deleted)
+    fault: str
 
 
 def html_page(catalog: Catalog, docs: Path) -> str:
-    """Render the matrix as a picture, a speed plot, the records in `docs`, and all tables.
+    """Render a page with the matrix as a picture, a plot of times, the records, and all tables.
 
-    The plot is that of the newest record in `docs`; without one, as in an installed wheel, it is
-    that of the layers that ship with the package, and the benchmark section comes last.
+    The plot is that of the newest record in `docs`. Without records, as in an installed wheel, it
+    is that of the times that ship with the package, and the benchmark section comes last.
     """
     matrix, records = judge_all(catalog), read_records(docs / RECORDS)
     benchmark_blocks = _demote_headings(benchmarks_document(records, cells=True))
@@ -83,7 +87,7 @@ def _plot(records: Sequence[BenchmarkRecord]) -> tuple[Text, Figure]:
         plot = figure(name, report)
         if plot is not None and len(plot.panels) <= MAX_PANELS:
             return Text(origin(report)), plot
-    raise AssertionError("the shipped record can be drawn")
+    raise AssertionError("the shipped record cannot be drawn")
 
 
 def _tiles(matrix: Matrix, records: Sequence[BenchmarkRecord]) -> Tiles:
@@ -110,8 +114,11 @@ def _demote_headings(document: Document) -> list[Block]:
     ]
 
 
-def generated(catalog: Catalog, docs: Path) -> dict[Path, str]:
-    """Return the text of every generated file by its path below `docs`, for built-in parts only."""
+def generate(catalog: Catalog, docs: Path) -> dict[Path, str]:
+    """Return the text of every generated file, by its path below `docs`.
+
+    Parts of other packages are left out. Raises ConfigurationError if `docs` is not a folder.
+    """
     _check_folder(docs)
     documents: dict[str, Document] = {
         "support-matrix.md": matrix_document(judge_all(built_in(catalog))),
@@ -137,8 +144,8 @@ def _parts(catalog: Catalog) -> list[str]:
 
 
 def stale(catalog: Catalog, docs: Path) -> list[StaleFile]:
-    """List the files that `write` would change, sorted by path."""
-    return _stale_files(generated(catalog, docs), docs)
+    """Return the files that `write` would change, sorted by path."""
+    return _stale_files(generate(catalog, docs), docs)
 
 
 def _stale_files(texts: dict[Path, str], docs: Path) -> list[StaleFile]:
@@ -153,8 +160,8 @@ def _stale_files(texts: dict[Path, str], docs: Path) -> list[StaleFile]:
 
 
 def write(catalog: Catalog, docs: Path) -> list[StaleFile]:
-    """Update stale files and delete figures without a record; return the files that were stale."""
-    texts = generated(catalog, docs)
+    """Update the stale files, delete figures without a record, and return the files changed."""
+    texts = generate(catalog, docs)
     stale_files = _stale_files(texts, docs)
     for file in stale_files:
         path = docs / file.path

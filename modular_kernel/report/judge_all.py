@@ -20,7 +20,10 @@ MACHINE = Machine("cuda", (9, 0), name="described")
 
 @dataclass(frozen=True)
 class JudgedPair:
-    """A pair with one scheme and world size, and the rejections of all of its ranks."""
+    """The verdict on a pair with one scheme and world size.
+
+    rejections: those of all ranks, without duplicates.
+    """
 
     prepare_finalize: str
     experts: str
@@ -44,7 +47,7 @@ class JudgedPair:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The judged cells, with the problem and the machine."""
+    """Verdicts on every pair, scheme and world size, for one problem on one machine."""
 
     catalog: Catalog
     problem: Problem
@@ -71,7 +74,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class RefusalReason:
-    """A rejection and the product of pairs, schemes and world sizes that it applies to."""
+    """A rejection that applies to every combination of these pairs, schemes and world sizes."""
 
     rejection: Rejection
     pairs: tuple[tuple[str, str], ...]
@@ -89,7 +92,7 @@ def with_required_packages(
 ) -> Machine:
     """Return the machine with exactly the packages that these parts require.
 
-    A machine with the packages of all parts may not exist, because some exclude each other.
+    It does not have the packages of all parts, because some of those exclude each other.
     """
     packages = frozenset(package for part in parts for package in part.requires.packages)
     return replace(machine, packages=packages)
@@ -104,7 +107,7 @@ def judge_all(
 ) -> Matrix:
     """Judge every pair for every scheme and world size.
 
-    machine: for each pair, it is given exactly the packages that the two parts require.
+    machine: its packages are replaced by those that the two parts of a pair require.
     """
     problems = {
         (size, quant): _ranks(problem, quant, size)
@@ -139,10 +142,10 @@ def _rejections(
 
 
 def reasons(matrix: Matrix) -> tuple[RefusalReason, ...]:
-    """Return every rejection with the cells it applies to, in order of first occurrence.
+    """Return every rejection with the cells that it applies to, in order of first occurrence.
 
-    A rejection has several entries if its cells are not a product of pairs, world sizes and
-    schemes.
+    A rejection whose cells are not all combinations of some pairs, world sizes and schemes has
+    several entries.
     """
     cells_by_rejection: dict[Rejection, dict[tuple[tuple[str, str], int], list[str]]] = {}
     for cell in matrix.cells:
@@ -162,7 +165,10 @@ CellProduct = tuple[tuple[tuple[str, str], ...], tuple[int, ...], tuple[str, ...
 def _products(
     cells_of_rejection: dict[tuple[tuple[str, str], int], list[str]],
 ) -> list[CellProduct]:
-    """Decompose (pair, world size) -> schemes into products of pairs, world sizes and schemes."""
+    """Group cells into products of pairs, world sizes and schemes.
+
+    cells_of_rejection: the schemes of each pair and world size.
+    """
     pairs_of: dict[tuple[tuple[str, ...], int], list[tuple[str, str]]] = {}
     for (pair, size), quants in cells_of_rejection.items():
         pairs_of.setdefault((tuple(quants), size), []).append(pair)

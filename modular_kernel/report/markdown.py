@@ -7,7 +7,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from modular_kernel.report.pages.document import Document, Table
 
-_WIDTH = 100
+_WIDTH = 100  # of a line, in characters
 
 
 def markdown(document: Document, *, figures: str) -> str:
@@ -43,7 +43,7 @@ def _alignments(table: Table) -> list[str]:
 
 
 def _wrap(text: str, indent: str = "") -> str:
-    """Wrap the text without breaking words, which may be names or paths."""
+    """Wrap text between words only, because words may be names or paths."""
     return fill(
         text,
         _WIDTH,

@@ -1,4 +1,4 @@
-"""The document of the support matrix."""
+"""The document of the support matrix (docs/support-matrix.md)."""
 
 from collections.abc import Iterable
 
@@ -19,7 +19,7 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.text import counted
 
 YES = "yes"
-# Declared boolean capabilities that a problem can require.
+# Fields of Requirements that declare an optional capability.
 _OPTIONS = (
     "bias", "interleaved", "up_first", "expert_map", "localizes_ids", "weight_on_input",
     "keep_topk", "chunking", "inplace", "tf32", "graph_capturable", "deterministic",
@@ -67,7 +67,7 @@ def _introduction(matrix: Matrix) -> tuple[Block, ...]:
     )
 
 
-def _declared(part: Part) -> Requirements:
+def _requirements_of(part: Part) -> Requirements:
     requires: Requirements = part.cls.requires  # type: ignore[attr-defined]
     return requires
 
@@ -79,9 +79,15 @@ def _paired_parts(matrix: Matrix) -> list[Part]:
 
 def _parts(matrix: Matrix) -> tuple[Block, ...]:
     rows = [
-        (f"`{p.name}`", r.activation_format.value, _required(r), _accepted(r), _supported(r))
+        (
+            f"`{p.name}`",
+            r.activation_format.value,
+            _required_text(r),
+            _accepted_text(r),
+            _supported_text(r),
+        )
         for p in _paired_parts(matrix)
-        for r in [_declared(p)]
+        for r in [_requirements_of(p)]
     ]
     columns = ("part", "format", "requires", "accepts", "supports")
     return (
@@ -90,7 +96,7 @@ def _parts(matrix: Matrix) -> tuple[Block, ...]:
     )
 
 
-def _required(requires: Requirements) -> str:
+def _required_text(requires: Requirements) -> str:
     texts = [" or ".join(sorted(requires.devices))]
     if requires.min_arch is not None:
         texts.append("compute capability {}.{} or more".format(*requires.min_arch))
@@ -111,7 +117,7 @@ def _ranks_text(low: int, high: int | None) -> str:
     return f"{low} to {high} ranks"
 
 
-def _accepted(requires: Requirements) -> str:
+def _accepted_text(requires: Requirements) -> str:
     texts = []
     if requires.dtypes != ALL_DTYPES:
         texts.append(format_sorted(requires.dtypes))
@@ -136,7 +142,7 @@ def _schemes(names: frozenset[str]) -> str:
     return format_sorted(names) or "nothing"
 
 
-def _supported(requires: Requirements) -> str:
+def _supported_text(requires: Requirements) -> str:
     return ", ".join(name for name in _OPTIONS if getattr(requires, name, False))
 
 
@@ -158,7 +164,9 @@ def _machines(matrix: Matrix) -> tuple[Block, ...]:
 
 def _availability(part: Part, machine: Machine) -> str:
     with_packages = with_required_packages(machine, part.cls)
-    return _format_rules(r.rule for r in unavailable(part.name, _declared(part), with_packages))
+    return _format_rules(
+        r.rule for r in unavailable(part.name, _requirements_of(part), with_packages)
+    )
 
 
 def _format_rules(rules: Iterable[str]) -> str:
@@ -176,7 +184,10 @@ def _group_world_sizes(matrix: Matrix) -> list[tuple[int, ...]]:
 
 
 def _pairs(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
-    """Build the tables of pairs: number of supported schemes, then details of supported pairs."""
+    """Build the section on these world sizes, which have equal verdicts.
+
+    A first table has the number of schemes that each pair supports, a second one the schemes.
+    """
     size = sizes[0]
     pfs = list(dict.fromkeys(pf for pf, _ in matrix.pairs))
     experts = list(dict.fromkeys(ex for _, ex in matrix.pairs))
@@ -222,7 +233,7 @@ def _verdict(matrix: Matrix, pair: tuple[str, str], quant: str, size: int) -> st
 
 
 def _reasons(matrix: Matrix) -> tuple[Block, ...]:
-    """Build the table of rejections; those that differ only in their parties share a row."""
+    """Build the table of rejections, with one row for those that differ only in their parties."""
     parties: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for reason in reasons(matrix):
         r = reason.rejection
@@ -247,7 +258,7 @@ def _format_parties(matrix: Matrix, parties_of_rejections: list[tuple[str, ...]]
 
 
 def _scope_of(matrix: Matrix, reason: RefusalReason) -> str:
-    """Describe the cells that a reason applies to; "" if these are all cells of its parties."""
+    """Describe the cells that a reason applies to; "" if it applies to all cells of its parties."""
     parts = {name for pair in matrix.pairs for name in pair}
     part_names = parts & set(reason.rejection.parties)
     texts = []

@@ -5,7 +5,7 @@ from modular_kernel.report.pages.document import MatrixPicture
 
 
 def matrix_picture(matrix: Matrix) -> MatrixPicture:
-    """Build the picture of a matrix. Texts of refusals that several cells share are stored once."""
+    """Build the picture of a matrix. A reason that several cells share is stored only once."""
     texts: dict[str, int] = {}
     refusals: dict[tuple[int, ...], int] = {(): 0}
     cells: dict[str, list[int]] = {}
@@ -29,7 +29,7 @@ def matrix_picture(matrix: Matrix) -> MatrixPicture:
 
 
 def _texts_of(cell: JudgedPair, texts: dict[str, int]) -> tuple[int, ...]:
-    """Return the indices of the cell's reasons, adding new ones to `texts`."""
+    """Return the indices in `texts` of a cell's reasons, after adding new ones."""
     reasons = []
     for r in cell.rejections:
         hint = f" ({r.hint})" if r.hint else ""

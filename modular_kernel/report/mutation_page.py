@@ -1,4 +1,4 @@
-"""The page of mutation scores, from the records of `mk test --mutate PART --save`."""
+"""The page of mutation scores (docs/mutation-scores.md), from records of `mk test --mutate`."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -13,20 +13,21 @@ Record = dict[str, Any]
 
 _METHOD = (
     (
-        "`mk test --mutate PART` changes one place of the part, its kernels, or the operations "
-        "that it uses, in memory only: a mask lost or off by one, a stride, an offset, the "
-        "index of a scale, a clamp, a constant, the dtype of an accumulator, the order or end "
-        "of a loop, a lost step, exchanged operands, a weakened declaration."
+        "`mk test --mutate PART` changes the source of the part, its kernels, or the operations "
+        "that it uses in one place, in memory only: it removes a mask or shifts it by one, changes "
+        "a stride, an offset, the index of a scale, a clamp, a constant, the dtype of an "
+        "accumulator, or the order or end of a loop, omits a step, exchanges operands, or weakens "
+        "a declaration."
     ),
     (
-        "Mutants are drawn with the version as seed, from those that a case executes on a CPU "
-        "with kernels in Triton's interpreter."
+        "Mutants are sampled from those that a case executes on a CPU with kernels in Triton's "
+        "interpreter. The seed is the version of the package."
     ),
     (
-        "Each case that executes the changed line is run twice. Where a bit of the result "
-        "differs, and in a dozen cases where none does, all checks of the case are run. The "
-        "first check that fails kills the mutant. A hang, a crash and a rejected valid case "
-        "also count as killed."
+        "Each case that executes the changed line runs with and without the change. If any bit of "
+        "the result differs, all checks of the case run; they also run in a dozen cases without a "
+        "difference. The first check that fails kills the mutant. A hang, a crash and the "
+        "rejection of a valid case also count as killed."
     ),
     (
         "Cases over several ranks run in separate processes over gloo. Some run a fault "
@@ -35,7 +36,7 @@ _METHOD = (
     ),
     (
         "Equivalent mutants are not counted. Each is reviewed: either the compiled code of all "
-        "kernels that contain its line is the same (`--only ID --code`), or no bit differs in "
+        "kernels that contain its line is unchanged (`--only ID --code`), or no bit differs in "
         "at least 2,000 random problems (`--only ID --bits 2000`). Proofs and reasons are in "
         "`docs/mutation/*.json`."
     ),
@@ -46,7 +47,7 @@ _METHOD = (
         "sm_90, and tested with a stand-in or a bitwise reference where there is one."
     ),
 )
-_COLUMNS = ("part", "mutants", "executed", "put in", "killed", "equivalent", "survived", "score")
+_COLUMNS = ("part", "mutants", "executed", "sampled", "killed", "equivalent", "survived", "score")
 _FIRST = "first score"
 _NUMERIC = frozenset({*_COLUMNS[1:], _FIRST})
 
@@ -68,39 +69,41 @@ def mutation_document(
 ) -> Document:
     """Build the document: table of scores, method, surviving mutants, and handwritten defects.
 
-    defects: output file of tools/source_defects.py. notes: JSON file with a note per survivor id,
-    and under "scores" and "defects" notes on the measurements. Both files are optional. parts:
-    names of all parts; those without a score are listed. first: records of the first run of a
-    sample with another seed, which no case was written for; shown beside the scores.
+    scores: records of `mk test --mutate PART --save`. defects: output file of
+    tools/source_defects.py. notes: JSON file with a note for each id of a surviving mutant, and
+    with notes on the measurements under "scores" and "defects". Both files are optional. parts:
+    names of all parts; those without a score are listed. first: records of the first run of fresh
+    samples, that is, with other seeds, before any case was written because of them; shown beside
+    the scores.
 
-    Raises ConfigurationError if a record in `first` has no score to stand beside, or its seed.
+    Raises ConfigurationError if a part in `first` has no score, or one with the same seed.
     """
-    known = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
+    note_texts = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
     return (
         Heading(1, "Mutation scores"),
         Text(
-            "A mutant is a copy of the source with one small defect. The mutation score of a part"
-            " is the fraction of its mutants that `mk test --level full` notices (kills). Unit "
-            "tests do not take part, except in scopes of `tools/mutation_scopes.json`."
+            "A mutant is a copy of the source with one small defect. The mutation score of a part "
+            "is the fraction of its mutants that `mk test --level full` detects (kills). Unit "
+            "tests are not used, except for the scopes of `tools/mutation_scopes.json`."
         ),
         Heading(2, "Results"),
         _score_table(scores, _first_by_part(scores, first)),
         Text(
-            "executed: mutants in lines that a case executes on a CPU. put in: the sample of "
-            "these that was run. score: killed / (killed + survived)."
+            "executed: mutants in lines that a case executes on a CPU. sampled: those of them "
+            "that were tested. score: killed / (killed + survived)."
         ),
         *_first_scores(first),
         *_missing(scores, parts),
-        *_note(known, "scores"),
+        *_note(note_texts, "scores"),
         Heading(2, "Method"),
         Items(_METHOD),
-        *_survivors(scores, known),
-        *_handwritten_defects(defects, known),
+        *_survivors(scores, note_texts),
+        *_handwritten_defects(defects, note_texts),
     )
 
 
 def _first_by_part(scores: tuple[Record, ...], first: tuple[Record, ...]) -> dict[str, Record]:
-    """Return the first scores by part; each needs a score of the part with another seed."""
+    """Return the first scores by part. For errors, see `mutation_document`."""
     seeds = {score["part"]: score["seed"] for score in scores}
     for record in first:
         part, seed = record["part"], record["seed"]
@@ -113,7 +116,7 @@ def _first_by_part(scores: tuple[Record, ...], first: tuple[Record, ...]) -> dic
 
 
 def _score_table(scores: tuple[Record, ...], first: dict[str, Record]) -> Table:
-    """Build the table of scores; with first scores, a column and a last row that sums them."""
+    """Build the table of scores. First scores have a column, and a last row with their sum."""
     rows = [_row(score) for score in scores]
     if not first:
         return Table(_COLUMNS, rows, numeric=_NUMERIC)
@@ -131,32 +134,31 @@ def _first_scores(first: tuple[Record, ...]) -> tuple[Block, ...]:
     if not first:
         return ()
     killed, total = _first_counts(first)
-    put_in = sum(record["put_in"] for record in first)
+    sampled = sum(record["put_in"] for record in first)
     return (
         Text(
-            "first score: of a fresh sample with another seed, run once, before anything was "
-            "changed for it: killed / (put in - proven equivalent), with the number put in and "
-            "the seed. Its survivors are not listed below."
+            "first score: that of a fresh sample with another seed, tested once, before any case "
+            "was added because of it: killed / (sampled - proven equivalent), with the number "
+            "sampled and the seed. Its survivors are not listed below."
         ),
         Text(
             f"**First scores of {counted(len(first), 'part')}: {killed} of {total} mutants killed, "
-            f"{_percentage(killed, total)}**, of {put_in} put in."
+            f"{_percentage(killed, total)}**, of {sampled} sampled."
         ),
     )
 
 
 def _first_counts(first: Iterable[Record]) -> tuple[int, int]:
-    """Return how many mutants were killed, and how many put in that are not proven equivalent."""
+    """Return the number of killed mutants, and of sampled ones that are not proven equivalent."""
     records = tuple(first)
-    proven = sum(len(record["equivalent"]) for record in records)
-    return sum(record["killed"] for record in records), sum(
-        record["put_in"] for record in records
-    ) - proven
+    equivalent = sum(len(record["equivalent"]) for record in records)
+    killed = sum(record["killed"] for record in records)
+    return killed, sum(record["put_in"] for record in records) - equivalent
 
 
 def _first_text(record: Record) -> str:
     share = _share_text(*_first_counts((record,)))
-    return f"{share}, {record['put_in']} put in, seed {record['seed']}"
+    return f"{share}, {record['put_in']} sampled, seed {record['seed']}"
 
 
 def _share_text(killed: int, total: int) -> str:
@@ -164,7 +166,7 @@ def _share_text(killed: int, total: int) -> str:
 
 
 def _percentage(killed: int, total: int) -> str:
-    return f"{killed / total:.1%}" if total else "nothing to change"
+    return f"{killed / total:.1%}" if total else "no mutants"
 
 
 def _missing(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, ...]:
@@ -176,12 +178,12 @@ def _missing(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, .
     return (Text(f"**No score yet, {len(names)} of {len(parts)} parts:** {', '.join(names)}."),)
 
 
-def _note(known: dict[str, str], key: str) -> tuple[Block, ...]:
-    return (Text(known[key]),) if key in known else ()
+def _note(note_texts: dict[str, str], key: str) -> tuple[Block, ...]:
+    return (Text(note_texts[key]),) if key in note_texts else ()
 
 
-def _survivors(scores: tuple[Record, ...], known: dict[str, str]) -> tuple[Block, ...]:
-    """Build the table of surviving mutants: one row for each, with the parts that share it."""
+def _survivors(scores: tuple[Record, ...], note_texts: dict[str, str]) -> tuple[Block, ...]:
+    """Build the table of surviving mutants, each with the parts that it survives in."""
     mutants: dict[str, Record] = {}
     parts: dict[str, list[str]] = {}
     for score in scores:
@@ -196,7 +198,7 @@ def _survivors(scores: tuple[Record, ...], known: dict[str, str]) -> tuple[Block
             f"`{item['place']}`",
             item["operator"],
             _parts_text(parts[ident]),
-            known.get(ident, "Not reviewed yet."),
+            note_texts.get(ident, "Not reviewed yet."),
         )
         for ident, item in sorted(mutants.items(), key=lambda entry: entry[1]["place"])
     ]
@@ -215,12 +217,12 @@ def _parts_text(parts: Sequence[str]) -> str:
     return f"`{parts[0]}`" if len(parts) == 1 else f"{len(parts)} parts, such as `{parts[0]}`"
 
 
-def _handwritten_defects(path: Path, known: dict[str, str]) -> tuple[Block, ...]:
-    """Build the section of hand-written defects, with outcomes by level."""
+def _handwritten_defects(path: Path, note_texts: dict[str, str]) -> tuple[Block, ...]:
+    """Build the section of handwritten defects, with their outcomes by level."""
     if not path.is_file():
         return ()
     defects: dict[str, Record] = json.loads(path.read_text(encoding="utf-8"))
-    rows, lists = [], []
+    rows, not_killed = [], []
     for level in ("smoke", "full"):
         outcomes = [record.get(level, "not run") for record in defects.values()]
         killed = sum(outcome.startswith("killed") for outcome in outcomes)
@@ -234,28 +236,28 @@ def _handwritten_defects(path: Path, known: dict[str, str]) -> tuple[Block, ...]
             reason = f": {record['why']}" if "why" in record else ""
             if record.get("tests", "").startswith("killed"):
                 reason += f"; {record['tests']}"
-            lists.append(f"{outcome}: {name} (`{record['file']}`){reason}")
+            not_killed.append(f"{outcome}: {name} (`{record['file']}`){reason}")
     return (
         Heading(2, "Handwritten defects"),
         Text(
             "`tools/source_defects.json` lists realistic mistakes in kernels, operations and "
-            "parts. `python tools/source_defects.py LEVEL` makes each of them, one at a time, and"
-            " runs the cases of that level that execute it. A defect that smoke kills counts as "
-            "killed in both rows."
+            "parts. `python tools/source_defects.py LEVEL` makes them one at a time, and runs the "
+            "cases of that level that execute the changed lines. A defect that is killed at level "
+            "smoke counts as killed in both rows."
         ),
-        *_note(known, "defects"),
+        *_note(note_texts, "defects"),
         Table(("level", "defects", "killed", "survived", "not executed", "not run"), rows),
         *_killed_by_tests([record["tests"] for record in defects.values() if "tests" in record]),
-        *((Text("Not killed:"), Items(lists)) if lists else ()),
+        *((Text("Not killed:"), Items(not_killed)) if not_killed else ()),
     )
 
 
 def _killed_by_tests(outcomes: Sequence[str]) -> tuple[Block, ...]:
-    """State how many defects that survive the cases are killed by the tests of operations."""
+    """State how many of the defects that survive the cases the tests of operations kill."""
     if not outcomes:
         return ()
     killed = sum(outcome.startswith("killed") for outcome in outcomes)
-    subject = f"Of the {len(outcomes)} that full does not kill"
+    subject = f"Of the {len(outcomes)} that level full does not kill"
     return (Text(f"{subject}, the tests of operations (`tests/ops/test_ops_*.py`) kill {killed}."),)
 
 
@@ -270,5 +272,5 @@ def _read(path: Path) -> Record:
 def _row(score: Record) -> tuple[str, ...]:
     counts = (score["mutants"], score["executed"], score["put_in"], score["killed"])
     others = len(score["equivalent"]), len(score["survivors"])
-    share = f"{score['score']:.1%}" if score["put_in"] else "nothing to change"
+    share = f"{score['score']:.1%}" if score["put_in"] else "no mutants"
     return (f"`{score['part']}`", *map(str, (*counts, *others)), share)

@@ -10,7 +10,10 @@ from modular_kernel.utils import json_files
 
 @dataclass(frozen=True)
 class BenchmarkRecord:
-    """A record file. name: file name without suffix. report: None if the format is unknown."""
+    """A record file.
+
+    name: file name without suffix. report: None if the file has another format.
+    """
 
     name: str
     report: Report | None

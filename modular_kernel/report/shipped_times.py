@@ -1,4 +1,4 @@
-"""The measured layers that ship with the package, as a benchmark report to plot."""
+"""The times of layers that ship with the package, as a benchmark report to plot."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ NAME = _FILE.stem
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of the record: its name in plots, scheme, and whose it is."""
+    """A layer of the record. name: in plots. origin: see measure.records.Row."""
 
     name: str
     quant: str
@@ -34,7 +34,7 @@ _LAYERS = {
 
 
 def shipped_report() -> Report:
-    """Return the whole layers of one H200 that were timed in one run."""
+    """Return the times of layers on one H200, which were measured in one run."""
     record = json_files.parse(json_files.read_file(_FILE, _MAX_BYTES))
     rows = [_row(row, record["shapes"][row["shape"]]) for row in record["rows"]]
     device = record["device"]

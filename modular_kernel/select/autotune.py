@@ -1,13 +1,13 @@
-"""`compose`: the default pairing, or a faster one, for each number of tokens.
+"""`compose`: a layer that runs the default pairing, or a faster one, for each number of tokens.
 
     kernel = compose(problem)            # times what is not cached, within the budget
     kernel = compose(problem, terms=Terms(budget=0))    # times nothing
     plan = kernel.plan()
     plan.warm_up(weights)                # compiles; afterwards a call only launches
 
-The same cache leads to the same choice. With several ranks (problem.parallel.world_size > 1) every
-rank calls it with the process group, and all ranks get the same choice, based on the times of the
-slowest rank.
+With the same cached times, the selected pairings are the same. With several ranks
+(problem.parallel.world_size > 1), every rank calls `compose` with the process group, and all ranks
+select the same pairings, based on the times of the slowest rank.
 """
 
 import logging
@@ -46,14 +46,15 @@ class Terms:
     tokens: the token counts at which pairings are compared. None uses the powers of two below
         problem.tokens, and problem.tokens. Between two of them the default pairing is used, unless
         both selected the same other pairing.
-    budget: seconds for all measurements, including the creation of weights and compilation. A
-        pairing is skipped if the longest one so far would not finish in time. Small token counts
-        are timed first. Where nothing was timed, the pairing that the shipped record trusts is
-        used, else the default; a later call continues. 0 times nothing.
+    budget: seconds for all measurements, including the creation of weights and compilation. Small
+        token counts are timed first. Measuring stops when the remaining time is shorter than the
+        longest measurement of a pairing so far; a later call continues. Where nothing was timed,
+        the shipped record decides if it is unambiguous, else the default pairing is used. 0 times
+        nothing.
     routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
-    replicated: all ranks pass the same tokens.
+    replicated: whether all ranks pass the same tokens.
     folder: of the cache. None uses the one in the settings.
-    fresh: ignore cached times.
+    fresh: whether to ignore cached times.
     on_bucket: called with each Bucket after it was timed.
 
     Raises ConfigurationError for a value out of range.
@@ -100,8 +101,8 @@ def compose(
     or if the shipped record is unambiguous. A line about what was and was not timed is logged as
     INFO (logger "modular_kernel.select").
 
-    machine: None means this one. group: process group of several ranks; None means the default
-    group. terms: None means Terms(). Raises IncompatibleError with every reason if no pairing is
+    machine: None uses this one. group: the process group of several ranks; None uses the default
+    group. terms: None uses Terms(). Raises IncompatibleError with every reason if no pairing is
     valid.
     """
     machine = this_machine() if machine is None else machine
@@ -122,7 +123,7 @@ def choose(
     group: object | None = None,
     terms: Terms | None = None,
 ) -> Choice:
-    """Return the Choice that `compose` builds. Collective over ranks."""
+    """Select the pairings that `compose` builds, with the same arguments. Collective over ranks."""
     expect("problem", problem, Problem)
     expect("machine", machine, Machine | None)
     expect("terms", terms, Terms | None)
@@ -195,7 +196,7 @@ def _options(
 def _check_ranks_match(ranks: Ranks, key_fields: cache_keys.KeyFields) -> None:
     """Raise ConfigurationError if machines, versions or terms differ between ranks.
 
-    Such ranks could not share one choice, nor measure in step.
+    Such ranks could not measure together, or use one choice.
     """
     first, *others = ranks.all_gather(key_fields)
     for rank, other in enumerate(others, 1):

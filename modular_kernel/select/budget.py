@@ -15,12 +15,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Budget:
-    """A countdown in seconds from its creation.
+    """A time limit in seconds, counted from its creation.
 
-    With several ranks rank 0's clock is used, and `is_over` and `allows` are collective. A step
-    cannot be interrupted: the build, compilation and timing of one pairing, or the creation of the
-    inputs and expected outputs of one token count. A step is started only if the remaining time is
-    at least that of the longest step so far. first_step: estimated seconds of the first step.
+    A step is either the build, compilation and timing of one pairing, or the creation of inputs and
+    expected outputs for one token count. A step cannot be interrupted, so it is started only if the
+    remaining time is at least that of the longest step so far. With several ranks, rank 0's clock
+    is used, and `is_over` and `allows` are collective.
+
+    first_step: estimated seconds of the first step.
     """
 
     def __init__(self, seconds: float, ranks: Ranks, *, first_step: float) -> None:
@@ -51,7 +53,7 @@ class Budget:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure the duration of one step."""
+        """Measure the duration of the step inside the context."""
         start = time.monotonic()
         try:
             yield
@@ -70,7 +72,7 @@ def ranks_sharing_memory(ranks: Ranks, device: torch.device) -> int:
 def free_bytes(device: torch.device) -> int | None:
     """Return the free bytes of a device, or None if unknown.
 
-    For a CPU it is the minimum of the system's and the control group's.
+    For a CPU this is the smaller of the system's free memory and that of the control group.
     """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

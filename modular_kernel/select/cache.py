@@ -1,8 +1,8 @@
-"""The cache folder of choices: one file per identity, shared by processes.
+"""The cache folder of choices: one file per identity (`cache_keys`), shared by processes.
 
-Writers take a lock, read the file, add their records, and replace the file atomically, so that
-readers see complete files and no records are lost. Without locks the last writer wins, and its file
-is still complete.
+A writer takes a lock, reads the file, adds its records, and replaces the file atomically, so that
+readers see complete files and no records are lost. On a system without file locks the last writer
+wins, and its file is still complete.
 """
 
 import errno
@@ -36,9 +36,10 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class CachedRecord:
-    """The cached record of an identity and versions, or None.
+    """The result of a look-up in the cache.
 
-    notes: messages for the user, about a refused file or changed versions.
+    record: None if there is none for the identity and versions. notes: messages for the user about
+    an invalid file or changed versions.
     """
 
     record: StoredChoice | None
@@ -47,10 +48,12 @@ class CachedRecord:
 
 @dataclass(frozen=True)
 class Cache:
-    """The cache of one identity. folder: created on first use; None disables the cache.
+    """The cache of one identity.
 
-    identity, versions: see `cache_keys`. Files have the mode of the umask, so that users who share
-    a folder can share choices.
+    Files get the permissions that the umask allows, so that users who share a folder can share
+    choices.
+
+    folder: created on first use; None disables the cache. identity, versions: see `cache_keys`.
     """
 
     folder: Path | None
@@ -63,7 +66,7 @@ class Cache:
         return self.folder / FOLDER / f"{digest(self.identity)}.json"
 
     def load(self) -> CachedRecord:
-        """Return the cached record; never raise for the contents of the folder."""
+        """Return the cached record. An invalid or unreadable file is a note, not an error."""
         if self.folder is None:
             return CachedRecord(None, (NO_CACHE_FOLDER,))
         try:
@@ -82,7 +85,7 @@ class Cache:
         )
 
     def save(self, buckets: Sequence[Bucket]) -> tuple[str, ...]:
-        """Add new times to the file; return notes if that fails."""
+        """Add new measurements to the file; return notes if that fails."""
         if self.folder is None:
             return ()  # `load` has returned the note
         try:
@@ -95,9 +98,11 @@ class Cache:
 
     @contextmanager
     def locked(self, *, wait_s: float, name: str = "lock") -> Iterator[bool]:
-        """Hold this identity's lock; yield False if it is not available within wait_s seconds.
+        """Hold a lock of this identity inside the context; yield whether it was acquired.
 
-        name: name of the lock. The system releases a process's locks when it ends.
+        The system releases a process's locks when the process ends.
+
+        wait_s: seconds to wait for the lock. name: tells apart several locks of one identity.
         """
         if self.folder is None:  # not shared with other processes
             yield True
@@ -111,7 +116,7 @@ class Cache:
         try:
             yield _acquire(fd, time.monotonic() + wait_s)
         finally:
-            # A process forked in between shares the handle, so closing it would not unlock.
+            # A process forked in between shares the descriptor, so closing it would not unlock.
             with suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
@@ -128,7 +133,10 @@ class Cache:
         _replace(self.path, saved_choices.to_text(self.identity, [updated, *others]) + "\n")
 
     def _read(self) -> tuple[StoredChoice, ...]:
-        """Return the records of the file, () without one; ConfigurationError if it is invalid."""
+        """Return the records of the file; () if there is none.
+
+        Raises ConfigurationError if the file is invalid, OSError if it cannot be read.
+        """
         try:
             content = json_files.read_file(self.path, saved_choices.MAX_BYTES, follow_links=False)
         except FileNotFoundError:

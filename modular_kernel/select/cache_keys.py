@@ -1,4 +1,4 @@
-"""Cache keys of a choice: identity (device, problem, input) and versions."""
+"""Cache keys of measurements: identity (device, problem, input), and versions of the software."""
 
 import hashlib
 import platform
@@ -19,7 +19,10 @@ KeyFields = dict[str, str]
 
 
 def identity(problem: Problem, machine: Machine, *, routing: str, replicated: bool) -> KeyFields:
-    """Return the fields that identify a cache file: all but the number of tokens and the rank."""
+    """Return the fields that identify a cache file.
+
+    They describe the device, the problem without its number of tokens and rank, and the input.
+    """
     parallel = problem.parallel
     tokenless = replace(problem, tokens=0, parallel=replace(parallel, rank=0))
     fields = {
@@ -37,8 +40,8 @@ def identity(problem: Problem, machine: Machine, *, routing: str, replicated: bo
 def versions(machine: Machine) -> KeyFields:
     """Return the versions that must match for cached times to be valid.
 
-    tuned: digest of names, sizes and dates of the files in the configuration folder, because
-    `mk tune` changes the launches. threads: number of torch threads, for a CPU.
+    They include a digest of the names, sizes and dates of the files in the configuration folder,
+    because `mk tune` changes the launches, and the number of torch threads on a CPU.
     """
     fields = {
         "modular-kernel": _version("modular-kernel"),
@@ -55,7 +58,7 @@ def versions(machine: Machine) -> KeyFields:
 
 
 def digest(fields: KeyFields) -> str:
-    """Return a file name for an identity; the file also contains it, for comparison."""
+    """Return the stem of an identity's file name. The file also contains the identity itself."""
     return _digest(repr(sorted(fields.items())))
 
 
@@ -69,8 +72,8 @@ def _part_versions() -> tuple[tuple[str, str, str], ...]:
 @cache
 def _version(name: str) -> str:
     """Return the version of a distribution or import package, or "none"."""
-    for provider in probes_of(load_catalog()):  # may be a copy inside another package
-        if provider.name == name and (version := find(provider).version):
+    for probe in probes_of(load_catalog()):  # may find a copy inside another package
+        if probe.name == name and (version := find(probe).version):
             return version
     spellings = (name, name.replace("_", "-"), name.replace("_", ""))
     return next(filter(None, map(version_of, spellings)), "none")

@@ -1,4 +1,4 @@
-"""Candidate pairings for a problem, judged before anything is built."""
+"""Candidate pairings for a problem, judged by the compatibility rules before anything is built."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +19,10 @@ _INTERPRETED = "Triton's interpreter is enabled in this process, so times are no
 class Candidates:
     """Every pairing, judged for each requested number of tokens.
 
-    order: the valid pairings, the default first. valid: the valid pairings by number of tokens.
-    refused: verdicts of the refused pairings, at the largest number of tokens. untimeable: pairings
-    that can run here but whose times would be meaningless, with the reason. graph: pairings that
-    can be captured in a CUDA graph.
+    order: the pairings that are valid for some number of tokens, the default first. valid: the
+    valid pairings by number of tokens. refused: verdicts of the other pairings, at the largest
+    number of tokens. untimeable: valid pairings whose times would be meaningless here, with the
+    reason. graph: pairings that can be captured in a CUDA graph.
     """
 
     order: tuple[Pair, ...]
@@ -35,31 +35,32 @@ class Candidates:
 def find_candidates(
     problem: Problem, machine: Machine, tokens: Sequence[int], *, replicated: bool = False
 ) -> Candidates:
-    """Judge every pairing.
+    """Judge every pairing at each number of tokens.
 
-    replicated: whether all ranks pass the same tokens. Parts for the other kind of input would
-    compute a different result and are refused.
+    replicated: whether all ranks pass the same tokens. Exchanges that expect the opposite would
+    compute a different result, and are refused.
     """
-    verdicts = {t: _verdicts(problem.with_tokens(t), machine, replicated) for t in tokens}
+    verdicts = {t: _judge_all(problem.with_tokens(t), machine, replicated) for t in tokens}
     valid = {t: tuple(_pair(v) for v in judged if v.ok) for t, judged in verdicts.items()}
     valid_somewhere = dict.fromkeys(pair for t in sorted(valid, reverse=True) for pair in valid[t])
     graph = frozenset(pair for pair in valid_somewhere if _is_capturable(pair))
-    # This includes parts without Triton, because operations that they share are interpreted.
+    # Parts without Triton are included, because they call shared operations that are interpreted.
     untimeable = dict.fromkeys(valid_somewhere, _INTERPRETED) if machine.interpreter else {}
-    slow = {pair for pair in untimeable if _uses_triton(pair)}
+    interpreted = {pair for pair in untimeable if _uses_triton(pair)}
     order = sorted(
         valid_somewhere,
-        key=lambda pair: (pair in slow, pair not in graph, _takes_batched_rows(pair)),
+        key=lambda pair: (pair in interpreted, pair not in graph, _takes_batched_rows(pair)),
     )
-    order = _default_first(order, problem, machine)
+    order = _move_default_first(order, problem, machine)
     refused = [v for v in verdicts[max(verdicts)] if _pair(v) not in valid_somewhere]
     return Candidates(tuple(order), valid, tuple(refused), untimeable, graph)
 
 
-def _default_first(order: list[Pair], problem: Problem, machine: Machine) -> list[Pair]:
-    """Move the default pairing, with the experts that run without a choice, to the front.
+def _move_default_first(order: list[Pair], problem: Problem, machine: Machine) -> list[Pair]:
+    """Move the default pairing to the front.
 
-    A single rank uses them with MoEPrepareAndFinalizeNoEP, several ranks with the first exchange.
+    It has the default experts part of the device, with MoEPrepareAndFinalizeNoEP on one rank, or
+    the first exchange of `order` over several.
     """
     if not order:
         return order
@@ -69,8 +70,8 @@ def _default_first(order: list[Pair], problem: Problem, machine: Machine) -> lis
     return [default, *(pair for pair in order if pair != default)]
 
 
-def _verdicts(problem: Problem, machine: Machine, replicated: bool) -> list[Verdict]:
-    """Return a verdict for each pairing: that of the first rank that refuses it, else rank 0's."""
+def _judge_all(problem: Problem, machine: Machine, replicated: bool) -> list[Verdict]:
+    """Return a verdict for each pairing: that of the first rank that rejects it, else rank 0's."""
     catalog = load_catalog()
     catalog.require_pairs()
     world = problem.parallel.world_size
@@ -116,5 +117,5 @@ def _uses_triton(pair: Pair) -> bool:
 
 
 def _takes_batched_rows(pair: Pair) -> bool:
-    """Return whether the experts take batched rows, most of which may be padding: a last choice."""
+    """Return whether the experts take the batched format, in which most rows may be padding."""
     return load_catalog().experts(pair[1]).requires.activation_format.value == "batched_experts"

@@ -1,4 +1,4 @@
-"""Choice: the candidates, their measurements, and the pairing of each range of tokens."""
+"""The result of a selection: the candidates, their times, and the pairing for each token range."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,9 +24,10 @@ from modular_kernel.text import counted
 class Choice:
     """The result of `choose`.
 
-    options: the valid pairings, with the shipped record's estimates. buckets: measurements, new or
-    cached. timed_now: token counts that this call timed, in `seconds` in total. untimed_reason: why
-    candidates were not timed, or "". notes: messages for the user.
+    replicated: whether all ranks pass the same tokens. options: the valid pairings, with the
+    shipped record's estimates. buckets: measurements, new or cached. key_fields: see `cache_keys`.
+    timed_now: token counts that were timed now rather than cached. seconds: that this took.
+    untimed_reason: why candidates were not timed, or "". notes: messages for the user.
     """
 
     problem: Problem
@@ -48,7 +49,7 @@ class Choice:
 
     @property
     def timed(self) -> int:
-        """Number of token counts at which something was timed by this call."""
+        """Number of token counts that were timed now."""
         return len(self.timed_now)
 
     @cached_property
@@ -58,12 +59,12 @@ class Choice:
 
     @cached_property
     def picks_with_source(self) -> dict[int, Pick]:
-        """The pairing at each bucket, and its source."""
+        """The pairing at the token count of each bucket, and its source."""
         return picks(self.options, self.buckets)
 
     @property
     def picks(self) -> dict[int, Pair]:
-        """The pairing at each bucket."""
+        """The pairing at the token count of each bucket."""
         return {tokens: pick.pair for tokens, pick in self.picks_with_source.items()}
 
     @property
@@ -79,9 +80,9 @@ class Choice:
         return any(bucket.times for bucket in self.buckets)
 
     def outcomes(self, tokens: int) -> tuple[TimedOutcome, ...]:
-        """Return the outcome of every valid pairing at a bucket, the default first.
+        """Return the outcome of every valid pairing at the tokens of a bucket, the default first.
 
-        For a pairing without a time, `why` has the reason.
+        If a pairing has no time, the `why` of its outcome has the reason.
         """
         bucket = next((b for b in self.buckets if b.tokens == tokens), None)
         known = {} if bucket is None else {o.pair: o for o in bucket.outcomes}
@@ -103,7 +104,7 @@ class Choice:
 
     @property
     def summary(self) -> str:
-        """One line with the number of token counts by source of their pairing.
+        """One line that counts the buckets by the source of their pairing.
 
         For example: "13 token counts: 3 timed (4.1 s), 8 from the shipped record, 2 default (budget
         of 5 s spent)".

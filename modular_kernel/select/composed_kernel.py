@@ -1,7 +1,7 @@
 """ComposedKernel, a layer that selects one of several kernels by the number of tokens.
 
-All kernels are built with the layer, and a plan contains all their plans. A call only looks up its
-number of tokens.
+All kernels are built with the layer, and a plan contains the plans of all kernels, so that a call
+only has to look up the kernel for its number of tokens.
 """
 
 from bisect import bisect_left
@@ -27,14 +27,14 @@ _SEED = 5
 
 @dataclass(frozen=True)
 class KernelRange:
-    """A kernel for calls of up to `last` tokens, and more than the previous range."""
+    """A kernel for calls with at most `last` tokens, and more than the previous range's `last`."""
 
     last: int
     kernel: FusedMoEModularKernel
 
 
 class ComposedKernel:
-    """Kernels by number of tokens, according to `choice`; created by `compose`.
+    """A layer with a kernel for each range of token counts; created by `compose`.
 
     Over several ranks, all must run the same pairing, but each knows only its own number of tokens.
     A call therefore uses the pairing for problem.tokens, unless all ranks pass `max_tokens`, the
@@ -62,13 +62,16 @@ class ComposedKernel:
 
     @property
     def pairing(self) -> str:
-        """The pairings in use, few tokens first."""
+        """Names of the pairings in use, in ascending order of their token counts."""
         return ", ".join(
             dict.fromkeys(kernel_range.kernel.pairing for kernel_range in self.kernel_ranges)
         )
 
     def kernel(self, tokens: int) -> FusedMoEModularKernel:
-        """Return the kernel for this number of tokens; CapacityError beyond the problem's."""
+        """Return the kernel for this number of tokens.
+
+        Raises CapacityError if there are more than the problem's.
+        """
         return self.kernel_ranges[self._lookup.index(tokens, tokens)].kernel
 
     def __call__(
@@ -80,12 +83,15 @@ class ComposedKernel:
         out: torch.Tensor | None = None,
         max_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Run the kernel for x's number of tokens, with the arguments of FusedMoEModularKernel."""
+        """Run the kernel for x's number of tokens. For the arguments, see FusedMoEModularKernel.
+
+        max_tokens: see ComposedKernel.
+        """
         kernel_range = self.kernel_ranges[self._lookup.index(rows_of(x_TH), max_tokens)]
         return kernel_range.kernel(x_TH, weights, routing, out=out)
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return the weights with the prepared tensors of the experts of all pairings.
+        """Return the weights together with the prepared weights of all pairings' experts parts.
 
         See FusedMoEModularKernel.prepare_weights.
         """
@@ -108,7 +114,7 @@ class ComposedKernel:
 
     def destroy(self) -> None:
         """Release the resources of parts that span ranks."""
-        for kernel in {id(s.kernel): s.kernel for s in self.kernel_ranges}.values():
+        for kernel in {id(r.kernel): r.kernel for r in self.kernel_ranges}.values():
             destroy = getattr(kernel.prepare_finalize, "destroy", None)
             if destroy is not None:
                 destroy()
@@ -150,8 +156,8 @@ class ComposedPlan:
     def warm_up(self, weights: ExpertWeights, tokens: Iterable[int] | None = None) -> int:
         """Call the plan once for each number of tokens, so that later calls compile nothing.
 
-        tokens: None uses `warm_tokens`, which covers the kernels, specializations and sizes of
-        every magnitude. Returns the number of calls. Collective over ranks.
+        tokens: None uses `warm_tokens`, which covers all kernels, and the specializations of Triton
+        for sizes of every magnitude. Returns the number of calls. Collective over ranks.
         """
         if not isinstance(weights, ExpertWeights):
             raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
@@ -172,7 +178,7 @@ class ComposedPlan:
 
 
 class KernelLookup:
-    """Lookup of the kernel range of a call. range_ends: `last` of every range, ascending."""
+    """Look-up of the kernel range of a call. range_ends: the `last` of every range, ascending."""
 
     def __init__(self, choice: Choice, range_ends: Sequence[int]) -> None:
         self._range_ends = list(range_ends)
@@ -181,7 +187,11 @@ class KernelLookup:
         self._same_tokens = choice.problem.parallel.world_size == 1 or choice.replicated
 
     def index(self, tokens: int, max_tokens: int | None) -> int:
-        """Return the index of the range; raise CapacityError beyond the problem's tokens."""
+        """Return the index of the range for a call with this number of tokens.
+
+        max_tokens: see ComposedKernel. Raises ConfigurationError if it is less than `tokens`, and
+        CapacityError if there are more tokens than the problem's.
+        """
         if max_tokens is None:
             max_tokens = tokens if self._same_tokens else self._max_tokens
         elif type(max_tokens) is not int or max_tokens < tokens:
@@ -196,7 +206,8 @@ class KernelLookup:
 def warm_tokens(max_tokens: int) -> tuple[int, ...]:
     """Return powers of two, 1.5 times those, and one more than each, up to `max_tokens`.
 
-    These include multiples of 16 and odd numbers of every magnitude.
+    They include odd numbers and multiples of 16 of every magnitude, for which Triton compiles
+    different specializations.
     """
     token_counts = {max_tokens}
     power = 1
@@ -211,9 +222,9 @@ def warm_tokens(max_tokens: int) -> tuple[int, ...]:
 def build(choice: Choice, machine: Machine, group: object | None) -> ComposedKernel:
     """Build all kernels of the choice, each for the maximum number of tokens that it runs.
 
-    There is one kernel per pairing. If the dispatched shape of a pairing is fixed, its cost depends
-    on problem.tokens instead of the call's tokens, so there is one kernel per bucket. Collective
-    over ranks.
+    There is one kernel per pairing. An exception are pairings whose dispatched shape is fixed:
+    their cost depends on problem.tokens instead of the call's tokens, so there is one kernel per
+    bucket. Collective over ranks.
     """
     problem, kernels = choice.problem, dict[tuple[Pair, int], FusedMoEModularKernel]()
     managers: dict[str, object] = {}

@@ -1,7 +1,7 @@
-"""Inputs, weights and expected outputs for timing; the same for all candidates.
+"""Inputs, weights and expected outputs for timing, which are the same for all candidates.
 
 The weights of each expert have their own seed. A rank can therefore create its own experts for the
-layer, and any others for the reference, independently of the number of ranks.
+layer, and any other experts for the reference, with the same result for every number of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,12 @@ from modular_kernel.tensors import ExpertWeights, Routing
 
 _SEED = 11
 _ROWS_COMPARED = 8  # rows of an output that are compared
-_MIN_VALUES = 512  # minimum values to compare: with fewer, the error of plain torch varies
-_MAX_CHECKED = 8  # maximum calls that are checked
-_FEW_TOKENS = 256  # calls of up to this many tokens are short, so more of them are timed
-_CALLS, _CALLS_MANY_TOKENS = 4, 2
+# Minimum number of values to compare: over fewer, the error of plain torch, which sets the
+# tolerance, varies too much.
+_MIN_VALUES = 512
+_MAX_CHECKED = 8  # maximum number of calls that are checked
+_FEW_TOKENS = 256  # up to this many tokens calls are short, so time _MAX_CALLS, not _MIN_CALLS
+_MAX_CALLS, _MIN_CALLS = 4, 2
 _EPS = 1e-6
 
 Input = tuple[torch.Tensor, Routing]
@@ -36,7 +38,10 @@ def without_inplace(problem: Problem) -> Problem:
 
 
 def weight_bytes(problem: Problem) -> float:
-    """Return the bytes of this rank's experts: unquantized, plus quantized if there is a scheme."""
+    """Return the bytes that `make_weights` needs at its peak.
+
+    These are the unquantized weights, and the quantized ones if there is a scheme.
+    """
     unquantized = problem.e * expert_bytes(problem, QuantScheme.parse("none"))
     if not problem.scheme.quantized:
         return unquantized
@@ -48,7 +53,7 @@ def make_weights(
 ) -> ExpertWeights:
     """Create random weights of this rank's experts, in slot order, quantized by the scheme.
 
-    is_over: called after each expert; TimeoutError is raised once it returns True.
+    is_over: called before each expert; TimeoutError is raised once it returns True.
     """
     world = problem.parallel.world_size
     local_experts = (
@@ -88,9 +93,10 @@ def _draw_weights(
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """Some rows of the float64 output for `call_inputs`.
+    """Expected output of some rows for `call_inputs`.
 
-    recipe_error: norm of the error of a plain torch implementation of the same scheme.
+    rows: indices of the rows. exact: the rows in float64, unquantized. recipe_error: norm of the
+    error of a plain torch implementation of the scheme, which sets the tolerance.
     """
 
     call_inputs: Input
@@ -101,10 +107,11 @@ class ExpectedRows:
 
 @dataclass(frozen=True)
 class SelectWorkload:
-    """The workload of one number of tokens.
+    """What is timed at one number of tokens.
 
-    inputs: the inputs of the calls of one run. flush: whether to overwrite the L2 cache before each
-    call, so that a call cannot hit lines that its predecessor loaded.
+    inputs: those of the calls of one round. expected: expected outputs of the calls that are
+    checked. flush: whether to overwrite the L2 cache before each call, because a call could
+    otherwise hit lines that its predecessor loaded.
     """
 
     problem: Problem
@@ -114,7 +121,7 @@ class SelectWorkload:
     flush: bool
 
     def find_error(self, outputs: Sequence[torch.Tensor]) -> str:
-        """Return the error of the outputs for the inputs of `expected`, or ""."""
+        """Describe the error of the outputs for the inputs of `expected`; "" if there is none."""
         squared_error = squared_norm = bound = 0.0
         for out, expected_rows in zip(outputs, self.expected, strict=True):
             if tuple(out.shape) != self.problem.output_shape or not bool(out.isfinite().all()):
@@ -138,13 +145,16 @@ def make_workload(
     *,
     replicated: bool,
 ) -> SelectWorkload:
-    """Draw inputs of `problem.tokens` tokens for this rank; the same on all ranks if replicated."""
+    """Draw inputs of `problem.tokens` tokens for this rank, and compute the expected outputs.
+
+    replicated: whether all ranks pass the same tokens.
+    """
     device = weights.w1.device
     rank = 0 if replicated else problem.parallel.rank
-    calls = _CALLS if problem.tokens <= _FEW_TOKENS else _CALLS_MANY_TOKENS
+    calls = _MAX_CALLS if problem.tokens <= _FEW_TOKENS else _MIN_CALLS
     values_per_call = min(problem.tokens, _ROWS_COMPARED) * problem.hidden
     checked = min(max(1, -(-_MIN_VALUES // values_per_call)), _MAX_CHECKED)
-    drawn = [_input(problem, kind, device, rank, n) for n in range(max(calls, checked))]
+    drawn = [_draw_input(problem, kind, device, rank, n) for n in range(max(calls, checked))]
     expected = tuple(_expected_rows(problem, call_inputs) for call_inputs in drawn[:checked])
     inputs = tuple(drawn[:calls])
     load = load_of(inputs[0][1], _on_one_rank(problem), weights.expert_map)
@@ -162,7 +172,7 @@ def _on_one_rank(problem: Problem) -> Problem:
     return replace(problem, parallel=single, local_experts=None, expert_map=False)
 
 
-def _input(
+def _draw_input(
     problem: Problem, kind: RoutingKind, device: torch.device, rank: int, number: int
 ) -> Input:
     generator = torch.Generator(device).manual_seed(problem.tokens * 4096 + rank * 16 + number)

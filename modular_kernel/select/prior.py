@@ -7,11 +7,12 @@ prior.json (created by tools/build_prior.py from data/h200-choice*.json) contain
      "cells": [[scheme, rows, size, [ratio or null, ...]], ...]}
 
 A cell is one measured layer at one number of tokens. scheme: the name of its QuantScheme. rows:
-tokens * top_k / experts. size: hidden * intermediate. ratios: for each entry of `pairs` its time
-divided by that of the cell's default pairing, whose ratio is 1; null if it has no time.
+tokens * top_k / experts. size: hidden * intermediate. The ratios are, for each entry of `pairs`,
+its time divided by that of the cell's default pairing, whose ratio is 1; null if it has no time.
 
-The estimate for another layer uses the three nearest cells of the same scheme in (log2 rows, log2
-size). Their smallest ratio is the optimistic estimate, the largest the pessimistic one.
+The estimate for another layer uses the three cells of the same scheme that are nearest in (log2
+rows, log2 size). Their smallest ratio is the optimistic estimate, their largest the pessimistic
+one.
 """
 
 import logging
@@ -35,7 +36,8 @@ FILE = Path(__file__).with_name("prior.json")
 
 _LOG = logging.getLogger("modular_kernel.select")
 _NEAREST_CELLS = 3
-# Distance in octaves. Estimates from cells farther away can exclude a pairing, but not select it.
+# In octaves, see _distance_octaves. Estimates from more distant cells can exclude a pairing, but
+# not select it.
 _MAX_DISTANCE = 3.0
 _MAX_BYTES = 1 << 20
 _MAX_CELLS, _MAX_PAIRS = 4096, 64
@@ -45,7 +47,7 @@ _RECORDED_ACTIVATION = ActivationSpec.parse("silu")  # the activation of all rec
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured layer at one number of tokens. ratios: times relative to one another."""
+    """One measured layer at one number of tokens. For the fields, see the module's docstring."""
 
     scheme: str
     rows: float
@@ -79,35 +81,35 @@ class Prior:
 
         Pairings without data are omitted.
         """
-        same_layer_kind = (
+        is_same_layer_kind = (
             problem.act == _RECORDED_ACTIVATION and not problem.bias and problem.tokens > 0
         )
         rows = max(problem.tokens, 1) * problem.top_k / problem.experts
         size = float(problem.hidden * problem.intermediate)
         estimates = {}
         for pair in pairs:
-            cells, same_scheme = self._comparable_cells(problem, pair, default)
+            cells, is_same_scheme = self._comparable_cells(problem, pair, default)
             nearest = sorted(cells, key=lambda cell: _distance_octaves(cell, rows, size))[
                 :_NEAREST_CELLS
             ]
             if not nearest:
                 continue
             ratios = [cell.ratios[pair] / cell.ratios[default] for cell in nearest]
-            near = (
+            is_near = (
                 len(nearest) == _NEAREST_CELLS
                 and _distance_octaves(nearest[-1], rows, size) <= _MAX_DISTANCE
             )
             estimates[pair] = Estimate(
-                min(ratios), max(ratios), same_layer_kind and same_scheme and near
+                min(ratios), max(ratios), is_same_layer_kind and is_same_scheme and is_near
             )
         return estimates
 
     def _comparable_cells(
         self, problem: Problem, pair: Pair, default: Pair
     ) -> tuple[list[Cell], bool]:
-        """Return the cells with both pairings, of the same scheme or else of its family.
+        """Return the cells that have both pairings, and whether they are of exactly this scheme.
 
-        The second value is True for exactly the same scheme.
+        If there are none of the same scheme, cells of a related one are returned.
         """
         with_both = [cell for cell in self.cells if pair in cell.ratios and default in cell.ratios]
         for scheme in dict.fromkeys((problem.quant, problem.scheme.name)):
@@ -118,18 +120,19 @@ class Prior:
 
 
 def _distance_octaves(cell: Cell, rows: float, size: float) -> float:
+    """Return the Euclidean distance of a cell from (rows, size) on log2 axes."""
     return math.hypot(math.log2(cell.rows / rows), math.log2(cell.size / size))
 
 
 def _family(scheme: str) -> tuple[str, str]:
-    """Return the element types of the operands: schemes that share them have similar speed."""
-    scheme_info = QUANT_SCHEMES[scheme]
-    return scheme_info.weight, scheme_info.activation
+    """Return the element types of the operands, by which schemes have similar speed."""
+    parsed = QUANT_SCHEMES[scheme]
+    return parsed.weight, parsed.activation
 
 
 @cache
 def load_shipped_record() -> Prior | None:
-    """Return the record of this package; None, with a log message, if it cannot be read."""
+    """Return the record that ships with this package; None, and a warning, if it is unreadable."""
     try:
         return parse(json_files.read_file(FILE, _MAX_BYTES))
     except (ConfigurationError, OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""The processes of a measurement: a single one, or all ranks of a process group in lockstep.
+"""The processes that measure: a single one, or all ranks of a process group in lockstep.
 
 Over several ranks, every decision (which candidate is next, whether time is left, what is too slow)
-is based on data that all ranks have, so that all ranks decide alike.
+is based on data that all ranks share, so that all ranks decide alike.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ T = TypeVar("T")
 class Ranks(Protocol):
     """The ranks that measure.
 
-    rank: of this process. size: number of ranks. group: the process group for parts that exchange
-    tokens; None for a single process.
+    rank: that of this process. size: number of ranks. group: the process group for parts that
+    exchange tokens; None for a single process.
     """
 
     rank: int
@@ -27,7 +27,7 @@ class Ranks(Protocol):
     group: Any
 
     def all_gather(self, value: T) -> list[T]:
-        """Return every rank's value, by rank; a barrier."""
+        """Return the values of all ranks, by rank. Also a barrier."""
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value."""
@@ -62,7 +62,11 @@ class GroupRanks:
 
 
 def ranks_of(problem: Problem, group: object | None) -> Ranks:
-    """Return the ranks of the problem; raise ConfigurationError if the group has others."""
+    """Return the ranks of a problem.
+
+    group: None uses the default process group if the problem has several ranks. Raises
+    ConfigurationError if the group's rank or size is not the problem's.
+    """
     parallel = problem.parallel
     if parallel.world_size == 1:
         if group is not None:
@@ -85,12 +89,13 @@ def max_over_ranks(ranks: Ranks, values: Sequence[float]) -> list[float]:
 
 
 def first_failure(ranks: Ranks, message: str) -> str:
-    """Return the failure of the lowest failing rank, or "".
+    """Return the message of the lowest rank that has one, or "".
 
-    If there are several ranks, the message begins with the rank.
+    message: that of this rank, or "" if it has not failed. With several ranks, the result begins
+    with the rank.
     """
     messages = ranks.all_gather(message)
-    rank = next((r for r, message_of_rank in enumerate(messages) if message_of_rank), None)
+    rank = next((r for r, rank_message in enumerate(messages) if rank_message), None)
     if rank is None:
         return ""
     return messages[rank] if ranks.size == 1 else f"rank {rank}: {messages[rank]}"

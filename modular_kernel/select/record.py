@@ -1,21 +1,22 @@
-"""Measurements of pairings, and the rules that select one from them. Pure data and functions.
+"""Measurements of pairings, and the rules that select one from them: data and pure functions.
 
-A bucket is a number of tokens for which a pairing is selected independently. The default pairing is
-selected, unless another one was measured to be faster by more than the noise, or, if nothing was
-measured, the shipped record is unambiguous. Between two buckets, a pairing other than the default
-is used only if both buckets selected it. No selected pairing is known to be slower than the
-default.
+A bucket is a number of tokens at which a pairing is selected independently. At a bucket, the
+default pairing is selected, unless another one was measured to be faster by more than the noise, or
+nothing was measured and the shipped record is unambiguous. Between two buckets, a pairing other
+than the default is used only if both buckets selected it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-# Ratios are times relative to that of the default pairing.
+# Ratios are times relative to that of the default pairing. For optimistic and pessimistic ratios,
+# see Estimate.
 MAX_RATIO_TO_TIME = 0.98  # pairings with a larger optimistic ratio are not timed
 MIN_GAIN = 0.02  # minimum of 1 - ratio to replace the default
-MAX_RATIO_UNTIMED = 0.95  # maximum pessimistic ratio for a choice from the record without timing
-MAX_RATIO_TO_KEEP = 1.01  # keep the smaller bucket's pairing up to this multiple of the best ratio
+MAX_RATIO_UNTIMED = 0.95  # maximum pessimistic ratio to replace the default without a timing
+# The pairing of the next smaller bucket is kept if its ratio is at most this multiple of the best.
+MAX_RATIO_TO_KEEP = 1.01
 _MIN_GAIN_PER_NOISE = 2.0  # minimum of (1 - ratio) / noise to replace the default
 _MIN_TOKENS = 1
 
@@ -29,9 +30,10 @@ def pairing_name(pair: Pair) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The expected ratio of a pairing's time to the default's, as a range.
+    """The expected ratio of a pairing's time to the default's, from `optimistic` to `pessimistic`.
 
-    trusted: the estimate comes from similar layers, so the pairing may be selected without timing.
+    trusted: whether the estimate comes from similar layers, so that the pairing may be selected
+    without a timing.
     """
 
     optimistic: float
@@ -43,12 +45,12 @@ class Estimate:
 class TimedOutcome:
     """The result of building and timing one pairing at one number of tokens.
 
-    us: time of a planned call on the slowest rank, in microseconds; None if the pairing failed.
-    why: the reason of a failure.
+    us: microseconds of a planned call on the slowest rank; None if the pairing failed.
     ratio: time divided by the default's in the same round, median over rounds; 1 for the default.
     noise: uncertainty of that median.
-    rough: whether it is so slow that it was timed only once or twice.
+    rough: whether the pairing is so slow that timing stopped after two rounds.
     mode: "graph" (replays of a CUDA graph), "eager" or "cpu".
+    why: reason of a failure.
     """
 
     pair: Pair
@@ -61,7 +63,7 @@ class TimedOutcome:
 
     @property
     def faster(self) -> bool:
-        """True if it is faster than the default by more than the noise."""
+        """Whether the pairing is faster than the default by more than the noise."""
         gain = 1 - self.ratio if self.ratio is not None else 0.0
         return not self.rough and gain >= max(MIN_GAIN, _MIN_GAIN_PER_NOISE * self.noise)
 
@@ -70,8 +72,8 @@ class TimedOutcome:
 class Bucket:
     """The measurements at one number of tokens.
 
-    default: the pairing that ratios refer to: the first valid pairing of the order with correct
-    results. `outcomes` includes it, and the failures of the pairings before it.
+    default: the pairing that ratios refer to, which is the first one in Options.order that is valid
+    and ran correctly. outcomes: include the default, and the failures of the pairings before it.
     """
 
     tokens: int
@@ -94,10 +96,10 @@ class Bucket:
 
 
 class Source(Enum):
-    """The source of a bucket's pairing.
+    """What decided on the pairing of a bucket.
 
-    TIMED: every candidate was timed. RECORD: the shipped record. ONLY: no other pairing is valid.
-    DEFAULT: a candidate that may be faster was not timed.
+    TIMED: timings. RECORD: the shipped record. ONLY: no other pairing is valid. DEFAULT: nothing,
+    because a candidate that may be faster than the default was not timed.
     """
 
     TIMED = "timed"
@@ -116,7 +118,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of token counts, first to last, and its pairing."""
+    """A range of token counts, from `first` to `last` inclusive, and its pairing."""
 
     first: int
     last: int
@@ -144,14 +146,15 @@ class Options:
     estimates: Mapping[int, Mapping[Pair, Estimate]] = field(default_factory=dict)
 
     def ordered(self, tokens: int) -> tuple[Pair, ...]:
-        """Return the valid pairings, the default first."""
+        """Return the pairings that are valid at `tokens`, the default first."""
         valid = self.valid.get(tokens, ())
         return tuple(pair for pair in self.order if pair in valid)
 
     def challengers(self, tokens: int) -> tuple[Pair, ...]:
-        """Return pairings that may be faster than the default, the most promising first.
+        """Return the pairings to time against the default, the most promising first.
 
-        Those without an estimate come last. Pairings that cannot be timed here are excluded.
+        They are those whose optimistic estimate is faster than the default, and then those without
+        an estimate. Pairings that cannot be timed here are excluded.
         """
         estimates = self.estimates.get(tokens, {})
         timeable = [pair for pair in self.ordered(tokens)[1:] if pair not in self.untimeable]
@@ -173,9 +176,9 @@ def bucket_tokens(max_tokens: int) -> tuple[int, ...]:
 
 
 def picks(options: Options, buckets: Sequence[Bucket]) -> dict[int, Pick]:
-    """Select the pairing of every bucket with a valid one, ascending.
+    """Select a pairing at each of options.tokens at which any is valid.
 
-    buckets: those with measurements.
+    buckets: the measurements.
     """
     picked: dict[int, Pick] = {}
     by_tokens = {bucket.tokens: bucket for bucket in buckets}
@@ -195,10 +198,9 @@ def picks(options: Options, buckets: Sequence[Bucket]) -> dict[int, Pick]:
 
 
 def _pick_timed(options: Options, bucket: Bucket, previous: Pair | None) -> Pick | None:
-    """Return the fastest pairing if it beats the default, else the default if all were timed.
+    """Return the fastest pairing, or None if that is the default and not all candidates were timed.
 
-    None if some were not timed. `previous`, the pairing of the previous bucket, is kept if it is
-    about as fast as the best one.
+    `previous`, the pairing of the previous bucket, is kept if it is about as fast as the fastest.
     """
     ratios = {o.pair: o.ratio for o in bucket.outcomes if o.faster and o.ratio is not None}
     if ratios:
@@ -228,6 +230,7 @@ def _pick_recorded(options: Options, tokens: int, buckets: Sequence[Bucket]) -> 
 
 
 def _pick_untimed(options: Options, tokens: int, buckets: Sequence[Bucket]) -> Pick:
+    """Return the default, with the reason why it was not compared with other pairings."""
     default, valid = default_at(options, tokens, buckets), options.ordered(tokens)
     if len(valid) == 1:
         return Pick(default, Source.ONLY)
@@ -241,8 +244,8 @@ def default_at(
 ) -> Pair:
     """Return the default at `tokens`, or between `above` and `tokens`.
 
-    It is the first valid pairing of the order that has not failed in the nearest buckets, or the
-    first valid one if all have. tokens: a key of `options.valid`.
+    It is the first valid pairing of options.order that has not failed in the nearest measured
+    buckets, or the first valid one if all have failed. tokens: a key of options.valid.
     """
     lower = tokens if above is None else above
     below_bucket = max(
@@ -257,9 +260,10 @@ def default_at(
 
 
 def segments(options: Options, buckets: Sequence[Bucket]) -> tuple[Segment, ...]:
-    """Return the pairing of each range of tokens, from 0 to options.max_tokens without a gap.
+    """Return the pairing of each range of tokens. The ranges start at 0 and have no gaps.
 
-    () if no pairing is valid. The last range ends at the largest token count with a valid pairing.
+    The last range ends at options.max_tokens, or at the largest token count for which a pairing is
+    valid. The result is () if no pairing is valid.
     """
     chosen = picks(options, buckets)
     ranges: list[Segment] = []
@@ -269,8 +273,8 @@ def segments(options: Options, buckets: Sequence[Bucket]) -> tuple[Segment, ...]
             continue
         pick = chosen.get(tokens)
         pair = pick.pair if pick else default_at(options, tokens, buckets)
-        smallest = previous is None and tokens <= _MIN_TOKENS
-        if smallest or (ranges and ranges[-1].pair == pair):  # 0 tokens are run like 1
+        is_first = previous is None and tokens <= _MIN_TOKENS  # 0 tokens are run like 1
+        if is_first or (ranges and ranges[-1].pair == pair):
             between = pair
         else:
             between = default_at(options, tokens, buckets, above=previous)

@@ -1,8 +1,9 @@
 """Serialization of cached choices as JSON, with validation of untrusted files.
 
 A file has the records of one identity (see `cache_keys`), one per set of versions, newest first. It
-contains only names of pairings and times. Names are looked up among the installed parts and judged
-again, so the worst that a forged file can do is to select a slower valid pairing.
+contains only names of pairings and times. The names are looked up among the installed parts, and
+the pairings are judged again, so the worst effect of a forged file is that a slower valid pairing
+is selected.
 """
 
 import json
@@ -32,7 +33,7 @@ _MODES = ("graph", "eager", "cpu", "")
 class StoredChoice:
     """Measurements with one set of versions.
 
-    timestamp: time of the last one, in seconds since 1970.
+    timestamp: of the last measurement, in seconds since 1970.
     """
 
     versions: KeyFields
@@ -40,7 +41,7 @@ class StoredChoice:
     buckets: tuple[Bucket, ...] = ()
 
     def bucket(self, tokens: int) -> Bucket | None:
-        """Return the bucket of this number of tokens, or None."""
+        """Return the bucket of this number of tokens, or None if there is none."""
         return next((b for b in self.buckets if b.tokens == tokens), None)
 
     def with_buckets(self, new: Sequence[Bucket]) -> "StoredChoice":
@@ -50,7 +51,7 @@ class StoredChoice:
 
 
 def to_text(identity: KeyFields, records: Sequence[StoredChoice]) -> str:
-    """Return a file's content with the newest of the records, within the size limit."""
+    """Serialize the newest of the records, as many as fit into the size limit."""
     newest = sorted(records, key=lambda r: -r.timestamp)[:_MAX_RECORDS]
     while True:
         record_objects = [_to_json(record) for record in newest]
@@ -64,7 +65,10 @@ def to_text(identity: KeyFields, records: Sequence[StoredChoice]) -> str:
 
 
 def from_text(text: str | bytes, identity: KeyFields) -> tuple[StoredChoice, ...]:
-    """Parse the records of a file; raise ConfigurationError with the reason if invalid."""
+    """Parse the records of a file.
+
+    Raises ConfigurationError with the reason if the file is invalid or has another identity.
+    """
     try:
         content = json_files.parse(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Times the candidates of a choice within a budget, in ascending order of token counts."""
+"""Search for faster pairings: times the candidates within a budget, small token counts first."""
 
 import gc
 import logging
@@ -21,8 +21,8 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
 
 _LOG = logging.getLogger("modular_kernel.select")
-_WARN_AFTER_SECONDS = 5.0  # seconds until a waiting caller gets a log message
-_MAX_FREE_FRACTION = 0.8  # maximum fraction of free memory for weights
+_WARN_AFTER_SECONDS = 5.0  # delay of the log message that says why the caller has to wait
+_MAX_FREE_FRACTION = 0.8  # of the free memory, for weights
 
 BucketCallback = Callable[[Bucket], object]
 
@@ -31,9 +31,9 @@ BucketCallback = Callable[[Bucket], object]
 class SearchResult:
     """The result of a search.
 
-    buckets: buckets with outcomes, ascending. timed_now: token counts that this search timed, in
-    `seconds` in total. untimed_reason: why candidates were not timed, or "". notes: messages for
-    the user.
+    buckets: measurements, new or cached, in ascending order of tokens. timed_now: token counts that
+    this search timed. seconds: that it took. untimed_reason: why candidates were not timed, or "".
+    notes: messages for the user.
     """
 
     buckets: tuple[Bucket, ...]
@@ -47,8 +47,9 @@ class SearchResult:
 class Search:
     """Search for pairings that are faster than the default. Collective over ranks.
 
-    routing: in the syntax of RoutingKind.parse. fresh: ignore cached times. on_bucket: called on
-    rank 0 with each bucket after it was timed.
+    routing: in the syntax of RoutingKind.parse. replicated: whether all ranks pass the same tokens.
+    fresh: whether to ignore cached times. on_bucket: called on rank 0 with each bucket after it was
+    timed.
     """
 
     problem: Problem
@@ -64,10 +65,10 @@ class Search:
     on_bucket: BucketCallback | None = None
 
     def run(self) -> SearchResult:
-        """Load the cached buckets, and time the others within the budget, few tokens first."""
+        """Load the cached buckets, and time the others within the budget."""
         if not self._tokens_to_time:
             return SearchResult((), untimed_reason=self._reason())
-        cached, notes = self._cached()
+        cached, notes = self._load_cached()
         valid = () if self.fresh else cached
         if not self._missing(valid):
             return SearchResult(valid, notes=notes)
@@ -76,7 +77,7 @@ class Search:
         with ExitStack() as stack:
             notes += self._wait_for_lock(stack)
             if not self.fresh:  # another process may have measured during the wait
-                valid = self._cached()[0]
+                valid = self._load_cached()[0]
             complete = {bucket.tokens for bucket in cached if self.options.is_complete(bucket)}
             with self._warn_if_slow():
                 new, untimed_reason, new_notes = self._measure(valid, complete)
@@ -100,21 +101,21 @@ class Search:
 
     @contextmanager
     def _warn_if_slow(self) -> Iterator[None]:
-        """Log a message, once, if a caller without `on_bucket` waits for long."""
-        no_message = self.ranks.rank or self.on_bucket is not None
+        """Log a message if the context takes long, and there is no `on_bucket` to show progress."""
+        is_silent = self.ranks.rank or self.on_bucket is not None
         message = "timing %d pairings for up to %g s; the times are cached"
         challengers = {pair for t in self._tokens_to_time for pair in self.options.challengers(t)}
         message_args = (len(challengers) + 1, self.budget.seconds)
         timer = threading.Timer(_WARN_AFTER_SECONDS, _LOG.warning, (message, *message_args))
         timer.daemon = True
-        if not no_message:
+        if not is_silent:
             timer.start()
         try:
             yield
         finally:
             timer.cancel()
 
-    def _cached(self) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
+    def _load_cached(self) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
         """Return rank 0's cached buckets that are requested and valid, and the notes."""
         cached = self.ranks.broadcast(self.cache.load() if self.ranks.rank == 0 else None)
         assert cached is not None
@@ -137,7 +138,10 @@ class Search:
         return tuple(tokens for tokens in self._tokens_to_time if tokens not in complete)
 
     def _wait_for_lock(self, stack: ExitStack) -> tuple[str, ...]:
-        """Wait while another process measures the same choice, because both would be disturbed."""
+        """Wait while another process measures the same, because both would disturb each other.
+
+        Returns notes for the user. The lock is released with `stack`.
+        """
         locked = True
         if self.ranks.rank == 0:
             try:
@@ -152,17 +156,18 @@ class Search:
     def _measure(
         self, valid: Sequence[Bucket], complete_in_cache: set[int]
     ) -> tuple[list[Bucket], str, tuple[str, ...]]:
-        """Time the missing outcomes; return new buckets, the reason for untimed ones, and notes.
+        """Time the pairings that `valid` lacks.
 
-        complete_in_cache: token counts whose buckets in the cache are complete, and which an
-        incomplete bucket must not replace.
+        valid: known buckets, which may be incomplete. complete_in_cache: token counts whose cached
+        buckets are complete, so that an incomplete one must not replace them. Returns the new
+        buckets, the reason why candidates were not timed or "", and notes.
         """
         missing, incomplete = self._missing(valid), {b.tokens: b for b in valid}
         new, notes = list[Bucket](), list[str]()
         if not missing:
             return new, "", ()
         problem = without_inplace(self.problem)
-        weights, why = self._weights(problem)
+        weights, why = self._make_weights(problem)
         if weights is None:
             return new, why, ()
         untimed_reason = ""
@@ -170,7 +175,7 @@ class Search:
             if not self.budget.allows(2):  # the default and one candidate
                 untimed_reason = self._reason()
                 break
-            bucket = self._bucket(problem.with_tokens(tokens), weights, incomplete.get(tokens))
+            bucket = self._time_bucket(problem.with_tokens(tokens), weights, incomplete.get(tokens))
             complete = self.options.is_complete(bucket)
             if complete or (bucket.outcomes and tokens not in complete_in_cache):
                 new.append(bucket)
@@ -185,7 +190,10 @@ class Search:
         _release_memory(self.machine)
         return new, untimed_reason, self.ranks.broadcast(tuple(notes))
 
-    def _bucket(self, problem: Problem, weights: ExpertWeights, partial: Bucket | None) -> Bucket:
+    def _time_bucket(
+        self, problem: Problem, weights: ExpertWeights, partial: Bucket | None
+    ) -> Bucket:
+        """Time the challengers of one bucket, except those that `partial` has already."""
         kind, options = RoutingKind.parse(self.routing), self.options
         with torch.no_grad():
             with self.budget.step():
@@ -202,8 +210,8 @@ class Search:
                 watch.outcomes.update({outcome.pair: outcome for outcome in partial.outcomes})
             return watch.bucket(options.challengers(problem.tokens))
 
-    def _weights(self, problem: Problem) -> tuple[ExpertWeights | None, str]:
-        """Return the weights; or None and the reason if memory or the budget does not suffice."""
+    def _make_weights(self, problem: Problem) -> tuple[ExpertWeights | None, str]:
+        """Create the weights; return None and the reason if memory or time does not suffice."""
         device = _device(self.machine)
         sharing = ranks_sharing_memory(self.ranks, device)
         free, need = free_bytes(device), weight_bytes(problem) * sharing

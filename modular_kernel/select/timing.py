@@ -1,9 +1,9 @@
 """Timing of pairings against the default at one number of tokens.
 
-Each pairing is built, checked against the float64 reference, and timed interleaved with the
-default, so that drift (clocks, power) affects both. The ratio of their times in one round is one
-sample. Calls that cannot be captured in a CUDA graph are timed eagerly. Over several ranks, the
-time is that of the slowest rank.
+Each pairing is built and compared with the float64 reference. It is then timed in rounds that
+alternate with the default, so that drift (clocks, power) affects both. The ratio of the two times
+in one round is one sample. Calls that cannot be captured in a CUDA graph are timed eagerly. Over
+several ranks, the time is that of the slowest rank.
 """
 
 import gc
@@ -27,10 +27,10 @@ from modular_kernel.spec.problem import Machine
 from modular_kernel.tensors import Routing
 from modular_kernel.workspace import workspace_bytes
 
-_MAX_RATIO = 1.25  # ratio to the default in two rounds above which timing stops
+_MAX_RATIO = 1.25  # timing stops after two rounds if the ratio to the default is larger
 _MIN_ROUNDS, _MAX_ROUNDS = 9, 41
-_TARGET_S = 0.06  # seconds on the device for each pairing of a comparison
-_MAX_FREE_FRACTION = 0.9  # maximum fraction of free memory for a plan
+_TARGET_S = 0.06  # seconds on the device for each of the two pairings
+_MAX_FREE_FRACTION = 0.9  # of the free memory, for a plan
 _MAX_CHARACTERS = 300
 
 PlannedCall = Callable[[torch.Tensor, Routing], torch.Tensor]
@@ -41,8 +41,8 @@ T = TypeVar("T")
 class _Prepared:
     """A pairing with correct results, ready to be timed.
 
-    runs: the calls or graphs of one round. failure: message of a later failure, or "". seconds:
-    time of one call, by round.
+    runs: the calls or graphs of one round. mode: see TimedOutcome. failure: message of a failure
+    during timing, or "". seconds: time of one call, by round.
     """
 
     pair: Pair
@@ -67,9 +67,8 @@ def _close(kernel: FusedMoEModularKernel) -> None:
 class Stopwatch:
     """Timing of pairings on one workload.
 
-    order: the valid pairings, the default first. graph: those that can be captured. max_ratio:
-    ratio to the default above which a pairing is not timed further. outcomes: initially those
-    already known.
+    order: the valid pairings, the default first. graph: those that can be captured in a CUDA graph.
+    max_ratio: see _MAX_RATIO. outcomes: those known before, to which timing adds.
     """
 
     workload: SelectWorkload
@@ -178,23 +177,23 @@ class Stopwatch:
             self._release_memory()
 
     def _time_rounds(self, prepared: _Prepared, default: _Prepared, count: int) -> list[float]:
-        """Time both in each round, alternating the order; return the seconds of `prepared`.
+        """Time both pairings in each of `count` rounds, alternating the order.
 
-        The default's seconds are appended to its own list.
+        Returns the seconds of `prepared`; those of the default are appended to `default.seconds`.
         """
-        ready_times: list[float] = []
+        prepared_times: list[float] = []
         default_times: list[float] = []
         for number in range(count):
-            pairings = ((prepared, ready_times), (default, default_times))
+            pairings = ((prepared, prepared_times), (default, default_times))
             for pairing, times in pairings if number % 2 else reversed(pairings):
                 times.append(self._time_once(pairing))
         default.seconds += max_over_ranks(self.ranks, default_times)
-        return max_over_ranks(self.ranks, ready_times)
+        return max_over_ranks(self.ranks, prepared_times)
 
     def _time_once(self, prepared: _Prepared) -> float:
-        """Return the seconds of a call in one run.
+        """Return the seconds per call in one round; infinity if any rank has failed.
 
-        Ranks start together, and only if none has failed.
+        Ranks start together.
         """
         if any(self.ranks.all_gather(bool(prepared.failure))):
             return math.inf
@@ -210,7 +209,7 @@ class Stopwatch:
         return sum(times) / len(self.workload.inputs) / 1e3
 
     def _prepare(self, pair: Pair) -> tuple[_Prepared | None, str]:
-        """Build, check and capture a pairing; or return the reason of a failure."""
+        """Build, check and capture a pairing; or return None and the reason of a failure."""
         kernel, why = self._run_on_all_ranks(lambda: self._build(pair))
         if kernel is None:
             return None, why
@@ -222,9 +221,10 @@ class Stopwatch:
     def _check_and_capture(
         self, kernel: FusedMoEModularKernel, pair: Pair
     ) -> tuple[_Prepared | None, str]:
-        """Plan, check and capture a kernel.
+        """Plan, check and capture a kernel; or return None and the reason of a failure.
 
-        Each step is agreed on by all ranks: if one stopped, the others would wait for it.
+        After each step, ranks exchange whether it succeeded, because a rank that stops alone would
+        block the others.
         """
         call, why = self._run_on_all_ranks(lambda: self._plan(kernel))
         if call is None:
@@ -273,7 +273,11 @@ class Stopwatch:
             raise ArithmeticError(why)
 
     def _capture(self, kernel: FusedMoEModularKernel, call: PlannedCall, pair: Pair) -> _Prepared:
-        """Return the runs of a round: a graph of all calls, or of each call, or the calls."""
+        """Capture the calls of a round.
+
+        The runs are one graph of all calls; one graph per call if the L2 cache is overwritten
+        between calls; or the calls themselves if they cannot be captured.
+        """
         calls = [partial(call, *call_inputs) for call_inputs in self.workload.inputs]
         for planned_call in calls:
             planned_call()
@@ -286,20 +290,20 @@ class Stopwatch:
         return _Prepared(pair, kernel, [partial(_call_all, group) for group in groups], mode)
 
     def _run_on_all_ranks(self, work: Callable[[], T]) -> tuple[T | None, str]:
-        """Return the result of `work`, or the reason of a failure on any rank."""
+        """Return the result of `work`, or None and the reason of a failure on any rank."""
         failure, result = "", None
         try:
             result = work()
-        # Any exception is an outcome of the candidate, and does not end the choice.
+        # Any exception counts as a failure of the candidate, and does not end the search.
         except Exception as error:  # noqa: BLE001
             failure = _one_line(error)
         why = first_failure(self.ranks, failure)
         if why and isinstance(result, FusedMoEModularKernel):
-            _close(result)  # built here, but failed on another rank
+            _close(result)  # it was built here, but not on another rank
         return (None, why) if why else (result, "")
 
     def _release_memory(self) -> None:
-        if self._device.type == "cuda":  # other allocators free memory with its last owner
+        if self._device.type == "cuda":  # the CPU's allocator keeps nothing
             torch.cuda.empty_cache()
 
 

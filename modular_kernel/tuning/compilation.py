@@ -1,7 +1,7 @@
 """Compilation of candidate launches in worker processes that see no GPU.
 
-The compiled kernels go to Triton's disk cache, where the timed launches find them. Meta tensors
-with the shapes and strides of real calls are used.
+Kernels are compiled for meta tensors with the shapes and strides of real calls, and stored in
+Triton's disk cache, from which the timed launches load them.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from modular_kernel.testing.compile.report import CompileRecord
 
 _META = torch.device("meta")
-_CHOICES_PER_TASK = 3  # choices per task: queueing costs as much as a lookup of a compiled kernel
-_MAX_WAIT_SECONDS = 300.0  # seconds to wait for one choice, including those before it in the queue
+_CHOICES_PER_TASK = 3  # more than 1, because queueing costs as much as loading a compiled kernel
+_MAX_WAIT_SECONDS = 300.0  # for one choice, including those before it in the queue
 
 
 @dataclass(frozen=True)
 class TunedPair:
-    """The parts to tune, by name, and their machine. prepared: calls have prepared weights."""
+    """Names of the parts to tune, and their machine. prepared: calls use prepared weights."""
 
     prepare_finalize: str
     experts: str
@@ -41,20 +41,24 @@ class TunedPair:
     prepared: bool = False
 
     def space(self, problem: Problem) -> Tunable:
-        """Return the experts' search space; raise ConfigurationError if there is none."""
+        """Return the search space of the experts part; raise ConfigurationError if it has none."""
         space = load_catalog().experts(self.experts).tunable(problem)
         if space is not None and self.prepared:
             space = space.for_prepared_weights()
         if space is None:
             suffix = " with prepared weights" if self.prepared else ""
             need = f"a part whose launches can be tuned{suffix}"
-            raise ConfigurationError(f"experts part {self.experts}", got="no choice", need=need)
+            got = "no tunable launches"
+            raise ConfigurationError(f"experts part {self.experts}", got=got, need=need)
         return space
 
 
 @dataclass(frozen=True)
 class CompileTask:
-    """Choices of one problem to compile. space: created in the process that has the GPU."""
+    """Launch configurations (choices) of one problem to compile.
+
+    space: created in the process that sees the GPU, because a worker sees none.
+    """
 
     pair: TunedPair
     space: Tunable
@@ -62,13 +66,14 @@ class CompileTask:
     choices: tuple[Choice, ...]
 
     def run(self) -> list[str]:
+        """Return the result of `compile_choice` for each choice."""
         return [compile_choice(self, choice) for choice in self.choices]
 
 
 def compile_choice(task: CompileTask, choice: Choice) -> str:
-    """Return the reason why `choice` is not worth a launch, or "".
+    """Compile a choice; return the reason why it is not worth timing, or "".
 
-    Reasons are spilled registers, too much memory, or an error.
+    Reasons are spilled registers, too much shared memory, or an error.
     """
     from modular_kernel.testing.compile.report import check
 
@@ -80,7 +85,7 @@ def compile_choice(task: CompileTask, choice: Choice) -> str:
             names = pair.prepare_finalize, pair.experts
             kernel = make_kernel(*names, problem, machine=pair.machine)
             records = records_of(kernel, target, prepared=pair.prepared)
-    # The compiler can raise any exception, and none may end the search.
+    # The compiler can raise any exception, none of which may end the search.
     except Exception as error:  # noqa: BLE001
         return f"does not compile: {type(error).__name__}: {str(error)[:200]}"
     return "; ".join(reason for record in records for reason in check(record))
@@ -89,9 +94,9 @@ def compile_choice(task: CompileTask, choice: Choice) -> str:
 def records_of(
     kernel: FusedMoEModularKernel, target: str, *, prepared: bool = False
 ) -> "list[CompileRecord]":
-    """Compile for `target` what one call of `kernel` launches, without running it.
+    """Compile the kernels that one call launches, for `target` ("sm_90"), and return their records.
 
-    prepared: for a call with prepared weights.
+    prepared: whether the call has prepared weights.
     """
     from modular_kernel.testing.compile.report import record_compiles
 
@@ -128,7 +133,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Compiler:
-    """Compiles choices in `workers` processes, which end with the context."""
+    """Compiler of choices in `workers` processes, which end with the context."""
 
     def __init__(self, workers: int) -> None:
         context = get_context("spawn")
@@ -144,7 +149,7 @@ class Compiler:
     def submit(
         self, pair: TunedPair, space: Tunable, problem: Problem, choices: Sequence[Choice]
     ) -> None:
-        """Queue choices that were not queued before, in small tasks."""
+        """Queue the choices that were not queued before."""
         unqueued = [c for c in dict.fromkeys(choices) if (pair, problem, c) not in self._futures]
         for start in range(0, len(unqueued), _CHOICES_PER_TASK):
             task = CompileTask(
@@ -157,7 +162,7 @@ class Compiler:
     def refusal(
         self, pair: TunedPair, space: Tunable, problem: Problem, choice: Choice
     ) -> Refusal | None:
-        """Wait for this choice; return the reason why it is not worth a launch, or None."""
+        """Wait until a choice is compiled; return why it is not worth timing, or None."""
         self.submit(pair, space, problem, [choice])
         future, index = self._futures[pair, problem, choice]
         try:

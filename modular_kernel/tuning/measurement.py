@@ -1,10 +1,14 @@
-"""Checks and timing of choices on a GPU.
+"""Verification and timing of launch configurations (choices) on a GPU.
 
-Every choice is checked before it is timed, with poisoned memory: some rows of its output against
-the float64 oracle by the test harness's rule, the whole output against that of the first correct
-choice, and all values must be finite. Screening times stages with events (`tuning.stage_timer`);
-comparing replays CUDA graphs of plans alternately. In both cases each call has its own input, and
-the L2 cache is overwritten between calls if inputs and weights would stay in it.
+Before a choice is timed, its output is verified, with workspaces filled with poison:
+
+- all values must be finite;
+- some rows are compared with the float64 oracle, at the tolerance of the test harness; and
+- the whole output is compared with that of the first correct choice.
+
+Screening times the stages of a call with events (`tuning.stage_timer`). A comparison replays the
+CUDA graphs of all finalists alternately. In both, each call has its own input, and the L2 cache is
+overwritten between calls if inputs and weights would stay in it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,18 +33,19 @@ from modular_kernel.tuning.stage_timer import StageClock, median_times
 from modular_kernel.tuning.workload import TuneWorkload, Workloads, tuning_weights
 from modular_kernel.workspace import Workspace
 
-_MAX_RATIO_TO_BEST = 1.3  # ratio to the best above which a choice is not timed again
-_EXTRA_TIMINGS = 2  # additional timings of the other choices
-_MIN_ROUNDS, _MAX_ROUNDS = 3, 20  # rounds of a comparison
+_MAX_RATIO_TO_BEST = 1.3  # choices with a larger ratio to the fastest are timed only once
+_EXTRA_TIMINGS = 2  # additional timings of all other choices
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 20  # of a comparison
 
 Result = TypeVar("Result")
 
 
 class TimedSearch(Bench):
-    """Measurement of one pair and problem on this machine's GPU.
+    """Measurement of one pairing and problem on this machine's GPU.
 
-    tokens: the token counts that will be used, at most problem.tokens. routing: in the syntax of
-    measure.routing_patterns.RoutingKind.parse. target_ms: device time per choice in a comparison.
+    tokens: all token counts to be tuned, at most problem.tokens. space: the search space; None uses
+    that of the experts part. routing: distribution of tokens over experts, in the syntax of
+    RoutingKind.parse. target_ms: milliseconds on the device for each choice in a comparison.
     """
 
     def __init__(
@@ -103,8 +108,8 @@ class TimedSearch(Bench):
         try:
             with self.space.using(choice):
                 return work()
-        # A launch can raise any exception, and none may end the search, unless the device became
-        # unusable: then the synchronization raises again.
+        # A launch can raise any exception, none of which may end the search. If the device became
+        # unusable, the synchronization raises again.
         except Exception as error:  # noqa: BLE001
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -127,7 +132,7 @@ class TimedSearch(Bench):
         return workload.find_error(self._kernel(workload, poison=True)(x_TH, self.weights, routing))
 
     def _staged_calls(self, workload: TuneWorkload) -> list[Call]:
-        """Return calls that run every stage on the host, unlike a plan, which replays launches."""
+        """Return calls that run the host code of every stage, which a plan would not."""
         kernel = self._kernel(workload, poison=False)
         problem = workload.problem
         workspace = Workspace(kernel.workspace_specs(problem.tokens), self.device)
@@ -140,7 +145,7 @@ class TimedSearch(Bench):
         return [partial(call, x_TH, routing) for x_TH, routing in workload.inputs]
 
     def _is_promising(self, measured: StageTimes, workload: TuneWorkload) -> bool:
-        """Return whether some stage, or the call without stages, is near the fastest."""
+        """Return whether any stage, or a call without stages, is close to the fastest so far."""
         times = dict(measured.stages) or {"": measured.seconds}
         fastest = workload.fastest
         for name, seconds in times.items():
@@ -148,9 +153,10 @@ class TimedSearch(Bench):
         return any(seconds <= _MAX_RATIO_TO_BEST * fastest[name] for name, seconds in times.items())
 
     def _check_and_capture(self, workload: TuneWorkload) -> list[Call] | Refusal:
-        """Return the runs of one round of a comparison.
+        """Verify the current choice, and return the runs of one round of a comparison.
 
-        They are a graph of all calls, or one graph per call.
+        The runs are one graph of all calls; one graph per call if the L2 cache is overwritten
+        between calls; or the calls themselves if they cannot be captured.
         """
         error = self._find_error(workload)
         if error:
@@ -177,11 +183,14 @@ class TimedSearch(Bench):
     def _time_alternately(
         self, runs: Mapping[Choice, Sequence[Call]], workload: TuneWorkload
     ) -> dict[Choice, float]:
-        """Return median seconds per call, timed alternately so that drift affects all choices."""
+        """Return the median seconds per call.
+
+        Choices alternate, so that drift affects them alike.
+        """
         clock, flush_l2 = clock_of(self.device), self._flush_l2 if workload.flush else None
 
         def time_once(choice: Choice) -> float:
-            with self.space.using(choice):  # needed for calls that are not captured
+            with self.space.using(choice):  # affects only calls that are not captured
                 times = samples_ms(runs[choice], clock, flush_l2)
             return sum(times) / len(workload.inputs) / 1e3
 

@@ -1,6 +1,7 @@
-"""The tuner's loop: screen candidates, time finalists, save the best after each number of tokens.
+"""The tuner's loop: at each number of tokens, screen candidates, compare finalists, save the best.
 
-It is independent of parts and devices: a `Tunable` defines the candidates, a `Bench` measures them.
+It is independent of parts and devices: a `Tunable` defines the candidates, and a `Bench` measures
+them. A *choice* is one candidate, that is, the launch configurations of a call.
 """
 
 import time
@@ -12,12 +13,12 @@ from pathlib import Path
 from modular_kernel.contracts import Choice, StageTimes, Tunable, TunedChoice
 
 _MAX_RATIO_TO_UNTUNED = 0.99  # maximum ratio to the untuned time; smaller gains are noise
-_TOKEN_COUNTS_AHEAD = 2  # token counts to compile ahead, including the current one
+_TOKEN_COUNTS_AHEAD = 2  # token counts to compile in the background, including the current one
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why a choice has no time. wrong: True for wrong results, which are a defect."""
+    """The reason why a choice was not timed. wrong: its results are wrong, which is a defect."""
 
     reason: str
     wrong: bool = False
@@ -28,30 +29,28 @@ class Bench(ABC):
 
     @abstractmethod
     def compile_ahead(self, tokens: int, choices: Sequence[Choice]) -> None:
-        """Start to compile in the background, and return immediately."""
+        """Start to compile the choices in the background, and return immediately."""
 
     @abstractmethod
     def refusal(self, tokens: int, choice: Choice) -> Refusal | None:
-        """Wait for compilation, and return a Refusal if it fails.
-
-        A Refusal is also returned if the compiled kernel is not worth a launch.
-        """
+        """Wait until a choice is compiled; return why it is not worth timing, or None."""
 
     @abstractmethod
     def screen(self, tokens: int, choice: Choice) -> StageTimes | Refusal:
-        """Check and time a call, with fewer repetitions if it is far from the best."""
+        """Verify and time a call, with fewer repetitions if it is much slower than the fastest."""
 
     @abstractmethod
     def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
-        """Return seconds per call of each choice with correct results, timed alternately."""
+        """Return the seconds per call of each choice, timed alternately, or why there are none."""
 
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The result for one number of tokens. best: None if no choice ran correctly.
+    """The result for one number of tokens.
 
-    times: times of the screened choices. finished: all candidates were screened. file: where `best`
-    was saved.
+    best: the fastest choice; None if no choice ran correctly. times: of the screened choices.
+    refused: the choices that were not timed, and why. finished: whether all candidates were
+    screened. file: where `best` was saved.
     """
 
     tokens: int
@@ -77,10 +76,10 @@ def _ignore() -> None:
 
 @dataclass(frozen=True)
 class TuneJob:
-    """What to tune, and the limits.
+    """What to tune, and for how long.
 
-    folder: for the results. budget: seconds for all of `tokens`. fresh: ignore the results in the
-    folder instead of continuing from them. on_measurement: called after every measurement.
+    folder: for the results. budget: seconds for all of `tokens`. fresh: whether to ignore results
+    in the folder instead of continuing from them. on_measurement: called after every measurement.
     """
 
     space: Tunable
@@ -103,30 +102,31 @@ def remaining(space: Tunable, tokens: Sequence[int], folder: Path, *, fresh: boo
 
 
 def tune(job: TuneJob) -> Iterator[TuneResult]:
-    """Tune each remaining number of tokens, and save the best result so far after each.
+    """Tune each number of tokens without a saved result, and save all results after each one.
 
-    Time that one does not use goes to the others. Ends when the budget is spent; another run
-    continues.
+    The time left is divided equally among the token counts left, so that those that finish early
+    leave more time to the others. The search ends when the budget is spent; another run continues
+    it.
     """
     todo = remaining(job.space, job.tokens, job.folder, fresh=job.fresh)
     done = {} if job.fresh else dict(job.space.saved(job.folder))
     end = job.clock() + job.budget
     for index, tokens in enumerate(todo):
-        remaining_seconds = end - job.clock()
-        if remaining_seconds <= 0:
+        seconds_left = end - job.clock()
+        if seconds_left <= 0:
             return
         for upcoming in todo[index : index + _TOKEN_COUNTS_AHEAD]:
             job.bench.compile_ahead(upcoming, job.space.candidates(upcoming))
-        tuned = _Trial(job, tokens, job.clock() + remaining_seconds / (len(todo) - index)).run()
-        if tuned.best is not None:
-            done[tokens] = tuned.best
-            tuned = replace(tuned, file=job.space.save(done, job.folder))
-        yield tuned
+        result = _Search(job, tokens, job.clock() + seconds_left / (len(todo) - index)).run()
+        if result.best is not None:
+            done[tokens] = result.best
+            result = replace(result, file=job.space.save(done, job.folder))
+        yield result
 
 
 @dataclass
-class _Trial:
-    """The search at one number of tokens."""
+class _Search:
+    """The search at one number of tokens. deadline: by the job's clock."""
 
     job: TuneJob
     tokens: int
@@ -137,7 +137,7 @@ class _Trial:
     def run(self) -> TuneResult:
         space = self.job.space
         untuned = space.untuned(self.tokens)
-        self._screen(untuned)  # even if the compiler refuses it, since it is the current launch
+        self._screen(untuned)  # even if it spills, because it is what runs without tuning
         finished = self._screen_all(space.candidates(self.tokens))
         finalists = dict.fromkeys(space.finalists(self.tokens, self.times))
         if untuned in self.times:
@@ -146,7 +146,7 @@ class _Trial:
         return TuneResult(self.tokens, best, self.times, self.refused, finished)
 
     def _screen_all(self, candidates: Sequence[Choice]) -> bool:
-        """Screen all candidates; return False if the time did not suffice."""
+        """Screen all candidates; return whether all were screened before the deadline."""
         for choice in candidates:
             if choice in self.times or choice in self.refused:
                 continue
@@ -168,6 +168,7 @@ class _Trial:
             self.times[choice] = outcome
 
     def _best(self, finalists: Sequence[Choice], untuned: Choice) -> TunedChoice | None:
+        """Return the fastest of the finalists, or `untuned` if the gain may be noise."""
         outcomes = self.job.bench.compare(self.tokens, finalists) if finalists else {}
         self.job.on_measurement()
         seconds: dict[Choice, float] = {}

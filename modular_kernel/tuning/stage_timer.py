@@ -1,8 +1,8 @@
-"""Timing of a call stage by stage with device events, without a graph.
+"""Timing of the stages of a call with device events, without a CUDA graph.
 
-The host queues the calls behind a pause of the GPU, so that they run back to back and host time is
-not measured. Events add about one microsecond to every stage of every choice, which does not affect
-the comparison. Whole calls are timed with graphs (`measure.timing`).
+The host queues the calls while the GPU sleeps, so that they run back to back and host time is not
+measured. Events add about one microsecond to every stage of every choice, which does not affect the
+comparison. Whole calls are timed with graphs (`measure.timing`).
 """
 
 import time
@@ -17,18 +17,18 @@ from modular_kernel.contracts import StageTimes
 from modular_kernel.measure.timing import Clock, L2Flush, clock_of
 from modular_kernel.replay import stages
 
-_MAX_CYCLES_PER_SECOND = 2.0e9  # upper bound of a GPU's cycles per second
-_FIRST_PAUSE = 3e-4  # seconds per call
-_PAUSE_MARGIN = 1.5  # pause relative to the host's time
+_MAX_CYCLES_PER_SECOND = 2.0e9  # upper bound of GPU clocks
+_FIRST_PAUSE = 3e-4  # seconds that the GPU sleeps per queued call, in the first attempt
+_PAUSE_MARGIN = 1.5  # sleep of the GPU over the time that the host needs to queue the calls
 _MAX_ATTEMPTS = 4
 _NO_SPAN: AbstractContextManager[object] = nullcontext()
 
 Call = Callable[[], object]
-Spans = dict[str, list[tuple[Any, Any]]]
+Spans = dict[str, list[tuple[Any, Any]]]  # by stage: pairs of events, or of host times on a CPU
 
 
 class StageClock:
-    """Timer of the named stages. It remembers how long the host takes to queue a call."""
+    """Timer of the stages in `names`. It remembers how long the host takes to queue a call."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names, self._device = names, device
@@ -38,7 +38,7 @@ class StageClock:
     def times(self, calls: Sequence[Call], flush_l2: L2Flush = None) -> list[StageTimes]:
         """Run each of `calls` once, and return their times.
 
-        flush_l2: called before each, not timed.
+        flush_l2: called before each call, and not timed.
         """
         for _ in range(_MAX_ATTEMPTS):
             pause = self._pause * len(calls)
@@ -50,9 +50,8 @@ class StageClock:
             self._clock.wait()
             if self._device.type != "cuda" or host_seconds < pause:
                 break
-            self._pause = (
-                _PAUSE_MARGIN * host_seconds / len(calls)
-            )  # the GPU may have waited for the host
+            # The GPU may have waited for the host, so try again with a longer sleep.
+            self._pause = _PAUSE_MARGIN * host_seconds / len(calls)
         return [self._stage_times(*call_spans) for call_spans in spans_of_calls]
 
     def _record_spans(self, call: Call, flush_l2: L2Flush) -> tuple[Any, Any, Spans]:
@@ -81,13 +80,13 @@ class StageClock:
     def _stage_times(self, start: Any, end: Any, spans: Spans) -> StageTimes:
         ms = self._clock.ms
         stage_seconds = {
-            name: sum(ms(*mark) for mark in marks) / 1e3 for name, marks in spans.items()
+            name: sum(ms(*pair) for pair in pairs) / 1e3 for name, pairs in spans.items()
         }
         return StageTimes(ms(start, end) / 1e3, stage_seconds)
 
 
 def median_times(samples: Sequence[StageTimes]) -> StageTimes:
-    """Return the medians of the whole call and of every stage."""
+    """Return the median times of the whole call and of every stage."""
     names = samples[0].stages
     return StageTimes(
         median(sample.seconds for sample in samples),

@@ -1,6 +1,6 @@
 """Weights and inputs for tuning, and the expected outputs.
 
-Weights are created quickly: a few random experts, and scaled copies as the others. Each copy has
+To save time, only a few experts are random, and the others are scaled copies of them. Each copy has
 its own scale, so that a wrong expert index changes the result.
 """
 
@@ -20,9 +20,9 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.verify.compare import EPS, FACTOR, ROW_FACTOR, compare
 
-_FIRST_ROWS = 4  # rows of an output that are compared, in addition to the last one
-_MAX_CALLS = 4
-_FEW_TOKENS = 256  # up to this number calls are short, so time _MAX_CALLS inputs instead of 2
+_FIRST_ROWS = 4  # number of first rows of an output that are compared, in addition to the last one
+_MAX_CALLS, _MIN_CALLS = 4, 2
+_FEW_TOKENS = 256  # up to this many tokens calls are short, so time _MAX_CALLS, not _MIN_CALLS
 _INPUT_SEED = 1000
 _WEIGHT_SEED = 11
 _DISTINCT_EXPERTS = 4
@@ -32,9 +32,10 @@ Input = tuple[torch.Tensor, Routing]
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """Expected output. rows: tokens that are compared, ascending.
+    """Expected output of some tokens.
 
-    exact: the rows in float64. recipe_rows: the rows as plain torch computes them.
+    rows: indices of the tokens, ascending. exact: their rows (rows, H) in float64. recipe_rows: the
+    same rows from a plain torch implementation of the scheme, whose error sets the tolerance.
     """
 
     rows: torch.Tensor
@@ -42,7 +43,7 @@ class ExpectedRows:
     recipe_rows: torch.Tensor
 
     def up_to(self, tokens: int) -> "ExpectedRows":
-        """Return the part for the first `tokens` tokens."""
+        """Return the expected output of those among the first `tokens` tokens."""
         selected = self.rows < tokens
         return ExpectedRows(self.rows[selected], self.exact[selected], self.recipe_rows[selected])
 
@@ -64,7 +65,7 @@ class TuneWorkload:
     first_output: torch.Tensor | None = None
 
     def find_error(self, out: torch.Tensor) -> str:
-        """Return the error of the output for the first input, or ""."""
+        """Describe the error of an output for the first input, or return "" if it is correct."""
         if not bool(out.isfinite().all()):
             return "values that are not finite"
         expected = self.expected
@@ -78,21 +79,17 @@ class TuneWorkload:
         return self._compare_outputs(out, self.first_output)
 
     def _compare_outputs(self, out: torch.Tensor, first_output: torch.Tensor) -> str:
-        """Compare two outputs: they may differ by the sum of their allowed errors."""
+        """Compare two outputs, which may differ by twice the tolerance."""
         expected = self.expected
         reference_error = float(
             (expected.recipe_rows - expected.exact).norm() / expected.exact.norm()
         )
-        difference, reference = (
-            (out.float() - first_output.float()).flatten(1),
-            first_output.float().flatten(1),
-        )
+        difference = (out.float() - first_output.float()).flatten(1)
+        reference = first_output.float().flatten(1)
         error = float(difference.norm() / reference.norm())
         worst_row = float((difference.norm(dim=1) / reference.norm(dim=1).clamp(min=EPS)).max())
-        bound, row_bound = (
-            2 * (FACTOR * reference_error + EPS),
-            2 * ROW_FACTOR * (reference_error + EPS),
-        )
+        bound = 2 * (FACTOR * reference_error + EPS)
+        row_bound = 2 * ROW_FACTOR * (reference_error + EPS)
         if not error <= bound:
             return f"differs from another correct choice by {error:.2e}, more than {bound:.2e}"
         if not worst_row <= row_bound:
@@ -106,7 +103,7 @@ class TuneWorkload:
 class Workloads:
     """Creates the workload of each token count in `tokens`, at most problem.tokens.
 
-    For every token count, the first input is a prefix of the largest one, so the oracle runs once.
+    The first inputs of all token counts are prefixes of one input, so the oracle runs only once.
     """
 
     def __init__(
@@ -122,7 +119,7 @@ class Workloads:
         problem = self.problem.with_tokens(tokens)
         x_TH, routing = self._largest_input
         first_input = (x_TH[:tokens], routing.of(slice(tokens)))
-        calls = _MAX_CALLS if tokens <= _FEW_TOKENS else 2
+        calls = _MAX_CALLS if tokens <= _FEW_TOKENS else _MIN_CALLS
         inputs = (first_input, *(self._draw_input(tokens, index) for index in range(1, calls)))
         flush = self._needs_l2_flush(problem, first_input[1])
         return TuneWorkload(problem, inputs, self._expected.up_to(tokens), flush)
@@ -151,7 +148,7 @@ class Workloads:
 
 
 def tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
-    """Create weights of `problem`, quantized by its scheme."""
+    """Create random weights of `problem`, quantized by its scheme."""
     num_drawn = min(_DISTINCT_EXPERTS, problem.e)
     drawn_problem = replace(problem, local_experts=num_drawn, expert_map=True)
     weights = quantize(make_weights(replace(drawn_problem, quant="none"), device), drawn_problem)
@@ -171,15 +168,15 @@ def tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
 
 
 def _repeat_experts(tensor: torch.Tensor, source_experts: torch.Tensor) -> torch.Tensor:
-    """Return tensor[source_experts] for any dtype."""
+    """Return tensor[source_experts], also for dtypes in which torch cannot index."""
     raw = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
     return raw.index_select(0, source_experts).view(tensor.dtype)
 
 
 def _rescale(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Multiply each expert by a random factor.
+    """Multiply each expert by a random factor between 1/2 and 1, in place.
 
-    The factor is from 1/2 to 1, or a power of two if the tensor stores exponents.
+    If the tensor stores exponents (uint8), the factor is a power of two between 1/8 and 1.
     """
     shape = (tensor.shape[0], *[1] * (tensor.dim() - 1))
     random = torch.rand(shape, device=tensor.device, generator=generator)

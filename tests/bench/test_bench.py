@@ -1,4 +1,4 @@
-"""What `mk bench` measures: what is wrong is not timed; pairs, baseline and peers; the record."""
+"""`mk bench`: verification before timing; pairs, baselines and peers; and the record."""
 
 import json
 import math
@@ -63,7 +63,7 @@ def measured(*offers: BenchOffer, cells: tuple[LayerCase, ...] = (CELL,), **opti
 
 @pytest.fixture(autouse=True)
 def _small_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peaks of this machine take a second; their own test measures some."""
+    """Replace the measurement of peaks, which takes a second and has its own test."""
     real = run_module.measure_peaks
     monkeypatch.setattr(
         run_module, "measure_peaks", lambda *a, **k: real(*a, **k, size=64, nbytes=1 << 16)
@@ -73,7 +73,7 @@ def _small_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------------- a run
 
 
-def test_right_layers_are_timed_and_compared() -> None:
+def test_correct_layers_are_timed_and_compared() -> None:
     (ours,) = pair_offers(*PAIR, [SMALL], CPU)
     report = measured(ours, *baseline_offers(), offer(Reference()))
     mine, baseline, peer = report.rows
@@ -130,8 +130,8 @@ def test_a_wrong_layer_is_reported_and_not_timed(
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 12])
-def test_a_small_layer_is_judged_over_several_calls(tokens: int) -> None:
-    """Its errors scatter; what rounds twice as often as need be is right every time."""
+def test_small_layer_is_checked_over_several_calls(tokens: int) -> None:
+    """The errors of small layers vary, but a layer that rounds twice as often still passes."""
     small = replace(CELL, problem=SMALL.with_tokens(tokens))
     for kind in ("uniform", "hot1"):
         rows = measured(
@@ -156,7 +156,7 @@ def test_a_layer_that_goes_wrong_while_timed_loses_its_time() -> None:
 
 
 class _Stale(Reference):
-    """Writes its own buffer, but of the last row only once."""
+    """Returns its own buffer, whose last row it writes only in the first call."""
 
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         out = super().call(x_TH, routing)
@@ -166,7 +166,7 @@ class _Stale(Reference):
         return self.buffer
 
 
-def test_what_a_call_does_not_write_cannot_pass_by_what_was_there() -> None:
+def test_unwritten_output_is_detected() -> None:
     (row,) = measured(offer(_Stale("stale"))).rows
     assert (row.status, row.us) == ("wrong", None)
     assert "not finite" in row.note
@@ -182,7 +182,7 @@ class _Refusing(Reference):
         return "odd numbers only" if problem.tokens % 2 == 0 else None
 
 
-def test_what_fails_or_refuses_is_a_row_of_its_own() -> None:
+def test_failed_and_refused_layers_have_rows() -> None:
     cells = (CELL, replace(CELL, problem=SMALL.with_tokens(3)))
     layers = (_Broken("broken"), _Refusing("odd"), Reference("good"))
     rows = measured(*map(offer, layers), cells=cells).rows
@@ -192,7 +192,7 @@ def test_what_fails_or_refuses_is_a_row_of_its_own() -> None:
     assert rows[2].note == "odd numbers only"
 
 
-def test_no_row_is_begun_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_row_starts_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(run_module.time, "monotonic", lambda: now[0])
     slow = Reference("slow", lambda _out, _x: now.__setitem__(0, now[0] + 100.0))
@@ -227,7 +227,7 @@ def test_a_row_that_takes_long_is_stopped_at_the_deadline() -> None:
     assert rows[0].us is None
 
 
-def test_a_time_limit_ends_with_its_block_and_keeps_the_timer_of_the_caller() -> None:
+def test_time_limit_restores_the_outer_timer() -> None:
     handler = signal.getsignal(signal.SIGALRM)
     before = signal.getitimer(signal.ITIMER_REAL)[0]
     with pytest.raises(TimeLimitReached), time_limit(0.01):
@@ -249,7 +249,7 @@ def test_a_time_limit_ends_with_its_block_and_keeps_the_timer_of_the_caller() ->
     assert found == ["no limit"]
 
 
-def test_interpreted_kernels_tell_no_time() -> None:
+def test_interpreted_rows_do_not_compete() -> None:
     slow, fast = Reference("interpreted"), Reference("fast")
     slow.interpreted = True
     first, second = measured(offer(slow, "ours"), offer(fast)).rows
@@ -267,7 +267,7 @@ def test_a_report_grows_row_by_row() -> None:
     assert len(report.rows) == 2
 
 
-def test_one_shape_s_weights_serve_all_its_cells_and_then_go(
+def test_weights_of_a_shape_are_shared_and_then_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
@@ -298,7 +298,7 @@ def test_one_shape_s_weights_serve_all_its_cells_and_then_go(
 # ------------------------------------------------------------------------------- pairs and peers
 
 
-def test_pairs_are_those_that_fit() -> None:
+def test_offers_are_the_valid_pairs() -> None:
     names = [made.name for made in pair_offers(None, None, [SMALL], CPU)]
     assert "TorchExperts" in names
     assert "NaiveBatchedExperts" in names
@@ -312,7 +312,7 @@ def test_pairs_are_those_that_fit() -> None:
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_channel", "int4_w4a16_group:group=16"])
-def test_a_quantized_pair_runs_and_competes_with_its_kind(quant: str) -> None:
+def test_quantized_pair_competes_with_equal_operands(quant: str) -> None:
     offers = pair_offers(*PAIR, [replace(SMALL, quant=quant)], CPU)
     row, plain = measured(*offers, *baseline_offers()).rows
     assert (row.status, row.quant, row.over_best_peer) == (
@@ -349,7 +349,7 @@ WHERE = {
 }
 
 
-def test_the_best_peer_is_one_of_the_same_cell_and_kind() -> None:
+def test_best_peer_has_the_same_cell_and_operands() -> None:
     rows = with_best_peer(
         [
             row("A", 30.0, "ours"),

@@ -1,4 +1,4 @@
-"""`mk bench` on the command line: files, peers' files, named shapes, options and exit codes."""
+"""`mk bench` on the command line: output files, --peer files, shapes, options and exit codes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -58,9 +58,7 @@ def test_a_peer_file_makes_new_objects_each_time(tmp_path: Path) -> None:
         ("def layers(): return [object()]", ConfigurationError),
     ],
 )
-def test_a_peer_file_that_is_none_is_named(
-    text: str, error: type[Exception], tmp_path: Path
-) -> None:
+def test_invalid_peer_file_is_named(text: str, error: type[Exception], tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(error, match=r"wrong\.py"):
@@ -76,7 +74,7 @@ load = runs_mk("bench", "--load")
 TINY = ("--hidden", "32", "--intermediate", "48", "--experts", "4", *PAIR_WORDS)
 
 
-def test_the_command_writes_what_it_is_asked_for(mk: Mk, tmp_path: Path) -> None:
+def test_command_writes_the_requested_files(mk: Mk, tmp_path: Path) -> None:
     record, document = tmp_path / "new" / "r.json", tmp_path / "r.md"
     words = ("--tokens-list", "1,5", "--routing", "uniform,hot1", "--bandwidth", "0.02")
     done = mk(*TINY, *words, "--json", str(record), "--markdown", str(document))
@@ -97,20 +95,20 @@ def test_the_command_writes_what_it_is_asked_for(mk: Mk, tmp_path: Path) -> None
     assert f"written: {record}" in done.err
 
 
-def test_more_experts_a_token_than_there_are_is_refused_at_once(mk: Mk, tmp_path: Path) -> None:
+def test_top_k_above_experts_is_refused(mk: Mk, tmp_path: Path) -> None:
     record = tmp_path / "r.json"
     done = mk(*TINY, "--top-k", "5", "--tokens-list", "1", "--json", str(record))
     assert (done.code, done.out, record.exists()) == (2, "", False)
     assert "top_k: got 5, need <= experts = 4" in done.err
 
 
-def test_a_picture_is_drawn(mk: Mk, tmp_path: Path) -> None:
+def test_plot_is_written(mk: Mk, tmp_path: Path) -> None:
     path = tmp_path / "r.png"
     assert mk(*TINY, "--tokens-list", "1,4", "--plot", str(path)).code == 0
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_what_was_measured_elsewhere_is_shown_and_drawn(mk: Mk, load: Mk, tmp_path: Path) -> None:
+def test_loaded_record_is_shown_and_plotted(mk: Mk, load: Mk, tmp_path: Path) -> None:
     record, path = tmp_path / "r.json", tmp_path / "r.png"
     first = mk(*TINY, "--tokens-list", "1,4", "--json", str(record))
     assert first.code == 0
@@ -130,7 +128,7 @@ def test_what_was_measured_elsewhere_is_shown_and_drawn(mk: Mk, load: Mk, tmp_pa
 @pytest.mark.parametrize(
     "other", [("--prepared",), ("--tokens", "3"), ("--experts-type", "TorchExperts")], ids=str
 )
-def test_what_a_file_that_is_shown_would_ignore_is_refused(
+def test_options_that_load_would_ignore_are_refused(
     load: Mk, tmp_path: Path, other: tuple[str, ...]
 ) -> None:
     (tmp_path / "empty.json").touch()
@@ -139,7 +137,7 @@ def test_what_a_file_that_is_shown_would_ignore_is_refused(
     assert f"{other[0]}: got {other[0]} together with --load, need only one" in done.err
 
 
-def test_a_picture_without_matplotlib_is_refused_first(
+def test_plot_without_matplotlib_is_refused_first(
     mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verb, "find_spec", lambda _: None)
@@ -162,7 +160,7 @@ def test_exit_codes(mk: Mk, tmp_path: Path) -> None:
     assert "\n reduce " in refused.out
 
 
-def test_a_peer_of_another_kind_is_named_and_left_out(mk: Mk, tmp_path: Path) -> None:
+def test_peer_with_other_operands_is_skipped(mk: Mk, tmp_path: Path) -> None:
     path = peer_file(tmp_path, quant="fp8_w8a8_block")
     plain = mk(*TINY, "--tokens", "3", "--peer", str(path))
     assert "skipped mine" in plain.err
@@ -236,7 +234,7 @@ def test_named_shapes(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [cell.problem.bias for cell in cells] == [True, True, False, False]
 
 
-def test_schemes_with_options_are_told_apart(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schemes_with_options_are_distinguished(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "int4_w4a16_group:group=16,zero_points=true,none,fp8_w8a8_block:block=32x32"
     job = jobs_of(monkeypatch, mk, *TINY, "--quant", text, "--eager", "--deadline", "9")
     quants = {made.quant for made in job.offers}
@@ -248,7 +246,7 @@ def test_schemes_with_options_are_told_apart(mk: Mk, monkeypatch: pytest.MonkeyP
     assert [made.name for made in only] == ["TorchExperts"]
 
 
-def test_interpreted_rows_are_told_where_their_mode_is_left_out(
+def test_interpreted_rows_are_noted_without_the_mode_column(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("modular_kernel.cli.output.width", lambda _=None: 80)

@@ -1,4 +1,4 @@
-"""Floors by hand, measured peaks, and the routing that `mk bench` draws."""
+"""Rooflines computed by hand, measured peaks, and the routing patterns of `mk bench`."""
 
 from dataclasses import replace
 from typing import Any
@@ -68,14 +68,14 @@ def test_floor_by_hand() -> None:
     assert least.us == pytest.approx(14431.1, abs=0.1)
 
 
-def test_floor_of_kept_top_k_writes_more() -> None:
+def test_floor_with_kept_top_k_counts_a_larger_output() -> None:
     kept = replace(MIXTRAL, combine=Combine.TOPK_WEIGHTED)
     load = [Load(32, 8, 1.0)]
     more = work_of(kept, NONE, load).bytes - work_of(MIXTRAL, NONE, load).bytes
     assert more == 16 * 4096 * 2  # K = 2 rows for each token instead of one
 
 
-def test_operands_choose_the_peak_and_the_competitors() -> None:
+def test_operands_determine_the_peak() -> None:
     def of(quant: str, **changes: Any) -> tuple[str, str]:
         problem, scheme = replace(MIXTRAL, **changes), QuantScheme.parse(quant)
         return operand_type(problem, scheme), operands(problem, scheme)
@@ -109,8 +109,8 @@ def test_peaks_are_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measure_peaks(CPU, ["float32"], size=64, nbytes=1 << 12).flops == {}
 
 
-def test_peaks_count_both_ways_and_both_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call takes 1 us: a copy of 4096 bytes moves 8192, a 64^3 product is 2 * 64^3 flops."""
+def test_peaks_count_both_directions_and_multiply_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call takes 1 us. A copy of 4096 bytes moves 8192; a 64^3 GEMM has 2 * 64^3 flops."""
 
     class Timing:
         us = us_min = 1.0
@@ -145,7 +145,7 @@ def test_routing_is_distinct_and_sums_to_one(kind: str) -> None:
 
 
 def shares(kind: str, seed: int = 0) -> list[float]:
-    """Which share of 4000 tokens names each of 16 experts, the most first."""
+    """Return the fraction of 4000 tokens that have each of 16 experts, in descending order."""
     counts = torch.bincount(drawn(kind, seed, top_k=2).topk_ids_TK.flatten(), minlength=16)
     return sorted((counts / 4000).tolist(), reverse=True)
 

@@ -1,4 +1,4 @@
-"""How `mk bench` times a call, and how it finds out that an output is wrong."""
+"""How `mk bench` times a call, and how it detects a wrong output."""
 
 import gc
 import math
@@ -77,7 +77,7 @@ def test_timing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeGpu:
-    """torch.cuda as far as timing needs it: a clock in microseconds, graphs that call again."""
+    """Stand-in for torch.cuda: a clock in microseconds, and graphs that repeat their calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -122,7 +122,7 @@ class FakeGpu:
         monkeypatch.setattr(method, "l2_flusher", lambda _: lambda: self.log.append("wipe"))
 
     def call(self, name: str, us: float) -> Callable[[], torch.Tensor]:
-        """Takes `us`, and fills its output with that."""
+        """Advance the clock by `us`, and fill the output with that number."""
         out = torch.zeros(2)
 
         def work() -> torch.Tensor:
@@ -141,7 +141,7 @@ class FakeGpu:
         return call
 
 
-def test_a_graph_holds_all_calls_and_its_last_output_is_checked(
+def test_graph_has_all_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = FakeGpu(monkeypatch)
@@ -167,7 +167,7 @@ def test_a_gpu_settles_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> No
     assert gpu.log.count("slow") == 119  # seen to be slow, and not timed
 
 
-def test_a_graph_keeps_what_its_calls_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_keeps_references_to_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
 
     class Plan:
@@ -196,7 +196,7 @@ def test_flushed_calls_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timed[:4] == ["wipe", "a", "wipe", "b"]
 
 
-def test_what_cannot_be_captured_is_timed_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_cannot_be_captured_are_timed_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
     call = gpu.call("a", 300.0)
     gpu.capturable = False
@@ -226,7 +226,7 @@ def test_host_cost_counts_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.log.count("wait") > 10
 
 
-def test_launches_are_work_on_the_device() -> None:
+def test_launches_are_counted_from_device_events() -> None:
     kinds = ("kernel", "kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "gpu_user_annotation")
     assert device_work([*({"cat": kind} for kind in kinds), {"ph": "M"}]) == 4
 
@@ -290,7 +290,7 @@ def test_plain_torch_passes_and_defects_do_not(routing: str, changes: dict[str, 
     ],
 )
 def test_the_bound_follows_the_scheme(quant: str, least: float, most: float) -> None:
-    """The reference is the unquantized layer; the bound is twice what the scheme itself costs."""
+    """The reference is the unquantized layer; the bound is twice the error of the scheme itself."""
     one = cell(tokens=40)
     given, weights, answer = asked(one, quant)
     problem = replace(one.problem, quant=quant)
@@ -304,7 +304,7 @@ def test_the_bound_follows_the_scheme(quant: str, least: float, most: float) -> 
     assert judge_output(out, answer, problem).failure
 
 
-def test_calls_are_judged_together_and_each_for_its_form() -> None:
+def test_calls_are_checked_together() -> None:
     one = cell(tokens=40)
     given, weights, answer = asked(one)
     right = recipe(given.x_TH, weights, given.routing, one.problem).to(torch.bfloat16)
@@ -327,7 +327,7 @@ def test_calls_are_judged_together_and_each_for_its_form() -> None:
     assert "not finite" in check_unchanged(hole, answer, both, one.problem).failure
 
 
-def test_inputs_and_weights_differ_by_index_and_come_again() -> None:
+def test_inputs_and_weights_are_reproducible_by_index() -> None:
     one = cell()
     first, again, other = (make_input(one, CPU, index) for index in (0, 0, 1))
     assert torch.equal(first.x_TH, again.x_TH)
@@ -342,13 +342,13 @@ def test_inputs_and_weights_differ_by_index_and_come_again() -> None:
     "changes",
     [{"tokens": 0}, {"inplace": True}, {"parallel": Parallel(2)}, {"quant": "mxfp4_w4a16"}],
 )
-def test_what_a_cell_cannot_be(changes: dict[str, Any]) -> None:
+def test_invalid_cells_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         cell(**changes)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tokens": 1}, {"experts": 33, "top_k": 5, "tokens": 7}])
-def test_grouped_mm_is_a_right_baseline(changes: dict[str, Any]) -> None:
+def test_grouped_mm_baseline_is_correct(changes: dict[str, Any]) -> None:
     one, layer = cell(**changes), TorchGroupedMm()
     assert layer.refusal(one.problem) is None
     given, weights, answer = asked(one)
@@ -367,5 +367,5 @@ def test_grouped_mm_is_a_right_baseline(changes: dict[str, Any]) -> None:
         {"expert_map": True},
     ],
 )
-def test_grouped_mm_refuses_what_it_does_not_compute(changes: dict[str, Any]) -> None:
+def test_grouped_mm_refuses_unsupported_layers(changes: dict[str, Any]) -> None:
     assert TorchGroupedMm().refusal(replace(SMALL, **changes))

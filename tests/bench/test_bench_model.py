@@ -35,7 +35,7 @@ def _once(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL_MODELS)
-def test_a_folder_is_built_timed_and_told(name, tmp_path, monkeypatch, capsys) -> None:
+def test_model_of_a_folder_is_timed(name, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("modular_kernel.cli.output.width", lambda _=None: 80)
     config_file(tmp_path, name, dtype="float32", quantization_config={"quant_method": "fp8"})
@@ -43,7 +43,7 @@ def test_a_folder_is_built_timed_and_told(name, tmp_path, monkeypatch, capsys) -
     ended = run_mk(capsys, "bench", "--hf", str(tmp_path), *SHORT, "--json", str(record))
     assert ended.code == 0, ended.out + ended.err
     assert max(map(len, ended.out.splitlines())) <= 80
-    assert "quantization_config is left out" in ended.out
+    assert "quantization_config is ignored" in ended.out
     assert ("kernels run in the interpreter" in " ".join(ended.out.split())) is (
         DEVICE.type == "cpu"
     )
@@ -58,15 +58,15 @@ def test_a_folder_is_built_timed_and_told(name, tmp_path, monkeypatch, capsys) -
     assert (told["layers"], told["dtype"]) == (2, "float32")
 
 
-def test_fewer_layers_are_said_and_a_name_stands_for_a_published_layer(monkeypatch) -> None:
+def test_fewer_layers_are_noted_and_names_are_accepted(monkeypatch) -> None:
     monkeypatch.setattr(random_model, "free_bytes", lambda _: None)
-    built = random_model._built
+    built = random_model._build
 
     def small(library, source, config, dtype, device):
-        """Of the model asked for only what is meta is made."""
+        """Build only on the meta device."""
         return built(library, source, config, dtype, torch.device("meta"))
 
-    monkeypatch.setattr(random_model, "_built", small)
+    monkeypatch.setattr(random_model, "_build", small)
     made = random_model.random_model("qwen3-235b", DEVICE, layers=2)
     config = made.model.config
     sizes = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
@@ -79,7 +79,7 @@ def test_fewer_layers_are_said_and_a_name_stands_for_a_published_layer(monkeypat
     assert (mixtral.num_local_experts, mixtral.intermediate_size) == (8, 14336)
 
 
-def test_lists_with_an_entry_for_each_layer_are_cut_with_them(tmp_path) -> None:
+def test_lists_with_an_entry_per_layer_are_truncated(tmp_path) -> None:
     config_file(tmp_path, "gpt_oss")
     made = random_model.random_model(str(tmp_path), DEVICE, layers=1)
     assert len(made.model.config.layer_types) == 1
@@ -91,7 +91,7 @@ def refused(source: object, match: str, **options: object) -> None:
         random_model.random_model(str(source), DEVICE, **options)
 
 
-def test_what_is_no_model_of_experts_is_refused_by_name(tmp_path, monkeypatch) -> None:
+def test_models_without_experts_are_refused(tmp_path, monkeypatch) -> None:
     path = config_file(tmp_path, "deepseek_v3")
     refused(path, "no such experts in DeepseekV3ForCausalLM.*more --layers", layers=1)
     refused(path, "--layers: got 3, need from 1 to 2", layers=3)
@@ -126,7 +126,7 @@ def test_other_options_and_numbers_are_bad_usage(capsys, tmp_path) -> None:
         assert told in ended.err
 
 
-def test_an_implementation_that_errs_has_no_speed_and_one_that_raises_says_so(capsys) -> None:
+def test_wrong_and_raising_implementations_have_no_speed(capsys) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
     def doubled(module, x, ids, weights):

@@ -1,4 +1,4 @@
-"""The public layers that `mk bench --peer tools/bench_peers.py` would measure."""
+"""The layers of other libraries in tools/bench_peers.py, with stand-ins for the libraries."""
 
 import importlib.util
 from dataclasses import dataclass, fields, replace
@@ -34,7 +34,7 @@ def peers() -> ModuleType:
     return loaded("bench_peers")
 
 
-def test_what_cannot_be_imported_is_named(
+def test_missing_libraries_are_named(
     peers: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
@@ -46,7 +46,7 @@ def test_what_cannot_be_imported_is_named(
         assert f"not installed: {name}" in err
 
 
-def test_every_peer_names_a_scheme_and_refuses_what_it_does_not_compute(
+def test_peers_have_a_scheme_and_refuse_unsupported_layers(
     peers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda name: object())
@@ -65,20 +65,20 @@ def test_every_peer_names_a_scheme_and_refuses_what_it_does_not_compute(
     assert "tokens" in deep.refusal(PROBLEM)
 
 
-def test_channel_scales_stand_behind_their_rows(peers: ModuleType) -> None:
+def test_channel_scales_follow_their_rows(peers: ModuleType) -> None:
     peer = peers.VllmTriton("fp8_w8a8_channel")
     _, _, w1_scale, w2_scale = peer.stored(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
     assert tuple(w1_scale.shape) == (4, 256, 1)
     assert tuple(w2_scale.shape) == (4, 256, 1)
 
 
-def test_gate_and_up_rows_lie_in_turns(peers: ModuleType) -> None:
+def test_gate_and_up_rows_are_interleaved(peers: ModuleType) -> None:
     rows = torch.arange(12).reshape(1, 6, 2)
     assert peers.interleave_gate_up(rows)[0, :, 0].tolist() == [0, 6, 2, 8, 4, 10]
 
 
 class FusedMoEConfig:
-    """Keeps what it was made with; the name of the field says which vLLM it is."""
+    """Stand-in that keeps its arguments; its fields differ between versions of vLLM."""
 
     def __init__(self, **options: object) -> None:
         self.options = options
@@ -95,7 +95,7 @@ class OldConfig(FusedMoEConfig):
 
 
 @pytest.mark.parametrize("config", [NewConfig, OldConfig])
-def test_vllms_experts_have_room_for_all_tokens_of_a_call(
+def test_vllm_experts_accept_the_maximum_tokens(
     peers: ModuleType, monkeypatch: pytest.MonkeyPatch, config: type[FusedMoEConfig]
 ) -> None:
     module = SimpleNamespace(
@@ -111,13 +111,13 @@ def test_vllms_experts_have_room_for_all_tokens_of_a_call(
     assert made.options[fields(config)[0].name] == PROBLEM.intermediate
 
 
-def test_the_file_is_one_that_bench_takes() -> None:
+def test_file_is_a_valid_peer_file() -> None:
     names = {offer.name for offer in peer_offers(FILE)}
     vllm = {"vllm_triton", "vllm_deepgemm", "vllm_cutlass", "vllm_marlin", "vllm_marlin_mxfp4"}
     assert names <= vllm | {"triton_kernels", "flashinfer"}
 
 
-def test_flashinfers_layers_name_their_schemes_and_refuse_sizes_that_are_no_blocks(
+def test_flashinfer_layers_refuse_partial_blocks(
     peers: ModuleType,
 ) -> None:
     made = [peers.FlashInferBf16(), peers.FlashInferFp8Block(), peers.FlashInferMxfp4()]
@@ -129,7 +129,7 @@ def test_flashinfers_layers_name_their_schemes_and_refuse_sizes_that_are_no_bloc
 
 
 class Plain:
-    """What the padding tests put zeros around: a layer in plain torch."""
+    """A layer in plain torch, for the tests of padding."""
 
     name, quant, needs = "plain", "none", ()
 
@@ -143,7 +143,7 @@ class Plain:
         return oracle(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
 
 
-def test_padded_sizes_change_no_output(peers: ModuleType) -> None:
+def test_padding_does_not_change_the_output(peers: ModuleType) -> None:
     problem = replace(PROBLEM, hidden=96, intermediate=80)
     layer = peers.Padded(Plain(), 128, 64)
     assert Plain().refusal(problem)
@@ -155,14 +155,14 @@ def test_padded_sizes_change_no_output(peers: ModuleType) -> None:
     torch.testing.assert_close(got, oracle(x_TH, weights, routing, problem).to(got.dtype))
 
 
-def test_flashinfers_up_rows_come_first(peers: ModuleType) -> None:
+def test_flashinfer_up_rows_come_first(peers: ModuleType) -> None:
     rows = torch.arange(12, dtype=torch.bfloat16).reshape(1, 6, 2)
     got = peers.up_first(rows)
     assert got.dtype == torch.bfloat16
     assert got[0, :, 0].tolist() == [6, 8, 10, 0, 2, 4]
 
 
-def test_flashinfers_weights_by_block_keep_each_scale_with_its_rows(
+def test_flashinfer_block_scales_follow_their_rows(
     peers: ModuleType,
 ) -> None:
     layer = peers.FlashInferFp8Block()

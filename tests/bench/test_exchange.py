@@ -1,4 +1,4 @@
-"""`mk exchange`: what is wrong is not timed, what fails stops nobody, and floors by hand."""
+"""`mk exchange`: wrong transports are not timed, failures stop no other one, and floors."""
 
 import json
 from dataclasses import replace
@@ -102,7 +102,7 @@ def transports():
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ExchangeRow, ...]]:
-    """Every peer of the file in turn over one pool, the good one again at the end."""
+    """Run every peer of the file over one pool, and the correct one again at the end."""
     path = tmp_path_factory.mktemp("peers") / "peers.py"
     path.write_text(PEERS, encoding="utf-8")
     names = [peer.name for peer in load_peers(path)]
@@ -120,14 +120,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ExchangeRo
 
 
 @pytest.mark.parametrize("name", ["whole", "again"])
-def test_what_is_right_is_timed(rows: dict[str, tuple[ExchangeRow, ...]], name: str) -> None:
+def test_correct_transports_are_timed(rows: dict[str, tuple[ExchangeRow, ...]], name: str) -> None:
     for row in rows[name]:
         assert row.status == "ok", row
         assert (row.error, row.mode) == (0.0, "cpu")
         assert row.pair_us > row.dispatch_us > 0
 
 
-def test_one_row_that_is_a_little_wrong_on_one_rank(
+def test_wrong_row_on_one_rank_is_detected(
     rows: dict[str, tuple[ExchangeRow, ...]],
 ) -> None:
     for row in rows["one row lost"]:
@@ -146,7 +146,7 @@ def test_one_row_that_is_a_little_wrong_on_one_rank(
         ("refuses", ["refused"] * 4, "not today"),
     ],
 )
-def test_a_peer_that_fails_keeps_what_was_measured_before(
+def test_results_before_a_failure_are_kept(
     rows: dict[str, tuple[ExchangeRow, ...]], name: str, fates: list[str], why: str
 ) -> None:
     assert [row.status for row in rows[name]] == fates
@@ -154,7 +154,7 @@ def test_a_peer_that_fails_keeps_what_was_measured_before(
     assert why in unlucky.note
 
 
-def test_after_the_deadline_nothing_begins() -> None:
+def test_nothing_starts_after_the_deadline() -> None:
     def no_pool() -> object:
         class Idle:
             world_size = 2
@@ -184,8 +184,8 @@ def test_remote_rows_are_counted_once_a_token_and_rank() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_the_reason_is_what_was_told_first(first: int) -> None:
-    """A connection that breaks breaks on the rank that did nothing wrong too."""
+def test_earliest_reason_is_reported(first: int) -> None:
+    """A broken connection is an error on the other rank, too."""
     notes = ["RuntimeError: connection closed", "RuntimeError: connection closed"]
     notes[first] = "ValueError: broken here"
     told = [
@@ -209,7 +209,7 @@ def test_bytes_and_floors_by_hand() -> None:
     assert row.dispatch_gbs == pytest.approx(CELL.remote_rows[0] * 256 / 20e-6 / 1e9)
 
 
-def test_distance_is_that_of_the_worst_row() -> None:
+def test_distance_is_the_error_of_the_worst_row() -> None:
     x = torch.randn(4, 64).bfloat16()
     out = x.clone()
     out[2] = 0
@@ -218,7 +218,7 @@ def test_distance_is_that_of_the_worst_row() -> None:
     assert distance(out, x) == distance(x[:2], x) == float("inf")
 
 
-def test_dequantized_by_groups_by_rows_and_by_one() -> None:
+def test_dequantize_with_scales_of_groups_rows_and_tensors() -> None:
     rows = torch.ones(2, 6)
     by_group = dequantize(rows, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 4)
     assert by_group.tolist() == [[1, 1, 1, 1, 2, 2], [3, 3, 3, 3, 4, 4]]
@@ -230,7 +230,7 @@ def test_dequantized_by_groups_by_rows_and_by_one() -> None:
     ("text", "error"),
     [("raise SystemExit(3)", BrokenPartError), ("def transports(): return 5", ConfigurationError)],
 )
-def test_a_file_that_is_none_is_named(text: str, error: type[Exception], tmp_path: Path) -> None:
+def test_invalid_peer_file_is_named(text: str, error: type[Exception], tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text(text)
     with pytest.raises(error, match=r"broken\.py"):
@@ -238,7 +238,7 @@ def test_a_file_that_is_none_is_named(text: str, error: type[Exception], tmp_pat
 
 
 def mk(*words: str) -> int:
-    """Run `mk exchange`; lines are not folded."""
+    """Run `mk exchange` with lines that are not folded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output, "_DEFAULT_WIDTH", 10_000)
         with pytest.raises(SystemExit) as ended:
@@ -324,7 +324,7 @@ def test_identity_experts_of_both_formats(name: str, quant: str) -> None:
     transport.close()
 
 
-def test_rows_that_are_not_here_are_not_read() -> None:
+def test_rows_without_a_local_expert_are_not_read() -> None:
     routing = DispatchedRouting(
         topk_weights_TK=torch.tensor([[0.25, 0.5], [9.0, 9.0], [0.75, 9.0]]),
         topk_ids_TK=torch.tensor([[0, 3], [-1, -1], [2, 4]]),
@@ -336,22 +336,22 @@ def test_rows_that_are_not_here_are_not_read() -> None:
     x = torch.ones(3, 4).bfloat16()
     x[1] = torch.nan
     tokens = ContiguousTokens(x, routing)
-    assert exchange_parts._standard(tokens, 1, Reduce.NOOP)[:, 0].tolist() == [0.75, 0, 0.75]
-    kept = exchange_parts._standard(tokens, 1, Reduce.CONTIGUOUS)
+    assert exchange_parts._identity_output(tokens, 1, Reduce.NOOP)[:, 0].tolist() == [0.75, 0, 0.75]
+    kept = exchange_parts._identity_output(tokens, 1, Reduce.CONTIGUOUS)
     assert kept[..., 0].tolist() == [[1, 1], [0, 0], [1, 0]]
     mapped = replace(
         routing, space=IdSpace.GLOBAL, expert_map=torch.tensor([-1, 0, 1, 2], dtype=torch.int32)
     )
-    kept = exchange_parts._standard(replace(tokens, routing=mapped), 1, Reduce.CONTIGUOUS)
+    kept = exchange_parts._identity_output(replace(tokens, routing=mapped), 1, Reduce.CONTIGUOUS)
     assert kept[..., 0].tolist() == [[0, 1], [0, 0], [1, 0]]
 
 
-def test_room_for_every_expert_is_not_made_for_many_tokens() -> None:
+def test_batched_parts_refuse_large_capacities() -> None:
     transport = PartTransport("BatchedPrepareAndFinalize", Machine())
     assert "512 at most" in transport.refusal(ExchangeCase(1, 1, 4096))
     assert transport.refusal(ExchangeCase(1, 1, 512)) == ""
 
 
-def test_a_part_that_pairs_with_nothing_is_refused_with_reasons() -> None:
+def test_part_without_compatible_experts_is_refused() -> None:
     transport = PartTransport("TorchAll2AllPrepareAndFinalize", Machine())
     assert "[world_size]" in transport.refusal(ExchangeCase(1, 1, 1))

@@ -34,7 +34,7 @@ CELLS = tuple(
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], ExchangeRow]:
-    """(library's folder, transport) -> its rows."""
+    """Return the rows by (folder of the library, transport)."""
     found = {}
     folder = tmp_path_factory.mktemp("peers")
     offers = []
@@ -84,7 +84,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Exch
         ("pplx", "pplx-kernels"),
     ],
 )
-def test_rows_come_back_as_they_went(library: str, name: str, rows: dict) -> None:
+def test_rows_return_unchanged(library: str, name: str, rows: dict) -> None:
     found = rows[library, name]
     assert [(row.status, row.note) for row in found if row.status != "ok"] == []
     assert all(0 <= row.error < (0.07 if row.quant != "none" else 0.008) for row in found)
@@ -108,7 +108,9 @@ def test_the_other_version_is_refused(library: str, name: str, why: str, rows: d
         ("v2", "DeepEP V2, 22 SMs, quantizing"),
     ],
 )
-def test_those_that_quantize_do_so_in_each_dispatch(library: str, name: str, rows: dict) -> None:
+def test_quantizing_transports_quantize_in_each_dispatch(
+    library: str, name: str, rows: dict
+) -> None:
     for row in rows[library, name]:
         if row.quant == "none":
             assert (row.status, row.note) == ("refused", "bfloat16 rows are not quantized")

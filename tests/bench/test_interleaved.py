@@ -157,18 +157,18 @@ def test_a_layer_is_tuned_for_the_tokens_of_each_cell() -> None:
     assert [line for line in log if line.startswith("tune")] == ["tune 8", "tune 4"]
 
 
-def test_cells_that_did_not_begin_in_time_are_named() -> None:
+def test_cells_not_started_in_time_are_listed() -> None:
     report = compared(offer("a"), seconds=0.0)
     assert [row.status for row in report.rows] == ["skipped"]
     assert any("time had ended" in line for line in missing_lines(report))
 
 
-def test_the_record_is_kept_after_every_cell() -> None:
+def test_report_is_passed_on_after_every_cell() -> None:
     kept: list[int] = []
     blocks = (Block(cells(8, 4), (offer("a"),)),)
     run_interleaved(
         Comparison(blocks, this_machine(device="cpu"), rounds=1),
-        keep=lambda report: kept.append(len(report.rows)),
+        on_report=lambda report: kept.append(len(report.rows)),
     )
     assert kept == [1, 2]
 
@@ -293,7 +293,7 @@ def test_tables_name_each_layer_and_what_is_missing() -> None:
     failed = replace(BLANK, layer="flashinfer", origin=PEER, status="failed", note="no module")
     report = report_of(*ROWS, failed, missing=("vllm_marlin (needs vllm)",))
     lines = layers_table(report)
-    assert "| bf16 | DeepGemmExperts `none` | ours, products of deep_gemm | 1 | 0.56 |  |" in lines
+    assert "| bf16 | DeepGemmExperts `none` | ours, GEMMs of deep_gemm | 1 | 0.56 |  |" in lines
     assert "| bf16 | flashinfer `none` | peer | 0 |  | 1 |" in lines
     assert "- not installed: vllm_marlin (needs vllm)" in missing_lines(report)
     assert "- bf16, flashinfer: failed in 1 cells: no module" in missing_lines(report)
@@ -315,7 +315,7 @@ def test_records_survive_a_file_and_are_merged(tmp_path: Path) -> None:
 
 
 def test_a_merged_report_has_one_row_for_a_layer_and_cell() -> None:
-    """A run that begins again after a failure repeats cells; the first time of each is kept."""
+    """A run that is restarted after a failure repeats cells; the first time of each is kept."""
     failed = replace(BLANK, layer="FusedMoE", origin=OURS, status="failed", note="broke")
     reports = [
         report_of(failed, timed("vllm_triton", 8.0, PEER), stopped="broke"),

@@ -1,4 +1,4 @@
-"""`mk bench --prepared`: rows of layers whose weights were prepared once, beside others."""
+"""`mk bench --prepared`: additional rows of layers whose weights were prepared once."""
 
 import json
 from dataclasses import replace
@@ -45,9 +45,7 @@ def interpreted() -> Machine:
     return machine
 
 
-def test_a_prepared_row_stands_beside_that_of_the_same_pair(
-    machine: Machine, launched: list[int]
-) -> None:
+def test_prepared_row_follows_the_row_of_its_pair(machine: Machine, launched: list[int]) -> None:
     offers = pair_offers(*PAIR, [LAYER], machine, prepared=True)
     assert [(o.name, o.prepared) for o in offers] == [
         ("TritonExperts", False),
@@ -88,18 +86,18 @@ def test_wrongly_prepared_weights_are_wrong(
     assert (row.status, row.us) == ("wrong", None)
 
 
-def test_a_layer_of_which_nothing_is_prepared_has_a_row_without_a_time(machine: Machine) -> None:
+def test_layer_without_prepared_weights_is_refused(machine: Machine) -> None:
     cells = (replace(CELL, problem=replace(CELL.problem, dtype=torch.float16)),)
     offers = pair_offers(*PAIR, [LAYER], machine, prepared=True)
     (refused,) = run(BenchJob(cells, tuple(offers[1:]), machine, target_ms=0.01)).rows
     assert (refused.status, refused.prepared, refused.us) == ("refused", True, None)
-    assert refused.note == "TritonExperts prepares nothing of these weights"
+    assert refused.note == "TritonExperts does not prepare such weights"
 
 
-def test_sets_of_weights_count_what_is_prepared(
+def test_weight_sets_count_prepared_bytes(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They rotate while memory allows."""
+    """Sets of weights rotate as far as memory allows."""
     sizes: list[float] = []
 
     def rotation(call_bytes: float, weight_bytes: float, *others: Any, **more: Any) -> Any:
@@ -113,7 +111,7 @@ def test_sets_of_weights_count_what_is_prepared(
     assert prepared - plain == declared_bytes(PAIR[1], LAYER) > 0
 
 
-def test_what_is_declared_is_asked_of_parts_that_may_declare_something(
+def test_only_parts_that_may_prepare_weights_are_created(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     h200 = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
@@ -143,7 +141,7 @@ def test_the_command(mk: Mk, machine: Machine, tmp_path: Path) -> None:
     }
 
 
-def test_the_command_refuses_what_prepares_nothing(mk: Mk, machine: Machine) -> None:
+def test_command_refuses_schemes_without_prepared_weights(mk: Mk, machine: Machine) -> None:
     done = mk(*WORDS, "--quant", "none,fp8_w8a8_block")
     assert (done.code, done.out) == (2, "")
     assert "--prepared: got none, fp8_w8a8_block, not prepared by any" in done.err

@@ -1,4 +1,4 @@
-"""`mk profile --prepared`: calls with weights that their kernel prepared once, before."""
+"""`mk profile --prepared`: calls with prepared weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ WORDS = tuple(
 TORCH = ("--pf-type", PAIR[0], "--experts-type", "TorchExperts")
 
 
-def test_calls_have_prepared_weights_and_the_report_their_bytes(
+def test_report_has_the_bytes_of_prepared_weights(
     mk: Mk, tmp_path: Path, launched: list[int]
 ) -> None:
     if not this_machine().interpreter:
@@ -43,14 +43,14 @@ def test_calls_have_prepared_weights_and_the_report_their_bytes(
     assert len(list(tmp_path.glob("*.trace.json"))) == 2
 
 
-def test_files_of_calls_without_are_not_overwritten(mk: Mk, tmp_path: Path) -> None:
+def test_files_without_prepared_weights_are_not_overwritten(mk: Mk, tmp_path: Path) -> None:
     plain, prepared = (_Files((PAIR,), MXFP4, tmp_path, each) for each in (False, True))
     assert plain.stem(PAIR) != prepared.stem(PAIR)
     assert plain.report("json") != prepared.report("json")
 
 
 @pytest.mark.parametrize("quant", ["none", "mxfp4_w4a16"])
-def test_what_prepares_nothing_is_refused(mk: Mk, quant: str, tmp_path: Path) -> None:
+def test_schemes_without_prepared_weights_are_refused(mk: Mk, quant: str, tmp_path: Path) -> None:
     done = mk(*TORCH, *WORDS, "--quant", quant, "--out", str(tmp_path / "new"))
     assert (done.code, done.out) == (2, "")
     assert f"--prepared: got {quant}, not prepared by TorchExperts" in done.err

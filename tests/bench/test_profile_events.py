@@ -1,4 +1,4 @@
-"""Traces taken apart: device time by the innermost range of its launch, each moment once."""
+"""Stage times from traces: device time counts once, for the innermost range of its launch."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_device_time_is_that_of_the_work_a_stage_launched() -> None:
     assert call.launches == 5
 
 
-def test_stages_add_up_and_what_is_in_none_is_told_apart() -> None:
+def test_stages_and_remaining_times_add_up() -> None:
     call = only(one_call())
     assert call.busy_us == 5 + 1100 + 400 + 30
     assert call.staged_us == 5 + 1100 + 400
@@ -50,7 +50,7 @@ def test_stages_add_up_and_what_is_in_none_is_told_apart() -> None:
     assert rests == [stages.CALL, stages.PREPARE, stages.EXPERTS]
 
 
-def test_without_a_gpu_the_host_computes() -> None:
+def test_host_times_are_used_without_a_gpu() -> None:
     call = only(one_call(), on_gpu=False)
     assert {time.device_us for time in call.times} == {None}
     assert call.launches is None
@@ -65,7 +65,7 @@ def test_work_of_an_unknown_launch_lowers_the_coverage() -> None:
 
 
 def test_another_thread_launches_into_the_stage_that_is_open() -> None:
-    """But what a thread with ranges of its own launches is never another's."""
+    """The launches of a thread that has ranges itself are not attributed to another thread."""
     events = [*one_call(), launch(53, 6, thread=99), ran("helper", 1760, 40, 6)]
     events += [ranged(stages.SORT, 51, 58, thread=8), launch(54, 7), ran("own", 1800, 20, 7)]
     events += [launch(55, 8, thread=8), ran("of no call", 1820, 7, 8)]
@@ -74,7 +74,7 @@ def test_another_thread_launches_into_the_stage_that_is_open() -> None:
     assert UNATTRIBUTED not in times
 
 
-def test_calls_are_told_apart_and_the_middle_one_is_shown() -> None:
+def test_median_call_of_several() -> None:
     events = []
     for number, dur in enumerate((50, 10, 30)):
         start = number * 1000
@@ -88,7 +88,7 @@ def test_calls_are_told_apart_and_the_middle_one_is_shown() -> None:
 
 
 def test_a_part_without_stages_has_default_ones() -> None:
-    """Prepare launches nothing, and finalize has a stage; both stay ranges around their stages."""
+    """Prepare launches nothing, and finalize has a stage, so neither becomes a stage."""
     ranges = [
         ranged(stages.CALL, 0, 100),
         ranged(stages.PREPARE, 0, 10),
@@ -106,8 +106,8 @@ def test_a_part_without_stages_has_default_ones() -> None:
     assert stages.PREPARE in {time.stage for time in call.times}
 
 
-def test_default_stages_of_a_cpu_take_time() -> None:
-    """A range that costs no more than being entered is no stage."""
+def test_short_scopes_on_a_cpu_are_no_stages() -> None:
+    """A scope that takes no more than the overhead of a range is no stage."""
     ranges = [
         ranged(stages.CALL, 0, 1000),
         ranged(stages.PREPARE, 0, 9),
@@ -135,7 +135,7 @@ FAULTY = {
 
 
 @pytest.mark.parametrize("trace", FAULTY.values(), ids=FAULTY)
-def test_what_is_no_chrome_trace_is_refused(trace: object, tmp_path: Path) -> None:
+def test_invalid_chrome_traces_are_refused(trace: object, tmp_path: Path) -> None:
     assert len(chrome.format_violations(trace)) == 1
     path = tmp_path / "x.json"
     path.write_text(json.dumps(trace))
@@ -143,7 +143,7 @@ def test_what_is_no_chrome_trace_is_refused(trace: object, tmp_path: Path) -> No
         chrome.read_trace(path)
 
 
-def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
+def test_invalid_json_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"traceEvents": [')
     with pytest.raises(ConfigurationError, match="need JSON"):
@@ -175,7 +175,7 @@ def test_ranks_become_processes_on_one_clock() -> None:
     assert sorted(flows) == ["0-2", "0-2", "1-2", "1-2"]
 
 
-def test_clocks_differ_by_no_more_than_the_best_barrier_shows() -> None:
+def test_barrier_spread_is_the_minimum() -> None:
     def trace(base: int, *ends: float) -> chrome.Trace:
         marks = [ranged(chrome.BARRIER, end - 50, end) for end in ends]
         return {"baseTimeNanoseconds": base, "traceEvents": marks}

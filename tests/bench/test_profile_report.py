@@ -1,4 +1,4 @@
-"""The report of a profile: what it says, and that its HTML stands alone."""
+"""The report of a profile: its content, and that the HTML file is self-contained."""
 
 import re
 from dataclasses import replace
@@ -28,7 +28,7 @@ VOID = {"meta", "br"}
 def profiled(
     *pairs: str, ranks: int = 1, trace: Trace | None = None, machine: Machine = GPU
 ) -> Profile:
-    """Of the sample's call, which takes 1505 us in stages and 1550 from first to last."""
+    """Return the profile of the sample call: 1505 us in stages, 1550 us from first to last work."""
     mode = "graph" if machine.device == "cuda" else "cpu"
     records = [
         RankRecord(
@@ -56,7 +56,7 @@ def profiled(
     return profile_of(job, records, [[whole] * ranks for _ in pairs], merged)
 
 
-def test_a_stage_beside_its_floor() -> None:
+def test_stage_and_its_floor() -> None:
     (rank,) = profiled("A x B").pairs[0].ranks
     rows = {row.stage: row for row in rank.rows}
     gemm2 = rows[stages.GEMM2]
@@ -68,8 +68,8 @@ def test_a_stage_beside_its_floor() -> None:
     assert rows[stages.EXPERTS].floor is None
 
 
-def test_the_furthest_stage_is_the_one_with_most_to_gain() -> None:
-    """GEMM 1 and the sort are 1100 and 5 us; the floor of either is below that by other shares."""
+def test_furthest_stage_loses_the_most_time() -> None:
+    """GEMM 1 takes 1100 us and the sort 5 us; the sort has the lower percentage of its roofline."""
     fast = profiled("A x B")
     rank = fast.pairs[0].slowest
     rows = tuple(
@@ -86,7 +86,7 @@ def test_the_furthest_stage_is_the_one_with_most_to_gain() -> None:
     assert "Lowest percentage of roofline: sort, 2 %" in text
 
 
-def test_interpreted_time_is_held_against_no_floor() -> None:
+def test_interpreted_times_have_no_percentage() -> None:
     pair = profiled("A x B", machine=Machine("cpu", interpreter=True)).pairs[0]
     at = summary.COLUMNS.index("% of floor")
     assert {row[at] for row in summary.cells(pair.slowest)} > {summary.ABSENT}
@@ -97,7 +97,7 @@ def test_interpreted_time_is_held_against_no_floor() -> None:
     assert "floor" not in text
 
 
-def test_both_kinds_of_calls_are_told() -> None:
+def test_summary_has_planned_and_eager_calls() -> None:
     profile = profiled("A x B")
     (rank,) = profile.pairs[0].ranks
     assert rank.sum_to_span == pytest.approx(1505 / 1550)
@@ -109,14 +109,14 @@ def test_both_kinds_of_calls_are_told() -> None:
     assert profile.missing == ()
 
 
-def test_the_slowest_rank_stands_for_all() -> None:
+def test_slowest_rank_is_shown() -> None:
     profile = profiled("A x B", ranks=2)
     assert profile.pairs[0].slowest.rank == 1
     assert "rank 1, the slowest of 2" in summary.sentences(profile.pairs[0])[0]
     assert any("The link between ranks was not measured" in line for line in profile.missing)
 
 
-def test_what_could_not_be_measured_is_said() -> None:
+def test_missing_measurements_are_noted() -> None:
     cpu = Machine("cpu", interpreter=True)
     told = " ".join(profiled("A x B", machine=cpu).missing)
     assert "No GPU was traced" in told
@@ -127,7 +127,7 @@ def test_what_could_not_be_measured_is_said() -> None:
     )
 
 
-def test_everything_is_in_the_record() -> None:
+def test_record_has_all_measurements() -> None:
     record = to_json_types(as_record(profiled("A x B", "C x D", ranks=2)))
     assert isinstance(record, dict)
     (rank, _) = record["pairs"][1]["ranks"]
@@ -140,7 +140,7 @@ def test_everything_is_in_the_record() -> None:
 
 
 class _Checked(HTMLParser):
-    """Notes tags that are not closed in turn, and whatever would be fetched from elsewhere."""
+    """Collects tags that are closed in the wrong order, and external resources."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _Checked(HTMLParser):
 
 @pytest.mark.parametrize("pairs", [("A x <B>",), ("A x <B>", "C x D")])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_page_is_whole_and_needs_nothing_else(pairs: tuple[str, ...], ranks: int) -> None:
+def test_page_is_well_formed_and_self_contained(pairs: tuple[str, ...], ranks: int) -> None:
     later = [event | {"ts": event.get("ts", 0) + 1e9} for event in one_call()]
     page = html.page(profiled(*pairs, ranks=ranks, trace={"traceEvents": later}))
     checked = _Checked()

@@ -1,4 +1,4 @@
-"""Work and floors of stages: numbers by hand, fused stages, and what a rank receives."""
+"""Work and rooflines of stages, computed by hand; fused stages; and the load of a rank."""
 
 from dataclasses import replace
 
@@ -43,8 +43,8 @@ def test_every_stage_by_hand() -> None:
     }
 
 
-def test_products_read_what_stands_before_them() -> None:
-    """Rows that were permuted are read once a pair; unquantized ones have the dtype's size."""
+def test_gemms_read_the_output_of_the_previous_stage() -> None:
+    """Permuted rows are read once per pair; unquantized rows have the size of the dtype."""
     plain = works(stages.GEMM1, stages.GEMM2)
     assert (plain[stages.GEMM1].read, plain[stages.GEMM2].read) == (9 * 64, 18 * 128)
     permuted = works(stages.PERMUTE, stages.GEMM1)
@@ -54,7 +54,7 @@ def test_products_read_what_stands_before_them() -> None:
     assert by_token[stages.GEMM1].weights == 3 * 128 * 32
 
 
-def test_a_fused_stage_moves_nothing_in_between() -> None:
+def test_fused_stage_has_no_intermediate_traffic() -> None:
     name = stages.fused(stages.QUANTIZE, stages.GEMM2, stages.REDUCE)
     (work,) = works(name).values()
     assert work == StageWork(2 * 18 * 64 * 32, 18 * 128, 3 * 32 * 64 * 2, 9 * 64)
@@ -64,18 +64,18 @@ def test_a_fused_stage_moves_nothing_in_between() -> None:
     assert sent == StageWork(0, 10 * 64, 0, 9 * 36, 6 * 36)
 
 
-def test_what_experts_quantize_themselves_travels_as_it_was() -> None:
+def test_rows_that_experts_quantize_are_dispatched_unquantized() -> None:
     quantizes = stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1)
     late = works(stages.DISPATCH, stages.PERMUTE, quantizes, quant="fp8_w8a8_channel")
     assert late[stages.DISPATCH] == StageWork(0, 10 * 64, 0, 9 * 64, 6 * 64)
     assert late[stages.PERMUTE] == StageWork(0, 9 * 64, 0, 18 * 64)
 
 
-def test_what_is_not_known_has_no_work() -> None:
+def test_unknown_stages_have_no_work() -> None:
     assert works("mk::mine", stages.fused(stages.GEMM2, "mk::mine"), stages.EXPERTS) == {}
 
 
-def test_the_floor_is_the_longest_of_the_three() -> None:
+def test_floor_is_the_maximum_of_three_limits() -> None:
     def floor(work: StageWork, link: float | None = None) -> tuple[float, str]:
         found = stage_floor(work, PROBLEM, PROBLEM.scheme, PEAKS, link)
         return found.us, found.bound
@@ -88,8 +88,8 @@ def test_the_floor_is_the_longest_of_the_three() -> None:
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int4_w4a16_group", "mxfp4_w4a16"])
-def test_products_together_are_the_layers_work(quant: str) -> None:
-    """The stages' weights and flops are those of the whole layer, whose floor was there before."""
+def test_stage_work_sums_to_the_work_of_the_layer(quant: str) -> None:
+    """The sums over stages equal the weights and flops of the roofline of the whole layer."""
     problem = replace(PROBLEM, quant=quant, bias=True)
     scheme = problem.scheme
     found = stage_works((stages.GEMM1, stages.GEMM2), problem, scheme, LOAD)
@@ -100,8 +100,8 @@ def test_products_together_are_the_layers_work(quant: str) -> None:
     assert roofline_of(whole, problem, scheme, PEAKS).us > 0
 
 
-def test_what_a_rank_receives_and_sends() -> None:
-    """Experts 0, 1 on rank 0 and 2, 3 on rank 1; of each rank's tokens by hand."""
+def test_rows_that_a_rank_receives_and_sends() -> None:
+    """Experts 0 and 1 are on rank 0, 2 and 3 on rank 1; rows are counted by hand."""
     ids = ([[0, 1], [0, 2], [2, 3], [-1, 3]], [[0, 2], [2, 3], [1, 0]])
     routings = [Routing(torch.ones(len(each), 2), torch.tensor(each)) for each in ids]
     problem = replace(PROBLEM, tokens=4, parallel=Parallel(2))
@@ -115,8 +115,8 @@ def test_what_a_rank_receives_and_sends() -> None:
     assert same == RankLoad(tokens=4, rows=2, pairs=3, touched=2, out=0, back=4)
 
 
-def test_ranks_take_turns_with_the_copies_of_an_expert() -> None:
-    """Expert 0 is on both ranks: of their first tokens each keeps its own."""
+def test_ranks_alternate_between_copies_of_an_expert() -> None:
+    """Expert 0 is on both ranks, and each rank keeps the row of its first token."""
     one = Routing(torch.ones(1, 1), torch.tensor([[0]]))
     placement = Placement(((0, 1), (0, 2)))
     problem = Problem(tokens=1, hidden=32, intermediate=32, experts=3, top_k=1)

@@ -1,4 +1,4 @@
-"""`mk check --model FOLDER` judges what is in a checkpoint, not only what its config.json says."""
+"""`mk check --model FOLDER` judges the tensors of a checkpoint, not only its config.json."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from modular_kernel.testing.checkpoints.samples import write
 PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 
 
-def test_layers_and_format_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_and_format_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "deepseek_v3", "deepseek fp8", layers=(3, 4, 5, 7), intermediate=192, shards=2)
     ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
     assert ended.code == 0
@@ -51,7 +51,7 @@ def test_bytes_are_those_of_experts(tmp_path: Path) -> None:
     assert inspect(tmp_path).nbytes == sum(t.nbytes for n, t in tensors.items() if "experts" in n)
 
 
-def test_tensors_that_are_not_as_it_says_are_refused(
+def test_tensors_that_contradict_the_config_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "mixtral", "awq", layers=(0, 1))
@@ -67,7 +67,7 @@ def test_tensors_that_are_not_as_it_says_are_refused(
     assert run_mk(capsys, "check", *PAIR, "--model", str(tmp_path / "config.json")).code == 0
 
 
-def test_a_folder_with_a_config_json_alone_is_judged_by_it(
+def test_folder_with_only_a_config_is_judged_by_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path)
@@ -83,7 +83,7 @@ def without_dtype(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_without_a_dtype_of_the_config_that_of_the_files_counts(
+def test_dtype_of_the_files_is_used_without_one_in_the_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "mixtral", "fp32", shards=2)
@@ -104,10 +104,10 @@ def test_without_a_dtype_of_the_config_that_of_the_files_counts(
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["in a layer", "between layers"])
-def test_files_of_several_dtypes_tell_none(
+def test_files_of_several_dtypes_determine_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], within: bool
 ) -> None:
-    """One would be taken for all, and 16 bits of another kind rounded, or made infinite."""
+    """Using one dtype for all could round values of another 16-bit dtype, or overflow."""
     write(tmp_path, "mixtral", "fp32", layers=(0, 1))
     path = tmp_path / "model.safetensors"
     other = "layers.0.block_sparse_moe.experts.2.w3" if within else "layers.1."
@@ -141,9 +141,7 @@ def test_files_of_several_dtypes_tell_none(
     assert torch.equal(exact[2].chunk(2)[1], first.float())
 
 
-def test_files_of_a_dtype_that_no_layer_has_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_converted_dtypes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "mixtral", "fp32")
     without_dtype(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -154,10 +152,10 @@ def test_files_of_a_dtype_that_no_layer_has_are_named(
 
 
 @pytest.mark.parametrize("kind", ["fp32", "deepseek fp8"])
-def test_an_assumed_dtype_is_told(
+def test_assumed_dtype_is_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """Where the config.json alone is given, or files are quantized, nothing tells it."""
+    """A config.json alone, and quantized files, do not determine the dtype."""
     write(tmp_path, "deepseek_v3", kind)
     given = tmp_path / ("config.json" if kind == "fp32" else ".")
     told = f"{given} has no dtype; using bfloat16 (see --dtype)"

@@ -61,7 +61,7 @@ def test_scripts_run_in_a_checkout(script: str, words: tuple[str, ...], expected
 
 
 def test_json_holds_no_infinity() -> None:
-    """JSON has no word for one: an error that could not be measured is a string."""
+    """JSON has no infinity: an error that could not be measured becomes a string."""
     values = {"errors": (float("inf"), float("nan"), 0.5)}
     assert output.to_json_types(values) == {"errors": ["inf", "nan", 0.5]}
 
@@ -86,8 +86,8 @@ def test_list(mk: Mk) -> None:
     assert (record["broken"], record["duplicates"]) == ([], {})
 
 
-def test_list_explains_its_words(mk: Mk) -> None:
-    """Every option and format that a part of it has; the glossary has the words, too."""
+def test_list_explains_its_terms(mk: Mk) -> None:
+    """The legend has every option and format of the parts, and so has the glossary."""
     shown, told = mk("list").out, mk("list", "--json").json
     parts, words = shown.split("meaning")
     assert "terms are explained at the end" in parts
@@ -103,7 +103,7 @@ def test_list_explains_its_words(mk: Mk) -> None:
         assert f"`{word}`" in glossary
 
 
-def test_the_interpreter_is_announced_once_on_stderr(mk: Mk) -> None:
+def test_interpreter_is_noted_once_on_stderr(mk: Mk) -> None:
     announced = mk("list").err.count("no CUDA device here")
     assert announced == (0 if torch.cuda.is_available() else 1)
     assert mk("check", "--arch", "9.0").err == ""
@@ -147,7 +147,7 @@ def test_check_accepts(mk: Mk) -> None:
     assert mk("check", *TORCH_PAIR, "--json").json["ok"]
 
 
-def test_check_tells_every_reason(mk: Mk) -> None:
+def test_check_shows_every_reason(mk: Mk) -> None:
     words = ("--graph", "--top-k", "33", "--batch-invariant")
     record = mk("check", *TORCH_PAIR, *words, "--json").json
     rules = {rejection["rule"] for rejection in record["rejections"]}
@@ -171,7 +171,7 @@ def test_check_all_pairs(mk: Mk) -> None:
     assert len(one_side) == len({pf for pf, _ in pairs})
 
 
-def test_check_all_ends_with_1_where_no_pair_is_valid(mk: Mk) -> None:
+def test_check_exits_with_1_if_no_pair_is_valid(mk: Mk) -> None:
     assert mk("check", "--top-k", "99").code == 1
 
 
@@ -198,7 +198,7 @@ def test_check_for_a_described_machine(mk: Mk, words: str, rules: list[str]) -> 
 # ------------------------------------------------------------------------------------------ test
 
 
-def test_prove_a_pair(mk: Mk) -> None:
+def test_verify_a_pair(mk: Mk) -> None:
     ended = mk("test", *TORCH_PAIR, "--json")
     assert ended.code == 0
     (pair,) = ended.json["pairs"]
@@ -207,7 +207,7 @@ def test_prove_a_pair(mk: Mk) -> None:
     assert 0 < pair["worst"]["error"] <= pair["worst"]["bound"]
 
 
-def test_prove_one_case(mk: Mk) -> None:
+def test_verify_one_case(mk: Mk) -> None:
     words = ("--one", "--routing", "zipf", "--seed", "3", "--tokens", "5")
     ended = mk("test", *TORCH_PAIR, *words)
     assert ended.code == 0
@@ -217,7 +217,7 @@ def test_prove_one_case(mk: Mk) -> None:
     assert record["pairs"][0]["worst"]["case"] == case
 
 
-def test_a_failure_is_told_at_once(
+def test_failure_is_noted_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases, told = list[Case](), list[str]()
@@ -237,7 +237,7 @@ def test_a_failure_is_told_at_once(
 
 
 @pytest.mark.parametrize("words", [(), ("--one",)], ids=["level", "one"])
-def test_prove_refuses_a_named_pair_with_every_reason(mk: Mk, words: tuple[str, ...]) -> None:
+def test_refused_pair_has_every_reason(mk: Mk, words: tuple[str, ...]) -> None:
     ended = mk("test", *REFUSED_PAIR, *words)
     assert ended.code == 1
     assert "\n format " in ended.out
@@ -246,9 +246,7 @@ def test_prove_refuses_a_named_pair_with_every_reason(mk: Mk, words: tuple[str, 
     assert [rejection["rule"] for rejection in record["rejections"]] == ["format", "reduce"]
 
 
-def test_a_failure_names_the_check_and_its_line_fails_again(
-    mk: Mk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_has_a_command_that_reproduces_it(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: TorchExperts, *_: object, output: torch.Tensor, **__: object) -> None:
         output.zero_()
 
@@ -266,7 +264,7 @@ def test_a_failure_names_the_check_and_its_line_fails_again(
     assert mk(*again).code == 0
 
 
-def test_every_defect_of_calls_is_printed(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_input_mutation_is_printed(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     two = mutants.MUTANTS[:2]
     few = partial(mutants.sensitivity, mutants=two, cases_each=1)
     monkeypatch.setattr(mutants, "sensitivity", few)
@@ -278,7 +276,7 @@ def test_every_defect_of_calls_is_printed(mk: Mk, monkeypatch: pytest.MonkeyPatc
         assert kill["killed_by"]
 
 
-def test_a_defect_that_is_missed_ends_with_1(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missed_input_mutation_exits_with_1(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
     kill = mutants.Kill("harmless", case, unsound=None, killed_by=None)
     monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
@@ -288,7 +286,7 @@ def test_a_defect_that_is_missed_ends_with_1(mk: Mk, monkeypatch: pytest.MonkeyP
     assert mk(*IN_CALLS, "--one").code == 2
 
 
-def test_a_defect_that_changes_nothing_is_not_applicable(
+def test_input_mutation_without_effect_is_not_applicable(
     mk: Mk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
@@ -301,7 +299,7 @@ def test_a_defect_that_changes_nothing_is_not_applicable(
     assert mk(*IN_CALLS, "--json").json["calls"][0]["changes_nothing"] == "nobody reads it"
 
 
-def test_a_pair_that_fails_without_a_defect_says_how(
+def test_pair_that_fails_without_mutation_is_reported(
     mk: Mk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
@@ -338,7 +336,7 @@ def test_doctor(mk: Mk) -> None:
 def test_compile(
     mk: Mk, violations: tuple[str, ...], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checked, it fails where a kernel breaks a limit, or is left out without a reason."""
+    """With --check, it fails if a kernel exceeds a limit, or is left out without a reason."""
     record = SimpleNamespace(
         kernel="gemm_kernel",
         config={"BLOCK_M": 64},
@@ -367,7 +365,7 @@ def test_compile(
     assert asked == [("sm_100", 1, ""), ("sm_90", 2, "bf16")]
     assert "; only cases and kernels matching 'bf16' were compiled" in ended.out
     assert " left out" not in ended.out.splitlines()[-1]  # nothing was counted against all kernels
-    assert ended.err.startswith("kernels of cases named 'bf16' for sm_90: may take minutes;")
+    assert ended.err.startswith("kernels of cases named 'bf16' for sm_90: may take minutes")
     record = mk("compile", "--check", "--only", "bf16", "--json").json
     assert record["only"] == "bf16"
     assert mk("compile", "--workers", "0").code == 2
@@ -380,12 +378,10 @@ def test_compile(
     assert begun.startswith("1 of 2 kernels for sm_90 (named 'route'), and all kernels of matching")
     for text in ("gemm_kernel", "BLOCK_M=64, warps=4, stages=3", "168", "1024", "HGMMA x12"):
         assert text in ended.out
-    assert ("breaks a limit" in ended.out) is bool(violations)
+    assert ("exceeds a limit" in ended.out) is bool(violations)
 
 
-def test_compile_checked_shows_the_instructions_that_a_check_has_counted(
-    mk: Mk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compile_check_shows_counted_instructions(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     from modular_kernel.testing.compile import report as compiling
     from modular_kernel.testing.compile.cases import CompiledRow, CompileResult
 

@@ -1,4 +1,4 @@
-"""Options that name files: a path that cannot serve is bad usage, and no file is half written."""
+"""Options that name files: an unusable path is bad usage, and files are written atomically."""
 
 import json
 import os
@@ -29,8 +29,8 @@ PATHS = [
 FILES = [(verb, name, kind.use) for verb, name, kind in PATHS if isinstance(kind, FilePath)]
 
 
-def test_every_option_of_a_path_has_a_use() -> None:
-    """An option without one would not be checked."""
+def test_every_path_option_has_a_use() -> None:
+    """The path of an option without a use would not be checked."""
     assert len(FILES) == len(PATHS)
     assert {o for _, o, _ in FILES} >= {
         *("--json", "--markdown", "--plot", "--html", "--times"),
@@ -40,7 +40,7 @@ def test_every_option_of_a_path_has_a_use() -> None:
 
 
 def bad_paths(folder: Path, use: FileUse) -> dict[str, str]:
-    """Paths that cannot serve, by what is wrong with them."""
+    """Return unusable paths, by what is wrong with them."""
     (folder / "file").write_text("mine", encoding="utf-8")
     (folder / "nothing").symlink_to(folder / "is not there")
     (folder / "loop").symlink_to(folder / "loop")
@@ -72,10 +72,10 @@ def bad_paths(folder: Path, use: FileUse) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("verb", "option", "use"), FILES, ids=[f"{verb} {option}" for verb, option, _ in FILES]
 )
-def test_a_path_that_cannot_serve_is_bad_usage(
+def test_unusable_path_is_bad_usage(
     mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, option: str, use: FileUse
 ) -> None:
-    """Of status 2, which no verdict has, with one line that names the option, and nothing made."""
+    """The status is 2, one line names the option, and no file is created."""
     monkeypatch.chdir(tmp_path)
     paths = bad_paths(tmp_path, use)
     before = sorted(tmp_path.rglob("*"))
@@ -94,10 +94,10 @@ def test_a_path_that_cannot_serve_is_bad_usage(
     [case for case in FILES if case[2] in WRITES or case[2] is FileUse.WRITE_FOLDER],
     ids=lambda case: str(case),
 )
-def test_a_folder_that_takes_no_file_is_bad_usage(
+def test_folder_without_write_permission_is_bad_usage(
     mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, option: str, use: FileUse
 ) -> None:
-    """Permissions are made up: a test may run as root, whom none bind."""
+    """Permissions are simulated, because tests may run as root."""
     closed = tmp_path / "closed"
     closed.mkdir()
     real = os.access
@@ -110,7 +110,7 @@ def test_a_folder_that_takes_no_file_is_bad_usage(
 
 
 @pytest.mark.parametrize("verb", MODEL_VERBS)
-def test_a_model_that_no_file_can_be_is_bad_usage(mk: Mk, tmp_path: Path, verb: str) -> None:
+def test_model_with_an_invalid_path_is_bad_usage(mk: Mk, tmp_path: Path, verb: str) -> None:
     paths = bad_paths(tmp_path, FileUse.READ)
     for path in paths.values():
         words = ("--one", *PAIR) if verb == "test" else ()
@@ -125,7 +125,7 @@ PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExpert
 
 
 class Full:
-    """A disk that is full after some bytes."""
+    """Stand-in for a disk that is full after some bytes."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -146,7 +146,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("words", WRITTEN.values(), ids=WRITTEN.keys())
-def test_a_file_is_written_whole_or_not_at_all(
+def test_files_are_written_atomically(
     mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     record = tmp_path / "record" / "rows.json"
@@ -170,13 +170,13 @@ def test_a_file_is_written_whole_or_not_at_all(
     assert [each.name for each in tmp_path.glob("*") if each != record.parent] == ["written"]
 
 
-def test_a_name_of_the_most_bytes_is_written(mk: Mk, tmp_path: Path) -> None:
+def test_longest_file_name_is_written(mk: Mk, tmp_path: Path) -> None:
     path = tmp_path / ("x" * 255)
     assert mk("list", "--json", str(path)).code == 0
     assert json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_a_file_of_a_folder_that_takes_no_new_one_is_written(
+def test_existing_file_in_a_read_only_folder_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "kept"
@@ -187,7 +187,7 @@ def test_a_file_of_a_folder_that_takes_no_new_one_is_written(
     assert path.read_text(encoding="utf-8") == "new"
 
 
-def test_an_interrupt_leaves_no_part(tmp_path: Path) -> None:
+def test_interrupt_leaves_no_partial_file(tmp_path: Path) -> None:
     path = tmp_path / "kept.png"
 
     def interrupted() -> None:

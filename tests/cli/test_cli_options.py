@@ -1,4 +1,4 @@
-"""Options of the `mk` command: help at once, the problem they make, and bad usage."""
+"""Options of the `mk` command: fast help, the problem that they describe, and bad usage."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def python(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("words", [[], *([verb] for verb in VERBS)], ids=" ".join)
-def test_help_answers_at_once_without_torch(words: list[str]) -> None:
+def test_help_does_not_import_torch(words: list[str]) -> None:
     shown = python("-X", "importtime", "-m", "modular_kernel", *words, "--help")
     assert shown.returncode == 0
     assert shown.stdout.startswith("Usage: mk")
@@ -63,8 +63,8 @@ def test_help_answers_at_once_without_torch(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [[], *([verb] for verb in VERBS)], ids=" ".join)
-def test_help_answers_at_once(words: list[str]) -> None:
-    """On a machine that is slow or busy: within eight times what click alone takes to import.
+def test_help_is_fast(words: list[str]) -> None:
+    """The limit is eight times the import of click alone, so that slow or busy machines pass.
 
     torch alone would take ten times as long, and the test above sees that it stays away.
     """
@@ -77,7 +77,7 @@ def test_help_answers_at_once(words: list[str]) -> None:
 
 
 def _seconds(*words: str) -> float:
-    """Processor time of a fresh interpreter."""
+    """Return the processor time of a fresh interpreter."""
     before = os.times()
     python(*words)
     after = os.times()
@@ -101,13 +101,13 @@ def test_problem_options_are_the_same_for_every_verb(
 
 
 def problem_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Problem:
-    """The problem that `mk check` makes of the words."""
+    """Return the problem that `mk check` creates from these arguments."""
     case = case_of("test", "--one", *TORCH_PAIR, *words, monkeypatch=monkeypatch)
     return case.problem
 
 
 def case_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Case:
-    """The one case that `mk test` would verify."""
+    """Return the single case that `mk test` would verify."""
     seen: list[verify.VerifyJob] = []
 
     def keep(jobs: list[verify.VerifyJob], *_: object, as_json: bool) -> bool:
@@ -192,7 +192,7 @@ def test_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert other == replace(made, quant="none")
 
 
-def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_of_a_case_reproduces_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     for seed, (problem, routing) in enumerate(axes(BASE)):
         case = Case(*pair, problem, routing, seed)
@@ -274,7 +274,7 @@ def test_bad_usage_ends_with_2_and_says_why(
         ("--no-such-option", "No such option '--no-such-option' (see mk -h)"),
     ],
 )
-def test_a_wrong_command_line_is_answered_in_one_line(
+def test_usage_errors_are_one_line(
     capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
     code, out, err = run_mk(capsys, *words.split())
@@ -285,7 +285,7 @@ def test_a_wrong_command_line_is_answered_in_one_line(
 
 
 def numbers() -> list[tuple[str, str, str]]:
-    """(verb, option, what it needs) of every option that takes a number."""
+    """Return (verb, option, need) of every option that takes a number."""
     return [
         (verb, parameter.opts[0], parameter.type.need)
         for verb, command in main.application().commands.items()
@@ -294,7 +294,7 @@ def numbers() -> list[tuple[str, str, str]]:
     ]
 
 
-def test_every_option_with_a_number_names_itself_and_what_it_needs(
+def test_errors_of_number_options_have_name_and_need(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     listed = numbers()
@@ -305,7 +305,7 @@ def test_every_option_with_a_number_names_itself_and_what_it_needs(
         assert need.startswith(("an integer", "a number"))
 
 
-def test_a_word_that_is_no_number_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_number_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run_mk(capsys, "check", "--json", "--tokens", "9" * 5000)
     assert code == 2
     error = json.loads(out)["error"]
@@ -357,14 +357,14 @@ def test_a_number_out_of_range_is_bad_usage(
     assert ended == (2, "", f"error: --ms: got '{number}', need a number > 0\n")
 
 
-def test_choices_of_the_command_line_are_those_of_a_problem() -> None:
+def test_choices_equal_those_of_a_problem() -> None:
     hints = get_type_hints(ProblemOptions)
     (combine, _), (precision, _) = map(get_args, (hints["combine"], hints["fp32_precision"]))
     assert get_args(combine) == tuple(each.value for each in Combine)
     assert precision == get_type_hints(Problem)["fp32_precision"]
 
 
-def test_no_words_at_all_are_answered_by_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run_mk(capsys)
     assert code == 2
     assert "Usage: mk" in out + err

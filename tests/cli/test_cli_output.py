@@ -1,4 +1,4 @@
-"""What `mk` prints where: tables in narrow and wide terminals, JSON on stdout and in files."""
+"""Output of `mk`: tables in narrow and wide terminals, JSON on stdout and in files."""
 
 import io
 import json
@@ -68,7 +68,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
 mk = runs_mk()
 
 
-def test_a_grid_of_pairs_and_what_each_rule_says(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrix_of_pairs_and_its_rules(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = mk("check", "--json").json["pairs"]
     for width in (80, 10_000):
         monkeypatch.setattr(output, "width", lambda _=None, width=width: width)
@@ -88,16 +88,16 @@ def test_a_grid_of_pairs_and_what_each_rule_says(mk: Mk, monkeypatch: pytest.Mon
     assert len(set(letters_for(60))) == 60
 
 
-def test_no_part_at_all_is_no_grid(
+def test_matrix_without_parts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a file of the user's shadows a package of parts."""
+    """As if a file of the user shadowed a package of parts."""
     monkeypatch.setattr(output, "width", lambda _=None: 80)
     print_matrix([], ProblemOptions().problem(), Machine("cpu"))
     assert "0 of 0 pairs are valid" in capsys.readouterr().out
 
 
-def test_sizes_that_are_hardly_meant_are_told(mk: Mk) -> None:
+def test_unlikely_sizes_are_noted(mk: Mk) -> None:
     assert "warning: top_k=9 of 8 experts: ids will repeat" in mk("check", "--top-k", "9").err
     assert "warning: tokens=0: every call is empty" in mk("check", "--tokens", "0").err
     assert "warning" not in mk("check").err
@@ -118,7 +118,7 @@ def test_json_goes_to_stdout_or_to_a_file(mk: Mk, tmp_path: Path, verb: str) -> 
     assert mk("check", "--json", "--top-k", "2").json["pairs"]
 
 
-def test_a_refusal_goes_to_the_file_too(mk: Mk, tmp_path: Path) -> None:
+def test_refusal_is_written_to_the_file(mk: Mk, tmp_path: Path) -> None:
     file = tmp_path / "refusal.json"
     ended = mk("test", *REFUSED_PAIR, "--json", str(file))
     assert ended.code == 1
@@ -126,7 +126,7 @@ def test_a_refusal_goes_to_the_file_too(mk: Mk, tmp_path: Path) -> None:
     assert len(json.loads(file.read_text(encoding="utf-8"))["rejections"]) == 2
 
 
-def test_a_file_that_cannot_be_written_is_found_first(mk: Mk, tmp_path: Path) -> None:
+def test_unwritable_file_is_reported_first(mk: Mk, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, why in ((tmp_path, "the folder"), (tmp_path / "file" / "below", "file is a file,")):
         ended = mk("test", *TORCH_PAIR, "--json", str(path))
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_written_is_found_first(mk: Mk, tmp_path: Path) ->
         assert f"error: --json: got {why}" in ended.err or why in ended.err
 
 
-def test_a_file_that_may_not_be_written_is_found_first(
+def test_read_only_file_is_reported_first(
     mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = tmp_path / "kept.json"
@@ -148,8 +148,8 @@ def test_a_file_that_may_not_be_written_is_found_first(
 
 
 @pytest.mark.parametrize("words", [("check", *TORCH_PAIR), ("test", *REFUSED_PAIR)])
-def test_a_file_that_takes_no_more_is_output_that_was_lost(mk: Mk, words: tuple[str, ...]) -> None:
-    """Whatever the verdict, which is told all the same."""
+def test_full_disk_is_lost_output(mk: Mk, words: tuple[str, ...]) -> None:
+    """This holds for every verdict, which is printed all the same."""
     ended = mk(*words, "--json", "/dev/full")
     assert ended.code == 74
     assert ended.out == mk(*words).out
@@ -167,7 +167,7 @@ def test_a_file_that_takes_no_more_is_output_that_was_lost(mk: Mk, words: tuple[
     ],
     ids=lambda words: words[0],
 )
-def test_a_file_in_the_way_of_a_folder_is_bad_usage(
+def test_file_in_place_of_a_folder_is_bad_usage(
     mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -178,7 +178,9 @@ def test_a_file_in_the_way_of_a_folder_is_bad_usage(
     assert f"error: {option}: got out: out is a file, need a folder\n" in ended.err
 
 
-def test_an_option_is_no_file(mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_option_is_not_taken_as_a_file(
+    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert mk("list", "--json", "-h").out == mk("list", "-h").out
     assert list(tmp_path.iterdir()) == []
@@ -199,7 +201,7 @@ COLUMNS = ("name", "us", "note")
 ROWS = (("a" * 30, "1.5", "words " * 8), ("b", "12.5", ""))
 
 
-def test_what_is_left_out_and_when() -> None:
+def test_columns_that_are_dropped() -> None:
     def shown(width: int, *optional: str) -> list[object] | None:
         table = fit_table(COLUMNS, ROWS, width, optional)
         return None if table is None else [column.header for column in table.columns]
@@ -212,7 +214,7 @@ def test_what_is_left_out_and_when() -> None:
     assert shown(20, "us", "note") is None
 
 
-def test_what_does_not_fit_is_named_or_told_as_records(
+def test_dropped_columns_are_listed_or_rows_become_records(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "width", lambda _=None: 63)
@@ -225,7 +227,7 @@ def test_what_does_not_fit_is_named_or_told_as_records(
     assert format_records(COLUMNS, ROWS, 20)[-3:] == ["name  b", "us    12.5", ""]
 
 
-def test_a_dumb_terminal_is_as_wide_as_it_is(
+def test_width_of_a_dumb_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
@@ -250,10 +252,10 @@ def _no_terminal(fd: int) -> os.terminal_size:
 
 
 @pytest.mark.parametrize("width", range(8, 70))
-def test_no_cell_is_cut(
+def test_no_cell_is_truncated(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """Down to the width at which a table just fits, and below it, as records."""
+    """Down to the width at which the table just fits, and below it, where rows become records."""
     monkeypatch.setattr(output, "width", lambda _=None: width)
     names = ["AllGatherReduceScatter", "189374.1", "219051.9"]
     output.table(("transport", "dispatch", "pair"), [names])
@@ -261,7 +263,7 @@ def test_no_cell_is_cut(
     assert [name for name in names if name not in shown] == []
 
 
-def test_columns_that_say_nothing_go_first(
+def test_empty_columns_are_dropped_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "width", lambda _=None: 20)
@@ -283,7 +285,7 @@ def test_numbers_agree_with_their_nouns() -> None:
     assert [counted(n, "case") for n in (0, 1, 2)] == ["0 cases", "1 case", "2 cases"]
 
 
-def test_progress_without_a_terminal_comes_late_and_seldom(
+def test_progress_lines_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
@@ -305,16 +307,14 @@ def test_progress_without_a_terminal_comes_late_and_seldom(
     ],
     ids=["bench", "report"],
 )
-def test_a_document_that_is_lost_ends_with_a_status_of_its_own(
-    mk: Mk, words: tuple[str, ...]
-) -> None:
-    """Never with 1, which means refused, and never with a traceback."""
+def test_lost_document_has_its_own_status(mk: Mk, words: tuple[str, ...]) -> None:
+    """The status is never 1, which means refused, and there is no traceback."""
     ended = mk(*words)
     assert ended.code == 74
     assert "error: output was lost: /dev/full: No space left on device\n" in ended.err
 
 
-def test_a_profile_that_is_lost_ends_with_a_status_of_its_own(mk: Mk, tmp_path: Path) -> None:
+def test_lost_profile_has_its_own_status(mk: Mk, tmp_path: Path) -> None:
     words = (*PRINTED["profile"], "--out", str(tmp_path))
     assert mk(*words).code == 0
     (report,) = tmp_path.glob("*.profile.json")
@@ -325,7 +325,7 @@ def test_a_profile_that_is_lost_ends_with_a_status_of_its_own(mk: Mk, tmp_path: 
     assert f"error: output was lost: {report}: No space left on device\n" in ended.err
 
 
-def test_what_takes_long_is_said_while_it_lasts(
+def test_long_activities_are_noted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(output, "_FIRST_LINE_S", 0.05)
@@ -346,10 +346,10 @@ def test_what_takes_long_is_said_while_it_lasts(
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_has_a_bar_in_place_of_a_line_for_each_step(
+def test_terminal_has_a_progress_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The demo's forty lines would scroll its result off the screen."""
+    """The forty lines of the demo would scroll its result off the screen."""
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         with output.step_lines(2, "runs") as tell:
@@ -360,7 +360,7 @@ def test_a_terminal_has_a_bar_in_place_of_a_line_for_each_step(
         assert ("took" in told) is not terminal
 
 
-def test_a_long_step_is_said_while_it_lasts(
+def test_long_steps_are_noted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(output, "_STEADY_INTERVAL_S", 0.05)
@@ -378,7 +378,7 @@ def _compiles(monkeypatch: pytest.MonkeyPatch, all_kernels: Callable[..., Any]) 
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def test_a_long_compilation_is_said_while_it_lasts(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_compilations_are_noted(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(target: str, bar: Any, workers: int, name_filter: str) -> SimpleNamespace:
         with bar(2) as advance:
             time.sleep(0.3)
@@ -398,9 +398,7 @@ def test_a_long_compilation_is_said_while_it_lasts(mk: Mk, monkeypatch: pytest.M
     assert told.count("0 of 2 steps in 0 s\n") >= 2
 
 
-def test_a_check_that_compiled_nothing_is_no_success(
-    mk: Mk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compile_check_without_kernels_fails(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = SimpleNamespace(rows=[], left_out=[LEFT_OUT])
     _compiles(monkeypatch, lambda target, bar, workers, name_filter: nothing)
     words = ("compile", "--only", LEFT_OUT.kernel)

@@ -23,12 +23,12 @@ Capsys = pytest.CaptureFixture[str]
 
 
 def run(capsys: Capsys, *words: str) -> tuple[int, str]:
-    """Exit code and stdout of `mk` in this process."""
+    """Run `mk` in this process; return the exit code and stdout."""
     return run_mk(capsys, *words)[:2]
 
 
 def stage_events(path: Path) -> dict[str, dict[str, Any]]:
-    """The named ranges of a Chrome trace, as the host saw them."""
+    """Return the names of the host ranges in a Chrome trace."""
     trace = json.loads(path.read_text(encoding="utf-8"))
     assert format_violations(trace) == []
     return {
@@ -75,7 +75,7 @@ def _end(event: dict[str, Any]) -> float:
     return end
 
 
-def test_two_pairings_side_by_side(capsys: Capsys, tmp_path: Path) -> None:
+def test_comparison_of_two_pairings(capsys: Capsys, tmp_path: Path) -> None:
     against = ("--against", *NAIVE_PAIR, "--routing", "zipf", "--calls", "2")
     code, out = run(capsys, "profile", *TORCH_PAIR, *against, "--out", str(tmp_path))
     assert code == 0
@@ -100,7 +100,7 @@ def test_two_pairings_side_by_side(capsys: Capsys, tmp_path: Path) -> None:
     assert record["routing"] == "zipf1.2"
 
 
-def test_a_case_has_files_of_its_own() -> None:
+def test_file_names_are_unique() -> None:
     problems = [problem for problem, _ in axes(BASE)]
     flags = dict.fromkeys(_FLAGS, True)
     longest = replace(
@@ -147,7 +147,7 @@ def test_profile_refuses_with_every_reason(
         (("--tokens", "0"), "tokens to profile"),
     ],
 )
-def test_bad_words(capsys: Capsys, tmp_path: Path, words: tuple[str, ...], what: str) -> None:
+def test_bad_usage(capsys: Capsys, tmp_path: Path, words: tuple[str, ...], what: str) -> None:
     code, out = run(capsys, "profile", *TORCH_PAIR, *words, "--out", str(tmp_path), "--json")
     assert code == 2
     assert json.loads(out)["error"]["what"] == what

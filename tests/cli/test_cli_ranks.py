@@ -25,7 +25,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.share(3)
-def test_every_pairing_valid_for_two_ranks_is_proven(capsys: Capture) -> None:
+def test_all_valid_pairings_pass_over_two_ranks(capsys: Capture) -> None:
     words = ("test", "--world-size", "2", *ON_CPU, "--experts-type", "TorchExperts", "--json")
     code, shown, _ = run_mk(capsys, *words)
     record = json.loads(shown)
@@ -45,10 +45,10 @@ def test_every_pairing_valid_for_two_ranks_is_proven(capsys: Capture) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("level", ["smoke", "full"])
-def test_what_cases_leave_out_is_said_of_their_level(
+def test_omitted_cases_are_described_by_level(
     monkeypatch: pytest.MonkeyPatch, ranks: int, level: str
 ) -> None:
-    """Over ranks nothing is drawn by pairs of values, and `--level full` says no more of it."""
+    """Cases over ranks are not pairwise, at no level."""
     jobs: list[verify.VerifyJob] = []
     monkeypatch.setattr(verify, "_verify", lambda found, *_, **__: jobs.extend(found) or True)
     pair = PAIR if ranks == 2 else ALONE
@@ -64,7 +64,7 @@ def test_what_cases_leave_out_is_said_of_their_level(
         assert "pairs of axis values covered" in covers
 
 
-def test_the_line_of_a_case_proves_it_again(capsys: Capture) -> None:
+def test_command_of_a_case_over_ranks_reproduces_it(capsys: Capture) -> None:
     cases = rank_cases_for(PAIR[1], PAIR[3], this_machine(device="cpu"), 2).cases
     (case,) = (case for case in cases if case.routing == "out_of_range")
     words = shlex.split(command(case))
@@ -75,7 +75,7 @@ def test_the_line_of_a_case_proves_it_again(capsys: Capture) -> None:
 
 
 @pytest.mark.cpu  # kernels of the exchange are interpreted
-def test_ranks_stand_for_hosts(capsys: Capture) -> None:
+def test_ranks_simulate_hosts(capsys: Capture) -> None:
     part = "HostThenRankPrepareAndFinalize"
     on = this_machine(device="cpu"), 4, "smoke", 2
     case = rank_cases_for(part, PAIR[3], *on).cases[0]
@@ -99,7 +99,7 @@ def test_a_pair_for_one_rank_is_refused(capsys: Capture, verb: str, tmp_path: Pa
     assert re.search(r"world_size +MoEPrepareAndFinalizeNoEP / problem +2 +1 to 1", shown + told)
 
 
-def test_check_judges_for_so_many_ranks(capsys: Capture) -> None:
+def test_check_over_ranks(capsys: Capture) -> None:
     assert run_mk(capsys, "check", *PAIR, "--world-size", "2")[0] == 0
     code, shown, _ = run_mk(capsys, "check", *PAIR)
     assert code == 1
@@ -111,7 +111,7 @@ def test_check_judges_for_so_many_ranks(capsys: Capture) -> None:
 
 
 def test_check_judges_every_rank(capsys: Capture) -> None:
-    """Of 3 experts rank 0 holds two and rank 1 one: so many local experts fit rank 0 alone."""
+    """With 3 experts on 2 ranks, --local-experts 2 is valid for rank 0 only."""
     sizes = ("--world-size", "2", "--experts", "3", "--local-experts", "2")
     code, shown, _ = run_mk(capsys, "check", *PAIR, *sizes)
     assert code == 1
@@ -159,7 +159,7 @@ def test_bad_options(capsys: Capture, words: str, message: str) -> None:
     assert message in told
 
 
-def test_defects_over_ranks(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_mutations_over_ranks(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     from modular_kernel.testing.input_mutations import over_ranks as mutants_ranks
 
     few = [m for m in mutants_ranks.RANK_MUTANTS if m.name == "last_expert_lost"]

@@ -54,7 +54,7 @@ MORE = {
 
 @pytest.fixture
 def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mk:
-    """Runs `mk` in this process and an empty folder; what takes minutes is made up."""
+    """Run `mk` in this process in an empty folder; results that take minutes are made up."""
     (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
@@ -126,7 +126,7 @@ def kills() -> list[SimpleNamespace]:
 
 
 def fits(shown: str, width: int) -> None:
-    """No line is longer but by one word, and no name is cut."""
+    """Check that only single words exceed the width, and that no name is truncated."""
     long = [line for line in shown.splitlines() if len(line.rstrip()) > width]
     assert [line for line in long if len(line.split()) > 1] == []
     assert "…" not in shown
@@ -152,8 +152,8 @@ def test_every_verb_fits_its_terminal(
     assert found[0] == found[1]
 
 
-def test_every_verb_has_words_here() -> None:
-    """A verb that is added is looked at, too."""
+def test_every_verb_is_tested_here() -> None:
+    """A new verb must be added to the test."""
     assert set(main.VERBS) == {words[0] for words in MORE.values()}
 
 
@@ -161,7 +161,7 @@ def test_every_verb_has_words_here() -> None:
 def test_a_tuned_layer_fits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """What `mk tune` prints at its end; to tune needs a GPU."""
+    """The final output of `mk tune` with made-up results, because tuning needs a GPU."""
     monkeypatch.setattr(output, "width", lambda _=None: width)
     tune_output.print_text(small_layer(), TUNED, [512])
     shown = capsys.readouterr().out
@@ -170,8 +170,10 @@ def test_a_tuned_layer_fits(
 
 
 @pytest.mark.parametrize("verb", ["exchange, two schemes", "bench, two routings"])
-def test_what_tells_rows_apart_is_shown(mk: Mk, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
-    """However narrow: two rows that were measured otherwise are never the same in words."""
+def test_distinguishing_columns_are_shown(
+    mk: Mk, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """At any width, rows of different measurements differ in their text."""
     monkeypatch.setattr(output, "width", lambda _=None: 80)
     shown = mk(*MORE[verb]).out
     for label in ("bfloat16", "fp8_w8a8_block") if verb.startswith("exchange") else ("hot1",):
@@ -179,10 +181,8 @@ def test_what_tells_rows_apart_is_shown(mk: Mk, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_the_demo_fits_a_screen_and_names_what_was_interpreted(
-    mk: Mk, monkeypatch: pytest.MonkeyPatch, gpu: bool
-) -> None:
-    """With all its rows, in 80 columns; "Triton kernels need a GPU" stood beside such that ran."""
+def test_demo_fits_a_screen(mk: Mk, monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
+    """All rows fit into 80 columns, and the parts that were interpreted are named."""
     experts = [name for _, name in demo.PAIRINGS]
     pairings = [" x ".join(pair) for pair in demo.PAIRINGS]
     rows = [replace(row, pairing=pairing) for row in demo_rows()[:4] for pairing in pairings]
@@ -210,8 +210,8 @@ def test_the_demo_fits_a_screen_and_names_what_was_interpreted(
     assert ("interpreter" in ended.out) is not gpu
 
 
-def test_the_packages_of_the_doctor_stay_tables(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record for each of them would take more than a hundred lines."""
+def test_doctor_prints_packages_as_tables(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One record per package would take more than a hundred lines."""
     monkeypatch.setattr(output, "width", lambda _=None: 80)
     shown = mk("doctor").out
     assert re.search(r"optional package +present +enables", shown)

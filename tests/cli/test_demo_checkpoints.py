@@ -1,4 +1,4 @@
-"""`mk demo`'s quantized checkpoints: a right layer is within its bound, a wrong one is not."""
+"""Quantized checkpoints of `mk demo`: correct layers are within the bound, wrong ones not."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def exchange_gate_and_up(tensors: Tensors) -> None:
-    """Whole modules, or every two rows where they alternate."""
+    """Exchange whole modules, or adjacent rows where gate and up alternate."""
     for name in list(tensors):
         for gate, up in ((".w1.", ".w3."), (".gate_proj.", ".up_proj.")):
             if gate in name:
@@ -24,9 +24,7 @@ def exchange_gate_and_up(tensors: Tensors) -> None:
 
 @pytest.mark.parametrize("pair", PAIRINGS[:2], ids=" x ".join)
 @pytest.mark.parametrize(("family", "kind"), CHECKPOINTS)
-def test_a_checkpoint_is_right_and_one_with_gate_and_up_exchanged_is_not(
-    family, kind, pair, tmp_path
-) -> None:
+def test_exchanged_gate_and_up_exceed_the_bound(family, kind, pair, tmp_path) -> None:
     good = check_layer(write(tmp_path / "good", family, kind), family, kind, pair, DEVICE)
     assert good.ok
     assert good.error > 0

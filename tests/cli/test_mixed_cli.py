@@ -1,4 +1,4 @@
-"""A verdict for a model is a verdict for each kind of its layers."""
+"""Verdicts and estimates for each quantization scheme of a model with several."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_the_record_of_a_folder_has_its_groups(
 def test_a_scheme_that_is_refused_fails_the_model(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """GroupedGemmExperts takes fp8, and refuses int4."""
+    """GroupedGemmExperts supports fp8, but not int4."""
     words = ("check", *PAIR[:3], "GroupedGemmExperts", "--model", str(folder))
     ended = run_mk(capsys, *words)
     assert ended.code == 1

@@ -1,4 +1,4 @@
-"""`mk new`: what it writes is what the pages show, installs and passes; else it writes nothing."""
+"""`mk new`: the package equals the docs, can be installed, and passes its tests."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ LISTED = (
 
 
 def listing(page: Path, title: str) -> str:
-    """The block of a page below the comment `# TITLE`, and below the reason why it is not run."""
+    """Return the block of a page after the comment `# TITLE` and the reason why it is not run."""
     texts = (block.text for block in blocks_of(page))
     bodies = (t.split("\n", 1)[1] if t.startswith("# not run:") else t for t in texts)
     (found,) = [body for body in bodies if body.startswith(f"# {title}\n")]
@@ -39,13 +39,13 @@ def listing(page: Path, title: str) -> str:
 
 
 @pytest.mark.parametrize(("page", "kind", "file"), LISTED, ids=lambda value: str(value))
-def test_the_pages_list_what_is_written(page: str, kind: str, file: str) -> None:
+def test_pages_show_the_written_files(page: str, kind: str, file: str) -> None:
     title = f"{NAMES[kind]}/{file}" if file == "pyproject.toml" else file
     assert listing(ROOT / page, title) == render(kind, NAMES[kind])[Path(file)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_writes_an_installable_package(
+def test_written_package_is_installable(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "their_own2"
@@ -84,7 +84,7 @@ def test_it_writes_an_installable_package(
         (("transport", "mine"), "one of experts, prepare-finalize, path"),
     ],
 )
-def test_it_refuses_before_it_writes(
+def test_invalid_arguments_write_nothing(
     words: tuple[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, errors = run_mk(capsys, "new", *words, "--out", str(tmp_path))
@@ -93,7 +93,9 @@ def test_it_refuses_before_it_writes(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_folder_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine_too").mkdir()
     (tmp_path / "mine_too/keep").write_text("kept", encoding="utf-8")
     code, _, errors = run_mk(capsys, "new", "experts", "mine_too", "--out", str(tmp_path))
@@ -129,8 +131,10 @@ def test_a_failed_write_leaves_nothing(
 @pytest.mark.slow
 @pytest.mark.share(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_own_tests_pass(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are the cases of `mk test --level full`: for a path, those that take it."""
+def test_tests_of_the_written_package_pass(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These are the cases of `mk test --level full`; for a path, those that use it."""
     name, site = NAMES[kind], tmp_path / "site"
     site.mkdir()
     install_new(site, kind, name)

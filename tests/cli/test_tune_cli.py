@@ -1,4 +1,4 @@
-"""`mk tune` as a command, and its bench on whatever machine the tests run on."""
+"""`mk tune` on the command line, and its measurements on the machine of the tests."""
 
 import itertools
 import json
@@ -48,7 +48,7 @@ ON_CPU = not torch.cuda.is_available()
 
 @pytest.fixture
 def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mk:
-    """Runs `mk tune` in this process: exit code, stdout and stderr."""
+    """Run `mk tune` in this process; return exit code, stdout and stderr."""
     monkeypatch.setenv("MK_CONFIG_DIR", str(tmp_path / "config"))
 
     return partial(run_mk, capsys, "tune")
@@ -56,7 +56,7 @@ def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.skipif(not ON_CPU, reason="this machine has a GPU")
 @pytest.mark.parametrize("words", [(), ("--model", "mixtral", "--out", "made")])
-def test_without_a_gpu_it_says_so_and_writes_nothing(
+def test_nothing_is_written_without_a_gpu(
     mk: Mk, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -103,10 +103,10 @@ GPUS = {
 
 
 @pytest.mark.parametrize(("name", "arch"), GPUS.items())
-def test_what_is_explained_for_a_gpu_fits_its_shared_memory(
+def test_explained_launches_fit_shared_memory(
     mk: Mk, name: str, arch: tuple[int, int] | None
 ) -> None:
-    """Of an unknown GPU, that of the smallest one: what is launched there is launched anywhere."""
+    """An unknown GPU is assumed to have the smallest shared memory of all."""
     assert arch_of_name(name) == arch
     device = Device.named(name)
     if arch is not None:
@@ -178,7 +178,7 @@ def test_no_two_shapes_share_a_file() -> None:
         assert len(names) == len(SHAPES) >= 13
 
 
-def test_layers_that_are_refused_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_layers_are_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     good = Problem(tokens=4, hidden=64, intermediate=64, experts=4, top_k=2)
     bad = replace(good, top_k=33)
     found = _valid_layers([("bad", bad), ("good", good)], MACHINE, None, None)
@@ -236,7 +236,7 @@ def test_every_time_is_recorded(tmp_path: Path) -> None:
     TuneRecorder(layer, None).append(TUNED[0])
 
 
-def test_the_bar_says_a_line_for_each_number_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bar_prints_a_line_per_token_count(capsys: pytest.CaptureFixture[str]) -> None:
     layer = small_layer()
     with Bar(3) as bar:
         bar.tick()
@@ -267,10 +267,10 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing left to do" in capsys.readouterr().out
 
 
-def test_a_layer_is_tuned_from_end_to_end(
+def test_tuning_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As on a GPU, but for the compiler's processes and the clock: on this machine's Triton."""
+    """As on a GPU, except for the compiler processes and the clock, with this machine's Triton."""
     monkeypatch.setenv("COLUMNS", "300")
 
     class NoCompiler:
@@ -325,7 +325,7 @@ def bench(problem: Problem = SMALL, **more: Any) -> TimedSearch:
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int4_w4a16_group"])
-def test_a_choice_that_is_right_has_a_time(quant: str) -> None:
+def test_correct_choice_has_a_time(quant: str) -> None:
     wide = 64 if quant == "none" else 128
     made = bench(replace(SMALL, hidden=wide, intermediate=wide, experts=2, quant=quant))
     for tokens in (1, 17) if quant == "none" else (5,):
@@ -339,7 +339,7 @@ def test_a_choice_that_is_right_has_a_time(quant: str) -> None:
         assert all(isinstance(each, float) and each > 0 for each in seconds.values())
 
 
-def test_wrong_numbers_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_choice_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     made = bench()
     for harm in (torch.zeros_like, lambda out: out * float("nan"), lambda out: out.flip(0)):
         monkeypatch.setattr(
@@ -351,7 +351,7 @@ def test_wrong_numbers_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made.compare(17, [ONE]) == {ONE: outcome}
 
 
-def test_rows_that_the_oracle_does_not_see_are_compared_with_another_choice_s(
+def test_unchecked_rows_are_compared_with_another_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = bench()
@@ -370,7 +370,7 @@ def test_rows_that_the_oracle_does_not_see_are_compared_with_another_choice_s(
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_tensor", "int4_w4a16_group", "mxfp4_w4a16"])
-def test_weights_to_tune_with_are_told_apart(quant: str) -> None:
+def test_tuning_weights_differ_by_expert(quant: str) -> None:
     problem = replace(SMALL, experts=9, quant=quant, bias=True)
     weights = tuning_weights(problem, torch.device("cpu"))
     check_weights_quantized(weights, problem, torch.device("cpu")) if quant != "none" else None
@@ -388,7 +388,7 @@ def right(made: TimedSearch, x_TH: torch.Tensor, routing: Any) -> torch.Tensor:
     return recipe(x_TH, made.weights, routing, problem).to(problem.dtype)
 
 
-def test_a_launch_that_fails_is_refused_with_its_reason() -> None:
+def test_failed_launch_is_refused_with_its_reason() -> None:
     def broken(choice: object) -> Any:
         if choice == ONE:
             raise RuntimeError("out of resources: shared memory")
@@ -399,12 +399,12 @@ def test_a_launch_that_fails_is_refused_with_its_reason() -> None:
     assert isinstance(made.screen(17, TWO), StageTimes)
 
 
-def test_what_would_overwrite_its_input_is_refused() -> None:
+def test_inplace_problem_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="inplace while tuning"):
         bench(replace(SMALL, inplace=True))
 
 
-def test_a_part_without_choices_is_refused() -> None:
+def test_part_without_tunable_launches_is_refused() -> None:
     pair = TunedPair("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE)
     with pytest.raises(ConfigurationError, match="TorchExperts"):
         pair.space(SMALL)

@@ -1,4 +1,4 @@
-"""The honest interpreter, for every test in this folder."""
+"""Installs GPU numerics in the interpreter for all tests of this folder."""
 
 import pytest
 

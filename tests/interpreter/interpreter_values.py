@@ -1,4 +1,4 @@
-"""Values for the interpreter's tests: seeded, by bit pattern, and compared to the bit."""
+"""Seeded values and bit patterns for tests of the interpreter, and bitwise comparison."""
 
 import torch
 
@@ -15,14 +15,14 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> torch.Tensor:
 
 
 def random_bits(n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Uniform bit patterns: every exponent, denormals, infinities and NaN."""
+    """Draw uniform bit patterns, which include every exponent, denormals, infinities and NaN."""
     size = torch.empty((), dtype=dtype).element_size()
     raw = torch.randint(0, 256, (n * size,), generator=generator(seed), dtype=torch.uint8)
     return raw.view(dtype)
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Equal to the bit, except that every NaN is the same NaN."""
+    """Return whether the bits are equal, where all NaNs count as equal."""
     assert got.dtype == want.dtype, (got.dtype, want.dtype)
     if not want.dtype.is_floating_point:
         return torch.equal(got, want)

@@ -1,4 +1,4 @@
-"""Adapters in Triton products: rows without one, ranks beyond a block, slots out of range."""
+"""LoRA adapters in Triton GEMMs: rows without one, ranks beyond a block, slots out of range."""
 
 from dataclasses import replace
 
@@ -33,10 +33,10 @@ def run(pair: tuple[str, str], problem: Problem, i: Inputs) -> torch.Tensor:
 
 @pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
-def test_rows_without_an_adapter_have_the_bits_of_the_path_without_any(
+def test_rows_without_adapter_equal_a_call_without_adapters(
     pair: tuple[str, str], quant: str
 ) -> None:
-    """Of the same launches: a layer without adapters could take another path."""
+    """Both calls use the same launches; a layer without adapters could take another path."""
     problem = replace(PROBLEM, quant=quant)
     i = make_inputs(problem, "uniform", CPU)
     slots_T = i.routing.slots_T
@@ -57,8 +57,8 @@ def test_rows_without_an_adapter_have_the_bits_of_the_path_without_any(
 
 @pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
 @pytest.mark.parametrize("rank", [1, 130])
-def test_ranks_at_and_beyond_a_block(pair: tuple[str, str], rank: int) -> None:
-    """Two adapters share each tile: all tokens have the same experts."""
+def test_ranks_of_a_block_and_more(pair: tuple[str, str], rank: int) -> None:
+    """All tokens have the same experts, so that two adapters share each tile."""
     problem = replace(PROBLEM, dtype=torch.float32, lora=f"adapters=2,rank={rank}")
     i = make_inputs(problem, "all_to_one", CPU)
     assert i.routing.slots_T is not None
@@ -69,8 +69,8 @@ def test_ranks_at_and_beyond_a_block(pair: tuple[str, str], rank: int) -> None:
 
 
 @pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
-def test_experts_that_share_a_and_b(pair: tuple[str, str]) -> None:
-    """A of the first product and B of the second: every expert's rows meet those of one."""
+def test_experts_that_share_matrices(pair: tuple[str, str]) -> None:
+    """With outer=shared, all experts have one A in GEMM 1 and one B in GEMM 2."""
     problem = replace(PROBLEM, dtype=torch.float32, lora="adapters=3,rank=20,outer=shared")
     i = make_inputs(problem, "uniform", CPU)
     assert (i.weights.lora_a13.shape[1], i.weights.lora_b13.shape[1]) == (1, 3)
@@ -79,8 +79,8 @@ def test_experts_that_share_a_and_b(pair: tuple[str, str]) -> None:
     assert float(error) <= 1e-6
 
 
-def test_few_pairs_in_tiles() -> None:
-    """Where a token's bits must not depend on the others; gate and up have an A of their own."""
+def test_batch_invariant_tiles_with_few_pairs() -> None:
+    """With batch invariance. Gate and up have separate A matrices."""
     problem = replace(PROBLEM, dtype=torch.float32, batch_invariant=True)
     i = make_inputs(problem, "uniform", CPU)
     exact = reference.oracle(i.x_TH, i.weights, i.routing, problem)
@@ -90,8 +90,8 @@ def test_few_pairs_in_tiles() -> None:
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("tokens", [2, 9])
-def test_rows_deeper_than_a_program_s_block(tokens: int) -> None:
-    """Pair by pair: up to 16 pairs take rows of A whole, more of them in two steps."""
+def test_rows_longer_than_a_block(tokens: int) -> None:
+    """Up to 16 pairs read whole rows of A; more pairs read them in two steps."""
     sizes = {"hidden": 16, "intermediate": 4112, "dtype": torch.float32}
     problem = replace(PROBLEM, tokens=tokens, lora="adapters=2,rank=5", **sizes)
     i = make_inputs(problem, "uniform", CPU)
@@ -101,7 +101,7 @@ def test_rows_deeper_than_a_program_s_block(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
-def test_slots_out_of_range_are_none(pair: tuple[str, str]) -> None:
+def test_slots_out_of_range_mean_no_adapter(pair: tuple[str, str]) -> None:
     i = make_inputs(PROBLEM, "uniform", CPU)
     assert i.routing.slots_T is not None
     nobody_T = i.routing.slots_T.clone()
@@ -113,8 +113,8 @@ def test_slots_out_of_range_are_none(pair: tuple[str, str]) -> None:
     assert torch.equal(run(pair, PROBLEM, wild), run(pair, PROBLEM, with_none))
 
 
-def test_a_call_without_adapters_takes_the_paths_of_the_layer_without() -> None:
-    """More paths serve that layer, and `explain` says so."""
+def test_call_without_adapters_uses_the_paths_of_a_layer_without() -> None:
+    """A layer without adapters has more paths, and `explain` names the one that is used."""
     one = replace(PROBLEM, tokens=1, quant="int4_w4a16_group:group=32")
     plain = replace(one, lora="none")
     assert supported_paths(replace(one, quant="none")) == (AlignedPath.name, "gemv")

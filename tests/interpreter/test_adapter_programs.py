@@ -1,4 +1,4 @@
-"""How many programs a launch of adapters has, and how much each takes: none has nothing to do."""
+"""Grids and block sizes of adapter launches; no program is idle."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ Launches = list[tuple[tuple[int, ...], dict[str, Any]]]
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, module: Any, *, run: bool) -> Launches:
-    """Grid and arguments of every launch of `module` from here on."""
+    """Record the grid and the arguments of every launch of `module` from now on."""
     found: Launches = []
     launch = module.launch
 
@@ -43,10 +43,10 @@ def launches(monkeypatch: pytest.MonkeyPatch, module: Any, *, run: bool) -> Laun
         (("BatchedPrepareAndFinalize", "BatchedTritonExperts"), 0),
     ],
 )
-def test_rows_of_a_are_shared_out(
+def test_rows_of_a_are_divided_among_programs(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], axis: int
 ) -> None:
-    """160 rows for gate and up, then 80: by 64 there are 3 programs, and 2."""
+    """160 rows of A for gate and up, then 80: blocks of 64 give 3 programs, and 2."""
     found = launches(monkeypatch, adapters, run=True)
     i = make_inputs(PROBLEM, "uniform", CPU)
     mk.make_kernel(*pair, PROBLEM, machine=this_machine(device="cpu"))(i.x_TH, i.weights, i.routing)
@@ -72,10 +72,10 @@ def test_rows_of_a_are_shared_out(
         (16, 40, 8, torch.bfloat16, (16, 32)),
     ],
 )
-def test_few_rows_leave_room_for_deep_steps(
+def test_steps_are_deeper_with_few_rows(
     block_m: int, rows: int, depth: int, dtype: torch.dtype, blocks: tuple[int, int]
 ) -> None:
-    """x and A of a step in 24 KiB, but never under 32 values, and none beyond the row."""
+    """x and A of one step take at most 24 KiB; a step has at least 32 values, and at most a row."""
     problem = replace(PROBLEM, dtype=dtype)
     for slots in (1, 9):
         a = torch.empty(slots, 3, rows, depth, device="meta", dtype=dtype)
@@ -97,7 +97,7 @@ def test_few_rows_leave_room_for_deep_steps(
         (4097, 17, (1, 4096, 8)),
     ],
 )
-def test_up_to_16_pairs_take_more_at_once(
+def test_up_to_16_pairs_use_larger_blocks(
     depth: int, pairs: int, blocks: tuple[int, int, int]
 ) -> None:
     assert adapters.shrink_few_blocks(depth, pairs, GPU) == blocks
@@ -108,7 +108,7 @@ def test_up_to_16_pairs_take_more_at_once(
     ("dtype", "depth", "out"), [(torch.float32, 32, 64), (torch.bfloat16, 64, 128)]
 )
 @pytest.mark.parametrize(("rank", "rows"), [(1, 16), (16, 16), (17, 32), (33, 32)])
-def test_steps_of_the_branch_share_out_ranks_and_columns(
+def test_launches_of_the_lora_branch(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, depth: int, out: int, rank: int, rows: int
 ) -> None:
     """Of 17 pairs two blocks; 128 bytes of a row in a step, and 256 of the output a program.
@@ -135,8 +135,8 @@ def test_steps_of_the_branch_share_out_ranks_and_columns(
     assert (last[1]["BLOCK_R"], last[1]["BLOCK_H"]) == (rows, out)
 
 
-def test_steps_take_pairs_by_adapter_and_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose matrices a program then reads once for all of its rows."""
+def test_lora_branch_sorts_pairs_by_adapter_and_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program reads the matrices of an adapter and expert once for all of its rows."""
     found = launches(monkeypatch, moe_lora_stages, run=False)
     ids = torch.tensor([[1, 0], [0, 1], [1, 0], [-1, 1]], dtype=torch.int32)
     info = MoELoRABatchInfo(torch.tensor([1, 0, 1, -1]), torch.full((2,), 4), torch.ones(2))

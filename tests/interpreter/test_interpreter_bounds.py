@@ -1,4 +1,4 @@
-"""Bounds in the interpreter: an access outside the launch's arguments raises and says where."""
+"""Bounds in the interpreter: an access outside the launch's arguments raises with its location."""
 
 import gc
 
@@ -39,12 +39,12 @@ def swap_kernel(y_ptr, at):
 
 
 def numbers(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """Within memory of which twice as much, before and behind, is ours but not the tensor's."""
+    """Return a tensor in the middle of a storage with twice as much memory on each side."""
     return torch.zeros(5 * count, dtype=dtype)[2 * count : 3 * count]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_loads(dtype):
+def test_out_of_bounds_loads_raise(dtype):
     x, y = numbers(16, dtype), numbers(16, dtype)
     size = x.element_size()
     load_kernel[(1,)](x, y, 0, 15, BLOCK=16)
@@ -58,7 +58,7 @@ def test_loads(dtype):
 
 
 @pytest.mark.parametrize("kernel", [store_kernel, add_kernel])
-def test_what_writes(kernel):
+def test_out_of_bounds_writes_raise(kernel):
     y = numbers(16)
     kernel[(1,)](y, 8, 15, BLOCK=16)
     assert y[8:].ne(0).all()
@@ -68,7 +68,7 @@ def test_what_writes(kernel):
     assert torch.equal(y, before)  # it is told before anything is written
 
 
-def test_compare_and_swap():
+def test_out_of_bounds_compare_and_swap_raises():
     y = numbers(16)
     swap_kernel[(1,)](y, 15)
     assert y.tolist() == [0] * 15 + [1]
@@ -83,7 +83,7 @@ def descriptor_kernel(x_desc, y_ptr, column, BLOCK: tl.constexpr):
     tl.store(y_ptr + row * BLOCK + tl.arange(0, BLOCK)[None, :], x)
 
 
-def test_descriptors_and_their_tails():
+def test_descriptors_larger_than_their_tensor_raise():
     x, y = numbers(12 * 20).view(12, 20), numbers(16 * 16)
     descriptor = TensorDescriptor(x, [12, 20], [20, 1], [16, 16])
     descriptor_kernel[(1,)](descriptor, y, 16, BLOCK=16)
@@ -111,7 +111,7 @@ def distant_kernel(y_ptr, distance):
     tl.store(pointer, 7)
 
 
-def test_memory_of_processes_is_reached_as_long_as_it_lives():
+def test_shared_memory_is_accessible_while_it_lives():
     y, shared = torch.zeros(4, dtype=torch.int32), torch.zeros(1 << 16, dtype=torch.int32)
     distance = shared.data_ptr() - y.data_ptr()
     with pytest.raises(InterpreterError, match="CorruptionError"):
@@ -127,7 +127,7 @@ def test_memory_of_processes_is_reached_as_long_as_it_lives():
         distant_kernel[(1,)](y, distance)
 
 
-def test_between_arguments_nothing_is_reached():
+def test_memory_between_arguments_is_out_of_bounds():
     memory = torch.zeros(64, dtype=torch.int32)
     bounds = Bounds({"a": memory[:16], "b": memory[32:48], "empty": memory[:0], "number": 3})
     number = np.arange(64)

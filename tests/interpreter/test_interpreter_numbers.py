@@ -1,4 +1,4 @@
-"""The interpreter gives a GPU's numbers: bit-exact against torch wherever torch defines the answer.
+"""The interpreter computes a GPU's results, bit for bit those of torch where torch defines them.
 
 Most of these tests fail without `install()`; the others hold the replacement to what upstream had
 right already (float16, int8 `dot`, float32 atomics, scans, rearrangements).
@@ -37,13 +37,13 @@ def cast(x: torch.Tensor, dtype: torch.dtype, kernel: object = cast_kernel) -> t
 
 
 def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Older torch overflows fp8 to NaN, and e5m2 to infinity in every version; a GPU saturates."""
+    """Saturate like a GPU; torch overflows e5m2 to infinity, and older versions fp8 to NaN."""
     largest = torch.finfo(dtype).max
     return x.float().clamp(-largest, largest).to(dtype)
 
 
 def hard_values(dtype: torch.dtype) -> torch.Tensor:
-    """8192 float32: all magnitudes, ties of `dtype` and their neighbors, overflow, inf, NaN."""
+    """Return 8192 float32: all magnitudes, ties of `dtype`, overflow, infinity and NaN."""
     exact = random_bits(1024, dtype, seed=1).float()
     step = (exact.abs() * torch.finfo(dtype).eps / 2).nan_to_num(0, 0, 0)
     ties = torch.cat([exact + step, exact - step])
@@ -107,7 +107,7 @@ def test_floats_truncate_to_integers(source):
         assert torch.equal(cast(x, dtype)[inside], want[inside])
 
 
-def test_floats_outside_an_integer_saturate_as_a_gpu_does():
+def test_floats_beyond_an_integer_type_saturate():
     nan, inf = float("nan"), float("inf")
     x = torch.tensor([1e10, -1e10, inf, nan, 2.0**31, -(2.0**31), -0.9, 3])
     high, low = 2**31 - 1, -(2**31)
@@ -157,7 +157,7 @@ ELEMENTWISE = {
 
 
 @pytest.mark.parametrize("op", ELEMENTWISE)
-def test_bf16_arithmetic_rounds_once_an_operation(op):
+def test_bf16_operations_round_once(op):
     x, y = random_bits(2048, BF16, seed=6), randn(2048, seed=7, dtype=BF16)
     x[1024:] = randn(1024, seed=8, dtype=BF16)
     z = torch.empty_like(x)
@@ -172,7 +172,7 @@ def chain_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + offs, ((x * 3.0 + 1.0) * x - 0.1).to(y_ptr.dtype.element_ty))
 
 
-def test_every_step_of_a_bf16_expression_rounds():
+def test_each_operation_of_a_bf16_expression_rounds():
     x = randn(1024, seed=9, dtype=BF16)
     y = torch.empty_like(x)
     chain_kernel[(1,)](x, y, BLOCK=1024)

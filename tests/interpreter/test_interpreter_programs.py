@@ -1,4 +1,4 @@
-"""Programs in the interpreter: memory, products, loops and launches as on a GPU."""
+"""Memory, dot products, loops and launches in the interpreter behave as on a GPU."""
 
 import threading
 
@@ -62,7 +62,7 @@ def accumulate_kernel(x_ptr, y_ptr, index_ptr, old_ptr, n, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32, F16, torch.int32], ids=str)
-def test_atomic_add_takes_duplicates_in_turn(dtype):
+def test_atomic_add_adds_to_duplicate_addresses(dtype):
     x = (randn(100, seed=16) * 10).to(dtype)
     index = torch.randint(0, 7, (100,), generator=generator(1), dtype=torch.int32)
     y, old = torch.zeros(7, dtype=dtype), torch.zeros(100, dtype=dtype)
@@ -160,7 +160,7 @@ def test_dot_of_int8_is_exact():
     assert torch.equal(matmul(a, b, torch.int32), a.int() @ b.int())
 
 
-def test_float32_dot_reads_tf32_unless_told_otherwise():
+def test_float32_dot_uses_tf32_by_default():
     a, b = randn(16, 64, seed=19), randn(64, 32, seed=20)
     want = a.double() @ b.double()
     assert relative_rms(matmul(a, b, F32, "ieee"), want) < 3e-7
@@ -241,7 +241,7 @@ def slow_index_kernel(y_ptr, n):
         tl.store(y_ptr + tl.program_id(0) * n + i, tl.program_id(0))
 
 
-def test_launches_from_threads_take_turns():
+def test_launches_of_threads_are_serialized():
     outputs = [torch.full((40, 8), -1, dtype=torch.int32) for _ in range(4)]
     threads = [
         threading.Thread(target=lambda y: slow_index_kernel[(40,)](y, 8), args=(y,))
@@ -255,7 +255,7 @@ def test_launches_from_threads_take_turns():
     assert all(torch.equal(y, want) for y in outputs)
 
 
-def test_bad_shapes_are_still_refused():
+def test_incompatible_shapes_raise():
     with pytest.raises(ValueError, match="power of 2"):
         tl.block_type(tl.float32, [24])
     with pytest.raises(TypeError):
@@ -265,7 +265,7 @@ def test_bad_shapes_are_still_refused():
 
 
 def first_launch(rank: int, world_size: int, group: object) -> float:
-    """How far an experts part alone is from plain torch, in a process that launched nothing yet."""
+    """Return the error of an experts part in a process that has launched nothing before."""
     problem = Problem(4, 64, 32, 2, 1, dtype="bf16")
     given = make_inputs(problem, "uniform", torch.device("cpu"), seed=0, strided=False)
     tokens = BatchedTokens(given.x_TH.expand(2, 4, 64).contiguous(), torch.tensor([4, 4]).int())
@@ -280,7 +280,7 @@ def first_launch(rank: int, world_size: int, group: object) -> float:
     return float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
 
 
-def test_the_first_launch_of_a_process_is_honest() -> None:
+def test_first_launch_of_a_process_has_gpu_numerics() -> None:
     with RankPool(1) as pool:
         (error,) = pool.run(first_launch)
     assert error < 0.01

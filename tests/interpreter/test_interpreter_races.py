@@ -1,4 +1,4 @@
-"""Races in the interpreter: programs that meet without order are found, those in order are not."""
+"""Races in the interpreter: unordered accesses of programs are reported, ordered ones are not."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def own_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
         tl.store(y_ptr + at, tl.load(y_ptr + at) + tl.load(x_ptr))
 
 
-def test_programs_that_keep_to_their_own():
+def test_programs_with_separate_elements_do_not_race():
     assert races(own_kernel, zeros(), zeros(24), BLOCK=8) == []
     assert races(own_kernel, zeros(), zeros(24, torch.int8), BLOCK=8) == []
 
@@ -42,7 +42,7 @@ def same_place_kernel(y_ptr, first, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, at, mask=at >= tl.program_id(0) * first)
 
 
-def test_two_that_write_one_place():
+def test_two_writes_to_one_element_race():
     told = "same_place_kernel: a program writes what another one writes, in y_ptr"
     assert races(same_place_kernel, zeros(), 7, BLOCK=8) == [told]
     assert races(same_place_kernel, zeros(), 7, BLOCK=8, programs=1) == []
@@ -55,7 +55,7 @@ def neighbor_kernel(y_ptr, step):
     tl.store(y_ptr + at, tl.load(y_ptr + at + step))
 
 
-def test_one_that_reads_what_another_writes():
+def test_read_and_write_of_one_element_race():
     y = zeros()
     before = "neighbor_kernel: a program reads what another one writes, in y_ptr"
     after = "neighbor_kernel: a program writes what another one reads, in y_ptr"
@@ -77,13 +77,13 @@ def counter_kernel(count_ptr, y_ptr, ZEROED: tl.constexpr, SEM: tl.constexpr):
         tl.store(count_ptr, 0)
 
 
-def test_the_last_program_may_read_what_the_others_released():
+def test_acquire_release_orders_the_last_program():
     count, y = zeros(1), zeros()
     assert races(counter_kernel, count, y, ZEROED=False, SEM="acq_rel", programs=4) == []
     assert (y[0], count[0]) == (4, 0)
 
 
-def test_a_counter_orders_nobody_where_it_is_relaxed():
+def test_relaxed_atomics_do_not_order():
     found = races(counter_kernel, zeros(1), zeros(), ZEROED=False, SEM="relaxed", programs=4)
     assert "counter_kernel: a program reads what another one writes, in y_ptr" in found
     assert (
@@ -92,7 +92,7 @@ def test_a_counter_orders_nobody_where_it_is_relaxed():
     )
 
 
-def test_a_counter_that_one_program_zeroes():
+def test_resetting_a_counter_races():
     found = races(counter_kernel, zeros(1), zeros(), ZEROED=True, SEM="acq_rel", programs=4)
     told = "counter_kernel: a program atomically changes what another one writes, in count_ptr"
     assert told in found
@@ -111,8 +111,8 @@ def counted_twice_kernel(found_ptr, count_ptr, y_ptr, ZEROED: tl.constexpr):
         tl.store(y_ptr + tl.num_programs(0) - 1, 3)
 
 
-def test_a_program_that_counts_twice_is_not_before_itself():
-    """It is in order with all others all the same, and those that are not are still found."""
+def test_program_with_two_atomics_is_not_ordered_before_itself():
+    """It is ordered after all others, and races of others are still found."""
     assert races(counted_twice_kernel, zeros(1), zeros(1), zeros(), ZEROED=False) == []
     wrong = races(counted_twice_kernel, zeros(1), zeros(1), zeros(), ZEROED=True)
     assert wrong == ["counted_twice_kernel: a program writes what another one writes, in y_ptr"]
@@ -120,7 +120,7 @@ def test_a_program_that_counts_twice_is_not_before_itself():
 
 @triton.jit
 def early_reader_kernel(count_ptr, y_ptr):
-    """The last one in order before the last reads too early: not all have released."""
+    """Program 2 reads before all programs have released."""
     tl.store(y_ptr + tl.program_id(0), 1)
     if tl.program_id(0) != 1:
         tl.atomic_add(count_ptr, 1)
@@ -128,7 +128,7 @@ def early_reader_kernel(count_ptr, y_ptr):
         tl.load(y_ptr + tl.arange(0, 2))
 
 
-def test_who_releases_nothing_is_in_no_order():
+def test_program_that_reads_too_early_races():
     told = "early_reader_kernel: a program reads what another one writes, in y_ptr"
     assert races(early_reader_kernel, zeros(1), zeros()) == [told]
 
@@ -143,7 +143,7 @@ def poll_kernel(flag_ptr, y_ptr):
     tl.atomic_cas(y_ptr + 1, 0, 1)
 
 
-def test_atomic_operations_and_volatile_loads_meet_each_other():
+def test_atomics_and_volatile_loads_do_not_race():
     assert races(poll_kernel, zeros(1), zeros()) == []
 
 
@@ -161,7 +161,7 @@ def test_grids_of_three_dimensions():
     assert found == ["grid_kernel: a program writes what another one writes, in y_ptr"]
 
 
-def test_nothing_is_noted_unless_somebody_watches():
+def test_races_are_recorded_only_on_request():
     with ACCESS_LOG.races() as outer:
         with ACCESS_LOG.races() as inner:
             same_place_kernel[(3,)](zeros(), 7, BLOCK=8)
@@ -181,14 +181,14 @@ def rewrite_kernel(y_ptr):
 
 
 class Racy(TorchExperts):
-    """Right numbers; three programs rewrite the first one."""
+    """Correct results, but three programs write the first value."""
 
     def apply(self, tokens, *, weights, workspace, output):
         super().apply(tokens, weights=weights, workspace=workspace, output=output)
         launch(rewrite_kernel, (3,), y_ptr=output)
 
 
-def test_a_proof_finds_it():
+def test_verification_reports_a_race():
     def build(case, machine, poison):
         parts = MoEPrepareAndFinalizeNoEP(case.problem), Racy(case.problem)
         return FusedMoEModularKernel(*parts, machine=machine, poison=poison)

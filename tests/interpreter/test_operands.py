@@ -1,4 +1,4 @@
-"""Two operands made alike in few steps are those that upstream's many steps make."""
+"""Fast promotion and broadcasting of operands give the same results as upstream."""
 
 import itertools
 from typing import Any
@@ -34,7 +34,7 @@ def tensor(kind: Any, shape: tuple[int, ...]) -> Any:
 
 
 def told(made: Any) -> list[object]:
-    """All that can be seen of tensors: types, shapes, data to the bit."""
+    """Return everything observable of tensors: types, shapes, and the bits of their data."""
     return [
         (str(t.type), str(t.dtype), str(t.shape), t.handle.data.dtype, t.handle.data.shape,
          str(t.handle.dtype), np.ascontiguousarray(t.handle.data).tobytes())
@@ -56,15 +56,15 @@ def exp_kernel(y_ptr):
 
 @pytest.fixture
 def semantic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As upstream has it, but for what is asked by name."""
+    """A semantic object with upstream's functions."""
     monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", operands._operands)
     monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", operands._broadcast)
     return TritonSemantic(upstream.interpreter_builder)
 
 
 @pytest.mark.parametrize("left", [*KINDS, *POINTERS], ids=str)
-def test_two_tensors(semantic: Any, left: Any) -> None:
-    """Every two types, with every allowance, of equal and of unequal shapes."""
+def test_promotion_of_two_tensors(semantic: Any, left: Any) -> None:
+    """All pairs of types, with all flags, for equal and different shapes."""
     shapes = (((), ()), ((4,), (4,)), ((4,), ()), ((2, 4), (4, 1)))
     for right, flags, (a, b) in itertools.product((*KINDS, *POINTERS), FLAGS, shapes):
         given = tensor(left, a), tensor(right, b), *flags
@@ -79,7 +79,7 @@ def test_two_tensors(semantic: Any, left: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *POINTERS], ids=str)
-def test_a_tensor_and_a_number(semantic: Any, kind: Any) -> None:
+def test_promotion_of_a_tensor_and_a_number(semantic: Any, kind: Any) -> None:
     for number, flags, shape in itertools.product(NUMBERS, FLAGS, ((), (4,), (2, 4))):
         for given in ((tensor(kind, shape), number), (number, tensor(kind, shape))):
             want = outcome(operands._operands, semantic, *given, *flags)
@@ -89,7 +89,7 @@ def test_a_tensor_and_a_number(semantic: Any, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("left", SHAPES, ids=str)
-def test_every_two_shapes(semantic: Any, left: tuple[int, ...]) -> None:
+def test_broadcasting_of_two_shapes(semantic: Any, left: tuple[int, ...]) -> None:
     for right, kind in itertools.product(SHAPES, (tl.float32, tl.bfloat16, POINTERS[0])):
         given = tensor(tl.int32, left), tensor(kind, right)
         want = outcome(operands._broadcast, semantic, *given)
@@ -97,7 +97,7 @@ def test_every_two_shapes(semantic: Any, left: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *POINTERS], ids=str)
-def test_a_scalar_in_an_array_of_no_dimension(semantic: Any, kind: Any) -> None:
+def test_scalar_in_a_zero_dimensional_array(semantic: Any, kind: Any) -> None:
     scalar = tensor(kind, ())
     scalar.handle.data = scalar.handle.data.reshape(())
     for other, flags in itertools.product((*NUMBERS, tensor(kind, ()), tensor(kind, (4,))), FLAGS):
@@ -128,7 +128,7 @@ ORIGINALS = {
 
 
 def random_operand(numbers: np.random.Generator, like: Any = None) -> Any:
-    """A number, or a tensor; often of the type that another one has."""
+    """Draw a number or a tensor, often of the same type as `like`."""
     if numbers.random() < 0.25:
         return NUMBERS[numbers.integers(len(NUMBERS))]
     kind = (*KINDS, *POINTERS)[numbers.integers(len(KINDS) + len(POINTERS))]
@@ -147,8 +147,10 @@ def random_operand(numbers: np.random.Generator, like: Any = None) -> Any:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_on_random_operands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As within a launch: the results to the bit, and which error, are those of upstream's way."""
+def test_operations_on_random_operands_equal_upstream(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of results, and the types of errors, equal those of upstream."""
     numbers = np.random.default_rng(list(OPERATIONS).index(name))
     scope = patch.patch_language()  # it tells unsigned types apart
     semantic = TritonSemantic(upstream.interpreter_builder)
@@ -171,10 +173,10 @@ def test_every_operation_on_random_operands(name: str, monkeypatch: pytest.Monke
         scope.restore()
 
 
-def test_what_somebody_puts_in_place_of_a_builtin_is_called(
+def test_replaced_builtin_is_called(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also after the first launch, which has seen another one."""
+    """This holds also after a first launch with another function."""
     y = torch.zeros(1)
     exp_kernel[(1,)](y)
     assert y.item() == 1
@@ -186,7 +188,7 @@ def test_what_somebody_puts_in_place_of_a_builtin_is_called(
     assert y.item() == 7
 
 
-def test_what_is_no_tensor_is_not_spread(semantic: Any) -> None:
+def test_broadcasting_of_non_tensors_raises(semantic: Any) -> None:
     plain = (np.float32(1), np.int64(2), 1.0, tl.constexpr(1), None, tensor(tl.int32, (4,)))
     for given in itertools.product(plain, plain[:-1]):
         for spread in (operands._broadcast, operands.broadcast):
@@ -194,7 +196,7 @@ def test_what_is_no_tensor_is_not_spread(semantic: Any) -> None:
                 spread(semantic, *given)
 
 
-def test_a_number_that_is_shared_cannot_be_written(semantic: Any) -> None:
+def test_cached_numbers_are_read_only(semantic: Any) -> None:
     _, one = operands.promote_operands(semantic, tensor(tl.float32, (4,)), 1.0)
     _, again = operands.promote_operands(semantic, tensor(tl.float32, (4,)), 1.0)
     assert one.handle.data is again.handle.data
@@ -208,11 +210,11 @@ def test_a_number_that_is_shared_cannot_be_written(semantic: Any) -> None:
     [1, None, "x", tl.constexpr(3), [tl.constexpr(1), 2], (tl.constexpr(1), (tl.constexpr(2),))],
     ids=repr,
 )
-def test_a_value_without_its_wrapping(semantic: Any, value: object) -> None:
+def test_unwrapping_of_constexprs(semantic: Any, value: object) -> None:
     assert repr(operands.unwrap(value)) == repr(operands._unwrap(value))
 
 
-def test_a_handle_too_wide_for_its_type_is_refused(semantic: Any) -> None:
+def test_handle_with_too_wide_data_is_refused(semantic: Any) -> None:
     with pytest.raises(ValueError, match="exceeds dtype"):
         upstream.TensorHandle(np.zeros(1, np.int64), tl.int32)
     assert upstream.TensorHandle(np.zeros(1, np.bool_), tl.int1).dtype is tl.int1

@@ -37,7 +37,7 @@ FEW = replace(MANY, tokens=1, experts=16)
 
 @dataclass
 class Use:
-    """Of one buffer: launches by number, and the bytes touched."""
+    """Use of one buffer: the launches that access it, by number, and the bytes accessed."""
 
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
@@ -50,19 +50,19 @@ class Use:
 
 @dataclass
 class Followed:
-    """A call: the buffers it declares, and the use of each."""
+    """A call: the buffers that it declares, and the use of each."""
 
     specs: dict[str, BufferSpec]
     uses: dict[str, Use]
     launches: int
 
     def living(self, name: str) -> range:
-        """The launches from its first to its last; none if no launch touches it."""
+        """Return the launches from the first to the last that access a buffer."""
         at = self.uses[name].launches or {0}
         return range(min(at), max(at) + 1)
 
     def peak(self) -> int:
-        """The most bytes of buffers that live at once."""
+        """Maximum over launches of the bytes of live buffers."""
         return max(
             sum(spec.nbytes for name, spec in self.specs.items() if at in self.living(name))
             for at in range(1, self.launches + 1)
@@ -70,7 +70,7 @@ class Followed:
 
 
 def follow(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Followed:
-    """Run one call of a path and follow its buffers."""
+    """Run one call of a path, and record the use of its buffers."""
     path: Path = kind(problem)
     name = getattr(kind, "name", "aligned")  # products over segments are of no path
     tiles: MoEConfig = choose_config(problem, problem.tokens, ("aligned", name))
@@ -144,7 +144,7 @@ def named(value: Any) -> str | None:
 
 
 @pytest.mark.parametrize(("kind", "problem", "change"), CALLS, ids=named)
-def test_declared_is_used_and_is_what_lives_at_once(
+def test_declared_buffers_are_used_and_share_memory(
     kind: Any, problem: Problem, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = follow(kind, replace(problem, **change), monkeypatch)
@@ -153,7 +153,7 @@ def test_declared_is_used_and_is_what_lives_at_once(
 
 
 def assert_used(found: Followed) -> None:
-    """Every buffer is written, then read, whole."""
+    """Every byte of a buffer is written and then read."""
     for name, spec in found.specs.items():
         use = found.uses[name]
         if spec.dtype is torch.int32:  # words that say where pairs are: some for other steps
@@ -167,7 +167,7 @@ def assert_used(found: Followed) -> None:
 
 
 def assert_no_more_than_lives(found: Followed) -> None:
-    """Buffers in the same memory never live together, and no memory waits for another's end."""
+    """Buffers that share memory are never live together, and memory is shared where possible."""
     for name, spec in found.specs.items():
         for other in spec.over:
             if other in found.specs:
@@ -178,7 +178,7 @@ def assert_no_more_than_lives(found: Followed) -> None:
     assert workspace_bytes(found.specs) <= found.peak() + unused + partials + padding
 
 
-def test_a_prefill_takes_what_lives_at_once() -> None:
+def test_workspace_of_a_prefill() -> None:
     """DeepSeek-V3's layer, fp8 by blocks, 4096 tokens on an H100: rows in the order of experts are
     where GEMM 2 writes later, and so are GEMM 1's results."""
     problem = Problem(4096, 7168, 2048, 256, 8, quant="fp8_w8a8_block")

@@ -1,4 +1,4 @@
-"""How halves of an exchange are timed: with a clock that only the transport moves."""
+"""Timing of dispatch and combine, with a clock that only the transport advances."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from modular_kernel.bench.all2all.timing import Repeats, time_transport
 
 
 class Clock:
-    """Moved by hand; in seconds."""
+    """A clock that is advanced explicitly, in seconds."""
 
     now = 0.0
 
@@ -32,7 +32,7 @@ def takes(seconds: float) -> None:
 
 
 class Slow(Transport):
-    """Takes known times; wrong from a given dispatch on."""
+    """A transport that takes known times, and is wrong from a given dispatch on."""
 
     name = "slow"
     wrong_from = 10**9
@@ -57,7 +57,7 @@ class Slow(Transport):
 
 
 def fake_capture(groups: list) -> list:
-    """Every call once, as when it is captured; then whenever it is replayed."""
+    """Run every call once, as a capture does; then whenever it is replayed."""
 
     def replay(group: list) -> torch.Tensor:
         return [call() for call in group][-1]
@@ -69,7 +69,7 @@ def fake_capture(groups: list) -> list:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> RankContext:
-    """A place whose graphs are plain calls."""
+    """A device whose graphs are plain calls."""
     monkeypatch.setattr(exchange_time, "capture", fake_capture)
     monkeypatch.setattr(exchange_time.dist, "barrier", lambda group: None)
     monkeypatch.setattr(exchange_time, "clock_of", lambda device: CLOCK)
@@ -91,7 +91,9 @@ def slow(**fields: object) -> tuple[Slow, ExchangeInputs]:
 
 
 @pytest.mark.parametrize("capturable", [True, False])
-def test_halves_and_pairs_are_told_apart(on_a_gpu: RankContext, capturable: bool) -> None:
+def test_dispatch_combine_and_pairs_are_timed_separately(
+    on_a_gpu: RankContext, capturable: bool
+) -> None:
     transport, given = slow(capturable=capturable)
     times = time_transport(transport, given, on_a_gpu, Repeats(2, 2), lambda ok: ok)
     assert times.mode == ("graph" if capturable else "eager")
@@ -100,7 +102,7 @@ def test_halves_and_pairs_are_told_apart(on_a_gpu: RankContext, capturable: bool
     assert times.error == 0
 
 
-def test_a_replay_that_is_wrong_shows(on_a_gpu: RankContext) -> None:
+def test_wrong_replay_is_detected(on_a_gpu: RankContext) -> None:
     # One call was eager, one captured the dispatch, four the pairs: the seventh is the replay.
     transport, given = slow(wrong_from=7)
     transport.identity = lambda: setattr(transport, "y", transport.x * (transport.calls < 7))
@@ -108,15 +110,15 @@ def test_a_replay_that_is_wrong_shows(on_a_gpu: RankContext) -> None:
     assert times.error == 1
 
 
-def test_what_one_rank_cannot_capture_no_rank_replays(on_a_gpu: RankContext) -> None:
+def test_no_rank_replays_if_one_cannot_capture(on_a_gpu: RankContext) -> None:
     transport, given = slow()
     times = time_transport(transport, given, on_a_gpu, Repeats(1, 1), lambda ok: False)
     assert times.mode == "eager"
 
 
-def test_the_first_turn_is_left_out(on_a_gpu: RankContext) -> None:
+def test_first_replay_is_not_counted(on_a_gpu: RankContext) -> None:
     waits = iter([0.02, 0.001, 0.002, 0.0025, 0.001, 0.002])
     runs = [lambda: takes(next(waits))] * 2
-    first, second = exchange_time._queued(runs, on_a_gpu, 2)
+    first, second = exchange_time._time_queued(runs, on_a_gpu, 2)
     assert first == pytest.approx([2000, 1000])
     assert second == pytest.approx([2500, 2000])

@@ -1,4 +1,4 @@
-"""Factors of experts parts: from the shipped records, and by how much they miss them."""
+"""Factors of experts parts, from the shipped records, and their errors."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ def layer(experts: str, tokens: int, shape: str = "dsv3_256") -> RecordedLayer:
 
 
 def test_a_recorded_layer_has_its_own_time() -> None:
-    """Of two shapes with the same experts, as many rows of an expert count as their mean."""
+    """Shapes of equal size and rows per expert have one factor, their mean."""
     measured = layer("DeepGemmExperts", 4096)
     assert (measured.problem.hidden, measured.problem.experts) == (7168, 256)
     assert measured.rows == 128
@@ -36,7 +36,7 @@ def test_a_recorded_layer_has_its_own_time() -> None:
     assert 3 * 256 * 7168 * 2048 / Gpu().bandwidth < predicted < 1
 
 
-def test_between_two_numbers_of_rows_it_is_linear_in_octaves() -> None:
+def test_factor_is_interpolated_on_log_axes() -> None:
     few, many = layer("DeepGemmExperts", 1024), layer("DeepGemmExperts", 4096)
     found = factor("DeepGemmExperts", DEEPSEEK, 64, without_shape="dsv3_ep8")
     assert found is not None

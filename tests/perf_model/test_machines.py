@@ -34,7 +34,7 @@ def test_a_name_is_hosts_gpus_and_gpu(text: str, hosts: int, per_host: int, name
      ("", "such as 8xh200"), ("0xh200", "ranks of a host"), ("0x8xh200", "hosts"),
      ("1x2x3xh200", "such as 8xh200"), ("8xfoo", "one of the GPUs a100, h100, h200, b200")],
 )  # fmt: skip
-def test_another_name_is_refused_with_the_nearest(text: str, need: str) -> None:
+def test_unknown_name_is_refused_with_the_nearest(text: str, need: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         parse_machine(text)
     assert need in str(refused.value)
@@ -46,7 +46,7 @@ def written(folder: Path, content: Any) -> str:
     return str(path)
 
 
-def test_a_file_says_what_differs(tmp_path: Path) -> None:
+def test_file_replaces_values_of_a_named_gpu(tmp_path: Path) -> None:
     content = {"gpu": "h200", "gpus_per_host": 4, "hosts": 2, "net_gbs": 25, "net_latency_us": 7}
     machine = parse_machine(written(tmp_path, {**content, "packages": ["deep_ep"]}))
     assert (machine.gpu, machine.inside) == NAMED_GPUS["h200"]

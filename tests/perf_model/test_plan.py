@@ -1,4 +1,4 @@
-"""`mk plan`: what it proposes is what `mk check` calls valid, of the same work, and fits."""
+"""`mk plan` recommends pairs that `mk check` accepts, for equal work, and that fit in memory."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def pairs_of(rows: list[dict[str, Any]]) -> set[str]:
 @pytest.mark.parametrize("packages", [("--packages", "all"), ("--packages", "deep_ep,triton"), ()])
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_pair_that_check_calls_valid_is_in_the_plan_and_no_other(
+def test_plan_has_exactly_the_pairs_that_check_accepts(
     mk: Mk, model: str, machine: str, packages: tuple[str, ...]
 ) -> None:
     if machine == "2x8xh200" and model in FOR_16:
@@ -59,8 +59,8 @@ def test_every_pair_that_check_calls_valid_is_in_the_plan_and_no_other(
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 4096])
-def test_all_rows_are_of_the_same_work(tokens: int) -> None:
-    """Each of 8 ranks has its own tokens; where all pass the same, all 8 times as many."""
+def test_all_rows_are_for_the_same_work(tokens: int) -> None:
+    """Each of 8 ranks has its own tokens; replicated input has 8 times as many on each."""
     problem = over_ranks(DEEPSEEK.with_tokens(tokens), 8)
     found = size(problem, Cluster()).estimates
     assert {estimate.world_tokens for estimate in found} == {8 * tokens}
@@ -78,7 +78,7 @@ def test_all_rows_are_of_the_same_work(tokens: int) -> None:
     assert replicated.experts == other.experts, "as many pairs of a token and an expert"
 
 
-def test_what_replicated_tokens_make_invalid_has_no_estimate(
+def test_pair_that_replicated_tokens_make_invalid_has_no_estimate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     part = load_catalog().prepare_finalize("ReplicatedEPPrepareAndFinalize")
@@ -111,7 +111,7 @@ def test_records_of_a_library_are_of_one_architecture(mk: Mk, machine: str, arch
         assert reasons[pair] == f"no recorded time of TritonKernelsExperts with none on {arch}"
 
 
-def test_what_does_not_fit_is_refused_by_both_verbs(mk: Mk) -> None:
+def test_plan_and_check_refuse_what_exceeds_memory(mk: Mk) -> None:
     words = ("--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--machine", "8xh200")
     words += ("--packages", "all", "--tokens", "8192")
     pair = ("DeepEPLLPrepareAndFinalize", "BatchedDeepGemmExperts")
@@ -170,7 +170,7 @@ def test_phases_follow_tokens(mk: Mk, words: tuple[str, ...], phases: list[str])
     assert (phase_of(256), phase_of(257)) == ("decode", "prefill")
 
 
-def test_of_pairs_that_are_equally_fast_the_one_with_fewer_packages_is_taken() -> None:
+def test_ties_prefer_fewer_packages() -> None:
     result = size(over_ranks(DEEPSEEK, 8), Cluster())
     by_name = {estimate.pairing: estimate for estimate in result.estimates}
     ours = by_name["SymmMemPrepareAndFinalize x TritonExperts"]
@@ -198,7 +198,7 @@ def test_of_pairs_that_are_equally_fast_the_one_with_fewer_packages_is_taken() -
     assert best_of(replace(result, estimates=())) is None
 
 
-def test_the_other_deep_ep_is_proposed_by_its_generation() -> None:
+def test_other_generation_of_deep_ep_is_named() -> None:
     cluster = replace(Cluster(), hosts=2)
     problem = over_ranks(DEEPSEEK.with_tokens(64), 16, 8)
     first, second = complete_machines(cluster)
@@ -212,7 +212,7 @@ def test_the_other_deep_ep_is_proposed_by_its_generation() -> None:
     assert sorted(map(len, texts[1:])) in ([0, 0], [0, 1])
 
 
-def test_deciding_columns_are_shown_in_80_columns(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_required_columns_fit_80_characters(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     words = ("plan", "--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--packages", "all")
     for machine in ("h200", "2x8xh200"):
@@ -246,7 +246,7 @@ def test_several_machines_and_ranks(mk: Mk) -> None:
         assert after["layer_us"] > before["layer_us"]
 
 
-def test_a_machine_without_a_valid_pair_says_the_nearest(mk: Mk) -> None:
+def test_nearest_refusal_is_shown_without_a_valid_pair(mk: Mk) -> None:
     sizes = ("--tokens", "8", "--top-k", "99", "--experts", "128")
     done = mk("plan", "--machine", "h200", *sizes)
     assert done.code == 1

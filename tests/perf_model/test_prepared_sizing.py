@@ -1,4 +1,4 @@
-"""`mk plan --prepared`: the memory of prepared weights beside those that they were made of."""
+"""`mk plan --prepared`: the memory of prepared weights, in addition to the weights."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ WORDS = ("--model", "mixtral", "--machine", "h200", "--tokens-list", "128", "--p
 
 
 @pytest.mark.parametrize("world", [1, 2, 8])
-def test_an_estimate_counts_what_the_experts_of_a_rank_declare(world: int) -> None:
+def test_estimate_counts_the_declared_bytes_of_a_rank(world: int) -> None:
     problem = over_ranks(MIXTRAL, world)
     plain, found = (size(problem, CLUSTER, prepared=p) for p in (False, True))
     assert declared_bytes(PART, problem, HOPPER) * world == declared_bytes(PART, MIXTRAL, HOPPER)
@@ -36,7 +36,7 @@ def test_an_estimate_counts_what_the_experts_of_a_rank_declare(world: int) -> No
     assert without == list(plain.estimates)
 
 
-def test_what_does_not_fit_with_them_does_not_fit(mk: Mk) -> None:
+def test_prepared_weights_count_toward_memory(mk: Mk) -> None:
     words = ("--model", "deepseek-v3", "--quant", "mxfp4_w4a16", "--machine", "h200", "--json")
     few = ("--tokens", "1", "--experts", "4096")  # two thirds of the memory
     plain, prepared = (mk(*words, *few, *more).json for more in ([], ["--prepared"]))
@@ -49,7 +49,7 @@ def test_what_does_not_fit_with_them_does_not_fit(mk: Mk) -> None:
     assert reason.endswith(", of 141.0 GB")
 
 
-def test_the_output_says_that_they_are_counted(mk: Mk) -> None:
+def test_output_mentions_prepared_weights(mk: Mk) -> None:
     done = mk(*WORDS, "--quant", "mxfp4_w4a16")
     assert done.code == 0
     assert "0.7 of weights, 0.7 of prepared weights" in done.out
@@ -58,7 +58,7 @@ def test_the_output_says_that_they_are_counted(mk: Mk) -> None:
     assert "of prepared weights" not in plain.out
 
 
-def test_what_prepares_nothing_is_refused(mk: Mk) -> None:
+def test_parts_without_prepared_weights_are_refused(mk: Mk) -> None:
     for quant, *more in (("none",), ("mxfp4_w4a16", "--dtype", "float16")):
         done = mk(*WORDS, "--quant", quant, *more)
         assert (done.code, done.out) == (2, "")

@@ -1,4 +1,4 @@
-"""The selection table: pairs that are valid by `mk check` and fit, and pages that are current."""
+"""The selection table: its pairs are valid and fit in memory, and its pages are current."""
 
 import re
 import runpy
@@ -86,7 +86,7 @@ def test_the_answer_is_that_of_mk_plan(mk: Mk, model: str, cluster: str) -> None
     assert taken == {a.phase: a.best.pairing for a in here if a.best is not None}
 
 
-def test_other_pairs_differ_in_the_part_that_they_are_shown_for() -> None:
+def test_alternatives_differ_in_one_part() -> None:
     for each in answers():
         best, exchange, experts = each.best, each.other_exchange, each.other_experts
         if best is not None:
@@ -135,7 +135,7 @@ def tables() -> list[tuple[str, str, Callable[[], str]]]:
 
 
 def test_the_pages_are_current(tables: list[tuple[str, str, Callable[[], str]]]) -> None:
-    """`python tools/plan_tables.py` renews them."""
+    """`python tools/plan_tables.py` updates them."""
     assert len(tables) == 7
     for page, mark, table in tables:
         text = (DOCS / page).read_text(encoding="utf-8")
@@ -146,7 +146,7 @@ def test_the_pages_are_current(tables: list[tuple[str, str, Callable[[], str]]])
 def test_each_model_with_recorded_times_shows_them(
     tables: list[tuple[str, str, Callable[[], str]]],
 ) -> None:
-    """Pages of the other recipes say that there are none."""
+    """Pages of other recipes say that no times were recorded."""
     shown = {Path(page).stem for page, mark, _ in tables if mark == "times"}
     for page in (DOCS / "recipes").glob("*.md"):
         if page.stem in MODELS:

@@ -1,4 +1,4 @@
-"""Memory of a rank: formulas against what parts declare and allocate."""
+"""Memory of a rank: formulas compared with what parts declare and allocate."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ def test_the_low_latency_buffer_has_four_rows_for_each_expert_and_token() -> Non
 )  # fmt: skip
 @pytest.mark.parametrize("tokens", [1024, 65536])
 def test_the_formula_covers_what_parts_declare(name: str, quant: str, tokens: int) -> None:
-    """From what a part declares to about twice of it: no pair is found to fit by an omission."""
+    """The formula gives one to about two times what a part declares, so it omits nothing."""
     problem = replace(DEEPSEEK, quant=quant)
     part = load_catalog().experts(name)
     batched = part.requires.activation_format.value == "batched_experts"
@@ -92,7 +92,7 @@ def test_weights_are_those_of_the_rank_and_layers_share_the_rest() -> None:
     assert str(few).startswith(f"{few.total / 1e9:.1f} GB (")
 
 
-def test_a_pair_is_refused_if_it_exceeds_a_known_memory() -> None:
+def test_pair_that_exceeds_known_memory_is_refused() -> None:
     problem, pair = replace(DEEPSEEK, parallel=Parallel()), (NO_EP, "TritonExperts")
     total = int(memory_of(*pair, problem, HOPPER).total)
 

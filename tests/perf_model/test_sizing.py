@@ -1,4 +1,4 @@
-"""The analytic model: formulas against counting, and the model against what was measured."""
+"""The analytic model, compared with counted loads and with measurements."""
 
 import json
 import math
@@ -34,7 +34,7 @@ from modular_kernel.perf_model.load import (
     ONE_GROUP,
     EstimatedLoad,
     Groups,
-    inclusion,
+    inclusion_probabilities,
     rank_load,
 )
 from modular_kernel.perf_model.recommend import TYPICAL_ERROR
@@ -49,10 +49,10 @@ KINDS = ["uniform", "zipf0.6", "zipf1.2", "hot1", "hot3"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_chances_sum_to_top_k_and_are_those_of_drawn_routing(kind: str) -> None:
+def test_inclusion_probabilities_match_drawn_routing(kind: str) -> None:
     experts, top_k = 32, 4
     parsed = RoutingKind.parse(kind)
-    chances = inclusion(experts, top_k, parsed)
+    chances = inclusion_probabilities(experts, top_k, parsed)
     assert math.isclose(sum(chances), top_k, rel_tol=1e-6)
     assert list(chances) == sorted(chances, reverse=True)
     generator = torch.Generator().manual_seed(0)
@@ -63,7 +63,7 @@ def test_chances_sum_to_top_k_and_are_those_of_drawn_routing(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("world", "tokens"), [(1, 5), (2, 16), (4, 3), (8, 64)])
-def test_uniform_loads_are_those_that_are_counted(world: int, tokens: int) -> None:
+def test_uniform_loads_match_counted_ones(world: int, tokens: int) -> None:
     experts, top_k, trials = 64, 4, 200
     kind = RoutingKind("uniform")
     load = rank_load(experts=experts, top_k=top_k, world_size=world, tokens=tokens, kind=kind)
@@ -95,7 +95,7 @@ def test_loads_stay_within_what_is_possible(kind: str, world: int, tokens: int, 
     assert load.tokens <= tokens * world
 
 
-def test_skew_asks_more_of_the_fullest_rank() -> None:
+def test_skew_increases_the_maximum_load() -> None:
     def pairs(kind: str) -> float:
         parsed = RoutingKind.parse(kind)
         return rank_load(experts=256, top_k=8, world_size=8, tokens=256, kind=parsed).pairs
@@ -124,8 +124,8 @@ def test_an_exchange_is_start_and_bytes_over_the_slower_link() -> None:
     assert exchange_time(over_ranks(problem, 1), part, load, cluster).dispatch == 0
 
 
-def test_rows_by_hosts_by_hand() -> None:
-    """Two hosts of two ranks, every rank meets half of the tokens: a host three quarters."""
+def test_two_hop_exchange_by_hand() -> None:
+    """Two hosts of two ranks; a rank needs half of the tokens, and a host three quarters."""
     problem = over_ranks(Problem(1000, 500, 64, 8, 2), 4)
     load = EstimatedLoad(0, 0, 0, 0.5, 0.5, 0.75)
     cluster = Cluster(inside=Link(100e9, 1e-6), between=Link(10e9, 5e-6), per_host=2)
@@ -150,7 +150,7 @@ def test_rows_by_hosts_by_hand() -> None:
     assert one.dispatch == pytest.approx(10e-6 + 1e-6 + 4000 * 0.5 * 3 / 4 * 1000 / (100e9 * 0.5))
 
 
-def test_rows_travel_as_their_scheme_stores_them() -> None:
+def test_row_bytes_follow_the_scheme() -> None:
     part = TRAFFIC["SymmMemPrepareAndFinalize"]
     assert row_bytes(DEEPSEEK, part) == 14336
     assert row_bytes(replace(DEEPSEEK, quant="fp8_w8a8_block"), part) == 7168 + 56 * 4
@@ -158,7 +158,7 @@ def test_rows_travel_as_their_scheme_stores_them() -> None:
     assert row_bytes(replace(DEEPSEEK, quant="mxfp4_w4a16"), part) == 14336
 
 
-def test_experts_take_no_less_than_their_floor() -> None:
+def test_experts_time_is_at_least_the_roofline() -> None:
     for tokens in (1, 16, 1024, 16384):
         load = rank_load(
             experts=256, top_k=8, world_size=1, tokens=tokens, kind=RoutingKind("uniform")
@@ -188,7 +188,7 @@ def test_the_model_is_within_a_quarter_of_every_measured_cell() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 8, 16, 64])
-def test_worlds_are_sized_by_what_is_valid_there(world: int) -> None:
+def test_estimates_are_of_valid_pairs(world: int) -> None:
     problem = over_ranks(replace(DEEPSEEK, quant="fp8_w8a8_block"), world, Cluster().per_host)
     first, second = (size(problem, Cluster(), m) for m in complete_machines(Cluster()))
     names = {estimate.prepare_finalize for estimate in first.estimates}
@@ -203,7 +203,7 @@ def test_worlds_are_sized_by_what_is_valid_there(world: int) -> None:
     assert any("no measured exchange" in why for _, why in first.unestimated)
 
 
-def test_a_row_once_to_a_rank_is_less_than_one_for_each_expert() -> None:
+def test_rows_per_rank_are_fewer_than_per_expert() -> None:
     found = {e.prepare_finalize: e for e in size(over_ranks(DEEPSEEK, 4), Cluster()).estimates}
     once = found["SymmMemPrepareAndFinalize"].exchange.dispatch_bytes
     # 4096 tokens would be 11,096 remote rows; so many of 128 are 346.75.
@@ -237,8 +237,8 @@ def test_rows_that_leave_a_host(world: int, groups: Groups, flat: float, by_host
 
 
 @pytest.mark.parametrize("groups", [Groups(8, 4), Groups(4, 1), Groups(2, 2), Groups(16, 3)])
-def test_groups_that_are_drawn_are_met_as_often_as_is_said(groups: Groups) -> None:
-    """8 hosts of 2 ranks: groups of one host, of two, of four, and of half a host."""
+def test_group_limited_probabilities_match_drawn_groups(groups: Groups) -> None:
+    """8 hosts of 2 ranks, with groups of one, two, four and half a host."""
     generator, trials = torch.Generator().manual_seed(0), 4000
     experts, top_k, world = 64, 4, 16
     score = torch.rand(trials, experts, generator=generator)
@@ -253,7 +253,7 @@ def test_groups_that_are_drawn_are_met_as_often_as_is_said(groups: Groups) -> No
         assert said == pytest.approx(float(met.float().mean()), rel=0.02)
 
 
-def test_rows_that_go_on_from_a_host() -> None:
+def test_rows_of_the_second_hop() -> None:
     part = Traffic(
         "host", DirectionModel(10e-6, 0.5), DirectionModel(20e-6, 0.25), "by hand", between=0.5
     )
@@ -272,7 +272,7 @@ def test_rows_that_go_on_from_a_host() -> None:
     assert network_rows(one, part, load, cluster) == 0
 
 
-def test_what_a_library_is_not_made_for_is_said() -> None:
+def test_caveat_of_a_library() -> None:
     problem = over_ranks(replace(DEEPSEEK, quant="fp8_w8a8_block"), 64, 8)
 
     def told(tokens: int) -> str:
@@ -292,7 +292,7 @@ def test_what_a_library_is_not_made_for_is_said() -> None:
      (Groups(8, 0), "uniform"), (Groups(8, 4), "zipf")],
     ids=str,
 )  # fmt: skip
-def test_groups_that_no_router_has(groups: Groups, kind: str) -> None:
+def test_invalid_groups_are_refused(groups: Groups, kind: str) -> None:
     parsed = RoutingKind.parse(kind)
     with pytest.raises(ConfigurationError, match="groups"):
         rank_load(experts=256, top_k=8, world_size=8, tokens=1, kind=parsed, groups=groups)
@@ -304,7 +304,7 @@ def test_groups_that_no_router_has(groups: Groups, kind: str) -> None:
      '{"schema": "mk-exchange/1", "rows": [7]}', "[" * 100_000, '{"rows": [{"peer": []}]}'],
     ids=lambda text: text[:40] or "nothing",
 )  # fmt: skip
-def test_files_of_other_rows_are_refused(tmp_path: Path, content: str) -> None:
+def test_files_in_other_formats_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "rows.json"
     path.write_text(content)
     with pytest.raises(ConfigurationError, match="measured rows"):
@@ -313,7 +313,7 @@ def test_files_of_other_rows_are_refused(tmp_path: Path, content: str) -> None:
         cells_of(tmp_path / "none.json")
 
 
-def test_impossible_worlds_are_refused() -> None:
+def test_invalid_world_sizes_are_refused() -> None:
     with pytest.raises(ConfigurationError):
         over_ranks(DEEPSEEK, 257)  # a rank would hold no expert
     with pytest.raises(ConfigurationError, match="link bandwidth"):

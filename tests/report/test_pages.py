@@ -1,4 +1,4 @@
-"""Pages keep their form: short for users, one form in the notebook, links that lead somewhere."""
+"""Pages: required sections in the notebook, targets of links, and the glossary."""
 
 import re
 from pathlib import Path
@@ -23,14 +23,14 @@ FORM = ["Question", "Setup", "Result", "Decision"]
 
 
 def anchors(page: Path) -> set[str]:
-    """Those of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
     kept = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
     return {title.replace(" ", "-") for title in kept}
 
 
 @pytest.mark.parametrize("page", JOURNALS, ids=lambda page: page.name)
-def test_a_journal_has_the_one_form(page: Path) -> None:
+def test_experiments_have_the_required_sections(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert re.fullmatch(r"\d{4}-\d{2}-[a-z0-9-]+\.md", page.name)
     assert re.findall(r"^## (.*)$", text, re.M) == FORM
@@ -39,7 +39,7 @@ def test_a_journal_has_the_one_form(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.name)
-def test_a_decision_has_the_one_form(page: Path) -> None:
+def test_decisions_have_the_required_sections(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     heads = re.findall(r"^\*\*(\w+)\.\*\*", text, re.M)
     assert heads == ["Status", "Context", "Decision", "Consequences"]
@@ -47,7 +47,7 @@ def test_a_decision_has_the_one_form(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if re.match(r"https?:", link):
             continue

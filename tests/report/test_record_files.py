@@ -1,4 +1,4 @@
-"""Where records are written to."""
+"""Writing of records to pipes and links."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from modular_kernel.measure.records import Report
 
 
 @pytest.mark.parametrize("kind", [ExchangeReport, Report])
-def test_pipes_and_links_are_written_to_and_not_replaced(
+def test_pipes_and_links_are_not_replaced(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kind, "to_json", lambda _self: "{}")

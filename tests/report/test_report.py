@@ -1,4 +1,4 @@
-"""`mk report`: the docs made from code and records are new, whole, and the same on any machine."""
+"""`mk report`: generated docs are current, complete, and equal on every machine."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from modular_kernel.compatibility.support import Rejection
 from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, with_best_peer
 from modular_kernel.report.curves import figure
 from modular_kernel.report.errors_page import errors_document
-from modular_kernel.report.generated_docs import generated, html_page, stale
+from modular_kernel.report.generated_docs import generate, html_page, stale
 from modular_kernel.report.judge_all import (
     PROBLEM,
     Matrix,
@@ -63,11 +63,11 @@ def docs(tmp_path: Path) -> Path:
 # ---------------------------------------------------------------------------------- not stale
 
 
-def test_the_generated_docs_are_new() -> None:
+def test_generated_docs_are_current() -> None:
     assert stale(load_catalog(), DOCS) == [], "run `mk report --write`"
 
 
-def test_check_finds_every_kind_of_staleness_and_write_mends_it(mk: Run, docs: Path) -> None:
+def test_check_finds_stale_files_and_write_updates_them(mk: Run, docs: Path) -> None:
     where = ("--docs", str(docs))
     assert mk("--check", *where)[0] == 0
     matrix = docs / "support-matrix.md"
@@ -111,7 +111,7 @@ def test_no_docs_folder_is_bad_usage(mk: Run, tmp_path: Path) -> None:
 # --------------------------------------------------------------------- the same on any machine
 
 
-def test_nothing_is_read_from_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_do_not_depend_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = load_catalog()
 
     def refuse(*_: object, **__: object) -> None:
@@ -120,18 +120,18 @@ def test_nothing_is_read_from_this_machine(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(machine, "importable", refuse)
     monkeypatch.setattr(machine, "current_machine", refuse)
     monkeypatch.setattr(catalogs, "current_machine", refuse)
-    assert generated(catalog, DOCS)
+    assert generate(catalog, DOCS)
 
 
 def test_other_packages_parts_are_on_the_page_and_not_in_the_docs() -> None:
     theirs = type("SomebodysExperts", (TorchExperts,), {})
     ours = load_catalog()
     both = Catalog((*ours.parts, Part("SomebodysExperts", "experts", theirs, "other (o:PARTS)")))
-    assert generated(both, DOCS) == generated(ours, DOCS)
+    assert generate(both, DOCS) == generate(ours, DOCS)
     assert "SomebodysExperts" in html_page(both, DOCS)
 
 
-def test_twice_is_the_same(mk: Run, tmp_path: Path) -> None:
+def test_page_is_reproducible(mk: Run, tmp_path: Path) -> None:
     pages = [tmp_path / "a/one.html", tmp_path / "two.html"]
     for path in pages:
         code, said = mk("--html", str(path), "--docs", str(DOCS))
@@ -142,7 +142,7 @@ def test_twice_is_the_same(mk: Run, tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------- the matrix
 
 
-def test_all_is_judged(matrix: Matrix) -> None:
+def test_every_combination_is_judged(matrix: Matrix) -> None:
     names = matrix.catalog.names
     pairs = len(names("prepare_finalize")) * len(names("experts"))
     assert len(matrix.cells) == pairs * len(QUANT_SCHEMES) * 3
@@ -150,7 +150,7 @@ def test_all_is_judged(matrix: Matrix) -> None:
     assert {cell.ok for cell in matrix.cells} == {True, False}
 
 
-def test_cells_are_what_check_says(matrix: Matrix) -> None:
+def test_cells_equal_the_verdicts_of_check(matrix: Matrix) -> None:
     names = matrix.catalog
     packages = {
         (pf, ex): frozenset(
@@ -165,7 +165,7 @@ def test_cells_are_what_check_says(matrix: Matrix) -> None:
         assert cell.rejections == verdict.rejections, cell
 
 
-def test_the_reasons_say_all_that_the_cells_say(matrix: Matrix) -> None:
+def test_reasons_cover_the_rejections_of_all_cells(matrix: Matrix) -> None:
     told = {
         (*pair, quant, size, reason.rejection)
         for reason in reasons(matrix)
@@ -203,8 +203,8 @@ def test_the_page_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
     assert {(f"`{r.rule}`", r.got, r.need, r.hint) for r in found} == rows
 
 
-def test_a_reason_that_holds_for_some_pairs_of_its_parties_names_them(matrix: Matrix) -> None:
-    """Its parties would promise more pairs than there are."""
+def test_reason_names_its_pairs_unless_it_applies_to_all(matrix: Matrix) -> None:
+    """Its parties alone would imply more pairs."""
     rejection = Rejection("odd", ("TorchExperts", "problem"), "a", "b")
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     cells = [replace(cell, rejections=()) for cell in matrix.cells]
@@ -227,11 +227,11 @@ def test_json(mk: Run) -> None:
 # ----------------------------------------------------------------------------------- the records
 
 
-def test_other_forms_are_named_and_broken_files_refused(docs: Path) -> None:
+def test_unknown_formats_are_listed_and_broken_files_refused(docs: Path) -> None:
     (docs / "benchmarks/other.json").write_text('{"rows": [{"ms": 1}]}')
     (record,) = (r for r in read_records(docs / "benchmarks") if r.name == "other")
     assert record.report is None
-    assert "- `other.json`" in generated(load_catalog(), docs)[Path("benchmark-results.md")]
+    assert "- `other.json`" in generate(load_catalog(), docs)[Path("benchmark-results.md")]
     (docs / "benchmarks/other.json").write_text("{")
     with pytest.raises(errors.ConfigurationError, match=r"other\.json"):
         read_records(docs / "benchmarks")
@@ -250,7 +250,7 @@ def _record() -> Report:
     return Report({"device": "GPU", "date": "2026-01-02T03:04:05"}, {}, with_best_peer(rows))
 
 
-def test_what_bench_writes_is_read_and_drawn(tmp_path: Path) -> None:
+def test_bench_record_is_read_and_plotted(tmp_path: Path) -> None:
     report = _record()
     report.write(tmp_path / "new.json")
     (record,) = read_records(tmp_path)
@@ -270,7 +270,7 @@ def test_what_bench_writes_is_read_and_drawn(tmp_path: Path) -> None:
 def test_a_record_with_many_panels_is_summarized_and_not_drawn(docs: Path) -> None:
     rows = [replace(row, shape=f"s{n}") for n in range(30) for row in _record().rows]
     replace(_record(), rows=tuple(rows)).write(docs / "benchmarks/many.json")
-    texts = generated(load_catalog(), docs)
+    texts = generate(load_catalog(), docs)
     assert Path("plots/many.svg") not in texts
     assert "## many" in texts[Path("benchmark-results.md")]
 
@@ -283,7 +283,7 @@ def test_a_report_without_times_has_no_drawing() -> None:
 
 
 class _Page(HTMLParser):
-    """Tags that are open, and whatever a browser would fetch."""
+    """Collects open tags, and the resources that a browser would fetch."""
 
     void = ("meta", "line", "polyline")
 
@@ -313,7 +313,7 @@ class _Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_whole_and_fetches_nothing(docs: Path) -> None:
+def test_page_is_well_formed_and_self_contained(docs: Path) -> None:
     for record in (docs / "benchmarks").glob("*.json"):
         record.unlink()
     _record().write(docs / "benchmarks/new.json")
@@ -355,7 +355,7 @@ def test_the_page_opens_with_the_picture_and_the_plot(tmp_path: Path) -> None:
 
 
 class _Squares(HTMLParser):
-    """The squares of the picture: pair -> (class, tooltip); and the data of its script."""
+    """Collects the squares of the picture, pair -> (class, tooltip), and the data of its script."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,7 +399,7 @@ def test_the_picture_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
     assert list(shown.kinds) == [" x ".join(pair) for pair in matrix.pairs]
 
 
-def test_no_text_of_the_picture_ends_its_script() -> None:
+def test_picture_texts_cannot_end_the_script() -> None:
     text = "<b>&</script>"
     block = MatrixPicture(["p"], ["e"], ["none"], [1], [text], [(), (0,)], {"none 1": [1]})
     shown = _Squares()
@@ -439,7 +439,7 @@ def _errors() -> Iterator[str]:
             yield name
 
 
-def test_every_error_has_its_place() -> None:
+def test_every_error_is_documented() -> None:
     heads = [block.text for block in errors_document() if isinstance(block, Heading)]
     assert heads == ["Errors", *(f"`{name}`" for name in _errors())]
     text = markdown(errors_document(), figures="")

@@ -1,4 +1,4 @@
-"""Budgets are kept: nothing is begun that is not expected to end in time."""
+"""No step is started that is not expected to finish within the budget."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ PROBLEM = Problem(8, 64, 32, 4, 2)
 
 
 class Clock:
-    """Stands where `time` does; steps of the search move it on."""
+    """Stands in for the module `time`; steps of the search advance it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -46,7 +46,7 @@ Log = list[tuple[int, tuple[str, str]]]
 
 
 def costly(monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float) -> Log:
-    """Have every pairing take so long; NAIVE wins everywhere. Returns what was begun."""
+    """Set the time that each pairing takes; NAIVE is the fastest. Returns the pairings started."""
     begun: Log = []
     ready = Stopwatch._prepare
 
@@ -60,7 +60,7 @@ def costly(monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float) -> Log
     return begun
 
 
-def test_a_step_is_begun_only_where_the_longest_one_would_end_in_time(clock: Clock) -> None:
+def test_step_starts_only_if_the_longest_one_would_finish(clock: Clock) -> None:
     budget = Budget(10, SingleProcess(), first_step=2)
     assert budget.allows(5)
     assert not budget.allows(6)
@@ -82,13 +82,13 @@ def test_a_step_is_begun_only_where_the_longest_one_would_end_in_time(clock: Clo
     assert (budget.remaining, budget.is_over()) == (0, True)
 
 
-def test_no_budget_begins_nothing(clock: Clock) -> None:
+def test_zero_budget_times_nothing(clock: Clock) -> None:
     budget = Budget(0, SingleProcess(), first_step=0)
     assert not budget.allows()
     assert budget.is_over()
 
 
-def test_few_tokens_come_first_and_the_rest_runs_on_the_default(
+def test_small_token_counts_come_first_and_others_use_the_default(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = costly(monkeypatch, clock, 2)
@@ -104,10 +104,10 @@ def test_few_tokens_come_first_and_the_rest_runs_on_the_default(
     assert rest.picks == dict.fromkeys((1, 2, 4, 8), NAIVE)
 
 
-def test_what_was_timed_when_the_budget_ended_is_kept(
+def test_times_measured_within_the_budget_are_kept(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default takes 1 s, another one 6: none of the latter is begun with less left."""
+    """The default takes 1 s and others 6 s; none of the latter starts with less time left."""
     begun = costly(monkeypatch, clock, 1)
     ready = Stopwatch._prepare
 
@@ -128,10 +128,8 @@ def test_what_was_timed_when_the_budget_ended_is_kept(
     assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).picks == first.picks
 
 
-def test_a_bucket_that_was_begun_is_continued(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The default alone takes 6 of 9 s, longer than was expected."""
+def test_incomplete_bucket_is_continued(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default alone takes 6 of 9 s, more than estimated."""
     begun = costly(monkeypatch, clock, 6)
     terms = Terms(tokens=(8,), budget=9)
     choice = choose(PROBLEM, CPU, terms=terms)
@@ -145,7 +143,9 @@ def test_a_bucket_that_was_begun_is_continued(
     assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).picks == {8: NAIVE}
 
 
-def test_making_weights_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creating_weights_counts_toward_the_budget(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun = costly(monkeypatch, clock, 1)
     make = search.make_weights
 
@@ -163,7 +163,9 @@ def test_making_weights_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_drawing_inputs_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creating_inputs_counts_toward_the_budget(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun = costly(monkeypatch, clock, 1)
     draw = search.make_workload
 
@@ -179,7 +181,7 @@ def test_drawing_inputs_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("budget", [0.0, 20.0])
-def test_without_anything_to_time_no_weights_are_made(
+def test_no_weights_are_created_if_nothing_is_timed(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, budget: float
 ) -> None:
     def made(*_: object) -> None:
@@ -193,7 +195,9 @@ def test_without_anything_to_time_no_weights_are_made(
 
 @given(budget=st.floats(0, 60), steps=st.lists(st.floats(0.01, 8), min_size=1, max_size=12))
 @settings(max_examples=100)
-def test_steps_that_get_no_longer_never_overrun(budget: float, steps: list[float]) -> None:
+def test_steps_of_decreasing_duration_never_exceed_the_budget(
+    budget: float, steps: list[float]
+) -> None:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budgets, "time", clock)
@@ -210,7 +214,7 @@ def test_the_command_line_has_the_same_budget() -> None:
     assert _BUDGET_S == autotune.BUDGET_S == Terms().budget == 20
 
 
-def test_an_outcome_of_an_untimed_pairing_says_why(clock: Clock) -> None:
+def test_untimed_outcome_has_a_reason(clock: Clock) -> None:
     choice = choose(PROBLEM, CPU, terms=Terms(budget=0))
     why = "not timed: budget of 0 s spent"
     assert choice.outcomes(1)[1] == TimedOutcome(NAIVE, why=why)

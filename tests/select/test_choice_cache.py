@@ -1,4 +1,4 @@
-"""The cache of choices: shared, whole at any moment, and never believed."""
+"""The cache of choices: shared by processes, written atomically, and validated when read."""
 
 import json
 import os
@@ -33,12 +33,12 @@ def cache(tmp_path: Path) -> Cache:
 
 
 def whole(cache: Cache) -> dict:
-    """What a good file holds."""
+    """Return the content of a valid file."""
     cache.save([ONE])
     return json.loads(cache.path.read_text())
 
 
-def test_what_was_kept_comes_back(cache: Cache) -> None:
+def test_saved_buckets_are_loaded(cache: Cache) -> None:
     assert cache.load().record is None
     assert cache.load().notes == ()
     assert cache.save([ONE]) == ()
@@ -48,7 +48,7 @@ def test_what_was_kept_comes_back(cache: Cache) -> None:
     assert found.record.buckets == (ONE,)
 
 
-def test_buckets_of_later_runs_join_and_replace(cache: Cache) -> None:
+def test_later_buckets_are_merged(cache: Cache) -> None:
     cache.save([ONE])
     again = Bucket(4, PAIR, (TimedOutcome(PAIR, 9.0, 1.0, mode="cpu"),))
     two = Bucket(2, PAIR, ONE.outcomes)
@@ -58,7 +58,7 @@ def test_buckets_of_later_runs_join_and_replace(cache: Cache) -> None:
     assert record.buckets == (two, again)
 
 
-def test_other_versions_are_told_and_kept_beside(cache: Cache, tmp_path: Path) -> None:
+def test_other_versions_are_noted_and_kept(cache: Cache, tmp_path: Path) -> None:
     cache.save([ONE])
     newer = Cache(tmp_path, IDENTITY, VERSIONS | {"torch": "2"})
     found = newer.load()
@@ -69,7 +69,7 @@ def test_other_versions_are_told_and_kept_beside(cache: Cache, tmp_path: Path) -
     assert cache.load().record is not None
 
 
-def test_the_oldest_versions_go(tmp_path: Path) -> None:
+def test_oldest_versions_are_dropped(tmp_path: Path) -> None:
     for number in range(12):
         Cache(tmp_path, IDENTITY, {"torch": str(number)}).save([ONE])
     kept = [Cache(tmp_path, IDENTITY, {"torch": str(n)}).load().record for n in range(12)]
@@ -77,7 +77,7 @@ def test_the_oldest_versions_go(tmp_path: Path) -> None:
 
 
 def change(path: str, value: object):
-    """An edit of a good file: the entry at path, such as "records.0.made", set to value."""
+    """Return a function that sets the entry of a file at `path`, such as "records.0.made"."""
 
     def edit(whole: dict) -> None:
         *way, last = path.split(".")
@@ -171,7 +171,7 @@ def test_a_corrupt_file_is_refused_and_rebuilt(cache: Cache, content: bytes) -> 
     assert cache.load().record is not None
 
 
-def test_what_is_no_file_is_not_read(cache: Cache, tmp_path: Path) -> None:
+def test_links_and_special_files_are_not_read(cache: Cache, tmp_path: Path) -> None:
     whole(cache)
     secret = tmp_path / "elsewhere.json"
     cache.path.rename(secret)
@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_written_is_a_note(cache: Cache, tmp_path: Path)
     assert note.startswith("not cached: ")
 
 
-def test_files_have_the_mode_that_the_umask_gives(cache: Cache) -> None:
+def test_file_permissions_follow_the_umask(cache: Cache) -> None:
     before = os.umask(0o027)
     try:
         whole(cache)
@@ -205,7 +205,7 @@ def test_files_have_the_mode_that_the_umask_gives(cache: Cache) -> None:
         os.umask(before)
 
 
-def test_without_a_folder_nothing_is_kept_and_one_note_says_so() -> None:
+def test_missing_folder_is_one_note() -> None:
     nowhere = Cache(None, IDENTITY, VERSIONS)
     assert nowhere.save([ONE]) == ()
     assert nowhere.load() == CachedRecord(None, (NO_CACHE_FOLDER,))
@@ -235,7 +235,7 @@ def test_only_one_holds_the_lock(cache: Cache) -> None:
     assert taken == [False, True]
 
 
-def test_no_file_of_the_reader_is_larger_than_what_it_reads(cache: Cache) -> None:
+def test_written_files_do_not_exceed_the_size_limit(cache: Cache) -> None:
     outcomes = tuple(TimedOutcome((f"P{n}" * 20, "E" * 60), why="w" * 300) for n in range(30))
     cache.save([Bucket(tokens, outcomes[0].pair, outcomes) for tokens in range(1, 120)])
     assert cache.path.stat().st_size <= saved_choices.MAX_BYTES
@@ -244,6 +244,6 @@ def test_no_file_of_the_reader_is_larger_than_what_it_reads(cache: Cache) -> Non
     assert record.buckets[-1].tokens == 119
 
 
-def test_an_error_of_the_form_is_typed() -> None:
+def test_format_errors_are_typed() -> None:
     with pytest.raises(ConfigurationError, match="cached choices"):
         saved_choices.from_text("{}", IDENTITY)

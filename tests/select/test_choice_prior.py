@@ -1,4 +1,4 @@
-"""The shipped record: what it expects of layers that were not measured, and how it is read."""
+"""The shipped record: estimates for other layers, and validation of the file."""
 
 import json
 import logging
@@ -32,25 +32,25 @@ def prior(*cells: tuple[str, float, float, dict]) -> Prior:
 
 
 def near(*ratios: float, scheme: str = "fp8_w8a8_block") -> Prior:
-    """Cells at 16, 32, 64, ... rows of an expert."""
+    """Return cells at 16, 32, 64, ... rows per expert."""
     return prior(*((scheme, 16.0 * 2**n, SIZE, {A: 1.0, B: r}) for n, r in enumerate(ratios)))
 
 
-def test_the_three_nearest_cells_count() -> None:
+def test_estimate_uses_the_three_nearest_cells() -> None:
     found = near(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM, [B, C], A)
     assert found == {B: Estimate(0.8, 1.1, trusted=True)}
     more = near(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM.with_tokens(128), [B], A)
     assert more == {B: Estimate(0.1, 1.1, trusted=True)}
 
 
-def test_sizes_count_as_rows_do() -> None:
+def test_distance_includes_sizes() -> None:
     far = [("none", 16.0, SIZE * 16, {A: 1.0, B: 0.5})] * 3
     close = [("none", 16.0, SIZE * 2, {A: 1.0, B: 2.0})] * 3
     found = prior(*far, *close).estimates(replace(PROBLEM, quant="none"), [B], A)
     assert found == {B: Estimate(2.0, 2.0, trusted=True)}
 
 
-def test_ratios_are_to_the_default_that_is_asked_about() -> None:
+def test_ratios_are_relative_to_the_given_default() -> None:
     cell = ("none", 16.0, SIZE, {A: 1.0, B: 0.5, C: 2.0})
     found = prior(cell).estimates(replace(PROBLEM, quant="none"), [A, C], B)
     assert found == {A: Estimate(2.0, 2.0), C: Estimate(4.0, 4.0)}
@@ -71,16 +71,16 @@ def test_ratios_are_to_the_default_that_is_asked_about() -> None:
     ],
     ids=str,
 )
-def test_only_layers_that_are_alike_are_trusted(change: dict, trusted: bool) -> None:
+def test_only_estimates_of_similar_layers_are_trusted(change: dict, trusted: bool) -> None:
     found = near(0.9, 0.8, 0.7).estimates(replace(PROBLEM, **change), [B], A)
     assert found == {B: Estimate(0.7, 0.9, trusted)}
 
 
-def test_two_cells_are_too_few_to_be_trusted() -> None:
+def test_estimates_from_two_cells_are_not_trusted() -> None:
     assert near(0.9, 0.8).estimates(PROBLEM, [B], A) == {B: Estimate(0.8, 0.9)}
 
 
-def test_another_family_of_schemes_is_unknown() -> None:
+def test_other_scheme_families_have_no_estimate() -> None:
     assert near(0.9, 0.8, 0.7).estimates(replace(PROBLEM, quant="int8_w8a8_block"), [B], A) == {}
     assert near(0.9, 0.8, 0.7).estimates(replace(PROBLEM, quant="fp8_w8a16_block"), [B], A) == {}
 
@@ -96,7 +96,7 @@ def test_another_family_of_schemes_is_unknown() -> None:
     ],
     ids=str,
 )
-def test_what_no_recorded_layer_has_is_not_covered(change: dict) -> None:
+def test_options_of_no_recorded_layer_are_not_covered(change: dict) -> None:
     found, problem = near(0.9), replace(PROBLEM, quant="none")
     assert found.covers(problem, H200, routing="uniform")
     assert not found.covers(replace(problem, **change), H200, routing="uniform")
@@ -122,8 +122,8 @@ def test_the_shipped_record_is_what_the_tool_builds() -> None:
     assert len(found.cells) > 250
 
 
-def test_the_shipped_record_would_not_have_hurt() -> None:
-    """Each recorded cell as if its layer, and those of the same size, had never been measured."""
+def test_shipped_record_selects_no_slower_pairing() -> None:
+    """Each cell is estimated without the records of its layer and of layers of the same size."""
     found = load_shipped_record()
     assert found is not None
     wrong, sure = [], 0
@@ -142,8 +142,8 @@ def test_the_shipped_record_would_not_have_hurt() -> None:
     assert wrong == []
 
 
-def test_on_a_recorded_gpu_the_default_needs_no_timing(tmp_path: Path) -> None:
-    """A plain layer in bfloat16: nothing is expected to be faster, so nothing is made or timed."""
+def test_default_is_not_timed_on_a_recorded_gpu(tmp_path: Path) -> None:
+    """For a bfloat16 layer no pairing is expected to be faster, so nothing is built or timed."""
     problem = Problem(1024, quant="none", **SHAPES["mixtral"])
     choice = choose(problem, H200, terms=Terms(folder=tmp_path, tokens=(1, 16, 1024)))
     assert choice.summary == "3 token counts: 3 from the shipped record"
@@ -154,10 +154,10 @@ def test_on_a_recorded_gpu_the_default_needs_no_timing(tmp_path: Path) -> None:
     assert all(e.optimistic > MAX_RATIO_TO_TIME for e in choice.options.estimates[16].values())
 
 
-def test_what_the_record_is_sure_of_runs_without_timing(
+def test_trusted_pairing_runs_without_timing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A record of this machine, which has no architecture, from 1 to 4 rows of an expert."""
+    """The record is for this machine, without an architecture, and 1 to 4 rows per expert."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     torch_, naive = (
         ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
@@ -205,7 +205,7 @@ BAD = [
 ]
 
 
-def test_a_good_record_is_read() -> None:
+def test_valid_record_is_parsed() -> None:
     assert parse(json.dumps(GOOD)) == Prior((9, 0), (Cell("none", 1.0, 64.0, {A: 1.0}),))
 
 
@@ -216,7 +216,7 @@ def test_a_record_of_another_form_is_refused(change: dict) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"schema": NaN}', None])
-def test_a_corrupt_record_is_as_none_with_a_line_in_the_log(
+def test_corrupt_record_is_ignored_with_a_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

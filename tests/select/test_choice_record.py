@@ -1,4 +1,4 @@
-"""Choices as data: which pairing serves which numbers of tokens, and never a slower one."""
+"""Selection from measurements: no pairing is selected that is known to be slower."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ NAMES = {"a": A, "b": B, "c": C}
 
 
 def outcome(pair: Pair, ratio: float | None, noise: float = 0.0, **more: object) -> TimedOutcome:
-    """The default takes 100 us everywhere; without a ratio the pairing has failed."""
+    """Return an outcome, where the default takes 100 us; a ratio of None means a failure."""
     if ratio is None:
         return TimedOutcome(pair, why="no")
     return TimedOutcome(pair, 100 * ratio, ratio, noise, **more)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def options(
     return Options(tokens, most, ORDER, valid or everywhere, untimeable, estimates or {})
 
 
-def test_buckets_are_powers_of_two_and_the_most() -> None:
+def test_buckets_are_powers_of_two_and_the_maximum() -> None:
     assert bucket_tokens(1) == (1,)
     assert bucket_tokens(16) == (1, 2, 4, 8, 16)
     assert bucket_tokens(20) == (1, 2, 4, 8, 16, 20)
@@ -72,7 +72,7 @@ def test_buckets_are_powers_of_two_and_the_most() -> None:
         (outcome(A, 1.0), False),
     ],
 )
-def test_a_switch_needs_a_gain_beyond_the_noise(found: TimedOutcome, faster: bool) -> None:
+def test_faster_requires_a_gain_beyond_the_noise(found: TimedOutcome, faster: bool) -> None:
     assert found.faster is faster
 
 
@@ -109,13 +109,13 @@ DECISIONS = {
 
 
 @pytest.mark.parametrize(("found", "before", "pick"), DECISIONS.values(), ids=DECISIONS.keys())
-def test_a_bucket_is_decided(found: Bucket, before: Pair | None, pick: Pick) -> None:
+def test_pick_of_a_bucket(found: Bucket, before: Pair | None, pick: Pick) -> None:
     two = Bucket(2, found.default, found.outcomes)
     first = bucket(1, a=1.0, b=0.5, c=1.0) if before == B else bucket(1, a=1.0, b=1.0, c=1.0)
     assert picks(options(2), [first, two])[2] == pick
 
 
-def test_without_any_time_the_default_serves_all() -> None:
+def test_default_is_used_everywhere_without_times() -> None:
     assert segments(options(16), ()) == (Segment(0, 16, A),)
     assert picks(options(2), ()) == dict.fromkeys((1, 2), Pick(A, Source.DEFAULT))
     valid = {1: (B,), 8: (C, B), 16: (C,)}
@@ -124,7 +124,7 @@ def test_without_any_time_the_default_serves_all() -> None:
     assert picks(found, ())[16] == Pick(C, Source.ONLY)
 
 
-def test_a_pairing_serves_between_two_buckets_only_where_both_chose_it() -> None:
+def test_pairing_between_buckets_requires_both() -> None:
     won, lost = {"a": 1.0, "b": 0.8, "c": 2.0}, {"a": 1.0, "b": 1.5, "c": 2.0}
     both = [bucket(4, **won), bucket(8, **won), bucket(16, **lost), bucket(32, **won)]
     assert segments(options(64, (4, 8, 16, 32)), both) == (
@@ -136,18 +136,18 @@ def test_a_pairing_serves_between_two_buckets_only_where_both_chose_it() -> None
     )
 
 
-def test_no_token_at_all_runs_as_one_does() -> None:
+def test_zero_tokens_use_the_pairing_of_one_token() -> None:
     won = bucket(1, a=1.0, b=0.8, c=1.0)
     assert segments(options(2), [won]) == (Segment(0, 1, B), Segment(2, 2, A))
 
 
-def test_one_winner_is_not_spread_over_what_was_not_timed() -> None:
-    """As where a short budget ended after the largest number of tokens."""
+def test_one_faster_pairing_is_not_used_at_untimed_buckets() -> None:
+    """As after a short budget, which ended at the largest number of tokens."""
     found = segments(options(4096), [bucket(4096, a=1.0, b=0.5, c=1.0)])
     assert found == (Segment(0, 4095, A), Segment(4096, 4096, B))
 
 
-def test_a_pairing_that_failed_is_not_the_default_beside_it() -> None:
+def test_failed_pairing_is_not_the_default_next_to_its_bucket() -> None:
     failed = bucket(8, default=B, a=None, b=1.0, c=1.0)
     found = options(32, (2, 8, 32))
     assert default_at(found, 2, [failed]) == B
@@ -156,7 +156,7 @@ def test_a_pairing_that_failed_is_not_the_default_beside_it() -> None:
     assert segments(found, working) == (Segment(0, 2, A), Segment(3, 31, B), Segment(32, 32, A))
 
 
-def test_only_what_may_be_faster_is_timed_the_most_promising_first() -> None:
+def test_challengers_are_promising_pairings_in_order() -> None:
     def of(b: Estimate | None, c: Estimate | None) -> tuple[Pair, ...]:
         known = {pair: e for pair, e in ((B, b), (C, c)) if e is not None}
         return options(1, estimates={1: known}).challengers(1)
@@ -168,13 +168,13 @@ def test_only_what_may_be_faster_is_timed_the_most_promising_first() -> None:
     assert options(1, untimeable=(B,)).challengers(1) == (C,)
 
 
-def test_where_the_record_rules_all_out_it_decides() -> None:
+def test_record_that_excludes_all_challengers_decides() -> None:
     slow = {1: dict.fromkeys((B, C), Estimate(1.1, 1.2, True))}
     assert picks(options(1, estimates=slow), ()) == {1: Pick(A, Source.RECORD)}
     assert picks(options(1, estimates=slow, untimeable=ORDER), ()) == {1: Pick(A, Source.DEFAULT)}
 
 
-def test_the_record_chooses_what_was_not_timed_only_beyond_doubt() -> None:
+def test_record_selects_untimed_pairings_only_if_unambiguous() -> None:
     def pick(estimate: Estimate, *buckets: Bucket) -> Pair:
         expected = {t: {B: estimate, C: Estimate(1.5, 1.6, True)} for t in (1, 2)}
         return picks(options(2, estimates=expected), buckets)[2].pair
@@ -199,7 +199,7 @@ ESTIMATES = st.builds(
 
 @st.composite
 def situations(draw) -> tuple[Options, list[Bucket]]:
-    """Buckets of which some were timed, some in part, some with a default that failed."""
+    """Draw buckets: some timed, some incomplete, some with a failed default."""
     most = draw(st.integers(1, 80))
     tokens = tuple(sorted(draw(st.sets(st.integers(1, most), min_size=1, max_size=8))))
     expected = {t: draw(st.dictionaries(st.sampled_from((B, C)), ESTIMATES)) for t in tokens}
@@ -214,14 +214,14 @@ def situations(draw) -> tuple[Options, list[Bucket]]:
 
 
 @given(situations())
-def test_no_number_of_tokens_runs_on_what_may_be_slower(
+def test_no_segment_uses_a_pairing_that_may_be_slower(
     situation: tuple[Options, list[Bucket]],
 ) -> None:
     found, buckets = situation
     at = {b.tokens: b for b in buckets}
 
     def chosen(tokens: int, pair: Pair) -> bool:
-        """Whether the pairing has won at a bucket, or the record is sure of it."""
+        """Return whether the pairing was faster at the bucket, or the record is unambiguous."""
         own = at[tokens].outcome(pair) if tokens in at else None
         if own is not None and own.ratio is not None and pair != at[tokens].default:
             return own.ratio <= 1 - max(0.02, 2 * own.noise)
@@ -253,7 +253,7 @@ def test_no_number_of_tokens_runs_on_what_may_be_slower(
 
 
 @pytest.mark.parametrize("most", [1, 2, 17, 4096])
-def test_warm_up_reaches_both_ends_and_odd_numbers_at_every_scale(most: int) -> None:
+def test_warm_up_covers_both_ends_and_odd_numbers(most: int) -> None:
     numbers = warm_tokens(most)
     assert (numbers[0], numbers[-1]) == (1, most)
     assert all(high <= 2 * low for low, high in pairwise(numbers))

@@ -1,4 +1,4 @@
-"""compose: what is timed, what is chosen, what is reused, and what a composed layer does."""
+"""compose: timing, selection and reuse of times, and the results of a composed layer."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Seconds of a call by experts part, for one token more at every token: no noise."""
+    """Set the seconds of a call by experts part and tokens, without noise."""
     per_token = {"TorchExperts": 1e-6, "NaiveBatchedExperts": 3e-6}
 
     def once(self: Stopwatch, ready) -> float:
@@ -64,10 +64,10 @@ def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["prepare_finalize", "experts"])
-def test_without_a_kind_of_part_the_error_is_what_failed(
+def test_missing_parts_raise_the_error_of_their_entry_point(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """As where a file of the user's shadows a package of parts."""
+    """As if a file of the user shadowed a package of parts."""
     parts = tuple(part for part in load_catalog().parts if part.kind != kind)
     failed = Broken(kind, "modular-kernel", f"got /home/me/{kind}.py")
     monkeypatch.setattr(candidates, "load_catalog", lambda: Catalog(parts, (failed,)))
@@ -91,7 +91,7 @@ def test_the_fastest_is_chosen_at_every_number_of_tokens(folder: Path, clock: di
 
 
 def test_the_default_pairing_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The experts that layers have untuned, whether or not a GPU serves the problem."""
+    """It has the default experts, whether or not they support the problem on a GPU."""
     gpu = Machine("cuda", (9, 0), frozenset({"triton"}), name="G", cuda=(13, 0))
     monkeypatch.setattr(
         "modular_kernel.operators.kernel_cache.machine_of", {"cpu": CPU, "cuda": gpu}.get
@@ -104,7 +104,7 @@ def test_the_default_pairing_comes_first(folder: Path, monkeypatch: pytest.Monke
             assert order[0] == (NO_EP, usual), (machine, quant)
 
 
-def test_over_ranks_the_usual_experts_come_first_behind_the_first_exchange() -> None:
+def test_default_over_ranks_has_the_first_exchange() -> None:
     gpu = Machine("cuda", (9, 0), frozenset({"triton"}), name="G", cuda=(13, 0))
     problem = replace(PROBLEM, parallel=Parallel(2))
     for machine, experts in ((CPU, "TorchExperts"), (gpu, "TritonExperts")):
@@ -113,18 +113,18 @@ def test_over_ranks_the_usual_experts_come_first_behind_the_first_exchange() -> 
         assert first[0] != NO_EP
 
 
-def test_the_first_exchange_keeps_its_place_and_gets_the_usual_experts() -> None:
+def test_default_over_ranks_has_the_default_experts() -> None:
     gpu = Machine("cuda", (9, 0), frozenset({"triton"}), name="G", cuda=(13, 0))
     problem = replace(PROBLEM, parallel=Parallel(2))
     order = [("X", "Other"), ("Y", "TritonExperts"), ("X", "TritonExperts"), ("X", "TorchExperts")]
-    found = candidates._default_first(order, problem, gpu)
+    found = candidates._move_default_first(order, problem, gpu)
     assert found == [("X", "TritonExperts"), *(pair for pair in order if pair != found[0])]
-    assert candidates._default_first(order, problem, CPU)[0] == ("X", "TorchExperts")
-    assert candidates._default_first(order[:2], problem, gpu) == order[:2]
-    assert candidates._default_first([], problem, gpu) == []
+    assert candidates._move_default_first(order, problem, CPU)[0] == ("X", "TorchExperts")
+    assert candidates._move_default_first(order[:2], problem, gpu) == order[:2]
+    assert candidates._move_default_first([], problem, gpu) == []
 
 
-def test_compose_says_in_one_line_what_was_timed(
+def test_compose_logs_one_line_about_timing(
     folder: Path, clock: dict, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "modular_kernel.select"):
@@ -138,7 +138,7 @@ def test_compose_says_in_one_line_what_was_timed(
     ]
 
 
-def test_a_notebook_shows_which_pairing_serves_which_calls(folder: Path, clock: dict) -> None:
+def test_html_shows_pairings_by_tokens(folder: Path, clock: dict) -> None:
     assert compose(PROBLEM, CPU)._repr_html_() == (
         f"<p>composed, {PROBLEM} on cpu</p>"
         "<table><tr><th>tokens</th><th>prepare_finalize</th><th>experts</th></tr>"
@@ -167,12 +167,12 @@ def test_a_second_call_times_nothing_and_chooses_the_same(
 @pytest.mark.parametrize(
     "change", [{"hidden": 128}, {"quant": "int8_w8a8_channel"}, {"dtype": "float32"}]
 )
-def test_another_layer_is_another_choice(folder: Path, clock: dict, change: dict) -> None:
+def test_other_layers_have_their_own_choice(folder: Path, clock: dict, change: dict) -> None:
     choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
     assert choose(replace(PROBLEM, **change), CPU, terms=Terms(tokens=(8,))).timed == 1
 
 
-def test_other_versions_are_measured_anew_and_say_so(
+def test_other_versions_are_measured_again_with_a_note(
     folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
@@ -183,7 +183,7 @@ def test_other_versions_are_measured_anew_and_say_so(
     assert choice.notes[0].endswith(" -> 99.0")
 
 
-def test_a_corrupt_file_is_measured_anew_and_says_so(folder: Path, clock: dict) -> None:
+def test_corrupt_cache_is_measured_again_with_a_note(folder: Path, clock: dict) -> None:
     choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
     (path,) = folder.rglob("*.json")
     path.write_text("{")
@@ -194,7 +194,7 @@ def test_a_corrupt_file_is_measured_anew_and_says_so(folder: Path, clock: dict) 
 
 
 def test_a_forged_pairing_is_not_chosen(folder: Path, clock: dict) -> None:
-    """A file may name only what is valid here; a bucket that lacks a pairing is timed again."""
+    """Only valid pairings of a file are used, and a bucket that lacks a pairing is timed again."""
     terms = Terms(tokens=(8,))
     choose(PROBLEM, CPU, terms=terms)
     (path,) = folder.rglob("*.json")
@@ -209,7 +209,7 @@ def test_a_forged_pairing_is_not_chosen(folder: Path, clock: dict) -> None:
     assert choose(PROBLEM, CPU, terms=terms).timed == 1
 
 
-def test_ratios_to_another_default_are_no_use(folder: Path, clock: dict) -> None:
+def test_ratios_to_another_default_are_not_used(folder: Path, clock: dict) -> None:
     terms = Terms(tokens=(8,))
     choose(PROBLEM, CPU, terms=terms)
     (path,) = folder.rglob("*.json")
@@ -220,7 +220,7 @@ def test_ratios_to_another_default_are_no_use(folder: Path, clock: dict) -> None
     assert choose(PROBLEM, CPU, terms=terms).timed == 1
 
 
-def test_a_candidate_with_wrong_numbers_is_never_chosen(
+def test_candidate_with_wrong_results_is_never_chosen(
     folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock["NaiveBatchedExperts"] = 1e-9
@@ -239,7 +239,7 @@ def test_a_candidate_with_wrong_numbers_is_never_chosen(
     assert choice.picks == {8: TORCH}
 
 
-def test_a_candidate_that_raises_is_an_outcome(
+def test_exception_of_a_candidate_is_an_outcome(
     folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_args, **_kwargs):
@@ -251,7 +251,7 @@ def test_a_candidate_that_raises_is_an_outcome(
     assert TimedOutcome(NAIVE, why="RuntimeError: no such luck") in choice.buckets[0].outcomes
 
 
-def test_what_does_not_fit_is_not_begun(
+def test_weights_that_do_not_fit_in_memory_are_not_created(
     folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timing, "free_bytes", lambda _device: 100)
@@ -264,7 +264,7 @@ def test_what_does_not_fit_is_not_begun(
     assert choice.summary.startswith("1 token count: 1 default (weights take ")
 
 
-def test_where_kernels_are_interpreted_nothing_is_timed(tmp_path: Path) -> None:
+def test_nothing_is_timed_in_the_interpreter(tmp_path: Path) -> None:
     packages = frozenset({"triton", "ml_dtypes"})
     machine = Machine("cpu", packages=packages, interpreter=True)
     choice = choose(PROBLEM, machine, terms=Terms(folder=tmp_path))
@@ -321,8 +321,8 @@ def test_a_plan_builds_and_times_nothing_when_called(
     assert plan.warm_up(weights, [3, 5]) == 2
 
 
-def test_two_at_once_time_once(folder: Path, clock: dict) -> None:
-    """The one waits for the other, and takes what that has measured."""
+def test_concurrent_processes_time_once(folder: Path, clock: dict) -> None:
+    """One process waits for the other, and uses its measurements."""
     found: list[int] = []
 
     def work() -> None:
@@ -354,8 +354,10 @@ def test_bad_terms_are_refused(terms: dict) -> None:
 
 
 @pytest.mark.parametrize("budget", [0.0, 120.0])
-def test_what_was_not_measured_is_served(folder: Path, clock: dict, budget: float) -> None:
-    """The numbers that are measured say nothing about how many tokens a call may have."""
+def test_token_counts_without_a_timing_are_supported(
+    folder: Path, clock: dict, budget: float
+) -> None:
+    """The token counts that are measured do not limit those of a call."""
     kernel = compose(PROBLEM, CPU, terms=Terms(tokens=(2, 3), budget=budget))
     for tokens in (1, 3, 4, 8):
         inputs = random_inputs(PROBLEM.with_tokens(tokens), torch.device("cpu"))
@@ -366,7 +368,7 @@ def test_what_was_not_measured_is_served(folder: Path, clock: dict, budget: floa
         kernel.kernel(9)
 
 
-def test_a_group_must_be_the_problems(folder: Path) -> None:
+def test_group_must_match_the_problem(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="None for one rank"):
         compose(PROBLEM, CPU, group=object())
     with pytest.raises(ConfigurationError, match="initialized"):
@@ -416,7 +418,7 @@ def test_the_verb_chooses_explains_and_reuses(
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_who_waits_is_told_once(
+def test_long_waits_are_logged_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quiet: bool
 ) -> None:
     monkeypatch.setattr(search, "_WARN_AFTER_SECONDS", 0.0)

@@ -1,4 +1,4 @@
-"""compose over ranks: all choose the same, by the slowest, and lose nothing of each other."""
+"""compose over ranks: all choose the same by the slowest rank's times, and no record is lost."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ def _on_rank(rank: int, world: int, group: object, folder: Path, *more):
     return choice.buckets, choice.segments, choice.timed, calls
 
 
-def test_ranks_choose_the_same_by_the_slowest(rank_pool, tmp_path: Path) -> None:
+def test_ranks_make_the_same_choice(rank_pool, tmp_path: Path) -> None:
     pool = rank_pool(2)
     first, second = pool.run(_on_rank, tmp_path)
     assert first == second
@@ -53,7 +53,7 @@ def test_ranks_choose_the_same_by_the_slowest(rank_pool, tmp_path: Path) -> None
 
 
 def _choices(rank: int, world: int, group: object, folder: Path, where: str):
-    """Outcomes where one rank alone finds an output wrong, or fails while it is timed."""
+    """Return the outcomes if one rank has a wrong output, or fails during timing."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     terms = Terms(tokens=(8,), folder=folder, fresh=True)
 
@@ -72,13 +72,15 @@ def _choices(rank: int, world: int, group: object, folder: Path, where: str):
 
 
 @pytest.mark.parametrize("where", ["wrong", "run"])
-def test_what_fails_on_one_rank_is_out_on_all(rank_pool, tmp_path: Path, where: str) -> None:
+def test_failure_on_one_rank_excludes_the_pairing_on_all(
+    rank_pool, tmp_path: Path, where: str
+) -> None:
     pool = rank_pool(2)
     assert pool.run(_choices, tmp_path, where, timeout=60) == [{"rank 1: planted"}] * 2
 
 
 def _times(rank: int, world: int, group: object, folder: Path):
-    """Every time, where a rank's own are 1 s more than those of the rank before."""
+    """Return all times if each rank takes 1 s longer than the previous one."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stopwatch, "_run", lambda *_: 1.0 + rank)
@@ -87,23 +89,23 @@ def _times(rank: int, world: int, group: object, folder: Path):
     return set(choice.buckets[0].times.values())
 
 
-def test_the_slowest_rank_counts(rank_pool, tmp_path: Path) -> None:
+def test_times_are_those_of_the_slowest_rank(rank_pool, tmp_path: Path) -> None:
     assert rank_pool(2).run(_times, tmp_path) == [{2e6}, {2e6}]
 
 
 def _late(rank: int, world: int, group: object, folder: Path):
-    """What was timed where the second rank's time had ended before the first one's."""
+    """Return what was timed if rank 1's budget ends before rank 0's."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     terms = Terms(tokens=(8,), folder=folder, budget=0 if rank else 60)
     return choose(problem, Machine("cpu"), group=group, terms=terms).timed
 
 
-def test_ranks_agree_whether_there_is_time(rank_pool, tmp_path: Path) -> None:
+def test_ranks_share_one_budget(rank_pool, tmp_path: Path) -> None:
     assert rank_pool(2).run(_late, tmp_path, timeout=60) == [1, 1]
 
 
 def _unlike(rank: int, world: int, group: object, folder: Path, own: dict, tokens: int) -> str:
-    """What is said where the second rank asks for something else."""
+    """Return the error if rank 1 passes other arguments."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     problem = problem.with_tokens(tokens) if rank else problem
     terms = Terms(**({"tokens": (2, 8), "folder": folder} | (own if rank else {})))
@@ -120,7 +122,7 @@ def _unlike(rank: int, world: int, group: object, folder: Path, own: dict, token
         ({"fresh": True}, 8, "{'fresh': 'True'}", "{'fresh': 'False'}"),
     ],
 )
-def test_ranks_that_ask_for_other_things_are_told(
+def test_ranks_with_different_arguments_raise(
     rank_pool, tmp_path: Path, own: dict, tokens: int, got: str, need: str
 ) -> None:
     told = rank_pool(2).run(_unlike, tmp_path, own, tokens, timeout=60)
@@ -137,7 +139,7 @@ def _keeps(rank: int, _world: int, _group: object, folder: Path) -> int:
     return 40
 
 
-def test_two_processes_lose_nothing_of_each_other(rank_pool, tmp_path: Path) -> None:
+def test_concurrent_writers_lose_no_records(rank_pool, tmp_path: Path) -> None:
     assert rank_pool(2).run(_keeps, tmp_path) == [40, 40]
     record = Cache(tmp_path, {"device": "D"}, {"torch": "1"}).load().record
     assert record is not None

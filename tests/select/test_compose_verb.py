@@ -1,4 +1,4 @@
-"""mk compose: what it refuses, and how it ends over ranks."""
+"""`mk compose`: refusals, and exit codes over ranks."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from test_compose import SMALL, ended
 
 
 @pytest.mark.cpu
-def test_the_verb_finds_nothing_to_capture_on_a_cpu(
+def test_graph_is_refused_on_a_cpu(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))

@@ -49,19 +49,19 @@ def test_a_first_score_has_a_column_and_an_overall_line() -> None:
     assert row_of(text, "part")[-2:] == ["score", "first score"]
     assert row_of(text, "`TorchExperts`")[-2:] == [
         "96.1%",
-        "71.4% (40 / 56), 60 put in, seed fresh-1",
+        "71.4% (40 / 56), 60 sampled, seed fresh-1",
     ]
     assert row_of(text, "`KeepTopK`")[-2:] == ["98.4%", ""]
     assert row_of(text, "all first scores") == ["all first scores", *[""] * 7, "71.4% (40 / 56)"]
     flat = " ".join(text.split())
-    assert "**First scores of 1 part: 40 of 56 mutants killed, 71.4%**, of 60 put in." in flat
+    assert "**First scores of 1 part: 40 of 56 mutants killed, 71.4%**, of 60 sampled." in flat
     assert "TorchExpertsfresh-10" not in text  # its survivors are not listed
 
 
 def test_several_first_scores_are_summed() -> None:
     text = page((*FIRST, record("KeepTopK", "fresh-1", 30, 0, 10)))
     assert row_of(text, "all first scores")[-1] == "72.9% (70 / 96)"
-    assert "70 of 96 mutants killed, 72.9%**, of 100 put in" in " ".join(text.split())
+    assert "70 of 96 mutants killed, 72.9%**, of 100 sampled" in " ".join(text.split())
 
 
 def test_without_first_scores_the_page_does_not_name_them() -> None:

@@ -159,5 +159,5 @@ def test_workers_that_could_share_nothing_are_refused(
 ) -> None:
     ended = run_mk(capsys, "test", *TORCH_PAIR, "--workers", *words)
     assert ended.code == 2
-    need = "no --one, --mutate or --world-size with it"
+    need = "no --one, --mutate or --world-size"
     assert f"--workers: got {words[0]}, need {need}" in ended.err

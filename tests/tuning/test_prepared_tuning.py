@@ -1,4 +1,4 @@
-"""Launches of calls with prepared weights: said, tuned, kept in files of their own, found again."""
+"""Launches of calls with prepared weights: explained, tuned, and saved in separate files."""
 
 import json
 from dataclasses import replace
@@ -50,19 +50,19 @@ def space(problem: Problem = LAYER) -> ConfigSpace:
 
 
 def rows(number: int) -> int:
-    """Tokens of LAYER of which an expert has so many rows on average."""
+    """Return the tokens of LAYER with this mean number of rows per expert."""
     return number * LAYER.experts // LAYER.top_k
 
 
 def preparing(problem: Problem) -> set[str]:
-    """Paths that prepare weights of `problem` here."""
+    """Return the paths that prepare weights of `problem` on this machine."""
     return {name for name in supported_paths(problem) if BY_NAME[name].prepared_configs(problem)}
 
 
 # ---------------------------------------------------------------------------- kept and found again
 
 
-def test_what_is_tuned_is_launched_with_prepared_weights_alone(
+def test_tuned_launches_are_used_with_prepared_weights_only(
     here: Path, launched: list[int]
 ) -> None:
     def times(tokens: int, choice: Choice) -> float:
@@ -96,8 +96,8 @@ def test_what_is_tuned_is_launched_with_prepared_weights_alone(
     assert str(tuned.file) not in explain(LAYER, tokens, paths=own.paths)
 
 
-def test_files_of_other_calls_do_not_tell_prepared_ones(here: Path) -> None:
-    """Those of before, too: where the path takes over is told by its own numbers."""
+def test_files_without_prepared_weights_do_not_apply(here: Path) -> None:
+    """Nor do they move the number of rows from which prepared weights are used."""
     own = space()
     other = BASE.default_config(LAYER, 1, current_lookup().device)
     before = {t: choose_config(LAYER, t, own.paths, prepared=True) for t in (rows(12), rows(700))}
@@ -115,7 +115,7 @@ def test_files_of_other_calls_do_not_tell_prepared_ones(here: Path) -> None:
     assert own.saved(here) == {}
 
 
-def test_a_file_of_prepared_weights_decides_all_of_their_calls(here: Path) -> None:
+def test_file_of_prepared_weights_applies_to_all_their_calls(here: Path) -> None:
     own = space()
     wide = heuristics(LAYER, current_lookup().device, own.paths, prepared=True).choose(rows(12))
     other = BASE.default_config(LAYER, 1, current_lookup().device)
@@ -137,7 +137,7 @@ def test_a_file_of_prepared_weights_decides_all_of_their_calls(here: Path) -> No
     assert "tiled_words" not in kernel.workspace_specs(kernel.problem.tokens)
 
 
-def test_an_override_decides_before_such_a_file(here: Path, launched: list[int]) -> None:
+def test_override_takes_precedence_over_the_file(here: Path, launched: list[int]) -> None:
     own = space()
     tile = heuristics(LAYER, current_lookup().device, own.paths, prepared=True)
     own.save({1: TunedChoice(tile.choose(rows(12)), 1.0, None)}, here)
@@ -148,7 +148,7 @@ def test_an_override_decides_before_such_a_file(here: Path, launched: list[int])
     assert launched == [128, 128, 32, 32]
 
 
-def test_names_of_prepared_weights_are_ours_alone() -> None:
+def test_file_names_of_prepared_weights_are_unique() -> None:
     key = ConfigKey.of(LAYER, "NVIDIA H200", prepared=True)
     assert file_names_for(LAYER, "NVIDIA H200", prepared=True) == (key.file_name,)
     assert ConfigKey.parse(key.file_name) == key
@@ -159,7 +159,7 @@ def test_names_of_prepared_weights_are_ours_alone() -> None:
 # ------------------------------------------------------------------------------ what is tried
 
 
-def test_what_prepares_nothing_has_nothing_to_tune() -> None:
+def test_paths_without_prepared_weights_have_no_space() -> None:
     for problem in (replace(LAYER, quant="none"), replace(LAYER, dtype=torch.float16)):
         plain = TritonExperts.tunable(problem)
         assert plain is not None
@@ -169,7 +169,7 @@ def test_what_prepares_nothing_has_nothing_to_tune() -> None:
 
 
 @pytest.mark.parametrize("number", [4, 12, 60, 3000])
-def test_launches_that_are_tried_are_those_of_the_rows(here: Path, number: int) -> None:
+def test_candidates_depend_on_rows_per_expert(here: Path, number: int) -> None:
     own, tokens = space(), rows(number)
     tried = {choice.path for choice in own.candidates(tokens) if isinstance(choice, MoEConfig)}
     untuned = own.untuned(tokens)
@@ -179,7 +179,7 @@ def test_launches_that_are_tried_are_those_of_the_rows(here: Path, number: int) 
     assert tried - preparing(LAYER), "others may be faster"
 
 
-def test_choices_are_timed_with_weights_that_were_prepared(launched: list[int]) -> None:
+def test_choices_are_timed_with_prepared_weights(launched: list[int]) -> None:
     machine = this_machine()
     if not machine.interpreter:
         pytest.skip("no Triton here")
@@ -202,7 +202,7 @@ def test_choices_are_timed_with_weights_that_were_prepared(launched: list[int]) 
 # ------------------------------------------------------------------------------ the command
 
 
-def test_the_command_says_what_is_launched_without_and_with(mk: Mk, here: Path) -> None:
+def test_explain_shows_launches_without_and_with_prepared_weights(mk: Mk, here: Path) -> None:
     words = ("--quant", "mxfp4_w4a16,none", "--tokens-list", "4,64,4096,32768")
     done = mk(*ON_H200, *words)
     assert done.code == 0
@@ -226,7 +226,7 @@ def test_the_command_says_what_is_launched_without_and_with(mk: Mk, here: Path) 
 @pytest.mark.parametrize(
     "words", [("--quant", "none"), ("--quant", "mxfp4_w4a16", "--dtype", "float16")]
 )
-def test_the_command_refuses_what_prepares_nothing(mk: Mk, words: tuple[str, ...]) -> None:
+def test_prepared_is_refused_without_prepared_weights(mk: Mk, words: tuple[str, ...]) -> None:
     done = mk(*ON_H200, *words, "--tokens", "64")
     assert (done.code, done.out) == (2, "")
     assert "--prepared: got" in done.err
@@ -234,13 +234,13 @@ def test_the_command_refuses_what_prepares_nothing(mk: Mk, words: tuple[str, ...
     assert "mxfp4_w4a16 in bfloat16 on an H200, without batch_invariant" in done.err
 
 
-def test_a_gpu_may_be_named_as_files_name_it(mk: Mk, here: Path) -> None:
+def test_device_name_may_be_spelled_as_in_file_names(mk: Mk, here: Path) -> None:
     words = (*ON_H200, "--quant", "mxfp4_w4a16", "--tokens", "64")
     spelled = [word.replace("NVIDIA H200", "NVIDIA_H200") for word in words]
     assert mk(*spelled).out.replace("on NVIDIA_H200", "on NVIDIA H200") == mk(*words).out
 
 
-def test_pairs_and_records_say_that_weights_were_prepared(tmp_path: Path) -> None:
+def test_output_and_records_show_prepared_weights(tmp_path: Path) -> None:
     machine = replace(this_machine(), device="cpu")
     if not machine.interpreter:
         pytest.skip("no Triton here")

@@ -1,4 +1,4 @@
-"""The tuner: what it picks, what it refuses, what it keeps, and when it stops."""
+"""The tuner: which choices it selects, refuses and saves, and when it stops."""
 
 import pytest
 from tune_samples import FOLDER, TIMES, Fake, Space, job, only
@@ -9,7 +9,7 @@ from modular_kernel.tuning.search import Refusal, remaining, tune
 # ------------------------------------------------------------------------------------ what it picks
 
 
-def test_the_fastest_right_choice_wins() -> None:
+def test_fastest_correct_choice_wins() -> None:
     space = Space()
     bench = Fake(TIMES)
     tuned = only(space, bench)
@@ -20,7 +20,7 @@ def test_the_fastest_right_choice_wins() -> None:
     assert bench.compared == [2, 1, 0], "finalists, and the untuned one beside them"
 
 
-def test_wrong_numbers_never_win_and_are_reported() -> None:
+def test_wrong_choices_never_win_and_are_reported() -> None:
     bench = Fake({**TIMES, 2: Refusal("error 3e-1 > 1e-2", wrong=True)})
     tuned = only(Space(), bench)
     assert tuned.best == TunedChoice(1, 8.0, 10.0)
@@ -28,14 +28,14 @@ def test_wrong_numbers_never_win_and_are_reported() -> None:
     assert 2 not in bench.compared
 
 
-def test_a_choice_that_turns_out_wrong_later_does_not_win() -> None:
+def test_choice_that_fails_in_the_comparison_does_not_win() -> None:
     tuned = only(Space(), Fake(TIMES, {**TIMES, 2: Refusal("wrong", wrong=True)}))
     assert tuned.best is not None
     assert tuned.best.choice == 1
     assert tuned.wrong == (2,)
 
 
-def test_what_spills_is_never_launched_but_the_untuned_is() -> None:
+def test_refused_choices_are_not_launched_except_the_untuned_one() -> None:
     bench = Fake(TIMES, spilled=(0, 2))
     tuned = only(Space(), bench)
     assert tuned.best == TunedChoice(1, 8.0, 10.0)
@@ -43,13 +43,13 @@ def test_what_spills_is_never_launched_but_the_untuned_is() -> None:
     assert tuned.refused[2].reason == "spills"
 
 
-def test_the_comparison_decides_not_the_screening() -> None:
+def test_comparison_overrides_screening() -> None:
     tuned = only(Space(), Fake({**TIMES, 3: 1.0}, {**TIMES, 3: 7.0}))
     assert tuned.best is not None
     assert tuned.best.choice == 2
 
 
-def test_less_than_a_hundredth_is_noise() -> None:
+def test_gain_below_one_percent_is_noise() -> None:
     assert only(Space(), Fake({**TIMES, 2: 9.95, 1: 10.2, 3: 11})).best == TunedChoice(
         0, 10.0, 10.0
     )
@@ -58,12 +58,12 @@ def test_less_than_a_hundredth_is_noise() -> None:
     assert found.choice == 2
 
 
-def test_an_untuned_choice_that_fails_is_no_baseline() -> None:
+def test_failed_untuned_choice_is_not_a_baseline() -> None:
     tuned = only(Space(), Fake({**TIMES, 0: Refusal("out of memory")}))
     assert tuned.best == TunedChoice(2, 5.0, None)
 
 
-def test_where_nothing_runs_nothing_is_saved() -> None:
+def test_nothing_is_saved_if_no_choice_runs() -> None:
     space = Space()
     tuned = only(space, Fake(dict.fromkeys(TIMES, Refusal("no"))))
     assert tuned.best is None
@@ -71,7 +71,7 @@ def test_where_nothing_runs_nothing_is_saved() -> None:
     assert space.saves == []
 
 
-def test_the_part_is_told_what_ran() -> None:
+def test_finalists_are_selected_by_measured_times() -> None:
     space = Space()
     only(space, Fake(TIMES, spilled=(1,)))
     assert space.told == [{choice: StageTimes(TIMES[choice]) for choice in (0, 2, 3)}]
@@ -98,7 +98,7 @@ def test_results_are_saved_after_each_number_of_tokens() -> None:
     assert sorted(space.kept) == [1, 2, 3, 4]
 
 
-def test_fresh_starts_afresh() -> None:
+def test_fresh_ignores_saved_results() -> None:
     space = Space()
     space.kept = {1: TunedChoice(3, 1.0, 1.0), 7: TunedChoice(3, 1.0, 1.0)}
     assert remaining(space, (1, 7), FOLDER, fresh=True) == [1, 7]
@@ -107,7 +107,7 @@ def test_fresh_starts_afresh() -> None:
     assert list(space.kept) == [1]
 
 
-def test_the_budget_is_shared_and_what_is_unused_goes_on() -> None:
+def test_budget_is_shared_and_unused_time_is_passed_on() -> None:
     space = Space(tuple(range(1, 100)))
     bench = Fake(lambda tokens, choice: 5.0)
     found = list(tune(job(space, bench, 1, 2, 3, 4, budget=80.0)))
@@ -135,7 +135,7 @@ def test_the_next_number_of_tokens_is_compiled_ahead() -> None:
         assert bench.events.index(("compile", soon)) < bench.events.index(("time", now))
 
 
-def test_every_measurement_ticks() -> None:
+def test_each_measurement_calls_on_measurement() -> None:
     bench, ticks = Fake(TIMES), list[int]()
     only(Space(), bench, on_measurement=lambda: ticks.append(1))
     assert len(ticks) == len(bench.timed) + 1, "the comparison is one"

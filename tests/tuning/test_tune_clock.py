@@ -1,4 +1,4 @@
-"""Stages timed apart, behind a pause that is longer than the host needs."""
+"""Times of stages, measured after a pause in which the host queues all calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 class Time:
-    """Stands for the module: goes by as it is told to."""
+    """Stands in for the module `time`; advances as the test says."""
 
     now = 0.0
 
@@ -46,7 +46,7 @@ def layer(time: Time) -> None:
         time.sleep(0.002)
 
 
-def test_stages_are_told_apart_and_added_up(time: Time) -> None:
+def test_stage_times_are_summed_by_stage(time: Time) -> None:
     wiped: list[int] = []
     made = StageClock((stages.GEMM1, stages.GEMM2), CPU)
     found = made.times([lambda: layer(time)] * 3, lambda: wiped.append(1))
@@ -56,7 +56,7 @@ def test_stages_are_told_apart_and_added_up(time: Time) -> None:
     assert took.seconds == pytest.approx(0.008)
 
 
-def test_nobody_watches_afterwards(time: Time) -> None:
+def test_watching_ends_after_the_call(time: Time) -> None:
     seen: list[str] = []
 
     @contextmanager
@@ -73,9 +73,7 @@ def test_nobody_watches_afterwards(time: Time) -> None:
     assert stages.stage(stages.GEMM1) is stages.stage(stages.GEMM2)
 
 
-def test_the_pause_grows_until_the_host_is_ahead(
-    monkeypatch: pytest.MonkeyPatch, time: Time
-) -> None:
+def test_pause_grows_until_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch, time: Time) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: pauses.append(cycles / 2.0e9))
     monkeypatch.setattr(stage_timer, "clock_of", lambda device: WallClock())
@@ -87,7 +85,7 @@ def test_the_pause_grows_until_the_host_is_ahead(
     assert len(pauses) == 3, "and the second is kept"
 
 
-def test_the_middle_is_by_stage() -> None:
+def test_medians_are_by_stage() -> None:
     took = median_times(
         [StageTimes(3.0, {"a": 1.0}), StageTimes(1.0, {"a": 9.0}), StageTimes(2.0, {"a": 2.0})]
     )

@@ -1,4 +1,4 @@
-"""Tuning tiles: the space of the Triton experts, and the files that results are kept in."""
+"""Tuning of tiles: the search space of TritonExperts, and the files with its results."""
 
 import pickle
 from dataclasses import replace
@@ -52,7 +52,7 @@ def test_the_triton_parts_are_tuned_to_their_best(here: Path, part: str) -> None
     assert str(tuned.file) in space.explain(128)
 
 
-def test_a_search_ends_where_nothing_but_the_untuned_runs(here: Path) -> None:
+def test_search_ends_if_only_the_untuned_choice_runs(here: Path) -> None:
     space = ConfigSpace(MIXTRAL, "X")
     untuned = space.untuned(64)
     bench = Fake(lambda t, choice: 1.0 if choice == untuned else Refusal("no"))
@@ -83,7 +83,7 @@ def test_every_choice_can_be_launched(here: Path, tokens: int, quant: str, dtype
                 assert choose_config(problem, tokens, space.paths) == config
 
 
-def test_blocks_that_rows_fill_are_tried(here: Path) -> None:
+def test_candidates_have_blocks_that_rows_fill(here: Path) -> None:
     def blocks(tokens: int) -> set[int]:
         return {c.gemm1.block_m for c in ConfigSpace(MIXTRAL, "X").candidates(tokens)}
 
@@ -94,7 +94,7 @@ def test_blocks_that_rows_fill_are_tried(here: Path) -> None:
 
 
 def test_every_entry_can_be_launched_by_some_scheme(here: Path) -> None:
-    """One that never can would be dead data."""
+    """An entry that no scheme can launch would be dead data."""
     quants = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group", "mxfp4_w4a16")
     for quant in quants:
         known = entries(replace(MIXTRAL, quant=quant))
@@ -107,8 +107,8 @@ def test_every_entry_can_be_launched_by_some_scheme(here: Path) -> None:
                 assert all(block_m > 16 for _ in group), "short blocks have nothing to swizzle"
 
 
-def test_few_rows_of_4_bits_are_tuned_by_their_own_launches(here: Path) -> None:
-    """A file of the best says what is launched, and comes back as it was."""
+def test_small_4_bit_calls_have_their_own_launches(here: Path) -> None:
+    """A file with the fastest launches determines the launches, and is read back unchanged."""
     problem = replace(MIXTRAL, quant="int4_w4a16_group")
     space = ConfigSpace(problem, "TritonExperts", PATHS)
     tried = [c for c in space.candidates(16) if c.path == "aligned_w4"]
@@ -120,14 +120,14 @@ def test_few_rows_of_4_bits_are_tuned_by_their_own_launches(here: Path) -> None:
     assert f"GEMM 2: {other.gemm2}" in space.explain(16)
 
 
-def test_the_untuned_choice_is_that_of_the_regimes_whatever_is_tuned(here: Path) -> None:
+def test_untuned_choice_does_not_depend_on_tuned_files(here: Path) -> None:
     write(here / NAME, ours(tokens_1=(launch(64), launch(64))))
     space = ConfigSpace(MIXTRAL, "X")
     assert space.untuned(1) == heuristics(MIXTRAL, current_lookup().device, ("aligned",)).choose(1)
     assert space.candidates(1)[0] == choose_config(MIXTRAL, 1), "what a file says is one too"
 
 
-def test_paths_are_tried_where_they_may_pay(here: Path) -> None:
+def test_paths_are_tried_at_suitable_token_counts(here: Path) -> None:
     space = ConfigSpace(MIXTRAL, "X", (AlignedPath, GemvPath, GroupedTmaPath))
 
     def paths(tokens: int) -> set[str]:
@@ -145,7 +145,7 @@ def test_paths_are_tried_where_they_may_pay(here: Path) -> None:
     assert path.exists()
 
 
-def test_a_space_pretends_its_gpu_in_another_process(
+def test_space_keeps_its_gpu_in_another_process(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     space = pickle.loads(pickle.dumps(ConfigSpace(MIXTRAL, "X")))
@@ -159,7 +159,7 @@ def test_a_space_pretends_its_gpu_in_another_process(
     tiles.clear_caches()
 
 
-def test_what_was_not_timed_cannot_be_estimated() -> None:
+def test_time_model_needs_timed_launches() -> None:
     took = {pair: StageTimes(model(1, pair), staged(1, pair)) for pair in (ONE, TWO)}
     model_of = AdditiveTimeModel(took)
     assert sorted(model_of.kinds()) == [("aligned", 16), ("aligned", 32)]
@@ -168,7 +168,7 @@ def test_what_was_not_timed_cannot_be_estimated() -> None:
         model_of.seconds(MoEConfig(*WANTED, "aligned"))
 
 
-def test_results_survive_a_run(here: Path) -> None:
+def test_saved_results_are_loaded_by_the_next_run(here: Path) -> None:
     space = ConfigSpace(MIXTRAL, "TritonExperts")
     assert space.saved(here) == {}
     best = {
@@ -190,8 +190,8 @@ def test_results_survive_a_run(here: Path) -> None:
     ],
     ids=["hidden", "top_k", "part"],
 )
-def test_another_layer_s_file_is_not_continued(here: Path, other: ConfigSpace) -> None:
-    """Their names are equal: E, I and the device."""
+def test_file_of_another_layer_is_not_continued(here: Path, other: ConfigSpace) -> None:
+    """Both files have the same name, from E, I and the device."""
     space = ConfigSpace(MIXTRAL, "TritonExperts")
     path = space.save({1: TunedChoice(space.untuned(1), 1.0, 1.0)}, here)
     with pytest.raises(ConfigurationError, match="start afresh") as refused:
@@ -199,7 +199,7 @@ def test_another_layer_s_file_is_not_continued(here: Path, other: ConfigSpace) -
     assert str(path) in str(refused.value)
 
 
-def test_somebody_else_s_file_is_not_continued(here: Path) -> None:
+def test_file_of_vllm_is_not_continued(here: Path) -> None:
     write(here / "triton_3_6_0" / NAME, {"1": launch()})
     with pytest.raises(ConfigurationError, match="vLLM"):
         ConfigSpace(MIXTRAL, "TritonExperts").saved(here)
@@ -210,7 +210,7 @@ def test_a_part_without_choices_has_nothing_to_tune() -> None:
     assert load_catalog().experts("TorchExperts").tunable(MIXTRAL) is None
 
 
-def test_saving_makes_this_process_read_anew(here: Path) -> None:
+def test_saving_reloads_files_in_this_process(here: Path) -> None:
     space = ConfigSpace(MIXTRAL, "TritonExperts")
     before = choose_config(MIXTRAL, 64)
     other = next(pair for pair in space.candidates(64) if pair != before)
@@ -230,6 +230,6 @@ def test_saving_makes_this_process_read_anew(here: Path) -> None:
         ("NVIDIA B200", "aligned"),
     ],
 )
-def test_explain_knows_the_paths_of_a_gpu_that_is_named(here: Path, name: str, path: str) -> None:
+def test_explain_uses_the_paths_of_the_named_gpu(here: Path, name: str, path: str) -> None:
     text = ConfigSpace(MIXTRAL, "TritonExperts", PATHS).explain(4096, name)
     assert f"  path: {path}\n" in text

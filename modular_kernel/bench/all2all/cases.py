@@ -1,9 +1,9 @@
 """Cases, transports and the roofline of the dispatch and combine benchmark.
 
-A Transport dispatches and combines tokens on one rank: one of our PrepareAndFinalize parts, or a
-bare library. Between dispatch and combine the experts are the identity and router weights sum to 1,
-so the result must equal x. Inputs are drawn on every rank from the same seeds, so no rank has to
-send its inputs to the others.
+A Transport dispatches and combines tokens on one rank, with one of our PrepareAndFinalize parts or
+with a library alone. Between dispatch and combine the experts are the identity, and the router
+weights of a token sum to 1, so the result must equal x. Every rank can draw the inputs of all
+others from their seeds, so they need not be exchanged.
 """
 
 from abc import ABC, abstractmethod
@@ -20,16 +20,18 @@ from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
 
-BF16_BOUND = 2.0**-7  # relative error of a row: one rounding of each rank's sum, one of the total
+# Relative error of a row: one rounding of each rank's sum, and one of the total.
+BF16_BOUND = 2.0**-7
 FP8_BOUND = 2.0**-4 + BF16_BOUND  # plus half an ulp of float8_e4m3fn in every value
-_INTERMEDIATE = 256  # arbitrary: the experts are not computed
+_INTERMEDIATE = 256  # arbitrary, because the experts are not computed
 
 
 @dataclass(frozen=True)
 class ExchangeCase:
     """A case of the exchange benchmark.
 
-    tokens: T of each rank. capacity: maximum tokens per call, for which buffers are allocated.
+    tokens: number of tokens of each rank. capacity: maximum tokens per call, for which buffers are
+    allocated.
     quant: format of dispatched rows, "none" (bfloat16) or a scheme such as fp8_w8a8_block; combined
     rows are always bfloat16.
     """
@@ -61,7 +63,7 @@ class ExchangeCase:
 
     @property
     def bound(self) -> float:
-        """Maximum relative error of a row against x."""
+        """Maximum relative error of a row of the result that is allowed."""
         return FP8_BOUND if self.scheme.quantizes_activations else BF16_BOUND
 
     @property
@@ -89,7 +91,7 @@ class ExchangeCase:
 
     @cached_property
     def rows_WW(self) -> tuple[tuple[int, ...], ...]:
-        """rows_WW[s][d]: number of tokens of rank s with at least one expert on rank d."""
+        """Number of tokens of rank s with an expert on rank d, at [s][d]."""
         tables = self.problem(0).placement.tables()
         rows = []
         for rank in range(self.world_size):
@@ -100,7 +102,7 @@ class ExchangeCase:
 
     @property
     def remote_rows(self) -> tuple[int, int]:
-        """Rows from other ranks that the busiest rank receives, in dispatch and in combine."""
+        """Number of rows that the busiest rank receives from others, in dispatch and in combine."""
         ranks = range(self.world_size)
         sent = [sum(self.rows_WW[r]) - self.rows_WW[r][r] for r in ranks]
         received = [sum(rows[r] for rows in self.rows_WW) - self.rows_WW[r][r] for r in ranks]
@@ -120,7 +122,7 @@ class TransportLink:
 
 @dataclass(frozen=True)
 class RankContext:
-    """Rank, process group and device of a transport."""
+    """Where a transport runs."""
 
     rank: int
     world_size: int
@@ -130,7 +132,10 @@ class RankContext:
 
 @dataclass(frozen=True)
 class ExchangeInputs:
-    """Inputs of a call: x_TH (T, H) bfloat16; contiguous (T, K) ids int32 and weights float32."""
+    """Inputs of a call on one rank.
+
+    x_TH: (T, H) bfloat16. routing: contiguous ids (T, K) int32 and weights (T, K) float32.
+    """
 
     cell: ExchangeCase
     x_TH: torch.Tensor
@@ -146,11 +151,12 @@ class ExchangeInputs:
 class Transport(ABC):
     """Base class of implementations of dispatch and combine on one rank.
 
-    capturable: dispatch and combine can be captured in CUDA graphs. alone: the processes must not
-    run another transport afterwards, for example because it uses the same library. replicated:
-    every rank passes the tokens of rank 0. interpreted: it runs in Triton's interpreter, so its
-    time is meaningless. note: text for the table. arrived: result of the last dispatch, read by
-    `identity` and `combine`.
+    name: name in the tables. origin: see measure.records.Row. capturable: whether dispatch and
+    combine can be captured in CUDA graphs. alone: whether the processes must end after this
+    transport, for example because another one uses the same library. replicated: whether every rank
+    passes the tokens of rank 0. interpreted: whether it runs in Triton's interpreter, so that its
+    time is meaningless. note: text for the table. arrived: result of the last dispatch, which
+    `identity` and `combine` read.
     """
 
     name: ClassVar[str]
@@ -163,34 +169,31 @@ class Transport(ABC):
     arrived: Any = None
 
     def refusal(self, cell: ExchangeCase) -> str:
-        """Return the reason why this case cannot run, else "". Called on a rank before `open`."""
+        """Return the reason why this case cannot run, or "". Called before `open`."""
         return ""
 
     @abstractmethod
     def open(self, cell: ExchangeCase, context: RankContext) -> None:
-        """Allocate everything for calls of up to cell.capacity tokens. Collective."""
+        """Allocate all buffers for calls of up to cell.capacity tokens. Collective."""
 
     @abstractmethod
     def load(self, inputs: ExchangeInputs) -> None:
-        """Set the inputs of the following calls and do all work that is not timed."""
+        """Set the inputs of the following calls, and do all work that is not timed."""
 
     @abstractmethod
     def dispatch(self) -> None:
-        """Send this rank's rows and receive those of others, in stream order."""
+        """Send this rank's rows and receive those of other ranks, in stream order."""
 
     @abstractmethod
     def identity(self) -> None:
-        """Write the output of identity experts, as the input of `combine`."""
+        """Write the output of identity experts, which is the input of `combine`."""
 
     @abstractmethod
     def combine(self) -> torch.Tensor:
         """Return the weighted sums of this rank's tokens: (T, H) bfloat16, see `expected`."""
 
     def expected(self, inputs: ExchangeInputs) -> torch.Tensor:
-        """Return the correct result of `combine`.
-
-        This is x, unless the transport leaves the summation to its caller.
-        """
+        """Return the correct result of `combine`: x, unless the caller of the transport sums."""
         return inputs.x_TH
 
     def settle(self) -> None:  # noqa: B027  most transports raise errors immediately
@@ -201,7 +204,7 @@ class Transport(ABC):
 
 
 def distance(out: torch.Tensor, x_TH: torch.Tensor) -> float:
-    """Return the maximum relative error of a row of `out` against the row of x.
+    """Return the maximum over rows of the relative error of `out` against x.
 
     It is infinite if a value is not finite or the shapes differ.
     """
@@ -214,10 +217,10 @@ def distance(out: torch.Tensor, x_TH: torch.Tensor) -> float:
 
 
 def dequantize(rows: torch.Tensor, scale: torch.Tensor | None, group: int) -> torch.Tensor:
-    """Multiply rows (..., H) by their scales; returns bfloat16.
+    """Multiply rows (..., H) by their scales; return bfloat16.
 
-    scale: None, float32 (1,), or (..., G) with one scale per `group` values of a row; G = 1 means
-    one scale per row.
+    scale: None; (1,) float32; or (..., G) float32 with one scale for each `group` values of a row,
+    where G = 1 means one scale per row.
     """
     if scale is None:
         return rows.bfloat16()

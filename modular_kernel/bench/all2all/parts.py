@@ -29,17 +29,21 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace
 
-_MOST_BATCHED = 512  # tokens per call; batched buffers reserve one row per token for each expert
-# In order of preference: the less reduction finalize does, the more of its time is the exchange.
-_PREFERRED = (Reduce.NOOP, Reduce.NAIVE_BATCHED, Reduce.CONTIGUOUS)
+# Maximum tokens per call: batched buffers reserve a row for each token and expert.
+_MAX_BATCHED_TOKENS = 512
+# The reduction that the experts leave to finalize, in order of preference. The less of it, the more
+# of finalize's time is the exchange.
+_PREFERRED_REDUCTIONS = (Reduce.NOOP, Reduce.NAIVE_BATCHED, Reduce.CONTIGUOUS)
 
 
 class PartTransport(Transport):
     """A PrepareAndFinalize part with identity experts.
 
     The experts do as much of the reduction as the part supports, to minimize the work in finalize.
-    machine: the machine to check compatibility for. If no experts part is compatible in a case, the
-    refusal lists the reasons of the pairing with the fewest.
+    A case is refused if no experts part is compatible; the refusal has the reasons of the pairing
+    with the fewest.
+
+    name: of the part. machine: the one that compatibility is judged for.
     """
 
     origin = OURS
@@ -47,7 +51,7 @@ class PartTransport(Transport):
     def __init__(self, name: str, machine: Machine) -> None:
         self.cls = load_catalog().prepare_finalize(name)
         self.machine = machine
-        self.name = name  # type: ignore[misc]  # a class of transports, one for each part
+        self.name = name  # type: ignore[misc]  # this class has one instance per part
         requires = self.cls.requires
         self.capturable = requires.graph_capturable
         self.alone = bool(requires.packages)
@@ -55,28 +59,28 @@ class PartTransport(Transport):
         self.interpreted = machine.interpreter and requires.triton
         self.note = "all ranks pass the same tokens" if self.replicated else ""
         self._part: PrepareAndFinalize | None = None
-        self._kind, self._reduce = _reducer(self.cls)
+        self._reduction, self._topk_reduce = _find_reducer(self.cls)
 
     def refusal(self, cell: ExchangeCase) -> str:
         batched = self.cls.requires.activation_format is ActivationFormat.BATCHED_EXPERTS
-        if batched and cell.capacity > _MOST_BATCHED:
-            return f"rows of {cell.capacity} tokens for each expert: {_MOST_BATCHED} at most"
+        if batched and cell.capacity > _MAX_BATCHED_TOKENS:
+            return f"capacity {cell.capacity}: {_MAX_BATCHED_TOKENS} at most in the batched format"
         reasons: list[list[str]] = []
         for experts in load_catalog().names("experts"):
             verdict = check(self.cls, experts, cell.problem(0), self.machine)
             if verdict.ok:
                 return ""
             reasons.append([str(rejection) for rejection in verdict.rejections])
-        reasons.sort(key=lambda found: len(found))
+        reasons.sort(key=len)
         return "; ".join(reasons[0]) if reasons else "no experts part"
 
     def open(self, cell: ExchangeCase, context: RankContext) -> None:
         problem = cell.problem(context.rank)
         self._part = part = self.cls(problem, context.group)
         device = context.device
-        self._kept = part.keeps_expert_output and self._kind is Reduce.NOOP
+        self._part_has_output = part.keeps_expert_output and self._reduction is Reduce.NOOP
         output = {}
-        if not self._kept:
+        if not self._part_has_output:
             output[EXPERT_OUTPUT] = self._output_spec(part.dispatch_shape(cell.capacity))
         self._workspace = Workspace({**part.workspace_shapes(cell.capacity), **output}, device)
         self._invalid = torch.zeros(1, dtype=torch.int32, device=device)
@@ -92,12 +96,12 @@ class PartTransport(Transport):
         self._call = Call(self._workspace, self._invalid, pairing=f"{self.name} x identity")
 
     def _output_spec(self, shape: DispatchShape) -> BufferSpec:
-        """Return the buffer spec of the output of `identity`, for the maximum number of rows."""
+        """Return the spec of the output of `identity` with the maximum number of rows."""
         assert self._part is not None
         hidden, dtype = self._part.problem.hidden, self._part.problem.dtype
         if isinstance(shape, BatchedShape):
             return BufferSpec((shape.experts, shape.capacity, hidden), dtype)
-        row = (hidden,) if self._kind is Reduce.NOOP else (shape.top_k, hidden)
+        row = (hidden,) if self._reduction is Reduce.NOOP else (shape.top_k, hidden)
         return BufferSpec((shape.tokens, *row), dtype)
 
     def dispatch(self) -> None:
@@ -112,9 +116,9 @@ class PartTransport(Transport):
         if isinstance(tokens, BatchedTokens):
             rows = dequantize(tokens.x_eCH, tokens.scale, group)
         else:
-            rows = _standard(tokens, group, self._kind)
+            rows = _identity_output(tokens, group, self._reduction)
         # The address must not change, because a captured combine reads from it.
-        if self._kept:
+        if self._part_has_output:
             assert self._part is not None
             self._output = self._part.expert_output(self.arrived[1])
         else:
@@ -124,9 +128,9 @@ class PartTransport(Transport):
     def combine(self) -> torch.Tensor:
         part, handle = self._part, self.arrived[1]
         assert part is not None
-        if part.allocates_output:  # the part allocates the output, as for a caller without `out`
-            return part.combined(self._output, handle=handle, reduce=self._reduce)
-        part.finalize(self._output, handle=handle, reduce=self._reduce, out=self._out)
+        if part.allocates_output:
+            return part.combined(self._output, handle=handle, reduce=self._topk_reduce)
+        part.finalize(self._output, handle=handle, reduce=self._topk_reduce, out=self._out)
         return self._out
 
     def settle(self) -> None:
@@ -144,21 +148,24 @@ class PartTransport(Transport):
             destroy()
 
 
-def _reducer(cls: type[PrepareAndFinalize]) -> tuple[Reduce, TopKWeightAndReduce]:
-    """Return the reduction that identity experts leave to this part, and its reducer."""
-    kind = next((kind for kind in _PREFERRED if kind in cls.requires.reduces), Reduce.DELEGATE)
+def _find_reducer(cls: type[PrepareAndFinalize]) -> tuple[Reduce, TopKWeightAndReduce]:
+    """Return the reduction that the experts leave to this part, and the part that does it."""
+    supported = (reduce for reduce in _PREFERRED_REDUCTIONS if reduce in cls.requires.reduces)
+    reduction = next(supported, Reduce.DELEGATE)
     reducers: list[Any] = [part.cls for part in load_catalog().parts if part.kind == "topk_reduce"]
     for reducer in reducers:
-        if reducer.kind is kind:
-            return kind, reducer()
-    raise ConfigurationError("topk_reduce", got="no such part", need=f"one of kind {kind.value}")
+        if reducer.kind is reduction:
+            return reduction, reducer()
+    need = f"one of kind {reduction.value}"
+    raise ConfigurationError("topk_reduce", got="no such part", need=need)
 
 
-def _standard(tokens: ContiguousTokens, group: int, kind: Reduce) -> torch.Tensor:
-    """Compute the identity experts' output in the standard format.
+def _identity_output(tokens: ContiguousTokens, group: int, kind: Reduce) -> torch.Tensor:
+    """Return the identity experts' output in the standard format.
 
-    Returns (R, H) weighted sums over this rank's pairs for NOOP, else (R, K, H) unweighted rows
-    with zeros for pairs of other ranks.
+    kind: the reduction left to finalize. For NOOP, the output is (R, H), the weighted sums over
+    this rank's pairs; else it is (R, K, H), unweighted rows with zeros for the pairs of other
+    ranks. group: values per scale.
     """
     local_RK = _local_ids(tokens.routing)
     any_local_R1 = local_RK.any(1, keepdim=True)
@@ -167,7 +174,7 @@ def _standard(tokens: ContiguousTokens, group: int, kind: Reduce) -> torch.Tenso
     if kind is not Reduce.NOOP:
         return torch.where(local_RK[..., None], x_RH[:, None], 0).contiguous()
     weights_RK = tokens.routing.topk_weights_TK
-    assert weights_RK is not None, "a part that leaves NOOP hands weights to the experts"
+    assert weights_RK is not None, "a part that supports NOOP passes router weights to the experts"
     share_R1 = torch.where(local_RK, weights_RK, 0).sum(1, keepdim=True)
     return (x_RH.float() * share_R1).to(x_RH.dtype)
 

@@ -7,12 +7,12 @@ from modular_kernel.bench.peer_files import load_file
 
 
 def load_peers(path: Path) -> list[Transport]:
-    """Import the file and return the result of its `transports()`.
+    """Import a file and return the result of its `transports()`.
 
-    Raises BrokenPartError or ConfigurationError naming the file if that fails.
+    This happens in the main process and on every rank. The file should therefore import libraries
+    only in `Transport.open`.
 
-    This is called in the listing process and on every rank. Libraries should therefore be imported
-    in `Transport.open`, not at import of the file or in the constructors.
+    Raises BrokenPartError or ConfigurationError, with the name of the file, if that fails.
     """
     transports: list[Transport]
     _, transports = load_file(path, "transports", Transport)

@@ -12,21 +12,22 @@ from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.utils import json_files
 
 SCHEMA = "mk-exchange/1"
-_SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)  # a row has the worst status of its ranks
+_SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)  # ascending; a row has its ranks' worst status
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeRow:
-    """Result of one transport in one case; times are set only if the status is ok.
+    """Result of one transport in one case. It has times only if the status is ok.
 
-    *_us: maximum over ranks of the rank's median time. pair_us: time of dispatch followed by
+    *_us: median time in microseconds, the maximum over ranks. pair_us: of a dispatch followed by a
         combine.
-    *_rows: rows that the busiest rank receives from other ranks, one per token and rank.
+    *_rows: number of rows that the busiest rank receives from other ranks.
     *_bytes: bytes of those rows. *_gbs: *_bytes divided by the time, in GB/s.
-    *_floor_us: roofline, see `TransportLink.floor_us`.
-    error: maximum error of a row, relative to x.
+    *_floor_us: roofline, see `TransportLink`.
+    error: maximum relative error of a row, see `cases.distance`.
 
-    The other fields are as in `ExchangeCase` and `ExchangeTimes`.
+    For origin, status and note, see measure.records.Row. The other fields are as in `ExchangeCase`
+    and `ExchangeTimes`.
     """
 
     transport: str
@@ -68,24 +69,26 @@ def row_of(
     reports: Sequence[dict[str, Any]],
     link: TransportLink,
 ) -> ExchangeRow:
-    """Combine the reports of the ranks on one case into a row.
+    """Combine the reports of all ranks on one case into a row.
 
-    reports: a dict per rank with status, note, error, dispatch_us, ... and at (time of the report
-    on a clock shared by all ranks). Of several equally informative notes the earliest is kept.
+    If several ranks have an equally informative note, the row has the earliest.
+
+    reports: for each rank a dict with `status`, `note`, `error`, the times, and `at`, when it was
+    made by a clock that all ranks share.
     """
     received, sent = cell.remote_rows
     dispatch_bytes, combine_bytes = received * cell.row_bytes, sent * 2 * cell.hidden
-    worst = max(reports, key=lambda one: _SEVERITY.index(one["status"]))
-    with_notes = [one for one in reports if one["status"] == worst["status"] and one["note"]]
-    with_notes.sort(key=lambda one: (_note_priority(one["note"]), one.get("at", math.inf)))
-    figures: dict[str, Any] = {}
-    errors = [one["error"] for one in reports if one.get("error") is not None]
+    worst = max(reports, key=lambda report: _SEVERITY.index(report["status"]))
+    with_notes = [r for r in reports if r["status"] == worst["status"] and r["note"]]
+    with_notes.sort(key=lambda report: (_note_priority(report["note"]), report.get("at", math.inf)))
+    times: dict[str, Any] = {}
+    errors = [report["error"] for report in reports if report.get("error") is not None]
     if worst["status"] == OK:
         for name in ("dispatch_us", "combine_us", "pair_us", "spread"):
-            figures[name] = max(one[name] for one in reports)
-        figures["dispatch_gbs"] = dispatch_bytes / figures["dispatch_us"] / 1e3
-        figures["combine_gbs"] = combine_bytes / figures["combine_us"] / 1e3
-        figures["mode"] = reports[0]["mode"]
+            times[name] = max(report[name] for report in reports)
+        times["dispatch_gbs"] = dispatch_bytes / times["dispatch_us"] / 1e3
+        times["combine_gbs"] = combine_bytes / times["combine_us"] / 1e3
+        times["mode"] = reports[0]["mode"]
     sizes = {f.name: getattr(cell, f.name) for f in fields(cell)}
     return ExchangeRow(
         transport=transport,
@@ -100,7 +103,7 @@ def row_of(
         combine_bytes=combine_bytes,
         dispatch_floor_us=link.floor_us(dispatch_bytes),
         combine_floor_us=link.floor_us(combine_bytes),
-        **figures,
+        **times,
     )
 
 
@@ -129,14 +132,11 @@ class ExchangeReport:
         return cls(record["environment"], tuple(ExchangeRow(**row) for row in record["rows"]))
 
     def write(self, path: Path) -> None:
-        """Write the record atomically, so that a killed run leaves the last complete record."""
+        """Write the file atomically, so that an interrupted run leaves a complete file."""
         json_files.write(path, self.to_json() + "\n")
 
     def with_rows_of(self, others: Iterable["ExchangeReport"]) -> "ExchangeReport":
-        """Return a report with this report's environment and the rows of all reports.
-
-        The other reports were measured in processes with other libraries.
-        """
+        """Return a report with this report's environment and the rows of all reports."""
         rows = [*self.rows, *(row for other in others for row in other.rows)]
         return ExchangeReport(self.environment, tuple(rows))
 
@@ -154,7 +154,8 @@ _COLUMNS = (
     "T", "transport", "dispatch", "floor", "GB/s", "combine", "floor", "GB/s",
     "pair", "mode", "error", "note",
 )  # fmt: skip
-# Columns dropped on a narrow terminal, starting with the last; both columns of a name together.
+# Columns that are dropped on a narrow terminal, the last one first. The two columns of one name are
+# dropped together.
 OPTIONAL = ("mode", "GB/s", "floor", "error", "note")
 
 
@@ -182,9 +183,9 @@ def one_line(row: ExchangeRow) -> str:
 
 
 def tables(rows: Iterable[ExchangeRow]) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
-    """Yield a title, columns and cells for each quant.
+    """Yield the title, columns and cells of a table for each format of dispatched rows.
 
-    Rows of the same case are adjacent, fastest first; refused rows are left out.
+    Rows of the same case are adjacent, the fastest first. Refused rows are left out.
     """
     shown = [row for row in rows if row.status != REFUSED]
     shown.sort(key=lambda row: (row.world_size, row.tokens, row.pair_us or float("inf")))
@@ -198,17 +199,17 @@ def _name(quant: str) -> str:
 
 
 def short_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Yield a title, columns and cells for each quant.
+    """Yield the title, columns and cells of a short table for each format of dispatched rows.
 
-    There is a line per transport and a column per T. Each cell has microseconds of dispatch, of
-    combine and of the pair. The last line has the floors.
+    A table has a row per transport and a column per number of tokens. A cell has the microseconds
+    of dispatch, combine, and both. The last row has the floors.
     """
     for quant in dict.fromkeys(row.quant for row in rows):
         shown = [row for row in rows if row.quant == quant and row.status != REFUSED]
         sizes = sorted({row.tokens for row in shown})
         cells: dict[str, dict[int, str]] = {"floor": {}}
         for row in shown:
-            cells.setdefault(row.transport, {})[row.tokens] = _three(row)
+            cells.setdefault(row.transport, {})[row.tokens] = _short_cell(row)
             floors = row.dispatch_floor_us, row.combine_floor_us
             cells["floor"][row.tokens] = " / ".join(map(_number, floors))
         cells["floor"] = cells.pop("floor")  # move it to the end
@@ -217,14 +218,14 @@ def short_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], 
         yield title, ["", *(f"T={size}" for size in sizes)], lines
 
 
-def _three(row: ExchangeRow) -> str:
+def _short_cell(row: ExchangeRow) -> str:
     if row.status != OK:
         return row.status.upper() if row.status in (WRONG, FAILED) else row.status
     return " / ".join(map(_number, (row.dispatch_us, row.combine_us, row.pair_us)))
 
 
 def markdown(report: ExchangeReport) -> str:
-    """Render the report as Markdown: environment, tables per quant, and refused transports."""
+    """Render the report as Markdown."""
     env = report.environment
     versions = ", ".join(f"{k} {v}" for k, v in env.get("versions", {}).items() if v)
     lines = [
@@ -232,8 +233,8 @@ def markdown(report: ExchangeReport) -> str:
         "",
         f"- {env.get('date')}, modular-kernel {env.get('version')}, {versions}",
         f"- `{env.get('command')}`",
-        "- floor = bytes of remote rows, one for each token and rank, into the busiest rank at",
-        f"  {env.get('link_gbs')} GB/s, and {env.get('latency_us')} us",
+        "- floor: the time to send the busiest rank one row for each token and rank that needs it,",
+        f"  at {env.get('link_gbs')} GB/s, plus {env.get('latency_us')} us",
         f"- {env.get('method')}",
     ]
     if env.get("event_gap_us") is not None:

@@ -1,8 +1,8 @@
 """Benchmark of transports over ranks.
 
 Each transport is verified before it is timed, and a failure of one does not stop the others. Every
-rank immediately writes the result of each case to its own file, so that results survive when a rank
-later crashes or hangs.
+rank writes the result of each case to its own file at once, so that no result is lost if a rank
+crashes or hangs later.
 """
 
 import json
@@ -37,9 +37,9 @@ from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.spec.problem import Machine
 
-_START_S = 60.0  # for starting processes and communicators, on top of the limits of the ranks
+_START_S = 60.0  # seconds to start processes and communicators, in addition to the ranks' limits
 _NO_ANSWER = "no answer"
-_CODE = 3  # exit status of a rank that its RunWatch terminated
+_EXIT_STATUS = 3  # exit status of a rank that its RunWatch terminated
 
 
 class RankRunner(Protocol):
@@ -56,10 +56,11 @@ class RankRunner(Protocol):
 
 @dataclass(frozen=True)
 class ExchangeOffer:
-    """A transport that each rank constructs: one of our parts, or one of a --peer file.
+    """A transport to measure, which each rank creates with `make`.
 
-    cells: the cases to run. seconds: time limit per case, including `open`; a rank that exceeds it
-    terminates its process.
+    cells: the cases to run. alone: see Transport. path: the --peer file that defines the transport;
+    None for one of our parts. seconds: time limit for a case, including `open`; a rank that exceeds
+    it terminates its process.
     """
 
     name: str
@@ -68,7 +69,7 @@ class ExchangeOffer:
     machine: Machine
     alone: bool = False
     path: Path | None = None
-    seconds: float = 60.0  # some libraries compile at a first call
+    seconds: float = 60.0  # some libraries compile in the first call
 
     def make(self) -> Transport:
         if self.path is None:
@@ -93,20 +94,22 @@ def run(
     repeats: Repeats,
     deadline_s: float | None = None,
 ) -> Iterator[tuple[ExchangeRow, ...]]:
-    """Yield the rows of each offer in order.
+    """Measure all offers; yield the rows of each.
 
-    Offers that would start after `deadline_s` seconds are skipped.
+    new_pool: starts the ranks; called at the start, and after each offer that has to run alone.
+    link: the model for the floors. deadline_s: seconds after which no offer is started; the others
+    are skipped.
     """
     started, pool = time.monotonic(), new_pool()
     try:
         for offer in offers:
             if deadline_s is not None and time.monotonic() - started > deadline_s:
-                skips = [_skipped("the deadline had passed")]
+                skips = [_skip_report("the deadline had passed")]
                 yield tuple(
                     row_of(offer.name, offer.origin, cell, skips, link) for cell in offer.cells
                 )
                 continue
-            yield tuple(_by_batches(offer, pool, link, repeats))
+            yield tuple(_run_batches(offer, pool, link, repeats))
             if offer.alone:
                 pool.close()
                 pool = new_pool()
@@ -114,30 +117,31 @@ def run(
         pool.close()
 
 
-def _by_batches(
+def _run_batches(
     offer: ExchangeOffer, pool: RankRunner, link: TransportLink, repeats: Repeats
 ) -> Iterator[ExchangeRow]:
-    """Yield the rows of an offer, batch by batch.
+    """Measure the cases of an offer in batches, and yield their rows.
 
-    Cases of one quant and capacity form a batch, which shares the state of `open` and its failures.
-    After a hang in the first case of a batch the remaining batches are skipped, because each would
-    hang until its timeout.
+    Cases of one format and capacity form a batch. They share the buffers of one `open`, and a
+    failed case fails those after it. If the first case of a batch hangs, the other batches are
+    skipped, because each would hang until its timeout.
     """
-    hung = False
+    has_hung = False
     for _, cells in groupby(offer.cells, key=lambda cell: (cell.quant, cell.capacity)):
         batch = replace(offer, cells=tuple(cells))
-        if hung:
-            skips = [_skipped("after a hang")]
+        if has_hung:
+            skips = [_skip_report("after a hang")]
             yield from (row_of(offer.name, offer.origin, cell, skips, link) for cell in batch.cells)
             continue
-        rows = _rows(batch, pool, link, repeats)
-        hung = rows[0].status == FAILED and rows[0].note.startswith(_NO_ANSWER)
+        rows = _run_batch(batch, pool, link, repeats)
+        has_hung = rows[0].status == FAILED and rows[0].note.startswith(_NO_ANSWER)
         yield from rows
 
 
-def _rows(
+def _run_batch(
     offer: ExchangeOffer, pool: RankRunner, link: TransportLink, repeats: Repeats
 ) -> tuple[ExchangeRow, ...]:
+    """Measure the cases of an offer, all of one format and capacity, on all ranks."""
     failure = ""
     with tempfile.TemporaryDirectory(prefix="mk-exchange-") as folder:
         seconds = _START_S + 2 * len(offer.cells) + offer.seconds
@@ -161,7 +165,7 @@ def _rows(
 
 
 def _error_line(error: ModularKernelError) -> str:
-    """Return the line of the error that names a dead rank, else its last line."""
+    """Return the line of the error's message that names a dead rank, or else its last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     dead = [line for line in lines if "died: " in line]
     return (dead or lines[-1:] or [type(error).__name__])[0][:300]
@@ -185,24 +189,24 @@ def _read(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def measure(rank: int, world_size: int, group: Any, task: RankTask) -> None:
-    """Run the cases of an offer, all of one quant and capacity, and write each result at once."""
+    """Measure a batch on this rank, and write each result to the rank's file at once."""
     cuda = task.offer.machine.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     context = RankContext(rank, world_size, group, device)
     with Path(task.folder, f"{rank}.jsonl").open("w", encoding="utf-8") as file:
         writer = ResultWriter(file)
         with RunWatch(task.offer.seconds, writer) as watch:
-            for report in _batch(task, task.offer.cells, context, writer):
+            for report in _measure_batch(task, task.offer.cells, context, writer):
                 writer.write(report)
                 writer.cell += 1
                 watch.progress()
 
 
 class ResultWriter:
-    """Writer of a rank's result file, with the index of the current case.
+    """Writer of a rank's result file. cell: index of the current case.
 
-    Only the first report on a case counts. A rank that fails reports it before it communicates with
-    the other ranks, because they may be blocked in another collective.
+    Only the first report on a case counts. A rank that fails writes its report before it
+    communicates with the other ranks, because they may be blocked in another collective.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -213,8 +217,11 @@ class ResultWriter:
         self._file.write(json.dumps({"cell": self.cell, "at": time.monotonic(), **result}) + "\n")
         self._file.flush()
 
-    def failed(self, note: str, error: float | None = None) -> dict[str, Any]:
-        """Return the report of a failed case; write it at once if this rank knows the reason."""
+    def report_failure(self, note: str, error: float | None = None) -> dict[str, Any]:
+        """Return the report of a failed case.
+
+        note: the reason, or "" if another rank failed. With a reason, the report is also written.
+        """
         report = {"status": FAILED, "note": note or "another rank failed", "error": error}
         if note:
             self.write(report)
@@ -245,8 +252,8 @@ class RunWatch:
     def _watch(self) -> None:
         while not self._done.wait(0.1):
             if time.monotonic() > self._deadline:
-                self._writer.failed(f"{_NO_ANSWER} within {self._seconds:g} s")
-                os._exit(_CODE)
+                self._writer.report_failure(f"{_NO_ANSWER} within {self._seconds:g} s")
+                os._exit(_EXIT_STATUS)
 
 
 def event_gap(rank: int, world_size: int, group: Any) -> float | None:
@@ -255,10 +262,11 @@ def event_gap(rank: int, world_size: int, group: Any) -> float | None:
     return event_gap_us(torch.device("cuda" if cuda else "cpu"))
 
 
-def _batch(
+def _measure_batch(
     task: RankTask, cells: Sequence[ExchangeCase], context: RankContext, writer: ResultWriter
 ) -> Iterator[dict[str, Any]]:
-    transport, reason, report = None, "", _skipped("after a failure")
+    """Measure the cases on this rank, and yield a report on each."""
+    transport, reason, report = None, "", _skip_report("after a failure")
     try:
         transport = task.offer.make()
         reason = transport.refusal(cells[0])
@@ -270,10 +278,10 @@ def _batch(
     # A peer can raise anything, and the other transports must still be measured.
     except Exception as error:  # noqa: BLE001
         reason = _short_error(error)
-        writer.failed(reason)
+        writer.report_failure(reason)
     if not _all_ranks(context, not reason) or transport is None:
         if report["status"] == SKIPPED:
-            yield writer.failed("")
+            yield writer.report_failure("")
             cells = cells[1:]
         yield from (report for _ in cells)
         _close(transport)
@@ -281,34 +289,38 @@ def _batch(
     broken = ""
     for cell in cells:
         with prefer_torch_reference(enabled=not transport.interpreted):
-            report = _skipped(broken) if broken else _cell(transport, cell, context, task, writer)
+            report = (
+                _skip_report(broken)
+                if broken
+                else _measure_cell(transport, cell, context, task, writer)
+            )
         if report["status"] == FAILED:
             broken = "after a failure"
         yield report
     _close(transport)
 
 
-def _cell(
+def _measure_cell(
     transport: Transport,
     cell: ExchangeCase,
     context: RankContext,
     task: RankTask,
     writer: ResultWriter,
 ) -> dict[str, Any]:
-    """Verify the transport, then time it.
+    """Verify the transport in one case, time it, and return the report.
 
-    All ranks synchronize their status after each step, so that none waits for a failed rank.
+    After each step, ranks exchange whether it succeeded, so that none waits for a failed rank.
     """
     note, error, times = "", float("inf"), None
     inputs = ExchangeInputs.of(cell, 0 if transport.replicated else context.rank, context.device)
     try:
         transport.load(inputs)
-        error = max(_checked(transport, inputs) for _ in range(2))
+        error = max(_run_and_check(transport, inputs) for _ in range(2))
     except Exception as failure:  # noqa: BLE001  as above
         note = _short_error(failure)
-        writer.failed(note)
+        writer.report_failure(note)
     if not _all_ranks(context, not note):
-        return writer.failed("")
+        return writer.report_failure("")
     if not _all_ranks(context, error <= cell.bound):
         reason = f"a row is {error:.1e} away from x, more than {cell.bound:.1e}"
         status = WRONG if error > cell.bound else SKIPPED
@@ -320,9 +332,9 @@ def _cell(
         transport.settle()
     except Exception as failure:  # noqa: BLE001  as above
         note = _short_error(failure)
-        writer.failed(note, error)
+        writer.report_failure(note, error)
     if not _all_ranks(context, not note):
-        return writer.failed("", error)
+        return writer.report_failure("", error)
     assert times is not None
     error = max(error, times.error)
     if error > cell.bound:
@@ -330,13 +342,14 @@ def _cell(
     return {"status": OK, "note": transport.note, **asdict(replace(times, error=error))}
 
 
-def _checked(transport: Transport, inputs: ExchangeInputs) -> float:
+def _run_and_check(transport: Transport, inputs: ExchangeInputs) -> float:
+    """Run a dispatch and a combine; return the error of the result."""
     transport.dispatch()
     transport.identity()
     out = transport.combine()
     transport.settle()
     error = distance(out, transport.expected(inputs))
-    out.fill_(float("nan"))  # so that the next call fails if it leaves values unwritten
+    out.fill_(float("nan"))  # so that values which the next call does not write are detected
     return error
 
 
@@ -355,7 +368,7 @@ def _close(transport: Transport | None) -> None:
         pass
 
 
-def _skipped(reason: str) -> dict[str, Any]:
+def _skip_report(reason: str) -> dict[str, Any]:
     return {"status": SKIPPED, "note": reason, "error": None}
 
 

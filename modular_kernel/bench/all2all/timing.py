@@ -1,10 +1,10 @@
 """Timing of dispatch and combine on one rank.
 
-If both halves can be captured, each is a CUDA graph. The two graphs are replayed alternately with
-an event in between, behind a spinning kernel that lets the host queue ahead. The time of a pair is
-that of a graph of four pairs, which contains no graph launches. Otherwise eager calls are timed,
-with a barrier before each; these times include the host. Inputs are warm in the L2 cache, as after
-the previous layer of a model.
+If both can be captured, each is a CUDA graph. The two graphs are replayed alternately with an event
+in between, after a spinning kernel that gives the host time to queue them. The time of a pair (a
+dispatch and a combine) is measured with one graph of four pairs, in order to exclude the time of
+graph launches. Otherwise eager calls are timed, with a barrier before each, and times include host
+time. Inputs are in the L2 cache, as after the previous layer of a model.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,15 @@ from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.timing import Call, capture, clock_of
 
 _PAIRS = 4  # dispatch and combine pairs per graph
-_SPIN_CYCLES = 2_000_000  # about 1 ms, in which the host queues the timed work
+_SPIN_CYCLES = 2_000_000  # about 1 ms, the time that the host has to queue the timed work
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """Numbers of repetitions. The result is the median over rounds of the median over replays."""
+    """Number of replays per round, and of rounds.
+
+    The result is the median over rounds of the median over replays.
+    """
 
     replays: int = 20
     rounds: int = 5
@@ -53,27 +56,28 @@ def time_transport(
     inputs: ExchangeInputs,
     context: RankContext,
     repeats: Repeats,
-    agreed: Callable[[bool], bool],
+    all_true: Callable[[bool], bool],
 ) -> ExchangeTimes:
     """Time a verified transport. Collective.
 
-    agreed: returns whether its argument is true on all ranks. Graphs are used only if the capture
-    succeeded on all ranks.
+    Graphs are used only if all ranks can capture them.
+
+    all_true: returns whether its argument is true on all ranks.
     """
     graphs = None
     if context.device.type == "cuda" and transport.capturable:
         graphs = _capture(transport, inputs)
-        if not agreed(graphs is not None):
+        if not all_true(graphs is not None):
             graphs = None
     if graphs is None:
-        return _eager(transport, context, repeats)
-    error = _replayed(transport, inputs, graphs)
-    return _graph(graphs, context, repeats, error)
+        return _time_eager(transport, context, repeats)
+    error = _replay_error(transport, inputs, graphs)
+    return _time_graphs(graphs, context, repeats, error)
 
 
 @dataclass(frozen=True)
 class _Graphs:
-    """Captured graphs; `arrived` is the dispatch result in the memory of the dispatch graph."""
+    """Replays of the captured graphs. arrived: the result in the memory of the dispatch graph."""
 
     dispatch: Call
     combine: Call
@@ -95,7 +99,7 @@ def _capture(transport: Transport, inputs: ExchangeInputs) -> _Graphs | None:
     return _Graphs(first[0], combine, pairs, arrived)
 
 
-def _replayed(transport: Transport, inputs: ExchangeInputs, graphs: _Graphs) -> float:
+def _replay_error(transport: Transport, inputs: ExchangeInputs, graphs: _Graphs) -> float:
     """Return the relative error after a replay of dispatch, the identity, and combine."""
     transport.arrived = graphs.arrived
     graphs.dispatch()
@@ -105,19 +109,24 @@ def _replayed(transport: Transport, inputs: ExchangeInputs, graphs: _Graphs) -> 
     return distance(out, transport.expected(inputs))
 
 
-def _graph(graphs: _Graphs, context: RankContext, repeats: Repeats, error: float) -> ExchangeTimes:
-    halves, pairs = [], []
+def _time_graphs(
+    graphs: _Graphs, context: RankContext, repeats: Repeats, error: float
+) -> ExchangeTimes:
+    single_times, pairs = [], []
     for _ in range(repeats.rounds):
-        parts = _queued([graphs.dispatch, graphs.combine], context, repeats.replays)
-        halves.append([median(times) for times in parts])
-        pairs.append(median(_queued([graphs.pairs], context, repeats.replays)[0]) / _PAIRS)
-    dispatch, combine = (median(times) for times in zip(*halves, strict=True))
+        parts = _time_queued([graphs.dispatch, graphs.combine], context, repeats.replays)
+        single_times.append([median(times) for times in parts])
+        pairs.append(median(_time_queued([graphs.pairs], context, repeats.replays)[0]) / _PAIRS)
+    dispatch, combine = (median(times) for times in zip(*single_times, strict=True))
     spread = (max(pairs) - min(pairs)) / median(pairs)
     return ExchangeTimes(dispatch, combine, median(pairs), spread, "graph", error)
 
 
-def _queued(runs: list[Call], context: RankContext, replays: int) -> list[list[float]]:
-    """Return microseconds of each graph by replay, without the first, which synchronizes ranks."""
+def _time_queued(runs: list[Call], context: RankContext, replays: int) -> list[list[float]]:
+    """Return, for each graph, the microseconds of its replays.
+
+    The first replay is not counted, because it includes waiting for other ranks.
+    """
     clock = clock_of(context.device)
     dist.barrier(context.group)
     torch.cuda._sleep(_SPIN_CYCLES)  # type: ignore[no-untyped-call]
@@ -131,7 +140,7 @@ def _queued(runs: list[Call], context: RankContext, replays: int) -> list[list[f
     return [times[len(runs) + index :: len(runs)] for index in range(len(runs))]
 
 
-def _eager(transport: Transport, context: RankContext, repeats: Repeats) -> ExchangeTimes:
+def _time_eager(transport: Transport, context: RankContext, repeats: Repeats) -> ExchangeTimes:
     clock = clock_of(context.device)
     rounds = []
     for _ in range(repeats.rounds):
@@ -156,9 +165,10 @@ def _eager(transport: Transport, context: RankContext, repeats: Repeats) -> Exch
 
 
 def event_gap_us(device: torch.device) -> float | None:
-    """Return the time in us of a graph with one trivial kernel between two events.
+    """Return the microseconds that two events measure around a graph with one trivial kernel.
 
-    The time of each half includes about this much overhead. Returns None without CUDA graphs.
+    The times of dispatch and combine include about this much overhead. Returns None on a CPU, or if
+    the capture fails.
     """
     if device.type != "cuda":
         return None

@@ -1,6 +1,6 @@
-"""The document model, rendered as Markdown or HTML.
+"""The document model: blocks that are rendered as Markdown or HTML.
 
-Texts are plain, with two kinds of markup that both renderers support: `code` and [text](target).
+Texts may contain two kinds of markup, which both renderers support: `code` and [text](target).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,8 @@ class Heading:
 
 @dataclass(frozen=True)
 class Text:
+    """A paragraph."""
+
     text: str
 
 
@@ -42,7 +44,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Code:
-    """A code block. It is tested, unless its first line gives a reason not to."""
+    """A code block. The test suite runs it, unless its first line gives a reason not to."""
 
     language: str
     text: str
@@ -64,14 +66,17 @@ class Figure:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Highlights at the top of a page, as (value, description) pairs."""
+    """Highlights at the top of a page.
+
+    values: (value, description) pairs.
+    """
 
     values: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A definition list of (name, text) pairs."""
+    """A definition list. pairs: (name, text)."""
 
     pairs: Sequence[tuple[str, str]]
 
@@ -105,10 +110,13 @@ class Bars:
 
 @dataclass(frozen=True)
 class MatrixPicture:
-    """A square for each pair of a row and a column, which a reader filters.
+    """A picture with a square for each pair of a row and a column.
 
-    texts: reasons of refusals. refusals: indices of the texts of each distinct refusal; the first
-    is empty, of valid pairs. cells: "SCHEME RANKS" -> the refusal of each pair, row by row.
+    The reader selects the scheme and the number of ranks.
+
+    texts: distinct reasons of refusals. refusals: distinct refusals, each as indices of its texts;
+    the first is empty and stands for valid pairs. cells: by "SCHEME RANKS", the index of the
+    refusal of each pair, row by row.
     """
 
     rows: Sequence[str]

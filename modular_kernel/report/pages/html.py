@@ -1,7 +1,7 @@
 """HTML rendering of documents as one self-contained file, without external resources.
 
-The only script is that of a `MatrixPicture`, for its filters. Without scripts the page shows the
-first scheme and number of ranks.
+The only script filters a `MatrixPicture`. Where scripts are disabled, the picture shows the first
+scheme and number of ranks.
 """
 
 import json
@@ -15,14 +15,14 @@ from markupsafe import Markup, escape
 from modular_kernel.report.pages.document import Bars, Heading, MatrixPicture, PageBlock
 from modular_kernel.report.pages.plots import Scale, line, text
 
-_LISTED = 2  # levels of headings in the table of contents
+_MAX_LISTED_LEVEL = 2  # of the headings in the table of contents
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _CODE = re.compile(r"(`[^`]+`)")
 
 
 def page(title: str, document: Sequence[PageBlock]) -> str:
-    """Render the HTML file; `Contents` in the document becomes the table of contents."""
-    listed = [b for b in document if isinstance(b, Heading) and 1 < b.level <= _LISTED]
+    """Render an HTML file. `Contents` in the document becomes the table of contents."""
+    listed = [b for b in document if isinstance(b, Heading) and 1 < b.level <= _MAX_LISTED_LEVEL]
     return (
         _templates()
         .get_template("page.html")
@@ -59,13 +59,13 @@ def _anchor(heading: Heading) -> str:
 
 
 def _verdict(text: str) -> str:
-    """Return the CSS class of a table cell that starts with "yes" or "no", else ""."""
+    """Return the CSS class of a table cell: "yes" or "no" if it starts with that, else ""."""
     first = text.partition(":")[0]
     return {"yes": "yes", "no": "no"}.get(first, "")
 
 
 def _inline(text: str) -> Markup:
-    """Render inline markup. Links are reduced to their text: a page has no other files to link."""
+    """Render inline markup. Links become plain text, because the page has no other files."""
     parts = []
     for piece in _CODE.split(text):
         if piece.startswith("`") and len(piece) > 2:
@@ -94,7 +94,7 @@ _SQUARE, _LEFT, _TOP = 26, 260, 190  # of the matrix: size of a square, margins 
 
 
 def _matrix_data(block: MatrixPicture) -> Markup:
-    """Return the JSON that the script reads, with "<" escaped so that no text ends the element."""
+    """Return the JSON that the script reads. "<" is escaped, so that no text ends the element."""
     data = {"texts": block.texts, "refusals": block.refusals, "cells": block.cells}
     return Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
 
@@ -117,12 +117,13 @@ def _matrix_svg(block: MatrixPicture) -> Markup:
             refusal = block.refusals[refusals[row * len(block.columns) + column]]
             lines = [block.texts[index] for index in refusal] or ["valid"]
             pair = f"{name} x {experts}"
-            place = f'x="{_LEFT + _SQUARE * column + 2}" y="{y + 2}"'
-            kind = "refused" if refusal else "valid"
+            position = f'x="{_LEFT + _SQUARE * column + 2}" y="{y + 2}"'
+            css_class = "refused" if refusal else "valid"
             size = f'width="{_SQUARE - 4}" height="{_SQUARE - 4}" rx="3"'
             title = escape("\n".join([pair, *lines]))
             shapes.append(
-                f'<rect class="{kind}" {place} {size} tabindex="0" data-pair="{escape(pair)}">'
+                f'<rect class="{css_class}" {position} {size} tabindex="0" '
+                f'data-pair="{escape(pair)}">'
                 f"<title>{title}</title></rect>"
             )
     frame = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'

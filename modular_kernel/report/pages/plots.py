@@ -1,6 +1,6 @@
 """Scales, ticks, colors and SVG primitives of figures, with light and dark styles.
 
-Numbers have one decimal, so that a figure has the same bytes on every machine.
+Coordinates have one decimal, so that a figure has the same bytes on every machine.
 """
 
 import math
@@ -12,8 +12,8 @@ COLORS = (
     "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e",
     "#8c564b", "#e377c2", "#17becf", "#7f7f7f", "#bcbd22",
 )  # fmt: skip
-DECADES = 50.0  # from this ratio of max to min, a linear scale would hide the small values
-# (upper bound of the ratio of max to min, ticks in each decade).
+DECADES = 50.0  # from this ratio of max to min on, a linear scale would hide the small values
+# Ticks in each decade, after the ratio of max to min below which they are used.
 _STEPS = (
     (2.0, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)),
     (5.0, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7)),
@@ -44,10 +44,10 @@ class Scale:
     def over(
         cls, values: Iterable[float], start: float, end: float, *, zero: bool = False
     ) -> "Scale":
-        """Create a scale that covers positive values.
+        """Create a scale that covers positive values. It is logarithmic from the minimum.
 
-        zero: make it linear from 0, unless the values span decades; then logarithmic from half the
-        minimum. Otherwise it is logarithmic from the minimum.
+        zero: whether to prefer a linear scale from 0. If the values span decades, the scale is then
+        logarithmic from half the minimum.
         """
         values = list(values) or [1.0]
         low, high = min(values), max(values)
@@ -57,7 +57,7 @@ class Scale:
         return cls(low, high if high > low else low * 2, start, end)
 
     def at(self, value: float) -> float:
-        """Return the position of a value; values below the scale map to its start."""
+        """Return the position of a value. Values below the scale map to its start."""
         if value <= self.low:
             return self.start
         if self.log:
@@ -67,7 +67,7 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        """Return round numbers as ticks of a logarithmic scale; fewer per decade if it is wide."""
+        """Return round numbers for the ticks of a logarithmic scale."""
         low, high = self.low, self.high
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         steps = next(steps for ratio, steps in _STEPS if high / low < ratio)
@@ -77,7 +77,7 @@ class Scale:
 def svg(shapes: Sequence[str], width: int, height: int, title: str, more: str = "") -> str:
     """Return an SVG element.
 
-    more: further attributes, such as XMLNS for a file, or x and y inside another SVG.
+    more: additional attributes, such as XMLNS in a file, or x and y inside another SVG.
     """
     return (
         f'<svg {more}viewBox="0 0 {width} {height}" '
@@ -88,12 +88,12 @@ def svg(shapes: Sequence[str], width: int, height: int, title: str, more: str = 
 
 
 def text(x: float, y: float, words: str, more: str = "") -> str:
-    """Return a text element that starts at (x, y); more: further attributes."""
+    """Return a text element that starts at (x, y). more: additional attributes."""
     return f'<text class="ink" x="{x:.1f}" y="{y:.1f}"{more}>{escape(words)}</text>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, more: str = ' class="grid"') -> str:
-    """Return a line element; more: attributes, by default those of a grid line."""
+    """Return a line element. more: additional attributes, by default those of a grid line."""
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"{more}/>'
 
 

@@ -1,4 +1,4 @@
-"""Launches whose outcome is known: written again, to the bit, where nothing read has changed."""
+"""The launch cache replays the writes of a launch if nothing that it read has changed."""
 
 import gc
 import math
@@ -21,7 +21,7 @@ from modular_kernel.testing.cases.lists import BASE
 
 @triton.jit
 def gather_kernel(x_ptr, at_ptr, y_ptr, count, scale, BLOCK: tl.constexpr):
-    """Rows of y: those of x that `at` names, scaled; only even lanes are written."""
+    """y[i] = scale * x[at[i]]; only even lanes are written."""
     lane = tl.arange(0, BLOCK)
     inside = lane < count
     at = tl.load(at_ptr + lane, mask=inside, other=0)
@@ -41,7 +41,7 @@ def gathered(x, at, y, count=6, scale=2.0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_an_equal_launch_elsewhere_is_repeated_to_the_bit(dtype):
+def test_equal_launch_at_other_addresses_is_replayed(dtype):
     want = gathered(*arguments(dtype))
     with noted_launches() as known:
         assert torch.equal(gathered(*arguments(dtype)).float(), want.float())
@@ -55,7 +55,7 @@ def test_an_equal_launch_elsewhere_is_repeated_to_the_bit(dtype):
     assert bool((whole[untouched].float() == 9).all())
 
 
-def test_what_is_not_read_may_change_and_what_is_read_may_not():
+def test_changed_input_is_computed_again_if_it_was_read():
     with noted_launches() as known:
         gathered(*arguments())
         x, at, y = arguments()
@@ -70,7 +70,7 @@ def test_what_is_not_read_may_change_and_what_is_read_may_not():
         assert (known.computed, known.hits) == (3, 1)
 
 
-def test_other_arguments_are_another_launch():
+def test_launch_with_other_arguments_is_computed():
     x, at, y = arguments()
     with noted_launches() as known:
         gathered(x, at, y)
@@ -94,7 +94,7 @@ def in_place_kernel(y_ptr, count_ptr):
     tl.atomic_add(count_ptr, 1)
 
 
-def test_what_a_launch_changes_counts_as_it_was_before():
+def test_modified_input_is_compared_with_its_initial_value():
     y, count = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     with noted_launches() as known:
         for _ in range(3):
@@ -115,7 +115,7 @@ def test_what_a_launch_changes_counts_as_it_was_before():
 
 @triton.jit
 def scattered_kernel(a_ptr, b_ptr, y_ptr):
-    """A load of lanes in two tensors, and stores of unlike sizes to one place."""
+    """Load lanes from two tensors, and store elements of different sizes at one address."""
     lane = tl.arange(0, 8)
     pointers = tl.where(lane < 4, a_ptr + lane, b_ptr + lane)
     tl.store(y_ptr + lane, tl.load(pointers))
@@ -123,7 +123,7 @@ def scattered_kernel(a_ptr, b_ptr, y_ptr):
     tl.store(bytes_ptr + 5, tl.load(bytes_ptr + 4) + 1)
 
 
-def test_lanes_in_several_tensors_and_elements_of_unlike_sizes():
+def test_lanes_in_several_tensors_and_elements_of_several_sizes():
     a, b, y = torch.arange(8), torch.arange(8) + 100, torch.zeros(8, dtype=torch.int64)
     with noted_launches() as known:
         scattered_kernel[(1,)](a, b, y)
@@ -171,8 +171,8 @@ def address_kernel(x_ptr, y_ptr):
     tl.store(y_ptr, x_ptr.to(tl.int64))
 
 
-def test_addresses_that_are_numbers_are_good_for_their_own_place_alone():
-    """Stale ones lead out of a call's tensors, though all that is in those is the same."""
+def test_kernels_that_cast_addresses_replay_only_at_equal_addresses():
+    """Addresses of an earlier call would be out of bounds, although all contents are equal."""
     x, y = torch.ones(64), torch.zeros(1)
     addresses = torch.tensor([x.data_ptr()])
     with noted_launches() as known:
@@ -193,7 +193,7 @@ def marking_kernel(y_ptr, number):
 
 
 @pytest.mark.parametrize("numbers", [(0.0, -0.0), (math.nan, -math.nan), (np.float64(2), 3.0)])
-def test_numbers_of_other_bits_are_others(numbers):
+def test_numbers_with_different_bits_differ(numbers):
     want, got = torch.zeros(2, 1, dtype=torch.int32)
     for number in numbers:
         marking_kernel[(1,)](want, number)
@@ -204,7 +204,7 @@ def test_numbers_of_other_bits_are_others(numbers):
     assert known.hits == 0
 
 
-def test_a_grid_is_its_numbers():
+def test_grids_are_compared_by_value():
     programs, y = torch.tensor(1), torch.zeros(4, dtype=torch.int32)
     with noted_launches():
         marking_kernel[(1,)](y, 1.0)
@@ -235,7 +235,7 @@ def stepping_kernel(x_ptr, y_ptr):
     tl.store(y_ptr, stepped(tl.load(x_ptr)))
 
 
-def test_what_a_kernel_finds_in_its_module_is_compared(monkeypatch):
+def test_global_constants_and_helpers_are_compared(monkeypatch):
     x, y = torch.ones(1), torch.zeros(1)
     with noted_launches() as known:
         for step in (2.0, 3.0, 2.0, tl.constexpr(4)):
@@ -257,7 +257,7 @@ def sized_kernel(y_ptr, like: tl.constexpr):
 
 
 @pytest.mark.parametrize("held", [lambda x: x, lambda x: [x]], ids=["tensor", "list"])
-def test_tensors_that_are_constexprs_are_told_by_their_shapes(held):
+def test_constexpr_tensors_are_compared_by_shape(held):
     x, y = torch.zeros(6), torch.zeros(1)
     with noted_launches() as known:
         for rows in (2, 3, 3):
@@ -266,7 +266,7 @@ def test_tensors_that_are_constexprs_are_told_by_their_shapes(held):
     assert known.hits == (held(x) is x)  # no launch may touch what is in a list
 
 
-def test_a_launch_that_fails_is_not_known():
+def test_failed_launch_is_not_cached():
     x, at, y = arguments()
     at[5] = 20
     with noted_launches() as known:
@@ -276,7 +276,7 @@ def test_a_launch_that_fails_is_not_known():
     assert (known.computed, known.hits) == (2, 0)
 
 
-def test_races_and_shared_memory_are_computed():
+def test_launches_with_race_checks_or_shared_memory_are_computed():
     with noted_launches() as known:
         gathered(*arguments())
         with ACCESS_LOG.races():
@@ -291,7 +291,7 @@ def test_races_and_shared_memory_are_computed():
     assert (known.computed, known.hits) == (3, 1)
 
 
-def test_outside_of_it_every_launch_is_computed():
+def test_launches_outside_the_context_are_computed():
     x, at, y = arguments()
     with launch_cache():
         gathered(x, at, y)
@@ -300,8 +300,8 @@ def test_outside_of_it_every_launch_is_computed():
     assert gathered(x, at, y)[0] == 8
 
 
-def test_a_proof_computes_each_launch_once(machine, monkeypatch):
-    """Of the seven calls of a proof four are on inputs that an earlier one had."""
+def test_verification_computes_each_launch_once(machine, monkeypatch):
+    """Four of the seven calls of a verification have the inputs of an earlier one."""
     kept, case = [], Case("MoEPrepareAndFinalizeNoEP", "TritonExperts", BASE)
     begin = LaunchCache.__init__
     monkeypatch.setattr(LaunchCache, "__init__", lambda self: kept.append(self) or begin(self))

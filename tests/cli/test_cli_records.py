@@ -1,4 +1,4 @@
-"""Files that options name: bad ones are told in a line, and no folder is made before a result."""
+"""Records given to options: errors are one line, and no folder is created before a result."""
 
 from pathlib import Path
 
@@ -42,13 +42,13 @@ def test_a_bad_record_is_named(mk: Mk, tmp_path: Path, name: str, words: tuple[s
     assert "Errno" not in line
 
 
-def test_a_record_that_is_not_whole_is_no_record(mk: Mk, tmp_path: Path) -> None:
+def test_incomplete_record_is_refused(mk: Mk, tmp_path: Path) -> None:
     path = tmp_path / "begun.json"
     path.write_text('{"schema": "mk-bench/1"}', encoding="utf-8")
     assert "got an incomplete record: 'rows'" in mk("bench", "--load", str(path)).err
 
 
-def test_an_empty_value_is_seen(mk: Mk) -> None:
+def test_empty_value_is_refused(mk: Mk) -> None:
     assert "error: quant: got '', need one of " in mk("check", "--quant=").err
 
 
@@ -61,7 +61,7 @@ def test_an_empty_value_is_seen(mk: Mk) -> None:
         ("bench", "--json", "new/found.json", "--model", "none such"),
     ],
 )
-def test_what_is_refused_leaves_no_folder(
+def test_refused_command_creates_no_folder(
     mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Short cuts of the interpreter give what upstream's own way gives: bits, types and errors."""
+"""Fast paths of the interpreter give the same bits, types and errors as upstream."""
 
 from itertools import product
 
@@ -51,7 +51,7 @@ def tensor(kind, shape, seed=0, largest=9):
 
 
 def told(function, *args, **given):
-    """What it returns, to the bit, or how it fails."""
+    """Return the bits of the result, or the error."""
     try:
         got = function(*args, **given)
     except Exception as error:  # noqa: BLE001
@@ -62,7 +62,7 @@ def told(function, *args, **given):
 
 
 class Both:
-    """A short cut beside upstream's way. taken: of how many calls it knew the outcome."""
+    """A fast path and upstream's function. taken: number of calls that used the fast path."""
 
     def __init__(self, cut, member):
         self.slow = _with_semantic(member, SEMANTIC)
@@ -86,7 +86,7 @@ BINARY = [name for name in TENSOR_FAST_PATHS if name not in ("__getitem__", "to"
 
 
 @pytest.mark.parametrize("name", BINARY)
-def test_two_operands(name):
+def test_binary_operations(name):
     both = Both(TENSOR_FAST_PATHS[name], UPSTREAM[name])
     for kind, shape in product((*KINDS, *POINTERS), SHAPES):
         own = tensor(kind, shape, largest=2**7)
@@ -99,7 +99,7 @@ def test_two_operands(name):
 
 
 @pytest.mark.parametrize("name", ["__add__", "__mul__", "__sub__"])
-def test_sums_that_do_not_fit_wrap(name):
+def test_integer_overflow_wraps(name):
     both = Both(TENSOR_FAST_PATHS[name], UPSTREAM[name])
     for kind, shape in product((tl.int32, tl.int64), SHAPES):
         own = tensor(kind, shape, largest=2**31)
@@ -108,7 +108,7 @@ def test_sums_that_do_not_fit_wrap(name):
     assert both.left == 0
 
 
-def test_indices():
+def test_indexing():
     both = Both(TENSOR_FAST_PATHS["__getitem__"], UPSTREAM["__getitem__"])
     every = slice(None)
     for kind, shape in product((*KINDS, *POINTERS), SHAPES):
@@ -132,7 +132,7 @@ def test_conversions():
     assert both.taken > 50
 
 
-def test_choices():
+def test_where():
     both = Both(LANGUAGE_FAST_PATHS["where"], LANGUAGE["where"])
     for shape, first, second in product(SHAPES, SHAPES, SHAPES):
         condition = tensor(tl.int1, shape, seed=2)
@@ -206,7 +206,7 @@ def test_loads(dtype):
 
 @pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
 def test_stores(dtype):
-    """Of an upstream store nothing is returned: memory tells."""
+    """A store returns nothing, so memory is compared."""
     slow = _with_semantic(LANGUAGE["store"], SEMANTIC)
     left = []
     fast = MEMORY_FAST_PATHS["store"](lambda *args, **given: left.append(1) or slow(*args, **given))

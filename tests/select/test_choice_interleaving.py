@@ -1,4 +1,4 @@
-"""What is chosen was timed by turns with the default, whatever the machine does meanwhile."""
+"""Pairings are timed interleaved with the default, so that drift of the machine cancels."""
 
 from collections.abc import Callable
 from itertools import count
@@ -30,7 +30,7 @@ def _of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, int], float]) -> Choice:
-    """Choose where a run of an experts part takes `seconds(its name, number of the run)`."""
+    """Choose with runs that take `seconds(name of the experts part, number of the run)`."""
     runs = count()
 
     def once(_self: Stopwatch, ready) -> float:
@@ -47,8 +47,8 @@ def outcome(choice: Choice, pair: tuple[str, str]) -> TimedOutcome:
     return found
 
 
-def test_what_slows_both_down_changes_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run takes longer than the one before, up to ten times as long in the end."""
+def test_drift_does_not_change_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run takes longer than the previous one, at the end ten times as long."""
 
     def seconds(name: str, run: int) -> float:
         return (0.9 if name == "NaiveBatchedExperts" else 1.0) * 1e-6 * (1 + run / 4)
@@ -60,8 +60,8 @@ def test_what_slows_both_down_changes_no_ratio(monkeypatch: pytest.MonkeyPatch) 
     assert outcome(choice, TORCH).ratio == 1
 
 
-def test_what_wins_by_chance_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median is 5 % faster, and single rounds scatter by half of it around that."""
+def test_noisy_gain_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median is 5 % faster, with rounds that scatter by half of that."""
 
     def seconds(name: str, run: int) -> float:
         scatter = (0.5, 1.0, 1.5)[run * 7 % 3]
@@ -74,7 +74,7 @@ def test_what_wins_by_chance_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> N
     assert choice.picks == {2: TORCH}
 
 
-def test_what_is_far_behind_is_timed_twice_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_slower_pairing_is_timed_only_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
 
     def seconds(name: str, _run: int) -> float:
@@ -88,7 +88,7 @@ def test_what_is_far_behind_is_timed_twice_only(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_each_is_first_in_every_other_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_alternates_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
 
     def seconds(name: str, _run: int) -> float:
@@ -103,10 +103,10 @@ def test_each_is_first_in_every_other_round(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("after", [0, 5])
-def test_where_the_default_fails_the_next_one_takes_its_place(
+def test_next_pairing_replaces_a_failed_default(
     monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """While it is built, or in a later run: then ratios to it mean nothing."""
+    """It fails while it is built, or in a later run, after which ratios to it are meaningless."""
     runs = count()
 
     def run(_self: Stopwatch, ready) -> float:
@@ -122,10 +122,10 @@ def test_where_the_default_fails_the_next_one_takes_its_place(
     assert choose(PROBLEM, Machine("cpu"), terms=TERMS).picks == {2: NAIVE}  # from the cache
 
 
-def test_ratios_to_a_default_that_failed_later_are_taken_anew(
+def test_ratios_to_a_failed_default_are_measured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A fails while B is compared with it; then C, which was compared before, is with B."""
+    """A fails while B is compared with it; C, compared before, is then compared with B."""
     a, b, c, d = (("P", name) for name in "ABCD")
     seconds = {a: 4.0, b: 4.0, c: 2.0, d: 4.0}
     built = []

@@ -1,4 +1,4 @@
-"""stdout of `--json` has JSON alone, whatever packages print that a verb imports."""
+"""With `--json`, stdout has only JSON, even if imported packages print something."""
 
 import json
 import os
@@ -42,7 +42,7 @@ VERBS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture
 def noisy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An installed package of parts that prints as it is imported."""
+    """Install a package with parts that prints when it is imported."""
     (tmp_path / "noisy_parts.py").write_text(NOISY, encoding="utf-8")
     facts = tmp_path / "noisy_parts-1.dist-info"
     facts.mkdir()
@@ -61,7 +61,7 @@ def noisy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("noisy")
 @pytest.mark.parametrize("words", VERBS.values(), ids=VERBS.keys())
-def test_stdout_has_json_alone(capfd: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+def test_stdout_has_only_json(capfd: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     ended = run_mk(capfd, *words, "--json")
     assert isinstance(ended.json, dict)
     for noise in NOISES:
@@ -69,8 +69,8 @@ def test_stdout_has_json_alone(capfd: pytest.CaptureFixture[str], words: tuple[s
 
 
 @pytest.mark.usefixtures("noisy")
-def test_text_keeps_its_stdout(capfd: pytest.CaptureFixture[str]) -> None:
-    """Where a person reads, nothing is moved."""
+def test_text_output_is_not_redirected(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without --json, stdout is not redirected."""
     ended = run_mk(capfd, "list")
     assert "noise of Python" in ended.out
     assert "TorchExperts" in ended.out
@@ -80,8 +80,8 @@ def test_text_keeps_its_stdout(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("noisy")
 @pytest.mark.parametrize("words", [("check",), ("check", "--top-k", "99")], ids=["ok", "refused"])
-def test_a_process_prints_json_alone(words: tuple[str, ...]) -> None:
-    """Also at its end, when functions of atexit print."""
+def test_process_prints_only_json(words: tuple[str, ...]) -> None:
+    """This includes output of atexit functions."""
     ended = subprocess.run(
         [sys.executable, "-m", "modular_kernel", *words, "--json"],
         capture_output=True,
@@ -96,7 +96,7 @@ def test_a_process_prints_json_alone(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.usefixtures("noisy")
-def test_a_stdout_that_takes_nothing_is_output_that_was_lost() -> None:
+def test_full_stdout_is_lost_output() -> None:
     command = f'exec "{sys.executable}" -m modular_kernel list --json'
     for ends, told in ((">&-", ""), ("> /dev/full", "error: output was lost: stdout: ")):
         ended = subprocess.run(
