@@ -21,7 +21,7 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.cases.handpicked import handpicked_cases
 from modular_kernel.testing.cases.inputs import InputVariation, make_inputs
-from modular_kernel.testing.cases.nan import groups, names_of, nan_arguments, nan_problems
+from modular_kernel.testing.cases.nan import nan_arguments, nan_groups, nan_problems, split_names
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
 CPU = torch.device("cpu")
@@ -79,9 +79,9 @@ def test_every_scheme_has_cases_for_each_of_its_arguments() -> None:
     """Of many tokens; those of few have what reaches its own rows alone."""
     seen: dict[str, set[str]] = {}
     for problem, nan in nan_problems():
-        assert set(names_of(nan)) <= set(nan_arguments(problem))
+        assert set(split_names(nan)) <= set(nan_arguments(problem))
         if problem.tokens > 2:
-            seen.setdefault(problem.quant, set()).update(names_of(nan))
+            seen.setdefault(problem.quant, set()).update(split_names(nan))
     assert set(seen) == set(SCHEME_NAMES)
     for quant, names in seen.items():
         assert set(nan_arguments(replace(PROBLEM, quant=quant, bias=True))) <= names, quant
@@ -113,9 +113,9 @@ def test_integers_have_none() -> None:
 
 
 def test_one_scale_for_all_tokens_has_calls_of_its_own() -> None:
-    static = groups(replace(PROBLEM, quant="fp8_w8a8_tensor:static=true"))
+    static = nan_groups(replace(PROBLEM, quant="fp8_w8a8_tensor:static=true"))
     assert static[1:] == ("a1_scale", "a2_scale")
-    assert groups(replace(PROBLEM, quant="fp8_w8a8_tensor"))[1:] == ("x", "w1", "w1_scale")
+    assert nan_groups(replace(PROBLEM, quant="fp8_w8a8_tensor"))[1:] == ("x", "w1", "w1_scale")
 
 
 def test_a_nan_that_is_lost_is_seen_and_one_that_spreads() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from modular_kernel.spec.problem import Problem
-from modular_kernel.testing.cases.nan import nan_arguments, spreads
+from modular_kernel.testing.cases.nan import nan_arguments, reaches_other_pairs
 from modular_kernel.testing.stress.fuzz.calls import CallCase, build_call, call_cases
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
@@ -86,7 +86,7 @@ def _fault(found: torch.Tensor, oracle: Oracle, used: list[str], problem: Proble
     if bool(missing.any()):
         return f"{int(missing.sum())} of {int(expected.sum())} values are numbers, not NaN"
     # A scale that a call shares carries the NaN to other tokens.
-    if any(spreads(name, problem) for name in used):
+    if any(reaches_other_pairs(name, problem) for name in used):
         return ""
     extra = found.isnan() & ~expected
     if bool(extra.any()):
