@@ -146,7 +146,7 @@ def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: P
         (GATHERED, "common/torch_group", "max(time.monotonic() + _MIN_GRACE_S, started_s",
          "max(0.0, started_s", "expected (0, 'combine', 1, 0, 0, (1,)) exchange between ranks"),
         (GATHERED, "common/torch_group", 'self.device == "cpu"', 'self.device != "cpu"',
-         "not the reason of the library"),
+         "the reason is not the library"),
         (ALL2ALL, "common/torch_group", "history: int = 1024", "history: int = 1023",
          "1023, expected 1024"),
         (ALL2ALL, "rendezvous/hosts",

@@ -168,7 +168,7 @@ def _told_of_weights(trial: Trial, change: float) -> bool:
         weights.mul_(1 + change)
         raised = bitwise_reference.bitwise_reference(sample, way)
         weights.copy_(kept)
-        live = bitwise_reference.live_rows(sample, right)
+        live = bitwise_reference.comparable_rows(sample, right)
         shares.append(bitwise_reference.share_of_differing_values(raised, right)[live])
         moved = bitwise_reference.perturbed_references(sample, way, 3)[1:]
         own += [bitwise_reference.share_of_differing_values(each, right)[live] for each in moved]
