@@ -1,4 +1,4 @@
-r"""Mutation testing of parts: measures whether a part's cases detect defects in its source.
+r"""Mutation testing of parts: measure whether a part's cases detect defects in its source.
 
     found = survey("TorchExperts")
     score = mutation_score(found)
