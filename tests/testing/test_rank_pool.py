@@ -169,7 +169,7 @@ def test_a_result_that_cannot_be_unpickled(pool: RankPool) -> None:
 
 
 def test_a_function_that_cannot_be_pickled_is_refused_here(pool: RankPool) -> None:
-    with pytest.raises(ConfigurationError, match="what pickle takes"):
+    with pytest.raises(ConfigurationError, match="a picklable function"):
         pool.run(lambda *_: None)
 
 
