@@ -165,7 +165,7 @@ def test_a_pair_whose_expert_is_mapped_to_no_row_is_skipped(nowhere: int) -> Non
     found = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)(
         x_TH, weights, routing
     )
-    assert Oracle(problem, x_TH, weights, routing).fault(found) == ""
+    assert Oracle(problem, x_TH, weights, routing).mismatch(found) == ""
     assert found[0].any()
     assert not found[1].any()
 
