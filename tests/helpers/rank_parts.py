@@ -105,7 +105,7 @@ class CountsTwice(SumOverRanks):
         return arrived
 
 
-class Choosy(SumOverRanks):
+class FewShapes(SumOverRanks):
     """16-bit types, two hidden sizes and blocks of equal size alone, as some vendors' kernels."""
 
     requires = replace(
