@@ -9,7 +9,7 @@ HOST = {"ph": "X", "pid": 7, "tid": 7}
 
 
 def ranged(name: str, begin: float, end: float, thread: int = 7) -> Event:
-    """A named range of the host."""
+    """Return a named range on the host."""
     event = {**HOST, "cat": "user_annotation", "name": name, "ts": begin, "dur": end - begin}
     return event | {"tid": thread}
 
@@ -21,7 +21,7 @@ def launch(begin: float, link: int, thread: int = 7) -> Event:
 
 
 def ran(name: str, begin: float, dur: float, link: int, kind: str = "kernel") -> Event:
-    """Work on the device."""
+    """Return work on the device."""
     event = {"ph": "X", "cat": kind, "name": name, "pid": 0, "tid": "stream 7"}
     return event | {"ts": begin, "dur": dur, "args": {"correlation": link}}
 
@@ -48,8 +48,8 @@ def one_call() -> list[Event]:
         ranged(stages.GEMM2, 50, 60),
         launch(52, 4),
         launch(70, 5),
-        ranged("somebody else's", 70, 72),
-        ranged(stages.GEMM2, 500, 600),  # of no call
+        ranged("of another library", 70, 72),
+        ranged(stages.GEMM2, 500, 600),  # outside of a call
         {"ph": "s", "cat": "ac2g", "name": "ac2g", "pid": 7, "tid": 7, "ts": 26, "id": 2},
         {"ph": "f", "cat": "ac2g", "name": "ac2g", "pid": 0, "tid": "stream 7", "ts": 210, "id": 2},
         ran("before", 150, 55, 9),  # overlaps the next by 5

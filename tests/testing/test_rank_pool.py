@@ -163,7 +163,7 @@ def test_a_result_that_cannot_be_pickled(pool: RankPool) -> None:
 
 
 def test_a_result_that_cannot_be_unpickled(pool: RankPool) -> None:
-    error = failure(pool, samples.odd, 0)
+    error = failure(pool, samples.unloadable, 0)
     assert list(error.failures) == [0]
     assert "cannot be unpickled" in str(error)
     assert "not a number" in str(error)

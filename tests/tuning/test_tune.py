@@ -74,7 +74,7 @@ def test_where_nothing_runs_nothing_is_saved() -> None:
 def test_the_part_is_told_what_ran() -> None:
     space = Space()
     only(space, Fake(TIMES, spilled=(1,)))
-    assert space.told == [{choice: StageTimes(TIMES[choice]) for choice in (0, 2, 3)}]
+    assert space.screened == [{choice: StageTimes(TIMES[choice]) for choice in (0, 2, 3)}]
 
 
 # -------------------------------------------------------------------------------- budget and resume
