@@ -1,4 +1,4 @@
-"""Kernels and layers in mxfp4, whose weights tests prepare."""
+"""Small mxfp4 kernels and layers, for tests of prepared weights."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
 
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has its own products")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu tests it on GPUs")
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 CPU = torch.device("cpu")
 

@@ -40,7 +40,7 @@ FOUR_RANK_MUTANTS = (
 )
 # Parts with replicated input exchange no counts, and all ranks have the same number of tokens.
 NEEDS_OWN_TOKENS = ("peer_counts_swapped", "idle_rank_rests")
-# With four ranks on one host, its combine does not read the counts of other ranks.
+# With four ranks on one host, the combine of this part does not read the counts of other ranks.
 UNREAD_COUNTS = "HostThenRankPrepareAndFinalize", "peer_counts_swapped"
 
 # Mutants that behave differently with these interpreted experts than with TorchExperts. `tests/gpu`

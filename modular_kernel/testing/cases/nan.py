@@ -117,7 +117,7 @@ def x_with_nan(x_TH: torch.Tensor, problem: Problem, nan: str) -> torch.Tensor:
 
 
 def insert_nan(weights: ExpertWeights, routing: Routing, problem: Problem, nan: str) -> None:
-    """Put a NaN into each field of `weights` that `nan` names, at the expert of the name's pair."""
+    """Put a NaN into each field of `weights` that `nan` names, for the expert of `_pair_of`."""
     ids, slots_T = routing.topk_ids_TK.flatten(), routing.slots_T
     for name in split_names(nan):
         if name in (X, ROUTER) or not len(ids):

@@ -119,7 +119,7 @@ def _check_tensors(x, ids, router, w1, w2):
     require(bool(((ids >= -1) & (ids < len(w1))).all()), "ids of these experts, or -1")
     for row in ids.tolist():
         valid = [expert for expert in row if expert >= 0]
-        require(len(set(valid)) == len(valid), "every expert at most once per token")
+        require(len(set(valid)) == len(valid), "every expert at bound once per token")
 
 
 def _check_sizes(x, w1, w2, act):
@@ -226,10 +226,10 @@ def _by_groups(values):
     return (q.float() * scale).view_as(values)
 
 
-def _clamped(value, least, most):
+def _clamped(value, minimum, maximum):
     """Clamp as CUTLASS does: NaN becomes the bound."""
-    value = torch.fmin(value, torch.as_tensor(most))
-    return value if least is None else torch.fmax(value, torch.as_tensor(least))
+    value = torch.fmin(value, torch.as_tensor(maximum))
+    return value if minimum is None else torch.fmax(value, torch.as_tensor(minimum))
 
 
 def _activate(value, act, numbers):
@@ -247,12 +247,12 @@ def _activate(value, act, numbers):
         capped = torch.tanh(gate / first) * torch.sigmoid(gate) * first
         return capped * torch.tanh(up / second) * second
     if act is ActivationType.SwigluStep:
-        most = 7.0 if limit is None else limit
+        bound = 7.0 if limit is None else limit
         gate = torch.nn.functional.silu(gate)
-        return _clamped(gate, None, most) * _clamped(up, -most, most)
+        return _clamped(gate, None, bound) * _clamped(up, -bound, bound)
     if act is ActivationType.SwigluBias or alpha is not None or limit is not None:
-        most = torch.inf if limit is None else limit
-        gate, up = _clamped(gate, None, most), _clamped(up, -most, most)
+        bound = torch.inf if limit is None else limit
+        gate, up = _clamped(gate, None, bound), _clamped(up, -bound, bound)
         alpha, beta = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
         return gate * torch.sigmoid(alpha * gate) * (up + beta)
     name = {ActivationType.Geglu: "none", ActivationType.GegluTanh: "tanh"}.get(act)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 TOP_KS = {1, *range(2, 19, 2), 22}
-MOST_PAYLOADS, MOST_RANKS = 6, 64
+MAX_PAYLOADS, MAX_RANKS = 6, 64
 
 
 def require(condition, message):
@@ -70,11 +70,11 @@ class TorchDistBackend:
         return tuple(gathered)
 
     def Split(self, color, key):
-        raise AssertionError("a group of all ranks of the process is made anew")
+        raise AssertionError("the group has all ranks, so it must not be split")
 
 
 class MoeAlltoAll:
-    kept = {}  # noqa: RUF012
+    workspaces = {}  # noqa: RUF012
     made = 0
 
     def __init__(
@@ -85,7 +85,7 @@ class MoeAlltoAll:
         require(mnnvl_config is not None, "a communicator other than MPI")
         self.comm = mnnvl_config.comm_backend.Split(0, mapping.rank)
         self.rank, self.ranks = mapping.rank, mapping.moe_ep_size
-        require(self.comm.Get_size() == self.ranks <= MOST_RANKS, "the group's size")
+        require(self.comm.Get_size() == self.ranks <= MAX_RANKS, "the group's size")
         require(self.comm.Get_rank() == self.rank, "the group's rank")
         require(top_k in TOP_KS, f"top_k={top_k} is supported")
         require(num_experts >= self.ranks, "num_experts must be >= ep_size")
@@ -94,21 +94,21 @@ class MoeAlltoAll:
             "experts in equal blocks: this stand-in supports no others",
         )
         require(max_num_tokens > 0, "max_num_tokens")
-        self.most, self.top_k, self.experts = max_num_tokens, top_k, num_experts
+        self.max_tokens, self.top_k, self.experts = max_num_tokens, top_k, num_experts
         self.nbytes = workspace_size_per_rank
         sizes_by_rank = self.comm.allgather(
             (max_num_tokens, top_k, num_experts, workspace_size_per_rank)
         )
         require(len(set(sizes_by_rank)) == 1, "the same sizes on every rank")
-        self.key = (self.nbytes, self.rank, self.ranks, self.most)
-        self.state = self.kept.setdefault(self.key, {"phase": "idle", "of": None})
-        require(self.state["of"] in (None, self), "a workspace of another instance")
-        self.state["of"] = self
+        self.key = (self.nbytes, self.rank, self.ranks, self.max_tokens)
+        self.state = self.workspaces.setdefault(self.key, {"phase": "idle", "owner": None})
+        require(self.state["owner"] in (None, self), "a workspace of another instance")
+        self.state["owner"] = self
         MoeAlltoAll.made += 1
 
     def _reset_workspace(self):
         require(self.state["phase"] == "idle", "freed between a dispatch and its combine")
-        del self.kept[self.key]
+        del self.workspaces[self.key]
         self.state = {"phase": "deleted"}
 
     def dispatch(
@@ -116,18 +116,24 @@ class MoeAlltoAll:
         invalid_token_expert_id=None, expert_id_payload_index=None, eplb_local_stats=None,
         active_rank_mask=None,
     ):  # fmt: skip
-        ids, payloads, most = token_selected_experts, input_payloads, runtime_max_tokens_per_rank
+        ids, payloads, max_tokens = (
+            token_selected_experts,
+            input_payloads,
+            runtime_max_tokens_per_rank,
+        )
         require(self.state["phase"] == "idle", "dispatch called twice without combine")
-        require(0 < most <= self.most, "runtime_max_tokens_per_rank exceeds max_num_tokens")
-        self._check(ids, payloads, most)
-        sent_by_rank = _all_gather(self.comm, (most, ids, *payloads))
+        require(
+            0 < max_tokens <= self.max_tokens, "runtime_max_tokens_per_rank exceeds max_num_tokens"
+        )
+        self._check(ids, payloads, max_tokens)
+        sent_by_rank = _all_gather(self.comm, (max_tokens, ids, *payloads))
         require(
             len({sent[0] for sent in sent_by_rank}) == 1,
             "the same runtime_max_tokens_per_rank on every rank",
         )
         rank_of = [sent[1].long() // (self.experts // self.ranks) for sent in sent_by_rank]
-        self.tokens, self.runtime, self.received = len(ids), most, []
-        out = [_unwritten_rows(self.ranks, most, part) for part in payloads]
+        self.tokens, self.runtime, self.received = len(ids), max_tokens, []
+        out = [_unwritten_rows(self.ranks, max_tokens, part) for part in payloads]
         for source, (_, _, *parts) in enumerate(sent_by_rank):
             tokens = (rank_of[source] == self.rank).any(1).nonzero().flatten()
             order = torch.Generator().manual_seed(source + 7 * self.rank)
@@ -165,27 +171,29 @@ class MoeAlltoAll:
         self.state["phase"] = "idle"
         return output
 
-    def _check(self, ids, payloads, most):
+    def _check(self, ids, payloads, max_tokens):
         require(ids.dtype is torch.int32 and ids.is_contiguous(), "contiguous int32 ids")
         require(ids.dim() == 2 and ids.shape[1] == self.top_k, "token_selected_experts shape")
-        require(len(ids) <= most, "tokens within the workspace")
+        require(len(ids) <= max_tokens, "tokens within the workspace")
         # The library would send a negative id to rank 0, and a large one to a rank that does not
         # exist.
         require(bool(((ids >= 0) & (ids < self.experts)).all()), "valid expert ids")
-        require(0 < len(payloads) <= MOST_PAYLOADS, "Too many payloads")
+        require(0 < len(payloads) <= MAX_PAYLOADS, "Too many payloads")
         total = 0
         for part in payloads:
             require(part.dim() == 2, "payload must be 2D")
             require(part.is_contiguous(), "contiguous payload")
             require(len(part) == len(ids), "payload first dimension must match")
-            total += self.ranks * most * part.shape[1] * part.element_size()
+            total += self.ranks * max_tokens * part.shape[1] * part.element_size()
             require(total % part.element_size() == 0, "Misaligned payload buffer")
         require(1024 + total <= self.nbytes, "workspace size per rank insufficient")
 
 
-def _unwritten_rows(ranks, most, part):
-    """Return rows (ranks, most, columns) of bytes 255, which are NaN in floating point."""
-    memory = torch.full((ranks, most, part.shape[1] * part.element_size()), 255, dtype=torch.uint8)
+def _unwritten_rows(ranks, max_tokens, part):
+    """Return rows (ranks, max_tokens, columns) of bytes 255, which are NaN in floating point."""
+    memory = torch.full(
+        (ranks, max_tokens, part.shape[1] * part.element_size()), 255, dtype=torch.uint8
+    )
     return memory.view(part.dtype)
 
 

@@ -19,7 +19,7 @@ class Event:
         assert self.exists
 
 
-def worst(rows, number, fill=torch.nan):
+def pad_rows(rows, number, fill=torch.nan):
     """Append rows of `fill` up to `number` rows. Integers have no NaN: their fill is then 5."""
     assert len(rows) <= number
     if not rows.dtype.is_floating_point and fill is torch.nan:
@@ -58,8 +58,8 @@ def rows_by_rank(x, ids, weights, experts, elsewhere=99.0):
     token). elsewhere: weight of pairs whose expert is on another rank, which must not be read.
     """
     received, places = [], []
-    for source, (rows, theirs, router) in enumerate(all_gather(x, ids, weights)):
-        local = local_ids(theirs, experts)
+    for source, (rows, ids_of_source, router) in enumerate(all_gather(x, ids, weights)):
+        local = local_ids(ids_of_source, experts)
         tokens = (local >= 0).any(1).nonzero().flatten()
         router = router[tokens].masked_fill(local[tokens] < 0, elsewhere)
         parts = rows if isinstance(rows, tuple) else (rows,)
@@ -73,10 +73,10 @@ def rows_by_rank(x, ids, weights, experts, elsewhere=99.0):
 def sums_by_rank(y, places, tokens):
     """Return the sum of the ranks' rows of each token of this rank, (tokens, H) bfloat16."""
     total = torch.zeros(tokens, y.shape[1])
-    for theirs, at in all_gather(y, places):
-        for row, (source, token) in enumerate(at):
+    for rows, places_of_rank in all_gather(y, places):
+        for row, (source, token) in enumerate(places_of_rank):
             if source == dist.get_rank():
-                total[token] += theirs[row].float()
+                total[token] += rows[row].float()
     return total.bfloat16()
 
 
@@ -87,8 +87,8 @@ def rows_by_expert(x, ids, experts, out, counts):
     """
     counts.zero_()
     places = {}
-    for source, (rows, theirs) in enumerate(all_gather(x, ids)):
-        for token, local in enumerate(local_ids(theirs, experts).tolist()):
+    for source, (rows, ids_of_source) in enumerate(all_gather(x, ids)):
+        for token, local in enumerate(local_ids(ids_of_source, experts).tolist()):
             for expert in local:
                 if expert < 0:
                     continue
@@ -103,13 +103,13 @@ def rows_by_expert(x, ids, experts, out, counts):
 def sums_by_expert(y_eCH, places, ids, weights, experts):
     """Return the weighted sum of the rows of each token of this rank, (T, H) bfloat16."""
     each = experts // dist.get_world_size()
-    rows_by_rank_ = all_gather(y_eCH, places)
+    outputs_by_rank = all_gather(y_eCH, places)
     total = torch.zeros(len(ids), y_eCH.shape[2])
     for token, chosen in enumerate(ids.long().tolist()):
         for k, expert in enumerate(chosen):
             if expert < 0:
                 continue
-            theirs, at = rows_by_rank_[expert // each]
-            row = at[dist.get_rank(), token, expert % each]
-            total[token] += weights[token, k] * theirs[expert % each, row].float()
+            rows, places_of_rank = outputs_by_rank[expert // each]
+            row = places_of_rank[dist.get_rank(), token, expert % each]
+            total[token] += weights[token, k] * rows[expert % each, row].float()
     return total.bfloat16()

@@ -7,7 +7,7 @@ the CUDA code silently computes wrong results.
 import torch
 
 REAL = torch._scaled_grouped_mm
-MULTIPLE, MOST_GROUPS = 16, 1023
+MULTIPLE, MAX_GROUPS = 16, 1023
 
 
 def require(condition, message):
@@ -32,7 +32,7 @@ def scaled_grouped_mm(
     require(scale_result is None, "no scale of results")
     require(out_dtype is torch.bfloat16, "bfloat16 results")
     groups, depth, columns = mat_b.shape
-    require(groups <= MOST_GROUPS, f"at most {MOST_GROUPS} groups")
+    require(groups <= MAX_GROUPS, f"at most {MAX_GROUPS} groups")
     require(columns % MULTIPLE == 0, f"N={columns} is a multiple of {MULTIPLE}")
     require(depth % MULTIPLE == 0, f"K={depth} is a multiple of {MULTIPLE}")
     for name, matrix in (("mat_a", mat_a), ("mat_b", mat_b)):

@@ -78,7 +78,7 @@ def placements(case: tuple[str, list[Any]]) -> FuzzOutcome:
     result = run_or_outcome(description, lambda: call(*arguments))
     if isinstance(result, FuzzOutcome):
         return result
-    if any(_has_no_number(value) for value in arguments[name in _SKIP_LOADS :]):
+    if any(_contains_invalid_id(value) for value in arguments[name in _SKIP_LOADS :]):
         return FuzzOutcome(ACCEPTED, description)
     return FuzzOutcome(RIGHT, description)
 
@@ -89,12 +89,12 @@ def _format_junk(value: Any) -> str:
     return shorten(value)
 
 
-def _has_no_number(value: Any) -> bool:
+def _contains_invalid_id(value: Any) -> bool:
     """Return whether `value` contains a bool, float or text, which cannot be a rank or expert."""
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, list | tuple):
-        return any(map(_has_no_number, value))
+        return any(map(_contains_invalid_id, value))
     return isinstance(value, bool | float | complex | str | bytes)
 
 

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from moved_rows import Event, rows_by_expert, rows_by_rank, sums_by_expert, sums_by_rank, worst
+from moved_rows import Event, pad_rows, rows_by_expert, rows_by_rank, sums_by_expert, sums_by_rank
 
 PEERS = 8
 # Number of ranks -> rows of a chunk in the receive buffers of NVLink and of RDMA.
@@ -131,9 +131,9 @@ class Buffer:
         assert topk_weights.dtype == torch.float32
         rows, ids, weights, places = rows_by_rank(x, topk_idx, topk_weights, self.experts, 0.0)
         number = num_worst_tokens or len(ids)
-        padded = [worst(part, number) for part in (rows if isinstance(x, tuple) else (rows,))]
+        padded = [pad_rows(part, number) for part in (rows if isinstance(x, tuple) else (rows,))]
         received = tuple(padded) if isinstance(x, tuple) else padded[0]
-        ids, weights = worst(ids, number, -1), worst(weights, number)
+        ids, weights = pad_rows(ids, number, -1), pad_rows(weights, number)
         handle = places, len(topk_idx), number
         return received, ids, weights, [], handle, Event(async_finish)
 
@@ -150,12 +150,12 @@ class Buffer:
         return experts * num_max_dispatch_tokens_per_rank * hidden * 8 + 128
 
     def low_latency_dispatch(
-        self, x, topk_idx, most, num_experts, use_fp8=True, return_recv_hook=False
+        self, x, topk_idx, max_tokens, num_experts, use_fp8=True, return_recv_hook=False
     ):
         assert topk_idx.dtype == torch.int64
         world_size = dist.get_world_size()
-        assert world_size * most % 4 == 0
-        local, rows = num_experts // world_size, world_size * most
+        assert world_size * max_tokens % 4 == 0
+        local, rows = num_experts // world_size, world_size * max_tokens
         counts = torch.empty(local, dtype=torch.int32)
         out = [torch.full((local, rows, x.shape[1]), torch.nan, dtype=x.dtype)]
         parts = (x,)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from moved_rows import Event, rows_by_rank, sums_by_rank, worst
+from moved_rows import Event, pad_rows, rows_by_rank, sums_by_rank
 
 topk_idx_t = torch.int64
 
@@ -22,7 +22,7 @@ class ElasticBuffer:
     ):
         assert num_topk > 0
         assert explicitly_destroy
-        self.most, self.fp8 = num_max_tokens_per_rank, use_fp8_dispatch
+        self.max_tokens, self.fp8 = num_max_tokens_per_rank, use_fp8_dispatch
 
     def destroy(self):
         pass
@@ -40,14 +40,14 @@ class ElasticBuffer:
         do_cpu_sync=None,
     ):
         assert do_cpu_sync is False
-        assert num_max_tokens_per_rank in (None, self.most)
+        assert num_max_tokens_per_rank in (None, self.max_tokens)
         assert topk_idx.dtype == topk_idx_t
         each = topk_idx.masked_fill(topk_idx < 0, num_experts).sort(1).values
         is_repeated = (each[:, 1:] == each[:, :-1]) & (each[:, 1:] < num_experts)
         assert not is_repeated.any(), "the kernel would trap: a token has the same expert twice"
-        quantized, number = isinstance(x, tuple), self.most * dist.get_world_size()
+        quantized, number = isinstance(x, tuple), self.max_tokens * dist.get_world_size()
         rows, ids, weights, places = rows_by_rank(x, topk_idx, topk_weights, num_experts)
-        padded = [worst(part, number) for part in (rows if quantized else (rows,))]
+        padded = [pad_rows(part, number) for part in (rows if quantized else (rows,))]
         counts = [sum(source <= rank for source, _ in places) for rank in self._ranks()]
         handle = SimpleNamespace(
             places=places,
@@ -58,7 +58,7 @@ class ElasticBuffer:
         )
         received = tuple(padded) if quantized else padded[0]
         event = Event(async_with_compute_stream)
-        return received, worst(ids, number), worst(weights, number), handle, event
+        return received, pad_rows(ids, number), pad_rows(weights, number), handle, event
 
     def _ranks(self):
         return range(dist.get_world_size())
