@@ -9,7 +9,7 @@ import torch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def kernel_and_twin(module: ModuleType, *others: ModuleType) -> Any:
+def kernel_and_torch(module: ModuleType, *others: ModuleType) -> Any:
     """Return the fixture `path`, which runs tests with Triton kernels and with torch references.
 
     module, others: the modules whose `use_triton` selects between them.

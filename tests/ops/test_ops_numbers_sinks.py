@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_twin
+from ops_samples import DEVICE, kernel_and_torch
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops import expert_slots as numbers
@@ -14,7 +14,7 @@ NAN, INF = float("nan"), float("inf")
 WRONG = (8, -2, 2**31 - 1, -(2**31))
 
 
-path = kernel_and_twin(numbers)
+path = kernel_and_torch(numbers)
 
 
 def placed(ids_TK, weights_TK, placement, sinks, *, rank, factor=1.0):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_twin, random
+from ops_samples import DEVICE, kernel_and_torch, random
 
 from modular_kernel.ops import reduce as module
 from modular_kernel.spec.problem import IdSpace
@@ -20,7 +20,7 @@ from topk_reduce import (
     TopKWeightAndReduceNoOp,
 )
 
-path = kernel_and_twin(module)
+path = kernel_and_torch(module)
 
 T, K, H, E, C = 4, 3, 48, 5, 6
 # Experts 0 to 4 are on this rank, 5 and 6 on others. Token 3 has no pair on this rank.

@@ -164,5 +164,5 @@ def test_workers_are_refused_with_options_that_need_one_process(
 ) -> None:
     run = run_mk(capsys, "test", *TORCH_PAIR, "--workers", *options)
     assert run.code == 2
-    need = "no --one, --mutate or --world-size with it"
+    need = "no --one, --mutate or --world-size"
     assert f"--workers: got {options[0]}, need {need}" in run.err

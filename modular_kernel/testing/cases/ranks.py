@@ -394,9 +394,9 @@ def _adapters(base: Problem, world_size: int) -> Iterator[Variant]:
     yield _variant(with_adapters, "skips", placement="copies", top_k=3, bias=True)
     yield _variant(with_adapters, placement="round_robin", tokens=(0, 9), dtype=_BF16)
     yield _variant(with_adapters, lora="adapters=4,rank=20,a13=shared,outer=shared", tokens=(5, 3))
-    nobody, without = InputVariation(slot_pattern="nobody"), InputVariation(slot_pattern="without")
-    yield Variant(with_adapters, "linear", UNEVEN, "uniform", variation=nobody)
-    yield Variant(with_adapters, "linear", UNEVEN, "uniform", variation=without)
+    for slot_pattern in ("nobody", "without"):
+        variation = InputVariation(slot_pattern=slot_pattern)
+        yield Variant(with_adapters, "linear", UNEVEN, "uniform", variation=variation)
     block = replace(with_adapters, hidden=160, intermediate=96, quant="fp8_w8a8_block:block=32x32")
     yield _variant(block, dtype=_BF16)
 
@@ -414,8 +414,8 @@ def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
         one_expert_each, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32"
     )
     # problem.tokens is so large that a program reads more of a row at once. Calls pass few tokens.
-    roomy = replace(one_expert_each, hidden=2080, intermediate=16)
-    yield Variant(roomy, "linear", (3, 1), "uniform", max_tokens=513)
+    long_rows = replace(one_expert_each, hidden=2080, intermediate=16)
+    yield Variant(long_rows, "linear", (3, 1), "uniform", max_tokens=513)
     peaks, faint = InputVariation(values="peaks"), InputVariation(values="faint")
     wide = replace(
         one_expert_each, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16

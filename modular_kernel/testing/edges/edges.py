@@ -1,7 +1,7 @@
 """Find the edges of the rules: for each reason to refuse, a refused and a similar accepted problem.
 
-    found = edges_of(MyPrepare, MyExperts, machine)
-    for edge in found.edges:
+    result = edges_of(MyPrepare, MyExperts, machine)
+    for edge in result.edges:
         assert edge.passing.verdict.ok and not edge.failing.verdict.ok
         assert not edge.contradiction
 

@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m modular_kernel.testing.stress.fuzz")
     parser.add_argument("--count", type=int, default=2000, help="configurations")
     parser.add_argument("--seed", default=secrets.token_hex(4), help="random if omitted")
-    parser.add_argument("--only", type=int, help="run this configuration alone")
+    parser.add_argument("--only", type=int, help="run this configuration only")
     parser.add_argument("--interpreted", action="store_true", help="all with interpreted kernels")
     parser.add_argument("--target", choices=NAMES, default="", help="run this target only")
     args = parser.parse_args(argv)
