@@ -49,7 +49,7 @@ def in_share(name: str, of: int, tree: str) -> bool:
     return int.from_bytes(hashlib.sha256(f"{tree} {name}".encode()).digest()[:8]) % of == 0
 
 
-def proven_here(
+def selected_cases(
     pairs: Sequence[tuple[str, str]], machine: Machine, tree: str
 ) -> dict[tuple[str, str], tuple[Case, ...]]:
     """Return the cases of each pairing that a run of the test suite proves.
@@ -67,7 +67,7 @@ def proven_here(
     return selected
 
 
-def drawn_once(name: str, draw: Callable[[], T]) -> T:
+def computed_once(name: str, draw: Callable[[], T]) -> T:
     """Return `draw()`, which only one of the pytest-xdist workers of a run computes.
 
     The other workers read its result from a file: drawing takes half of the collection time. The

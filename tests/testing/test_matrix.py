@@ -8,7 +8,7 @@ in 36 of the others. `make verify` proves all cases.
 from collections.abc import Callable
 
 import pytest
-from shares import drawn_once, proven_here, tree_hash
+from shares import computed_once, selected_cases, tree_hash
 
 from modular_kernel.catalog import check_all, this_machine
 from modular_kernel.spec.problem import Machine
@@ -17,8 +17,8 @@ from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.cases.pairwise import draw
 
 MACHINE = this_machine()
-PAIRINGS = drawn_once("pairings", lambda: pairings(MACHINE))
-PROVEN = drawn_once("proven", lambda: proven_here(PAIRINGS, MACHINE, tree_hash()))
+PAIRINGS = computed_once("pairings", lambda: pairings(MACHINE))
+PROVEN = computed_once("proven", lambda: selected_cases(PAIRINGS, MACHINE, tree_hash()))
 CASES = [case for cases in PROVEN.values() for case in cases]
 
 

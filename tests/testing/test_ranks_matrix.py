@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import rank_parts as parts
 import torch
-from shares import drawn_once
+from shares import computed_once
 
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -53,10 +53,10 @@ def selection(prepare_finalize: str, experts: str, world_size: int) -> RankSelec
     return RankSelection(tuple(few), every_case.refused)
 
 
-PAIRINGS = drawn_once(
+PAIRINGS = computed_once(
     "rank-pairings", lambda: {world: rank_pairings(MACHINE, world) for world in WORLDS}
 )
-SELECTIONS = drawn_once(
+SELECTIONS = computed_once(
     "rank-cases",
     lambda: [selection(*pair, world) for world in WORLDS for pair in PAIRINGS[world]],
 )
