@@ -49,7 +49,7 @@ from modular_kernel.testing.mutation.coverage import (
 )
 from modular_kernel.testing.mutation.cpu_undetectable import undetectable_reason
 from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
-from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, SLOWER, MutantOutcome
+from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, SLOWDOWN, MutantOutcome
 from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.patched_module import (
     dependents,
@@ -303,7 +303,7 @@ def run_mutant(mutant: Mutant, scope: Scope) -> MutantOutcome:
         elif "case" in message:
             case = message["case"]
             expected_s = cases[case].seconds
-        child.timeout_s = 2 * GRACE_S + SLOWER * expected_s
+        child.timeout_s = 2 * GRACE_S + SLOWDOWN * expected_s
     if child.exit.status != "done":
         return make_outcome(child.exit.status, child.exit.detail)
     return make_outcome("survived", "")

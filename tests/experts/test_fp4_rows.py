@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_twin, random
+from ops_samples import DEVICE, kernel_and_torch, random
 
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
 from modular_kernel.ops import fp4_rows
@@ -23,7 +23,7 @@ from modular_kernel.quant.scale_tiles import unpack_pairs
 from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.workspace import Workspace
 
-path = kernel_and_twin(fp4_rows)
+path = kernel_and_torch(fp4_rows)
 
 # Of three experts: 130 rows, none, and 5; a place for a tile is left over.
 ROWS, TILES = 135, [(0, 0, 130), (0, 128, 130), (2, 130, 135)]

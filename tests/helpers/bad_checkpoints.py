@@ -50,7 +50,7 @@ def fill(name: str, value: float) -> Callable[[Tensors], None]:
 
 
 def move_a_column(name: str) -> Callable[[Tensors], None]:
-    """Move the first column to the other of two groups."""
+    """Move the first column into the other group; there are two groups."""
 
     def change(tensors: Tensors) -> None:
         groups = tensors[f"{EXPERTS}.{name}"]
@@ -116,7 +116,7 @@ FP8_FORMAT = "deepseek fp8"
 W1 = f"{EXPERTS}.1.w1.weight"
 Case = tuple[Callable[[Path], Any], type[InputError], str]
 BAD: dict[str, Case] = {
-    # Experts that are missing or too many
+    # Missing or additional tensors
     "no tensor": (
         write_changed(drop("1.w1.weight")),
         WeightsError,
@@ -137,23 +137,23 @@ BAD: dict[str, Case] = {
         WeightsError,
         rf"got model.safetensors: {EXPERTS}.4.w1.weight, need 4 experts of none, and nothing else",
     ),
-    "scales of what has none": (
+    "a scale of unquantized weights": (
         write_changed(set_tensor("0.w1.weight_scale", torch.zeros(1))),
         WeightsError,
         r"0.w1.weight_scale, need",
     ),
-    "a scale by two names": (
+    "a scale under two names": (
         write_changed(set_tensor("0.w1.weight_scale", torch.zeros(2, 1)), FP8_FORMAT),
         WeightsError,
         "0.w1.weight_scale, need",
     ),
-    "biases of a family without": (
+    "a bias in a family without biases": (
         write_changed(set_tensor("0.w1.bias", torch.zeros(256))),
         WeightsError,
         r"0.w1.bias, need",
     ),
     # Shapes and dtypes
-    "a shape": (
+    "a wrong shape": (
         write_changed(set_tensor("1.w1.weight", torch.zeros(255, 128))),
         ShapeError,
         rf"^model.safetensors: {W1}: got \(255, 128\), need \(256, 128\)",
@@ -183,7 +183,7 @@ BAD: dict[str, Case] = {
         DtypeError,
         "got float64, need bfloat16 or float16 or float32",
     ),
-    "weights that are not quantized": (
+    "unquantized weights": (
         write_changed(cast("0.w2.weight", torch.bfloat16), FP8_FORMAT),
         DtypeError,
         "0.w2.weight: got bfloat16, need float8_e4m3fn",
@@ -203,23 +203,23 @@ BAD: dict[str, Case] = {
         DtypeError,
         "0.w1.qweight: got int64, need int32",
     ),
-    # Values that no packer writes
-    "a scale that is no number": (
+    # Invalid values
+    "a scale of NaN": (
         write_changed(fill("3.w1.weight_scale_inv", float("nan")), FP8_FORMAT),
         WeightsError,
         rf"{EXPERTS}.3.w1: scale: got nan",
     ),
-    "a group's scale that is no number": (
+    "a group scale of infinity": (
         write_changed(fill("3.w1.scales", float("inf")), "awq"),
         WeightsError,
         rf"{EXPERTS}.3.w1: scale: got inf, need finite",
     ),
-    "a power of two that is no number": (
+    "an E8M0 scale of NaN": (
         write_changed(fill("3.w2.weight_scale", 255), "compressed mxfp4"),
         WeightsError,
         rf"{EXPERTS}.3.w2: scale: got 255.0, need E8M0 below 255",
     ),
-    "a channel's scale of 0": (
+    "a channel scale of 0": (
         write_changed(fill("3.w2.weight_scale", 0.0), "compressed fp8 channel"),
         WeightsError,
         rf"{EXPERTS}.3.w2: scale: got 0.0",
@@ -229,12 +229,12 @@ BAD: dict[str, Case] = {
         WeightsError,
         rf"^model.safetensors: {EXPERTS}.3.w2.input_scale: got -1.0, need finite numbers above 0",
     ),
-    "a matrix's scale that divides by too much": (
+    "a matrix scale of 1 / infinity": (
         write_changed(fill("3.w2.weight_global_scale", float("inf")), "compressed nvfp4"),
         WeightsError,
         rf"{EXPERTS}.3.w2: scale: got inf, need a scale of a matrix from 0 on",
     ),
-    "a matrix's scale that is no number": (
+    "a matrix scale of NaN": (
         write_changed(fill("1.w3.weight_scale", float("nan")), "modelopt nvfp4"),
         WeightsError,
         rf"{EXPERTS}.1.w1: scale: got nan, need numbers",
@@ -250,12 +250,12 @@ BAD: dict[str, Case] = {
         ConfigurationError,
         "No such file",
     ),
-    "groups of act-order of other sizes": (
+    "act-order groups of different sizes": (
         write_changed(move_a_column("1.w3.g_idx"), "gptq, act-order"),
         WeightsError,
         rf"{EXPERTS}.1.w1: g_idx: got groups of other sizes, need 64 of 128 columns",
     ),
-    "gate and up in other orders": (
+    "gate and up in different column orders": (
         write_changed(reverse_order("2.w3.g_idx"), "gptq, act-order"),
         WeightsError,
         rf"{EXPERTS}.2.w1: g_idx: got different column orders of gate and up",
@@ -265,7 +265,7 @@ BAD: dict[str, Case] = {
         ConfigurationError,
         "quant_method = 'bitnet', ternary weights",
     ),
-    "nvfp4 of modelopt by 32": (
+    "modelopt nvfp4 in groups of 32": (
         config(
             quantization_config={
                 "quant_method": "modelopt",
@@ -276,7 +276,7 @@ BAD: dict[str, Case] = {
         ConfigurationError,
         "group_size = 32, need one of 16",
     ),
-    "AWQ packed the other way": (
+    "AWQ in the gemv layout": (
         config(
             quantization_config={
                 "quant_method": "awq",
@@ -307,7 +307,7 @@ BAD: dict[str, Case] = {
         "no experts, need experts in ...layers.L.feed_forward.experts",
     ),
     # Files
-    "nothing": (
+    "an empty folder": (
         lambda folder: None,
         ConfigurationError,
         "no safetensors, need .*safetensors in it",
@@ -317,32 +317,32 @@ BAD: dict[str, Case] = {
         WeightsError,
         "model.safetensors: got .*header too small",
     ),
-    "a cut header": (
+    "a truncated header": (
         rewrite_file(lambda c: c[:100]),
         WeightsError,
         "model.safetensors: got .*nvalid header length",
     ),
-    "cut data": (
+    "truncated data": (
         rewrite_file(lambda c: c[:-1]),
         WeightsError,
         "model.safetensors: got .*not fully covered",
     ),
-    "more data": (
+    "additional data": (
         rewrite_file(lambda c: c + b"x"),
         WeightsError,
         "model.safetensors: got .*not fully covered",
     ),
-    "a header longer than a file": (
+    "a header longer than the file": (
         rewrite_file(lambda c: b"\xff" * 8 + c[8:]),
         WeightsError,
         "model.safetensors: got .*header too large",
     ),
-    "no JSON": (
+    "a header that is no JSON": (
         rewrite_file(lambda c: c[:9] + b"\xff" + c[10:]),
         WeightsError,
         "model.safetensors: got .*header",
     ),
-    "a shape that is not its data's": (
+    "a shape of another size than the data": (
         header(shape_of("0.w1.weight", [128, 128])),
         WeightsError,
         "model.safetensors: got .*nvalid shape",
@@ -364,23 +364,23 @@ BAD: dict[str, Case] = {
     ),
     # Indices
     "an index that is no JSON": (index(lambda m: "{"), WeightsError, "index.json: got no JSON"),
-    "an index twice": (
+    "an index with a duplicate key": (
         index(lambda m: '{"weight_map": {}, "weight_map": {}}'),
         WeightsError,
         "a duplicate key",
     ),
     "an index of lists": (index(lambda m: "[[]]"), WeightsError, "got no weight_map"),
-    "an index that leads out": (
+    "an index with a path outside of the folder": (
         index(lambda m: m.update({W1: "../x.safetensors"})),
         WeightsError,
         "w1.weight in '../x.safetensors', need a file in the folder",
     ),
-    "an index to a file that is not there": (
+    "an index with a missing file": (
         index(lambda m: m.update({W1: "x.safetensors"})),
         WeightsError,
         "got no x.safetensors, of 4 files that the index lists",
     ),
-    "an index to a file without it": (
+    "an index with the wrong file": (
         index(lambda m: m.update({W1: next(f for f in sorted(m.values()) if f != m[W1])})),
         WeightsError,
         rf"got no {W1}, need the tensors that the index lists",

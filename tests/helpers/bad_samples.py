@@ -1,6 +1,6 @@
-"""Invalid input: one change to a valid call, and the error it must raise.
+"""Invalid calls: a change to a valid call, and the error that it must raise.
 
-The kernels' parts fail the test if they are reached.
+The parts of the kernel fail the test if they are called.
 """
 
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def column_major(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Bad:
-    """A change, and the error it must raise. got, need: substrings of the error's fields."""
+    """A change and the error that it must raise. what, got, need: substrings of its fields."""
 
     name: str
     change: Change

@@ -1,4 +1,4 @@
-"""Counts of the project's Python functions that a call enters; ranks import this file."""
+"""Counts which Python functions of the project a call enters. Ranks import this file."""
 
 import sys
 from collections import Counter
@@ -39,7 +39,7 @@ def functions_of_third(call: Callable[[], object]) -> Counter[str]:
 
 
 def functions_of_rank(rank: int, world: int, group: object, layer: Layer) -> Counter[str]:
-    """Count the functions of a rank's third call, without poisoning."""
+    """Count the functions that the third call of a layer enters on one rank, without poisoning."""
     kernel = mk.make_kernel(layer.part, layer.experts_part, layer.problem(rank), group=group)
     inputs = layer.inputs_of(rank)
     counts = functions_of_third(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))

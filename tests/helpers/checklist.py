@@ -1,4 +1,4 @@
-"""Rows of a checklist, and a check that the tests they name exist."""
+"""Rows of a checklist of requirements, and a check that the tests that they name exist."""
 
 import ast
 from functools import cache
@@ -9,7 +9,7 @@ TESTS = Path(__file__).parents[1]
 
 
 class Row(NamedTuple):
-    """A requirement, its tests, and what they leave out."""
+    """A requirement, its tests as `file::function`, and what the tests do not cover."""
 
     what: str
     tests: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Checkpoints of one layer with any combination of features, and which of them are refused.
+"""Checkpoints with combinations of features, and which of them `load_experts` refuses.
 
-A row has a value for each of `AXES`. `write_row` writes its checkpoint, with the exact weights, and
-`REFUSALS` states which rows `load_experts` refuses. Fused gate and up are one matrix of 2I rows, as
-quantizers write them, so no rule for concatenating codes or scales is stated here.
+A row has a value for each of `AXES`. `write_row` writes its checkpoint and returns the exact
+weights of its last layer. `REFUSALS` states which rows are refused. Fused gate and up are quantized
+as one matrix of 2I rows.
 """
 
 import json
@@ -40,10 +40,11 @@ ALL_COLUMNS = -1
 
 @dataclass(frozen=True)
 class Layout:
-    """How a family names and stores experts. gate_up: the names in w1, two where they are apart.
+    """How a model family names and stores experts.
 
-    style: "modules" (one of each expert), "stacked modules" or "stacked parameters". flat: experts
-    and rows are one dimension. transposed: names stored as (K, N).
+    gate_up: one name if gate and up are fused, else two. style: "modules" (one per expert),
+    "stacked modules" or "stacked parameters". flat: whether experts and rows are one dimension.
+    transposed: names that are stored as (K, N).
     """
 
     family: str
@@ -111,11 +112,12 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Method:
-    """A way of quantizing. like: the published format whose config it has.
+    """A quantization method. like: name of the published format with the same config.
 
-    tile: what `group` is the size of: groups of columns, square blocks, or nothing. options: axes
-    that its config has a key for. scales: what one scale is of, where a refusal depends on it.
-    weight_only: activations are not quantized. inputs_too: its recipe also rounds activations.
+    tile: what `group` is the size of, "groups" of columns, square "blocks" or "". options: axes
+    that its config has a key for. scales: what a scale applies to, if a refusal depends on it.
+    weight_only: whether activations are not quantized. inputs_too: whether its recipe can round
+    activations.
     """
 
     like: str
@@ -169,25 +171,25 @@ AXES = (
 
 
 def absent(row: Values) -> list[str]:
-    """Return why no file has such a combination."""
-    method, found = METHODS[row["method"]], []
+    """Return the reasons why no checkpoint has this combination."""
+    method, reasons = METHODS[row["method"]], []
     for option, default in (("bits", 4), ("zero points", False), ("act-order", False)):
         if row[option] != default and option not in method.options:
-            found.append(f"{row['method']} has no {option}")
+            reasons.append(f"{row['method']} has no {option}")
     if not method.tile and row["group"] != 64:
-        found.append(f"{row['method']} has no size of a tile")
+        reasons.append(f"{row['method']} has no group or block size")
     if row["group"] == ALL_COLUMNS:
         if method.tile == "blocks":
-            found.append("blocks have a size")
+            reasons.append("a block cannot have all columns")
         if row["act-order"]:
-            found.append("columns of one group have no order")
+            reasons.append("one group has no act-order")
         if row["method"] == "ct int" and row["bits"] == 8 and row["zero points"]:
-            found.append("channels of int8 are symmetric")
+            reasons.append("int8 channels are symmetric")
     if method.scales == "groups of 32" and row["intermediate"] % 32:
-        found.append("mxfp4 stores whole groups of 32 columns")
+        reasons.append("mxfp4 has groups of exactly 32 columns")
     if method.like == "mxfp4" and _is_transposed(row):
-        found.append("blocks of mxfp4 have three dimensions")
-    return found
+        reasons.append("blocks of mxfp4 have three dimensions")
+    return reasons
 
 
 def _is_transposed(row: Values) -> bool:
@@ -237,7 +239,7 @@ REFUSALS = (
         "layout of whole matrices",
         (one_of("family", "aria_text"), _is_quantized, _no_transposed_form),
     ),
-    # These families have layouts that are not transposed, whose shapes are needed then.
+    # These families also have a layout that is not transposed, whose shapes are expected here.
     Refusal(
         "a transposed stack where another layout is known",
         ShapeError,
@@ -245,7 +247,7 @@ REFUSALS = (
         (one_of("family", "qwen3_vl_moe_text", "gpt_oss"), _is_quantized, _no_transposed_form),
     ),
     Refusal(
-        "inputs of a recipe that does not round them",
+        "quantize_inputs without a recipe that rounds inputs",
         _A_CONFIG,
         "quantize_inputs",
         (one_of("inputs", True), lambda row: not METHODS[row["method"]].inputs_too),
@@ -255,7 +257,7 @@ DRAWN = draw(AXES, REFUSALS, absent)
 
 
 def make_of(row: Values) -> Make:
-    """Return what makes the matrices of a row."""
+    """Return the function that makes the matrices of a row."""
     width, group = max(HIDDEN, row["intermediate"]), row["group"]
     symmetric, order = not row["zero points"], row["act-order"]
     columns = width if group == ALL_COLUMNS else group
@@ -319,14 +321,14 @@ def config_of(row: Values) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Written:
-    """A written checkpoint. input_scales: (E, projections of w1 and of w2) float64, or None."""
+    """A written checkpoint. input_scales: (E, projections) float64 of w1 and of w2, or None."""
 
     sample: Sample
     input_scales: tuple[torch.Tensor, torch.Tensor] | None
 
 
 def write_row(folder: Path, row: Values) -> Written:
-    """Write the checkpoint of a row; the exact weights are those of its last layer."""
+    """Write the checkpoint of a row; return the exact weights of its last layer."""
     layout, family = LAYOUTS[row["family"]], FAMILIES[row["family"]]
     tensors: dict[str, torch.Tensor] = {}
     g = torch.Generator().manual_seed(3)
@@ -354,7 +356,10 @@ def write_row(folder: Path, row: Values) -> Written:
     return Written(sample, _input_scales(stored, layout))
 
 
-_INPUT_SCALES = {"input_scale": False, "input_global_scale": True}  # whether it divides
+_INPUT_SCALES = {
+    "input_scale": False,
+    "input_global_scale": True,
+}  # tensor -> whether it holds 1 / scale
 
 
 def _matrices(row: Values, g: torch.Generator) -> dict[str, list[StoredMatrix]]:
@@ -396,7 +401,7 @@ def _gate_first(layout: Layout, *projections: torch.Tensor) -> torch.Tensor:
 def _input_scales(
     stored: dict[str, list[StoredMatrix]], layout: Layout
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    found = []
+    by_projection = []
     for names in (layout.gate_up, (layout.down,)):
         scales = [
             [matrix.tensors[kind].double().reshape(()) ** (-1 if divides else 1)
@@ -406,5 +411,5 @@ def _input_scales(
         ]  # fmt: skip
         if not scales[0]:
             return None
-        found.append(torch.stack([torch.stack(row) for row in scales]))
-    return found[0], found[1]
+        by_projection.append(torch.stack([torch.stack(row) for row in scales]))
+    return by_projection[0], by_projection[1]

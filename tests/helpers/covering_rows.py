@@ -1,9 +1,9 @@
-"""Covering arrays over features whose combinations are accepted, or refused by a stated rule.
+"""Covering arrays over features whose combinations are accepted or refused.
 
-A `Refusal` states when a typed error is raised. `draw` returns rows in which every two values of
-two axes meet without a refusal, and rows in which refusals meet the values of every axis. A refused
-row differs from an accepted one in one value, and one rule applies, so its error is the one to
-expect.
+A `Refusal` is a rule that states when which error is raised. `draw` returns accepted rows with
+every possible pair of values, and for each rule refused rows with every value that the rule can
+apply to. A refused row differs from an accepted one in one value, and only one rule applies to it,
+so its error is known.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,10 @@ Condition = Callable[[Values], bool]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A rule: where all `when` hold, `error` is raised with a text that `message` matches."""
+    """A rule: if all conditions in `when` hold, `error` is raised with a message like `message`.
+
+    message: a regular expression.
+    """
 
     name: str
     error: type[ModularKernelError]
@@ -32,7 +35,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class CoveringRows:
-    """The rows of `draw`. refused: each with the one rule that applies."""
+    """The rows of `draw`. refused: rows with the rule that applies to them."""
 
     array: Array
     accepted: tuple[dict[str, Any], ...]
@@ -40,10 +43,11 @@ class CoveringRows:
     refusals: tuple[Refusal, ...]
 
     def unmet(self) -> list[str]:
-        """Return the pairs of values that no row has, and the rules that no row meets."""
-        describe, met = self.array.space.describe, {refusal.name for refusal, _ in self.refused}
+        """Return the pairs of values that no row has, and the rules that apply to no row."""
+        describe = self.array.space.describe
+        applied = {refusal.name for refusal, _ in self.refused}
         missing = [f"{describe(a)}, {describe(b)}" for a, b in self.array.missing()]
-        return missing + [rule.name for rule in self.refusals if rule.name not in met]
+        return missing + [rule.name for rule in self.refusals if rule.name not in applied]
 
     def impossible(self) -> dict[tuple[str, str], str]:
         """Return the pairs of values that no accepted row can have, each with its reason."""
@@ -57,11 +61,11 @@ def draw(
     absent: Callable[[Values], Sequence[str]] = lambda _values: (),
     cost: Callable[[Values], float] = lambda _values: 1.0,
 ) -> CoveringRows:
-    """Draw the rows.
+    """Draw accepted and refused rows.
 
-    absent: returns why values cannot be combined at all, such as that a format has no such field.
-    Such a combination is neither accepted nor refused. cost: of a row, in any unit; the axes that
-    it depends on have `varies_cost`.
+    absent: returns the reasons why values cannot be combined, such as a missing field of a format.
+    Such rows are neither accepted nor refused. cost: returns the cost of a row, in any unit. Axes
+    that it depends on must set `varies_cost`.
     """
 
     def rejections_of(row: Row) -> Sequence[str]:
@@ -99,17 +103,17 @@ def _neighbors(
 def _rows_of_rule(
     rule: Refusal, refusals: Sequence[Refusal], candidates: Sequence[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield candidates that this rule alone refuses, until it has met each of their values."""
-    alone = [
+    """Yield candidates that only this rule refuses, until each of their values is in a row."""
+    only_this_rule = [
         values
         for values in candidates
         if rule.applies(values)
         and not any(other.applies(values) for other in refusals if other is not rule)
     ]
-    unmet = {item for values in alone for item in values.items()}
-    while unmet:
-        best = max(alone, key=lambda values: len(unmet & set(values.items())))
-        unmet -= set(best.items())
+    uncovered = {item for values in only_this_rule for item in values.items()}
+    while uncovered:
+        best = max(only_this_rule, key=lambda values: len(uncovered & set(values.items())))
+        uncovered -= set(best.items())
         yield best
 
 

@@ -1,10 +1,10 @@
-/* The functions of libcuda.so.1 that cuda_replay.c asks for, on the host: a "kernel" is a C function,
- * and launching calls it. Counts what was asked of it. */
+/* A stand-in for libcuda.so.1 with the functions that cuda_replay.c and triton call. A "kernel" is a
+ * C function, and a launch calls it. Counts launches and other calls. */
 #include <cuda.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define KERNEL_PARAMETERS 6 /* four of a kernel's own, and two for scratch */
+#define KERNEL_PARAMETERS 6 /* four arguments and two scratch pointers */
 #define MOST_NODES 8
 
 typedef void (*Kernel)(void **);
@@ -43,7 +43,7 @@ void scale_kernel(void **parameters) {
     out[i] = x[i] * factor + step;
 }
 
-/* A launch of a function that was loaded from a module: what it was launched with. */
+/* The arguments of a launch of a function that was loaded from a module. */
 #define MOST_LAUNCHES 8
 #define MOST_BYTES 1024
 
@@ -162,7 +162,7 @@ CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec exec, CUgraphNode node,
   return CUDA_SUCCESS;
 }
 
-/* A map's first word is its address; of the rest only that it is aligned. */
+/* Replaces the first word of a map, which is its address, and checks the alignment of the map. */
 CUresult cuTensorMapReplaceAddress(CUtensorMap *map, void *address) {
   if ((unsigned long long)map % 128)
     return CUDA_ERROR_INVALID_VALUE;
@@ -174,7 +174,7 @@ CUresult cuTensorMapReplaceAddress(CUtensorMap *map, void *address) {
 CUresult cuGraphDestroy(CUgraph graph) { return CUDA_SUCCESS; }
 CUresult cuGraphExecDestroy(CUgraphExec exec) { return CUDA_SUCCESS; }
 
-/* What triton's own driver.c asks for beside that: modules, attributes, maps. */
+/* The other functions that triton's driver.c calls: modules, attributes, maps. */
 CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int *version) {
   *version = 13000;
@@ -206,7 +206,7 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdev
   return CUDA_SUCCESS;
 }
 
-/* Address, then whatever else was asked for. */
+/* Writes the arguments into the map, the address first. */
 CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank,
                                 void *address, const cuuint64_t *sizes, const cuuint64_t *strides,
                                 const cuuint32_t *box, const cuuint32_t *steps,

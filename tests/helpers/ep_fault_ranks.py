@@ -1,4 +1,4 @@
-"""Three gloo ranks, one of which is faulty, and a check of the other ranks' reports."""
+"""Three gloo ranks with one faulty rank, and a check of the reports of the others."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ from module_ranks import module_ranks
 from modular_kernel.testing.stress.faults import DEADLINE_S, SLACK_S, VICTIM, RankReport
 
 WORLD = 3
-LONG_S = 10.0  # a deadline that no rank reaches once it knows of the fault
-AT_ONCE_S = LONG_S / 2  # on a busy machine, too
+LONG_S = 10.0  # a deadline that no rank reaches, because it is notified of the fault before
+AT_ONCE_S = LONG_S / 2  # upper bound for a notification, even on a busy machine
 TOKENS = {REPLICATED: (4, 4, 4), GATHERED: (4, 3, 5), ALL2ALL: (4, 3, 5)}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A faulty layer. other: fields of the victim's problem that differ."""
+    """A layer with a faulty rank. other: fields of that rank's problem that differ."""
 
     part: str
     other: dict[str, object] = field(default_factory=dict)

@@ -21,7 +21,7 @@ PARTS = (REPLICATED, GATHERED, ALL2ALL)
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer over ranks. tokens_W: T of each rank; with replicated input T is the same on all."""
+    """A layer over ranks. tokens_W: number of tokens by rank, all equal with replicated input."""
 
     part: str
     tokens_W: tuple[int, ...]

@@ -15,8 +15,8 @@ from modular_kernel.testing.cases.lists import BASE
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
-# For paths with quantized weights and unquantized rows. LARGE has 150 or more rows per expert: full
-# tiles, and last tiles of more and of fewer than 64 rows.
+# For paths with quantized weights and unquantized rows. LARGE has at least 150 rows per expert:
+# full tiles, and last tiles of more and of fewer than 64 rows.
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=160, intermediate=224)
 LARGE = replace(SMALL, tokens=391, hidden=320, intermediate=448)
 CHANGES: tuple[dict[str, object], ...] = (
@@ -53,7 +53,10 @@ def of_quantized_weights(
     changes: Sequence[dict[str, object]],
     changed: Sequence[tuple[Problem, str]],
 ) -> list[tuple[Problem, str]]:
-    """For each scheme: every routing of few and many rows; `changed`, with each of the changes."""
+    """Return problems and routings for each scheme.
+
+    They are every routing of SMALL and LARGE, and each of `changes` applied to each of `changed`.
+    """
     variants: list[tuple[Problem, str]] = []
     for quant in quants:
         small, large = (replace(base, quant=quant) for base in (SMALL, LARGE))

@@ -47,7 +47,7 @@ def _run(function: Callable[[], Any], writer: int) -> None:
     try:
         try:
             result = function()
-        except Exception as error:  # noqa: BLE001  the parent is told
+        except Exception as error:  # noqa: BLE001  returned to the parent
             traceback.print_exc()
             result = error
         with os.fdopen(writer, "wb") as pipe:
@@ -73,23 +73,23 @@ class Gate:
     @contextmanager
     def holding(self, function: Callable[[], Any]) -> Any:
         """Run `function` in a thread that blocks at the gate during the block, then let it end."""
-        failed: list[BaseException] = []
+        errors: list[BaseException] = []
 
         def run() -> None:
             try:
                 function()
             except BaseException as error:  # noqa: BLE001  raised below
-                failed.append(error)
+                errors.append(error)
                 self._arrived.set()
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
         try:
             assert self._arrived.wait(TIMEOUT_S)
-            assert not failed, failed
+            assert not errors, errors
             yield
         finally:
             self._open.set()
             self.thread.join(TIMEOUT_S)
         assert not self.thread.is_alive()
-        assert not failed, failed
+        assert not errors, errors

@@ -29,16 +29,18 @@ def layer(
 ) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     g = torch.Generator().manual_seed(3)
     x_TH = torch.randn(problem.tokens, H, generator=g, dtype=problem.dtype)
-    plain = ExpertWeights(
+    unquantized = ExpertWeights(
         torch.randn(E, problem.w1_rows, H, generator=g, dtype=problem.dtype) / 8,
         torch.randn(E, H, I, generator=g, dtype=problem.dtype) / 5,
     )
     if problem.bias:
         biases = (torch.randn(E, n, generator=g) for n in (problem.w1_rows, H))
-        plain = replace(plain, b1=next(biases), b2=next(biases))
+        unquantized = replace(unquantized, b1=next(biases), b2=next(biases))
     if problem.scheme.static:
-        plain = replace(plain, a1_scale=torch.tensor([0.01]), a2_scale=torch.tensor([0.02]))
-    weights = quantize_weights(plain, problem) if problem.scheme.quantized else plain
+        unquantized = replace(
+            unquantized, a1_scale=torch.tensor([0.01]), a2_scale=torch.tensor([0.02])
+        )
+    weights = quantize_weights(unquantized, problem) if problem.scheme.quantized else unquantized
     values, ids = torch.randn(problem.tokens, E, generator=g).topk(problem.top_k)
     routing = Routing(values.softmax(-1), ids)
     return x_TH.to(device), moved(weights, device), moved(routing, device)
@@ -60,6 +62,6 @@ def run(
     return fused_experts(x_TH, weights.w1, weights.w2, topk, config, **options_ | options)
 
 
-def close(got: torch.Tensor, want: torch.Tensor, rms: float) -> None:
-    assert got.shape == want.shape
-    assert float((got.double() - want).norm() / want.norm()) < rms
+def close(actual: torch.Tensor, expected: torch.Tensor, rms: float) -> None:
+    assert actual.shape == expected.shape
+    assert float((actual.double() - expected).norm() / expected.norm()) < rms

@@ -29,13 +29,13 @@ MXFP4 = replace(
 def products_by(path: type, multiply: Callable[..., None]) -> Any:
     """Return a fixture that simulates an H200 and replaces `path.multiply` in a module's tests."""
 
-    @pytest.fixture(name="_there_are_boxes", autouse=True)
-    def there_are_boxes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    @pytest.fixture(name="_h200_products", autouse=True)
+    def h200_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(path, "multiply", multiply)
         with on_device(H200):
             yield
 
-    return there_are_boxes
+    return h200_products
 
 
 def multiply_tiles(

@@ -1,4 +1,4 @@
-"""Valid calls of the public callables without tensors, whose arguments a test replaces by junk."""
+"""Valid calls of public callables without tensor arguments, to replace one argument by junk."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

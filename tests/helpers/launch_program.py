@@ -27,12 +27,12 @@ from modular_kernel.testing.compile.report import NoDevice
 
 stand_in = ctypes.CDLL("libcuda.so.1")
 BYTES = {"i1": 1, "u1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8}
-MAP = (128, 4, 4, 8, 8)  # a map of two dimensions: sizes and strides come with it
+MAP = (128, 4, 4, 8, 8)  # parameter bytes of a 2D TMA descriptor: map, two sizes, two strides
 MAX_BYTES = 1024
 
 
 class Seen(ctypes.Structure):
-    """As in driver_stand_in.c."""
+    """The struct `Seen` of driver_stand_in.c."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -144,7 +144,7 @@ def launch_boxes(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def main() -> dict[str, Any]:
-    # The stand-in has the functions that are called, not all that are named.
+    # The stand-in only has the functions that are called, so symbols must be resolved lazily.
     sys.setdlopenflags(os.RTLD_LAZY)
     triton.runtime.driver.set_active(Device())
     torch.cuda.current_device = lambda: 0

@@ -1,8 +1,8 @@
-"""Layers with any combination of features, their outputs on each rank, and which are refused.
+"""Layers with combinations of features, their outputs, and which of them are refused.
 
-A row has a value for each of `AXES`. `outputs_of` runs its layer on every rank; `expected_output`
-is the exact output, from the dequantized weights of all ranks' shares. `REFUSALS` states which rows
-are refused.
+A row has a value for each of `AXES`. `outputs_of` runs its layer on every rank, and
+`expected_output` computes the exact output from the dequantized weights of all ranks. `REFUSALS`
+states which rows are refused.
 """
 
 from collections.abc import Iterator
@@ -41,11 +41,11 @@ W8A8 = ("fp8_w8a8_channel", "fp8_w8a8_tensor", STATIC)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer runs, and what is summed. One value of an axis, so that each meets all others.
+    """How a layer is distributed. It is one axis, so that every other value meets every `Place`.
 
-    exchange: "none" (each rank has all tokens), "replicated" or "rows". split: EP and TP ranks.
-    groups: the process groups of LayerParallel, of EP and of TP each, and of both. reduce: whether
-    the layer sums over ranks.
+    exchange: "none" (each rank has all tokens), "replicated" or "rows". split: number of EP and of
+    TP ranks. groups: which process groups LayerParallel gets: "none", "each" (EP and TP) or "each
+    and both". reduce: whether the layer sums over ranks.
     """
 
     exchange: str
@@ -59,7 +59,7 @@ class Place:
 
 
 def _places() -> Iterator[Place]:
-    """Yield every place that there is: one rank has no group, an exchange has one of several."""
+    """Yield every valid place: an exchange needs several EP ranks and process groups."""
     for exchange, reduce in product(("none", "replicated", "rows"), (False, True)):
         for split in ((1, 1), (2, 1), (1, 2), (2, 2)):
             if exchange != "none" and split[0] == 1:
@@ -103,23 +103,23 @@ def part_of(row: Values) -> str | None:
 
 
 def absent(row: Values) -> list[str]:
-    """Return why no layer has such a combination."""
-    found, place = [], row["place"]
+    """Return the reasons why no layer has this combination."""
+    reasons, place = [], row["place"]
     if row["gathered"] and (place.exchange != "rows" or row["batched"]):
-        found.append("another part than all-gather")
+        reasons.append("this place does not use the all-gather part")
     if row["batched"] and place.exchange == "replicated":
-        found.append("replicated tokens are not batched")
+        reasons.append("replicated tokens are not batched")
     if place.split[0] == 1 and row["placement"] != "linear":
-        found.append("one rank has all experts")
+        reasons.append("one rank has all experts")
     if row["layer"] == "EPMoE":
-        # It has no argument for these.
+        # EPMoE has no arguments for other values of these axes.
         fixed: dict[str, tuple[Any, ...]] = {"router": ("spec", "biased"), "shared": ("none",)}
         fixed |= {"scaling": (1.0,), "bias": (False,), "on input": (False,), "chunk": (None,)}
         fixed |= {"placement": ("linear",), "batched": (False,)}
-        found += [f"EPMoE has no {name}" for name in fixed if row[name] not in fixed[name]]
+        reasons += [f"EPMoE has no {name}" for name in fixed if row[name] not in fixed[name]]
         if place.exchange != "none" or place.reduce or place.split[1] > 1:
-            found.append("EPMoE has no exchange, sum or TP")
-    return found
+            reasons.append("EPMoE has no exchange, sum or TP")
+    return reasons
 
 
 def _splits(*splits: tuple[int, int]) -> Any:
@@ -152,7 +152,7 @@ REFUSALS = (
         (_ON_INPUT, lambda row: part_of(row) == LOCAL_BATCHED, one_of("top-k", 3)),
     ),
     Refusal(
-        "weights on the input of batched rows that travel",
+        "weights on the input of batched rows of other ranks",
         _PAIR,
         "router_weight_on_input",
         (_ON_INPUT, lambda row: part_of(row) == ALL2ALL_BATCHED),
@@ -164,7 +164,7 @@ REFUSALS = (
         (one_of("chunk", 3), lambda row: part_of(row) in BATCHED),
     ),
     Refusal(
-        "a scheme that grouped products do not have",
+        "a scheme that GroupedGemmExperts does not have",
         _PAIR,
         "quant",
         (
@@ -175,7 +175,7 @@ REFUSALS = (
         ),
     ),
 )  # fmt: skip
-# Interpreted kernels take longer.
+# Rows with interpreted kernels take longer.
 DRAWN = draw(AXES, REFUSALS, absent, lambda row: 4.0 if row["experts"] == "triton" else 1.0)
 
 
@@ -187,7 +187,7 @@ def _draw(*shape: int, seed: int) -> torch.Tensor:
 
 
 def problem_of(row: Values) -> Problem:
-    """Return the problem of the whole layer."""
+    """Return the problem of the global_weights layer."""
     return Problem(
         T, H, I, E, row["top-k"],
         dtype=row["dtype"],
@@ -200,7 +200,7 @@ def problem_of(row: Values) -> Problem:
 
 
 def spec_of(row: Values) -> RouterSpec:
-    """Return the router's spec; one weight is not renormalized, which would make it 1."""
+    """Return the router's spec. With top-k 1, renormalized weights would all be 1."""
     top_k, renormalize = row["top-k"], row["top-k"] > 1
     if row["layer"] == "EPMoE":
         renormalize = True
@@ -248,8 +248,8 @@ def routed_of(row: Values) -> Routed:
     """Return the routing of all tokens."""
     router = _router_of(row)
     if router is not None:
-        words = _token_ids() if row["router"] == "table" else None
-        return router.routed(_x(row), words)
+        token_ids = _token_ids() if row["router"] == "table" else None
+        return router.routed(_x(row), token_ids)
     return route(_logits(row), spec_of(row), RouterTensors(_selection_bias(row)))
 
 
@@ -261,7 +261,7 @@ def shared_of(x_TH: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------ weights
 
 
-def _whole(row: Values) -> ExpertWeights:
+def _global_weights(row: Values) -> ExpertWeights:
     """Return the unquantized weights of all experts."""
     rows = problem_of(row).w1_rows
     weights = ExpertWeights(_draw(E, rows, H, seed=4) / 8, _draw(E, H, I, seed=5) / 8)
@@ -293,16 +293,18 @@ def _rows_of_share(row: Values, t: int) -> torch.Tensor:
 
 def _share(row: Values, slots: tuple[int, ...], t: int) -> tuple[ExpertWeights, Problem]:
     """Return the weights of some experts on one TP rank, and the problem that describes them."""
-    whole, width, held = _whole(row), I // row["place"].split[1], list(slots)
+    global_weights, width, experts = _global_weights(row), I // row["place"].split[1], list(slots)
     rows = _rows_of_share(row, t)
     problem = replace(problem_of(row), intermediate=width, experts=len(slots), top_k=1)
     weights = replace(
-        whole,
-        w1=whole.w1[held][:, rows].contiguous(),
-        w2=whole.w2[held][:, :, t * width : (t + 1) * width].contiguous(),
+        global_weights,
+        w1=global_weights.w1[experts][:, rows].contiguous(),
+        w2=global_weights.w2[experts][:, :, t * width : (t + 1) * width].contiguous(),
     )
-    if whole.b1 is not None and whole.b2 is not None:
-        weights = replace(weights, b1=whole.b1[held][:, rows], b2=whole.b2[held])
+    if global_weights.b1 is not None and global_weights.b2 is not None:
+        weights = replace(
+            weights, b1=global_weights.b1[experts][:, rows], b2=global_weights.b2[experts]
+        )
     if row["quant"] != "none":
         return quantize_weights(weights, problem), problem
     dtype = problem.dtype
@@ -310,7 +312,7 @@ def _share(row: Values, slots: tuple[int, ...], t: int) -> tuple[ExpertWeights, 
 
 
 def _exact_weights(row: Values) -> ExpertWeights:
-    """Return what all ranks' shares stand for together, unquantized."""
+    """Return the dequantized weights of all ranks as weights of one rank."""
     w1, w2 = torch.empty(E, problem_of(row).w1_rows, H), torch.empty(E, H, I)
     width = I // row["place"].split[1]
     for t in range(row["place"].split[1]):
@@ -325,8 +327,8 @@ def _exact_weights(row: Values) -> ExpertWeights:
                     values = dequantized_weights(weights, name, problem)
                 for slot, e in enumerate(slots):
                     target[e][index] = values[slot].float()
-    whole = _whole(row)
-    return ExpertWeights(w1, w2, b1=whole.b1, b2=whole.b2)
+    global_weights = _global_weights(row)
+    return ExpertWeights(w1, w2, b1=global_weights.b1, b2=global_weights.b2)
 
 
 def expected_output(row: Values) -> torch.Tensor:
@@ -343,7 +345,7 @@ def expected_output(row: Values) -> torch.Tensor:
 
 
 def summed_ranks(row: Values) -> int:
-    """Return over how many ranks the outputs are summed: with an exchange, not over EP."""
+    """Return the number of ranks whose outputs are summed. An exchange already sums over EP."""
     ep, tp = row["place"].split
     return int(tp if part_of(row) in EXCHANGES else ep * tp)
 
@@ -428,7 +430,7 @@ def call_layer(row: Values, e: int, t: int, **groups: Any) -> torch.Tensor:
     first = layer(x, **arguments)
     out = layer(x, **arguments)
     assert out.shape == x.shape
-    # Calls take turns between copies of an expert, and add in another order.
+    # Calls alternate between copies of an expert, which changes the order of additions.
     assert row["placement"] == "copies" or torch.equal(first, out)
     layer.destroy()
     return out.reshape(-1, H)
@@ -436,9 +438,12 @@ def call_layer(row: Values, e: int, t: int, **groups: Any) -> torch.Tensor:
 
 @contextmanager
 def groups_of(rank: int, row: Values, both: Any) -> Iterator[dict[str, Any]]:
-    """Make the process groups of this rank, EP rank * TP ranks + TP rank. Collective."""
+    """Create the process groups of a rank, whose number is EP rank * TP ranks + TP rank.
+
+    All ranks must call it. both: the group of all ranks.
+    """
     ep, tp = row["place"].split
-    made: dict[str, Any] = {}
+    groups_by_name: dict[str, Any] = {}
     by_name = {
         "ep_group": [[e * tp + t for e in range(ep)] for t in range(tp)],
         "tp_group": [[e * tp + t for t in range(tp)] for e in range(ep)],
@@ -447,10 +452,11 @@ def groups_of(rank: int, row: Values, both: Any) -> Iterator[dict[str, Any]]:
         for ranks in groups:
             group = dist.new_group(ranks)
             if rank in ranks:
-                made[name] = group
-    dist.barrier()  # a rank that is refused at once ends its groups, which others may still join
-    yield made | ({"group": both} if row["place"].groups == "each and both" else {})
-    for group in made.values():
+                groups_by_name[name] = group
+    # A refused rank destroys its groups at once, so all ranks must have created theirs.
+    dist.barrier()
+    yield groups_by_name | ({"group": both} if row["place"].groups == "each and both" else {})
+    for group in groups_by_name.values():
         dist.destroy_process_group(group)
 
 
@@ -464,14 +470,17 @@ def call_on_rank(rank: int, world: int, group: Any, row: Values) -> torch.Tensor
 
 
 def outputs_of(row: Values, rank_pool: Any) -> list[Any]:
-    """Return the output of each rank, in a process each if there are groups; or the refusals."""
+    """Return the output of each rank, or its refusal as "type: text".
+
+    Ranks are processes if the layer has process groups.
+    """
     ep, tp = row["place"].split
     if row["place"].groups != "none":
         return list(rank_pool(ep * tp).run(call_on_rank, row))
-    found: list[Any] = []
+    outputs: list[Any] = []
     for e, t in product(range(ep), range(tp)):
         try:
-            found.append(call_layer(row, e, t))
+            outputs.append(call_layer(row, e, t))
         except (ConfigurationError, IncompatibleError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+            outputs.append(f"{type(error).__name__}: {error}")
+    return outputs

@@ -40,7 +40,7 @@ def call() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def made(layer: FusedMoE, mode: Any, halves: int) -> tuple[FusedMoEWithLoRA, LoRAManager]:
-    """Add two adapters to a layer: "a" of rank 3, scaled by 2, and "b" of rank 5, scaled by 0.5."""
+    """Add adapter "a" of rank 3 and scaling 2 and adapter "b" of rank 5 and scaling 0.5."""
     lora = f"adapters=3,rank={R}" + ",a13=shared" * (halves == 1)
     manager = LoRAManager(layer.problem, lora, [3], mode=mode)
     for name, rank, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):

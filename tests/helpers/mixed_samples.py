@@ -88,22 +88,22 @@ def write_mixed(
 ) -> dict[int, Sample]:
     """Write a Qwen3 checkpoint; return the samples of its layers.
 
-    kinds: the format of each layer. num_layers: of the config.json; further layers follow the
-    model's own. sizes: as for `samples.write`.
+    kinds: the format of each layer. num_layers: entry of config.json; layers after those are not of
+    the model itself, such as MTP layers. sizes: as for `samples.write`.
     """
     tensors: Tensors = {}
-    found = dict[int, Sample]()
+    samples = dict[int, Sample]()
     for layer, kind in kinds.items():
         part = folder / f"part{layer}"
-        found[layer] = write(part, "qwen3_moe", kind, layers=(layer,), seed=layer, **sizes)
+        samples[layer] = write(part, "qwen3_moe", kind, layers=(layer,), seed=layer, **sizes)
         tensors |= load_file(part / "model.safetensors")
-    config = next(iter(found.values())).config | {"num_hidden_layers": num_layers or len(kinds)}
+    config = next(iter(samples.values())).config | {"num_hidden_layers": num_layers or len(kinds)}
     config["torch_dtype"] = "bfloat16"
     config.pop("quantization_config", None)
     config |= {} if quantization is None else {"quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
     save(folder, tensors)
-    return found
+    return samples
 
 
 def fuse_experts(folder: Path, layer: int) -> None:

@@ -38,10 +38,10 @@ class Call:
 
     def run(self, strategy: Any = "auto") -> torch.Tensor:
         out = self.output.clone()
-        got = run_moe_lora(
+        result = run_moe_lora(
             self.x, self.ids, self.weights, self.info, *self.buffers, out, strategy=strategy
         )
-        assert got is out
+        assert result is out
         return out
 
 
@@ -69,9 +69,11 @@ def call(sizes: Sizes = Sizes(), dtype: torch.dtype = torch.float32, seed: int =
     for name, (rows, columns) in zip(BUFFERS, shapes, strict=True):
         depth = s.hidden if name == "gate_up_a" else s.intermediate if name == "down_a" else 4
         matrices = torch.randn(s.slots, s.experts, rows, columns, generator=g) / depth**0.5
-        beyond = torch.arange(s.rank) >= ranks_LE[..., None]
-        beyond = beyond[..., None] if name.endswith("_a") else beyond[:, :, None]
-        buffers.append(matrices.masked_fill(beyond, torch.nan).to(dtype))
+        is_beyond_rank = torch.arange(s.rank) >= ranks_LE[..., None]
+        is_beyond_rank = (
+            is_beyond_rank[..., None] if name.endswith("_a") else is_beyond_rank[:, :, None]
+        )
+        buffers.append(matrices.masked_fill(is_beyond_rank, torch.nan).to(dtype))
     weights = weights.masked_fill(ids < 0, torch.nan)
     info = MoELoRABatchInfo(slots, ranks_LE, scalings)
     output = torch.randn(s.tokens, s.hidden, generator=g)
@@ -133,11 +135,11 @@ def batch_of(c: Call, *, grouped: bool) -> PairBatch:
 
 
 def kernels_and_twins() -> Any:
-    """Return the fixture `_way`: a test marked WAY runs with kernels and with torch references."""
+    """Return the fixture `_way`, which runs tests marked WAY with kernels and in plain torch."""
 
-    @pytest.fixture(name="_way", params=["kernels", "twins"])
+    @pytest.fixture(name="_way", params=["kernels", "torch"])
     def way(request: pytest.FixtureRequest) -> Any:
-        with prefer_torch_reference(enabled=request.param == "twins"):
+        with prefer_torch_reference(enabled=request.param == "torch"):
             yield
 
     return way

@@ -1,7 +1,7 @@
-"""Calls of every experts part and scheme with a NaN in one argument at a time.
+"""Calls every experts part in every scheme with a NaN in one argument at a time.
 
-Experts and adapters that no token uses are NaN as well. As a program, prints the number of correct
-calls of each part that runs here, and the failures.
+Unused experts and adapters are NaN as well. As a program, prints the number of correct calls of
+each part that supports this machine, and the failures.
 """
 
 import sys
@@ -44,7 +44,7 @@ class Counts:
 
 
 def problems_of_size(size: int) -> Iterator[Problem]:
-    """Yield a sum over two experts, top-k rows of one token, weights on the input, and adapters."""
+    """Yield problems with summed outputs, unreduced top-k, weights on the input, and adapters."""
     base = Problem(
         tokens=6, hidden=size, intermediate=size, experts=12, top_k=2, dtype=torch.bfloat16
     )
@@ -87,7 +87,7 @@ def check_calls(
     counts.kernels += 1
     counts.schemes.add(problem.quant)
     hides_nan = problem.act.kind in kernel.experts.requires.hides_nan
-    # With adapters, those alone: the other problems have the other arguments.
+    # Problems with adapters only test the adapters, since other problems test the other arguments.
     names = nan_arguments(problem) if problem.adapters is None else ADAPTER_TENSORS
     for name in names:
         if hides_nan and name not in ("x", "topk_weights"):
@@ -106,9 +106,9 @@ def check_calls(
 def fill_unused(
     weights: ExpertWeights, routing: Routing, slots: tuple[int, ...], experts: int
 ) -> int:
-    """Set everything of experts and adapters that no pair uses to NaN; return how many experts.
+    """Set all tensors of unused experts and adapters to NaN; return the number of unused experts.
 
-    slots: the global id of each expert in `weights`. routing: of all ranks.
+    slots: global id of each expert in `weights`. routing: routing of all ranks.
     """
     used = {int(e) for e in routing.topk_ids_TK.flatten().tolist() if 0 <= e < experts}
     unused = [slot for slot, e in enumerate(slots) if e not in used]
@@ -127,7 +127,7 @@ def fill_unused(
 
 
 def _fill(name: str, values: torch.Tensor) -> None:
-    """Set values to NaN; integers have none, but bytes of scales are E8M0."""
+    """Set values to NaN. E8M0 scales are bytes with a NaN; other integers are not changed."""
     if values.dtype is torch.uint8 and name in SCALE_FIELDS and name.endswith("_scale"):
         values.fill_(255)
     elif values.dtype is torch.float8_e4m3fn:

@@ -1,6 +1,6 @@
-"""Calls over two ranks with a NaN in one argument at a time, in every scheme and exchange.
+"""Calls over two ranks in every scheme and exchange with a NaN in one argument at a time.
 
-Experts and adapters that no token uses are NaN as well.
+Unused experts and adapters are NaN as well.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from modular_kernel.validate import ADAPTER_TENSORS
 
 CPU, RANKS = torch.device("cpu"), 2
 LOCAL_PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-# The exchanges that need no Triton, and the tokens of each rank in a call.
+# Exchanges without Triton kernels -> number of tokens by rank.
 EXCHANGES = {
     "ReplicatedEPPrepareAndFinalize": (6, 6),
     "AllGatherReduceScatterPrepareAndFinalize": (4, 3),
@@ -42,9 +42,9 @@ def experts_of(exchange: str) -> str:
 
 
 def cases(exchange: str, quant: str) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    """Yield problems, and the arguments to put a NaN into. Two experts are never chosen."""
+    """Yield problems, each with the arguments that get a NaN in turn."""
     tokens = EXCHANGES[exchange]
-    # Schemes take turns between placements.
+    # Schemes alternate between placements.
     make = (Placement.linear, Placement.round_robin)[SCHEME_NAMES.index(quant) % 2]
     parallel = Parallel(RANKS, make(16, RANKS), 0)
     problem = Problem(
@@ -64,8 +64,8 @@ def calls_on_rank(
     counts = Counts()
     for problem, names in cases(exchange, quant):
         case = RankCase(exchange, experts_of(exchange), problem, tokens=EXCHANGES[exchange])
-        plain = problem.adapters is None and not problem.apply_router_weight_on_input
-        if plain or case.verdict(this_machine(device="cpu")).ok:
+        is_always_supported = problem.adapters is None and not problem.apply_router_weight_on_input
+        if is_always_supported or case.verdict(this_machine(device="cpu")).ok:
             with prefer_torch_reference(enabled=in_torch):
                 _call_each(rank, group, case, names, counts)
     return counts
@@ -94,7 +94,11 @@ def _call_each(
 
 
 def _failures(sample: RankSample, out: torch.Tensor, case: RankCase) -> tuple[str, ...]:
-    """Compare a rank's output; where it fails, with the recipe's errors over more tokens."""
+    """Compare the output of a rank.
+
+    If the first comparison fails, the tolerance is taken from the recipe's errors over the tokens
+    of all ranks.
+    """
     if not bool(sample.global_recipe.isnan().any()):
         return ("no value is expected to be NaN",)
     failures = sample.compare(out).problems

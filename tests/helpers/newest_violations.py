@@ -1,9 +1,8 @@
-"""Check that only known regressions of the newest triton break limits of `mk compile --check`.
+"""Checks that only known regressions of the newest triton violate `mk compile --check`.
 
     python tests/helpers/newest_violations.py out/compile-newest.json
 
-docs/versions.md lists these regressions. One that is gone is an error, too, so that the list stays
-true.
+docs/versions.md lists these regressions. A listed regression that does not occur is an error, too.
 """
 
 import json
@@ -11,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Kernel, and the values of its launch that break a limit with triton 3.9.
+# Kernels and launch options that violate a limit with triton 3.9.
 KNOWN = ({"kernel": "gemv_gate_up_kernel", "QUANT": "group", "num_warps": 2},)
 
 
@@ -22,24 +21,24 @@ def is_known(record: dict[str, Any], known: dict[str, Any]) -> bool:
 
 def errors(compiled: dict[str, Any]) -> list[str]:
     """Return the violations that are not known, and the known ones that did not occur."""
-    broken = [entry for entry in compiled["kernels"] if entry["violations"]]
-    found = [
+    violating = [entry for entry in compiled["kernels"] if entry["violations"]]
+    messages = [
         text
-        for entry in broken
+        for entry in violating
         for text in entry["violations"]
         if not any(is_known(entry["record"], known) for known in KNOWN)
     ]
-    found += [
+    messages += [
         f"no case launches {each['kernel']}" for each in compiled["left_out"] if not each["reason"]
     ]
     if not compiled["kernels"]:
-        found.append("no kernel was compiled")
+        messages.append("no kernel was compiled")
     for known in KNOWN:
-        if not any(is_known(entry["record"], known) for entry in broken):
-            found.append(f"no longer broken, remove it here and in docs/versions.md: {known}")
-    return found
+        if not any(is_known(entry["record"], known) for entry in violating):
+            messages.append(f"no longer violated, remove it here and in docs/versions.md: {known}")
+    return messages
 
 
 if __name__ == "__main__":
-    found = errors(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    sys.exit("\n".join(found) or 0)
+    messages = errors(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    sys.exit("\n".join(messages) or 0)

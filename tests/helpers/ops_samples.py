@@ -9,19 +9,19 @@ import torch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def kernel_and_twin(tried: ModuleType, *others: ModuleType) -> Any:
-    """Return the fixture `path`: every test runs with Triton kernels and with torch references.
+def kernel_and_torch(module: ModuleType, *others: ModuleType) -> Any:
+    """Return the fixture `path`, which runs tests with Triton kernels and with torch references.
 
-    tried, others: the modules that select between them.
+    module, others: the modules whose `use_triton` selects between them.
     """
 
-    @pytest.fixture(name="path", params=["kernel", "twin"])
+    @pytest.fixture(name="path", params=["kernel", "torch"])
     def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-        if request.param == "twin":
-            for module in (tried, *others):
-                monkeypatch.setattr(module, "use_triton", lambda tensor: False)
+        if request.param == "torch":
+            for each in (module, *others):
+                monkeypatch.setattr(each, "use_triton", lambda tensor: False)
         else:
-            assert tried.use_triton(torch.empty(0, device=DEVICE)), "no GPU and no interpreter"
+            assert module.use_triton(torch.empty(0, device=DEVICE)), "no GPU and no interpreter"
         return request.param
 
     return path

@@ -14,7 +14,7 @@ META = torch.device("meta")
 
 
 class RecordingWorkspace(Workspace):
-    """A workspace that records which buffers were taken."""
+    """A workspace that records the names of the buffers that a call takes."""
 
     def __init__(self, specs: dict[str, BufferSpec], device: torch.device) -> None:
         super().__init__(specs, device)
@@ -38,7 +38,7 @@ def launches_of(
 
     x_TH, scale: quantized tokens, if the dispatch quantizes them.
     """
-    plain_TH, weights, routing = meta_inputs(problem)
+    unquantized_TH, weights, routing = meta_inputs(problem)
     dispatched = DispatchedRouting(
         routing.topk_weights_TK,
         routing.topk_ids_TK,
@@ -47,11 +47,11 @@ def launches_of(
         weights.expert_map,
         torch.empty(1, dtype=torch.int32, device=META),
     )
-    tokens = ContiguousTokens(plain_TH if x_TH is None else x_TH, dispatched, scale)
+    tokens = ContiguousTokens(unquantized_TH if x_TH is None else x_TH, dispatched, scale)
     specs = path.specs(problem.tokens, tiles.gemm1.block_m)
     workspace = RecordingWorkspace(specs, META)
     output = torch.empty(problem.output_shape, dtype=problem.dtype, device=META)
     with record_compiles(target) as records:
         path.run(PathCall(tokens, weights, workspace, output, tiles))
-    assert workspace.taken == set(specs)  # none is declared and left unused
+    assert workspace.taken == set(specs)  # a call uses every buffer that it declares
     return records

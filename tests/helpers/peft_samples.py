@@ -1,4 +1,4 @@
-"""Adapters written by PEFT (tests/helpers/golden/peft), modified copies of them, and products."""
+"""Adapters written by PEFT (tests/helpers/golden/peft), changed copies, and B A products."""
 
 import json
 import shutil
@@ -22,6 +22,7 @@ EXPERT = "base_model.model.model.layers.1.block_sparse_moe.experts"
 
 
 def products(adapter: Adapter, problem: mk.Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the products B A of an adapter for w1 and w2, per expert in float64."""
     a13, b13, a2, b2 = (
         getattr(adapter, name).double() for name in ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
     )

@@ -1,7 +1,7 @@
 """A stand-in for pplx-kernels over gloo, in plain torch.
 
-Every use that would make the library overrun its buffers, hang or return wrong results raises. Rows
-of an expert arrive in random order.
+Raises wherever the library would write past its buffers, hang or return wrong results. Rows of an
+expert arrive in random order.
 """
 
 import pickle
@@ -53,8 +53,8 @@ class AllToAll:
         assert self.hidden_dim_scale_bytes % UNIT == 0
         assert self.hidden_dim_scale_bytes <= self.hidden_dim_bytes
         assert self.hidden_dim_bytes + self.hidden_dim_scale_bytes + UNIT <= 48 << 10
-        told = gather(self.group, sorted(sizes.items(), key=str))
-        others = [[(k, v) for k, v in s if k not in ("rank", "group_name")] for s in told]
+        sizes_by_rank = gather(self.group, sorted(sizes.items(), key=str))
+        others = [[(k, v) for k, v in s if k not in ("rank", "group_name")] for s in sizes_by_rank]
         assert all(each == others[0] for each in others)
         AllToAll.made += 1
 
@@ -80,26 +80,26 @@ class AllToAll:
         assert self.state == "idle", "freed between a dispatch and its combine"
         self.open = False
 
-    def dispatch(self, counts, x, x_scale, given, given_scale, indices, bound_m, **split):
+    def dispatch(self, counts, x, x_scale, tokens, token_scale, indices, bound_m, **split):
         self._enter_dispatch(**split)
-        self._check_indices(indices, given)
+        self._check_indices(indices, tokens)
         slots, capacity = self.local, self.max_num_tokens * self.world_size
         assert (counts.dtype, tuple(counts.shape)) == (torch.int32, (slots,))
         assert x.is_contiguous()
         assert tuple(x.shape) == (slots, capacity, self.hidden_dim)
-        assert given.is_contiguous()
-        assert given.data_ptr() % UNIT == 0
-        assert given.shape[1] * given.element_size() == self.hidden_dim_bytes
-        for scale, rows in ((x_scale, (slots, capacity)), (given_scale, (len(given),))):
+        assert tokens.is_contiguous()
+        assert tokens.data_ptr() % UNIT == 0
+        assert tokens.shape[1] * tokens.element_size() == self.hidden_dim_bytes
+        for scale, rows in ((x_scale, (slots, capacity)), (token_scale, (len(tokens),))):
             assert (scale is None) == (self.hidden_dim_scale_bytes == 0)
             if scale is not None:
                 assert tuple(scale.shape) == (*rows, self.hidden_dim_scale_bytes // 4)
                 assert scale.dtype == torch.float32
         if split["do_send"]:
             counts.zero_()
-            scales = None if given_scale is None else given_scale.clone()
+            scales = None if token_scale is None else token_scale.clone()
             places = indices.view(torch.int32).tolist()
-            self.received = gather(self.group, (places, raw(given).clone(), scales))
+            self.received = gather(self.group, (places, raw(tokens).clone(), scales))
         if not split["do_recv"]:
             return
         self.local_rows = self._rows()
@@ -124,17 +124,17 @@ class AllToAll:
             self.max_num_tokens * self.world_size,
             self.hidden_dim,
         )
-        mine = {}
+        local_outputs = {}
         for slot, rows in enumerate(self.local_rows):
             for place, (source, token) in enumerate(rows):
-                mine[source, token, self.rank * self.local + slot] = y[slot, place].clone()
-        everywhere = {}
-        for returned in gather(self.group, mine):
-            everywhere |= {key[1:]: row for key, row in returned.items() if key[0] == self.rank}
+                local_outputs[source, token, self.rank * self.local + slot] = y[slot, place].clone()
+        rows_of_tokens = {}
+        for returned in gather(self.group, local_outputs):
+            rows_of_tokens |= {key[1:]: row for key, row in returned.items() if key[0] == self.rank}
         for token, places in enumerate(indices.view(torch.int32).tolist()):
             total = torch.zeros(self.hidden_dim)
             for place, weight in zip(places, weights[token], strict=True):
-                total += weight * everywhere[token, place].float()
+                total += weight * rows_of_tokens[token, place].float()
             out[token] = total.to(out.dtype)
 
     def _enter_dispatch(self, *, do_send, do_recv):
@@ -158,20 +158,21 @@ class AllToAll:
 
     def _rows(self):
         """Return the (source, token) of the rows of each local slot, shuffled."""
-        found = [[] for _ in range(self.local)]
+        rows_of_slots = [[] for _ in range(self.local)]
         first = self.rank * self.local
         for source, (indices, _, _) in enumerate(self.received):
-            taken = [0] * self.num_experts
+            counts = [0] * self.num_experts
             for token, places in enumerate(indices):
                 assert len(set(places)) == len(places), "rows of one token share a place"
                 for place in places:
-                    taken[place] += 1
+                    counts[place] += 1
                     if first <= place < first + self.local:
-                        found[place - first].append((source, token))
-            assert max(taken) <= self.max_num_tokens, "a slot's buffer overruns"
+                        rows_of_slots[place - first].append((source, token))
+            assert max(counts) <= self.max_num_tokens, "a slot's buffer overruns"
         order = torch.Generator().manual_seed(self.rank)
         return [
-            [rows[i] for i in torch.randperm(len(rows), generator=order).tolist()] for rows in found
+            [rows[i] for i in torch.randperm(len(rows), generator=order).tolist()]
+            for rows in rows_of_slots
         ]
 
 

@@ -1,4 +1,4 @@
-"""mxfp4 kernels and layers with prepared weights."""
+"""Small mxfp4 kernels and layers, for tests of prepared weights."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,13 +16,13 @@ from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
 
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has its own products")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu tests it on GPUs")
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 CPU = torch.device("cpu")
 
 
 def launched_tiles() -> Any:
-    """Return the fixture `launched`: block_m of every GEMM that the path launched."""
+    """Return the fixture `launched`, a list of block_m of every GEMM that the path launched."""
 
     @pytest.fixture(name="launched", autouse=True)
     def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
@@ -48,15 +48,15 @@ def made(**changes: Any) -> tuple[FusedMoEModularKernel, Inputs]:
 
 def made_layer() -> tuple[FusedMoE, Inputs]:
     problem = replace(MXFP4, tokens=64, hidden=96)
-    layer, i = FusedMoE(
+    layer, inputs = FusedMoE(
         problem.experts, problem.hidden, problem.intermediate, top_k=problem.top_k,
         experts="TritonExperts", params_dtype=problem.dtype, quant_config="mxfp4_w4a16",
     ), make_inputs(problem, "uniform", CPU)  # fmt: skip
-    layer.set_weights(i.weights)
-    return layer, i
+    layer.set_weights(inputs.weights)
+    return layer, inputs
 
 
 def called(
-    kernel: FusedMoEModularKernel, i: Inputs, weights: ExpertWeights | None = None
+    kernel: FusedMoEModularKernel, inputs: Inputs, weights: ExpertWeights | None = None
 ) -> torch.Tensor:
-    return kernel(i.x_TH, weights or i.weights, i.routing).clone()
+    return kernel(inputs.x_TH, weights or inputs.weights, inputs.routing).clone()

@@ -71,8 +71,9 @@ class Call:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor of the arguments by its path."""
-        found = leaves(self.arguments)
-        return {path: value for path, value in found if isinstance(value, torch.Tensor)}
+        return {
+            path: value for path, value in leaves(self.arguments) if isinstance(value, torch.Tensor)
+        }
 
 
 def public_callables() -> dict[str, Callable[..., object]]:
@@ -88,7 +89,7 @@ def public_callables() -> dict[str, Callable[..., object]]:
 
 
 def takes_tensors(function: Callable[..., object]) -> bool:
-    """Return whether an annotation, or the dataclass of a method, contains tensors."""
+    """Return whether the parameters, or the fields of a method's dataclass, contain tensors."""
     if inspect.isclass(function):
         init = vars(function).get("__init__")
         if dataclasses.is_dataclass(function) or init is None or _is_named_tuple(function):

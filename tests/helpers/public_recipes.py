@@ -1,4 +1,4 @@
-"""Calls of every public callable that takes tensors; EXEMPT lists the others with the reason."""
+"""A valid call of every public callable with tensor arguments. EXEMPT has the exceptions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -44,13 +44,13 @@ QUANTIZED = replace(PROBLEM, quant="int8_w8a16_group:group=32,zero_points=true")
 ADAPTED = replace(PROBLEM, lora="adapters=2,rank=4")
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 GROUP = 32
-_BASE = "the base layer's weights are put into another record; the call that takes it checks them"
-_STEP = "a step of a call, for tensors that `check` or `forward` has passed"
-_PART = "a part's own method: the kernel gives it tensors that it has checked"
+_BASE = "copies weights into another record, which the call checks"
+_STEP = "a step of a call, after `check` or `forward` has checked the tensors"
+_PART = "a method of a part, which the kernel calls with tensors that it has checked"
 _UNREAD = "reads no tensor"
-_SHAPES = "reads shapes alone, of tensors that `load_experts` made"
+_SHAPES = "only reads shapes of tensors that `load_experts` made"
 
-# Steps of exchanges in prepare_finalize.common, which parts call with tensors of their calls.
+# Functions of prepare_finalize.common that parts call with checked tensors.
 _EXCHANGE_STEPS = (
     "agreement.agree",
     "group_part.FusedDispatchPart.prepare",
@@ -82,7 +82,7 @@ EXEMPT: Mapping[str, str] = {
     **{f"prepare_finalize.common.{name}": _PART for name in _EXCHANGE_STEPS},
     "modular_kernel.layers.adapter_pool.AdapterPool.weights": _BASE,
     "modular_kernel.layers.lora.LoRAManager.weights": _BASE,
-    "modular_kernel.layers.module_state.move_without_cast": "nn.Module._apply maps it over a layer",
+    "modular_kernel.layers.module_state.move_without_cast": "nn.Module._apply calls it",
     "modular_kernel.contracts.Call": "a part's record of one call, which the kernel makes",
     "modular_kernel.contracts.PermuteExpertsUnpermute.apply": _PART,
     "modular_kernel.contracts.PermuteExpertsUnpermute.path_name": _PART,
@@ -92,8 +92,8 @@ EXEMPT: Mapping[str, str] = {
     "modular_kernel.contracts.PrepareAndFinalize.finalize": _PART,
     "modular_kernel.contracts.PrepareAndFinalize.prepare": _PART,
     "modular_kernel.contracts.PrepareAndFinalize.prepare_no_receive": _PART,
-    "modular_kernel.contracts.TopKWeightAndReduce.apply": "abstract: topk_reduce has those that do",
-    "topk_reduce.delegate.TopKWeightAndReduceDelegate.apply": "raises whatever it is given",
+    "modular_kernel.contracts.TopKWeightAndReduce.apply": "abstract: its subclasses are tested",
+    "topk_reduce.delegate.TopKWeightAndReduceDelegate.apply": "always raises",
     "modular_kernel.execution.Execution.check_call": _STEP,
     "modular_kernel.execution.Execution.check_weights": _STEP,
     "modular_kernel.execution.Execution.finish": _STEP,
@@ -121,7 +121,7 @@ EXEMPT: Mapping[str, str] = {
 
 
 def floats(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Draw values of about 0.2."""
+    """Draw normal values with a standard deviation of 0.2."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 5
 
 

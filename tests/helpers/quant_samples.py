@@ -17,7 +17,8 @@ FP8, HALF = torch.float8_e4m3fn, (torch.float32, torch.bfloat16)
 FULL, BYTE = (torch.float32,), (torch.uint8,)
 ANY = (torch.float32, torch.float16, torch.bfloat16)
 
-# Of w1 (3, 48, 40) and w2 (3, 40, 24): storage, scale and zero point, each with its dtypes.
+# Scheme -> shapes of storage, scale and zero point of w1 (3, 48, 40) and of w2 (3, 40, 24), and the
+# possible dtypes of storage and scale.
 # fmt: off
 SPECS: dict[str, tuple[tuple[tuple[int, ...] | None, ...], tuple[Any, ...]]] = {
     "fp8_w8a8_tensor": (((3, 48, 40), (3,), None, (3, 40, 24), (3,), None), ((FP8,), FULL)),

@@ -1,8 +1,12 @@
-"""A rank that does as it is told, a line of stdin at a time, and answers each with a line of JSON:
+"""Program of one rank: reads a command per line of stdin and answers each with a line of JSON.
 
-make DEADLINE [copies]   a manager and a layer over it       call    one call
-until                    calls until one fails               drop    forget the manager
-without RANK...          a layer over the ranks that are left, of a new manager
+    make DEADLINE [copies]   make a manager and a layer that uses it
+    call                     call the layer once
+    until                    call the layer until a call fails
+    drop                     delete the manager and the layer
+    without RANK...          make a manager and a layer over the other ranks
+
+`simulated_hosts` starts it.
 """
 
 import datetime
@@ -24,8 +28,8 @@ from prepare_finalize import TorchGroup
 TOKENS = (4, 3, 0, 5)
 
 
-class Told:
-    """What a rank has made so far."""
+class RankCommands:
+    """The commands, and the layer and manager of this rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.group = rank, dist.group.WORLD
@@ -40,18 +44,18 @@ class Told:
             placement = placement.with_copies({4: [0], 5: [0], 6: [1], 7: [1]})
         self.layer = replace(self.layer, placement=placement)
         self.deadline_s = float(deadline)
-        return self._over(self.group)
+        return self._make_layer(self.group)
 
-    def _over(self, group: Any) -> dict[str, Any]:
+    def _make_layer(self, group: Any) -> dict[str, Any]:
         self.manager = TorchGroup(group, deadline_s=self.deadline_s)
         self.kernel = self.layer.kernel(self.rank, self.manager)
         return {"hosts": str(self.manager.hosts)}
 
     def call(self) -> dict[str, Any]:
-        given = self.layer.inputs_of(self.rank)
-        out = self.kernel(given.x_TH, given.weights, given.routing)
-        whole = self.layer.inputs()
-        exact = oracle(whole.x_TH, whole.weights, whole.routing, self.layer.global_problem)
+        local = self.layer.inputs_of(self.rank)
+        out = self.kernel(local.x_TH, local.weights, local.routing)
+        inputs = self.layer.inputs()
+        exact = oracle(inputs.x_TH, inputs.weights, inputs.routing, self.layer.global_problem)
         error = (out.double() - exact[self.layer.rows(self.rank)]).abs()
         return {"right": bool((error < 1e-4).all())}
 
@@ -65,43 +69,44 @@ class Told:
         return {}
 
     def without(self, *ranks: str) -> dict[str, Any]:
-        lost = [int(rank) for rank in ranks]
-        placement = self.layer.placement.without(lost)
-        left = [rank for rank in range(len(self.layer.tokens_W)) if rank not in lost]
-        group = dist.new_group(left, backend="gloo", use_local_synchronization=True)
-        tokens = tuple(self.layer.tokens_W[rank] for rank in left)
+        removed = [int(rank) for rank in ranks]
+        placement = self.layer.placement.without(removed)
+        remaining = [rank for rank in range(len(self.layer.tokens_W)) if rank not in removed]
+        group = dist.new_group(remaining, backend="gloo", use_local_synchronization=True)
+        tokens = tuple(self.layer.tokens_W[rank] for rank in remaining)
         self.layer = replace(self.layer, tokens_W=tokens, placement=placement)
-        self.rank = left.index(self.rank)
-        return self._over(group)
+        self.rank = remaining.index(self.rank)
+        return self._make_layer(group)
 
 
-def answer(told: Told, line: str) -> dict[str, Any]:
+def run_command(commands: RankCommands, line: str) -> dict[str, Any]:
+    """Run one line; return its answer, or the error as `error`, `text` and `peers`."""
     words, started = line.split(), time.monotonic()
     try:
-        found = getattr(told, words[0])(*words[1:])
+        result = getattr(commands, words[0])(*words[1:])
     except ModularKernelError as error:
         peers = list(getattr(error, "peers", ()))
-        found = {"error": type(error).__name__, "text": str(error), "peers": peers}
-    return {**found, "seconds": time.monotonic() - started}
+        result = {"error": type(error).__name__, "text": str(error), "peers": peers}
+    return {**result, "seconds": time.monotonic() - started}
 
 
-def say(found: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(found) + "\n")
+def write_answer(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 
 def main(rank: int, address: str, join_s: float) -> None:
     torch.set_num_threads(1)
-    patience = datetime.timedelta(seconds=join_s)
+    timeout = datetime.timedelta(seconds=join_s)
     try:
-        dist.init_process_group("gloo", address, patience, world_size=4, rank=rank)
+        dist.init_process_group("gloo", address, timeout, world_size=4, rank=rank)
     except (RuntimeError, dist.DistError) as error:
-        say({"error": type(error).__name__, "text": str(error)})
+        write_answer({"error": type(error).__name__, "text": str(error)})
         return
-    told = Told(rank)
-    say({"joined": rank})
+    commands = RankCommands(rank)
+    write_answer({"joined": rank})
     for line in sys.stdin:
-        say(answer(told, line))
+        write_answer(run_command(commands, line))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The plainest parts over ranks, in a few lines: whatever they fail, the harness got wrong."""
+"""Minimal parts over ranks: a correct one and defective ones, to test the tests over ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,7 @@ class SumHandle(Handle):
 
 
 class SumOverRanks(PrepareAndFinalize):
-    """Every rank has the same tokens and computes the pairs of its experts; the sums are added."""
+    """Every rank has the same tokens, computes the pairs of its experts, and adds the outputs."""
 
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
@@ -47,8 +47,8 @@ class SumOverRanks(PrepareAndFinalize):
         tables = self.problem.placement.tables(x_TH.device)
         rank_TK, slot_TK, invalid = pairs_to_slots(routing.topk_ids_TK, tables)
         call.invalid_ids.add_(invalid)
-        here = rank_TK == self.problem.parallel.rank
-        ids_TK = torch.where(here, slot_TK, -1).to(routing.topk_ids_TK.dtype)
+        is_local = rank_TK == self.problem.parallel.rank
+        ids_TK = torch.where(is_local, slot_TK, -1).to(routing.topk_ids_TK.dtype)
         weights_TK = torch.where(ids_TK < 0, 0.0, routing.topk_weights_TK)
         local = DispatchedRouting(
             topk_weights_TK=weights_TK,
@@ -73,7 +73,7 @@ class SumOverRanks(PrepareAndFinalize):
 
 
 class WrongOnRankOne(SumOverRanks):
-    """Raises on rank 1 alone, before the ranks meet."""
+    """Raises on rank 1, before the first collective."""
 
     requires = SumOverRanks.requires
 
@@ -84,7 +84,7 @@ class WrongOnRankOne(SumOverRanks):
 
 
 class Unsummed(SumOverRanks):
-    """Forgets to add the ranks' sums."""
+    """Does not add the outputs of the ranks."""
 
     requires = SumOverRanks.requires
 
@@ -94,19 +94,19 @@ class Unsummed(SumOverRanks):
 
 
 class CountsTwice(SumOverRanks):
-    """Counts each invalid id once for itself, and once for its neighbor."""
+    """Counts each invalid id twice."""
 
     requires = SumOverRanks.requires
 
     def prepare(self, x_TH, routing, *, weights, call):
         before = call.invalid_ids.clone()
-        arrived = super().prepare(x_TH, routing, weights=weights, call=call)
+        result = super().prepare(x_TH, routing, weights=weights, call=call)
         call.invalid_ids.add_(call.invalid_ids - before)
-        return arrived
+        return result
 
 
-class Choosy(SumOverRanks):
-    """16-bit types, two hidden sizes and blocks of equal size alone, as some vendors' kernels."""
+class FewShapes(SumOverRanks):
+    """Only supports bfloat16, two hidden sizes and a linear placement, as vendor libraries do."""
 
     requires = replace(
         SumOverRanks.requires,
@@ -117,6 +117,6 @@ class Choosy(SumOverRanks):
 
 
 class AtMostTwo(SumOverRanks):
-    """Two ranks, blocks of equal size."""
+    """Supports two ranks and a linear placement."""
 
     requires = replace(SumOverRanks.requires, world_sizes=(2, 2), linear_placement=True)

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of the pool; a rank imports this file."""
+"""Functions that tests of RankPool run on ranks. Ranks import this file."""
 
 import os
 import signal
@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 
 def total(rank, world, group, factor):
-    """factor * (0 + 1 + ... + world - 1), by an all-reduce; and who we are."""
+    """Return the rank, the world size and the sum over ranks of `factor * rank`."""
     value = torch.tensor([float(rank * factor)])
     dist.all_reduce(value, group=group)
     return rank, world, float(value)
 
 
 def facts(rank, world, group):
-    """Process id, threads, whether Triton is interpreted, the group's backend."""
+    """Return process id, number of threads, whether Triton is interpreted, and the backend."""
     from modular_kernel.settings import read_settings
 
     interpreted = read_settings().triton_interpret
@@ -24,37 +24,37 @@ def facts(rank, world, group):
 
 
 def host(rank, world, group):
-    """The host that this rank takes itself for."""
+    """Return the host id of this rank."""
     from modular_kernel.settings import read_settings
 
     return read_settings().host_id
 
 
-def fail(rank, world, group, who, text):
-    """Rank `who` raises; the others return, or wait for it in vain where text is "meet"."""
-    if rank == who:
+def fail(rank, world, group, failing_rank, text):
+    """Raise on `failing_rank`. The others return their rank or, if text is "meet", wait for it."""
+    if rank == failing_rank:
         raise ValueError(text)
     if text == "meet":
         dist.barrier(group=group)
     return rank
 
 
-def die(rank, world, group, who, number):
-    """Rank `who` is ended by a signal; the others wait for it."""
-    if rank == who:
+def die(rank, world, group, failing_rank, number):
+    """Send signal `number` to `failing_rank`, while the others wait for it."""
+    if rank == failing_rank:
         os.kill(os.getpid(), number)
     dist.barrier(group=group)
 
 
 def leave(rank, world, group):
-    """Rank 0 ends its process as if all were well."""
+    """Exit on rank 0 without an exception."""
     if rank == 0:
         os._exit(3)
 
 
-def hang(rank, world, group, who, seconds):
-    """Rank `who` sleeps."""
-    if rank == who:
+def hang(rank, world, group, failing_rank, seconds):
+    """Sleep on `failing_rank`."""
+    if rank == failing_rank:
         oversleep(seconds)
     return rank
 
@@ -63,19 +63,19 @@ def oversleep(seconds):
     time.sleep(seconds)
 
 
-def unpicklable(rank, world, group, who):
-    return (lambda: None) if rank == who else rank
+def unpicklable(rank, world, group, failing_rank):
+    return (lambda: None) if rank == failing_rank else rank
 
 
-class Odd:
-    """Can be pickled, and not unpickled."""
+class Unloadable:
+    """Can be pickled, but not unpickled."""
 
     def __reduce__(self):
         return int, ("not a number",)
 
 
-def odd(rank, world, group, who):
-    return Odd() if rank == who else rank
+def unloadable(rank, world, group, failing_rank):
+    return Unloadable() if rank == failing_rank else rank
 
 
 def ignore_terminate(rank, world, group):
@@ -83,12 +83,12 @@ def ignore_terminate(rank, world, group):
     return os.getpid()
 
 
-def tensors(rank, world, group, given):
-    return given * rank
+def tensors(rank, world, group, tensor):
+    return tensor * rank
 
 
 def pair_up(rank, world, group):
-    """An all-to-all with splits that differ, and nothing from some ranks to others."""
+    """Run an all-to-all in which some ranks send nothing; return the received values."""
     sends = [peer * (rank % 2) for peer in range(world)]
     receives = [rank * (peer % 2) for peer in range(world)]
     inbox = torch.empty(sum(receives))
@@ -97,8 +97,8 @@ def pair_up(rank, world, group):
     return inbox.tolist()
 
 
-class SlowToTell(Exception):
-    """Raised at once, told late."""
+class SlowError(Exception):
+    """An error whose text takes half a second, so that it is reported late."""
 
     def __str__(self) -> str:
         time.sleep(0.5)
@@ -106,8 +106,8 @@ class SlowToTell(Exception):
 
 
 def fail_one_after_the_other(rank: int, world_size: int, group: object) -> None:
-    """Rank 1 first, of which is heard last."""
+    """Raise on rank 1 first, whose error is reported last."""
     if rank == 1:
-        raise SlowToTell
+        raise SlowError
     time.sleep(0.2)
-    raise ValueError("because of the other")
+    raise ValueError("raised second")

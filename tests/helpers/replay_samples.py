@@ -1,5 +1,7 @@
-"""Parts that replay, on a device of their own: host memory, changed through bare addresses, so that
-torch does not see the work, as it does not see a kernel of Triton's.
+"""Parts whose launches are recorded and replayed, on a simulated device.
+
+Their "kernels" change host memory through its address, so that torch does not see them, as it does
+not see Triton kernels.
 """
 
 import ctypes
@@ -39,7 +41,7 @@ def add_kernel(out: int, x: int, w: int, weights: int, count: int) -> None:
 
 
 def launch_add(tensors: Sequence[torch.Tensor], count: int) -> None:
-    """`modular_kernel.replay.launch.launch`, for the device of this test."""
+    """Launch `add_kernel` and record it, as `modular_kernel.replay.launch.launch` does."""
     add_kernel(*(tensor.data_ptr() for tensor in tensors), count)
     recorder = recording.recorder()
     if recorder is None:
@@ -47,21 +49,21 @@ def launch_add(tensors: Sequence[torch.Tensor], count: int) -> None:
     places = [recorder.place(tensor) for tensor in tensors]
     fixed = [tensor.data_ptr() for tensor in tensors]
 
-    def again(pointers: Sequence[int]) -> None:
-        found = [
-            own if place is None else pointers[place[0]] + place[1]
-            for own, place in zip(fixed, places, strict=True)
+    def relaunch(pointers: Sequence[int]) -> None:
+        addresses = [
+            recorded if place is None else pointers[place[0]] + place[1]
+            for recorded, place in zip(fixed, places, strict=True)
         ]
-        add_kernel(*found, count)
+        add_kernel(*addresses, count)
 
-    recorder.note(again, play_all, watched)
+    recorder.note(relaunch, play_all, watched)
 
 
 def play_all(launches: Sequence[Any], inputs: int) -> recording.Replay:
     def replay(stream: int, pointers: Sequence[int]) -> None:
         assert len(pointers) == inputs
-        for again in launches:
-            again(pointers)
+        for relaunch in launches:
+            relaunch(pointers)
 
     return replay
 
@@ -75,7 +77,7 @@ class Prepare(MoEPrepareAndFinalizeNoEP):
 
 
 class AddExperts(TorchExperts):
-    """Two launches through a buffer: x + 2 (w1[0] + topk_weights[0]). Counts its host calls."""
+    """Computes x + 2 (w1[0] + topk_weights[0]) in two launches and counts calls of `apply`."""
 
     replayable = True
     requires = ExpertsRequirements(
@@ -105,7 +107,7 @@ class AddExperts(TorchExperts):
         between = workspace.take("workspace13", tuple(tokens.x_TH.shape))
         router = tokens.routing.topk_weights_TK
         if self.problem.dtype is not torch.float32:
-            return  # bad input is not computed with
+            return  # tests of invalid inputs do not check values
         self.launch((between, tokens.x_TH, weights.w1, router), tokens.x_TH.numel())
         self.launch((output, between, weights.w1, router), tokens.x_TH.numel())
 

@@ -1,4 +1,4 @@
-"""What tests/core/test_cuda_replay.py runs in a process whose libcuda.so.1 is the stand-in."""
+"""Program of tests/core/test_cuda_replay.py, run with a stand-in for libcuda.so.1."""
 
 import ctypes
 import json
@@ -13,7 +13,7 @@ COUNTERS = ("maps", "launches", "graph_launches", "sets", "instantiations", "dep
 
 
 class Buffer:
-    """Four floats."""
+    """Four floats in host memory."""
 
     def __init__(self, *values: float) -> None:
         self.memory = (ctypes.c_float * 4)(*values)
@@ -25,10 +25,10 @@ def set_to(name: str, value: int) -> None:
 
 
 def counters() -> dict[str, int]:
-    found = {name: ctypes.c_int.in_dll(stand_in, name).value for name in COUNTERS}
+    counts = {name: ctypes.c_int.in_dll(stand_in, name).value for name in COUNTERS}
     for name in COUNTERS:
         set_to(name, 0)
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in counts.items() if value}
 
 
 def scale(
@@ -47,7 +47,7 @@ def scale(
     )
     assert KERNEL is not None
     assert None not in values
-    if mapped:  # x comes as a TMA map, of which the stand-in reads the address
+    if mapped:  # x is passed as a TMA map, of which the stand-in only reads the address
         values = (values[0], values[1].ljust(replayer.MAP_BYTES, b"?"), *values[2:])  # type: ignore[union-attr]
     return replayer.LaunchRecord(
         kernel=None,
@@ -63,7 +63,10 @@ def scale(
 
 
 def make(*, dependent: bool = False, launches: int = 2, mapped: bool = False) -> tuple[Any, Buffer]:
-    """between = 2 x - 3, out = -0.5 between + 1. Inputs: x (from its second float), out."""
+    """Record `between = 2 x - 3` and `out = -0.5 between + 1`; return the record and `between`.
+
+    Inputs of a replay are x, which starts at the second float of its memory, and out.
+    """
     between = Buffer()
     first = scale((between.pointer, 0), 2.0, -3, [(1, 0, 4)], mapped=mapped)
     second = scale((0, between.pointer), -0.5, 1, [(0, 1, 0)], dependent=dependent)
@@ -87,7 +90,7 @@ def error(call: Any) -> str:
 
 
 def main() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     one, two = Buffer(1, 2, 3, 4), Buffer(-8, 0, 8, 16)
     out, other = Buffer(), Buffer()
     recorded, _between = make()
@@ -98,41 +101,41 @@ def main() -> dict[str, Any]:
         ("other out", two, other),
         ("both back", one, out),
     ):
-        found[name] = [replay(recorded, x, to), counters()]
+        results[name] = [replay(recorded, x, to), counters()]
     set_to("capturing", 1)
-    found["captured"] = [replay(recorded, two, other), counters()]
+    results["captured"] = [replay(recorded, two, other), counters()]
     set_to("capturing", 0)
-    found["after it"] = [replay(recorded, one, out), counters()]
-    found["stream"] = ctypes.c_ulonglong.in_dll(stand_in, "last_stream").value
+    results["after it"] = [replay(recorded, one, out), counters()]
+    results["stream"] = ctypes.c_ulonglong.in_dll(stand_in, "last_stream").value
     dependent, _other_between = make(dependent=True)
     values = [replay(dependent, one, out)]
     set_to("capturing", 1)
     values.append(replay(dependent, one, out))
     set_to("capturing", 0)
-    found["dependent"] = [values, counters()]
+    results["dependent"] = [values, counters()]
     boxes, _of_boxes = make(mapped=True)
-    found["map"] = [[replay(boxes, x, out) for x in (one, two)], counters()]
+    results["map"] = [[replay(boxes, x, out) for x in (one, two)], counters()]
     single, _third = make(launches=1)
     for _ in range(3):
         replay(single, one, out)
-    found["single"] = counters()
+    results["single"] = counters()
     set_to("fail", 2)
     ungraphable, _fourth = make()
-    found["no graphs"] = [[replay(ungraphable, one, out) for _ in range(3)], counters()]
+    results["no graphs"] = [[replay(ungraphable, one, out) for _ in range(3)], counters()]
     set_to("fail", 1)
     set_to("capturing", 1)
-    found["failed"] = error(lambda: replay(make()[0], one, out))
+    results["failed"] = error(lambda: replay(make()[0], one, out))
     set_to("fail", 0)
     module = replayer.module()
-    found["pointers"] = error(lambda: module.replay(recorded, 0, [1]))
-    found["no recorded"] = error(lambda: module.replay(None, 0, [1, 2]))
-    found["slot"] = error(lambda: module.pack(0, 1, [], [(5, 0, 0, 0)], [], b"", None))
-    found["parameters"] = error(
+    results["pointers"] = error(lambda: module.replay(recorded, 0, [1]))
+    results["no recorded"] = error(lambda: module.replay(None, 0, [1, 2]))
+    results["slot"] = error(lambda: module.pack(0, 1, [], [(5, 0, 0, 0)], [], b"", None))
+    results["parameters"] = error(
         lambda: module.pack(0, 1, [(1, (1, 1, 1), 32, 0, 0, 0, 3, 4)], [], [0] * 5, bytes(40), None)
     )
-    found["inputs"] = error(lambda: module.pack(0, 65, [], [], [], b"", None))
-    found["place"] = error(lambda: module.pack(0, 1, [], [], [0, 5], bytes(40), None))
-    return found
+    results["inputs"] = error(lambda: module.pack(0, 65, [], [], [], b"", None))
+    results["place"] = error(lambda: module.pack(0, 1, [], [], [0, 5], bytes(40), None))
+    return results
 
 
 if __name__ == "__main__":

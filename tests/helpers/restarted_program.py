@@ -1,8 +1,7 @@
-"""What torchrun starts on each of two hosts: a layer over the ranks, whose rank 1 dies in the first
-try. The second try is right, and each rank says so.
+"""Program for torchrun on two hosts: rank 1 exits in the first attempt, the second one succeeds.
 
-The argument is a file that is there once a rank has died. An agent that starts its rank anew
-because the other one asks for it does not count that: TORCHELASTIC_RESTART_COUNT may differ.
+The argument is a file that rank 1 creates before it exits. TORCHELASTIC_RESTART_COUNT does not show
+the attempt: an agent that restarts its rank because of the other host does not increase it.
 """
 
 import os
@@ -18,11 +17,11 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 layer = Layer(ALL2ALL, (4, 3))
 out, _ = call_layer(rank, 2, dist.group.WORLD, layer)
-died = Path(sys.argv[1])
-if rank == 1 and not died.exists():
-    died.touch()
+marker = Path(sys.argv[1])
+if rank == 1 and not marker.exists():
+    marker.touch()
     os._exit(9)
-dist.barrier()  # which rank 1 does not reach in the first try
+dist.barrier()  # rank 1 does not reach it in the first attempt
 exact = layer.exact()[layer.rows(rank)]
 assert (out.double() - exact).abs().max() < 1e-4
 sys.stdout.write(f"rank {rank} is right\n")

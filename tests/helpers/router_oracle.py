@@ -1,9 +1,9 @@
-"""The router's oracle: loops over tokens and experts in float64, and what a result may differ by.
+"""Checks routers against loops over tokens and experts in float64.
 
     assert disagreements(route(logits_TE, spec), logits_TE, spec) == []
 
-Equal biased scores go to the lower id. Where two are nearer than float32 tells apart, either expert
-may come first, and weights are those of the experts that were chosen.
+Of equal biased scores, the lower expert id comes first. Where float32 cannot distinguish two
+scores, either expert may come first, and the weights must be those of the chosen experts.
 """
 
 import math
@@ -17,14 +17,14 @@ from modular_kernel.spec.router import RouterSpec
 
 _LARGEST = torch.finfo(torch.float32).max
 _ROUNDING = 2.0**-24
-_STEPS = 32  # roundings of float32 on the way to a weight
-# Below it float32 loses bits, or everything; a root has half as many places.
-_FAINT = {"softmax": 2.0**-120, "sigmoid": 2.0**-120, "sqrtsoftplus": 2.0**-60}
+_STEPS = 32  # upper bound on the float32 roundings per weight
+# Absolute tolerances: smaller scores are subnormal in float32 or round to zero.
+_ABSOLUTE_TOLERANCE = {"softmax": 2.0**-120, "sigmoid": 2.0**-120, "sqrtsoftplus": 2.0**-60}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One token. logits: finite, None for NaN. choices: what is chosen by, -inf for never."""
+    """One token. logits: finite, or None for NaN. choices: values to sort by, -inf if excluded."""
 
     logits: tuple[float | None, ...]
     choices: tuple[float, ...]
@@ -38,7 +38,7 @@ def disagreements(
     tensors: RouterTensors | None = None,
     token_ids_T: torch.Tensor | None = None,
 ) -> list[str]:
-    """Return what is wrong with `routed`, in words; nothing where it is right."""
+    """Return a message for each wrong pair and weight of `routed`."""
     tensors = RouterTensors() if tensors is None else tensors
     columns = logits_TE.shape[1]
     bias = [0.0] * columns if tensors.bias_E is None else tensors.bias_E.double().tolist()
@@ -47,39 +47,43 @@ def disagreements(
     identity_T = [0.0] * len(ids_TK)
     if routed.identity_T is not None:
         identity_T = routed.identity_T.tolist()
-    found = []
+    messages = []
     for token, values in enumerate(logits_TE.double().tolist()):
         row = _row(values, bias, spec)
         if token_ids_T is None:
-            want = best(row.choices, spec.top_k)
+            expected = best(row.choices, spec.top_k)
         else:
-            want = _named(int(token_ids_T[token]), tensors, row)
-        got = ids_TK[token], weights_TK[token], identity_T[token]
-        found += [f"token {token}: {wrong}" for wrong in _wrong(row, spec, want, *got)]
-    return found
+            expected = _ids_of_table(int(token_ids_T[token]), tensors, row)
+        actual = ids_TK[token], weights_TK[token], identity_T[token]
+        differences = _differences(row, spec, expected, *actual)
+        messages += [f"token {token}: {text}" for text in differences]
+    return messages
 
 
 def best(values: Sequence[float], count: int) -> list[int]:
-    """Return the places of the `count` largest, the first of equals first; -1 for -inf."""
-    order = sorted(range(len(values)), key=lambda place: (-values[place], place))
-    return [place if values[place] > -math.inf else -1 for place in order[:count]]
+    """Return the indices of the `count` largest values, in order; -1 for -inf."""
+    order = sorted(range(len(values)), key=lambda index: (-values[index], index))
+    return [index if values[index] > -math.inf else -1 for index in order[:count]]
 
 
 def _row(values: Sequence[float], bias: Sequence[float], spec: RouterSpec) -> Row:
     logits = [None if math.isnan(v) else min(max(v, -_LARGEST), _LARGEST) for v in values]
     known = [logit for logit in logits if logit is not None]
-    # What is put into an exponential: differences for a softmax, else the logits themselves.
+    # The largest argument of an exponential: softmax subtracts a logit, other scores do not.
     lowest = min(known, default=0.0) if spec.score == "softmax" else 0.0
-    reach = min(max((abs(logit - lowest) for logit in known), default=0.0), 100.0)
-    # Scores grow with logits, which tell apart what rounds to one score: 0 or 1, say.
-    added = spec.selection_bias or (spec.topk_groups < spec.groups and spec.group_score == "top2")
-    scored = spec.order == "score_first" and added
-    by = _scores(logits, spec.score) if scored else list(logits)
+    max_argument = min(max((abs(logit - lowest) for logit in known), default=0.0), 100.0)
+    # Scores increase with logits, but may round to the same value, such as 1. Sort by scores only
+    # if a bias or another score is added to them.
+    adds_to_scores = spec.selection_bias or (
+        spec.topk_groups < spec.groups and spec.group_score == "top2"
+    )
+    sorts_by_score = spec.order == "score_first" and adds_to_scores
+    keys = _scores(logits, spec.score) if sorts_by_score else list(logits)
     choices = [-math.inf if v is None or math.isnan(v + b) else v + b
-               for v, b in zip(by, bias, strict=True)]  # fmt: skip
+               for v, b in zip(keys, bias, strict=True)]  # fmt: skip
     kept = _in_groups(choices, spec)
-    # An exponential's error grows with its argument.
-    return Row(tuple(logits), tuple(kept), (_STEPS + 2 * reach) * _ROUNDING)
+    # The relative error of an exponential grows with its argument.
+    return Row(tuple(logits), tuple(kept), (_STEPS + 2 * max_argument) * _ROUNDING)
 
 
 def _scores(logits: Sequence[float | None], score: str) -> list[float | None]:
@@ -101,23 +105,24 @@ def _in_groups(choices: list[float], spec: RouterSpec) -> list[float]:
     if spec.topk_groups == spec.groups:
         return choices
     size = len(choices) // spec.groups
-    worth = []
+    group_scores = []
     for start in range(0, len(choices), size):
         first, *rest = sorted(choices[start : start + size], reverse=True)
         second = rest[0] if rest and spec.group_score == "top2" and rest[0] > -math.inf else 0.0
-        worth.append(first + second)
-    kept = best(worth, spec.topk_groups)
-    return [v if place // size in kept else -math.inf for place, v in enumerate(choices)]
+        group_scores.append(first + second)
+    kept = best(group_scores, spec.topk_groups)
+    return [v if index // size in kept else -math.inf for index, v in enumerate(choices)]
 
 
-def _named(word: int, tensors: RouterTensors, row: Row) -> list[int]:
+def _ids_of_table(token_id: int, tensors: RouterTensors, row: Row) -> list[int]:
+    """Return the experts that the table has for a token id."""
     assert tensors.table_VK is not None
     rows, top_k = tensors.table_VK.shape
-    if not 0 <= word < rows:
+    if not 0 <= token_id < rows:
         return [INVALID] * top_k
-    named = [int(i) for i in tensors.table_VK[word].tolist()]
-    named = [i if -1 <= i < len(row.logits) else INVALID for i in named]
-    return [-1 if i >= 0 and row.logits[i] is None else i for i in named]
+    ids = [int(i) for i in tensors.table_VK[token_id].tolist()]
+    ids = [i if -1 <= i < len(row.logits) else INVALID for i in ids]
+    return [-1 if i >= 0 and row.logits[i] is None else i for i in ids]
 
 
 def _weights(row: Row, ids: Sequence[int], spec: RouterSpec) -> list[float]:
@@ -134,41 +139,41 @@ def _weights(row: Row, ids: Sequence[int], spec: RouterSpec) -> list[float]:
     return weights
 
 
-def _wrong(
+def _differences(
     row: Row,
     spec: RouterSpec,
-    want: Sequence[int],
+    expected: Sequence[int],
     ids: Sequence[int],
     weights: Sequence[float],
     identity: float,
 ) -> list[str]:
     experts = len(row.logits) - spec.zero_experts
     chosen = list[int]()
-    for k, (w, g) in enumerate(zip(want, ids, strict=True)):
-        shown = w if w < experts else -1
-        if g != shown and not _as_good(row, w, g, chosen):
-            return [f"pair {k}: got expert {g}, need {shown}"]
-        chosen.append(w if g == shown else g)
+    for k, (w, g) in enumerate(zip(expected, ids, strict=True)):
+        visible = w if w < experts else -1
+        if g != visible and not _is_tie(row, w, g, chosen):
+            return [f"pair {k}: got expert {g}, need {visible}"]
+        chosen.append(w if g == visible else g)
     if not spec.table and len({i for i in chosen if i >= 0}) < sum(i >= 0 for i in chosen):
         return [f"got {chosen}: an expert twice"]
     exact = _weights(row, chosen, spec)
-    spare = sum(w for w, i in zip(exact, chosen, strict=True) if i >= experts)
+    zero_expert_weight = sum(w for w, i in zip(exact, chosen, strict=True) if i >= experts)
     pairs = [0.0 if i >= experts else w for w, i in zip(exact, chosen, strict=True)]
-    compared = [*zip(weights, pairs, strict=True), (identity, spare)]
+    compared = [*zip(weights, pairs, strict=True), (identity, zero_expert_weight)]
     return [
         f"weight {k}: got {g!r}, need {w!r}"
         for k, (g, w) in enumerate(compared)
-        if not abs(g - w) <= row.tolerance * w + _FAINT[spec.score]
+        if not abs(g - w) <= row.tolerance * w + _ABSOLUTE_TOLERANCE[spec.score]
     ]
 
 
-def _as_good(row: Row, want: int, got: int, before: Sequence[int]) -> bool:
-    """Whether float32 cannot tell two experts apart that float64 does.
+def _is_tie(row: Row, expected: int, actual: int, chosen: Sequence[int]) -> bool:
+    """Return whether two experts differ in float64 by less than the float32 error.
 
-    Of those that float64 finds equal, the lower ones are among the pairs before.
+    Lower ids with exactly the same value as `actual` must be among the `chosen` ones.
     """
-    if min(want, got) < 0 or max(want, got) >= len(row.choices):
+    if min(expected, actual) < 0 or max(expected, actual) >= len(row.choices):
         return False
-    a, b = row.choices[want], row.choices[got]
-    lower = [place for place in range(got) if row.choices[place] == b and place not in before]
+    a, b = row.choices[expected], row.choices[actual]
+    lower = [e for e in range(actual) if row.choices[e] == b and e not in chosen]
     return not lower and abs(a - b) <= row.tolerance * max(abs(a), abs(b), 1.0)

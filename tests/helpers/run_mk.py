@@ -11,7 +11,7 @@ from modular_kernel.cli import main, output
 
 
 class Ended(NamedTuple):
-    """How a command ended."""
+    """The exit code and output of a command."""
 
     code: int
     out: str
@@ -23,7 +23,7 @@ class Ended(NamedTuple):
 
 
 def run_mk(capsys: pytest.CaptureFixture[str], *words: str) -> Ended:
-    """Exit code, and what was printed since; lines are not folded unless COLUMNS is set."""
+    """Run `mk` with these words. Lines are not wrapped unless COLUMNS is set."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output, "_DEFAULT_WIDTH", 10_000)
@@ -38,7 +38,7 @@ Mk = Callable[..., Ended]
 
 
 def runs_mk(*first: str) -> Any:
-    """A fixture that runs `mk`, with these words first, in the process of a test."""
+    """Return the fixture `mk`, which runs `mk` with the words `first` and those of the call."""
 
     @pytest.fixture
     def mk(capsys: pytest.CaptureFixture[str]) -> Mk:

@@ -1,4 +1,4 @@
-"""Calls of MoeRunner on a small layer, for its tests."""
+"""Arguments and calls of MoeRunner on a small layer."""
 
 from typing import Any
 
@@ -32,6 +32,6 @@ def standard(x_TH: torch.Tensor, routing: Routing) -> StandardDispatchOutput:
 
 def ran(runner: MoeRunner, problem: Problem, **flags: Any) -> torch.Tensor:
     x_TH, weights, routing = layer(problem, DEVICE)
-    got = runner.run(standard(x_TH, routing), info_of(weights, **flags))
-    assert isinstance(got, StandardCombineInput)
-    return got.hidden_states
+    output = runner.run(standard(x_TH, routing), info_of(weights, **flags))
+    assert isinstance(output, StandardCombineInput)
+    return output.hidden_states

@@ -200,7 +200,7 @@ def call(layer: Any, inputs: Inputs) -> torch.Tensor:
     return output
 
 
-def dispatched(inputs: Inputs) -> Any:
+def dispatch_output(inputs: Inputs) -> Any:
     """Return SGLang's dispatch output of inputs on one rank."""
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
@@ -225,5 +225,5 @@ def run_core(problem: Problem, inputs: Inputs, info: Any, **options: Any) -> tor
         **options,
     )
     runner = MoeRunner(resolve_moe_runner_backend(NAME), config)
-    output: torch.Tensor = runner.run(dispatched(inputs), info).hidden_states
+    output: torch.Tensor = runner.run(dispatch_output(inputs), info).hidden_states
     return output

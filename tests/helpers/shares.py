@@ -1,7 +1,8 @@
-"""Which cases a run of the suite proves, where not all of them: a share that changes with the tree.
+"""Selects the share of cases and parametrized tests that a run of the test suite executes.
 
-Equal sources give equal shares on every machine. Another tree has another share, so over time all
-cases are proven; `make verify` proves all of them at once, and tests marked `share`.
+The share depends on a hash of the source tree: equal sources select the same cases on every
+machine, and over many commits every case runs. `make verify` runs all cases and all tests marked
+`share`.
 """
 
 import fcntl
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 @cache
 def tree_hash() -> str:
-    """Hash of the packages' Python sources and where they stand."""
+    """Return a hash of the Python sources of the packages and of their paths."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
         for path in sorted((_ROOT / package).rglob("*.py")):
@@ -36,43 +37,43 @@ def tree_hash() -> str:
 
 
 def share(cases: Sequence[C], of: int, tree: str) -> tuple[C, ...]:
-    """About one of `of` cases, each chosen by the hash of its name and the tree's."""
+    """Return about one in `of` cases, selected by a hash of their names and of the tree."""
     return tuple(case for case in cases if in_share(str(case), of, tree))
 
 
 def in_share(name: str, of: int, tree: str) -> bool:
-    """Whether this tree proves the case of this name, where it proves about one of `of`.
+    """Return whether a case with this name is in the share of about one in `of`.
 
-    Parameters of a test marked `share(of)` are drawn so, by their test's name; `--whole` runs all.
+    `name` is the test id for tests marked `share(of)`. With `--whole`, all of those run.
     """
     return int.from_bytes(hashlib.sha256(f"{tree} {name}".encode()).digest()[:8]) % of == 0
 
 
-def proven_here(
+def selected_cases(
     pairs: Sequence[tuple[str, str]], machine: Machine, tree: str
 ) -> dict[tuple[str, str], tuple[Case, ...]]:
-    """The cases of each pairing that one run proves: all, or smoke and a share of the others.
+    """Return the cases of each pairing that a run of the test suite proves.
 
-    All with the first PrepareAndFinalize that an experts part goes with; the share is a
-    thirty-sixth. `make verify` proves all of every pairing.
+    An experts part has all its cases with the first of its PrepareAndFinalize parts in `pairs`, and
+    the smoke cases and one in 36 of the others with every other one.
     """
-    found: dict[tuple[str, str], tuple[Case, ...]] = {}
+    selected: dict[tuple[str, str], tuple[Case, ...]] = {}
     for pf, experts in pairs:
         smoke = cases_for(pf, experts, machine, "smoke").cases
         cases = cases_for(pf, experts, machine).cases
-        again = experts in {seen for _, seen in found}
-        proven = share(cases, THIRTY_SIXTH, tree) if again else cases
-        found[pf, experts] = tuple(dict.fromkeys((*smoke, *proven)))
-    return found
+        is_repeated = experts in {previous for _, previous in selected}
+        others = share(cases, THIRTY_SIXTH, tree) if is_repeated else cases
+        selected[pf, experts] = tuple(dict.fromkeys((*smoke, *others)))
+    return selected
 
 
-def drawn_once(name: str, draw: Callable[[], T]) -> T:
-    """What `draw` returns: drawn by one of the workers of a run of the suite, read by the others.
+def computed_once(name: str, draw: Callable[[], T]) -> T:
+    """Return `draw()`, which only one of the pytest-xdist workers of a run computes.
 
-    Drawing takes half of the time of a collection, and each worker collects all tests. Another run
-    draws anew, and so does one without workers: nothing of an older tree can be left over.
+    The other workers read its result from a file: drawing takes half of the collection time. The
+    file is not reused by another run. Without workers, `draw` is called.
     """
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # noqa: TID251  xdist's own
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # noqa: TID251  set by pytest-xdist
     if run is None:
         return draw()
     folder = _ROOT / "out"
@@ -84,9 +85,9 @@ def drawn_once(name: str, draw: Callable[[], T]) -> T:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         if text := file.read():
-            found: T = pickle.loads(text)
-            return found
-        found = draw()
-        file.write(pickle.dumps(found))
+            stored: T = pickle.loads(text)
+            return stored
+        result = draw()
+        file.write(pickle.dumps(result))
         file.flush()
-    return found
+    return result

@@ -1,7 +1,8 @@
-"""Two hosts on one machine: network namespaces with names, addresses and /dev/shm of their own,
-joined by a cable whose delay, loss and cut are told; and ranks on them that do as they are told.
+"""Simulates two hosts with two ranks each on one machine.
 
-Where namespaces are not permitted, ranks are on one network and MK_HOST_ID keeps them apart.
+Each host is a network namespace with its own host name, address and /dev/shm. A `Cable` connects
+them, with adjustable delay and packet loss. Ranks run `rank_on_a_host.py`. Where namespaces are not
+permitted, all ranks use one network and MK_HOST_ID makes them different hosts.
 """
 
 import ctypes
@@ -27,8 +28,8 @@ from typing import Any
 
 PROGRAM = Path(__file__).with_name("rank_on_a_host.py")
 _TAP, _NO_HEADER, _TUNSETIFF, _NEW_NETWORK = 0x0002, 0x1000, 0x400454CA, 0x40000000
-# A host's ranks have one /dev/shm, which is a folder that no other host sees.
-_OWN = 'hostname "$0" && mount --bind "$1" /dev/shm && shift && exec "$@"'
+# Sets the host name and mounts a folder of the host as /dev/shm before a rank starts.
+_ENTER_HOST = 'hostname "$0" && mount --bind "$1" /dev/shm && shift && exec "$@"'
 Answer = dict[str, Any]
 
 
@@ -38,7 +39,7 @@ def _run(*words: str) -> None:
 
 @cache
 def namespaces_are_permitted() -> bool:
-    """Tell whether this process may make hosts with a network of their own."""
+    """Return whether this process may create network namespaces."""
     make = "ip tuntap add t0 mode tap && mount --bind /tmp /dev/shm && hostname x"
     try:
         _run("unshare", "-n", "-u", "-m", "sh", "-c", make)
@@ -49,8 +50,10 @@ def namespaces_are_permitted() -> bool:
 
 
 class Cable(threading.Thread):
-    """Carries frames between eth0 of two namespaces. delay_s each way; loss: the share of frames
-    that is lost; cut: none arrives, and nobody is told."""
+    """Forwards frames between eth0 of two namespaces.
+
+    delay_s: of each frame. loss: share of dropped frames. cut: whether all frames are dropped.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(daemon=True)
@@ -66,12 +69,13 @@ class Cable(threading.Thread):
         self.join(5)
 
     def run(self) -> None:
-        # A thread has a network namespace of its own, and a TAP is opened in its namespace.
+        # setns changes the namespace of this thread only, and a TAP device belongs to that
+        # namespace.
         libc = ctypes.CDLL(None, use_errno=True)
         for name in self._names:
-            there = os.open(f"/run/netns/{name}", os.O_RDONLY)
-            assert libc.setns(there, _NEW_NETWORK) == 0
-            os.close(there)
+            namespace = os.open(f"/run/netns/{name}", os.O_RDONLY)
+            assert libc.setns(namespace, _NEW_NETWORK) == 0
+            os.close(namespace)
             end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
             fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", b"eth0", _TAP | _NO_HEADER))
             self._ends.append(end)
@@ -81,28 +85,28 @@ class Cable(threading.Thread):
             os.close(end)
 
     def _carry(self) -> None:
-        chance, number = random.Random(0), 0
+        generator, number = random.Random(0), 0
         waiting: list[tuple[float, int, int, bytes]] = []
         selector = selectors.DefaultSelector()
-        for at, end in enumerate(self._ends):
-            selector.register(end, selectors.EVENT_READ, at)
+        for index, end in enumerate(self._ends):
+            selector.register(end, selectors.EVENT_READ, index)
         while not self._done.is_set():
-            until = waiting[0][0] - time.monotonic() if waiting else 0.1
-            for key, _ in selector.select(max(0.0, min(until, 0.1))):
+            wait_s = waiting[0][0] - time.monotonic() if waiting else 0.1
+            for key, _ in selector.select(max(0.0, min(wait_s, 0.1))):
                 with suppress(OSError):
                     frame = os.read(key.fd, 65536)
                     number += 1
-                    if not (self.cut or chance.random() < self.loss):
+                    if not (self.cut or generator.random() < self.loss):
                         due = time.monotonic() + self.delay_s
                         heapq.heappush(waiting, (due, number, 1 - key.data, frame))
             while waiting and waiting[0][0] <= time.monotonic():
-                _, _, to, frame = heapq.heappop(waiting)
+                _, _, receiver, frame = heapq.heappop(waiting)
                 with suppress(OSError):
-                    os.write(self._ends[to], frame)
+                    os.write(self._ends[receiver], frame)
 
 
 class Rank:
-    """One process, told what to do a line at a time."""
+    """The process of one rank, which gets commands and returns answers."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -131,7 +135,7 @@ class World:
         self.ranks, self.cable, self.names = ranks, cable, names
 
     def all(self, *words: object, ranks: Sequence[int] = (0, 1, 2, 3)) -> list[Answer]:
-        """Tell ranks the same, and return what each answers."""
+        """Send a command to several ranks and return their answers."""
         for rank in ranks:
             self.ranks[rank].tell(*words)
         return [self.ranks[rank].answer() for rank in ranks]
@@ -139,9 +143,9 @@ class World:
 
 @contextmanager
 def world_of_hosts(*, apart: bool, join_s: float = 60, **variables: str) -> Iterator[World]:
-    """Four ranks of a gloo group on two hosts. apart: each host has a network of its own.
+    """Yield four ranks of a gloo group on two hosts. Their first answers report that they joined.
 
-    variables: more of the ranks' environment. Ranks answer once they are started.
+    apart: whether each host has its own network. variables: environment variables of the ranks.
     """
     names = [f"mk{os.getpid()}{host}" for host in "ab"]
     cable, ranks = None, list[Rank]()
@@ -155,8 +159,8 @@ def world_of_hosts(*, apart: bool, join_s: float = 60, **variables: str) -> Iter
         port = 29500 if apart else free_port()
         for rank in range(4):
             name = names[rank // 2]
-            own = {"GLOO_SOCKET_IFNAME": "eth0"} if apart else {"MK_HOST_ID": name}
-            outside = dict(os.environ)  # noqa: TID251  a launcher's processes inherit it
+            host_variables = {"GLOO_SOCKET_IFNAME": "eth0"} if apart else {"MK_HOST_ID": name}
+            inherited = dict(os.environ)  # noqa: TID251  a launcher passes its environment on
             words = [
                 sys.executable,
                 str(PROGRAM),
@@ -165,9 +169,20 @@ def world_of_hosts(*, apart: bool, join_s: float = 60, **variables: str) -> Iter
                 f"{join_s}",
             ]
             if apart:
-                inside = ["ip", "netns", "exec", name, "unshare", "-u", "-m", "sh", "-c", _OWN]
+                inside = [
+                    "ip",
+                    "netns",
+                    "exec",
+                    name,
+                    "unshare",
+                    "-u",
+                    "-m",
+                    "sh",
+                    "-c",
+                    _ENTER_HOST,
+                ]
                 words = [*inside, name, folders[rank // 2], *words]
-            ranks.append(Rank(words, outside | own | variables))
+            ranks.append(Rank(words, inherited | host_variables | variables))
         yield World(ranks, cable, names)
     finally:
         for each in ranks:
@@ -192,7 +207,7 @@ def _two_namespaces(names: Sequence[str]) -> None:
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens at."""
+    """Return a port of this host that no process listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A small layer, and pools of stages that forget what a test registers."""
+"""A small layer, and fixtures that restore the pools of stages after a test."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ PROBLEM = Problem(tokens=9, hidden=64, intermediate=32, experts=4, top_k=2, dtyp
 
 
 def empty_pools() -> Any:
-    """The fixture `pools`: nothing is registered, and what a test registers is forgotten."""
+    """Return the fixture `pools`, which replaces the pools of stages by empty ones for a test."""
 
     @pytest.fixture(name="pools")
     def pools(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def empty_pools() -> Any:
 
 
 def registered(register: dict[str, Any]) -> Any:
-    """The fixture `stages`: the toy's stages under another name, by kind as `register` has them."""
+    """Return the fixture `stages`, which registers the stages of `register` in empty pools."""
 
     @pytest.fixture(name="stages")
     def stages(pools: None) -> None:

@@ -13,17 +13,20 @@ TESTS = Path(__file__).parent
 
 
 def run_with_stand_in(module: str, folder: Path) -> dict[str, Any]:
-    """What `python -m module` prints, a JSON object. folder: for the library."""
+    """Run `python -m module` and return the JSON object that it prints.
+
+    folder: for the compiled library.
+    """
     compiler = shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        pytest.skip("no C compiler: then nothing is replayed either")
+        pytest.skip("no C compiler, without which launches are not replayed")
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     library = folder / "libcuda.so.1"
     command = [compiler, "-shared", "-fPIC", "-O1", str(TESTS / "driver_stand_in.c")]
     command += [f"-I{include}" for include in driver.include_dirs]
     subprocess.run([*command, "-o", str(library)], check=True)
-    # By `env`: the loader reads the first variable when a program starts; triton links with what it
-    # finds by the second. A process either interprets kernels or compiles them.
+    # The dynamic loader reads LD_LIBRARY_PATH when a program starts, so `env` sets it. Triton links
+    # its launchers with the library in TRITON_LIBCUDA_PATH.
     program = ["env", "-u", "TRITON_INTERPRET", f"LD_LIBRARY_PATH={folder}"]
     program += [f"TRITON_LIBCUDA_PATH={folder}", f"MK_CACHE_DIR={folder}"]
     program += [sys.executable, "-m", module]

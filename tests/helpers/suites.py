@@ -1,12 +1,12 @@
-"""Suites that are bounded in time: which tests `--suite quick` and `--suite rest` select.
+"""Selects the tests of `--suite quick` and `--suite rest`, which are limited in time.
 
-`tests/durations.json` records how many seconds each test function took, over all its parameters,
-where that was more than half a second. A suite spends at most its budget on each function: of a
-function that takes longer, it selects the part of the parameters that fits, drawn by the hash of
-the sources. Equal sources select equal tests on every machine, and over many commits every test
-runs. `quick` and `rest` never select the same test; a function without a record runs in `quick`.
+`tests/durations.json` has the seconds of each test function that took more than half a second, over
+all its parameters. A suite has a budget per function. Of a function that exceeds it, the suite
+selects a share of the parameters that fits, by a hash of the sources. Equal sources select the same
+tests on every machine, and over many commits every test runs. `quick` and `rest` never select the
+same test. Functions without a record run in `quick`.
 
-To renew the record from runs with `--junitxml FILE`:
+To update the record from runs with `--junitxml FILE`:
 
     python tests/helpers/suites.py out/interpreted.xml out/compiled.xml
 """
@@ -21,17 +21,17 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 RECORD = Path(__file__).parents[1] / "durations.json"
-BUDGETS_S = {"quick": 0.5, "rest": 3.0}  # of a function; @pytest.mark.budget sets others
+BUDGETS_S = {"quick": 0.5, "rest": 3.0}  # per function; @pytest.mark.budget overrides them
 _RECORDED_FROM_S = 0.5
 
 
 def selected(suite: str, name: str, tree: str, **options: float) -> bool:
-    """Whether `suite` selects the test.
+    """Return whether `suite` selects a test.
 
-    name: the test's function, and its parameters in brackets, as "test_router::test_ties[fp32]".
-    tree: the hash of the sources. options: those of @pytest.mark.budget: `quick` and `rest`, in
-    seconds, where they differ from BUDGETS_S; `module=True` selects all tests of a module, which
-    share an expensive fixture, or none.
+    name: test function with its parameters, such as "test_router::test_ties[fp32]". tree: hash of
+    the sources. options: arguments of @pytest.mark.budget: `quick` and `rest` are seconds that
+    override BUDGETS_S, and `module=True` selects either all tests of the module or none, for
+    modules with an expensive fixture.
     """
     if options.pop("module", False):
         name = name.partition("::")[0]
@@ -40,10 +40,10 @@ def selected(suite: str, name: str, tree: str, **options: float) -> bool:
         seconds = durations().get(name.partition("[")[0], 0.0)
     budget = BUDGETS_S | options
     quick = min(1.0, budget["quick"] / seconds) if seconds else 1.0
-    both = min(1.0, quick + (budget["rest"] / seconds if seconds else 0.0))
+    quick_or_rest = min(1.0, quick + (budget["rest"] / seconds if seconds else 0.0))
     digest = hashlib.sha256(f"{tree} suite {name}".encode()).digest()
     drawn = int.from_bytes(digest[:8]) / 2**64
-    return drawn < quick if suite == "quick" else quick <= drawn < both
+    return drawn < quick if suite == "quick" else quick <= drawn < quick_or_rest
 
 
 @cache
@@ -67,6 +67,6 @@ def durations_of(files: Iterable[Path]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    found = durations_of(map(Path, sys.argv[1:]))
-    RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(f"{RECORD}: {len(found)} functions, {sum(found.values()):.0f} s\n")
+    measured = durations_of(map(Path, sys.argv[1:]))
+    RECORD.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(f"{RECORD}: {len(measured)} functions, {sum(measured.values()):.0f} s\n")

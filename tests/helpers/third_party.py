@@ -1,4 +1,4 @@
-"""Packages of third parties, installed into a folder, and a fresh `mk` that finds them."""
+"""Installs third-party packages into a folder and runs `mk` in a new process."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ def install(
     group: str = "modular_kernel.parts",
     attribute: str = "PARTS",
 ) -> None:
-    """What a wheel leaves in site-packages: a package, its metadata and its entry point."""
+    """Write a package, its metadata and its entry point, as a wheel does into site-packages."""
     (folder / package).mkdir(exist_ok=True)
     (folder / package / "__init__.py").write_text(source, encoding="utf-8")
     info = folder / f"{package}-1.0.dist-info"
@@ -45,14 +45,14 @@ def install_new(folder: Path, kind: str, name: str) -> None:
 
 
 def tutorial_parts() -> str:
-    """Both parts of docs/add-a-part.md in one module."""
+    """Return the source of a module with both parts of docs/add-a-part.md."""
     experts = render("experts", "my_experts")[Path("my_experts/__init__.py")]
     prepare = render("prepare-finalize", "my_prepare")[Path("my_prepare/__init__.py")]
     return f"{prepare}\n\n{experts}\n\nPARTS = (MyPrepare, MyExperts)\n"
 
 
 def mk(*words: str) -> tuple[int, Any]:
-    """Exit code and JSON of a fresh `mk`."""
+    """Run `mk --json` in a new process; return its exit code and JSON output."""
     command = [sys.executable, "-m", "modular_kernel", *words, "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""What the tests of tuned tiles share: samples of files, and a machine to find them on."""
+"""Files of tuned tile sizes, and a simulated H200 that finds them."""
 
 import json
 from collections.abc import Iterator
@@ -26,19 +26,24 @@ TWO = MoEConfig(LaunchConfig(32, 32, 64, 1, 4, 2), LaunchConfig(32, 64, 64, 1, 4
 
 
 def launch(m: int = 16, n: int = 64, k: int = 128, **more: Any) -> dict[str, Any]:
-    """One launch as vLLM and SGLang write it."""
+    """Return a launch in the file format of vLLM and SGLang."""
     sizes = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k}
     return {**sizes, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 3, **more}
 
 
 def ours(**entries: Any) -> dict[str, Any]:
-    """A file of ours: tokens_64=(launch of GEMM 1, launch of GEMM 2)."""
-    made = {t.removeprefix("tokens_"): {"gemm1": a, "gemm2": b} for t, (a, b) in entries.items()}
-    return {"format": FORMAT, "triton_version": TRITON, **made}
+    """Return the contents of a file in our format.
+
+    entries: such as `tokens_64=(launch of GEMM 1, launch of GEMM 2)`.
+    """
+    by_tokens = {
+        t.removeprefix("tokens_"): {"gemm1": a, "gemm2": b} for t, (a, b) in entries.items()
+    }
+    return {"format": FORMAT, "triton_version": TRITON, **by_tokens}
 
 
 def write(path: Path, contents: object) -> Path:
-    """A file with the contents as JSON, or as text."""
+    """Write text as it is and other contents as JSON; return `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = contents if isinstance(contents, str) else json.dumps(contents)
     path.write_text(text, encoding="utf-8")
@@ -46,14 +51,14 @@ def write(path: Path, contents: object) -> Path:
 
 
 def store(folder: Path, *more: Path, triton: str | None = TRITON) -> ConfigLookup:
-    """The user's folder, and the packaged one if given, on an H200."""
+    """Return the lookup on an H200 in the user's folder, then in a packaged folder if passed."""
     titles = ("user", "packaged")
     return ConfigLookup(tuple(zip(titles, (folder, *more), strict=False)), H200, triton)
 
 
 @contextmanager
 def on_an_h200(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """As if there: yields the user's folder; nothing is packaged."""
+    """Simulate an H200 without packaged files; yield the user's folder, which is in `folder`."""
     monkeypatch.setenv("MK_CONFIG_DIR", str(folder / "user"))
     monkeypatch.setattr(tiles, "current_machine", lambda: MACHINE)
     monkeypatch.setattr(tiles, "_PACKAGED", folder / "packaged")
@@ -66,7 +71,7 @@ def on_an_h200(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def here_an_h200() -> Any:
-    """A fixture: the user's folder of an H200 that has nothing packaged."""
+    """Return a fixture that applies `on_an_h200` and returns the user's folder."""
 
     @pytest.fixture
     def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

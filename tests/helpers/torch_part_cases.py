@@ -1,6 +1,7 @@
-"""Cases of the parts of plain torch whose products depend on the CPU's instruction set.
+"""Cases of TorchExperts and NaiveBatchedExperts whose matrix products depend on the CPU.
 
-Depths are no multiple of 32, and rows of weights, activations and adapters have gaps with NaN.
+Inner dimensions are not multiples of 32, and rows of weights, activations and adapters have padding
+of NaN.
 """
 
 from dataclasses import replace
@@ -15,8 +16,8 @@ from modular_kernel.testing.cases.inputs import LAYOUTS, InputVariation
 TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
 
-# These two have failed on a CPU with AMX: one token's infinity reached another token, and NaN of an
-# unused row the row before it.
+# These two have failed on a CPU with AMX: the infinity of a token reached another token, and the
+# NaN of an unused row reached the row before it.
 NAMED = (
     Case(
         *TORCH,
@@ -48,17 +49,17 @@ _VALUES = ("ordinary", "nan_token", "inf_token")
 
 
 def _spread() -> tuple[Case, ...]:
-    """A case for each pair, layout and dtype; schemes, adapters and values take turns."""
+    """Return a case for each pairing, layout and dtype. Schemes, adapters and values alternate."""
     quants, loras, values = cycle(_QUANTS), cycle(_LORAS), cycle(_VALUES)
-    found = []
+    cases = []
     for pair in (TORCH, BATCHED):
         for layout in LAYOUTS:
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 problem = replace(_BASE, dtype=dtype, quant=next(quants), lora=next(loras))
                 variation = InputVariation(layout, next(values))
-                found.append(Case(*pair, problem, variation=variation))
+                cases.append(Case(*pair, problem, variation=variation))
         next(values)
-    return tuple(found)
+    return tuple(cases)
 
 
 CASES = (*NAMED, *_spread())

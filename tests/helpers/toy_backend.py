@@ -1,4 +1,4 @@
-"""What a third party writes: a backend by stages, and a fused operation in their place."""
+"""A third-party backend made of stages, and a fused operation that replaces the stages."""
 
 from dataclasses import dataclass, field
 
@@ -21,14 +21,14 @@ from modular_kernel.runner import (
 
 @dataclass
 class ToyState:
-    """The pair in each row of one call."""
+    """The pair of each row in one call."""
 
     pair_of_row: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
 
 @dataclass(frozen=True)
 class ToyInput(RunnerInput):
-    """rows (R, H) float32 in the order of experts, and each one's expert."""
+    """Rows (R, H) float32 sorted by expert, and the expert of each row."""
 
     rows: torch.Tensor
     experts: torch.Tensor
@@ -40,7 +40,7 @@ class ToyInput(RunnerInput):
 
 @dataclass(frozen=True)
 class ToyOutput(RunnerOutput):
-    """rows (R, H) float32, as the input's."""
+    """Rows (R, H) float32 in the order of the input."""
 
     rows: torch.Tensor
 
@@ -56,8 +56,8 @@ class ToyCore(MoeRunnerCore[ToyState]):
     def run(self, runner_input: ToyInput, call: RunnerCall[ToyState]) -> ToyOutput:
         out = torch.empty_like(runner_input.rows)
         for expert in range(call.weights.w1.shape[0]):
-            mine = runner_input.experts == expert
-            out[mine] = mlp(runner_input.rows[mine], expert, call)
+            selected = runner_input.experts == expert
+            out[selected] = mlp(runner_input.rows[selected], expert, call)
         return ToyOutput(out)
 
 
@@ -104,9 +104,9 @@ def fused_none_to_toy(call: RunnerCall[ToyState]) -> None:
     total = torch.zeros(call.output.shape, dtype=torch.float32, device=call.output.device)
     for k in range(ids.shape[1]):
         for expert in range(call.weights.w1.shape[0]):
-            mine = ids[:, k] == expert
-            weight = routing.topk_weights_TK[mine, k, None]
-            total[mine] += mlp(x[mine], expert, call) * weight
+            selected = ids[:, k] == expert
+            weight = routing.topk_weights_TK[selected, k, None]
+            total[selected] += mlp(x[selected], expert, call) * weight
     call.output.copy_(total * call.problem.routed_scaling_factor)
 
 

@@ -1,6 +1,7 @@
-"""One rank of two: small models, shared among ranks as transformers does, on our experts.
+"""Program of one of two ranks: runs small models that transformers splits over the ranks.
 
-Arguments: a folder of models. Prints one JSON line: what differs from the model in one process.
+The models use the experts of this package. Argument: a folder of models. Rank 0 prints a line with
+the results of `run` by rank as JSON.
 """
 
 import json
@@ -15,7 +16,7 @@ from transformers.distributed import DistributedConfig
 
 from modular_kernel.integrations.transformers import register, registration
 
-SHARED = {
+DISTRIBUTED = {
     "tp": {"tp_size": 2},
     "ep all_reduce": {"tp_size": 2, "ep_size": 2},
     "ep all_to_all": {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"},
@@ -29,38 +30,42 @@ def loaded(folder: Path, name: str, **options: object) -> torch.nn.Module:
 
 
 def run(folder: Path, kind: str, ids: torch.Tensor) -> dict[str, object]:
-    """One model shared one way. kernels: the experts, top-k and I that ours were built for."""
+    """Run a model split as `kind` and in one process; return how the results differ.
+
+    The entry `kernels` of the result has the experts, top-k and intermediate size of each kernel.
+    """
     name = register("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-    alone, found = loaded(folder, name), {"model": folder.name, "kind": kind}
-    shared = loaded(folder, name, distributed_config=DistributedConfig(**SHARED[kind]))
+    reference = loaded(folder, name)
+    results: dict[str, object] = {"model": folder.name, "kind": kind}
+    model = loaded(folder, name, distributed_config=DistributedConfig(**DISTRIBUTED[kind]))
     registration(name).kernels.clear()
     with torch.no_grad():
-        got = shared(input_ids=ids, use_cache=False).logits
+        logits = model(input_ids=ids, use_cache=False).logits
         kernels = [kernel.problem for kernel in registration(name).kernels.values()]
-        tokens = shared.generate(ids, max_new_tokens=6, do_sample=False)
-        want = alone(input_ids=ids, use_cache=False).logits
-        same = alone.generate(ids, max_new_tokens=6, do_sample=False)
+        tokens = model.generate(ids, max_new_tokens=6, do_sample=False)
+        expected_logits = reference(input_ids=ids, use_cache=False).logits
+        expected_tokens = reference.generate(ids, max_new_tokens=6, do_sample=False)
         if kind == "tp" and folder.name == "mixtral":
-            compiled = torch.compile(shared, fullgraph=True, backend="eager")
-            again = compiled(input_ids=ids, use_cache=False).logits
-            found["compiled"] = float((again - got).abs().max())
-    found["difference"] = float((got - want).abs().max())
-    found["tokens"] = torch.equal(tokens, same)
-    found["kernels"] = sorted({(p.experts, p.top_k, p.intermediate) for p in kernels})
-    return found
+            compiled = torch.compile(model, fullgraph=True, backend="eager")
+            compiled_logits = compiled(input_ids=ids, use_cache=False).logits
+            results["compiled"] = float((compiled_logits - logits).abs().max())
+    results["difference"] = float((logits - expected_logits).abs().max())
+    results["tokens"] = torch.equal(tokens, expected_tokens)
+    results["kernels"] = sorted({(p.experts, p.top_k, p.intermediate) for p in kernels})
+    return results
 
 
 def main() -> None:
     transformers.logging.set_verbosity_error()
-    # It is asked for whenever a device map is, and does nothing for a model on one device.
+    # transformers requires accelerate for a device map, but does not use it with one device.
     transformers.integrations.accelerate.is_accelerate_available = lambda *_: True
     dist.init_process_group("gloo")
     folders, ids = sorted(Path(sys.argv[1]).iterdir()), torch.arange(9)[None]
-    found = [run(folder, kind, ids) for folder in folders for kind in SHARED]
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    results = [run(folder, kind, ids) for folder in folders for kind in DISTRIBUTED]
+    results_of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(results_of_ranks, results)
     if dist.get_rank() == 0:
-        sys.stdout.write(f"found {json.dumps(everyone)}\n")
+        sys.stdout.write(f"found {json.dumps(results_of_ranks)}\n")
     dist.destroy_process_group()
 
 

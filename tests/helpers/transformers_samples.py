@@ -1,4 +1,4 @@
-"""What tests of models of transformers share."""
+"""The experts that `register()` selects, and a skip, for tests with models of transformers."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ import modular_kernel as mk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_EP = "MoEPrepareAndFinalizeNoEP"
-# What `register()` selects on a GPU, and on a CPU for what transformers' grouped_mm cannot run.
+# The parts that `register()` selects on a GPU, and on a CPU if grouped_mm of transformers cannot
+# run.
 OURS = (NO_EP, "TritonExperts" if DEVICE == "cuda" else "TorchExperts")
 CONTIGUOUS = ((NO_EP, "TorchExperts"), (NO_EP, "TritonExperts"))
 

@@ -1,4 +1,4 @@
-"""What the tests of the tuner share: a space, a clock that measures nothing, and runs of both."""
+"""A search space and a simulated benchmark and clock, to test the tuner."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,13 +14,16 @@ FOLDER = Path("nowhere")
 
 
 class Space(Tunable):
-    """Choices are numbers; 0 is the untuned one. saves: what every `save` was given."""
+    """A search space whose choices are numbers, of which 0 is untuned.
+
+    saves: token counts of each call of `save`. screened: times of each call of `finalists`.
+    """
 
     def __init__(self, choices: Sequence[int] = (1, 2, 3), finalists: int = 2) -> None:
         self.choices, self.count = choices, finalists
         self.kept: dict[int, TunedChoice] = {}
         self.saves: list[list[int]] = []
-        self.told: list[Mapping[Choice, StageTimes]] = []
+        self.screened: list[Mapping[Choice, StageTimes]] = []
 
     def untuned(self, tokens: int) -> Choice:
         return 0
@@ -29,7 +32,7 @@ class Space(Tunable):
         return self.choices
 
     def finalists(self, tokens: int, took: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
-        self.told.append(dict(took))
+        self.screened.append(dict(took))
         return sorted(took, key=lambda choice: took[choice].seconds)[: self.count]
 
     @contextmanager
@@ -55,8 +58,12 @@ Times = Mapping[Choice, float | Refusal] | Callable[[int, Choice], float | Refus
 
 
 @dataclass
-class Fake(Bench):
-    """Times by choice, or by what `times` makes of (tokens, choice); `final` those compared."""
+class FakeBench(Bench):
+    """A benchmark that returns given times.
+
+    times: time or refusal by choice, or a function of (tokens, choice). final: the same for
+    `compare`, `times` by default. cost: seconds by which a measurement advances the clock `now`.
+    """
 
     times: Times
     final: Times | None = None
@@ -77,50 +84,51 @@ class Fake(Bench):
         self.now += self.cost
         self.events.append(("time", tokens))
         self.timed.append((tokens, choice))
-        outcome = self.asked(self.times, tokens, choice)
+        outcome = self.time_of(self.times, tokens, choice)
         return (
             outcome
             if isinstance(outcome, Refusal)
-            else StageTimes(outcome, staged(outcome, choice))
+            else StageTimes(outcome, stage_seconds(outcome, choice))
         )
 
     def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
         self.compared += choices
-        return {c: self.asked(self.final or self.times, tokens, c) for c in choices}
+        return {c: self.time_of(self.final or self.times, tokens, c) for c in choices}
 
-    def asked(self, times: Times, tokens: int, choice: Choice) -> float | Refusal:
+    def time_of(self, times: Times, tokens: int, choice: Choice) -> float | Refusal:
         return times(tokens, choice) if callable(times) else times[choice]
 
 
-def staged(seconds: float, choice: Choice) -> dict[str, float]:
-    """Of the stages of a pair of tiles, by `tile_cost`."""
+def stage_seconds(seconds: float, choice: Choice) -> dict[str, float]:
+    """Return the seconds of each stage of a pair of tiles: see `tile_cost`."""
     if not isinstance(choice, MoEConfig):
         return {}
     costs = [
-        tile_cost(tile, want)
-        for tile, want in zip((choice.gemm1, choice.gemm2), WANTED, strict=True)
+        tile_cost(tile, best)
+        for tile, best in zip((choice.gemm1, choice.gemm2), BEST_TILES, strict=True)
     ]
     return dict(zip(ConfigSpace.stages, costs, strict=True))
 
 
-def job(space: Tunable, bench: Fake, *tokens: int, **more: object) -> TuneJob:
+def tune_job(space: Tunable, bench: FakeBench, *tokens: int, **more: object) -> TuneJob:
     budget = more.pop("budget", 1e9)
-    made = TuneJob(space, bench, tokens or (64,), FOLDER, budget, clock=lambda: bench.now)  # type: ignore[arg-type]
-    return replace(made, **more)  # type: ignore[arg-type]
+    job = TuneJob(space, bench, tokens or (64,), FOLDER, budget, clock=lambda: bench.now)  # type: ignore[arg-type]
+    return replace(job, **more)  # type: ignore[arg-type]
 
 
-def only(space: Tunable, bench: Fake, **more: object) -> TuneResult:
-    (tuned,) = tune(job(space, bench, **more))
+def tune_one(space: Tunable, bench: FakeBench, **more: object) -> TuneResult:
+    (tuned,) = tune(tune_job(space, bench, **more))
     return tuned
 
 
 TIMES = {0: 10.0, 1: 8.0, 2: 5.0, 3: 9.0}
 
 
-# What both GEMMs cost, as if they were alone: a best pair that no candidate is as a whole.
-WANTED = (LaunchConfig(64, 64, 128, 16, 4, 3), LaunchConfig(64, 128, 64, 16, 8, 4))
+# The best tile of each GEMM. No candidate has both.
+BEST_TILES = (LaunchConfig(64, 64, 128, 16, 4, 3), LaunchConfig(64, 128, 64, 16, 8, 4))
 
 
-def tile_cost(tile: LaunchConfig, want: LaunchConfig) -> float:
-    have, need = vars(tile).values(), vars(want).values()
+def tile_cost(tile: LaunchConfig, best: LaunchConfig) -> float:
+    """Return a time that grows with the distance of a tile from the best one."""
+    have, need = vars(tile).values(), vars(best).values()
     return 1.0 + sum(abs(a.bit_length() - b.bit_length()) for a, b in zip(have, need, strict=True))

@@ -1,9 +1,9 @@
-"""Every case that the harness has for a part over a vendor's library, against its stand-in.
+"""Proves all cases of the parts that use vendor libraries, with stand-ins for the libraries.
 
     PYTHONPATH=tests/helpers TRITON_INTERPRET=1 python tests/helpers/vendor_list.py [PART...]
 
-A line for each part; the exit status is 1 if a case fails. FlashInferOverGloo runs over two ranks.
-`make verify` runs it.
+Prints a line for each part. The exit code is 1 if a case fails. FlashInferOverGloo runs over two
+ranks. `make verify` runs this program.
 """
 
 import sys
@@ -22,17 +22,17 @@ OVER_RANKS = "FlashInferOverGloo"
 
 
 def cases_of(part):
-    """All cases of a part, beside the local PrepareAndFinalize of its format."""
+    """Return all cases of a part with the local PrepareAndFinalize of its activation format."""
     return cases_for(parts.beside(part), part, parts.CPU).cases
 
 
 def proofs_of(name):
-    """The proof of every case of a part."""
+    """Prove every case of a part."""
     if name == OVER_RANKS:
         machine = this_machine(device="cpu")
         cases = rank_cases_for(FlashInferOverGloo, "TorchExperts", machine, 2, "full").cases
         with RankPool(2) as pool:
-            # Scenes of faults are of managers that wait themselves: here the library does.
+            # Fault scenarios need a manager that waits for other ranks: here the library waits.
             return [prove_ranks(case, pool, machine) for case in cases if not case.fault]
     part = getattr(parts, name)
     with parts.libraries():

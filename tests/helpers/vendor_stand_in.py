@@ -1,4 +1,4 @@
-"""Parts over vendors' libraries on a CPU: themselves, over stand-ins of the libraries."""
+"""The parts that use vendor libraries, on a CPU with stand-ins for the libraries."""
 
 import sys
 from contextlib import contextmanager
@@ -44,9 +44,9 @@ NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
 
 
 def here(requires, **changes):
-    """As declared, but for a CPU."""
-    plain = {"devices": frozenset({"cpu"}), "packages": (), "providers": (), "triton": False}
-    return replace(requires, min_arch=None, archs=None, **plain, **changes)
+    """Return requirements without those on devices and packages."""
+    cpu_fields = {"devices": frozenset({"cpu"}), "packages": (), "providers": (), "triton": False}
+    return replace(requires, min_arch=None, archs=None, **cpu_fields, **changes)
 
 
 class CutlassRowwise(CutlassRowwiseExpertsFP8):
@@ -58,8 +58,10 @@ class BatchedCutlass(BatchedCutlassExpertsFP8):
 
 
 class CutlassBlock(CutlassExpertsFP8):
-    """Over the torch twin of its own product, which asks for what the kernel needs. Every call
-    whose tensors the kernel takes goes its way, also those of few tokens."""
+    """Uses the torch reference of the CUTLASS product, which checks the kernel's requirements.
+
+    Every call that the kernel supports uses it, even with few tokens.
+    """
 
     requires = here(CutlassExpertsFP8.requires)
 
@@ -122,7 +124,7 @@ class FlashInfer(FlashInferExperts):
 
 @contextmanager
 def libraries():
-    """Every stand-in in its library's place; our own operations by their twins in torch."""
+    """Replace the libraries by the stand-ins, and run the package's operations in torch."""
     with (
         mock.patch.object(torch, "_scaled_grouped_mm", scaled_grouped_mm),
         prefer_torch_reference(),
@@ -131,12 +133,12 @@ def libraries():
 
 
 def beside(part):
-    """The local PrepareAndFinalize of a part's format."""
+    """Return the local PrepareAndFinalize of a part's activation format."""
     return BATCHED if part.requires.activation_format.value == "batched_experts" else NO_EP
 
 
 def proven(part, problem, routing="uniform", **case_options):
-    """The proof of one case of a part."""
+    """Prove one case of a part."""
     with libraries():
         return prove(Case(beside(part), part, problem, routing, **case_options), CPU)
 

@@ -1,4 +1,4 @@
-"""Random weights of 4 bits in each scheme that products from registers serve, for their tests."""
+"""Random 4-bit weights in each scheme that kernels can unpack in registers."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ SCHEMES = ("mxfp4_w4a16", "mxfp4_w4a16:repacked=true", "nvfp4_w4a16", *INTEGERS)
 
 
 class Sample(NamedTuple):
-    """Weights as a call has them, w1 or w2 alone, and float32 values (e, rows, depth)."""
+    """Stored weights of one projection, w1 or w2, and their float32 values (e, rows, depth)."""
 
     scheme: QuantScheme
     w: torch.Tensor
@@ -61,18 +61,19 @@ def sample(
     high: int = 150,
     scales: torch.dtype = torch.float16,
 ) -> Sample:
-    """Every code, and scales of all kinds; those of integers are of dtype `scales`.
+    """Draw weights with all codes, and their scales.
 
-    low, high: of mxfp4's exponents. nvfp4 has scales of both signs, of zero, and no NaN.
+    low, high: range of the exponents of mxfp4 scales. scales: dtype of the scales of integers.
+    nvfp4 scales have both signs and include zero, but not NaN.
     """
     scheme, draw = QuantScheme.parse(quant), torch.Generator().manual_seed(0)
     w = torch.randint(256, (experts, rows, depth // 2), generator=draw, dtype=torch.uint8)
     shape = (experts, rows, -(-depth // scheme.group[0]))
     zero = None
     if scheme.matrix_scales:
-        given = torch.randint(256, shape, generator=draw, dtype=torch.uint8)
-        given = torch.where(given & 127 == 127, 0, given)
-        scale = given.to(torch.uint8).view(torch.float8_e4m3fn)
+        codes = torch.randint(256, shape, generator=draw, dtype=torch.uint8)
+        codes = torch.where(codes & 127 == 127, 0, codes)
+        scale = codes.to(torch.uint8).view(torch.float8_e4m3fn)
     elif scheme.weight == "float4_e2m1":
         scale = torch.randint(low, high, shape, generator=draw, dtype=torch.uint8)
     else:

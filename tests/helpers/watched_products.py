@@ -1,7 +1,7 @@
-"""Which matrix products on a CPU read beside their operands where a CPU has AMX.
+"""Finds matrix products that would read outside of their operands on a CPU with AMX.
 
-Only such a CPU shows what `modular_kernel.utils.matmul` says of oneDNN. So the cause is watched on
-every CPU: the shapes and strides of the operands, as torch dispatches products.
+`modular_kernel.utils.matmul` describes this defect of oneDNN. Only a CPU with AMX shows wrong
+results, but on every CPU the shapes and strides of dispatched products show which are affected.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 TILE = 32  # columns of 16 bits
 
-# How many arguments stand before the operands, by operator. Composite ones, such as linear, arrive
-# as what they consist of, except in inference mode.
+# Operator -> number of arguments before the operands. Composite operators such as linear are
+# decomposed before dispatch, except in inference mode.
 PRODUCTS = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "einsum", "inner"), 0),
     **dict.fromkeys(("_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "_int_mm"), 0),
@@ -22,11 +22,11 @@ PRODUCTS = {
 
 
 class WatchedProducts(TorchDispatchMode):
-    """Within it, `products` counts matrix products on a CPU, `faults` lists the unsafe ones.
+    """Counts matrix products on a CPU in `products` and lists the unsafe ones in `faults`.
 
-    Unsafe are a 16-bit product whose depth is not a multiple of 32, and operands of 16 or 32 bits
-    with gaps between their rows. torch multiplies float32 by oneDNN's 16-bit tiles on request
-    (`set_float32_matmul_precision`), and float64 never.
+    Unsafe are 16-bit products whose inner dimension is not a multiple of 32, and operands of 16 or
+    32 bits with gaps between rows. float32 is included because torch uses 16-bit tiles for it on
+    request (`set_float32_matmul_precision`).
     """
 
     def __init__(self) -> None:
@@ -44,8 +44,8 @@ class WatchedProducts(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         if name in PRODUCTS:
-            given = (*args[PRODUCTS[name] :], *kwargs.values())
-            operands = [t for t in _tensors(given) if t.device.type == "cpu"]
+            arguments = (*args[PRODUCTS[name] :], *kwargs.values())
+            operands = [t for t in _tensors(arguments) if t.device.type == "cpu"]
             self.products += bool(operands)
             if all(t.numel() for t in operands):
                 self.faults += [f"{name}: {fault}" for fault in _faults(operands)]
@@ -56,7 +56,7 @@ def _faults(operands: list[torch.Tensor]) -> Iterable[str]:
     if operands and operands[0].itemsize == 2 and operands[0].shape[-1] % TILE:
         yield f"depth {operands[0].shape[-1]}, {operands[0].dtype}"
     for t in operands:
-        # The stride of a single row counts: oneDNN is handed it.
+        # The stride of a single row matters, since torch passes it to oneDNN.
         sides = ((t.shape[-1], 1), (1, t.shape[-2])) if t.dim() > 1 else ()
         if t.dim() > 1 and t.itemsize <= 4 and t.stride()[-2:] not in sides:
             yield f"{tuple(t.shape)} with strides {t.stride()}, {t.dtype}"

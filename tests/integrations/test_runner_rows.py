@@ -111,7 +111,7 @@ ROWS = {
     ), "without sizes only schemes that no part has; else a call refuses"),
     "R22": Row("fused and staged, formats, schemes, top-k, leaks", (
         f"{PARTS}::test_our_staged_part_equals_the_fused_one",
-        "test_matrix::test_every_two_values_meet",
+        "test_matrix::test_every_two_axis_values_are_covered",
         "test_memory_declared::test_a_call_allocates_its_declared_workspace_and_output",
     )),
     "R23": Row("dispatch outputs and combine inputs by format", (

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_twin, random
+from ops_samples import DEVICE, kernel_and_torch, random
 from router_oracle import disagreements
 from torch.autograd import forward_ad
 
@@ -22,7 +22,7 @@ from modular_kernel.ops import route as module
 from modular_kernel.ops.route import INVALID, Routed, RouterTensors, route
 from modular_kernel.spec.router import RouterSpec
 
-path = kernel_and_twin(module)
+path = kernel_and_torch(module)
 
 DEEPSEEK = RouterSpec(
     4, "sigmoid", groups=4, topk_groups=2, selection_bias=True, renormalize=True, eps=1e-20

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_twin, random
+from ops_samples import DEVICE, kernel_and_torch, random
 
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops import expert_slots as numbers
@@ -25,7 +25,7 @@ SCHEMES = (
 BLOCKS, COPIES = Placement.linear(8, 2), Placement.linear(7, 2).with_copies({0: (1,)})
 COLUMNS = 100
 
-path = kernel_and_twin(number_quantize, numbers, quantize)
+path = kernel_and_torch(number_quantize, numbers, quantize)
 
 
 class Made:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_twin
+from ops_samples import DEVICE, kernel_and_torch
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops import expert_slots as numbers
@@ -19,7 +19,7 @@ PLACEMENTS = (
 )
 
 
-path = kernel_and_twin(numbers)
+path = kernel_and_torch(numbers)
 
 
 def drawn(placement: Placement, tokens: int, top_k: int, dtype: torch.dtype) -> Routing:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_twin, random
+from ops_samples import DEVICE, kernel_and_torch, random
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops import permute, permute_quantize, quantize
@@ -27,7 +27,7 @@ PLACES = torch.tensor([[3, -1, 0], [7, 7, 11], [-1, -1, -1], [1, 2, 4], [-1, 10,
 UNNAMED = [6, 8, 9]
 
 
-path = kernel_and_twin(permute_quantize, permute, quantize)
+path = kernel_and_torch(permute_quantize, permute, quantize)
 
 
 def buffers(scheme: QuantScheme, rows: int, columns: int) -> Quantized:

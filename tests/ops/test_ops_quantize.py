@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_twin, random
+from ops_samples import DEVICE, kernel_and_torch, random
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops import activation, permute, quantize, quantize_tiles
@@ -40,7 +40,7 @@ each_scheme = pytest.mark.parametrize("text", SCHEMES)
 UNTOUCHED = {"q": 0x55, "scale": -3.0}  # what buffers hold before: not NaN, so it can be compared
 
 
-path = kernel_and_twin(quantize, activation, permute)
+path = kernel_and_torch(quantize, activation, permute)
 
 
 # ------------------------------------------------------------------------------------- the loop

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_twin, random
+from ops_samples import DEVICE, kernel_and_torch, random
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops import activation, quantize, quantize_tiles
@@ -20,7 +20,7 @@ from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.workspace import Workspace
 
-path = kernel_and_twin(quantize, activation)
+path = kernel_and_torch(quantize, activation)
 
 
 def zeros(

@@ -4,7 +4,7 @@ loops.
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_twin, random
+from ops_samples import DEVICE, kernel_and_torch, random
 
 from modular_kernel import reference
 from modular_kernel.errors import ShapeError
@@ -18,7 +18,7 @@ NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-path = kernel_and_twin(reduce, activation, batch, permute)
+path = kernel_and_torch(reduce, activation, batch, permute)
 
 
 def after_nan(rows: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_twin
+from ops_samples import DEVICE, kernel_and_torch
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops import zero_padding as module
 from modular_kernel.ops.zero_padding import zero_rows
 
-path = kernel_and_twin(module)
+path = kernel_and_torch(module)
 
 
 @pytest.mark.usefixtures("path")

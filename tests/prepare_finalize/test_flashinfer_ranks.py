@@ -109,7 +109,7 @@ def share_and_close(rank: int, world: int, group: object) -> int:
     made = stand_in.library.MoeAlltoAll.made - made
     manager.destroy()
     manager.destroy()
-    assert not stand_in.library.MoeAlltoAll.kept
+    assert not stand_in.library.MoeAlltoAll.workspaces
     with pytest.raises(UnsupportedError, match="a destroyed manager"):
         second(*given)
     return made
@@ -243,7 +243,7 @@ def planted(rank: int, world: int, group: object) -> list[str]:
     two = [make(1 << 17), lambda: make(1 << 17)]
     with pytest.raises(RuntimeError, match="a workspace of another instance"):
         two[1]()
-    lib.MoeAlltoAll.kept.clear()
+    lib.MoeAlltoAll.workspaces.clear()
     return found
 
 

@@ -33,7 +33,7 @@ def test_another_violation_is_an_error(changes: dict[str, Any]) -> None:
 
 def test_a_regression_that_is_gone_is_an_error() -> None:
     (message,) = errors(compiled(entry()))
-    assert message.startswith("no longer broken, remove it here and in docs/versions.md")
+    assert message.startswith("no longer violated, remove it here and in docs/versions.md")
 
 
 def test_kernels_that_were_not_compiled_are_an_error() -> None:

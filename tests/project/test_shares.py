@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shares import THIRTY_SIXTH, in_share, proven_here, share, tree_hash
+from shares import THIRTY_SIXTH, in_share, selected_cases, share, tree_hash
 
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, cases_for
@@ -49,7 +49,7 @@ def test_an_experts_part_has_its_whole_list_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("shares.cases_for", alike)
     elsewhere = ("Elsewhere", PAIR[1])
-    found = proven_here([PAIR, elsewhere], machine, "one")
+    found = selected_cases([PAIR, elsewhere], machine, "one")
     assert found[PAIR] == tuple(dict.fromkeys((*smoke, *full)))
     assert found[elsewhere] == tuple(dict.fromkeys((*smoke, *share(full, THIRTY_SIXTH, "one"))))
     assert len(smoke) < len(found[elsewhere]) < len(full) / 2

@@ -22,7 +22,7 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.cases.handpicked import handpicked_cases
 from modular_kernel.testing.cases.inputs import InputVariation, make_inputs
-from modular_kernel.testing.cases.nan import groups, names_of, nan_arguments, nan_problems
+from modular_kernel.testing.cases.nan import nan_arguments, nan_groups, nan_problems, split_names
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
 CPU = torch.device("cpu")
@@ -80,9 +80,9 @@ def test_every_scheme_has_cases_for_each_of_its_arguments() -> None:
     """With many tokens; cases of few tokens have the arguments that affect only their own rows."""
     seen: dict[str, set[str]] = {}
     for problem, nan in nan_problems():
-        assert set(names_of(nan)) <= set(nan_arguments(problem))
+        assert set(split_names(nan)) <= set(nan_arguments(problem))
         if problem.tokens > 2:
-            seen.setdefault(problem.quant, set()).update(names_of(nan))
+            seen.setdefault(problem.quant, set()).update(split_names(nan))
     assert set(seen) == set(SCHEME_NAMES)
     for quant, names in seen.items():
         assert set(nan_arguments(replace(PROBLEM, quant=quant, bias=True))) <= names, quant
@@ -114,9 +114,9 @@ def test_integer_arguments_have_no_nan_cases() -> None:
 
 
 def test_one_scale_for_all_tokens_has_separate_calls() -> None:
-    static = groups(replace(PROBLEM, quant="fp8_w8a8_tensor:static=true"))
+    static = nan_groups(replace(PROBLEM, quant="fp8_w8a8_tensor:static=true"))
     assert static[1:] == ("a1_scale", "a2_scale")
-    assert groups(replace(PROBLEM, quant="fp8_w8a8_tensor"))[1:] == ("x", "w1", "w1_scale")
+    assert nan_groups(replace(PROBLEM, quant="fp8_w8a8_tensor"))[1:] == ("x", "w1", "w1_scale")
 
 
 def test_lost_and_spreading_nan_are_detected() -> None:

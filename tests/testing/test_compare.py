@@ -1,4 +1,4 @@
-"""The tolerance: what is as good as the recipe passes, and each kind of damage does not."""
+"""`compare` accepts outputs as exact as the recipe and rejects each kind of wrong output."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ NOISE = 2e-3
 
 
 def noisy(exact: torch.Tensor, size: float, seed: int) -> torch.Tensor:
-    """`exact` with a relative error of `size`, random."""
+    """Return `exact` with a random relative error of `size`."""
     generator = torch.Generator().manual_seed(seed)
     return exact * (1 + size * torch.randn(exact.shape, dtype=torch.float64, generator=generator))
 
@@ -23,177 +23,185 @@ def exact_TH(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def judged(out: torch.Tensor, exact: torch.Tensor, problem: Problem = PROBLEM) -> Comparison:
+def compare_with_recipe(
+    out: torch.Tensor, exact: torch.Tensor, problem: Problem = PROBLEM
+) -> Comparison:
     return compare(out, exact, noisy(exact, NOISE, seed=2), problem)
 
 
-def good(exact: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """An output as inexact as the recipe (bfloat16 adds some)."""
+def accurate(exact: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return `exact` with half the recipe's error, rounded to `dtype`."""
     return noisy(exact, NOISE / 2, seed=3).to(dtype)
 
 
-def words(comparison: Comparison) -> str:
+def failure_text(comparison: Comparison) -> str:
     assert not comparison.ok
     return "; ".join(comparison.problems)
 
 
-def test_as_good_as_the_recipe_passes() -> None:
+def test_output_as_exact_as_the_recipe_passes() -> None:
     exact = exact_TH()
-    comparison = judged(good(exact), exact)
+    comparison = compare_with_recipe(accurate(exact), exact)
     assert comparison.ok, comparison
     assert 0 < comparison.error <= comparison.bound == pytest.approx(FACTOR * NOISE, rel=0.1)
 
 
 def test_exact_passes_and_has_no_error() -> None:
     exact = exact_TH().bfloat16().double()
-    comparison = judged(exact.bfloat16(), exact)
+    comparison = compare_with_recipe(exact.bfloat16(), exact)
     assert comparison.ok
     assert comparison.error == comparison.worst_row == comparison.worst_value == 0
 
 
 def test_half_as_exact_as_the_recipe_fails() -> None:
     exact = exact_TH()
-    assert "RMS" in words(judged(noisy(exact, 2 * NOISE, seed=4).bfloat16(), exact))
+    assert "RMS" in failure_text(
+        compare_with_recipe(noisy(exact, 2 * NOISE, seed=4).bfloat16(), exact)
+    )
 
 
 def test_zeros_fail() -> None:
     exact = exact_TH()
-    assert judged(torch.zeros_like(exact).bfloat16(), exact).error == pytest.approx(1)
+    assert compare_with_recipe(torch.zeros_like(exact).bfloat16(), exact).error == pytest.approx(1)
 
 
 @pytest.mark.parametrize("factor", [0.99, 1.01, -1.0, 2.0])
 def test_a_wrong_factor_fails(factor: float) -> None:
     exact = exact_TH()
-    assert "RMS" in words(judged(good(factor * exact), exact))
+    assert "RMS" in failure_text(compare_with_recipe(accurate(factor * exact), exact))
 
 
-def push(row: torch.Tensor, size: float) -> None:
-    """Add an error of `size` in each value, up and down in turn: no value stands out."""
+def add_alternating(row: torch.Tensor, size: float) -> None:
+    """Add `size` to even columns and subtract it from odd ones, so that no value is an outlier."""
     row[0::2] += size
     row[1::2] -= size
 
 
 def test_one_bad_row_fails_and_is_named() -> None:
-    """One per cent off in one of 4000 rows: 2e-4 on average."""
+    """An error of 1 % in one of 4000 rows is 2e-4 on average."""
     problem = PROBLEM.with_tokens(4000)
     exact = exact_TH(4000, 96)
     out = noisy(exact, NOISE / 2, seed=3)
-    push(out[1234], 0.012)
-    (text,) = judged(out.bfloat16(), exact, problem).problems
+    add_alternating(out[1234], 0.012)
+    (text,) = compare_with_recipe(out.bfloat16(), exact, problem).problems
     assert "of row 1234 >" in text
 
 
-def test_a_row_that_is_coarse_in_the_recipe_too_may_be_a_quarter_more() -> None:
+def test_error_of_a_row_may_exceed_its_recipe_error_by_a_quarter() -> None:
     exact = exact_TH()
     recipe = noisy(exact, NOISE, seed=2)
-    cut_off = exact[7] * (1 + 20 * NOISE)
-    recipe[7] = cut_off
+    saturated = exact[7] * (1 + 20 * NOISE)
+    recipe[7] = saturated
     quantized = replace(PROBLEM, quant="fp8_w8a8_tensor:static=true")
-    out = good(exact)
-    out[7] = cut_off.bfloat16()
+    out = accurate(exact)
+    out[7] = saturated.bfloat16()
     assert compare(out, exact, recipe, quantized, recipe_error=1.0).ok
-    assert "of row 7" in words(compare(out, exact, recipe, PROBLEM, recipe_error=1.0))
+    assert "of row 7" in failure_text(compare(out, exact, recipe, PROBLEM, recipe_error=1.0))
     out[7] = (exact[7] * (1 + 26 * NOISE)).bfloat16()
-    assert "of row 7" in words(compare(out, exact, recipe, quantized, recipe_error=1.0))
-    # Another row must not profit by it.
-    out[7], out[9] = cut_off.bfloat16(), (exact[9] * (1 + 20 * NOISE)).bfloat16()
-    assert "of row 9" in words(compare(out, exact, recipe, quantized, recipe_error=1.0))
+    assert "of row 7" in failure_text(compare(out, exact, recipe, quantized, recipe_error=1.0))
+    # The bound of another row is not raised.
+    out[7], out[9] = saturated.bfloat16(), (exact[9] * (1 + 20 * NOISE)).bfloat16()
+    assert "of row 9" in failure_text(compare(out, exact, recipe, quantized, recipe_error=1.0))
 
 
 def test_one_bad_value_fails_and_is_named() -> None:
-    """A value of one row of 4096 missing: a row error that four times the median would hide."""
+    """One wrong value of 4096 raises the error of its row to less than four times the median."""
     problem = replace(PROBLEM, hidden=4096)
     exact = exact_TH(40, 4096)
-    out = good(exact)
+    out = accurate(exact)
     out[7, 4095] -= float(exact.square().mean().sqrt()) * 0.4
-    (text,) = judged(out, exact, problem).problems
+    (text,) = compare_with_recipe(out, exact, problem).problems
     assert "row 7 column 4095" in text
 
 
 def test_a_small_row_must_be_as_exact_as_a_large_one() -> None:
     exact = exact_TH()
     exact[5] *= 1e-3
-    out = good(exact)
-    assert judged(out, exact).ok
+    out = accurate(exact)
+    assert compare_with_recipe(out, exact).ok
     out[5] = 0
-    assert "row 5" in words(judged(out, exact))
+    assert "row 5" in failure_text(compare_with_recipe(out, exact))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_nothing_but_finite_values_pass(value: float) -> None:
+def test_nonfinite_values_fail(value: float) -> None:
     exact = exact_TH()
-    out = good(exact)
+    out = accurate(exact)
     out[3, 4] = value
-    comparison = judged(out, exact)
+    comparison = compare_with_recipe(out, exact)
     assert comparison.error == torch.inf
-    assert words(comparison) == "1 values not finite, first at row 3 column 4"
+    assert failure_text(comparison) == "1 values not finite, first at row 3 column 4"
 
 
 def test_all_nan_in_oracle_and_output_fails() -> None:
     exact = torch.full((40, 96), torch.nan, dtype=torch.float64)
-    assert not judged(exact.bfloat16(), exact).ok
+    assert not compare_with_recipe(exact.bfloat16(), exact).ok
 
 
 def test_rows_that_are_zero_must_be_zero() -> None:
     exact = exact_TH()
     exact[[2, 9]] = 0
-    out = good(exact)
-    assert judged(out, exact).ok
+    out = accurate(exact)
+    assert compare_with_recipe(out, exact).ok
     out[9, 0] = 1e-30
-    assert "1 rows not zero though every pair is skipped: row 9" in words(judged(out, exact))
+    assert "1 rows not zero though every pair is skipped: row 9" in failure_text(
+        compare_with_recipe(out, exact)
+    )
 
 
-def test_rows_are_counted_among_all() -> None:
-    """A row's number does not change where zero rows stand before it."""
+def test_row_numbers_count_zero_rows() -> None:
+    """Messages number rows among all rows, not among the nonzero ones."""
     exact = exact_TH()
     exact[:7] = 0
     out = noisy(exact, NOISE / 2, seed=3)
-    push(out[20], 0.012)
-    assert any("of row 20 >" in problem for problem in judged(out.bfloat16(), exact).problems)
-    push(out[30], 1.0)
-    text = words(judged(out.bfloat16(), exact))
+    add_alternating(out[20], 0.012)
+    assert any(
+        "of row 20 >" in problem for problem in compare_with_recipe(out.bfloat16(), exact).problems
+    )
+    add_alternating(out[30], 1.0)
+    text = failure_text(compare_with_recipe(out.bfloat16(), exact))
     assert "of row 30 >" in text
     assert "of row 30 column" in text
 
 
 def test_all_rows_zero() -> None:
     exact = torch.zeros(40, 96, dtype=torch.float64)
-    assert judged(exact.bfloat16(), exact).ok
-    assert not judged(exact.bfloat16() + 1, exact).ok
+    assert compare_with_recipe(exact.bfloat16(), exact).ok
+    assert not compare_with_recipe(exact.bfloat16() + 1, exact).ok
 
 
 @pytest.mark.parametrize("combine", list(Combine))
 def test_no_tokens(combine: Combine) -> None:
     problem = replace(PROBLEM, tokens=0, combine=combine)
     exact = torch.zeros(problem.output_shape, dtype=torch.float64)
-    assert judged(exact.bfloat16(), exact, problem).ok
+    assert compare_with_recipe(exact.bfloat16(), exact, problem).ok
 
 
-def test_kept_top_k_is_judged_row_by_row() -> None:
+def test_unreduced_top_k_is_compared_row_by_row() -> None:
     problem = replace(PROBLEM, combine=Combine.TOPK_WEIGHTED)
     exact = exact_TH(40, 2, 96)
     exact[3, 1] = 0
-    out = good(exact)
-    assert judged(out, exact, problem).ok
-    assert not judged(out.flip(1), exact, problem).ok
+    out = accurate(exact)
+    assert compare_with_recipe(out, exact, problem).ok
+    assert not compare_with_recipe(out.flip(1), exact, problem).ok
     out[3, 1] = 1
-    assert "row 7" in words(judged(out, exact, problem))
+    assert "row 7" in failure_text(compare_with_recipe(out, exact, problem))
 
 
 def test_wrong_shape_and_dtype_are_both_named() -> None:
     exact = exact_TH()
-    text = words(judged(exact[:, :95].float(), exact))
+    text = failure_text(compare_with_recipe(exact[:, :95].float(), exact))
     assert "shape is (40, 95), should be (40, 96)" in text
     assert "dtype is float32, should be bfloat16" in text
 
 
 def test_wrong_number_of_tokens() -> None:
     exact = exact_TH()
-    assert "shape" in words(judged(good(exact)[:39], exact))
+    assert "shape" in failure_text(compare_with_recipe(accurate(exact)[:39], exact))
 
 
 def test_float32_has_a_floor_of_eps() -> None:
-    """Where the recipe is luckily exact, an error of float32's own size still passes."""
+    """An error of the size of float32 rounding passes even where the recipe is exact."""
     problem = replace(PROBLEM, dtype=torch.float32)
     exact = exact_TH()
     near = noisy(exact, 9e-7, seed=5).float()
@@ -203,7 +211,10 @@ def test_float32_has_a_floor_of_eps() -> None:
 
 
 def test_the_bound_follows_the_recipe_alone() -> None:
-    """An output that is bad everywhere does not raise its own bound."""
+    """An output with large errors does not raise its own bound."""
     exact = exact_TH()
-    bounds = {judged(noisy(exact, size, seed=6).bfloat16(), exact).bound for size in (0, 0.1, 1)}
+    bounds = {
+        compare_with_recipe(noisy(exact, size, seed=6).bfloat16(), exact).bound
+        for size in (0, 0.1, 1)
+    }
     assert len(bounds) == 1

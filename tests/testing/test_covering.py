@@ -1,4 +1,4 @@
-"""Covering arrays: every pair that a valid row can hold is in one, and the others say why not."""
+"""Covering arrays have every pair of a valid row, and a reason for each impossible pair."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -16,35 +16,35 @@ AXES = (
 )
 
 
-def refused(row: Row) -> Sequence[str]:
-    """Large ones are not green; flat ones have no lid, and none has feet unless it is round."""
+def rejections(row: Row) -> Sequence[str]:
+    """Reject rows that are green and large, flat with a lid, or not round with feet."""
     reasons = []
     if row[0] == 1 and row[1] > 3:
-        reasons.append("[size] green ones are small")
+        reasons.append("[size] green needs a small size")
     if row[2] == 2 and row[3]:
-        reasons.append("[lid] flat ones have none")
+        reasons.append("[lid] flat needs no lid")
     if row[2] != 0 and row[4]:
-        reasons.append("[feet] round ones alone have any")
+        reasons.append("[feet] feet need round")
     return reasons
 
 
-def free(_row: Row) -> Sequence[str]:
+def no_rejections(_row: Row) -> Sequence[str]:
     return ()
 
 
-def colored(row: Row) -> bool:
+def has_color(row: Row) -> bool:
     return row[0] != 3
 
 
-def alive(_row: Row) -> bool:
+def is_computed(_row: Row) -> bool:
     return True
 
 
-def even(_row: Row) -> float:
+def unit_cost(_row: Row) -> float:
     return 1.0
 
 
-CONSTRAINED = Space(AXES, refused, colored, even)
+CONSTRAINED = Space(AXES, rejections, has_color, unit_cost)
 
 
 def all_rows(space: Space) -> list[Row]:
@@ -52,7 +52,7 @@ def all_rows(space: Space) -> list[Row]:
     return [row for row in rows if not space.rejections_of(row)]
 
 
-def test_every_pair_that_a_valid_row_proves_is_in_a_row_drawn() -> None:
+def test_every_possible_pair_is_covered() -> None:
     array = covering_array(CONSTRAINED)
     provable = set().union(*(CONSTRAINED.covered(row) for row in all_rows(CONSTRAINED)))
     drawn = set().union(*(CONSTRAINED.covered(row) for row in array.rows))
@@ -63,7 +63,7 @@ def test_every_pair_that_a_valid_row_proves_is_in_a_row_drawn() -> None:
 
 def test_rows_drawn_are_valid() -> None:
     rows = covering_array(CONSTRAINED).rows
-    assert [row for row in rows if refused(row)] == []
+    assert [row for row in rows if rejections(row)] == []
     assert len(rows) == len(set(rows))
 
 
@@ -72,51 +72,51 @@ def test_an_impossible_pair_has_its_reason() -> None:
     describe = CONSTRAINED.describe
     reasons = {(describe(a), describe(b)): reason for (a, b), reason in array.impossible.items()}
     assert reasons == {
-        ("color=green", "size=4"): "[size] green ones are small",
-        ("color=green", "size=5"): "[size] green ones are small",
-        ("shape=flat", "lid=True"): "[lid] flat ones have none",
+        ("color=green", "size=4"): "[size] green needs a small size",
+        ("color=green", "size=5"): "[size] green needs a small size",
+        ("shape=flat", "lid=True"): "[lid] flat needs no lid",
         **{
-            (f"shape={shape}", f"feet={feet}"): "[feet] round ones alone have any"
+            (f"shape={shape}", f"feet={feet}"): "[feet] feet need round"
             for shape in ("square", "flat")
             for feet in (3, 4)
         },
     }
 
 
-def test_a_row_in_which_nothing_is_computed_proves_its_reason_alone() -> None:
+def test_an_idle_row_covers_pairs_of_the_idle_value_only() -> None:
     row = (3, 0, 0, 0, 0)
-    none = CONSTRAINED.value_ids(row)[0]
-    assert {none in pair for pair in CONSTRAINED.covered(row)} == {True}
+    idle_value = CONSTRAINED.value_ids(row)[0]
+    assert {idle_value in pair for pair in CONSTRAINED.covered(row)} == {True}
     assert len(CONSTRAINED.covered(row)) == 4
     assert len(CONSTRAINED.covered((0, 0, 0, 0, 0))) == 10
 
 
-def test_pairs_that_no_living_row_holds_are_told() -> None:
-    """Nothing is computed where a lid meets three feet, though no value alone is the reason."""
-    space = Space(AXES[1:], free, lambda row: not (row[2] == 1 and row[3] == 1), even)
+def test_pairs_only_in_idle_rows_are_reported() -> None:
+    """Rows with a lid and three feet are idle, though neither value alone makes a row idle."""
+    space = Space(AXES[1:], no_rejections, lambda row: not (row[2] == 1 and row[3] == 1), unit_cost)
     array = covering_array(space)
-    lifeless = {(space.describe(a), space.describe(b)) for a, b in array.idle_pairs}
-    assert lifeless == {("lid=True", "feet=3")}
+    idle = {(space.describe(a), space.describe(b)) for a, b in array.idle_pairs}
+    assert idle == {("lid=True", "feet=3")}
     assert array.missing() == ()
 
 
-def test_missing_pairs_are_noticed() -> None:
+def test_missing_pairs_are_reported() -> None:
     array = covering_array(CONSTRAINED)
-    for lost in range(len(array.rows)):
-        rows = array.rows[:lost] + array.rows[lost + 1 :]
+    for index in range(len(array.rows)):
+        rows = array.rows[:index] + array.rows[index + 1 :]
         assert type(array)(CONSTRAINED, rows, array.impossible, array.idle_pairs).missing() != ()
 
 
 def test_equal_spaces_give_equal_rows() -> None:
-    again = Space(AXES, refused, colored, even)
+    again = Space(AXES, rejections, has_color, unit_cost)
     assert covering_array(CONSTRAINED).rows == covering_array(again).rows
 
 
-def test_the_ordinary_row_may_be_refused() -> None:
+def test_the_default_row_may_be_invalid() -> None:
     def small_or_open(row: Row) -> Sequence[str]:
         return ["[size] 0"] * (row[1] == 0) + ["[lid] none"] * (row[3] == 0)
 
-    space = Space(AXES, small_or_open, alive, even)
+    space = Space(AXES, small_or_open, is_computed, unit_cost)
     array = covering_array(space)
     assert array.rows
     assert array.missing() == ()
@@ -124,20 +124,20 @@ def test_the_ordinary_row_may_be_refused() -> None:
 
 
 def test_a_space_without_a_valid_row_has_none() -> None:
-    array = covering_array(Space(AXES, lambda _row: ("[never] no",), alive, even))
+    array = covering_array(Space(AXES, lambda _row: ("[never] no",), is_computed, unit_cost))
     assert array.rows == ()
     assert set(array.impossible.values()) == {"[never] no"}
 
 
-@pytest.mark.parametrize("dear", [0, 5])
-def test_what_is_dear_is_met_seldom(dear: int) -> None:
-    """Rows that hold it are no more than its pairs need, and cost less than rows drawn blindly."""
+@pytest.mark.parametrize("expensive", [0, 5])
+def test_expensive_values_are_in_few_rows(expensive: int) -> None:
+    """They are in no more rows than their pairs need, which lowers the total cost."""
     axes = (*AXES, Axis("weight", tuple(range(6))))
 
     def cost(row: Row) -> float:
-        return (30.0 if row[1] == dear else 1.0) * (30.0 if row[5] == dear else 1.0)
+        return (30.0 if row[1] == expensive else 1.0) * (30.0 if row[5] == expensive else 1.0)
 
-    plain = covering_array(Space(axes, free, alive, even)).rows
-    rows = covering_array(Space(axes, free, alive, cost)).rows
-    assert sum(map(cost, rows)) <= sum(map(cost, plain))
-    assert sum(row[1] == row[5] == dear for row in rows) == 1
+    without_cost = covering_array(Space(axes, no_rejections, is_computed, unit_cost)).rows
+    rows = covering_array(Space(axes, no_rejections, is_computed, cost)).rows
+    assert sum(map(cost, rows)) <= sum(map(cost, without_cost))
+    assert sum(row[1] == row[5] == expensive for row in rows) == 1

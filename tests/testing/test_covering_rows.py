@@ -1,4 +1,4 @@
-"""Rows over features: every two values meet without a refusal, and refusals meet values too."""
+"""`covering_rows.draw` covers every pair of values that is accepted, and every refusal rule."""
 
 from itertools import combinations, product
 
@@ -39,26 +39,26 @@ def pairs(values: Values) -> set[tuple[tuple[str, object], tuple[str, object]]]:
     return set(combinations(values.items(), 2))
 
 
-def test_accepted_rows_have_every_two_values_that_nothing_refuses() -> None:
-    sound = [v for v in all_values() if not (UNEVEN.applies(v) or CUT.applies(v) or absent(v))]
-    possible = set().union(*map(pairs, sound))
+def test_accepted_rows_cover_every_valid_pair() -> None:
+    valid = [v for v in all_values() if not (UNEVEN.applies(v) or CUT.applies(v) or absent(v))]
+    possible = set().union(*map(pairs, valid))
     assert set().union(*map(pairs, DRAWN.accepted)) == possible
-    assert all(values in sound for values in DRAWN.accepted)
+    assert all(values in valid for values in DRAWN.accepted)
     assert DRAWN.unmet() == []
 
 
-def test_one_rule_refuses_a_refused_row_and_meets_every_value_that_it_can() -> None:
+def test_each_refused_row_breaks_one_rule() -> None:
     for rule, other in ((UNEVEN, CUT), (CUT, UNEVEN)):
-        alone = [
+        only_this_rule = [
             v for v in all_values() if rule.applies(v) and not other.applies(v) and not absent(v)
         ]
         drawn = [values for refusal, values in DRAWN.refused if refusal is rule]
-        assert all(values in alone for values in drawn)
-        met = {item for values in drawn for item in values.items()}
-        assert met == {item for values in alone for item in values.items()}
+        assert all(values in only_this_rule for values in drawn)
+        seen = {item for values in drawn for item in values.items()}
+        assert seen == {item for values in only_this_rule for item in values.items()}
 
 
-def test_a_rule_that_nothing_meets_is_told() -> None:
+def test_a_rule_without_rows_is_reported() -> None:
     never = Refusal(
         "never", ConfigurationError, "", (one_of("kind", "plain"), one_of("kind", "flat"))
     )

@@ -1,4 +1,4 @@
-"""First scores of fresh samples stand beside the studied ones on the page of mutation scores."""
+"""The page of mutation scores shows first scores of new samples next to the studied scores."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ NOTHING = Path("nothing")
 
 
 def record(part: str, seed: str, killed: int, equivalent: int, survived: int) -> dict[str, Any]:
-    """What `mk test --mutate PART --save` writes, as far as the page reads it."""
+    """Return the fields of a record of `mk test --mutate PART --save` that the page reads."""
     proven = [{"id": f"e{i}", "place": "m:1", "operator": "sign"} for i in range(equivalent)]
     survivors = [{"id": f"{part}{seed}{i}", "place": "m:2", "operator": "clamp"}
                  for i in range(survived)]  # fmt: skip
@@ -69,14 +69,14 @@ def test_without_first_scores_the_page_does_not_name_them() -> None:
     assert row_of(page(()), "part")[-1] == "score"
 
 
-def test_a_sample_that_is_not_fresh_is_refused() -> None:
+def test_a_first_score_with_the_seed_of_the_studied_sample_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"seed: got 0\.2\.0, need another seed"):
         page((record("TorchExperts", "0.2.0", 40, 4, 16),))
     with pytest.raises(ConfigurationError, match="first score of TritonExperts: got no score"):
         page((record("TritonExperts", "fresh-1", 40, 4, 16),))
 
 
-def test_records_of_first_scores_are_apart_from_the_others(tmp_path: Path) -> None:
+def test_first_scores_are_read_from_a_separate_folder(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "KeepTopK.json").write_text(json.dumps(STUDIED[0]))
     (tmp_path / "first/TorchExperts.json").write_text(json.dumps(FIRST[0]))

@@ -1,4 +1,4 @@
-"""Fuzzing finds nothing in this tree, and finds defects that are planted."""
+"""Fuzzing finds nothing in this tree, and finds defects that are patched in."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -58,24 +58,24 @@ pytestmark = pytest.mark.cpu
 PLAIN, INTERPRETED = 1880, 120
 
 
-def test_the_page_says_how_many_things_are_changed() -> None:
+def test_docs_have_the_number_of_changes() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "fuzz.md"
     assert f"with one of {len(call_changes.ALL)} things changed" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("interpreted", [False, True], ids=["plain", "interpreted"])
-def test_nothing_is_found(interpreted: bool) -> None:
+def test_fuzzing_finds_nothing(interpreted: bool) -> None:
     count = INTERPRETED if interpreted else PLAIN
     report = isolated_runs.run(tree_hash(), range(-1, count), interpreted=interpreted)
     assert not report.findings, "\n".join(report.lines())
     assert sum(report.counts.values()) == count
-    # Neither is a fuzz that is refused all the time.
+    # Most configurations must not be refused.
     assert report.counts[RIGHT] > count // 10
-    # Some targets have so small a share that few inputs of them are drawn.
-    reached = {target for target, _ in report.by_target}
-    launched = {target.name for target in TARGETS if target.launches or not interpreted}
-    assert reached <= launched
-    for name in sorted(launched - reached):
+    # Targets with a small share may not be drawn: run them separately.
+    drawn = {target for target, _ in report.by_target}
+    expected = {target.name for target in TARGETS if target.launches or not interpreted}
+    assert drawn <= expected
+    for name in sorted(expected - drawn):
         rare = isolated_runs.run(tree_hash(), range(3), interpreted=interpreted, only=name)
         assert not rare.findings, "\n".join(rare.lines())
         assert sum(rare.counts.values()) == 3
@@ -87,12 +87,12 @@ def test_every_field_of_a_problem_gets_junk() -> None:
 
 @pytest.fixture(autouse=True)
 def _mostly_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drawn in this process is drawn as if no kernel were interpreted: faster."""
+    """Draw problems as if kernels were not interpreted, which is faster."""
     monkeypatch.setattr(random_problems, "current_machine", lambda: Machine("cpu"))
 
 
 def _kinds(name: str, limit: int = 400) -> set[str]:
-    """The kinds of outcomes of configurations until one is bad, or of `limit`."""
+    """Return the outcome kinds of `limit` configurations, or up to the first bad one."""
     target_property = TargetProperty(TARGETS[NAMES.index(name)])
     kinds = set[str]()
     for number in range(limit):
@@ -104,14 +104,14 @@ def _kinds(name: str, limit: int = 400) -> set[str]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """A check that checks nothing."""
+    """A check that accepts everything."""
 
 
-def _late(*_: Any, **__: Any) -> Any:
+def _input_error(*_: Any, **__: Any) -> Any:
     raise InputError("x", got="something", need="something else")
 
 
-PLANTED: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
+REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
     ("changed_call", tensor_checks, "wants_gradient", lambda *_: False, (ACCEPTED,)),
     ("changed_call", validate, "check_strided", _nothing, (RAW, WRONG, ACCEPTED)),
     ("changed_call", validate, "check_routing", _nothing, (RAW, WRONG, ACCEPTED)),
@@ -136,95 +136,93 @@ PLANTED: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]], ...] =
 
 
 @pytest.mark.parametrize(
-    ("target", "module", "name", "instead", "kinds"),
-    PLANTED,
-    ids=[f"{planted[0]}-{planted[2]}" for planted in PLANTED],
+    ("target", "module", "name", "replacement", "kinds"),
+    REMOVED_CHECKS,
+    ids=[f"{patch[0]}-{patch[2]}" for patch in REMOVED_CHECKS],
 )
-def test_a_check_that_is_gone_is_found(
+def test_a_removed_check_is_found(
     target: str,
     module: Any,
     name: str,
-    instead: Callable[..., Any],
+    replacement: Callable[..., Any],
     kinds: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, name, instead)
+    monkeypatch.setattr(module, name, replacement)
     limit = 4000 if target == "stored_files" else 400
     assert _kinds(target, limit) & set(kinds)
 
 
-@pytest.mark.parametrize("nowhere", [1, 2**31 - 1])
-def test_a_pair_whose_expert_is_mapped_to_no_row_is_skipped(nowhere: int) -> None:
-    """A negated expert_map has such values: what they name is no row of the weights."""
+@pytest.mark.parametrize("invalid_row", [1, 2**31 - 1])
+def test_a_pair_whose_expert_is_mapped_to_no_row_is_skipped(invalid_row: int) -> None:
+    """Values of an expert_map may be past the last row of the weights."""
     problem = Problem(2, 8, 8, 2, 1, dtype=torch.float32, local_experts=1, expert_map=True)
-    given = random_problems.make_inputs(problem, InputChoices())
+    inputs = random_problems.make_inputs(problem, InputChoices())
     ids = torch.tensor([[0], [1]], dtype=torch.int32)
-    table = torch.tensor([0, nowhere], dtype=torch.int32)
-    weights, x_TH = replace(given.weights, expert_map=table), torch.ones(2, 8)
+    table = torch.tensor([0, invalid_row], dtype=torch.int32)
+    weights, x_TH = replace(inputs.weights, expert_map=table), torch.ones(2, 8)
     routing = Routing(torch.ones(2, 1), ids)
-    found = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)(
-        x_TH, weights, routing
-    )
-    assert Oracle(problem, x_TH, weights, routing).fault(found) == ""
-    assert found[0].any()
-    assert not found[1].any()
+    out = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)(x_TH, weights, routing)
+    assert Oracle(problem, x_TH, weights, routing).mismatch(out) == ""
+    assert out[0].any()
+    assert not out[1].any()
 
 
 def test_weights_of_the_next_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = mlp._matrix
+    original = mlp._matrix
 
-    def next_one(weights: Any, name: str, expert: int, problem: Problem) -> torch.Tensor:
-        return plain(weights, name, (expert + 1) % problem.e, problem)
+    def next_expert(weights: Any, name: str, expert: int, problem: Problem) -> torch.Tensor:
+        return original(weights, name, (expert + 1) % problem.e, problem)
 
-    monkeypatch.setattr(mlp, "_matrix", next_one)
+    monkeypatch.setattr(mlp, "_matrix", next_expert)
     assert WRONG in _kinds("right_call")
 
 
 def test_a_zero_point_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = gptq_awq.unpack_words
+    original = gptq_awq.unpack_words
 
-    def off(packed: torch.Tensor, dim: int, order: Any) -> torch.Tensor:
-        return plain(packed, dim, order) - int(dim == -1)
+    def off_by_one(packed: torch.Tensor, dim: int, order: Any) -> torch.Tensor:
+        return original(packed, dim, order) - int(dim == -1)
 
-    monkeypatch.setattr(gptq_awq, "unpack_words", off)
+    monkeypatch.setattr(gptq_awq, "unpack_words", off_by_one)
     assert WRONG in _kinds("importers")
 
 
-def test_another_order_of_awq_s_columns_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_awq_column_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gptq_awq, "_AWQ_ORDER", tuple(range(8)))
     assert WRONG in _kinds("importers")
 
 
 def test_up_loaded_as_gate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = expert_names.LayerLayout.projections
+    original = expert_names.LayerLayout.projections
 
-    def turned(layer: expert_names.LayerLayout, expert: int) -> Any:
-        first, second = plain(layer, expert)
+    def swapped(layer: expert_names.LayerLayout, expert: int) -> Any:
+        first, second = original(layer, expert)
         return first[::-1], second
 
-    monkeypatch.setattr(expert_names.LayerLayout, "projections", turned)
+    monkeypatch.setattr(expert_names.LayerLayout, "projections", swapped)
     assert WRONG in _kinds("checkpoints")
 
 
-def test_another_rank_s_share_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = loading._reader
+def test_the_slice_of_another_rank_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = loading._reader
 
-    def of_first_rank(source: Any, problem: Problem, request: Any, columns: Any) -> Any:
-        return plain(source, problem, request, (0, columns[1] - columns[0]))
+    def first_rank(source: Any, problem: Problem, request: Any, columns: Any) -> Any:
+        return original(source, problem, request, (0, columns[1] - columns[0]))
 
-    monkeypatch.setattr(loading, "_reader", of_first_rank)
+    monkeypatch.setattr(loading, "_reader", first_rank)
     assert WRONG in _kinds("checkpoints")
 
 
 def test_a_composed_layer_that_ends_where_its_measurement_did_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = autotune.find_candidates
+    original = autotune.find_candidates
 
-    def measured_alone(problem: Problem, machine: Machine, asked: Any, **options: Any) -> Any:
-        return plain(problem, machine, asked[:-1] or asked, **options)
+    def without_last(problem: Problem, machine: Machine, sizes: Any, **options: Any) -> Any:
+        return original(problem, machine, sizes[:-1] or sizes, **options)
 
-    monkeypatch.setattr(autotune, "find_candidates", measured_alone)
+    monkeypatch.setattr(autotune, "find_candidates", without_last)
     assert {WRONG, RAW} & _kinds("composed_call")
 
 
@@ -235,8 +233,8 @@ def test_one_target_can_be_drawn_alone(capsys: pytest.CaptureFixture[str]) -> No
     assert [line.partition(":")[0] for line in lines[1:]] == ["stored_files"]
 
 
-def test_an_error_behind_the_checks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MoEPrepareAndFinalizeNoEP, "prepare", _late)
+def test_an_input_error_after_validation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MoEPrepareAndFinalizeNoEP, "prepare", _input_error)
     assert LATE in _kinds("right_call")
 
 
@@ -256,7 +254,7 @@ for number in range(int(sys.argv[2]), int(sys.argv[3])):
 """
 
 
-def test_a_crash_and_a_hang_are_counted_and_passed(
+def test_a_crash_and_a_hang_do_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fuzz_stub.py").write_text(STUB)
@@ -265,10 +263,13 @@ def test_a_crash_and_a_hang_are_counted_and_passed(
     monkeypatch.setattr(isolated_runs, "_START_TIMEOUT_S", 20.0)
     report = isolated_runs.run("s", range(5), deadline_s=1.0)
     assert report.counts == {RIGHT: 3, CRASH: 1, HANG: 1}
-    assert [(found.number, found.kind) for found in report.findings] == [(1, CRASH), (3, HANG)]
-    told = summary([report])
-    assert "    python -m modular_kernel.testing.stress.fuzz --seed s --only 1" in told
-    assert told[-1].startswith("stub: 3 right, 0 typed error")
+    assert [(finding.number, finding.kind) for finding in report.findings] == [
+        (1, CRASH),
+        (3, HANG),
+    ]
+    lines = summary([report])
+    assert "    python -m modular_kernel.testing.stress.fuzz --seed s --only 1" in lines
+    assert lines[-1].startswith("stub: 3 right, 0 typed error")
 
 
 def test_a_configuration_follows_from_seed_and_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,18 +293,18 @@ def _above_ten(number: int) -> FuzzOutcome:
 def test_a_failure_is_saved_and_shrunk() -> None:
     database = InMemoryExampleDatabase()
     target = Target("above_ten", 1, st.integers(0, 1000), _above_ten)
-    rng, found = Random(0), TargetProperty(target, database)
-    while found.run(rng).kind == RIGHT:
+    rng, target_property = Random(0), TargetProperty(target, database)
+    while target_property.run(rng).kind == RIGHT:
         pass
-    # A later run begins with what was saved.
+    # A later run begins with the saved failures.
     (smallest,) = TargetProperty(target, database).failures()
     assert smallest == FuzzOutcome(WRONG, "11")
 
 
 def test_explicit_examples_run_first() -> None:
     target = Target("above_ten", 1, st.integers(0, 5), _above_ten, examples=(3, 12))
-    (found,) = TargetProperty(target).failures()
-    assert found == FuzzOutcome(WRONG, "12")
+    (failure,) = TargetProperty(target).failures()
+    assert failure == FuzzOutcome(WRONG, "12")
 
 
 def test_a_target_without_failures_has_none_saved() -> None:

@@ -1,4 +1,4 @@
-"""Inputs that fuzzing found: each raised an exception that is no error of the package."""
+"""Inputs that fuzzing found raise typed errors: each once raised another exception."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def test_a_device_whose_package_is_not_installed_is_refused() -> None:
 
 
 @pytest.mark.parametrize("device", [torch.tensor(3), 2.5, "moon", None])
-def test_the_counter_of_invalid_ids_refuses_what_is_no_device(device: Any) -> None:
+def test_count_invalid_ids_on_refuses_an_invalid_device(device: Any) -> None:
     with pytest.raises(ConfigurationError, match="device"):
         samples.kernel().count_invalid_ids_on(device)
 
@@ -62,7 +62,8 @@ def test_uninitialized_parameters_are_refused() -> None:
 
 @pytest.mark.parametrize("name", sorted(public_functions._CALLS))
 def test_recipes_without_junk_run(name: str) -> None:
-    """A recipe that always raises a TypeError would find nothing."""
+    """Without junk, a recipe must not raise: otherwise it could not find anything."""
     outcome = public_functions.public_functions(JunkCall(name, []))
     missing_files = ("load_experts", "FusedMoE.load", "FusedMoE.from_config", "AdapterPool.evict")
-    assert outcome.kind == ("typed error" if name in missing_files else "right"), outcome.what
+    expected = "typed error" if name in missing_files else "right"
+    assert outcome.kind == expected, outcome.description

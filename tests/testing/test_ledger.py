@@ -1,4 +1,4 @@
-"""The list of what must be proven: it is read strictly, it is kept, and it notices what is gone."""
+"""The ledger, `tests/must_run.txt`: how many cases each pairing must prove on each machine kind."""
 
 from collections import Counter
 from pathlib import Path
@@ -28,13 +28,13 @@ PAIR = ("SomePrepare", "SomeExperts")
 
 
 def counts_on(machine: Machine) -> Counter[tuple[str, str]]:
-    """Cases that would run on `machine`, by pairing."""
+    """Return the number of cases for `machine` by pairing."""
     pairs = pairings(machine)
     return Counter({pair: len(cases_for(*pair, machine).cases) for pair in pairs})
 
 
 def counts_over_ranks(machine: Machine, world_size: int) -> Counter[tuple[str, str]]:
-    """The same over ranks."""
+    """Return the number of cases over `world_size` ranks by pairing."""
     pairs = rank_pairings(machine, world_size)
     return Counter({p: len(rank_cases_for(*p, machine, world_size).cases) for p in pairs})
 
@@ -45,32 +45,32 @@ def proof(machine: Machine, *, passed: bool = True) -> Proof:
 
 
 @pytest.mark.parametrize("kind", MACHINE_KINDS)
-def test_promises_are_kept(kind: str) -> None:
-    """Whoever runs these cases proves them, for a case that fails is an error of its own."""
+def test_cases_cover_the_ledger(kind: str) -> None:
+    """There are at least as many cases as the ledger requires. Other tests prove them."""
     assert unmet_entries(LEDGER, counts_on(MACHINES[kind]), kind) == ()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", MACHINE_KINDS)
-def test_promises_over_ranks_are_kept(kind: str, world_size: int) -> None:
+def test_rank_cases_cover_the_ledger(kind: str, world_size: int) -> None:
     machine = MACHINES[kind]
     over_ranks = machine_kind(machine, world_size)
-    assert any(promise.machine == over_ranks for promise in LEDGER)
+    assert any(entry.machine == over_ranks for entry in LEDGER)
     counts = counts_over_ranks(machine, world_size)
     assert unmet_entries(LEDGER, counts, over_ranks) == ()
 
 
-def test_promises_are_kept_on_this_machine(machine: Machine) -> None:
+def test_cases_of_this_machine_cover_the_ledger(machine: Machine) -> None:
     assert unmet_entries(LEDGER, counts_on(machine), machine_kind(machine)) == ()
 
 
 @pytest.mark.parametrize("kind", MACHINE_KINDS)
 def test_kinds_of_machine(kind: str) -> None:
     assert machine_kind(MACHINES[kind]) == kind
-    assert any(promise.machine == kind for promise in LEDGER)
+    assert any(entry.machine == kind for entry in LEDGER)
 
 
-def test_a_pairing_that_lost_cases_is_noticed() -> None:
+def test_a_pairing_with_fewer_cases_is_reported() -> None:
     ledger = parse_ledger("cpu SomePrepare SomeExperts 3")
     assert unmet_entries(ledger, Counter({PAIR: 3}), "cpu") == ()
     (line,) = unmet_entries(ledger, Counter({PAIR: 2}), "cpu")
@@ -79,7 +79,7 @@ def test_a_pairing_that_lost_cases_is_noticed() -> None:
     assert unmet_entries(ledger, Counter(), "cuda") == ()
 
 
-def test_a_pairing_without_a_line_is_noticed() -> None:
+def test_a_pairing_without_a_line_is_reported() -> None:
     (line,) = unmet_entries((), Counter({PAIR: 1}), "cpu")
     assert "no line in the ledger" in line
 
@@ -89,19 +89,19 @@ def test_only_proofs_that_passed_count() -> None:
     machine = MACHINES["cpu"]
     assert check_proofs(ledger, [proof(machine), proof(machine)]) == ()
     assert check_proofs(ledger, [proof(machine), proof(machine, passed=False)]) != ()
-    # Proofs from another kind of machine keep no promise made for this one.
+    # Proofs of another kind of machine do not count.
     assert check_proofs(ledger, [proof(machine), proof(MACHINES["cuda"])]) != ()
 
 
 def test_comments_and_blank_lines() -> None:
     text = "# a comment\n\n  cuda A B 7  # and another\n"
-    (promise,) = parse_ledger(text)
-    assert (promise.machine, promise.pairing, promise.cases) == ("cuda", ("A", "B"), 7)
+    (entry,) = parse_ledger(text)
+    assert (entry.machine, entry.pairing, entry.cases) == ("cuda", ("A", "B"), 7)
 
 
 @pytest.mark.parametrize(
     "line", ["cpu A B", "cpu A B many", "tpu A B 3", "cpu A B 3 4", "cpu A B -1", "cpu:1 A B 3"]
 )
-def test_a_line_that_is_not_understood_is_an_error(line: str) -> None:
+def test_an_invalid_line_is_an_error(line: str) -> None:
     with pytest.raises(ConfigurationError, match="ledger line 2"):
         parse_ledger(f"# first\n{line}\n")

@@ -1,13 +1,14 @@
-"""Every pairing in the catalog: the combinatorial test. Skips are rejections.
+"""Proves a share of the cases of every pairing in the catalog on this machine.
 
-Each experts part is proven on smoke and half of its cases with the first PrepareAndFinalize that it
-goes with; with the others, on smoke and a thirty-sixth. `make verify` proves all.
+Each experts part is tested on the smoke cases and half of the others with the first
+PrepareAndFinalize that it supports. With every other one, it is tested on the smoke cases and one
+in 36 of the others. `make verify` proves all cases.
 """
 
 from collections.abc import Callable
 
 import pytest
-from shares import drawn_once, proven_here, tree_hash
+from shares import computed_once, selected_cases, tree_hash
 
 from modular_kernel.catalog import check_all, this_machine
 from modular_kernel.spec.problem import Machine
@@ -16,8 +17,8 @@ from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.cases.pairwise import draw
 
 MACHINE = this_machine()
-PAIRINGS = drawn_once("pairings", lambda: pairings(MACHINE))
-PROVEN = drawn_once("proven", lambda: proven_here(PAIRINGS, MACHINE, tree_hash()))
+PAIRINGS = computed_once("pairings", lambda: pairings(MACHINE))
+PROVEN = computed_once("proven", lambda: selected_cases(PAIRINGS, MACHINE, tree_hash()))
 CASES = [case for cases in PROVEN.values() for case in cases]
 
 
@@ -28,8 +29,8 @@ def test_proven(case: Case, machine: Machine) -> None:
     assert proof.passed, str(proof)
 
 
-def test_every_experts_part_is_proven_on_half_of_its_cases_or_so() -> None:
-    most = {
+def test_every_experts_part_is_proven_on_about_half_of_its_cases() -> None:
+    largest_share = {
         experts: max(
             len(cases) / len(draw(*pair, MACHINE)[1])
             for pair, cases in PROVEN.items()
@@ -37,29 +38,29 @@ def test_every_experts_part_is_proven_on_half_of_its_cases_or_so() -> None:
         )
         for _, experts in PAIRINGS
     }
-    assert most
-    assert min(most.values()) > 0.4  # the share is by hash
+    assert largest_share
+    assert min(largest_share.values()) > 0.4  # cases are selected by hash
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)
-def test_every_two_values_meet(
+def test_every_two_axis_values_are_covered(
     pairing: tuple[str, str], record_property: Callable[[str, object], None]
 ) -> None:
-    """All pairs of values of two axes: proven in a case, or impossible with a reason."""
+    """Each pair of values of two axes is in a case or impossible for a reason."""
     array, cases = draw(*pairing, MACHINE)
     assert array.missing() == ()
     assert array.idle_pairs == frozenset()
     assert len(array.covered_pairs) + len(array.impossible) == len(list(array.space.pairs()))
     assert len(set(cases)) == len(cases)
-    assert len(cases) <= 440  # three minutes on two processors
+    assert len(cases) <= 440  # takes about three minutes on two processors
     record_property("cases", len(cases))
     record_property("pairs met", len(array.covered_pairs))
-    words = array.space.describe
+    describe = array.space.describe
     for (a, b), reason in array.impossible.items():
-        record_property(f"impossible: {words(a)}, {words(b)}", reason)
+        record_property(f"impossible: {describe(a)}, {describe(b)}", reason)
 
 
-BLIND = (
+MISSED_PAIRS = (
     ("quant=fp8_w8a8_block", "chunks=ragged"),
     ("quant=int4_w4a16_group:group=32,zero_points=true", "interleaved=True"),
     ("quant=int8_w8a16_group:group=32,zero_points=true", "interleaved=True"),
@@ -71,11 +72,11 @@ BLIND = (
 )
 
 
-@pytest.mark.parametrize("cell", BLIND, ids=" ".join)
-def test_no_blind_cell(cell: tuple[str, str]) -> None:
-    """Pairs in which defects have passed before."""
+@pytest.mark.parametrize("pair", MISSED_PAIRS, ids=" ".join)
+def test_previously_missed_pairs_are_covered(pair: tuple[str, str]) -> None:
+    """Previous lists missed defects in these pairs of values."""
     array, _ = draw("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE)
-    assert cell in {
+    assert pair in {
         (array.space.describe(a), array.space.describe(b)) for a, b in array.covered_pairs
     }
 

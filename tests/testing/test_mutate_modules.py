@@ -1,4 +1,4 @@
-"""tools/mutate_modules.py: a mutant dies before a test that notices it, and before that alone."""
+"""tools/mutate_modules.py, which tests mutants of a set of modules with pytest."""
 
 import importlib.util
 import json
@@ -14,13 +14,13 @@ from modular_kernel.testing.mutation.scope import file_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "modular_kernel.spec.lora"
-NOTICES = "tests/layers/test_adapters.py::test_the_largest_allowed_numbers"
+DETECTING = "tests/layers/test_adapters.py::test_the_largest_allowed_numbers"
 SEQUENCES = "tests/layers/test_adapters.py::test_tokens_get_the_slots_of_their_sequences"
-DOES_NOT = "tests/layers/test_adapters.py::test_text_round_trip[]"
+NOT_DETECTING = "tests/layers/test_adapters.py::test_text_round_trip[]"
 
 
-def loaded() -> ModuleType:
-    """The tool as a module."""
+def load_tool() -> ModuleType:
+    """Import the tool as a module."""
     spec = importlib.util.spec_from_file_location(
         "mutate_modules", ROOT / "tools/mutate_modules.py"
     )
@@ -32,51 +32,57 @@ def loaded() -> ModuleType:
     return module
 
 
-tool = loaded()
+tool = load_tool()
 
 
-def mutant(line: str) -> Mutant:
-    """The first mutant of a line of the module."""
+def first_mutant(line: str) -> Mutant:
+    """Return the first mutant whose changed line is `line`."""
     path = file_of(MODULE)
     assert path is not None
     return next(m for m in mutants_of(MODULE, path) if f"\n+{line}" in m.diff())
 
 
-def scope(one: Mutant, tests: tuple[str, ...]) -> object:
-    """Tests that execute the lines of a mutant, the first one fastest."""
-    lines = {str(one.path): frozenset(range(one.first, one.last + 1))}
-    found = tuple(tool.Test(name, 1.0 + i, lines) for i, name in enumerate(tests))
-    return tool.Scope("adapters", (), (one,), found, Coverage({}, ()))
+def scope_of(mutant: Mutant, tests: tuple[str, ...]) -> object:
+    """Return a scope with one mutant and tests that execute its lines, the fastest first."""
+    lines = {str(mutant.path): frozenset(range(mutant.first, mutant.last + 1))}
+    scope_tests = tuple(tool.Test(name, 1.0 + i, lines) for i, name in enumerate(tests))
+    return tool.Scope("adapters", (), (mutant,), scope_tests, Coverage({}, ()))
 
 
-def test_a_mutant_dies_before_the_test_that_notices_it() -> None:
-    wider = mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
-    fate = tool.run_mutant(wider, scope(wider, (DOES_NOT, NOTICES)))
-    assert (fate.status, fate.finding, fate.num_cases) == ("killed", f"test: {NOTICES}", 2)
-    fate = tool.run_mutant(wider, scope(wider, (DOES_NOT,)))
-    assert (fate.status, fate.num_cases) == ("survived", 1)
+def test_a_mutant_is_killed_by_the_test_that_detects_it() -> None:
+    wider = first_mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
+    outcome = tool.run_mutant(wider, scope_of(wider, (NOT_DETECTING, DETECTING)))
+    assert (outcome.status, outcome.finding, outcome.num_cases) == (
+        "killed",
+        f"test: {DETECTING}",
+        2,
+    )
+    outcome = tool.run_mutant(wider, scope_of(wider, (NOT_DETECTING,)))
+    assert (outcome.status, outcome.num_cases) == ("survived", 1)
 
 
-def test_what_cannot_be_imported_is_dead() -> None:
-    broken = mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
-    fate = tool.run_mutant(broken, scope(broken, ("tests/layers/test_adapters.py::no_such_test",)))
-    assert (fate.status, fate.finding) == ("killed", "import: pytest ended with 4")
+def test_a_mutant_that_cannot_be_imported_is_killed() -> None:
+    broken = first_mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
+    outcome = tool.run_mutant(
+        broken, scope_of(broken, ("tests/layers/test_adapters.py::no_such_test",))
+    )
+    assert (outcome.status, outcome.finding) == ("killed", "import: pytest ended with 4")
 
 
-def test_scopes_name_modules_and_tests_that_are_there() -> None:
-    for given in json.loads(tool.SCOPES.read_text(encoding="utf-8")).values():
-        assert all(file_of(module) for module in given["modules"])
-        assert all((ROOT / test).is_file() for test in given["tests"])
+def test_scopes_name_existing_modules_and_tests() -> None:
+    for scope in json.loads(tool.SCOPES.read_text(encoding="utf-8")).values():
+        assert all(file_of(module) for module in scope["modules"])
+        assert all((ROOT / test).is_file() for test in scope["tests"])
     with pytest.raises(ConfigurationError, match="adapters"):
         tool.read_scope("nothing")
 
 
-def test_tests_are_watched_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executed_lines_are_recorded_per_test(monkeypatch: pytest.MonkeyPatch) -> None:
     path = file_of(MODULE)
     assert path is not None
     monkeypatch.setattr(tool, "_MAX_TEST_S", 60.0)
-    loading, tests = tool.cover_tests({str(path)}, {MODULE}, [SEQUENCES, NOTICES], [NOTICES])
+    loading, tests = tool.cover_tests({str(path)}, {MODULE}, [SEQUENCES, DETECTING], [DETECTING])
     assert [test.name for test in tests] == [SEQUENCES]
-    one = next(m for m in mutants_of(MODULE, path) if "right=True" in m.diff())
-    assert one.first in tests[0].lines[str(path)]
-    assert one.first not in loading[str(path)]
+    mutant = next(m for m in mutants_of(MODULE, path) if "right=True" in m.diff())
+    assert mutant.first in tests[0].lines[str(path)]
+    assert mutant.first not in loading[str(path)]

@@ -1,4 +1,4 @@
-"""`mk test --mutate`: survivors shown, equivalents proven, bad usage, and the page of scores."""
+"""`mk test --mutate`: scores, survivors, equivalent mutants, usage errors, page of scores."""
 
 import json
 import subprocess
@@ -30,27 +30,27 @@ from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.source import Edit
 
 ROOT = Path(__file__).resolve().parents[2]
-# `adapters` is a scope of modules, whose tests kill, and no part.
+# adapters.json is of modules that pytest tests (tools/mutate_modules.py), not of a part.
 RECORDS = [
     path for path in sorted((ROOT / "docs/mutation").glob("*.json")) if path.stem != "adapters"
 ]
 
-# The tutorial's part with a value that nothing reads.
+# The part of the tutorial with an additional unused variable.
 LINE = "        problem, routing = self.problem, tokens.routing\n"
-UNREAD = "        unread = 40\n"
-THEIRS = tutorial_parts().replace(LINE, LINE + UNREAD)
+UNUSED = "        unused = 40\n"
+PACKAGE = tutorial_parts().replace(LINE, LINE + UNUSED)
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which fresh interpreters find the tutorial's package."""
-    install(tmp_path, "my_moe", THEIRS)
+    """A folder on the PYTHONPATH with the package of the tutorial."""
+    install(tmp_path, "my_moe", PACKAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     return tmp_path
 
 
 def mutate(*words: str) -> tuple[int, Any]:
-    """Exit code and JSON of `mk test --mutate MyExperts` in a fresh process."""
+    """Run `mk test --mutate MyExperts` in a new process: return its exit code and JSON record."""
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "MyExperts")
     command = [sys.executable, "-m", "modular_kernel", "test", "--mutate", "MyExperts", *pair]
     words = ("--level", "smoke", "--json", *words)
@@ -62,28 +62,29 @@ def mutate(*words: str) -> tuple[int, Any]:
 @pytest.mark.cpu  # mutants run in forked processes
 @pytest.mark.share(4)
 @pytest.mark.slow
-def test_mutants_of_a_third_party_are_killed_and_a_survivor_is_shown(site: Path) -> None:
-    unread, lost = (
+def test_mutants_of_a_third_party_part(site: Path) -> None:
+    unused, wrong_dtype = (
         next(m for m in mutants_of("my_moe", site / "my_moe/__init__.py") if line in m.diff())
         for line in (
-            "+        unread = 41",
+            "+        unused = 41",
             "+        total = torch.zeros(output.shape, dtype=torch.bfloat16",
         )
     )
-    code, record = mutate("--only", unread.ident, "--save", str(site / "scores"))
+    code, record = mutate("--only", unused.ident, "--save", str(site / "scores"))
     assert (code, record["put_in"], record["killed"], record["score"]) == (1, 1, 0, 0)
     assert record == json.loads((site / "scores/MyExperts.json").read_text(encoding="utf-8"))
     (survivor,) = record["survivors"]
-    assert record["cases"] >= survivor["cases"] >= 4  # a call of no tokens ends before
+    # A call without tokens does not execute the line.
+    assert record["cases"] >= survivor["cases"] >= 4
     assert survivor["differing"] == 0
-    assert "-        unread = 40\n+        unread = 41" in survivor["diff"]
+    assert "-        unused = 40\n+        unused = 41" in survivor["diff"]
     pair = "--pf-type MoEPrepareAndFinalizeNoEP --experts-type MyExperts --level smoke"
-    assert survivor["command"] == f"mk test --mutate MyExperts --only {unread.ident} {pair}"
-    code, record = mutate("--only", lost.ident)
+    assert survivor["command"] == f"mk test --mutate MyExperts --only {unused.ident} {pair}"
+    code, record = mutate("--only", wrong_dtype.ident)
     assert (code, record["killed"], record["survivors"]) == (0, 1, [])
-    code, bits = mutate("--only", unread.ident, "--bits", "12")
-    assert (code, bits) == (0, {"id": unread.ident, "problems": 12, "differing": None})
-    code, bits = mutate("--only", lost.ident, "--bits", "12")
+    code, bits = mutate("--only", unused.ident, "--bits", "12")
+    assert (code, bits) == (0, {"id": unused.ident, "problems": 12, "differing": None})
+    code, bits = mutate("--only", wrong_dtype.ident, "--bits", "12")
     assert code == 1
     assert bits["problems"] < 12
     assert bits["differing"].startswith("mk test --one ")
@@ -103,7 +104,7 @@ def identities(record: dict[str, Any]) -> set[str]:
     return {*record["died"], *(survivor["id"] for survivor in record["survivors"])}
 
 
-def test_the_page_shows_every_survivor_and_refuses_another_file(tmp_path: Path) -> None:
+def test_the_page_shows_every_survivor_and_refuses_an_invalid_file(tmp_path: Path) -> None:
     scores = ROOT / "docs/mutation"
     page = (ROOT / "docs/mutation-scores.md").read_text(encoding="utf-8")
     for record in read_scores(scores):
@@ -134,64 +135,63 @@ def test_equivalents_have_a_proof_a_reason_and_their_parts(tmp_path: Path) -> No
     assert find_equivalent("no such", "TorchExperts") is None
 
 
-def test_every_equivalent_is_a_mutant_of_today_and_of_its_parts() -> None:
-    """A line that changes takes its mutants with it, and what was proven of them."""
+def test_every_equivalent_is_still_a_mutant_of_its_parts() -> None:
+    """A changed line has other mutants: its old equivalents must be removed from the file."""
     catalog = load_catalog()
-    of: dict[str, set[str]] = {}  # module -> parts
+    parts_of: dict[str, set[str]] = {}  # module -> parts
     paths: dict[str, Path] = {}
     for part in {part.name for part in catalog.parts}:
         for module, path in modules_of(part, catalog).items():
-            of.setdefault(module, set()).add(part)
+            parts_of.setdefault(module, set()).add(part)
             paths[module] = path
     left = dict(EQUIVALENTS)
     for module, path in paths.items():
         for mutant in mutants_of(module, path):
             why = left.pop(mutant.ident, None)
-            assert why is None or set(why.parts) <= of[module], mutant.ident
+            assert why is None or set(why.parts) <= parts_of[module], mutant.ident
         if not left:
             break
     assert sorted(left) == []
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_what_a_record_calls_equivalent_is_reviewed(path: Path) -> None:
+def test_equivalents_of_a_record_are_reviewed(path: Path) -> None:
     record = json.loads(path.read_text(encoding="utf-8"))
-    told = {each["id"]: each["reason"] for each in record["equivalent"]}
-    found = {ident: find_equivalent(ident, record["part"]) for ident in told}
-    assert [ident for ident, why in found.items() if why is None] == []
-    alive = [each["id"] for each in record["survivors"]]
-    assert [ident for ident in alive if find_equivalent(ident, record["part"])] == []
+    equivalents = [each["id"] for each in record["equivalent"]]
+    assert [ident for ident in equivalents if not find_equivalent(ident, record["part"])] == []
+    survivors = [each["id"] for each in record["survivors"]]
+    assert [ident for ident in survivors if find_equivalent(ident, record["part"])] == []
 
 
 @pytest.mark.share(4)
-def test_the_code_of_kernels_tells_a_real_change_from_none(tmp_path: Path) -> None:
-    """What stands outside of kernels is refused: their code says nothing of it."""
+def test_compiled_code_shows_whether_a_kernel_changed(tmp_path: Path) -> None:
+    """A mutant outside a kernel is refused: compiled code does not show it."""
     path = ROOT / "modular_kernel/ops/kernels/zero_padding.py"
     module = "modular_kernel.ops.kernels.zero_padding"
 
-    def changed(old: str, new: str) -> Mutant:
+    def replacement(old: str, new: str) -> Mutant:
         text = path.read_text(encoding="utf-8")
         start, line = text.index(old), text[: text.index(old)].count("\n") + 1
         edit = Edit("by hand", start, start + len(old), new)
         return Mutant("by hand", module, path, edit, line, line)
 
-    folded = changed("range(0, hidden, BLOCK_H)", "range(0, hidden, -(-BLOCK_H // 1))")
-    assert same_code([folded]).proven
-    # An operator by itself, as `compare` writes it.
+    equivalent = replacement("range(0, hidden, BLOCK_H)", "range(0, hidden, -(-BLOCK_H // 1))")
+    assert same_code([equivalent]).proven
+    # Replace the operator only, as the `compare` mutation operator does.
     path_text = path.read_text(encoding="utf-8")
     at = path_text.index("columns < hidden") + len("columns ")
     line = path_text.count("\n", 0, at) + 1
     real = same_code([Mutant("", module, path, Edit("compare", at, at + 1, "<="), line, line)])
     assert real.differing >= 1
     assert not real.proven
-    unread = tmp_path / "module.py"
-    unread.write_text("COUNT = 4\n", encoding="utf-8")
-    outside = Mutant("by hand", "module", unread, Edit("constant", 8, 9, "5"), 1, 1)
+    module_path = tmp_path / "module.py"
+    module_path.write_text("COUNT = 4\n", encoding="utf-8")
+    outside = Mutant("by hand", "module", module_path, Edit("constant", 8, 9, "5"), 1, 1)
     with pytest.raises(ConfigurationError, match=r"inside a @triton.jit function"):
         same_code([outside])
 
 
-def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
+def test_drawn_problems_cover_every_case_and_mutant() -> None:
     machine = this_machine()
     cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", machine, "smoke").cases
     covered = [CaseCoverage(case, float(i), "", {}) for i, case in enumerate(cases)]
@@ -202,13 +202,14 @@ def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
     first = [replace(case.problem, tokens=1) for case, _ in problems[: len(cases)]]
     assert first == [replace(case.problem, tokens=1) for case in cases]
     assert all(
-        met.problem.tokens <= case.problem.tokens
-        for (met, _), case in zip(problems, cases, strict=False)
+        drawn.problem.tokens <= case.problem.tokens
+        for (drawn, _), case in zip(problems, cases, strict=False)
     )
     for number in (0, 1):
-        assert sum(number in serves for _, serves in problems) >= 40
-    fast = {replace(case.problem, tokens=1) for case in cases[:2]}
-    assert {replace(case.problem, tokens=1) for case, serves in problems if 1 in serves} == fast
+        assert sum(number in mutant_numbers for _, mutant_numbers in problems) >= 40
+    first_two = {replace(case.problem, tokens=1) for case in cases[:2]}
+    of_second = [case for case, mutant_numbers in problems if 1 in mutant_numbers]
+    assert {replace(case.problem, tokens=1) for case in of_second} == first_two
 
 
 @pytest.mark.share(3)
@@ -237,7 +238,7 @@ def test_bad_usage_ends_with_2(words: tuple[str, ...]) -> None:
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("bits", [(), ("--bits", "3")])
-def test_what_is_no_mutant_is_refused_before_any_case_runs(bits: tuple[str, ...]) -> None:
+def test_an_unknown_mutant_is_refused_before_any_case_runs(bits: tuple[str, ...]) -> None:
     named = ("--mutate", "TorchExperts", "--only", "nosuch", *bits)
     command = [sys.executable, "-m", "modular_kernel", "test", *named]
     done = subprocess.run(
@@ -259,8 +260,8 @@ def test_the_page_names_the_parts_without_a_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.cpu
-def test_bits_see_what_only_spaced_rows_show() -> None:
-    """A proof of equivalence meets the layouts that the cases meet."""
+def test_bitwise_comparison_includes_strided_rows() -> None:
+    """The bitwise comparison uses the same layouts as the cases, here rows with padding."""
     path = ROOT / "modular_kernel/ops/live_rows.py"
     old, text = '"stride_x": x.stride(0)', path.read_text(encoding="utf-8")
     start, line = text.encode().index(old.encode()), text[: text.index(old)].count("\n") + 1

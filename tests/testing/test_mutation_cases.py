@@ -1,4 +1,4 @@
-"""Which cases a mutant is put to, in which order, and what is known of it from other runs."""
+"""Which cases a mutant runs, in which order, and which results of other runs are reused."""
 
 import importlib
 from pathlib import Path
@@ -21,10 +21,10 @@ from modular_kernel.testing.mutation.record import record_of, recorded_kills
 from modular_kernel.testing.mutation.run_mutant import KillHistory
 
 
-def test_what_an_import_executes_is_told_apart_from_what_calls_do(
+def test_lines_of_an_import_are_separate_from_lines_of_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first case that needs a module imports it: its constants are not this case's alone."""
+    """Lines that run at import are not attributed to the case that happens to import the module."""
     path = tmp_path / "imported_late.py"
     path.write_text("def f():\n    return 2\n\n\nTWO = f()\n\n\ndef g():\n    return TWO\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -52,13 +52,13 @@ def g(size=_TWICE):
 """
 
 
-def test_a_private_name_is_told_by_the_statements_that_read_it(tmp_path: Path) -> None:
-    """Others read by what an import executes, or public, are told by the import."""
+def test_a_private_constant_is_covered_by_its_readers(tmp_path: Path) -> None:
+    """A public constant, or one read at import, is covered by the import."""
     path = tmp_path / "module.py"
     path.write_text(PRIVATE, encoding="utf-8")
-    found = {m.first: m.readers for m in mutants_of("module", path)}
-    assert found[1] == ((9, 10),)
-    assert {found[line] for line in (2, 3, 4, 8, 11)} == {None}
+    readers = {m.first: m.readers for m in mutants_of("module", path)}
+    assert readers[1] == ((9, 10),)
+    assert {readers[line] for line in (2, 3, 4, 8, 11)} == {None}
     mutant = next(m for m in mutants_of("module", path) if m.first == 1)
     cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases
     lines = ({1, 8, 11}, {8, 10})
@@ -79,23 +79,23 @@ def test_cases_that_execute_rare_lines_come_first(tmp_path: Path) -> None:
         CaseCoverage(case, seconds, "", {str(mutant.path): frozenset(each)})
         for case, seconds, each in zip(cases, (1.0, 2.0, 9.0, 3.0), lines, strict=False)
     ]
-    killers = KillHistory()
-    assert [c.seconds for c in killers.order(mutant, covered)] == [1.0, 9.0, 2.0, 3.0]
+    history = KillHistory()
+    assert [c.seconds for c in history.order(mutant, covered)] == [1.0, 9.0, 2.0, 3.0]
     for _ in range(3):
-        killers.add(mutant, covered[3].case)
-    assert [c.seconds for c in killers.order(mutant, covered)] == [3.0, 1.0, 9.0, 2.0]
+        history.add(mutant, covered[3].case)
+    assert [c.seconds for c in history.order(mutant, covered)] == [3.0, 1.0, 9.0, 2.0]
 
 
-def test_who_died_before_a_case_of_two_parts_is_run_once(
+def test_a_mutant_killed_by_a_shared_case_runs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant = mutants_in(tmp_path, KERNEL)["step lost", "pass"]
     pair = "MoEPrepareAndFinalizeNoEP", "TorchExperts"
     first, second = cases_for(*pair, this_machine(), "smoke").cases[:2]
-    ran = []
+    executed = []
 
     def kill(mutant: Mutant, coverage: Coverage, *_: object, **__: object) -> MutantOutcome:
-        ran.append(mutant)
+        executed.append(mutant)
         return MutantOutcome(mutant, "killed", "numeric: far off", coverage.cases[0].case)
 
     def part(name: str, case: Case) -> Survey:
@@ -109,39 +109,39 @@ def test_who_died_before_a_case_of_two_parts_is_run_once(
         mutation_score(part(name, case), known_outcomes=known)
         for name, case in (("One", first), ("Two", first), ("Three", second))
     ]
-    assert [fate.shared for score in scores for fate in score.outcomes] == ["", "One", ""]
-    assert len(ran) == 2
+    assert [outcome.shared for score in scores for outcome in score.outcomes] == ["", "One", ""]
+    assert len(executed) == 2
     records = [record_of(score) for score in scores]
     assert [record["shared"] for record in records] == [0, 1, 0]
     assert records[0]["died"] == {mutant.ident: "numeric"}
-    # A later run goes on from a record of the same cases.
+    # A later run reuses a record of the same cases.
     assert recorded_kills(records[0], part("One", first)) == records[0]["died"]
     assert recorded_kills(records[0], part("Two", first)) == {}
     again = mutation_score(part("One", first), recorded=records[0]["died"])
     assert record_of(again)["killed_by"] == {"numeric": 1}
-    assert len(ran) == 2
+    assert len(executed) == 2
     assert MutantOutcome.from_record(mutant, "hang").killed
 
 
-def test_a_run_that_is_stopped_leaves_what_it_knew(
+def test_an_interrupted_run_keeps_its_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who died before comes first, and the score so far is told after every mutant."""
+    """Recorded kills come first, and `on_progress` gets the score after every mutant."""
     mutants = tuple(mutants_in(tmp_path, KERNEL).values())
     case = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases[0]
     lines = {str(mutants[0].path): frozenset(range(1, 99))}
     coverage = Coverage({}, (CaseCoverage(case, 1.0, "", lines),))
-    found = Survey("One", (), "smoke", mutants, coverage)
+    survey = Survey("One", (), "smoke", mutants, coverage)
     monkeypatch.setattr(
         "modular_kernel.testing.mutation.score.run_mutant",
         lambda mutant, *_, **__: MutantOutcome(mutant, "killed", "numeric: far off", case),
     )
-    order = [fate.mutant for fate in mutation_score(found, count=3).outcomes]
-    told: list[Score] = []
-    mutation_score(found, count=3, recorded={order[-1].ident: "hang"}, on_progress=told.append)
-    assert [[fate.mutant for fate in score.outcomes] for score in told] == [
+    order = [outcome.mutant for outcome in mutation_score(survey, count=3).outcomes]
+    scores: list[Score] = []
+    mutation_score(survey, count=3, recorded={order[-1].ident: "hang"}, on_progress=scores.append)
+    assert [[outcome.mutant for outcome in score.outcomes] for score in scores] == [
         [order[2]],
         [order[2], order[0]],
         [order[2], order[0], order[1]],
     ]
-    assert record_of(told[1])["died"] == {order[2].ident: "hang", order[0].ident: "numeric"}
+    assert record_of(scores[1])["died"] == {order[2].ident: "hang", order[0].ident: "numeric"}

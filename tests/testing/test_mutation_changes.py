@@ -1,4 +1,4 @@
-"""Source mutants: what is changed, in which modules, and what is left alone or listed apart."""
+"""Source mutants: changed lines, mutated modules, samples, and mutants no CPU test can detect."""
 
 from pathlib import Path
 
@@ -36,11 +36,11 @@ from modular_kernel.testing.mutation.scope import modules_of
         ("constant", "total = tl.minimum(total, 8.75)"),
     ],
 )
-def test_a_kernel_is_changed_as_hands_slip(tmp_path: Path, operator: str, line: str) -> None:
+def test_kernel_mutants(tmp_path: Path, operator: str, line: str) -> None:
     assert (operator, line) in mutants_in(tmp_path, KERNEL)
 
 
-def test_what_a_method_was_called_of_keeps_its_parentheses(tmp_path: Path) -> None:
+def test_the_receiver_of_a_removed_call_keeps_its_parentheses(tmp_path: Path) -> None:
     text = "def f(a, b, c):\n    d = (a + b).to(c) * (a >> 16).clamp(0, 9)\n    return d.to(c)\n"
     casts = {line for operator, line in mutants_in(tmp_path, text) if operator == "cast lost"}
     clamps = {line for operator, line in mutants_in(tmp_path, text) if operator == "clamp"}
@@ -48,12 +48,12 @@ def test_what_a_method_was_called_of_keeps_its_parentheses(tmp_path: Path) -> No
     assert clamps == {"d = (a + b).to(c) * (a >> 16)"}
 
 
-def test_what_does_not_decide_a_value_is_left_alone(tmp_path: Path) -> None:
+def test_code_without_effect_on_values_is_not_mutated(tmp_path: Path) -> None:
     text = '''
 """A text with 1 + 1."""
 from typing import Literal
 
-Way = Literal["a", "b"]
+Mode = Literal["a", "b"]
 Rows = Tokens | list[int] | None
 
 
@@ -65,25 +65,25 @@ def f(x: int | None = None) -> int | None:
     launch(num_warps=8)
     return x
 '''
-    found = mutants_in(tmp_path, text)
-    assert {key[1] for key in found} == {"if not (x > 5):", "pass"}
+    mutants = mutants_in(tmp_path, text)
+    assert {key[1] for key in mutants} == {"if not (x > 5):", "pass"}
 
 
-def test_every_mutant_is_python_and_has_an_identity_of_its_own() -> None:
+def test_every_mutant_is_valid_python_and_has_a_unique_identity() -> None:
     catalog = load_catalog()
-    found = [
+    mutants = [
         mutant
         for module, path in modules_of("TritonExperts", catalog).items()
         for mutant in mutants_of(module, path)
     ]
-    assert len(found) > 3000
-    assert len({mutant.ident for mutant in found}) == len(found)
-    for mutant in found[::20]:
+    assert len(mutants) > 3000
+    assert len({mutant.ident for mutant in mutants}) == len(mutants)
+    for mutant in mutants[::20]:
         compile(mutant.text(), "mutant", "exec")
 
 
-def test_a_part_is_its_modules_its_kernels_and_its_operations() -> None:
-    found = modules_of("TritonExperts", load_catalog())
+def test_modules_of_a_part() -> None:
+    mutants = modules_of("TritonExperts", load_catalog())
     assert {
         "experts.triton.contiguous",
         "experts.triton.aligned.kernels.grouped_gemm",  # imported late
@@ -91,10 +91,10 @@ def test_a_part_is_its_modules_its_kernels_and_its_operations() -> None:
         "modular_kernel.ops.align",
         "modular_kernel.ops.kernels.align",
         "topk_reduce.noop",
-    } <= set(found)
+    } <= set(mutants)
     assert not [
         m
-        for m in found
+        for m in mutants
         if m.endswith(".config")
         or m.startswith(("experts.triton.configs", "experts.torch", "prepare"))
     ]
@@ -102,7 +102,7 @@ def test_a_part_is_its_modules_its_kernels_and_its_operations() -> None:
         modules_of("NoSuchExperts", load_catalog())
 
 
-def test_a_sample_is_the_same_for_a_seed_and_another_for_another(tmp_path: Path) -> None:
+def test_a_sample_depends_on_the_seed_only(tmp_path: Path) -> None:
     every = tuple(mutants_in(tmp_path, KERNEL).values())
     first = draw_sample(every, 9, "1.0")
     assert len(first) == 9
@@ -111,10 +111,10 @@ def test_a_sample_is_the_same_for_a_seed_and_another_for_another(tmp_path: Path)
     assert draw_sample(every, None, "1.0") == every
 
 
-def test_offsets_of_32_bits_are_listed_apart(tmp_path: Path) -> None:
-    found = mutants_in(tmp_path, KERNEL)
-    assert undetectable_reason(found["64 bits lost", "row = tl.program_id(0)"]) == OFFSETS_REASON
-    assert undetectable_reason(found["clamp", "total = (total)"]) is None
+def test_offsets_of_32_bits_are_undetectable(tmp_path: Path) -> None:
+    mutants = mutants_in(tmp_path, KERNEL)
+    assert undetectable_reason(mutants["64 bits lost", "row = tl.program_id(0)"]) == OFFSETS_REASON
+    assert undetectable_reason(mutants["clamp", "total = (total)"]) is None
     released = mutants_in(tmp_path, 'NEW = RELEASE == "3.6"\n')
     assert {undetectable_reason(mutant) for mutant in released.values()} == {RELEASE_REASON}
 
@@ -134,19 +134,19 @@ def kernel(out_ptr):
 """
 
 
-def test_what_writes_assembler_is_listed_apart(tmp_path: Path) -> None:
-    """The interpreter reads none of it."""
+def test_assembler_is_undetectable(tmp_path: Path) -> None:
+    """The interpreter does not execute assembler."""
     path = tmp_path / "module.py"
     path.write_text(ASSEMBLER, encoding="utf-8")
-    found = {mutant.first: undetectable_reason(mutant) for mutant in mutants_of("module", path)}
-    assert found == {6: DEVICE_REASON, 12: None}
+    mutants = {mutant.first: undetectable_reason(mutant) for mutant in mutants_of("module", path)}
+    assert mutants == {6: DEVICE_REASON, 12: None}
 
 
-def test_several_mutants_are_put_in_together_and_none_over_another(tmp_path: Path) -> None:
-    found = mutants_in(tmp_path, KERNEL)
+def test_several_mutants_are_applied_together_unless_they_overlap(tmp_path: Path) -> None:
+    mutants = mutants_in(tmp_path, KERNEL)
     clamp, order = (
-        found["clamp", "total = (total)"],
-        found["compare", "mask = (offsets <= columns) & (row >= 0)"],
+        mutants["clamp", "total = (total)"],
+        mutants["compare", "mask = (offsets <= columns) & (row >= 0)"],
     )
     ((_, text),) = changed_texts((clamp, order)).values()
     assert "total = (total)" in text

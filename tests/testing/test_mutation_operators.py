@@ -1,4 +1,4 @@
-"""What mutation operators leave alone because nothing can tell it, and which cases come first."""
+"""Mutation operators skip changes without an effect, and new axis values come first."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,21 +13,21 @@ from modular_kernel.testing.mutation.cpu_undetectable import DEVICE_REASON, unde
 from modular_kernel.testing.mutation.run_mutant import KillHistory, axes
 
 
-def test_tails_of_kernels_round_up_as_kernels_divide(tmp_path: Path) -> None:
+def test_tail_mutants_round_divisions_up(tmp_path: Path) -> None:
     text = KERNEL.replace("range(0, 4)", "range(0, columns // BLOCK)")
-    inside = [line for operator, line in mutants_in(tmp_path, text) if operator == "tail"]
-    assert inside == ["for step in range(0, (columns + (BLOCK) - 1) // (BLOCK)):"]
+    in_kernel = [line for operator, line in mutants_in(tmp_path, text) if operator == "tail"]
+    assert in_kernel == ["for step in range(0, (columns + (BLOCK) - 1) // (BLOCK)):"]
     text = KERNEL.replace("range(0, 4)", "range(0, BLOCK // 8)")
     assert not [line for operator, line in mutants_in(tmp_path, text) if operator == "tail"]
-    host = "def blocks(columns: int, block: int) -> int:\n    return columns // block\n"
-    outside = [line for operator, line in mutants_in(tmp_path, host) if operator == "tail"]
-    assert outside == ["return -(-(columns) // (block))"]
+    function = "def blocks(columns: int, block: int) -> int:\n    return columns // block\n"
+    in_function = [line for operator, line in mutants_in(tmp_path, function) if operator == "tail"]
+    assert in_function == ["return -(-(columns) // (block))"]
 
 
-def test_seconds_are_none_or_a_thousandfold(tmp_path: Path) -> None:
+def test_durations_become_zero_or_a_thousand_times_longer(tmp_path: Path) -> None:
     text = "_GRACE_S = 1.5\nLIMIT = 1.5\n"
-    found = {line for operator, line in mutants_in(tmp_path, text) if operator == "constant"}
-    assert found == {"_GRACE_S = 0.0", "_GRACE_S = 1500.0", "LIMIT = 1.875"}
+    mutants = {line for operator, line in mutants_in(tmp_path, text) if operator == "constant"}
+    assert mutants == {"_GRACE_S = 0.0", "_GRACE_S = 1500.0", "LIMIT = 1.875"}
 
 
 @pytest.mark.parametrize(
@@ -41,20 +41,18 @@ def test_seconds_are_none_or_a_thousandfold(tmp_path: Path) -> None:
         ("mine = x[i]\n        if mine is not None:\n            out[i] = mine", False),
     ],
 )
-def test_the_order_of_a_loop_is_changed_where_a_step_can_tell(
-    tmp_path: Path, body: str, changed: bool
-) -> None:
+def test_loop_order_is_changed_where_it_matters(tmp_path: Path, body: str, changed: bool) -> None:
     text = f"def f(x, out, found, last, total):\n    for i in range(8):\n        {body}\n"
     operators = {operator for operator, _ in mutants_in(tmp_path, text)}
     assert ("order" in operators) is changed
     assert "loop" in operators
 
 
-def test_what_asks_for_a_gpu_is_listed_apart(tmp_path: Path) -> None:
+def test_gpu_branches_are_undetectable(tmp_path: Path) -> None:
     text = 'def f(self):\n    if self.device == "cuda" and self.group:\n        stop(1 + 1)\n'
-    found = mutants_in(tmp_path, text).values()
-    told = {mutant.first: undetectable_reason(mutant) for mutant in found}
-    assert told == {2: DEVICE_REASON, 3: None}
+    mutants = mutants_in(tmp_path, text).values()
+    reasons = {mutant.first: undetectable_reason(mutant) for mutant in mutants}
+    assert reasons == {2: DEVICE_REASON, 3: None}
 
 
 def test_a_case_with_another_value_of_an_axis_comes_before_cheaper_ones(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Source mutants of parts over ranks: each is put into ranks of its own, and met by their cases."""
+"""Source mutants of parts over ranks, which are applied in new rank processes."""
 
 import json
 from dataclasses import replace
@@ -32,58 +32,60 @@ PAIR = ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts")
 BATCHED = ("TorchAll2AllBatchedPrepareAndFinalize", "NaiveBatchedExperts")
 SYMMETRIC = "SymmMemPrepareAndFinalize"
 BY_HOSTS = "HostThenRankPrepareAndFinalize"
-WHERE = OverRanks(2)
+BACKEND = OverRanks(2)
 
 
 @pytest.fixture(scope="module")
 def coverage() -> Coverage:
-    """What three smoke cases execute: one without a rest, one that is quantized among them."""
-    found = WHERE.cover({MODULE: ROOT / FILE}, (PAIR,), "smoke")
-    assert found.error == ""
-    assert len(found.cases) == 13
-    return replace(found, cases=(*found.cases[:2], found.cases[-1]))
+    """The coverage of three smoke cases: the first two and the last."""
+    full = BACKEND.cover({MODULE: ROOT / FILE}, (PAIR,), "smoke")
+    assert full.error == ""
+    assert len(full.cases) == 13
+    return replace(full, cases=(*full.cases[:2], full.cases[-1]))
 
 
-def changed(old: str, new: str, folder: Path, file: str = FILE) -> Mutant:
-    """That change of the part."""
-    listed = folder / "defect.json"
+def replacement(old: str, new: str, folder: Path, file: str = FILE) -> Mutant:
+    """Return a mutant that replaces `old` by `new`. `folder` is for temporary files."""
+    defect_file = folder / "defect.json"
     entry = {"what": "a change", "file": file, "old": old, "new": new}
-    listed.write_text(json.dumps([entry]), encoding="utf-8")
-    (defect,) = read_defects(listed, ROOT)
+    defect_file.write_text(json.dumps([entry]), encoding="utf-8")
+    (defect,) = read_defects(defect_file, ROOT)
     return defect.mutant
 
 
-def fate(old: str, new: str, coverage: Coverage, folder: Path) -> MutantOutcome:
-    """What becomes of that change of the part."""
-    return run_mutant(changed(old, new, folder), coverage, (PAIR,), "smoke", backend=WHERE)
+def run_replacement(old: str, new: str, coverage: Coverage, folder: Path) -> MutantOutcome:
+    """Run the cases with the mutant that replaces `old` by `new`."""
+    return run_mutant(replacement(old, new, folder), coverage, (PAIR,), "smoke", backend=BACKEND)
 
 
 def test_a_sum_without_the_last_rank_is_killed(coverage: Coverage, tmp_path: Path) -> None:
-    found = fate("for rank in range(world):", "for rank in range(world - 1):", coverage, tmp_path)
-    assert found.status == "killed"
-    assert found.finding.startswith("numeric: ")
-    assert "(rank " in found.finding
+    outcome = run_replacement(
+        "for rank in range(world):", "for rank in range(world - 1):", coverage, tmp_path
+    )
+    assert outcome.status == "killed"
+    assert outcome.finding.startswith("numeric: ")
+    assert "(rank " in outcome.finding
 
 
-def test_a_rank_that_stays_away_from_an_exchange_is_a_hang(
-    coverage: Coverage, tmp_path: Path
-) -> None:
-    found = fate(
+def test_a_rank_that_skips_an_exchange_is_a_hang(coverage: Coverage, tmp_path: Path) -> None:
+    outcome = run_replacement(
         "        if max_tokens:\n", "        if max_tokens and manager.rank:\n", coverage, tmp_path
     )
-    assert found.status == "hang", found
-    assert found.seconds < 25
+    assert outcome.status == "hang", outcome
+    assert outcome.seconds < 25
 
 
 def test_a_rank_that_ends_is_a_crash(coverage: Coverage, tmp_path: Path) -> None:
-    ends = "        if manager.rank:\n            import os\n            os._exit(3)\n"
-    found = fate("        if max_tokens:\n", f"{ends}        if max_tokens:\n", coverage, tmp_path)
-    assert found.status == "crash", found
-    assert "exit code 3" in found.finding
+    exit_lines = "        if manager.rank:\n            import os\n            os._exit(3)\n"
+    outcome = run_replacement(
+        "        if max_tokens:\n", f"{exit_lines}        if max_tokens:\n", coverage, tmp_path
+    )
+    assert outcome.status == "crash", outcome
+    assert "exit code 3" in outcome.finding
 
 
-def test_a_case_that_the_rules_here_refuse_is_judged_by_the_ranks() -> None:
-    """A weakened rule takes it there: their finding counts, and nothing is raised here."""
+def test_ranks_run_a_case_that_this_process_refuses() -> None:
+    """A mutant may weaken a rule, so only the ranks decide whether the case is refused."""
     machine = this_machine(device="cpu")
     case, verdict = rank_cases_for(*BATCHED, machine, 2, "full").refused[0]
     assert not verdict.ok
@@ -94,33 +96,33 @@ def test_a_case_that_the_rules_here_refuse_is_judged_by_the_ranks() -> None:
     assert "(rank " in failure
 
 
-def test_what_changes_nothing_survives_every_case(coverage: Coverage, tmp_path: Path) -> None:
-    found = fate(
+def test_an_equivalent_mutant_survives_every_case(coverage: Coverage, tmp_path: Path) -> None:
+    outcome = run_replacement(
         "max_tokens = max(agreement.tokens_W)",
         "max_tokens = max(*agreement.tokens_W)",
         coverage,
         tmp_path,
     )
-    assert (found.status, found.num_cases, found.differing) == ("survived", 3, 0)
-    mutant = changed(
+    assert (outcome.status, outcome.num_cases, outcome.differing) == ("survived", 3, 0)
+    mutant = replacement(
         "max_tokens = max(agreement.tokens_W)", "max_tokens = max(*agreement.tokens_W)", tmp_path
     )
-    assert compare_bits([mutant], coverage, 4, backend=WHERE).problems >= 4
-    where = Survey(PAIR[0], (PAIR,), "smoke", (mutant,), coverage, WHERE)
-    assert "--world-size 2 --pf-type" in reproducer(found, where)
+    assert compare_bits([mutant], coverage, 4, backend=BACKEND).problems >= 4
+    survey_of_one = Survey(PAIR[0], (PAIR,), "smoke", (mutant,), coverage, BACKEND)
+    assert "--world-size 2 --pf-type" in reproducer(outcome, survey_of_one)
 
 
-def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: Path) -> None:
+def test_bitwise_comparison_finds_a_change_on_one_rank(coverage: Coverage, tmp_path: Path) -> None:
     old = "            out.copy_(sum_TH)"
-    mutant = changed(old, f"{old}\n            out.mul_(1 + manager.rank / 256)", tmp_path)
-    bits = compare_bits([mutant], coverage, 4, backend=WHERE)
+    mutant = replacement(old, f"{old}\n            out.mul_(1 + manager.rank / 256)", tmp_path)
+    bits = compare_bits([mutant], coverage, 4, backend=BACKEND)
     assert isinstance(bits.differing, RankCase)
 
 
 @pytest.mark.share(3)
 @pytest.mark.cpu  # kernels of some parts are interpreted
 @pytest.mark.parametrize(
-    ("part", "file", "old", "new", "found"),
+    ("part", "file", "old", "new", "finding"),
     [
         (ALL2ALL, "common/group_part", "prefer_local_copies: ClassVar[bool] = True",
          "prefer_local_copies: ClassVar[bool] = False",
@@ -146,7 +148,7 @@ def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: P
         (GATHERED, "common/torch_group", "max(time.monotonic() + _MIN_GRACE_S, started_s",
          "max(0.0, started_s", "expected (0, 'combine', 1, 0, 0, (1,)) exchange between ranks"),
         (GATHERED, "common/torch_group", 'self.device == "cpu"', 'self.device != "cpu"',
-         "not the reason of the library"),
+         "the reason is not the library"),
         (ALL2ALL, "common/torch_group", "history: int = 1024", "history: int = 1023",
          "1023, expected 1024"),
         (ALL2ALL, "rendezvous/hosts",
@@ -155,15 +157,15 @@ def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: P
         (ALL2ALL, "common/row_buffers", "rows * int(problem.adapters is not None)", "rows",
          "without_adapters: 56 bytes of rows_adapters"),
     ],
-    ids=["far-copy", "third-call", "two-hosts", "another-device", "rank-0-missed", "no-layer",
-         "construct-in-a-call", "too-many-on-a-host", "no-look", "one-room-for-all",
-         "memory-stays-open", "late-at-the-board", "polled", "remembered", "half-full-hosts",
-         "needless-room"],
+    ids=["remote-copy", "third-call", "two-hosts", "another-device", "rank-0-omitted",
+         "layer-number", "construct-in-a-call", "too-many-ranks-per-host", "no-store-check",
+         "shared-slot", "host-memory-not-destroyed", "failure-board-timeout", "polling",
+         "history-length", "partial-hosts", "unused-adapter-rows"],
 )  # fmt: skip
-def test_scenes_tell_a_part_that_errs_of(
-    part: str, file: str, old: str, new: str, found: str, tmp_path: Path
+def test_fault_scenarios_find_a_defective_part(
+    part: str, file: str, old: str, new: str, finding: str, tmp_path: Path
 ) -> None:
-    mutant = changed(old, new, tmp_path, f"prepare_finalize/{file}.py")
+    mutant = replacement(old, new, tmp_path, f"prepare_finalize/{file}.py")
     faults = {"32) & 0xFFFFFF": "late", "layer: int = 0": "broken-off", "received and": "stays-out",
               "_MIN_GRACE_S": "late", "self.device": "late"}  # fmt: skip
     fault = next((faults[line] for line in faults if line in old), "misunderstood")
@@ -173,10 +175,10 @@ def test_scenes_tell_a_part_that_errs_of(
         ranks.start()
         failure, _ = ranks.first_failure(case, machine)
     assert failure is not None
-    assert found in failure
+    assert finding in failure
 
 
-def test_problems_keep_ranks_without_tokens(coverage: Coverage) -> None:
+def test_drawn_problems_keep_ranks_without_tokens(coverage: Coverage) -> None:
     busy, half_idle, _ = coverage.cases
     drawn = [case for case, _ in draw_problems([[busy], [half_idle]], 20)]
     tokens = {case.tokens for case in drawn if isinstance(case, RankCase)}
@@ -186,11 +188,11 @@ def test_problems_keep_ranks_without_tokens(coverage: Coverage) -> None:
     assert {first for first, _ in tokens} == {0, 1, 2, 3, 4, 5}
 
 
-def test_valid_cases_that_are_turned_away_kill(coverage: Coverage, tmp_path: Path) -> None:
-    told = "replace(CONTIGUOUS, "
-    found = fate(told, f"{told}world_sizes=(3, None), ", coverage, tmp_path)
-    assert found.status == "refused"
-    assert found.finding.startswith("3 valid cases, first AllGatherReduceScatter")
+def test_a_refused_valid_case_kills(coverage: Coverage, tmp_path: Path) -> None:
+    start = "replace(CONTIGUOUS, "
+    outcome = run_replacement(start, f"{start}world_sizes=(3, None), ", coverage, tmp_path)
+    assert outcome.status == "refused"
+    assert outcome.finding.startswith("3 valid cases, first AllGatherReduceScatter")
 
 
 @pytest.mark.parametrize(
@@ -202,6 +204,6 @@ def test_valid_cases_that_are_turned_away_kill(coverage: Coverage, tmp_path: Pat
     ],
 )
 def test_a_part_without_cases_there_is_refused(part: str, world_size: int, need: str) -> None:
-    where = OneProcess() if world_size == 1 else OverRanks(world_size)
+    backend = OneProcess() if world_size == 1 else OverRanks(world_size)
     with pytest.raises(ConfigurationError, match=need):
-        survey(part, level="smoke", backend=where)
+        survey(part, level="smoke", backend=backend)

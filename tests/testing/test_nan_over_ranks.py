@@ -1,7 +1,7 @@
-"""One rule for NaN over ranks: what is computed from one is NaN on every rank, and nothing else.
+"""The NaN rule over ranks: outputs are NaN exactly where they depend on a NaN, on every rank.
 
-Every scheme and every exchange that needs no Triton, with a NaN in one argument at a time, with
-operations interpreted and in plain torch. Experts and adapters that nobody uses are all NaN.
+Tests every quantization scheme with every exchange that does not need Triton, interpreted and in
+plain torch. Each call has NaN in one argument, and in all values of unused experts and adapters.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def test_over_ranks(exchange: str, quant: str, in_torch: bool, rank_pool: Pool) 
 
 
 def test_every_argument_has_a_call() -> None:
-    """In each scheme: of a problem with biases, and for some schemes of one with adapters."""
+    """Every scheme has calls with biases, and some schemes have calls with adapters."""
     for exchange in EXCHANGES:
         for quant in SCHEME_NAMES:
             plain = next(cases(exchange, quant))

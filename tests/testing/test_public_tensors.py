@@ -1,4 +1,4 @@
-"""Every public function that takes tensors refuses what a kernel's call refuses."""
+"""Every public function with tensor arguments refuses tensors that it cannot read."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,24 +18,26 @@ JUNK = (3, "evil", None, object(), [1.0], {"a": 1})
 
 
 def test_every_public_function_has_a_recipe() -> None:
-    taking = {name for name, function in public_callables().items() if takes_tensors(function)}
+    with_tensors = {
+        name for name, function in public_callables().items() if takes_tensors(function)
+    }
     recipes = {name.partition(" (")[0] for name in RECIPES}
-    assert not taking - recipes - EXEMPT.keys(), "a public function without a recipe"
-    assert not (recipes | EXEMPT.keys()) - taking, "a recipe of what is not public"
+    assert not with_tensors - recipes - EXEMPT.keys(), "a public function without a recipe"
+    assert not (recipes | EXEMPT.keys()) - with_tensors, "a recipe without a public function"
     assert not recipes & EXEMPT.keys()
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_good_call_is_one(name: str) -> None:
+def test_recipe_call_succeeds(name: str) -> None:
     call = RECIPES[name]()
-    # These launch kernels wherever they are called: they have no reference in torch.
+    # These always launch kernels: they have no torch path.
     if name.startswith("experts.compat."):
-        call = _moved(call)
+        call = _on_device(call)
     with torch.no_grad():
         call()
 
 
-def _moved(call: Call) -> Call:
+def _on_device(call: Call) -> Call:
     """Return the call with its tensors on DEVICE."""
     arguments = call.arguments
     for path, tensor in call.tensors().items():
@@ -43,53 +45,53 @@ def _moved(call: Call) -> Call:
     return replace(call, arguments=arguments)
 
 
-def _freed(call: Call, path: str, tensor: torch.Tensor) -> None:
+def _call_freed(call: Call, path: str, tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(0)
     call()
 
 
-def _shrunk(call: Call, path: str, tensor: torch.Tensor) -> None:
+def _call_shrunk(call: Call, path: str, tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(tensor.untyped_storage().nbytes() - 1)
     call()
 
 
-def _dual(call: Call, path: str, tensor: torch.Tensor) -> None:
+def _call_dual(call: Call, path: str, tensor: torch.Tensor) -> None:
     with forward_ad.dual_level():
         make_dual: Callable[..., torch.Tensor] = forward_ad.make_dual
         call(path, make_dual(tensor, torch.ones_like(tensor)))
 
 
-def _jvp(call: Call, path: str, tensor: torch.Tensor) -> None:
-    torch.func.jvp(lambda given: call(path, given), (tensor,), (torch.ones_like(tensor),))
+def _call_jvp(call: Call, path: str, tensor: torch.Tensor) -> None:
+    torch.func.jvp(lambda value: call(path, value), (tensor,), (torch.ones_like(tensor),))
 
 
-def _vmap(call: Call, path: str, tensor: torch.Tensor) -> None:
-    torch.func.vmap(lambda given: call(path, given))(tensor[None])
+def _call_vmap(call: Call, path: str, tensor: torch.Tensor) -> None:
+    torch.func.vmap(lambda value: call(path, value))(tensor[None])
 
 
-def _negated(call: Call, path: str, tensor: torch.Tensor) -> None:
+def _call_negated(call: Call, path: str, tensor: torch.Tensor) -> None:
     call(path, torch._neg_view(tensor))
 
 
-def _meta(call: Call, path: str, tensor: torch.Tensor) -> None:
+def _call_meta(call: Call, path: str, tensor: torch.Tensor) -> None:
     call(path, tensor.to("meta"))
 
 
 DEFECTS: dict[str, Callable[[Call, str, torch.Tensor], None]] = {
-    "shrunk": _shrunk,
-    "freed": _freed,
-    "dual": _dual,
-    "jvp": _jvp,
-    "vmap": _vmap,
-    "negated": _negated,
-    "meta": _meta,
+    "shrunk": _call_shrunk,
+    "freed": _call_freed,
+    "dual": _call_dual,
+    "jvp": _call_jvp,
+    "vmap": _call_vmap,
+    "negated": _call_negated,
+    "meta": _call_meta,
 }
 
 
 def _cases(name: str) -> Iterator[tuple[str, str]]:
     call = RECIPES[name]()
     for path, tensor in call.tensors().items():
-        # What `prepare` counts in: no reducer reads it.
+        # Only `prepare` writes this counter: reducers do not read it.
         if path.endswith("invalid_ids"):
             continue
         for defect in DEFECTS:
@@ -102,68 +104,68 @@ def _cases(name: str) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_tensor_that_cannot_be_read_is_refused(name: str) -> None:
-    raw: list[str] = []
+    findings: list[str] = []
     for path, defect in _cases(name):
-        if defect == "freed" and f"{path} shrunk: accepted" in raw:
-            continue  # it would read memory that is not there
-        call = RECIPES[name]()  # the last one's memory is gone
+        if defect == "freed" and f"{path} shrunk: accepted" in findings:
+            continue  # the call would read freed memory
+        call = RECIPES[name]()  # the previous call's memory may be freed
         try:
             with torch.no_grad():
                 DEFECTS[defect](call, path, call.tensors()[path])
-            raw.append(f"{path} {defect}: accepted")
+            findings.append(f"{path} {defect}: accepted")
         except InputError:
             pass
         except Exception as error:  # noqa: BLE001  (all of them are findings)
-            raw.append(f"{path} {defect}: {type(error).__name__} {str(error)[:80]}")
-    assert not raw, "\n".join(raw)
+            findings.append(f"{path} {defect}: {type(error).__name__} {str(error)[:80]}")
+    assert not findings, "\n".join(findings)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_no_tensor_is_refused(name: str) -> None:
-    raw, call = [], RECIPES[name]()
+def test_a_value_that_is_no_tensor_is_refused(name: str) -> None:
+    findings, call = [], RECIPES[name]()
     for path in call.tensors():
         for junk in JUNK:
             try:
                 with torch.no_grad():
                     call(path, junk)
                 if junk is not None and not path.endswith("invalid_ids"):
-                    raw.append(f"{path} = {junk!r}: accepted")
+                    findings.append(f"{path} = {junk!r}: accepted")
             except InputError:
                 pass
             except Exception as error:  # noqa: BLE001  (all of them are findings)
-                raw.append(f"{path} = {junk!r}: {type(error).__name__} {str(error)[:80]}")
-    assert not raw, "\n".join(raw)
+                findings.append(f"{path} = {junk!r}: {type(error).__name__} {str(error)[:80]}")
+    assert not findings, "\n".join(findings)
 
 
 WRITTEN = [name for name, recipe in RECIPES.items() if recipe().written]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_memory_that_is_written_and_read_is_refused(name: str) -> None:
-    raw = []
+def test_overlapping_output_and_input_are_refused(name: str) -> None:
+    findings = []
     written, tensors = RECIPES[name]().written, RECIPES[name]().tensors()
     for path, other in product(written, tensors):
         call = RECIPES[name]()
         if other in (path, *call.shared) or other.endswith("invalid_ids"):
             continue
         out, read = call.tensors()[path], call.tensors()[other]
-        room = torch.zeros(max(out.nbytes, read.nbytes), dtype=torch.uint8)
-        read_here = room[: read.nbytes].view(read.dtype).view(read.shape)
+        memory = torch.zeros(max(out.nbytes, read.nbytes), dtype=torch.uint8)
+        read_here = memory[: read.nbytes].view(read.dtype).view(read.shape)
         read_here.copy_(read)
-        out_here = room[: out.nbytes].view(out.dtype).view(out.shape)
-        changed = Call(call.function, _both(call, path, out_here, other, read_here))
+        out_here = memory[: out.nbytes].view(out.dtype).view(out.shape)
+        overlapping = Call(call.function, _replace_two(call, path, out_here, other, read_here))
         try:
             with torch.no_grad():
-                changed()
-            raw.append(f"{path} in {other}: accepted")
+                overlapping()
+            findings.append(f"{path} in {other}: accepted")
         except InputError:
             pass
-    assert not raw, "\n".join(raw)
+    assert not findings, "\n".join(findings)
 
 
-def _both(
-    call: Call, path: str, value: torch.Tensor, other: str, second: torch.Tensor
+def _replace_two(
+    call: Call, path: str, value: torch.Tensor, other: str, other_value: torch.Tensor
 ) -> dict[str, object]:
-    changed: dict[str, object] = replaced(call.arguments, steps_of(path), value)
-    found: dict[str, object] = replaced(changed, steps_of(other), second)
-    return found
+    """Return the arguments of a call with two tensors replaced."""
+    arguments: dict[str, object] = replaced(call.arguments, steps_of(path), value)
+    return replaced(arguments, steps_of(other), other_value)

@@ -1,4 +1,4 @@
-"""A wrong part over ranks is reported with what differs, not only with the error of its output."""
+"""The report on a defective part over ranks names what differs: counts, rows, weights, output."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,70 +24,70 @@ from modular_kernel.testing.verify.rank_differences import dispatch_difference
 MACHINE = this_machine(device="cpu")
 
 
-class _Changed(SumOverRanks):
-    """Changes what arrives."""
+class _ChangesTokens(SumOverRanks):
+    """Changes the tokens that a rank receives."""
 
     requires = SumOverRanks.requires
 
-    def changed(self, tokens):
+    def change(self, tokens):
         raise NotImplementedError
 
     def prepare(self, x_TH, routing, *, weights, call):
         tokens, handle = super().prepare(x_TH, routing, weights=weights, call=call)
-        return self.changed(tokens), handle
+        return self.change(tokens), handle
 
 
-class LosesAToken(_Changed):
-    """Marks every pair of the first token as another rank's."""
+class DropsAToken(_ChangesTokens):
+    """Marks every pair of the first token as a pair of another rank."""
 
     requires = SumOverRanks.requires
 
-    def changed(self, tokens):
+    def change(self, tokens):
         ids_TK = tokens.routing.topk_ids_TK.clone()
         ids_TK[0] = -1
         return replace(tokens, routing=replace(tokens.routing, topk_ids_TK=ids_TK))
 
 
-class CountsFromTheEnd(_Changed):
-    """Numbers its local experts in the wrong direction."""
+class ReversesExperts(_ChangesTokens):
+    """Reverses the order of its local experts."""
 
     requires = SumOverRanks.requires
 
-    def changed(self, tokens):
+    def change(self, tokens):
         ids_TK = tokens.routing.topk_ids_TK
         ids_TK = torch.where(ids_TK < 0, ids_TK, self.problem.e - 1 - ids_TK)
         return replace(tokens, routing=replace(tokens.routing, topk_ids_TK=ids_TK))
 
 
-class ScalesARow(_Changed):
-    """Multiplies the rows by two."""
+class DoublesRows(_ChangesTokens):
+    """Multiplies the received rows by two."""
 
     requires = SumOverRanks.requires
 
-    def changed(self, tokens):
+    def change(self, tokens):
         return replace(tokens, x_TH=tokens.x_TH * 2)
 
 
-class MixesRows(_Changed):
-    """Adds the next row to each one."""
+class AddsTheNextRow(_ChangesTokens):
+    """Adds the next row to each received row."""
 
     requires = SumOverRanks.requires
 
-    def changed(self, tokens):
+    def change(self, tokens):
         return replace(tokens, x_TH=tokens.x_TH + tokens.x_TH.roll(1, 0))
 
 
-class ExchangesRows(_Changed):
-    """Rolls the rows, but not their routing."""
+class RollsReceivedRows(_ChangesTokens):
+    """Rolls the received rows, but not their routing."""
 
     requires = SumOverRanks.requires
 
-    def changed(self, tokens):
+    def change(self, tokens):
         return replace(tokens, x_TH=tokens.x_TH.roll(1, 0))
 
 
 class HalvesWeights(SumOverRanks):
-    """Halves the router weights, for the experts and for finalize."""
+    """Halves the router weights in prepare, and so for finalize as well."""
 
     requires = SumOverRanks.requires
 
@@ -96,8 +96,8 @@ class HalvesWeights(SumOverRanks):
         return super().prepare(x_TH, halved, weights=weights, call=call)
 
 
-class Doubles(SumOverRanks):
-    """Doubles the output."""
+class DoublesOutput(SumOverRanks):
+    """DoublesOutput the output."""
 
     requires = SumOverRanks.requires
 
@@ -106,8 +106,8 @@ class Doubles(SumOverRanks):
         out.mul_(2)
 
 
-class RollsRows(SumOverRanks):
-    """Returns the rows in another order."""
+class RollsOutput(SumOverRanks):
+    """Rolls the rows of the output."""
 
     requires = SumOverRanks.requires
 
@@ -116,8 +116,8 @@ class RollsRows(SumOverRanks):
         out.copy_(out.roll(1, 0))
 
 
-class PlacesInBlocks(SumOverRanks):
-    """Ignores the placement."""
+class IgnoresPlacement(SumOverRanks):
+    """Uses the linear placement whatever the problem's placement is."""
 
     requires = SumOverRanks.requires
 
@@ -131,7 +131,7 @@ class PlacesInBlocks(SumOverRanks):
 
 
 def case_of(part: type[PrepareAndFinalize]) -> RankCase:
-    """An unquantized case with tokens on both ranks and a linear placement."""
+    """Return an unquantized case with tokens on both ranks and a linear placement."""
     cases = rank_cases_for(part, "TorchExperts", MACHINE, 2).cases
     return next(
         case
@@ -148,19 +148,19 @@ def case_of(part: type[PrepareAndFinalize]) -> RankCase:
 @pytest.mark.parametrize(
     ("part", "text"),
     [
-        (LosesAToken, "differs in received counts: ["),
-        (CountsFromTheEnd, "differs in placement: "),
-        (ScalesARow, "differs in activations: a received row is token 0 times 2"),
-        (MixesRows, "differs in activations: a row received for local expert "),
-        (ExchangesRows, "differs in placement: local expert "),
+        (DropsAToken, "differs in received counts: ["),
+        (ReversesExperts, "differs in placement: "),
+        (DoublesRows, "differs in activations: a received row is token 0 times 2"),
+        (AddsTheNextRow, "differs in activations: a row received for local expert "),
+        (RollsReceivedRows, "differs in placement: local expert "),
         (HalvesWeights, "differs in router weights: token "),
         (Unsummed, "differs in combine: the output has the pairs of this rank's experts only"),
-        (Doubles, "differs in combine: the output is 2 times the reference"),
-        (RollsRows, "differs in order of rows: output row "),
+        (DoublesOutput, "differs in combine: the output is 2 times the reference"),
+        (RollsOutput, "differs in order of rows: output row "),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_wrong_part_is_told_what_differs(
+def test_the_difference_is_reported(
     part: type[PrepareAndFinalize], text: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
     proof = prove_ranks(case_of(part), rank_pool(2), MACHINE)
@@ -169,10 +169,10 @@ def test_a_wrong_part_is_told_what_differs(
     assert "\n" not in line
 
 
-def test_a_part_that_ignores_the_placement_is_told(
+def test_an_ignored_placement_is_reported(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    case = case_of(PlacesInBlocks)
+    case = case_of(IgnoresPlacement)
     round_robin = Parallel(2, Placement.round_robin(case.problem.experts, 2))
     case = replace(case, problem=replace(case.problem, parallel=round_robin))
     (line,) = (
@@ -184,7 +184,7 @@ def test_a_part_that_ignores_the_placement_is_told(
     assert "these are the counts of the linear placement" in line
 
 
-def test_a_correct_part_has_no_such_line(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_correct_part_has_no_differences(rank_pool: Callable[[int], RankPool]) -> None:
     proof = prove_ranks(case_of(SumOverRanks), rank_pool(2), MACHINE)
     assert proof.failures == ()
 
@@ -194,8 +194,8 @@ def test_quantized_rows_are_compared_by_their_values(factor: float, expected: st
     problem = Problem(
         *(6, 32, 32, 4, 2), dtype=torch.float32, parallel=Parallel(2), quant="int8_w8a8_channel"
     )
-    whole = replace(problem, parallel=Parallel(), local_experts=None)
-    inputs = make_inputs(whole, "uniform", torch.device("cpu"))
+    global_problem = replace(problem, parallel=Parallel(), local_experts=None)
+    inputs = make_inputs(global_problem, "uniform", torch.device("cpu"))
     rank_TK, slot_TK, _ = pairs_to_slots(inputs.routing.topk_ids_TK, problem.placement.tables())
     scale = inputs.x_TH.abs().amax(1, keepdim=True) / 127
     routing = DispatchedRouting(
@@ -212,11 +212,11 @@ def test_quantized_rows_are_compared_by_their_values(factor: float, expected: st
     assert bool(dispatch_difference([received], inputs, problem)) is bool(expected)
 
 
-def test_a_part_that_declares_nothing_is_not_given_other_placements() -> None:
+def test_parts_need_a_linear_placement_by_default() -> None:
     declared = replace(SumOverRanks.requires, linear_placement=True)
     default = type(declared)(activation_format=declared.activation_format, reduces=declared.reduces)
     assert default.linear_placement
-    part = type("Silent", (SumOverRanks,), {"requires": declared})
+    part = type("DefaultPlacement", (SumOverRanks,), {"requires": declared})
     problem = Problem(8, 64, 32, 4, 2, parallel=Parallel(2, Placement.round_robin(4, 2)))
     rules = [r.rule for r in judge(part, TorchExperts, problem, MACHINE).rejections]
     assert rules == ["placement"]
@@ -234,16 +234,16 @@ PAIRS = (
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
-def test_own_parts_agree_with_the_reference_dispatch(
+def test_dispatch_of_the_package_equals_the_reference(
     pair: tuple[str, str], rank_pool: Callable[[int], RankPool]
 ) -> None:
-    """Rows of every rank or of some, one row a token or a pair, quantized or not."""
+    """Covers dispatch to all ranks and to some, by token and by pair, quantized and unquantized."""
     cases = rank_cases_for(*pair, MACHINE, 2).cases
-    plain = [case for case in cases if not case.problem.scheme.quantized][:4]
+    unquantized = [case for case in cases if not case.problem.scheme.quantized][:4]
     quantized = [case for case in cases if case.problem.scheme.quantizes_activations][:4]
-    assert plain
+    assert unquantized
     assert quantized
-    for case in (*plain, *quantized):
+    for case in (*unquantized, *quantized):
         task = case, MACHINE, build_kernel, (numeric,)
         reports = rank_pool(2).run(run_checks, *task, timeout=300)
         assert [report.dispatch for report in reports] == ["", ""], str(case)

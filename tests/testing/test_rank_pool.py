@@ -1,4 +1,4 @@
-"""The pool of ranks: results by rank, one error that names the culprit, and a next run after it."""
+"""RankPool: results by rank, errors that name the failed rank, and runs after a failure."""
 
 import os
 import signal
@@ -19,18 +19,18 @@ from modular_kernel.testing.ranks.pool import RankError, RankPool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2) as made:
-        yield made
+    with RankPool(2) as ranks:
+        yield ranks
 
 
 @pytest.fixture(autouse=True)
-def _still_works(pool: RankPool) -> Iterator[None]:
-    """After whatever a test did to it, the pool serves the next run."""
+def _check_pool(pool: RankPool) -> Iterator[None]:
+    """Check after every test that the pool still works."""
     yield
     assert pool.run(samples.total, 2) == [(0, 2, 2.0), (1, 2, 2.0)]
 
 
-def alive(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -39,6 +39,7 @@ def alive(pid: int) -> bool:
 
 
 def failure(pool: RankPool, *task: object, timeout: float = 60) -> RankError:
+    """Run a task that must fail and return the error."""
     with pytest.raises(RankError) as caught:
         pool.run(*task, timeout=timeout)  # type: ignore[arg-type]
     return caught.value
@@ -55,7 +56,7 @@ def test_four_ranks() -> None:
         assert four.run(samples.pair_up)[3] == [1.0] * 3 + [3.0] * 3
 
 
-def test_processes_persist_and_are_as_this_one(pool: RankPool) -> None:
+def test_processes_persist_with_the_settings_of_this_one(pool: RankPool) -> None:
     first, second = pool.run(samples.facts), pool.run(samples.facts)
     assert first == second
     assert tuple(pid for pid, *_ in first) == pool.pids
@@ -65,27 +66,27 @@ def test_processes_persist_and_are_as_this_one(pool: RankPool) -> None:
 
 
 def test_tensors_travel_by_value(pool: RankPool) -> None:
-    given = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
-    none, same = pool.run(samples.tensors, given)
-    assert not none.any()
-    assert torch.equal(same, given)
+    sent = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
+    zeros, same = pool.run(samples.tensors, sent)
+    assert not zeros.any()
+    assert torch.equal(same, sent)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_an_exception_names_its_rank_and_carries_its_traceback(pool: RankPool, who: int) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_names_its_rank_and_carries_its_traceback(pool: RankPool, rank: int) -> None:
     pids = pool.run(samples.facts)
-    error = failure(pool, samples.fail, who, "quite wrong")
+    error = failure(pool, samples.fail, rank, "quite wrong")
     assert isinstance(error, ModularKernelError)
-    assert error.rank == who
-    assert list(error.failures) == [who]
-    assert error.results == {1 - who: 1 - who}
-    assert f"rank {who}: Traceback" in str(error)
+    assert error.rank == rank
+    assert list(error.failures) == [rank]
+    assert error.results == {1 - rank: 1 - rank}
+    assert f"rank {rank}: Traceback" in str(error)
     assert "rank_samples.py" in str(error)
     assert "ValueError: quite wrong" in str(error)
-    assert pool.run(samples.facts) == pids, "nothing was lost: the processes are the same"
+    assert pool.run(samples.facts) == pids, "the processes must not be restarted"
 
 
-def test_ranks_that_wait_for_one_that_raised_are_not_waited_for(pool: RankPool) -> None:
+def test_ranks_blocked_by_a_failed_rank_are_stopped(pool: RankPool) -> None:
     start = time.monotonic()
     error = failure(pool, samples.fail, 1, "meet")
     assert time.monotonic() - start < 20
@@ -94,7 +95,7 @@ def test_ranks_that_wait_for_one_that_raised_are_not_waited_for(pool: RankPool) 
     assert "barrier" in error.failures[0]
 
 
-def test_the_first_to_raise_is_named_first_whoever_is_heard_first(pool: RankPool) -> None:
+def test_failures_are_ordered_by_time(pool: RankPool) -> None:
     error = failure(pool, samples.fail_one_after_the_other)
     assert list(error.failures) == [1, 0]
     assert "raised first" in error.failures[1]
@@ -107,17 +108,17 @@ def test_a_killed_rank(pool: RankPool) -> None:
     assert error.failures[1] == "died: killed by signal SIGKILL"
     pool.run(samples.facts)
     assert not set(before) & set(pool.pids)
-    assert not any(alive(pid) for pid in before)
+    assert not any(is_running(pid) for pid in before)
 
 
-def test_a_rank_that_crashes_says_where(pool: RankPool) -> None:
+def test_a_crash_has_a_stack_trace(pool: RankPool) -> None:
     error = failure(pool, samples.die, 1, signal.SIGSEGV)
     first, *trace = error.failures[1].splitlines()
     assert first == "died: killed by signal SIGSEGV"
     assert "in die" in "\n".join(trace)
 
 
-def test_a_death_comes_before_what_follows_from_it() -> None:
+def test_a_death_comes_before_the_errors_it_caused() -> None:
     error = RankError(
         {2: "Traceback: peer gone", 0: "Traceback: peer gone", 1: "died: exit code 3"}, {}
     )
@@ -139,7 +140,7 @@ def test_a_rank_killed_between_runs(pool: RankPool) -> None:
     assert (error.rank, error.failures[0]) == (0, "died: killed by signal SIGKILL")
 
 
-def test_a_hanging_rank_is_named_with_the_place_where_it_is(pool: RankPool) -> None:
+def test_a_hang_has_a_stack_trace(pool: RankPool) -> None:
     start = time.monotonic()
     error = failure(pool, samples.hang, 0, 60, timeout=3)
     assert time.monotonic() - start < 20
@@ -162,43 +163,43 @@ def test_a_result_that_cannot_be_pickled(pool: RankPool) -> None:
 
 
 def test_a_result_that_cannot_be_unpickled(pool: RankPool) -> None:
-    error = failure(pool, samples.odd, 0)
+    error = failure(pool, samples.unloadable, 0)
     assert list(error.failures) == [0]
     assert "cannot be unpickled" in str(error)
     assert "not a number" in str(error)
 
 
-def test_a_function_that_cannot_be_pickled_is_refused_here(pool: RankPool) -> None:
-    with pytest.raises(ConfigurationError, match="what pickle takes"):
+def test_a_function_that_cannot_be_pickled_is_refused(pool: RankPool) -> None:
+    with pytest.raises(ConfigurationError, match="a picklable function"):
         pool.run(lambda *_: None)
 
 
-def test_nothing_is_left_behind() -> None:
+def test_close_removes_processes_and_files() -> None:
     pool = RankPool(2)
     assert pool.pids == ()
     pids = pool.run(samples.ignore_terminate)
     folder = Path(str(pool._folder and pool._folder.name))
     assert folder.is_dir()
-    assert all(alive(pid) for pid in pids)
+    assert all(is_running(pid) for pid in pids)
     pool.close()
     assert not folder.exists()
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
     assert pool.pids == ()
     pool.close()
     with pytest.raises(ConfigurationError, match="open pool"):
         pool.run(samples.facts)
 
 
-def test_nothing_is_left_behind_by_a_failure_in_the_with_block() -> None:
+def test_a_failure_in_the_with_block_leaves_nothing() -> None:
     with RankPool(2) as pool:
         pool.run(samples.facts)
         pids, folder = pool.pids, Path(str(pool._folder and pool._folder.name))
         failure(pool, samples.hang, 1, 60, timeout=2)
-        assert not any(alive(pid) for pid in pids)
+        assert not any(is_running(pid) for pid in pids)
     assert not folder.exists()
 
 
-def test_blocks_of_ranks_stand_for_hosts() -> None:
+def test_blocks_of_ranks_are_simulated_hosts() -> None:
     with RankPool(4, ranks_per_host=2) as pool:
         assert pool.hosts == 2
         names = pool.run(samples.host)
@@ -208,7 +209,7 @@ def test_blocks_of_ranks_stand_for_hosts() -> None:
         assert pool.run(samples.host) == [read_settings().host_id] * 2
 
 
-def test_refused_before_anything_starts() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="world_size: got 0, need >= 1"):
         RankPool(0)
     with pytest.raises(ConfigurationError, match="backend: got mpi"):
@@ -220,16 +221,16 @@ def test_refused_before_anything_starts() -> None:
         RankPool(torch.cuda.device_count() + 1, "nccl")
 
 
-def test_ranks_that_would_run_triton_otherwise_than_this_process_do_not_run(
+def test_another_triton_interpret_is_refused(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.run(samples.facts)
-    with monkeypatch.context() as other, RankPool(2) as late:
-        other.setenv("TRITON_INTERPRET", "0" if read_settings().triton_interpret else "1")
-        assert "TRITON_INTERPRET: got" in str(failure(late, samples.facts))
+    with monkeypatch.context() as patch, RankPool(2) as other:
+        patch.setenv("TRITON_INTERPRET", "0" if read_settings().triton_interpret else "1")
+        assert "TRITON_INTERPRET: got" in str(failure(other, samples.facts))
 
 
-KILLED = """
+KILLED_PROGRAM = """
 import sys
 import rank_samples as samples
 from modular_kernel.testing.ranks.pool import RankPool
@@ -244,13 +245,13 @@ sys.stdin.read()
 def test_a_pool_whose_process_is_killed_leaves_nothing(tmp_path: Path, number: int) -> None:
     tests = Path(__file__).parents[1]
     paths = f"PYTHONPATH={tests / 'helpers'}:{tests.parent}"
-    command = ["env", f"TMPDIR={tmp_path}", paths, sys.executable, "-c", KILLED]
+    command = ["env", f"TMPDIR={tmp_path}", paths, sys.executable, "-c", KILLED_PROGRAM]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         assert list(tmp_path.iterdir())
         process.send_signal(number)
-    until = time.monotonic() + 30
-    while list(tmp_path.iterdir()) and time.monotonic() < until:
+    deadline = time.monotonic() + 30
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,6 @@
-"""Every pairing over ranks that the rules allow, on the CPU over gloo: two ranks and four.
+"""Proves cases of every valid pairing over two and four ranks, on the CPU with gloo.
 
-What the interpreter runs is slow, so the parts of Triton get the cases that differ most.
+The Triton interpreter is slow, so parts with Triton kernels only run a few different cases.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import rank_parts as parts
 import torch
-from shares import drawn_once
+from shares import computed_once
 
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -30,38 +30,38 @@ from modular_kernel.testing.verify.over_ranks import RankTrial, prove_ranks
 
 MACHINE = this_machine(device="cpu")
 WORLDS = (2, 4)
-# Of Triton's parts and a few others, by number of ranks: each placement once, a rest, and ranks
-# without tokens.
-_FEW = {2: ("uniform-7", "skips", "out_of_range"), 4: ("duplicates",)}
+# World size -> names of the cases of parts with Triton kernels: together they have each placement,
+# an uneven number of experts, and ranks without tokens.
+_FEW_CASES = {2: ("uniform-7", "skips", "out_of_range"), 4: ("duplicates",)}
 
 Pool = Callable[[int], RankPool]
 
 
 def selection(prepare_finalize: str, experts: str, world_size: int) -> RankSelection:
-    """The cases of a pairing that are run here, and all that are refused."""
-    found = rank_cases_for(prepare_finalize, experts, MACHINE, world_size)
+    """Return the cases of a pairing that run in this file, and all refused ones."""
+    every_case = rank_cases_for(prepare_finalize, experts, MACHINE, world_size)
     catalog = load_catalog()
-    # Between ranks the batched part is the other all-to-all, so four of them tell little more.
-    interpreted = catalog.prepare_finalize(prepare_finalize).requires.triton
-    brief = world_size == 4 and (experts == "NaiveBatchedExperts" or interpreted)
-    if not (catalog.experts(experts).requires.triton or brief):
-        return found
+    # Between ranks the batched part equals the other all-to-all, so four ranks test little more.
+    is_interpreted = catalog.prepare_finalize(prepare_finalize).requires.triton
+    has_few_cases = world_size == 4 and (experts == "NaiveBatchedExperts" or is_interpreted)
+    if not (catalog.experts(experts).requires.triton or has_few_cases):
+        return every_case
     few = [
-        next(case for case in found.cases if word in f"{case.routing}-{case.tokens[0]}")
-        for word in _FEW[world_size]
+        next(case for case in every_case.cases if word in f"{case.routing}-{case.tokens[0]}")
+        for word in _FEW_CASES[world_size]
     ]
-    return RankSelection(tuple(few), found.refused)
+    return RankSelection(tuple(few), every_case.refused)
 
 
-PAIRINGS = drawn_once(
+PAIRINGS = computed_once(
     "rank-pairings", lambda: {world: rank_pairings(MACHINE, world) for world in WORLDS}
 )
-SELECTIONS = drawn_once(
+SELECTIONS = computed_once(
     "rank-cases",
     lambda: [selection(*pair, world) for world in WORLDS for pair in PAIRINGS[world]],
 )
-CASES = [case for found in SELECTIONS for case in found.cases]
-REFUSED = [pair for found in SELECTIONS for pair in found.refused]
+CASES = [case for each in SELECTIONS for case in each.cases]
+REFUSED = [pair for each in SELECTIONS for pair in each.refused]
 
 
 @pytest.mark.budget(quick=15.0, rest=60.0)
@@ -71,12 +71,12 @@ def test_proven(case: RankCase, rank_pool: Pool) -> None:
     assert proof.passed, str(proof)
 
 
-def test_what_is_refused_has_a_reason() -> None:
+def test_refused_cases_have_a_reason() -> None:
     assert [str(case) for case, verdict in REFUSED if not verdict.rejections] == []
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_there_are_pairings_and_every_kind_of_case(world_size: int) -> None:
+def test_cases_cover_placements_and_idle_ranks(world_size: int) -> None:
     pairs = PAIRINGS[world_size]
     assert len({pf for pf, _ in pairs}) >= 3
     cases = [case for case in CASES if case.world_size == world_size]
@@ -86,56 +86,56 @@ def test_there_are_pairings_and_every_kind_of_case(world_size: int) -> None:
     assert any(len(set(map(len, case.problem.placement.slots))) > 1 for case in cases)
 
 
-def stand_in(name: str, number: int = 0, world_size: int = 2) -> RankCase:
-    """A smoke case of one of the plainest parts."""
+def smoke_case(name: str, number: int = 0, world_size: int = 2) -> RankCase:
+    """Return a smoke case of a part of `rank_parts`."""
     part = getattr(parts, name)
     return rank_cases_for(part, "TorchExperts", MACHINE, world_size).cases[number]
 
 
 def proof_of(name: str, rank_pool: Pool, number: int = 0) -> Proof:
-    return prove_ranks(stand_in(name, number), rank_pool(2), MACHINE)
+    return prove_ranks(smoke_case(name, number), rank_pool(2), MACHINE)
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_the_plainest_part_is_proven(number: int, rank_pool: Pool) -> None:
+def test_the_simplest_part_is_proven(number: int, rank_pool: Pool) -> None:
     proof = proof_of("SumOverRanks", rank_pool, number)
     assert proof.passed, str(proof)
 
 
-def test_a_choosy_part_gets_cases_of_its_own_shapes(rank_pool: Pool) -> None:
-    found = rank_cases_for(parts.Choosy, "TorchExperts", MACHINE, 2)
-    plain = rank_cases_for(parts.SumOverRanks, "TorchExperts", MACHINE, 2)
-    assert len(found.cases) == len(plain.cases)
-    for case in found.cases:
+def test_a_part_with_few_shapes_gets_cases_of_its_shapes(rank_pool: Pool) -> None:
+    selected = rank_cases_for(parts.FewShapes, "TorchExperts", MACHINE, 2)
+    default = rank_cases_for(parts.SumOverRanks, "TorchExperts", MACHINE, 2)
+    assert len(selected.cases) == len(default.cases)
+    for case in selected.cases:
         problem = case.problem
         assert (problem.hidden, problem.dtype) == (256, torch.bfloat16)
         assert problem.placement.is_linear
         assert problem.experts in (4, 6)
-    assert {case.routing for case in found.cases} == {case.routing for case in plain.cases}
-    proof = prove_ranks(found.cases[-1], rank_pool(2), MACHINE)
+    assert {case.routing for case in selected.cases} == {case.routing for case in default.cases}
+    proof = prove_ranks(selected.cases[-1], rank_pool(2), MACHINE)
     assert proof.passed, str(proof)
 
 
-def test_what_another_shape_stands_for_is_told() -> None:
-    found = rank_cases_for(parts.Choosy, "TorchExperts", MACHINE, 2)
-    assert all(not verdict.ok for _, verdict in found.refused)
-    fitted = dict(found.replacements)
-    first, _ = found.refused[0]
-    assert difference(first.problem, fitted[first].problem) == (
+def test_replaced_cases_are_reported() -> None:
+    selected = rank_cases_for(parts.FewShapes, "TorchExperts", MACHINE, 2)
+    assert all(not verdict.ok for _, verdict in selected.refused)
+    replacements = dict(selected.replacements)
+    first, _ = selected.refused[0]
+    assert difference(first.problem, replacements[first].problem) == (
         "hidden 48 -> 256, experts 5 -> 6, dtype torch.float32 -> torch.bfloat16"
     )
-    # What no shape mends is refused, and nothing stands for it.
-    for case, verdict in found.refused:
-        if case not in fitted:
+    # Cases refused for other reasons than their shape have no replacement.
+    for case, verdict in selected.refused:
+        if case not in replacements:
             assert {each.rule for each in verdict.rejections} - {"hidden", "dtype", "placement"}
 
 
-def test_other_reasons_are_not_mended() -> None:
-    one = rank_cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE, 2)
-    assert (one.cases, one.replacements) == ((), ())
+def test_cases_refused_for_other_reasons_are_not_replaced() -> None:
+    selected = rank_cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE, 2)
+    assert (selected.cases, selected.replacements) == ((), ())
 
 
-def test_a_part_that_forgets_the_other_ranks_is_found_on_each(rank_pool: Pool) -> None:
+def test_a_missing_reduction_is_found_on_each_rank(rank_pool: Pool) -> None:
     proof = proof_of("Unsummed", rank_pool)
     assert not proof.passed
     for rank in range(2):
@@ -155,14 +155,16 @@ def test_a_rank_that_raises_is_named_first(rank_pool: Pool) -> None:
 
 def test_counting_an_invalid_id_on_two_ranks_is_found(rank_pool: Pool) -> None:
     numbers = range(len(rank_cases_for(parts.CountsTwice, "TorchExperts", MACHINE, 2).cases))
-    (wrong,) = (n for n in numbers if stand_in("CountsTwice", n).routing == "out_of_range")
-    proof = proof_of("CountsTwice", rank_pool, wrong)
+    (number,) = (n for n in numbers if smoke_case("CountsTwice", n).routing == "out_of_range")
+    proof = proof_of("CountsTwice", rank_pool, number)
     assert proof.failures
     assert all("invalid_ids: counted" in failure for failure in proof.failures)
 
 
-def refused(part: object, world_size: int, experts: int = 8, placement: object = "linear") -> str:
-    """The words of a refusal."""
+def verdict_text(
+    part: object, world_size: int, experts: int = 8, placement: object = "linear"
+) -> str:
+    """Return the verdict on a case as text."""
     parallel = Parallel(world_size, placement)  # type: ignore[arg-type]
     problem = Problem(4, 32, 32, experts, 2, dtype="float32", parallel=parallel)  # type: ignore[arg-type]
     case = RankCase(part, "TorchExperts", problem, tokens=(4,) * world_size)  # type: ignore[arg-type]
@@ -170,46 +172,50 @@ def refused(part: object, world_size: int, experts: int = 8, placement: object =
 
 
 def test_refusals_name_the_world_size() -> None:
-    text = refused("MoEPrepareAndFinalizeNoEP", 2)
+    text = verdict_text("MoEPrepareAndFinalizeNoEP", 2)
     assert "[world_size] MoEPrepareAndFinalizeNoEP / problem: got 2, need 1 to 1" in text
-    assert "[world_size] AtMostTwo / problem: got 4, need 2 to 2" in refused(parts.AtMostTwo, 4)
-    assert refused(parts.AtMostTwo, 2).endswith("valid")
+    assert "[world_size] AtMostTwo / problem: got 4, need 2 to 2" in verdict_text(
+        parts.AtMostTwo, 4
+    )
+    assert verdict_text(parts.AtMostTwo, 2).endswith("valid")
 
 
 def test_refusals_name_the_placement() -> None:
-    rest = refused(parts.AtMostTwo, 2, experts=7)
-    assert "[placement] AtMostTwo / problem: got experts=7, need a multiple of world_size 2" in rest
-    dealt = refused(parts.AtMostTwo, 2, placement=Placement.round_robin(8, 2))
-    assert "[placement] AtMostTwo / problem: got another placement, need linear" in dealt
-    assert refused(parts.SumOverRanks, 2, experts=7).endswith("valid")
+    uneven = verdict_text(parts.AtMostTwo, 2, experts=7)
+    assert (
+        "[placement] AtMostTwo / problem: got experts=7, need a multiple of world_size 2" in uneven
+    )
+    round_robin = verdict_text(parts.AtMostTwo, 2, placement=Placement.round_robin(8, 2))
+    assert "[placement] AtMostTwo / problem: got another placement, need linear" in round_robin
+    assert verdict_text(parts.SumOverRanks, 2, experts=7).endswith("valid")
 
 
-def other_values(trial: RankTrial) -> Iterator[str]:
-    """What a graph captured on the first call would be replayed on: as many tokens on each rank."""
-    again = trial.first_again()
-    for sample, want in trial.replayed:
-        yield from sample.compare(want).problems
+def check_replay_inputs(trial: RankTrial) -> Iterator[str]:
+    """Check that inputs for graph replays have the shapes of the first call, but other values."""
+    first = trial.first_again()
+    for sample, expected in trial.replayed:
+        yield from sample.compare(expected).problems
         for name, tensor in sample.inputs.tensors().items():
-            if tensor.shape != again.inputs.tensors()[name].shape:
+            if tensor.shape != first.inputs.tensors()[name].shape:
                 yield f"{name} has another shape"
-    new, _ = trial.replayed[0]
-    if torch.equal(new.inputs.x_TH, again.inputs.x_TH):
+    replay, _ = trial.replayed[0]
+    if torch.equal(replay.inputs.x_TH, first.inputs.x_TH):
         yield "the same values"
 
 
 def test_a_graph_over_ranks_is_replayed_on_other_values(rank_pool: Pool) -> None:
     cases = rank_cases_for("TorchAll2AllPrepareAndFinalize", "TorchExperts", MACHINE, 2).cases
-    proof = prove_ranks(cases[0], rank_pool(2), MACHINE, checks=[other_values])
+    proof = prove_ranks(cases[0], rank_pool(2), MACHINE, checks=[check_replay_inputs])
     assert proof.passed, str(proof)
 
 
-def test_a_refused_pairing_is_no_proof(rank_pool: Pool) -> None:
+def test_proving_a_refused_pairing_raises(rank_pool: Pool) -> None:
     problem = Problem(4, 32, 32, 8, 2, parallel=Parallel(2))
     case = RankCase("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, tokens=(4, 4))
     with pytest.raises(IncompatibleError, match="world_size"):
         prove_ranks(case, rank_pool(2), MACHINE)
     with pytest.raises(ConfigurationError, match="the pool: got 4 ranks, need 2 ranks"):
-        prove_ranks(stand_in("SumOverRanks"), RankPool(4), MACHINE)
+        prove_ranks(smoke_case("SumOverRanks"), RankPool(4), MACHINE)
 
 
 @pytest.mark.parametrize("tokens", [(4,), (4, 5), (4, 4, 4)])
@@ -233,6 +239,6 @@ def test_placements_have_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["spiral", "0,1/", "0,x/1"])
-def test_a_placement_that_is_not_understood(text: str) -> None:
+def test_an_invalid_placement_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="placement"):
         parse_placement(text, 4, 2)

@@ -1,6 +1,6 @@
-"""The harness can see across ranks: every defect of its battery is killed in every pairing.
+"""Tests the tests over ranks: each mutant of `RANK_MUTANTS` is killed in every pairing.
 
-Where a defect is put into a case of test_ranks_matrix, that file shows that it passes without.
+`test_ranks_matrix` proves the same cases without a mutant.
 """
 
 from collections.abc import Callable
@@ -31,16 +31,21 @@ from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import prove_ranks
 
 MACHINE = this_machine(device="cpu")
-# More ranks than two make a difference to who has it and whose rows are whose.
-OF_FOUR = ("rank_block_offset", "peer_counts_swapped", "contribution_twice", "idle_rank_rests")
-# Where input is replicated nothing is counted, and no rank is without tokens alone.
+# Mutants that behave differently on four ranks than on two.
+FOUR_RANK_MUTANTS = (
+    "rank_block_offset",
+    "peer_counts_swapped",
+    "contribution_twice",
+    "idle_rank_rests",
+)
+# Parts with replicated input exchange no counts, and all ranks have the same number of tokens.
 NEEDS_OWN_TOKENS = ("peer_counts_swapped", "idle_rank_rests")
-# On one host of four ranks its combine reads counts of no other rank.
-COUNTS_HOSTS = "HostThenRankPrepareAndFinalize", "peer_counts_swapped"
+# With four ranks on one host, the combine of this part does not read the counts of other ranks.
+UNREAD_COUNTS = "HostThenRankPrepareAndFinalize", "peer_counts_swapped"
 
-# What interpreted experts can do wrong in a way of their own; the rest is the other part's, and
-# `tests/gpu` finds all of it behind compiled ones.
-OF_INTERPRETED = {
+# Mutants that behave differently with these interpreted experts than with TorchExperts. `tests/gpu`
+# runs all mutants with compiled kernels.
+INTERPRETED_MUTANTS = {
     "TritonExperts": ("idle_rank_rests", "rows_reordered"),
     "GroupedGemmExperts": ("rows_reordered",),
     "BatchedTritonExperts": ("peer_counts_swapped", "rows_reordered", "stale_rows"),
@@ -55,36 +60,39 @@ def proven() -> dict[Case, str | None]:
     return dict.fromkeys(CASES)
 
 
-def occurs(pairing: tuple[str, str], mutant: RankMutant) -> bool:
+def can_occur(pairing: tuple[str, str], mutant: RankMutant) -> bool:
     part = load_catalog().prepare_finalize(pairing[0])
     return not (part.requires.replicated_input and mutant.name in NEEDS_OWN_TOKENS)
 
 
-def triples(world_size: int) -> list[object]:
-    """Every pairing of plain torch with every defect that it can have, others with their own; on
-    four ranks in plain torch alone."""
-    found = [
+def pairings_with_mutants(world_size: int) -> list[object]:
+    """Return the pairings and mutants to test, as pytest parameters.
+
+    On two ranks, pairings with TorchExperts have every mutant that can occur, others only those of
+    INTERPRETED_MUTANTS. On four ranks, only TorchExperts with FOUR_RANK_MUTANTS is tested.
+    """
+    pairs = [
         (pairing, mutant)
         for pairing in PAIRINGS[2]
         for mutant in RANK_MUTANTS
-        if occurs(pairing, mutant)
-        and mutant.name in OF_INTERPRETED.get(pairing[1], (mutant.name,))
-        and (world_size == 2 or (mutant.name in OF_FOUR and pairing[1] == "TorchExperts"))
-        and (world_size == 2 or (pairing[0], mutant.name) != COUNTS_HOSTS)
+        if can_occur(pairing, mutant)
+        and mutant.name in INTERPRETED_MUTANTS.get(pairing[1], (mutant.name,))
+        and (world_size == 2 or (mutant.name in FOUR_RANK_MUTANTS and pairing[1] == "TorchExperts"))
+        and (world_size == 2 or (pairing[0], mutant.name) != UNREAD_COUNTS)
     ]
-    return [pytest.param(*pair, id=f"{'+'.join(pair[0])}-{pair[1].name}") for pair in found]
+    return [pytest.param(*pair, id=f"{'+'.join(pair[0])}-{pair[1].name}") for pair in pairs]
 
 
 def survivors(
     pairing: tuple[str, str], mutant: RankMutant, pool: RankPool, proven: dict[Case, str | None]
 ) -> list[str]:
     kills = sensitivity_ranks(*pairing, pool, mutants=[mutant], proven=proven)
-    assert kills, "no case shows it"
+    assert kills, "no case has the mutant"
     return [str(kill) for kill in kills if not kill.ok or kill.nothing]
 
 
 @pytest.mark.share(6)
-@pytest.mark.parametrize(("pairing", "mutant"), triples(2))
+@pytest.mark.parametrize(("pairing", "mutant"), pairings_with_mutants(2))
 def test_killed_on_two_ranks(
     pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, str | None]
 ) -> None:
@@ -92,7 +100,7 @@ def test_killed_on_two_ranks(
 
 
 @pytest.mark.share(6)
-@pytest.mark.parametrize(("pairing", "mutant"), triples(4))
+@pytest.mark.parametrize(("pairing", "mutant"), pairings_with_mutants(4))
 def test_killed_on_four_ranks(
     pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, str | None]
 ) -> None:
@@ -100,11 +108,11 @@ def test_killed_on_four_ranks(
 
 
 @pytest.mark.cpu  # its kernels are interpreted
-def test_what_nobody_reads_is_neither_killed_nor_a_survivor(
+def test_a_change_of_unread_values_is_neither_killed_nor_survived(
     rank_pool: Pool, proven: dict[Case, str | None]
 ) -> None:
-    (mutant,) = (each for each in RANK_MUTANTS if each.name == COUNTS_HOSTS[1])
-    pair = COUNTS_HOSTS[0], "TorchExperts"
+    (mutant,) = (each for each in RANK_MUTANTS if each.name == UNREAD_COUNTS[1])
+    pair = UNREAD_COUNTS[0], "TorchExperts"
     (kill,) = sensitivity_ranks(*pair, rank_pool(4), mutants=[mutant], proven=proven)
     assert kill.nothing == "what it changes is never read", str(kill)
     assert (kill.ok, kill.killed_by) == (True, None)
@@ -122,27 +130,29 @@ class Outer(Handle):
     rows_TK: torch.Tensor
 
 
-def test_an_effect_is_what_somebody_reads() -> None:
-    given = Outer(Inner((1, 2), 7), torch.arange(3))
-    again = replace(given, inner=replace(given.inner), rows_TK=given.rows_TK.clone())
+def test_effects_record_reads() -> None:
+    original = Outer(Inner((1, 2), 7), torch.arange(3))
+    copy = replace(original, inner=replace(original.inner), rows_TK=original.rows_TK.clone())
     effect.record_effect("defect", Effect.NONE)
-    assert effect.with_recorded_reads("defect", given, again) is given
+    assert effect.with_recorded_reads("defect", original, copy) is original
     assert effect.pop_effect("defect") is Effect.NONE
 
-    told: Any = effect.with_recorded_reads(
-        "defect", given, replace(given, inner=Inner((2, 1), 7), rows_TK=given.rows_TK.roll(1))
+    changed: Any = effect.with_recorded_reads(
+        "defect",
+        original,
+        replace(original, inner=Inner((2, 1), 7), rows_TK=original.rows_TK.roll(1)),
     )
-    assert isinstance(told, Outer)
-    assert (told.inner.step, type(told.inner).__name__) == (7, "Inner")
+    assert isinstance(changed, Outer)
+    assert (changed.inner.step, type(changed.inner).__name__) == (7, "Inner")
     assert effect.pop_effect("defect") is Effect.UNREAD
-    assert told.inner.counts_W == (2, 1)
+    assert changed.inner.counts_W == (2, 1)
     assert effect.pop_effect("defect") is Effect.USED
-    assert told.rows_TK.tolist() == [2, 0, 1]
+    assert changed.rows_TK.tolist() == [2, 0, 1]
     assert effect.pop_effect("defect") is Effect.USED
-    assert effect.pop_effect("unheard of") is Effect.USED  # such as of a rank that was lost
+    assert effect.pop_effect("not recorded") is Effect.USED  # e.g. the rank has died
 
 
-def test_what_fails_with_a_defect_that_changes_nothing_fails_without_it() -> None:
+def test_a_failure_without_an_effect_is_unsound() -> None:
     case = CASES[0]
     kill = Kill.from_effect("defect", case, None, "numeric: far off", Effect.NONE)
     assert (kill.ok, kill.killed_by, kill.unsound) == (False, None, "numeric: far off")
@@ -156,27 +166,26 @@ def test_defects_occur_exactly_where_they_can() -> None:
     for pairing in PAIRINGS[2]:
         cases = rank_cases_for(*pairing, MACHINE, 2).cases
         for mutant in RANK_MUTANTS:
-            assert any(map(mutant.applies, cases)) == occurs(pairing, mutant), mutant.name
+            assert any(map(mutant.applies, cases)) == can_occur(pairing, mutant), mutant.name
 
 
-def test_the_battery_names_its_defects() -> None:
+def test_mutant_names_are_unique() -> None:
     names = [mutant.name for mutant in RANK_MUTANTS]
     assert len(names) == len(set(names)) >= 8
-    own = {name for few in OF_INTERPRETED.values() for name in few}
-    assert {*OF_FOUR, *NEEDS_OWN_TOKENS, *own} <= set(names)
+    interpreted = {name for few in INTERPRETED_MUTANTS.values() for name in few}
+    assert {*FOUR_RANK_MUTANTS, *NEEDS_OWN_TOKENS, *interpreted} <= set(names)
     assert all(mutant.description for mutant in RANK_MUTANTS)
 
 
-def test_a_rank_without_the_defect_finds_it_in_what_it_gets(rank_pool: Pool) -> None:
+def test_a_defect_is_found_on_the_receiving_rank(rank_pool: Pool) -> None:
     pairing = "TorchAll2AllPrepareAndFinalize", "TorchExperts"
     case = rank_cases_for(*pairing, MACHINE, 2).cases[0]
     proof = prove_ranks(case, rank_pool(2), MACHINE, partial(build_mutant, "contribution_twice"))
     assert any(failure.startswith("rank 0: numeric: ") for failure in proof.failures)
 
 
-# Promises besides the numbers, broken by the last rank alone: the defect, the routing of the case
-# that shows it, and the check that finds it there.
-PROMISES = (
+# Mutants on the last rank only: the mutant, the routing of the case, and the check that fails.
+LAST_RANK_MUTANTS = (
     ("workspace_overrun", "uniform", "red_zones"),
     ("output_overrun", "uniform", "out_given"),
     ("another_tensor_returned", "uniform", "out_given"),
@@ -193,8 +202,8 @@ PROMISES = (
 )
 
 
-@pytest.mark.parametrize(("name", "routing", "check"), PROMISES)
-def test_a_promise_broken_on_one_rank_is_found_there(
+@pytest.mark.parametrize(("name", "routing", "check"), LAST_RANK_MUTANTS)
+def test_a_defect_of_one_rank_is_found_on_that_rank(
     name: str, routing: str, check: str, rank_pool: Pool
 ) -> None:
     pairing = "AllGatherReduceScatterPrepareAndFinalize", "TorchExperts"
@@ -207,19 +216,19 @@ def test_a_promise_broken_on_one_rank_is_found_there(
 
 
 @dataclass(frozen=True)
-class Told(Handle):
-    """What a part that writes to its peers' memory keeps of a call."""
+class PeerMemoryHandle(Handle):
+    """A handle with flags in shared memory and offsets of the memory of other ranks."""
 
     flags_W: torch.Tensor
     deltas_W: torch.Tensor
 
 
-def test_confused_memory_is_still_memory() -> None:
-    """Distances to peers' memory change places; flags there do not move away from them."""
+def test_swapped_counts_keep_addresses_valid() -> None:
+    """Offsets of other ranks' memory are swapped, and the flags stay in the same memory."""
     (mutant,) = (each for each in RANK_MUTANTS if each.name == "peer_counts_swapped")
     problem = Problem(tokens=4, hidden=48, intermediate=80, experts=4, top_k=2)
     last = replace(problem, parallel=Parallel(world_size=2, rank=1))
-    told = Told(torch.zeros(64, dtype=torch.int32)[:2], torch.tensor([-4096, 0]))
-    confused = mutant.make(last).handle(told)
-    assert confused.deltas_W.tolist() == [0, -4096]
-    assert confused.flags_W.data_ptr() == told.flags_W.data_ptr()
+    handle = PeerMemoryHandle(torch.zeros(64, dtype=torch.int32)[:2], torch.tensor([-4096, 0]))
+    swapped = mutant.make(last).handle(handle)
+    assert swapped.deltas_W.tolist() == [0, -4096]
+    assert swapped.flags_W.data_ptr() == handle.flags_W.data_ptr()

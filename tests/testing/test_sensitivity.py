@@ -1,6 +1,6 @@
-"""The harness can see: every defect of the battery is killed in every pairing it can occur in.
+"""Tests the tests: every mutant of `MUTANTS` is killed in every pairing in which it can occur.
 
-Where a defect is put into a case of test_matrix, that file shows that the case passes without it.
+`test_matrix` proves the same cases without a mutant.
 """
 
 import pytest
@@ -22,7 +22,7 @@ from modular_kernel.testing.cases.lists import BASE, cases_by_axes
 
 MACHINE = this_machine()
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-HERE = [mutant for mutant in MUTANTS if mutant.device in (None, MACHINE.device)]
+LOCAL_MUTANTS = [mutant for mutant in MUTANTS if mutant.device in (None, MACHINE.device)]
 
 
 @pytest.fixture(scope="module")
@@ -32,29 +32,31 @@ def proven() -> dict[Case, str | None]:
 
 
 @pytest.mark.share(8)
-@pytest.mark.parametrize("mutant", HERE, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", LOCAL_MUTANTS, ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)
 def test_killed(
     pairing: tuple[str, str], mutant: CallMutant, machine: Machine, proven: dict[Case, str | None]
 ) -> None:
-    # One case each: `mk test --sensitivity` takes two.
+    # One case per mutant: `mk test --sensitivity` runs two.
     kills = sensitivity(*pairing, machine, mutants=[mutant], cases_each=1, proven=proven)
     assert [str(kill) for kill in kills if not kill.ok or kill.nothing] == []
 
 
 def test_every_mutant_occurs_in_some_pairing(machine: Machine) -> None:
     cases = [case for pair in PAIRINGS for case in cases_by_axes(*pair, machine).cases]
-    assert [m.name for m in HERE if not any(m.occurs(case, machine) for case in cases)] == []
+    assert [
+        m.name for m in LOCAL_MUTANTS if not any(m.occurs(case, machine) for case in cases)
+    ] == []
 
 
-def test_the_battery_is_large_and_its_names_differ() -> None:
+def test_mutant_names_are_unique() -> None:
     names = [mutant.name for mutant in MUTANTS]
     assert len(names) == len(set(names)) >= 55
     assert all(mutant.description for mutant in MUTANTS)
 
 
 def proof_with(name: str, machine: Machine) -> Proof:
-    """The proof of the base case with one mutant in it."""
+    """Prove the base case with one mutant."""
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
     return prove(Case(*PAIR, BASE), machine, build=mutant.build)
 
@@ -70,7 +72,7 @@ def test_a_failure_names_the_check_the_error_and_how_to_repeat_it(machine: Machi
     assert text.endswith(command(proof.case))
 
 
-def test_every_broken_promise_is_told_not_only_the_first(machine: Machine) -> None:
+def test_every_failed_check_is_reported(machine: Machine) -> None:
     checks = {
         failure.split(":")[0] for failure in proof_with("last_token_unwritten", machine).failures
     }
@@ -84,12 +86,12 @@ def test_a_part_that_raises_has_failed(machine: Machine) -> None:
     assert proof.error == float("inf")
 
 
-def test_an_overrun_is_told_once(machine: Machine) -> None:
+def test_an_overrun_is_reported_once(machine: Machine) -> None:
     failures = proof_with("workspace_overrun", machine).failures
     assert failures[0].startswith("red_zones: written past the end of workspace buffers")
     assert len(failures) == 1
 
 
-def test_a_refused_pairing_is_no_proof(machine: Machine) -> None:
+def test_proving_a_refused_pairing_raises(machine: Machine) -> None:
     with pytest.raises(IncompatibleError):
         prove(Case(PAIR[0], "NaiveBatchedExperts", BASE), machine)

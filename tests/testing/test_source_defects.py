@@ -1,4 +1,4 @@
-"""The list of defects written by hand: each is there to be put in, and is put where it says."""
+"""tools/source_defects.json, the handwritten defects, and the tool that runs tests with them."""
 
 import ast
 import importlib.util
@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "tools/source_defects.json"
 
 
-def test_every_defect_can_be_put_in() -> None:
-    """A change of the source that takes a defect's place away has to take the defect along."""
+def test_every_defect_can_be_applied() -> None:
+    """A commit that changes a line with a defect must update or remove the defect."""
     defects = read_defects(LIST, ROOT)
     assert len({defect.description for defect in defects}) == len(defects) >= 75
     for defect in defects:
@@ -27,14 +27,14 @@ def test_every_defect_can_be_put_in() -> None:
         assert defect.mutant.diff()
 
 
-def test_an_entry_that_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_an_invalid_entry_is_reported(tmp_path: Path) -> None:
     (tmp_path / "part.py").write_text("x = 1\ny = (\n    1,\n    2,\n)\n", encoding="utf-8")
-    listed = tmp_path / "defects.json"
+    defect_file = tmp_path / "defects.json"
 
     def read(old: str, file: str = "part.py") -> tuple[int, int]:
         entry = {"file": file, "old": old, "new": "3", "what": "one"}
-        listed.write_text(json.dumps([entry]), encoding="utf-8")
-        (defect,) = read_defects(listed, tmp_path)
+        defect_file.write_text(json.dumps([entry]), encoding="utf-8")
+        (defect,) = read_defects(defect_file, tmp_path)
         return defect.mutant.first, defect.mutant.last
 
     assert read("2") == (2, 5)  # the whole statement
@@ -43,18 +43,19 @@ def test_an_entry_that_does_not_fit_is_named(tmp_path: Path) -> None:
             read(old, file)
 
 
-def test_what_full_leaves_met_the_tests_of_operations() -> None:
-    """And the page says how many of them those tests notice."""
+def test_defects_missed_by_full_have_results_of_the_ops_tests() -> None:
+    """docs/mutation-scores.md has the number of defects that those tests detect."""
     record = json.loads((ROOT / "docs/source-defects.json").read_text(encoding="utf-8"))
-    left = [told for told in record.values() if not told["full"].startswith("killed")]
-    assert left
-    killed = sum(told["tests"].startswith("killed by tests/ops/test_ops_") for told in left)
+    missed = [result for result in record.values() if not result["full"].startswith("killed")]
+    assert missed
+    killed = sum(result["tests"].startswith("killed by tests/ops/test_ops_") for result in missed)
     page = (ROOT / "docs/mutation-scores.md").read_text(encoding="utf-8")
-    assert f"Of the {len(left)} that full does not kill, the tests of operations" in page
+    assert f"Of the {len(missed)} that full does not kill, the tests of operations" in page
     assert f"kill {killed}." in page
 
 
-def the_tool() -> Any:
+def load_tool() -> Any:
+    """Import tools/source_defects.py as a module."""
     spec = importlib.util.spec_from_file_location(
         "source_defects", ROOT / "tools/source_defects.py"
     )
@@ -66,45 +67,46 @@ def the_tool() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("names", "ends"), [([], "survived"), (["E"], "survived"), (["Other"], "killed by x in P x E")]
+    ("names", "result"),
+    [([], "survived"), (["E"], "survived"), (["Other"], "killed by x in P x E")],
 )
-def test_a_kill_of_an_earlier_run_is_no_result_of_this_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], ends: str
+def test_a_kill_of_a_previous_run_is_not_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], result: str
 ) -> None:
-    """Lists of cases change: what one of them killed may live before those of today."""
-    tool = the_tool()
+    """Case lists change: a defect killed by a previous list may survive the current one."""
+    tool = load_tool()
     (defect, *_) = read_defects(LIST, ROOT)
     monkeypatch.setattr(tool, "RECORD", tmp_path / "record.json")
     monkeypatch.setattr(tool, "pairings", lambda *_: [("P", "E"), ("P", "Other")])
-    nothing = Coverage({}, (), "")
-    monkeypatch.setattr(tool, "cover", lambda *_: nothing)
+    no_coverage = Coverage({}, (), "")
+    monkeypatch.setattr(tool, "cover", lambda *_: no_coverage)
     monkeypatch.setattr(tool, "run_mutant", lambda mutant, *_: MutantOutcome(mutant, "survived"))
     record = {defect.description: {"smoke": "survived", "full": "killed by x in P x E"}}
     tool.run_cases([defect], record, "full", names)
-    assert record[defect.description] == {"smoke": "survived", "full": ends}
+    assert record[defect.description] == {"smoke": "survived", "full": result}
 
 
-def test_tests_that_fail_without_a_defect_notice_none(
+def test_tests_that_fail_without_a_defect_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool = the_tool()
+    tool = load_tool()
     first, second = read_defects(LIST, ROOT)[:2]
     monkeypatch.setattr(tool, "RECORD", tmp_path / "record.json")
     record = {
         first.description: {"full": "survived"},
         second.description: {"full": "killed by x", "tests": "survived"},
     }
-    seen = []
 
-    def by_tests(mutant: object) -> str:
-        seen.append(mutant)
+    def killed_by_tests(mutant: object) -> str:
         return "killed by tests/ops/test_ops_x.py::test_y"
 
-    monkeypatch.setattr(tool, "test_outcome", by_tests)
+    monkeypatch.setattr(tool, "test_outcome", killed_by_tests)
     with pytest.raises(RuntimeError, match="without a defect: killed by tests/ops/test_ops_x"):
         tool.run_tests([first, second], record)
-    sound = {None: "survived"}
-    monkeypatch.setattr(tool, "test_outcome", lambda mutant: sound.get(mutant, by_tests(mutant)))
+    without_defect = {None: "survived"}
+    monkeypatch.setattr(
+        tool, "test_outcome", lambda mutant: without_defect.get(mutant, killed_by_tests(mutant))
+    )
     tool.run_tests([first, second], record)
     kept = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
     assert kept[first.description]["tests"].startswith("killed by tests/ops/test_ops_x")

@@ -1,4 +1,4 @@
-"""A store in which somebody else has written: a typed error, or nothing is believed."""
+"""Values in the store that the package did not write: they raise a typed error or are ignored."""
 
 import time
 
@@ -17,7 +17,7 @@ GARBAGE = (b"\xff\x00\x80", b"", b"{", b"7 apples", b"[1]", b"null", b"9" * 5000
 
 
 @pytest.mark.parametrize("garbage", [g for g in GARBAGE if g[:1] != b"{" or g == b"{"])
-def test_facts_that_nobody_told(garbage: bytes) -> None:
+def test_invalid_facts_raise(garbage: bytes) -> None:
     store = dist.HashStore()
     store.set("meeting/1/1", garbage)
     with pytest.raises(CommunicationError, match="a store that fails"):
@@ -25,18 +25,21 @@ def test_facts_that_nobody_told(garbage: bytes) -> None:
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_a_failure_that_nobody_posted_is_no_failure(garbage: bytes) -> None:
+def test_invalid_failures_are_ignored(garbage: bytes) -> None:
     store = dist.HashStore()
     store.set(failure_key(1), garbage)
-    mine = {"step": 1, "phase": "counts", "waited_s": 0.0}
-    assert FailureBoard(store, 0, 2).post(mine, time.monotonic() + 0.2) == {0: mine}
+    posted = {"step": 1, "phase": "counts", "waited_s": 0.0}
+    assert FailureBoard(store, 0, 2).post(posted, time.monotonic() + 0.2) == {0: posted}
 
 
-def spoil(rank: int, world: int, group: object) -> list[str]:
-    """Both managers, where the number of a rank's attempts is none; and the same once it is."""
+def errors_of_invalid_attempts(rank: int, world: int, group: object) -> list[str]:
+    """Return the errors of both managers while the attempt number of rank 0 is not a number.
+
+    Afterwards, restores the number and checks that a layer works.
+    """
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
     key = "modular_kernel/attempts/0"
-    told = []
+    errors = []
     if rank == 0:
         before = store.get(key) if store.check([key]) else b"0"
         store.set(key, "seven")
@@ -47,20 +50,20 @@ def spoil(rank: int, world: int, group: object) -> list[str]:
             if kind is SymmetricGroup:
                 manager.heap(256, "nothing", lambda heap: None)
         except CommunicationError as error:
-            told.append(str(error))
+            errors.append(str(error))
     dist.barrier()
     if rank == 0:
         store.set(key, before)
     dist.barrier()
     layer = Layer(ALL2ALL, (3, 3))
-    given, kernel = layer.inputs_of(rank), layer.kernel(rank, group)
-    assert torch.isfinite(kernel(given.x_TH, given.weights, given.routing)).all()
+    inputs, kernel = layer.inputs_of(rank), layer.kernel(rank, group)
+    assert torch.isfinite(kernel(inputs.x_TH, inputs.weights, inputs.routing)).all()
     kernel.prepare_finalize.destroy()
-    return told
+    return errors
 
 
-def test_attempts_that_are_no_number() -> None:
+def test_invalid_attempt_numbers_raise() -> None:
     with RankPool(2) as pool:
-        for told in pool.run(spoil):
-            assert len(told) == 2
-            assert all("b'seven' as modular_kernel/attempts/0, not a number" in t for t in told)
+        for errors in pool.run(errors_of_invalid_attempts):
+            assert len(errors) == 2
+            assert all("b'seven' as modular_kernel/attempts/0, not a number" in e for e in errors)

@@ -1,4 +1,4 @@
-"""What `make verify` writes down, and what is written down."""
+"""tools/verify_record.py, which writes the record of `make verify`, and the committed record."""
 
 import json
 import subprocess
@@ -33,17 +33,17 @@ def test_the_record_has_the_commit_the_versions_and_the_runs(tmp_path: Path, ok:
     assert json.loads(run("0a1b2c", tmp_path).stdout)["ok"] is False
 
 
-def test_what_is_no_record_of_proofs_is_not_written(tmp_path: Path) -> None:
+def test_an_invalid_record_is_refused(tmp_path: Path) -> None:
     done = run("0a1b2c", tmp_path, json.dumps({"ok": True}), "no case was run")
     assert done.returncode != 0
     assert done.stdout == ""
 
 
-def test_the_last_record_is_of_every_pair_and_nothing_failed() -> None:
+def test_the_committed_record_passed() -> None:
     written = json.loads(RECORD.read_text(encoding="utf-8"))
     assert len(written["commit"]) == 40
     assert written["ok"]
     assert [run.get("world_size", 1) for run in written["runs"]] == [1, 2]
-    for found in written["runs"]:
-        assert len(found["pairs"]) >= 5
-        assert all(pair["cases"] > 20 and pair["failed"] == 0 for pair in found["pairs"])
+    for each in written["runs"]:
+        assert len(each["pairs"]) >= 5
+        assert all(pair["cases"] > 20 and pair["failed"] == 0 for pair in each["pairs"])

@@ -22,10 +22,10 @@ _RUN_LENGTH = 5
 _ADAPTER_STD = 0.5
 
 
-def slots(
+def draw_slots(
     problem: Problem, pattern: str, generator: torch.Generator
 ) -> torch.Tensor | Literal["none"] | None:
-    """Return `adapters_T` of a routing: (T,) int32, "none", or None.
+    """Draw `adapters_T` of a routing: (T,) int32, "none", or None.
 
     None means that the problem has no adapters, "none" that the call uses none.
     """
@@ -51,16 +51,16 @@ def rank_of(slot: int, rank: int) -> int:
     return max(1, (rank, rank * 2 // 3, 1)[slot % 3])
 
 
-def adapters_of(
+def make_adapters(
     problem: Problem,
     slots_T: torch.Tensor | str | None,
     generator: torch.Generator,
     *,
     with_gaps: bool,
 ) -> dict[str, torch.Tensor]:
-    """Return the matrices of every slot, by their names in ExpertWeights; {} without adapters.
+    """Draw the matrices of every slot, by their names in ExpertWeights; {} without adapters.
 
-    spaced: leave gaps filled with NaN between slots and between experts.
+    with_gaps: leave gaps filled with NaN between slots and between experts.
     """
     spec = problem.adapters
     if spec is None:

@@ -11,8 +11,9 @@ from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
 class Case:
     """One test case: a pairing by name, a problem, a kind of routing, and a seed.
 
-    variation: memory layout and values of the tensors. interleaved_calls: whether calls of a second
-    kernel, for another problem, are interleaved with those of the first.
+    prepare_finalize, experts: names of the two parts in the catalog. routing: one of
+    `inputs.ROUTINGS`. variation: memory layout and values of the tensors. interleaved_calls:
+    whether calls of a second kernel, for another problem, are interleaved with those of the first.
     """
 
     prepare_finalize: str
@@ -33,7 +34,7 @@ class Case:
         return f"{pairing}-{self.problem}-{self.routing}{suffix}{seed}"
 
     def _non_default_options(self) -> dict[str, object]:
-        """Return the options with values other than the default."""
+        """Return the options of inputs and calls that differ from their defaults."""
         options = {
             "layout": (self.variation.layout, ORDINARY.layout),
             "values": (self.variation.values, ORDINARY.values),
@@ -73,7 +74,7 @@ def command(case: Case) -> str:
 
 
 def _non_default_fields(problem: Problem) -> dict[str, object]:
-    """Return the options of the less common fields that differ from their defaults."""
+    """Return the options of the less common problem fields, without those at their defaults."""
     ids_dtype = problem.ids_dtype
     options = {
         "local-experts": (problem.local_experts, None),

@@ -17,17 +17,17 @@ Row = tuple[int, ...]  # the index of one value for each axis
 Pair = tuple[int, int]  # value ids of two axes, ascending (see Space.value_ids)
 
 _CANDIDATES = 8
-_TRIES = 8  # further attempts before falling back to the known row with the pair
-_STEPS = 6  # maximum number of changes to repair a refused row
+_EXTRA_CANDIDATES = 8  # drawn if some of _CANDIDATES are invalid
+_MAX_REPAIRS = 6  # maximum number of values that are changed to make an invalid row valid
 
 
 @dataclass(frozen=True)
 class Axis:
     """One property that varies.
 
-    values: the values, the default first. idle: values with which a row computes nothing; such a
-    row covers only pairs that include an idle value. varies_cost: whether the values differ in
-    cost.
+    values: the values, the default first. idle: values with which a row computes nothing, such as
+    tokens=0; a row with one covers only the pairs that include it. varies_cost: whether the values
+    differ in cost.
     """
 
     name: str
@@ -79,12 +79,12 @@ class Space:
             if value in axis.idle
         )
 
-    def describe(self, number: int) -> str:
+    def describe(self, value_id: int) -> str:
         """Return the value with this id as "axis=value"."""
         for axis, start in zip(self.axes, self.starts, strict=True):
-            if start <= number < start + len(axis.values):
-                return f"{axis.name}={axis.values[number - start]}"
-        raise IndexError(number)
+            if start <= value_id < start + len(axis.values):
+                return f"{axis.name}={axis.values[value_id - start]}"
+        raise IndexError(value_id)
 
     def pairs(self) -> Iterator[Pair]:
         """Yield every two values of different axes."""
@@ -148,7 +148,7 @@ class _Builder:
         self.space, self.rng = space, rng
         self.starts, self.count, self.idle = space.starts, len(space.axes), space.idle
         self.axis_of = [i for i, axis in enumerate(space.axes) for _ in axis.values]
-        self.verdicts: dict[Row, Sequence[str]] = {}
+        self.rejections_by_row: dict[Row, Sequence[str]] = {}
         self.rows_by_pair: dict[Pair, Row] = {}
         # For each value id, a bit set of the ids that are compatible, incompatible, or not yet
         # covered.
@@ -158,7 +158,7 @@ class _Builder:
 
     def draw(self) -> Array:
         space = self.space
-        impossible = self._impossible()
+        impossible = self._find_impossible()
         remaining = dict.fromkeys(self.rows_by_pair)  # ordered, unlike a set
         for a, b in remaining:
             for first, second in ((a, b), (b, a)):
@@ -196,10 +196,10 @@ class _Builder:
                     cover_counts[pair] -= 1
         return list(needed)
 
-    # ------------------------------------------------------------------------ what is possible
+    # ------------------------------------------------------------------------ impossible pairs
 
-    def _impossible(self) -> dict[Pair, str]:
-        """Find a row for each pair; return the impossible pairs with their reasons."""
+    def _find_impossible(self) -> dict[Pair, str]:
+        """Fill `rows_by_pair`; return the pairs that no valid row contains, with their reasons."""
         space = self.space
         default_row = self.default_row()
         if default_row is None:
@@ -207,9 +207,11 @@ class _Builder:
         rows_by_value = self._rows_by_value(default_row)
         impossible = {}
         for pair in space.pairs():
-            axes = [self.axis_of[number] for number in pair]
-            values = [number - self.starts[axis] for number, axis in zip(pair, axes, strict=True)]
-            single_rows = [rows_by_value.get(number) for number in pair]
+            axes = [self.axis_of[value_id] for value_id in pair]
+            values = [
+                value_id - self.starts[axis] for value_id, axis in zip(pair, axes, strict=True)
+            ]
+            single_rows = [rows_by_value.get(value_id) for value_id in pair]
             if None in single_rows:
                 invalid = single_rows.index(None)
                 reason = self._reason(_with(default_row, axes[invalid], values[invalid]))
@@ -264,7 +266,7 @@ class _Builder:
 
         Each step makes the one change that leaves the fewest rejections.
         """
-        for _ in range(_STEPS):
+        for _ in range(_MAX_REPAIRS):
             reasons = len(self._rejections(row))
             if not reasons:
                 return row
@@ -282,10 +284,10 @@ class _Builder:
         return None if self._rejections(row) else row
 
     def _rejections(self, row: Row) -> Sequence[str]:
-        verdict = self.verdicts.get(row)
-        if verdict is None:
-            verdict = self.verdicts[row] = self.space.rejections_of(row)
-        return verdict
+        rejections = self.rejections_by_row.get(row)
+        if rejections is None:
+            rejections = self.rejections_by_row[row] = self.space.rejections_of(row)
+        return rejections
 
     def _reason(self, row: Row) -> str:
         return next(iter(self._rejections(row)), "no valid row is known")
@@ -293,10 +295,13 @@ class _Builder:
     # ------------------------------------------------------------------------------ drawing rows
 
     def _best_row(self, pair: Pair) -> Row:
-        """Return the candidate with `pair` that covers most new pairs per cost, or a known row."""
+        """Return a row with `pair` that covers many new pairs per cost: the best of the candidates.
+
+        Falls back to the row in `rows_by_pair`.
+        """
         best, best_gain = self.rows_by_pair[pair], 0.0
         num_candidates = 0
-        for _ in range(_CANDIDATES + _TRIES):
+        for _ in range(_CANDIDATES + _EXTRA_CANDIDATES):
             row = self._candidate(pair)
             gain = self._gain(row) / self.space.cost(row)
             if gain <= best_gain or self._rejections(row) or not self._covers(row, pair):
@@ -310,11 +315,15 @@ class _Builder:
         return not self.idle.isdisjoint(pair) or self.space.computes(row)
 
     def _gain(self, row: Row) -> int:
-        """Return twice the number of new pairs that `row` covers if it computes something."""
-        numbers = self.space.value_ids(row)
-        value_bits = _bits(numbers)
-        counted = [n for n in numbers if n in self.idle] or numbers
-        return sum((self.uncovered[number] & value_bits).bit_count() for number in counted)
+        """Return how many uncovered pairs `row` covers.
+
+        Pairs are counted from each value of the row, so every pair counts twice. If the row has
+        idle values, they are counted from these only.
+        """
+        value_ids = self.space.value_ids(row)
+        value_bits = _bits(value_ids)
+        counted = [i for i in value_ids if i in self.idle] or value_ids
+        return sum((self.uncovered[value_id] & value_bits).bit_count() for value_id in counted)
 
     def _candidate(self, pair: Pair) -> Row:
         """Build a row with `pair` from pairwise compatible values.
@@ -322,42 +331,44 @@ class _Builder:
         For each other axis, in random order, take the value that covers the most new pairs, per
         cost where the values differ in cost.
         """
-        row = [0] * self.count  # default values until one is chosen
-        fixed = {self.axis_of[number]: number for number in pair}
-        for axis, number in fixed.items():
-            row[axis] = number - self.starts[axis]
+        row = [0] * self.count  # the default values, until others are chosen
+        fixed = {self.axis_of[value_id]: value_id for value_id in pair}
+        for axis, value_id in fixed.items():
+            row[axis] = value_id - self.starts[axis]
         bits = _bits(pair)
         rest = [axis for axis in range(self.count) if axis not in fixed]
         self.rng.shuffle(rest)
         for axis in rest:
-            row[axis], number = self._choose_value(axis, row, bits)
-            bits |= 1 << number
+            row[axis], value_id = self._choose_value(axis, row, bits)
+            bits |= 1 << value_id
         return tuple(row)
 
     def _choose_value(self, axis: int, row: list[int], bits: int) -> tuple[int, int]:
-        """Choose a value of `axis` for a row with the values `bits`; return (index, number)."""
-        start, dear = self.starts[axis], self.space.axes[axis].varies_cost
+        """Choose a value of `axis` for a row with the values `bits`; return (index, id)."""
+        start, varies_cost = self.starts[axis], self.space.axes[axis].varies_cost
         end = start + len(self.space.axes[axis].values)
         cost, random_tie, uncovered = self.space.cost, self.rng.random, self.uncovered
         best, best_score = start, -1.0
-        for number, incompatible in enumerate(self.incompatible[start:end], start):
+        for value_id, incompatible in enumerate(self.incompatible[start:end], start):
             if bits & incompatible:
                 continue
-            score = (uncovered[number] & bits).bit_count() + random_tie()
-            if dear:
-                row[axis] = number - start
+            score = (uncovered[value_id] & bits).bit_count() + random_tie()
+            if varies_cost:
+                row[axis] = value_id - start
                 score /= cost(row)
             if score > best_score:
-                best, best_score = number, score
+                best, best_score = value_id, score
         return best - start, best
 
 
 def _with(row: Row, axis: int, value: int) -> Row:
+    """Return `row` with another value of `axis`, given by its index."""
     return (*row[:axis], value, *row[axis + 1 :])
 
 
-def _bits(numbers: Sequence[int]) -> int:
+def _bits(value_ids: Sequence[int]) -> int:
+    """Return a bit set of `value_ids`."""
     bits = 0
-    for number in numbers:
-        bits |= 1 << number
+    for value_id in value_ids:
+        bits |= 1 << value_id
     return bits

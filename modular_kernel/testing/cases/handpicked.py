@@ -1,7 +1,8 @@
 """Hand-picked cases with sizes that the axes of the pairwise cases do not reach.
 
 Special shapes are needed to reach a second iteration of a loop over columns, a group of columns
-that is not a power of two, or programs that share rows. One or two cases per shape are enough.
+whose size is not a power of two, or rows that several programs share. One or two cases per shape
+are enough.
 """
 
 from collections.abc import Iterator
@@ -21,14 +22,14 @@ _BF16, _FP16 = torch.bfloat16, torch.float16
 _PEAK_VALUES = InputVariation(values="peaks")
 _BASE = Problem(tokens=5, hidden=48, intermediate=16, experts=1, top_k=1, dtype=_BF16)
 
-HandpickedCase = tuple[Problem, str, InputVariation]
+HandpickedCase = tuple[Problem, str, InputVariation]  # the second value is the kind of routing
 
 
 def handpicked_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, ...]:
     """Return the hand-picked cases that a pairing supports on a machine."""
     # The interpreter's time is proportional to the depth, so interpreted parts get shorter rows.
     interpreted = "triton" in load_catalog().experts(experts).requires.packages
-    small = (*_few_tokens(), *_packed(), *_moved(), *_min_scales(), *_ties())
+    small = (*_few_tokens(), *_packed_weights(), *_copied_rows(), *_min_scales(), *_ties())
     small = (*small, *_thresholds())
     long_rows = _long_rows(16400 if interpreted else 32800)
     nan = ((problem, "uniform", InputVariation(nan=names)) for problem, names in nan_problems())
@@ -36,7 +37,7 @@ def handpicked_cases(prepare_finalize: str, experts: str, machine: Machine) -> t
         *path_cases(experts),
         *external_path_cases(prepare_finalize, experts, machine),
     )
-    selected = (*_groups(), *_columns(), *small, *long_rows, *nan, *paths)
+    selected = (*_groups(), *_tensor_scales(), *small, *long_rows, *nan, *paths)
     candidates = (
         (in_row_order(p, experts), routing, variation) for p, routing, variation in selected
     )
@@ -48,9 +49,10 @@ def handpicked_cases(prepare_finalize: str, experts: str, machine: Machine) -> t
 
 
 def _groups() -> Iterator[HandpickedCase]:
-    """Yield activation groups that are not a power of two, smaller than the block of columns.
+    """Yield groups of activations whose size is not a power of two.
 
-    Also more groups than one program handles.
+    They are smaller than the block of columns of a program. The last case has more groups than one
+    program handles.
     """
     base = replace(_BASE, tokens=7, experts=5, top_k=2)
     ragged = replace(base, hidden=160, intermediate=136)
@@ -67,16 +69,16 @@ def _groups() -> Iterator[HandpickedCase]:
     yield many, "uniform", InputVariation()
 
 
-def _columns() -> Iterator[HandpickedCase]:
-    """Yield one scale for all tokens, with more columns and rows than one program reads.
+def _tensor_scales() -> Iterator[HandpickedCase]:
+    """Yield schemes with one scale for all tokens, and more columns or rows than a program reads.
 
-    With a computed scale the largest value is the first of the last token, or the last of a single
-    token.
+    If the scale is computed, the largest value of x is the first one of the last token. With a
+    single token, it is the last value.
     """
     wide = replace(_BASE, hidden=1040, quant="fp8_w8a8_tensor")
     yield replace(wide, dtype=_FP16), "uniform", _PEAK_VALUES
     yield wide.with_tokens(1), "uniform", _PEAK_VALUES
-    # So few tokens that some parts process them one by one. The amax is not in the first token.
+    # Some parts process so few tokens one by one. The maximum is not in the first token.
     yield replace(_BASE, tokens=4, experts=17, quant="fp8_w8a8_tensor"), "uniform", _PEAK_VALUES
     yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", InputVariation()
 
@@ -84,7 +86,7 @@ def _columns() -> Iterator[HandpickedCase]:
 def _min_scales() -> Iterator[HandpickedCase]:
     """Yield values so small that the computed scale is clamped to its minimum.
 
-    The activation is about linear at 0; with the others h would be 0.
+    The activation is about linear at 0. With the other activations, h would underflow to 0.
     """
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
     faint = replace(_BASE, activation=linear)
@@ -93,19 +95,19 @@ def _min_scales() -> Iterator[HandpickedCase]:
 
 
 def _thresholds() -> Iterator[HandpickedCase]:
-    """Yield sizes above the thresholds of host code, where calls with fewer tokens are below them.
+    """Yield sizes above the thresholds at which host code switches to another implementation.
 
-    K is so large that another order of the sum changes bits: float32, batch-invariant, with
-    adapters.
+    Calls with fewer tokens are below the thresholds. The sums are long enough that adding in
+    another order changes bits, which batch-invariant problems with adapters must not show.
     """
     wide = replace(_BASE, hidden=160, intermediate=96, dtype=torch.float32, batch_invariant=True)
-    # Threshold 8192 on pairs times columns of u, for either GEMM.
+    # Threshold 8192 on pairs times columns of x A^T, the first product of an adapter.
     lora = replace(wide, experts=3, lora="adapters=3,rank=80")
     yield replace(lora, tokens=35, top_k=3), "skips", InputVariation()
-    # Threshold 4096 on pairs, up to which they are counted in one launch.
+    # Threshold 4096 on pairs: up to it, one launch counts the pairs of each expert.
     many = replace(wide, tokens=520, hidden=80, intermediate=32, experts=9, top_k=8)
     yield replace(many, batch_invariant=False), "skips", InputVariation()
-    # Threshold 4096 on the values of a row of A.
+    # Threshold 4096 on the row length of the adapters' A.
     yield (
         replace(_BASE, tokens=2, hidden=4112, lora="adapters=3,rank=7"),
         "uniform",
@@ -114,9 +116,10 @@ def _thresholds() -> Iterator[HandpickedCase]:
 
 
 def _ties() -> Iterator[HandpickedCase]:
-    """Yield x at midpoints of the quantized dtype, to distinguish half to even from half up.
+    """Yield x at midpoints between values of the quantized dtype.
 
-    Parts may quantize few and many tokens in different kernels, so both occur, also with skips.
+    Only these distinguish rounding half to even from rounding half up. Parts may quantize few and
+    many tokens in different kernels, so there are cases of both.
     """
     ties = InputVariation(values="ties")
     few_tokens = replace(_BASE, tokens=3, hidden=160, intermediate=96, experts=17, top_k=2)
@@ -138,8 +141,8 @@ def _ties() -> Iterator[HandpickedCase]:
 def _few_tokens() -> Iterator[HandpickedCase]:
     """Yield a few tokens over many experts, which some parts process one by one.
 
-    The first up row lies within a block of scales, and zero points are used. With one expert,
-    reading past its last row leaves the buffer.
+    In the cases with blocks, the first up row is not at the start of a block of scales. In the last
+    case, which has one expert, reading past its last row leaves the buffer.
     """
     base = replace(_BASE, tokens=1, hidden=160, intermediate=80, experts=17)
     blocks = replace(base, quant="fp8_w8a8_block:block=48x64")
@@ -151,7 +154,7 @@ def _few_tokens() -> Iterator[HandpickedCase]:
     yield ragged, "uniform", InputVariation()
 
 
-def _packed() -> Iterator[HandpickedCase]:
+def _packed_weights() -> Iterator[HandpickedCase]:
     """Yield packed weights of several experts with biases, for specialized kernels."""
     packed = replace(_BASE, hidden=128, intermediate=64, experts=5, top_k=2, bias=True)
     zeros = replace(packed, quant="int4_w4a16_group:group=32,zero_points=true")
@@ -162,30 +165,31 @@ def _packed() -> Iterator[HandpickedCase]:
     yield replace(integers, tokens=9), "uniform", InputVariation()
     unreduced = replace(integers, tokens=9, combine=Combine.TOPK_UNWEIGHTED)
     yield unreduced, "skips", InputVariation()
-    # One or two tokens: ungated, with router weights on the input; eight experts with one warp
-    # each, a ragged depth and e2m1 in float16; three experts over eight warps, repacked words.
+    # Two tokens, an ungated activation, and router weights applied to the input.
     on_input = replace(integers, top_k=1, apply_router_weight_on_input=True)
     ungated = replace(on_input, hidden=192, activation=ActivationSpec.parse("relu2"))
     yield ungated.with_tokens(2), "uniform", InputVariation()
+    # One token in float16: eight experts with one warp each and a ragged depth; then three experts
+    # over eight warps, with repacked words.
     one_token = replace(packed, tokens=1, hidden=160, intermediate=32, dtype=_FP16)
     top_8 = replace(one_token, experts=17, top_k=8, activation=interleaved)
     yield replace(top_8, quant="mxfp4_w4a16"), "skips", InputVariation()
     top_3 = replace(one_token, hidden=64, intermediate=160, experts=7, top_k=3)
     yield replace(top_3, quant="mxfp4_w4a16:repacked=true"), "uniform", InputVariation()
-    # A full block for every fourth warp, where reading past the last expert leaves the buffer; then
+    # Every fourth warp has a full block, and reading past the last expert leaves the buffer. Then
     # more blocks than are prefetched.
     full_block = replace(zeros, hidden=64, intermediate=256, experts=2)
     yield full_block.with_tokens(1), "uniform", InputVariation()
     top_9 = replace(packed, hidden=2144, intermediate=32, experts=10, top_k=9)
     top_9 = replace(top_9, quant="int4_w4a16_group:group=32")
     yield top_9.with_tokens(1), "uniform", InputVariation()
-    # Many pairs that no number of warps divides.
+    # Many pairs, not a multiple of any number of warps.
     top_22 = replace(one_token, hidden=64, experts=40, top_k=22)
     yield replace(top_22, quant="mxfp4_w4a16"), "skips", InputVariation()
 
 
-def _moved() -> Iterator[HandpickedCase]:
-    """Yield top-k rows longer than one program copies, and calls with one token of one value."""
+def _copied_rows() -> Iterator[HandpickedCase]:
+    """Yield top-k rows longer than one program copies, and layers with T = H = I = 1."""
     unreduced = replace(_BASE, tokens=2, hidden=1040, experts=2, top_k=2, routed_scaling_factor=2.5)
     yield replace(unreduced, combine=Combine.TOPK_WEIGHTED), "skips", InputVariation()
     smallest = replace(_BASE, tokens=1, hidden=1, intermediate=1, quant="fp8_w8a8_channel")
@@ -195,9 +199,10 @@ def _moved() -> Iterator[HandpickedCase]:
 
 
 def _long_rows(hidden: int) -> Iterator[HandpickedCase]:
-    """Yield rows with one scale each that exceed what a program holds (32768 values), up to twice.
+    """Yield rows of x with one scale each, of `hidden` values, more than one program holds.
 
-    Also rows of h whose largest value is mostly beyond the first 16384, which a program holds.
+    Also rows of h so long that their largest value is mostly beyond the first 16384 values, which
+    one program holds.
     """
     base = replace(_BASE, tokens=2, quant="fp8_w8a8_channel")
     yield replace(base, hidden=hidden), "uniform", _PEAK_VALUES

@@ -1,4 +1,4 @@
-"""Difficult values that occur in real layers: zeros, negative weights, huge or broken tokens."""
+"""Difficult values that occur in real layers: zeros, negative weights, overflow, NaN, infinity."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ HANDPICKED_VALUES = ("peaks", "faint", "ties")  # in hand-picked cases only
 # Factors of x. With _LARGE the product of gate and up stays finite, except in float16; with
 # _OVERFLOWING it does not.
 _LARGE = {torch.float16: 50.0, torch.bfloat16: 1e12, torch.float32: 1e12}
-# Ratio of the peak to the norm of the row; not representable with few mantissa bits.
+# Ratio of the peak to the expected norm of the row. Not representable with few mantissa bits.
 _PEAK = 1.2
 _FAINT = 4e-9
 # Scale of each group of tied values: a power of two, so that division by it is exact.
@@ -32,7 +32,7 @@ _TIED_PEAK = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1": 6.0}
 _OVERFLOWING = {torch.float16: 2e4, torch.bfloat16: 1e30, torch.float32: 1e30}
 
 
-def hostile_x(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor:
+def x_with_values(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor:
     """Return x in float32 with the property named by `values`."""
     tokens = len(x_TH)
     if values == "zero_rows":
@@ -104,13 +104,13 @@ def unsupported_reason(problem: Problem, values: str) -> str | None:
     return None
 
 
-def hostile_routing(
+def routing_with_values(
     routing: Routing, problem: Problem, expert_map: torch.Tensor | None, values: str
 ) -> Routing:
     """Return the routing with the router weights named by `values`.
 
-    All pairs of an expert have the same sign. If its weights canceled, the sum over top-k would be
-    far smaller than its terms, and the order of summation would decide the error.
+    With "signed", all weights of an expert have the same sign. If weights canceled, the sum over
+    top-k would be far smaller than its terms, and the order of summation would decide the error.
     """
     if values != "signed":
         return routing

@@ -1,4 +1,4 @@
-"""Inputs of a case: seeded, scaled so that errors are visible, and fenced.
+"""Make the inputs of a case: seeded, scaled so that errors are visible, and fenced.
 
 Scale: x, the gate and up values, and the output rows of every expert have a standard deviation of
 about 1, so that a limit near 1 acts on many values, and an error of one part in a thousand is
@@ -23,22 +23,22 @@ from modular_kernel.quant.quantized_weights import quantize_weights, static_scal
 from modular_kernel.reference import activation
 from modular_kernel.spec.problem import ActivationSpec, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.adapters import SLOT_PATTERNS, adapters_of, slots
+from modular_kernel.testing.cases.adapters import SLOT_PATTERNS, draw_slots, make_adapters
 from modular_kernel.testing.cases.expert_maps import random_expert_map, with_other_skip_values
 from modular_kernel.testing.cases.hostile import (
     TIED_SCALE,
     VALUES,
-    hostile_routing,
-    hostile_x,
+    routing_with_values,
+    x_with_values,
 )
 from modular_kernel.testing.cases.nan import (
     insert_nan,
-    names_of,
     nan_arguments,
     route_to_distinct_experts,
+    split_names,
     x_with_nan,
 )
-from modular_kernel.testing.cases.quantized import short_scales
+from modular_kernel.testing.cases.quantized import short_scale_dtype
 from modular_kernel.workspace import FILLS, Fill, poison_tensor
 
 ROUTINGS = (
@@ -46,7 +46,7 @@ ROUTINGS = (
     "all_to_one",  # every token to the same K experts, which get T rows each
     "zipf",  # expert r as likely as r ** -1.2
     "empty_experts",  # every second expert gets no token
-    "duplicates",  # most tokens name an expert twice, some K times
+    "duplicates",  # most tokens have an expert twice, some K times
     "skips",  # some ids are -1, and all those of one token
     "all_skipped",  # all ids are -1
     "out_of_range",  # ids below -1 and from E upwards, to be skipped and counted
@@ -138,13 +138,13 @@ def make_inputs(
     generator = torch.Generator().manual_seed(seed)
     memory = FencedMemory(device, int(variation.layout == "shifted"), fill_of(seed))
     expert_map = random_expert_map(problem, generator)
-    router = hostile_routing(
+    router = routing_with_values(
         _router(problem, routing, expert_map, generator), problem, expert_map, variation.values
     )
     use_int64 = strided or routing == "beyond_int32"
     ids_dtype = problem.ids_dtype or (torch.int64 if use_int64 else torch.int32)
     x_TH = torch.randn(problem.tokens, problem.hidden, generator=generator)
-    x_TH = hostile_x(x_TH, problem, variation.values).to(problem.dtype)
+    x_TH = x_with_values(x_TH, problem, variation.values).to(problem.dtype)
     if variation.nan:
         _check_nan(problem, variation.nan)
         router = route_to_distinct_experts(router, problem, variation.nan)
@@ -155,8 +155,8 @@ def make_inputs(
     )
     if strided and expert_map is not None:
         weights = replace(weights, expert_map=memory(with_other_skip_values(expert_map, problem.e)))
-    slots_T = slots(problem, variation.slot_pattern, generator)
-    matrices = adapters_of(
+    slots_T = draw_slots(problem, variation.slot_pattern, generator)
+    matrices = make_adapters(
         problem, slots_T, generator, with_gaps=strided or variation.layout == "spaced"
     )
     inputs = Inputs(
@@ -175,7 +175,7 @@ def make_inputs(
 def _check_nan(problem: Problem, nan: str) -> None:
     """Raise ConfigurationError unless all tensors named in `nan` can hold a NaN."""
     allowed = nan_arguments(problem)
-    for name in names_of(nan):
+    for name in split_names(nan):
         if name not in allowed:
             raise ConfigurationError("nan", got=name, need=f"some of {', '.join(allowed)}")
 
@@ -187,7 +187,7 @@ def invalid_count(routing: Routing, problem: Problem) -> int:
 
 
 @cache
-def some_routed(problem: Problem, routing: str, seed: int) -> bool:
+def routes_any_pair(problem: Problem, routing: str, seed: int) -> bool:
     """Return whether any pair of `make_inputs` with these arguments has a local expert."""
     generator = torch.Generator().manual_seed(seed)
     expert_map = random_expert_map(problem, generator)
@@ -206,7 +206,7 @@ def fill_of(seed: int) -> Fill:
 
 @dataclass(frozen=True)
 class FencedMemory:
-    """Function that copies a tensor into fenced memory of a device. shift, fill: see `fenced`."""
+    """Callable that copies a tensor into fenced memory of a device. shift, fill: see `fenced`."""
 
     device: torch.device
     shift: int = 0
@@ -289,7 +289,7 @@ def _expert_weights(
     quantized = quantize_weights(
         replace(weights, **uneven, **scales, **biases),
         problem,
-        scale_dtype=short_scales(problem) if variation.own_scales else torch.float32,
+        scale_dtype=short_scale_dtype(problem) if variation.own_scales else torch.float32,
     )
     tensors = {f.name: getattr(quantized, f.name) for f in fields(quantized)}
     copies: dict[str, Any] = {n: t if t is None else memory(t) for n, t in tensors.items()}
@@ -299,14 +299,12 @@ def _expert_weights(
 
 
 def _tied_scale(problem: Problem, static_scale_e: torch.Tensor) -> torch.Tensor:
-    """Return the static scale of x, a power of two, for tied values."""
+    """Return the static scale of x, a power of two, with which values="ties" are midpoints."""
     tied_scale = TIED_SCALE[problem.scheme.activation]
-    if (
-        problem.scheme.scales_by_expert
-    ):  # one global scale per expert besides the computed group scales
-        return static_scale_e.new_tensor([2.0**-8, 2.0**-9]).repeat(len(static_scale_e))[
-            : len(static_scale_e)
-        ]
+    if problem.scheme.scales_by_expert:
+        # These are global scales, applied in addition to the computed scales of groups.
+        experts = len(static_scale_e)
+        return static_scale_e.new_tensor([2.0**-8, 2.0**-9]).repeat(experts)[:experts]
     return torch.full_like(static_scale_e, tied_scale)
 
 
@@ -359,9 +357,9 @@ def _weights(
     fenced_map = None if expert_map is None else memory(expert_map)
     if not problem.bias:
         return ExpertWeights(w1, w2, expert_map=fenced_map)
-    types = (dtype, torch.float32) if strided else (torch.float32, dtype)
-    b1 = memory(normal(e, problem.w1_rows, std=_BIAS_STD, dtype=types[0]))
-    b2 = memory(normal(e, h, std=_BIAS_STD, dtype=types[1]))
+    b1_dtype, b2_dtype = (dtype, torch.float32) if strided else (torch.float32, dtype)
+    b1 = memory(normal(e, problem.w1_rows, std=_BIAS_STD, dtype=b1_dtype))
+    b2 = memory(normal(e, h, std=_BIAS_STD, dtype=b2_dtype))
     return ExpertWeights(w1, w2, b1, b2, fenced_map)
 
 
@@ -376,6 +374,7 @@ def _activation_rms(spec: ActivationSpec) -> float:
 def _router(
     problem: Problem, routing: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> Routing:
+    """Draw the routing of a call, of one of ROUTINGS. Ids are int64, weights float32."""
     tokens, top_k = problem.tokens, problem.top_k
     # K + 1 logits, so that the weights of a row are unequal and do not sum to 1, even for K = 1.
     logits = 1.5 * torch.randn(tokens, top_k + 1, generator=generator)
@@ -386,9 +385,8 @@ def _router(
     ids_TK = _ids(problem, routing, expert_map, generator)
     unused = (ids_TK < 0) | (ids_TK >= problem.experts)
     unused_weights = torch.tensor(_UNUSED_WEIGHTS)
-    offsets = (
-        torch.arange(int(unused.sum())) + tokens
-    )  # with a single unused pair, T selects the weight
+    # Starting at T, so that cases with a single unused pair do not all use the same weight.
+    offsets = torch.arange(int(unused.sum())) + tokens
     weights_TK[unused] = unused_weights[offsets % len(unused_weights)]
     return Routing(weights_TK, ids_TK)
 
@@ -453,7 +451,7 @@ def _draw(
 
 
 def _scatter(ids_TK: torch.Tensor, values: tuple[int, ...], generator: torch.Generator) -> None:
-    """Cycle through `values` on the last pair and about 30 % of the others."""
+    """Overwrite the last id and about 30 % of the others with `values`, used cyclically."""
     if ids_TK.numel() == 0 or not values:
         return
     mask = torch.rand(ids_TK.shape, generator=generator) < 0.3

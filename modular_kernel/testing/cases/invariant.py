@@ -1,7 +1,7 @@
 """Batch-invariance cases: each scheme that supports it, with options that reorder rows.
 
-Many rows per expert and several steps of the depth, so that tiles chosen by the number of tokens
-would differ, and sums in another order would be visible.
+Experts get so many rows, and GEMMs are so deep, that a part that selects tiles or the order of a
+sum by the number of tokens gives different bits.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _SCHEMES = (
 )
 
 
-def batch_invariant(base: Problem) -> Iterator[Variant]:
+def batch_invariant_variants(base: Problem) -> Iterator[Variant]:
     """Yield each scheme in bf16; then float32, and options that change where rows are stored."""
     wide = replace(
         base,

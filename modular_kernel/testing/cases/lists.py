@@ -24,11 +24,11 @@ from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.cases.covering import has_row
 from modular_kernel.testing.cases.handpicked import handpicked_cases
 from modular_kernel.testing.cases.inputs import ROUTINGS
-from modular_kernel.testing.cases.invariant import batch_invariant
+from modular_kernel.testing.cases.invariant import batch_invariant_variants
 from modular_kernel.testing.cases.pairwise import draw, space_of
-from modular_kernel.testing.cases.quantized import quantized
+from modular_kernel.testing.cases.quantized import quantized_variants
 from modular_kernel.testing.cases.row_order import in_row_order
-from modular_kernel.testing.cases.smoke import smoke
+from modular_kernel.testing.cases.smoke import smoke_variants
 
 __all__ = [
     "BASE",
@@ -76,14 +76,15 @@ _BEFORE = "swiglu_clamp_before:limit=0.5"
 def cases_for(
     prepare_finalize: str, experts: str, machine: Machine, level: Level = "full"
 ) -> Selection:
-    """Return the cases of `level` for a pairing, judged for `machine`.
+    """Return the cases of `level` for a pairing, checked for `machine`.
 
-    "full" contains only supported cases, and the refused base case if there are none.
+    With level "full", `Selection.refused` is empty, unless no case is supported: then it contains
+    the base case.
     """
     if level == "smoke":
         candidates = (
             Case(prepare_finalize, experts, in_row_order(p, experts), r, variation=m)
-            for p, r, m in smoke(BASE)
+            for p, r, m in smoke_variants(BASE)
         )
         return _select(candidates, machine)
     array, cases = draw(prepare_finalize, experts, machine)
@@ -103,7 +104,7 @@ def cases_for(
 
 
 def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Selection:
-    """Return the cases of `axes(BASE)` for a pairing, judged for `machine`."""
+    """Return the cases of `axes(BASE)` for a pairing, checked for `machine`."""
     candidates = (
         Case(prepare_finalize, experts, in_row_order(problem, experts), routing)
         for problem, routing in axes(BASE)
@@ -112,6 +113,7 @@ def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Sele
 
 
 def _select(candidates: Iterable[Case], machine: Machine) -> Selection:
+    """Check each candidate, and separate the supported cases from the refused ones."""
     cases: list[Case] = []
     refused: list[tuple[Case, Verdict]] = []
     for case in candidates:
@@ -146,7 +148,7 @@ def axes(base: Problem) -> tuple[Variant, ...]:
     groups: tuple[Iterable[Variant], ...] = (
         [(base, "uniform")],
         _tokens(base),
-        _numbers(base),
+        _dtypes(base),
         _activations(base),
         _biases(base),
         _router_weights(base),
@@ -156,22 +158,23 @@ def axes(base: Problem) -> tuple[Variant, ...]:
         _chunks(base),
         _routings(base),
         _shapes(base),
-        quantized(base),
-        batch_invariant(base),
+        quantized_variants(base),
+        batch_invariant_variants(base),
         _adapters(base),
     )
     return tuple(dict.fromkeys(variant for group in groups for variant in group))
 
 
 def _change(base: Problem, routing: str = "uniform", **changes: Any) -> Variant:
-    """Return `base` with some fields changed."""
+    """Return `base` with some fields changed, and the kind of routing."""
     return replace(base, **changes), routing
 
 
 def _tokens(base: Problem) -> Iterator[Variant]:
-    """Yield 0, 1 and 7 tokens, and token counts around tile sizes, where one expert gets T rows.
+    """Yield 0, 1 and 7 tokens; then token counts T around tile sizes, all routed to one expert.
 
-    Parts choose tiles by the mean rows per expert, so cases for larger tiles have fewer experts.
+    Parts choose tiles by the mean number of rows per expert, so the cases for larger tiles have
+    fewer experts.
     """
     for tokens in (0, 1, 7):
         yield _change(base, tokens=tokens)
@@ -185,7 +188,7 @@ def _tokens(base: Problem) -> Iterator[Variant]:
         yield _change(base, tokens=tokens, top_k=1, experts=1, dtype=_BF16)
 
 
-def _numbers(base: Problem) -> Iterator[Variant]:
+def _dtypes(base: Problem) -> Iterator[Variant]:
     """Yield the dtypes of activations and of ids."""
     yield _change(base, dtype=_FP16)
     yield _change(base, dtype=_BF16)
@@ -273,10 +276,7 @@ def _placements(base: Problem) -> Iterator[Variant]:
 
 
 def _chunks(base: Problem) -> Iterator[Variant]:
-    """Yield token counts around chunks of C = 8 tokens: 0, C - 1, C, C + 1 and 2 C.
-
-    Also chunks together with other options.
-    """
+    """Yield token counts around a chunk of 8 tokens; then chunks together with other options."""
     chunked = replace(base, chunk_tokens=8)
     for tokens in (0, 7, 8, 9, 16):
         yield _change(chunked, tokens=tokens)
@@ -287,7 +287,7 @@ def _chunks(base: Problem) -> Iterator[Variant]:
 
 
 def _adapters(base: Problem) -> Iterator[Variant]:
-    """Yield LoRA cases: ranks that are not a multiple of a block, shared matrices, and others."""
+    """Yield LoRA cases: ranks that are not a multiple of a block, and shared matrices."""
     with_adapters = replace(base, lora="adapters=3,rank=7")
     yield _change(with_adapters)
     yield _change(with_adapters, "skips", dtype=_BF16, bias=True, activation=_OAI)

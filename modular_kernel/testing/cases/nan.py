@@ -1,4 +1,4 @@
-"""NaN in the arguments of a call: the arguments that can hold one, its position, and the cases.
+"""Cases with NaN in the arguments of a call: which arguments can hold one, and at what position.
 
 A NaN must reach every output value computed from it, and no other. The values computed from it are
 those that `reference.recipe` makes NaN.
@@ -19,8 +19,8 @@ _E8M0_NAN = 255
 _MATRICES = ("w1", "w2", "b1", "b2")
 
 
-def names_of(nan: str) -> tuple[str, ...]:
-    """Return the tensor names in `InputVariation.nan`."""
+def split_names(nan: str) -> tuple[str, ...]:
+    """Return the argument names in `InputVariation.nan`."""
     return tuple(filter(None, nan.split("+")))
 
 
@@ -47,7 +47,7 @@ def nan_arguments(problem: Problem) -> tuple[str, ...]:
     return tuple(names)
 
 
-def spreads(name: str, problem: Problem) -> bool:
+def reaches_other_pairs(name: str, problem: Problem) -> bool:
     """Return whether a NaN of one pair's operand reaches pairs that do not read that operand.
 
     It does so through a shared scale: a static one of all activations, or one computed from the
@@ -62,20 +62,20 @@ def spreads(name: str, problem: Problem) -> bool:
     return before_gemm2 or (name == ROUTER and problem.apply_router_weight_on_input)
 
 
-def groups(problem: Problem) -> tuple[str, ...]:
+def nan_groups(problem: Problem) -> tuple[str, ...]:
     """Return values of `InputVariation.nan` that together cover each of `nan_arguments` once.
 
     Arguments whose NaN stays within its pair share one call; each of the others gets a separate
     call.
     """
     names = nan_arguments(problem)
-    contained = tuple(name for name in names if not spreads(name, problem))
+    contained = tuple(name for name in names if not reaches_other_pairs(name, problem))
     return tuple(filter(None, ("+".join(contained), *(n for n in names if n not in contained))))
 
 
 def pairs_needed(nan: str) -> int:
-    """Return the number of pairs a call needs: one per name, and one without a NaN."""
-    return len(names_of(nan)) + 1
+    """Return the number of (token, expert) pairs a call needs: one per name, one without NaN."""
+    return len(split_names(nan)) + 1
 
 
 def route_to_distinct_experts(routing: Routing, problem: Problem, nan: str) -> Routing:
@@ -94,7 +94,7 @@ def route_to_distinct_experts(routing: Routing, problem: Problem, nan: str) -> R
     elif tokens and top_k > 1:
         skipped[-1, -1] = True
     weights_TK = routing.topk_weights_TK.masked_fill(skipped, torch.nan)
-    if ROUTER in names_of(nan):
+    if ROUTER in split_names(nan):
         weights_TK.view(-1)[_pair_of(ROUTER, problem, nan)] = torch.nan
     ids_TK = ids_TK.masked_fill(skipped, -1)
     return replace(routing, topk_weights_TK=weights_TK, topk_ids_TK=ids_TK)
@@ -103,21 +103,23 @@ def route_to_distinct_experts(routing: Routing, problem: Problem, nan: str) -> R
 def x_with_nan(x_TH: torch.Tensor, problem: Problem, nan: str) -> torch.Tensor:
     """Return x with a NaN in the first token, if `nan` names x, and in the skipped token.
 
-    The skipped token has none where one scale is computed from all tokens.
+    The skipped token gets none if one scale is computed from all tokens, which would become NaN.
     """
     x_TH, tokens, column = x_TH.clone(), len(x_TH), x_TH.shape[1] // 3
-    if tokens and X in names_of(nan):
+    if tokens and X in split_names(nan):
         x_TH[0, column] = torch.nan
-    one_scale = problem.scheme.activation_granularity == "tensor" and not problem.scheme.static
-    if tokens > 2 and not one_scale:
+    has_computed_scale = (
+        problem.scheme.activation_granularity == "tensor" and not problem.scheme.static
+    )
+    if tokens > 2 and not has_computed_scale:
         x_TH[-1, column] = torch.nan
     return x_TH
 
 
 def insert_nan(weights: ExpertWeights, routing: Routing, problem: Problem, nan: str) -> None:
-    """Put a NaN into each field of `weights` that `nan` names, at the expert of the name's pair."""
+    """Put a NaN into each field of `weights` that `nan` names, for the expert of `_pair_of`."""
     ids, slots_T = routing.topk_ids_TK.flatten(), routing.slots_T
-    for name in names_of(nan):
+    for name in split_names(nan):
         if name in (X, ROUTER) or not len(ids):
             continue
         pair, tensor = _pair_of(name, problem, nan), getattr(weights, name)
@@ -140,9 +142,9 @@ def insert_nan(weights: ExpertWeights, routing: Routing, problem: Problem, nan: 
 
 
 def _pair_of(name: str, problem: Problem, nan: str) -> int:
-    """Return the pair, t * K + k, reserved for a name; the first token is reserved for x."""
-    names = [n for n in names_of(nan) if n != X]
-    first = problem.top_k if X in names_of(nan) and problem.tokens > 1 else 0
+    """Return the index t * K + k of the pair reserved for a name; token 0 is reserved for x."""
+    names = [n for n in split_names(nan) if n != X]
+    first = problem.top_k if X in split_names(nan) and problem.tokens > 1 else 0
     return (first + names.index(name)) % max(1, problem.tokens * problem.top_k)
 
 
@@ -170,31 +172,33 @@ def nan_problems() -> Iterator[NanProblem]:
     """Yield every scheme with a NaN in each of its arguments, with many tokens and with few."""
     for quant in ("none", *SCHEMES):
         problem = replace(_BASE, quant=quant)
-        for nan in groups(problem):
-            yield many(problem, nan)
-        yield few(problem)
+        for nan in nan_groups(problem):
+            yield one_token_per_name(problem, nan)
+        yield one_token(problem)
         if problem.scheme.dispatched_quantized:
             yield two_tokens(problem)
     for activation in (_CLAMPED, ActivationSpec.parse("relu2")):
         problem = replace(_BASE, activation=activation)
-        yield many(problem, *groups(problem))
+        yield one_token_per_name(problem, *nan_groups(problem))
     on_input = replace(_BASE, apply_router_weight_on_input=True, bias=False)
     for quant in ("none", "fp8_w8a8_tensor", "int8_w8a8_channel"):
-        yield many(replace(on_input, quant=quant), ROUTER)
+        yield one_token_per_name(replace(on_input, quant=quant), ROUTER)
     for quant in ("none", "fp8_w8a8_channel"):
         problem = replace(_BASE, quant=quant, bias=False, lora="adapters=2,rank=16")
-        yield many(problem, "+".join(ADAPTER_TENSORS))
+        yield one_token_per_name(problem, "+".join(ADAPTER_TENSORS))
 
 
-def many(problem: Problem, nan: str) -> NanProblem:
+def one_token_per_name(problem: Problem, nan: str) -> NanProblem:
     """Return a problem with one expert per token and one token per name."""
     tokens = pairs_needed(nan) + 1
     return replace(problem, tokens=tokens, experts=tokens), nan
 
 
-def few(problem: Problem) -> NanProblem:
+def one_token(problem: Problem) -> NanProblem:
     """Return a problem with one token whose top-k rows are kept, so that each name has a row."""
-    nan = "+".join(n for n in nan_arguments(problem) if n != X and not spreads(n, problem))
+    nan = "+".join(
+        n for n in nan_arguments(problem) if n != X and not reaches_other_pairs(n, problem)
+    )
     top_k = pairs_needed(nan) + 1
     unreduced = replace(problem, combine=Combine.TOPK_WEIGHTED, tokens=1, top_k=top_k)
     return replace(unreduced, experts=top_k), nan

@@ -1,7 +1,8 @@
-"""Finds the supported case that is nearest to a refused one, for parts with restricted shapes.
+"""Find the supported case that is nearest to a refused one, for parts with restricted shapes.
 
 Cases are as small as unrestricted parts allow. A vendor's kernels may support only a few hidden
-sizes, 16-bit dtypes, or equal blocks of experts. Their cases are changed in these properties only.
+sizes, 16-bit dtypes, or the same number of experts on each rank. For these kernels, cases are
+changed in these properties only.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ class HasPlacement(Protocol):
 
 
 Value = TypeVar("Value")
-Case = TypeVar("Case", bound=HasPlacement)
+VariantT = TypeVar("VariantT", bound=HasPlacement)
 
 HIDDEN = (64, 128, 256, 512, 1024, 2048, 2560, 4096, 5120, 6144, 7168, 8192)
 INTERMEDIATE = (128, 256, 512)
@@ -44,7 +45,7 @@ AXES = {
 }
 
 
-def neighbors(variant: Case, verdict: Verdict, world_size: int) -> Iterator[Case]:
+def neighbors(variant: VariantT, verdict: Verdict, world_size: int) -> Iterator[VariantT]:
     """Yield variants with other values of the axes that `verdict` rejects, small changes first.
 
     Yields nothing if `verdict` also rejects something that does not depend on the shape.
@@ -53,10 +54,8 @@ def neighbors(variant: Case, verdict: Verdict, world_size: int) -> Iterator[Case
     part_rules = rules - set(RULES)
     if not rules - part_rules <= set().union(*AXES.values()):
         return
-    problem, changed_axes = (
-        variant.problem,
-        {axis for axis, rules_met in AXES.items() if rules & rules_met},
-    )
+    problem = variant.problem
+    changed_axes = {axis for axis, axis_rules in AXES.items() if rules & axis_rules}
     if part_rules:
         changed_axes.add("hidden")
     placements: list[tuple[str, int]] = [(variant.placement, problem.experts)]
@@ -64,18 +63,18 @@ def neighbors(variant: Case, verdict: Verdict, world_size: int) -> Iterator[Case
         divisible_experts = -(-problem.experts // world_size) * world_size
         placements.append(("linear", divisible_experts))
     dtypes = _with_first(problem.dtype, DTYPES if "dtype" in changed_axes else ())
-    inner = _with_first(
+    intermediate = _with_first(
         problem.intermediate, INTERMEDIATE if "intermediate" in changed_axes else ()
     )
     hidden = _with_first(problem.hidden, HIDDEN if "hidden" in changed_axes else ())
-    for (placement, experts), dtype, i, h in product(placements, dtypes, inner, hidden):
+    for (placement, experts), dtype, i, h in product(placements, dtypes, intermediate, hidden):
         changed = replace(problem, experts=experts, dtype=dtype, intermediate=i, hidden=h)
         if (changed, placement) != (problem, variant.placement):
             yield replace(variant, problem=changed, placement=placement)
 
 
 def difference(before: Problem, after: Problem) -> str:
-    """Return the changes of a fitted case as text: "hidden 48 -> 2048, experts 5 -> 6"."""
+    """Return the changes between two problems as text: "hidden 48 -> 2048, experts 5 -> 6"."""
     names = ("hidden", "intermediate", "experts", "dtype")
     fields = [(n, getattr(before, n), getattr(after, n)) for n in names]
     changes = [f"{n} {old} -> {new}" for n, old, new in fields if old != new]
@@ -85,4 +84,5 @@ def difference(before: Problem, after: Problem) -> str:
 
 
 def _with_first(value: Value, others: tuple[Value, ...]) -> tuple[Value, ...]:
+    """Return `value`, then the others that differ from it."""
     return (value, *(other for other in others if other != value))

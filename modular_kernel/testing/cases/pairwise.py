@@ -29,7 +29,7 @@ from modular_kernel.testing.cases.adapters import SLOT_PATTERNS
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
 from modular_kernel.testing.cases.hostile import HANDPICKED_VALUES, VALUES, unsupported_reason
-from modular_kernel.testing.cases.inputs import LAYOUTS, ROUTINGS, InputVariation, some_routed
+from modular_kernel.testing.cases.inputs import LAYOUTS, ROUTINGS, InputVariation, routes_any_pair
 from modular_kernel.testing.cases.quantized import SCHEMES
 from modular_kernel.testing.cases.row_order import in_row_order
 
@@ -61,10 +61,12 @@ _CHUNKS: dict[str, Callable[[int], int | None]] = {
     "ragged": lambda tokens: max(1, -(-2 * tokens // 5)),  # three chunks, the last one shorter
 }
 
-# The default value comes first. H and I: multiples and non-multiples of the schemes' blocks, the
-# tiles and the load vectors. T: thresholds between code paths and tile sizes, as far as such small
-# numbers reach; if one expert gets all tokens this is its number of rows. E: thresholds of counting
-# and sorting.
+# The default value of each axis comes first.
+# - hidden, intermediate: multiples and non-multiples of the schemes' blocks, of tiles, and of the
+#   width of loads.
+# - tokens: values around the lower thresholds at which parts change code paths or tile sizes. If
+#   one expert gets all tokens, this is its number of rows.
+# - experts: values around thresholds of the kernels that count and sort.
 AXES = (
     Axis("quant", ("none", *SCHEMES)),
     Axis("numbers", ((_BF16, "ieee"), (_FP32, "ieee"), (_FP32, "tf32"), (_FP16, "ieee"))),
@@ -91,8 +93,9 @@ AXES = (
     Axis("batch_invariant", (False, True), varies_cost=True),
     Axis("seed", (0, 1, 2)),
 )
-# Only for pairings that support adapters, so that the rows of other pairings do not change. Ranks
-# are multiples and non-multiples of the blocks, and larger than a block; some slots are unused.
+# Only for pairings that support adapters, so that the rows of other pairings do not depend on them.
+# Ranks of adapters: multiples and non-multiples of a block, and more than one block. With three or
+# more adapters, some slots are unused.
 LORA_AXES = (
     Axis(
         "lora",
@@ -205,7 +208,7 @@ def _problem_part(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
 
 @lru_cache(maxsize=2**14)  # fits one pairing; most entries serve the next one too
 def _problem_of_part(part: Row) -> Problem | str:
-    """Return the problem of such a part, or the reason why it is invalid."""
+    """Return the problem of such a partial row, or the reason why it is invalid."""
     named_values = zip(_PROBLEM_AXES, part, strict=False)  # without LORA_AXES the part is shorter
     try:
         return problem_of({axis.name: axis.values[i] for axis, i in named_values})
@@ -258,10 +261,11 @@ def _part_getter(*names: str) -> Callable[[Sequence[int]], Row]:
 
 
 def _values_of_part(part: Row, *names: str) -> tuple[Any, ...]:
-    """Return the axis values of such a part."""
+    """Return the values of the axes `names` in such a partial row."""
     return tuple(AXES[_AXIS_INDEX[name]].values[i] for name, i in zip(names, part, strict=True))
 
 
+# The axes on which the routing, the blocks of rows, and the work of each block depend.
 _ROUTED_BY = ("tokens", "experts", "top_k", "placement", "routing", "seed")
 _BLOCKS_BY = ("tokens", "top_k", "experts", "placement", "chunks")
 _WORK_BY = ("numbers", "hidden", "intermediate", "by_turns", "batch_invariant")
@@ -285,7 +289,7 @@ def _computes(part: Row) -> bool:
     mapped = placement != "all"
     # The drawn ids do not depend on the other fields of the problem.
     problem = Problem(tokens, 1, 1, experts, top_k, local_experts=num_local, expert_map=mapped)
-    return some_routed(problem, routing, 1000 * seed)
+    return routes_any_pair(problem, routing, 1000 * seed)
 
 
 def cost_of(row: Sequence[int]) -> float:
@@ -297,10 +301,7 @@ def cost_of(row: Sequence[int]) -> float:
 
 @cache
 def _blocks(part: Row) -> tuple[float, float]:
-    """Return the fixed seconds of a call, and the seconds per tile of weights.
-
-    Both depend on the number of chunks and of blocks of rows in them.
-    """
+    """Return the seconds of a call without tiles, and the seconds per tile of weights."""
     tokens, top_k, experts, placement, chunks = _values_of_part(part, *_BLOCKS_BY)
     num_local = {"one_mapped": 1, "half_mapped": (experts + 1) // 2}.get(placement, experts)
     pairs, chunk_count = tokens * top_k, {"ragged": 3, "one_more": 2}.get(chunks, 1)

@@ -1,4 +1,4 @@
-"""Coverage of an experts part by cells: (code path, scheme, value of one property).
+"""Measure how cases cover an experts part, in cells: (code path, scheme, value of one property).
 
 A part selects its path by the shape of a call. A scheme can therefore have many cases of which none
 enters its fast path, so a list of cases is also measured by the cells it covers. `reachable_cells`
@@ -21,7 +21,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.adapters import SLOT_PATTERNS
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import LAYOUTS, InputVariation, make_inputs
-from modular_kernel.testing.cases.quantized import SCHEMES, short_scales
+from modular_kernel.testing.cases.quantized import SCHEMES, short_scale_dtype
 
 # Token counts that select different paths. Ascending, so that the first one to enter a path is the
 # cheapest case for it.
@@ -35,7 +35,7 @@ _FLAGS = ("zero_points", "static", "repacked")
 
 @dataclass(frozen=True, order=True)
 class PathCell:
-    """A path with a scheme and the value of one axis, such as "bias=True" or "layout=spaced"."""
+    """A code path, a scheme, and one property such as "bias=True" or "layout=spaced"."""
 
     path: str
     scheme: str
@@ -113,7 +113,7 @@ def scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
 
 
 def _probes() -> Iterator[tuple[Problem, InputVariation]]:
-    """Yield each scheme unchanged, then with one property changed at a time."""
+    """Yield each scheme with every layout, then with one other property changed at a time."""
     changes: tuple[dict[str, Any], ...] = (
         {"bias": True},
         {"dtype": torch.float16},
@@ -129,7 +129,7 @@ def _probes() -> Iterator[tuple[Problem, InputVariation]]:
             yield problem, InputVariation(layout=layout)
         for change in changes:
             yield replace(problem, **change), InputVariation()
-        if problem.scheme.quantized and short_scales(problem) in scale_dtypes(problem):
+        if problem.scheme.quantized and short_scale_dtype(problem) in scale_dtypes(problem):
             yield problem, InputVariation(own_scales=True)
 
 
@@ -154,14 +154,14 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
     for quant in ("none", *SCHEMES):
         scheme = QuantScheme.parse(quant)
         if scheme.act_order:
-            continue  # supported only by a path that the pairwise-covering cases enter
+            continue  # only one path supports it, which the pairwise-covering cases enter
         for layout, bias, dtype, activation in combinations[:2] if scheme.packed else combinations:
             changes: dict[str, Any] = {"bias": bias, "dtype": dtype, "activation": activation}
             problem = replace(_BASE, tokens=1, quant=quant, **changes)
             has_short_scales = (
                 scheme.quantized
                 and layout == "plain"
-                and short_scales(problem) in scale_dtypes(problem)
+                and short_scale_dtype(problem) in scale_dtypes(problem)
             )
             variation = InputVariation(layout=layout, own_scales=has_short_scales)
             yield problem, "uniform", variation

@@ -11,8 +11,8 @@ from modular_kernel.spec.problem import Combine, Problem
 
 Variant = tuple[Problem, str]
 
-# Every scheme with its default group size, or with half of it or less, so that the shapes below
-# have several groups and a ragged last one.
+# Every scheme. Group sizes are the default ones, or at most half of them, so that the shapes below
+# have several groups, the last of them incomplete.
 SCHEMES = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_tensor:static=true",
@@ -38,8 +38,8 @@ SCHEMES = (
 )
 
 
-def quantized(base: Problem) -> Iterator[Variant]:
-    """Yield each scheme in bf16; then one scheme of each kind with relevant options."""
+def quantized_variants(base: Problem) -> Iterator[Variant]:
+    """Yield each scheme in bf16; then some schemes with options that affect them."""
     wide = replace(base, hidden=160, intermediate=96, dtype=torch.bfloat16)
 
     def change(quant: str, routing: str = "uniform", **changes: Any) -> Variant:
@@ -71,7 +71,7 @@ def quantized(base: Problem) -> Iterator[Variant]:
     yield change("int8_w8a16_group:group=64", dtype=torch.float32, tokens=7)
 
 
-def short_scales(problem: Problem) -> torch.dtype:
+def short_scale_dtype(problem: Problem) -> torch.dtype:
     """Return a 16-bit dtype for weight scales: the problem's dtype if that has 16 bits.
 
     For integer weights and odd top_k the other 16-bit dtype. A float32 problem gives float32.

@@ -23,8 +23,9 @@ def inputs_of_rank(
 ) -> Inputs:
     """Return one rank's inputs: the rows `tokens` and the weights of its experts.
 
-    problem: that of the rank. global_inputs, strided: the result of `make_inputs` for all ranks,
-    and its argument. Each tensor is copied to `memory` and keeps its layout.
+    global_inputs: the result of `make_inputs` for the tokens and experts of all ranks. problem:
+    that of this rank. strided: the value that was passed to `make_inputs`. Each tensor is copied to
+    `memory` and keeps its layout.
     """
     rank = problem.parallel.rank
     x_TH, routing = global_inputs.x_TH[tokens], global_inputs.routing
@@ -51,9 +52,9 @@ def inputs_of_rank(
 def _select_experts(
     weights: ExpertWeights, experts: Sequence[int], shared: Sequence[str]
 ) -> dict[str, torch.Tensor | None]:
-    """Return every tensor of the weights, restricted to these experts.
+    """Return every tensor of the weights by name, restricted to these experts.
 
-    of_all: names of the tensors that all experts share.
+    shared: names of the tensors that all experts share.
     """
     index = torch.tensor(experts)
     tensors = {field.name: getattr(weights, field.name) for field in fields(weights)}
@@ -64,9 +65,9 @@ def _select_experts(
 
 
 def _select(name: str, values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the rank's part of a tensor.
+    """Return a tensor of ExpertWeights, by its field name, restricted to the experts in `index`.
 
-    The expert dimension of adapters is the second, of size 1 where experts share one matrix.
+    In adapters, the expert dimension is the second one, and has size 1 if experts share a matrix.
     """
     if name not in ADAPTER_TENSORS:
         return _index(values, index)
@@ -74,13 +75,14 @@ def _select(name: str, values: torch.Tensor, index: torch.Tensor) -> torch.Tenso
 
 
 def _index(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return values[index] in the memory layout of `values`, which may be transposed."""
+    """Return values[index], transposed in memory if `values` is."""
     if values.dim() == 3 and values.stride(-1) != 1:
         return values.mT[index].mT
     return values[index]
 
 
 def _copy_with_layout(values: torch.Tensor, memory: FencedMemory) -> torch.Tensor:
+    """Copy a tensor to `memory`, transposed in memory if it is."""
     if values.dim() == 3 and values.stride(-1) != 1:
         return memory(values.mT).mT
     return memory(values)

@@ -1,7 +1,7 @@
-"""Pairwise-covering rows of the features of a layer over ranks.
+"""Pairwise-covering cases over ranks: every pair of values of two axes occurs in some row.
 
-They are drawn once per number of ranks, for the least restrictive parts. A row that another part
-refuses is left out of its list, or replaced by the nearest supported shape.
+The rows are drawn once per number of ranks, for the least restrictive parts. `ranks` turns them
+into cases. If another part refuses a row, it gets the nearest supported shape, or no such case.
 """
 
 from dataclasses import replace
@@ -86,7 +86,7 @@ def problem_of(row: Row, world_size: int) -> Problem:
 
 
 def variation_of(row: Row) -> InputVariation:
-    """Return the memory layout and values of the tensors of a row's case."""
+    """Return the input variation of a row."""
     values = values_of(row)
     return InputVariation(values=values["values"], slot_pattern=values["named"])
 

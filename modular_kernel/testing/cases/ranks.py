@@ -1,8 +1,8 @@
 """Cases over ranks: a problem, the number of tokens of each rank, and the placement of experts.
 
-As in `lists`: a base, one change per axis, and small products over axes that interact. The number
-of tokens differs from rank to rank and may be 0. Experts are placed in blocks that do not divide
-evenly, round-robin, or with copies.
+As in `lists`, there is a base case, a case with one change per axis, and small products over axes
+that interact. The number of tokens differs between ranks and may be 0. Experts are placed in blocks
+of unequal size, round-robin, or with copies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 
 
 def _with_copies(experts: int, world_size: int) -> Placement:
-    """Place experts in blocks; the first rank also has the last expert, the last rank the first."""
+    """Place experts in blocks, and copy the last expert to the first rank and vice versa."""
     copies: dict[int, tuple[int, ...]] = {experts - 1: (0,), 0: (world_size - 1,)}
     return Placement.linear(experts, world_size).with_copies(copies)
 
@@ -52,7 +52,7 @@ PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {
 
 
 def parse_placement(text: str, experts: int, world_size: int) -> Placement:
-    """Return the placement with a name in PLACEMENTS, or of experts by rank such as "0,2/1,3".
+    """Parse a placement: a name in PLACEMENTS, or the experts of each rank, such as "0,2/1,3".
 
     Raise ConfigurationError for any other text.
     """
@@ -66,7 +66,7 @@ def parse_placement(text: str, experts: int, world_size: int) -> Placement:
 
 
 def placement_name(placement: Placement) -> str:
-    """Return the text that `parse_placement` turns into this placement, a name if there is one."""
+    """Return the text that `parse_placement` parses into this placement; a name if it has one."""
     experts, world_size = placement.experts, placement.world_size
     for name, make_placement in PLACEMENTS.items():
         if experts >= world_size > 1 and placement == make_placement(experts, world_size):
@@ -78,9 +78,9 @@ def placement_name(placement: Placement) -> str:
 class RankCase(Case):
     """One test case over ranks.
 
-    problem: that of rank 0; other ranks differ in `parallel.rank` only. Its `tokens` is the maximum
-    of any rank. tokens: the number of each rank in the first call. fault: the name of the fault
-    scenario that is run in addition, or "".
+    problem: that of rank 0; other ranks differ in `parallel.rank` only. `problem.tokens` is the
+    maximum over the ranks. tokens: the number of tokens of each rank in the first call. fault: the
+    fault scenario that is run in addition (see `scenario_names.SCENARIOS`), or "" for none.
     """
 
     tokens: tuple[int, ...] = ()
@@ -139,14 +139,15 @@ class RankCase(Case):
         }
 
     def __str__(self) -> str:
-        tokens, placed = "+".join(map(str, self.tokens)), placement_name(self.problem.placement)
+        tokens = "+".join(map(str, self.tokens))
+        placement = placement_name(self.problem.placement)
         fault = f"-{self.fault}" if self.fault else ""
-        return f"{super().__str__()}-{tokens}-{placed}{fault}"
+        return f"{super().__str__()}-{tokens}-{placement}{fault}"
 
 
 @dataclass(frozen=True)
 class RankSelection:
-    """The cases of a pairing over ranks, and those that the rules refuse, each with its verdict.
+    """The valid cases of a pairing over ranks, and those that the rules refuse, with verdicts.
 
     replacements: (refused case, case of a supported shape that replaces it).
     """
@@ -158,11 +159,11 @@ class RankSelection:
 
 @dataclass(frozen=True)
 class Variant:
-    """The part of a case that does not depend on the pairing and the ranks.
+    """A case without its pairing and number of ranks.
 
-    tokens: of each rank, repeated cyclically; with replicated input every rank passes the largest.
-    fault, variation: as in RankCase. max_tokens: lower bound of the problem's number of tokens,
-    above that of any rank; 0 for none.
+    tokens: number of tokens of each rank, repeated cyclically. With replicated input, every rank
+    passes the maximum. fault, variation: as in RankCase. max_tokens: lower bound of
+    `problem.tokens`, for a problem that allows more tokens than any rank passes.
     """
 
     problem: Problem
@@ -216,32 +217,30 @@ def rank_cases_for(
     scenarios = ("", *supported_scenarios(part, machine))
     interpreted = "triton" in catalog.experts(experts).requires.packages
     for variant in rank_variants(world_size, level):
-        # Interpreted GEMMs of such a depth exceed the deadline of the other ranks.
-        too_long = interpreted and variant.problem.hidden >= _LONG_ROWS
-        # So do the padding rows of many ranks, in parts that pass them on.
-        too_long |= (
+        # While one rank interprets such deep GEMMs, the deadline of the other ranks expires.
+        exceeds_deadline = interpreted and variant.problem.hidden >= _LONG_ROWS
+        # The same holds if a part passes the padding rows of many ranks to the experts.
+        exceeds_deadline |= (
             bool(variant.max_tokens) and part.requires.padding is not None and world_size > 2
         )
-        if too_long or variant.fault not in scenarios:
+        if exceeds_deadline or variant.fault not in scenarios:
             continue
         case = variant.case(prepare_finalize, experts, world_size)
         verdict = case.verdict(machine)
         accepted: RankCase | None = case
         if not verdict.ok:
             refused.append((case, verdict))
-            neighbor_variants = neighbors(variant, verdict, world_size)
             candidates = (
                 neighbor.case(prepare_finalize, experts, world_size)
-                for neighbor in neighbor_variants
+                for neighbor in neighbors(variant, verdict, world_size)
             )
             accepted = next(
                 (candidate for candidate in candidates if candidate.verdict(machine).ok), None
             )
             if accepted is not None:
                 replacements.append((case, accepted))
-        if (
-            accepted is not None and accepted not in cases
-        ):  # several refused cases may have one replacement
+        # Several refused cases may have the same replacement.
+        if accepted is not None and accepted not in cases:
             cases.append(accepted)
     selection = RankSelection(tuple(cases), tuple(refused), tuple(replacements))
     return selection if ranks_per_host is None else _on_hosts(selection, ranks_per_host, machine)
@@ -322,8 +321,8 @@ def _smoke(base: Problem, world_size: int) -> Iterator[Variant]:
     wide = replace(even, hidden=160, intermediate=96, dtype=_BF16)
     yield _variant(wide, tokens=(0, 5), graph=True, quant=block)
     ties = InputVariation(values="ties")
-    eight = replace(even, hidden=64, intermediate=32, dtype=_BF16, quant="int8_w8a8_channel")
-    yield Variant(eight, "round_robin", (4, 0), "skips", variation=ties)
+    int8 = replace(even, hidden=64, intermediate=32, dtype=_BF16, quant="int8_w8a8_channel")
+    yield Variant(int8, "round_robin", (4, 0), "skips", variation=ties)
 
 
 def _full(base: Problem, world_size: int) -> Iterator[Variant]:
@@ -354,7 +353,7 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
     for combine in (Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED):
         yield change("skips", combine=combine, routed_scaling_factor=2.5)
     yield change(chunk_tokens=4)
-    # The number received if one rank has the experts of all tokens.
+    # The number of tokens a rank receives if it has the experts of all tokens.
     total_tokens = sum(UNEVEN[rank % len(UNEVEN)] for rank in range(world_size))
     yield change("all_to_one", max_received=total_tokens)
     yield change("duplicates", inplace=True, dtype=_BF16, top_k=3)
@@ -382,7 +381,7 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
     block = "fp8_w8a8_block:block=48x64"
     yield _variant(wide, "skips", quant=block, placement="copies", top_k=3, bias=True)
     yield _variant(wide, "zipf", quant=block, placement="round_robin", tokens=(0, 17))
-    # More rows than one program quantizes; and the groups divide I, but not H.
+    # More rows than one program quantizes. The group size divides I, but not H.
     yield _variant(wide, intermediate=128, quant=block, tokens=(35, 2))
 
 
@@ -428,23 +427,23 @@ def _captured(base: Problem, world_size: int) -> Iterator[Variant]:
 
 
 def _adapters(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Yield adapters: slots are sent with tokens, matrices are placed with experts."""
+    """Yield LoRA cases: slots travel with the tokens, matrices are placed with the experts."""
     with_adapters = replace(base, lora="adapters=3,rank=7")
     yield _variant(with_adapters, "skips", placement="copies", top_k=3, bias=True)
     yield _variant(with_adapters, placement="round_robin", tokens=(0, 9), dtype=_BF16)
     yield _variant(with_adapters, lora="adapters=4,rank=20,a13=shared,outer=shared", tokens=(5, 3))
-    nobody, without = InputVariation(slot_pattern="nobody"), InputVariation(slot_pattern="without")
-    yield Variant(with_adapters, "linear", UNEVEN, "uniform", variation=nobody)
-    yield Variant(with_adapters, "linear", UNEVEN, "uniform", variation=without)
+    for slot_pattern in ("nobody", "without"):
+        variation = InputVariation(slot_pattern=slot_pattern)
+        yield Variant(with_adapters, "linear", UNEVEN, "uniform", variation=variation)
     block = replace(with_adapters, hidden=160, intermediate=96, quant="fp8_w8a8_block:block=32x32")
     yield _variant(block, dtype=_BF16)
 
 
 def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Yield shapes and values that stress scales.
+    """Yield shapes and values that are difficult for scales.
 
-    Groups that are not a power of two; rows longer than a program holds; a scale of all tokens set
-    by a value on one rank; values so small that the scale is clamped.
+    Group sizes that are not a power of two; rows longer than one program holds; one scale for all
+    tokens, determined by a value on one rank; values so small that the scale is clamped.
     """
     one_expert_each = replace(base, experts=2 * world_size, top_k=1)
     ragged = replace(one_expert_each, hidden=160, intermediate=136)
@@ -452,9 +451,9 @@ def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
     yield _variant(
         one_expert_each, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32"
     )
-    # The problem allows so many tokens that programs read more of a row at once; calls pass few.
-    roomy = replace(one_expert_each, hidden=2080, intermediate=16)
-    yield Variant(roomy, "linear", (3, 1), "uniform", max_tokens=513)
+    # problem.tokens is so large that a program reads more of a row at once. Calls pass few tokens.
+    long_rows = replace(one_expert_each, hidden=2080, intermediate=16)
+    yield Variant(long_rows, "linear", (3, 1), "uniform", max_tokens=513)
     peaks, faint = InputVariation(values="peaks"), InputVariation(values="faint")
     wide = replace(
         one_expert_each, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16
@@ -464,12 +463,13 @@ def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
     wide_groups = f"fp8_w8a8_block:block=16x{_LONG_ROWS}"
     for quant, tokens in (("fp8_w8a8_channel", (2, 1)), (wide_groups, (5, 4))):
         yield Variant(replace(long, quant=quant), "linear", tokens, "uniform", variation=peaks)
-    # The only token of all ranks is zero, and so is the maximum that sets their common scale.
-    nothing = replace(one_expert_each, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
+    # The only token of all ranks is zero, and so is the maximum that determines the common scale.
+    zero_input = replace(one_expert_each, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
     yield Variant(
-        nothing, "linear", (1, 0), "uniform", variation=InputVariation(values="zero_rows")
+        zero_input, "linear", (1, 0), "uniform", variation=InputVariation(values="zero_rows")
     )
-    # A NaN of a token, of a pair and of an expert reaches no other rank's rows.
+    # A NaN in a token, in the router weight of a pair, and in the bias of an expert: rows of other
+    # ranks must not become NaN.
     for quant in ("none", "int8_w8a8_channel", "fp8_w8a8_block:block=48x64"):
         nan = InputVariation(nan="x+topk_weights+b2")
         with_nan = replace(

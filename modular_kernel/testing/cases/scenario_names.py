@@ -8,7 +8,13 @@ from typing import Any
 from modular_kernel.contracts import PrepareAndFinalize
 from modular_kernel.spec.problem import Machine
 
-SCENARIOS = ("misunderstood", "broken-off", "late", "stays-out", "finished-by-turns")
+SCENARIOS = (
+    "misunderstood",  # rank 1 makes calls that are inconsistent with those of the other ranks
+    "broken-off",  # the experts of rank 1 raise an error
+    "late",  # rank 1 is late: within the deadline, then beyond it
+    "stays-out",  # rank 1 does not construct its part
+    "finished-by-turns",  # rank 1 finishes two calls in reverse order
+)
 # Scenarios that managers detect even if ranks exchange no call numbers before the rows.
 _SCENARIOS_WITHOUT_COUNTERS = ("misunderstood", "late", "stays-out")
 
@@ -16,7 +22,7 @@ _SCENARIOS_WITHOUT_COUNTERS = ("misunderstood", "late", "stays-out")
 def supported_scenarios(part: type[PrepareAndFinalize], machine: Machine) -> tuple[str, ...]:
     """Return the fault scenarios that a part supports: none on GPUs or with third-party libraries.
 
-    For parts without scenarios, the fault matrix only checks that all ranks exit in time.
+    For parts without scenarios, `stress.fault_matrix` only checks that all ranks exit in time.
     """
     if machine.device != "cpu" or manager_class(part) is None:
         return ()
@@ -40,12 +46,12 @@ def shares_memory(part: type[PrepareAndFinalize]) -> bool:
 def prefers_near_copies(part: type[PrepareAndFinalize]) -> bool:
     """Return whether (token, expert) pairs must go to the nearest copy of the expert.
 
-    False without a manager, or if the class itself defines `prefer_local_copies`. A part that
-    inherits the value is tested too.
+    False for a part without a manager, and for one that sets `prefer_local_copies` itself. A part
+    that inherits the value is tested.
     """
     return manager_class(part) is not None and "prefer_local_copies" not in vars(part)
 
 
 def manager_class(part: type[PrepareAndFinalize]) -> Any:
-    """Return the class that makes a manager from a process group; None if the part has none."""
+    """Return the class of a part's manager, which owns its communicator; None if it has none."""
     return getattr(part, "manager_class", None)

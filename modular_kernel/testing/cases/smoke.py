@@ -16,7 +16,7 @@ _TIES = InputVariation(values="ties")
 Variant = tuple[Problem, str, InputVariation]
 
 
-def smoke(base: Problem) -> tuple[Variant, ...]:
+def smoke_variants(base: Problem) -> tuple[Variant, ...]:
     """Return cases that touch every axis, then one or two of each family of schemes."""
     # Router weights of either sign, and NaN for skipped pairs.
     signed = (
@@ -44,9 +44,10 @@ def _plain(base: Problem) -> Iterator[Variant]:
 
 
 def _quantized(base: Problem) -> Iterator[Variant]:
-    """Yield schemes, each with something that affects its scales: chunks, interleaving, biases.
+    """Yield schemes, each with an option that affects its scales: chunks, interleaving, biases.
 
-    Where activations are quantized, x holds ties of their dtype, which alone reveal how they round.
+    Where activations are quantized, x holds midpoints between values of their dtype, because only
+    midpoints reveal how a part rounds.
     """
     few = replace(base, tokens=7, dtype=_BF16)
     chunked = replace(few, chunk_tokens=4)
@@ -79,10 +80,10 @@ def _quantized(base: Problem) -> Iterator[Variant]:
 
 
 def _adapters(base: Problem) -> Iterator[Variant]:
-    """Yield adapters: a rank that is no multiple of a block, shared matrices, unused slots.
+    """Yield adapters: a rank that is not a multiple of a block, shared matrices, unused slots.
 
-    Also calls without adapters in a layer that has some, and scales shared by rows with and without
-    adapters.
+    Also a call without adapters to a layer that has some, and blocks of scales that rows with and
+    without adapters share.
     """
     with_adapters = replace(base, tokens=7, dtype=_BF16, lora="adapters=3,rank=7")
     yield replace(with_adapters, bias=True, activation=_OAI), "skips", ORDINARY

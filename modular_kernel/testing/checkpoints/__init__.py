@@ -1,1 +1,1 @@
-"""Tiny checkpoints of published families and formats, with their exact values in float64."""
+"""Write tiny checkpoints of published model families and formats, with exact float64 values."""

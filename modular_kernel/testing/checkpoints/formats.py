@@ -1,8 +1,11 @@
-"""Tiny matrices in the formats of published checkpoints, with their exact values.
+"""Make tiny matrices in the formats of published checkpoints, with their exact values.
 
-Codes and scales are drawn at random, never rounded from other numbers, so the float64 values are
-exactly those of the stored matrix. The packing follows the documentation
-of the formats and shares no code with `modular_kernel.checkpoints`.
+Codes and scales are drawn at random, not rounded from other numbers, so the float64 values are
+exactly those of the stored matrix. The packing follows the documentation of the formats, and shares
+no code with `modular_kernel.checkpoints`.
+
+Most functions are, or return, a `Make`: a function that draws a matrix. Their arguments are the
+parameters of the format.
 """
 
 from collections import Counter
@@ -14,7 +17,7 @@ import torch
 
 F64, FP8 = torch.float64, torch.float8_e4m3fn
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=F64)
-# AWQ stores column n of eight in nibble AWQ_ORDER[n] of a word.
+# Of eight columns, AWQ stores column n in nibble AWQ_ORDER[n] of an int32 word.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -26,13 +29,15 @@ class StoredMatrix:
     values: torch.Tensor
 
 
+# (rows N, depth K, generator, gain) -> a matrix. gain multiplies the scales, so that the scales of
+# two matrices differ.
 Make = Callable[[int, int, torch.Generator, float], StoredMatrix]
 
 
 def pack_words(
     codes: torch.Tensor, dim: int, bits: int, order: tuple[int, ...] | None = None
 ) -> Any:
-    """Pack int64 codes into int32 along `dim`; value i of a word has bits `bits * order[i]`."""
+    """Pack int64 codes into int32 along `dim`; code i of a word starts at bit bits * order[i]."""
     codes_per_word = 32 // bits
     order = order or tuple(range(codes_per_word))
     codes = codes.movedim(dim, -1)
@@ -43,6 +48,7 @@ def pack_words(
 
 
 def expand_tiles(tiles: torch.Tensor, rows: int, depth: int, bn: int, bk: int) -> torch.Tensor:
+    """Repeat each scale over its tile of bn x bk values; return (rows, depth) float64."""
     return tiles.to(F64).repeat_interleave(bn, 0)[:rows].repeat_interleave(bk, 1)[:, :depth]
 
 
@@ -51,7 +57,7 @@ def _randn(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
 
 
 def _uniform(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
-    """Draw distinct scales of similar magnitude, between 0.6 and 1.4."""
+    """Draw scales of similar magnitude, between 0.6 and 1.4."""
     return 0.6 + 0.8 * torch.rand(*shape, generator=g)
 
 
@@ -94,7 +100,7 @@ def fp8_block_4d(rows: int, depth: int, g: torch.Generator, gain: float) -> Stor
 
 
 def mxfp8(name: str, scale_dtype: torch.dtype) -> Make:
-    """Make e4m3 codes with E8M0 scales, of bytes or of their own dtype, per 32 columns."""
+    """Make e4m3 codes with an E8M0 scale per 32 columns, stored as uint8 or float8_e8m0fnu."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         w = _fp8_codes(rows, depth, g)
@@ -108,20 +114,19 @@ def mxfp8(name: str, scale_dtype: torch.dtype) -> Make:
 
 
 def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), shared_scale: bool = False) -> Make:
-    """Make fp8 matrices with per-tensor scales; static adds an input scale.
+    """Make fp8 matrices with per-tensor scales.
 
-    shared_scale: all matrices of the same depth have the same scales.
+    static: whether there is an input scale, too. shared_scale: whether all matrices of the same
+    depth have the same scales.
     """
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         w = _fp8_codes(rows, depth, g)
-        gain_factor, input_factor = (
-            (torch.ones(1), torch.ones(1)) if shared_scale else (_uniform((1,), g) * gain, None)
-        )
+        gain_factor = torch.ones(1) if shared_scale else _uniform((1,), g) * gain
         scale = (gain_factor / (100 * depth**0.5)).reshape(shape)
         tensors = {"weight": w, "weight_scale": scale}
         if static:
-            input_factor = _uniform((1,), g) if input_factor is None else input_factor
+            input_factor = torch.ones(1) if shared_scale else _uniform((1,), g)
             tensors["input_scale"] = (16 / 448 * input_factor).reshape(shape)
         return StoredMatrix(tensors, w.to(F64) * scale.to(F64))
 
@@ -160,7 +165,7 @@ def _zero_points(
 
 @dataclass(frozen=True)
 class _GroupedMatrix:
-    """Values (codes - zeros) * scale; zeros and scale have one column per group of `width`."""
+    """Values (codes - zeros) * scale. zeros, scale: one column per group of `width` columns."""
 
     codes: torch.Tensor
     zeros: torch.Tensor
@@ -171,7 +176,11 @@ class _GroupedMatrix:
 
 @dataclass(frozen=True)
 class _GroupFormat:
-    """Codes in groups along the depth, with scales of `dtype`. group: None or -1 for one group."""
+    """Integer codes in groups along the depth.
+
+    group: number of columns of a group; None or -1 for one group. symmetric: whether all zero
+    points are the middle of the range. dtype: that of the scales.
+    """
 
     bits: int
     group: int | None
@@ -191,7 +200,7 @@ class _GroupFormat:
 
 
 def compressed_tensors(bits: int, group: int | None, *, symmetric: bool = True) -> Make:
-    """Make pack-quantized matrices: N rows, K packed. group: None for one scale per row."""
+    """Make pack-quantized matrices, packed along K. group: None for one scale per row."""
 
     group_format = _GroupFormat(bits, group, symmetric, torch.bfloat16)
 
@@ -246,15 +255,16 @@ def gptq(bits: int, group: int, *, symmetric: bool = True, zero_point_offset: in
 
 
 def with_act_order(make: Make, group_index_name: str, group: int, codes_name: str) -> Make:
-    """Make matrices like `make` with columns assigned to random groups (act-order).
+    """Make matrices like `make`, with columns assigned to groups at random (act order).
 
-    The n-th gate and the n-th up matrix get the same order.
+    The n-th gate and the n-th up matrix get the same assignment. group_index_name, codes_name:
+    names of the tensors of group indices and of codes.
     """
     counts: Counter[Any] = Counter()
 
     def make_shuffled(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         stored, seed = make(rows, depth, g, gain), counts[rows, depth, gain]
-        counts[rows, depth, gain] += 1  # counts gate and up matrices separately
+        counts[rows, depth, gain] += 1  # gate and up matrices differ in gain
         generator = torch.Generator().manual_seed(seed)
         column_order = torch.randperm(depth, generator=generator)  # position of each sorted column
         tensors = dict(stored.tensors)
@@ -288,7 +298,7 @@ def _mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> Any:
 
 
 def with_e8m0_dtype(make: Make, name: str) -> Make:
-    """Make matrices like `make` whose bytes of scales have the dtype float8_e8m0fnu."""
+    """Make matrices like `make`, with scales of the dtype float8_e8m0fnu instead of uint8."""
 
     def make_with_dtype(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         stored = make(rows, depth, g, gain)
@@ -304,7 +314,7 @@ def mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatri
 
 
 def mxfp4_deepseek(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-    """Make DeepSeek-V4's experts: codes in int8, and scales in their own dtype."""
+    """Make a matrix of DeepSeek-V4's experts: codes in int8, scales in float8_e8m0fnu."""
     packed, scale, values = _mxfp4(rows, depth, g, gain)
     tensors = {"weight": packed.view(torch.int8), "scale": scale.view(torch.float8_e8m0fnu)}
     return StoredMatrix(tensors, values)
@@ -328,10 +338,10 @@ def nvfp4(
     divides: bool,
     shared_scale: bool = False,
 ) -> Make:
-    """Make matrices of e2m1 codes with e4m3 scales per 16 and one float32 scale.
+    """Make matrices of e2m1 codes with an e4m3 scale per 16 columns and one float32 scale.
 
-    divides: whether the float32 scale divides the values instead of multiplying them.
-    shared_scale: all matrices of the same depth have the same float32 scale.
+    divides: whether the float32 scale divides the values instead of multiplying them. shared_scale:
+    whether all matrices of the same depth have the same float32 scale.
     """
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:

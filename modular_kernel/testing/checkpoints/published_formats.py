@@ -1,4 +1,4 @@
-"""Formats of published checkpoints, each with its quantization_config and its scheme."""
+"""List the formats of published checkpoints, with their quantization_config and scheme."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +31,8 @@ from modular_kernel.testing.checkpoints.formats import (
 class CheckpointFormat:
     """One checkpoint format.
 
-    config: its quantization_config. make: (rows, depth, generator, gain) -> StoredMatrix,
-    where gain multiplies the scales, so that the scales of two matrices differ. scheme: the scheme
-    it is loaded as. bound: maximum relative error of a layer against float64.
+    config: its quantization_config. make: draws a matrix. scheme: the scheme as which weights are
+    loaded. bound: maximum relative error of a layer with these weights, compared with float64.
     """
 
     config: dict[str, Any] | None
@@ -262,7 +261,7 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
         "int4_w4a16_group:group=64,zero_points=true",
     ),
     "gptq int8": CheckpointFormat(_GPTQ | {"bits": 8}, gptq(8, 64), "int8_w8a16_group:group=64"),
-    # One group per row; 256 is the larger depth of a layer with the default sizes of samples.write.
+    # One group per row. With the default sizes of samples.write, the larger depth is 256.
     "awq, one group": CheckpointFormat(
         _AWQ | {"group_size": -1}, awq(-1), "int4_w4a16_group:group=256,zero_points=true"
     ),
@@ -352,7 +351,7 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
     ),
 }
 
-# Act-order: columns not sorted by group; supported by `load_experts` only.
+# Act order: columns are not sorted by group. Only `load_experts` supports it.
 _PACKED4 = _compressed_config("pack-quantized", _int_config(4, 32) | {"actorder": "group"})
 ACT_ORDER_FORMATS: dict[str, CheckpointFormat] = {
     "gptq, act-order": CheckpointFormat(
@@ -377,8 +376,8 @@ ACT_ORDER_FORMATS: dict[str, CheckpointFormat] = {
     ),
 }
 
-# Fused experts of Llama 4 and gpt-oss, (e, K, N): ModelOpt's, with one scale for all experts, and
-# FBGEMM's.
+# Formats of fused experts, (e, K, N), of Llama 4 and gpt-oss: FBGEMM's, and ModelOpt's, which has
+# one scale for all experts.
 FUSED_FORMATS: dict[str, CheckpointFormat] = {
     "fbgemm fp8, fused": CheckpointFormat(
         CHECKPOINT_FORMATS["fbgemm fp8"].config,

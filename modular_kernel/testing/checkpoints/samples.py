@@ -1,6 +1,6 @@
-"""Tiny checkpoints with names, layouts and config.json of published families, and exact results.
+"""Write tiny checkpoints with the tensor names and config.json of published model families.
 
-sample = write(folder, "mixtral", "awq")        # config.json, model.safetensors (or shards)
+sample = write(folder, "mixtral", "awq")           # config.json, model.safetensors (or shards)
 sample.expected_output(x_TH, weights_TK, ids_TK)   # float64
 """
 
@@ -27,7 +27,7 @@ PROJECTIONS, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 @dataclass(frozen=True)
 class LayerMatrices:
-    """Gate, up and down of each expert of one layer; the rows of b1 are interleaved."""
+    """Gate, up and down matrices of each expert of one layer. The rows of b1 are interleaved."""
 
     gate: list[StoredMatrix]
     up: list[StoredMatrix]
@@ -36,7 +36,7 @@ class LayerMatrices:
     b2: torch.Tensor | None = None
 
     def stacked(self, name: str, kind: str = "weight") -> torch.Tensor:
-        """Stack a tensor of all experts, (E, N, K) for weights; equal scalars become (1,)."""
+        """Stack a tensor of all experts: (E, N, K) for weights. Equal scalars become one, (1,)."""
         tensors = [matrix.tensors[kind] for matrix in getattr(self, name)]
         stack = torch.stack([t.reshape(()) if t.numel() == 1 else t for t in tensors])
         return stack[:1] if stack.dim() == 1 and bool((stack == stack[0]).all()) else stack
@@ -52,7 +52,7 @@ class LayerMatrices:
         return torch.stack([gate, up], 2).flatten(1, 2) if gate.dim() > 1 else gate.maximum(up)
 
     def transposed(self, *, interleaved: bool = False) -> Tensors:
-        """Return every stacked tensor, last two dimensions swapped; scalars have shape ()."""
+        """Return every stacked tensor, with the last two dimensions swapped; scalars as ()."""
         tensors: Tensors = {}
         for kind in self.gate[0].tensors:
             first = self.interleaved_gate_up(kind) if interleaved else self.gate_up(kind)
@@ -65,19 +65,19 @@ class LayerMatrices:
         return tensors
 
 
+# (prefix of the layer, matrices) -> tensors by their names in the checkpoint.
 NameTensors = Callable[[str, LayerMatrices], Tensors]
 
 
 def per_expert_modules(block: str, names: tuple[str, ...] = PROJECTIONS) -> NameTensors:
-    """Name one module for each projection of each expert."""
+    """Name one module for each projection of each expert.
+
+    block: name of the experts' module. names: of gate, up and down; or of up and down.
+    """
 
     def name_tensors(layer_prefix: str, matrices: LayerMatrices) -> Tensors:
         tensors: Tensors = {}
-        projections = (
-            (matrices.gate, matrices.up, matrices.down)
-            if len(names) == 3
-            else (matrices.up, matrices.down)
-        )
+        projections = [matrices.gate, matrices.up, matrices.down][-len(names) :]
         for name, experts in zip(names, projections, strict=True):
             for e, stored in enumerate(experts):
                 for kind, tensor in stored.tensors.items():
@@ -88,6 +88,8 @@ def per_expert_modules(block: str, names: tuple[str, ...] = PROJECTIONS) -> Name
 
 
 def fused(block: str, *, transposed: bool = False) -> NameTensors:
+    """Name one tensor of gate and up, and one of down, for all experts."""
+
     def name_tensors(layer_prefix: str, m: LayerMatrices) -> Tensors:
         tensors_by_name = {"gate_up_proj": m.gate_up(), "down_proj": m.stacked("down")}
         tensors = m.transposed() if transposed else tensors_by_name
@@ -97,7 +99,7 @@ def fused(block: str, *, transposed: bool = False) -> NameTensors:
 
 
 def gpt_oss(layer_prefix: str, m: LayerMatrices) -> Tensors:
-    """Name fused tensors in 16 bits and in mxfp4; other formats split the projections."""
+    """Name fused tensors in 16 bits, mxfp4 and ModelOpt's formats, else separate projections."""
     prefix = f"{layer_prefix}mlp.experts"
     assert m.b1 is not None
     assert m.b2 is not None
@@ -109,8 +111,11 @@ def gpt_oss(layer_prefix: str, m: LayerMatrices) -> Tensors:
         }
     if kinds != {"blocks", "scales"}:
         biases = {"gate_proj": m.b1[:, 0::2], "up_proj": m.b1[:, 1::2], "down_proj": m.b2}
-        split_biases = {f"{prefix}.{e}.{name}.bias": bias[e].clone()
-               for name, bias in biases.items() for e in range(len(bias))}  # fmt: skip
+        split_biases = {
+            f"{prefix}.{e}.{name}.bias": bias[e].clone()
+            for name, bias in biases.items()
+            for e in range(len(bias))
+        }
         return per_expert_modules("mlp.experts")(layer_prefix, m) | split_biases
     for kind in ("blocks", "scales"):
         gate = torch.stack([e.tensors[kind] for e in m.gate])
@@ -165,7 +170,7 @@ def dbrx(layer_prefix: str, m: LayerMatrices) -> Tensors:
 
 
 def step(layer_prefix: str, m: LayerMatrices) -> Tensors:
-    """Name stacked modules, in which scales are stacked too."""
+    """Name one tensor per projection for all experts. Scales are stacked, too."""
     tensors: Tensors = {}
     for name, experts in (("gate_proj", m.gate), ("up_proj", m.up), ("down_proj", m.down)):
         for kind in experts[0].tensors:
@@ -187,8 +192,9 @@ class ModelFamily:
     """A published model family.
 
     names: names the tensors of a layer. sizes: config keys of the number of experts, top-k,
-    intermediate and hidden size. front: prefix of layer names. more: further config entries.
-    inside: model type whose text_config holds the config, or "".
+    intermediate and hidden size. layer_prefix: prefix of layer names. extra_config: further config
+    entries. wrapper_type: model type whose text_config holds the config, or "". act: the activation
+    that `Sample.expected_output` applies. bias: whether the experts have biases.
     """
 
     names: NameTensors
@@ -211,11 +217,9 @@ class ModelFamily:
             hidden = size_values.pop("d_model")
             return config | {"d_model": hidden, "ffn_config": size_values}
         config |= size_values
-        return (
-            {"model_type": self.wrapper_type, "text_config": config}
-            if self.wrapper_type
-            else config
-        )
+        if self.wrapper_type:
+            return {"model_type": self.wrapper_type, "text_config": config}
+        return config
 
 
 _TOP_K = "num_experts_per_tok"
@@ -310,7 +314,8 @@ FAMILIES: dict[str, ModelFamily] = {
 class Sample:
     """A written checkpoint.
 
-    w1: (E, 2I or I, H) float64, gate rows first. w2: (E, H, I) float64.
+    kind: its format. published: its model family. w1: (E, 2I or I, H) float64, gate rows first. w2:
+    (E, H, I) float64. b1: (E, 2I), gate rows first. scaling: the routed scaling factor.
     """
 
     folder: Path
@@ -335,7 +340,7 @@ class Sample:
     def expected_output(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the layer's output pair by pair, (T, H) float64."""
+        """Compute the output of the layer pair by pair: (T, H) float64."""
         on_input = self.config.get("model_type") == "llama4"
         y = torch.zeros_like(x)
         for t in range(len(x)):
@@ -392,15 +397,14 @@ def write(  # noqa: PLR0913 (independent options)
     seed: int = 0,
     change: Callable[[Tensors], None] | None = None,
 ) -> Sample:
-    """Write a checkpoint and return it with the exact weights of the last of `layers`.
+    """Write a checkpoint; return it with the exact weights of the last of `layers`.
 
-    shards: number of files; several get an index. change: modifies the tensors, by name, before
-    they are written.
+    family: a key of FAMILIES. kind: a key of CHECKPOINT_FORMATS, ACT_ORDER_FORMATS or
+    FUSED_FORMATS. shards: number of files; if it is more than one, an index is written. change:
+    modifies the tensors, by name, before they are written.
     """
-    model_family, checkpoint_format = (
-        FAMILIES[family],
-        (CHECKPOINT_FORMATS | ACT_ORDER_FORMATS | FUSED_FORMATS)[kind],
-    )
+    model_family = FAMILIES[family]
+    checkpoint_format = (CHECKPOINT_FORMATS | ACT_ORDER_FORMATS | FUSED_FORMATS)[kind]
     g = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for layer in layers:
@@ -440,7 +444,7 @@ def write(  # noqa: PLR0913 (independent options)
 
 
 def save(folder: Path, tensors: Tensors, shards: int = 1) -> None:
-    """Write one model.safetensors, or shards with an index, in which experts span shards."""
+    """Write one model.safetensors, or an index and shards among which tensors alternate."""
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return

@@ -1,1 +1,1 @@
-"""Compilation of every kernel without a GPU, with the compiler's resource report."""
+"""Compile every kernel without a GPU, and check the compiler's report of its resources."""

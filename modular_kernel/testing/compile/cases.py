@@ -1,9 +1,9 @@
-"""Compiles every Triton kernel as the parts launch it, for a GPU that need not be present.
+"""Compile every Triton kernel as the parts launch it, for a GPU that need not be present.
 
-Every valid pairing of Triton parts runs once per case on meta tensors inside `record_compiles`.
-Tiles, flags and shapes are those of real calls on that GPU, so there are no hand-written signatures
-to maintain. Kernels that need ranks are launched by `meta_calls` of their parts; operations that no
-single-rank layer uses are launched by this module.
+Every valid pairing with a Triton part is called once per problem, on meta tensors, inside
+`record_compiles`. Tiles, flags and shapes are those of real calls on that GPU, so there are no
+hand-written signatures to maintain. Kernels of parts that need several ranks are launched by the
+parts' `meta_calls`. This module launches operations that are not used on one rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,7 +50,8 @@ from modular_kernel.workspace import Workspace
 _META = torch.device("meta")
 _FP8_ONLY_KERNELS = {"amax_kernel"}  # computes per-tensor scales, which only fp8 has
 _FP8_ARCH = 89
-# Small enough to quantize on a CPU, large enough for every tile: block_n <= 256, block_k <= 128.
+# The layer of the base problem is small enough to quantize on a CPU, and large enough for every
+# tile: block_n <= 256, block_k <= 128.
 _SCHEMES = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_channel",
@@ -100,10 +101,10 @@ ProgressBar = Callable[[int], AbstractContextManager[Callable[[], None]]]
 
 
 def problems() -> tuple[Problem, ...]:
-    """Return problems that reach every tile regime in every dtype, and every kernel flag."""
-    # Without alignment; then 2, 16, 40 and 256 rows per expert.
+    """Return problems that need every kind of tile in every dtype, and every kernel flag."""
+    # The first takes the path without alignment. The others have 2, 16, 40 and 256 rows per expert.
     bf16 = [replace(_BASE, tokens=t) for t in (1, 4, 32, 80, 512)]
-    # Many pairs, which are counted in separate launches.
+    # With many pairs, counting them takes several launches.
     fp32 = [replace(_BASE, tokens=t, dtype=torch.float32) for t in (4, 4096)]
     changes: tuple[dict[str, object], ...] = (
         {"dtype": torch.float16},
@@ -122,7 +123,7 @@ def problems() -> tuple[Problem, ...]:
     )
     large = replace(_BASE, tokens=512)
     with_adapters = [replace(_BASE, tokens=t, lora="adapters=4,rank=32") for t in (4, 512)]
-    # Interleaved rows: an argument of 1 is specialized as a constant.
+    # With interleaved rows, an argument is 1, which Triton specializes as a constant.
     with_adapters += [
         replace(problem, activation="silu:interleaved=true") for problem in with_adapters
     ]
@@ -134,20 +135,20 @@ def problems() -> tuple[Problem, ...]:
     with_adapters += [
         replace(many_experts, quant=q) for q in ("none", "fp8_w8a8_channel", "fp8_w8a16_tensor")
     ]
-    # Paths that the base does not reach: packed 4-bit words with one token; a depth of 1024.
+    # Paths that the other problems do not take: packed 4-bit words with one token, a depth of 1024.
     packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED]
     deep = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
     quantized = [replace(_BASE, tokens=t, quant=q) for q in _SCHEMES for t in (4, 512)]
-    # Many rows per expert: mxfp4 weights are dequantized first.
+    # With many rows per expert, mxfp4 weights are dequantized before the GEMM.
     quantized += [replace(_BASE, tokens=2048, quant=quant) for quant in _PACKED[1:]]
     flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
     return (*bf16, *fp32, *flags, *quantized, *packed, deep, *with_adapters, *_large_top_k())
 
 
 def _large_top_k() -> tuple[Problem, ...]:
-    """Return problems with K up to the bound: not a power of two, and the largest.
+    """Return problems with large K: one that is not a power of two, and the maximum.
 
-    One token takes the paths without alignment, whose launches depend on K.
+    Problems with one token take paths without alignment, whose launches depend on K.
     """
     base = replace(_BASE, tokens=1, experts=64)
     not_power, largest = replace(base, top_k=22), replace(base, top_k=MAX_TOP_K)
@@ -177,20 +178,18 @@ def compile_all(
 ) -> CompileResult:
     """Compile all cases for `target` ("sm_90", ...) as they are launched there.
 
-    workers: number of processes that share the cases; the result does not depend on it, except for
-    `seconds`. name_filter: part of the name of a case or of a kernel. Matching cases compile all
-    their kernels, other cases only matching kernels, and only kernels with matching names are
-    listed as left out.
+    workers: number of processes among which the cases are divided; the result does not depend on
+    it, except for `seconds`. name_filter: a part of the name of a case or of a kernel. Cases whose
+    name matches compile all their kernels; other cases, only the kernels whose names match. Only
+    kernels with matching names are listed as left out.
     """
     steps = _steps(_machine(target), target, name_filter)
     rows: dict[str, CompiledRow] = {}
     with (bar or _no_bar)(len(steps)) as advance:
-        is_shared = workers > 1
-        row_lists = (
-            _run_in_workers(target, name_filter, len(steps), workers)
-            if is_shared
-            else _run_steps(steps, target)
-        )
+        if workers > 1:
+            row_lists = _run_in_workers(target, name_filter, len(steps), workers)
+        else:
+            row_lists = _run_steps(steps, target)
         for case_rows in row_lists:
             for row in case_rows:
                 rows.setdefault(repr(replace(row.record, seconds=0.0)), row)
@@ -217,7 +216,7 @@ def _run_steps(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[C
 
 
 def _check_records(cases: Cases, target: str) -> list[CompiledRow]:
-    """Check each kernel in the process that compiled it: counting instructions is as slow."""
+    """Check each kernel. Done in the process that compiled it, because disassembly is slow, too."""
     return [
         CompiledRow(case, record, check(record, _expected_instruction(record, target)))
         for case, records in cases
@@ -228,7 +227,7 @@ def _check_records(cases: Cases, target: str) -> list[CompiledRow]:
 def _run_in_workers(
     target: str, name_filter: str, steps: int, workers: int
 ) -> Iterator[list[CompiledRow]]:
-    """Yield the results of all steps in order; each process takes the next free step."""
+    """Yield the results of all steps in order. Each process takes the next step when it is free."""
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus) as pool:
         yield from pool.map(_run_step, [target] * steps, [name_filter] * steps, range(steps))
@@ -240,12 +239,13 @@ def _run_step(target: str, name_filter: str, index: int) -> list[CompiledRow]:
 
 
 def _skip_reason(kernel: DefinedKernel, target: str) -> str:
+    """Return why no case launches a kernel for `target`; "" if one should."""
     if kernel.targets and target not in kernel.targets:
         return f"{', '.join(kernel.targets)} only"
     if kernel.left_out:
         return kernel.left_out
-    fp8 = kernel.name in _FP8_ONLY_KERNELS and int(target.removeprefix("sm_")) < _FP8_ARCH
-    return f"fp8 only, sm_{_FP8_ARCH} or newer" if fp8 else ""
+    needs_fp8 = kernel.name in _FP8_ONLY_KERNELS and int(target.removeprefix("sm_")) < _FP8_ARCH
+    return f"fp8 only, sm_{_FP8_ARCH} or newer" if needs_fp8 else ""
 
 
 @contextmanager
@@ -254,7 +254,7 @@ def _no_bar(total: int) -> Iterator[Callable[[], None]]:
 
 
 def _machine(target: str) -> Machine:
-    """Return a GPU of that architecture with the installed packages."""
+    """Return a GPU of the architecture `target` with the installed packages."""
     arch = int(target.removeprefix("sm_"))
     packages = importable({"triton", *packages_of(load_catalog())})
     return Machine("cuda", (arch // 10, arch % 10), packages)
@@ -290,7 +290,7 @@ def _steps(machine: Machine, target: str, name_filter: str = "") -> list[Callabl
 
 
 def _compile_problem(problem: Problem, machine: Machine, target: str, name_filter: str) -> Cases:
-    """Yield the launches of every pairing with a Triton part for `problem`."""
+    """Yield the launches of every valid pairing with a Triton experts part for `problem`."""
     for verdict in check_all(problem, machine):
         experts, case = load_catalog().experts(verdict.experts), f"{verdict.pairing} {problem}"
         if not verdict.ok or "triton" not in experts.requires.packages:
@@ -332,7 +332,7 @@ def compile_call(
 
 
 def _launch_activation() -> None:
-    """Launch the activation as a separate operation; parts fuse it."""
+    """Launch the activation as a separate operation, since parts fuse it."""
     rows, intermediate = 4, _BASE.intermediate
     out = torch.empty(rows, intermediate, dtype=_BASE.dtype, device=_META)
     for kind in GATED + UNGATED:
@@ -358,9 +358,9 @@ def _pairs(top_k: int) -> Pairs:
 
 
 def _launch_numbering() -> None:
-    """Launch the numbering of a library's rows, alone and with quantization.
+    """Launch the kernels that number pairs by expert slots, alone and with quantization.
 
-    The parts that use it need ranks.
+    The parts that use them need several ranks.
     """
     for top_k in (1, 3, 8, 22, MAX_TOP_K):
         number_pairs(_pairs(top_k))
@@ -374,7 +374,7 @@ def _launch_numbering() -> None:
 
 
 def _launch_live_pairs() -> None:
-    """Launch the masking of rows received from other ranks, by their ids."""
+    """Launch the kernel that masks received rows without a local expert."""
     for dtype in (torch.int32, torch.int64):
         live_pairs(
             torch.empty(16, 8, dtype=dtype, device=_META),
@@ -386,7 +386,7 @@ def _launch_live_pairs() -> None:
 
 
 def _launch_zero_rows() -> None:
-    """Launch the zeroing of rows that a library leaves undefined."""
+    """Launch the kernel that zeroes rows which a library leaves undefined."""
     for dtype in (torch.bfloat16, torch.float16):
         rows = torch.empty(4, 256, _BASE.hidden, dtype=dtype, device=_META)
         zero_rows(rows, torch.empty(4, dtype=torch.int32, device=_META))
@@ -435,21 +435,21 @@ def _to_meta(inputs: Inputs) -> Inputs:
 def _expected_instruction(record: CompileRecord, target: str) -> str | None:
     """Return the instruction that a GEMM must use, or None for other kernels.
 
-    On Hopper these are warpgroup MMAs if the tile has at least 64 rows of tokens or of weights.
+    On sm_90, it is a warpgroup MMA if the tile has at least 64 rows of tokens or of weights.
     """
     block_m = record.config.get("BLOCK_M")
     if not isinstance(block_m, int):
         return None
-    rows = record.dtypes["a_ptr"]
-    if rows == "fp32" and record.config["PRECISION"] == "ieee":
+    a_dtype = record.dtypes["a_ptr"]
+    if a_dtype == "fp32" and record.config["PRECISION"] == "ieee":
         return "FFMA"
-    # Unconverted weights may be the 64-row operand, see add_product.
-    can_swap = record.config.get("MODE") in ("plain", "w8a8") and rows != "fp32"
+    # Weights that need no conversion may be the operand with 64 rows; see `add_product`.
+    can_swap = record.config.get("MODE") in ("plain", "w8a8") and a_dtype != "fp32"
     block_n = record.config.get("BLOCK_N")
     has_64_rows = block_m >= 64 or (can_swap and isinstance(block_n, int) and block_n >= 64)
     uses_wgmma = has_64_rows and target == "sm_90"
-    if rows == "i8":
+    if a_dtype == "i8":
         return "IGMMA" if uses_wgmma else "IMMA"
-    if rows == "fp8e4nv" and uses_wgmma:
+    if a_dtype == "fp8e4nv" and uses_wgmma:
         return "QGMMA"
     return "HGMMA" if uses_wgmma else "HMMA"  # without wgmma, fp8 operands are converted to fp16

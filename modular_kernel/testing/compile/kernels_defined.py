@@ -1,9 +1,9 @@
-"""The Triton and Gluon kernels of the installed parts that can be launched.
+"""Find the Triton and Gluon kernels that the installed parts define.
 
-Kernels are in packages called `kernels`, anywhere below the package of a part or of the operations,
-and their names end in `_kernel`; other jitted functions are called by kernels. `TARGETS` in a
-package or module of kernels restricts them to those GPUs. `LEFT_OUT` in a module gives the reason
-why no case of `mk compile` launches a kernel.
+Kernels are in packages called `kernels`, anywhere below the package of a part or below
+modular_kernel.ops. Their names end in `_kernel`; other jit functions are device functions that
+kernels call. A package or module may define `TARGETS`, the GPU architectures that its kernels
+support, and a module `LEFT_OUT`, {kernel name: why no case of `mk compile` launches it}.
 """
 
 import pkgutil
@@ -21,10 +21,10 @@ from modular_kernel.catalog import load_catalog
 
 @dataclass(frozen=True)
 class DefinedKernel:
-    """A kernel.
+    """A kernel that a part can launch.
 
-    module: where it is defined. targets: the GPU architectures that it supports, () for all.
-    left_out: why no case launches it; "" if one should.
+    module: where it is defined. targets: the GPU architectures that it supports; () for all.
+    left_out: why no case launches it; "" if a case should.
     """
 
     name: str
@@ -36,7 +36,7 @@ class DefinedKernel:
 def defined_kernels(name_filter: str = "") -> dict[str, DefinedKernel]:
     """Return every Triton kernel of the installed parts and of the operations, by name.
 
-    name_filter: part of the name.
+    name_filter: only kernels whose name contains it.
     """
     return {name: kernel for name, kernel in _defined().items() if name_filter in name}
 
@@ -50,7 +50,7 @@ def _defined() -> dict[str, DefinedKernel]:
     kernels = {}
     for package in map(import_module, sorted(packages)):
         if getattr(package, "LANGUAGE", "triton") != "triton":
-            continue  # other languages may have no compiler here
+            continue  # compilers of other languages may not be installed
         for module, targets in _modules(package, ()):
             for name, value in vars(module).items():
                 is_local = isinstance(value, JITFunction) and value.module == module.__name__
@@ -70,7 +70,7 @@ def _packages_of_kernels(root: str) -> Iterator[str]:
 def _modules(
     module: ModuleType, targets: tuple[str, ...]
 ) -> Iterator[tuple[ModuleType, tuple[str, ...]]]:
-    """Yield a module and those below it, each with the TARGETS of the nearest package above."""
+    """Yield a module and those below it, each with its TARGETS, or those of the nearest package."""
     targets = tuple(getattr(module, "TARGETS", targets))
     yield module, targets
     for info in pkgutil.iter_modules(getattr(module, "__path__", ())):

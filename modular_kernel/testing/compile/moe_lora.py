@@ -1,4 +1,4 @@
-"""Launches of the parallel LoRA branch on meta tensors, for compilation."""
+"""Launch the kernels of `run_moe_lora` on meta tensors, for compilation."""
 
 import torch
 
@@ -10,7 +10,7 @@ EXPERTS, SLOTS = 8, 4
 def launch_all(
     dtype: torch.dtype, max_rank: int, *, tokens: int = 4, hidden: int = 512, top_k: int = 2
 ) -> None:
-    """Launch the staged and the fused strategy."""
+    """Launch the kernels of both strategies, staged and fused. max_rank: the maximum LoRA rank."""
     intermediate = hidden // 2
     shapes = (
         (max_rank, hidden),

@@ -1,13 +1,13 @@
-"""Compiler reports of kernels, on a machine without a GPU.
+"""Compile kernels on a machine without a GPU, and report their resources.
 
     with record_compiles("sm_90") as records:
         grouped_gemm(x_RH, weights, ...)        # ordinary host code, on CPU or meta tensors
     for record in records:
         assert check(record, expect="HGMMA") == ()
 
-Inside the context every launch is compiled for the target and recorded; nothing runs and no output
-is written. Triton decides at decoration time whether a kernel is interpreted, so a process either
-interprets (TRITON_INTERPRET=1) or compiles, never both. Not thread-safe.
+Inside the context, every launch is compiled for the target and recorded. Nothing runs, and no
+output is written. Triton decides when a kernel is defined whether it is interpreted, so a process
+either interprets (TRITON_INTERPRET=1) or compiles, never both. Not thread-safe.
 """
 
 import re
@@ -33,18 +33,18 @@ from triton.runtime.jit import JITFunction, MockTensor
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.utils.tensor_checks import compile_only
 
-# Triton has no annotations; this type is for its kernels, jit functions and launch arguments.
+# Stands for Triton's kernels, jit functions and launch arguments, which have no type annotations.
 TritonObject = Any
 
-# Counted SASS mnemonics: tensor cores of each generation and number format, plain float32, TMA and
-# asynchronous copies, stores to shared memory, loads and stores of spilled registers, register
-# moves, and byte permutations.
+# The SASS mnemonics that are counted: tensor-core instructions of each generation and number
+# format, float32 FMA, TMA and asynchronous copies, stores to shared memory, loads and stores of
+# spilled registers, register moves, and byte permutations.
 FAMILIES = (
     *("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA", "FFMA"),
     *("UTMALDG", "UTMASTG", "LDGSTS", "STS", "LDL", "STL", "MOV", "PRMT"),
 )
 
-# One thread block of sm_90 or sm_100 may use 227 KiB.
+# Maximum shared memory of a thread block on sm_90 and sm_100: 227 KiB.
 MAX_SHARED = 232_448
 
 # IMAD.MOV is a register move and counted as MOV.
@@ -79,8 +79,8 @@ class CompileRecord:
 class Instructions(Mapping[str, int]):
     """Number of occurrences of each of FAMILIES in a kernel's code.
 
-    Counted on first access, because disassembling a kernel takes as long as compiling it;
-    `is_counted` is False until then. The repr identifies the code in either case.
+    They are counted on first access, because disassembling a kernel takes as long as compiling it.
+    `is_counted` is False until then. The repr contains a hash of the code.
     """
 
     def __init__(self, cubin: bytes) -> None:
@@ -112,8 +112,9 @@ def check(
 ) -> tuple[str, ...]:
     """Return the violations of `record`, () if there are none.
 
-    expect: one of FAMILIES that the code must contain, such as the tensor-core instruction. Raises
-    ConfigurationError for an unknown one. max_shared: limit of shared memory in bytes.
+    expect: an element of FAMILIES that the code must contain, such as a tensor-core instruction.
+    max_shared: limit of shared memory in bytes. Raises ConfigurationError if `expect` is not in
+    FAMILIES.
     """
     if expect is not None and expect not in FAMILIES:
         raise ConfigurationError("expected instruction", got=expect, need=f"one of {FAMILIES}")
@@ -140,11 +141,11 @@ def record_compiles(
 ) -> Iterator[list[CompileRecord]]:
     """Compile for `target` instead of launching; yield the list to which launches append records.
 
-    kernel_filter: returns whether to compile a kernel, given its name; None compiles all.
+    kernel_filter: returns whether to compile a kernel, given its name; None means all kernels.
 
-    The active driver and Triton's launch are restored on exit, also after an error. A launch that
-    does not compile raises Triton's error to its caller and is not recorded. Raises
-    ConfigurationError in an interpreting process and for a malformed target.
+    The active driver and Triton's launch function are restored on exit, also after an error. A
+    launch that does not compile raises Triton's error and is not recorded. Raises
+    ConfigurationError in a process that interprets kernels, and for a malformed target.
     """
     if triton.knobs.runtime.interpret:
         need = "a process without TRITON_INTERPRET"
@@ -166,7 +167,7 @@ def record_compiles(
 
 
 class NoDevice:
-    """A Triton driver for a GPU that is not present, sufficient for compilation."""
+    """A Triton driver that can only compile, for a GPU that need not be present."""
 
     launcher_cls = None
 
@@ -184,8 +185,8 @@ class NoDevice:
         return self._target
 
     def get_current_device(self) -> str:
-        # Triton caches compiled kernels by device. A name distinct from real devices and other
-        # targets keeps later launches elsewhere from using these kernels.
+        # Triton caches compiled kernels by device. No real device has this name, so later launches
+        # on a GPU do not use these kernels.
         return f"compile-only {self.name}"
 
     def get_current_stream(self, device: TritonObject = None) -> int:
@@ -206,7 +207,7 @@ class NoDevice:
 def _make_recording_run(
     launch: Callable[..., TritonObject], driver: NoDevice, records: list[CompileRecord]
 ) -> Callable[..., TritonObject]:
-    """Return a replacement for `JITFunction.run` (`launch`) that compiles and records."""
+    """Return a replacement for `launch`, which is JITFunction.run, that compiles and records."""
 
     def run(
         self: TritonObject,
@@ -232,7 +233,7 @@ def _make_recording_run(
 def _filter_launches(
     run_kernel: Callable[..., TritonObject], kernel_filter: Callable[[str], bool]
 ) -> Callable[..., TritonObject]:
-    """Return `run_kernel` for kernels that pass the filter; other launches do nothing."""
+    """Return a function that calls `run_kernel` only for kernels that pass the filter."""
 
     def run(self: TritonObject, *args: TritonObject, **kwargs: TritonObject) -> TritonObject:
         return run_kernel(self, *args, **kwargs) if kernel_filter(self.fn.__name__) else None
@@ -241,9 +242,10 @@ def _filter_launches(
 
 
 def _mock_argument(arg: TritonObject) -> TritonObject:
-    """Return `arg`, or an aligned pointer in place of a tensor without memory.
+    """Return `arg`, with tensors without memory replaced by mock tensors with aligned pointers.
 
-    Numbers are unchanged, so that they specialize (equal to 1, divisible by 16) as on a GPU.
+    Numbers are unchanged, so that Triton specializes them (equal to 1, divisible by 16) as on a
+    GPU.
     """
     if isinstance(arg, tuple):
         members = [_mock_argument(member) for member in arg]
@@ -266,7 +268,7 @@ def _constants(
 
 
 def _to_json_value(value: TritonObject) -> object:
-    """Return `value` in a form for printing and JSON."""
+    """Return `value` as a JSON value."""
     value = getattr(value, "value", value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -315,12 +317,9 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
 
 @cache
 def _count(cubin: bytes) -> Mapping[str, int]:
-    # Without dataflow analysis this takes a third less time than `cuobjdump -sass`.
-    counts = Counter(
-        _INSTRUCTION.findall(
-            _run_tool(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
-        )
-    )
+    # -ndf: without dataflow analysis, this takes a third less time than `cuobjdump -sass`.
+    text = _run_tool(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
+    counts = Counter(_INSTRUCTION.findall(text))
     return {name: counts[name] for name in FAMILIES}
 
 

@@ -1,4 +1,4 @@
-"""Edges of the compatibility rules: the nearest accepted and the nearest refused problem."""
+"""Find the edges of the compatibility rules: similar problems, one accepted and one refused."""
 
 from modular_kernel.testing.edges.edges import edges_of
 

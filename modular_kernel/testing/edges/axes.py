@@ -1,7 +1,8 @@
-"""Single steps from a situation: all situations that differ from it in one field.
+"""Enumerate the situations that differ from a given one in a single field.
 
-The fields are those of Problem, of Machine and of the two declarations. The values of a field are
-derived from its annotation, so that new fields are included automatically.
+A situation is a pairing with the parts' requirements, a problem and a machine. The fields are those
+of Problem, Machine, and the requirements of both parts. The values of a field are derived from its
+annotation, so that new fields are included automatically.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,16 +28,16 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.utils.argument_checks import Count
 
 _UNBOUNDED = 2**40  # represents a bound of None
-_MAX_EXPERTS, _MAX_RANKS = 4096, 64  # limits of the search: a Placement lists all experts
+_MAX_EXPERTS, _MAX_RANKS = 4096, 64  # limits of the search, since a Placement lists all experts
 Record = TypeVar("Record")
 _ID_DTYPES = (None, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
 class EdgeSituation:
-    """A pairing with its declarations, problem and machine.
+    """A pairing with requirements, a problem and a machine.
 
-    pf, experts: the parts; pf_requires and experts_requires may differ from what they declare.
+    pf, experts: the parts. pf_requires, experts_requires: may differ from what the parts declare.
     """
 
     pf: type[PrepareAndFinalize]
@@ -48,14 +49,14 @@ class EdgeSituation:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The verdict on the pairing with these declarations."""
+        """The verdict on the pairing with these requirements."""
         pf = _with_requires(self.pf, self.pf_requires)
         experts = _with_requires(self.experts, self.experts_requires)
         return judge(pf, experts, self.problem, self.machine)
 
     @property
     def as_declared(self) -> bool:
-        """Whether the declarations are those of the parts."""
+        """Whether the requirements are those that the parts declare."""
         declared = self.pf.requires, self.experts.requires
         return (self.pf_requires, self.experts_requires) == declared
 
@@ -64,9 +65,9 @@ class EdgeSituation:
 class NumericField:
     """A numeric field.
 
-    start: its value in the base situation. at: returns the situation with another value, or None if
-    there is none. low, high: the range of values. falls: whether only values below `start` are
-    tried.
+    field: its name. start: its value in the base situation. situation_with: returns the situation
+    with another value, or None if the value is invalid. low, high: the range of values.
+    only_decreases: whether only values below `start` are tried.
     """
 
     field: str
@@ -103,7 +104,7 @@ def changed_fields(base: EdgeSituation) -> Iterator[tuple[str, EdgeSituation]]:
 
 
 def numeric_fields(base: EdgeSituation) -> Iterator[NumericField]:
-    """Yield the numeric fields of the problem, the machine and the declarations."""
+    """Yield the numeric fields of the problem, the machine and the requirements."""
     yield from _problem_fields(base)
     if base.machine.arch is not None:
         major, minor = base.machine.arch
@@ -127,7 +128,7 @@ def _with_values(base: EdgeSituation, record_name: str, **values: object) -> Edg
 
 
 def _replace(record: Record, **values: object) -> Record:
-    """Like `dataclasses.replace`, in half the time: a search makes a hundred thousand calls."""
+    """Do what `dataclasses.replace` does, in half the time: a search makes about 100,000 calls."""
     values_by_name, cls = vars(record), cast("Any", type(record))
     return cast("Record", cls(**{name: values_by_name[name] for name in _names(cls)} | values))
 
@@ -230,7 +231,7 @@ _VALUES: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
 
 
 def _other_device(base: EdgeSituation) -> Iterator[EdgeSituation]:
-    """Yield the same software on the other device type."""
+    """Yield situations with the other device type and the same software."""
     machine = base.machine
     if machine.device == "cuda":
         cpu = replace(machine, device="cpu", arch=None)
@@ -273,7 +274,7 @@ def _problem_fields(base: EdgeSituation) -> Iterator[NumericField]:
 def _requirement_fields(
     base: EdgeSituation, record_name: str, name: str, kind: Any, value: object
 ) -> Iterator[NumericField]:
-    """Yield a declared number, or each number of a declared pair; None means unbounded."""
+    """Yield the numeric field of a required number, or one for each bound of a required range."""
     field = f"{record_name}.{name}"
 
     def with_value(number: int) -> EdgeSituation | None:

@@ -1,15 +1,15 @@
-"""Edges of the rules: for each reason of refusal, the nearest accepted and refused problem.
+"""Find the edges of the rules: for each reason to refuse, a refused and a similar accepted problem.
 
-    found = edges_of(MyPrepare, MyExperts, machine)
-    for edge in found.edges:
+    result = edges_of(MyPrepare, MyExperts, machine)
+    for edge in result.edges:
         assert edge.passing.verdict.ok and not edge.failing.verdict.ok
         assert not edge.contradiction
 
 The search starts at a problem that the pairing accepts, and changes one field at a time
-(`edges.axes`): a flag, a scheme, or a part's declaration; or a number, first by the smallest step
-and then as far as the verdict stays the same. A situation that is refused for a single reason, one
-step from an accepted one, is an edge of that reason. The search does not depend on particular
-rules, so it also finds the edges of third-party rules.
+(`edges.axes`): a flag, a scheme, or a requirement of a part; or a number, first by the smallest
+step, then up to the last accepted value. An accepted situation and one that a single rule refuses,
+which differ in one field, are an edge of that rule's reason. The search knows no particular rules,
+so it also finds the edges of third-party rules.
 """
 
 import math
@@ -46,8 +46,8 @@ _HIDDEN = (64, 128, 256, 512, 1024, 2048, 4096)
 class EdgeReason:
     """One reason to refuse a pairing.
 
-    rule: its tag. parties: the parties that disagree. need: the requirement, with numbers removed.
-    site: where the rule makes the Rejection.
+    rule, parties, need: those of the Rejection; numbers in `need` are replaced by #. site: the line
+    that makes the Rejection.
     """
 
     rule: str
@@ -61,9 +61,9 @@ class EdgeReason:
 
 @dataclass(frozen=True)
 class Edge:
-    """An accepted and a refused situation that differ in `field` alone.
+    """An accepted and a refused situation that differ only in `field`.
 
-    The second is refused by `rejection`; no other rule rejects it. values: (passing,
+    rejection: the refusal; no other rule refuses the second situation. values: the (passing,
     failing) values of the field if it is numeric.
     """
 
@@ -89,8 +89,9 @@ class Edge:
 class Edges:
     """Result of a search.
 
-    base: the start; None if the pairing accepted none of the problems tried. edges_by_key: one edge
-    for each (reason, field, direction). reasons: every reason that occurred.
+    base: the accepted situation at which the search started; None if the pairing accepted none of
+    the problems tried. edges_by_key: one edge for each (reason, field, whether the value
+    increases). reasons: every reason that occurred, with one of its rejections.
     """
 
     base: EdgeSituation | None
@@ -117,12 +118,13 @@ def edges_of(
     depth: int = 1,
     start: Problem | None = None,
 ) -> Edges:
-    """Search around a problem that a pairing accepts and return the edges found.
+    """Search for edges around a problem that a pairing accepts.
 
-    machine: tried first, then a GPU with everything that both parts require. depth: number of
-    fields, including the edge's, that may differ from the start. Each level takes a hundred times
-    as long and only adds rules about unusual problems. start: the first problem, with its
-    ranks if there are several; None uses a small one in the part's first scheme.
+    machine: used if the pairing accepts a problem on it; otherwise a GPU with everything that both
+    parts require. depth: maximum number of fields in which a refused situation differs from the
+    start. Each further level takes a hundred times as long, and adds only rules about unusual
+    problems. start: the first problem to try, whose number of ranks is kept if it is more than one;
+    None means a small problem in a scheme that the part supports.
     """
     base = _find_valid(pf, experts, machine, start or _start_problem(experts.requires))
     edges = Edges(base)
@@ -176,9 +178,9 @@ def _start_problem(requires: ExpertsRequirements) -> Problem:
 def _search_around(
     base: EdgeSituation, edges: Edges, sites: dict[int, Site], *, search_far: bool
 ) -> list[EdgeSituation]:
-    """Record the edges around `base`; return the valid neighbors.
+    """Record the edges around `base`. Return the accepted situations that differ in one field.
 
-    search_far: also search numeric fields beyond the direct neighbors.
+    search_far: whether to search numeric fields beyond the next value.
     """
     valid = list[EdgeSituation]()
 
@@ -186,7 +188,7 @@ def _search_around(
         if not neighbor.verdict.ok:
             _record_edges(edges, sites, name, base, neighbor)
         elif not isinstance(getattr(*_record_and_field(neighbor, name)), frozenset):
-            valid.append(neighbor)  # skip smaller declared sets, which reveal no further rule
+            valid.append(neighbor)  # not for smaller required sets, which reveal no further rule
     for numeric_field in numeric_fields(base):
         for low, high in _breakpoints(numeric_field, search_far):
             passing, failing = numeric_field.situation_with(low), numeric_field.situation_with(high)
@@ -205,8 +207,8 @@ def _record_and_field(situation: EdgeSituation, name: str) -> tuple[object, str]
 def _breakpoints(numeric_field: NumericField, search_far: bool) -> Iterator[tuple[int, int]]:
     """Yield (passing, failing) values between which the verdict changes.
 
-    These are the start and its neighbors and, with `search_far`, the last accepted values in steps
-    of the least accepted multiple.
+    These are the start and the next value in each direction. With `search_far`, also the last
+    accepted value in each direction, in the smallest steps that are accepted.
     """
 
     @cache
@@ -246,7 +248,7 @@ def _last_passing(numeric_field: NumericField, step: int, passes: Callable[[int]
     max_steps = (numeric_field.high - start if step > 0 else start - numeric_field.low) // abs(step)
     end = start + step * max_steps
     if "requires" in numeric_field.field and passes(end):
-        return end  # a declaration is a bound, so all values before it pass too
+        return end  # a requirement is a bound, so all values before this one pass, too
     passing_steps, failing_steps = 0, 1
     while passes(start + step * failing_steps):
         passing_steps, failing_steps = failing_steps, 2 * failing_steps
@@ -268,6 +270,7 @@ def _record_edges(
     failing: EdgeSituation,
     values: tuple[int, int] | None = None,
 ) -> None:
+    """Record the reasons of `failing` and, if they are those of a single rule, the edge."""
     rejections = failing.verdict.rejections
     is_single_rule = len({rejection.rule for rejection in rejections}) == 1
     for rejection in rejections:
@@ -296,17 +299,15 @@ def _record_sites() -> Iterator[dict[int, Site]]:
 
 
 def case_of(edge: Edge) -> Case | None:
-    """Return the case of an edge's passing side, a RankCase over several ranks.
+    """Return the case of an edge's accepted situation, a RankCase over several ranks.
 
-    None if its declarations differ from those of the parts.
+    Returns None if the situation's requirements differ from those that the parts declare.
     """
     situation = edge.passing
     if not situation.as_declared:
         return None
-    names, ranks = (
-        (situation.pf.__name__, situation.experts.__name__),
-        situation.problem.parallel.world_size,
-    )
+    names = situation.pf.__name__, situation.experts.__name__
+    ranks = situation.problem.parallel.world_size
     if ranks == 1:
         return Case(*names, situation.problem)
     return RankCase(*names, situation.problem, tokens=(situation.problem.tokens,) * ranks)

@@ -1,8 +1,8 @@
-"""Consistency of a refusal's text with the edge at which it occurs.
+"""Check that the text of a refusal agrees with the edge at which it occurs.
 
 A rule reports what it got and what it needs. If the need is a bound, a multiple, a range or a list,
-it can be parsed: the refused value must not satisfy it, and the accepted value one step away must.
-A rule with an off-by-one comparison contradicts its own text.
+it can be parsed: the refused value must not satisfy it, and the accepted value must. The text of a
+rule with an off-by-one comparison contradicts the edge.
 """
 
 import re
@@ -14,8 +14,8 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 def contradiction(got: str, need: str, values: tuple[int, int] | None, field: str) -> str:
     """Return how a refusal contradicts its text, or "" if it does not or cannot be parsed.
 
-    values: (passing, failing) values of the edge's field if it is numeric. A field of a declaration
-    appears in `need`, one of the problem or the machine in `got`.
+    values: (passing, failing) values of the edge's field if it is numeric. A required value appears
+    in `need`, a value of the problem or the machine in `got`.
     """
     if got == need:
         return f"got and need are both {got}"
@@ -33,15 +33,13 @@ def contradiction(got: str, need: str, values: tuple[int, int] | None, field: st
     start, end = matches[-1 if field.endswith("[1]") else 0].span()
     changed = text[:start] + passing + text[end:]
     got, need = (got, changed) if is_declared else (changed, need)
-    return (
-        f"accepted although {got} does not satisfy {need}"
-        if _is_satisfied(got, need) is False
-        else ""
-    )
+    if _is_satisfied(got, need) is False:
+        return f"accepted although {got} does not satisfy {need}"
+    return ""
 
 
 def _format_number(number: int, text: str) -> str:
-    """Format a number as in `text`: 90 becomes 9.0 where they contain a compute capability."""
+    """Format a number as `text` does: 90 becomes 9.0 if `text` has a compute capability."""
     first = _NUMBER.search(text)
     is_dotted = first is not None and "." in first.group()
     return f"{number // 10}.{number % 10}" if is_dotted else str(number)

@@ -1,4 +1,4 @@
-"""Source lines where a pairing can be refused, in the rules or in a part's own checks."""
+"""Find the source lines that can refuse a pairing, in the rules or in a part's own checks."""
 
 import ast
 import inspect
@@ -18,7 +18,7 @@ def sites_of_rules() -> frozenset[Site]:
 
 
 def sites_of_part(part: type[PrepareAndFinalize | PermuteExpertsUnpermute]) -> frozenset[Site]:
-    """Return the sites in a part's `extra_rejections`, inherited or not, and functions it calls."""
+    """Return the sites in a part's `extra_rejections`, in inherited ones, and in what they call."""
     methods = (vars(cls).get("extra_rejections") for cls in part.__mro__)
     return frozenset(_sites(getattr(method, "__func__", method) for method in methods if method))
 
@@ -36,7 +36,7 @@ def _is_frozen(function: FunctionType) -> bool:
 
 
 def _reachable_functions(roots: Iterable[object]) -> set[FunctionType]:
-    """Return these functions and all that they refer to, except those without source."""
+    """Return these functions and all functions that they refer to, except those without source."""
     functions, pending = set[FunctionType](), list(roots)
     while pending:
         candidate = pending.pop()

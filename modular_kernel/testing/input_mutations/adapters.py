@@ -1,5 +1,6 @@
-"""Mutants of calls with LoRA adapters."""
+"""Input mutations of calls with LoRA adapters."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,7 +15,7 @@ def _with_slots(args: CallArguments, slots_T: torch.Tensor) -> CallArguments:
 
 
 def _slots(args: CallArguments) -> torch.Tensor:
-    """Return slots as (T,) int32, -1 for calls without adapters."""
+    """Return the slots as (T,) int32; all -1 for a call without adapters."""
     slots_T = args.routing.slots_T
     if slots_T is None:
         return torch.full((len(args.x_TH),), -1, dtype=torch.int32, device=args.x_TH.device)
@@ -43,12 +44,12 @@ def wrap_slots(args: CallArguments) -> CallArguments:
 
 
 def scale_again(args: CallArguments) -> CallArguments:
-    """Multiply B of the second GEMM by 1.5, as if the scaling folded into it were applied again."""
+    """Multiply B of the second GEMM by 1.5, as if its scaling were applied a second time."""
     return _change_weight(args, "lora_b2", lambda b: b * 1.5)
 
 
 def fill_beyond_rank(args: CallArguments) -> CallArguments:
-    """Replace zeros, such as the padding beyond an adapter's rank, by 0.25."""
+    """Replace zeros by 0.25, in particular the padding beyond an adapter's rank."""
     for name in ("lora_a13", "lora_a2", "lora_b13", "lora_b2"):
         args = _change_weight(args, name, lambda m: torch.where(m == 0, 0.25, m))
     return args
@@ -76,13 +77,14 @@ def use_gate_a_for_up(args: CallArguments) -> CallArguments:
 
 
 def shift_a2(args: CallArguments) -> CallArguments:
-    """Give each expert its neighbor's A of the second GEMM."""
+    """Give each expert the previous expert's A of the second GEMM."""
     return _change_weight(args, "lora_a2", lambda a: a.roll(1, 1))
 
 
-def _change_weight(args: CallArguments, name: str, change: object) -> CallArguments:
+def _change_weight(
+    args: CallArguments, name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> CallArguments:
     tensor = getattr(args.weights, name)
-    assert callable(change)
     weights = replace(args.weights, **{name: change(tensor).to(tensor.dtype).contiguous()})
     return replace(args, weights=weights)
 

@@ -11,6 +11,7 @@ Applies = Callable[[Problem, str], bool]
 PF = PrepareFinalizeRequirements
 EX = ExpertsRequirements
 
+# Kinds of routing in which some pairs have no expert.
 _PARTIAL_ROUTINGS = ("skips", "out_of_range", "beyond_int32", "all_skipped")
 
 
@@ -63,23 +64,25 @@ def clamped(problem: Problem, routing: str) -> bool:
 
 
 def batch_invariant(problem: Problem, routing: str) -> bool:
-    """Return whether batch invariance is required and the number of tokens is even."""
+    """Return whether batch invariance is required and the number of tokens is even, but not 0."""
     is_even = problem.tokens % 2 == 0
     return problem.batch_invariant and has_tokens(problem, routing) and is_even
 
 
 def both(condition: Applies, problem_condition: Callable[[Problem], bool]) -> Applies:
+    """Return the condition that `condition` and `problem_condition` both hold."""
     return lambda problem, routing: condition(problem, routing) and problem_condition(problem)
 
 
 def on_routing(*routings: str) -> Applies:
+    """Return the condition that there are tokens, with one of these kinds of routing."""
     return lambda problem, routing: problem.tokens > 0 and routing in routings
 
 
 def reads_remote_pairs(problem: Problem, routing: str) -> bool:
-    """Return whether some pair certainly has no local expert although its row is read.
+    """Return whether finalize certainly reads the row of a pair that has no local expert.
 
-    On one rank, the sum and the weighted top-k rows leave out such pairs.
+    On one rank, it does so only if it returns unweighted top-k rows.
     """
     is_one_rank = problem.parallel.world_size == 1
     if problem.tokens < 7 or (is_one_rank and problem.combine is not Combine.TOPK_UNWEIGHTED):
@@ -92,11 +95,13 @@ def batched_pair(pf: PF, _ex: EX) -> bool:
 
 
 def reads_every_row(_pf: PF, ex: EX) -> bool:
+    """Return whether finalize reads the rows of all pairs from the experts' output."""
     standard = ex.activation_format is ActivationFormat.STANDARD
     return standard and ex.reduce in (Reduce.CONTIGUOUS, Reduce.DELEGATE)
 
 
 def finalize_weighs(_pf: PF, ex: EX) -> bool:
+    """Return whether finalize applies the router weights."""
     return ex.reduce is not Reduce.NOOP
 
 

@@ -1,4 +1,4 @@
-"""Effect of an injected defect. A defect without effect is neither killed nor a survivor.
+"""Record whether an injected defect had any effect. One without is neither killed nor a survivor.
 
 Changes of arguments, rows or results always have an effect. A changed problem, handle or set of
 tokens may be equal to the original, and a changed field of a handle may never be read.
@@ -20,8 +20,8 @@ from modular_kernel.testing.ranks.pool import RankError
 class Effect(IntEnum):
     """Effect of a defect, in ascending order of strength."""
 
-    NONE = 0
-    UNREAD = 1
+    NONE = 0  # nothing was changed
+    UNREAD = 1  # something was changed, but nothing read it
     USED = 2
 
 
@@ -29,7 +29,7 @@ _NO_EFFECT_REASONS = {
     Effect.NONE: "the tensors it changes are absent",
     Effect.UNREAD: "what it changes is never read",
 }
-_strongest_effect: dict[str, Effect] = {}  # strongest effect by name of the defect, in this process
+_strongest_effect: dict[str, Effect] = {}  # by the name of the defect, in this process
 
 
 def record_effect(name: str, effect: Effect) -> None:
@@ -43,10 +43,7 @@ def pop_effect(name: str) -> Effect:
 
 
 def pop_effect_over_ranks(name: str, pool: AnyRanks) -> Effect:
-    """Return and clear the strongest effect on any rank.
-
-    USED if a rank fails, since it may have had an effect.
-    """
+    """Return and clear the strongest effect on any rank; USED if a rank fails."""
     try:
         return max(pool.run(_pop_on_rank, name))
     except RankError:
@@ -76,7 +73,7 @@ def with_recorded_reads(name: str, original: Handle, changed: Handle) -> Handle:
 def _with_read_callback(original: Any, changed: Any, on_read: Callable[[], None]) -> Any:
     """Return a copy of `changed` that calls `on_read` when a changed field is read."""
     if type(original) is not type(changed) or not is_dataclass(changed):
-        on_read()  # accesses cannot be detected
+        on_read()  # reads of such an object cannot be detected
         return changed
     changed_names, changed_children = set[str](), dict[str, Any]()
     for field in fields(changed):
@@ -96,7 +93,7 @@ def _with_read_callback(original: Any, changed: Any, on_read: Callable[[], None]
     copied, cls = copy.copy(changed), type(changed)
     for name, value in changed_children.items():
         object.__setattr__(copied, name, value)
-    # A subclass, so that isinstance checks and methods still work.
+    # Make it an instance of a subclass, so that isinstance checks and methods still work.
     object.__setattr__(
         copied, "__class__", type(cls.__name__, (cls,), {"__getattribute__": getattribute})
     )

@@ -1,7 +1,7 @@
-"""Injection of a defect into a kernel by wrapping its parts and its calls.
+"""Inject a defect into a kernel by wrapping its parts and its calls.
 
-A `CallMutant` has a hook for each step at which it acts. Everything else is unchanged, so the
-checks see the same behavior as if a part had the defect.
+A `CallMutant` has a hook for each step of a call that it changes. The other steps are unchanged, so
+the checks see the same behavior as if a part had the defect.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,12 +37,12 @@ from modular_kernel.testing.input_mutations.effect import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 Memory = dict[str, Any]  # state that a defect wrongly keeps between calls
-Arrival = tuple[Dispatched, Handle]
+Arrival = tuple[Dispatched, Handle]  # what `prepare` returns
 
 
 @dataclass(frozen=True)
 class CallArguments:
-    """The arguments of both parts for one call."""
+    """The arguments of one call, and the memory that a defect keeps between calls."""
 
     x_TH: torch.Tensor
     weights: ExpertWeights
@@ -55,7 +55,8 @@ class CallArguments:
 class StartedCall:
     """A call after its dispatch.
 
-    arguments: those of the caller. initial_out: a copy of `out` before the call.
+    arguments: those that the caller passed. out: the output tensor. initial_out: a copy of `out`
+    from before the call. specs: the workspace's buffers by name.
     """
 
     arguments: CallArguments
@@ -73,16 +74,23 @@ def _any_pair(_pf: PrepareFinalizeRequirements, _experts: ExpertsRequirements) -
 class CallMutant:
     """One defect: its name, description, conditions, and at least one hook.
 
-    applies: returns whether the defect must be visible with a problem and a kind of routing. pairs:
-    returns whether it can occur in a pairing. device: the only device type on which it can occur,
-    if restricted.
+    Conditions:
 
-    problem: changes the parts' problem. arguments: changes the parts' arguments. dispatched:
-    changes the tokens that the experts receive. rows: changes the experts' output in place, given
-    those tokens. handle: changes the handle that finalize receives. receive: replaces the
-    dispatched tokens of a call in flight when it is finished. started: called after the dispatch.
-    finished: called last; may return another output. quantized: whether it applies to quantized
-    schemes or to all others.
+    - applies: returns whether the defect must be visible with a problem and a kind of routing.
+    - pairs: returns whether it can occur in a pairing with these requirements.
+    - device: the only device type on which it can occur; None for any.
+    - quantized: True for a defect of quantized schemes, False for one of unquantized problems.
+
+    Hooks:
+
+    - problem: changes the parts' problem.
+    - arguments: changes the arguments of the call.
+    - dispatched: changes the tokens that the experts receive.
+    - rows: changes the experts' output in place, given those tokens.
+    - handle: changes the handle that finalize receives.
+    - receive: given what `prepare` returned, returns the function that provides it to `finish`.
+    - started: called after the dispatch.
+    - finished: called last; may return another output.
     """
 
     name: str
@@ -106,7 +114,7 @@ class CallMutant:
         catalog = load_catalog()
         pf, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
         if case.problem.scheme.quantized is not self.quantized:
-            return False  # quantization hides small defects; defects of scales need scales
+            return False  # quantization hides small defects, and defects of scales need scales
         if self.device not in (None, machine.device) or not self.applies(
             case.problem, case.routing
         ):
@@ -201,7 +209,7 @@ class MutatedPending(Pending):
 
 
 def wrap(part: PrepareAndFinalize, mutant: CallMutant, problem: Problem) -> PrepareAndFinalize:
-    """Wrap `part` to change the handle; keeps its declarations and the original problem."""
+    """Wrap `part` so that `mutant.handle` applies. The wrapper declares the same requirements."""
     declared = {"requires": part.requires, "prepares_at_once": part.prepares_at_once}
     wrapper = type(type(part).__name__, (_WrappedPrepareAndFinalize,), declared)
     wrapped: PrepareAndFinalize = wrapper(part, mutant, problem)
@@ -211,7 +219,7 @@ def wrap(part: PrepareAndFinalize, mutant: CallMutant, problem: Problem) -> Prep
 def wrap_experts(
     part: PermuteExpertsUnpermute, mutant: CallMutant, problem: Problem
 ) -> PermuteExpertsUnpermute:
-    """Wrap `part` to change tokens and rows; keeps its declarations and the original problem."""
+    """Wrap `part` so that `mutant.dispatched` and `mutant.rows` apply; see `wrap`."""
     wrapper = type(type(part).__name__, (_WrappedExperts,), {"requires": part.requires})
     wrapped: PermuteExpertsUnpermute = wrapper(part, mutant, problem)
     return wrapped

@@ -1,4 +1,4 @@
-"""Defects in the problem and the arguments of a call, one small function each."""
+"""Defects in the problem and the arguments of a call, one function each."""
 
 import math
 from dataclasses import replace
@@ -6,9 +6,7 @@ from dataclasses import replace
 import torch
 
 from modular_kernel.spec.problem import Problem
-from modular_kernel.tensors import (
-    ExpertWeights,
-)
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.input_mutations.inject import CallArguments
 
 
@@ -19,17 +17,19 @@ def with_activation(problem: Problem, **changes: object) -> Problem:
     return replace(problem, activation=spec)
 
 
-def other_activation(problem: Problem) -> Problem:
+def replace_activation(problem: Problem) -> Problem:
+    """Use silu instead of another activation, and gelu instead of silu."""
     kind = "silu" if problem.act.kind != "silu" else "gelu"
     return with_activation(problem, kind=kind, limit=None)
 
 
-def other_gelu(problem: Problem) -> Problem:
+def replace_gelu(problem: Problem) -> Problem:
+    """Use gelu by erf instead of its tanh approximation, or vice versa."""
     kind = "gelu" if problem.act.kind == "gelu_tanh" else "gelu_tanh"
     return with_activation(problem, kind=kind)
 
 
-def other_clamp(problem: Problem) -> Problem:
+def swap_clamp_rule(problem: Problem) -> Problem:
     """Apply the limit before silu instead of after it, or vice versa."""
     is_after = problem.act.kind == "swiglu_clamp_after"
     return with_activation(
@@ -47,7 +47,7 @@ def _with_weights(args: CallArguments, weights_TK: torch.Tensor) -> CallArgument
     return replace(args, routing=replace(args.routing, topk_weights_TK=weights_TK))
 
 
-def valid(args: CallArguments) -> torch.Tensor:
+def valid_pairs(args: CallArguments) -> torch.Tensor:
     """Return a (T, K) bool mask of the pairs with an id in [0, E)."""
     ids = args.routing.topk_ids_TK
     return (ids >= 0) & (ids < args.problem.experts)
@@ -55,7 +55,7 @@ def valid(args: CallArguments) -> torch.Tensor:
 
 def local_ids(args: CallArguments) -> torch.Tensor:
     """Return the local expert of each pair, (T, K) int64; -1 if its expert is not local."""
-    ids = torch.where(valid(args), args.routing.topk_ids_TK.long(), -1)
+    ids = torch.where(valid_pairs(args), args.routing.topk_ids_TK.long(), -1)
     expert_map = args.weights.expert_map
     return ids if expert_map is None else torch.where(ids < 0, ids, expert_map.long()[ids])
 
@@ -69,9 +69,10 @@ def drop_busiest_expert(args: CallArguments) -> CallArguments:
     return _with_ids(args, args.routing.topk_ids_TK.masked_fill(local == busiest, -1))
 
 
-def next_expert(args: CallArguments) -> CallArguments:
+def use_next_expert(args: CallArguments) -> CallArguments:
+    """Route every pair to the expert with the next id."""
     ids = args.routing.topk_ids_TK.long()
-    return _with_ids(args, torch.where(valid(args), (ids + 1) % args.problem.experts, ids))
+    return _with_ids(args, torch.where(valid_pairs(args), (ids + 1) % args.problem.experts, ids))
 
 
 def drop_last_slot(args: CallArguments) -> CallArguments:
@@ -87,16 +88,18 @@ def wrap_minus_one(args: CallArguments) -> CallArguments:
 
 def wrap_out_of_range(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK.long()
-    wrapped = torch.where(valid(args) | (ids == -1), ids, ids % args.problem.experts)
+    wrapped = torch.where(valid_pairs(args) | (ids == -1), ids, ids % args.problem.experts)
     return _with_ids(args, wrapped)
 
 
 def skip_uncounted(args: CallArguments) -> CallArguments:
+    """Replace invalid ids by -1, so that they are skipped and not counted."""
     ids = args.routing.topk_ids_TK
-    return _with_ids(args, torch.where(valid(args), ids, -1))
+    return _with_ids(args, torch.where(valid_pairs(args), ids, -1))
 
 
 def count_skips(args: CallArguments) -> CallArguments:
+    """Replace -1 by an invalid id, so that skipped pairs are counted."""
     ids = args.routing.topk_ids_TK
     return _with_ids(args, torch.where(ids == -1, -2, ids))
 
@@ -125,7 +128,7 @@ def round_weights(args: CallArguments) -> CallArguments:
     return _with_weights(args, weights_TK.to(args.problem.dtype).to(weights_TK.dtype))
 
 
-def forget_weights(args: CallArguments) -> CallArguments:
+def omit_weights(args: CallArguments) -> CallArguments:
     return _with_weights(args, torch.ones_like(args.routing.topk_weights_TK))
 
 
@@ -163,12 +166,12 @@ def swap_gate_and_up(args: CallArguments) -> CallArguments:
     return replace(args, weights=replace(weights, w1=swap_rows(weights.w1), b1=b1))
 
 
-def drop_last_h(args: CallArguments) -> CallArguments:
+def omit_last_h(args: CallArguments) -> CallArguments:
     """Omit the last value of the contraction of GEMM 1."""
     return _replace_weight(args, "w1", _zero_last_column(args.weights.w1))
 
 
-def drop_last_i(args: CallArguments) -> CallArguments:
+def omit_last_i(args: CallArguments) -> CallArguments:
     """Omit the last value of the contraction of GEMM 2."""
     return _replace_weight(args, "w2", _zero_last_column(args.weights.w2))
 
@@ -179,11 +182,11 @@ def _zero_last_column(matrix: torch.Tensor) -> torch.Tensor:
     return matrix
 
 
-def forget_bias(args: CallArguments, name: str) -> CallArguments:
+def omit_bias(args: CallArguments, name: str) -> CallArguments:
     return _replace_weight(args, name, torch.zeros_like(getattr(args.weights, name)))
 
 
-def weigh_bias(args: CallArguments) -> CallArguments:
+def multiply_bias_by_weight(args: CallArguments) -> CallArguments:
     """Multiply b1 by the mean router weight, as if it were applied after the bias."""
     assert args.weights.b1 is not None
     mean = args.routing.topk_weights_TK.mean().to(args.weights.b1.dtype)
@@ -220,7 +223,7 @@ def _replace_weight(args: CallArguments, name: str, tensor: torch.Tensor) -> Cal
 
 
 def reuse_tokens(args: CallArguments) -> CallArguments:
-    """Use the rows of x of the previous call, as far as there are any."""
+    """Use the rows of x of the previous call, as many as it had."""
     previous = args.memory.get("x")
     args.memory["x"] = args.x_TH.clone()
     if previous is None:
@@ -232,13 +235,13 @@ def reuse_tokens(args: CallArguments) -> CallArguments:
 
 
 def reuse_routing(args: CallArguments) -> CallArguments:
-    """Use the first routing with as many tokens, as if sorted pairs were cached by shape."""
+    """Use the first routing with the same number of tokens, as if it were cached by its shape."""
     tokens = len(args.x_TH)
     routing = args.memory.setdefault(f"routing of {tokens}", args.routing)
     return replace(args, routing=routing)
 
 
-def fail_on_nothing(args: CallArguments) -> CallArguments:
+def fail_without_tokens(args: CallArguments) -> CallArguments:
     if len(args.x_TH) == 0:
         raise RuntimeError("a launch with an empty grid")
     return args
@@ -291,6 +294,7 @@ def _field(args: CallArguments, name: str) -> torch.Tensor:
 
 
 def ignore_order(args: CallArguments) -> CallArguments:
+    """Multiply the columns of w1 as if they were in the original order (act order)."""
     order = _field(args, "w1_order")
     identity = torch.arange(order.shape[1], dtype=order.dtype, device=order.device)
     return _replace_weight(args, "w1_order", identity.expand_as(order).contiguous())
@@ -301,7 +305,7 @@ def shift_order(args: CallArguments) -> CallArguments:
 
 
 def swap_nibbles(args: CallArguments, names: tuple[str, str]) -> CallArguments:
-    """Exchange the two halves of every byte."""
+    """Exchange the two 4-bit halves of every byte of the weights `names`."""
     for name in names:
         packed = getattr(args.weights, name)
         args = _replace_weight(args, name, (packed >> 4) | (packed << 4))

@@ -1,4 +1,4 @@
-"""Defects of memory and of state: unwritten, overwritten, stale or wrongly returned values."""
+"""Input mutations of memory and state: unwritten, overwritten, stale or wrongly returned values."""
 
 from functools import partial
 
@@ -132,7 +132,7 @@ MEMORY_MUTANTS: tuple[CallMutant, ...] = (
         "empty_call_fails",
         "no tokens are an error",
         lambda p, _r: p.tokens == 0,
-        arguments=inputs.fail_on_nothing,
+        arguments=inputs.fail_without_tokens,
     ),
     _on_gpu(
         "allocates",

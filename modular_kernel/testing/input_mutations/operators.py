@@ -1,7 +1,7 @@
-"""All input mutations that the checks must detect, by name; those of memory come last.
+"""The input mutations that the checks must detect. Each is a defect that real kernels have had.
 
-Each is a defect that real kernels have had. `conditions` defines when it must be visible, `inputs`
-and `outputs` what it does.
+`conditions` defines when a defect must be visible. `inputs`, `outputs` and `memory` define what it
+does.
 """
 
 from dataclasses import replace
@@ -34,13 +34,13 @@ MUTANTS: tuple[CallMutant, ...] = (
         "activation_replaced",
         "another activation: gelu for silu, silu for gelu",
         when.activation_kinds("silu", "gelu", "gelu_tanh"),
-        problem=inputs.other_activation,
+        problem=inputs.replace_activation,
     ),
     CallMutant(
         "gelu_variant",
         "gelu by its tanh approximation, or the reverse",
         when.activation_kinds("gelu", "gelu_tanh", exact=True),
-        problem=inputs.other_gelu,
+        problem=inputs.replace_gelu,
     ),
     CallMutant(
         "clamp_ignored",
@@ -52,7 +52,7 @@ MUTANTS: tuple[CallMutant, ...] = (
         "clamp_rule_swapped",
         "the limit acts before silu instead of after it, or the reverse",
         when.both(when.clamped, lambda p: p.act.kind.startswith("swiglu_clamp")),
-        problem=inputs.other_clamp,
+        problem=inputs.swap_clamp_rule,
     ),
     CallMutant(
         "alpha_ignored",
@@ -73,10 +73,10 @@ MUTANTS: tuple[CallMutant, ...] = (
         arguments=inputs.narrow_operands,
     ),
     CallMutant(
-        "hidden_tail", "GEMM 1 leaves out the last of H", when.routed, arguments=inputs.drop_last_h
+        "hidden_tail", "GEMM 1 leaves out the last of H", when.routed, arguments=inputs.omit_last_h
     ),
     CallMutant(
-        "inner_tail", "GEMM 2 leaves out the last of I", when.routed, arguments=inputs.drop_last_i
+        "inner_tail", "GEMM 2 leaves out the last of I", when.routed, arguments=inputs.omit_last_i
     ),
     CallMutant(
         "weight_strides_ignored",
@@ -90,17 +90,13 @@ MUTANTS: tuple[CallMutant, ...] = (
         when.both(when.several_tokens, lambda p: not p.inplace and p.tokens > 2),
         arguments=inputs.ignore_row_stride,
     ),
-    CallMutant(
-        "b1_missing", "no b1", when.biased, arguments=partial(inputs.forget_bias, name="b1")
-    ),
-    CallMutant(
-        "b2_missing", "no b2", when.biased, arguments=partial(inputs.forget_bias, name="b2")
-    ),
+    CallMutant("b1_missing", "no b1", when.biased, arguments=partial(inputs.omit_bias, name="b1")),
+    CallMutant("b2_missing", "no b2", when.biased, arguments=partial(inputs.omit_bias, name="b2")),
     CallMutant(
         "b1_weighted",
         "b1 is multiplied by the router weight",
         when.both(when.biased, lambda p: p.apply_router_weight_on_input),
-        arguments=inputs.weigh_bias,
+        arguments=inputs.multiply_bias_by_weight,
     ),
     CallMutant(
         "b2_unweighted",
@@ -122,7 +118,7 @@ MUTANTS: tuple[CallMutant, ...] = (
         "wrong_expert",
         "expert e + 1 serves the pairs of e",
         when.several_experts,
-        arguments=inputs.next_expert,
+        arguments=inputs.use_next_expert,
     ),
     CallMutant(
         "last_slot_dropped",
@@ -183,7 +179,7 @@ MUTANTS: tuple[CallMutant, ...] = (
         "router_weight_never",
         "the router weight is not applied",
         when.weighted,
-        arguments=inputs.forget_weights,
+        arguments=inputs.omit_weights,
     ),
     CallMutant(
         "router_weights_averaged",

@@ -6,10 +6,11 @@ import torch
 
 from modular_kernel.tensors import BatchedTokens, ContiguousTokens, Dispatched, Handle
 from modular_kernel.testing.input_mutations.inject import Arrival, Memory, StartedCall
-from modular_kernel.testing.input_mutations.inputs import local_ids, valid
+from modular_kernel.testing.input_mutations.inputs import local_ids, valid_pairs
 
 
 def reuse_output(call: StartedCall) -> None:
+    """Replace the output by that of the previous call, as many rows as it had."""
     memory, out = call.arguments.memory, call.out
     previous = memory.get("out")
     memory["out"] = out.clone()
@@ -19,13 +20,13 @@ def reuse_output(call: StartedCall) -> None:
 
 
 def receive_latest(arrived: Arrival, memory: Memory) -> "LatestArrival":
-    """Store dispatched tokens in the part, not the handle, so that a later call replaces them."""
+    """Keep the dispatched tokens in the part instead of the handle: a later call replaces them."""
     memory["arrived"] = arrived
     return LatestArrival(memory)
 
 
 class LatestArrival:
-    """Returns the tokens dispatched last, without waiting."""
+    """Returns the tokens that were dispatched last."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -62,7 +63,7 @@ def shift_experts(tokens: Dispatched) -> Dispatched:
 
 
 def leave_skipped_rows(output: torch.Tensor, tokens: Dispatched) -> None:
-    """Write NaN to the (T, K, H) rows of pairs without a local expert."""
+    """Write NaN, as if unwritten, to the (T, K, H) rows of pairs without a local expert."""
     assert isinstance(tokens, ContiguousTokens)
     routing = tokens.routing
     ids = routing.topk_ids_TK.long()
@@ -112,7 +113,7 @@ def leave_last_chunk(call: StartedCall) -> None:
 
 
 def leave_skipped_tokens(call: StartedCall) -> None:
-    skipped_T = ~valid(call.arguments).any(1)
+    skipped_T = ~valid_pairs(call.arguments).any(1)
     call.out[skipped_T] = call.initial_out[skipped_T]
 
 
@@ -125,7 +126,7 @@ def accumulate(call: StartedCall) -> None:
 
 
 def add_unweighted_bias(call: StartedCall) -> None:
-    """Add b2 of every pair in full instead of by its router weight."""
+    """Add b2 to every pair without multiplying it by the router weight."""
     args = call.arguments
     assert args.weights.b2 is not None
     local_ids_TK = local_ids(args)
@@ -147,6 +148,7 @@ def write_ids(call: StartedCall) -> None:
 
 
 def write_sentinel(call: StartedCall) -> None:
+    """Replace -1 in the caller's ids by E, as a library would mark skipped pairs."""
     ids = call.arguments.routing.topk_ids_TK
     ids.masked_fill_(ids == -1, call.arguments.problem.experts)
 

@@ -1,4 +1,4 @@
-"""Runs the input mutations over ranks: the checks must detect each one in every pairing."""
+"""Run the input mutations over ranks: the checks must detect each one in every pairing."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,12 +11,12 @@ from modular_kernel.testing.input_mutations.rank_operators import (
     RankMutant,
     build_mutant,
 )
-from modular_kernel.testing.input_mutations.run import Kill, first_of
+from modular_kernel.testing.input_mutations.run import Kill, first_or_none
 from modular_kernel.testing.ranks.external_launcher import AnyRanks
 from modular_kernel.testing.verify.checks import CHECKS, plan_reused
 from modular_kernel.testing.verify.over_ranks import machine_of, prove_ranks
 
-# The first checks, which make half of the calls and suffice to kill a mutant.
+# The first checks. They make half of the calls, and suffice to kill a mutant.
 EARLY_CHECKS = CHECKS[: CHECKS.index(plan_reused) + 1]
 
 __all__ = ["RANK_MUTANTS", "RankMutant", "sensitivity_ranks"]
@@ -43,9 +43,12 @@ def sensitivity_ranks(
         candidates: list[RankCase] = [case for case in cases if mutant.applies(case)]
         for case in candidates[:cases_each]:
             if case not in proven:
-                proven[case] = first_of(prove_ranks(case, pool, machine).failures)
+                proven[case] = first_or_none(prove_ranks(case, pool, machine).failures)
             build = partial(build_mutant, mutant.name)
             proof = prove_ranks(case, pool, machine, build, checks=EARLY_CHECKS)
-            failure, effect = first_of(proof.failures), pop_effect_over_ranks(mutant.name, pool)
+            failure, effect = (
+                first_or_none(proof.failures),
+                pop_effect_over_ranks(mutant.name, pool),
+            )
             kills.append(Kill.from_effect(mutant.name, case, proven[case], failure, effect))
     return tuple(kills)

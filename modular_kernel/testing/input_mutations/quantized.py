@@ -1,4 +1,4 @@
-"""Defects of scales, zero points and packing, visible in quantized cases only."""
+"""Input mutations of scales, zero points and packing, which only quantized cases detect."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ def _scales_per_row(problem: Problem) -> bool:
 
 
 def _several_groups(problem: Problem) -> bool:
-    """Return whether both GEMM depths have more than one group."""
+    """Return whether both GEMMs have more than one group along their depth."""
     group = problem.scheme.group
     return bool(group) and min(problem.hidden, problem.intermediate) > group[-1]
 

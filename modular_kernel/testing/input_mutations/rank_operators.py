@@ -1,6 +1,6 @@
-"""Defects that occur over ranks only: wrong destinations, mixed-up rows, repeated contributions.
+"""Input mutations that can occur only over ranks: wrong destinations, exchanged rows, double sums.
 
-Each is made separately for every kernel of every rank, so that it can act on one rank alone.
+A mutant is made for each kernel of each rank, so that it can act on one rank and not on others.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ from modular_kernel.testing.input_mutations.operators import MUTANTS
 class RankMutant:
     """One defect over ranks.
 
-    applies: the cases in which it must be visible. make: returns the defect of one rank's kernel,
-    given that rank's problem; it may act on one rank and be harmless on others. waits: deadline in
-    seconds of exchanges, where a rank may wait for a peer that never answers; None for the default.
+    applies: returns whether it must be visible in a case. make: returns the defect of one rank's
+    kernel, given that rank's problem. deadline_s: deadline of exchanges in seconds, for a defect
+    with which a rank may wait for a peer that never answers; None for the default.
     """
 
     name: str
@@ -53,9 +53,9 @@ def build_mutant(
 def build_on_last_rank(
     name: str, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """Return a rank's kernel; that of the last rank has the named defect from MUTANTS.
+    """Return a rank's kernel. That of the last rank has the defect `name` of MUTANTS.
 
-    The defect must not change the problem: ranks would detect that they differ.
+    The defect must not change the problem, because ranks detect that their problems differ.
     """
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
     parallel = case.problem.parallel
@@ -65,14 +65,14 @@ def build_on_last_rank(
 
 
 def _has_many_pairs(case: RankCase) -> bool:
-    """Return whether all ranks have many pairs and no quantization hides small changes."""
+    """Return whether all ranks get pairs, and no quantization hides small changes."""
     problem = case.problem
     is_spread = case.routing in ("uniform", "zipf", "duplicates") and problem.top_k > 1
     return is_spread and sum(case.tokens) >= 4 and not problem.scheme.quantized
 
 
 def _is_busy_on_last_rank(case: RankCase) -> bool:
-    """Return whether, in addition, the last rank processes several tokens."""
+    """Return whether, in addition, the last rank has tokens, and its experts get several pairs."""
     is_even = case.routing != "zipf" and max(case.tokens) >= 4
     return _has_many_pairs(case) and is_even and case.tokens[-1] > 0
 
@@ -82,7 +82,7 @@ def _weighted(case: RankCase) -> bool:
 
 
 def _has_uneven_counts(case: RankCase) -> bool:
-    """Return whether, in addition, ranks 0 and 1 differ in tokens, and the part receives counts."""
+    """Return whether, in addition, the token counts of ranks 0 and 1 differ, and are exchanged."""
     part = load_catalog().prepare_finalize(case.prepare_finalize)
     receives_counts = not part.requires.received_by_library
     return receives_counts and _is_busy_on_last_rank(case) and case.tokens[0] != case.tokens[1]
@@ -116,16 +116,16 @@ def _on_last_rank(
 
 
 def shift_by_a_rank(args: CallArguments) -> CallArguments:
-    """Send each pair to the expert one rank's block further on."""
+    """Add the number of experts per rank to every expert id, modulo E."""
     ids, problem = args.routing.topk_ids_TK, args.problem
     block = len(problem.placement.slots[0])
-    valid = (ids >= 0) & (ids < problem.experts)
-    ids = torch.where(valid, (ids + block) % problem.experts, ids)
+    is_valid = (ids >= 0) & (ids < problem.experts)
+    ids = torch.where(is_valid, (ids + block) % problem.experts, ids)
     return replace(args, routing=replace(args.routing, topk_ids_TK=ids))
 
 
-def lose_last_experts(args: CallArguments) -> CallArguments:
-    """Send nothing to the expert in the last slot of each rank."""
+def drop_last_experts(args: CallArguments) -> CallArguments:
+    """Skip the pairs of the expert in the last slot of each rank."""
     ids, slots = args.routing.topk_ids_TK, args.problem.placement.slots
     last_experts = torch.tensor(
         [experts[-1] for experts in slots], dtype=ids.dtype, device=ids.device
@@ -154,10 +154,11 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
         return value
 
     def is_per_rank(name: str, value: object) -> bool:
-        """Return whether a field is a per-rank list or may contain one; tensors are named *_W.
+        """Return whether a field is a per-rank list or may contain one.
 
-        Never copy flags that peers write: peer addresses are offsets from them, so with a copy this
-        rank's stores would go to arbitrary addresses.
+        Tensors with one entry per rank have names that end in _W. A tensor that is part of a larger
+        buffer is left alone: it may hold flags that peers write. Addresses in the memory of peers
+        are offsets from these flags, so with a copy, stores would go to arbitrary addresses.
         """
         if isinstance(value, torch.Tensor):
             return name.endswith("_W") and value.untyped_storage().nbytes() == value.nbytes
@@ -171,7 +172,7 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
 
 
 def _roll_counts(tokens: Dispatched) -> Dispatched:
-    """Give each expert its neighbor's count, if rows are batched by expert."""
+    """Give each expert the previous expert's count, if rows are batched by expert."""
     if not isinstance(tokens, BatchedTokens):
         return tokens
     return replace(tokens, counts_e=tokens.counts_e.roll(1))
@@ -199,7 +200,7 @@ def _reuse_rows(_problem: Problem) -> dict[str, Any]:
     history: list[Dispatched] = []
 
     def dispatched(tokens: Dispatched) -> Dispatched:
-        """Return the rows of the previous call, as far as there are any."""
+        """Return the rows of the previous call, as many as it had."""
         history.append(_copy(tokens))
         if len(history) < 2:
             return tokens
@@ -223,7 +224,7 @@ def _copy(tokens: Dispatched) -> Dispatched:
 
 
 def _skip_when_idle(_problem: Problem) -> CallMutant:
-    """Return a mutant, on every rank, that computes nothing in calls without local tokens."""
+    """Return a mutant that computes nothing on a rank in calls in which the rank has no tokens."""
     is_idle: list[bool] = []
 
     def arguments(args: CallArguments) -> CallArguments:
@@ -248,7 +249,7 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
         "last_expert_lost",
         "the last expert of each rank gets nothing",
         _has_many_pairs,
-        _on_all_ranks("last_expert_lost", lose_last_experts),
+        _on_all_ranks("last_expert_lost", drop_last_experts),
     ),
     RankMutant(
         "peer_counts_swapped",

@@ -1,4 +1,4 @@
-"""Defects that add a single rounding, which the check `one_rounding` must detect."""
+"""Input mutations that add a single rounding, which the check `one_rounding` must detect."""
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute
@@ -10,7 +10,7 @@ from modular_kernel.testing.input_mutations.inject import CallMutant
 
 
 class RoundingMutant(CallMutant):
-    """A defect that is visible where experts declare their roundings."""
+    """A defect that is visible only if the experts part declares its roundings."""
 
     def occurs(self, case: Case, machine: Machine) -> bool:
         experts = load_catalog().experts(case.experts)

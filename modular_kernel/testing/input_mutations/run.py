@@ -1,7 +1,6 @@
-"""Runs the input mutations: the checks must detect each one in every pairing where it can occur.
+"""Run the input mutations: the checks must detect each one in every pairing where it can occur.
 
-Each mutant must be killed by the same checks that `prove` runs. A surviving mutant is a failure of
-the checks.
+The checks are those that `prove` runs. If a mutant survives, the checks have a gap.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,8 +27,8 @@ class Kill:
     """Result of one mutant in one case.
 
     unsound: first failure of the kernel without the mutant; None if it passes. killed_by: first
-    failure with the mutant; None if it survived. nothing: why the mutant has no effect in this
-    case, so that it is neither killed nor a survivor.
+    failure with the mutant; None if there is none. nothing: why the mutant has no effect in this
+    case; such a mutant is neither killed nor a survivor. None if it has an effect.
     """
 
     mutant: str
@@ -69,10 +68,10 @@ def sensitivity(
     cases_each: int = 2,
     proven: dict[Case, str | None] | None = None,
 ) -> tuple[Kill, ...]:
-    """Run each mutant that can occur in the pairing and return which check killed it.
+    """Run each mutant that can occur in the pairing, and return which check killed it.
 
     cases_each: maximum number of cases per mutant. proven: first failure of each case without a
-    mutant, None if it passes; updated in place.
+    mutant, None if it passes; cases that are not in it are run and added.
     """
     proven = {} if proven is None else proven
     smoke = cases_for(prepare_finalize, experts, machine, "smoke").cases
@@ -84,14 +83,14 @@ def sensitivity(
             candidates = [case for case in full if mutant.occurs(case, machine)]
         for case in _spread(candidates, cases_each):
             if case not in proven:
-                proven[case] = first_of(prove(case, machine).failures)
-            failure = first_of(findings(Trial(case, machine, mutant.build)))
+                proven[case] = first_or_none(prove(case, machine).failures)
+            failure = first_or_none(findings(Trial(case, machine, mutant.build)))
             effect = pop_effect(mutant.name)
             kills.append(Kill.from_effect(mutant.name, case, proven[case], failure, effect))
     return tuple(kills)
 
 
-def first_of(failures: Iterable[str]) -> str | None:
+def first_or_none(failures: Iterable[str]) -> str | None:
     """Return the first failure, or None."""
     return next(iter(failures), None)
 

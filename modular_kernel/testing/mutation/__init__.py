@@ -1,7 +1,7 @@
-r"""Mutation testing of parts: measures whether a part's cases detect defects in its source.
+r"""Mutation testing of parts: measure whether a part's cases detect defects in its source.
 
-    found = survey("TorchExperts")
-    score = mutation_score(found)
+    surveyed = survey("TorchExperts")
+    score = mutation_score(surveyed)
     print(f"{score.share:.1%}", *(outcome.mutant.diff() for outcome in score.survivors), sep="\n")
 
 A mutant is one change to the source of a part, of its kernels, or of the operations it uses. Each

@@ -1,8 +1,9 @@
-"""Bitwise equivalence: whether mutants change any bit of a result.
+"""Check whether mutants change any bit of a result.
 
 Random valid problems are derived from the cases that execute a changed line, with other values and
-numbers of tokens. They are computed with and without the mutants. Several mutants of different
-lines can be applied together; each problem then counts for the mutants that its case executes.
+other numbers of tokens. They are computed with and without the mutants. Several mutants of
+different lines can be applied together; each problem then counts for the mutants that its case
+executes.
 """
 
 import random
@@ -16,9 +17,9 @@ from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.run_mutant import MutationBackend
 from modular_kernel.testing.mutation.source import Mutant
 
-# After one problem per case, further problems are drawn from this number of the fastest cases.
+# After one problem per case, further problems are derived from this number of the fastest cases.
 _NUM_FASTEST = 8
-_FEW_TOKENS = 5
+_MAX_TOKENS = 5  # per problem and rank
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ def compare_bits(
 ) -> BitComparison:
     """Compute `problems` random problems for each mutant, without and with all of the mutants.
 
-    Stops at the first problem in which a bit differs; a problem that fails with the mutants
-    differs. A mutant that no case executes has no problems. known: digests without mutants, by
-    problem; missing ones are computed and added. where: None for one process.
+    Stops at the first problem in which a bit differs. A problem that fails with the mutants counts
+    as different. A mutant that no case executes has no problems. known_digests: digests without
+    mutants, by problem; missing ones are computed and added. backend: None means one process.
     """
     backend = backend or OneProcess()
     cases_by_mutant = [executing_cases(mutant, coverage) for mutant in mutants]
@@ -54,10 +55,8 @@ def compare_bits(
     known_digests = {} if known_digests is None else known_digests
     # Two cases may lead to the same problem.
     missing = [case for case in dict.fromkeys(cases) if case not in known_digests]
-    unchanged_digests, changed_digests = (
-        backend.digests(missing, ()),
-        backend.digests(cases, tuple(mutants)),
-    )
+    unchanged_digests = backend.digests(missing, ())
+    changed_digests = backend.digests(cases, tuple(mutants))
     counts = [0 for _ in mutants]
     for case, executed in problem_cases:
         changed_digest = next(changed_digests, None)
@@ -78,19 +77,18 @@ def executing_cases(mutant: Mutant, coverage: Coverage) -> tuple[CaseCoverage, .
 def draw_problems(
     cases_by_entry: Sequence[Sequence[CaseCoverage]], count: int
 ) -> list[tuple[Case, tuple[int, ...]]]:
-    """Return at least `count` problems for each entry, with the indices of their entries.
+    """Return at least `count` problems for each entry of `cases_by_entry`.
 
-    Every case occurs once, then the fastest ones round-robin, with other values and few tokens.
+    Each problem comes with the indices of the entries it counts for. Every case is used once, then
+    the fastest ones round-robin, with other values and few tokens.
     """
     entries_by_case: dict[Case, tuple[int, ...]] = {}
     for index, cases in enumerate(cases_by_entry):
         for covered in cases:
             entries_by_case[covered.case] = (*entries_by_case.get(covered.case, ()), index)
-    problems, counts, num_drawn = (
-        list[tuple[Case, tuple[int, ...]]](),
-        [0 for _ in cases_by_entry],
-        dict[Case, int](),
-    )
+    problems = list[tuple[Case, tuple[int, ...]]]()
+    counts = [0 for _ in cases_by_entry]
+    num_drawn = dict[Case, int]()
 
     def add_problem(case: Case) -> None:
         draw = num_drawn[case] = num_drawn.get(case, 0) + 1
@@ -100,7 +98,8 @@ def draw_problems(
 
     for case in entries_by_case:
         add_problem(case)
-    # Start with the entries that have the fewest cases: their problems also count for others.
+    # Start with the entries that have the fewest cases, because their problems also count for
+    # others.
     for index, cases in sorted(enumerate(cases_by_entry), key=lambda indexed: len(indexed[1])):
         with_tokens = [c for c in sorted(cases, key=lambda c: c.seconds) if c.case.problem.tokens]
         fast = [covered.case for covered in with_tokens[:_NUM_FASTEST]]
@@ -110,11 +109,11 @@ def draw_problems(
 
 
 def _problem(case: Case, draw: int) -> Case:
-    """Return a similar problem with few tokens, and none on ranks where the case has none."""
+    """Return a similar problem with few tokens. Ranks without tokens have none there, either."""
     generator = random.Random(f"{case}|{draw}")
 
     def few_tokens(max_tokens: int) -> int:
-        return generator.randint(min(1, max_tokens), min(_FEW_TOKENS, max_tokens))
+        return generator.randint(min(1, max_tokens), min(_MAX_TOKENS, max_tokens))
 
     if not isinstance(case, RankCase):
         problem = case.problem.with_tokens(few_tokens(case.problem.tokens))

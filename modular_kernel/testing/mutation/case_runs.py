@@ -1,4 +1,4 @@
-"""Runs of cases in this process: the cases of pairings, and the first failure of one case."""
+"""Run cases in this process: list them, find the first failure of a case, or hash its results."""
 
 import hashlib
 import time
@@ -36,7 +36,7 @@ def invalid_cases(cases: Sequence[Case]) -> list[str]:
 
 
 def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
-    """Return the first failure of a case, None if it passes, and the seconds that took."""
+    """Return the first failure of a case, or None if it passes, and the seconds it took."""
     start = time.perf_counter()
     failure = _first_failure(case, machine)
     return failure, time.perf_counter() - start
@@ -52,7 +52,7 @@ def digest(case: Case, machine: Machine) -> str:
 
 
 def digest_of(trial: Trial) -> str:
-    """Return a digest of every bit of the results of two calls.
+    """Return a hash of every bit of the results of two calls.
 
     The first call is that of the case; the second has half the tokens, transposed weights and
     strided rows. The digest includes the first call's invalid ids and number of races.

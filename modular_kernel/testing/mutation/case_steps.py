@@ -1,4 +1,4 @@
-"""The steps in which cases run against a mutant, in one process or over ranks."""
+"""Run the cases of a mutant step by step, in one process or over ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from modular_kernel.testing.mutation.coverage import CaseCoverage
 from modular_kernel.testing.mutation.forked_worker import Send
 from modular_kernel.text import counted
 
-# Number of cases without a differing bit, approximately, on which all checks run.
+# Approximate number of the cases without a differing bit on which all checks run.
 _NUM_SAMPLED = 12
 
 
@@ -33,10 +33,10 @@ class CaseRunner(Protocol):
 
 @dataclass(frozen=True)
 class CaseListing:
-    """How to compare the case list, for mutants that may change which cases are valid.
+    """The list of cases without the mutant, for mutants that may change which cases are valid.
 
-    known: the valid cases without the mutant. compare_first: whether the list is compared before
-    the cases run.
+    known: the valid cases of `pairs` without the mutant. compare_first: whether the lists are
+    compared before the cases run.
     """
 
     pairs: tuple[Pair, ...]
@@ -48,9 +48,9 @@ class CaseListing:
 def run_cases(
     cases: Sequence[CaseCoverage], listing: CaseListing | None, runner: CaseRunner, send: Send
 ) -> None:
-    """Call every case; run all checks where a bit differs, and then on a sample of the others.
+    """Call every case. Run all checks where a bit differs, then on a sample of the other cases.
 
-    Stops at the first failure, which is sent through `send`.
+    Progress is reported through `send`, and so is the first failure, at which this stops.
     """
     machine = runner.this_machine()
 
@@ -92,7 +92,7 @@ def _case_list_passes(
 ) -> bool:
     """Return whether all valid cases remain valid, and some newly valid ones pass.
 
-    new_index: the index reported for new cases, which is the number of known cases.
+    new_index: the index that is reported for new cases: the number of cases without the mutant.
     """
     send({"listing": True})
     # A mutant can make the rules raise.

@@ -1,10 +1,10 @@
-"""Code equivalence: whether mutants leave all compiled kernels unchanged.
+"""Check whether mutants leave all compiled kernels unchanged.
 
-    same = same_code([mutant])          # the mutated line is in a kernel or a function it calls
-    assert same.differing == 0 and same.reached == (12,)
+    comparison = same_code([mutant])  # a mutant of a kernel or of a device function
+    assert comparison.differing == 0 and comparison.reached == (12,)
 
-Kernels are compiled for a GPU that need not be present, with the launches of the parts (see
-testing.compile.cases), without and with all mutants, in processes that do not interpret.
+Kernels are compiled with the launches of the parts (`testing.compile.cases`), first without and
+then with the mutants, in processes that do not interpret. The GPU need not be present.
 """
 
 import ast
@@ -26,7 +26,7 @@ from modular_kernel.testing.mutation.patched_module import part_packages, patch_
 from modular_kernel.testing.mutation.scope import imports_of
 from modular_kernel.testing.mutation.source import Edit, Mutant, Source
 
-# Replaces a mutant in a third compilation, to find the kernels that contain the line.
+# Replaces the mutant in a third compilation: the kernels that fail are those that contain its line.
 _UNDEFINED_NAME = "no_such_name_in_any_kernel"
 _COMPILE_ERROR = "does not compile"
 
@@ -91,7 +91,10 @@ def _cache_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _break_edit(edit: Edit) -> str:
-    """Return a replacement with which no kernel compiles; it remains a valid operator."""
+    """Return a replacement with which no kernel that contains the line compiles.
+
+    It is valid Python wherever the replacement of `edit` is.
+    """
     try:
         ast.parse(edit.new)
     except SyntaxError:
@@ -110,7 +113,7 @@ def _is_in_kernel(mutant: Mutant) -> bool:
 
 
 def _differing_launches(expected: Code, actual: Code) -> set[tuple[str, str]]:
-    """Return the entries of `expected` that differ in `actual`, compared launch by launch."""
+    """Return the entries of `expected` that differ in `actual`. Both list the same launches."""
     assert [kernel for kernel, _ in expected] == [kernel for kernel, _ in actual]
     return {before for before, after in zip(expected, actual, strict=True) if before != after}
 
@@ -130,7 +133,7 @@ def _compile(mutants: Sequence[Mutant], modules: frozenset[str], target: str) ->
 
 
 def _main() -> None:
-    """Write the code of each launch to stdout; runs in the child process."""
+    """Write the code of each launch to stdout. Runs in the child process."""
     mutants, modules, target = pickle.load(sys.stdin.buffer)
     if mutants:
         patch_modules(*mutants)
@@ -158,7 +161,7 @@ def _main() -> None:
 
 @cache
 def _import_closure(module: str) -> frozenset[str]:
-    """Return the module and all modules of this project that it imports, also indirectly."""
+    """Return the module and all modules of this project that it imports, directly or indirectly."""
     project_roots = {"modular_kernel", *part_packages()}
     reached, pending = set[str](), [module]
     while pending:

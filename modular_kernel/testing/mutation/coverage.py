@@ -1,6 +1,7 @@
-"""Line coverage of cases: the lines of a part executed by a case's first call and a strided one.
+"""Measure which lines of a part its cases execute.
 
-Interpreted kernels are Python, so their lines are recorded like all others.
+Each case makes two calls: its first one, and one with strided tensors. Interpreted kernels are
+Python, so their lines are recorded like all others.
 """
 
 import sys
@@ -22,7 +23,7 @@ from modular_kernel.testing.mutation.source import Mutant
 Lines = Mapping[str, frozenset[int]]  # file -> line numbers
 LineSets = dict[str, set[int]]
 
-# Seconds for the slowest case with tracing.
+# Longer than the slowest case takes with tracing.
 _CASE_TIMEOUT_S = 300.0
 
 
@@ -40,8 +41,8 @@ class CaseCoverage:
 class Coverage:
     """Coverage of all cases of some pairings.
 
-    loading: lines executed by imports, at any time, and by the selection of cases. error: why the
-    coverage is incomplete, or "".
+    loading: lines executed by imports, even if a case triggered them, and by the selection of
+    cases. error: why the coverage is incomplete, or "".
     """
 
     loading: Lines
@@ -49,12 +50,12 @@ class Coverage:
     error: str = ""
 
     def executing(self, mutant: Mutant) -> tuple[CaseCoverage, ...]:
-        """Return the cases that execute a mutant."""
+        """Return the cases that execute a line of a mutant."""
         file, lines = str(mutant.path), _lines(mutant)
         return tuple(c for c in self.cases if not c.lines.get(file, frozenset()).isdisjoint(lines))
 
     def loads(self, mutant: Mutant) -> bool:
-        """Return whether an import or the selection of cases executes a mutant."""
+        """Return whether an import or the selection of cases executes a line of a mutant."""
         return not self.loading.get(str(mutant.path), frozenset()).isdisjoint(_lines(mutant))
 
 
@@ -145,14 +146,12 @@ def trace_lines(files: set[str]) -> Iterator[tuple[LineSets, LineSets]]:
         if file not in files:
             return None
         is_import = _is_importing(frame, files)
-        code, executed = (
-            frame.f_code,
-            (import_lines if is_import else call_lines).setdefault(file, set()),
-        )
+        code = frame.f_code
+        executed = (import_lines if is_import else call_lines).setdefault(file, set())
         if code not in lines_of:
             lines_of[code] = {line for _, _, line in code.co_lines() if line is not None}
         if lines_of[code] <= executed:
-            return None  # every line is recorded: run without tracing
+            return None  # every line has been recorded, so run without tracing
 
         def trace_line(frame: FrameType, event: str, _: object) -> Any:
             if event == "line":

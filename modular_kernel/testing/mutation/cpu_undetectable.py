@@ -1,4 +1,4 @@
-"""Mutants that no run on a CPU can distinguish from the original, with the reason."""
+"""Recognize mutants that no run on a CPU can distinguish from the original, and say why."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from functools import lru_cache
 from modular_kernel.testing.mutation.operators import INT64_LOST
 from modular_kernel.testing.mutation.source import Mutant
 
-# Words in statements that concern a GPU or are executed only on one.
+# Words in statements that concern a GPU, or that only a GPU executes.
 _GPU = re.compile(
     r"arch\b|capturable|replayable|packages=|is_cuda|is_meta|use_triton|HAS_TRITON"
     r"|pdl_wait|pdl_arguments\(|inline_asm|== \"cuda\"|debug_barrier"
@@ -26,21 +26,20 @@ REASONS = (OFFSETS_REASON, DEVICE_REASON, RELEASE_REASON)
 
 
 def undetectable_reason(mutant: Mutant) -> str | None:
-    """Return why a mutant is listed instead of run, or None if it is run."""
+    """Return why no run on a CPU can detect a mutant; None if one might."""
     if mutant.edit.operator == INT64_LOST:
         return OFFSETS_REASON
     text = mutant.path.read_text(encoding="utf-8")
     statement = "\n".join(text.splitlines()[mutant.first - 1 : mutant.last])
     if _RELEASE.search(statement):
         return RELEASE_REASON
-    return (
-        DEVICE_REASON if _GPU.search(statement) or mutant.first in _lines_with_asm(text) else None
-    )
+    is_gpu_only = _GPU.search(statement) or mutant.first in _lines_with_asm(text)
+    return DEVICE_REASON if is_gpu_only else None
 
 
 @lru_cache(maxsize=64)
 def _lines_with_asm(text: str) -> frozenset[int]:
-    """Return the lines of host functions that write assembly, which the interpreter ignores."""
+    """Return the lines of host functions that contain assembly, which the interpreter ignores."""
     lines = text.splitlines()
     asm_lines = set[int]()
     for node in ast.parse(text).body:

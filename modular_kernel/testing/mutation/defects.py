@@ -1,4 +1,4 @@
-"""Hand-written defects: text in a file and its replacement, applied like a mutant.
+"""Read hand-written defects from a JSON file: text and its replacement, applied like a mutant.
 
 [{"file": "my_moe/kernels.py", "old": "row < rows", "new": "row <= rows", "what": "off by one"}]
 """
@@ -14,7 +14,7 @@ from modular_kernel.testing.mutation.source import Edit, Mutant, Source, last_li
 
 @dataclass(frozen=True)
 class Defect:
-    """A description of the mistake, and the change that causes it."""
+    """A defect as a mutant, with a description."""
 
     description: str
     mutant: Mutant
@@ -23,8 +23,8 @@ class Defect:
 def read_defects(path: Path, root: Path) -> tuple[Defect, ...]:
     """Read a list of defects for the checkout at `root`.
 
-    Raises ConfigurationError for an entry whose file does not exist or does not contain the piece
-    exactly once.
+    Raises ConfigurationError for an entry whose file does not exist, or does not contain the old
+    text exactly once.
     """
     return tuple(_defect(entry, root) for entry in json.loads(path.read_text(encoding="utf-8")))
 
@@ -49,7 +49,7 @@ def _lines(source: Source, first: int, last: int) -> tuple[int, int]:
     """Extend lines [first, last] to the statements that contain them."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef):
-            begins, ends = node.lineno, last_line(node)
-            if begins <= last and first <= ends:
-                first, last = min(first, begins), max(last, ends)
+            start, end = node.lineno, last_line(node)
+            if start <= last and first <= end:
+                first, last = min(first, start), max(last, end)
     return first, last

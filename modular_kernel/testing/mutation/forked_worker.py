@@ -1,6 +1,7 @@
-"""A forked child process that sends messages to its parent, one JSON object per line.
+"""Run a function in a forked child process that sends messages to its parent.
 
-The child may hang, crash or exhaust memory; the parent limits the wait for each message.
+Messages are JSON objects, one per line. The child may hang, crash or exhaust memory, so the parent
+limits its memory and waits a limited time for each message.
 """
 
 import json
@@ -35,9 +36,10 @@ class ChildExit:
 
 
 class ChildProcess:
-    """A forked child process. Iterate over its messages; afterwards `exit` says how it ended.
+    """A forked child process. Iterate over its messages; afterwards, read `exit`.
 
-    timeout_s: timeout for the next message; may be changed between messages.
+    work: runs in the child, with a function that sends a message. timeout_s: seconds to wait for
+    the next message; may be changed between messages.
     """
 
     def __init__(self, work: Callable[[Send], None], timeout_s: float) -> None:

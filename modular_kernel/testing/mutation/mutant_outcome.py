@@ -1,4 +1,4 @@
-"""`MutantOutcome`, and `OutcomeTracker`, which derives it from the messages of running cases."""
+"""Outcome of a mutant, and a tracker that derives it from the messages of running cases."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from modular_kernel.testing.mutation.coverage import CaseCoverage
 from modular_kernel.testing.mutation.forked_worker import ChildExit, Message
 from modular_kernel.testing.mutation.source import Mutant
 
-# A case counts as hanging after GRACE_S seconds plus SLOWER times the duration of its two calls.
-SLOWER, GRACE_S = 10, 15.0
+# A case counts as hanging after GRACE_S seconds plus SLOWDOWN times the duration of its two calls.
+SLOWDOWN, GRACE_S = 10, 15.0
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,10 @@ class MutantOutcome:
     status: "killed" by a check, "hang", "crash", "refused" (a valid case is refused), "survived",
         "equivalent" (reviewed and not run), or "not executed" by any case.
     finding: the check that failed, and its message.
+    case: the case that killed the mutant.
     num_cases: number of cases that were run. differing: number of those in which a bit differs.
-    shared: another part, in whose score a common case already killed this mutant, so that it was
-        not run again; "" if there is none.
+    shared: the part in whose score this mutant was already killed, by a case that both parts have.
+        It was not run again. "" if it was run for this part.
     """
 
     mutant: Mutant
@@ -35,7 +36,7 @@ class MutantOutcome:
 
     @classmethod
     def from_record(cls, mutant: Mutant, killer: str) -> "MutantOutcome":
-        """Return the outcome of a mutant that a record lists as killed by `killer`."""
+        """Return the outcome of a mutant that an earlier record lists as killed by `killer`."""
         if killer in ("hang", "crash", "refused"):
             return cls(mutant, killer, "before")
         return cls(mutant, "killed", f"{killer}: before")
@@ -46,9 +47,9 @@ class MutantOutcome:
 
 
 class OutcomeTracker:
-    """Tracks messages of the cases of a mutant. outcome: None until one of them fails.
+    """Tracks the messages from the cases of a mutant.
 
-    timeout_s: timeout for the next message.
+    outcome: None until a case fails. timeout_s: seconds to wait for the next message.
     """
 
     def __init__(self, mutant: Mutant, cases: Sequence[CaseCoverage]) -> None:
@@ -65,7 +66,7 @@ class OutcomeTracker:
             covered = self._cases[index] if index < len(self._cases) else None
             self._case = covered.case if covered else None
             seconds = covered.seconds if covered else max(c.seconds for c in self._cases)
-            self.timeout_s = GRACE_S + SLOWER * seconds
+            self.timeout_s = GRACE_S + SLOWDOWN * seconds
         elif "differs" in message:
             self._differing += 1
         elif "listing" in message:

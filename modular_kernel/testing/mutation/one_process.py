@@ -1,4 +1,4 @@
-"""Cases in one process, with each mutant in a separate child."""
+"""Mutation testing in one process: each mutant runs in a separate child process."""
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ class OneProcess:
     def run_mutant(
         self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
     ) -> MutantOutcome:
-        dependents({mutant.module})  # reads imports once for all children
+        dependents({mutant.module})  # fills the cache of imports once for all children
         tracker = OutcomeTracker(mutant, cases)
         child = ChildProcess(lambda send: _run_in_child(mutant, cases, listing, send), GRACE_S)
         for message in child:

@@ -1,7 +1,7 @@
 """Mutation operators: realistic mistakes in one expression or statement.
 
-Each is a function from a syntax node to possible edits, listed in OPERATORS by node type. They use
-the vocabulary of Triton and torch (masks, `tl.where`, dtypes), but are not specific to any part.
+Each operator is a function that yields the possible edits of a syntax node. OPERATORS lists them by
+node type. They know Triton and torch (masks, `tl.where`, dtypes), but are not specific to any part.
 """
 
 import ast
@@ -42,7 +42,7 @@ _PRECISIONS = {"float32": "float16", "int64": "int32", "ieee": "tf32", "tf32": "
 _TORCH_PRECISIONS = {**_PRECISIONS, "float32": "bfloat16"}
 _SWAPPED_NAMES = {"hidden": "intermediate", "intermediate": "hidden", "w1": "w2", "w2": "w1"}
 _CLAMPS = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min"}
-# Operator of edits that make addresses 32-bit, which fails from 2^31 elements on.
+# The operator of edits that compute offsets in 32 bits, which overflow from 2^31 elements on.
 INT64_LOST = "64 bits lost"
 # Launch options that affect speed, not results.
 PERFORMANCE_OPTIONS = frozenset(
@@ -63,7 +63,7 @@ def compare(source: Source, node: ast.AST) -> Edits:
 
 
 def binary(source: Source, node: ast.AST) -> Edits:
-    """Yield another operator, a dropped operand (offset, stride, half a mask), or rounding."""
+    """Yield another operator, a dropped operand, or a division that rounds up instead of down."""
     assert isinstance(node, ast.BinOp)
     if type(node.op) not in _ARITHMETIC or _is_text(node.left) or _is_text(node.right):
         return
@@ -101,7 +101,7 @@ def boolean(source: Source, node: ast.AST) -> Edits:
 
 
 def unary(source: Source, node: ast.AST) -> Edits:
-    """Yield a lost sign or negation; 0 or -2 in place of -1, the id of a skipped pair."""
+    """Yield the operand without its sign or negation; for a negative number -n, 0 and -n - 1."""
     assert isinstance(node, ast.UnaryOp)
     operand = source.text_of(node.operand)
     if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
@@ -112,7 +112,7 @@ def unary(source: Source, node: ast.AST) -> Edits:
 
 
 def constant(source: Source, node: ast.AST) -> Edits:
-    """Yield a number off by one or by a factor, an inverted flag, another precision."""
+    """Yield a number off by one or by a factor, an inverted flag, or another precision."""
     assert isinstance(node, ast.Constant)
     value = node.value
     if isinstance(value, bool):
@@ -128,14 +128,14 @@ def constant(source: Source, node: ast.AST) -> Edits:
 
 
 def duration(source: Source, node: ast.expr) -> Edits:
-    """Yield 0 seconds, or seconds read as milliseconds; no run detects smaller changes."""
+    """Yield 0 seconds, and 1000 times the duration. Smaller changes have no visible effect."""
     assert isinstance(node, ast.Constant) and isinstance(node.value, float)  # noqa: PT018
     yield source.replace_node("constant", node, "0.0")
     yield source.replace_node("constant", node, repr(node.value * 1000.0))
 
 
 def name(source: Source, node: ast.AST) -> Edits:
-    """Yield a similar operand (w2 for w1, I for H), or an accumulator or offset of fewer bits."""
+    """Yield a similar operand (w2 for w1, I for H), or a dtype with fewer bits."""
     if isinstance(node, ast.Attribute):
         identifier, start = node.attr, source.end(node) - len(node.attr.encode())
     else:
@@ -154,7 +154,7 @@ def name(source: Source, node: ast.AST) -> Edits:
 
 
 def call(source: Source, node: ast.AST) -> Edits:
-    """Yield changes of clamps, selections, casts, masks, ranges and arguments of a call."""
+    """Yield changes of a call: of clamps, selections, casts, masks, ranges and arguments."""
     assert isinstance(node, ast.Call)
     callee = _callee_name(node)
     yield from _clamp(source, node, callee)
@@ -188,9 +188,9 @@ def _cast(source: Source, node: ast.Call, callee: str) -> Edits:
 
 
 def _operand(source: Source, node: ast.expr) -> str:
-    """Return a method's object as text that is valid anywhere.
+    """Return the text of an expression, in parentheses if it needs them in another context.
 
-    The syntax node of `(a >> 1)` in `(a >> 1).to(b)` does not include its parentheses.
+    The syntax node of `(a >> 1)` in `(a >> 1).to(b)` does not include the parentheses.
     """
     is_primary = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
     return source.text_of(node) if is_primary else f"({source.text_of(node)})"
@@ -221,19 +221,19 @@ def _range(source: Source, node: ast.Call, callee: str) -> Edits:
 
 
 def ternary(source: Source, node: ast.AST) -> Edits:
-    """Yield the other branch."""
+    """Yield a conditional expression with its condition negated."""
     assert isinstance(node, ast.IfExp)
     yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
 
 
 def branch(source: Source, node: ast.AST) -> Edits:
-    """Yield the other branch of a statement."""
+    """Yield an `if` or `while` statement with its condition negated."""
     assert isinstance(node, ast.If | ast.While)
     yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
 
 
 def slice_(source: Source, node: ast.AST) -> Edits:
-    """Yield a slice one row short at either end."""
+    """Yield a slice without its first or its last element."""
     assert isinstance(node, ast.Slice)
     for bound, sign in ((node.lower, "+"), (node.upper, "-")):
         if bound is not None and not isinstance(bound, ast.Constant):
@@ -241,7 +241,7 @@ def slice_(source: Source, node: ast.AST) -> Edits:
 
 
 def statement(source: Source, node: ast.AST) -> Edits:
-    """Yield a lost step: a store, a barrier, an update of an accumulator or a pointer, a rule."""
+    """Yield the removal of a step: a store, a barrier, an update of an accumulator, a yield."""
     assert isinstance(node, ast.Expr | ast.AugAssign)
     if isinstance(node, ast.AugAssign) or isinstance(
         node.value, ast.Call | ast.Yield | ast.YieldFrom
@@ -283,6 +283,7 @@ def _swap_operands(source: Source, first: Positioned, second: Positioned) -> Edi
 
 
 def _end_with_comma(source: Source, keyword: ast.keyword) -> int:
+    """Return the offset after a keyword argument and the comma that follows it, if any."""
     end = source.end(keyword)
     rest = source.data[end:].lstrip()
     return end + (len(source.data) - end - len(rest)) + 1 if rest.startswith(b",") else end
@@ -296,6 +297,7 @@ def _callee_name(node: ast.Call) -> str:
 
 
 def _stem(keyword: ast.keyword) -> str:
+    """Return a keyword up to its first underscore. Keywords with the same stem are similar."""
     return (keyword.arg or "").split("_", maxsplit=1)[0]
 
 
@@ -310,9 +312,9 @@ def _is_constant(keyword: ast.keyword) -> bool:
 
 
 def _is_compile_time(node: ast.expr) -> bool:
-    """Return whether a kernel is compiled for the value, as for a block size.
+    """Return whether a kernel is compiled for the value, such as a block size.
 
-    Divisions of such values have no remainder.
+    Divisions of two such values have no remainder.
     """
     return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id.isupper())
 

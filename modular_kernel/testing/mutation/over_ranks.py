@@ -28,11 +28,12 @@ from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, faults, prove_
 
 Result = TypeVar("Result")
 
-# Timeouts of an exchange and of a run: a constant plus a multiple of the duration of two calls.
+# Timeouts of an exchange and of a run: a constant plus a multiple of the duration of a case's
+# calls.
 _EXCHANGE_TIMEOUT_S, _EXCHANGE_FACTOR = 4.0, 4.0
 _RUN_TIMEOUT_S, _RUN_FACTOR = 30.0, 40.0
-_DEFAULT_CASE_S = 15.0  # assumed duration of two calls of a case that was not traced
-_TRACED_TIMEOUT_S = 120.0
+_DEFAULT_CASE_S = 15.0  # assumed duration of the calls of a case that was not traced
+_TRACED_TIMEOUT_S = 120.0  # timeout of an exchange in a traced case
 _RANK_GRACE_S = 0.5  # time to wait for the other ranks after one has failed
 
 
@@ -77,7 +78,9 @@ class Ranks(Closeable):
                 ranks_per_host=self._per_host,
             )
             if self._mutants:
-                dependents({mutant.module for mutant in self._mutants})  # reads imports
+                dependents(
+                    {mutant.module for mutant in self._mutants}
+                )  # fills the cache of imports
                 self._pool.run(rank_tasks.apply_mutants, self._mutants, known_imports())
         return self._pool
 
@@ -105,11 +108,11 @@ class Ranks(Closeable):
 
         Raises RanksEnded if a rank died or timed out.
         """
-        timeout, limit = self._limits(case)
+        timeout, run_timeout = self._timeouts(case)
         start = time.perf_counter()
         try:
             return join_digests(
-                self.start().run(rank_tasks.digest, case, machine, timeout, timeout=limit)
+                self.start().run(rank_tasks.digest, case, machine, timeout, timeout=run_timeout)
             )
         except RankError as error:
             self.close()
@@ -126,14 +129,14 @@ class Ranks(Closeable):
         Raises RanksEnded if a rank died or timed out.
         """
         assert isinstance(case, RankCase)
-        timeout, limit = self._limits(case)
+        timeout, run_timeout = self._timeouts(case)
         build = rank_tasks.build_with_deadline(timeout)
         first_checks = (numeric, faults) if case.fault else (numeric,)
         seconds = 0.0
         for checks in (first_checks, RANK_CHECKS):  # most failures occur in the first call
-            limit *= len(checks)
+            run_timeout *= len(checks)
             proof = prove_unchecked(
-                case, self.start(), machine, build, checks=checks, timeout=limit
+                case, self.start(), machine, build, checks=checks, timeout=run_timeout
             )
             seconds += proof.seconds
             if proof.failures:
@@ -141,7 +144,7 @@ class Ranks(Closeable):
                 return _format_failure(proof.failures[0]), seconds
         return None, seconds
 
-    def _limits(self, case: Case) -> tuple[float, float]:
+    def _timeouts(self, case: Case) -> tuple[float, float]:
         """Return (timeout of an exchange, timeout of a run of two calls) in seconds."""
         seconds = self._seconds.get(case, max(self._seconds.values(), default=_DEFAULT_CASE_S))
         return (
@@ -164,7 +167,7 @@ class OverRanks:
         return bool(rank_cases_for(*pair, machine, self.world_size, level, per_host).cases)
 
     def cover(self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level) -> Coverage:
-        """Return the union of the lines that ranks executed, and the slowest rank's seconds."""
+        """Trace all cases: lines that any rank executed, and the seconds of the slowest rank."""
         machine, files = this_machine(device="cpu"), {m: str(path) for m, path in modules.items()}
         dependents(set(modules))
         covered: list[CaseCoverage] = []
@@ -236,15 +239,12 @@ def _format_failure(failure: str) -> str:
         raise RanksEnded(exit_info)
     if "raised IncompatibleError" in message:
         return f"refused: {message} ({rank_text})"
-    return (
-        f"build: {message} ({rank_text})"
-        if message.startswith("raised ")
-        else f"{message} ({rank_text})"
-    )
+    prefix = "build: " if message.startswith("raised ") else ""
+    return f"{prefix}{message} ({rank_text})"
 
 
 def lost_rank_exit(failure: str) -> ChildExit | None:
-    """Return how a rank was lost (crash or timeout); None if it raised an error instead."""
+    """Return whether a rank crashed or timed out; None if it raised an error instead."""
     first_line = failure.splitlines()[0]
     if first_line.startswith(DIED):
         return ChildExit("crash", first_line)
@@ -252,5 +252,6 @@ def lost_rank_exit(failure: str) -> ChildExit | None:
 
 
 def _last_line(error: RankError) -> str:
+    """Return the error that the first failed rank raised, without its traceback."""
     failure = next(iter(error.failures.values()))
     return f"raised {failure.strip().splitlines()[-1]}"

@@ -1,6 +1,6 @@
-"""Imports of modules from changed source text, including all modules that depend on them.
+"""Import modules from changed source text, together with all modules that depend on them.
 
-Only for forked children: modules that were imported before are removed from sys.modules.
+Only for forked child processes: modules that were imported before are removed from sys.modules.
 """
 
 import ast
@@ -20,7 +20,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.scope import imports_of
 from modular_kernel.testing.mutation.source import Mutant, Source
 
-# Loads parts at run time, so it depends on all of them.
+# This module loads parts at run time, so it depends on all of them.
 _PART_LOADER = "modular_kernel.catalog"
 
 
@@ -31,14 +31,15 @@ def patch_modules(*mutants: Mutant) -> None:
     """
     for module, (file, text) in changed_texts(mutants).items():
         ast.parse(text)
-        # Triton reads kernel source from here; an entry without a time stamp is never refreshed.
+        # Triton reads the source of kernels from linecache. An entry without a time stamp is never
+        # refreshed from the file.
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         sys.meta_path.insert(0, _Finder(module, file, text))
     unload({mutant.module for mutant in mutants})
 
 
 def changed_texts(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
-    """Return {module: (file, changed text)}; raise ConfigurationError if two changes overlap."""
+    """Return {module: (file, changed text)}. Raise ConfigurationError if two changes overlap."""
     texts: dict[str, tuple[str, str]] = {}
     for module in dict.fromkeys(mutant.module for mutant in mutants):
         module_mutants = [mutant for mutant in mutants if mutant.module == module]
@@ -70,7 +71,10 @@ def unload(modules: set[str]) -> None:
 
 
 def reattach() -> None:
-    """Set submodules that were not imported again as attributes of packages that were."""
+    """Restore attributes for submodules of packages that were imported again.
+
+    A submodule that was not imported again is missing as an attribute of its new package.
+    """
     for name, module in list(sys.modules.items()):
         parent, _, attribute = name.rpartition(".")
         package = sys.modules.get(parent)

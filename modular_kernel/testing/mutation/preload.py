@@ -1,4 +1,4 @@
-"""Imports shared by all ranks, which are forked from a process that imported this module."""
+"""Import what all ranks need. They are forked from a process that has imported this module."""
 
 from importlib import import_module
 

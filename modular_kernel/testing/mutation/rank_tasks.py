@@ -40,9 +40,9 @@ class CaseQuery(NamedTuple):
 def apply_mutants(
     _rank: int, _world_size: int, _group: object, mutants: tuple[Mutant, ...], imports: Imports
 ) -> None:
-    """Make this rank run the changed source; must be its first task.
+    """Make this rank run the changed source. Must be its first task.
 
-    imports: see `add_known_imports`.
+    imports: the cache of another process, see `add_known_imports`.
     """
     silence_and_limit_memory()
     add_known_imports(imports)
@@ -61,7 +61,7 @@ def trace_imports(
 ) -> tuple[list[RankCase], Lines]:
     """Import `modules` (name -> file) again; return the cases and the executed lines.
 
-    Must be the first task.
+    Must be the first task of this rank.
     """
     silence_and_limit_memory()
     add_known_imports(imports)
@@ -95,7 +95,7 @@ def invalid_cases(
 def digest(
     rank: int, _world_size: int, group: object, case: RankCase, machine: Machine, timeout: float
 ) -> str:
-    """Return `digest_of` the case on this rank. waits: deadline in seconds of an exchange."""
+    """Return `digest_of` the case on this rank. timeout: seconds after which an exchange fails."""
     kernels: list[FusedMoEModularKernel] = []
 
     def build_on_rank(rank_case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
@@ -136,7 +136,7 @@ def build(
 ) -> FusedMoEModularKernel:
     """Make a rank's kernel whose exchanges time out after `timeout` seconds.
 
-    `partial(build, waits)` is a RankBuild.
+    `partial(build, timeout)` is a RankBuild.
     """
     with use_deadline(timeout):
         return over_ranks.build_kernel(case, machine, poison, group)

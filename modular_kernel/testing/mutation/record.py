@@ -1,4 +1,4 @@
-"""A mutation score as JSON, for programs and for the page in docs/."""
+"""Write a mutation score as JSON, for programs and for the page in docs/."""
 
 from collections import Counter
 from importlib.metadata import version
@@ -47,26 +47,27 @@ def record_of(score: Score) -> Record:
 
 
 def killers(killed: tuple[MutantOutcome, ...]) -> dict[str, int]:
-    """Return how many mutants each killer killed: a check's name, "hang", "crash" or "refused"."""
+    """Return the number of mutants by killer: the name of a check, "hang", "crash" or "refused"."""
     return dict(Counter(map(killer, killed)).most_common())
 
 
 def killer(outcome: MutantOutcome) -> str:
-    """Return what killed a mutant: a check's name, "hang", "crash" or "refused"."""
+    """Return what killed a mutant: the name of a check, "hang", "crash" or "refused"."""
     return outcome.finding.partition(":")[0] if outcome.status == "killed" else outcome.status
 
 
 def recorded_kills(record: Record, survey: Survey) -> dict[str, str]:
-    """Return {identity: killer} of the mutants killed in a record, to continue from it.
+    """Return {identity: killer} of the mutants killed in a record, so that they need not run again.
 
-    {} if the record is for another part, level, number of ranks or hosts, or other pairings.
+    Returns {} if the record is for another part, level, number of ranks or hosts, or other
+    pairings.
     """
     pairings, backend = [" x ".join(pair) for pair in survey.pairs], survey.backend
     recorded = record["part"], record["level"], record["world_size"], record["pairings"]
     current = survey.part, survey.level, backend.world_size, pairings
     is_same = recorded == current and record.get("ranks_per_host") == backend.ranks_per_host
-    killers_by_ident: dict[str, str] = record.get("died", {})
-    return killers_by_ident if is_same else {}
+    killer_by_ident: dict[str, str] = record.get("died", {})
+    return killer_by_ident if is_same else {}
 
 
 def reproducer(outcome: MutantOutcome, survey: Survey) -> str:
@@ -89,7 +90,7 @@ def _survivor(outcome: MutantOutcome, survey: Survey) -> Record:
 
 
 def _proof_size(review: Equivalent) -> Record:
-    """Return the extent of the proof."""
+    """Return the number of kernels or problems that a proof compared."""
     if review.proof == "code":
         return {"forms": review.forms}
     return {"problems": review.problems, "beside": review.beside}

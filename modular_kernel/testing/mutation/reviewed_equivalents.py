@@ -1,4 +1,4 @@
-"""Reviewed equivalent mutants. They do not change any result, so scores do not count them.
+"""Read the reviewed equivalent mutants: they change no result, so scores do not count them.
 
 A mutant is accepted as equivalent only with a proof: either it does not change the compiled code of
 any kernel, or no bit of a result differs in at least 2,000 random valid problems, derived from
@@ -18,9 +18,9 @@ MIN_PROBLEMS = 2000
 class Equivalent:
     """The proof that a mutant is equivalent.
 
-    proof: "code" if the `forms` compiled variants of the kernels that contain the line are
-    unchanged; "bits" if no bit differs in `problems` random problems.
-    beside: number of other mutants that were applied in the same run.
+    proof: "code" if `forms` compiled variants of the kernels that contain the line are unchanged;
+    "bits" if no bit differs in `problems` random problems.
+    beside: number of other mutants that were applied at the same time.
     parts: parts for which the mutant is equivalent, because their pairings never pass inputs that
     would reveal it; () means all parts.
     """

@@ -1,4 +1,4 @@
-"""Run of one mutant against the cases that execute it, until one of them fails."""
+"""Run one mutant against the cases that execute it, until one of them fails."""
 
 import time
 from collections import Counter
@@ -19,17 +19,20 @@ from modular_kernel.testing.mutation.source import Mutant
 
 Item = TypeVar("Item")
 
-# Fields of a case that are not an axis.
+# Fields of a case that are not compared as an axis.
 _NOT_AXES = frozenset({"problem", "seed"})
 
 
 class MutationBackend(Protocol):
     """Runs cases in one process or over ranks.
 
-    world_size: number of ranks. ranks_per_host: None if all are on one host. has_cases: returns
-    whether a pairing has a case there. cover: as the function of that name. run_mutant: returns
-    the outcome of a mutant on these cases. failure: the first failure of a case without mutants.
-    digests: yields a digest per case, with all of these mutants; stops early if a process is lost.
+    - world_size: number of ranks. ranks_per_host: None if all ranks are on one host.
+    - has_cases: returns whether a pairing has a case.
+    - cover: traces the lines of `modules` that the cases of `pairs` execute.
+    - run_mutant: returns the outcome of a mutant on these cases.
+    - failure: returns the first failure of a case without mutants, or None.
+    - digests: yields a digest per case, computed with all of these mutants. Stops early if a
+      process dies or times out.
     """
 
     @property
@@ -61,11 +64,11 @@ class KillHistory:
         self._passing: set[Case] = set()
 
     def order(self, mutant: Mutant, cases: Sequence[CaseCoverage]) -> list[CaseCoverage]:
-        """Order cases, cheap ones and earlier killers first.
+        """Order cases so that one that kills the mutant is likely to run early.
 
-        First come cases that together execute every line of the module, then cases that together
-        have every value of every axis, so that defects in rare branches or with large problems are
-        found early.
+        Fast cases and cases that killed other mutants of the module come first. Among these, first
+        the cases that together execute every line of the module, then those that together have
+        every value of every axis.
         """
         by_cost = sorted(cases, key=lambda c: c.seconds / (1 + self._kills[mutant.module, c.case]))
         file = str(mutant.path)
@@ -107,7 +110,7 @@ def _split_covering(
 
 @lru_cache(maxsize=8192)
 def axes(case: Case) -> frozenset[tuple[str, str]]:
-    """Return (axis, value) of every axis of the case; for sizes, the number of bits."""
+    """Return (axis, value) of every axis of the case. Values of sizes are their bit lengths."""
     values = {**vars(case.problem), **vars(case), "pairs": case.problem.tokens * case.problem.top_k}
     sizes = {name: value.bit_length() for name, value in values.items() if type(value) is int}
     return frozenset(
@@ -127,25 +130,29 @@ def run_mutant(
 ) -> MutantOutcome:
     """Run a mutant in separate processes and return its outcome.
 
-    Every case that executes it is called twice. All checks run on cases in which a bit differs, and
-    on some in which none does. The mutant survives if all of them pass. max_cases: maximum
-    number of cases, two thirds of them the first in order; None for all. backend: None for one
-    process. Raises
-    ConfigurationError if a failed case also fails without the mutant.
+    Every case that executes the mutant makes two calls. All checks run on cases in which a bit
+    differs, and on some in which none does. The mutant survives if all of them pass.
+
+    coverage, pairs, level: the cases, as in `Survey`. history: orders the cases, and is updated.
+    max_cases: maximum number of cases; two thirds of them are the first in order, the rest is
+    spread over the others. None means all cases. backend: None means one process.
+
+    Raises ConfigurationError if the case that failed also fails without the mutant.
     """
     start = time.perf_counter()
     backend = backend or OneProcess()
     is_loaded = coverage.loads(mutant)
     candidates = coverage.executing(mutant)
-    only_selects = is_loaded and not candidates  # visible only in the list of cases
-    if only_selects:
+    # Such a mutant can have an effect only on which cases are valid.
+    affects_selection_only = is_loaded and not candidates
+    if affects_selection_only:
         candidates = coverage.cases
     if not candidates:
         return MutantOutcome(mutant, "not executed")
     history = history or KillHistory()
     cases = _limit_cases(history.order(mutant, candidates), max_cases)
     all_cases = tuple(c.case for c in coverage.cases)
-    listing = CaseListing(pairs, level, all_cases, only_selects) if is_loaded else None
+    listing = CaseListing(pairs, level, all_cases, affects_selection_only) if is_loaded else None
     outcome = backend.run_mutant(mutant, cases, listing)
     if outcome.killed:
         # A mutant that breaks imports counts only if imports work without it.
@@ -156,10 +163,9 @@ def run_mutant(
 
 
 def _limit_cases(cases: list[CaseCoverage], max_cases: int | None) -> list[CaseCoverage]:
+    """Return at most `max_cases` cases: the first ones, and some spread over the rest."""
     if max_cases is None or len(cases) <= max_cases:
         return cases
     num_first = 2 * max_cases // 3
-    return (
-        cases[:num_first]
-        + cases[num_first :: -(-(len(cases) - num_first) // (max_cases - num_first))]
-    )
+    step = -(-(len(cases) - num_first) // (max_cases - num_first))
+    return cases[:num_first] + cases[num_first::step]

@@ -1,7 +1,7 @@
-"""The modules of a part: its package, its kernels, and the operations that it uses.
+"""Find the modules of a part: its package, its kernels, and the operations that it uses.
 
-Found by reading import statements, including those inside functions, starting from the part's
-module and following the part's package, topk_reduce and modular_kernel.ops.
+The search reads import statements, including those inside functions. It starts at the part's module
+and follows imports of the part's package, of topk_reduce and of modular_kernel.ops.
 """
 
 import ast
@@ -43,10 +43,7 @@ NOT_MUTATED: tuple[tuple[str, str], ...] = (
 
 
 def modules_of(part: str, catalog: Catalog) -> dict[str, Path]:
-    """Return {module: file} of all modules of `part`.
-
-    Also for a part that has no case in one process. Raises ConfigurationError for an unknown part.
-    """
+    """Return {module: file} of all modules of `part`. Raise ConfigurationError if it is unknown."""
     parts = [p for p in catalog.parts if p.name == part]
     if not parts:
         need = f"one of {', '.join(sorted({p.name for p in catalog.parts}))}"
@@ -137,7 +134,7 @@ def _find_imports(tree: ast.AST, module: str, *, is_package: bool) -> Iterator[s
 
 
 def _import_base(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
-    """Return the absolute package name of a `from` import."""
+    """Return the absolute name of the module after `from`."""
     if not node.level:
         return node.module or ""
     parents = module.split(".")

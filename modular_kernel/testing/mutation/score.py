@@ -1,4 +1,4 @@
-"""Mutation score of a part: the share of its mutants that the cases kill, and the survivors.
+"""Compute the mutation score of a part: the share of its mutants that its cases kill.
 
 score = mutation_score(survey("TorchExperts"))
 print(score.share, [outcome.mutant.diff() for outcome in score.survivors])
@@ -24,7 +24,7 @@ from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.sites import mutants_of
 from modular_kernel.testing.mutation.source import Mutant
 
-# Sample size where running all mutants would take more than an hour.
+# Default number of mutants to run. Running all mutants of a part may take hours.
 SAMPLE_SIZE = 150
 _ONE_PROCESS = OneProcess()
 
@@ -45,13 +45,16 @@ class Survey:
 
     def executed(self) -> tuple[Mutant, ...]:
         """Return the mutants that some case executes and that a CPU can detect."""
-        return tuple(m for m in self.mutants if self.runs(m) and undetectable_reason(m) is None)
+        return tuple(
+            m for m in self.mutants if self.is_executed(m) and undetectable_reason(m) is None
+        )
 
     def mutant(self, ident: str) -> Mutant:
         """Return the mutant with an identity. Raise ConfigurationError if there is none."""
         return mutant_of(self.mutants, self.part, ident)
 
-    def runs(self, mutant: Mutant) -> bool:
+    def is_executed(self, mutant: Mutant) -> bool:
+        """Return whether a case, an import, or the selection of cases executes a mutant."""
         return self.coverage.loads(mutant) or bool(self.coverage.executing(mutant))
 
 
@@ -59,9 +62,9 @@ class Survey:
 class Score:
     """Outcomes of the mutants that were run, and counts of the others.
 
-    seed: the seed of the sample. executed: number of mutants that it was drawn from. not_executed:
-    module -> number of mutants that no case executes. apart: reason why a CPU cannot detect a
-    mutant -> number.
+    seed: the seed of the sample. executed: number of mutants from which the sample was drawn.
+    not_executed: module -> number of mutants that no case executes. undetectable: reason why a CPU
+    cannot detect a mutant -> number of such mutants.
     """
 
     survey: Survey
@@ -79,17 +82,15 @@ class Score:
     def equivalent(self) -> tuple[tuple[MutantOutcome, Equivalent], ...]:
         """The reviewed equivalent mutants, whether they were skipped or survived."""
         not_killed = [outcome for outcome in self.outcomes if not outcome.killed]
-        reviews = (
-            (outcome_, find_equivalent(outcome_.mutant.ident, self.survey.part))
-            for outcome_ in not_killed
-        )
+        part = self.survey.part
+        reviews = ((o, find_equivalent(o.mutant.ident, part)) for o in not_killed)
         return tuple((outcome, review) for outcome, review in reviews if review is not None)
 
     @property
     def survivors(self) -> tuple[MutantOutcome, ...]:
         """The survivors that are not known to be equivalent."""
         equivalents = {outcome.mutant for outcome, _ in self.equivalent}
-        return tuple(f for f in self.outcomes if not f.killed and f.mutant not in equivalents)
+        return tuple(o for o in self.outcomes if not o.killed and o.mutant not in equivalents)
 
     @property
     def share(self) -> float:
@@ -108,7 +109,8 @@ def survey(
     """Find the mutants of a part and run its cases once on this CPU.
 
     pairs: the pairings whose cases run; () for every pairing of the part. backend: OneProcess or
-    OverRanks. Raises ConfigurationError for an unknown part and for one without cases there.
+    OverRanks. Raises ConfigurationError for an unknown part, and for one without cases on
+    `backend`.
     """
     return surveys((part,), pairs, level, backend=backend)[0]
 
@@ -120,9 +122,9 @@ def surveys(
     *,
     backend: MutationBackend = _ONE_PROCESS,
 ) -> tuple[Survey, ...]:
-    """Survey several parts; the cases of each pairing run once for all parts.
+    """Survey several parts. The cases of each pairing run once for all parts.
 
-    Each part uses those of `pairs` that contain it; a reducer uses all.
+    Each part uses those of `pairs` that contain it. A TopKWeightAndReduce uses all of them.
     """
     pairs_by_part = {part: _select_pairs(part, pairs, level, backend) for part in parts}
     catalog = load_catalog()
@@ -180,9 +182,9 @@ def mutant_of(mutants: Sequence[Mutant], part: str, ident: str) -> Mutant:
 def pairs_of(
     part: str, level: Level = "full", *, backend: MutationBackend = _ONE_PROCESS
 ) -> tuple[Pair, ...]:
-    """Return the pairings of the part that have cases; for a reducer all pairings with cases.
+    """Return the pairings of the part that have cases; for a TopKWeightAndReduce, all pairings.
 
-    Raises ConfigurationError for an unknown part and for one without cases there.
+    Raises ConfigurationError for an unknown part, and for one without cases on `backend`.
     """
     catalog = load_catalog()
     modules_of(part, catalog)
@@ -245,10 +247,15 @@ def mutation_score(
 ) -> Score:
     """Run mutants one at a time, each until a case fails.
 
-    count: sample size among the mutants that some case executes; None for all. seed: None for the
-    version. only: the identity of a single mutant. known: outcomes by identity for the same source,
-    updated in place; mutants that a case of this part killed are not run again. dead: identity ->
-    killer of mutants that are not run either. told: called with the score so far after each mutant.
+    Args:
+        part_survey: the mutants of a part, and the cases that execute them.
+        count: number of mutants to draw among those that some case executes; None means all.
+        seed: seed of the draw; None means the version of the package.
+        ident: identity of a single mutant to run instead.
+        known_outcomes: outcomes by identity, from scores of other parts of the same source; updated
+            in place. A mutant that a case of this part has killed is not run again.
+        recorded: identity -> killer of mutants that an earlier record lists. They are not run.
+        on_progress: called with the score so far after each mutant.
     """
     seed = default_seed() if seed is None else seed
     executed = part_survey.executed()

@@ -1,8 +1,8 @@
 """Mutation sites of a module: every expression and statement that affects the computation.
 
 Not mutated: strings, docstrings, annotations, imports, assertions and arguments of raised errors. A
-condition that only guards a raise is only negated: it rejects invalid input, and `mk test` uses
-valid input.
+condition that only guards a raise is negated and not changed in other ways: it rejects invalid
+input, and the cases have valid input.
 """
 
 import ast
@@ -28,7 +28,7 @@ _LOOP_EFFECTS = (ast.AugAssign, ast.Yield, ast.YieldFrom, ast.Return, ast.Break)
 _LIST_METHODS = ("append", "extend", "insert")
 _DISPLAY_METHODS = frozenset({"__str__", "__repr__"})
 
-Sites = Iterator[tuple[Edit, int, int, str]]
+Sites = Iterator[tuple[Edit, int, int, str]]  # (edit, first line, last line, function)
 
 
 def mutants_of(module: str, path: Path) -> tuple[Mutant, ...]:
@@ -97,7 +97,7 @@ def _edits_of_statement(source: Source, node: ast.stmt, assigned: set[str]) -> I
 
 
 def _assignment(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
-    """Yield the removal of a reassignment: a stale tile, a forgotten clamp."""
+    """Yield the removal of a reassignment, after which a variable keeps its old value."""
     if not isinstance(node, ast.Assign):
         return
     names = {t.id for target in node.targets for t in ast.walk(target) if isinstance(t, ast.Name)}
@@ -128,13 +128,13 @@ def _has_carried_state(loop: ast.For) -> bool:
     if any(isinstance(n, _LOOP_EFFECTS) or _method_name(n) in _LIST_METHODS for n in inner):
         return True
     assigned = {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    known = set[str]()
+    written = set[str]()
     statements = [n for n in inner if isinstance(n, ast.stmt)]
     for statement in sorted(statements, key=lambda n: (n.lineno, n.col_offset)):
         names = list(names_in(statement))
-        if {n.id for n in names if isinstance(n.ctx, ast.Load)} & assigned - known:
+        if {n.id for n in names if isinstance(n.ctx, ast.Load)} & assigned - written:
             return True
-        known |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
+        written |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
     return False
 
 
@@ -144,7 +144,7 @@ def _method_name(node: ast.AST) -> str:
 
 
 def _is_duration(node: ast.stmt) -> TypeGuard[ast.Assign]:
-    """Return whether a statement assigns a constant to names in _S, a duration in seconds."""
+    """Return whether a statement assigns a constant to names that end in _S: seconds."""
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Constant)
@@ -185,7 +185,7 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _makes_message(node: ast.Call) -> bool:
-    """Return whether a call only makes a message."""
+    """Return whether a call only makes a message or a type."""
     function = node.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     return str(name).endswith(_MESSAGE_CALLS)

@@ -1,4 +1,4 @@
-"""The source text of a module, in bytes, and the changes that can be made to it."""
+"""Edit the source text of a module: byte offsets of syntax nodes, edits, and mutants."""
 
 import ast
 import difflib
@@ -25,7 +25,7 @@ class Edit:
 
 
 class Source:
-    """A module's text with the positions of the syntax tree: UTF-8 bytes, lines from 1."""
+    """The source text of a module, addressed by byte offsets in UTF-8 and by lines from 1."""
 
     def __init__(self, module: str, path: Path) -> None:
         self.module, self.path = module, path
@@ -41,9 +41,10 @@ class Source:
 
     @cached_property
     def readers(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        """Statements in functions that read a private constant, by the line that assigns it.
+        """The statements in functions that read a private constant, by the line that assigns it.
 
-        Only for names that are assigned once and not read during import.
+        Each statement is given as (first line, last line). Only constants that are assigned once
+        and not read during import are included.
         """
         return readers_of(self.tree)
 
@@ -92,10 +93,10 @@ class Source:
 class Mutant:
     """One change of one module.
 
-    first, last: the lines of the changed statement; the mutant is executed if one of them is.
-    ident: does not change unless the line does. readers: for a private constant that only
-    functions read, the line spans of the statements that read it, one of which must be executed
-    instead; None otherwise.
+    ident: a hash that identifies the mutant as long as the changed line stays the same. first,
+    last: the lines of the changed statement; a case executes the mutant if it executes one of them.
+    readers: for a private constant that only functions read, the line spans of the statements that
+    read it; a case executes the mutant if it executes one of these. None for any other mutant.
     """
 
     ident: str
@@ -145,8 +146,8 @@ def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
                         )
     module_reads = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
     for function in (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
-        module_reads.subtract(n.id for part in function.body for n in ast.walk(part)
-                         if isinstance(n, ast.Name))  # fmt: skip
+        names = (n for part in function.body for n in ast.walk(part) if isinstance(n, ast.Name))
+        module_reads.subtract(n.id for n in names)
     return {
         lines[0]: tuple(dict.fromkeys(reads.get(name, ())))
         for name, lines in assigned.items()
@@ -173,7 +174,7 @@ def last_line(node: ast.stmt) -> int:
 
 
 def make_mutants(source: Source, edits: Iterator[tuple[Edit, int, int, str]]) -> Iterator[Mutant]:
-    """Yield mutants from (edit, first line, last line, function), with unique identities."""
+    """Yield the mutants of (edit, first line, last line, function), each with a unique `ident`."""
     idents: set[str] = set()
     lines, readers = source.data.splitlines(), source.readers
     for edit, first, last, function in edits:

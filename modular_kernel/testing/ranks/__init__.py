@@ -1,1 +1,1 @@
-"""Processes that act as ranks: a persistent pool, or the ranks of a launcher."""
+"""Run functions on ranks: on a pool of processes, or on the ranks that a launcher started."""

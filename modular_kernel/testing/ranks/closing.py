@@ -1,4 +1,4 @@
-"""`Closeable`: base of context managers that close themselves."""
+"""Base class of objects that a `with` statement closes."""
 
 from abc import ABC, abstractmethod
 from types import TracebackType

@@ -1,4 +1,4 @@
-"""Ranks started by a launcher, with the interface of `RankPool`.
+"""Run functions on the ranks that a launcher started, with the interface of `RankPool`.
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m modular_kernel test
 
@@ -26,7 +26,7 @@ from modular_kernel.testing.ranks.pool import NO_ANSWER, Backend, RankError, Ran
 from modular_kernel.utils.host_memory import boot_id
 
 Result = TypeVar("Result")
-_FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
+_FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05  # shortest and longest pause between polls of the store
 
 
 class LaunchedRanks(Closeable):
@@ -34,12 +34,12 @@ class LaunchedRanks(Closeable):
 
     launcher: from `read_launcher`. backend: gloo on the CPU, or nccl with GPU LOCAL_RANK.
     group_timeout: seconds after which a collective that waits for a peer raises. grace: additional
-    seconds for ranks to answer after another one failed.
+    seconds for ranks to answer after another one failed. command: the command line of this rank,
+    which must be the same on all ranks.
 
-    Construction is collective. Raises ConfigurationError if this host has no such GPU or if ranks
-    run different commands, RankError if the store or a rank does not answer. A rank that does not
-    answer cannot be ended from here: all later runs are refused, and the launcher must be
-    restarted.
+    Construction is collective. Raises ConfigurationError if this host has no such GPU or if the
+    commands differ, RankError if the store or a rank does not answer. A rank that does not answer
+    cannot be ended from here: all later runs are refused, and the launcher must be restarted.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class LaunchedRanks(Closeable):
     ) -> list[Result]:
         """Run function(rank, world_size, group, *arguments) on every rank; return results by rank.
 
-        Collective: every rank makes the same run. Results must be picklable. Raises RankError, the
-        same on every rank that answers, if a rank raises or does not answer within `timeout`
-        seconds.
+        Collective: every rank must make the same run. Results must be picklable. If a rank raises
+        or does not answer within `timeout` seconds, raises the same RankError on every rank that
+        answers.
         """
         if self._lost:
             raise RankError(self._lost, {})
@@ -150,9 +150,9 @@ class LaunchedRanks(Closeable):
     def _announce_exit(self) -> None:
         """Announce that this rank no longer needs the store.
 
-        Rank 0 may host the store, so it waits for the others, up to `grace` seconds.
+        Rank 0 may host the store, so it waits up to `grace` seconds for the others' announcements.
         """
-        with suppress(RuntimeError):  # the store may be gone
+        with suppress(RuntimeError):  # the store may have ended
             self._store.set(self._key("left", self._run, self.rank), "")
             others = [self._key("left", self._run, rank) for rank in range(1, self.world_size)]
             end = time.monotonic() + (0 if self.rank or self._lost else self.grace)
@@ -162,18 +162,18 @@ class LaunchedRanks(Closeable):
     def _run_local(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], started: float
     ) -> tuple[bool, Any]:
-        """Run the task on this rank; return (True, result) or (False, (seconds, traceback))."""
+        """Run the function on this rank; return (True, result) or (False, (seconds, traceback))."""
         try:
             self._join()
             return True, function(self.rank, self.world_size, dist.group.WORLD, *arguments)
         except KeyboardInterrupt:
             raise
-        # Any error is sent to the other ranks, and later runs remain possible.
+        # The error is sent to the other ranks. Later runs remain possible.
         except BaseException:  # noqa: BLE001
             return False, (time.monotonic() - started, traceback.format_exc())
 
     def _join(self) -> None:
-        """Join the process group of the current generation; a failed group is not reused."""
+        """Join the process group of the current generation. A failed group is not used again."""
         if self._joined == self._generation:
             return
         if dist.is_initialized():
@@ -195,10 +195,10 @@ class LaunchedRanks(Closeable):
     def _exchange(
         self, kind: str, message: tuple[bool, Any, str], deadline: float
     ) -> dict[int, Any]:
-        """Send `message`; return the messages of all ranks received before the time `deadline`.
+        """Send `message`; return the messages of all ranks that arrive before the time `deadline`.
 
-        After a failure, wait for the others no longer than group_timeout + grace seconds. Raise
-        RankError if the store fails.
+        After a failure of a rank, waits at most group_timeout + grace seconds for the others.
+        Raises RankError if the store fails.
         """
         self._run += 1
         received: dict[int, Any] = {}
@@ -219,6 +219,7 @@ class LaunchedRanks(Closeable):
         return received
 
     def _poll(self, kind: str, received: dict[int, Any]) -> None:
+        """Add the messages that have arrived to `received`."""
         for rank in range(self.world_size):
             key = self._key(kind, self._run, rank)
             if rank not in received and self._store.check([key]):
@@ -267,8 +268,8 @@ def _unpickle(data: bytes) -> tuple[bool, Any, str]:
 
 
 def _host_name() -> str:
-    """Return MK_HOST_ID, else the boot id, else the host name.
+    """Return MK_HOST_ID if it is set, else the boot id, else the host name.
 
-    This only counts hosts; parts detect by themselves which ranks share memory.
+    It serves only to count hosts. Parts find out themselves which ranks share memory.
     """
     return read_settings().host_id or boot_id()

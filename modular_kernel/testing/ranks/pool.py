@@ -1,10 +1,10 @@
 """A pool of processes that act as ranks, started once and used for many runs.
 
-    with RankPool(4) as pool:                       # gloo on the CPU; "nccl": one GPU a rank
-        sums = pool.run(function, 3, timeout=60)    # function(rank, world, group, 3) on each
+    with RankPool(4) as pool:                      # gloo on the CPU; "nccl": one GPU per rank
+        sums = pool.run(function, 3, timeout=60)   # function(rank, world_size, group, 3) on each
 
-A process group persists between runs. After a failure the next run gets a new group. It also gets
-new processes if one was lost: a rank that died, did not answer, or waited for such a rank.
+The process group persists between runs. After a failure, the next run gets a new group. If a rank
+died or did not answer, it also gets new processes.
 """
 
 import datetime
@@ -40,20 +40,21 @@ if TYPE_CHECKING:
 Backend = Literal["gloo", "nccl"]
 Result = TypeVar("Result")
 
-_PRELOAD = ["modular_kernel.testing.mutation.preload"]
-_STOP = b""  # sent in place of a task to end a process
+_PRELOAD = ["modular_kernel.testing.mutation.preload"]  # imported before processes are forked
+_STOP = b""  # sent instead of a task to end a process
 DIED, NO_ANSWER = "died", "did not answer"  # prefixes of the failure of a lost rank
 
 
 class RankError(ModularKernelError):
     """A run failed.
 
-    failures: by rank, a traceback or how the rank was lost. Ranks that died come first, then the
-    others in order of failure. results: of the ranks that returned.
+    failures: by rank, a traceback, or a message that starts with DIED or NO_ANSWER. Ranks that died
+    come first, then the others in the order in which they failed. results: by rank, of the ranks
+    that returned.
     """
 
     def __init__(self, failures: Mapping[int, str], results: Mapping[int, Any]) -> None:
-        # Peers may have noticed a death, and failed, before the parent saw it.
+        # Peers of a rank that died may have failed before the parent noticed its death.
         order = sorted(failures, key=lambda rank: not failures[rank].startswith(DIED))
         self.failures, self.results = {rank: failures[rank] for rank in order}, dict(results)
         lines = (f"rank {rank}: {text}" for rank, text in self.failures.items())
@@ -67,7 +68,7 @@ class RankError(ModularKernelError):
 
 @dataclass(frozen=True)
 class _Task:
-    """The message to a rank. generation: of the process group; a new number means a new group."""
+    """The message to a rank. generation: number of the process group in which to run."""
 
     generation: int
     function: Callable[..., Any]
@@ -82,10 +83,10 @@ class _RankConfig:
     world_size: int
     backend: Backend
     host: str  # simulated host name; "" if all ranks are on one host
-    folder: str
-    listener: str  # the temporary folder of the parent's multiprocessing, for its sockets
-    seconds: float  # timeout of a collective
-    interpreter: bool
+    folder: str  # for stack traces and the store of the process group
+    listener_folder: str  # where the parent's multiprocessing keeps its sockets
+    group_timeout: float  # seconds after which a collective that waits for a peer raises
+    interpreter: bool  # whether TRITON_INTERPRET is set
 
 
 @dataclass
@@ -104,13 +105,15 @@ class _RankProcess:
 
 
 class RankPool(Closeable):
-    """`world_size` processes of one thread each, with torch imported, in one process group.
+    """A pool of `world_size` processes, one per rank, in one process group.
+
+    Each process has imported torch and uses one thread. Processes start with the first run.
 
     backend: gloo on the CPU, or nccl with GPU r for rank r. group_timeout: seconds after which a
     collective that waits for a peer raises. grace: seconds for ranks to answer after another one
-    failed, before they are killed. ranks_per_host: number of ranks per simulated host; None for one
-    host. Processes start with the first run. Raises ConfigurationError for invalid arguments,
-    including fewer GPUs than ranks and ranks_per_host that does not divide world_size.
+    failed, before they are killed. ranks_per_host: number of ranks per simulated host, a divisor of
+    world_size; None means one host. Raises ConfigurationError for invalid arguments, and if there
+    are fewer GPUs than nccl ranks.
     """
 
     def __init__(
@@ -141,7 +144,7 @@ class RankPool(Closeable):
         )
         self._ranks: list[_RankProcess] = []
         self._generation = 0
-        self._raised_at: dict[int, float] = {}  # in the last run, by the monotonic clock
+        self._raised_at: dict[int, float] = {}  # monotonic time, by rank, in the last run
 
     @property
     def hosts(self) -> int:
@@ -191,7 +194,7 @@ class RankPool(Closeable):
             try:
                 rank.pipe.send_bytes(_STOP)
             except OSError:
-                continue  # the process is dead already
+                continue  # the process has ended
         deadline = time.monotonic() + self.grace
         for rank in self._ranks:
             rank.process.join(max(0.0, deadline - time.monotonic()))
@@ -211,8 +214,8 @@ class RankPool(Closeable):
                 self.backend,
                 host=f"host {rank // self.ranks_per_host}" if self.ranks_per_host else "",
                 folder=self._folder.name,
-                listener=multiprocessing.util.get_temp_dir(),
-                seconds=self._group_timeout,
+                listener_folder=multiprocessing.util.get_temp_dir(),
+                group_timeout=self._group_timeout,
                 interpreter=interpreter,
             )
             process = self._mp_context.Process(
@@ -281,7 +284,7 @@ class RankPool(Closeable):
             process = self._ranks[number].process
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.2)  # wait for the traces; a stopped process writes none
+        time.sleep(0.2)  # time to write the traces
         for number in sorted(pending):
             text = f"{NO_ANSWER} after another rank failed" if after_failure else NO_ANSWER
             trace = self._trace(number) or "(no stack trace: the process does not handle signals)"
@@ -294,10 +297,10 @@ class RankPool(Closeable):
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def _recover(self, results: Mapping[int, Any], failures: Mapping[int, str]) -> None:
-        """Prepare the next run: a new process group, and new processes where necessary."""
+        """Prepare the next run: use a new process group and, if necessary, new processes."""
         self._generation += 1
         lost = [text for text in failures.values() if text.startswith((NO_ANSWER, DIED))]
-        if lost or self.backend == "nccl":  # an aborted communicator may hang
+        if lost or self.backend == "nccl":  # an aborted NCCL communicator may hang
             self._end()
 
     def _end(self) -> None:
@@ -309,9 +312,10 @@ class RankPool(Closeable):
 def _mp_context(backend: Backend) -> "ForkServerContext | SpawnContext":
     """Return the multiprocessing context that starts ranks.
 
-    Never plain fork: another thread of this process may hold a lock.
+    It never forks this process, in which another thread may hold a lock.
     """
-    if backend == "nccl":  # preloaded modules may have initialized CUDA
+    # CUDA, which preloaded modules may have initialized, cannot be used after a fork.
+    if backend == "nccl":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -319,11 +323,13 @@ def _mp_context(backend: Backend) -> "ForkServerContext | SpawnContext":
 
 
 def _pickle(value: object) -> bytes:
-    # By value, without shared memory, so that nothing outlives the processes.
+    # Plain pickle copies tensors. torch's pickling would share memory that outlives the processes.
     try:
         return pickle.dumps(value)
     except Exception as error:
-        raise ConfigurationError("a run", got=repr(error), need="what pickle takes") from error
+        raise ConfigurationError(
+            "a run", got=repr(error), need="a picklable function and arguments"
+        ) from error
 
 
 def _trace_path(folder: str, rank: int) -> Path:
@@ -355,19 +361,19 @@ def _run_worker(config: _RankConfig, pipe: Connection) -> None:
             # Any error is sent to the parent, and this rank continues.
             except BaseException as error:  # noqa: BLE001
                 now = time.monotonic()
-                # Keep it until the answer is sent: freeing objects in its frames may hang.
+                # Keep the error until the answer is sent: freeing objects in its frames may hang.
                 errors.append(error)
                 answer = pickle.dumps((False, (now, traceback.format_exc())))
             try:
                 pipe.send_bytes(answer)
             except OSError:
                 message = None
-                break  # the parent is gone
+                break  # the parent has ended
             errors.clear()
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
     if message is None:  # the parent was killed before it could remove its files
-        for folder in (config.folder, config.listener):
+        for folder in (config.folder, config.listener_folder):
             shutil.rmtree(folder, ignore_errors=True)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -377,7 +383,7 @@ def _run_worker(config: _RankConfig, pipe: Connection) -> None:
 def _receive_task(pipe: Connection) -> bytes | None:
     try:
         return pipe.recv_bytes()
-    except (EOFError, OSError):  # the parent is gone
+    except (EOFError, OSError):  # the parent has ended
         return None
 
 
@@ -397,6 +403,6 @@ def _join(config: _RankConfig, generation: int) -> None:
         init_method=f"file://{config.folder}/store-{generation}",
         rank=config.rank,
         world_size=config.world_size,
-        timeout=datetime.timedelta(seconds=config.seconds),
+        timeout=datetime.timedelta(seconds=config.group_timeout),
         device_id=device,
     )

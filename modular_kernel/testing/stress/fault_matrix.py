@@ -1,4 +1,4 @@
-"""The fault matrix: the fault scenarios of a part, run in parallel, and their expected results."""
+"""Run the fault matrix: all fault scenarios of a part, in parallel, with the expected results."""
 
 import tempfile
 import threading
@@ -24,6 +24,7 @@ from modular_kernel.testing.stress.faults import (
     run_faulty_rank,
 )
 
+# Fields that rank 1 changes, one at a time, in the scenarios of kind "disagrees".
 OTHER_LAYERS: tuple[tuple[tuple[str, object], ...], ...] = (
     (("hidden", 4096),),
     (("top_k", 1),),
@@ -36,7 +37,7 @@ _START_TIMEOUT_S = 60.0  # timeout for starting processes and their imports
 
 @dataclass(frozen=True)
 class FaultResult:
-    """Result of a scenario. lost: how each rank that did not report was lost."""
+    """Result of a scenario. lost: by rank, why a rank did not report."""
 
     scenario: Scenario
     world_size: int
@@ -49,7 +50,7 @@ class FaultResult:
         return tuple(rank for rank in range(self.world_size) if rank != VICTIM)
 
     def findings(self) -> list[str]:
-        """Return every deviation from the expected result; empty if the part handled the fault."""
+        """Return every deviation from the expected result; none if the part handled the fault."""
         scenario, deviations = self.scenario, []
         expected_lost = {VICTIM} if scenario.kind == "killed" else set[int]()
         for rank, text in self.lost.items():
@@ -99,9 +100,9 @@ def scenarios(part: str, backend: Backend, *, checked: bool = True) -> tuple[Sce
 
 
 def supported_parts(world_size: int, backend: Backend) -> tuple[str, ...]:
-    """Return the parts that support the scenarios' layer over so many ranks on this machine.
+    """Return the parts that support the scenarios' layer over this number of ranks.
 
-    Third-party libraries are excluded: their behavior when a rank is lost is not under our control.
+    Parts over third-party libraries are excluded, because they may hang when a rank is lost.
     """
     catalog = load_catalog()
     machine = this_machine(device="cuda" if backend == "nccl" else "cpu")
@@ -144,8 +145,8 @@ def run_matrix(
 ) -> tuple[FaultResult, ...]:
     """Run every scenario, in `num_pools` pools in parallel, because ranks mostly wait.
 
-    Scenarios that kill processes start first. on_result: called with each result. Scenarios that
-    have not started after `start_limit_s` seconds are reported with all ranks lost.
+    Scenarios that kill processes start first. on_result: called with each result. start_limit_s:
+    scenarios that have not started after this time are reported with all ranks lost.
     """
     ordered = sorted(scenarios_to_run, key=lambda scenario: scenario.kind != "killed")
     queue: SimpleQueue[tuple[int, Scenario]] = SimpleQueue()
@@ -163,11 +164,10 @@ def run_matrix(
                 except Empty:
                     return
                 is_late = time.monotonic() > start_deadline
-                result = (
-                    _not_started_result(scenario, world_size)
-                    if is_late
-                    else _try_scenario(scenario, pool)
-                )
+                if is_late:
+                    result = _not_started_result(scenario, world_size)
+                else:
+                    result = _try_scenario(scenario, pool)
                 with results_lock:
                     results[index] = result
                     on_result(result)
@@ -195,17 +195,22 @@ def _not_started_result(scenario: Scenario, world_size: int) -> FaultResult:
 
 
 def markdown(results: Sequence[FaultResult]) -> str:
-    """Return a table with one line per scenario.
+    """Return a Markdown table with one line per scenario.
 
-    Columns: seconds to each survivor's error, the errors of survivors and of rank 1, and the
-    findings.
+    Columns: part, scenario, seconds until the error of each other rank, the errors of the other
+    ranks and of rank 1, and the findings.
     """
-    header = ("part", "what happens to rank 1", "time to error", "the others raise",
-            "rank 1 raises", "findings")  # fmt: skip
+    header = (
+        "part",
+        "what happens to rank 1",
+        "time to error",
+        "the others raise",
+        "rank 1 raises",
+        "findings",
+    )
     lines = [_table_row(header), _table_row(["---"] * len(header))]
-    order = {part: index for index, part in enumerate(dict.fromkeys(r.scenario.part for r in
-             results))}  # fmt: skip
-    for result in sorted(results, key=lambda item: order[item.scenario.part]):
+    parts = list(dict.fromkeys(result.scenario.part for result in results))
+    for result in sorted(results, key=lambda result: parts.index(result.scenario.part)):
         survivor_reports = [result.reports[r] for r in result.survivors if r in result.reports]
         times = "/".join(f"{report.seconds:.1f}" for report in survivor_reports)
         victim = result.reports.get(VICTIM)
@@ -226,10 +231,15 @@ def markdown(results: Sequence[FaultResult]) -> str:
 
 def summary(results: Sequence[FaultResult]) -> str:
     """Return a one-line summary."""
-    bad = sum(bool(result.findings()) for result in results)
-    slowest = max((report.seconds for result in results for rank, report in result.reports.items()
-                   if rank != VICTIM), default=0.0)  # fmt: skip
-    return f"{len(results)} scenarios, {bad} with findings, slowest survivor {slowest:.1f} s"
+    failed = sum(bool(result.findings()) for result in results)
+    seconds = (
+        report.seconds
+        for result in results
+        for rank, report in result.reports.items()
+        if rank != VICTIM
+    )
+    slowest = max(seconds, default=0.0)
+    return f"{len(results)} scenarios, {failed} with findings, slowest survivor {slowest:.1f} s"
 
 
 def as_json(results: Sequence[FaultResult]) -> list[dict[str, object]]:

@@ -1,8 +1,8 @@
-"""Behavior of ranks in a fault scenario: one rank fails, the others must raise in time.
+"""Run the ranks of a fault scenario: one rank fails, and the others must raise in time.
 
-Works for any part over ranks that makes its communication from a process group and takes its
-deadline from MK_DEADLINE_S. A part that does not wait for the device within a call, and so raises
-errors later, provides `check()`, which waits and raises CommunicationError.
+Works for any part over ranks that creates its communicator from a process group, and reads its
+deadline from MK_DEADLINE_S. A part whose calls do not wait for the device, and which reports errors
+later, must provide `check()`, which waits and raises CommunicationError.
 """
 
 import os
@@ -25,13 +25,12 @@ from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, make_inputs
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 
-VICTIM = 1
+VICTIM = 1  # the rank that fails
 DEADLINE_S = 1.0
-SLACK_S = 2.0  # time that a survivor may take in addition to the deadline
+SLACK_S = 2.0  # time that other ranks may take in addition to the deadline
 RECOVERY_DEADLINE_S = 10.0  # deadline of calls that must succeed
-POINTS: dict[
-    str, frozenset[str]
-] = {  # where the victim fails -> phases in which other ranks may detect it
+# Where the victim fails -> phases in which other ranks may detect it.
+POINTS: dict[str, frozenset[str]] = {
     "before dispatch": frozenset({"counts", "dispatch"}),
     "in dispatch": frozenset({"dispatch", "combine"}),
     "after dispatch": frozenset({"combine"}),
@@ -41,9 +40,9 @@ POINTS: dict[
 KINDS_AT_POINTS = ("killed", "stopped", "late")
 KINDS = (*KINDS_AT_POINTS, "raises", "overflow", "refuses", "disagrees")
 SIZES: dict[str, object] = {"hidden": 48, "intermediate": 40, "experts": 8, "top_k": 3}
-TOKENS = (4, 3, 5, 4)  # of each rank, repeated cyclically
+TOKENS = (4, 3, 5, 4)  # tokens of each rank, repeated cyclically
 CPU_LAYER: tuple[tuple[str, object], ...] = (*SIZES.items(), ("dtype", torch.float32))
-# Supported by NVLink libraries: multiples of 512 columns, bfloat16.
+# NVLink libraries support bfloat16 and multiples of 512 columns.
 GPU_LAYER: tuple[tuple[str, object], ...] = (
     *{**SIZES, "hidden": 2048, "intermediate": 128, "top_k": 2}.items(),
     ("dtype", torch.bfloat16),
@@ -54,12 +53,17 @@ GPU_LAYER: tuple[tuple[str, object], ...] = (
 class Scenario:
     """A fault at rank 1 of a layer that is called twice.
 
-    kind: "killed", "stopped" or "late" at `point`, one of POINTS; "raises": an exception in its
-    prepare if the point is "before dispatch", otherwise in its experts; "overflow": more tokens
-    than problem.tokens; "refuses": x of another dtype; "disagrees": a problem with the fields of
-    `other` ("experts_part" names other experts). experts: None uses the first that pair with the
-    part. checked: False for a manager whose ranks agree on the host in the first call only. Raises
-    ConfigurationError for an unknown kind or point.
+    Kinds:
+
+    - "killed", "stopped", "late": what happens to the process of rank 1 at `point`, one of POINTS.
+    - "raises": its prepare (if `point` is "before dispatch") or its experts raise an exception.
+    - "overflow": it passes more tokens than problem.tokens.
+    - "refuses": it passes x with another dtype.
+    - "disagrees": its problem has the fields of `other`; "experts_part" stands for other experts.
+
+    part: a PrepareAndFinalize. layer: fields of the problem. experts: None means the first experts
+    that are compatible with the part. checked: False for a manager whose ranks agree on the host in
+    the first call only. Raises ConfigurationError for an unknown kind or point.
     """
 
     part: str
@@ -79,7 +83,7 @@ class Scenario:
 
     @property
     def phases(self) -> frozenset[str]:
-        """The phases in which survivors may detect the fault."""
+        """The phases in which the other ranks may detect the fault."""
         if self.kind == "raises" and not self.point:
             return frozenset({"combine"})
         if self.kind == "raises":
@@ -95,8 +99,8 @@ class Scenario:
         if self.kind == "overflow":
             return "more tokens than problem.tokens"
         if self.kind == "disagrees":
-            return "another " + ", ".join(name.replace("experts_part", "pairing") for name, _ in
-                                          self.other)  # fmt: skip
+            names = (name.replace("experts_part", "pairing") for name, _ in self.other)
+            return "another " + ", ".join(names)
         return f"{self.kind} {self.point}"
 
 
@@ -105,7 +109,8 @@ class RankReport:
     """Result of one rank.
 
     error: name of the error, or "". num_completed: number of completed calls, all with correct
-    output. last_record: newest record of its exchanges, if its manager keeps records.
+    output. phase, peers: those of a CommunicationError. last_record: newest record of its
+    exchanges, if its manager keeps records. usable_again: whether a new kernel works afterwards.
     """
 
     error: str
@@ -120,7 +125,11 @@ class RankReport:
 
 @dataclass(frozen=True)
 class FaultContext:
-    """A scenario on one rank. folder: where a finished rank creates a file named by its number."""
+    """A scenario on one rank.
+
+    folder: where each rank creates a file, named by its number, when it has finished. pids: process
+    ids by rank.
+    """
 
     scenario: Scenario
     rank: int
@@ -160,14 +169,14 @@ class FaultContext:
         return inputs_of_rank(all_inputs, rows, problem, FencedMemory(device), strided=False)
 
     def experts(self, problem: Problem) -> str:
-        """Return the scenario's experts, or the first in the catalog that pair with the part."""
+        """Return the scenario's experts, or the first that are compatible with the part."""
         if self.scenario.experts is not None:
             return self.scenario.experts
         preferred = ("TorchExperts", "NaiveBatchedExperts")
         for name in (*preferred, *load_catalog().names("experts")):
             if check(self.scenario.part, name, problem, self.machine).ok:
                 return name
-        return preferred[0]  # make_kernel then reports why it does not pair
+        return preferred[0]  # make_kernel reports why they are not compatible
 
     def kernel(self, problem: Problem, experts: str) -> FusedMoEModularKernel:
         part, group = self.scenario.part, self.group
@@ -177,14 +186,14 @@ class FaultContext:
         return make_kernel(part, experts, problem, group=group, machine=self.machine)
 
     def synchronize_ranks(self) -> None:
-        """Synchronize all ranks, so that a delay of a busy machine is not attributed to a rank."""
+        """Wait for all ranks, so that earlier delays do not count toward the deadline."""
         dist.barrier(self.group)
 
     def mark_finished(self) -> None:
         Path(self.folder, str(self.rank)).touch()
 
     def wait_for_others(self) -> None:
-        """Wait until every rank but the victim has finished, for a limited time."""
+        """Wait until all ranks except the victim have finished, but not forever."""
         end = time.monotonic() + self.scenario.deadline_s + 2 * SLACK_S
         others = [Path(self.folder, str(r)) for r in range(self.world_size) if r != VICTIM]
         while not all(path.exists() for path in others) and time.monotonic() < end:
@@ -203,18 +212,17 @@ def run_faulty_rank(
     folder: str,
     pids: tuple[int, ...],
 ) -> RankReport:
-    """Run one rank of a scenario; return what it raised, and when."""
+    """Run one rank of a scenario; return the error that it raised and the seconds until then."""
     context = FaultContext(scenario, rank, world_size, group, folder, pids)
-    report = (
-        _run_with_other_layer(context) if scenario.kind == "disagrees" else _run_with_fault(context)
-    )
+    run = _run_with_other_layer if scenario.kind == "disagrees" else _run_with_fault
+    report = run(context)
     if scenario.kind == "killed":
         return report
     return replace(report, usable_again=_is_usable_again(context))
 
 
 def _run_with_fault(context: FaultContext) -> RankReport:
-    """Make a correct call, then up to two calls; the victim fails in one of them."""
+    """Make a correct call, then up to two calls, in one of which the victim fails."""
     scenario, problem = context.scenario, context.problem()
     inputs = context.inputs(problem, context.tokens_W)
     context.synchronize_ranks()
@@ -239,7 +247,7 @@ def _run_with_fault(context: FaultContext) -> RankReport:
 
 
 def _run_with_other_layer(context: FaultContext) -> RankReport:
-    """Let the victim use another layer."""
+    """Make up to two calls, in which the victim uses another layer."""
     changes: dict[str, Any] = dict(context.scenario.other) if context.rank == VICTIM else {}
     experts = changes.pop("experts_part", None)
     problem = context.problem(**changes)
@@ -257,9 +265,9 @@ def _run_with_other_layer(context: FaultContext) -> RankReport:
 def report_two_calls(
     kernel: FusedMoEModularKernel, inputs: Inputs, expected: torch.Tensor | None
 ) -> RankReport:
-    """Return the report of two calls, each of which must return `expected` or raise.
+    """Make up to two calls, each of which must return `expected` or raise; return the report.
 
-    good: None if the calls must fail.
+    expected: None if the calls must raise.
     """
     is_deterministic = kernel.prepare_finalize.requires.deterministic
 
@@ -275,9 +283,9 @@ def report_two_calls(
 
 
 def report_of_calls(call: Callable[[], object], manager: Any, *, calls: int = 1) -> RankReport:
-    """Return the report of `calls` calls, until one raises.
+    """Make `calls` calls, or until one raises; return the report.
 
-    manager: the source of `last_calls`, if it has any.
+    manager: that of the part, or None. Its `last_calls` are the records of exchanges.
     """
     started, completed = time.monotonic(), 0
     try:
@@ -313,7 +321,7 @@ def _raise_pending_errors(kernel: FusedMoEModularKernel) -> None:
 
 
 def _install_fault(kernel: FusedMoEModularKernel, context: FaultContext) -> None:
-    """Install hooks that make the victim fail once, at the scenario's point."""
+    """Wrap methods of this rank's parts so that it fails once, at the scenario's point."""
     part, experts, scenario = kernel.prepare_finalize, kernel.experts, context.scenario
     armed = [True]
 
@@ -335,7 +343,7 @@ def _install_fault(kernel: FusedMoEModularKernel, context: FaultContext) -> None
 
         setattr(owner, name, wrapped)
 
-    # A part that sends and receives separately is in its dispatch between the two.
+    # With prepare_no_receive, a part is in its dispatch between sending and receiving.
     wrap("prepare_no_receive", part, "before dispatch", "in dispatch")
     if not part.has_prepare_no_receive():
         wrap("prepare", part, "before dispatch", "in dispatch")
@@ -361,10 +369,11 @@ def _patch_exchanges(manager: Any, reach_point: Callable[[str], None]) -> None:
 
 
 def _fail(context: FaultContext) -> None:
+    """Make this rank fail as the scenario requires."""
     kind = context.scenario.kind
     if kind == "raises":
-        raise RuntimeError("this part is broken" if context.scenario.point else
-                           "these experts are broken")  # fmt: skip
+        subject = "this part is" if context.scenario.point else "these experts are"
+        raise RuntimeError(f"{subject} broken")
     if context.machine.device == "cuda" and not context.scenario.point.startswith("in"):
         torch.cuda.synchronize()  # complete all earlier work
     if kind == "late":

@@ -1,9 +1,9 @@
-"""Soak test: a long run of calls of varied size over ranks, with checks of outputs and memory.
+"""Soak test: many calls of varied size over ranks, with checks of outputs and memory.
 
-The layer is small, to make many calls. Each step calls the kernel, a plan, or a CUDA graph of the
-plan on one of several input sets. Every `check_every` steps an input set is drawn anew, and the
-output of that step is compared with plain torch over all ranks' tokens. All ranks draw from the
-same seed, so they agree without communication.
+The layer is small, so that many calls can be made. Each step calls the kernel, a plan, or a CUDA
+graph of the plan on one of several input sets. Every `check_every` steps, an input set is drawn
+anew, and the output of that step is compared with the oracle. All ranks draw from the same seed, so
+they agree without communication.
 """
 
 import gc
@@ -29,8 +29,9 @@ from modular_kernel.testing.stress.soak_inputs import (
     compare_with_oracle,
 )
 
-_NUM_EAGER_INPUTS, _NUM_GRAPH_INPUTS = 16, 4
-_MODE_WEIGHTS_GRAPH = {"graph": 6, "plan": 3, "kernel": 1}  # relative frequencies
+_NUM_EAGER_INPUTS, _NUM_GRAPH_INPUTS = 16, 4  # numbers of input sets
+# Relative frequencies of the modes, with and without CUDA graphs.
+_MODE_WEIGHTS_GRAPH = {"graph": 6, "plan": 3, "kernel": 1}
 _MODE_WEIGHTS = {"plan": 7, "kernel": 3}
 _PREFERRED_EXPERTS = {"cuda": "TritonExperts", "cpu": "TorchExperts"}
 _PROGRESS_INTERVAL_S = 5.0  # interval of progress lines
@@ -41,11 +42,12 @@ _MAX_FINDINGS = 5
 class Soak:
     """Parameters of a soak test, which ends after `steps` or `seconds`, whichever comes first.
 
-    part: a PrepareAndFinalize. experts: None uses experts that pair and are fast to call. tokens:
-    maximum per rank. hosts: number of simulated hosts. checked: False for a manager whose ranks
-    agree on the host in the first call only. check_every: in steps. warmup_steps: number
-    of steps, at most a tenth of the run, after which memory may grow by at most cuda_bytes and
-    rss_bytes, and the number of open files and threads must not change.
+    part: a PrepareAndFinalize. experts: None means experts that are compatible and fast to call.
+    tokens: maximum per rank. hosts: number of simulated hosts. checked: False for a manager whose
+    ranks agree on the host in the first call only. check_every: number of steps between checks.
+    warmup_steps: number of steps, limited to a tenth of the run, after which GPU memory may grow by
+    at most cuda_bytes, resident memory by at most rss_bytes, and the number of open files and
+    threads must not grow.
     """
 
     part: str
@@ -85,8 +87,9 @@ class Soak:
 class SoakReport:
     """Result of one rank.
 
-    modes: number of steps by mode. worst: largest error over bound of the checked outputs.
-    *_growth: bytes, or number of open files and threads. findings: every deviation from the
+    checked: number of outputs that were checked. modes: number of steps by mode. worst: largest
+    error of the checked outputs, relative to its bound. cuda_growth, rss_growth: in bytes.
+    handles_growth: of the number of open files and threads. findings: every deviation from the
     expected behavior.
     """
 
@@ -112,7 +115,7 @@ class SoakReport:
 
 
 def soak(rank: int, world_size: int, group: Any, params: Soak) -> SoakReport:
-    """Run the soak test on one rank of a RankPool. Errors are raised with a note of the step."""
+    """Run the soak test on one rank of a RankPool. An error gets a note with the step."""
     run = _Run(rank, world_size, group, params)
     try:
         return run.all_steps()
@@ -160,7 +163,7 @@ class _Run:
         self.mode_choices = [mode for mode, count in frequencies.items() for _ in range(count)]
 
     def _capture(self) -> SoakInputs:
-        """Return an input set whose call is captured in a graph."""
+        """Draw an input set and capture its call in a CUDA graph."""
         inputs = self.source.draw_inputs()
         inputs.out = torch.empty_like(inputs.x_TH)
 
@@ -213,7 +216,7 @@ class _Run:
         )
 
     def _step(self, *, redraw: bool = False) -> None:
-        """Make one call. fresh: draw the input set anew and check the output."""
+        """Make one call. redraw: whether to draw the input set anew and check the output."""
         self.step += 1
         self.mode = self.random.choice(self.mode_choices)
         self.modes[self.mode] += 1
@@ -270,7 +273,7 @@ class _Run:
 
 
 def _find_experts(part: str, problem: Problem, machine: Machine) -> str:
-    """Return experts that pair with the part. Raise ConfigurationError if there are none."""
+    """Return experts that are compatible with the part. Raise ConfigurationError if none are."""
     names = (_PREFERRED_EXPERTS[machine.device], *load_catalog().names("experts"))
     for name in names:
         if check(part, name, problem, machine).ok:

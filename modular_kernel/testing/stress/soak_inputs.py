@@ -1,4 +1,4 @@
-"""Input sets of a soak test: tokens and routing of every rank, drawn identically on all ranks."""
+"""Draw input sets of a soak test: the tokens and routing of every rank, equally on all ranks."""
 
 import random
 from collections.abc import Callable
@@ -15,24 +15,22 @@ from modular_kernel.testing.verify.over_ranks import recipe_over_ranks
 
 _CPU = torch.device("cpu")
 _SKEWS = (0.0, 0.5, 1.2, 4.0)  # probabilities of experts are proportional to rank ** -skew
-_IDLE_PROBABILITY, _SKIP_PROBABILITY = (
-    0.15,
-    0.05,
-)  # probability that a rank has no token, and a pair no expert
-ERROR_FACTOR = 2.0  # bound over a call's rows, relative to the error of plain torch
-ROW_ERROR_FACTOR = (
-    8.0  # bound of each of thousands of rows, relative to a typical row of plain torch
-)
+_IDLE_PROBABILITY = 0.15  # probability that a rank has no tokens
+_SKIP_PROBABILITY = 0.05  # probability that a pair has no expert
+ERROR_FACTOR = 2.0  # bound of the error of a call, relative to that of plain torch
+# Bound of the error of a row, relative to a typical row of plain torch. It is large because
+# thousands of rows are compared.
+ROW_ERROR_FACTOR = 8.0
 _EPS = 1e-6
 
 
 @dataclass
 class SoakInputs:
-    """One call.
+    """The inputs of one call.
 
-    tokens_W: T of each rank. global_inputs: every rank's tokens and all weights, on the CPU.
-    local_tokens: this rank's slice of the tokens. x_TH, routing: this rank's, on its device.
-    replay: replays a captured call, which writes `out`.
+    tokens_W: number of tokens of each rank. global_inputs: the tokens of all ranks and the weights
+    of all experts, on the CPU. local_tokens: the slice of this rank's tokens. x_TH, routing: those
+    of this rank, on its device. replay: replays a captured call, which writes `out`.
     """
 
     tokens_W: tuple[int, ...]
@@ -44,7 +42,7 @@ class SoakInputs:
     out: torch.Tensor | None = None
 
     def refill(self, new: "SoakInputs") -> None:
-        """Copy the values of another input set of the same sizes to this one's addresses."""
+        """Copy the values of another input set with the same sizes into this one's tensors."""
         self.global_inputs = new.global_inputs
         self.x_TH.copy_(new.x_TH)
         self.routing.topk_weights_TK.copy_(new.routing.topk_weights_TK)
@@ -52,10 +50,10 @@ class SoakInputs:
 
 
 class SoakInputSource:
-    """Draws input sets of a problem for one rank. rng: has the same state on all ranks.
+    """Draws input sets for one rank.
 
-    problem: that of the rank. replicated: whether all ranks pass the same tokens. ids_dtype: of
-    topk_ids.
+    problem: that of the rank. rng: must have the same state on all ranks. replicated: whether all
+    ranks pass the same tokens. ids_dtype: dtype of topk_ids.
     """
 
     def __init__(
@@ -72,13 +70,13 @@ class SoakInputSource:
         global_problem = replace(problem, parallel=Parallel(), graph=False, tokens=1)
         all_inputs = make_inputs(global_problem, "uniform", _CPU)
         self._all_weights = all_inputs.weights
-        # The same tensors in every call, since plans and graphs bind their addresses.
+        # All calls use the same weights, because plans and graphs bind their addresses.
         self.weights: ExpertWeights = inputs_of_rank(
             all_inputs, slice(0), problem, FencedMemory(device), strided=False
         ).weights
 
     def draw_inputs(self, tokens_W: tuple[int, ...] | None = None) -> SoakInputs:
-        """Draw a new input set. tokens_W: None draws the sizes too."""
+        """Draw a new input set. tokens_W: number of tokens of each rank; None draws them, too."""
         parallel, rng = self.problem.parallel, self.rng
         if tokens_W is None:
             max_tokens = self.problem.tokens
@@ -116,9 +114,10 @@ class SoakInputSource:
 def compare_with_oracle(
     inputs: SoakInputs, out: torch.Tensor, problem: Problem
 ) -> tuple[float, str]:
-    """Return error over bound of this rank's rows (T, H), and a message or "".
+    """Compare this rank's output, (T, H), with the oracle.
 
-    Compared with the oracle over all ranks' tokens. Synchronizes the device.
+    Returns the error relative to its bound, and a message, "" if the output is correct. The bound
+    depends on the error of plain torch over all ranks' tokens. Synchronizes the device.
     """
     global_inputs, tokens = inputs.global_inputs, len(inputs.global_inputs.x_TH)
     if not tokens:
@@ -128,27 +127,20 @@ def compare_with_oracle(
         global_inputs.x_TH, global_inputs.weights, global_inputs.routing, global_problem
     ).double()
     recipe_error_T = (recipe_over_ranks(global_inputs, problem) - global_exact).norm(dim=1)
-    output, exact, local_recipe_error = (
-        out.cpu().double(),
-        global_exact[inputs.local_tokens],
-        recipe_error_T[inputs.local_tokens],
-    )
+    output, exact = out.cpu().double(), global_exact[inputs.local_tokens]
+    local_recipe_error = recipe_error_T[inputs.local_tokens]
     if output.shape != exact.shape or not bool(output.isfinite().all()):
         return float("inf"), f"shape {tuple(output.shape)}, or values that are not finite"
     row_errors = (output - exact).norm(dim=1)
     relative_error = float(recipe_error_T.norm() / (global_exact.norm() + _EPS))
-    bound = (
-        ERROR_FACTOR * max(float(local_recipe_error.norm()), relative_error * float(exact.norm()))
-        + _EPS
-    )
+    recipe_error = max(float(local_recipe_error.norm()), relative_error * float(exact.norm()))
+    bound = ERROR_FACTOR * recipe_error + _EPS
     error_ratio = float(row_errors.norm()) / bound
     row_norms = exact.norm(dim=1)
     is_wrong_row = row_errors > ROW_ERROR_FACTOR * (
         relative_error * torch.maximum(row_norms, row_norms.mean()) + _EPS
     )
     if error_ratio > 1 or bool(is_wrong_row.any()):
-        return (
-            error_ratio,
-            f"{error_ratio:.2f} of its bound, {int(is_wrong_row.sum())} rows far off",
-        )
+        message = f"{error_ratio:.2f} of its bound, {int(is_wrong_row.sum())} rows far off"
+        return error_ratio, message
     return error_ratio, ""

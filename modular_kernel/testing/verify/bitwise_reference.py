@@ -1,4 +1,4 @@
-"""Comparison with a bitwise reference, which detects a single undeclared rounding.
+"""Compare a part with a bitwise reference, which detects a single undeclared rounding.
 
 The reference multiplies the same numbers as the part and rounds exactly where the part declares a
 rounding. It differs only in the order of float32 sums, which occasionally moves a value across the
@@ -25,7 +25,7 @@ SHARE_FACTOR = 3.0  # tolerance, relative to the share of the perturbed referenc
 # row, it also changes the 8-bit scale and thus nearly all outputs. Such rows are rare.
 ROW_SHARE = 0.125
 ODD_ROW_INTERVAL = 8  # one row in eight, plus one, may exceed ROW_SHARE
-_NUM_PERTURBED = 3
+_NUM_PERTURBED = 3  # perturbed references per call
 
 
 def one_rounding(trial: Trial) -> Iterator[str]:
@@ -39,13 +39,15 @@ def one_rounding(trial: Trial) -> Iterator[str]:
             return
         roundings += [rounding for variant in variants for rounding in variant]
         references = [perturbed_references(sample, variant, _NUM_PERTURBED) for variant in variants]
-        is_live = live_rows(sample, references[0][0])  # the first of each list is unperturbed
+        is_compared = comparable_rows(
+            sample, references[0][0]
+        )  # the first of each list is unperturbed
         share_R = torch.stack(
             [share_of_differing_values(output, outputs[0]) for outputs in references]
         ).amin(0)
-        shares.append(share_R[is_live])
+        shares.append(share_R[is_compared])
         perturbed_shares += [
-            share_of_differing_values(perturbed_output, exact_reference)[is_live]
+            share_of_differing_values(perturbed_output, exact_reference)[is_compared]
             for exact_reference, *perturbed in references
             for perturbed_output in perturbed
         ]
@@ -61,8 +63,8 @@ def _is_comparable(trial: Trial) -> bool:
         return False  # the tolerance of `compare` is as strict for float32
     if problem.parallel.world_size > 1:
         # Each rank rounds its partial sum of a token before the sums are added, so only a token
-        # with one expert has no additional rounding. Each rank computes its own per-tensor scale of
-        # h, so it equals the reference's only if one rank computes all pairs.
+        # with one expert has no additional rounding. A per-tensor scale of h is computed by each
+        # rank, and equals the reference's only if one rank computes all pairs.
         has_one_partial_sum = problem.top_k == 1 and problem.chunk_tokens is None
         has_computed_tensor_scale = scheme.activation_granularity == "tensor" and not scheme.static
         if not has_one_partial_sum or (
@@ -86,10 +88,8 @@ def check_shares(
     if not shares.numel():
         return
     names = " or ".join(map(str, dict.fromkeys(roundings)))
-    share, max_share = (
-        float(shares.median()),
-        max(TYPICAL_SHARE, SHARE_FACTOR * float(perturbed.median())),
-    )
+    share = float(shares.median())
+    max_share = max(TYPICAL_SHARE, SHARE_FACTOR * float(perturbed.median()))
     if share > max_share:
         yield (
             f"{share:.0%} of the values of a typical row differ from the bitwise "
@@ -107,26 +107,25 @@ def check_shares(
 def declared_roundings(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:
     """Return the variants of roundings that the call of `sample` may have.
 
-    A variant is a list with one entry per chunk. Returns None if the part declares no roundings. In
-    one process there is one variant. Over ranks, the roundings of a row depend on how many rows its
-    rank received, so there is a variant for each count from 0 to the tokens of all ranks.
+    A variant is a list with one entry per chunk. On one rank there is one variant. Over ranks, the
+    roundings of a row depend on how many rows its rank received, so there is a variant for each
+    number of rows from 0 to the tokens of all ranks. Returns None if the part declares no
+    roundings.
     """
     experts, i = trial.kernel.experts, sample.pristine
     if i is sample.global_pristine:
         roundings = [experts.roundings(i.x_TH[chunk], i.weights) for chunk in _chunks(sample)]
-        return (
-            None
-            if None in roundings
-            else [[rounding for rounding in roundings if rounding is not None]]
-        )
+        if None in roundings:
+            return None
+        return [[rounding for rounding in roundings if rounding is not None]]
     max_rows = len(sample.global_pristine.x_TH)
     rows_RH = i.x_TH.new_empty(max_rows, sample.problem.hidden)
     variants = {
         experts.roundings(rows_RH[:count], i.weights): None for count in range(max_rows + 1)
     }
-    return (
-        None if None in variants else [[rounding] for rounding in variants if rounding is not None]
-    )
+    if None in variants:
+        return None
+    return [[rounding] for rounding in variants if rounding is not None]
 
 
 def bitwise_reference(sample: Sample, roundings: list[Roundings]) -> torch.Tensor:
@@ -139,7 +138,8 @@ def perturbed_references(
     sample: Sample, roundings: list[Roundings], num_perturbed: int
 ) -> list[torch.Tensor]:
     """Return the bitwise reference, then `num_perturbed` outputs with perturbed sums."""
-    i = sample.global_pristine  # over ranks this is on the CPU
+    i = sample.global_pristine  # over ranks, these are CPU tensors
+    # Each generator perturbs the sums of one reference at random.
     jitters = [None, *(torch.Generator().manual_seed(seed) for seed in range(num_perturbed))]
     parts = [torch.stack([sample.empty_output()[:0].to(i.x_TH.device)] * len(jitters))]
     chunks = _chunks(sample) if i is sample.pristine else [slice(None)]
@@ -169,10 +169,9 @@ def share_of_differing_values(output: torch.Tensor, reference_output: torch.Tens
     return 1 - (output == reference_output).double().mean(-1)
 
 
-def live_rows(sample: Sample, reference_output: torch.Tensor) -> torch.Tensor:
+def comparable_rows(sample: Sample, reference_output: torch.Tensor) -> torch.Tensor:
     """Return a mask of the rows that are nonzero, finite and from tokens with ordinary values."""
-    is_ordinary = (token_groups(sample.variation.values, len(reference_output)) == 0).to(
-        reference_output.device
-    )
-    is_live = (reference_output != 0).any(-1) & reference_output.isfinite().all(-1)
-    return is_live & (is_ordinary if is_live.dim() == 1 else is_ordinary[:, None])
+    groups = token_groups(sample.variation.values, len(reference_output))
+    is_ordinary = (groups == 0).to(reference_output.device)
+    is_usable = (reference_output != 0).any(-1) & reference_output.isfinite().all(-1)
+    return is_usable & (is_ordinary if is_usable.dim() == 1 else is_ordinary[:, None])

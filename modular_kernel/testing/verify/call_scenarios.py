@@ -1,6 +1,6 @@
-"""Scenarios of consistent calls: limits of shared memory and nearest copies of experts.
+"""Steps of the fault scenario "misunderstood" in which all ranks make the same calls.
 
-Steps of the fault scenario "misunderstood".
+They exceed limits of shared memory, and check that pairs go to the nearest copy of an expert.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def too_many_in_flight(context: ScenarioContext, kernel: FusedMoEModularKernel) 
 
 
 def _check_nested_call(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-    """Run a second call between dispatch and experts of the first: each has its own buffers."""
+    """Run a second call between dispatch and experts of the first. They must not share buffers."""
     apply = kernel.experts.apply
 
     def apply_after_another(tokens: Any, **kwargs: Any) -> None:
@@ -65,15 +65,15 @@ def _check_nested_call(context: ScenarioContext, kernel: FusedMoEModularKernel) 
 def uses_nearest_copies(context: ScenarioContext, manager: object) -> Outcomes:
     """Check that each pair is computed by the nearest copy of its expert.
 
-    With all experts on every rank no pair leaves its rank; with all experts on every host no pair
-    leaves its host. Every copy gives the correct output, so the check counts the pairs computed on
-    each rank.
+    If every rank has all experts, no pair may leave its rank. If every host has all experts, no
+    pair may leave its host. Any copy gives the correct output, so the check counts the pairs that
+    each rank computes.
     """
     if not prefers_near_copies(context.part):
         return
     parallel, world_size = context.case.problem.parallel, context.world_size
     experts = tuple(range(context.case.problem.experts))
-    yield from _check_computed_near(
+    yield from _check_ranks_compute_own_pairs(
         context, manager, Placement((experts,) * world_size), (context.rank,)
     )
     if parallel.hosts > 1:
@@ -82,10 +82,12 @@ def uses_nearest_copies(context: ScenarioContext, manager: object) -> Outcomes:
         placement = Placement(
             tuple(experts[rank % per_host :: per_host] for rank in range(world_size))
         )
-        yield from _check_computed_near(context, manager, placement, range(first, first + per_host))
+        yield from _check_ranks_compute_own_pairs(
+            context, manager, placement, range(first, first + per_host)
+        )
 
 
-def _check_computed_near(
+def _check_ranks_compute_own_pairs(
     context: ScenarioContext, manager: object, placement: Placement, ranks: Sequence[int]
 ) -> Outcomes:
     """Check that `ranks`, which include this one, compute exactly the pairs of their tokens."""
@@ -95,22 +97,19 @@ def _check_computed_near(
     if placed_context is None:
         return
     kernel = placed_context.kernel_on(manager)
-    apply, row_counts = kernel.experts.apply, list[int]()
+    apply, pair_counts = kernel.experts.apply, list[int]()
 
     def apply_and_count(tokens: Any, **kwargs: Any) -> None:
-        rows = tokens.routing.topk_ids_TK >= 0 if _has_ids(tokens) else tokens.counts_e
-        row_counts.append(int(rows.sum()))
+        has_ids = isinstance(tokens, ContiguousTokens)
+        pairs = tokens.routing.topk_ids_TK >= 0 if has_ids else tokens.counts_e
+        pair_counts.append(int(pairs.sum()))
         apply(tokens, **kwargs)
 
     kernel.experts.apply = apply_and_count  # type: ignore[method-assign]
     yield placed_context.call_succeeds(kernel)
     counts: list[Any] = [None] * context.world_size
     pairs = int((placed_context.sample.inputs.routing.topk_ids_TK >= 0).sum())
-    dist.all_gather_object(counts, (pairs, sum(row_counts)))
+    dist.all_gather_object(counts, (pairs, sum(pair_counts)))
     own_pairs, computed_pairs = (sum(counts[rank][i] for rank in ranks) for i in (0, 1))
     description = f"pairs computed by ranks {', '.join(map(str, ranks))}"
     yield f"{computed_pairs} {description}", f"{own_pairs} {description}"
-
-
-def _has_ids(tokens: object) -> bool:
-    return isinstance(tokens, ContiguousTokens)

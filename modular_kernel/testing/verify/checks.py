@@ -4,9 +4,9 @@ Accuracy: three different calls match the oracle. Properties: inputs are unchang
 and returned, invalid ids are counted, programs do not race, equal calls give equal bits, concurrent
 and planned calls do not affect each other, and a plan can be captured and allocates nothing.
 
-Every kernel here is poisoned. Unwritten memory alternates from call to call between NaN with a huge
-integer, and large finite values with valid but wrong ids of experts, slots and rows, so that a read
-of unwritten memory becomes an error.
+The buffers of every kernel are poisoned before each call, so that a read of unwritten memory causes
+an error. The fill alternates between calls: NaN and huge integers; or large finite values, and ids
+of experts, slots and rows that are valid but wrong.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,15 +54,15 @@ def invalid_ids(trial: Trial) -> Findings:
 
 
 def races(trial: Trial) -> Findings:
-    """Check that programs of a launch race on no memory; only the interpreter detects races."""
+    """Check for races between programs of a launch, which only the interpreter detects."""
     yield from trial.first_call.races
 
 
 def staged_reference(trial: Trial) -> Findings:
     """Compare a fused part with the staged part that it replaces.
 
-    Each may differ from the oracle by the bound of `numeric`. Two independent errors of that size
-    add up to sqrt(2) times the bound, which is the tolerance here.
+    Each part may differ from the oracle by the bound of `numeric`. Two independent errors of that
+    size add up to sqrt(2) times the bound, which is the tolerance between the parts.
     """
     experts = type(trial.kernel.experts)
     if experts.unfused is None:
@@ -107,7 +107,7 @@ def plan_reused(trial: Trial) -> Findings:
 
 
 def out_given(trial: Trial) -> Findings:
-    """Check that `out` (x if inplace) is returned and no memory around it is written."""
+    """Check that `out` (x if inplace) is returned, and that memory around it is unchanged."""
     if not trial.planned.is_out:
         yield "returned another tensor"
     if not trial.planned.is_intact:
@@ -131,7 +131,7 @@ def interleaved_kernels(trial: Trial) -> Findings:
 
 
 def numeric_strided(trial: Trial) -> Findings:
-    """Check a call with fewer tokens than planned for, transposed weights and strided rows."""
+    """Check a call with fewer tokens, transposed weights, and gaps between rows of x."""
     yield from trial.other.compare(trial.interleaved[1]).problems
 
 
@@ -183,12 +183,12 @@ def graph_replay(trial: Trial) -> Findings:
 def no_allocation(trial: Trial) -> Findings:
     """On a GPU: check that a planned call allocates nothing.
 
-    Skipped for parts that declare a library that allocates, and for library parts with a weight
-    layout that is not plain, because these copy the weights in every call.
+    Skipped if a part declares that its library allocates. Also skipped for parts over a library if
+    weights have a layout other than "plain", because these parts copy the weights in every call.
     """
     catalog, case = load_catalog(), trial.case
-    part, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
-    allocates = part.requires.received_by_library or experts.requires.library_allocates
+    pf, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
+    allocates = pf.requires.received_by_library or experts.requires.library_allocates
     copies = bool(experts.requires.providers) and case.variation.layout != "plain"
     if not trial.capturable or allocates or copies:
         return

@@ -1,4 +1,4 @@
-"""Comparison of an output with the float64 oracle, with a tolerance derived from the case.
+"""Compare an output with the float64 oracle, with a tolerance derived from the case.
 
 The allowed error is that of plain torch running the same declared recipe in the same dtype, plus a
 quarter. Both errors are measured against the float64 oracle on the case at hand.
@@ -11,16 +11,17 @@ import torch
 
 from modular_kernel.spec.problem import Combine, Problem, dtype_name
 
-# Rounding depends on the order of summation, in the recipe too. A quarter of the recipe's RMS error
-# covers that, and every defect is larger.
+# Allowed RMS error, relative to the recipe's. Rounding errors depend on the order of summation, in
+# the recipe as in a part; a quarter covers that, and every defect is larger.
 FACTOR = 1.25
-# A defect in one place (a tail, one expert, one token) makes a row or a value stand out. An average
-# over all rows would hide it.
+# Allowed error of a row and of a value, relative to the median row. A defect in one place (a tail,
+# one expert, one token) affects few rows or values, and an average over all rows would hide it.
 ROW_FACTOR = 4.0
 VALUE_FACTOR = 12.0
-# Absolute slack for float32 recipes, whose error comes from the order of sums alone and may happen
-# to be smaller in torch. u = 6e-8 times sqrt(fan-in), over two products, stays below 1e-6 for the
-# shapes of the cases. The smallest defect, gelu's tanh approximation, causes an error of 2e-4.
+# Absolute tolerance for float32 recipes. Their error comes from the order of sums alone, and may be
+# smaller in torch by chance. The unit roundoff, 6e-8, times sqrt(fan-in), over two products, stays
+# below 1e-6 for the shapes of the cases. The smallest defect, gelu's tanh approximation instead of
+# erf, causes an error of 2e-4.
 EPS = 1e-6
 
 
@@ -60,9 +61,9 @@ def compare(
 
     Rows that are zero in `exact` (every pair skipped) must be exactly zero, of either sign.
 
-    fair: the recipe's relative error over more tokens of the same layer, for outputs of few tokens;
-    the larger of it and the error on this case counts. fair_row, fair_value: the same for the worst
-    row and the worst value, used for quantized problems only.
+    recipe_error: lower bound of the recipe's relative error, for outputs with few tokens: its error
+    over more tokens of the same layer. recipe_row_error, recipe_value_error: the same for the worst
+    row and the worst value; used for quantized problems only.
     """
     mismatches = _check_shape(out, exact, problem)
     if mismatches:
@@ -73,12 +74,12 @@ def compare(
     problems = _check_finite_and_zero(output, is_zero)
     if problems:
         return Comparison(math.inf, 0.0, problems=problems)
-    is_live = ~is_zero
-    if not bool(is_live.any()):
+    is_nonzero = ~is_zero
+    if not bool(is_nonzero.any()):
         return Comparison(0.0, EPS)
-    index = is_live.nonzero().flatten()
+    index = is_nonzero.nonzero().flatten()
     min_row_error = recipe_row_error if problem.scheme.quantized else None
-    args = output[is_live], exact[is_live], recipe[is_live], index
+    args = output[is_nonzero], exact[is_nonzero], recipe[is_nonzero], index
     return _compare_rows(*args, recipe_error, min_row_error, recipe_value_error)
 
 
@@ -89,8 +90,7 @@ def _check_shape(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tu
     need = (tokens, *middle, problem.hidden)
     problems = []
     if tuple(out.shape) != need or out.shape != exact.shape:
-        got, want = tuple(out.shape), tuple(exact.shape)
-        problems.append(f"shape is {got}, should be {want}")
+        problems.append(f"shape is {tuple(out.shape)}, should be {tuple(exact.shape)}")
     if out.dtype != problem.dtype:
         names = dtype_name(out.dtype), dtype_name(problem.dtype)
         problems.append(f"dtype is {names[0]}, should be {names[1]}")
@@ -98,6 +98,7 @@ def _check_shape(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tu
 
 
 def _check_finite_and_zero(output: torch.Tensor, is_zero: torch.Tensor) -> tuple[str, ...]:
+    """Return messages for values that are not finite, and for nonzero rows where `is_zero`."""
     problems = []
     is_invalid = ~output.isfinite()
     if bool(is_invalid.any()):
@@ -123,21 +124,21 @@ def _compare_rows(
     min_row_error: float | None,
     min_value_error: float,
 ) -> Comparison:
-    """Compare rows that are not zero. index: their row numbers. fair_row: None unless quantized.
+    """Compare rows that are not zero. index: their row numbers in the output.
 
-    One large activation makes the quantization step of its whole group coarse, and one beyond a
-    static scale is clipped, in the recipe as in a part. So with quantized activations or weights
-    the error of a row may be a quarter above the recipe's for that row, and that of a value twice
-    the recipe's worst.
+    min_recipe_error, min_row_error, min_value_error: lower bounds of the recipe's errors, as in
+    `compare`. min_row_error is None unless the problem is quantized.
+
+    One large activation makes the quantization step of its whole group coarse, and a value beyond
+    the range of a static scale is clipped, in the recipe as in a part. So for quantized problems,
+    the error of a row may also be a quarter larger than the recipe's in that row, and that of a
+    value twice the recipe's largest.
     """
     size = exact.norm()
     error = float((output - exact).norm() / size)
     recipe_error = max(min_recipe_error, float((recipe - exact).norm() / size))
     row_size = exact.norm(dim=1)
-    rows, recipe_rows = (
-        (output - exact).norm(dim=1) / row_size,
-        (recipe - exact).norm(dim=1) / row_size,
-    )
+    rows, recipe_rows = ((x - exact).norm(dim=1) / row_size for x in (output, recipe))
     typical = float(torch.maximum(rows.median(), recipe_rows.median()))
     unit = row_size / exact.shape[1] ** 0.5
     values, recipe_values = ((x - exact).abs().amax(1) / unit for x in (output, recipe))
@@ -148,11 +149,8 @@ def _compare_rows(
         row_bounds = torch.maximum(row_bounds, FACTOR * recipe_rows.clamp(min=min_row_error))
         value_bound = max(value_bound, 2 * max(min_value_error, float(recipe_values.max())))
     worst = int((rows / row_bounds).argmax())
-    worst_row, row_bound, worst_value = (
-        float(rows[worst]),
-        float(row_bounds[worst]),
-        float(values.max()),
-    )
+    worst_row, row_bound = float(rows[worst]), float(row_bounds[worst])
+    worst_value = float(values.max())
     problems = []
     if not error <= bound:
         problems.append(f"relative RMS error {error:.2e} > {bound:.2e}")

@@ -1,10 +1,10 @@
-"""Comparison for inputs in which some tokens are huge or not finite and must not affect the others.
+"""Compare calls in which some tokens are huge or not finite and must not affect the others.
 
-Ordinary tokens are compared among themselves by the rule of `compare`. Special tokens with a finite
-recipe are compared within their group. Where the recipe overflows, a value must be correct or not
-finite; the values of a NaN token must not be finite. Not checked: infinite tokens, and large tokens
-where the activation has a limit (the result then depends only on the sign of the gate, which any
-rounding may flip).
+- Ordinary tokens are compared by the rule of `compare`, without the others.
+- Huge tokens with a finite recipe are compared by the same rule, within their group. Where the
+  recipe overflows, a value must be correct or not finite. If the activation has a limit, they are
+  not checked: the result then depends only on the sign of the gate, which any rounding may flip.
+- The values of a NaN token must not be finite. Those of an infinite token are not checked.
 """
 
 from dataclasses import dataclass, replace
@@ -18,10 +18,10 @@ from modular_kernel.testing.verify.compare import FACTOR, VALUE_FACTOR, Comparis
 
 @dataclass(frozen=True)
 class RecipeErrors:
-    """Error of the recipe on calls with few rows.
+    """Largest errors of the recipe over several calls with few tokens.
 
-    fair: largest relative error of a call of that size. fair_row: largest relative error of a row.
-    fair_value: largest error of a value relative to its row's root mean square.
+    recipe_error: of a call, relative. recipe_row_error: of a row, relative. recipe_value_error: of
+    a value, relative to its row's root mean square.
     """
 
     recipe_error: float = 0.0
@@ -30,7 +30,7 @@ class RecipeErrors:
 
     @classmethod
     def measure(cls, exact: torch.Tensor, recipe: torch.Tensor, tokens: int) -> "RecipeErrors":
-        """Measure the errors of many tokens, (T, H) or (T, K, H), in calls of `tokens`."""
+        """Measure the errors of many tokens, (T, H) or (T, K, H), split into calls of `tokens`."""
         worst = worst_row = worst_value = 0.0
         for start in range(0, len(exact), tokens):
             expected, actual = exact[start : start + tokens], recipe[start : start + tokens]
@@ -59,7 +59,7 @@ def compare_by_group(
     *,
     recipe_errors: RecipeErrors = NO_ERRORS,
 ) -> Comparison:
-    """Compare `out` as `compare` does, but special tokens of `values` by group."""
+    """Compare `out` as `compare` does, but each group of `token_groups(values, ...)` separately."""
     groups = token_groups(values, len(exact))
     if out.shape != exact.shape or not bool((groups > 0).any()):
         return compare(out, exact, recipe, problem, **vars(recipe_errors))
@@ -83,7 +83,7 @@ def compare_by_group(
 
 
 def _is_unconstrained(problem: Problem, values: str) -> bool:
-    """Return whether the outputs of such tokens are not checked."""
+    """Return whether the outputs of huge or infinite tokens are not checked."""
     if values == "nan_token":
         return False
     return values == "inf_token" or problem.act.limit is not None
@@ -106,7 +106,7 @@ def _check_group(
     messages = list(compare(*args, **vars(recipe_errors)).problems)
     output, expected = out[~is_finite].double().flatten(0, -2), exact[~is_finite].flatten(0, -2)
     unit = expected.square().mean(1, keepdim=True).sqrt()
-    # NaN compares false: a finite value where the oracle has none is wrong.
+    # If the oracle is NaN, the comparison is false, so a finite value is wrong.
     is_wrong = output.isfinite() & ~((output - expected).abs() <= VALUE_FACTOR * typical * unit)
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()

@@ -1,4 +1,4 @@
-"""Comparison of calls whose arguments hold a NaN, which must reach exactly the expected outputs."""
+"""Compare calls whose arguments hold a NaN, which must reach exactly the expected outputs."""
 
 from dataclasses import replace
 

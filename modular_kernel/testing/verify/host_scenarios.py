@@ -1,6 +1,6 @@
-"""Assignment of ranks to hosts, and its errors: steps of the fault scenario "misunderstood".
+"""Steps of the fault scenario "misunderstood" that assign ranks to hosts.
 
-MK_HOST_ID assigns ranks of one machine to several hosts.
+The environment variable MK_HOST_ID lets ranks of one machine act as ranks of several hosts.
 """
 
 import json
@@ -25,7 +25,7 @@ def host_assignment(context: ScenarioContext) -> Iterator[tuple[str, str]]:
     """Put all ranks on one host, then each rank on a separate host.
 
     The first step is skipped if the problem has several hosts, the second if the part supports only
-    one.
+    one host.
     """
     ranks, requires = context.world_size, context.part.requires
     if context.case.problem.parallel.hosts > 1:
@@ -46,7 +46,7 @@ def host_assignment(context: ScenarioContext) -> Iterator[tuple[str, str]]:
     manager.destroy()
     if not is_restricted:
         yield from _use_separate_hosts(many_hosts)
-    if requires.one_host:  # even if the problem names one host
+    if requires.one_host:  # such a part refuses several hosts even if the problem has one
         with use_host_id(f"host{context.rank}"):
             manager = manager_class(context.part)(None)
         yield outcome_of(lambda: str(context.kernel_on(manager))), "ConfigurationError"
@@ -57,10 +57,10 @@ def host_assignment(context: ScenarioContext) -> Iterator[tuple[str, str]]:
 def check_host_records(
     context: ScenarioContext, kernel: FusedMoEModularKernel
 ) -> Iterator[tuple[str, str]]:
-    """Check the records of the manager's memory shared within a host, if it has any.
+    """Check the records of the memory that the manager shares within a host, if it has any.
 
-    All memory is allocated outside of calls. Each record is "done", or refused because ranks use
-    different layers.
+    All memory must be allocated outside of calls. Each record must be "done", or refused because
+    ranks use different layers.
     """
     host_manager = getattr(manager_of(kernel.prepare_finalize), "host_memory", None)
     if host_manager is None:
@@ -79,10 +79,10 @@ def check_host_records(
 def _declare_ranks_per_host(
     context: ScenarioContext, manager: Any, extra: int, **requirements: Any
 ) -> tuple[str, str]:
-    """Make the part with a limit of `extra` ranks per host above the actual number.
+    """Make the part with a limit on ranks per host: the actual number plus `extra`.
 
-    Every rank must get the error. This stands for exceeding the limit of a real part, which takes
-    nine ranks. requirements: further changed requirements, such as full_hosts.
+    Every rank must get the error. To exceed the limit of a real part, nine ranks would be needed.
+    requirements: further requirements to change, such as full_hosts.
     """
     ranks_per_host = context.world_size // len(manager.hosts) + extra
     requires = replace(context.part.requires, ranks_per_host=ranks_per_host, **requirements)
@@ -115,7 +115,7 @@ def _use_separate_hosts(context: ScenarioContext) -> Iterator[tuple[str, str]]:
 
 
 def _with_ranks_per_host(context: ScenarioContext, ranks_per_host: int) -> ScenarioContext:
-    """Return the context with a problem of so many ranks per host."""
+    """Return the context of a problem with this number of ranks per host."""
     problem = context.case.problem
     parallel = replace(problem.parallel, ranks_per_host=ranks_per_host)
     return replace(context, case=replace(context.case, problem=replace(problem, parallel=parallel)))

@@ -1,4 +1,4 @@
-"""Batch invariance: whether a token's output bits depend on the other tokens of its call."""
+"""Check batch invariance: whether a token's output bits depend on the other tokens of its call."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,11 +10,11 @@ from modular_kernel.kernel import FusedMoEModularKernel, Plan
 from modular_kernel.testing.cases.inputs import Inputs
 from modular_kernel.testing.verify.trial import Trial
 
-# One call on a subset of a sample's tokens: (n,) token indices -> (n, ...) output rows.
-Calls = Callable[[torch.Tensor], torch.Tensor]
+# Calls a kernel on a subset of tokens: (n,) token indices -> (n, ...) output rows.
+SubsetCall = Callable[[torch.Tensor], torch.Tensor]
 
 
-def call_on(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> Calls:
+def call_on(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> SubsetCall:
     """Return a function that calls `kernel` on a subset of the tokens of `inputs`.
 
     The inputs are copied and not changed.
@@ -28,15 +28,15 @@ def call_on(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> Calls:
 
 
 def reversed_order(tokens: int) -> list[torch.Tensor]:
-    """Return the tokens of one call on all tokens in reverse order."""
+    """Return the token indices of one call on all tokens in reverse order, in a list."""
     return [torch.arange(tokens).flip(0)]
 
 
 def doubling_calls(tokens: int, max_tokens: int | None = None) -> list[torch.Tensor]:
-    """Return the tokens of calls on 1, 2, 4, ... tokens that together cover all tokens once.
+    """Split the tokens into calls on 1, 2, 4, ... tokens. Return the token indices of each call.
 
-    most: maximum number of tokens of any rank, so that all ranks make as many calls; the last calls
-    may have no tokens.
+    max_tokens: maximum number of tokens of any rank, so that all ranks make the same number of
+    calls; the last calls may have no tokens. None means `tokens`.
     """
     parts, start, size = [], 0, 1
     while start < (tokens if max_tokens is None else max_tokens):
@@ -45,7 +45,9 @@ def doubling_calls(tokens: int, max_tokens: int | None = None) -> list[torch.Ten
     return parts
 
 
-def gather_rows(call: Calls, parts: list[torch.Tensor], template: torch.Tensor) -> torch.Tensor:
+def gather_rows(
+    call: SubsetCall, parts: list[torch.Tensor], template: torch.Tensor
+) -> torch.Tensor:
     """Call on each of `parts`; return all rows in token order, in a tensor like `template`."""
     out = torch.empty_like(template)
     for part in parts:
@@ -54,7 +56,7 @@ def gather_rows(call: Calls, parts: list[torch.Tensor], template: torch.Tensor) 
 
 
 def count_differing_rows(actual: torch.Tensor, expected: torch.Tensor) -> int:
-    """Count the rows whose bits differ; equal NaNs are equal, and -0.0 differs from 0.0."""
+    """Count the rows whose bits differ. NaNs with the same bits are equal; -0.0 and 0.0 differ."""
     return int((as_bytes(actual) != as_bytes(expected)).any(1).sum())
 
 
@@ -75,9 +77,10 @@ def batch_invariant(trial: Trial) -> Iterator[str]:
 
 
 def regrouped_calls(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (description, rows) for other ways of calling on the tokens of the trial's first call.
+    """Repeat the trial's first call with its tokens split or ordered differently.
 
-    Every rank makes the same number of calls, whatever its own number of tokens.
+    Yields (description, output rows) of each. Every rank makes the same number of calls, whatever
+    its number of tokens.
     """
     inputs, expected = trial.first.pristine, trial.eager
     tokens, max_tokens = len(expected), trial.case.problem.tokens

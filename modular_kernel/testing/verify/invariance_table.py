@@ -1,6 +1,6 @@
-"""Table of the rows whose bits depend on the other tokens of a call, per experts part and scheme.
+"""Measure for which parts and schemes a token's output bits depend on the other tokens of its call.
 
-Measured for problems with and without `batch_invariant`.
+The table has a row per experts part, for problems with and without `batch_invariant`.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,10 @@ COLUMNS: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class InvarianceRow:
-    """Number of rows (of `tokens`) whose bits differ in some other call; None where refused."""
+    """Number of rows whose bits depend on the call, of one pairing in one column.
+
+    rows: out of `tokens`; None if the pairing refuses the problem.
+    """
 
     prepare_finalize: str
     experts: str
@@ -63,7 +66,7 @@ def measure(machine: Machine, layer: Problem = LAYER) -> Iterator[InvarianceRow]
 
 
 def changed_rows(case: Case, machine: Machine) -> int:
-    """Count the case's tokens whose bits differ in another call on them."""
+    """Count the tokens whose output bits differ in any of `regrouped_calls`."""
     trial = Trial(case, machine)
     expected = as_bytes(trial.eager)
     is_changed = torch.zeros(len(expected), dtype=torch.bool, device=expected.device)
@@ -73,19 +76,19 @@ def changed_rows(case: Case, machine: Machine) -> int:
 
 
 def as_markdown(table_rows: list[InvarianceRow]) -> str:
-    """Return a table with one line per experts part, without and with `batch_invariant`."""
+    """Return a Markdown table with two lines per part: without and with `batch_invariant`."""
     columns = list(dict.fromkeys(row.column for row in table_rows))
     lines = [
-        f"| experts | asked for | {' | '.join(columns)} |",
+        f"| experts | `batch_invariant` | {' | '.join(columns)} |",
         "|---|---" + "|---" * len(columns) + "|",
     ]
     for experts, batch_invariant in dict.fromkeys(
         (row.experts, row.batch_invariant) for row in table_rows
     ):
         cells = {
-            o.column: o.cell
-            for o in table_rows
-            if (o.experts, o.batch_invariant) == (experts, batch_invariant)
+            row.column: row.cell
+            for row in table_rows
+            if (row.experts, row.batch_invariant) == (experts, batch_invariant)
         }
         cell_text = " | ".join(cells.get(column, "") for column in columns)
         lines.append(f"| `{experts}` | {'yes' if batch_invariant else 'no'} | {cell_text} |")

@@ -1,4 +1,4 @@
-"""The ledger: a checked-in list of the pairings that must pass, with a minimum number of cases.
+"""Check the ledger: a checked-in list of pairings that must pass, with a minimum number of cases.
 
 A compatibility rule that rejects too much removes cases, and the suite still passes. The ledger
 detects this. For each kind of machine, it lists pairings and how many cases each must pass.
@@ -65,6 +65,7 @@ def parse_ledger(text: str) -> tuple[LedgerEntry, ...]:
 
 
 def _is_kind(word: str) -> bool:
+    """Return whether `word` is one of MACHINE_KINDS, possibly with ":ranks" appended."""
     kind, colon, ranks = word.partition(":")
     return kind in MACHINE_KINDS and (not colon or (ranks.isdecimal() and int(ranks) > 1))
 
@@ -84,17 +85,17 @@ def unmet_entries(
     """
     entries = [entry for entry in ledger if entry.machine == kind]
     too_few = [
-        f"{kind}: {' x '.join(p.pairing)}: {counts[p.pairing]} cases, need {p.cases}"
-        for p in entries
-        if counts[p.pairing] < p.cases
+        f"{kind}: {' x '.join(e.pairing)}: {counts[e.pairing]} cases, need {e.cases}"
+        for e in entries
+        if counts[e.pairing] < e.cases
     ]
     listed = {entry.pairing for entry in entries}
-    unguarded = [
+    unlisted = [
         f"{kind}: {' x '.join(pairing)}: {count} cases and no line in the ledger"
         for pairing, count in counts.items()
         if count and pairing not in listed
     ]
-    return (*too_few, *unguarded)
+    return (*too_few, *unlisted)
 
 
 def check_proofs(ledger: Iterable[LedgerEntry], proofs: Iterable[Proof]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`prove`: runs every check on one case; reports failures, accuracy and a command to repeat it.
+"""Run every check on one case; report failures, accuracy, and a command to repeat it.
 
 Used by the test suite, by `mk test` and by authors of parts.
 """
@@ -24,8 +24,8 @@ class Proof:
     """Result of one case.
 
     error, bound: relative root mean square error of the first call, and its limit. failures: one
-    line "check: finding" for each failure, empty if the case passed. cells: the code paths entered,
-    for parts with several paths.
+    line "check: finding" for each failure, empty if the case passed. invalid_ids: number of invalid
+    ids in the first call. cells: the code paths entered, for parts with several paths.
     """
 
     case: Case
@@ -65,10 +65,8 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
         seconds = time.perf_counter() - start
         return Proof(case, machine, math.inf, 0.0, (raised_finding("build", build_error),), seconds)
     trial = Trial(case, machine, build)
-    with (
-        launch_cache(),
-        record_paths() as entered_paths,
-    ):  # the launch cache skips interpreted launches that repeat an earlier one
+    # The launch cache skips interpreted launches that repeat an earlier one.
+    with launch_cache(), record_paths() as entered_paths:
         failures = tuple(dict.fromkeys(findings(trial)))
     error, bound = _accuracy(trial)
     seconds = time.perf_counter() - start
@@ -97,6 +95,7 @@ def _accuracy(trial: Trial) -> tuple[float, float]:
 
 
 def _run(check: Check, trial: Trial) -> Iterator[str]:
+    """Yield the findings of one check."""
     name = check.__name__
     try:
         for finding in check(trial):

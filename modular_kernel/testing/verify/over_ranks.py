@@ -1,13 +1,13 @@
-"""Runs the checks of a case on all ranks in parallel.
+"""Run the checks of a case on all ranks in parallel.
 
 Each rank compares the output of its tokens with the float64 oracle of the whole layer. All ranks
 make the same calls in the same order. A rank whose check raises stops there, because its peers may
 never reach the next call.
 
-The recipe that sets the tolerance is plain torch over ranks. Each rank computes the pairs of its
-experts by the recipe of one rank, weights and sums them in float32, and rounds the partial sum once
+The recipe that determines the tolerance is plain torch over ranks. Each rank computes the pairs of
+its experts by the recipe of one rank, weights and sums them in float32, and rounds the partial sum
 to the problem's dtype, in which it is communicated. The partial sums are added in float32 and
-rounded once. The recipe of one rank rounds once; this one rounds once more for each partial sum.
+rounded again. So there is one more rounding for each partial sum than in the recipe of one rank.
 """
 
 import math
@@ -55,7 +55,7 @@ from modular_kernel.testing.verify.scenario_context import ScenarioContext
 from modular_kernel.testing.verify.scenarios import run_scenario
 from modular_kernel.testing.verify.trial import Build, Trial, call
 
-# (..., poison, process group)
+# Makes one rank's kernel of a case. The last arguments are `poison` and the process group.
 RankBuild = Callable[[Case, Machine, bool, object], FusedMoEModularKernel]
 Reference = Callable[[torch.Tensor, ExpertWeights, Routing, Problem], torch.Tensor]
 _CPU = torch.device("cpu")
@@ -219,10 +219,10 @@ class RankTrial(Trial):
         self.first = sample(counts=counts, seed_offset=0)
         self.second = sample(counts=rotated, seed_offset=1)
         self.other = sample(counts=half, seed_offset=2, strided=True)
-        self._like_first = partial(sample, counts=counts)
+        self._sample_like_first = partial(sample, counts=counts)
 
     def first_again(self) -> Sample:
-        return self._like_first(seed_offset=0)
+        return self._sample_like_first(seed_offset=0)
 
     @cached_property
     def scenario_outcomes(self) -> tuple[tuple[str, str], ...]:
@@ -245,8 +245,8 @@ class RankTrial(Trial):
 
     @property
     def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
-        # A graph has a fixed number of tokens, and the second call's differs from the first's.
-        sample = self._like_first(seed_offset=3)
+        # A graph has a fixed number of tokens, so `second`, which has others, cannot be replayed.
+        sample = self._sample_like_first(seed_offset=3)
         return (sample, call(self.kernel, sample)), (self.first, self.eager)
 
 
@@ -267,7 +267,8 @@ RANK_CHECKS: tuple[Check, ...] = (*CHECKS, faults)
 class RankReport:
     """Findings of one rank; error and bound are those of its first call, as in Proof.
 
-    dispatch, output: what differs from the reference in the first call, "" if nothing known does.
+    dispatch, output: one line about what differs from the reference in the first call; "" if it
+    agrees, or if the difference has no simple description.
     """
 
     findings: tuple[str, ...]
@@ -279,7 +280,7 @@ class RankReport:
 
 
 class CheckError(Exception):
-    """A check raised. The message lists all findings; the last line is the raised error."""
+    """An error raised by a check. The message lists all findings, the last one for the error."""
 
 
 def build_kernel(
@@ -308,7 +309,8 @@ def run_checks(
 ) -> RankReport:
     """Run the checks of a case on one rank of a RankPool. Raise CheckError if a check raises."""
     kernels: list[FusedMoEModularKernel] = []
-    received: list[list[Dispatched]] = []  # in the first call, if `numeric` is the first check
+    # What the experts received in the first call; kept if `numeric` is the first check.
+    received: list[list[Dispatched]] = []
 
     def build_on_rank(rank_case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
         kernels.append(build(rank_case, machine, poison, group))
@@ -337,7 +339,10 @@ def run_checks(
 def _with_differences(
     report: RankReport, trial: RankTrial, received: Sequence[Dispatched]
 ) -> RankReport:
-    """Add what differs from the reference; a rank's wrong dispatch may make another one's error."""
+    """Add what differs from the reference.
+
+    The dispatch of every rank is compared, because it may cause the wrong output of another rank.
+    """
     sample = trial.first
     assert isinstance(sample, RankSample)
     inputs, problem = sample.global_inputs, sample.problem
@@ -402,7 +407,7 @@ def prove_unchecked(
             failures += [f"rank {rank}: {line}" for line in _findings_of(text)]
     for rank, report in sorted(reports.items()):
         failures += [f"rank {rank}: {finding}" for finding in report.findings]
-    failures += _difference(reports)
+    failures += _first_difference(reports)
     seconds = time.perf_counter() - start
     complete = len(reports) == case.world_size
     worst = (
@@ -412,8 +417,8 @@ def prove_unchecked(
     return Proof(case, machine, worst.error, worst.bound, tuple(failures), seconds, invalid_ids)
 
 
-def _difference(reports: Mapping[int, RankReport]) -> list[str]:
-    """Return one line that says what differs, if an output is wrong; the dispatch comes first."""
+def _first_difference(reports: Mapping[int, RankReport]) -> list[str]:
+    """Return a line about what differs, if an output is wrong: the first wrong dispatch, if any."""
     wrong = {rank: report for rank, report in reports.items() if report.output}
     if not wrong:
         return []
@@ -435,7 +440,7 @@ def _error_ratio(report: RankReport) -> float:
 
 
 def _findings_of(failure: str) -> list[str]:
-    """Return the findings of a failed rank before it raised, or how it ended."""
+    """Return the findings in a failed rank's message, or the error that ended it."""
     findings_text = failure.partition(f"{CheckError.__name__}: ")[2]
     if findings_text:
         return findings_text.splitlines()

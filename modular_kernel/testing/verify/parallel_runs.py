@@ -1,4 +1,4 @@
-"""Proves many cases, in this process or in several worker processes."""
+"""Prove many cases, in this process or in several worker processes."""
 
 import os
 import signal
@@ -24,9 +24,9 @@ class WorkerError(ModularKernelError):
 def prove_all(cases: Sequence[Case], machine: Machine, workers: int) -> Iterator[Proof]:
     """Yield the proof of every case, in the order of `cases`.
 
-    workers: number of processes, each with one torch thread; 1 runs in this process. Raises
-    WorkerError, with the first case without a proof, if a worker ends early. No worker outlives the
-    iterator or this process.
+    workers: number of processes, each with one torch thread; 1 means this process. Raises
+    WorkerError, which names the first case without a proof, if a worker process ends early. Workers
+    end with the iterator, and with this process.
     """
     if workers == 1:
         for case in cases:
@@ -74,7 +74,7 @@ def _init_worker() -> None:
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent ends; it would wait for work forever."""
+    """End this process when its parent ends. Otherwise it would wait for work forever."""
     parent = parent_process()
     assert parent is not None
     parent.join()

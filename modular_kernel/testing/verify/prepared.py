@@ -9,8 +9,8 @@ from modular_kernel.testing.verify.trial import Trial
 def prepared_weights(trial: Trial) -> Iterator[str]:
     """Compare one direct and two planned calls on prepared weights with the oracle.
 
-    Experts that prepare nothing must return the same weights object. Other experts may replace only
-    the tensors listed in `SOURCE_FIELDS`.
+    Experts parts that prepare nothing must return the same weights object. The others may replace
+    only the tensors listed in `SOURCE_FIELDS`.
     """
     sample, kernel = trial.first, trial.kernel
     weights = sample.inputs.weights
@@ -19,11 +19,12 @@ def prepared_weights(trial: Trial) -> Iterator[str]:
         if prepared is not weights:
             yield "prepare_weights returned other weights although the experts prepare nothing"
         return
-    if changed := [
-        n
-        for n, t in vars(weights).items()
-        if t is not getattr(prepared, n) and n not in SOURCE_FIELDS
-    ]:
+    changed = [
+        name
+        for name, tensor in vars(weights).items()
+        if tensor is not getattr(prepared, name) and name not in SOURCE_FIELDS
+    ]
+    if changed:
         yield f"prepare_weights replaced {', '.join(changed)}"
     plan, routing = kernel.plan(), sample.inputs.routing
     for run in (kernel, plan, plan):

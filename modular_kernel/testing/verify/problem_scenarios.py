@@ -1,4 +1,4 @@
-"""Errors where rank 1 uses another problem: steps of the fault scenario "misunderstood"."""
+"""Steps of the fault scenario "misunderstood" in which rank 1 uses another problem."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ Outcomes = Iterator[tuple[str, str]]
 
 
 def another_problem(context: ScenarioContext, first: FusedMoEModularKernel) -> Outcomes:
-    """Call another layer on rank 1: the counts of the first call report it on all ranks."""
+    """Call a layer that has another problem on rank 1. The call fails on all ranks."""
     got = "another dtype, scheme, placement, activation or pairing"
     changed_problems = context.other_problems(PROBLEM_CHANGES)
     for index, (changes, inputs) in enumerate(changed_problems):

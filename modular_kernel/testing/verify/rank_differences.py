@@ -1,8 +1,8 @@
-"""What differs where a case over ranks fails: placement, received counts, rows, weights or scales.
+"""Describe why a case over ranks fails: placement, received counts, rows, weights or scales.
 
-The error of an output does not say which step is wrong. So each rank keeps what its experts
-received in the first call, and compares it with the reference dispatch: the pairs of all tokens
-whose expert is on this rank. If that agrees, the output is examined. Every result is one line.
+A wrong output does not tell which step is wrong. So each rank keeps what its experts received in
+the first call, and compares it with the reference dispatch: the (token, expert) pairs whose expert
+is on this rank. If that agrees, the output itself is examined. Every result is one line of text.
 """
 
 import copy
@@ -20,17 +20,19 @@ from modular_kernel.spec.problem import IdSpace, Problem
 from modular_kernel.tensors import BatchedTokens, ContiguousTokens, Dispatched
 from modular_kernel.testing.cases.inputs import Inputs
 
-_EXACT, _QUANTIZED = 1e-6, 0.25  # relative difference of a row that is the same token
-_SAME_OUTPUT = 0.05  # relative difference of outputs that are the same up to rounding
+# Maximum relative difference between a received row and the token it is taken for.
+_ROW_TOLERANCE, _QUANTIZED_ROW_TOLERANCE = 1e-6, 0.25
+_OUTPUT_TOLERANCE = 0.05  # maximum relative difference of outputs that are equal up to rounding
 AGREES = "the received rows equal the reference dispatch, so the experts or the combine differ"
 
 
 @dataclass(frozen=True)
 class ReceivedPairs:
-    """Pairs that a rank computes.
+    """The (token, expert) pairs that a rank computes.
 
-    x_PH: float64. expert_P: local experts. weight_P: router weights, None if they are not given.
-    token_P: in the reference, numbers of the tokens over all ranks.
+    x_PH: rows, float64. expert_P: local experts. weight_P: router weights; None if the experts do
+    not receive them. token_P: in the reference, indices among the tokens of all ranks; otherwise
+    row indices in the received tensor.
     """
 
     x_PH: torch.Tensor
@@ -73,29 +75,29 @@ def dispatch_difference(
 ) -> str:
     """Compare what this rank's experts received with the reference; "" if it agrees.
 
-    inputs: of all ranks. problem: this rank's. input_weighted: the part multiplies x by the router
-    weight. Nothing is compared if experts have copies, because a pair may go to any of them, or if
-    the values are packed or not finite.
+    inputs: of all ranks. problem: that of this rank. input_weighted: whether the part multiplies x
+    by the router weight. Nothing is compared if experts have copies, because a pair may go to any
+    of them, or if the values are packed or not finite.
     """
     if problem.placement.has_copies:
         return ""
-    packed = any(_hidden(tokens) != problem.hidden for tokens in received)
-    if packed or not bool(inputs.x_TH.isfinite().all()):
+    is_packed = any(_row_length(tokens) != problem.hidden for tokens in received)
+    if is_packed or not bool(inputs.x_TH.isfinite().all()):
         return ""
-    want = _reference(inputs, problem, problem.placement, input_weighted=input_weighted)
-    got = [_received(tokens, problem) for tokens in received]
-    expert_P = torch.cat([pairs.expert_P for pairs in got]) if got else torch.empty(0).long()
-    counts, reference_counts = (_counts(e, problem) for e in (expert_P, want.expert_P))
+    expected = _reference_pairs(inputs, problem, problem.placement, input_weighted=input_weighted)
+    actual = [_received_pairs(tokens, problem) for tokens in received]
+    expert_P = torch.cat([pairs.expert_P for pairs in actual]) if actual else torch.empty(0).long()
+    counts, reference_counts = (_counts(e, problem) for e in (expert_P, expected.expert_P))
     if counts != reference_counts:
         return _count_difference(counts, reference_counts, inputs, problem)
-    if not counts or not got or not len(expert_P):
+    if not counts or not actual or not len(expert_P):
         return ""
-    weights = [pairs.weight_P for pairs in got if pairs.weight_P is not None]
+    weights = [pairs.weight_P for pairs in actual if pairs.weight_P is not None]
     return _row_difference(
-        torch.cat([pairs.x_PH for pairs in got]),
+        torch.cat([pairs.x_PH for pairs in actual]),
         expert_P,
-        torch.cat(weights) if len(weights) == len(got) else None,
-        want,
+        torch.cat(weights) if len(weights) == len(actual) else None,
+        expected,
         quantized=any(tokens.scale is not None for tokens in received),
     )
 
@@ -107,15 +109,17 @@ def output_difference(out: torch.Tensor, exact: torch.Tensor, local_only: torch.
     """
     if out.shape != exact.shape or not out.numel():
         return ""
-    rows, want = (t.detach().double().cpu().flatten(0, -2) for t in (out, exact))
-    if _alike(rows, local_only.double().cpu().flatten(0, -2)):
+    rows, expected = (t.detach().double().cpu().flatten(0, -2) for t in (out, exact))
+    if _is_close(rows, local_only.double().cpu().flatten(0, -2)):
         return "combine: the output has the pairs of this rank's experts only"
-    ratio = float((rows * want).sum() / want.square().sum().clamp(min=1e-300))
-    if abs(ratio - 1) > _SAME_OUTPUT and _alike(rows, ratio * want):
+    ratio = float((rows * expected).sum() / expected.square().sum().clamp(min=1e-300))
+    if abs(ratio - 1) > _OUTPUT_TOLERANCE and _is_close(rows, ratio * expected):
         return f"combine: the output is {ratio:.3g} times the reference"
-    wrong = [i for i in range(len(rows)) if not _alike(rows[i], want[i])]
+    wrong = [i for i in range(len(rows)) if not _is_close(rows[i], expected[i])]
     for i in wrong:
-        same = [j for j in range(len(want)) if want[j].any() and _alike(rows[i], want[j])]
+        same = [
+            j for j in range(len(expected)) if expected[j].any() and _is_close(rows[i], expected[j])
+        ]
         if same:
             return f"order of rows: output row {i} is row {same[0]} of the reference"
     if wrong and not rows[wrong].any():
@@ -132,9 +136,10 @@ def local_output(inputs: Inputs, problem: Problem, tokens: slice, global_problem
     return reference.oracle(inputs.x_TH, inputs.weights, routing, global_problem)[tokens]
 
 
-def _reference(
+def _reference_pairs(
     inputs: Inputs, problem: Problem, placement: Placement, *, input_weighted: bool = False
 ) -> ReceivedPairs:
+    """Return the pairs that this rank must compute with `placement`."""
     routing = inputs.routing
     rank_TK, slot_TK, _ = pairs_to_slots(routing.topk_ids_TK, placement.tables())
     token_P, k_P = (rank_TK == problem.parallel.rank).nonzero(as_tuple=True)
@@ -145,13 +150,14 @@ def _reference(
     return ReceivedPairs(x_PH, slot_TK[token_P, k_P], weight_P, token_P)
 
 
-def _hidden(tokens: Dispatched) -> int:
+def _row_length(tokens: Dispatched) -> int:
     return (tokens.x_TH if isinstance(tokens, ContiguousTokens) else tokens.x_eCH).shape[-1]
 
 
-def _received(tokens: Dispatched, problem: Problem) -> ReceivedPairs:
+def _received_pairs(tokens: Dispatched, problem: Problem) -> ReceivedPairs:
+    """Return the pairs that the experts received, in either activation format."""
     if isinstance(tokens, BatchedTokens):
-        x_eCH = _values(tokens.x_eCH, tokens.scale, problem)
+        x_eCH = _dequantize(tokens.x_eCH, tokens.scale, problem)
         capacity = torch.arange(x_eCH.shape[1])
         expert_P, row_P = (capacity < tokens.counts_e.cpu()[:, None]).nonzero(as_tuple=True)
         return ReceivedPairs(x_eCH[expert_P, row_P], expert_P, None, row_P)
@@ -164,11 +170,12 @@ def _received(tokens: Dispatched, problem: Problem) -> ReceivedPairs:
     row_P, k_P = ((ids_RK >= 0) & (ids_RK < problem.e)).nonzero(as_tuple=True)
     weights_RK = routing.topk_weights_TK
     weight_P = None if weights_RK is None else weights_RK.double().cpu()[row_P, k_P]
-    x_RH = _values(tokens.x_TH, tokens.scale, problem)
+    x_RH = _dequantize(tokens.x_TH, tokens.scale, problem)
     return ReceivedPairs(x_RH[row_P], ids_RK[row_P, k_P], weight_P, row_P)
 
 
-def _values(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> torch.Tensor:
+def _dequantize(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> torch.Tensor:
+    """Return received rows in float64 on the CPU. scale: per row or per group of columns."""
     values = x.float().double().cpu()
     if scale is None:
         return values
@@ -179,6 +186,7 @@ def _values(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> to
 
 
 def _counts(expert_P: torch.Tensor, problem: Problem) -> list[int]:
+    """Return the number of pairs of each local expert."""
     counts: list[int] = torch.bincount(expert_P, minlength=problem.e).tolist()
     return counts
 
@@ -186,11 +194,12 @@ def _counts(expert_P: torch.Tensor, problem: Problem) -> list[int]:
 def _count_difference(
     counts: list[int], reference_counts: list[int], inputs: Inputs, problem: Problem
 ) -> str:
+    """Describe wrong counts of pairs; recognize another placement or order of experts."""
     numbers = f"{counts} pairs for the local experts, the reference has {reference_counts}"
     parallel = problem.parallel
     if not problem.placement.is_linear:
         linear = Placement.linear(problem.experts, parallel.world_size)
-        expert_P = _reference(inputs, problem, linear).expert_P
+        expert_P = _reference_pairs(inputs, problem, linear).expert_P
         if counts == _counts(expert_P, problem):
             return f"placement: received {numbers}; these are the counts of the linear placement"
     if sorted(counts) == sorted(reference_counts):
@@ -202,50 +211,54 @@ def _row_difference(
     x_PH: torch.Tensor,
     expert_P: torch.Tensor,
     weight_P: torch.Tensor | None,
-    want: ReceivedPairs,
+    expected: ReceivedPairs,
     *,
     quantized: bool,
 ) -> str:
     """Compare rows with the most similar ones of the reference, then their experts and weights."""
-    finite = x_PH.isfinite().all(1)
-    if not bool(finite.all()):
-        return f"activations: received row {int((~finite).nonzero()[0])} is not finite"
-    directions = [x / x.norm(dim=1, keepdim=True).clamp(min=1e-300) for x in (x_PH, want.x_PH)]
+    is_finite = x_PH.isfinite().all(1)
+    if not bool(is_finite.all()):
+        return f"activations: received row {int((~is_finite).nonzero()[0])} is not finite"
+    directions = [x / x.norm(dim=1, keepdim=True).clamp(min=1e-300) for x in (x_PH, expected.x_PH)]
     similarity, nearest_P = (directions[0] @ directions[1].T).max(1)
-    closest = want.x_PH[nearest_P]
+    closest = expected.x_PH[nearest_P]
     size = closest.norm(dim=1).clamp(min=1e-300)
     error = (x_PH - closest).norm(dim=1) / size
-    limit = _QUANTIZED if quantized else _EXACT
-    token_P = want.token_P[nearest_P]
+    limit = _QUANTIZED_ROW_TOLERANCE if quantized else _ROW_TOLERANCE
+    token_P = expected.token_P[nearest_P]
     if bool((error > limit).any()):
         pair = int(error.argmax())
         ratio, token = float(x_PH[pair].norm() / size[pair]), int(token_P[pair])
         if float(similarity[pair]) > 1 - limit:
-            what = "scales" if quantized else "activations"
-            return f"{what}: a received row is token {token} times {ratio:.3g}"
+            property_name = "scales" if quantized else "activations"
+            return f"{property_name}: a received row is token {token} times {ratio:.3g}"
         return f"activations: a row received for local expert {int(expert_P[pair])} is no token"
-    got_pairs = Counter(zip(token_P.tolist(), expert_P.tolist(), strict=True))
-    want_pairs = Counter(zip(want.token_P.tolist(), want.expert_P.tolist(), strict=True))
-    if got_pairs != want_pairs:
-        token, expert = next(iter(got_pairs - want_pairs))
-        return f"placement: local expert {expert} received token {token}, which is not routed to it"
-    if weight_P is None or want.weight_P is None:
-        return ""
-    got_weights, want_weights = (
-        sorted(zip(*(t.tolist() for t in columns), strict=True))
-        for columns in ((token_P, expert_P, weight_P), (want.token_P, want.expert_P, want.weight_P))
+    pairs = Counter(zip(token_P.tolist(), expert_P.tolist(), strict=True))
+    expected_pairs = Counter(
+        zip(expected.token_P.tolist(), expected.expert_P.tolist(), strict=True)
     )
-    for (token, expert, got), (_, _, reference_weight) in zip(
-        got_weights, want_weights, strict=True
-    ):
-        if not abs(got - reference_weight) <= _EXACT * max(1.0, abs(reference_weight)):
+    if pairs != expected_pairs:
+        token, expert = next(iter(pairs - expected_pairs))
+        return f"placement: local expert {expert} received token {token}, which is not routed to it"
+    if weight_P is None or expected.weight_P is None:
+        return ""
+    weights = _sorted_weights(token_P, expert_P, weight_P)
+    expected_weights = _sorted_weights(expected.token_P, expected.expert_P, expected.weight_P)
+    for (token, expert, got), (_, _, need) in zip(weights, expected_weights, strict=True):
+        if not abs(got - need) <= _ROW_TOLERANCE * max(1.0, abs(need)):
             pair_text = f"token {token} at local expert {expert}"
-            return (
-                f"router weights: {pair_text} has {got:.6g}, the reference {reference_weight:.6g}"
-            )
+            return f"router weights: {pair_text} has {got:.6g}, the reference {need:.6g}"
     return ""
 
 
-def _alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+def _sorted_weights(
+    token_P: torch.Tensor, expert_P: torch.Tensor, weight_P: torch.Tensor
+) -> list[tuple[int, int, float]]:
+    """Return (token, local expert, router weight) of each pair, sorted."""
+    return sorted(zip(token_P.tolist(), expert_P.tolist(), weight_P.tolist(), strict=True))
+
+
+def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether outputs are equal up to rounding, and not zero."""
     size = expected.norm()
-    return bool((actual - expected).norm() <= _SAME_OUTPUT * size) and bool(size > 0)
+    return bool((actual - expected).norm() <= _OUTPUT_TOLERANCE * size) and bool(size > 0)

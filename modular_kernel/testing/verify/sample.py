@@ -28,9 +28,13 @@ NUM_RECIPE_TOKENS = 1024
 class Sample:
     """Inputs and expected output of one call.
 
-    A faulty part may write to `inputs`; `exact` and `recipe` are computed from `pristine`, a
-    separate copy. input_weighted: whether router weights multiply x itself, before it is quantized,
-    where they apply to the input.
+    Attributes:
+
+    - inputs: the arguments of the call. A faulty part may write to them.
+    - pristine: a separate copy of the inputs, from which the expected output is computed.
+    - exact: the output of the float64 oracle. recipe: that of plain torch with the declared recipe.
+    - input_weighted: whether the PrepareAndFinalize multiplies x by router weights before it
+      quantizes x, if router weights apply to the input.
     """
 
     def __init__(
@@ -90,15 +94,17 @@ class Sample:
         return reference.recipe(*args, input_weighted=self.input_weighted)
 
     def compare(self, out: torch.Tensor) -> Comparison:
-        """Compare `out` with the oracle; special tokens are compared separately."""
+        """Compare `out` with the oracle. Tokens with extreme values are compared separately.
+
+        Only if the comparison fails is the tolerance computed from more tokens (`recipe_errors`),
+        which takes longer.
+        """
         if self.variation.nan:
             nan_args = out, self.exact, self.recipe, self.problem
             result = compare_with_nan(*nan_args)
-            return (
-                result
-                if result.ok
-                else compare_with_nan(*nan_args, recipe_errors=self.recipe_errors)
-            )
+            if result.ok:
+                return result
+            return compare_with_nan(*nan_args, recipe_errors=self.recipe_errors)
         args = out, self.exact, self.recipe, self.problem, self.variation.values
         result = compare_by_group(*args)
         return result if result.ok else compare_by_group(*args, recipe_errors=self.recipe_errors)
@@ -112,7 +118,7 @@ class Sample:
         if self.variation.nan:
             variation = replace(self.variation, nan="")
             weights = self._make(variation).weights
-        # Adapters that no token of this call uses hold NaN: cycle through those that are used.
+        # Slots that no token of this call uses hold NaN, so repeat the slots of this call.
         adapters_T = self.pristine.routing.adapters_T
         if isinstance(adapters_T, torch.Tensor) and len(adapters_T):
             adapters_T = adapters_T[
@@ -124,7 +130,7 @@ class Sample:
         args = inputs.x_TH, weights, routing, problem
         exact = reference.oracle(*args)
         recipe = reference.recipe(*args, input_weighted=self.input_weighted)
-        num_rows = int((self.exact != 0).flatten(1).any(1).sum())  # nonzero
+        num_rows = int((self.exact != 0).flatten(1).any(1).sum())
         return RecipeErrors.measure(exact, recipe, min(NUM_RECIPE_TOKENS, max(1, num_rows)))
 
     def x_TH(self) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""The context of one rank in a fault scenario, in which ranks make inconsistent calls.
-
-See `scenarios`.
-"""
+"""What a fault scenario of `scenarios` uses on one rank: its case, calls, and expected errors."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
     from modular_kernel.testing.verify.sample import Sample
 
 VICTIM = 1  # the rank at which the fault is injected
-RIGHT = "right"
+RIGHT = "right"  # outcome of a correct call
 _SECONDS = re.compile(r"\d+\.\d+ s")
 _HOST_NAMES = re.compile(r"(; ranks? [\d, ]+: (all of|on) host [^;,]+)+")
 _DIGITS = re.compile(r"[0-9a-f]{8,}")
@@ -30,7 +27,7 @@ _DIGITS = re.compile(r"[0-9a-f]{8,}")
 
 @dataclass(frozen=True)
 class ScenarioContext:
-    """Context of one rank in a fault scenario.
+    """A case on one rank, and functions to make its kernels and calls in a fault scenario.
 
     sample: this rank's share of a correct call. build: makes a kernel of a case over the group.
     changed_sample: returns this rank's share of a call of a layer with the given problem changes,
@@ -100,9 +97,9 @@ class ScenarioContext:
     def other_problems(
         self, candidates: Sequence[Mapping[str, Any]]
     ) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
-        """Return the supported changes, each with the tensors of a call of the changed layer.
+        """Return the supported ones of `candidates`, each with the tensors of such a call.
 
-        A change to what the problem has already is left out.
+        A candidate that does not change the problem is left out.
         """
         supported, problem = [], self.case.problem
         for changes in candidates:
@@ -133,16 +130,17 @@ class ScenarioContext:
         return kernel.start(self.sample.x_TH() if x_TH is None else x_TH, i.weights, i.routing)
 
     def call_succeeds(self, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-        """Make a consistent call on all ranks; return its outcome and the expected outcome."""
+        """Make a correct call on all ranks; return its outcome and the expected outcome."""
         return outcome_of(lambda: self.compare(self.call(kernel))), RIGHT
 
     def compare(self, out: torch.Tensor) -> str:
+        """Compare the output of the sample's call with the oracle; return "right" or problems."""
         return "; ".join(self.sample.compare(out).problems) or RIGHT
 
     def counts_error(self, got: str, need: str, *, layer: int, call: int, step: int) -> str:
-        """Return the error expected where the counts disagree.
+        """Return the text of the expected error of an exchange of call numbers.
 
-        Its peers, the ranks to inspect, are rank 1, and on rank 1 all other ranks.
+        The error names the ranks to inspect as its peers: rank 1, and on rank 1 all other ranks.
         """
         peers = self.peers if self.is_victim else (VICTIM,)
         return self.expected_error(
@@ -171,7 +169,7 @@ class ScenarioContext:
         return error_text(error)
 
     def by_rank(self, name: str, value: object, victim_value: object) -> str:
-        """Return `name` with its values by rank: `victim_value` on rank 1, otherwise `value`."""
+        """Return a text such as "layer 1, 2, 1 by rank", with `victim_value` on rank 1."""
         ranks = range(self.world_size)
         values = ", ".join(str(victim_value if rank == VICTIM else value) for rank in ranks)
         return f"{name} {values} by rank"

@@ -1,9 +1,8 @@
 """Fault scenarios in which ranks make inconsistent calls, and the error expected on each rank.
 
-A rank case may name a fault scenario, in which the fault is at rank 1. Afterwards the group either
-recovers or is unusable, depending on the scenario. The outcome of every call is compared with the
-expected text, including layer, call and step numbers. A rank that
-reports another error, or none, fails the check.
+A rank case may name a fault scenario (`cases.scenario_names`), in which rank 1 causes the fault.
+Depending on the scenario, the group then recovers or stays unusable. The outcome of every call on
+every rank is compared with the expected text, including layer, call and step numbers.
 """
 
 import json
@@ -52,10 +51,10 @@ _SECONDS = re.compile(r"\d+(\.\d+)? s")
 
 
 def inconsistent_calls(context: ScenarioContext) -> Outcomes:
-    """Have rank 1 refuse a call, call another layer, then change the problem; all ranks recover."""
+    """Have rank 1 refuse calls, call another layer, then change the problem. All ranks recover."""
     first = context.kernel()
     if not counts_calls(context.part):
-        yield from _share_memory(context, first)
+        yield from _inconsistent_problems(context, first)
         return
     second = context.kernel_on_manager_of(first)
     yield context.call_succeeds(first)
@@ -96,7 +95,7 @@ def inconsistent_calls(context: ScenarioContext) -> Outcomes:
 
 
 def _claim_rank_0(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-    """Have rank 1 claim to be rank 0: it alone gets an error, before any exchange."""
+    """Make a kernel for rank 0 on rank 1. Only rank 1 gets an error, before any exchange."""
     if not context.is_victim:
         return RIGHT, RIGHT
     as_rank_0 = replace(context.case.problem.parallel, rank=0)
@@ -106,7 +105,7 @@ def _claim_rank_0(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tu
 
 
 def _pass_meta(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-    """Have rank 1 pass tensors on a device that the group does not support."""
+    """Pass tensors on rank 1 that are on a device which the group does not support."""
     meta, i = torch.device("meta"), context.sample.inputs
     weights = {f.name: getattr(i.weights, f.name) for f in fields(i.weights)}
     meta_weights: dict[str, Any] = {
@@ -118,10 +117,8 @@ def _pass_meta(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple
             context.call(kernel, **inputs, weights=ExpertWeights(**meta_weights))
         )
     )
-    got, need = (
-        "rank 1 refused its call 2 of layer 1 with DeviceError",
-        "calls that every rank accepts",
-    )
+    got = "rank 1 refused its call 2 of layer 1 with DeviceError"
+    need = "calls that every rank accepts"
     return outcome, "DeviceError" if context.is_victim else context.counts_error(
         got, need, layer=1, call=2, step=2
     )
@@ -135,10 +132,8 @@ def _raise_in_prepare(context: ScenarioContext, kernel: FusedMoEModularKernel) -
     outcome = outcome_of(lambda: context.compare(context.call(kernel)))
     if context.is_victim:
         del part.prepare, part.prepare_no_receive
-    got, need = (
-        "rank 1 refused its call 2 of layer 1 with an error",
-        "calls that every rank accepts",
-    )
+    got = "rank 1 refused its call 2 of layer 1 with an error"
+    need = "calls that every rank accepts"
     return outcome, "RuntimeError" if context.is_victim else context.counts_error(
         got, need, layer=1, call=2, step=3
     )
@@ -147,7 +142,7 @@ def _raise_in_prepare(context: ScenarioContext, kernel: FusedMoEModularKernel) -
 def _pass_fewer_tokens(
     context: ScenarioContext, kernel: FusedMoEModularKernel, step: int
 ) -> tuple[str, str]:
-    """Have rank 1 pass fewer tokens, though the part needs the same number on all ranks."""
+    """Pass fewer tokens on rank 1, though the part needs the same number on all ranks."""
     i, tokens = context.sample.inputs, len(context.sample.inputs.x_TH)
     fewer = replace(
         i.routing,
@@ -163,7 +158,7 @@ def _pass_fewer_tokens(
 
 
 def _use_explicit_manager(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
-    """Use a manager made by the caller with explicit options in place of the defaults."""
+    """Use a manager that the caller makes, with options other than the defaults."""
     yield _count_records(kernel), str(HISTORY)
     deadline_s = manager_of(kernel.prepare_finalize).deadline_s
     options = {"deadline_s": deadline_s, "device": context.machine.device, "history": 3}
@@ -198,8 +193,11 @@ def _check_gpu_machine(kernel: FusedMoEModularKernel, machine: Machine) -> str:
     return "not refused"
 
 
-def _share_memory(context: ScenarioContext, first: FusedMoEModularKernel) -> Outcomes:
-    """Run the scenario on parts that share memory, which compare problems when the part is made."""
+def _inconsistent_problems(context: ScenarioContext, first: FusedMoEModularKernel) -> Outcomes:
+    """Run the scenario on parts whose ranks exchange no call numbers.
+
+    They share memory, and compare problems when the part is constructed.
+    """
     yield context.call_succeeds(first)
     yield check_records(context, first, refused_steps={}, last=1), RIGHT
     yield from another_problem_at_construction(context, first)
@@ -210,9 +208,9 @@ def _share_memory(context: ScenarioContext, first: FusedMoEModularKernel) -> Out
 
 
 def failing_experts(context: ScenarioContext) -> Outcomes:
-    """Make the experts of rank 1 raise: other ranks get an error at once and in every later call.
+    """Make the experts of rank 1 raise. The other ranks get an error at once and in later calls.
 
-    So does a call of another layer that was in flight.
+    A call of another layer that was in flight gets the same error.
     """
     kernel = context.kernel()
     other_layer = context.kernel_on_manager_of(kernel)
@@ -229,14 +227,14 @@ def failing_experts(context: ScenarioContext) -> Outcomes:
     manager = manager_of(other_layer.prepare_finalize)
 
     def exchange() -> torch.Tensor:
-        """Start an exchange of no layer, as another thread would."""
+        """Start an exchange that belongs to no layer, as another thread might."""
         manager.all_reduce(torch.ones(1), step=9, phase="combine").wait()
         return torch.empty(0)
 
     for call in (pending.finish, lambda: context.call(other_layer), exchange):
         outcome = outcome_of(lambda call=call: context.compare(call()))  # type: ignore[misc]
         yield re.sub(r"; after N s: .*, need", ", need", outcome), expected
-    # Errors name layer and call of the last REMEMBERED steps only.
+    # Errors name layer and call of the last NUM_NAMED_STEPS steps only.
     for steps, layer in ((NUM_NAMED_STEPS - 1, 1), (NUM_NAMED_STEPS, 0)):
         kernel = context.kernel()
         pending = context.start(kernel)
@@ -248,7 +246,7 @@ def failing_experts(context: ScenarioContext) -> Outcomes:
 
 
 def _fail_without_message(context: ScenarioContext) -> tuple[str, str]:
-    """Make the library fail without a message on every rank, in an exchange of no layer."""
+    """Make an exchange fail on every rank with a library error that has no message."""
     manager = manager_of(context.kernel().prepare_finalize)
     dist.barrier()  # all ranks must be connected first
     manager._communicator.group = _FailingCommunicator()
@@ -290,11 +288,9 @@ def _call_failing_experts(
     expected = context.expected_error(
         "exchange between ranks", _FAILED_CALL, "", position, (VICTIM,), "combine"
     )
-    return (
-        (outcome, "RuntimeError")
-        if context.is_victim
-        else (text_before(outcome, "; after"), text_before(expected, ", need"))
-    )
+    if context.is_victim:
+        return outcome, "RuntimeError"
+    return text_before(outcome, "; after"), text_before(expected, ", need")
 
 
 def _check_last_record(context: ScenarioContext, kernel: FusedMoEModularKernel) -> str:
@@ -326,7 +322,7 @@ def check_records(
     records = [json.loads(line) for line in manager.last_calls.json_lines().splitlines()]
     now, phases = time.time(), ["construct", "counts", "dispatch", "combine"]
     positions = [(record["step"], phases.index(record["phase"])) for record in records]
-    # Step 0, construction, may have several.
+    # Step 0 is the construction, which may have several exchanges.
     calls = [position for position in positions if position[0]]
     max_records = max((calls.count(position) for position in calls), default=1)
     max_chunks = getattr(context.part, "max_chunks", 1)  # exchanges per call and phase
@@ -351,9 +347,10 @@ def check_records(
 def _expected_records(
     context: ScenarioContext, kernel: FusedMoEModularKernel, last: int
 ) -> set[tuple[int, str]]:
-    """Return (step, phase) of the required records: counts in each step, rows of successful calls.
+    """Return (step, phase) of the required records: counts of each step, rows of successful calls.
 
-    The first and the last call succeed. Rows moved through memory within a host have no record.
+    The first and the last call succeed. Rows that are moved through the memory of a host have no
+    record.
     """
     expected = {(step, "counts") for step in range(1, last + 1) if counts_calls(context.part)}
     one_host = context.case.problem.parallel.hosts == 1
@@ -364,17 +361,14 @@ def _expected_records(
 
 
 def finished_out_of_order(context: ScenarioContext) -> Outcomes:
-    """Finish two calls in reverse order on rank 1; the next call reports it."""
+    """Finish two calls in reverse order on rank 1. The next call reports it."""
     kernel = context.kernel()
     pending = [context.start(kernel) for _ in range(2)]
     for call in reversed(pending) if context.is_victim else pending:
         call.finish()
     outcome = outcome_of(lambda: context.compare(context.call(kernel)))
-    got, need = (
-        "a different order of earlier exchanges",
-        "one layer, call, pairing, step and order",
-    )
-    yield outcome, context.counts_error(got, need, layer=1, call=3, step=3)
+    got = "a different order of earlier exchanges"
+    yield outcome, context.counts_error(got, ONE_CALL, layer=1, call=3, step=3)
 
 
 _SCENARIOS: dict[str, Callable[[ScenarioContext], Outcomes]] = {

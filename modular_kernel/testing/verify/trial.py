@@ -1,4 +1,4 @@
-"""`Trial`: runs one case on one machine and caches the calls that its checks share."""
+"""Run one case on one machine, and cache the calls that its checks share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +14,8 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import ORDINARY, fences_intact
 from modular_kernel.testing.verify.sample import Sample
 
-Build = Callable[[Case, Machine, bool], FusedMoEModularKernel]  # (..., poison)
+# Makes the kernel of a case on a machine. The last argument is `poison` of `make_kernel`.
+Build = Callable[[Case, Machine, bool], FusedMoEModularKernel]
 
 
 def build_kernel(case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
@@ -103,7 +104,7 @@ class Trial:
 
     @property
     def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
-        """Samples with as many tokens as the first and their outputs, for graph replay."""
+        """(sample, expected output) of each replay of a graph captured with `first`'s tokens."""
         return (self.second, self.planned_second), (self.first, self.eager)
 
     @cached_property
@@ -113,7 +114,7 @@ class Trial:
 
     @cached_property
     def first_call(self) -> FirstCallResult:
-        """The first call, with race detection."""
+        """The result of the first call, which runs with race detection."""
         before = self.kernel.count_invalid_ids()
         with record_races() as races:
             output = call(self.kernel, self.first)
@@ -131,7 +132,7 @@ class Trial:
 
     @cached_property
     def planned_second(self) -> torch.Tensor:
-        """The output of `second`, the plan's first call, with the maximum number of tokens."""
+        """The output of `second` in the plan's first call, with the maximum number of tokens."""
         return call(self.plan, self.second)
 
     @cached_property

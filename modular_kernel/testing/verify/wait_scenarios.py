@@ -16,32 +16,33 @@ from modular_kernel.testing.verify.scenario_context import (
     outcome_of,
 )
 
-DEADLINE_S = 1.5  # where a rank is absent after the ranks have connected
-_SHORT_DEADLINE_S = 0.5  # where the ranks never connect
+DEADLINE_S = 1.5  # deadline of scenarios in which all ranks have connected
+_SHORT_DEADLINE_S = 0.5  # deadline of scenarios in which they never connect
 _DELAY_S = 0.6  # a delay within the deadline
 _GRACE_S = 2.0  # time after the deadline until no rank waits any more
-_POLL_TIMEOUT = "the exchange did not end in time"  # reported where the library is polled, on a GPU
+# The reason in an error if the manager polls the library, as it does on a GPU.
+_POLL_TIMEOUT = "the exchange did not end in time"
 
 
 def late_rank(context: ScenarioContext) -> Outcomes:
     """Make rank 1 late, first within the deadline and then beyond it.
 
-    In the first case the others wait. In the second they report rank 1, which reports them.
+    Within the deadline, the other ranks wait. Beyond it, they report rank 1, and it reports them.
     """
-    kernel, counts = context.kernel_with_deadline(DEADLINE_S), counts_calls(context.part)
+    kernel, has_counts = context.kernel_with_deadline(DEADLINE_S), counts_calls(context.part)
     yield context.call_succeeds(kernel)
     dist.barrier()
     if context.is_victim:
         time.sleep(_DELAY_S)
     yield context.call_succeeds(kernel)
     dist.barrier()
-    wait_alone = _start_alone(context) if counts else None
+    wait_alone = _start_alone(context) if has_counts else None
     if context.is_victim:
         time.sleep(DEADLINE_S + _GRACE_S)
     start = time.monotonic()
     outcome = outcome_of(lambda: context.compare(context.call(kernel)))
     seconds = time.monotonic() - start
-    if counts:
+    if has_counts:
         reason = (
             "gave up on this rank, which was at least N s late"
             if context.is_victim
@@ -52,38 +53,38 @@ def late_rank(context: ScenarioContext) -> Outcomes:
         reason = f"no flag of call 3 from rank {VICTIM}"
         position, phase = (0, 0, 3), "dispatch"
     peers = context.peers if context.is_victim else (VICTIM,)
-    if counts or not context.is_victim:
+    if has_counts or not context.is_victim:
         expected = context.expected_error(
             "exchange between ranks", reason, "", position, peers, phase
         )
         yield text_before(outcome, "; after", ", need"), text_before(expected, ", need")
-        if counts:
+        if has_counts:
             yield _check_reason(outcome), RIGHT
         min_seconds = 0.0 if context.is_victim else DEADLINE_S - 0.1
         is_in_time = min_seconds <= seconds < 2 * _GRACE_S
         yield ("in time" if is_in_time else f"{seconds:.1f} s"), "in time"
         second_outcome = outcome_of(lambda: context.compare(context.call(kernel)))
-        prefix = "a manager that failed before: " if counts else ""
+        prefix = "a manager that failed before: " if has_counts else ""
         expected = context.expected_error(
             "exchange between ranks", prefix + reason, "", position, peers, phase
         )
         yield text_before(second_outcome, "; after", ", need"), text_before(expected, ", need")
-        if not counts:  # a later check reports it too
+        if not has_counts:  # `check` reports the error, too
             outcome = outcome_of(lambda: str(manager_of(kernel.prepare_finalize).check()))
             yield text_before(outcome, ", need"), text_before(expected, ", need")
     if wait_alone is not None:
         yield wait_alone()
     dist.barrier()
-    if not counts:
+    if not has_counts:
         yield from absent_rank_0(context, DEADLINE_S)
     yield context.call_succeeds(context.kernel())
 
 
 def _start_alone(context: ScenarioContext) -> Callable[[], tuple[str, str]]:
-    """Start an exchange on rank 0 alone; return the function that waits for it.
+    """Start an exchange on rank 0 alone, and return a function that waits for it.
 
-    Call it well after the deadline and the grace period for reports of other ranks: the wait must
-    still query these reports.
+    Call the function after the deadline, and after the period in which other ranks may report
+    errors. It must still read their reports.
     """
     manager = manager_class(context.part)(None, deadline_s=DEADLINE_S)
     if context.rank:
@@ -102,16 +103,16 @@ def _start_alone(context: ScenarioContext) -> Callable[[], tuple[str, str]]:
 
 
 def _check_reason(message: str) -> str:
-    """Return "right" if the error quotes a readable reason of the library, else a message."""
+    """Return "right" if the error quotes a readable reason from the library, else a message."""
     reason = message.partition("; after N s: ")[2].partition(", need")[0]
     if reason == _POLL_TIMEOUT:
-        return "not the reason of the library, which knows the deadline itself"
+        return "the reason is not the library's, although the library enforces the deadline"
     is_readable = len(reason.split()) > 2 and not reason.startswith("[")
-    return RIGHT if is_readable else f"no reason in words: {reason!r}"
+    return RIGHT if is_readable else f"the reason is not readable: {reason!r}"
 
 
 def absent_rank(context: ScenarioContext) -> Outcomes:
-    """Make a kernel on all ranks but rank 1; then on all ranks.
+    """Make a kernel on all ranks except rank 1, then on all ranks.
 
     With shared memory, rank 1 first makes a manager together with the others.
     """
@@ -126,23 +127,21 @@ def absent_rank(context: ScenarioContext) -> Outcomes:
         dist.barrier()
         manager.destroy()
     if not context.is_victim:
-        outcome, counts = (
-            outcome_of(lambda: str(context.kernel_with_deadline(_SHORT_DEADLINE_S))),
-            counts_calls(context.part),
-        )
-        subject = "exchange between ranks" if counts else "ranks that share buffers"
+        outcome = outcome_of(lambda: str(context.kernel_with_deadline(_SHORT_DEADLINE_S)))
+        has_counts = counts_calls(context.part)
+        subject = "exchange between ranks" if has_counts else "ranks that share buffers"
         expected = context.expected_error(
             subject, "no sign of life", "", (0, 0, 0), (VICTIM,), "construct"
         )
         yield text_before(outcome, "; after", ", need"), text_before(expected, ", need")
     dist.barrier()
     if counts_calls(context.part):
-        yield _send_no_host(context)
+        yield _fail_before_sending_host(context)
     yield context.call_succeeds(context.kernel())
 
 
-def _send_no_host(context: ScenarioContext) -> tuple[str, str]:
-    """Have rank 1 connect with the others and fail before it sends its host."""
+def _fail_before_sending_host(context: ScenarioContext) -> tuple[str, str]:
+    """Make rank 1 fail after it has connected with the others, before it sends its host name."""
     manager_type = manager_class(context.part)
     if context.is_victim:
         manager_type = type(manager_type.__name__, (manager_type,), {"_find_hosts": _raise_lost})
@@ -158,7 +157,7 @@ def _raise_lost(*_: object) -> None:
 
 
 def absent_rank_0(context: ScenarioContext, deadline_s: float) -> Outcomes:
-    """Make no call on rank 0 where all others make one: they report it like any other rank."""
+    """Make a call on all ranks except rank 0. They report rank 0 like any other absent rank."""
     kernel = context.kernel_with_deadline(deadline_s)
     yield context.call_succeeds(kernel)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Checks of tokens without an adapter: same bits and no extra memory as without adapters."""
+"""Check that tokens and layers without adapters have the same bits and memory as without LoRA."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,9 +15,9 @@ from modular_kernel.validate import ADAPTER_TENSORS
 def without_adapters(trial: Trial) -> Iterator[str]:
     """Check that tokens without an adapter are not affected by adapters.
 
-    Adapters of other tokens, and matrices of unused slots, change no bit of theirs. A call with no
-    adapter at all has the bits of `_output_without_adapters`. A layer without adapters allocates no
-    workspace for them.
+    Their bits do not depend on the adapters of other tokens, or on the matrices of unused slots. A
+    call without any adapter gives the bits of `_output_without_adapters`. A layer without adapters
+    allocates no workspace for them.
     """
     case, i = trial.case, trial.first.inputs
     if case.problem.adapters is None:
@@ -40,9 +40,9 @@ def without_adapters(trial: Trial) -> Iterator[str]:
         return  # all tokens share the scale of h, so adapters affect every token
     none_T = torch.full_like(slots_T, -1)
     output = trial.kernel(trial.first.x_TH(), i.weights, replace(i.routing, adapters_T=none_T))
-    base_T = slots_T < 0
-    if count := count_differing_rows(output[base_T], trial.eager[base_T]):
-        base = int(base_T.sum())
+    is_base_T = slots_T < 0
+    if count := count_differing_rows(output[is_base_T], trial.eager[is_base_T]):
+        base = int(is_base_T.sum())
         yield f"{count} of {base} rows without an adapter depend on other tokens' adapters"
 
 
@@ -57,7 +57,7 @@ def alternating_adapters(trial: Trial) -> Iterator[str]:
     if case.problem.adapters is None or not trial.deterministic or not case.problem.tokens:
         return
     if slots_T is None:
-        return  # `without_adapters` compares these
+        return  # calls without adapters are compared by `without_adapters`
     expected = _output_without_adapters(trial)
     plan = trial.plan
     plan(trial.first.x_TH(), i.weights, i.routing)

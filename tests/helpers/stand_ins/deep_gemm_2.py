@@ -1,8 +1,8 @@
-"""DeepGEMM's grouped products on sm_90, computed in float32 on a CPU.
+"""A stand-in for the grouped products of DeepGEMM on sm_90, computed in float32 on a CPU.
 
-What the library asserts on the host is refused; what its kernels do in silence is done: a tile's
-rows all take the expert of the tile, whole tiles are stored in descending order, whatever lies
-there, and everything else is NaN.
+It raises where the library asserts on the host, and has the side effects of its kernels: all rows
+of a tile use the expert of the tile, and tiles are stored as a whole, in descending order, even
+over other rows. All other rows are NaN.
 """
 
 import torch
@@ -10,16 +10,16 @@ import torch
 TILE, BLOCK = 128, 128
 E4M3, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 alignment = [TILE]
-launched = []  # (name, expected rows): what the library would choose a kernel by
+launched = []  # (name, expected rows) of each call, by which the library selects a kernel
 
 
 def get_mk_alignment_for_contiguous_layout():
     return alignment[0]
 
 
-def require(holds, what):
-    if not holds:
-        raise RuntimeError(f"Assertion error: {what}")
+def require(condition, message):
+    if not condition:
+        raise RuntimeError(f"Assertion error: {message}")
 
 
 def m_grouped_bf16_gemm_nt_contiguous(
@@ -27,7 +27,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     expected_m_for_psum_layout=None,
 ):  # fmt: skip
     require(a.dtype is BF16 and b.dtype is BF16, "a and b of bfloat16")
-    require(a.shape[-1] % 64 == 0, "K of whole boxes")
+    require(a.shape[-1] % 64 == 0, "K a multiple of 64")
     _contiguous(a, b, d, grouped_layout, use_psum_layout, expected_m_for_psum_layout)
     _by_ends(a.float(), b.float(), d, grouped_layout)
 
@@ -46,7 +46,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
 def m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m, compiled_dims="nk"):
     require(a.dtype is BF16 and b.dtype is BF16, "a and b of bfloat16")
-    require(a.shape[-1] % 64 == 0, "K of whole boxes")
+    require(a.shape[-1] % 64 == 0, "K a multiple of 64")
     _masked(a, b, d, masked_m, expected_m)
     _by_counts(a.float(), b.float(), d, masked_m, expected_m)
 
@@ -63,15 +63,15 @@ def m_grouped_fp8_gemm_nt_masked(
     _by_counts(_values(x, sfa, 1), _values(w, sfb, BLOCK), d, masked_m, expected_m)
 
 
-# ------------------------------------------------------------------------------- what is asserted
+# -------------------------------------------------------------------------------- assertions
 
 
 def _major(t):
     require(t.dim() in (2, 3), "a matrix, or one for each group")
     if t.dim() == 3:
-        require(t.stride(0) == t.shape[1] * t.shape[2], "groups one behind the other")
-    require(t.stride(-1) == 1, "values of a row side by side")
-    require(t.stride(-2) == t.shape[-1], "rows one behind the other")
+        require(t.stride(0) == t.shape[1] * t.shape[2], "contiguous groups")
+    require(t.stride(-1) == 1, "contiguous values of a row")
+    require(t.stride(-2) == t.shape[-1], "contiguous rows")
     require(t.data_ptr() % 16 == 0, "16-byte addresses for TMA")
 
 
@@ -80,10 +80,10 @@ def _sizes(a, b, d):
         _major(t)
     require(b.dim() == 3, "weights of each group")
     (groups, n, k), m = b.shape, a.shape[-2]
-    require(a.shape[-1] == k, "one K")
+    require(a.shape[-1] == k, "a and b of the same K")
     require(tuple(d.shape) == (*a.shape[:-1], n), "d of M by N")
     require(d.dtype is BF16, "d of bfloat16")
-    require(n % 8 == 0 and k % 16 == 0, "rows on 16 bytes")
+    require(n % 8 == 0 and k % 16 == 0, "rows aligned to 16 bytes")
     require(m > 0 and n > 0 and k > 0 and groups > 0, "sizes above 0")
     return groups, m
 
@@ -92,14 +92,14 @@ def _contiguous(a, b, d, layout, by_ends, expected):
     require(a.dim() == 2, "rows of all groups")
     groups, m = _sizes(a, b, d)
     require(layout.is_contiguous() and layout.dtype is torch.int32, "an int32 layout")
-    require(by_ends, "the layout of ends: this stand-in has no other")
+    require(by_ends, "use_psum_layout: this stand-in has no other layout")
     require(tuple(layout.shape) == (groups,), "an end for each group")
     require(expected is None or (isinstance(expected, int) and expected > 0), "rows expected")
-    # What no assertion of the library says, and a kernel then does wrongly:
+    # The library does not assert this, but its kernels would compute wrong results.
     require(m % TILE == 0, "whole tiles of rows")
     start = 0
     for end in layout.tolist():
-        require(start <= end <= m, "ends from the last one rounded up, within the rows")
+        require(start <= end <= m, "ends after the previous end rounded up, within the rows")
         start = -(-end // TILE) * TILE
     launched.append(("contiguous", expected))
 
@@ -111,7 +111,9 @@ def _masked(a, b, d, counts, expected):
     require(counts.is_contiguous() and counts.dtype is torch.int32, "int32 counts")
     require(counts.numel() == groups, "a count for each group")
     require(isinstance(expected, int) and expected > 0, "rows expected, on the host")
-    require(bool((counts >= 0).all()) and bool((counts <= capacity).all()), "counts within")
+    require(
+        bool((counts >= 0).all()) and bool((counts <= capacity).all()), "counts within the capacity"
+    )
     launched.append(("masked", expected))
 
 
@@ -119,52 +121,51 @@ def _check_scales(x, sfa, w, sfb):
     groups = -(-x.shape[-1] // BLOCK)
     require(sfa.dtype is FP32 and sfb.dtype is FP32, "float32 scales")
     require(tuple(sfa.shape) == (*x.shape[:-1], groups), "a scale for 128 values of each row")
-    room = -(-x.shape[-2] // 4) * 4
-    # Otherwise the library copies them into memory of its own in every call.
-    require(sfa.stride(-2) == 1 and sfa.stride(-1) == room, "scales of a group side by side")
+    stride = -(-x.shape[-2] // 4) * 4
+    # Otherwise the library would copy them in every call.
+    require(sfa.stride(-2) == 1 and sfa.stride(-1) == stride, "contiguous scales of a group")
     if x.dim() == 3:
-        require(sfa.stride(0) == room * groups, "scales of each group of rows together")
+        require(sfa.stride(0) == stride * groups, "contiguous scales of each group of rows")
     blocks = (len(w), -(-w.shape[1] // BLOCK), groups)
     require(tuple(sfb.shape) == blocks, "a scale for each block of weights")
-    require(sfb.is_contiguous(), "scales of weights one behind the other")
+    require(sfb.is_contiguous(), "contiguous scales of weights")
 
 
-# ------------------------------------------------------------------------------- what is computed
+# ------------------------------------------------------------------------------- computation
 
 
 def _values(q, scale, rows):
-    wide = scale.repeat_interleave(BLOCK, -1)[..., : q.shape[-1]]
+    expanded = scale.repeat_interleave(BLOCK, -1)[..., : q.shape[-1]]
     if rows > 1:
-        wide = wide.repeat_interleave(rows, -2)[..., : q.shape[-2], :]
-    return q.float() * wide
+        expanded = expanded.repeat_interleave(rows, -2)[..., : q.shape[-2], :]
+    return q.float() * expanded
 
 
 def _by_ends(a, b, d, ends):
-    """A tile is its expert's whole, and its second half is zeros where no row of it is used."""
+    """Compute whole tiles of 128 rows, with zeros in the second half if it has no used row."""
     tiles, start = [], 0
     for group, end in enumerate(ends.tolist()):
         tiles += [(group, row, end) for row in range(start, end, TILE)]
         start = -(-end // TILE) * TILE
-    found = torch.full_like(d, torch.nan)
+    result = torch.full_like(d, torch.nan)
     for group, row, end in reversed(tiles):
-        found[row : row + TILE] = (a[row : row + TILE] @ b[group].T).bfloat16()
+        result[row : row + TILE] = (a[row : row + TILE] @ b[group].T).bfloat16()
         if end <= row + 64:
-            found[row + 64 : row + TILE] = 0
-    d.copy_(found)
+            result[row + 64 : row + TILE] = 0
+    d.copy_(result)
 
 
 def _by_counts(a, b, d, counts, expected):
-    """Tiles of 64 rows or 128 over all groups' rows as one matrix: one of them may reach into the
-    next group's, and stores there."""
+    """Compute whole tiles of 64 or 128 rows, which may store into rows of the next group."""
     _groups, capacity, depth = a.shape
     tile = 64 if expected <= 64 else 128
     rows, out = a.reshape(-1, depth), d.view(-1, d.shape[2])
-    found = torch.full_like(out, torch.nan)
+    result = torch.full_like(out, torch.nan)
     tiles = [
         (group, group * capacity + first)
         for group, count in enumerate(counts.tolist())
         for first in range(0, count, tile)
     ]
     for group, row in reversed(tiles):
-        found[row : row + tile] = (rows[row : row + tile] @ b[group].T).bfloat16()
-    out.copy_(found)
+        result[row : row + tile] = (rows[row : row + tile] @ b[group].T).bfloat16()
+    out.copy_(result)

@@ -1,8 +1,8 @@
-"""FlashInfer's cutlass_fused_moe as it is on sm_90 (0.7.2), computed in float32 on a CPU.
+"""A stand-in for FlashInfer's cutlass_fused_moe on sm_90 (0.7.2), computed in float32 on a CPU.
 
-What the library asserts is refused; so is what it reads or writes wrongly without a word: strides,
-which it never asks for, ids beyond its experts, an expert that is twice in a token. w1's first half
-are the up rows. The caller's workspace is overwritten.
+It raises where the library asserts, and where the library would silently compute wrong results: for
+strided tensors, invalid expert ids, and a token with the same expert twice. The first half of w1
+are the rows of up. The workspace of the caller is overwritten.
 """
 
 from enum import IntEnum
@@ -26,9 +26,9 @@ GATED = {
 launched = []
 
 
-def require(holds, what):
-    if not holds:
-        raise RuntimeError(f"Check failed: {what}")
+def require(condition, message):
+    if not condition:
+        raise RuntimeError(f"Check failed: {message}")
 
 
 def cutlass_fused_moe_workspace_size(
@@ -60,8 +60,11 @@ def cutlass_fused_moe(
     x, ids, router = input, token_selected_experts, token_final_scales
     w1, w2, act = fc1_expert_weights, fc2_expert_weights, ActivationType(activation_type)
     require(act is not ActivationType.ClampedRelu2, "ClampedRelu2 requires an SM10x GPU")
-    require((ep_size, ep_rank, tp_size) == (1, 0, 1), "this stand-in has local ids alone")
-    require(input_sf is None and not use_w4_group_scaling, "this stand-in has no scales of x")
+    require((ep_size, ep_rank, tp_size) == (1, 0, 1), "local ids: this stand-in supports no others")
+    require(
+        input_sf is None and not use_w4_group_scaling,
+        "no scales of x: this stand-in does not support them",
+    )
     _check_tensors(x, ids, router, w1, w2)
     _check_sizes(x, w1, w2, act)
     _check_biases(fc1_expert_biases, fc2_expert_biases, w1, w2, output_dtype)
@@ -73,17 +76,17 @@ def cutlass_fused_moe(
         weight_dtype=w1.dtype, activation_type=act,
     )  # fmt: skip
     _check_workspace(workspace_buffer, need)
-    one = _Scales(quant_scales, x, w1, w2, by_blocks=use_deepseek_fp8_block_scale)
-    launched.append((str(act.name), one.kind, use_fused_finalize))
+    products = _Scales(quant_scales, x, w1, w2, by_blocks=use_deepseek_fp8_block_scale)
+    launched.append((str(act.name), products.kind, use_fused_finalize))
     total = torch.zeros(len(x), w2.shape[1])
     for expert in range(len(w1)):
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate_up = one.first(x[token], expert).to(output_dtype).float()
+        gate_up = products.first(x[token], expert).to(output_dtype).float()
         if fc1_expert_biases is not None:
             gate_up = gate_up + fc1_expert_biases[expert].float()
         per_expert = tuple(None if n is None else n[expert] for n in (*numbers, *situ[:2]))
         h = _activate(gate_up, act, per_expert)
-        rows = one.second(h, expert, output_dtype).to(output_dtype).float()
+        rows = products.second(h, expert, output_dtype).to(output_dtype).float()
         if fc2_expert_biases is not None:
             rows = rows + fc2_expert_biases[expert].float()
         total.index_add_(0, token, rows * router[token, slot, None])
@@ -92,38 +95,40 @@ def cutlass_fused_moe(
     return output
 
 
-# ------------------------------------------------------------------------------- what is asserted
+# -------------------------------------------------------------------------------- assertions
 
 
-def _dense(t, what):
-    # No stride is ever asked for; rows are read 16 bytes at once.
-    require(t.is_contiguous(), f"{what} row by row")
-    require(t.data_ptr() % 16 == 0, f"{what} on 16 bytes")
+def _check_contiguous(t, name):
+    # The library ignores strides and reads 16 bytes at a time.
+    require(t.is_contiguous(), f"{name} contiguous")
+    require(t.data_ptr() % 16 == 0, f"{name} aligned to 16 bytes")
 
 
 def _check_tensors(x, ids, router, w1, w2):
     pairs = {(BF16, BF16), (FP16, FP16), (E4M3, E4M3), (BF16, E4M3)}
     require(x.dim() == 2 and ids.dim() == 2 and router.dim() == 2, "matrices")
     require(w1.dim() == 3 and w2.dim() == 3, "weights of each expert")
-    require((x.dtype, w1.dtype) in pairs and w1.dtype is w2.dtype, "a combination that is built")
+    require(
+        (x.dtype, w1.dtype) in pairs and w1.dtype is w2.dtype, "a supported combination of dtypes"
+    )
     require(ids.dtype is torch.int32, "int32 ids")
     require(router.dtype is FP32, "float32 router weights")
     require(len(x) == len(ids) > 0 and ids.shape == router.shape, "as many tokens")
-    for t, what in ((x, "x"), (ids, "ids"), (router, "router weights"), (w1, "w1"), (w2, "w2")):
-        _dense(t, what)
-    require(bool(((ids >= -1) & (ids < len(w1))).all()), "ids of experts here, or -1")
+    for t, name in ((x, "x"), (ids, "ids"), (router, "router weights"), (w1, "w1"), (w2, "w2")):
+        _check_contiguous(t, name)
+    require(bool(((ids >= -1) & (ids < len(w1))).all()), "ids of these experts, or -1")
     for row in ids.tolist():
-        named = [one for one in row if one >= 0]
-        require(len(set(named)) == len(named), "an expert once in a token")
+        valid = [expert for expert in row if expert >= 0]
+        require(len(set(valid)) == len(valid), "every expert at bound once per token")
 
 
 def _check_sizes(x, w1, w2, act):
     hidden, inter = w2.shape[1:]
-    require(len(w1) == len(w2), "one number of experts")
+    require(len(w1) == len(w2), "w1 and w2 of the same number of experts")
     require(w1.shape[1] == inter * (2 if act in GATED else 1), "w1's rows by w2's columns")
-    require(w1.shape[2] == hidden == x.shape[1], "one H")
-    least = 16 // min(x.element_size(), w1.element_size())
-    require(hidden % least == 0 and inter % least == 0, f"H and I divisible by {least}")
+    require(w1.shape[2] == hidden == x.shape[1], "w1, w2 and x of the same H")
+    multiple = 16 // min(x.element_size(), w1.element_size())
+    require(hidden % multiple == 0 and inter % multiple == 0, f"H and I divisible by {multiple}")
 
 
 def _check_biases(b1, b2, w1, w2, dtype):
@@ -132,7 +137,7 @@ def _check_biases(b1, b2, w1, w2, dtype):
         if bias is not None:
             require(bias.dtype is dtype, "biases in the output's dtype")
             require(tuple(bias.shape) == tuple(w.shape[:2]), "a bias for each row of weights")
-            _dense(bias, "biases")
+            _check_contiguous(bias, "biases")
 
 
 def _numbers(experts, *vectors):
@@ -140,30 +145,30 @@ def _numbers(experts, *vectors):
         if vector is not None:
             require(vector.dtype is FP32, "float32 numbers of activations")
             require(tuple(vector.shape) == (experts,), "a number for each expert")
-            require(vector.is_contiguous(), "numbers side by side")
+            require(vector.is_contiguous(), "contiguous numbers")
     return vectors
 
 
 def _check_output(output, x, w2, dtype):
-    require(output is not None, "an output: the part declares its own")
+    require(output is not None, "an output, which the part must pass")
     require(tuple(output.shape) == (len(x), w2.shape[1]), "output (T, H)")
     require(output.dtype is dtype, "output of output_dtype")
-    _dense(output, "output")
+    _check_contiguous(output, "output")
 
 
-def _check_workspace(room, need):
-    require(room is not None, "a workspace: the part declares its own")
-    require(room.dtype in (torch.uint8, torch.int8), "workspace of bytes")
-    require(room.dim() == 1 and room.is_contiguous(), "workspace 1-D")
-    require(room.numel() >= need, f"workspace_buffer too small: need {need}")
-    require(room.data_ptr() % 128 == 0, "workspace on 128 bytes")
+def _check_workspace(workspace, need):
+    require(workspace is not None, "a workspace, which the part must pass")
+    require(workspace.dtype in (torch.uint8, torch.int8), "workspace of bytes")
+    require(workspace.dim() == 1 and workspace.is_contiguous(), "workspace 1-D")
+    require(workspace.numel() >= need, f"workspace_buffer too small: need {need}")
+    require(workspace.data_ptr() % 128 == 0, "workspace aligned to 128 bytes")
 
 
-# ------------------------------------------------------------------------------- what is computed
+# ------------------------------------------------------------------------------- computation
 
 
 class _Scales:
-    """The two products, as each mode scales them."""
+    """Computes the two products with the scales of a quantization mode."""
 
     def __init__(self, scales, x, w1, w2, *, by_blocks):
         self.scales, self.w1, self.w2 = scales, w1, w2
@@ -175,7 +180,7 @@ class _Scales:
                 blocks = (len(w), *(-(-n // BLOCK) for n in w.shape[1:]))
                 require(scale.dtype is FP32, "float32 scales")
                 require(tuple(scale.shape) == blocks, "a scale for each block")
-                require(scale.is_contiguous(), "scales row by row")
+                require(scale.is_contiguous(), "contiguous scales")
         elif self.kind == "tensor":
             self._check_tensor(len(w1))
         else:
@@ -190,7 +195,7 @@ class _Scales:
         require(quant.dim() == 0 or quant.shape == (experts,), "fc2 quant a scalar")
         require(tuple(second.shape) == (experts,), "fc2 dequant size must be (experts,)")
         require(of_input.dim() == 0, "fc1 input dequant a scalar")
-        require(first.is_contiguous() and second.is_contiguous(), "scales side by side")
+        require(first.is_contiguous() and second.is_contiguous(), "contiguous scales")
 
     def first(self, x, expert):
         if self.kind == "blocks":
@@ -214,17 +219,17 @@ def _of_blocks(w, scale):
 
 
 def _by_groups(values):
-    """e4m3 values of each 128 of a row, times their scale."""
+    """Quantize each 128 values of a row to e4m3 and return the dequantized values."""
     groups = values.view(len(values), values.shape[1] // BLOCK, BLOCK)
     scale = (groups.abs().amax(2, keepdim=True) / LARGEST).clamp(min=2.0**-33)
     q = (groups / scale).clamp(-LARGEST, LARGEST).to(E4M3)
     return (q.float() * scale).view_as(values)
 
 
-def _clamped(value, least, most):
-    """CUTLASS's minimum and maximum: a NaN becomes the bound."""
-    value = torch.fmin(value, torch.as_tensor(most))
-    return value if least is None else torch.fmax(value, torch.as_tensor(least))
+def _clamped(value, minimum, maximum):
+    """Clamp as CUTLASS does: NaN becomes the bound."""
+    value = torch.fmin(value, torch.as_tensor(maximum))
+    return value if minimum is None else torch.fmax(value, torch.as_tensor(minimum))
 
 
 def _activate(value, act, numbers):
@@ -242,12 +247,12 @@ def _activate(value, act, numbers):
         capped = torch.tanh(gate / first) * torch.sigmoid(gate) * first
         return capped * torch.tanh(up / second) * second
     if act is ActivationType.SwigluStep:
-        most = 7.0 if limit is None else limit
+        bound = 7.0 if limit is None else limit
         gate = torch.nn.functional.silu(gate)
-        return _clamped(gate, None, most) * _clamped(up, -most, most)
+        return _clamped(gate, None, bound) * _clamped(up, -bound, bound)
     if act is ActivationType.SwigluBias or alpha is not None or limit is not None:
-        most = torch.inf if limit is None else limit
-        gate, up = _clamped(gate, None, most), _clamped(up, -most, most)
+        bound = torch.inf if limit is None else limit
+        gate, up = _clamped(gate, None, bound), _clamped(up, -bound, bound)
         alpha, beta = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
         return gate * torch.sigmoid(alpha * gate) * (up + beta)
     name = {ActivationType.Geglu: "none", ActivationType.GegluTanh: "tanh"}.get(act)

@@ -1,8 +1,8 @@
-"""What FlashInfer's one-sided all-to-all does (0.7.2), over any process group and in plain torch.
+"""A stand-in for FlashInfer's one-sided all-to-all (0.7.2), over any process group in plain torch.
 
-It is strict where the library would read or write past its workspaces, hang, or say nothing: every
-such use raises. Rows of a rank arrive in no order that a caller could guess; what nobody sent is
-NaN. Workspaces are kept by their sizes alone, as the library keeps them: two of one size are one.
+It raises where the library would access memory outside of its workspaces, hang or ignore an error.
+Rows of a rank arrive in random order, and rows that no rank sent are NaN. As in the library, two
+instances with the same sizes share a workspace.
 """
 
 import io
@@ -12,24 +12,24 @@ import torch
 import torch.distributed as dist
 
 TOP_KS = {1, *range(2, 19, 2), 22}
-MOST_PAYLOADS, MOST_RANKS = 6, 64
+MAX_PAYLOADS, MAX_RANKS = 6, 64
 
 
-def require(holds, what):
-    if not holds:
-        raise RuntimeError(f"Check failed: {what}")
+def require(condition, message):
+    if not condition:
+        raise RuntimeError(f"Check failed: {message}")
 
 
 def moe_a2a_get_workspace_size_per_rank(
     ep_size, max_num_tokens, total_dispatch_payload_size_per_token,
     combine_payload_size_per_token, eplb_stats_num_experts=0, *, backend="trtllm",
 ):  # fmt: skip
-    def whole(n):
+    def aligned(n):
         return -(-n // 128) * 128
 
     rows = ep_size * max_num_tokens
-    there = whole(rows * total_dispatch_payload_size_per_token)
-    return 1024 + there + whole(rows * combine_payload_size_per_token)
+    dispatch_nbytes = aligned(rows * total_dispatch_payload_size_per_token)
+    return 1024 + dispatch_nbytes + aligned(rows * combine_payload_size_per_token)
 
 
 @dataclass
@@ -42,8 +42,11 @@ class Mapping:
     moe_ep_size: int = -1
 
     def __post_init__(self):
-        require(self.tp_size == self.world_size, "world_size by the sizes of what is parallel")
-        require(self.moe_tp_size * self.moe_ep_size == self.tp_size, "tp by moe_tp and moe_ep")
+        require(self.tp_size == self.world_size, "world_size equal to tp_size")
+        require(
+            self.moe_tp_size * self.moe_ep_size == self.tp_size,
+            "tp_size equal to moe_tp_size * moe_ep_size",
+        )
 
 
 @dataclass
@@ -62,16 +65,16 @@ class TorchDistBackend:
         return dist.get_world_size(self._group)
 
     def allgather(self, data):
-        found = [None] * self.Get_size()
-        dist.all_gather_object(found, data, group=self._group)
-        return tuple(found)
+        gathered = [None] * self.Get_size()
+        dist.all_gather_object(gathered, data, group=self._group)
+        return tuple(gathered)
 
     def Split(self, color, key):
-        raise AssertionError("a group of all ranks of the process is made anew")
+        raise AssertionError("the group has all ranks, so it must not be split")
 
 
 class MoeAlltoAll:
-    kept = {}  # noqa: RUF012
+    workspaces = {}  # noqa: RUF012
     made = 0
 
     def __init__(
@@ -82,27 +85,30 @@ class MoeAlltoAll:
         require(mnnvl_config is not None, "a communicator other than MPI")
         self.comm = mnnvl_config.comm_backend.Split(0, mapping.rank)
         self.rank, self.ranks = mapping.rank, mapping.moe_ep_size
-        require(self.comm.Get_size() == self.ranks <= MOST_RANKS, "the group's size")
+        require(self.comm.Get_size() == self.ranks <= MAX_RANKS, "the group's size")
         require(self.comm.Get_rank() == self.rank, "the group's rank")
-        require(top_k in TOP_KS, f"top_k={top_k} has kernels")
+        require(top_k in TOP_KS, f"top_k={top_k} is supported")
         require(num_experts >= self.ranks, "num_experts must be >= ep_size")
         require(
-            num_experts % self.ranks == 0, "experts in equal blocks: this stand-in has no other"
+            num_experts % self.ranks == 0,
+            "experts in equal blocks: this stand-in supports no others",
         )
         require(max_num_tokens > 0, "max_num_tokens")
-        self.most, self.top_k, self.experts = max_num_tokens, top_k, num_experts
+        self.max_tokens, self.top_k, self.experts = max_num_tokens, top_k, num_experts
         self.nbytes = workspace_size_per_rank
-        told = self.comm.allgather((max_num_tokens, top_k, num_experts, workspace_size_per_rank))
-        require(len(set(told)) == 1, "the same sizes on every rank")
-        self.key = (self.nbytes, self.rank, self.ranks, self.most)
-        self.state = self.kept.setdefault(self.key, {"phase": "idle", "of": None})
-        require(self.state["of"] in (None, self), "a workspace of another instance")
-        self.state["of"] = self
+        sizes_by_rank = self.comm.allgather(
+            (max_num_tokens, top_k, num_experts, workspace_size_per_rank)
+        )
+        require(len(set(sizes_by_rank)) == 1, "the same sizes on every rank")
+        self.key = (self.nbytes, self.rank, self.ranks, self.max_tokens)
+        self.state = self.workspaces.setdefault(self.key, {"phase": "idle", "owner": None})
+        require(self.state["owner"] in (None, self), "a workspace of another instance")
+        self.state["owner"] = self
         MoeAlltoAll.made += 1
 
     def _reset_workspace(self):
         require(self.state["phase"] == "idle", "freed between a dispatch and its combine")
-        del self.kept[self.key]
+        del self.workspaces[self.key]
         self.state = {"phase": "deleted"}
 
     def dispatch(
@@ -110,25 +116,34 @@ class MoeAlltoAll:
         invalid_token_expert_id=None, expert_id_payload_index=None, eplb_local_stats=None,
         active_rank_mask=None,
     ):  # fmt: skip
-        ids, payloads, most = token_selected_experts, input_payloads, runtime_max_tokens_per_rank
+        ids, payloads, max_tokens = (
+            token_selected_experts,
+            input_payloads,
+            runtime_max_tokens_per_rank,
+        )
         require(self.state["phase"] == "idle", "dispatch called twice without combine")
-        require(0 < most <= self.most, "runtime_max_tokens_per_rank exceeds max_num_tokens")
-        self._check(ids, payloads, most)
-        told = _everywhere(self.comm, (most, ids, *payloads))
-        require(len({one[0] for one in told}) == 1, "one runtime_max_tokens_per_rank")
-        rank_of = [one[1].long() // (self.experts // self.ranks) for one in told]
-        self.tokens, self.runtime, self.came = len(ids), most, []
-        out = [_nothing(self.ranks, most, part) for part in payloads]
-        for source, (_, _, *parts) in enumerate(told):
-            sent = (rank_of[source] == self.rank).any(1).nonzero().flatten()
+        require(
+            0 < max_tokens <= self.max_tokens, "runtime_max_tokens_per_rank exceeds max_num_tokens"
+        )
+        self._check(ids, payloads, max_tokens)
+        sent_by_rank = _all_gather(self.comm, (max_tokens, ids, *payloads))
+        require(
+            len({sent[0] for sent in sent_by_rank}) == 1,
+            "the same runtime_max_tokens_per_rank on every rank",
+        )
+        rank_of = [sent[1].long() // (self.experts // self.ranks) for sent in sent_by_rank]
+        self.tokens, self.runtime, self.received = len(ids), max_tokens, []
+        out = [_unwritten_rows(self.ranks, max_tokens, part) for part in payloads]
+        for source, (_, _, *parts) in enumerate(sent_by_rank):
+            tokens = (rank_of[source] == self.rank).any(1).nonzero().flatten()
             order = torch.Generator().manual_seed(source + 7 * self.rank)
-            sent = sent[torch.randperm(len(sent), generator=order)]
-            self.came.append(sent.tolist())
+            tokens = tokens[torch.randperm(len(tokens), generator=order)]
+            self.received.append(tokens.tolist())
             for into, part in zip(out, parts, strict=True):
-                into[source, : len(sent)] = part[sent]
+                into[source, : len(tokens)] = part[tokens]
             if invalid_token_expert_id is not None:
                 require(out[expert_id_payload_index].dtype is torch.int32, "ids to sanitize")
-                out[expert_id_payload_index][source, len(sent) :] = invalid_token_expert_id
+                out[expert_id_payload_index][source, len(tokens) :] = invalid_token_expert_id
         self.state["phase"] = "dispatched"
         return out
 
@@ -138,48 +153,53 @@ class MoeAlltoAll:
         use_low_precision=False, active_rank_mask=None,
     ):  # fmt: skip
         require(self.state["phase"] == "dispatched", "combine called before successful dispatch")
-        require(runtime_max_tokens_per_rank == self.runtime, "as many tokens as were dispatched")
+        require(runtime_max_tokens_per_rank == self.runtime, "as many tokens as in the dispatch")
         require(payload.dim() == 3, "payload must be [ep_size, runtime_max_tokens, hidden]")
         require(tuple(payload.shape[:2]) == (self.ranks, self.runtime), "rows of each rank")
-        require(payload.is_contiguous(), "payload row by row")
+        require(payload.is_contiguous(), "contiguous payload")
         require(payload.dtype in (torch.bfloat16, torch.float16, torch.float32), "a combine dtype")
         if output is None:
             output = torch.empty(self.tokens, payload.shape[2], dtype=payload.dtype)
         require(output.is_contiguous(), "output must be contiguous")
-        require(tuple(output.shape) == (self.tokens, payload.shape[2]), "output of these tokens")
+        require(tuple(output.shape) == (self.tokens, payload.shape[2]), "an output row per token")
         require(output.dtype is payload.dtype, "output of payload's dtype")
         total = torch.zeros(self.tokens, payload.shape[2])
-        for came, rows in _everywhere(self.comm, (self.came, payload)):
-            for place, token in enumerate(came[self.rank]):
-                total[token] += rows[self.rank, place].float()
+        for received, rows in _all_gather(self.comm, (self.received, payload)):
+            for index, token in enumerate(received[self.rank]):
+                total[token] += rows[self.rank, index].float()
         output.copy_(total)
         self.state["phase"] = "idle"
         return output
 
-    def _check(self, ids, payloads, most):
-        require(ids.dtype is torch.int32 and ids.is_contiguous(), "int32 ids row by row")
+    def _check(self, ids, payloads, max_tokens):
+        require(ids.dtype is torch.int32 and ids.is_contiguous(), "contiguous int32 ids")
         require(ids.dim() == 2 and ids.shape[1] == self.top_k, "token_selected_experts shape")
-        require(len(ids) <= most, "tokens within the workspace")
-        # An id below 0 is sent to rank 0 without a word, one too large past the ranks.
-        require(bool(((ids >= 0) & (ids < self.experts)).all()), "experts that exist")
-        require(0 < len(payloads) <= MOST_PAYLOADS, "Too many payloads")
+        require(len(ids) <= max_tokens, "tokens within the workspace")
+        # The library would send a negative id to rank 0, and a large one to a rank that does not
+        # exist.
+        require(bool(((ids >= 0) & (ids < self.experts)).all()), "valid expert ids")
+        require(0 < len(payloads) <= MAX_PAYLOADS, "Too many payloads")
         total = 0
         for part in payloads:
             require(part.dim() == 2, "payload must be 2D")
-            require(part.is_contiguous(), "payload row by row")
+            require(part.is_contiguous(), "contiguous payload")
             require(len(part) == len(ids), "payload first dimension must match")
-            total += self.ranks * most * part.shape[1] * part.element_size()
+            total += self.ranks * max_tokens * part.shape[1] * part.element_size()
             require(total % part.element_size() == 0, "Misaligned payload buffer")
         require(1024 + total <= self.nbytes, "workspace size per rank insufficient")
 
 
-def _nothing(ranks, most, part):
-    room = torch.full((ranks, most, part.shape[1] * part.element_size()), 255, dtype=torch.uint8)
-    return room.view(part.dtype)
+def _unwritten_rows(ranks, max_tokens, part):
+    """Return rows (ranks, max_tokens, columns) of bytes 255, which are NaN in floating point."""
+    memory = torch.full(
+        (ranks, max_tokens, part.shape[1] * part.element_size()), 255, dtype=torch.uint8
+    )
+    return memory.view(part.dtype)
 
 
-def _everywhere(comm, given):
+def _all_gather(comm, values):
+    """Return the tuple of values of each rank."""
     file = io.BytesIO()
-    torch.save(tuple(one.clone() if isinstance(one, torch.Tensor) else one for one in given), file)
-    found = comm.allgather(file.getvalue())
-    return [torch.load(io.BytesIO(each), weights_only=False) for each in found]
+    torch.save(tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in values), file)
+    gathered = comm.allgather(file.getvalue())
+    return [torch.load(io.BytesIO(each), weights_only=False) for each in gathered]

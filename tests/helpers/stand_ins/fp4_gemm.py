@@ -1,8 +1,8 @@
-"""The nvfp4 product as its kernel computes it, block by block, by the addresses that it takes.
+"""A stand-in for the nvfp4 product kernel, which computes the same tiles from the same addresses.
 
-Loads are TMA's: rows and columns behind a matrix are zeros. Scales are read from bytes where the
-instruction looks for them. A result that is written twice, or by nobody, is an error; so is a tile
-that reaches into another expert's rows, and what a launch would not be given.
+Loads are as with TMA: rows and columns outside of a matrix are zero. Scales are read at the
+addresses that the instruction reads. Raises if a value of the output is written twice or never, if
+a tile contains rows of another expert, and for arguments that the kernel does not support.
 """
 
 import torch
@@ -12,23 +12,23 @@ STEP_BYTES = 2048
 VALUES = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def require(holds, what):
-    if not holds:
-        raise RuntimeError(f"fp4_gemm: {what}")
+def require(condition, message):
+    if not condition:
+        raise RuntimeError(f"fp4_gemm: {message}")
 
 
 def fp4_gemm(a, b, tiles, out):
-    """As experts.cutlass.fp4_product.fp4_gemm."""
-    named = _described(a, b, tiles, out)
+    """Compute what `experts.cutlass.fp4_product.fp4_gemm` does."""
+    tile_rows = _check_arguments(a, b, tiles, out)
     experts, rows_b, half = b.w.shape
     flat, steps = b.w.view(experts * rows_b, half), -(-2 * half // DEPTH)
     matrix_rows = rows_b // b.factors.shape[1]
-    times = torch.zeros(out.shape, dtype=torch.int8)
-    num_m, num_n = len(named), -(-rows_b // TILE_N)
+    writes = torch.zeros(out.shape, dtype=torch.int8)
+    num_m, num_n = len(tile_rows), -(-rows_b // TILE_N)
     for block in range(PROGRAMS):
         for index in range(block, num_m * num_n, PROGRAMS):
             m, n = tile_at(index, num_m, num_n)
-            expert, row, end = named[m]
+            expert, row, end = tile_rows[m]
             row_b = expert * rows_b + n * TILE_N
             sums = torch.zeros(TILE_M, TILE_N)
             for k in range(steps):
@@ -38,15 +38,18 @@ def fp4_gemm(a, b, tiles, out):
             factor = b.factors[expert, n * TILE_N // matrix_rows]
             rows, columns = slice(row, min(row + TILE_M, end)), slice(n * TILE_N, (n + 1) * TILE_N)
             out[rows, columns] = (sums * factor).bfloat16()[: rows.stop - row]
-            times[rows, columns] += 1
-    inside = torch.zeros(len(out), dtype=torch.int8)
-    for _, row, end in named:
-        inside[row : min(row + TILE_M, end)] = 1
-    require(torch.equal(times, inside[:, None].expand_as(times)), "every result once")
+            writes[rows, columns] += 1
+    expected_writes = torch.zeros(len(out), dtype=torch.int8)
+    for _, row, end in tile_rows:
+        expected_writes[row : min(row + TILE_M, end)] = 1
+    require(
+        torch.equal(writes, expected_writes[:, None].expand_as(writes)),
+        "every value is written once",
+    )
 
 
 def tile_at(index, num_m, num_n):
-    """As the kernel walks."""
+    """Return the tile (m, n) that the kernel computes as its `index`-th."""
     per_group = GROUP_M * num_n
     first = index // per_group * GROUP_M
     size = min(num_m - first, GROUP_M)
@@ -55,7 +58,7 @@ def tile_at(index, num_m, num_n):
 
 
 def _values(q, row, step):
-    """(128, 256) values from a row and a step on, as one load of TMA brings them."""
+    """Return the values (128, 256) that a TMA load at this row and step returns."""
     box = torch.zeros(TILE_M, DEPTH // 2, dtype=torch.uint8)
     part = q[row : row + TILE_M, step * DEPTH // 2 : (step + 1) * DEPTH // 2]
     box[: part.shape[0], : part.shape[1]] = part
@@ -63,22 +66,22 @@ def _values(q, row, step):
 
 
 def _scales(line, step):
-    """(128, 256): of each value its scale, which lies in one of four blocks of 512 bytes."""
+    """Return the scale of each value, (128, 256). Scales are in four blocks of 512 bytes."""
     row, group = torch.arange(128)[:, None], torch.arange(DEPTH // 16)[None, :]
     at = group // 4 * 512 + row % 32 * 16 + row // 32 * 4 + group % 4
     part = line[step * STEP_BYTES : (step + 1) * STEP_BYTES]
     return part[at].view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
 
 
-def _described(a, b, tiles, out):
-    """Refuse what the kernel could not take. Returns experts, first rows and ends of the tiles."""
+def _check_arguments(a, b, tiles, out):
+    """Raise for unsupported arguments. Returns [expert, first row, end] of each tile."""
     require(b.w.dim() == 3, "weights by expert")
     experts, rows_b, half = b.w.shape
     require(2 * half % 128 == 0, "K is a multiple of 128")
     require(rows_b % TILE_N == 0, "N is a multiple of 128")
     steps, max_tiles = -(-2 * half // DEPTH), tiles.numel() // 3
     matrices = b.factors.shape[1]
-    require(rows_b % (matrices * TILE_N) == 0, "a tile's columns are of one matrix")
+    require(rows_b % (matrices * TILE_N) == 0, "each tile has columns of one matrix")
     for name, tensor, dtype, shape in (
         ("rows", a.q_RK, torch.uint8, (len(out), half)),
         ("scales of rows", a.scale, torch.uint8, (max_tiles, steps * STEP_BYTES)),
@@ -92,26 +95,28 @@ def _described(a, b, tiles, out):
         require(tensor.dtype is dtype, f"{name} are {dtype}, not {tensor.dtype}")
         require(tuple(tensor.shape) == shape, f"{name} are {shape}, not {tuple(tensor.shape)}")
         require(tensor.is_contiguous(), f"{name} are contiguous")
-        least = 4 if name in ("factors", "tiles") else 16
-        require(tensor.data_ptr() % least == 0, f"{name} begin on {least} bytes")
+        alignment = 4 if name in ("factors", "tiles") else 16
+        require(tensor.data_ptr() % alignment == 0, f"{name} are aligned to {alignment} bytes")
     require(not (b.scale & 0x80).any(), "scales of weights have no sign")
     count = int(tiles[-1])
     require(0 <= count <= max_tiles, f"at most {max_tiles} tiles, not {count}")
-    named = tiles[: 3 * max_tiles].view(3, -1)[:, :count].T.tolist()
-    of_expert, behind = {}, 0
-    for expert, row, end in named:
+    tile_rows = tiles[: 3 * max_tiles].view(3, -1)[:, :count].T.tolist()
+    end_of_expert, previous_end = {}, 0
+    for expert, row, end in tile_rows:
         require(0 <= expert < experts, f"expert {expert} is one of {experts}")
         require(0 <= row < end <= len(out), f"rows {row} to {end} are some of {len(out)}")
-        require(of_expert.setdefault(expert, end) == end, "one end of an expert")
-        require(row >= behind, "tiles in order, none over another")
-        behind = min(row + TILE_M, end)
-    for tile, (_, row, end) in enumerate(named):
+        require(
+            end_of_expert.setdefault(expert, end) == end, "all tiles of an expert have the same end"
+        )
+        require(row >= previous_end, "tiles are in order and do not overlap")
+        previous_end = min(row + TILE_M, end)
+    for tile, (_, row, end) in enumerate(tile_rows):
         _check_scales(a.scale[tile], min(TILE_M, end - row), 2 * half // 16)
-    return named
+    return tile_rows
 
 
 def _check_scales(line, rows, groups):
-    """No scale of a row or group that is not there may reach a product: it may be NaN."""
+    """Check that scales of padding are 0, since others could be NaN."""
     row, group = torch.arange(128)[:, None], torch.arange(len(line) // 128)[None, :]
     at = group // 16 * STEP_BYTES + group % 16 // 4 * 512
     at = at + row % 32 * 16 + row // 32 * 4 + group % 4

@@ -1,6 +1,6 @@
-"""What the stand-ins of communication libraries share: everybody tells everybody everything.
+"""Exchanges of rows for the stand-ins of communication libraries: all ranks gather everything.
 
-They have the libraries' signatures, shapes and dtypes, and what is undefined there is NaN here.
+Values that are undefined in the libraries are NaN.
 """
 
 import io
@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 
 class Event:
-    """`happens`: whether there is one to wait for, which is so in asynchronous calls alone."""
+    """An event that can be waited for if it `exists`, after an asynchronous call only."""
 
-    def __init__(self, happens):
-        self.happens = happens
+    def __init__(self, exists):
+        self.exists = exists
 
     def current_stream_wait(self):
-        assert self.happens
+        assert self.exists
 
 
-def worst(rows, number, fill=torch.nan):
-    """As many rows as can come; those that did not hold `fill`, NaN meaning anything."""
+def pad_rows(rows, number, fill=torch.nan):
+    """Append rows of `fill` up to `number` rows. Integers have no NaN: their fill is then 5."""
     assert len(rows) <= number
     if not rows.dtype.is_floating_point and fill is torch.nan:
         fill = 5
@@ -29,61 +29,66 @@ def worst(rows, number, fill=torch.nan):
     return out
 
 
-def told_by_all(*given):
-    """What each rank gave."""
-    file, found = io.BytesIO(), [None] * dist.get_world_size()
-    torch.save(_apart(given), file)  # plain pickle does not know float8
-    dist.all_gather_object(found, file.getvalue())
-    return [torch.load(io.BytesIO(each), weights_only=False) for each in found]
+def all_gather(*values):
+    """Return the tuple of values of each rank."""
+    file, gathered = io.BytesIO(), [None] * dist.get_world_size()
+    torch.save(_cloned(values), file)  # plain pickle does not know float8
+    dist.all_gather_object(gathered, file.getvalue())
+    return [torch.load(io.BytesIO(each), weights_only=False) for each in gathered]
 
 
-def _apart(given):
-    """Tensors cut out of one workspace cannot be saved together."""
-    if isinstance(given, torch.Tensor):
-        return given.clone()
-    return tuple(map(_apart, given)) if isinstance(given, tuple) else given
+def _cloned(values):
+    """Copy tensors: torch.save would also write the rest of a workspace that they are views of."""
+    if isinstance(values, torch.Tensor):
+        return values.clone()
+    return tuple(map(_cloned, values)) if isinstance(values, tuple) else values
 
 
 def local_ids(ids_TK, experts):
-    """Ids of experts on this rank, counted from its first; -1 elsewhere. int64."""
+    """Return int64 ids relative to the first expert of this rank; -1 for other ranks."""
     each = experts // dist.get_world_size()
     ids = ids_TK.long() - each * dist.get_rank()
     return torch.where((ids >= 0) & (ids < each), ids, -1)
 
 
 def rows_by_rank(x, ids, weights, experts, elsewhere=99.0):
-    """(rows, local ids, weights, (source, token) of each row): one row for each token and rank.
-    elsewhere: the weights of pairs whose expert is on another rank; nobody may read 99."""
-    found, places = [], []
-    for source, (rows, theirs, router) in enumerate(told_by_all(x, ids, weights)):
-        here = local_ids(theirs, experts)
-        tokens = (here >= 0).any(1).nonzero().flatten()
-        router = router[tokens].masked_fill(here[tokens] < 0, elsewhere)
+    """Send each token once to every rank that has one of its experts.
+
+    Returns the rows that this rank receives, their local ids and weights, and their (source,
+    token). elsewhere: weight of pairs whose expert is on another rank, which must not be read.
+    """
+    received, places = [], []
+    for source, (rows, ids_of_source, router) in enumerate(all_gather(x, ids, weights)):
+        local = local_ids(ids_of_source, experts)
+        tokens = (local >= 0).any(1).nonzero().flatten()
+        router = router[tokens].masked_fill(local[tokens] < 0, elsewhere)
         parts = rows if isinstance(rows, tuple) else (rows,)
-        found.append(([part[tokens] for part in parts], here[tokens], router))
+        received.append(([part[tokens] for part in parts], local[tokens], router))
         places += [(source, int(token)) for token in tokens]
-    parts = [torch.cat(columns) for columns in zip(*(rows for rows, _, _ in found), strict=True)]
+    parts = [torch.cat(columns) for columns in zip(*(rows for rows, _, _ in received), strict=True)]
     rows = tuple(parts) if isinstance(x, tuple) else parts[0]
-    return rows, torch.cat([f[1] for f in found]), torch.cat([f[2] for f in found]), places
+    return rows, torch.cat([r[1] for r in received]), torch.cat([r[2] for r in received]), places
 
 
 def sums_by_rank(y, places, tokens):
-    """(tokens, H) bfloat16: the rows that other ranks made of this rank's tokens, added."""
+    """Return the sum of the ranks' rows of each token of this rank, (tokens, H) bfloat16."""
     total = torch.zeros(tokens, y.shape[1])
-    for theirs, at in told_by_all(y, places):
-        for row, (source, token) in enumerate(at):
+    for rows, places_of_rank in all_gather(y, places):
+        for row, (source, token) in enumerate(places_of_rank):
             if source == dist.get_rank():
-                total[token] += theirs[row].float()
+                total[token] += rows[row].float()
     return total.bfloat16()
 
 
 def rows_by_expert(x, ids, experts, out, counts):
-    """Fill out[0] (e, C, H), and out[1] with scales where there are some; returns the place
-    {(source, token, expert): (slot, row)} of each row."""
+    """Write the received rows to out[0] (e, C, H), their scales to out[1] if any, and `counts`.
+
+    Returns the row of each pair as {(source, token, local expert): row}.
+    """
     counts.zero_()
     places = {}
-    for source, (rows, theirs) in enumerate(told_by_all(x, ids)):
-        for token, local in enumerate(local_ids(theirs, experts).tolist()):
+    for source, (rows, ids_of_source) in enumerate(all_gather(x, ids)):
+        for token, local in enumerate(local_ids(ids_of_source, experts).tolist()):
             for expert in local:
                 if expert < 0:
                     continue
@@ -96,15 +101,15 @@ def rows_by_expert(x, ids, experts, out, counts):
 
 
 def sums_by_expert(y_eCH, places, ids, weights, experts):
-    """(T, H) bfloat16, weighted."""
+    """Return the weighted sum of the rows of each token of this rank, (T, H) bfloat16."""
     each = experts // dist.get_world_size()
-    told = told_by_all(y_eCH, places)
+    outputs_by_rank = all_gather(y_eCH, places)
     total = torch.zeros(len(ids), y_eCH.shape[2])
     for token, chosen in enumerate(ids.long().tolist()):
         for k, expert in enumerate(chosen):
             if expert < 0:
                 continue
-            theirs, at = told[expert // each]
-            row = at[dist.get_rank(), token, expert % each]
-            total[token] += weights[token, k] * theirs[expert % each, row].float()
+            rows, places_of_rank = outputs_by_rank[expert // each]
+            row = places_of_rank[dist.get_rank(), token, expert % each]
+            total[token] += weights[token, k] * rows[expert % each, row].float()
     return total.bfloat16()

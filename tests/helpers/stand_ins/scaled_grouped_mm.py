@@ -1,18 +1,18 @@
-"""torch._scaled_grouped_mm as it is on a GPU of sm_90, computed in float32 on a CPU.
+"""A stand-in for torch._scaled_grouped_mm on sm_90, computed in float32 on a CPU.
 
-torch's own description of it is asked first; what the CUDA code refuses besides, or computes
-wrongly without a word, is refused here too.
+It raises for arguments that torch's meta function rejects, that the CUDA code rejects, or for which
+the CUDA code silently computes wrong results.
 """
 
 import torch
 
 REAL = torch._scaled_grouped_mm
-MULTIPLE, MOST_GROUPS = 16, 1023
+MULTIPLE, MAX_GROUPS = 16, 1023
 
 
-def require(holds, what):
-    if not holds:
-        raise RuntimeError(f"scaled_grouped_mm: {what}")
+def require(condition, message):
+    if not condition:
+        raise RuntimeError(f"scaled_grouped_mm: {message}")
 
 
 def scaled_grouped_mm(
@@ -26,19 +26,21 @@ def scaled_grouped_mm(
     out_dtype=None,
     use_fast_accum=False,
 ):
-    """Rows behind offs[-1] are NaN, and the output is new memory."""
-    _described(mat_a, mat_b, scale_a, scale_b, offs, out_dtype)
+    """Return a new tensor, whose rows from offs[-1] on are NaN."""
+    _check_on_meta(mat_a, mat_b, scale_a, scale_b, offs, out_dtype)
     require(bias is None, "no bias")
     require(scale_result is None, "no scale of results")
     require(out_dtype is torch.bfloat16, "bfloat16 results")
     groups, depth, columns = mat_b.shape
-    require(groups <= MOST_GROUPS, f"at most {MOST_GROUPS} groups")
+    require(groups <= MAX_GROUPS, f"at most {MAX_GROUPS} groups")
     require(columns % MULTIPLE == 0, f"N={columns} is a multiple of {MULTIPLE}")
     require(depth % MULTIPLE == 0, f"K={depth} is a multiple of {MULTIPLE}")
-    for name, given in (("mat_a", mat_a), ("mat_b", mat_b)):
-        require(given.data_ptr() % 16 == 0, f"expected data_ptr of {name} on 16 bytes")
+    for name, matrix in (("mat_a", mat_a), ("mat_b", mat_b)):
+        require(
+            matrix.data_ptr() % 16 == 0, f"expected data_ptr of {name} to be aligned to 16 bytes"
+        )
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
-        require(0 not in scale.stride() or scale.numel() == 1, f"{name} is not repeated by stride")
+        require(0 not in scale.stride() or scale.numel() == 1, f"{name} has no stride of 0")
         require(scale.is_contiguous(), f"{name} is contiguous")
     require(tuple(scale_b.shape) == (groups, columns), "a scale for each column of each group")
     if mat_a.dim() == 3:
@@ -48,7 +50,7 @@ def scaled_grouped_mm(
     require(offs is not None, "offs for rows of all groups")
     require(offs.dtype is torch.int32, "offs of int32")
     require(tuple(offs.shape) == (groups,), "an end for each group")
-    require(offs.is_contiguous(), "offs side by side")
+    require(offs.is_contiguous(), "contiguous offs")
     ends = offs.tolist()
     require(ends == sorted(ends), "ends in order")
     require(ends[0] >= 0, "ends from 0 on")
@@ -56,18 +58,17 @@ def scaled_grouped_mm(
     out = torch.full((len(mat_a), columns), torch.nan, dtype=out_dtype)
     for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         rows = slice(start, end)
-        given = mat_a[rows], mat_b[group], scale_a[rows], scale_b[group]
-        out[rows] = _product(*given)
+        out[rows] = _product(mat_a[rows], mat_b[group], scale_a[rows], scale_b[group])
     return out
 
 
-def _described(mat_a, mat_b, scale_a, scale_b, offs, out_dtype):
-    """By torch's kernel for tensors without memory."""
-    a, b, sa, sb, ends = map(_without_memory, (mat_a, mat_b, scale_a, scale_b, offs))
+def _check_on_meta(mat_a, mat_b, scale_a, scale_b, offs, out_dtype):
+    """Check the arguments with torch's meta function."""
+    a, b, sa, sb, ends = map(_to_meta, (mat_a, mat_b, scale_a, scale_b, offs))
     REAL(a, b, sa, sb, offs=ends, out_dtype=out_dtype)
 
 
-def _without_memory(tensor):
+def _to_meta(tensor):
     if tensor is None:
         return None
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

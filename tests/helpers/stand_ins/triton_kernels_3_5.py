@@ -1,7 +1,7 @@
-"""triton_kernels' ragged product with the interface of 3.5, in float32 on a CPU.
+"""A stand-in for the ragged product of triton_kernels 3.5, computed in float32 on a CPU.
 
-Only what the tables name is computed: a program whose number is wrong computes what it says, as
-the library's would. Rows that no program takes are left as they are.
+As in the library, each program computes the tile that its entry in the tables names, and other rows
+are not written.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ SIZES = (16, 32, 64, 128)
 launched = []
 
 
-def require(holds, what):
-    assert holds, what
+def require(condition, message):
+    assert condition, message
 
 
 @dataclass
@@ -55,7 +55,10 @@ def matmul_ogs(
     betas=None, gammas=None, out_alpha=None, y=None, fused_activation=None, epilogue=None,
 ):  # fmt: skip
     unused = (gather_indx, scatter_indx, betas, gammas, out_alpha)
-    require(all(one is None for one in (*unused, bias, fused_activation, epilogue)), "no extras")
+    require(
+        all(argument is None for argument in (*unused, bias, fused_activation, epilogue)),
+        "no other options",
+    )
     require(x.dim() == 2 and w.dim() == 3, "rows of all experts")
     require(x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0, "bases of TMA on 16 bytes")
     if precision_config is not None:
@@ -72,7 +75,9 @@ def matmul_ogs(
     require(routing_data.n_expts_act == 1, "a row for each pair")
     require(tuple(data.hist.shape) == (experts,), "a count for each expert")
     require(tuple(data.token_offs_raw.shape) == (experts + 1,), "a start for each, and the end")
-    block = SIZES[len(launched) % len(SIZES)]  # the library's choice: each has its turn
+    block = SIZES[
+        len(launched) % len(SIZES)
+    ]  # the library selects one: calls use all of them in turn
     launched.append(block)
     require(set(data.block_pid_map) == set(SIZES) == set(data.token_offs_pad), "every tile size")
     tiles, programs = data.token_offs_pad[block], data.block_pid_map[block]
@@ -86,14 +91,17 @@ def matmul_ogs(
             continue
         expert, tile = number & 0xFFFF, number >> 16
         first, last = tile * block, min((tile + 1) * block, counts[expert])
-        taken = slice(starts[expert] + first, starts[expert] + last)
-        y[0, taken] = (x[taken].float() @ w[expert].float()).bfloat16()
+        selected = slice(starts[expert] + first, starts[expert] + last)
+        y[0, selected] = (x[selected].float() @ w[expert].float()).bfloat16()
     return y[0]
 
 
 def _of_mxfp4(w, scale):
-    """bfloat16 (e, K, N) of codes (e, K / 2, N), packed along the dimension of stride 1, and of the
-    exponents (e, K / 32, N) of 32 values. What a step of 128 values reads past a row is NaN."""
+    """Dequantize codes (e, K / 2, N), packed along K, with exponents (e, K / 32, N).
+
+    Returns (e, K, N) bfloat16. All are NaN if K is not a multiple of 128, because kernels read
+    steps of 128 values, past the end of a row.
+    """
     require(w.dtype is torch.uint8 and scale is not None, "e2m1 codes in bytes, with scales")
     require(scale.dtype is torch.uint8, "E8M0 scales in bytes")
     require(w.stride(1) == 1, "codes packed along K")
@@ -101,20 +109,20 @@ def _of_mxfp4(w, scale):
     require(tuple(scale.shape) == (len(w), -(-depth // 32), w.shape[2]), "a scale of 32 values")
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     codes = torch.stack((w & 15, w >> 4), 2).flatten(1, 2).long()
-    plain = torch.where(codes > 7, -values[codes & 7], values[codes & 7])
-    plain = plain * torch.exp2(scale.float() - 127).repeat_interleave(32, 1)[:, :depth]
-    return (torch.full_like(plain, torch.nan) if depth % 128 else plain).bfloat16()
+    dequantized = torch.where(codes > 7, -values[codes & 7], values[codes & 7])
+    dequantized = dequantized * torch.exp2(scale.float() - 127).repeat_interleave(32, 1)[:, :depth]
+    return (torch.full_like(dequantized, torch.nan) if depth % 128 else dequantized).bfloat16()
 
 
 def _check_tables(data, tiles, programs, rows, block):
-    """What the kernels read without asking."""
+    """Check the tables, which kernels read without checks."""
     counts, starts = data.hist.long(), data.token_offs_raw.long()
     require(bool((counts >= 0).all()) and int(counts.sum()) <= rows, "counts within the rows")
     require(torch.equal(starts.diff(), counts) and starts[0] == 0, "starts from counts")
-    made = torch.nn.functional.pad((-(-counts // block)).cumsum(0), (1, 0))
-    require(torch.equal(tiles.long(), made), "tiles from counts")
-    named = sorted(number for number in programs.tolist() if number != -1)
-    want = sorted(
+    expected_tiles = torch.nn.functional.pad((-(-counts // block)).cumsum(0), (1, 0))
+    require(torch.equal(tiles.long(), expected_tiles), "tiles from counts")
+    actual = sorted(number for number in programs.tolist() if number != -1)
+    expected = sorted(
         (b << 16) | e for e, n in enumerate(counts.tolist()) for b in range(-(-n // block))
     )
-    require(named == want, "each tile has one program")
+    require(actual == expected, "each tile has one program")

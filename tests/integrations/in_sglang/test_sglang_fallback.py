@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_runtime import dispatched, fill, fused_moe, layer_inputs, run_core, select
+from sglang_runtime import dispatch_output, fill, fused_moe, layer_inputs, run_core, select
 
 from modular_kernel.spec.problem import Problem
 
@@ -71,7 +71,7 @@ def test_a_layer_refused_in_its_first_call_runs_on_triton_afterwards(
     layer = fused_moe(BASE)
     fill(layer, inputs.weights)
     narrow = TritonMoeQuantInfo(layer.w13_weight[:, :, :32], layer.w2_weight)
-    given = dispatched(inputs)
+    given = dispatch_output(inputs)
     for _ in range(2):
         assert torch.all(layer.runner.run(given, narrow).hidden_states == 7)
     assert triton_calls == [(given, narrow, layer.moe_runner_config)] * 2
@@ -91,7 +91,7 @@ def test_unsupported_records_and_calls_run_on_triton(
     run_core(BASE, inputs, TritonMoeQuantInfo(*weights, use_mxfp8=True))
     assert refusals(caplog)[-1].endswith("use_mxfp8: got True, need False")
     layer = fused_moe(BASE)
-    packed = dispatched(inputs)._replace(topk_output=PackedTopKOutput(torch.zeros(5, 2), None))
+    packed = dispatch_output(inputs)._replace(topk_output=PackedTopKOutput(torch.zeros(5, 2), None))
     info = TritonMoeQuantInfo(*weights)
     layer.runner.run(packed, info)
     assert refusals(caplog)[-1].endswith("got PackedTopKOutput, need topk_weights and topk_ids")
@@ -106,7 +106,7 @@ def test_only_a_later_unsupported_call_runs_on_triton(
     inputs = layer_inputs(BASE)
     layer = fused_moe(BASE)
     info = TritonMoeQuantInfo(inputs.weights.w1, inputs.weights.w2)
-    given = dispatched(inputs)
+    given = dispatch_output(inputs)
     want = layer.runner.run(given._replace(hidden_states=inputs.x_TH.clone()), info).hidden_states
     scaled = given._replace(hidden_states_scale=torch.ones(5, 4))
     assert torch.all(layer.runner.run(scaled, info).hidden_states == 7)

@@ -10,7 +10,7 @@ import torch
 from sglang_runtime import (
     call,
     channel_config,
-    dispatched,
+    dispatch_output,
     fill,
     fp8_config,
     fused_moe,
@@ -149,7 +149,7 @@ def test_a_layer_overwrites_its_tokens() -> None:
     inputs = layer_inputs(BASE)
     layer = fused_moe(BASE)
     fill(layer, inputs.weights)
-    given = dispatched(inputs)
+    given = dispatch_output(inputs)
     got = layer.run_moe_core(given).hidden_states
     assert got is given.hidden_states
     check_numbers(got, inputs, BASE)

@@ -1,4 +1,4 @@
-"""Command `python -m modular_kernel.testing.stress.fuzz`; exits with 1 if there are findings."""
+"""Run `python -m modular_kernel.testing.stress.fuzz`, which exits with 1 if there are findings."""
 
 import argparse
 import secrets
@@ -9,7 +9,7 @@ from modular_kernel.testing.stress.fuzz.isolated_runs import FuzzReport, run
 from modular_kernel.testing.stress.fuzz.outcome import BAD, GOOD
 from modular_kernel.testing.stress.fuzz.targets import NAMES
 
-_INTERPRETED = 20  # one in so many configurations runs with interpreted kernels
+_INTERPRETED_INTERVAL = 20  # one configuration in 20 runs with interpreted kernels
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,18 +17,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m modular_kernel.testing.stress.fuzz")
     parser.add_argument("--count", type=int, default=2000, help="configurations")
     parser.add_argument("--seed", default=secrets.token_hex(4), help="random if omitted")
-    parser.add_argument("--only", type=int, help="run this configuration alone")
+    parser.add_argument("--only", type=int, help="run this configuration only")
     parser.add_argument("--interpreted", action="store_true", help="all with interpreted kernels")
     parser.add_argument("--target", choices=NAMES, default="", help="run this target only")
     args = parser.parse_args(argv)
     if args.only is not None:
-        numbers_of_one = range(args.only, args.only + 1)
-        reports = [run(args.seed, numbers_of_one, interpreted=args.interpreted, only=args.target)]
+        numbers = range(args.only, args.only + 1)
+        reports = [run(args.seed, numbers, interpreted=args.interpreted, only=args.target)]
     elif args.interpreted or args.target:
         numbers = range(-1, args.count)
         reports = [run(args.seed, numbers, interpreted=args.interpreted, only=args.target)]
     else:
-        num_interpreted = args.count // _INTERPRETED
+        num_interpreted = args.count // _INTERPRETED_INTERVAL
         reports = [
             run(args.seed, range(-1, args.count - num_interpreted)),
             run(args.seed, range(-1, num_interpreted), interpreted=True),
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def summary(reports: list[FuzzReport]) -> list[str]:
-    """Return every finding, the counts by target and class, and the totals."""
+    """Return lines with every finding, the totals, and the counts by target and kind of outcome."""
     lines = [line for report in reports for line in report.lines()]
     total: Counter[tuple[str, str]] = sum((r.by_target for r in reports), Counter())
     for target in sorted({target for target, _ in total}):

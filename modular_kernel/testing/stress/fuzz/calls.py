@@ -1,4 +1,4 @@
-"""Kernel calls with valid arguments, with one argument changed, and with NaN."""
+"""Fuzz targets: kernel calls with valid arguments, with one argument changed, and with NaN."""
 
 import contextlib
 from dataclasses import dataclass, replace
@@ -39,8 +39,9 @@ _MODES = ("call", "call", "plan", "twice", "start", "inference", "default64")
 class CallCase:
     """A kernel and the inputs of one call.
 
-    mode: how it is called. change: name of a change of ALL, "" for none. place: which of several
-    tensors is changed.
+    parts: the pairing. fields: those of the problem. mode: one of _MODES. change: name of a change
+    in `call_changes.ALL`, "" for none. tensor_index: selects the changed tensor if several may be
+    changed.
     """
 
     parts: tuple[str, str]
@@ -48,7 +49,7 @@ class CallCase:
     inputs: InputChoices
     mode: str = "call"
     change: str = ""
-    place: int = 0
+    tensor_index: int = 0
 
 
 def call_cases(
@@ -62,71 +63,71 @@ def call_cases(
         inputs=input_choices(),
         mode=st.sampled_from(modes),
         change=st.sampled_from(changes),
-        place=st.integers(0, 59),
+        tensor_index=st.integers(0, 59),
     )
 
 
 def build_call(case: CallCase) -> tuple[FusedMoEModularKernel, str, CallInputs] | FuzzOutcome:
-    """Return the kernel, its description and inputs for it; or the outcome if it is refused."""
+    """Return (kernel, description, inputs), or the outcome if the problem or pairing is refused."""
     problem = run_or_outcome("a problem", lambda: Problem(**case.fields))
     if isinstance(problem, FuzzOutcome):
         return problem
-    what = f"{' x '.join(case.parts)}, {describe(problem)}"
-    kernel = run_or_outcome(what, lambda: make_kernel(*case.parts, problem))
+    description = f"{' x '.join(case.parts)}, {describe(problem)}"
+    kernel = run_or_outcome(description, lambda: make_kernel(*case.parts, problem))
     if isinstance(kernel, FuzzOutcome):
         return kernel
-    return kernel, what, make_inputs(kernel.problem, case.inputs)
+    return kernel, description, make_inputs(kernel.problem, case.inputs)
 
 
 def right_call(case: CallCase) -> FuzzOutcome:
-    """Call a compatible pairing with valid inputs: the output must be correct."""
+    """Call a kernel with valid inputs. The output must be correct."""
     built = build_call(case)
     if isinstance(built, FuzzOutcome):
         return built
-    kernel, what, inputs = built
-    what = f"{case.mode} of {what} with T={len(inputs.x_TH)}"
-    return check_call(kernel, inputs, case.mode, what, refusable=False)
+    kernel, description, inputs = built
+    description = f"{case.mode} of {description} with T={len(inputs.x_TH)}"
+    return check_call(kernel, inputs, case.mode, description, refusable=False)
 
 
 def changed_call(case: CallCase) -> FuzzOutcome:
-    """Make such a call with one thing changed."""
+    """Call a kernel with one change of the arguments."""
     built = build_call(case)
     if isinstance(built, FuzzOutcome):
         return built
-    kernel, what, inputs = built
+    kernel, description, inputs = built
     change, must_refuse = CHANGES[case.change]
-    what = f"{case.mode} of {what} with T={len(inputs.x_TH)}, {case.change}"
+    description = f"{case.mode} of {description} with T={len(inputs.x_TH)}, {case.change}"
     try:
-        changed = change(inputs, kernel.problem, case.place)
+        changed = change(inputs, kernel.problem, case.tensor_index)
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
-        return FuzzOutcome(RIGHT, f"{what}: no such tensor can be made")
+        return FuzzOutcome(RIGHT, f"{description}: no such tensor can be made")
     if changed is None:
-        return check_call(kernel, inputs, case.mode, what, refusable=False)
+        return check_call(kernel, inputs, case.mode, description, refusable=False)
     grad = torch.enable_grad() if case.change == "requires grad" else torch.no_grad()
     with grad:
         if not must_refuse:
-            return check_call(kernel, changed, case.mode, what, refusable=True)
+            return check_call(kernel, changed, case.mode, description, refusable=True)
         started = _record_starts(kernel)
-        result = run_or_outcome(what, lambda: _run_call(kernel, changed, case.mode, started))
+        result = run_or_outcome(description, lambda: _run_call(kernel, changed, case.mode, started))
     if not isinstance(result, FuzzOutcome):
-        return FuzzOutcome(ACCEPTED, what)
-    return FuzzOutcome(LATE, what) if result.kind == TYPED and started else result
+        return FuzzOutcome(ACCEPTED, description)
+    return FuzzOutcome(LATE, description) if result.kind == TYPED and started else result
 
 
 def nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
-    """Put NaN into one token's x, or into the weights of skipped pairs: other rows stay correct."""
+    """Put NaN into the first token, or into router weights of skipped pairs; check other rows."""
     call, first_token = case
     built = build_call(call)
     if isinstance(built, FuzzOutcome):
         return built
-    kernel, what, inputs = built
+    kernel, description, inputs = built
     if len(inputs.x_TH) == 0:
-        return FuzzOutcome(RIGHT, what)
+        return FuzzOutcome(RIGHT, description)
     oracle = Oracle(kernel.problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
     rows = slice(None)
     if first_token and kernel.problem.scheme.activation_granularity != "tensor":
         inputs.x_TH[0] = torch.nan
-        rows, what = slice(1, None), f"{what}, the first token is NaN"
+        rows, description = slice(1, None), f"{description}, the first token is NaN"
     else:
         ids = inputs.routing.topk_ids_TK
         skipped = (ids < 0) | (ids >= kernel.problem.experts)
@@ -136,86 +137,103 @@ def nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
             )
         router = inputs.routing.topk_weights_TK.masked_fill(skipped, torch.nan)
         inputs = replace(inputs, routing=replace(inputs.routing, topk_weights_TK=router))
-        what = f"{what}, router weights of skipped pairs are NaN"
-    result = run_or_outcome(what, lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
+        description = f"{description}, router weights of skipped pairs are NaN"
+    result = run_or_outcome(
+        description, lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing)
+    )
     if isinstance(result, FuzzOutcome):
-        return result if result.kind != TYPED else FuzzOutcome(WRONG, f"{what}: refused")
-    fault = oracle.fault(result, rows=rows)
-    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+        return result if result.kind != TYPED else FuzzOutcome(WRONG, f"{description}: refused")
+    mismatch = oracle.mismatch(result, rows=rows)
+    return (
+        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        if mismatch
+        else FuzzOutcome(RIGHT, description)
+    )
 
 
 def check_call(
-    kernel: FusedMoEModularKernel, given: CallInputs, mode: str, what: str, *, refusable: bool
+    kernel: FusedMoEModularKernel,
+    inputs: CallInputs,
+    mode: str,
+    description: str,
+    *,
+    refusable: bool,
 ) -> FuzzOutcome:
-    """Return the outcome of a call on valid numbers.
+    """Make a call and compare its output with the oracle.
 
     refusable: whether a typed error is acceptable.
     """
     # Copy x, because an inplace call overwrites it.
-    original = replace(given, x_TH=given.x_TH.clone())
+    original = replace(inputs, x_TH=inputs.x_TH.clone())
     oracle = Oracle(kernel.problem, original.x_TH, original.weights, original.routing)
     started = _record_starts(kernel)
-    result = run_or_outcome(what, lambda: _run_call(kernel, given, mode, started))
+    result = run_or_outcome(description, lambda: _run_call(kernel, inputs, mode, started))
     if isinstance(result, FuzzOutcome):
         if result.kind != TYPED:
             return result
         if started:
-            return FuzzOutcome(LATE, what)
-        return result if refusable else FuzzOutcome(WRONG, f"{what}: a valid call was refused")
-    fault = oracle.fault(result)
-    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+            return FuzzOutcome(LATE, description)
+        return (
+            result if refusable else FuzzOutcome(WRONG, f"{description}: a valid call was refused")
+        )
+    mismatch = oracle.mismatch(result)
+    return (
+        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        if mismatch
+        else FuzzOutcome(RIGHT, description)
+    )
 
 
 def _record_starts(kernel: FusedMoEModularKernel) -> list[str]:
-    """Return a list that is filled when a call has passed validation.
+    """Return a list to which each call adds an entry once it has passed validation.
 
-    Errors after that point must not be the caller's.
+    After that point, no error may blame the caller.
     """
     started: list[str] = []
     original = kernel.start_checked
 
-    def noted(*arguments: Any, **options: Any) -> Any:
+    def record_start(*arguments: Any, **options: Any) -> Any:
         started.append("started")
         return original(*arguments, **options)
 
-    kernel.start_checked = noted  # type: ignore[method-assign]
+    kernel.start_checked = record_start  # type: ignore[method-assign]
     return started
 
 
 def _run_call(
-    kernel: FusedMoEModularKernel, given: CallInputs, mode: str, started: list[str]
+    kernel: FusedMoEModularKernel, inputs: CallInputs, mode: str, started: list[str]
 ) -> torch.Tensor:
-    """Return the output of one call; with mode "twice" that of a plan's second call."""
-    arguments = (given.x_TH, given.weights, given.routing)
+    """Return the output of one call; in mode "twice", that of the second call of a plan."""
+    arguments = (inputs.x_TH, inputs.weights, inputs.routing)
     if mode == "plan":
-        return kernel.plan()(*arguments, out=given.out)
+        return kernel.plan()(*arguments, out=inputs.out)
     if mode == "twice":
         plan, problem = kernel.plan(), kernel.problem
         if problem.tokens:  # a different call first
             other = make_inputs(problem, InputChoices())
             plan(other.x_TH, other.weights, other.routing)
             started.clear()
-        return plan(*arguments, out=given.out)
+        return plan(*arguments, out=inputs.out)
     if mode == "start":
-        return kernel.start(*arguments, out=given.out).finish()
+        return kernel.start(*arguments, out=inputs.out).finish()
     with contextlib.ExitStack() as modes:
         if mode == "inference":
             modes.enter_context(torch.inference_mode())
         if mode == "default64":
             modes.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
-        return kernel(*arguments, out=given.out)
+        return kernel(*arguments, out=inputs.out)
 
 
 _CHANGED = call_cases(("call", "plan", "twice", "start"), changes=tuple(name for name, *_ in ALL))
-# A map lazily negated names rows that the weights do not have.
+# The values of a lazily negated expert_map are not rows of the weights.
 _NEGATED_MAP = CallCase(
     ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
     {"tokens": 2, "hidden": 8, "intermediate": 8, "experts": 3, "top_k": 1, "local_experts": 2,
      "expert_map": True, "dtype": torch.float32},
     InputChoices(),
     change="a weight negated",
-    place=2,
+    tensor_index=2,
 )  # fmt: skip
 TARGETS: tuple[Target[Any], ...] = (
     Target("right_call", 18, call_cases(), right_call, launches=True),

@@ -1,4 +1,4 @@
-"""Third-party checkpoints: safetensors, an index and a config.json, valid or damaged."""
+"""Fuzz targets: loading of valid and damaged checkpoints (safetensors, index, config.json)."""
 
 import json
 import tempfile
@@ -89,8 +89,8 @@ _FORMATS: tuple[tuple[str, dict[str, Any] | None, Callable[..., Tensors]], ...] 
 class CheckpointCase:
     """A checkpoint and the share of it that is loaded.
 
-    format: index in the list of formats. change: the kind of file that is changed, "" for none.
-    data: draws the change, which depends on what is in the file.
+    format: index in _FORMATS. ep, tp: (rank, world size) of the share. change: what is changed, ""
+    for nothing. data: draws the change, which depends on the contents of the file.
     """
 
     format: int
@@ -123,7 +123,7 @@ def _checkpoints(draw: st.DrawFn) -> CheckpointCase:
 def checkpoints(case: CheckpointCase) -> FuzzOutcome:
     """Load a checkpoint, unchanged or with one change.
 
-    This must return correct weights or raise a typed error.
+    The result must be correct weights or, if there is a change, a typed error.
     """
     quant, quantization, to_tensors = _FORMATS[case.format]
     problem = Problem(1, 64, case.intermediate, case.experts, 2, dtype=torch.float32, quant=quant)
@@ -142,18 +142,16 @@ def checkpoints(case: CheckpointCase) -> FuzzOutcome:
             return result if change_text else FuzzOutcome(WRONG, f"{description}: refused")
         if change_text.startswith(_MUST_FAIL):
             return FuzzOutcome(ACCEPTED, f"{description}{change_text}")
-        fault = run_or_outcome(
-            description, lambda: _fault(result, None if change_text else weights, problem)
+        mismatch = run_or_outcome(
+            description,
+            lambda: _weights_mismatch(result, None if change_text else weights, problem),
         )
-    if isinstance(fault, FuzzOutcome):
-        return FuzzOutcome(
-            WRONG, f"{description}{change_text}: the loaded weights are inconsistent: {fault.what}"
-        )
-    return (
-        FuzzOutcome(WRONG, f"{description}{change_text}: {fault}")
-        if fault
-        else FuzzOutcome(RIGHT, description)
-    )
+    if isinstance(mismatch, FuzzOutcome):
+        text = f"the loaded weights are inconsistent: {mismatch.description}"
+        return FuzzOutcome(WRONG, f"{description}{change_text}: {text}")
+    if mismatch:
+        return FuzzOutcome(WRONG, f"{description}{change_text}: {mismatch}")
+    return FuzzOutcome(RIGHT, description)
 
 
 def _weights(problem: Problem, seed: int) -> ExpertWeights:
@@ -170,7 +168,7 @@ def _weights(problem: Problem, seed: int) -> ExpertWeights:
 def _tensors(
     weights: ExpertWeights, problem: Problem, to_tensors: Callable[..., Tensors]
 ) -> Tensors:
-    """Return the tensors with Mixtral's names: gate is w1, up w3, down w2."""
+    """Return tensors by their names in a Mixtral checkpoint: gate is w1, up is w3, down is w2."""
     tensors: Tensors = {}
     none = [None] * problem.experts
     for e in range(problem.experts):
@@ -230,7 +228,7 @@ def _changed_text(draw: st.DrawFn, value: Any) -> str:
 
 @st.composite
 def _changed_tensors(draw: st.DrawFn, tensors: Tensors) -> str:
-    """Change `tensors` in place; return what was done."""
+    """Change `tensors` in place; return a description of the change."""
     name, kind = draw(st.sampled_from(sorted(tensors))), draw(st.integers(0, 4))
     if kind == 0:
         del tensors[name]
@@ -278,8 +276,8 @@ def _changed_header(draw: st.DrawFn, content: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
 
-def _fault(loaded: Any, expected: ExpertWeights | None, problem: Problem) -> str:
-    """Return what is wrong with loaded weights, or "".
+def _weights_mismatch(loaded: Any, expected: ExpertWeights | None, problem: Problem) -> str:
+    """Return how the loaded weights differ from the expected ones, or "".
 
     expected: all weights, to compare values; None if the checkpoint was changed.
     """
@@ -320,16 +318,16 @@ _DEVICES: tuple[Any, ...] = (
 
 
 def load_devices(device: Any) -> FuzzOutcome:
-    """Load a checkpoint to any device; this must return the weights or raise a typed error."""
+    """Load a checkpoint to some device, which must return the weights or raise a typed error."""
     problem = Problem(1, 64, 64, 2, 2, dtype=torch.float32)
     weights = _weights(problem, 0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps(_config(problem, None)))
         (path / "model.safetensors").write_bytes(save(_tensors(weights, problem, _FORMATS[0][2])))
-        what = f"load_experts to {device!r}"
+        description = f"load_experts to {device!r}"
         result = run_or_outcome(
-            what,
+            description,
             lambda: import_name("modular_kernel.checkpoints.loading:load_experts")(
                 folder, 1, device=device
             ),
@@ -337,8 +335,8 @@ def load_devices(device: Any) -> FuzzOutcome:
         if isinstance(result, FuzzOutcome):
             return result
         loaded = result.partial(1)[1]
-        right = loaded.w1.device.type == "cpu" and torch.equal(loaded.w1, weights.w1)
-    return FuzzOutcome(RIGHT if right else WRONG, what)
+        is_correct = loaded.w1.device.type == "cpu" and torch.equal(loaded.w1, weights.w1)
+    return FuzzOutcome(RIGHT if is_correct else WRONG, description)
 
 
 TARGETS: tuple[Target[Any], ...] = (

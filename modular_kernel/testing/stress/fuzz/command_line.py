@@ -1,4 +1,4 @@
-"""The command line with random options, and with file names that no system accepts."""
+"""Fuzz targets: the command line with random options, and with invalid file names."""
 
 import contextlib
 import io
@@ -36,35 +36,35 @@ _VALUES = (
 def command_line(words: list[str]) -> FuzzOutcome:
     """Run `mk list`, `check`, `plan` or `compose` with random options.
 
-    It must exit with 0, 1 or 2 and without a traceback. Nothing is launched: `compose` has no time
-    to measure.
+    It must exit with 0, 1 or 2, without a traceback. No kernel is launched, because `compose` gets
+    no time to measure.
     """
-    what = f"mk {' '.join(map(repr, words))}"
-    status, printed = run_command(words, what)
+    description = f"mk {' '.join(map(repr, words))}"
+    status, printed = run_command(words, description)
     if isinstance(status, FuzzOutcome):
         return status
     if "\x1b[2J" in printed:
-        return FuzzOutcome(WRONG, f"{what}: a control sequence is printed unescaped")
-    return FuzzOutcome(TYPED if status else RIGHT, what)
+        return FuzzOutcome(WRONG, f"{description}: a control sequence is printed unescaped")
+    return FuzzOutcome(TYPED if status else RIGHT, description)
 
 
 def file_names(words: list[str]) -> FuzzOutcome:
-    """Run a command with a file argument that cannot be read or written: exit status 2."""
-    what = f"mk {' '.join(map(repr, words))}"
-    status, _ = run_command(words, what)
+    """Run a command with a file that cannot be read or written. It must exit with status 2."""
+    description = f"mk {' '.join(map(repr, words))}"
+    status, _ = run_command(words, description)
     if isinstance(status, FuzzOutcome):
         return status
-    # 1 means that a problem was refused, which says nothing about the file.
-    return FuzzOutcome(TYPED if status == 2 else WRONG, f"{what}: exit {status}")
+    # Status 1 would mean that the problem was refused.
+    return FuzzOutcome(TYPED if status == 2 else WRONG, f"{description}: exit {status}")
 
 
-def run_command(words: list[str], what: str) -> tuple[int | FuzzOutcome, str]:
+def run_command(words: list[str], description: str) -> tuple[int | FuzzOutcome, str]:
     """Return the exit status of `mk`, or the outcome if it raises; and what it printed."""
     printed = io.StringIO()
 
     def call() -> int:
         out, err = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed)
-        # The value of --json is a file name; such files are removed with the folder.
+        # Files that `--json FILE` writes are removed with the folder.
         folder = tempfile.TemporaryDirectory()
         with out, err, preserve_environment(), folder as folder_path, contextlib.chdir(folder_path):
             try:
@@ -73,11 +73,11 @@ def run_command(words: list[str], what: str) -> tuple[int | FuzzOutcome, str]:
                 return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         return 0
 
-    status = run_or_outcome(what, call)
+    status = run_or_outcome(description, call)
     if isinstance(status, FuzzOutcome):  # an uncaught error of any type
-        return FuzzOutcome(RAW, status.what), printed.getvalue()
+        return FuzzOutcome(RAW, status.description), printed.getvalue()
     if "Traceback" in printed.getvalue() or status not in (0, 1, 2):
-        return FuzzOutcome(RAW, f"{what}: exit {status}"), printed.getvalue()
+        return FuzzOutcome(RAW, f"{description}: exit {status}"), printed.getvalue()
     return status, printed.getvalue()
 
 

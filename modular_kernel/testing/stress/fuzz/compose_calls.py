@@ -1,4 +1,4 @@
-"""Calls of `compose`: the layer must compute correct output with any measurement options."""
+"""Fuzz target: layers made by `compose` with random options or a junk argument."""
 
 import tempfile
 from dataclasses import dataclass, replace
@@ -28,14 +28,18 @@ from modular_kernel.testing.stress.fuzz.random_problems import (
 )
 from modular_kernel.testing.stress.fuzz.target import Target, import_name
 
-# Fields of Terms. By its docstring none of them accepts a value of the types _NEVER.
+# Fields of Terms. None of them accepts a value of _INVALID_TYPES.
 _TERMS = ("tokens", "budget", "routing", "replicated", "fresh", "on_bucket")
-_NEVER = (bytes, list, dict, set, complex)
+_INVALID_TYPES = (bytes, list, dict, set, complex)
 
 
 @dataclass(frozen=True)
 class ComposeCase:
-    """A call of compose. junk: (name of the argument, value), or None. plans: call a plan."""
+    """A call of compose.
+
+    fields: those of the problem. junk: (name of an argument, value), or None. plans: whether to
+    call a plan of the layer.
+    """
 
     fields: dict[str, Any]
     inputs: InputChoices
@@ -46,53 +50,60 @@ class ComposeCase:
 
 
 def composed_call(case: ComposeCase) -> FuzzOutcome:
-    """Compose a random problem and call the layer or its plan, or pass a junk argument."""
+    """Compose a layer for a random problem and call it. A junk argument must be refused."""
     problem = run_or_outcome("a problem", lambda: Problem(**case.fields))
     if isinstance(problem, FuzzOutcome):
         return problem
     terms: dict[str, Any] = {"budget": case.budget}
     if problem.tokens and case.tokens:
         terms["tokens"] = tuple(1 + n % problem.tokens for n in case.tokens)
-    what = f"compose of {describe(problem)}, {terms}"
+    description = f"compose of {describe(problem)}, {terms}"
     arguments: dict[str, Any] = {"problem": problem}
     if case.junk:
         name, value = case.junk
         (terms if name in _TERMS else arguments)[name] = value
-        what += f" with {name}={shorten(value)}"
+        description += f" with {name}={shorten(value)}"
 
     def call() -> torch.Tensor:
-        made = make_inputs(problem, case.inputs)
-        inputs = made.x_TH, made.weights, made.routing
+        inputs = make_inputs(problem, case.inputs)
         with tempfile.TemporaryDirectory() as folder:
             home = "modular_kernel.select.autotune"
             options = import_name(f"{home}:Terms")(folder=Path(folder), **terms)
             kernel = import_name(f"{home}:compose")(**({"terms": options} | arguments))
             layer = kernel.plan() if case.plans else kernel
-            original = replace(made, x_TH=made.x_TH.clone())
+            original = replace(inputs, x_TH=inputs.x_TH.clone())
             oracles.append(Oracle(problem, original.x_TH, original.weights, original.routing))
-            result: torch.Tensor = layer(*inputs)
+            result: torch.Tensor = layer(inputs.x_TH, inputs.weights, inputs.routing)
             return result
 
     oracles: list[Oracle] = []
-    result = run_or_outcome(what, call)
+    result = run_or_outcome(description, call)
     if isinstance(result, FuzzOutcome):
         was_started = result.kind == TYPED and bool(oracles)
-        return FuzzOutcome(WRONG, f"{what}: a valid call was refused") if was_started else result
+        return (
+            FuzzOutcome(WRONG, f"{description}: a valid call was refused")
+            if was_started
+            else result
+        )
     if case.junk:
-        return FuzzOutcome(ACCEPTED, what)
-    fault = oracles[0].fault(result)
-    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+        return FuzzOutcome(ACCEPTED, description)
+    mismatch = oracles[0].mismatch(result)
+    return (
+        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        if mismatch
+        else FuzzOutcome(RIGHT, description)
+    )
 
 
 _junk = st.tuples(
     st.sampled_from((*_TERMS, "problem", "machine", "terms")),
-    st.sampled_from([v for v in JUNK if isinstance(v, _NEVER)]),
+    st.sampled_from([v for v in JUNK if isinstance(v, _INVALID_TYPES)]),
 )
 _CASES = st.builds(
     ComposeCase,
     fields=problem_fields(),
     inputs=input_choices(),
-    # Measure nothing, or one or two pairings until the time is over.
+    # Enough time to measure no pairing, or one or two.
     budget=st.sampled_from((0.0, 0.0, 0.0, 0.0, 0.02)),
     tokens=st.one_of(st.just(()), st.lists(st.integers(0, 8), min_size=1, max_size=3).map(tuple)),
     junk=st.one_of(st.none(), _junk),

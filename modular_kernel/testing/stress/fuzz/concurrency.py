@@ -1,4 +1,4 @@
-"""Threads, forks and interrupts: interleaved calls, adapter pools, and what is left afterwards."""
+"""Fuzz targets: threads that use adapter pools and kernels, forks, and interrupts."""
 
 import contextlib
 import os
@@ -30,17 +30,17 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 from modular_kernel.testing.stress.fuzz.samples import PROBLEM
 from modular_kernel.testing.stress.fuzz.target import Target, import_name
 
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 
 
 def _run_threads(functions: list[Callable[[], None]]) -> list[Exception] | None:
-    """Run the functions at once; return their exceptions, or None if one does not end."""
+    """Run each function in a thread; return their exceptions, or None if a thread does not end."""
     errors: list[Exception] = []
     start = threading.Barrier(len(functions))
 
     def run(function: Callable[[], None]) -> None:
         try:
-            start.wait(_PATIENCE_S)
+            start.wait(_TIMEOUT_S)
             function()
         except Exception as error:  # noqa: BLE001 (classified by the caller)
             errors.append(error)
@@ -48,20 +48,20 @@ def _run_threads(functions: list[Callable[[], None]]) -> list[Exception] | None:
     threads = [threading.Thread(target=run, args=(f,), daemon=True) for f in functions]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _TIMEOUT_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return None if any(thread.is_alive() for thread in threads) else errors
 
 
-def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether two outputs differ by rounding alone, as those of two parts do."""
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+def _is_close(output: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether two outputs are equal up to rounding."""
+    return output.shape == expected.shape and torch.allclose(output, expected, rtol=1e-4, atol=1e-5)
 
 
 @contextlib.contextmanager
-def _short_slices() -> Iterator[None]:
-    """Switch threads far more often than usual."""
+def _frequent_thread_switches() -> Iterator[None]:
+    """Make the interpreter switch threads every 10 us."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -72,21 +72,21 @@ def _short_slices() -> Iterator[None]:
 
 # --------------------------------------------------------------------------------- adapter pools
 
-# (operation, adapter) of each thread, one after the other
+# The steps of one thread: (operation, adapter).
 Program = list[tuple[str, int]]
 
 
 @dataclass(frozen=True)
 class PoolCase:
-    """Programs of threads that load and evict adapters. manager: of a LoRAManager, else a pool."""
+    """Threads that load and evict adapters. manager: whether to use a LoRAManager or a pool."""
 
     manager: bool
     programs: list[Program]
 
 
 def adapter_threads(case: PoolCase) -> FuzzOutcome:
-    """Load and evict from several threads: afterwards every slot holds the adapter it names."""
-    what = f"{'LoRAManager' if case.manager else 'AdapterPool'}, {case.programs}"
+    """Load and evict adapters from several threads. Then every slot must hold its adapter."""
+    description = f"{'LoRAManager' if case.manager else 'AdapterPool'}, {case.programs}"
     load: Callable[[int], object]
     evict: Callable[[int], object]
     if case.manager:
@@ -105,21 +105,25 @@ def adapter_threads(case: PoolCase) -> FuzzOutcome:
 
     def run(program: Program) -> None:
         for operation, number in program:
-            # No free slot, a name loaded twice, a name evicted by another thread
+            # There may be no free slot, or another thread may have loaded or evicted the adapter.
             with contextlib.suppress(ModularKernelError):
                 (load if operation == "load" else evict)(number)
 
-    with _short_slices():
+    with _frequent_thread_switches():
         errors = _run_threads([lambda p=program: run(p) for program in case.programs])  # type: ignore[misc]
     if errors is None:
-        return FuzzOutcome(HANG, what)
+        return FuzzOutcome(HANG, description)
     if errors:
-        return FuzzOutcome(RAW, f"{what}: {format_error(errors[0])}")
-    fault = _pool_fault(pool)
-    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+        return FuzzOutcome(RAW, f"{description}: {format_error(errors[0])}")
+    mismatch = _pool_mismatch(pool)
+    return (
+        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        if mismatch
+        else FuzzOutcome(RIGHT, description)
+    )
 
 
-def _pool_fault(pool: Any) -> str:
+def _pool_mismatch(pool: Any) -> str:
     slots = dict(pool.slots)
     if len(set(slots.values())) != len(slots):
         return f"two names in one slot: {slots}"
@@ -144,27 +148,30 @@ _STEPS = (
 
 @dataclass(frozen=True)
 class ThreadCase:
-    """Steps of each thread on one kernel, its plan, and a layer. parts: the pairing."""
+    """Threads that use one kernel, its plan, and a layer.
+
+    parts: the pairing. programs: the steps of each thread, (one of _STEPS, index of the inputs).
+    """
 
     parts: tuple[str, str]
     programs: list[list[tuple[str, int]]]
 
 
 def interleavings(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one case for each step)
-    """Mix calls, plans, started calls and reservations over threads: every output is right."""
+    """Make calls, plans and reservations in several threads. Every output must be correct."""
     kernel = samples.kernel(PROBLEM, case.parts)
     shared = kernel.plan()
-    given = [samples.inputs(seed) for seed in range(4)]
-    expected = [kernel(g.x_TH, g.weights, g.routing).clone() for g in given]
-    layer = samples.loaded_layer(given[0].weights)
+    inputs = [samples.inputs(seed) for seed in range(4)]
+    expected = [kernel(g.x_TH, g.weights, g.routing).clone() for g in inputs]
+    layer = samples.loaded_layer(inputs[0].weights)
     wrong: list[str] = []
 
-    def compare(step: str, found: torch.Tensor, number: int, rows: int | None = None) -> None:
-        if not _same(found, expected[number][:rows]):
+    def compare(step: str, output: torch.Tensor, number: int, rows: int | None = None) -> None:
+        if not _is_close(output, expected[number][:rows]):
             wrong.append(f"{step} {number}")
 
     def run_step(step: str, number: int) -> None:
-        g = given[number]
+        g = inputs[number]
         arguments = (g.x_TH, g.weights, g.routing)
         if step == "call":
             compare(step, kernel(*arguments), number)
@@ -184,8 +191,8 @@ def interleavings(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one case for 
         elif step == "reserve":
             kernel.reserve_workspace(1 + number)
         elif step == "layer":
-            found = layer(given[0].x_TH, given[0].routing)
-            compare(step, found, 0)
+            output = layer(inputs[0].x_TH, inputs[0].routing)
+            compare(step, output, 0)
         elif step == "count":
             _ = kernel.invalid_ids
         elif step == "specs":
@@ -199,20 +206,22 @@ def interleavings(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one case for 
         for step, number in program:
             run_step(step, number)
 
-    what = f"{' x '.join(case.parts)}: {case.programs}"
-    with _short_slices():
+    description = f"{' x '.join(case.parts)}: {case.programs}"
+    with _frequent_thread_switches():
         errors = _run_threads([lambda p=program: run(p) for program in case.programs])  # type: ignore[misc]
     if errors is None:
-        return FuzzOutcome(HANG, what)
+        return FuzzOutcome(HANG, description)
     if errors:
-        return FuzzOutcome(RAW, f"{what}: {format_error(errors[0])}")
-    return FuzzOutcome(WRONG, f"{what}: {wrong}") if wrong else FuzzOutcome(RIGHT, what)
+        return FuzzOutcome(RAW, f"{description}: {format_error(errors[0])}")
+    return (
+        FuzzOutcome(WRONG, f"{description}: {wrong}") if wrong else FuzzOutcome(RIGHT, description)
+    )
 
 
 # ------------------------------------------------------------------------------------------ forks
 
 
-def _in_child(function: Callable[[], bytes], patience_s: float) -> bytes | None:
+def _run_in_child(function: Callable[[], bytes], timeout_s: float) -> bytes | None:
     """Return what `function` returns in a forked child; None if the child hangs."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
@@ -229,7 +238,7 @@ def _in_child(function: Callable[[], bytes], patience_s: float) -> bytes | None:
             os._exit(0)
     os.close(writer)
     try:
-        ready, _, _ = select.select([reader], [], [], patience_s)
+        ready, _, _ = select.select([reader], [], [], timeout_s)
         received = os.read(reader, 4096) if ready else None
     finally:
         os.close(reader)
@@ -242,23 +251,27 @@ def _in_child(function: Callable[[], bytes], patience_s: float) -> bytes | None:
 
 @dataclass(frozen=True)
 class ForkCase:
-    """Forks while threads are in calls. steps: what each repeats. in_child: what the child does."""
+    """Forks while threads make calls.
+
+    steps: the action that each thread repeats. child_action: the action of each forked child.
+    pauses_us: microseconds before each fork.
+    """
 
     parts: tuple[str, str]
     steps: list[str]
-    in_child: str
+    child_action: str
     pauses_us: list[int]
 
 
 def forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for each step)
-    """Fork while threads are in calls: a child's call is right; it never hangs."""
-    given = samples.inputs()
+    """Fork while threads make calls. The child must not hang, and its output must be correct."""
+    inputs = samples.inputs()
     kernel = samples.kernel(PROBLEM, case.parts)
     plan = kernel.plan()
-    layer = samples.loaded_layer(given.weights)
+    layer = samples.loaded_layer(inputs.weights)
     problem = replace(PROBLEM, lora=samples.LORA)
     pool = import_name("modular_kernel.layers.adapter_pool:AdapterPool")(problem)
-    arguments = (given.x_TH, given.weights, given.routing)
+    arguments = (inputs.x_TH, inputs.weights, inputs.routing)
     expected = plan(*arguments).clone()
     stop = threading.Event()
 
@@ -273,43 +286,45 @@ def forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for each ste
     actions: dict[str, Callable[[], torch.Tensor]] = {
         "kernel": lambda: kernel(*arguments),
         "plan": lambda: plan(*arguments),
-        "layer": lambda: layer(given.x_TH, given.routing),
+        "layer": lambda: layer(inputs.x_TH, inputs.routing),
         "make": make_and_call,
         "pool": load,
         "start": lambda: kernel.start(*arguments).finish(),
     }
 
-    def busy(step: str) -> None:
+    def repeat(step: str) -> None:
         while not stop.is_set():
             # Another thread may have loaded the adapter.
             with contextlib.suppress(ModularKernelError):
                 actions[step]()
 
     def child() -> bytes:
-        if case.in_child == "pool":
+        if case.child_action == "pool":
             for name in list(pool.slots):
                 pool.evict(name)
-        found = actions[case.in_child]()
-        return b"right" if _same(found, expected) else b"wrong"
+        output = actions[case.child_action]()
+        return b"right" if _is_close(output, expected) else b"wrong"
 
-    what = f"forks of {' x '.join(case.parts)}, during {case.steps}; then {case.in_child}"
-    threads = [threading.Thread(target=busy, args=(s,), daemon=True) for s in case.steps]
+    description = (
+        f"forks of {' x '.join(case.parts)}, during {case.steps}; then {case.child_action}"
+    )
+    threads = [threading.Thread(target=repeat, args=(s,), daemon=True) for s in case.steps]
     for thread in threads:
         thread.start()
     try:
         for pause in case.pauses_us:
             time.sleep(pause / 1e6)
-            answer = _in_child(child, 15.0)
+            answer = _run_in_child(child, 15.0)
             if answer is None:
-                return FuzzOutcome(HANG, what)
+                return FuzzOutcome(HANG, description)
             if answer != b"right":
                 kind = WRONG if answer == b"wrong" else RAW
-                return FuzzOutcome(kind, f"{what}: {answer.decode(errors='replace')}")
+                return FuzzOutcome(kind, f"{description}: {answer.decode(errors='replace')}")
     finally:
         stop.set()
         for thread in threads:
-            thread.join(_PATIENCE_S)
-    return FuzzOutcome(RIGHT, what)
+            thread.join(_TIMEOUT_S)
+    return FuzzOutcome(RIGHT, description)
 
 
 # ------------------------------------------------------------------------------------- interrupts
@@ -317,11 +332,11 @@ def forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for each ste
 
 @dataclass(frozen=True)
 class InterruptCase:
-    """Interrupts of an action. places: for each, after how many function calls."""
+    """Interrupts of an action. positions: for each, the number of function calls before it."""
 
     action: str
     parts: tuple[str, str]
-    places: list[int]
+    positions: list[int]
     error: str
 
 
@@ -333,19 +348,19 @@ _ERRORS: dict[str, type[BaseException]] = {
 
 
 def interrupts(case: InterruptCase) -> FuzzOutcome:
-    """Interrupt an action at a random place: afterwards the objects work as before."""
-    given = samples.inputs()
+    """Interrupt an action at a random position. Afterwards, all objects must work as before."""
+    inputs = samples.inputs()
     kernel = samples.kernel(PROBLEM, case.parts)
-    plan, layer = kernel.plan(), samples.loaded_layer(given.weights)
+    plan, layer = kernel.plan(), samples.loaded_layer(inputs.weights)
     lora = replace(PROBLEM, lora=samples.LORA)
     pool = import_name("modular_kernel.layers.adapter_pool:AdapterPool")(lora)
-    arguments = (given.x_TH, given.weights, given.routing)
+    arguments = (inputs.x_TH, inputs.weights, inputs.routing)
     expected = kernel(*arguments).clone()
     other = samples.inputs(1)
     actions: dict[str, Callable[[], object]] = {
         "kernel": lambda: kernel(*arguments),
         "plan": lambda: plan(*arguments),
-        "layer": lambda: layer(given.x_TH, given.routing),
+        "layer": lambda: layer(inputs.x_TH, inputs.routing),
         "start": lambda: kernel.start(*arguments).finish(),
         "load": lambda: pool.load("mine", samples.adapter(2, 1)),
         "evict": lambda: pool.evict("mine"),
@@ -354,81 +369,85 @@ def interrupts(case: InterruptCase) -> FuzzOutcome:
         "make": lambda: samples.kernel(PROBLEM, case.parts),
         "warm_up": lambda: layer.warm_up(3),
     }
-    what = f"{case.error} in {case.action} of {' x '.join(case.parts)} at {case.places}"
+    description = f"{case.error} in {case.action} of {' x '.join(case.parts)} at {case.positions}"
     if case.action == "evict":
         pool.load("mine", samples.adapter(2, 1))
-    for place in case.places:
+    for position in case.positions:
         with contextlib.suppress(_ERRORS[case.error], ModularKernelError):
-            _interrupted(actions[case.action], place, _ERRORS[case.error])
+            _run_interrupted(actions[case.action], position, _ERRORS[case.error])
     outcomes: list[FuzzOutcome] = []
 
-    def use() -> None:
-        outcomes.append(_after_interrupt(case, what, kernel, plan, layer, pool, given, expected))
+    def check_afterwards() -> None:
+        outcomes.append(
+            _check_after_interrupt(case, description, kernel, plan, layer, pool, inputs, expected)
+        )
 
-    # In another thread, which would wait for a lock that was not released.
-    errors = _run_threads([use])
+    # Use another thread, which blocks if a lock was not released.
+    errors = _run_threads([check_afterwards])
     if errors is None:
-        return FuzzOutcome(HANG, what)
+        return FuzzOutcome(HANG, description)
     if errors:
-        return FuzzOutcome(RAW, f"{what}: {format_error(errors[0])}")
+        return FuzzOutcome(RAW, f"{description}: {format_error(errors[0])}")
     return outcomes[0]
 
 
-def _after_interrupt(  # noqa: PLR0913 (all that the interrupted action may have changed)
+def _check_after_interrupt(  # noqa: PLR0913 (all that the interrupted action may have changed)
     case: InterruptCase,
-    what: str,
+    description: str,
     kernel: Any,
     plan: Any,
     layer: Any,
     pool: Any,
-    given: Any,
+    inputs: Any,
     expected: torch.Tensor,
 ) -> FuzzOutcome:
-    arguments = (given.x_TH, given.weights, given.routing)
+    arguments = (inputs.x_TH, inputs.weights, inputs.routing)
     kernel.reserve_workspace(2)
     for name, run in (("kernel", kernel), ("plan", plan)):
-        if not _same(run(*arguments), expected):
-            return FuzzOutcome(WRONG, f"{what}: then {name}")
+        if not _is_close(run(*arguments), expected):
+            return FuzzOutcome(WRONG, f"{description}: then {name}")
     if case.action == "set_weights":  # it has either the former weights or all of the others
-        found = layer(given.x_TH, given.routing)
-        others = kernel(given.x_TH, samples.inputs(1).weights, given.routing)
-        if not (_same(found, expected) or _same(found, others)):
-            return FuzzOutcome(WRONG, f"{what}: then layer, with parts of both weights")
-        layer.set_weights(given.weights)
-    if not _same(layer(given.x_TH, given.routing), expected):
-        return FuzzOutcome(WRONG, f"{what}: then layer")
+        output = layer(inputs.x_TH, inputs.routing)
+        others = kernel(inputs.x_TH, samples.inputs(1).weights, inputs.routing)
+        if not (_is_close(output, expected) or _is_close(output, others)):
+            return FuzzOutcome(WRONG, f"{description}: then layer, with parts of both weights")
+        layer.set_weights(inputs.weights)
+    if not _is_close(layer(inputs.x_TH, inputs.routing), expected):
+        return FuzzOutcome(WRONG, f"{description}: then layer")
     if case.action in ("load", "evict"):
-        fault = _pool_fault_after(pool)
-        if fault:
-            return FuzzOutcome(WRONG, f"{what}: {fault}")
-    return FuzzOutcome(RIGHT, what)
+        mismatch = _pool_mismatch_after(pool)
+        if mismatch:
+            return FuzzOutcome(WRONG, f"{description}: {mismatch}")
+    return FuzzOutcome(RIGHT, description)
 
 
-def _pool_fault_after(pool: Any) -> str:
-    """Check that the pool is consistent, and that all of its slots can be used."""
+def _pool_mismatch_after(pool: Any) -> str:
+    """Return how the pool is inconsistent, or why a slot cannot be used; "" if all is well."""
     if "mine" in pool.slots:
         slot = pool.slots["mine"]
-        held = pool.weights(samples.inputs().weights).lora_b2[slot][..., :2]
-        if not torch.equal(held, samples.adapter(2, 1).lora_b2):
-            return "the adapter that is loaded is not whole"
+        loaded = pool.weights(samples.inputs().weights).lora_b2[slot][..., :2]
+        if not torch.equal(loaded, samples.adapter(2, 1).lora_b2):
+            return "the adapter was loaded in part"
         pool.evict("mine")
     for number in range(3):
         pool.load(str(number), samples.adapter(2, number))
-    return _pool_fault(pool)
+    return _pool_mismatch(pool)
 
 
-def _interrupted(action: Callable[[], object], place: int, error: type[BaseException]) -> None:
-    """Run an action, and raise `error` at the `place`-th place where a signal may arrive.
+def _run_interrupted(
+    action: Callable[[], object], position: int, error: type[BaseException]
+) -> None:
+    """Run an action, and raise `error` at the `position`-th point where a signal may be handled.
 
-    The interpreter handles signals when a function begins, and when one of C returns.
+    The interpreter handles signals when a Python function begins and when a C function returns.
     """
     count = 0
 
     def profile(frame: FrameType, event: str, _function: Any) -> None:
         nonlocal count
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(_OURS):
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
             count += 1
-            if count == place:
+            if count == position:
                 raise error
 
     before = sys.getprofile()
@@ -439,8 +458,9 @@ def _interrupted(action: Callable[[], object], place: int, error: type[BaseExcep
         sys.setprofile(before)
 
 
-# The package's own files: torch and the standard library may not survive an interrupt anywhere.
-_OURS = str(Path(__file__).parents[3])
+# Only this package is interrupted. torch and the standard library may not tolerate an interrupt at
+# every point.
+_PACKAGE_FOLDER = str(Path(__file__).parents[3])
 
 _PARTS = st.sampled_from((samples.PAIR, samples.BATCHED))
 _POOL_CASES = st.builds(
@@ -470,7 +490,7 @@ _FORK_CASES = st.builds(
     ForkCase,
     parts=_PARTS,
     steps=st.lists(st.sampled_from(_ACTIONS), min_size=1, max_size=3),
-    in_child=st.sampled_from(_ACTIONS),
+    child_action=st.sampled_from(_ACTIONS),
     pauses_us=st.lists(st.integers(0, 3000), min_size=1, max_size=5),
 )
 _INTERRUPT_CASES = st.builds(
@@ -480,7 +500,7 @@ _INTERRUPT_CASES = st.builds(
          "warm_up")
     ),
     parts=_PARTS,
-    places=st.lists(st.integers(1, 400), min_size=1, max_size=3),
+    positions=st.lists(st.integers(1, 400), min_size=1, max_size=3),
     error=st.sampled_from(sorted(_ERRORS)),
 )  # fmt: skip
 TARGETS: tuple[Target[Any], ...] = (

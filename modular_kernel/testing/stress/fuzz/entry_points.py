@@ -1,4 +1,4 @@
-"""Third-party packages: entry points that raise, return junk, or provide invalid parts."""
+"""Fuzz target: entry points of packages that raise, return junk, or provide invalid parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -37,8 +37,8 @@ _GOOD = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize", "TorchExperts
 class BrokenPackage:
     """A package whose entry point raises or offers junk.
 
-    kind: what is wrong with it. value: junk, or the index of an exception in the list. role: of
-    the part that it offers.
+    kind: what is wrong with it. value: junk, or an index in _ERROR_FACTORIES. role: that of the
+    part it provides. field: the field of the part's requirements that is junk.
     """
 
     kind: str
@@ -51,17 +51,17 @@ class BrokenPackage:
 def _broken_packages(draw: st.DrawFn) -> BrokenPackage:
     kind = draw(st.sampled_from(("raises", "offers", "requires", "field", "extra_rejections")))
     role = draw(st.sampled_from(sorted(_BASES)))
-    names = sorted(each.name for each in fields(_base(role).requires))
+    names = sorted(field.name for field in fields(_base(role).requires))
     value = st.integers(0, len(_ERROR_FACTORIES) - 1) if kind == "raises" else junk
     if kind == "offers":
-        given = draw(junk)
-        value = st.sampled_from((given, (given,), [given]))
+        value = draw(junk)
+        value = st.sampled_from((value, (value,), [value]))
     return BrokenPackage(kind, draw(value), role, draw(st.sampled_from(names)))
 
 
 @dataclass(frozen=True)
 class PackagesCase:
-    """Broken packages, the index of the good one among them, and a problem to check."""
+    """Broken packages, the position of a good one among them, and a problem to check."""
 
     broken: list[BrokenPackage]
     index: int
@@ -69,10 +69,10 @@ class PackagesCase:
 
 
 def entry_points(case: PackagesCase) -> FuzzOutcome:
-    """Load up to four broken packages beside a good one.
+    """Load up to four broken packages together with a good one.
 
     The parts of the good package must be in the catalog. A broken package must be listed as broken,
-    or checking its parts must not raise.
+    or else checking its parts must not raise.
     """
     good = load_catalog()
     broken_offers = [_offer(package, index) for index, package in enumerate(case.broken)]
@@ -94,20 +94,18 @@ def entry_points(case: PackagesCase) -> FuzzOutcome:
             return "a text that is not printable"
         return _verdict_fault(catalog, case.fields)
 
-    fault = run_or_outcome(descriptions, call)
-    if isinstance(fault, FuzzOutcome):
-        return fault
-    if fault.startswith("usable"):
-        return FuzzOutcome(ACCEPTED, f"{descriptions}: {fault}")
-    return (
-        FuzzOutcome(WRONG, f"{descriptions}: {fault}")
-        if fault
-        else FuzzOutcome(RIGHT, descriptions)
-    )
+    mismatch = run_or_outcome(descriptions, call)
+    if isinstance(mismatch, FuzzOutcome):
+        return mismatch
+    if mismatch.startswith("usable"):
+        return FuzzOutcome(ACCEPTED, f"{descriptions}: {mismatch}")
+    if mismatch:
+        return FuzzOutcome(WRONG, f"{descriptions}: {mismatch}")
+    return FuzzOutcome(RIGHT, descriptions)
 
 
 def _verdict_fault(catalog: Any, problem_fields: dict[str, Any]) -> str:
-    """Check all pairings; return what is wrong with a verdict, or "". None may raise."""
+    """Check all pairings, which must not raise; return what is wrong with a verdict, or ""."""
     problem, machine = Problem(**problem_fields), current_machine()
     for part in catalog.parts:
         unavailable(part.name, part.cls.requires, machine)
@@ -131,7 +129,7 @@ def _base(role: str) -> Any:
 
 
 def _offer(package: BrokenPackage, index: int) -> tuple[Offer, str, tuple[str, ...]]:
-    """Return an entry point, its description, and the names of its parts that must be unusable."""
+    """Return an entry point, its description, and the names of parts that must not be usable."""
     kind, value = package.kind, package.value
     name = f"theirs{index}"
     origin = f"{name} ({name}:PARTS)"
@@ -145,7 +143,7 @@ def _offer(package: BrokenPackage, index: int) -> tuple[Offer, str, tuple[str, .
     if kind == "offers":
         return Offer(name, origin, lambda: value), f"offers {shorten(value)}", ()
     base, label = _base(package.role), f"Theirs{index}"
-    if kind == "requires":  # junk instead of the whole declaration
+    if kind == "requires":  # junk instead of all requirements
         part = type(label, (base,), {"requires": value})
         return Offer(name, origin, lambda: (part,)), f"requires={shorten(value)}", (label,)
     if kind == "field":

@@ -1,4 +1,4 @@
-"""Third-party files: tuned tiles, cached choices, and a model's config.json, valid or damaged."""
+"""Fuzz target: tuned launch configurations, cached choices and config.json, valid or damaged."""
 
 import json
 import math
@@ -25,7 +25,7 @@ _WORDS = ("NaN", "-Infinity", "1e999", "0x10", "[" * 2000, "'x'", "\x00", "{", "
 
 @dataclass(frozen=True)
 class FileCase:
-    """Text of a file. kind: its reader's name. is_original: nothing was changed."""
+    """Text of a file. kind: one of _READERS. is_original: whether nothing was changed."""
 
     kind: str
     text: str
@@ -33,23 +33,27 @@ class FileCase:
 
 
 def stored_files(case: FileCase) -> FuzzOutcome:
-    """Read a file, unchanged or with up to four changes: correct, or a typed error."""
-    _, read, check = _KINDS[case.kind]
+    """Read a file, unchanged or with up to four changes. Errors must be typed."""
+    _, read, check = _READERS[case.kind]
     changes = "unchanged" if case.is_original else "changed"
-    what = f"{case.kind}, {changes}: {case.text[:300]}"
-    result = run_or_outcome(what, lambda: read(case.text))
+    description = f"{case.kind}, {changes}: {case.text[:300]}"
+    result = run_or_outcome(description, lambda: read(case.text))
     if isinstance(result, FuzzOutcome):
-        return FuzzOutcome(WRONG, f"{what}: refused") if case.is_original else result
-    fault = run_or_outcome(what, lambda: check(result))
-    if isinstance(fault, FuzzOutcome):
-        return fault
-    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+        return FuzzOutcome(WRONG, f"{description}: refused") if case.is_original else result
+    mismatch = run_or_outcome(description, lambda: check(result))
+    if isinstance(mismatch, FuzzOutcome):
+        return mismatch
+    return (
+        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        if mismatch
+        else FuzzOutcome(RIGHT, description)
+    )
 
 
 @st.composite
 def _file_cases(draw: st.DrawFn) -> FileCase:
-    kind = draw(st.sampled_from(sorted(_KINDS)))
-    value, changes = _KINDS[kind][0], draw(st.sampled_from((0, 1, 1, 1, 2, 4)))
+    kind = draw(st.sampled_from(sorted(_READERS)))
+    value, changes = _READERS[kind][0], draw(st.sampled_from((0, 1, 1, 1, 2, 4)))
     for _ in range(changes):
         value = draw(changed_json(value))
     text = json.dumps(value)
@@ -71,20 +75,20 @@ def changed_json(draw: st.DrawFn, value: Any) -> Any:
             return {(other if k == name else k): v for k, v in value.items()}
         return value | {name: draw(changed_json(value[name]))}
     if isinstance(value, list) and value and draw(chance(85)):
-        at, kind = draw(st.integers(0, len(value) - 1)), draw(st.integers(0, 5))
+        index, kind = draw(st.integers(0, len(value) - 1)), draw(st.integers(0, 5))
         if kind == 0:
-            return value[:at] + value[at + 1 :]
+            return value[:index] + value[index + 1 :]
         if kind == 1:
-            return [*value, value[at]]
-        return [*value[:at], draw(changed_json(value[at])), *value[at + 1 :]]
+            return [*value, value[index]]
+        return [*value[:index], draw(changed_json(value[index])), *value[index + 1 :]]
     return draw(_values)
 
 
 @st.composite
 def damaged_text(draw: st.DrawFn, text: str) -> str:
     """Draw `text` truncated, with an inserted word or character, or with a part repeated."""
-    places = st.integers(0, len(text))
-    start, stop = sorted((draw(places), draw(places)))
+    positions = st.integers(0, len(text))
+    start, stop = sorted((draw(positions), draw(positions)))
     kind = draw(st.integers(0, 3))
     if kind == 0:
         return text[:start]
@@ -99,29 +103,37 @@ def damaged_text(draw: st.DrawFn, text: str) -> str:
 _values = st.sampled_from(_VALUES)
 
 
-def _launch(block_m: int) -> dict[str, int]:
+def _launch_config(block_m: int) -> dict[str, int]:
     sizes = {"BLOCK_SIZE_M": block_m, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1}
     return sizes | {"num_warps": 4, "num_stages": 3}
 
 
-_OURS = {
+_TUNED_TILES = {
     "format": "modular_kernel.tiles/2",
     "triton_version": "3.6.0",
     "tuned_for": {"experts_part": "TritonExperts", "hidden": 4096, "top_k": 2},
     **{
-        tokens: {"gemm1": _launch(m), "gemm2": _launch(m), "path": "aligned", "us": 650.1}
+        tokens: {
+            "gemm1": _launch_config(m),
+            "gemm2": _launch_config(m),
+            "path": "aligned",
+            "us": 650.1,
+        }
         for tokens, m in (("1", 16), ("64", 32), ("512", 64))
     },
 }
-_THEIRS = {tokens: _launch(m) for tokens, m in (("1", 16), ("64", 32), ("512", 64))}
+_PUBLIC_TILES = {tokens: _launch_config(m) for tokens, m in (("1", 16), ("64", 32), ("512", 64))}
 
 
-def _tiles(text: str) -> Any:
+def _read_tiles(text: str) -> Any:
     return import_name("experts.triton.configs.files:parse_config_file")(text, "a file")
 
 
-def _tiles_fault(recipe: Any) -> str:
-    """Check that launches have positive 32-bit numbers and token counts are unique."""
+def _check_tiles(recipe: Any) -> str:
+    """Return why launch configurations are invalid, or "".
+
+    Their numbers must be positive and fit into 32 bits, and token counts must be unique.
+    """
     for steps in (recipe.gemm1, recipe.gemm2):
         tokens = [number for number, _ in steps]
         if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
@@ -159,12 +171,15 @@ _CHOICES = {
 }
 
 
-def _choices(text: str) -> Any:
+def _read_choices(text: str) -> Any:
     return import_name("modular_kernel.select.saved_choices:from_text")(text, _IDENTITY)
 
 
-def _choices_fault(records: Any) -> str:
-    """Check that times are finite, texts are printable, and writing and reading round-trips."""
+def _check_choices(records: Any) -> str:
+    """Return why records are invalid, or "".
+
+    Times must be finite, texts printable, and writing and reading must give equal records.
+    """
     for record in records:
         if not all(text.isprintable() for text in (*record.versions, *record.versions.values())):
             return "a version that is not printable"
@@ -176,12 +191,9 @@ def _choices_fault(records: Any) -> str:
                 if not (outcome.why.isprintable() and "".join(outcome.pair).isprintable()):
                     return "text that is not printable"
     text = import_name("modular_kernel.select.saved_choices:to_text")(_IDENTITY, records)
-    again = sorted(_choices(text), key=lambda record: str(record))
-    return (
-        ""
-        if again == sorted(records, key=lambda record: str(record))
-        else "differs after writing and reading"
-    )
+    reread = sorted(_read_choices(text), key=lambda record: str(record))
+    is_equal = reread == sorted(records, key=lambda record: str(record))
+    return "" if is_equal else "differs after writing and reading"
 
 
 _MODEL = {
@@ -197,24 +209,24 @@ _MODEL = {
 }
 
 
-def _model(text: str) -> Any:
+def _read_model(text: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         return import_name("modular_kernel.models.config_file:problem_fields_of_file")(str(path))
 
 
-def _model_fault(facts: dict[str, Any]) -> str:
-    """Check that the facts make a problem; contradictory ones raise a typed error."""
-    problem = Problem(tokens=1, **facts)
+def _check_model(problem_fields: dict[str, Any]) -> str:
+    """Make a problem from the fields of a model, which may raise a typed error."""
+    problem = Problem(tokens=1, **problem_fields)
     return "" if problem.scheme.name and problem.experts >= problem.top_k else "sizes"
 
 
-_KINDS: dict[str, tuple[Any, Callable[[str], Any], Callable[[Any], str]]] = {
-    "tiles": (_OURS, _tiles, _tiles_fault),
-    "tiles of others": (_THEIRS, _tiles, _tiles_fault),
-    "choices": (_CHOICES, _choices, _choices_fault),
-    "config.json": (_MODEL, _model, _model_fault),
-    "config.json inside": ({"text_config": _MODEL}, _model, _model_fault),
+_READERS: dict[str, tuple[Any, Callable[[str], Any], Callable[[Any], str]]] = {
+    "tiles": (_TUNED_TILES, _read_tiles, _check_tiles),
+    "tiles of others": (_PUBLIC_TILES, _read_tiles, _check_tiles),
+    "choices": (_CHOICES, _read_choices, _check_choices),
+    "config.json": (_MODEL, _read_model, _check_model),
+    "config.json inside": ({"text_config": _MODEL}, _read_model, _check_model),
 }
 TARGETS: tuple[Target[Any], ...] = (Target("stored_files", 4, _file_cases(), stored_files),)

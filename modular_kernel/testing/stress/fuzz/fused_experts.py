@@ -1,4 +1,4 @@
-"""Calls of `fused_experts`, with or without a junk argument."""
+"""Fuzz target: calls of `fused_experts`, with or without a junk argument."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,8 +25,8 @@ from modular_kernel.testing.stress.fuzz.random_problems import (
 )
 from modular_kernel.testing.stress.fuzz.target import Target, import_name
 
-_HOME = "modular_kernel.integrations.fused_moe"
-_WORDS = ("use_fp8", "w2_bias", "b3", "global_num_experts", "use_int4_w4a8", "W1_scale")
+_MODULE = "modular_kernel.integrations.fused_moe"
+_UNKNOWN_OPTIONS = ("use_fp8", "w2_bias", "b3", "global_num_experts", "use_int4_w4a8", "W1_scale")
 _CONFIG = (
     "activation",
     "apply_router_weight_on_input",
@@ -36,7 +36,7 @@ _CONFIG = (
 )
 _OPTIONS = ("b1", "w1_scale", "expert_map", "a1_scale", "block_shape")
 # Schemes without a `use_*` flag.
-_NO_FLAG = (
+_SCHEMES_WITHOUT_FLAG = (
     *("mxfp4_w4a16", "nvfp4_w4a16"),
     *("fp8_w8a16_tensor", "fp8_w8a16_channel", "fp8_w8a16_block"),
 )
@@ -44,7 +44,10 @@ _NO_FLAG = (
 
 @dataclass(frozen=True)
 class FusedCase:
-    """A call of fused_experts. junk: (kind of argument, its name or place, value), or None."""
+    """A call of fused_experts.
+
+    fields: those of the problem. junk: (kind of argument, its name or position, value), or None.
+    """
 
     fields: dict[str, Any]
     inputs: InputChoices
@@ -57,20 +60,24 @@ def _junk_arguments(draw: st.DrawFn) -> tuple[str, Any, Any]:
     values = [v for v in JUNK if v is not None and not isinstance(v, bool)]
     kind = draw(st.sampled_from(("unknown", "config", "argument", "option")))
     if kind == "unknown":
-        return kind, draw(st.sampled_from(_WORDS)), True
+        return kind, draw(st.sampled_from(_UNKNOWN_OPTIONS)), True
     if kind == "config":
         name = draw(st.sampled_from(_CONFIG))
-        # No number is valid for a flag or a text; every finite one is valid for the factor.
+        # Flags accept bools only, an activation text; but the factor accepts any finite number.
         kinds = (int, float, *((ActivationSpec,) if name == "activation" else ()))
-        fits = [v for v in values if not isinstance(v, kinds) and v != "silu"]
-        return kind, name, draw(st.sampled_from(fits))
+        invalid = [v for v in values if not isinstance(v, kinds) and v != "silu"]
+        return kind, name, draw(st.sampled_from(invalid))
     if kind == "argument":
-        place = draw(st.integers(0, 3))
-        valid = (torch.Tensor,) if place == 0 else ()  # x may be as small as a tensor in JUNK
-        return kind, place, draw(st.sampled_from([v for v in values if not isinstance(v, valid)]))
+        position = draw(st.integers(0, 3))
+        valid = (torch.Tensor,) if position == 0 else ()  # x may be as small as a tensor in JUNK
+        return (
+            kind,
+            position,
+            draw(st.sampled_from([v for v in values if not isinstance(v, valid)])),
+        )
     # (1, 2) may be a valid block shape for a matrix of one row.
-    fits = [v for v in values if not isinstance(v, torch.Tensor) and v != (1, 2)]
-    return kind, draw(st.sampled_from(_OPTIONS)), draw(st.sampled_from(fits))
+    invalid = [v for v in values if not isinstance(v, torch.Tensor) and v != (1, 2)]
+    return kind, draw(st.sampled_from(_OPTIONS)), draw(st.sampled_from(invalid))
 
 
 def fused_experts(case: FusedCase) -> FuzzOutcome:
@@ -96,34 +103,38 @@ def fused_experts(case: FusedCase) -> FuzzOutcome:
     }
     routing = (inputs.routing.topk_weights_TK, inputs.routing.topk_ids_TK, None)
     arguments: list[Any] = [inputs.x_TH, inputs.weights.w1, inputs.weights.w2, routing]
-    what = f"fused_experts of {describe(problem)}"
+    description = f"fused_experts of {describe(problem)}"
     if case.junk:
-        kind, place, value = case.junk
+        kind, position, value = case.junk
         target: Any = {"config": config, "argument": arguments}.get(kind, options)
-        target[place] = value
-        what += f" with {shorten(value)} as {kind} {place}"
+        target[position] = value
+        description += f" with {shorten(value)} as {kind} {position}"
     oracle = Oracle(problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
 
     def call() -> torch.Tensor:
-        runner_config = import_name(f"{_HOME}:MoeRunnerConfig")(**config)
-        result: torch.Tensor = import_name(f"{_HOME}:fused_experts")(
+        runner_config = import_name(f"{_MODULE}:MoeRunnerConfig")(**config)
+        result: torch.Tensor = import_name(f"{_MODULE}:fused_experts")(
             *arguments, runner_config, **options
         )
         return result
 
-    result = run_or_outcome(what, call)
+    result = run_or_outcome(description, call)
     if isinstance(result, FuzzOutcome):
         return result
     if case.junk:
-        return FuzzOutcome(ACCEPTED, what)
-    fault = oracle.fault(result)
-    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+        return FuzzOutcome(ACCEPTED, description)
+    mismatch = oracle.mismatch(result)
+    return (
+        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        if mismatch
+        else FuzzOutcome(RIGHT, description)
+    )
 
 
 def _fused_problem(fields: dict[str, Any]) -> Problem:
     """Return a problem that fused_experts can express."""
     problem = Problem(**fields)
-    if problem.scheme.name in _NO_FLAG:
+    if problem.scheme.name in _SCHEMES_WITHOUT_FLAG:
         problem = replace(problem, quant="none")
     if problem.combine is not Combine.SUM:  # rows that are not summed are not scaled
         problem = replace(problem, routed_scaling_factor=1.0)

@@ -1,4 +1,4 @@
-"""Runs configurations one after the other in a separate process, which may crash or hang."""
+"""Run configurations one after the other in a separate process, which may crash or hang."""
 
 import contextlib
 import json
@@ -20,13 +20,16 @@ _WORKER = "modular_kernel.testing.stress.fuzz.worker"
 
 @dataclass(frozen=True)
 class FuzzFinding:
-    """A configuration with a bad outcome. number: -1 for a saved failure or an explicit example."""
+    """A configuration with an outcome in BAD.
+
+    number: -1 for saved failures and explicit examples.
+    """
 
     number: int
     target: str
     kind: str
-    what: str
-    smallest: str = ""  # the outcome of the smallest input that Hypothesis found
+    description: str
+    smallest: str = ""  # kind and description of the smallest failing input that Hypothesis found
 
 
 @dataclass
@@ -48,9 +51,9 @@ class FuzzReport:
         return words + (" --interpreted" if self.interpreted else "")
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of each finding, then the counts of each class."""
+        """Yield the lines of each finding, then the counts by kind of outcome."""
         for finding in self.findings:
-            yield f"{finding.kind}: {finding.target}: {finding.what}"
+            yield f"{finding.kind}: {finding.target}: {finding.description}"
             yield f"    {self.reproducer(finding)}"
             if finding.smallest:
                 yield f"    smallest input: {finding.smallest}"
@@ -69,7 +72,8 @@ def run(
 ) -> FuzzReport:
     """Run the configurations of `numbers`. -1 stands for explicit examples and saved failures.
 
-    only: the name of the only target; "" for all. deadline_s: timeout in seconds for each.
+    interpreted: whether kernels are interpreted. only: the name of the only target; "" for all.
+    deadline_s: timeout for each configuration.
     """
     report = FuzzReport(seed, interpreted, only)
     first = numbers.start
@@ -79,7 +83,7 @@ def run(
 
 
 def _run_process(report: FuzzReport, numbers: range, deadline_s: float) -> int:
-    """Run until the process ends; return the number to continue from."""
+    """Run configurations until the process ends; return the number with which to continue."""
     words = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
     words += ["calls" if report.interpreted else "", report.only]
     # All tensors are on the CPU, so hide GPUs.
@@ -90,17 +94,17 @@ def _run_process(report: FuzzReport, numbers: range, deadline_s: float) -> int:
     )
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(process, lines), daemon=True).start()
-    current, patience = numbers.start, _START_TIMEOUT_S
+    current, timeout = numbers.start, _START_TIMEOUT_S
     try:
-        while (line := lines.get(timeout=patience)) is not None:
-            number, target, kind, what = json.loads(line)
-            current, patience = number + 1, deadline_s
+        while (line := lines.get(timeout=timeout)) is not None:
+            number, target, kind, description = json.loads(line)
+            current, timeout = number + 1, deadline_s
             if kind == "smaller":
-                report.findings[-1] = replace(report.findings[-1], smallest=what)
+                report.findings[-1] = replace(report.findings[-1], smallest=description)
             elif kind != "saved":
-                _note(report, FuzzFinding(number, target, kind, what))
+                _record(report, FuzzFinding(number, target, kind, description))
     except queue.Empty:
-        _note(report, FuzzFinding(current, "?", HANG, f"no answer in {patience:.0f} s"))
+        _record(report, FuzzFinding(current, "?", HANG, f"no answer in {timeout:.0f} s"))
         return current + 1
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -108,7 +112,7 @@ def _run_process(report: FuzzReport, numbers: range, deadline_s: float) -> int:
         process.kill()
         code = process.wait()
     if current < numbers.stop:
-        _note(report, FuzzFinding(current, "?", CRASH, f"the process ended with {code}"))
+        _record(report, FuzzFinding(current, "?", CRASH, f"the process ended with {code}"))
     return current + 1
 
 
@@ -120,8 +124,8 @@ def _read(process: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> N
     lines.put(None)
 
 
-def _note(report: FuzzReport, found: FuzzFinding) -> None:
-    report.counts[found.kind] += 1
-    report.by_target[found.target, found.kind] += 1
-    if found.kind not in GOOD:
-        report.findings.append(found)
+def _record(report: FuzzReport, finding: FuzzFinding) -> None:
+    report.counts[finding.kind] += 1
+    report.by_target[finding.target, finding.kind] += 1
+    if finding.kind not in GOOD:
+        report.findings.append(finding)

@@ -1,4 +1,4 @@
-"""Values that are valid for few arguments or none."""
+"""Values of many types, each valid for few arguments or for none."""
 
 from enum import Enum
 from math import inf, nan
@@ -35,5 +35,5 @@ def shorten(value: Any) -> str:
     """Format a value in a few characters."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an int of {value.bit_length()} bits"
-    short = isinstance(value, str | int | float | type(None))
-    return repr(value)[:40] if short else str(type(value))
+    is_simple = isinstance(value, str | int | float | type(None))
+    return repr(value)[:40] if is_simple else str(type(value))

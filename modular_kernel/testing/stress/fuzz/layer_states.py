@@ -1,4 +1,4 @@
-"""Copies of objects, edited state dicts, and junk in environment variables and cache folders."""
+"""Fuzz targets: copies of objects, edited state dicts, environment variables and cache folders."""
 
 import copy
 import io
@@ -27,34 +27,38 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 from modular_kernel.testing.stress.fuzz.samples import PROBLEM
 from modular_kernel.testing.stress.fuzz.target import Target, import_name
 
-_HOME = "modular_kernel.select.autotune"
+_AUTOTUNE = "modular_kernel.select.autotune"
 
 
 # ------------------------------------------------------------------------------------------ copies
 
 
-def _saved(value: Any) -> Any:
+def _save_and_load(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
-def _pickled(protocol: int, value: Any) -> Any:
+def _pickle_and_load(protocol: int, value: Any) -> Any:
     return pickle.loads(pickle.dumps(value, protocol))
 
 
 _COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "torch.save": _saved,
-    **{f"pickle {n}": partial(_pickled, n) for n in range(2, pickle.HIGHEST_PROTOCOL + 1)},
+    "torch.save": _save_and_load,
+    **{f"pickle {n}": partial(_pickle_and_load, n) for n in range(2, pickle.HIGHEST_PROTOCOL + 1)},
 }
 
 
 @dataclass(frozen=True)
 class CopyCase:
-    """An object, what is done with it first, and how it is copied, one way after the other."""
+    """An object and how it is copied.
+
+    name: kind of object. before: steps to make with it before. copies: names in _COPIES, applied
+    one after the other.
+    """
 
     name: str
     parts: tuple[str, str]
@@ -63,49 +67,49 @@ class CopyCase:
 
 
 def copies(case: CopyCase) -> FuzzOutcome:
-    """Copy an object in a random state: the copy gives the same output, alone."""
-    given = samples.inputs()
-    what = f"{case.copies} of {case.name}, {' x '.join(case.parts)}, after {case.before}"
+    """Copy an object in a random state. The copy must give the same output in its own memory."""
+    inputs = samples.inputs()
+    description = f"{case.copies} of {case.name}, {' x '.join(case.parts)}, after {case.before}"
     kernel = samples.kernel(PROBLEM, case.parts)
-    arguments = (given.x_TH, given.weights, given.routing)
+    arguments = (inputs.x_TH, inputs.weights, inputs.routing)
     expected = kernel(*arguments).clone()
     makers: dict[str, Callable[[], Any]] = {
         "kernel": lambda: samples.kernel(PROBLEM, case.parts),
         "plan": lambda: samples.kernel(PROBLEM, case.parts).plan(),
-        "layer": lambda: samples.loaded_layer(given.weights),
-        "weights": lambda: given.weights,
+        "layer": lambda: samples.loaded_layer(inputs.weights),
+        "weights": lambda: inputs.weights,
         "problem": lambda: PROBLEM,
     }
     original = makers[case.name]()
 
     def call(value: Any) -> torch.Tensor:
         if case.name == "layer":
-            found: torch.Tensor = value(given.x_TH, given.routing)
+            output: torch.Tensor = value(inputs.x_TH, inputs.routing)
         elif case.name == "weights":
-            found = kernel(given.x_TH, value, given.routing)
+            output = kernel(inputs.x_TH, value, inputs.routing)
         elif case.name == "problem":
-            found = samples.kernel(value, case.parts)(*arguments)
+            output = samples.kernel(value, case.parts)(*arguments)
         else:
-            found = value(*arguments)
-        return found
+            output = value(*arguments)
+        return output
 
-    def use() -> torch.Tensor:
+    def use_copy() -> torch.Tensor:
         for step in case.before:
             _prepare(original, step, lambda: call(original), kernel)
         value = original
         for name in case.copies:
             value = _COPIES[name](value)
-        found = call(value)
+        output = call(value)
         # Writing the copy's output must not change the original's.
-        found = found.clone()
+        output = output.clone()
         call(original)
-        return found
+        return output
 
-    result = run_or_outcome(what, use)
+    result = run_or_outcome(description, use_copy)
     if isinstance(result, FuzzOutcome):
         return replace(result, kind=WRONG) if result.kind == TYPED else result
-    same = torch.allclose(result, expected, rtol=1e-4, atol=1e-5)
-    return FuzzOutcome(RIGHT if same else WRONG, what)
+    is_close = torch.allclose(result, expected, rtol=1e-4, atol=1e-5)
+    return FuzzOutcome(RIGHT if is_close else WRONG, description)
 
 
 def _prepare(value: Any, step: str, call: Callable[[], object], kernel: Any) -> None:
@@ -143,7 +147,11 @@ _EDITS = (
 
 @dataclass(frozen=True)
 class StateCase:
-    """Edits of a state dict: (edit, place of the entry). assign, strict: of load_state_dict."""
+    """A state dict and how it is loaded.
+
+    edits: (one of _EDITS, index of the entry). assign, strict: arguments of load_state_dict. bias:
+    whether the layer has biases.
+    """
 
     edits: list[tuple[str, int]]
     assign: bool
@@ -152,45 +160,49 @@ class StateCase:
 
 
 def state_dicts(case: StateCase) -> FuzzOutcome:
-    """Load an edited state dict: refused, or a layer that computes with what it then holds."""
+    """Load an edited state dict. If it is accepted, outputs must agree with the loaded weights."""
     problem = replace(PROBLEM, bias=case.bias)
-    given = samples.inputs(0, problem)
-    layer = samples.loaded_layer(given.weights, bias=case.bias)
+    inputs = samples.inputs(0, problem)
+    layer = samples.loaded_layer(inputs.weights, bias=case.bias)
     state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-    for edit, place in case.edits:
+    for edit, index in case.edits:
         names = sorted(state)
         try:
-            _edit(state, edit, names[place % len(names)], place)
+            _edit(state, edit, names[index % len(names)], index)
         except (RuntimeError, IndexError, ZeroDivisionError):
             continue  # no such tensor can be made
-    what = f"load_state_dict with {case}"
+    description = f"load_state_dict with {case}"
 
     def load() -> FuzzOutcome | None:
         try:
             layer.load_state_dict(state, strict=case.strict, assign=case.assign)
-        except RuntimeError as error:  # torch's own, which lists the entries
+        except RuntimeError as error:  # torch's error, which lists the wrong entries
             if "state_dict" not in str(error):
                 raise
-            return FuzzOutcome(TYPED, what)
+            return FuzzOutcome(TYPED, description)
         return None
 
-    refused = run_or_outcome(what, load)
+    refused = run_or_outcome(description, load)
     if refused is not None:
         return refused
 
     def call() -> str:
-        found = layer(given.x_TH, given.routing)
+        output = layer(inputs.x_TH, inputs.routing)
         weights = layer.weights()
-        return samples.fault_of(found, replace(given, weights=weights), problem)
+        return samples.output_mismatch(output, replace(inputs, weights=weights), problem)
 
-    fault = run_or_outcome(what, call)
-    if isinstance(fault, FuzzOutcome):
-        return fault
+    mismatch = run_or_outcome(description, call)
+    if isinstance(mismatch, FuzzOutcome):
+        return mismatch
     has_nan = any(edit == "nan" for edit, _ in case.edits)
-    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault and not has_nan else FuzzOutcome(RIGHT)
+    return (
+        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        if mismatch and not has_nan
+        else FuzzOutcome(RIGHT)
+    )
 
 
-def _edit(state: dict[str, Any], edit: str, name: str, place: int) -> None:
+def _edit(state: dict[str, Any], edit: str, name: str, index: int) -> None:
     tensor = state[name]
     if edit == "remove":
         del state[name]
@@ -200,7 +212,7 @@ def _edit(state: dict[str, Any], edit: str, name: str, place: int) -> None:
         state["other"] = tensor
     else:
         edits: dict[str, Callable[[], torch.Tensor]] = {
-            "dtype": lambda: tensor.to(_DTYPES[place % len(_DTYPES)]),
+            "dtype": lambda: tensor.to(_DTYPES[index % len(_DTYPES)]),
             "longer": lambda: torch.cat([tensor, tensor]),
             "0-d": lambda: tensor.new_zeros(()),
             "nan": lambda: torch.full_like(tensor, torch.nan),
@@ -230,30 +242,30 @@ _USES: dict[str, Callable[[], object]] = {
     "launcher": lambda: import_name("modular_kernel.settings:read_launcher")(),
     "unknown": lambda: import_name("modular_kernel.settings:unknown_variables")(),
     "kernel": lambda: samples.kernel()(*_arguments()),
-    "compose": lambda: import_name(f"{_HOME}:compose")(
-        PROBLEM, terms=import_name(f"{_HOME}:Terms")(budget=0.0)
+    "compose": lambda: import_name(f"{_AUTOTUNE}:compose")(
+        PROBLEM, terms=import_name(f"{_AUTOTUNE}:Terms")(budget=0.0)
     )(*_arguments()),
 }
 
 
 def _arguments() -> tuple[Any, ...]:
-    given = samples.inputs()
-    return given.x_TH, given.weights, given.routing
+    inputs = samples.inputs()
+    return inputs.x_TH, inputs.weights, inputs.routing
 
 
 def environments(case: tuple[dict[str, str], str]) -> FuzzOutcome:
-    """Use the package with junk in environment variables: right, or a typed error."""
-    values, use = case
-    what = f"{use} with {values}"
-    if use == "compose" and any(name in values for name in ("HOME", "MK_CACHE_DIR")):
-        use = "settings"  # a valid folder would be created
+    """Use the package with junk in environment variables. Errors must be typed."""
+    values, use_copy = case
+    description = f"{use_copy} with {values}"
+    if use_copy == "compose" and any(name in values for name in ("HOME", "MK_CACHE_DIR")):
+        use_copy = "settings"  # a valid folder would be created
 
     def run() -> object:
         with preserve_environment(), use_variables(values):
-            return _USES[use]()
+            return _USES[use_copy]()
 
-    result = run_or_outcome(what, run)
-    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, what)
+    result = run_or_outcome(description, run)
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, description)
 
 
 # --------------------------------------------------------------------------------- cache folders
@@ -261,9 +273,9 @@ def environments(case: tuple[dict[str, str], str]) -> FuzzOutcome:
 
 @dataclass(frozen=True)
 class CacheCase:
-    """What lies in place of the files that `compose` keeps.
+    """Damage to the files that `compose` keeps.
 
-    kind: what is put there. text: of a file.
+    kind: how files are damaged. data: draws the damage, which depends on the contents of the file.
     """
 
     kind: str
@@ -271,28 +283,32 @@ class CacheCase:
 
 
 def cache_folders(case: CacheCase) -> FuzzOutcome:
-    """Compose with damaged files in the cache folder: the output is right nevertheless."""
-    what = f"compose with a cache folder: {case.kind}"
-    given = samples.inputs()
-    terms = import_name(f"{_HOME}:Terms")
-    compose = import_name(f"{_HOME}:compose")
+    """Compose with damaged files in the cache folder. The output must be correct nevertheless."""
+    description = f"compose with a cache folder: {case.kind}"
+    inputs = samples.inputs()
+    terms = import_name(f"{_AUTOTUNE}:Terms")
+    compose = import_name(f"{_AUTOTUNE}:compose")
 
     def call() -> str:
         with tempfile.TemporaryDirectory() as folder:
             for budget in (0.02, 0.0):
-                made = compose(PROBLEM, terms=terms(folder=Path(folder), budget=budget))
-                found = made(given.x_TH, given.weights, given.routing)
-                fault = samples.fault_of(found, given)
-                if fault:
-                    return fault
+                layer = compose(PROBLEM, terms=terms(folder=Path(folder), budget=budget))
+                output = layer(inputs.x_TH, inputs.weights, inputs.routing)
+                mismatch = samples.output_mismatch(output, inputs)
+                if mismatch:
+                    return mismatch
                 for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
                     _damage(path, case)
         return ""
 
-    fault = run_or_outcome(what, call)
-    if isinstance(fault, FuzzOutcome):
-        return replace(fault, kind=WRONG) if fault.kind == TYPED else fault
-    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+    mismatch = run_or_outcome(description, call)
+    if isinstance(mismatch, FuzzOutcome):
+        return replace(mismatch, kind=WRONG) if mismatch.kind == TYPED else mismatch
+    return (
+        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        if mismatch
+        else FuzzOutcome(RIGHT, description)
+    )
 
 
 def _damage(path: Path, case: CacheCase) -> None:

@@ -1,4 +1,4 @@
-"""Tensors in unusual memory: freed, resized, overlapping, misaligned, expanded, transposed."""
+"""Fuzz targets: calls with tensors in unusual memory: freed, overlapping, misaligned, expanded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,16 +22,17 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 from modular_kernel.testing.stress.fuzz.random_problems import CallInputs
 from modular_kernel.testing.stress.fuzz.target import Target
 
-_One = Callable[[torch.Tensor, int], torch.Tensor]
+# (tensor, any number) -> a tensor with the same values in other memory; the number varies details.
+Layout = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-def _freed(tensor: torch.Tensor, _: int) -> torch.Tensor:
+def _free_memory(tensor: torch.Tensor, _: int) -> torch.Tensor:
     copy = tensor.clone()
     copy.untyped_storage().resize_(0)
     return copy
 
 
-def _shrunk(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+def _shrink_storage(tensor: torch.Tensor, amount: int) -> torch.Tensor:
     """Return a copy whose storage was resized to hold fewer values than its shape needs."""
     copy = tensor.clone()
     storage = copy.untyped_storage()
@@ -39,8 +40,8 @@ def _shrunk(tensor: torch.Tensor, amount: int) -> torch.Tensor:
     return copy
 
 
-def _shrunk_behind_offset(tensor: torch.Tensor, amount: int) -> torch.Tensor:
-    """Return a view whose storage ends before the view begins, or within it."""
+def _end_storage_before_view(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+    """Return a view whose storage was resized to end where the view begins."""
     offset = 1 + amount % 7
     flat = torch.cat([tensor.new_zeros(offset), tensor.flatten()])
     view = flat[offset:].view(tensor.shape)
@@ -48,54 +49,54 @@ def _shrunk_behind_offset(tensor: torch.Tensor, amount: int) -> torch.Tensor:
     return view
 
 
-def _offset(tensor: torch.Tensor, amount: int) -> torch.Tensor:
-    """Return a view that starts at a misaligned address, next to NaN."""
+def _misalign(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+    """Return a view that starts at a misaligned address, between NaN values."""
     offset = 1 + amount % 17
-    flat = _surrounded(tensor.flatten(), offset)
+    flat = _surround(tensor.flatten(), offset)
     return flat[offset : offset + tensor.numel()].view(tensor.shape)
 
 
-def _surrounded(flat: torch.Tensor, offset: int) -> torch.Tensor:
+def _surround(flat: torch.Tensor, offset: int) -> torch.Tensor:
     around = flat.new_zeros(offset)
     around = around.fill_(torch.nan) if around.is_floating_point() else around.fill_(7)
     return torch.cat([around, flat, around])
 
 
-def _transposed(tensor: torch.Tensor, _: int) -> torch.Tensor:
+def _transpose(tensor: torch.Tensor, _: int) -> torch.Tensor:
     return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
 
 
-def _permuted(tensor: torch.Tensor, amount: int) -> torch.Tensor:
-    """Return a tensor with equal values whose dimensions are stored in another order."""
+def _permute(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+    """Return a tensor with the same values, whose dimensions are stored in another order."""
     order = torch.randperm(tensor.dim(), generator=torch.Generator().manual_seed(amount)).tolist()
     inverse = [order.index(d) for d in range(tensor.dim())]
     return tensor.permute(order).contiguous().permute(inverse)
 
 
-def _wide_rows(tensor: torch.Tensor, amount: int) -> torch.Tensor:
-    """Return rows that are part of longer ones, which hold NaN."""
+def _embed_in_wide_rows(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+    """Return a view of the first columns of longer rows, whose other columns are NaN."""
     extra = 1 + amount % 5
     padding = tensor.new_zeros(*tensor.shape[:-1], extra)
     padding = padding.fill_(torch.nan) if padding.is_floating_point() else padding.fill_(7)
     return torch.cat([tensor, padding], -1)[..., : tensor.shape[-1]]
 
 
-def _expanded(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Return the first entry in place of each, with stride 0."""
+def _expand(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    """Return the first entry repeated, with stride 0."""
     return tensor[:1].expand(tensor.shape) if len(tensor) else tensor
 
 
-def _spaced(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+def _space(tensor: torch.Tensor, amount: int) -> torch.Tensor:
     step = 2 + amount % 3
     return torch.stack([tensor] * step, -1)[..., amount % step]
 
 
-def _flipped(tensor: torch.Tensor, _: int) -> torch.Tensor:
+def _flip(tensor: torch.Tensor, _: int) -> torch.Tensor:
     return tensor.flip(0)
 
 
-def _odd_strides(tensor: torch.Tensor, amount: int) -> torch.Tensor:
-    """Return a tensor whose dimensions of size 1 have arbitrary strides."""
+def _use_odd_strides(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+    """Return a view whose dimensions of size 1 have arbitrary strides."""
     strides = [
         [0, 1, 3, 10**6, 2**40][amount % 5] if size == 1 else stride
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -103,54 +104,62 @@ def _odd_strides(tensor: torch.Tensor, amount: int) -> torch.Tensor:
     return tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
 
 
-_BAD: dict[str, _One] = {
-    "freed": _freed, "storage too small": _shrunk, "storage ends before it": _shrunk_behind_offset,
+_INVALID: dict[str, Layout] = {
+    "freed": _free_memory,
+    "storage too small": _shrink_storage,
+    "storage ends before it": _end_storage_before_view,
 }  # fmt: skip
-_ODD: dict[str, _One] = {
-    "misaligned": _offset, "transposed": _transposed, "permuted": _permuted,
-    "in wide rows": _wide_rows, "expanded": _expanded, "spaced": _spaced, "flipped": _flipped,
-    "odd strides": _odd_strides,
+_VALID: dict[str, Layout] = {
+    "misaligned": _misalign, "transposed": _transpose, "permuted": _permute,
+    "in wide rows": _embed_in_wide_rows, "expanded": _expand, "spaced": _space, "flipped": _flip,
+    "odd strides": _use_odd_strides,
 }  # fmt: skip
-_ALL = _BAD | _ODD
+_ALL = _INVALID | _VALID
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A call with tensors in other memory: (place of the tensor, layout, amount)."""
+    """A call with tensors in other memory. changes: (index of the tensor, layout, its number)."""
 
     call: CallCase
     changes: list[tuple[int, str, int]]
 
 
 def layouts(case: LayoutCase) -> FuzzOutcome:
-    """Call with tensors in unusual memory: the right output, or a typed error."""
+    """Call with tensors in unusual memory: the output must be correct, or the error typed."""
     built = build_call(case.call)
     if isinstance(built, FuzzOutcome):
         return built
-    kernel, what, inputs = built
+    kernel, description, inputs = built
     tensors, must_refuse = _tensors(inputs), False
-    for place, layout, amount in case.changes:
-        name = sorted(tensors)[place % len(tensors)]
-        if layout in _BAD and not tensors[name].numel():
+    for index, layout, amount in case.changes:
+        name = sorted(tensors)[index % len(tensors)]
+        if layout in _INVALID and not tensors[name].numel():
             continue
         tensors[name] = _ALL[layout](tensors[name], amount)
-        must_refuse |= layout in _BAD
-        what += f", {name} {layout} ({amount})"
-        if layout in _BAD:
+        must_refuse |= layout in _INVALID
+        description += f", {name} {layout} ({amount})"
+        if layout in _INVALID:
             break
     changed = _with_tensors(inputs, tensors)
     if not must_refuse:
-        return check_call(kernel, changed, case.call.mode, what, refusable=True)
+        return check_call(kernel, changed, case.call.mode, description, refusable=True)
     run = kernel.plan() if case.call.mode == "plan" else kernel
-    result = run_or_outcome(what, lambda: run(changed.x_TH, changed.weights, changed.routing))
-    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(ACCEPTED, what)
+    result = run_or_outcome(
+        description, lambda: run(changed.x_TH, changed.weights, changed.routing)
+    )
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(ACCEPTED, description)
 
 
 def _tensors(inputs: CallInputs) -> dict[str, torch.Tensor]:
     routing = inputs.routing
     tensors = {name: tensor for name, tensor in vars(inputs.weights).items() if tensor is not None}
-    own = {"x": inputs.x_TH, "ids": routing.topk_ids_TK, "topk_weights": routing.topk_weights_TK}
-    return tensors | own
+    call_tensors = {
+        "x": inputs.x_TH,
+        "ids": routing.topk_ids_TK,
+        "topk_weights": routing.topk_weights_TK,
+    }
+    return tensors | call_tensors
 
 
 def _with_tensors(inputs: CallInputs, tensors: dict[str, torch.Tensor]) -> CallInputs:
@@ -167,7 +176,7 @@ def _with_tensors(inputs: CallInputs, tensors: dict[str, torch.Tensor]) -> CallI
 
 @dataclass(frozen=True)
 class OverlapCase:
-    """A call whose output overlaps something. kind: what, and amount: by how much."""
+    """A call whose output shares memory. kind: with what. amount: varies the tensor and bytes."""
 
     call: CallCase
     kind: str
@@ -175,17 +184,17 @@ class OverlapCase:
 
 
 def overlapping_outputs(case: OverlapCase) -> FuzzOutcome:
-    """Pass an output that shares memory with itself or an argument: it must be refused."""
+    """Pass an output that shares memory with itself or with an argument, which must be refused."""
     built = build_call(case.call)
     if isinstance(built, FuzzOutcome):
         return built
-    kernel, what, inputs = built
+    kernel, description, inputs = built
     problem = kernel.problem
     shape = (len(inputs.x_TH), *problem.output_shape[1:])
     out = torch.empty(shape, dtype=problem.dtype)
     if out.numel() < 2 or problem.inplace:
-        return FuzzOutcome(TYPED, what)
-    what = f"{what}, out overlaps {case.kind} ({case.amount})"
+        return FuzzOutcome(TYPED, description)
+    description = f"{description}, out overlaps {case.kind} ({case.amount})"
     if case.kind == "itself":
         dims = [d for d, size in enumerate(shape) if size > 1]
         strides = list(out.stride())
@@ -196,21 +205,24 @@ def overlapping_outputs(case: OverlapCase) -> FuzzOutcome:
         name = sorted(tensors)[case.amount % len(tensors)]
         tensor = tensors[name]
         if not tensor.numel():
-            return FuzzOutcome(TYPED, what)
-        # Put both into one block of memory, so that they share the tensor's first or last bytes.
+            return FuzzOutcome(TYPED, description)
+        # Put the tensor and the output into one block of memory, so that they share the first or
+        # the last bytes of the tensor.
         size = tensor.numel() * tensor.itemsize
-        behind = case.amount % 2 and size > 64
-        start = (size - 1) // 64 * 64 if behind else 0
+        is_at_end = case.amount % 2 and size > 64
+        start = (size - 1) // 64 * 64 if is_at_end else 0
         memory = torch.zeros(start + size + out.numel() * out.itemsize + 64, dtype=torch.uint8)
         view = memory[:size].view(tensor.dtype).view(tensor.shape)
         view.copy_(tensor)
         tensors[name] = view
         out = memory[start : start + out.numel() * out.itemsize].view(out.dtype).view(shape)
         inputs = _with_tensors(inputs, tensors)
-        what = f"{what}: {name}, from byte {start}"
+        description = f"{description}: {name}, from byte {start}"
     run = kernel.plan() if case.call.mode == "plan" else kernel
-    result = run_or_outcome(what, lambda: run(inputs.x_TH, inputs.weights, inputs.routing, out=out))
-    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(ACCEPTED, what)
+    result = run_or_outcome(
+        description, lambda: run(inputs.x_TH, inputs.weights, inputs.routing, out=out)
+    )
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(ACCEPTED, description)
 
 
 _MODES = ("call", "plan")
@@ -220,7 +232,7 @@ _LAYOUTS = st.builds(
     changes=st.lists(
         st.tuples(
             st.integers(0, 59),
-            st.one_of(st.sampled_from(sorted(_ODD)), st.sampled_from(sorted(_ALL))),
+            st.one_of(st.sampled_from(sorted(_VALID)), st.sampled_from(sorted(_ALL))),
             st.integers(0, 10**6),
         ),
         min_size=1,

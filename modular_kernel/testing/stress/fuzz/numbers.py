@@ -1,4 +1,4 @@
-"""Odd numbers: counts of every kind, special floating-point values, and placements with copies."""
+"""Fuzz targets: unusual counts and floating-point values, placements with copies, torch.compile."""
 
 import math
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from modular_kernel.testing.stress.fuzz.target import Target, import_name, seeds
 
 
 class _Index:
-    """An object that only converts to an index."""
+    """An object that defines only `__index__`."""
 
     def __index__(self) -> int:
         return 2
@@ -50,25 +50,27 @@ _counts = st.one_of(
 )  # fmt: skip
 
 
-def _module_call(place: str, names: tuple[str, ...], **fixed: Any) -> tuple[Any, tuple[str, ...]]:
-    return (lambda **given: import_name(place)(**(fixed | given))), names
+def _module_call(index: str, names: tuple[str, ...], **fixed: Any) -> tuple[Any, tuple[str, ...]]:
+    return (lambda **arguments: import_name(index)(**(fixed | arguments))), names
 
 
 _SIZES = {"num_experts": E, "hidden_size": H, "intermediate_size": I, "top_k": K}
-_BY_COUNT: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+# Functions, each with the names of its arguments that are counts.
+_COUNT_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "Problem": (
-        lambda **given: replace(PROBLEM, **given),
+        lambda **arguments: replace(PROBLEM, **arguments),
         ("tokens", "hidden", "intermediate", "experts", "top_k", "local_experts", "chunk_tokens",
          "max_received"),
     ),
     "with_tokens": (PROBLEM.with_tokens, ("tokens",)),
     "Parallel": (Parallel, ("world_size", "rank", "ranks_per_host")),
-    "AdapterSpec": (lambda **g: AdapterSpec(**({"adapters": 2, "rank": 2} | g)),
+    "AdapterSpec": (lambda **sizes: AdapterSpec(**({"adapters": 2, "rank": 2} | sizes)),
                     ("adapters", "rank")),
-    "Placement.linear": (lambda **g: Placement.linear(**({"experts": 4, "world_size": 2} | g)),
-                         ("experts", "world_size")),
+    "Placement.linear": (
+        lambda **sizes: Placement.linear(**({"experts": 4, "world_size": 2} | sizes)),
+        ("experts", "world_size")),
     "Placement.round_robin": (
-        lambda **g: Placement.round_robin(**({"experts": 4, "world_size": 2} | g)),
+        lambda **sizes: Placement.round_robin(**({"experts": 4, "world_size": 2} | sizes)),
         ("experts", "world_size")),
     "expert_map": (Placement.linear(4, 2).expert_map, ("rank",)),
     "workspace_specs": (samples.kernel().workspace_specs, ("tokens",)),
@@ -95,21 +97,23 @@ _MAY_ALLOCATE = ("FusedMoE", "Router", "warm_up", "reserve_workspace", "moe_alig
 
 
 def count_arguments(case: tuple[str, dict[int, Any]]) -> FuzzOutcome:
-    """Pass odd numbers as counts: accepted as the integers that they are, or a typed error."""
+    """Pass unusual numbers as counts. Only integers may be accepted; errors must be typed."""
     name, values = case
-    function, names = _BY_COUNT[name]
-    given = {names[place % len(names)]: value for place, value in values.items()}
-    what = f"{name}({', '.join(f'{n}={shorten(v)} {type(v).__name__}' for n, v in given.items())})"
-    is_huge = any(isinstance(v, int | np.integer) and int(v) > 2**12 for v in given.values())
+    function, names = _COUNT_FUNCTIONS[name]
+    arguments = {names[index % len(names)]: value for index, value in values.items()}
+    description = (
+        f"{name}({', '.join(f'{n}={shorten(v)} {type(v).__name__}' for n, v in arguments.items())})"
+    )
+    is_huge = any(isinstance(v, int | np.integer) and int(v) > 2**12 for v in arguments.values())
     if is_huge and name in _MAY_ALLOCATE:
-        return FuzzOutcome(TYPED, what)  # all memory may be needed
-    result = run_or_outcome(what, lambda: function(**given))
+        return FuzzOutcome(TYPED, description)  # not called: it may need all memory
+    result = run_or_outcome(description, lambda: function(**arguments))
     if isinstance(result, FuzzOutcome):
         return result
-    for number in given.values():
+    for number in arguments.values():
         if isinstance(number, float | str | bytes | complex | list | tuple | Fraction | np.ndarray):
-            return FuzzOutcome(ACCEPTED, what)
-    return FuzzOutcome(RIGHT, what)
+            return FuzzOutcome(ACCEPTED, description)
+    return FuzzOutcome(RIGHT, description)
 
 
 # ---------------------------------------------------------------------------------- special values
@@ -119,7 +123,11 @@ _VALUES = (0.0, -0.0, 1e-45, -1e-40, 1e-30, 1e4, -1e4, 3e4, 1.0, 2.0**-24, 6e-8,
 
 @dataclass(frozen=True)
 class SpecialCase:
-    """A call whose x has special values. value: at (place), or scale: of all of x."""
+    """A call with special values in x.
+
+    values: (index, value) pairs written into x. scale, weights_scale: factors of x and of the
+    router weights.
+    """
 
     call: CallCase
     values: list[tuple[int, float]]
@@ -128,35 +136,41 @@ class SpecialCase:
 
 
 def special_values(case: SpecialCase) -> FuzzOutcome:
-    """Call with denormal, tiny, huge and signed zero values: as in float64, or as it overflows."""
+    """Call with denormal, tiny, huge and signed zero values: the output must be that of float64."""
     built = build_call(case.call)
     if isinstance(built, FuzzOutcome):
         return built
-    kernel, what, inputs = built
+    kernel, description, inputs = built
     problem: Problem = kernel.problem
-    # A static scale is made for values of ordinary size: larger ones saturate. In float16 the
-    # product of gate and up may overflow where the output does not.
+    # Values beyond the range of a static scale saturate. In float16, the product of gate and up may
+    # overflow even if the output does not.
     is_static = problem.scheme.static
     limit = 1.0 if is_static else {torch.float16: 100.0}.get(problem.dtype, math.inf)
     x_TH = (inputs.x_TH.double() * (1.0 if is_static else case.scale)).to(problem.dtype)
-    for place, value in case.values:
+    for index, value in case.values:
         if x_TH.numel() and abs(value) <= limit:
-            x_TH[torch.unravel_index(torch.tensor(place % x_TH.numel()), x_TH.shape)] = value
+            x_TH[torch.unravel_index(torch.tensor(index % x_TH.numel()), x_TH.shape)] = value
     saturates = is_static and problem.apply_router_weight_on_input
     scores = inputs.routing.topk_weights_TK * (1.0 if saturates else case.weights_scale)
     inputs = replace(inputs, x_TH=x_TH, routing=replace(inputs.routing, topk_weights_TK=scores))
-    what = f"{case.call.mode} of {what}, x {case.values} * {case.scale}, * {case.weights_scale}"
+    description = (
+        f"{case.call.mode} of {description}, x {case.values} * {case.scale}, * {case.weights_scale}"
+    )
     oracle = Oracle(problem, x_TH.clone(), inputs.weights, inputs.routing)
     run = kernel.plan() if case.call.mode == "plan" else kernel
-    result = run_or_outcome(what, lambda: run(inputs.x_TH, inputs.weights, inputs.routing))
+    result = run_or_outcome(description, lambda: run(inputs.x_TH, inputs.weights, inputs.routing))
     if isinstance(result, FuzzOutcome):
-        return result if result.kind != TYPED else FuzzOutcome(WRONG, f"{what}: refused")
+        return result if result.kind != TYPED else FuzzOutcome(WRONG, f"{description}: refused")
     largest = torch.finfo(problem.dtype).max
-    # Steps between may overflow, or vanish, where the result would not.
+    # Where the output is very large or small, intermediate values may overflow or underflow.
     rows = (oracle.norms < largest**0.5) & (oracle.norms > 1e-3)
     rows &= oracle.expected.isfinite().all(-1)
-    fault = oracle.fault(result, rows=rows) if bool(rows.any()) else ""
-    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+    mismatch = oracle.mismatch(result, rows=rows) if bool(rows.any()) else ""
+    return (
+        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        if mismatch
+        else FuzzOutcome(RIGHT, description)
+    )
 
 
 # ------------------------------------------------------------------------------- placement maps
@@ -164,51 +178,66 @@ def special_values(case: SpecialCase) -> FuzzOutcome:
 
 @dataclass(frozen=True)
 class PlacementCase:
-    """A placement with copies. order: a seed; copies: (expert, rank) pairs, modulo their number."""
+    """A placement with copies.
+
+    copies: (expert, rank) pairs, modulo the numbers of experts and ranks. seed: of the order of
+    experts, and of the inputs.
+    """
 
     experts_per_rank: int
-    world: int
+    world_size: int
     copies: list[tuple[int, int]]
     seed: int
 
 
 def placement_maps(case: PlacementCase) -> FuzzOutcome:
-    """Place experts with copies: pairs go to their experts, and the sum over ranks is right."""
-    experts = case.experts_per_rank * case.world
+    """Place experts with copies: pairs must go to their experts, and outputs of ranks add up."""
+    experts = case.experts_per_rank * case.world_size
     order = torch.randperm(experts, generator=torch.Generator().manual_seed(case.seed)).tolist()
-    slots = tuple(tuple(order[r :: case.world]) for r in range(case.world))
+    slots = tuple(tuple(order[r :: case.world_size]) for r in range(case.world_size))
     copies: dict[int, tuple[int, ...]] = {}
     for expert, rank in case.copies:
-        held = copies.get(expert % experts, ())
-        if rank % case.world not in held and expert % experts not in slots[rank % case.world]:
-            copies[expert % experts] = (*held, rank % case.world)
-    what = f"{slots} with copies {copies}"
+        experts_of_rank = copies.get(expert % experts, ())
+        if (
+            rank % case.world_size not in experts_of_rank
+            and expert % experts not in slots[rank % case.world_size]
+        ):
+            copies[expert % experts] = (*experts_of_rank, rank % case.world_size)
+    description = f"{slots} with copies {copies}"
 
     def run() -> str:
         base = Placement(slots)
-        placed = base.with_copies(copies) if copies else base
-        if Placement.from_eplb(*_eplb(placed), join=True) != placed:
+        placement = base.with_copies(copies) if copies else base
+        if Placement.from_eplb(*_to_eplb(placement), join=True) != placement:
             return "from_eplb gives another placement"
-        return _slots_fault(placed, experts, case.seed) or _sum_fault(base, experts, case)
+        return _slots_mismatch(placement, experts, case.seed) or _sum_mismatch(base, experts, case)
 
-    fault = run_or_outcome(what, run)
-    if isinstance(fault, FuzzOutcome):
-        return fault
-    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
-
-
-def _eplb(placed: Placement) -> tuple[list[int], int]:
-    width = max(map(len, placed.slots))
-    # EPLB has as many slots on each rank; the first expert of a rank fills the others.
-    table = [e for held in placed.slots for e in (*held, *[held[0]] * (width - len(held)))]
-    return table, placed.world_size
+    mismatch = run_or_outcome(description, run)
+    if isinstance(mismatch, FuzzOutcome):
+        return mismatch
+    return (
+        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        if mismatch
+        else FuzzOutcome(RIGHT, description)
+    )
 
 
-def _slots_fault(placed: Placement, experts: int, seed: int) -> str:
+def _to_eplb(placement: Placement) -> tuple[list[int], int]:
+    width = max(map(len, placement.slots))
+    # EPLB needs the same number of slots on each rank, so repeat a rank's first expert.
+    table = [
+        e
+        for experts_of_rank in placement.slots
+        for e in (*experts_of_rank, *[experts_of_rank[0]] * (width - len(experts_of_rank)))
+    ]
+    return table, placement.world_size
+
+
+def _slots_mismatch(placement: Placement, experts: int, seed: int) -> str:
     pairs_to_slots = import_name("modular_kernel.spec.placement:pairs_to_slots")
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, experts, (9, 3), generator=generator)
-    ranks, slots, invalid = pairs_to_slots(ids, placed.tables(), first_token=seed % 5)
+    ranks, slots, invalid = pairs_to_slots(ids, placement.tables(), first_token=seed % 5)
     if int(invalid):
         return f"{int(invalid)} invalid ids"
     for expert, rank, slot in zip(
@@ -216,26 +245,26 @@ def _slots_fault(placed: Placement, experts: int, seed: int) -> str:
     ):
         if expert < 0 and (rank, slot) != (-1, -1):
             return f"a skipped pair goes to slot {slot} of rank {rank}"
-        if expert >= 0 and placed.slots[rank][slot] != expert:
+        if expert >= 0 and placement.slots[rank][slot] != expert:
             return f"expert {expert} goes to slot {slot} of rank {rank}"
     return ""
 
 
-def _sum_fault(base: Placement, experts: int, case: PlacementCase) -> str:
-    """Sum the outputs of ranks that hold their experts by an expert_map."""
+def _sum_mismatch(base: Placement, experts: int, case: PlacementCase) -> str:
+    """Compute each rank's experts with an expert_map, and compare the sum with the oracle."""
     problem = replace(PROBLEM, experts=experts, top_k=min(K, experts))
-    given = samples.inputs(case.seed, problem)
+    arguments = samples.inputs(case.seed, problem)
     total = torch.zeros(PROBLEM.tokens, H)
-    for rank, held in enumerate(base.slots):
-        local = replace(problem, local_experts=len(held), expert_map=True)
+    for rank, experts_of_rank in enumerate(base.slots):
+        local = replace(problem, local_experts=len(experts_of_rank), expert_map=True)
         weights = replace(
-            given.weights,
-            w1=given.weights.w1[list(held)],
-            w2=given.weights.w2[list(held)],
+            arguments.weights,
+            w1=arguments.weights.w1[list(experts_of_rank)],
+            w2=arguments.weights.w2[list(experts_of_rank)],
             expert_map=base.expert_map(rank),
         )
-        total += samples.kernel(local)(given.x_TH, weights, given.routing)
-    return samples.fault_of(total, given, problem)
+        total += samples.kernel(local)(arguments.x_TH, weights, arguments.routing)
+    return samples.output_mismatch(total, arguments, problem)
 
 
 # ---------------------------------------------------------------------------------- compiled layers
@@ -244,29 +273,33 @@ def _sum_fault(base: Placement, experts: int, case: PlacementCase) -> str:
 def compiled_layers(case: tuple[str, list[int], int]) -> FuzzOutcome:
     """Compile a layer with dynamic shapes; call it with several numbers of tokens."""
     backend, sizes, seed = case
-    what = f"torch.compile by {backend} of a layer for {sizes} tokens"
+    description = f"torch.compile by {backend} of a layer for {sizes} tokens"
     torch._dynamo.reset()
-    given = samples.inputs(seed)
-    layer = samples.loaded_layer(given.weights)
+    arguments = samples.inputs(seed)
+    layer = samples.loaded_layer(arguments.weights)
     compiled: Any = torch.compile(layer, backend=backend, dynamic=True)
 
     def run() -> str:
         for tokens in sizes:
-            called = samples.inputs(seed, PROBLEM.with_tokens(tokens))
-            called = replace(called, weights=given.weights)
-            fault = samples.fault_of(compiled(called.x_TH, called.routing), called)
-            if fault:
-                return f"{tokens} tokens: {fault}"
+            inputs = samples.inputs(seed, PROBLEM.with_tokens(tokens))
+            inputs = replace(inputs, weights=arguments.weights)
+            mismatch = samples.output_mismatch(compiled(inputs.x_TH, inputs.routing), inputs)
+            if mismatch:
+                return f"{tokens} tokens: {mismatch}"
         return ""
 
-    fault = run_or_outcome(what, run)
-    if isinstance(fault, FuzzOutcome):
-        return replace(fault, kind=WRONG) if fault.kind == TYPED else fault
-    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+    mismatch = run_or_outcome(description, run)
+    if isinstance(mismatch, FuzzOutcome):
+        return replace(mismatch, kind=WRONG) if mismatch.kind == TYPED else mismatch
+    return (
+        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        if mismatch
+        else FuzzOutcome(RIGHT, description)
+    )
 
 
 _COUNT_CASES = st.tuples(
-    st.sampled_from(sorted(_BY_COUNT)),
+    st.sampled_from(sorted(_COUNT_FUNCTIONS)),
     st.dictionaries(st.integers(0, 59), _counts, min_size=1, max_size=2),
 )
 _SPECIAL_CASES = st.builds(
@@ -279,7 +312,7 @@ _SPECIAL_CASES = st.builds(
 _PLACEMENT_CASES = st.builds(
     PlacementCase,
     experts_per_rank=st.integers(1, 4),
-    world=st.integers(1, 4),
+    world_size=st.integers(1, 4),
     copies=st.lists(st.tuples(st.integers(0, 15), st.integers(0, 3)), max_size=6),
     seed=seeds,
 )

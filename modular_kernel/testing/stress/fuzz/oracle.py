@@ -1,7 +1,8 @@
 """Independent float64 reference of a layer, written pair by pair from the documentation alone.
 
-Its tolerance depends only on the number formats: far wider than rounding errors, far narrower than
-the effect of a wrong expert, weight, scale, row or sign. `mk test` checks small errors.
+Its tolerance depends only on the number formats. It is much larger than rounding errors, and much
+smaller than the effect of a wrong expert, weight, scale, row or sign. Small errors are left to
+`mk test`.
 """
 
 import math
@@ -12,17 +13,21 @@ from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_PLAIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-_STORED = {"float8_e4m3fn": 0.25, "int8": 0.12}  # by dtype of quantized activations
+_DTYPE_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+_QUANTIZED_TOLERANCES = {"float8_e4m3fn": 0.25, "int8": 0.12}  # by dtype of quantized activations
 
 
 def tolerance(problem: Problem) -> float:
-    """Return the tolerance of a row's error norm, relative to its norm before cancellation."""
+    """Return the tolerance of a row's error, relative to the norm that `_compute_pair` returns."""
     rounded = 2e-2 if problem.fp32_precision == "tf32" else 0.0
-    return max(_PLAIN[problem.dtype], rounded, _STORED.get(problem.scheme.activation, 0.0))
+    return max(
+        _DTYPE_TOLERANCES[problem.dtype],
+        rounded,
+        _QUANTIZED_TOLERANCES.get(problem.scheme.activation, 0.0),
+    )
 
 
-def _nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
+def _unpack_nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
     shape = list(packed.shape)
     shape[dim] *= 2
     pairs = torch.stack([packed % 16, packed // 16], dim=dim + 1)
@@ -34,26 +39,29 @@ def matrix(
     scale: torch.Tensor | None,
     zero: torch.Tensor | None,
     problem: Problem,
-    whole: torch.Tensor | None = None,
+    matrix_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the (e, N, K) float64 values of stored weights."""
+    """Return the (e, N, K) float64 values of quantized weights.
+
+    stored, scale, zero: as in ExpertWeights. matrix_scale: nvfp4's global scales of each expert.
+    """
     scheme = problem.scheme
     if scale is None:
         return stored.double()
     is_packed = scheme.weight in ("uint4", "float4_e2m1")
-    codes = (_nibbles(stored, 2) if is_packed else stored).double()
+    codes = (_unpack_nibbles(stored, 2) if is_packed else stored).double()
     e, rows, depth = codes.shape
     if scheme.weight == "float4_e2m1":
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64)
         codes, factor = table[codes.long()], scale.double()
-        if whole is None:  # E8M0: 255 is NaN
+        if matrix_scale is None:  # E8M0: 255 is NaN
             factor = torch.exp2(factor - 127).masked_fill(factor == 255, torch.nan)
     else:
         factor = scale.double()
     block_n, block_k = scheme.group if scheme.granularity == "block" else (1, *scheme.group, 0)[:2]
     n = torch.arange(rows) // block_n
     k = torch.arange(depth) // block_k if block_k else torch.zeros(depth, dtype=torch.long)
-    spread = factor.reshape(e, *[*factor.shape[1:], 1, 1][:2])
+    block_scales = factor.reshape(e, *[*factor.shape[1:], 1, 1][:2])
     if scheme.granularity == "tensor":
         n = torch.zeros(rows, dtype=torch.long)
     if scheme.weight in ("uint4", "uint8"):
@@ -61,18 +69,18 @@ def matrix(
         if zero is None:
             codes = codes - default_zero
         else:
-            points = (_nibbles(zero, 1) if scheme.weight == "uint4" else zero).double()
+            points = (_unpack_nibbles(zero, 1) if scheme.weight == "uint4" else zero).double()
             codes = codes - points[:, n][:, :, k]
-    values = codes * spread[:, n][:, :, k]
-    if whole is None:
+    values = codes * block_scales[:, n][:, :, k]
+    if matrix_scale is None:
         return values
-    sides = whole.double().repeat_interleave(rows // whole.shape[1], 1)
+    row_scales = matrix_scale.double().repeat_interleave(rows // matrix_scale.shape[1], 1)
     if problem.act.interleaved:
-        sides = whole.double().repeat(1, rows // whole.shape[1])
-    return values * sides[:, :, None]
+        row_scales = matrix_scale.double().repeat(1, rows // matrix_scale.shape[1])
+    return values * row_scales[:, :, None]
 
 
-def _curve(v: torch.Tensor, kind: str) -> torch.Tensor:
+def _scalar_activation(v: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "silu":
         return v * v.sigmoid()
     if kind == "gelu":
@@ -80,12 +88,12 @@ def _curve(v: torch.Tensor, kind: str) -> torch.Tensor:
     return v * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))
 
 
-def _activated(v: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
+def _apply_activation(v: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     kind, limit, alpha = spec.kind, spec.limit or math.inf, spec.alpha or 0.0
     if kind == "relu2":
         return v.relu() ** 2
     if kind.endswith("_no_mul"):
-        return _curve(v, kind.removesuffix("_no_mul"))
+        return _scalar_activation(v, kind.removesuffix("_no_mul"))
     half = len(v) // 2
     gate, up = (v[::2], v[1::2]) if spec.interleaved else (v[:half], v[half:])
     if kind == "situ":
@@ -93,7 +101,7 @@ def _activated(v: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
         return alpha * (gate / alpha).tanh() * gate.sigmoid() * linear
     clipped_up = up.clip(-limit, limit)
     if kind in ("silu", "gelu", "gelu_tanh"):
-        return _curve(gate.minimum(torch.tensor(limit)), kind) * clipped_up
+        return _scalar_activation(gate.minimum(torch.tensor(limit)), kind) * clipped_up
     if kind == "swiglu_oai":
         gate = gate.minimum(torch.tensor(limit))
         return gate * (alpha * gate).sigmoid() * (clipped_up + 1)
@@ -129,14 +137,14 @@ class Oracle:
                 if not 0 <= expert < problem.e:  # remote, or mapped to no row
                     continue
                 weight = float(routing.topk_weights_TK[t, k])
-                rows[t, k], norms[t, k] = self._pair(
+                rows[t, k], norms[t, k] = self._compute_pair(
                     x_TH[t].double(), w1[expert], w2[expert], expert, weight, weights
                 )
         is_summed = problem.combine is Combine.SUM
         self.expected = rows.sum(1) if is_summed else rows
         self.norms = norms.sum(1) if is_summed else norms
 
-    def _pair(
+    def _compute_pair(
         self,
         x: torch.Tensor,
         w1: torch.Tensor,
@@ -145,7 +153,7 @@ class Oracle:
         weight: float,
         weights: ExpertWeights,
     ) -> tuple[torch.Tensor, float]:
-        """Return one pair's row, and its norm before cancellation."""
+        """Return the output row of one pair, and the norm of the terms that are added up in it."""
         problem = self.problem
         on_input = problem.apply_router_weight_on_input
         value = w1 @ x
@@ -154,7 +162,7 @@ class Oracle:
             value, typical = value * weight, typical * abs(weight)
         if weights.b1 is not None:
             value = value + weights.b1[expert].double()
-        h = _activated(value, problem.act)
+        h = _apply_activation(value, problem.act)
         typical_act = typical * max(1.0, typical) if problem.act.kind != "swiglu_oai" else typical
         size = max(float(h.norm()), math.sqrt(len(h)) * typical_act)
         y = w2 @ h
@@ -167,16 +175,17 @@ class Oracle:
             factor = problem.routed_scaling_factor * (1.0 if on_input else weight)
         return y * factor, norm * abs(factor)
 
-    def fault(self, found: torch.Tensor, *, rows: slice | torch.Tensor = slice(None)) -> str:
-        """Return what is wrong with the output `found`, or "". rows: a slice or mask to check."""
-        if found.shape != self.expected.shape:
-            return f"shape {tuple(found.shape)}, not {tuple(self.expected.shape)}"
-        if found.dtype is not self.problem.dtype:
-            return f"dtype {found.dtype}"
-        error = (found.detach().double() - self.expected)[rows].norm(dim=-1)
+    def mismatch(self, output: torch.Tensor, *, rows: slice | torch.Tensor = slice(None)) -> str:
+        """Return how `output` differs from the expected output, or "". rows: those to compare."""
+        if output.shape != self.expected.shape:
+            return f"shape {tuple(output.shape)}, not {tuple(self.expected.shape)}"
+        if output.dtype is not self.problem.dtype:
+            return f"dtype {output.dtype}"
+        error = (output.detach().double() - self.expected)[rows].norm(dim=-1)
         allowed = tolerance(self.problem) * self.norms[rows] + 1e-7
-        bad = ~(error <= allowed)
-        if not bool(bad.any()):
+        is_wrong = ~(error <= allowed)
+        if not bool(is_wrong.any()):
             return ""
         worst = float((error / allowed).max())
-        return f"{int(bad.sum())} of {bad.numel()} rows differ, by up to {worst:.3g} tolerances"
+        count = int(is_wrong.sum())
+        return f"{count} of {is_wrong.numel()} rows differ, by up to {worst:.3g} tolerances"

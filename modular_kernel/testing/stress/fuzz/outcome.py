@@ -1,4 +1,4 @@
-"""Kinds of outcomes of a call with random input."""
+"""Classify the outcomes of calls with random input."""
 
 import traceback
 from collections.abc import Callable
@@ -7,8 +7,11 @@ from typing import TypeVar
 
 from modular_kernel.errors import IncompatibleError, InputError
 
+# A correct result; an error of this package.
 RIGHT, TYPED = "right", "typed error"
+# An exception of another type; invalid input that was accepted; a wrong result.
 RAW, ACCEPTED, WRONG = "raw exception", "accepted nonsense", "wrong number"
+# A typed error raised after kernels may have been launched; the end of the process; a timeout.
 LATE, CRASH, HANG = "error after launch", "crash", "hang"
 GOOD = (RIGHT, TYPED)
 BAD = (RAW, ACCEPTED, WRONG, LATE, CRASH, HANG)
@@ -20,30 +23,32 @@ T = TypeVar("T")
 class FuzzOutcome:
     """Outcome of a call.
 
-    kind: an element of GOOD or BAD. what: the configuration, and the defect if the kind is BAD.
+    kind: an element of GOOD or BAD. description: the call and, if the kind is in BAD, the defect.
     """
 
     kind: str
-    what: str = ""
+    description: str = ""
 
 
-def refused(error: Exception) -> str:
+def kind_of_error(error: Exception) -> str:
     """Return TYPED or RAW for an exception."""
     return TYPED if isinstance(error, InputError | IncompatibleError) else RAW
 
 
 def format_error(error: Exception) -> str:
-    """Format an exception in one line, with the place that raised it."""
+    """Format an exception in one line, with the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else "?"
+    location = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else "?"
     text = " ".join(str(error).split())
-    return f"{type(error).__name__} at {where}: {text[:160]}"
+    return f"{type(error).__name__} at {location}: {text[:160]}"
 
 
-def run_or_outcome(what: str, call: Callable[[], T]) -> T | FuzzOutcome:
-    """Return the result of `call`, or the outcome of its exception."""
+def run_or_outcome(description: str, call: Callable[[], T]) -> T | FuzzOutcome:
+    """Return the result of `call` or, if it raises, the outcome for the exception."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 (classifies any exception)
-        kind = refused(error)
-        return FuzzOutcome(kind, what if kind == TYPED else f"{what}: {format_error(error)}")
+        kind = kind_of_error(error)
+        return FuzzOutcome(
+            kind, description if kind == TYPED else f"{description}: {format_error(error)}"
+        )

@@ -1,4 +1,4 @@
-"""Importers of packed weights: random GPTQ and AWQ matrices, and junk."""
+"""Fuzz target: importers of packed weights, with random GPTQ and AWQ matrices or junk."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +21,11 @@ from modular_kernel.testing.stress.fuzz.target import Target, chance, import_nam
 
 @dataclass(frozen=True)
 class PackedCase:
-    """A packed matrix, (groups * group) x (rows) values of `bits` bits.
+    """A packed matrix of `groups * group` x `32 / bits * words` values of `bits` bits.
 
-    awq: AWQ's packing, else GPTQ's. one_group: whether a single group is written as -1.
-    default_zeros: AWQ's zero points are 8, so that they may be omitted, and are if `omit_zeros`.
-    junk: (name, value), or None.
+    awq: whether it has AWQ's packing or GPTQ's. one_group: whether a single group is given as -1.
+    default_zeros: whether AWQ's zero points are all 8, and may be omitted. omit_zeros: whether they
+    are omitted in that case. junk: (name of an argument, value), or None.
     """
 
     awq: bool
@@ -47,8 +47,8 @@ def _packed_cases(draw: st.DrawFn) -> PackedCase:
     name = draw(
         st.sampled_from(("qweight", "scales", "qzeros", "group", *(() if awq else ("bits",))))
     )
-    fits = {"bits": (4, 8), "group": (-1, group)}.get(name, ())
-    values = [v for v in JUNK if v is not None and not (isinstance(v, int) and v in fits)]
+    is_valid = {"bits": (4, 8), "group": (-1, group)}.get(name, ())
+    values = [v for v in JUNK if v is not None and not (isinstance(v, int) and v in is_valid)]
     return PackedCase(
         awq=awq,
         bits=4 if awq else draw(st.sampled_from((4, 8))),
@@ -64,23 +64,23 @@ def _packed_cases(draw: st.DrawFn) -> PackedCase:
 
 
 def importers(case: PackedCase) -> FuzzOutcome:
-    """Import a random GPTQ or AWQ matrix: correct values, or a typed error for junk."""
+    """Import a random GPTQ or AWQ matrix. Values must be correct, and junk must be refused."""
     codes, zeros, arguments = _packed(case)
     depth, rows = codes.shape
     name = "from_awq" if case.awq else "from_gptq"
-    what = f"{name} of {depth} x {rows}, {case.bits} bits, groups of {arguments['group']}"
+    description = f"{name} of {depth} x {rows}, {case.bits} bits, groups of {arguments['group']}"
     scales = arguments["scales"]
     if case.junk:
         junk_name, value = case.junk
         arguments[junk_name] = value
-        what += f" with {junk_name}={shorten(value)}"
+        description += f" with {junk_name}={shorten(value)}"
     result = run_or_outcome(
-        what, lambda: import_name(f"modular_kernel.checkpoints:{name}")(**arguments)
+        description, lambda: import_name(f"modular_kernel.checkpoints:{name}")(**arguments)
     )
     if isinstance(result, FuzzOutcome):
-        return result if case.junk else FuzzOutcome(WRONG, f"{what}: refused")
+        return result if case.junk else FuzzOutcome(WRONG, f"{description}: refused")
     if case.junk:
-        return FuzzOutcome(ACCEPTED, what)
+        return FuzzOutcome(ACCEPTED, description)
     has_zeros = result.zero_point is not None
     quant = (
         f"int{case.bits}_w{case.bits}a16_group:group={case.group}"
@@ -88,12 +88,12 @@ def importers(case: PackedCase) -> FuzzOutcome:
     )
     problem = Problem(1, depth, rows, 1, 1, dtype=torch.float32, quant=quant)
     zero = result.zero_point[None] if has_zeros else None
-    numbers = matrix(result.w[None], result.scale[None], zero, problem)[0]
+    values = matrix(result.w[None], result.scale[None], zero, problem)[0]
     expected = (codes - zeros.repeat_interleave(case.group, 0)) * scales.repeat_interleave(
         case.group, 0
     )
-    close = torch.allclose(numbers.T, expected.double(), rtol=1e-6)
-    return FuzzOutcome(RIGHT, what) if close else FuzzOutcome(WRONG, what)
+    close = torch.allclose(values.T, expected.double(), rtol=1e-6)
+    return FuzzOutcome(RIGHT, description) if close else FuzzOutcome(WRONG, description)
 
 
 def _packed(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -122,7 +122,7 @@ def _packed(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any
 
 
 def _pack_awq(values: torch.Tensor) -> torch.Tensor:
-    """Pack AWQ int32 words along the columns: even ones of eight in the low half, then odd ones."""
+    """Pack AWQ's int32 words along the columns: of eight columns, the even ones in the low half."""
     eights = values.reshape(len(values), -1, 8)
     order = torch.cat([eights[..., 0::2], eights[..., 1::2]], dim=-1)
     return _pack_words(order.reshape(len(values), -1), 1, 4)

@@ -1,4 +1,4 @@
-"""Expert placements made from junk and from lists of junk."""
+"""Fuzz target: functions that make or read expert placements, with junk arguments."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +17,8 @@ _TABLES = _BASE.tables()
 _IDS = torch.tensor([[0, 1], [5, -1]])
 
 
-def _balance(name: str, *given: Any, **options: Any) -> Any:
-    return import_name(f"modular_kernel.layers.balance:{name}")(*given, **options)
+def _balance(name: str, *value: Any, **options: Any) -> Any:
+    return import_name(f"modular_kernel.layers.balance:{name}")(*value, **options)
 
 
 def _by_hosts(hosts: Any, groups: Any) -> Any:
@@ -34,7 +34,7 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
     ("without", _BASE.without, 1),
     ("with_copies", _BASE.with_copies, 1),
     ("expert_map", _BASE.expert_map, 1),
-    ("tables", lambda near: _BASE.tables(tiers=near), 1),
+    ("tables", lambda tiers: _BASE.tables(tiers=tiers), 1),
     ("near_ranks", rank_tiers, 2),
     (
         "rank_loads",
@@ -51,13 +51,13 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
 )
 
 
-_CALL = {name: (call, count) for name, call, count in _CALLS}
+_CALLS_BY_NAME = {name: (call, count) for name, call, count in _CALLS}
 _SKIP_LOADS = ("rank_loads", "rebalance")  # the first argument, loads, may be floats
 
 
 @st.composite
 def _arguments(draw: st.DrawFn) -> Any:
-    """Draw junk, plausible numbers, or several in a list, tuple, map or list of lists."""
+    """Draw junk, a plausible number, or several in a list, tuple, dict or list of lists."""
     value = draw(st.one_of(st.integers(-1, 6), junk))
     several = draw(st.lists(st.one_of(st.integers(0, 2), st.just(value)), max_size=3))
     kinds = (value, value, several, tuple(several), [several], (tuple(several),))
@@ -66,36 +66,36 @@ def _arguments(draw: st.DrawFn) -> Any:
 
 @st.composite
 def _calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
-    name = draw(st.sampled_from(sorted(_CALL)))
-    return name, [draw(_arguments()) for _ in range(_CALL[name][1])]
+    name = draw(st.sampled_from(sorted(_CALLS_BY_NAME)))
+    return name, [draw(_arguments()) for _ in range(_CALLS_BY_NAME[name][1])]
 
 
 def placements(case: tuple[str, list[Any]]) -> FuzzOutcome:
-    """Call everything that makes or reads a placement with junk, and lists and maps of it."""
+    """Call a function that makes or reads a placement. Errors must be typed."""
     name, arguments = case
-    call, _ = _CALL[name]
-    what = f"{name}({', '.join(map(_words, arguments))})"
-    result = run_or_outcome(what, lambda: call(*arguments))
+    call, _ = _CALLS_BY_NAME[name]
+    description = f"{name}({', '.join(map(_format_junk, arguments))})"
+    result = run_or_outcome(description, lambda: call(*arguments))
     if isinstance(result, FuzzOutcome):
         return result
-    if any(_has_no_number(given) for given in arguments[name in _SKIP_LOADS :]):
-        return FuzzOutcome(ACCEPTED, what)
-    return FuzzOutcome(RIGHT, what)
+    if any(_contains_invalid_id(value) for value in arguments[name in _SKIP_LOADS :]):
+        return FuzzOutcome(ACCEPTED, description)
+    return FuzzOutcome(RIGHT, description)
 
 
-def _words(given: Any) -> str:
-    if isinstance(given, list | tuple) and len(given) < 5:
-        return f"[{', '.join(map(_words, given))}]"
-    return shorten(given)
+def _format_junk(value: Any) -> str:
+    if isinstance(value, list | tuple) and len(value) < 5:
+        return f"[{', '.join(map(_format_junk, value))}]"
+    return shorten(value)
 
 
-def _has_no_number(given: Any) -> bool:
-    """Return whether it contains a bool, a float or a text, none of which is a rank or expert."""
-    if isinstance(given, dict):
-        given = [*given, *given.values()]
-    if isinstance(given, list | tuple):
-        return any(map(_has_no_number, given))
-    return isinstance(given, bool | float | complex | str | bytes)
+def _contains_invalid_id(value: Any) -> bool:
+    """Return whether `value` contains a bool, float or text, which cannot be a rank or expert."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        return any(map(_contains_invalid_id, value))
+    return isinstance(value, bool | float | complex | str | bytes)
 
 
 TARGETS: tuple[Target[Any], ...] = (Target("placements", 1, _calls(), placements),)

@@ -1,4 +1,4 @@
-"""Targets as Hypothesis properties: one configuration, saved failures, and shrinking."""
+"""Run targets with Hypothesis: one configuration, or saved failures with shrinking."""
 
 from collections.abc import Iterator
 from random import Random
@@ -11,8 +11,8 @@ from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
 from modular_kernel.testing.stress.fuzz.outcome import BAD, GOOD, RAW, FuzzOutcome, run_or_outcome
 from modular_kernel.testing.stress.fuzz.target import Target
 
-# Hypothesis tells failures apart by their exception type, so that it never shrinks a crash of one
-# kind to a failure of another.
+# One exception type for each kind of failure. Hypothesis does not shrink a failure to one that
+# raises another type.
 _FAILURES: dict[str, type[AssertionError]] = {
     kind: type(kind.title().replace(" ", ""), (AssertionError,), {}) for kind in BAD
 }
@@ -23,25 +23,24 @@ DATABASE = ".hypothesis/examples"
 class TargetProperty:
     """The property that every input of a target has a good outcome.
 
-    database: where failing inputs are kept for later runs; None keeps them nowhere.
+    database: where failing inputs are saved for later runs; None saves none.
     """
 
     def __init__(self, target: Target[Any], database: ExampleDatabase | None = None) -> None:
         self.target = target
-        self.last = FuzzOutcome(GOOD[0])
-
+        self.last = FuzzOutcome(GOOD[0])  # outcome of the last input
         self._database = database
         self._fuzz = self._test().hypothesis.fuzz_one_input
 
     def _test(self, *phases: Phase) -> Any:
-        """Return the Hypothesis test. Hypothesis accepts one set of settings per test."""
+        """Return a new Hypothesis test, since a test accepts settings only once."""
 
         def holds(case: Any) -> None:
             self.last = run_or_outcome(self.target.name, lambda: self.target.check(case))
             if self.last.kind in BAD:
-                raise _FAILURES[self.last.kind](self.last.what)
+                raise _FAILURES[self.last.kind](self.last.description)
 
-        # The key of the database is made of the name and the source.
+        # Hypothesis derives the key of the database from the name and the source.
         holds.__name__ = holds.__qualname__ = self.target.name
         test = given(case=self.target.cases)(holds)
         for case in self.target.examples:
@@ -55,9 +54,9 @@ class TargetProperty:
         )(test)
 
     def run(self, rng: Random) -> FuzzOutcome:
-        """Return the outcome of the input that the bytes of `rng` stand for.
+        """Run the input that Hypothesis derives from the bytes of `rng`; return its outcome.
 
-        A failing input is saved in the database.
+        Bytes that do not make an input are skipped. A failing input is saved in the database.
         """
         failures = tuple(_FAILURES.values())
         while True:
@@ -68,7 +67,7 @@ class TargetProperty:
                 return self.last
 
     def failures(self) -> Iterator[FuzzOutcome]:
-        """Run the explicit examples, then the saved failures; yield one shrunk failure at most."""
+        """Run the explicit examples, then the saved failures; yield at most one failure, shrunk."""
         phases = Phase.explicit, Phase.reuse, Phase.shrink
         try:
             self._test(*phases)()

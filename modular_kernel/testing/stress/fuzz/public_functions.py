@@ -17,15 +17,16 @@ from modular_kernel.testing.stress.fuzz.outcome import RIGHT, FuzzOutcome, run_o
 from modular_kernel.testing.stress.fuzz.samples import PROBLEM, E, H, I, K, T, floats
 from modular_kernel.testing.stress.fuzz.target import Target, chance, import_name
 
-Call = tuple[Callable[..., Any], dict[str, Any]]
+Call = tuple[Callable[..., Any], dict[str, Any]]  # a function and its keyword arguments
 
 
-def _named(place: str, /, **arguments: Any) -> Callable[[], Call]:
-    return lambda: (import_name(place), {name: _made(v) for name, v in arguments.items()})
+def _call(path: str, /, **arguments: Any) -> Callable[[], Call]:
+    """Return a function that makes a call of the object at "module:name"."""
+    return lambda: (import_name(path), {name: _resolve(v) for name, v in arguments.items()})
 
 
-def _made(value: Any) -> Any:
-    """Return the value, or what a lambda without parameters makes."""
+def _resolve(value: Any) -> Any:
+    """Return the value, or what it returns if it is a lambda, which takes no parameters."""
     return value() if callable(value) and getattr(value, "__name__", "") == "<lambda>" else value
 
 
@@ -35,28 +36,31 @@ def _weights() -> Any:
 
 def _quantized_call() -> Call:
     problem = replace(PROBLEM, quant="int8_w8a16_group:group=8")
-    from_module = "modular_kernel.quant.quantized_weights"
-    return import_name(f"{from_module}:quantize_weights"), {
+    module = "modular_kernel.quant.quantized_weights"
+    return import_name(f"{module}:quantize_weights"), {
         "weights": _weights(),
         "problem": problem,
     }
 
 
 def _kernel_call(name: str, *, plan: bool = False) -> Callable[[], Call]:
-    def made() -> Call:
-        given, kernel = samples.inputs(), samples.kernel()
-        arguments = {"x_TH": given.x_TH, "weights": given.weights, "routing": given.routing}
+    """Return a function that makes a call of a method of a kernel, or of its plan."""
+
+    def make_call() -> Call:
+        inputs, kernel = samples.inputs(), samples.kernel()
+        arguments = {"x_TH": inputs.x_TH, "weights": inputs.weights, "routing": inputs.routing}
         if name == "prepare_weights":
-            arguments = {"weights": given.weights}
+            arguments = {"weights": inputs.weights}
         elif name in ("start", "__call__"):
             arguments["out"] = torch.empty(T, H)
         return getattr(kernel.plan() if plan else kernel, name), arguments
 
-    return made
+    return make_call
 
 
 def _method(make: Callable[[], Any], method: str, /, **arguments: Any) -> Callable[[], Call]:
-    return lambda: (getattr(make(), method), {n: _made(v) for n, v in arguments.items()})
+    """Return a function that makes a call of a method of the object that `make` returns."""
+    return lambda: (getattr(make(), method), {n: _resolve(v) for n, v in arguments.items()})
 
 
 def _pool() -> Any:
@@ -88,7 +92,7 @@ _LAYER: dict[str, Any] = {
     "reduce_results": False, "prepare_finalize": None, "experts": None, "placement": None,
     "max_tokens": 4, "chunk_tokens": None, "device": "cpu", "prefix": "",
 }  # fmt: skip
-_PLACES = ((0, 0), (0, 1), (1, 0), (1, 1))
+_TABLE = ((0, 0), (0, 1), (1, 0), (1, 1))
 _CALLS: dict[str, Callable[[], Call]] = {
     "check": lambda: (check, {"prepare_finalize": samples.PAIR[0], "experts": samples.PAIR[1],
                                   "problem": PROBLEM, "machine": Machine("cpu")}),
@@ -126,70 +130,71 @@ _CALLS: dict[str, Callable[[], Call]] = {
         "tokens": T}),
     "Placement": lambda: (Placement, {"slots": ((0, 1), (2, 3))}),
     "Placement.linear": lambda: (Placement.linear, {"experts": 4, "world_size": 2}),
-    "Placement.of_table": lambda: (Placement.of_table, {"table": _PLACES, "world_size": 2}),
+    "Placement.of_table": lambda: (Placement.of_table, {"table": _TABLE, "world_size": 2}),
     "Placement.expert_map": lambda: (Placement.linear(4, 2).expert_map,
                                      {"rank": 0, "device": "cpu"}),
     "quantize_weights": _quantized_call,
-    "weight_specs": _named("modular_kernel.quant.quantized_weights:weight_specs",
-                           problem=replace(PROBLEM, quant="int8_w8a8_channel")),
-    "from_e8m0": _named("modular_kernel.quant.scale_tiles:from_e8m0",
-                        scale=lambda: torch.full((2, 3), 127, dtype=torch.uint8)),
-    "route": _named("modular_kernel.ops.route:route", logits_TE=lambda: floats(T, E),
-                    spec=samples.router_spec(), tensors=None, token_ids_T=None,
-                    ids_dtype=torch.int32),
-    "RouterSpec": _named("modular_kernel.spec.router:RouterSpec", top_k=2, score="sigmoid",
-                         order="score_first", groups=4, topk_groups=2, group_score="top2",
-                         selection_bias=False, renormalize=True, eps=1e-20, floor=0.0,
-                         table=False, zero_experts=0),
+    "weight_specs": _call("modular_kernel.quant.quantized_weights:weight_specs",
+                          problem=replace(PROBLEM, quant="int8_w8a8_channel")),
+    "from_e8m0": _call("modular_kernel.quant.scale_tiles:from_e8m0",
+                       scale=lambda: torch.full((2, 3), 127, dtype=torch.uint8)),
+    "route": _call("modular_kernel.ops.route:route", logits_TE=lambda: floats(T, E),
+                   spec=samples.router_spec(), tensors=None, token_ids_T=None,
+                   ids_dtype=torch.int32),
+    "RouterSpec": _call("modular_kernel.spec.router:RouterSpec", top_k=2, score="sigmoid",
+                        order="score_first", groups=4, topk_groups=2, group_score="top2",
+                        selection_bias=False, renormalize=True, eps=1e-20, floor=0.0,
+                        table=False, zero_experts=0),
     "RouterSpec.columns": _method(samples.router_spec, "columns", experts=8),
-    "Router": _named("modular_kernel.layers.router:Router", spec=samples.router_spec(),
-                     hidden_size=H, num_experts=E, bias=True, vocabulary=None,
-                     dtype=torch.float32, device="cpu"),
+    "Router": _call("modular_kernel.layers.router:Router", spec=samples.router_spec(),
+                    hidden_size=H, num_experts=E, bias=True, vocabulary=None,
+                    dtype=torch.float32, device="cpu"),
     "Router.forward": _method(_router, "forward", x_TH=lambda: floats(T, H)),
-    "FusedMoE": _named("modular_kernel.layers.fused_moe:FusedMoE", **_LAYER),
+    "FusedMoE": _call("modular_kernel.layers.fused_moe:FusedMoE", **_LAYER),
     "FusedMoE.forward": _method(samples.loaded_layer, "forward", hidden_states=lambda: floats(T, H),
                                 routing=lambda: samples.inputs().routing, token_ids=None),
     "FusedMoE.set_weights": _method(samples.fused_moe, "set_weights", weights=lambda: _weights()),
     "FusedMoE.local_expert": _method(samples.fused_moe, "local_expert", expert_id=1),
     "FusedMoE.load": _method(samples.fused_moe, "load", checkpoint="/dev/null/none", layer=3),
-    "FusedMoE.from_config": _named("modular_kernel.layers.fused_moe:FusedMoE.from_config",
-                                   checkpoint="/dev/null/none", layer=0),
-    "LayerParallel": _named("modular_kernel.layers.parallel:LayerParallel", ep=(0, 2), tp=(0, 1),
-                            ep_group=None, tp_group=None),
-    "load_experts": _named("modular_kernel.checkpoints.loading:load_experts",
-                           checkpoint="/dev/null/none", layer=0, ep=(0, 1), tp=(0, 1), dtype=None,
-                           device="cpu", placement="linear", prefix=None, config=None,
-                           quantize_inputs=False),
-    "AdapterPool": _named("modular_kernel.layers.adapter_pool:AdapterPool",
-                          problem=replace(PROBLEM, lora=samples.LORA), device="cpu"),
+    "FusedMoE.from_config": _call("modular_kernel.layers.fused_moe:FusedMoE.from_config",
+                                  checkpoint="/dev/null/none", layer=0),
+    "LayerParallel": _call("modular_kernel.layers.parallel:LayerParallel", ep=(0, 2), tp=(0, 1),
+                           ep_group=None, tp_group=None),
+    "load_experts": _call("modular_kernel.checkpoints.loading:load_experts",
+                          checkpoint="/dev/null/none", layer=0, ep=(0, 1), tp=(0, 1), dtype=None,
+                          device="cpu", placement="linear", prefix=None, config=None,
+                          quantize_inputs=False),
+    "AdapterPool": _call("modular_kernel.layers.adapter_pool:AdapterPool",
+                         problem=replace(PROBLEM, lora=samples.LORA), device="cpu"),
     "AdapterPool.load": _method(_pool, "load", name="mine", adapter=lambda: samples.adapter(2, 0)),
     "AdapterPool.evict": _method(_pool, "evict", name="mine"),
     "AdapterPool.weights": _method(_pool, "weights", base=lambda: _weights()),
-    "LoRAManager": _named("modular_kernel.layers.lora:LoRAManager", problem=PROBLEM,
-                          lora=samples.LORA, layers=(3,), device="cpu", mode="merged"),
+    "LoRAManager": _call("modular_kernel.layers.lora:LoRAManager", problem=PROBLEM,
+                         lora=samples.LORA, layers=(3,), device="cpu", mode="merged"),
     "LoRAManager.load": _method(_manager, "load", name="mine", layers=lambda: _lora_layers()),
-    "ForwardBatch": _named("modular_kernel.layers.lora:ForwardBatch", lora_ids=("mine", None),
-                           seg_indptr=lambda: torch.tensor([0, 3, T])),
-    "rebalance": _named("modular_kernel.layers.balance:rebalance", load=[3.0, 2.0, 1.0, 1.0],
-                        slots=[2, 2], old=Placement.linear(4, 2), hosts=1, groups=1),
-    "MoeRunnerConfig": _named("modular_kernel.integrations.fused_moe:MoeRunnerConfig",
-                              activation="silu", inplace=False, no_combine=False),
-    "Share": _named("modular_kernel.layers.rank_share:Share", experts=E, hidden=H, intermediate=I,
-                    ep=(0, 1), tp=(0, 1), placement="linear", gated=True, interleaved=False),
-    "moe_align_block_size": _named("modular_kernel.ops.align:moe_align_block_size",
-                                   topk_ids_TK=lambda: samples.inputs().routing.topk_ids_TK,
-                                   block_size=16, num_experts=E),
+    "ForwardBatch": _call("modular_kernel.layers.lora:ForwardBatch", lora_ids=("mine", None),
+                          seg_indptr=lambda: torch.tensor([0, 3, T])),
+    "rebalance": _call("modular_kernel.layers.balance:rebalance", load=[3.0, 2.0, 1.0, 1.0],
+                       slots=[2, 2], old=Placement.linear(4, 2), hosts=1, groups=1),
+    "MoeRunnerConfig": _call("modular_kernel.integrations.fused_moe:MoeRunnerConfig",
+                             activation="silu", inplace=False, no_combine=False),
+    "Share": _call("modular_kernel.layers.rank_share:Share", experts=E, hidden=H, intermediate=I,
+                   ep=(0, 1), tp=(0, 1), placement="linear", gated=True, interleaved=False),
+    "moe_align_block_size": _call("modular_kernel.ops.align:moe_align_block_size",
+                                  topk_ids_TK=lambda: samples.inputs().routing.topk_ids_TK,
+                                  block_size=16, num_experts=E),
 }  # fmt: skip
 
 
-def _spoiled(tensor: torch.Tensor, kind: str) -> Any:
+def _alter(tensor: torch.Tensor, kind: str) -> Any:
+    """Return a tensor altered in one of _ALTERATIONS."""
     if not tensor.untyped_storage().nbytes():
-        return tensor  # freed before, or empty
+        return tensor  # empty, or freed by an earlier change
     if kind == "freed":
         tensor = tensor.clone()
         tensor.untyped_storage().resize_(0)
         return tensor
-    made: dict[str, Callable[[], Any]] = {
+    alterations: dict[str, Callable[[], Any]] = {
         "meta": lambda: tensor.to("meta"),
         "0-d": lambda: tensor.new_zeros(()),
         "empty": lambda: tensor[:0],
@@ -206,10 +211,10 @@ def _spoiled(tensor: torch.Tensor, kind: str) -> Any:
         "mkldnn": lambda: tensor.float().to_mkldnn(),
         "nested": lambda: torch.nested.nested_tensor([tensor, tensor]),
     }
-    return made[kind]()
+    return alterations[kind]()
 
 
-_SPOILED = (
+_ALTERATIONS = (
     "freed", "meta", "0-d", "empty", "longer", "unsqueezed", "complex", "bool", "float64",
     "sparse", "quantized", "list", "numpy", "grad", "mkldnn", "nested",
 )  # fmt: skip
@@ -217,35 +222,38 @@ _SPOILED = (
 
 @dataclass(frozen=True)
 class JunkCall:
-    """A call of a public function. spoiled: (place of the argument, junk or a kind of spoiling)."""
+    """A call of a public function.
+
+    changes: (index of an argument or of a tensor in one, junk or one of _ALTERATIONS).
+    """
 
     name: str
-    spoiled: list[tuple[int, Any]]
+    changes: list[tuple[int, Any]]
 
 
 def public_functions(case: JunkCall) -> FuzzOutcome:
-    """Call a public function with junk in one or two arguments: no exception but a typed one."""
+    """Call a public function with junk in one or two arguments. Only typed errors are allowed."""
     function, arguments = _CALLS[case.name]()
-    what = case.name
-    for place, value in case.spoiled:
-        leaves = _leaves(arguments)
-        path, old = leaves[place % len(leaves)]
+    description = case.name
+    for index, value in case.changes:
+        leaves = _find_leaves(arguments)
+        path, old = leaves[index % len(leaves)]
         new = value
-        if isinstance(value, str) and value in _SPOILED:
+        if isinstance(value, str) and value in _ALTERATIONS:
             if not isinstance(old, torch.Tensor):
                 continue
             try:
-                new = _spoiled(old, value)
+                new = _alter(old, value)
             except (RuntimeError, NotImplementedError, TypeError):
                 continue
-            what += f", {'.'.join(path)} {value}"
+            description += f", {'.'.join(path)} {value}"
         else:
-            what += f", {'.'.join(path)}={shorten(value)}"
-        arguments = _replaced(arguments, path, new)
+            description += f", {'.'.join(path)}={shorten(value)}"
+        arguments = _replace_leaf(arguments, path, new)
     if case.name in _MAY_ALLOCATE and any(map(_is_huge, arguments.values())):
-        return FuzzOutcome(RIGHT, what)  # valid, but the result takes all memory
-    result = run_or_outcome(what, lambda: function(**arguments))
-    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, what)
+        return FuzzOutcome(RIGHT, description)  # valid, but the result may need all memory
+    result = run_or_outcome(description, lambda: function(**arguments))
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, description)
 
 
 _MAY_ALLOCATE = ("moe_align_block_size", "Router")
@@ -255,21 +263,21 @@ def _is_huge(count: Any) -> bool:
     return isinstance(count, int) and count > 2**20
 
 
-def _leaves(arguments: dict[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
-    """Return every argument, and every tensor in a record, by its path."""
-    found: list[tuple[tuple[str, ...], Any]] = []
+def _find_leaves(arguments: dict[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
+    """Return the path and value of every argument, and of every tensor in a dataclass."""
+    leaves: list[tuple[tuple[str, ...], Any]] = []
     for name, value in arguments.items():
-        found.append(((name,), value))
+        leaves.append(((name,), value))
         if is_dataclass(value) and not isinstance(value, type):
-            found += [
+            leaves += [
                 ((name, field.name), getattr(value, field.name))
                 for field in fields(value)
                 if isinstance(getattr(value, field.name), torch.Tensor)
             ]
-    return found
+    return leaves
 
 
-def _replaced(arguments: dict[str, Any], path: tuple[str, ...], new: Any) -> dict[str, Any]:
+def _replace_leaf(arguments: dict[str, Any], path: tuple[str, ...], new: Any) -> dict[str, Any]:
     name, *inner = path
     if not inner:
         return arguments | {name: new}
@@ -278,10 +286,10 @@ def _replaced(arguments: dict[str, Any], path: tuple[str, ...], new: Any) -> dic
 
 @st.composite
 def _junk_calls(draw: st.DrawFn) -> JunkCall:
-    value = st.sampled_from(_SPOILED) if draw(chance(50)) else junk
+    value = st.sampled_from(_ALTERATIONS) if draw(chance(50)) else junk
     count = 2 if draw(chance(20)) else 1
-    places = [(draw(st.integers(0, 119)), draw(value)) for _ in range(count)]
-    return JunkCall(draw(st.sampled_from(sorted(_CALLS))), places)
+    changes = [(draw(st.integers(0, 119)), draw(value)) for _ in range(count)]
+    return JunkCall(draw(st.sampled_from(sorted(_CALLS))), changes)
 
 
 TARGETS: tuple[Target[Any], ...] = (Target("public_functions", 8, _junk_calls(), public_functions),)

@@ -1,4 +1,4 @@
-"""Strategies for small problems, most of them valid, and for inputs of a call."""
+"""Hypothesis strategies for small problems, most of them valid, and for inputs of calls."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,10 +46,7 @@ class CallInputs:
 
 @st.composite
 def pairings(draw: st.DrawFn) -> tuple[str, str]:
-    """Draw a PrepareAndFinalize and experts.
-
-    They are almost always compatible with each other and with this machine.
-    """
+    """Draw a PrepareAndFinalize and experts, almost always a pairing that this machine supports."""
     prepare, torch_experts, triton_experts = draw(_parts)
     if draw(chance(5)):
         _, torch_experts, triton_experts = draw(_parts)
@@ -81,7 +78,7 @@ _fields = st.fixed_dictionaries(
 
 @st.composite
 def problem_fields(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw the fields of a small problem. Some are inconsistent: Problem raises InputError."""
+    """Draw the fields of a small problem. For some of them, Problem raises InputError."""
     fields = dict(draw(_fields))
     experts, combine = draw(st.sampled_from((1, 2, 3, 4, 5, 8, 9))), draw(_combines)
     is_mapped = draw(chance(15))
@@ -98,8 +95,9 @@ def problem_fields(draw: st.DrawFn) -> dict[str, Any]:
 class InputChoices:
     """Choices from which `make_inputs` makes valid inputs of a problem.
 
-    seed: of the values. tokens: number of tokens, modulo the problem's plus one; None for the
-    problem's. invalid_id: place in the list of ids that are skipped, put into 40 % of the pairs.
+    seed: of the values. tokens: number of tokens, modulo `problem.tokens` + 1; None means
+    `problem.tokens`. invalid_id: index in a list of ids to skip, one of which replaces 40 % of the
+    ids; None means none. nan_padding: whether NaN follows each row of x in memory.
     """
 
     seed: int = 0
@@ -138,7 +136,7 @@ def make_inputs(problem: Problem, choices: InputChoices) -> CallInputs:
     weights = _make_weights(problem, choices, generator)
     shape = (tokens, problem.top_k)
     ids = torch.randint(0, problem.experts, shape, generator=generator)
-    if choices.invalid_id is not None:  # skipped ids, and invalid ones, also beyond 32 bits
+    if choices.invalid_id is not None:
         wide = problem.ids_dtype is not torch.int32
         outside = (-1, -1, -2, problem.experts, problem.experts + 9)
         values = (-1, *outside, *((2**31, -(2**40)) if wide else ()))

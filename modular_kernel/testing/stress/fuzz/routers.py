@@ -1,4 +1,4 @@
-"""Fuzz target: `route` with random router specs and logits, compared with a float64 router."""
+"""Fuzz target: `route` with random specs and logits, compared with a router in float64."""
 
 import math
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from modular_kernel.testing.stress.fuzz.target import Target, chance, import_nam
 
 _MAX = float(torch.finfo(torch.float32).max)
 _SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 1e38, -1e38, 3.0, 88.8, -104.0)
-# Float32 scores have 24 bits, of which exponentials lose a few. The absolute tolerance allows for
-# exponentials that underflow.
+# A float32 score has 24 bits of precision, of which exponentials lose a few. The absolute tolerance
+# is for exponentials that underflow.
 _TOLERANCE, _ABS_TOLERANCE = 2e-5, 1e-18
 
 
@@ -28,7 +28,8 @@ _TOLERANCE, _ABS_TOLERANCE = 2e-5, 1e-18
 class RouterCase:
     """Arguments of a RouterSpec, and a description of the logits.
 
-    kind: distribution of the logits. special: (position, value) pairs written into them.
+    kind: distribution of the logits. special: (position, value) pairs written into them. wide_ids:
+    whether ids are int64. wide_rows: whether NaN follows each row of logits in memory.
     """
 
     fields: dict[str, Any]
@@ -77,37 +78,39 @@ def _router_cases(draw: st.DrawFn) -> RouterCase:
 
 def routers(case: RouterCase) -> FuzzOutcome:
     """Route random logits; compare ids and weights with those computed in float64."""
-    what = f"route of {case}"
+    description = f"route of {case}"
     make = import_name("modular_kernel.spec.router:RouterSpec")
-    spec = run_or_outcome(what, lambda: make(**case.fields))
+    spec = run_or_outcome(description, lambda: make(**case.fields))
     if isinstance(spec, FuzzOutcome):
         return spec
-    logits, bias, table, words = _tensors(case)
+    logits, bias, table, token_ids = _tensors(case)
     tensors = import_name("modular_kernel.ops.route:RouterTensors")(bias, table)
     ids_dtype = torch.int64 if case.wide_ids else torch.int32
     result = run_or_outcome(
-        what,
+        description,
         lambda: import_name("modular_kernel.ops.route:route")(
-            logits, spec, tensors, token_ids_T=words, ids_dtype=ids_dtype
+            logits, spec, tensors, token_ids_T=token_ids, ids_dtype=ids_dtype
         ),
     )
     if isinstance(result, FuzzOutcome):
         return result
     ids, weights = result.routing.topk_ids_TK, result.routing.topk_weights_TK
     if ids.dtype is not ids_dtype or ids.shape != (case.tokens, spec.top_k):
-        return FuzzOutcome(WRONG, f"{what}: ids {ids.dtype} {tuple(ids.shape)}")
-    spare = result.identity_T
+        return FuzzOutcome(WRONG, f"{description}: ids {ids.dtype} {tuple(ids.shape)}")
+    identity_weight = result.identity_T
     for t in range(case.tokens):
-        named = None
-        if table is not None and words is not None:
-            word = int(words[t])
-            named = table[word].tolist() if 0 <= word < len(table) else [-2] * spec.top_k
-        row = _Row(logits[t].double().tolist(), bias, spec, named)
-        identity = 0.0 if spare is None else float(spare[t])
-        fault = row.fault(ids[t].tolist(), weights[t].tolist(), identity)
-        if fault:
-            return FuzzOutcome(WRONG, f"{what}: token {t}: {fault}")
-    return FuzzOutcome(RIGHT, what)
+        table_ids = None
+        if table is not None and token_ids is not None:
+            token_id = int(token_ids[t])
+            table_ids = (
+                table[token_id].tolist() if 0 <= token_id < len(table) else [-2] * spec.top_k
+            )
+        row = _Row(logits[t].double().tolist(), bias, spec, table_ids)
+        identity = 0.0 if identity_weight is None else float(identity_weight[t])
+        mismatch = row.mismatch(ids[t].tolist(), weights[t].tolist(), identity)
+        if mismatch:
+            return FuzzOutcome(WRONG, f"{description}: token {t}: {mismatch}")
+    return FuzzOutcome(RIGHT, description)
 
 
 def _tensors(case: RouterCase) -> tuple[torch.Tensor, Any, Any, Any]:
@@ -119,13 +122,13 @@ def _tensors(case: RouterCase) -> tuple[torch.Tensor, Any, Any, Any]:
     logits = logits.round() if case.kind == "ties" else logits * scale
     if case.kind == "equal":
         logits = torch.ones_like(logits)
-    for place, value in case.special:
+    for position, value in case.special:
         if logits.numel():
-            logits.view(-1)[place % logits.numel()] = value
+            logits.view(-1)[position % logits.numel()] = value
     logits = logits.to(case.dtype)
     if case.wide_rows:
         logits = torch.cat([logits, torch.full_like(logits, torch.nan)], 1)[:, :columns]
-    bias = table = words = None
+    bias = table = token_ids = None
     if case.fields["selection_bias"]:
         bias = torch.randn(columns, generator=generator)
         if case.special and case.special[0][0] % 3 == 0:
@@ -133,78 +136,84 @@ def _tensors(case: RouterCase) -> tuple[torch.Tensor, Any, Any, Any]:
     if case.fields["table"]:
         top_k = case.fields["top_k"]
         table = torch.randint(-2, columns + 1, (7, top_k), generator=generator)
-        words = torch.randint(-1, 8, (case.tokens,), generator=generator)
-    return logits, bias, table, words
+        token_ids = torch.randint(-1, 8, (case.tokens,), generator=generator)
+    return logits, bias, table, token_ids
 
 
 class _Row:
-    """One token's scores in float64."""
+    """The scores of one token in float64, and the expected routing."""
 
     def __init__(
-        self, logits: list[float], bias: torch.Tensor | None, spec: Any, named: list[int] | None
+        self, logits: list[float], bias: torch.Tensor | None, spec: Any, table_ids: list[int] | None
     ) -> None:
-        self.spec, self.named = spec, named
-        self.known = [not math.isnan(v) for v in logits]
+        self.spec, self.table_ids = spec, table_ids
+        self.is_number = [not math.isnan(v) for v in logits]
         self.logits = [0.0 if math.isnan(v) else min(max(v, -_MAX), _MAX) for v in logits]
-        self.scores = self._scores(self.logits, self.known)
-        # Scores increase with logits, so without a bias or a sum of two scores the logits decide.
+        self.scores = self._scores(self.logits, self.is_number)
+        # Scores increase with logits, so unless biases or sums of two scores are compared, compare
+        # the logits.
         grouped = spec.topk_groups < spec.groups and spec.group_score == "top2"
         by_score = spec.order == "score_first" and (bias is not None or grouped)
         base = self.scores if by_score else self.logits
         added = [0.0] * len(base) if bias is None else bias.double().tolist()
-        # A biased score that is NaN or -inf is never chosen.
+        # A biased score that is NaN or -inf is never selected.
         self.choice = [
             b + a if k and not math.isnan(b + a) else -math.inf
-            for b, a, k in zip(base, added, self.known, strict=True)
+            for b, a, k in zip(base, added, self.is_number, strict=True)
         ]
         self.scale = max([abs(c) for c in self.choice if math.isfinite(c)], default=0.0)
 
-    def _scores(self, logits: list[float], known: list[bool]) -> list[float]:
+    def _scores(self, logits: list[float], is_number: list[bool]) -> list[float]:
         if self.spec.score == "softmax":
-            peak = max((v for v, k in zip(logits, known, strict=True) if k), default=0.0)
-            exps = [math.exp(v - peak) if k else 0.0 for v, k in zip(logits, known, strict=True)]
+            peak = max((v for v, k in zip(logits, is_number, strict=True) if k), default=0.0)
+            exps = [
+                math.exp(v - peak) if k else 0.0 for v, k in zip(logits, is_number, strict=True)
+            ]
             total = sum(exps)
             return [value / total if total else 0.0 for value in exps]
         if self.spec.score == "sigmoid":
             return [1 / (1 + math.exp(-v)) if v > -700 else 0.0 for v in logits]
         return [math.sqrt(max(v, 0.0) + math.log1p(math.exp(-abs(v)))) for v in logits]
 
-    def fault(self, ids: list[int], weights: list[float], identity: float) -> str:
-        """Return a description of the first error in a token's routing, or ""."""
+    def mismatch(self, ids: list[int], weights: list[float], identity: float) -> str:
+        """Return how the routing of a token differs from the expected one, or ""."""
         experts = len(self.logits) - self.spec.zero_experts
-        expected = self._best() if self.named is None else self._named_ids()
-        chosen: list[int] = []
-        for k, (want, got) in enumerate(zip(expected, ids, strict=True)):
-            shown = want if want < experts else -1
-            if got != shown:
-                if self.named is not None or not self._is_tie(want, got, chosen):
-                    return f"pair {k}: expert {got}, not {shown}; scores {self.choice}"
-                want = got if got >= 0 else want
-            chosen.append(want)
-        total = sum(self.scores[i] for i in chosen if i >= 0)
+        expected = self._select_experts() if self.table_ids is None else self._valid_table_ids()
+        selected: list[int] = []
+        for k, (expected_id, actual_id) in enumerate(zip(expected, ids, strict=True)):
+            shown_id = expected_id if expected_id < experts else -1
+            if actual_id != shown_id:
+                if self.table_ids is not None or not self._is_tie(expected_id, actual_id, selected):
+                    return f"pair {k}: expert {actual_id}, not {shown_id}; scores {self.choice}"
+                expected_id = actual_id if actual_id >= 0 else expected_id
+            selected.append(expected_id)
+        total = sum(self.scores[i] for i in selected if i >= 0)
         if self.spec.renormalize and self.spec.order == "score_first" and total < _ABS_TOLERANCE:
             return ""  # the scores underflow in float32, in which `route` computes
-        exact = self._weights(chosen)
-        spare = sum(w for w, i in zip(exact, chosen, strict=True) if i >= experts)
-        pairs = [0.0 if i >= experts else w for w, i in zip(exact, chosen, strict=True)]
-        for got_w, want_w in [*zip(weights, pairs, strict=True), (identity, spare)]:
+        exact = self._weights(selected)
+        identity_weight = sum(w for w, i in zip(exact, selected, strict=True) if i >= experts)
+        pairs = [0.0 if i >= experts else w for w, i in zip(exact, selected, strict=True)]
+        for actual_weight, expected_weight in [
+            *zip(weights, pairs, strict=True),
+            (identity, identity_weight),
+        ]:
             if (
-                not abs(got_w - want_w)
-                <= _TOLERANCE * abs(want_w) * self._error_growth() + _ABS_TOLERANCE
+                not abs(actual_weight - expected_weight)
+                <= _TOLERANCE * abs(expected_weight) * self._error_growth() + _ABS_TOLERANCE
             ):
-                return f"weights {weights}, identity {identity}; not {pairs}, {spare}"
+                return f"weights {weights}, identity {identity}; not {pairs}, {identity_weight}"
         return ""
 
     def _error_growth(self) -> float:
         """Return the factor by which an exponential amplifies the rounding of its argument."""
         return 1.0 + min(max((abs(v) for v in self.logits), default=0.0), 100.0) / 4
 
-    def _named_ids(self) -> list[int]:
-        assert self.named is not None
-        valid = [i if -1 <= i < len(self.logits) else -2 for i in self.named]
-        return [-1 if i >= 0 and not self.known[i] else i for i in valid]
+    def _valid_table_ids(self) -> list[int]:
+        assert self.table_ids is not None
+        valid = [i if -1 <= i < len(self.logits) else -2 for i in self.table_ids]
+        return [-1 if i >= 0 and not self.is_number[i] else i for i in valid]
 
-    def _best(self) -> list[int]:
+    def _select_experts(self) -> list[int]:
         choice, spec = list(self.choice), self.spec
         if spec.topk_groups < spec.groups:
             size = len(choice) // spec.groups
@@ -217,49 +226,54 @@ class _Row:
             choice = [c if n // size in kept else -math.inf for n, c in enumerate(choice)]
         return _largest(choice, spec.top_k)
 
-    def _is_tie(self, want: int, got: int, chosen: list[int]) -> bool:
-        """Return whether expert `got` ties with `want` within the accuracy of float32.
+    def _is_tie(self, expected_id: int, actual_id: int, selected: list[int]) -> bool:
+        """Return whether expert `actual_id` ties with `expected_id` within the accuracy of float32.
 
         With groups, any near-tie of two scores or of two group sums is accepted.
         """
         spec = self.spec
         if spec.topk_groups < spec.groups:
-            return self.scale == 0 or self._near_groups()
-        if not 0 <= got < len(self.choice):
-            return got == -1 and want >= 0 and spec.zero_experts > 0 and self._near_any(want)
-        if got in chosen or want < 0:
+            return self.scale == 0 or self._has_near_groups()
+        if not 0 <= actual_id < len(self.choice):
+            return (
+                actual_id == -1
+                and expected_id >= 0
+                and spec.zero_experts > 0
+                and self._is_near_any(expected_id)
+            )
+        if actual_id in selected or expected_id < 0:
             return False
-        return self._near(self.choice[want], self.choice[got])
+        return self._is_near(self.choice[expected_id], self.choice[actual_id])
 
-    def _near(self, a: float, b: float) -> bool:
+    def _is_near(self, a: float, b: float) -> bool:
         return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b), 1e-30) * self._error_growth() + 1e-37
 
-    def _near_any(self, want: int) -> bool:
+    def _is_near_any(self, expected_id: int) -> bool:
         return any(
-            self._near(self.choice[want], value)
+            self._is_near(self.choice[expected_id], value)
             for n, value in enumerate(self.choice)
-            if n != want and math.isfinite(value)
+            if n != expected_id and math.isfinite(value)
         )
 
-    def _near_groups(self) -> bool:
+    def _has_near_groups(self) -> bool:
         finite = sorted(c for c in self.choice if math.isfinite(c))
         size = len(self.choice) // self.spec.groups
         sums = sorted(
             sum(sorted(self.choice[g * size : (g + 1) * size])[-2:])
             for g in range(self.spec.groups)
         )
-        return any(self._near(a, b) for a, b in pairwise(finite)) or any(
-            self._near(a, b) for a, b in pairwise(sums) if math.isfinite(a)
+        return any(self._is_near(a, b) for a, b in pairwise(finite)) or any(
+            self._is_near(a, b) for a, b in pairwise(sums) if math.isfinite(a)
         )
 
-    def _weights(self, chosen: list[int]) -> list[float]:
+    def _weights(self, selected: list[int]) -> list[float]:
         spec = self.spec
-        valid = [i >= 0 and self.known[i] for i in chosen]
+        valid = [i >= 0 and self.is_number[i] for i in selected]
         if spec.order == "topk_first":
-            some = [self.logits[i] if v else 0.0 for i, v in zip(chosen, valid, strict=True)]
+            some = [self.logits[i] if v else 0.0 for i, v in zip(selected, valid, strict=True)]
             weights = self._scores(some, valid)
         else:
-            weights = [self.scores[i] if v else 0.0 for i, v in zip(chosen, valid, strict=True)]
+            weights = [self.scores[i] if v else 0.0 for i, v in zip(selected, valid, strict=True)]
         weights = [w if v else 0.0 for w, v in zip(weights, valid, strict=True)]
         if spec.renormalize:
             divisor = max(sum(weights) + spec.eps, spec.floor)

@@ -1,4 +1,4 @@
-"""Small valid arguments of public functions, with the expected output of a layer."""
+"""Make small valid objects for the targets: problems, inputs, kernels, layers and adapters."""
 
 from typing import Any
 
@@ -38,11 +38,11 @@ def kernel(problem: Problem = PROBLEM, pair: tuple[str, str] = PAIR) -> FusedMoE
     return make_kernel(*pair, problem)
 
 
-def fault_of(result: Any, given: CallInputs, problem: Problem = PROBLEM) -> str:
-    """Return what is wrong with an output, or ""."""
+def output_mismatch(result: Any, arguments: CallInputs, problem: Problem = PROBLEM) -> str:
+    """Return how a result differs from the expected output of a call, or ""."""
     if not isinstance(result, torch.Tensor):
         return f"a {type(result).__name__}"
-    return Oracle(problem, given.x_TH, given.weights, given.routing).fault(result)
+    return Oracle(problem, arguments.x_TH, arguments.weights, arguments.routing).mismatch(result)
 
 
 def router_spec(top_k: int = K, **options: Any) -> Any:
@@ -51,7 +51,7 @@ def router_spec(top_k: int = K, **options: Any) -> Any:
 
 
 def fused_moe(**options: Any) -> Any:
-    """Return a FusedMoE without weights; by default it takes a routing."""
+    """Return a FusedMoE without weights and, by default, without a router."""
     defaults: dict[str, Any] = {"top_k": K, "params_dtype": torch.float32}
     make = import_name("modular_kernel.layers.fused_moe:FusedMoE")
     return make(E, H, I, 3, **(defaults | options))

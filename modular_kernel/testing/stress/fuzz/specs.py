@@ -1,4 +1,4 @@
-"""Tensor-free API: problems, activations, ranks and machines, and the compatibility checks."""
+"""Fuzz targets: problems and other specs with junk fields, and checks of pairings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,15 +26,15 @@ from modular_kernel.testing.stress.fuzz.random_problems import describe, pairing
 from modular_kernel.testing.stress.fuzz.target import Target, chance
 
 
-def _count(low: int) -> Callable[[Any], bool]:
+def _is_count(low: int) -> Callable[[Any], bool]:
     return lambda v: isinstance(v, int) and not isinstance(v, bool) and low <= v < 2**31
 
 
-def _is(*kinds: Any) -> Callable[[Any], bool]:
+def _is_one_of(*kinds: Any) -> Callable[[Any], bool]:
     return lambda v: any(v is kind for kind in kinds)
 
 
-def _number(value: Any) -> bool:
+def _is_finite_number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -43,18 +43,18 @@ def _number(value: Any) -> bool:
         return False
 
 
-def _text(value: Any, names: tuple[str, ...]) -> bool:
+def _starts_with(value: Any, names: tuple[str, ...]) -> bool:
     return isinstance(value, str) and value.partition(":")[0] in names
 
 
-def _a_dtype(value: Any) -> bool:
+def _is_dtype(value: Any) -> bool:
     names = ("float32", "fp32", "float16", "fp16", "half", "bfloat16", "bf16")
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     return value in (names if isinstance(value, str) else dtypes)
 
 
 def _is_lora(value: Any) -> bool:
-    """Return whether the sizes in the text are in range; it may still repeat an option."""
+    """Return whether the sizes in `value` are in range. Other errors are not looked for."""
     if isinstance(value, AdapterSpec) or value == "none":
         return True
     words = value.split(",") if isinstance(value, str) else []
@@ -66,26 +66,26 @@ def _is_lora(value: Any) -> bool:
     )
 
 
-# Allowed values of each field by the docstring of Problem. An allowed value may still contradict
-# another field.
+# Whether a value is allowed for a field of Problem, by its docstring. An allowed value may still
+# contradict another field.
 FIELDS: dict[str, Callable[[Any], bool]] = {
-    "tokens": _count(0),
-    **{name: _count(1) for name in ("hidden", "intermediate", "experts", "top_k")},
-    "dtype": _a_dtype,
-    "quant": lambda v: _text(v, tuple(QUANT_SCHEMES)),
-    "activation": lambda v: isinstance(v, ActivationSpec) or _text(v, GATED + UNGATED),
-    "local_experts": lambda v: v is None or _count(1)(v),
-    "ids_dtype": _is(None, torch.int32, torch.int64),
-    **{name: _is(True, False) for name in (
+    "tokens": _is_count(0),
+    **{name: _is_count(1) for name in ("hidden", "intermediate", "experts", "top_k")},
+    "dtype": _is_dtype,
+    "quant": lambda v: _starts_with(v, tuple(QUANT_SCHEMES)),
+    "activation": lambda v: isinstance(v, ActivationSpec) or _starts_with(v, GATED + UNGATED),
+    "local_experts": lambda v: v is None or _is_count(1)(v),
+    "ids_dtype": _is_one_of(None, torch.int32, torch.int64),
+    **{name: _is_one_of(True, False) for name in (
         "bias", "expert_map", "apply_router_weight_on_input", "inplace", "graph", "deterministic",
         "batch_invariant", "asynchronous",
     )},
     "lora": _is_lora,
-    "routed_scaling_factor": _number,
+    "routed_scaling_factor": _is_finite_number,
     "combine": lambda v: isinstance(v, Combine),
     "fp32_precision": lambda v: isinstance(v, str) and v in ("ieee", "tf32"),
-    "chunk_tokens": lambda v: v is None or _count(1)(v),
-    "max_received": lambda v: v is None or _count(1)(v),
+    "chunk_tokens": lambda v: v is None or _is_count(1)(v),
+    "max_received": lambda v: v is None or _is_count(1)(v),
     "parallel": lambda v: isinstance(v, Parallel),
 }  # fmt: skip
 
@@ -107,7 +107,9 @@ def _replaced_fields(draw: st.DrawFn) -> dict[str, Any]:
     return {name: draw(_allowed[name] if draw(chance(40)) else junk) for name in names}
 
 
-_allowed = {name: st.sampled_from(list(filter(fits, JUNK))) for name, fits in FIELDS.items()}
+_allowed = {
+    name: st.sampled_from(list(filter(is_allowed, JUNK))) for name, is_allowed in FIELDS.items()
+}
 _PROBLEMS = st.builds(
     ProblemCase,
     fields=problem_fields(),
@@ -123,35 +125,35 @@ def check_problem(case: ProblemCase) -> FuzzOutcome:
     if isinstance(base, FuzzOutcome):
         return base
     words = ", ".join(f"{name}={shorten(value)}" for name, value in case.replaced.items())
-    what = f"{describe(base)} with {words}"
-    problem = run_or_outcome(what, lambda: replace(base, **case.replaced))
+    description = f"{describe(base)} with {words}"
+    problem = run_or_outcome(description, lambda: replace(base, **case.replaced))
     if isinstance(problem, FuzzOutcome):
         return problem
     if not all(FIELDS[name](value) for name, value in case.replaced.items()):
-        return FuzzOutcome(ACCEPTED, what)
-    return _use_problem(problem, what, case)
+        return FuzzOutcome(ACCEPTED, description)
+    return _use_problem(problem, description, case)
 
 
-def _use_problem(problem: Problem, what: str, case: ProblemCase) -> FuzzOutcome:
-    """Hash, print, check and compose an accepted problem."""
+def _use_problem(problem: Problem, description: str, case: ProblemCase) -> FuzzOutcome:
+    """Hash, format and check an accepted problem, and make a kernel of it."""
     prepare, experts = case.parts
 
-    def use() -> object:
+    def use_all() -> object:
         hash(problem)
         str(problem)
-        judged = check(prepare, experts, problem)
-        str(judged)
+        verdict = check(prepare, experts, problem)
+        str(verdict)
         if case.all_pairings:
             return check_all(problem)
-        # Only small ones: a valid problem may need all memory.
+        # Make only small kernels: a valid problem may need all memory.
         small = problem.tokens * problem.top_k * max(problem.hidden, problem.intermediate) < 2**20
-        return make_kernel(prepare, experts, problem) if small else judged
+        return make_kernel(prepare, experts, problem) if small else verdict
 
-    result = run_or_outcome(f"{what}, {prepare} x {experts}", use)
-    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, what)
+    result = run_or_outcome(f"{description}, {prepare} x {experts}", use_all)
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, description)
 
 
-_FACTS: dict[str, tuple[Callable[..., Any], int]] = {
+_SPEC_CALLS: dict[str, tuple[Callable[..., Any], int]] = {
     "ActivationSpec": (ActivationSpec, 4),
     "ActivationSpec.parse": (ActivationSpec.parse, 1),
     "Parallel": (Parallel, 3),
@@ -160,9 +162,9 @@ _FACTS: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 @st.composite
-def _facts(draw: st.DrawFn) -> tuple[str, list[Any]]:
-    name = draw(st.sampled_from(sorted(_FACTS)))
-    arguments = draw(st.lists(junk, min_size=1, max_size=_FACTS[name][1]))
+def _spec_calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
+    name = draw(st.sampled_from(sorted(_SPEC_CALLS)))
+    arguments = draw(st.lists(junk, min_size=1, max_size=_SPEC_CALLS[name][1]))
     if name == "ActivationSpec" and draw(chance(70)):
         arguments[0] = draw(st.sampled_from(GATED + UNGATED))
     return name, arguments
@@ -171,40 +173,42 @@ def _facts(draw: st.DrawFn) -> tuple[str, list[Any]]:
 def small_facts(case: tuple[str, list[Any]]) -> FuzzOutcome:
     """Make ActivationSpec, Parallel and Machine from junk."""
     name, arguments = case
-    call, _ = _FACTS[name]
-    what = f"{name}({', '.join(map(shorten, arguments))})"
-    result = run_or_outcome(what, lambda: call(*arguments))
+    call, _ = _SPEC_CALLS[name]
+    description = f"{name}({', '.join(map(shorten, arguments))})"
+    result = run_or_outcome(description, lambda: call(*arguments))
     if isinstance(result, FuzzOutcome):
         return result
     if call is ActivationSpec:
         number = (int, float, type(None))
-        fits: tuple[Any, ...] = (str, number, number, bool)
-        has_valid_types = all(isinstance(v, kind) for v, kind in zip(arguments, fits, strict=False))
+        is_allowed: tuple[Any, ...] = (str, number, number, bool)
+        has_valid_types = all(
+            isinstance(v, kind) for v, kind in zip(arguments, is_allowed, strict=False)
+        )
         if not has_valid_types or any(isinstance(v, bool) for v in arguments[1:3]):
-            return FuzzOutcome(ACCEPTED, what)
-    if call is Parallel and not _count(1)(arguments[0]):
-        return FuzzOutcome(ACCEPTED, what)
-    return run_or_outcome(what, lambda: FuzzOutcome(RIGHT, what + str(result)[:0]))
+            return FuzzOutcome(ACCEPTED, description)
+    if call is Parallel and not _is_count(1)(arguments[0]):
+        return FuzzOutcome(ACCEPTED, description)
+    return run_or_outcome(description, lambda: FuzzOutcome(RIGHT, description + str(result)[:0]))
 
 
 def compatibility_checks(case: tuple[Any, ...]) -> FuzzOutcome:
-    """Call check and make_kernel with junk in place of any argument."""
-    fields, parts, place, value, call = case
+    """Call `check` or `make_kernel` with junk as one of the arguments."""
+    fields, parts, argument, value, call = case
     problem = run_or_outcome("a problem", lambda: Problem(**fields))
     if isinstance(problem, FuzzOutcome):
         return problem
     arguments: list[Any] = [*parts, problem]
     options: dict[str, Any] = {}
-    if place < len(arguments):
-        arguments[place] = value
+    if argument < len(arguments):
+        arguments[argument] = value
     else:
         options["machine"] = value
-    what = f"{call.__name__} with {shorten(value)} as argument {place}"
-    result = run_or_outcome(what, lambda: call(*arguments, **options))
+    description = f"{call.__name__} with {shorten(value)} as argument {argument}"
+    result = run_or_outcome(description, lambda: call(*arguments, **options))
     if isinstance(result, FuzzOutcome):
         return result
-    fits = value is None and place == 3
-    return FuzzOutcome(RIGHT if fits else ACCEPTED, what)
+    is_allowed = value is None and argument == 3
+    return FuzzOutcome(RIGHT if is_allowed else ACCEPTED, description)
 
 
 _CHECKS = st.tuples(
@@ -216,6 +220,6 @@ _CHECKS = st.tuples(
 )
 TARGETS: tuple[Target[Any], ...] = (
     Target("problem_fields", 13, _PROBLEMS, check_problem),
-    Target("small_facts", 5, _facts(), small_facts),
+    Target("small_facts", 5, _spec_calls(), small_facts),
     Target("compatibility_checks", 7, _CHECKS, compatibility_checks),
 )

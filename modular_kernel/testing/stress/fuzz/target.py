@@ -1,4 +1,4 @@
-"""Target of fuzzing: a Hypothesis strategy for inputs, and the check that classifies the result."""
+"""Define fuzz targets: a Hypothesis strategy for inputs, and a check that classifies the result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ Case = TypeVar("Case")
 class Target(Generic[Case]):
     """One kind of call with random input.
 
-    share: relative number of configurations. cases: strategy for the input. check: makes the call;
-    deterministic for a given input. launches: whether kernels may be launched, so that the target
-    also runs with interpreted kernels. examples: inputs to run first, each of which once failed.
+    share: relative number of configurations. cases: strategy for the input. check: makes the call
+    and classifies the result; must be deterministic for a given input. launches: whether kernels
+    may be launched, so that the target also runs with interpreted kernels. examples: inputs to run
+    first, each of which once failed.
     """
 
     name: str
@@ -31,17 +32,17 @@ class Target(Generic[Case]):
 
 
 def chance(percent: int) -> st.SearchStrategy[bool]:
-    """Return a strategy for True in about `percent` of 100 draws; shrinks to False."""
+    """Return a strategy for a bool that is True in about `percent` of 100 draws."""
     return st.integers(0, 99).map(lambda number: number >= 100 - percent)
 
 
 seeds = st.integers(0, 2**32 - 1)
 
 
-def import_name(place: str) -> Any:
+def import_name(path: str) -> Any:
     """Return the object at "module:name" or "module:class.name".
 
-    Higher-level packages, which testing must not import, are looked up by name, as users do.
+    Used for packages that modular_kernel.testing must not import.
     """
-    module, _, names = place.partition(":")
+    module, _, names = path.partition(":")
     return reduce(getattr, names.split("."), import_module(module))

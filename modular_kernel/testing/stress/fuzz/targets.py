@@ -1,4 +1,4 @@
-"""All targets, and the outcome of a configuration, which follows from a seed and a number."""
+"""List all fuzz targets, and run the configuration that a seed and a number determine."""
 
 import functools
 from collections.abc import Iterator
@@ -55,8 +55,8 @@ NAMES = tuple(target.name for target in TARGETS)
 def selected(*, calls_only: bool, only: str) -> list[Target[Any]]:
     """Return the targets to draw from.
 
-    calls_only: use only targets that launch something, for interpreted kernels. only: the name of
-    the only target; "" for all.
+    calls_only: whether to use only targets that may launch kernels, for a run with interpreted
+    kernels. only: the name of the only target to use; "" for all.
     """
     return [
         target
@@ -74,7 +74,7 @@ def property_of(name: str) -> TargetProperty:
 def outcome_of(
     seed: str, number: int, *, calls_only: bool = False, only: str = ""
 ) -> tuple[str, FuzzOutcome]:
-    """Return the target's name and the outcome of configuration `number`."""
+    """Run configuration `number`; return its target's name and its outcome."""
     rng = Random(f"{seed}/{number}")
     targets = selected(calls_only=calls_only, only=only)
     (target,) = rng.choices(targets, [target.share for target in targets])
@@ -84,9 +84,9 @@ def outcome_of(
 def saved_failures(
     *, calls_only: bool = False, only: str = ""
 ) -> Iterator[tuple[str, FuzzOutcome]]:
-    """Run explicit examples and saved failures of each target; yield its outcomes.
+    """Run the explicit examples and saved failures of each target; yield those that still fail.
 
-    The outcome of a target without failures is None.
+    Yields (target's name, outcome), with the input shrunk.
     """
     for target in selected(calls_only=calls_only, only=only):
         for outcome in property_of(target.name).failures():

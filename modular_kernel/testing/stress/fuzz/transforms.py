@@ -1,4 +1,4 @@
-"""Function transforms and tensor subclasses around calls: right, or a typed error."""
+"""Fuzz targets: calls inside function transforms, and with tensor subclasses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,9 +38,9 @@ _FUNCTIONS = (
 )
 
 
-def _function(name: str, given: CallInputs) -> Function:
+def _make_function(name: str, inputs: CallInputs) -> Function:
     """Return a call as a function of its floating-point tensors."""
-    weights, routing = given.weights, given.routing
+    weights, routing = inputs.weights, inputs.routing
     if name == "route":
         route = import_name("modular_kernel.ops.route:route")
         spec = samples.router_spec(renormalize=True)
@@ -56,13 +56,15 @@ def _function(name: str, given: CallInputs) -> Function:
         fused = import_name("modular_kernel.integrations.fused_moe:fused_experts")
         return lambda x, w1, scores: fused(x, w1, weights.w2, (scores, routing.topk_ids_TK, None))
     kernel = samples.kernel(PROBLEM, samples.BATCHED if name == "batched" else samples.PAIR)
-    run: Any = {"plan": kernel.plan, "start": lambda: _started(kernel)}.get(name, lambda: kernel)()
+    run: Any = {"plan": kernel.plan, "start": lambda: _start_and_finish(kernel)}.get(
+        name, lambda: kernel
+    )()
     return lambda x, w1, scores: run(
         x, replace(weights, w1=w1), replace(routing, topk_weights_TK=scores)
     )
 
 
-def _started(kernel: Any) -> Callable[..., torch.Tensor]:
+def _start_and_finish(kernel: Any) -> Callable[..., torch.Tensor]:
     return lambda *arguments: kernel.start(*arguments).finish()
 
 
@@ -73,35 +75,37 @@ _TRANSFORMS = (
 
 
 def transforms(case: tuple[str, str, int, int]) -> FuzzOutcome:
-    """Call within a function transform: a lost gradient or a wrong number is a finding."""
+    """Call within a function transform. It must not lose a gradient or give a wrong result."""
     name, transform, argument, seed = case
-    given = samples.inputs(seed)
-    function = _function(name, given)
-    arguments = [given.x_TH, given.weights.w1, given.routing.topk_weights_TK]
-    used = 0 if name in ("route", "routed layer") else argument
-    if name == "layer" and used == 1:
-        used = 2
-    what = f"{transform} of {name} in argument {used}"
+    inputs = samples.inputs(seed)
+    function = _make_function(name, inputs)
+    arguments = [inputs.x_TH, inputs.weights.w1, inputs.routing.topk_weights_TK]
+    index = 0 if name in ("route", "routed layer") else argument
+    if name == "layer" and index == 1:
+        index = 2  # the weights of a layer are not arguments
+    description = f"{transform} of {name} in argument {index}"
 
-    def of_one(tensor: torch.Tensor) -> torch.Tensor:
-        given = [*arguments[:used], tensor, *arguments[used + 1 :]]
-        return function(given[0], given[1], given[2])
+    def call_with(tensor: torch.Tensor) -> torch.Tensor:
+        changed = [*arguments[:index], tensor, *arguments[index + 1 :]]
+        return function(changed[0], changed[1], changed[2])
 
-    expected = of_one(arguments[used].clone()).clone()
-    result = run_or_outcome(what, lambda: _transformed(transform, of_one, arguments[used]))
+    expected = call_with(arguments[index].clone()).clone()
+    result = run_or_outcome(
+        description, lambda: _apply_transform(transform, call_with, arguments[index])
+    )
     if isinstance(result, FuzzOutcome):
         return result
     if result == "lost":
-        return FuzzOutcome(ACCEPTED, f"{what}: the gradient is lost")
+        return FuzzOutcome(ACCEPTED, f"{description}: the gradient is lost")
     if isinstance(result, torch.Tensor) and not torch.equal(result.detach(), expected):
-        return FuzzOutcome(WRONG, what)
-    return FuzzOutcome(RIGHT, what)
+        return FuzzOutcome(WRONG, description)
+    return FuzzOutcome(RIGHT, description)
 
 
-def _transformed(  # noqa: C901 (one case for each transform)
+def _apply_transform(  # noqa: C901 (one case for each transform)
     transform: str, function: Callable[[torch.Tensor], torch.Tensor], tensor: Any
 ) -> Any:
-    """Return the output; "lost" if a derivative of it was lost; None if there is no output."""
+    """Return the output, "lost" if a derivative was lost, or None if there is no output."""
     if transform == "dual":
         with forward_ad.dual_level():
             output = function(forward_ad.make_dual(tensor, torch.ones_like(tensor)))
@@ -145,48 +149,48 @@ def _transformed(  # noqa: C901 (one case for each transform)
     return None if gradient.any() else "lost"
 
 
-class _Watched(torch.Tensor):
-    """A subclass without any behavior of its own."""
+class _PlainSubclass(torch.Tensor):
+    """A subclass that adds no behavior."""
 
 
-class _Overriding(torch.Tensor):
-    """A subclass with its own `__torch_function__`, as parameters of serving engines have."""
+class _TorchFunctionSubclass(torch.Tensor):
+    """A subclass that defines `__torch_function__`, like the parameters of serving engines."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-class _Wrapped(torch.Tensor):
-    """A wrapper without memory of its own, as those of torchao and DTensor."""
+class _WrapperSubclass(torch.Tensor):
+    """A subclass without memory that wraps another tensor, like those of torchao and DTensor."""
 
-    held: torch.Tensor
+    wrapped: torch.Tensor
 
-    def detach(self) -> "_Wrapped":
+    def detach(self) -> "_WrapperSubclass":
         """Return an alias, as Parameter requires."""
-        return _Wrapped(self.held)
+        return _WrapperSubclass(self.wrapped)
 
     @staticmethod
-    def __new__(cls: Any, inner: torch.Tensor) -> "_Wrapped":
-        made: _Wrapped = torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, dtype=inner.dtype, device=inner.device, strides=inner.stride()
+    def __new__(cls: Any, wrapped: torch.Tensor) -> "_WrapperSubclass":
+        wrapper: _WrapperSubclass = torch.Tensor._make_wrapper_subclass(
+            cls, wrapped.shape, dtype=wrapped.dtype, device=wrapped.device, strides=wrapped.stride()
         )
-        made.held = inner
-        return made
+        wrapper.wrapped = wrapped
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         def plain(value: Any) -> Any:
-            return value.held if isinstance(value, _Wrapped) else value
+            return value.wrapped if isinstance(value, _WrapperSubclass) else value
 
         args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-class _Duck:
-    """Not a tensor, but with a tensor's attributes."""
+class _DuckTensor:
+    """An object with the attributes of a tensor that is not a torch.Tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -196,18 +200,20 @@ class _Duck:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = [a._tensor if isinstance(a, _Duck) else a for a in args]
+        args = [a._tensor if isinstance(a, _DuckTensor) else a for a in args]
         return func(*args, **(kwargs or {}))
 
 
 _SUBCLASSES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "subclass": lambda tensor: tensor.as_subclass(_Watched),
-    "overriding": lambda tensor: tensor.as_subclass(_Overriding),
-    "wrapper": _Wrapped,
-    "duck": _Duck,
+    "subclass": lambda tensor: tensor.as_subclass(_PlainSubclass),
+    "overriding": lambda tensor: tensor.as_subclass(_TorchFunctionSubclass),
+    "wrapper": _WrapperSubclass,
+    "duck": _DuckTensor,
     "parameter": lambda tensor: torch.nn.Parameter(tensor, requires_grad=False),
     "buffer": lambda tensor: torch.nn.Buffer(tensor),
-    "wrapped parameter": lambda tensor: torch.nn.Parameter(_Wrapped(tensor), requires_grad=False),
+    "wrapped parameter": lambda tensor: torch.nn.Parameter(
+        _WrapperSubclass(tensor), requires_grad=False
+    ),
     "uninitialized": lambda tensor: torch.nn.UninitializedParameter(requires_grad=False),
     "numpy": lambda tensor: tensor.numpy(),
     "memoryview": lambda tensor: memoryview(bytes(tensor.numel())),
@@ -216,47 +222,50 @@ _SUBCLASSES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @dataclass(frozen=True)
 class SubclassCase:
-    """A call with arguments (places) of another class."""
+    """A call with some arguments of another class.
+
+    kind: one of _SUBCLASSES. argument_indices: modulo the number of arguments.
+    """
 
     function: str
     kind: str
-    places: list[int]
+    argument_indices: list[int]
     seed: int
 
 
 def tensor_subclasses(case: SubclassCase) -> FuzzOutcome:
-    """Call with tensors of other classes: the right output, or a typed error."""
-    given = samples.inputs(case.seed)
+    """Call with tensors of other classes: the output must be correct, or the error typed."""
+    inputs = samples.inputs(case.seed)
     router = samples.router_spec(renormalize=True)
     route = import_name("modular_kernel.ops.route:route")
     logits = floats(T, E, seed=case.seed)
     tensors: dict[str, Any] = {
-        "x": given.x_TH, "w1": given.weights.w1, "w2": given.weights.w2,
-        "topk_weights": given.routing.topk_weights_TK, "topk_ids": given.routing.topk_ids_TK,
-        "out": torch.empty(given.x_TH.shape),
+        "x": inputs.x_TH, "w1": inputs.weights.w1, "w2": inputs.weights.w2,
+        "topk_weights": inputs.routing.topk_weights_TK, "topk_ids": inputs.routing.topk_ids_TK,
+        "out": torch.empty(inputs.x_TH.shape),
     }  # fmt: skip
     if case.function in ("route", "routed layer"):
-        tensors = {"logits": logits, "x": given.x_TH}
-        given = replace(given, routing=route(logits, router).routing)
-    oracle = Oracle(PROBLEM, given.x_TH.clone(), given.weights, given.routing)
-    scores = given.routing.topk_weights_TK
-    what = case.function
+        tensors = {"logits": logits, "x": inputs.x_TH}
+        inputs = replace(inputs, routing=route(logits, router).routing)
+    oracle = Oracle(PROBLEM, inputs.x_TH.clone(), inputs.weights, inputs.routing)
+    scores = inputs.routing.topk_weights_TK
+    description = case.function
     changed = dict(tensors)
-    for place in case.places:
-        name = sorted(tensors)[place % len(tensors)]
+    for index in case.argument_indices:
+        name = sorted(tensors)[index % len(tensors)]
         changed[name] = _SUBCLASSES[case.kind](tensors[name])
-        what += f", {name}: {case.kind}"
+        description += f", {name}: {case.kind}"
 
     def call() -> Any:
         if case.function == "route":
             return route(changed["logits"], router).routing.topk_weights_TK
         if case.function == "routed layer":
-            return samples.loaded_layer(given.weights, router=router)(
+            return samples.loaded_layer(inputs.weights, router=router)(
                 changed["x"], changed["logits"]
             )
-        weights = replace(given.weights, w1=changed["w1"], w2=changed["w2"])
+        weights = replace(inputs.weights, w1=changed["w1"], w2=changed["w2"])
         routing = replace(
-            given.routing,
+            inputs.routing,
             topk_weights_TK=changed["topk_weights"],
             topk_ids_TK=changed["topk_ids"],
         )
@@ -268,21 +277,25 @@ def tensor_subclasses(case: SubclassCase) -> FuzzOutcome:
         run: Any = kernel.plan() if case.function == "plan" else kernel
         return run(changed["x"], weights, routing, out=changed["out"])
 
-    result = run_or_outcome(what, call)
+    result = run_or_outcome(description, call)
     if isinstance(result, FuzzOutcome):
         return result
     if case.function == "route":
         same = torch.equal(torch.as_tensor(result), scores)
-        return FuzzOutcome(RIGHT if same else WRONG, what)
-    fault = oracle.fault(result.as_subclass(torch.Tensor))
-    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+        return FuzzOutcome(RIGHT if same else WRONG, description)
+    mismatch = oracle.mismatch(result.as_subclass(torch.Tensor))
+    return (
+        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        if mismatch
+        else FuzzOutcome(RIGHT, description)
+    )
 
 
 _SUBCLASS_CASES = st.builds(
     SubclassCase,
     function=st.sampled_from(("kernel", "plan", "batched", "layer", "route", "routed layer")),
     kind=st.sampled_from(sorted(_SUBCLASSES)),
-    places=st.lists(st.integers(0, 59), min_size=1, max_size=3),
+    argument_indices=st.lists(st.integers(0, 59), min_size=1, max_size=3),
     seed=seeds,
 )
 _TRANSFORM_CASES = st.tuples(

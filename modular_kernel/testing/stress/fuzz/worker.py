@@ -1,10 +1,11 @@
 """Worker process that runs configurations: `worker SEED FIRST STOP CALLS TARGET`.
 
-Prints one line of JSON per configuration. CALLS: "calls" for targets that launch something, else
-"". TARGET: the name of the only target, "" for all.
+Runs the configurations FIRST to STOP - 1, and prints one line of JSON for each. Number -1 stands
+for the explicit examples and saved failures of each target. CALLS: "calls" for only the targets
+that may launch kernels, else "". TARGET: the name of the only target, "" for all.
 
-Number -1 stands for the explicit examples and saved failures of each target. A failure is printed
-at once, because shrinking it may crash or hang, then once more with the smallest input found.
+A failure is printed at once, because shrinking it may crash or hang. It is printed once more with
+the smallest input that was found.
 """
 
 import json
@@ -20,17 +21,18 @@ _SAVED = -1
 
 
 def main(seed: str, first: str, stop: str, calls: str = "", only: str = "") -> None:
-    """Print [number, target, kind, what] for each configuration; all other output is discarded.
+    """Print [number, target, kind, description] for each configuration.
 
-    kind: that of the outcome, "saved" for number -1, "smaller" for a shrunk input.
+    The printed kind is that of the outcome, "saved" before the outcomes of number -1, or "smaller"
+    for a shrunk input. The arguments are those of the command. All other output is discarded.
     """
     warnings.simplefilter("ignore")
     seen = set[tuple[str, str]]()
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for number in range(int(first), int(stop)):
-            for target, kind, what in _lines(seed, number, bool(calls), only, seen):
-                print(json.dumps([number, target, kind, what]), file=answers, flush=True)
+            for target, kind, description in _lines(seed, number, bool(calls), only, seen):
+                print(json.dumps([number, target, kind, description]), file=answers, flush=True)
 
 
 def _lines(
@@ -39,19 +41,19 @@ def _lines(
     if number == _SAVED:
         yield "saved", "saved", ""
         for target, outcome in saved_failures(calls_only=calls_only, only=only):
-            yield target, outcome.kind, outcome.what
+            yield target, outcome.kind, outcome.description
         return
     target, outcome = outcome_of(seed, number, calls_only=calls_only, only=only)
-    yield target, outcome.kind, outcome.what
-    # One failure of each kind is shrunk: the others are probably the same.
+    yield target, outcome.kind, outcome.description
+    # Shrink one failure of each kind. The others probably have the same cause.
     if outcome.kind in BAD and (target, outcome.kind) not in seen:
         seen.add((target, outcome.kind))
         for smallest in property_of(target).failures():
-            yield target, "smaller", _formatted(smallest)
+            yield target, "smaller", _format(smallest)
 
 
-def _formatted(outcome: FuzzOutcome) -> str:
-    return f"{outcome.kind}: {outcome.what}"
+def _format(outcome: FuzzOutcome) -> str:
+    return f"{outcome.kind}: {outcome.description}"
 
 
 if __name__ == "__main__":

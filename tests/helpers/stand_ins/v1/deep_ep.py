@@ -1,24 +1,24 @@
-"""DeepEP V1's interface, over any process group."""
+"""A stand-in for DeepEP V1 over any process group."""
 
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from moved_rows import Event, rows_by_expert, rows_by_rank, sums_by_expert, sums_by_rank, worst
+from moved_rows import Event, pad_rows, rows_by_expert, rows_by_rank, sums_by_expert, sums_by_rank
 
 PEERS = 8
-# Rows of a chunk that wait to be received over NVLink and over RDMA, by ranks.
+# Number of ranks -> rows of a chunk in the receive buffers of NVLink and of RDMA.
 ROWS = {
     2: (256, 128), 4: (256, 128), 8: (256, 128), 16: (288, 140), 24: (288, 128), 32: (288, 128),
     64: (288, 140), 128: (560, 128), 144: (720, 132), 160: (720, 132),
 }  # fmt: skip
-# Kernels between hosts are compiled for so many of them; the table above has one more.
+# Numbers of hosts for which kernels between hosts are compiled. ROWS has another one.
 HOSTS = 2, 4, 8, 16, 18, 20
 BESIDE = 8 + 128 * 4 + 128 * 8 + 128 * 4  # bytes: source, ids, weights and scales of a row
 
 
 class Config:
-    """combine: its hints differ from a dispatch's, as the library's do."""
+    """A configuration. combine: whether it is of a combine, whose size hints are larger."""
 
     def __init__(self, num_sms, ranks, combine):
         assert ranks in ROWS, f"Unsupported number of EP ranks: {ranks}"
@@ -38,7 +38,7 @@ class Config:
 
 
 class Buffer:
-    """peers: ranks of a host. made: the arguments of each, the group's size first."""
+    """A buffer. peers: ranks per host. made: number of ranks and arguments of each buffer."""
 
     num_sms = 20
     peers = PEERS
@@ -66,7 +66,9 @@ class Buffer:
         if self.internode:
             assert ranks // self.peers in HOSTS, "Unsupported RDMA ranks"
             assert max(num_nvl_bytes, num_rdma_bytes) < 2**31
-            assert num_qps_per_rank in (self.num_sms // 2, self.num_sms), "queue pairs of channels"
+            assert num_qps_per_rank in (self.num_sms // 2, self.num_sms), (
+                "as many queue pairs as channels or SMs"
+            )
         Buffer.made.append(
             (ranks, num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank)
         )
@@ -112,24 +114,26 @@ class Buffer:
         previous_event=None,
         async_finish=False,
     ):
-        """num_worst_tokens: so many rows come back, ids are -1 behind those that came, and nothing
-        else is written there. The host then waits for nothing, and knows no numbers. Between hosts
-        there is no such thing."""
+        """Dispatch tokens.
+
+        num_worst_tokens: number of returned rows, so that the host does not wait for counts. Ids of
+        unused rows are -1, and their other values are not written. Not supported between hosts.
+        """
         assert (num_tokens_per_rank, is_token_in_rank) == ("per rank", "in rank")
         assert num_tokens_per_expert == "per expert"
         assert num_tokens_per_rdma_rank == self._per_host
         if self.internode:
             assert num_worst_tokens == 0, "Internode dispatch has no num_worst_tokens"
         else:
-            assert num_worst_tokens > 0, "the host would wait, which no graph can hold"
+            assert num_worst_tokens > 0, "the host would wait, which a CUDA graph cannot capture"
         for tensor in (topk_idx, topk_weights, *(x if isinstance(x, tuple) else (x,))):
             assert tensor.is_contiguous()
         assert topk_weights.dtype == torch.float32
         rows, ids, weights, places = rows_by_rank(x, topk_idx, topk_weights, self.experts, 0.0)
         number = num_worst_tokens or len(ids)
-        padded = [worst(part, number) for part in (rows if isinstance(x, tuple) else (rows,))]
+        padded = [pad_rows(part, number) for part in (rows if isinstance(x, tuple) else (rows,))]
         received = tuple(padded) if isinstance(x, tuple) else padded[0]
-        ids, weights = worst(ids, number, -1), worst(weights, number)
+        ids, weights = pad_rows(ids, number, -1), pad_rows(weights, number)
         handle = places, len(topk_idx), number
         return received, ids, weights, [], handle, Event(async_finish)
 
@@ -146,12 +150,12 @@ class Buffer:
         return experts * num_max_dispatch_tokens_per_rank * hidden * 8 + 128
 
     def low_latency_dispatch(
-        self, x, topk_idx, most, num_experts, use_fp8=True, return_recv_hook=False
+        self, x, topk_idx, max_tokens, num_experts, use_fp8=True, return_recv_hook=False
     ):
         assert topk_idx.dtype == torch.int64
         world_size = dist.get_world_size()
-        assert world_size * most % 4 == 0
-        local, rows = num_experts // world_size, world_size * most
+        assert world_size * max_tokens % 4 == 0
+        local, rows = num_experts // world_size, world_size * max_tokens
         counts = torch.empty(local, dtype=torch.int32)
         out = [torch.full((local, rows, x.shape[1]), torch.nan, dtype=x.dtype)]
         parts = (x,)
@@ -162,7 +166,8 @@ class Buffer:
             out = [out[0].to(torch.float8_e4m3fn), torch.full((local, rows, scale.shape[1]), 1e9)]
         places = rows_by_expert(parts, topk_idx, num_experts, out, counts)
         received = tuple(out) if use_fp8 else out[0]
-        # What was sent may be read when the hook was called: nothing here can tell.
+        # The library has only sent the rows before the hook is called. Here they are received
+        # already.
         hook = (lambda: None) if return_recv_hook else None
         return received, counts, (places, num_experts), Event(False), hook
 
@@ -170,8 +175,8 @@ class Buffer:
         assert x.dtype == torch.bfloat16
         assert x.is_contiguous()
         places, experts = handle
-        made = sums_by_expert(x, places, topk_idx, topk_weights, experts)
+        combined = sums_by_expert(x, places, topk_idx, topk_weights, experts)
         if out is not None:
             assert out.is_contiguous()
-            made = out.copy_(made)
-        return made, Event(False), None
+            combined = out.copy_(combined)
+        return combined, Event(False), None

@@ -1,10 +1,10 @@
-"""DeepEP V2's interface, over any process group."""
+"""A stand-in for DeepEP V2 over any process group."""
 
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from moved_rows import Event, rows_by_rank, sums_by_rank, worst
+from moved_rows import Event, pad_rows, rows_by_rank, sums_by_rank
 
 topk_idx_t = torch.int64
 
@@ -22,7 +22,7 @@ class ElasticBuffer:
     ):
         assert num_topk > 0
         assert explicitly_destroy
-        self.most, self.fp8 = num_max_tokens_per_rank, use_fp8_dispatch
+        self.max_tokens, self.fp8 = num_max_tokens_per_rank, use_fp8_dispatch
 
     def destroy(self):
         pass
@@ -40,25 +40,25 @@ class ElasticBuffer:
         do_cpu_sync=None,
     ):
         assert do_cpu_sync is False
-        assert num_max_tokens_per_rank in (None, self.most)
+        assert num_max_tokens_per_rank in (None, self.max_tokens)
         assert topk_idx.dtype == topk_idx_t
         each = topk_idx.masked_fill(topk_idx < 0, num_experts).sort(1).values
-        twice = (each[:, 1:] == each[:, :-1]) & (each[:, 1:] < num_experts)
-        assert not twice.any(), "an expert twice in a row stops the device"
-        quantized, number = isinstance(x, tuple), self.most * dist.get_world_size()
+        is_repeated = (each[:, 1:] == each[:, :-1]) & (each[:, 1:] < num_experts)
+        assert not is_repeated.any(), "the kernel would trap: a token has the same expert twice"
+        quantized, number = isinstance(x, tuple), self.max_tokens * dist.get_world_size()
         rows, ids, weights, places = rows_by_rank(x, topk_idx, topk_weights, num_experts)
-        padded = [worst(part, number) for part in (rows if quantized else (rows,))]
+        padded = [pad_rows(part, number) for part in (rows if quantized else (rows,))]
         counts = [sum(source <= rank for source, _ in places) for rank in self._ranks()]
         handle = SimpleNamespace(
             places=places,
             rows=number,
             topk_idx=topk_idx.clone() if do_handle_copy else topk_idx,
-            told=topk_idx.clone(),
+            original_topk_idx=topk_idx.clone(),
             psum_num_recv_tokens_per_scaleup_rank=torch.tensor(counts, dtype=torch.int32),
         )
         received = tuple(padded) if quantized else padded[0]
         event = Event(async_with_compute_stream)
-        return received, worst(ids, number), worst(weights, number), handle, event
+        return received, pad_rows(ids, number), pad_rows(weights, number), handle, event
 
     def _ranks(self):
         return range(dist.get_world_size())
@@ -67,5 +67,7 @@ class ElasticBuffer:
         assert x.is_contiguous()
         assert x.dtype == torch.bfloat16
         assert len(x) == handle.rows
-        assert torch.equal(handle.topk_idx, handle.told), "ids were overwritten in between"
-        return sums_by_rank(x, handle.places, len(handle.told)), None, Event(False)
+        assert torch.equal(handle.topk_idx, handle.original_topk_idx), (
+            "ids were overwritten between dispatch and combine"
+        )
+        return sums_by_rank(x, handle.places, len(handle.original_topk_idx)), None, Event(False)

@@ -1,4 +1,4 @@
-"""pplx-kernels' interface, over any process group."""
+"""A stand-in for pplx-kernels over any process group."""
 
 import torch
 from moved_rows import rows_by_expert, sums_by_expert

@@ -1,7 +1,7 @@
-"""Two values of two axes in which defects have passed: each, put into the source, fails a case.
+"""Defects that only show where two axis values meet are detected by the cases of the full list.
 
-`test_matrix.py` says that the values meet; here a defect that shows in that cell alone is put in,
-and the cases of the full list that are in it run.
+`test_matrix.py` checks that these pairs of values are covered. Here a defect that only changes
+problems with such a pair is applied to the source, and the cheapest cases with the pair run.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from put_in import SourceDefect, findings
+from source_defect_runs import SourceDefect, findings
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.spec.problem import Combine, Problem
@@ -18,77 +18,77 @@ from modular_kernel.testing import Case
 from modular_kernel.testing.cases.lists import cases_for
 
 PREPARE = "MoEPrepareAndFinalizeNoEP"
-MOST = 4  # the cheapest cases of a cell
+MAX_CASES = 4  # of a pair of values, the cheapest first
 
 pytestmark = pytest.mark.skipif(
-    this_machine().device == "cuda", reason="defects are put in where kernels are interpreted"
+    this_machine().device == "cuda", reason="defects are applied to interpreted kernels"
 )
 
 
 @dataclass(frozen=True)
-class Cell:
-    """Which problems are in it, and what is wrong there and nowhere else."""
+class PairDefect:
+    """A pair of axis values, and a defect that only changes problems with both."""
 
-    words: str
-    holds: Callable[[Problem], bool]
-    wrong: SourceDefect
+    name: str
+    matches: Callable[[Problem], bool]
+    defect: SourceDefect
     experts: str = "TritonExperts"
 
     def __str__(self) -> str:
-        return self.words
+        return self.name
 
 
-def size(case: Case) -> int:
-    """Roughly what a case costs."""
+def cost(case: Case) -> int:
+    """Return a rough estimate of the relative run time of a case."""
     p = case.problem
     return p.tokens * p.top_k * (p.hidden + p.intermediate) + 1000 * p.experts
 
 
-def several_chunks(problem: Problem) -> bool:
+def has_several_chunks(problem: Problem) -> bool:
     return problem.tokens > (problem.chunk_tokens or problem.tokens)
 
 
-CELLS = (
-    Cell(
+PAIR_DEFECTS = (
+    PairDefect(
         "quantized x chunks",
-        lambda p: p.scheme.activation_granularity == "group" and several_chunks(p),
+        lambda p: p.scheme.activation_granularity == "group" and has_several_chunks(p),
         SourceDefect(
-            "every chunk has the first one's scales",
+            "every chunk uses the scales of the first",
             "modular_kernel/tensors.py",
             "scale = scale[start:stop]",
             "scale = scale[: stop - start]",
         ),
         "GroupedGemmExperts",
     ),
-    Cell(
+    PairDefect(
         "zero points x interleaved",
         lambda p: p.scheme.zero_points and p.scheme.packed and p.act.interleaved,
         SourceDefect(
-            "up's zero point is the half of the byte that gate's is",
+            "up reads the zero point of the wrong half of the byte",
             "experts/triton/kernels/gemm_tile_dispatch.py",
             "(up_rows % ZERO_ROWS) * 4",
             "(row % ZERO_ROWS) * 4",
         ),
     ),
-    Cell(
+    PairDefect(
         "quantized x ragged I",
         lambda p: (
             p.scheme.activation_granularity in ("token", "group")
             and p.hidden % 16 == 0 < p.intermediate % 16
         ),
         SourceDefect(
-            "columns behind the last whole vector are not quantized",
+            "columns after the last whole vector are not quantized",
             "modular_kernel/ops/kernels/quantize.py",
             "    mask = live[:, None] & (columns < num_columns)\n    x_ptrs",
             "    mask = live[:, None] & (columns < num_columns // 16 * 16)\n    x_ptrs",
         ),
         "GroupedGemmExperts",
     ),
-    Cell(
+    PairDefect(
         "bf16 x K >= 8",
         lambda p: p.dtype is torch.bfloat16 and p.top_k >= 8 and p.combine is Combine.SUM,
         SourceDefect(
-            "long sums over top-k are kept in 16 bits",
+            "sums over a large top-k are rounded to 16 bits",
             "modular_kernel/ops/kernels/rows.py",
             "        total += value\n",
             "        total += value\n"
@@ -97,7 +97,7 @@ CELLS = (
         ),
         "TorchExperts",
     ),
-    Cell(
+    PairDefect(
         "int4 x bias",
         lambda p: (
             p.scheme.packed
@@ -107,7 +107,7 @@ CELLS = (
             and p.dtype.itemsize == 2
         ),
         SourceDefect(
-            "packed experts all have the first one's bias",
+            "every expert with packed weights uses the bias of the first",
             "experts/triton/operands_w4.py",
             '"stride_bias": 0 if bias is None else bias.stride(0)',
             '"stride_bias": 0',
@@ -117,10 +117,10 @@ CELLS = (
 
 
 @pytest.mark.share(3)
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_a_defect_in_the_source_is_told(cell: Cell, tmp_path: Path) -> None:
-    listed = cases_for(PREPARE, cell.experts, this_machine()).cases
-    live = [case for case in listed if case.problem.tokens and case.routing != "all_skipped"]
-    inside = sorted((case for case in live if cell.holds(case.problem)), key=size)
-    assert inside
-    assert findings(cell.wrong, inside[:MOST], tmp_path)
+@pytest.mark.parametrize("pair", PAIR_DEFECTS, ids=str)
+def test_source_defect_is_detected(pair: PairDefect, tmp_path: Path) -> None:
+    listed = cases_for(PREPARE, pair.experts, this_machine()).cases
+    routed = [case for case in listed if case.problem.tokens and case.routing != "all_skipped"]
+    matching = sorted((case for case in routed if pair.matches(case.problem)), key=cost)
+    assert matching
+    assert findings(pair.defect, matching[:MAX_CASES], tmp_path)

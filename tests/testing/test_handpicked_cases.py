@@ -1,10 +1,10 @@
-"""Cases chosen by hand: each kills the defects that it is there for, and passes without them."""
+"""Handpicked cases pass, and each fails with the source defects that it was added for."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from put_in import SourceDefect, findings
+from source_defect_runs import SourceDefect, findings
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.spec.problem import Machine, Problem
@@ -13,39 +13,39 @@ from modular_kernel.testing.cases.handpicked import handpicked_cases
 from modular_kernel.testing.cases.lists import cases_for
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-CHOSEN = handpicked_cases(*PAIR, this_machine())
+HANDPICKED = handpicked_cases(*PAIR, this_machine())
 QUANTIZE = "modular_kernel/ops/kernels/quantize.py"
-MORE = "for offset in range(BLOCK_C, group, BLOCK_C):\n"
+NEXT_BLOCKS = "for offset in range(BLOCK_C, group, BLOCK_C):\n"
 
-on_a_cpu = pytest.mark.skipif(
-    this_machine().device == "cuda", reason="defects are put in where kernels are interpreted"
+needs_interpreter = pytest.mark.skipif(
+    this_machine().device == "cuda", reason="defects are applied to interpreted kernels"
 )
 
 
-@pytest.mark.parametrize("case", CHOSEN, ids=str)
+@pytest.mark.parametrize("case", HANDPICKED, ids=str)
 def test_proven(case: Case, machine: Machine) -> None:
     proof = prove(case, machine)
     assert proof.passed, str(proof)
 
 
-def test_they_are_cases_of_the_full_list(machine: Machine) -> None:
+def test_handpicked_cases_are_in_the_full_list(machine: Machine) -> None:
     listed = cases_for(*PAIR, machine).cases
-    assert set(CHOSEN) <= set(listed)
+    assert set(HANDPICKED) <= set(listed)
     assert len(set(listed)) == len(listed)
 
 
-def test_one_value_of_two_bytes_in_each_tensor_is_proven(machine: Machine) -> None:
-    """A last extent of 1 may have any stride: its bytes are compared all the same."""
-    one = Problem(tokens=1, hidden=1, intermediate=1, experts=1, top_k=1, dtype=torch.bfloat16)
-    proof = prove(Case(*PAIR, one), machine)
+def test_one_element_per_tensor_is_proven(machine: Machine) -> None:
+    """The values are compared although a last dimension of 1 may have any stride."""
+    problem = Problem(tokens=1, hidden=1, intermediate=1, experts=1, top_k=1, dtype=torch.bfloat16)
+    proof = prove(Case(*PAIR, problem), machine)
     assert proof.passed, str(proof)
 
 
-# What is wrong, and by what the cases that tell it are known.
-WRONG = (
+# A defect of TorchExperts' operations, and words of which each case that detects it has one.
+QUANTIZATION_DEFECTS = (
     (
         SourceDefect(
-            "a group takes the next one's columns along",
+            "a group includes the columns of the next groups",
             QUANTIZE,
             "end = tl.minimum(first + group, num_columns)[:, None]",
             "end = (first * 0 + num_columns)[:, None]",
@@ -54,10 +54,10 @@ WRONG = (
     ),
     (
         SourceDefect(
-            "the largest value is that of the first columns",
+            "the maximum only includes the first columns",
             QUANTIZE,
-            f"            if not WHOLE:\n                {MORE}                    other",
-            f"            if WHOLE:\n                {MORE}                    other",
+            f"            if not WHOLE:\n                {NEXT_BLOCKS}                    other",
+            f"            if WHOLE:\n                {NEXT_BLOCKS}                    other",
         ),
         ("H32800",),
     ),
@@ -65,14 +65,14 @@ WRONG = (
         SourceDefect(
             "the last columns are not written",
             QUANTIZE,
-            f"        if not WHOLE:\n            {MORE}                other",
-            f"        if WHOLE:\n            {MORE}                other",
+            f"        if not WHOLE:\n            {NEXT_BLOCKS}                other",
+            f"        if WHOLE:\n            {NEXT_BLOCKS}                other",
         ),
         ("H32800",),
     ),
     (
         SourceDefect(
-            "every block of columns but the first holds the second's values",
+            "every block of columns after the first reads the second",
             QUANTIZE,
             "\n                other = _load_values(\n"
             "                    x_ptr, weights_ptr, rows, columns + offset,",
@@ -83,7 +83,7 @@ WRONG = (
     ),
     (
         SourceDefect(
-            "every group of columns is the first",
+            "every group reads the columns of the first",
             QUANTIZE,
             "first = group_index * group",
             "first = group_index * 0",
@@ -92,7 +92,7 @@ WRONG = (
     ),
     (
         SourceDefect(
-            "programs that share rows take the same ones",
+            "programs that share rows read the same rows",
             QUANTIZE,
             "tl.program_id(0) % parts * BLOCK_R",
             "tl.program_id(0) // parts * BLOCK_R",
@@ -101,7 +101,7 @@ WRONG = (
     ),
     (
         SourceDefect(
-            "the largest value of all is that of the last columns",
+            "the maximum of the tensor only includes the last columns",
             QUANTIZE,
             "largest = maximum_nan(largest, max_nan(tl.abs(value), 1))\n    tl.store",
             "largest = max_nan(tl.abs(value), 1)\n    tl.store",
@@ -110,7 +110,7 @@ WRONG = (
     ),
     (
         SourceDefect(
-            "the last columns are not looked at",
+            "the maximum ignores the last columns",
             QUANTIZE,
             "for first in range(0, num_columns, BLOCK_C):",
             "for first in range(0, num_columns // BLOCK_C * BLOCK_C, BLOCK_C):",
@@ -119,7 +119,7 @@ WRONG = (
     ),
     (
         SourceDefect(
-            "no least scale",
+            "scales have no lower bound",
             QUANTIZE,
             "return maximum_nan(tl.div_rn(amax, LARGEST), MIN_SCALE)",
             "return tl.div_rn(amax, LARGEST)",
@@ -128,7 +128,7 @@ WRONG = (
     ),
     (
         SourceDefect(
-            "the largest values are kept in 16 bits",
+            "partial maxima are rounded to 16 bits",
             "modular_kernel/ops/quantize.py",
             'specs[f"{prefix}_partials"] = BufferSpec((num_partials,), torch.float32)',
             'specs[f"{prefix}_partials"] = BufferSpec((num_partials,), torch.bfloat16)',
@@ -137,7 +137,7 @@ WRONG = (
     ),
     (
         SourceDefect(
-            "every program moves the first columns of a kept row",
+            "every program copies the first columns of an unreduced row",
             "modular_kernel/ops/kernels/rows.py",
             "    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)\n"
             "    mask = columns < hidden\n    row =",
@@ -148,7 +148,7 @@ WRONG = (
     ),
     (
         SourceDefect(
-            "a call of one value is taken for one of none",
+            "a tensor of one element is treated as empty",
             "modular_kernel/ops/quantize.py",
             "    if x_RK.numel() == 0:\n",
             "    if x_RK.numel() == 1:\n",
@@ -157,7 +157,7 @@ WRONG = (
     ),
     (
         SourceDefect(
-            "a kept row of one value is taken for none",
+            "an unreduced output of one element is treated as empty",
             "modular_kernel/ops/reduce.py",
             "    if out.numel() == 0 or (weights_TK",
             "    if out.numel() == 1 or (weights_TK",
@@ -170,10 +170,11 @@ WRONG = (
 TRITON = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 SINGLE = "experts/triton/gemv/kernels/gate_up.py"
 PACKED_DOWN = "experts/triton/gemv_w4/kernels/down.py"
-OF_TRITON = (
+# A defect of TritonExperts, and a word of the one case that detects it.
+TRITON_DEFECTS = (
     (
         SourceDefect(
-            "up's scales start at a whole block",
+            "the scales of up start at a block boundary",
             SINGLE,
             "((scale_row + up_row) // GROUP_N) * stride_bsn",
             "(scale_row // GROUP_N + up_row // GROUP_N) * stride_bsn",
@@ -182,7 +183,7 @@ OF_TRITON = (
     ),
     (
         SourceDefect(
-            "up takes gate's zero points",
+            "up uses the zero points of gate",
             SINGLE,
             "up_zero_ptrs = zero_ptr + (scale_row + up_row) * stride_bzn",
             "up_zero_ptrs = zero_ptr + scale_row * stride_bzn",
@@ -191,7 +192,7 @@ OF_TRITON = (
     ),
     (
         SourceDefect(
-            "scales and zero points behind the last row are read",
+            "scales and zero points after the last row are read",
             "experts/triton/gemv/kernels/down.py",
             "scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]",
             "scale_mask = live[:, None, None] & (scale_row <= hidden)[None, :, None]",
@@ -209,7 +210,7 @@ OF_TRITON = (
     ),
     (
         SourceDefect(
-            "rows of x are not weighted before packed weights",
+            "packed weights ignore router weights of the input",
             "experts/triton/gemv_w4/kernels/gate_up.py",
             "        sums *= row_weight\n",
             "        sums *= 1.0\n",
@@ -218,7 +219,7 @@ OF_TRITON = (
     ),
     (
         SourceDefect(
-            "every token is the first before packed weights",
+            "every token is read as the first with packed weights",
             "experts/triton/gemv_w4/kernels/gate_up.py",
             "    x_ptr += (pair // TOP_K).to(tl.int64) * stride_xm\n",
             "",
@@ -236,7 +237,7 @@ OF_TRITON = (
     ),
     (
         SourceDefect(
-            "a warp for each pair forgets its router weight",
+            "router weights are ignored with one warp per pair",
             PACKED_DOWN,
             "if HAS_ROW_WEIGHTS and TEAM > 0:",
             "if HAS_ROW_WEIGHTS and TEAM > 1:",
@@ -245,7 +246,7 @@ OF_TRITON = (
     ),
     (
         SourceDefect(
-            "biases are left out where pairs do not share warps evenly",
+            "biases are ignored where pairs do not divide the warps evenly",
             PACKED_DOWN,
             "if HAS_BIAS and TEAM > 0:",
             "if HAS_BIAS:",
@@ -263,7 +264,7 @@ OF_TRITON = (
     ),
     (
         SourceDefect(
-            "blocks behind the depth are read by warps that have none",
+            "warps without a block read past the end",
             PACKED_DOWN,
             "live = live & (block < BLOCKS)",
             "live = live",
@@ -272,7 +273,7 @@ OF_TRITON = (
     ),
     (
         SourceDefect(
-            "later blocks of packed weights meet the first block of h",
+            "every block of packed weights is multiplied by the first block of h",
             PACKED_DOWN,
             "        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)\n"
             "    after",
@@ -282,29 +283,29 @@ OF_TRITON = (
     ),
     (
         SourceDefect(
-            "the largest value is that of the first columns",
+            "the maximum only includes the first columns",
             QUANTIZE,
-            f"            if not WHOLE:\n                {MORE}                    other",
-            f"            if WHOLE:\n                {MORE}                    other",
+            f"            if not WHOLE:\n                {NEXT_BLOCKS}                    other",
+            f"            if WHOLE:\n                {NEXT_BLOCKS}                    other",
         ),
         "H16400",
     ),
 )
 
 
-@on_a_cpu
+@needs_interpreter
 @pytest.mark.share(6)
-@pytest.mark.parametrize(("wrong", "known_by"), OF_TRITON, ids=str)
-def test_a_defect_of_few_tokens_is_told(wrong: SourceDefect, known_by: str, tmp_path: Path) -> None:
-    cases = [case for case in handpicked_cases(*TRITON, this_machine()) if known_by in str(case)]
+@pytest.mark.parametrize(("defect", "word"), TRITON_DEFECTS, ids=str)
+def test_triton_defect_is_detected(defect: SourceDefect, word: str, tmp_path: Path) -> None:
+    cases = [case for case in handpicked_cases(*TRITON, this_machine()) if word in str(case)]
     assert len(cases) == 1
-    assert findings(wrong, cases, tmp_path)
+    assert findings(defect, cases, tmp_path)
 
 
-@on_a_cpu
-def test_groups_that_every_program_takes_are_told(tmp_path: Path) -> None:
-    """Of tokens that are quantized on their way to the experts' rows."""
-    first = SourceDefect(
+@needs_interpreter
+def test_repeated_quantization_groups_are_detected(tmp_path: Path) -> None:
+    """Tokens are quantized by the kernel that permutes them."""
+    defect = SourceDefect(
         "every program quantizes the first groups",
         "modular_kernel/ops/kernels/permute_quantize.py",
         "groups = tl.program_id(0) % group_blocks * BLOCK_G",
@@ -313,27 +314,27 @@ def test_groups_that_every_program_takes_are_told(tmp_path: Path) -> None:
     pair = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
     cases = [case for case in handpicked_cases(*pair, this_machine()) if "T2-H2080" in str(case)]
     assert len(cases) == 1
-    assert findings(first, cases, tmp_path)
+    assert findings(defect, cases, tmp_path)
 
 
-@on_a_cpu
-def test_padding_that_is_not_marked_is_told_by_what_lay_in_memory(tmp_path: Path) -> None:
-    """Numbers as an earlier call leaves them, not huge ones alone, which kernels leave out."""
-    unmarked = SourceDefect(
+@needs_interpreter
+def test_unmarked_padding_is_detected(tmp_path: Path) -> None:
+    """Uninitialized ids must include valid row numbers: kernels ignore those out of range."""
+    defect = SourceDefect(
         "the first padding row of a block is not marked",
         "modular_kernel/ops/kernels/align.py",
         "fill = (position >= padding[:, None])",
         "fill = (position > padding[:, None])",
     )
     cases = cases_for(*TRITON, this_machine(), "smoke").cases[:1]
-    assert findings(unmarked, cases, tmp_path)
+    assert findings(defect, cases, tmp_path)
 
 
-@on_a_cpu
+@needs_interpreter
 @pytest.mark.share(6)
-@pytest.mark.parametrize(("wrong", "known_by"), WRONG, ids=str)
-def test_a_defect_of_long_rows_and_odd_groups_is_told(
-    wrong: SourceDefect, known_by: tuple[str, ...], tmp_path: Path
+@pytest.mark.parametrize(("defect", "words"), QUANTIZATION_DEFECTS, ids=str)
+def test_quantization_defect_is_detected(
+    defect: SourceDefect, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    cases = [case for case in CHOSEN if any(word in str(case) for word in known_by)]
-    assert findings(wrong, cases, tmp_path)
+    cases = [case for case in HANDPICKED if any(word in str(case) for word in words)]
+    assert findings(defect, cases, tmp_path)

@@ -1,7 +1,7 @@
-"""Kinds of defects that earlier lists of cases did not see: each dies in a smoke case of its kind.
+"""Defects that previous lists of cases did not detect each fail a case of today's lists.
 
-What a list enters and which values meet in it says little of what it notices: a maximum that
-ignores NaN, a weight that is only ever 7.0, a rule of rounding, a threshold.
+Executed lines and covered pairs of values do not show that a list detects a maximum that ignores
+NaN, an unread weight, a wrong rounding mode or a missing threshold.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from put_in import SourceDefect, findings
+from source_defect_runs import SourceDefect, findings
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import cases_for
@@ -18,28 +18,28 @@ STANDARD, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
 QUANTIZE = "modular_kernel/ops/kernels/quantize.py"
 
 pytestmark = pytest.mark.skipif(
-    this_machine().device == "cuda", reason="defects are put in where kernels are interpreted"
+    this_machine().device == "cuda", reason="defects are applied to interpreted kernels"
 )
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A defect, and the cases that are to notice it: those of a list with all words in the name."""
+class ListedDefect:
+    """A defect that the cases with every one of `words` in their names must detect."""
 
-    wrong: SourceDefect
+    defect: SourceDefect
     prepare_finalize: str
     experts: str
     words: tuple[str, ...]
     level: Literal["smoke", "full"] = "smoke"
 
     def __str__(self) -> str:
-        return str(self.wrong)
+        return str(self.defect)
 
 
-KINDS = (
-    Kind(  # NaN in the rows that no call wrote is ignored by the maximum
+DEFECTS = (
+    ListedDefect(  # unwritten rows are NaN, which a maximum that ignores NaN would miss
         SourceDefect(
-            "rows without a token join the scale of the tensor",
+            "rows without a token change the scale of the tensor",
             "experts/triton/batched.py",
             "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=valid_rows)",
             "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=None)",
@@ -48,9 +48,9 @@ KINDS = (
         "BatchedTritonExperts",
         ("quant=fp8_w8a8_tensor-bias",),
     ),
-    Kind(
+    ListedDefect(
         SourceDefect(
-            "the weight of a skipped pair multiplies a zero",
+            "a zero is multiplied by the weight of a skipped pair",
             "modular_kernel/ops/kernels/rows.py",
             "        value = value * tl.load(weights_ptr + pair, mask=row >= 0, other=0.0)\n"
             "    tl.store(out_ptr + pair",
@@ -60,9 +60,9 @@ KINDS = (
         "TorchExperts",
         ("combine=topk_weighted",),
     ),
-    Kind(
+    ListedDefect(
         SourceDefect(
-            "up has the scale of gate's matrix where words are read",
+            "up uses the scale of gate where 32-bit words are read",
             "experts/triton/aligned_w4/kernels/grouped_gemm_w4.py",
             "up_tile *= tl.load(zero_ptr + 1)",
             "up_tile *= tl.load(zero_ptr)",
@@ -71,9 +71,9 @@ KINDS = (
         "TritonExperts",
         ("T7-H128-I64", "nvfp4_w4a16-bias"),
     ),
-    Kind(
+    ListedDefect(
         SourceDefect(
-            "adapters add the first block of ranks alone",
+            "adapters only add the first block of LoRA ranks",
             "experts/triton/kernels/adapters.py",
             "if start >= rank:",
             "if start >= 0:",
@@ -82,7 +82,7 @@ KINDS = (
         "TritonExperts",
         ("rank=80",),
     ),
-    Kind(
+    ListedDefect(
         SourceDefect(
             "integers round half up",
             QUANTIZE,
@@ -93,7 +93,7 @@ KINDS = (
         "GroupedGemmExperts",
         ("quant=int8_w8a8_channel", "ties"),
     ),
-    Kind(
+    ListedDefect(
         SourceDefect(
             "float8 rounds half away from zero",
             QUANTIZE,
@@ -104,9 +104,9 @@ KINDS = (
         "GroupedGemmExperts",
         ("quant=fp8_w8a8_tensor-bias", "ties"),
     ),
-    Kind(  # pairs times columns of u are more than the threshold, in a deep float32 product
+    ListedDefect(  # the number of pairs times the LoRA rank exceeds _FEW_ROWS, and hidden is large
         SourceDefect(
-            "kernels of adapters change with the number of tokens",
+            "adapter kernels depend on the number of tokens despite batch_invariant",
             "experts/triton/adapters.py",
             "if pairs * a.shape[2] <= _FEW_ROWS and not problem.batch_invariant:",
             "if pairs * a.shape[2] <= _FEW_ROWS:",
@@ -120,9 +120,10 @@ KINDS = (
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_defect_of_the_kind_is_noticed(kind: Kind, tmp_path: Path) -> None:
-    listed = cases_for(kind.prepare_finalize, kind.experts, this_machine(), kind.level).cases
-    cases = [case for case in listed if all(word in str(case) for word in kind.words)]
+@pytest.mark.parametrize("listed", DEFECTS, ids=str)
+def test_source_defect_is_detected_by_its_cases(listed: ListedDefect, tmp_path: Path) -> None:
+    pairing = listed.prepare_finalize, listed.experts
+    every_case = cases_for(*pairing, this_machine(), listed.level).cases
+    cases = [case for case in every_case if all(word in str(case) for word in listed.words)]
     assert cases
-    assert findings(kind.wrong, cases, tmp_path)
+    assert findings(listed.defect, cases, tmp_path)

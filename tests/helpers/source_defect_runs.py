@@ -1,4 +1,4 @@
-"""Applies a defect to the source in a forked child and runs cases against it."""
+"""Applies a defect to the source in a forked process and runs cases with it."""
 
 import importlib
 import json
@@ -17,24 +17,31 @@ _CASE_TIMEOUT_S = 300.0  # seconds for a case
 
 @dataclass(frozen=True)
 class SourceDefect:
-    """A defect: its description, and the text of a file that is replaced."""
+    """A defect of a source file: `old` is replaced by `new`."""
 
-    what: str
+    description: str
     file: str
     old: str
     new: str
 
     def __str__(self) -> str:
-        return self.what.replace(" ", "_")
+        return self.description.replace(" ", "_")
 
 
 def findings(defect_spec: SourceDefect, cases: Sequence[Case], folder: Path) -> list[str]:
-    """Return the finding of the first case that detects the defect, as "check: finding", or [].
+    """Run `cases` with the defect up to the first that fails and return its finding.
 
-    Raises AssertionError if the child ends early.
+    The list has at most one entry, "check: finding", and is empty if every case passes. The defect
+    is written to a file in `folder`. Raises AssertionError if the process ends early.
     """
     defect_file = folder / "defect.json"
-    defect_file.write_text(json.dumps([vars(defect_spec)]), encoding="utf-8")
+    record = {
+        "what": defect_spec.description,
+        "file": defect_spec.file,
+        "old": defect_spec.old,
+        "new": defect_spec.new,
+    }
+    defect_file.write_text(json.dumps([record]), encoding="utf-8")
     (defect,) = read_defects(defect_file, ROOT)
 
     def work(send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Verbs in a world that a launcher made: each case once over all ranks, one report, one status."""
+"""`mk` commands started on every rank by a launcher such as torchrun, and its variables."""
 
 import json
 import os
@@ -18,38 +18,41 @@ PAIR = ("--pf-type", "ReplicatedEPPrepareAndFinalize", "--experts-type", "TorchE
 ONE = ("--one", "--tokens", "3", "--dtype", "float32")
 
 
-def world(
-    *words: str, ranks: int = 2, local: int = 1, **changes: str
+def launch(
+    *words: str, ranks: int = 2, ranks_per_host: int = 1, rank_1_words: str = ""
 ) -> list[tuple[int, str, str]]:
-    """Status, stdout and stderr of `mk` on each rank of a world, as a launcher starts it."""
+    """Run `mk` on every rank as a launcher does: return exit code, stdout and stderr by rank.
+
+    Rank 1 gets `rank_1_words` as additional arguments.
+    """
     port = str(free_port())
-    started = []
+    processes = []
     for rank in range(ranks):
         environment = dict(
-            os.environ,  # noqa: TID251  a launcher's processes inherit it
+            os.environ,  # noqa: TID251  a launcher passes its environment on
             RANK=str(rank),
             WORLD_SIZE=str(ranks),
-            LOCAL_RANK=str(rank % local),
-            LOCAL_WORLD_SIZE=str(local),
+            LOCAL_RANK=str(rank % ranks_per_host),
+            LOCAL_WORLD_SIZE=str(ranks_per_host),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=port,
-            MK_HOST_ID=f"host{rank // local}",
+            MK_HOST_ID=f"host{rank // ranks_per_host}",
             CUDA_VISIBLE_DEVICES="",
         )
         command = [sys.executable, "-m", "modular_kernel", *words]
-        if rank in (1,) and "other" in changes:
-            command += changes["other"].split()
+        if rank == 1:
+            command += rank_1_words.split()
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, env=environment, **pipes))
-    told = []
-    for process in started:
+        processes.append(subprocess.Popen(command, env=environment, **pipes))
+    results = []
+    for process in processes:
         out, error = process.communicate(timeout=200)
-        told.append((process.returncode, out, error))
-    return told
+        results.append((process.returncode, out, error))
+    return results
 
 
 def test_a_case_runs_once_over_both_hosts_and_rank_0_reports() -> None:
-    first, second = world("test", *PAIR, *ONE, "--json", "-")
+    first, second = launch("test", *PAIR, *ONE, "--json", "-")
     assert (first[0], second[0]) == (0, 0), (first, second)
     record = json.loads(first[1])
     assert (record["world_size"], record["hosts"], record["backend"]) == (2, 2, "gloo")
@@ -59,36 +62,36 @@ def test_a_case_runs_once_over_both_hosts_and_rank_0_reports() -> None:
     assert "on 2 hosts, over gloo" in first[2]
 
 
-def test_what_shares_memory_is_refused_over_two_hosts_by_every_rank() -> None:
+def test_a_shared_memory_part_is_refused_over_two_hosts() -> None:
     pair = ("--pf-type", "SymmMemPrepareAndFinalize", "--experts-type", "TorchExperts")
-    told = world("test", *pair)
-    assert [status for status, _, _ in told] == [1, 1]
-    assert "hosts" in told[0][1]
-    assert "at most 1" in told[0][1]
-    assert told[1][1] == ""
+    results = launch("test", *pair)
+    assert [status for status, _, _ in results] == [1, 1]
+    assert "hosts" in results[0][1]
+    assert "at most 1" in results[0][1]
+    assert results[1][1] == ""
 
 
-def test_another_world_size_is_bad_usage_on_every_rank() -> None:
-    told = world("check", *PAIR, "--world-size", "4")
-    assert [status for status, _, _ in told] == [2, 2]
+def test_another_world_size_is_a_usage_error_on_every_rank() -> None:
+    results = launch("check", *PAIR, "--world-size", "4")
+    assert [status for status, _, _ in results] == [2, 2]
     need = "need 2, the WORLD_SIZE of the launcher"
-    assert need in told[0][2]
-    assert told[1][2].startswith("rank 1: error: --world-size: got 4")
+    assert need in results[0][2]
+    assert results[1][2].startswith("rank 1: error: --world-size: got 4")
 
 
-def test_ranks_that_run_other_commands_are_told() -> None:
-    told = world("test", *PAIR, *ONE, other="--seed 7")
-    assert [status for status, _, _ in told] == [2, 2]
-    for _, _, error in told:
+def test_different_commands_on_ranks_are_a_usage_error() -> None:
+    results = launch("test", *PAIR, *ONE, rank_1_words="--seed 7")
+    assert [status for status, _, _ in results] == [2, 2]
+    for _, _, error in results:
         assert "commands of ranks: got rank 0: " in error
         assert "--seed 7, need one on all ranks" in " ".join(error.split())
         assert "Traceback" not in error
 
 
-def test_a_world_whose_other_rank_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store is rank 0's, which is not there: within its timeout, and not by a traceback."""
+def test_a_missing_rank_0_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 hosts the store: without it, the connection of rank 1 times out."""
     port = str(free_port())
-    placed(monkeypatch, VARIABLES | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
+    set_launcher_variables(monkeypatch, VARIABLES | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
     monkeypatch.setenv("MASTER_PORT", port)
     launcher = read_launcher()
     assert launcher is not None
@@ -96,8 +99,8 @@ def test_a_world_whose_other_rank_never_comes_is_told(monkeypatch: pytest.Monkey
         LaunchedRanks(launcher, group_timeout=2)
 
 
-def test_bench_is_of_one_process() -> None:
-    status, _, error = world("bench", ranks=2)[0]
+def test_bench_refuses_several_ranks() -> None:
+    status, _, error = launch("bench", ranks=2)[0]
     assert status == 2
     assert "got a launcher with 2 ranks, need one process" in error
 
@@ -105,22 +108,22 @@ def test_bench_is_of_one_process() -> None:
 VARIABLES = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
 
 
-def placed(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
+def set_launcher_variables(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *VARIABLES):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
 
-def test_what_a_launcher_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    placed(monkeypatch, {})
+def test_launcher_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_launcher_variables(monkeypatch, {})
     assert read_launcher() is None
-    placed(monkeypatch, VARIABLES | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+    set_launcher_variables(monkeypatch, VARIABLES | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
     launcher = read_launcher()
     assert launcher is not None
-    place = launcher.rank, launcher.world_size, launcher.local_rank, launcher.local_world_size
-    assert (*place, launcher.address) == (1, 4, 0, 2, "here:29500")
-    placed(monkeypatch, VARIABLES)
+    ranks = launcher.rank, launcher.world_size, launcher.local_rank, launcher.local_world_size
+    assert (*ranks, launcher.address) == (1, 4, 0, 2, "here:29500")
+    set_launcher_variables(monkeypatch, VARIABLES)
     launcher = read_launcher()
     assert launcher is not None
     assert (launcher.local_rank, launcher.local_world_size) == (1, None)
@@ -143,15 +146,15 @@ def test_what_a_launcher_left(monkeypatch: pytest.MonkeyPatch) -> None:
         ("LOCAL_WORLD_SIZE", "5"),
     ],
 )
-def test_variables_that_no_launcher_leaves(
+def test_invalid_launcher_variables_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str
 ) -> None:
-    placed(monkeypatch, VARIABLES | {name: text})
+    set_launcher_variables(monkeypatch, VARIABLES | {name: text})
     with pytest.raises(ConfigurationError, match=name if text else "launcher's variables"):
         read_launcher()
 
 
 def test_a_local_rank_is_below_the_ranks_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    placed(monkeypatch, VARIABLES | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"})
+    set_launcher_variables(monkeypatch, VARIABLES | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"})
     with pytest.raises(ConfigurationError, match=r"LOCAL_RANK: got 3, need in \[0, 2\)"):
         read_launcher()

@@ -1,4 +1,4 @@
-"""Over ranks a row rounds as that rank does which computes it, by the rows that came there."""
+"""The bitwise reference over ranks uses the roundings of the rank that computes each row."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import prove_ranks
 
 MACHINE = this_machine(device="cpu")
-# Of three tokens and one, two come to each rank: as many as a path takes that sums before it
-# rounds. Rank 0 passes more, rank 1 fewer.
+# Rank 0 passes three tokens and rank 1 passes one, but each receives two. With two rows the experts
+# use a path that sums before it rounds.
 PROBLEM = Problem(
     tokens=4,
     hidden=2080,
@@ -24,7 +24,7 @@ PROBLEM = Problem(
 
 
 @pytest.mark.cpu  # ranks on a CPU interpret the kernels
-def test_a_rank_rounds_by_the_rows_that_came_and_not_by_those_that_it_passed() -> None:
+def test_rounding_follows_the_received_rows() -> None:
     case = RankCase("TorchAll2AllPrepareAndFinalize", "TritonExperts", PROBLEM, tokens=(3, 1))
     with RankPool(2) as pool:
         proof = prove_ranks(case, pool, MACHINE)

@@ -1,4 +1,4 @@
-"""One rounding more or less than a part declares is found, where the tolerance finds nothing."""
+"""The check `one_rounding` finds a missing or extra rounding, which tolerances do not."""
 
 from dataclasses import replace
 from typing import Any
@@ -56,7 +56,7 @@ def _failures(
     ],
     ids=str,
 )
-def test_what_is_declared_is_what_happens(
+def test_wrong_declared_roundings_fail(
     prepare: str,
     experts: type[PermuteExpertsUnpermute],
     problem: Problem,
@@ -64,16 +64,16 @@ def test_what_is_declared_is_what_happens(
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With one word changed nothing but this check fails; as they are, all cases pass it."""
-    true = experts.roundings
+    """With one changed field of the declared roundings, only the check `one_rounding` fails."""
+    declared = experts.roundings
 
     def wrong(self: PermuteExpertsUnpermute, x_TH: torch.Tensor, weights: Any) -> Roundings:
-        found = true(self, x_TH, weights)
-        assert found is not None
-        return replace(found, **change)
+        roundings = declared(self, x_TH, weights)
+        assert roundings is not None
+        return replace(roundings, **change)
 
     if problem is _FP8 and machine.device == "cuda":
-        pytest.skip("not judged: tensor cores add products of fp8 with fewer bits")
+        pytest.skip("not checked: tensor cores add products of fp8 with fewer bits")
     monkeypatch.setattr(experts, "roundings", wrong)
     failures = _failures(prepare, experts, problem, machine)
     assert failures
@@ -81,15 +81,15 @@ def test_what_is_declared_is_what_happens(
 
 
 def test_rounded_partial_sums_are_found(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A last product of sixteen of the depth, rounded before it is added."""
+    """The product over the last 16 columns is rounded before it is added to the rest."""
 
-    def apart(a: torch.Tensor, matrix: torch.Tensor, *, alone: bool) -> torch.Tensor:
+    def split_product(a: torch.Tensor, matrix: torch.Tensor, *, alone: bool) -> torch.Tensor:
         first, last = slice(None, -16), slice(-16, None)
         sums = [a[:, part].float() @ matrix[:, part].float().T for part in (first, last)]
         value = sums[0] + sums[1].to(_HALF.dtype).float()
         return value.to(_HALF.dtype) if alone else value
 
-    monkeypatch.setattr(mlp, "_product", apart)
+    monkeypatch.setattr(mlp, "_product", split_product)
     failures = _failures(_NO_EP, TorchExperts, _HALF, machine)
     assert any(failure.startswith("one_rounding: ") for failure in failures)
 
@@ -112,75 +112,79 @@ def test_rounded_router_weights_are_found_in_every_pairing(
     assert mutant.occurs(case, machine)
     failures = prove(case, machine, mutant.build).failures
     assert any(line.startswith("one_rounding: ") for line in failures)
-    # On a GPU allocations are counted, and the mutant makes a tensor.
-    more = ("no_allocation: ",) if machine.device == "cuda" else ()
-    found_by = ("one_rounding: ", *more)
-    assert [line for line in failures if not line.startswith(found_by)] == []
+    # On a GPU the mutant also fails the allocation check, because it creates a tensor.
+    allocation = ("no_allocation: ",) if machine.device == "cuda" else ()
+    expected = ("one_rounding: ", *allocation)
+    assert [line for line in failures if not line.startswith(expected)] == []
 
 
-def test_a_twin_that_rounds_as_the_recipe_does_is_the_recipe() -> None:
-    i = make_inputs(_INT4, "skips", torch.device("cpu"))
-    tensors = (i.x_TH, i.weights, i.routing, _INT4)
-    rounded = Roundings(weights=True, gate_up=True)
-    twin = reference.bitwise_reference(*tensors, rounded, input_weighted=False)
-    same = (twin.double() == reference.recipe(*tensors)).double().mean()
-    assert twin.dtype is torch.bfloat16
+def test_bitwise_reference_with_recipe_roundings_equals_the_recipe() -> None:
+    inputs = make_inputs(_INT4, "skips", torch.device("cpu"))
+    arguments = (inputs.x_TH, inputs.weights, inputs.routing, _INT4)
+    roundings = Roundings(weights=True, gate_up=True)
+    rounded_reference = reference.bitwise_reference(*arguments, roundings, input_weighted=False)
+    same = (rounded_reference.double() == reference.recipe(*arguments)).double().mean()
+    assert rounded_reference.dtype is torch.bfloat16
     assert same > 0.97
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_tensor"])
-def test_copies_of_a_call_are_calls_of_their_own(quant: str) -> None:
-    """One scale for all rows is one for each copy; random numbers are each copy's own."""
+def test_batched_references_equal_separate_references(quant: str) -> None:
+    """Each copy in a batch has its own scale per tensor and its own random perturbation."""
     problem = replace(BASE, quant=quant, lora="adapters=3,rank=7")
-    i = make_inputs(problem, "skips", torch.device("cpu"))
-    given = i.x_TH, i.weights, i.routing, problem, Roundings()
+    inputs = make_inputs(problem, "skips", torch.device("cpu"))
+    arguments = inputs.x_TH, inputs.weights, inputs.routing, problem, Roundings()
 
     def perturbed_references(*seeds: int) -> list[torch.Tensor]:
         jitters = [torch.Generator().manual_seed(seed) if seed else None for seed in seeds]
-        return list(reference.bitwise_references(*given, input_weighted=False, jitters=jitters))
+        return list(reference.bitwise_references(*arguments, input_weighted=False, jitters=jitters))
 
-    apart = [each for seed in (0, 1, 2) for each in perturbed_references(seed)]
-    assert torch.equal(torch.stack(perturbed_references(0, 1, 2)), torch.stack(apart))
-    assert not torch.equal(apart[1], apart[2])
+    separate = [each for seed in (0, 1, 2) for each in perturbed_references(seed)]
+    assert torch.equal(torch.stack(perturbed_references(0, 1, 2)), torch.stack(separate))
+    assert not torch.equal(separate[1], separate[2])
 
 
-def test_few_rows_may_differ_and_typical_ones_may_not() -> None:
-    own, where = torch.zeros(30), [Roundings()]
+def test_check_shares_allows_few_differing_rows() -> None:
+    perturbed, roundings = torch.zeros(30), [Roundings()]
     few, many = torch.zeros(20), torch.zeros(20)
     few[:3], many[:4] = 0.9, 0.2
-    assert list(check_shares(few, own, where)) == []
-    (line,) = check_shares(many, own, where)
+    assert list(check_shares(few, perturbed, roundings)) == []
+    (line,) = check_shares(many, perturbed, roundings)
     assert "4 of 20 rows differ from the bitwise reference" in line
     assert "at most 3 may" in line
-    (line,) = check_shares(torch.full((20,), 0.04), own, where)
+    (line,) = check_shares(torch.full((20,), 0.04), perturbed, roundings)
     assert "typical row" in line
-    assert list(check_shares(torch.full((20,), 0.04), torch.full((30,), 0.02), where)) == []
-    assert list(check_shares(torch.zeros(0), torch.zeros(0), where)) == []
+    assert list(check_shares(torch.full((20,), 0.04), torch.full((30,), 0.02), roundings)) == []
+    assert list(check_shares(torch.zeros(0), torch.zeros(0), roundings)) == []
 
 
-def _told_of_weights(trial: Trial, change: float) -> bool:
-    """Whether router weights raised by this part of themselves would be told from the twin's."""
-    shares, own = [], []
+def _detects_weight_change(trial: Trial, change: float) -> bool:
+    """Return whether router weights that are larger by the factor `1 + change` fail the check."""
+    shares, perturbed_shares = [], []
     for sample in (trial.first, trial.second):
-        (way,) = bitwise_reference.declared_roundings(trial, sample) or []
+        (roundings,) = bitwise_reference.declared_roundings(trial, sample) or []
         weights = sample.pristine.routing.topk_weights_TK
-        right, kept = bitwise_reference.bitwise_reference(sample, way), weights.clone()
+        expected = bitwise_reference.bitwise_reference(sample, roundings)
+        original_weights = weights.clone()
         weights.mul_(1 + change)
-        raised = bitwise_reference.bitwise_reference(sample, way)
-        weights.copy_(kept)
-        live = bitwise_reference.live_rows(sample, right)
-        shares.append(bitwise_reference.share_of_differing_values(raised, right)[live])
-        moved = bitwise_reference.perturbed_references(sample, way, 3)[1:]
-        own += [bitwise_reference.share_of_differing_values(each, right)[live] for each in moved]
-    return bool(list(bitwise_reference.check_shares(torch.cat(shares), torch.cat(own), [])))
+        changed = bitwise_reference.bitwise_reference(sample, roundings)
+        weights.copy_(original_weights)
+        rows = bitwise_reference.comparable_rows(sample, expected)
+        shares.append(bitwise_reference.share_of_differing_values(changed, expected)[rows])
+        for perturbed in bitwise_reference.perturbed_references(sample, roundings, 3)[1:]:
+            share = bitwise_reference.share_of_differing_values(perturbed, expected)
+            perturbed_shares.append(share[rows])
+    return bool(
+        list(bitwise_reference.check_shares(torch.cat(shares), torch.cat(perturbed_shares), []))
+    )
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("quant", QUANT_SCHEMES)
-def test_how_small_a_change_of_router_weights_is_seen(quant: str) -> None:
-    """What docs/numerics.md says, scheme by scheme."""
-    for dtype, seen, unseen in ((torch.bfloat16, 12, 14), (torch.float16, 15, 17)):
+def test_smallest_detected_change_of_router_weights(quant: str) -> None:
+    """Check the numbers of docs/numerics.md for a scheme."""
+    for dtype, detected, missed in ((torch.bfloat16, 12, 14), (torch.float16, 15, 17)):
         problem = Problem(19, 160, 96, 5, 2, dtype=dtype, quant=quant)
         trial = Trial(Case(_NO_EP, "TorchExperts", problem), this_machine(device="cpu"))
-        assert _told_of_weights(trial, 2.0**-seen)
-        assert not _told_of_weights(trial, 2.0**-unseen)
+        assert _detects_weight_change(trial, 2.0**-detected)
+        assert not _detects_weight_change(trial, 2.0**-missed)

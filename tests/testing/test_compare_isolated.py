@@ -1,0 +1,89 @@
+"""`compare_by_group` compares huge and nonfinite tokens apart from ordinary ones."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from modular_kernel.testing.cases.hostile import token_groups
+from modular_kernel.testing.cases.lists import BASE
+from modular_kernel.testing.verify.compare_isolated import RecipeErrors, compare_by_group
+
+PROBLEM = replace(BASE, tokens=12, dtype=torch.bfloat16)
+W8A8 = replace(PROBLEM, quant="fp8_w8a8_channel")
+
+
+def exact(values: str) -> torch.Tensor:
+    """Return an oracle output (T, H) in float64 for tokens with these values."""
+    rows = torch.randn(12, PROBLEM.hidden, dtype=torch.float64)
+    groups = token_groups(values, 12)
+    if values == "large":
+        rows[groups == 1] *= 1e24
+        rows[groups == 2] = torch.inf
+    elif values != "ordinary":
+        rows[groups == 1] = torch.nan
+    return rows
+
+
+def problems_of(
+    values: str, change: tuple[int, float], problem: object = PROBLEM
+) -> tuple[str, ...]:
+    """Compare the recipe's rows after one of them was multiplied by a factor.
+
+    `change` is that row and the factor. A row of NaN is set to the factor instead.
+    """
+    torch.manual_seed(0)
+    expected = exact(values)
+    recipe = expected.to(torch.bfloat16).double()
+    out = recipe.to(torch.bfloat16)
+    row, factor = change
+    out[row] = factor if out[row].isnan().any() else out[row] * factor
+    return compare_by_group(out, expected, recipe, problem, values).problems  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("values", ["ordinary", "large", "nan_token", "inf_token"])
+def test_recipe_rows_pass(values: str) -> None:
+    assert problems_of(values, (1, 1.0)) == ()
+
+
+@pytest.mark.parametrize("values", ["ordinary", "large", "nan_token", "inf_token"])
+def test_error_in_an_ordinary_row_is_problems_of(values: str) -> None:
+    assert problems_of(values, (1, 1.1)) != ()
+    assert problems_of(values, (1, torch.nan)) != ()
+
+
+def test_large_rows_are_compared_with_large_rows() -> None:
+    (line, *_) = problems_of("large", (3, 1.1))
+    assert line.startswith("tokens of values=large: relative RMS error")
+
+
+def test_a_finite_value_must_be_right_where_the_recipe_overflows() -> None:
+    torch.manual_seed(0)
+    expected = exact("large")
+    expected[2] = 1e5 * torch.randn(PROBLEM.hidden, dtype=torch.float64)
+    recipe = expected.to(torch.bfloat16).double()
+    recipe[2] = torch.inf
+    for factor, is_wrong in ((1.0, False), (1.5, True), (torch.inf, False), (torch.nan, False)):
+        out = expected.to(torch.bfloat16)
+        out[2] *= factor
+        assert bool(compare_by_group(out, expected, recipe, PROBLEM, "large").problems) is is_wrong
+
+
+def test_errors_of_overflowing_rows_are_bounded_by_another_call() -> None:
+    """`RecipeErrors` has the recipe's error in a call with ordinary tokens."""
+    torch.manual_seed(0)
+    problem = W8A8.with_tokens(1)
+    expected = torch.randn(1, problem.hidden, dtype=torch.float64)
+    recipe = torch.full_like(expected, torch.inf)
+    out = expected.to(torch.bfloat16) + 0.05 * torch.randn(1, problem.hidden, dtype=torch.bfloat16)
+    recipe_errors = RecipeErrors(recipe_error=0.05)
+    arguments = expected, recipe, problem, "large"
+    assert compare_by_group(out, *arguments, recipe_errors=recipe_errors).problems == ()
+    assert compare_by_group(out, *arguments).problems != ()
+    assert compare_by_group(-2 * out, *arguments, recipe_errors=recipe_errors).problems != ()
+
+
+def test_nan_token_must_stay_nan_with_quantized_activations() -> None:
+    assert "instead of nan" in problems_of("nan_token", (6, 1.0))[0]
+    assert "instead of nan" in problems_of("nan_token", (6, 1.0), W8A8)[0]
+    assert problems_of("inf_token", (6, 1.0)) == ()
