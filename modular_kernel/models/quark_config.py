@@ -80,7 +80,7 @@ def unknown_quark_options(options: Mapping[str, Any]) -> Iterator[Mismatch]:
                 continue
             allowed: tuple[object, ...] = _ALLOWED.get(key, ())
             if key == "ch_axis":
-                allowed = _AXES.get((name, str(found.get("qscheme"))), _ANY_AXIS)
+                allowed = _AXES.get((name, str(specification.get("qscheme"))), _ANY_AXIS)
             if not any(item == each and type(item) is type(each) for each in allowed):
                 need = " or ".join(map(repr, allowed)) or "no such key: it may change values"
                 yield f"global_quant_config.{name}.{key} = {item!r}", need

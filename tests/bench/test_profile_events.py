@@ -67,7 +67,11 @@ def test_work_of_an_unknown_launch_lowers_the_coverage() -> None:
 def test_another_thread_launches_into_the_stage_that_is_open() -> None:
     """The launches of a thread that has ranges itself are not attributed to another thread."""
     events = [*one_call(), launch_event(53, 6, thread=99), device_event("helper", 1760, 40, 6)]
-    events += [range_event(stages.SORT, 51, 58, thread=8), launch_event(54, 7), device_event("own", 1800, 20, 7)]
+    events += [
+        range_event(stages.SORT, 51, 58, thread=8),
+        launch_event(54, 7),
+        device_event("own", 1800, 20, 7),
+    ]
     events += [launch_event(55, 8, thread=8), device_event("of no call", 1820, 7, 8)]
     times = {time.stage: time.device_us for time in only(events).times}
     assert times[stages.GEMM2] == 400 + 40 + 20
