@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from profile_samples import device_event, one_call
+from profile_samples import one_call, ran
 
 from modular_kernel.cli.output import to_json_types
 from modular_kernel.measure.records import INTERPRETER
@@ -121,7 +121,7 @@ def test_missing_measurements_are_noted() -> None:
     told = " ".join(profiled("A x B", machine=cpu).missing)
     assert "No GPU was traced" in told
     assert "ran in the interpreter" in told
-    strange = {"traceEvents": [*one_call(), device_event("whose", 1710, 5, 77)]}
+    strange = {"traceEvents": [*one_call(), ran("whose", 1710, 5, 77)]}
     assert "5.0 us of device work has no launch" in " ".join(
         profiled("A x B", trace=strange).missing
     )

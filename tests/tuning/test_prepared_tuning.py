@@ -12,7 +12,7 @@ from grouped_products import MXFP4
 from prepared_samples import NO_GPU, PAIR, called, launched_tiles, made
 from run_mk import Mk, runs_mk
 from tile_samples import here_an_h200, ours, write
-from tune_samples import FakeBench, tune_one
+from tune_samples import Fake, only
 
 from experts.triton.configs import select as tiles
 from experts.triton.configs.files import ConfigKey, config_to_json, file_names_for
@@ -75,7 +75,7 @@ def test_tuned_launches_are_used_with_prepared_weights_only(
     called(kernel, i, kernel.prepare_weights(i.weights))
     called(kernel, i)
     assert launched == [128, 128, 128, 128]
-    tuned = tune_one(own, FakeBench(times), tokens=(tokens,), folder=here)
+    tuned = only(own, Fake(times), tokens=(tokens,), folder=here)
     assert tuned.best is not None
     assert tuned.best.untuned_seconds == 100.0, "tiles of 128 rows are untuned"
     assert (

@@ -1,7 +1,7 @@
 """The tuner: which choices it selects, refuses and saves, and when it stops."""
 
 import pytest
-from tune_samples import FOLDER, TIMES, FakeBench, Space, tune_job, tune_one
+from tune_samples import FOLDER, TIMES, Fake, Space, job, only
 
 from modular_kernel.contracts import Choice, StageTimes, TunedChoice
 from modular_kernel.tuning.search import Refusal, remaining, tune
@@ -11,8 +11,8 @@ from modular_kernel.tuning.search import Refusal, remaining, tune
 
 def test_fastest_correct_choice_wins() -> None:
     space = Space()
-    bench = FakeBench(TIMES)
-    tuned = tune_one(space, bench)
+    bench = Fake(TIMES)
+    tuned = only(space, bench)
     assert tuned.best == TunedChoice(2, 5.0, 10.0)
     assert (len(tuned.times), tuned.finished, tuned.refused) == (4, True, {})
     assert tuned.file == FOLDER / "file"
@@ -21,51 +21,51 @@ def test_fastest_correct_choice_wins() -> None:
 
 
 def test_wrong_choices_never_win_and_are_reported() -> None:
-    bench = FakeBench({**TIMES, 2: Refusal("error 3e-1 > 1e-2", wrong=True)})
-    tuned = tune_one(Space(), bench)
+    bench = Fake({**TIMES, 2: Refusal("error 3e-1 > 1e-2", wrong=True)})
+    tuned = only(Space(), bench)
     assert tuned.best == TunedChoice(1, 8.0, 10.0)
     assert tuned.wrong == (2,)
     assert 2 not in bench.compared
 
 
 def test_choice_that_fails_in_the_comparison_does_not_win() -> None:
-    tuned = tune_one(Space(), FakeBench(TIMES, {**TIMES, 2: Refusal("wrong", wrong=True)}))
+    tuned = only(Space(), Fake(TIMES, {**TIMES, 2: Refusal("wrong", wrong=True)}))
     assert tuned.best is not None
     assert tuned.best.choice == 1
     assert tuned.wrong == (2,)
 
 
 def test_refused_choices_are_not_launched_except_the_untuned_one() -> None:
-    bench = FakeBench(TIMES, spilled=(0, 2))
-    tuned = tune_one(Space(), bench)
+    bench = Fake(TIMES, spilled=(0, 2))
+    tuned = only(Space(), bench)
     assert tuned.best == TunedChoice(1, 8.0, 10.0)
     assert (64, 2) not in bench.timed
     assert tuned.refused[2].reason == "spills"
 
 
 def test_comparison_overrides_screening() -> None:
-    tuned = tune_one(Space(), FakeBench({**TIMES, 3: 1.0}, {**TIMES, 3: 7.0}))
+    tuned = only(Space(), Fake({**TIMES, 3: 1.0}, {**TIMES, 3: 7.0}))
     assert tuned.best is not None
     assert tuned.best.choice == 2
 
 
 def test_gain_below_one_percent_is_noise() -> None:
-    assert tune_one(Space(), FakeBench({**TIMES, 2: 9.95, 1: 10.2, 3: 11})).best == TunedChoice(
+    assert only(Space(), Fake({**TIMES, 2: 9.95, 1: 10.2, 3: 11})).best == TunedChoice(
         0, 10.0, 10.0
     )
-    found = tune_one(Space(), FakeBench({**TIMES, 2: 9.85, 1: 10.2, 3: 11})).best
+    found = only(Space(), Fake({**TIMES, 2: 9.85, 1: 10.2, 3: 11})).best
     assert found is not None
     assert found.choice == 2
 
 
 def test_failed_untuned_choice_is_not_a_baseline() -> None:
-    tuned = tune_one(Space(), FakeBench({**TIMES, 0: Refusal("out of memory")}))
+    tuned = only(Space(), Fake({**TIMES, 0: Refusal("out of memory")}))
     assert tuned.best == TunedChoice(2, 5.0, None)
 
 
 def test_nothing_is_saved_if_no_choice_runs() -> None:
     space = Space()
-    tuned = tune_one(space, FakeBench(dict.fromkeys(TIMES, Refusal("no"))))
+    tuned = only(space, Fake(dict.fromkeys(TIMES, Refusal("no"))))
     assert tuned.best is None
     assert tuned.file is None
     assert space.saves == []
@@ -73,8 +73,8 @@ def test_nothing_is_saved_if_no_choice_runs() -> None:
 
 def test_finalists_are_selected_by_measured_times() -> None:
     space = Space()
-    tune_one(space, FakeBench(TIMES, spilled=(1,)))
-    assert space.screened == [{choice: StageTimes(TIMES[choice]) for choice in (0, 2, 3)}]
+    only(space, Fake(TIMES, spilled=(1,)))
+    assert space.told == [{choice: StageTimes(TIMES[choice]) for choice in (0, 2, 3)}]
 
 
 # -------------------------------------------------------------------------------- budget and resume
@@ -89,11 +89,11 @@ def test_results_are_saved_after_each_number_of_tokens() -> None:
         return TIMES[choice]  # type: ignore[index]
 
     with pytest.raises(KeyboardInterrupt):
-        list(tune(tune_job(space, FakeBench(times), 1, 2, 3)))
+        list(tune(job(space, Fake(times), 1, 2, 3)))
     assert space.saves == [[1], [1, 2]]
-    bench = FakeBench(TIMES)
+    bench = Fake(TIMES)
     assert remaining(space, (1, 2, 3, 4, 4), FOLDER, fresh=False) == [3, 4]
-    assert [tuned.tokens for tuned in tune(tune_job(space, bench, 1, 2, 3, 4))] == [3, 4]
+    assert [tuned.tokens for tuned in tune(job(space, bench, 1, 2, 3, 4))] == [3, 4]
     assert {tokens for tokens, _ in bench.timed} == {3, 4}
     assert sorted(space.kept) == [1, 2, 3, 4]
 
@@ -102,40 +102,40 @@ def test_fresh_ignores_saved_results() -> None:
     space = Space()
     space.kept = {1: TunedChoice(3, 1.0, 1.0), 7: TunedChoice(3, 1.0, 1.0)}
     assert remaining(space, (1, 7), FOLDER, fresh=True) == [1, 7]
-    (tuned,) = tune(tune_job(space, FakeBench(TIMES), 1, fresh=True))
+    (tuned,) = tune(job(space, Fake(TIMES), 1, fresh=True))
     assert tuned.best is not None
     assert list(space.kept) == [1]
 
 
 def test_budget_is_shared_and_unused_time_is_passed_on() -> None:
     space = Space(tuple(range(1, 100)))
-    bench = FakeBench(lambda tokens, choice: 5.0)
-    found = list(tune(tune_job(space, bench, 1, 2, 3, 4, budget=80.0)))
+    bench = Fake(lambda tokens, choice: 5.0)
+    found = list(tune(job(space, bench, 1, 2, 3, 4, budget=80.0)))
     assert [tuned.finished for tuned in found] == [False] * 4
     tried = [len(tuned.times) for tuned in found]
     assert all(8 <= count <= 20 for count in tried), tried
     quick = Space((1,))
-    bench = FakeBench(lambda tokens, choice: 5.0)
-    found = list(tune(tune_job(quick, bench, *range(1, 9), budget=60.0)))
+    bench = Fake(lambda tokens, choice: 5.0)
+    found = list(tune(job(quick, bench, *range(1, 9), budget=60.0)))
     assert [tuned.finished for tuned in found] == [True] * 8
 
 
 def test_a_spent_budget_ends_the_run_and_another_continues() -> None:
     space = Space()
-    found = list(tune(tune_job(space, FakeBench(TIMES, cost=100.0), 1, 2, 3, budget=90.0)))
+    found = list(tune(job(space, Fake(TIMES, cost=100.0), 1, 2, 3, budget=90.0)))
     assert [tuned.tokens for tuned in found] == [1]
     assert found[0].best is not None, "what is best so far counts"
-    assert [t.tokens for t in tune(tune_job(space, FakeBench(TIMES), 1, 2, 3))] == [2, 3]
+    assert [t.tokens for t in tune(job(space, Fake(TIMES), 1, 2, 3))] == [2, 3]
 
 
 def test_the_next_number_of_tokens_is_compiled_ahead() -> None:
-    bench = FakeBench(TIMES)
-    list(tune(tune_job(Space(), bench, 1, 2, 3)))
+    bench = Fake(TIMES)
+    list(tune(job(Space(), bench, 1, 2, 3)))
     for now, soon in ((1, 2), (2, 3)):
         assert bench.events.index(("compile", soon)) < bench.events.index(("time", now))
 
 
 def test_each_measurement_calls_on_measurement() -> None:
-    bench, ticks = FakeBench(TIMES), list[int]()
-    tune_one(Space(), bench, on_measurement=lambda: ticks.append(1))
+    bench, ticks = Fake(TIMES), list[int]()
+    only(Space(), bench, on_measurement=lambda: ticks.append(1))
     assert len(ticks) == len(bench.timed) + 1, "the comparison is one"

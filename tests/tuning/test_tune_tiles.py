@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tile_samples import MACHINE, MIXTRAL, NAME, ONE, TWO, here_an_h200, launch, ours, write
-from tune_samples import BEST_TILES, FakeBench, stage_seconds, tile_cost, tune_one
+from tune_samples import WANTED, Fake, only, staged, tile_cost
 
 from experts.triton.aligned.aligned_config import BLOCK_M_ROWS, entries
 from experts.triton.aligned.aligned_path import AlignedPath
@@ -30,17 +30,17 @@ here = here_an_h200()
 
 def model(tokens: int, pair: Choice) -> float:
     assert isinstance(pair, MoEConfig)
-    return 1.0 + tile_cost(pair.gemm1, BEST_TILES[0]) + tile_cost(pair.gemm2, BEST_TILES[1])
+    return 1.0 + tile_cost(pair.gemm1, WANTED[0]) + tile_cost(pair.gemm2, WANTED[1])
 
 
 @pytest.mark.parametrize("part", ["TritonExperts", "BatchedTritonExperts"])
 def test_the_triton_parts_are_tuned_to_their_best(here: Path, part: str) -> None:
     space = load_catalog().experts(part).tunable(MIXTRAL)
     assert isinstance(space, ConfigSpace)
-    assert MoEConfig(*BEST_TILES, "aligned") not in space.candidates(128)
-    tuned = tune_one(space, FakeBench(model), tokens=(128,), folder=here)
+    assert MoEConfig(*WANTED, "aligned") not in space.candidates(128)
+    tuned = only(space, Fake(model), tokens=(128,), folder=here)
     assert tuned.best is not None
-    assert tuned.best.choice == MoEConfig(*BEST_TILES, "aligned"), "put together of two candidates"
+    assert tuned.best.choice == MoEConfig(*WANTED, "aligned"), "put together of two candidates"
     assert len(tuned.times) < 60
     assert tuned.file == here / "triton_3_6_0" / NAME
     recipe = read_config_file(tuned.file)
@@ -55,8 +55,8 @@ def test_the_triton_parts_are_tuned_to_their_best(here: Path, part: str) -> None
 def test_search_ends_if_only_the_untuned_choice_runs(here: Path) -> None:
     space = ConfigSpace(MIXTRAL, "X")
     untuned = space.untuned(64)
-    bench = FakeBench(lambda t, choice: 1.0 if choice == untuned else Refusal("no"))
-    tuned = tune_one(space, bench, tokens=(64,), folder=here)
+    bench = Fake(lambda t, choice: 1.0 if choice == untuned else Refusal("no"))
+    tuned = only(space, bench, tokens=(64,), folder=here)
     assert tuned.best == TunedChoice(untuned, 1.0, 1.0)
     assert tuned.finished
 
@@ -160,12 +160,12 @@ def test_space_keeps_its_gpu_in_another_process(
 
 
 def test_time_model_needs_timed_launches() -> None:
-    took = {pair: StageTimes(model(1, pair), stage_seconds(1, pair)) for pair in (ONE, TWO)}
+    took = {pair: StageTimes(model(1, pair), staged(1, pair)) for pair in (ONE, TWO)}
     model_of = AdditiveTimeModel(took)
     assert sorted(model_of.kinds()) == [("aligned", 16), ("aligned", 32)]
     assert model_of.seconds(ONE) == pytest.approx(model(1, ONE))
     with pytest.raises(KeyError):
-        model_of.seconds(MoEConfig(*BEST_TILES, "aligned"))
+        model_of.seconds(MoEConfig(*WANTED, "aligned"))
 
 
 def test_saved_results_are_loaded_by_the_next_run(here: Path) -> None:
