@@ -18,7 +18,7 @@ class ModularKernelError(Exception):
 
 
 class InputError(ModularKernelError, ValueError):
-    """A value from the caller is not valid.
+    """A value that the caller passed is not valid.
 
     what: the name of the value. got: the value, or what is wrong with it. need: what is valid.
     """
