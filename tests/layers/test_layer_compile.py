@@ -230,6 +230,18 @@ def test_an_unloaded_router_raises_where_it_is_compiled_too() -> None:
     assert torch.equal(call(x_TH), layer(x_TH))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routers_of_several_sizes_share_one_graph_with_symbolic_sizes(dtype: torch.dtype) -> None:
+    run = torch.compile(lambda router, x_TH: router(x_TH), backend="eager", dynamic=True)
+    for hidden, experts, tokens in ((32, 4, 3), (64, 8, 5), (40, 6, 1)):
+        router = Router(RouterSpec(2), hidden, experts, device="cpu", dtype=dtype)
+        router.weight.data.normal_()
+        x_TH = torch.randn(tokens, hidden).to(dtype)
+        with torch.no_grad():
+            for found, expected in zip(run(router, x_TH), router(x_TH), strict=True):
+                assert torch.equal(found, expected)
+
+
 def test_an_unloaded_router_at_the_address_of_a_loaded_one_raises() -> None:
     """As the allocator gives memory of a freed router to the next one."""
     x_TH, memory = torch.randn(3, H), torch.empty(E * H + 4)
