@@ -104,7 +104,9 @@ def _route_eager(
     tokens, device = logits_TE.shape[0], logits_TE.device
     weights_TK = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=device)
     ids_TK = torch.empty(tokens, spec.top_k, dtype=ids_dtype, device=device)
-    identity_T = torch.empty(tokens, device=device) if spec.zero_experts else None
+    identity_T: torch.Tensor | None = None
+    if spec.zero_experts:
+        identity_T = torch.empty(tokens, dtype=torch.float32, device=device)
     routed = Routed(Routing(weights_TK, ids_TK), identity_T)
     if tokens == 0:
         return routed

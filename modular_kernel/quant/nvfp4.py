@@ -22,7 +22,8 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
     """Return the float32 values of uint8 codes 0 to 15; code 8 is -0."""
-    magnitude = torch.tensor(_MAGNITUDES, device=codes.device)[(codes & 7).long()]
+    magnitude = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=codes.device)
+    magnitude = magnitude[(codes & 7).long()]
     return torch.where(codes >= 8, -magnitude, magnitude)
 
 
