@@ -28,14 +28,14 @@ from modular_kernel.testing.stress.fuzz.samples import PROBLEM, E
 from modular_kernel.testing.stress.fuzz.target import Target, import_name, seeds
 
 
-class _FunctionMode(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return func(*args, **(kwargs or {}))
 
 
-class _DispatchMode(TorchDispatchMode):
+class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
