@@ -242,7 +242,8 @@ class FusedMoEModularKernel(Execution):
             need = f"a {self.machine.device} tensor for this kernel"
             raise DeviceError("w1", got=device, need=need)
         weights, specs = prepared.without_prepared(weights), self.experts.prepared_specs()
-        validate.check_weights(weights, torch.empty(0, problem.hidden, device=device), problem)
+        no_tokens = torch.empty(0, problem.hidden, dtype=problem.dtype, device=device)
+        validate.check_weights(weights, no_tokens, problem)
         if not specs:
             return weights
         prepared_tensors = prepared.allocate_prepared(weights, specs, self._layout_key)

@@ -94,12 +94,12 @@ def ep_scatter(  # noqa: PLR0913  (the arguments, and their order, are SGLang's)
     if len(found) != experts + 1 or found[1:] != list(num_recv_tokens_per_expert):
         got = f"{list(num_recv_tokens_per_expert)}"
         raise RoutingError("num_recv_tokens_per_expert", got=got, need=f"{found[1:]}, of recv_topk")
-    counts = torch.tensor(rows, device=device)
+    counts = torch.tensor(rows, dtype=torch.int64, device=device)
     starts = counts.cumsum(0) - counts
     expert_start_loc.copy_(starts)
     order = ids.argsort(stable=True)
     sorted_ids = ids[order]
-    first_pair = torch.tensor([0, *found[:-1]], device=device).cumsum(0)
+    first_pair = torch.tensor([0, *found[:-1]], dtype=torch.int64, device=device).cumsum(0)
     position = torch.arange(len(ids), device=device) - first_pair[sorted_ids + 1]
     pair_rows = torch.where(sorted_ids < 0, -1, position + starts[sorted_ids.clamp(min=0)])
     flat_index = torch.empty_like(ids).scatter_(0, order, pair_rows)

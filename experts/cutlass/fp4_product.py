@@ -114,7 +114,7 @@ def fp4_gemm_ref(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tens
     """Torch reference of `fp4_gemm`: one tile at a time, with float32 sums."""
     experts, rows_b, half = b.w.shape
     groups, matrices = 2 * half // nvfp4.GROUP, b.factors.shape[1]
-    unit_scale = torch.ones(1, device=out.device)
+    unit_scale = torch.ones(1, dtype=torch.float32, device=out.device)
     w_scale = from_tiles(b.scale.view(experts, -1, b.scale.shape[1]), rows_b, groups)
     values: dict[int, torch.Tensor] = {}
     for tile, (expert, first, end) in enumerate(list_tiles(tiles)):

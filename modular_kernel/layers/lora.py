@@ -154,7 +154,9 @@ class LoRAManager:
             self._ranks = {
                 layer: torch.zeros(slots, dtype=torch.int32, device=device) for layer in self.pools
             }
-            self._scalings = {layer: torch.ones(slots, device=device) for layer in self.pools}
+            self._scalings = {
+                layer: torch.ones(slots, dtype=torch.float32, device=device) for layer in self.pools
+            }
         self._slots = dict[str, int]()
         self._interrupted = set[str]()  # names whose load or evict was interrupted
         self._lock = threading.RLock()
@@ -331,7 +333,7 @@ class LoRABackend:
 
     def __init__(self, pool: AdapterPool) -> None:
         expect("pool", pool, AdapterPool)
-        empty = torch.zeros((), device="cpu")
+        empty = torch.zeros((), dtype=torch.float32, device="cpu")
         weights = pool.weights(ExpertWeights(empty, empty))
         a13, b13, a2, b2 = weights.lora_a13, weights.lora_b13, weights.lora_a2, weights.lora_b2
         assert a13 is not None

@@ -290,7 +290,7 @@ class ExpertLoader:
             if self.scheme.static:
                 scales = [v for key, v in self._input_scales.items() if key[0] == matrix]
                 fields[f"a{number}_scale"] = static_scale(
-                    torch.tensor(scales, device=fused.w.device)
+                    torch.tensor(scales, dtype=torch.float32, device=fused.w.device)
                 )
             if self.bias:
                 fields[f"b{number}"] = _parameter(layer, f"{matrix}_bias")

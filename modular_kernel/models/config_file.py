@@ -332,13 +332,12 @@ def _activation_name(path: Path, config: Config, family: Family) -> str:
     key, names = family.activation, _UNGATED if family.gate == "ungated" else _ACTIVATIONS
     if key.startswith("="):
         return key[1:]
-    name = config.get(key)
-    if isinstance(name, dict):
-        name = name.get("name")
-    if name is None and family.default_activation:
+    value = config.get(key)
+    if value in (None, {}) and family.default_activation:
         return family.default_activation
+    name = value.get("name") if isinstance(value, dict) else value
     if not isinstance(name, str) or name not in names:
-        got = f"{key} = {str(name)[:80]!r}" if key in config else f"no {key}"
+        got = f"{key} = {str(value)[:80]!r}" if key in config else f"no {key}"
         raise _error(path, got, f"one of {', '.join(names)}")
     return names[name]
 

@@ -15,6 +15,7 @@ from operator import index
 
 import torch
 from torch.compiler import is_compiling
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from modular_kernel.errors import (
     ConfigurationError,
@@ -27,6 +28,7 @@ from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.replay.operation import ReplayedOperation
+from modular_kernel.replay.recording import storage_of
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing, check_loaded
@@ -107,7 +109,9 @@ def _route_eager(
     tokens, device = logits_TE.shape[0], logits_TE.device
     weights_TK = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=device)
     ids_TK = torch.empty(tokens, spec.top_k, dtype=ids_dtype, device=device)
-    identity_T = torch.empty(tokens, device=device) if spec.zero_experts else None
+    identity_T: torch.Tensor | None = None
+    if spec.zero_experts:
+        identity_T = torch.empty(tokens, dtype=torch.float32, device=device)
     routed = Routed(Routing(weights_TK, ids_TK), identity_T)
     if tokens == 0:
         return routed
@@ -227,21 +231,27 @@ def spec_of_text(text: str) -> RouterSpec:
         raise ConfigurationError("router spec", got=text[:80], need=need) from None
 
 
-_loaded_locations = set[tuple[object, ...]]()
+# The storages, which a freed tensor's successor at the same address does not share.
+_loaded_locations = dict[tuple[object, ...], StorageWeakRef]()
 
 
 def _check_loaded_once(tensors: Sequence[torch.Tensor]) -> None:
     """Raise StateError for parameters that are not loaded.
 
-    Memory that was found loaded is not checked again.
+    Memory that was found loaded is not checked again while its storage lives.
     """
-    locations, known = [(t.data_ptr(), t.shape, t.device) for t in tensors], _loaded_locations
-    if known.issuperset(locations):
+    storages, known = [storage_of(tensor) for tensor in tensors], _loaded_locations
+    locations = [
+        (storage.cdata, tensor.storage_offset(), tensor.shape)
+        for storage, tensor in zip(storages, tensors, strict=True)
+    ]
+    found = [known.get(location) for location in locations]
+    if not any(storage is None or storage.expired() for storage in found):  # type: ignore[no-untyped-call]
         return
     check_loaded({f"parameter {index} of the router": t for index, t in enumerate(tensors)})
     if len(known) > _MAX_LOADED_LOCATIONS:
         known.clear()
-    known.update(locations)
+    known.update(zip(locations, storages, strict=True))
 
 
 def _launch(

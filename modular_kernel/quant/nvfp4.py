@@ -15,6 +15,7 @@ from modular_kernel.quant.scale_tiles import pack_pairs
 GROUP = 16
 MAX_VALUE = 6.0  # of e2m1
 MAX_SCALE = 448.0  # of e4m3
+_MIN_SCALE = 2.0**-126  # of a matrix: the inverse of a smaller one may overflow
 
 # Magnitudes of e2m1 by code; bit 3 is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -22,7 +23,8 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
     """Return the float32 values of uint8 codes 0 to 15; code 8 is -0."""
-    magnitude = torch.tensor(_MAGNITUDES, device=codes.device)[(codes & 7).long()]
+    magnitude = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=codes.device)
+    magnitude = magnitude[(codes & 7).long()]
     return torch.where(codes >= 8, -magnitude, magnitude)
 
 
@@ -84,6 +86,8 @@ def matrix_of_rows(rows: int, matrices: int, *, interleaved: bool) -> torch.Tens
 def matrix_scales(row_amax_eN: torch.Tensor, matrices: int, *, interleaved: bool) -> torch.Tensor:
     """Return the global scales (e, matrices), each of which covers its matrix's largest weight.
 
+    A scale is at least 2^-126, so that its inverse is finite, and 1 for a matrix of zeros.
+
     row_amax_eN: float32, the largest magnitude of each row.
     matrices, interleaved: see `matrix_of_rows`.
     """
@@ -93,7 +97,7 @@ def matrix_scales(row_amax_eN: torch.Tensor, matrices: int, *, interleaved: bool
     else:
         largest = row_amax_eN.reshape(e, matrices, rows // matrices).amax(2)
     max_magnitude = largest.new_tensor(MAX_VALUE * MAX_SCALE)
-    return torch.where(largest > 0, largest / max_magnitude, 1.0)
+    return torch.where(largest > 0, (largest / max_magnitude).clamp(min=_MIN_SCALE), 1.0)
 
 
 def quantize_matrices(

@@ -469,5 +469,5 @@ def static_scale(
     """
     unit = max_magnitude / largest_value(problem.scheme)
     if not problem.scheme.scales_by_expert:
-        return torch.full((1,), unit, device=device)
-    return torch.linspace(unit, 2 * unit, problem.e, device=device)
+        return torch.full((1,), unit, dtype=torch.float32, device=device)
+    return torch.linspace(unit, 2 * unit, problem.e, dtype=torch.float32, device=device)

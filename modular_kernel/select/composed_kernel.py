@@ -169,7 +169,9 @@ class ComposedPlan:
         generator = torch.Generator(device).manual_seed(_SEED)
         for tokens_of_call in token_counts:
             shape = (tokens_of_call, self.problem.hidden)
-            x_TH = torch.randn(shape, device=device, generator=generator).to(self.problem.dtype)
+            x_TH = torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(
+                self.problem.dtype
+            )
             routing = draw(
                 self.problem.with_tokens(tokens_of_call), RoutingKind("uniform"), generator
             )

@@ -83,11 +83,15 @@ def _draw_weights(
         if is_over is not None and is_over():
             raise TimeoutError(f"{slot} of {count} experts' weights were made in time")
         generator = torch.Generator(device).manual_seed(_SEED + expert)
-        w1[slot] = torch.randn(n, h, device=device, generator=generator) * h**-0.5
-        w2[slot] = torch.randn(h, i, device=device, generator=generator) * i**-0.5
+        w1[slot] = (
+            torch.randn(n, h, dtype=torch.float32, device=device, generator=generator) * h**-0.5
+        )
+        w2[slot] = (
+            torch.randn(h, i, dtype=torch.float32, device=device, generator=generator) * i**-0.5
+        )
         if b1 is not None and b2 is not None:
-            b1[slot] = torch.randn(n, device=device, generator=generator) / 2
-            b2[slot] = torch.randn(h, device=device, generator=generator) / 2
+            b1[slot] = torch.randn(n, dtype=torch.float32, device=device, generator=generator) / 2
+            b2[slot] = torch.randn(h, dtype=torch.float32, device=device, generator=generator) / 2
     return ExpertWeights(w1, w2, b1, b2)
 
 
@@ -176,7 +180,9 @@ def _draw_input(
     problem: Problem, kind: RoutingKind, device: torch.device, rank: int, number: int
 ) -> Input:
     generator = torch.Generator(device).manual_seed(problem.tokens * 4096 + rank * 16 + number)
-    x_TH = torch.randn(problem.tokens, problem.hidden, device=device, generator=generator)
+    x_TH = torch.randn(
+        problem.tokens, problem.hidden, dtype=torch.float32, device=device, generator=generator
+    )
     return x_TH.to(problem.dtype), draw(problem, kind, generator)
 
 
@@ -184,14 +190,16 @@ def _expected_rows(problem: Problem, call_inputs: Input) -> ExpectedRows:
     """Compute the expected output of a few rows, with only the experts that they use."""
     x_TH, routing = call_inputs
     device = x_TH.device
-    rows = torch.linspace(0, len(x_TH) - 1, min(len(x_TH), _ROWS_COMPARED), device=device).long()
+    rows = torch.linspace(
+        0, len(x_TH) - 1, min(len(x_TH), _ROWS_COMPARED), dtype=torch.float32, device=device
+    ).long()
     row_routing = routing.of(rows)
     ids = sorted(set(row_routing.topk_ids_TK.flatten().tolist()))
     single_rank = _on_one_rank(problem)
     if single_rank.expert_map:  # pairs of experts on other ranks are skipped
         ids = [i for i in ids if i < problem.e] or [0]
     expert_map = torch.full((problem.experts,), -1, dtype=torch.int32, device=device)
-    expert_map[torch.tensor(ids, device=device)] = torch.arange(
+    expert_map[torch.tensor(ids, dtype=torch.int64, device=device)] = torch.arange(
         len(ids), dtype=torch.int32, device=device
     )
     row_problem = replace(single_rank, tokens=len(rows), expert_map=True, local_experts=len(ids))

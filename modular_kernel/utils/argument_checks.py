@@ -121,7 +121,7 @@ def available_device(device: object, *, meta: bool = False, what: str = "device"
     """
     parsed = parse_device(device)
     try:
-        actual = torch.empty(0, device=parsed).device
+        actual = torch.empty(0, dtype=torch.float32, device=parsed).device
     # ImportError: the package of a backend, such as hpu, is not installed.
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = str(error).splitlines()[0][:160]

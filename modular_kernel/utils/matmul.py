@@ -8,6 +8,7 @@ pass the operands to torch unchanged.
 """
 
 import torch
+from torch.compiler import is_compiling
 
 _TILE = 32  # 16-bit columns per row of an AMX tile
 
@@ -43,6 +44,8 @@ def compact(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _is_compact(matrix: torch.Tensor) -> bool:
+    if is_compiling():  # torch.compile cannot read strides that depend on symbolic sizes
+        return matrix.is_contiguous() or matrix.T.is_contiguous()
     rows, columns = matrix.shape
     return matrix.stride() in ((columns, 1), (1, rows))
 
@@ -53,10 +56,8 @@ def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         return a, b
     padding = -a.shape[1] % _TILE if a.itemsize == 2 else 0
     if not padding:
-        (m, k), n = a.shape, b.shape[1]
-        dense_a, dense_b = a.stride() in ((k, 1), (1, m)), b.stride() in ((n, 1), (1, k))
-        return a if dense_a else compact(a), b if dense_b else compact(b)
+        return compact(a), compact(b)
     pad = torch.nn.functional.pad
-    is_row_major = b.stride(1) == 1
+    is_row_major = b.is_contiguous() if is_compiling() else b.stride(1) == 1
     b = pad(b, (0, 0, 0, padding)) if is_row_major else pad(b.T, (0, padding)).T
     return pad(a, (0, padding)), b

@@ -100,7 +100,7 @@ class LowLatency:
         device = torch.device("cuda", torch.cuda.current_device())
         x_TH = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)
         ids_TK = torch.empty(0, 1, dtype=torch.int64, device=device)
-        weights_TK = torch.empty(0, 1, device=device)
+        weights_TK = torch.empty(0, 1, dtype=torch.float32, device=device)
         arrival = self.dispatch(x_TH, ids_TK, quantize=False)
         arrival.receive()
         self.combine(arrival.x_eCH, ids_TK, weights_TK, arrival.handle, torch.empty_like(x_TH))

@@ -188,7 +188,7 @@ def check_counts(manager: TorchGroup, agreement: Agreement, geometry: Geometry) 
     """
     rows_WW = torch.tensor(agreement.rows_WW, dtype=torch.int64, device="cpu")
     result = RowCounts(geometry, rows_WW)
-    tokens_W = torch.tensor(agreement.tokens_W, device="cpu")
+    tokens_W = torch.tensor(agreement.tokens_W, dtype=torch.int64, device="cpu")
     first = geometry.tokens * torch.arange(geometry.chunks, device="cpu")
     limit_WC1 = (tokens_W[:, None] - first).clamp(0, geometry.tokens)[..., None]
     is_wrong = ((result._to_hosts > limit_WC1).flatten(1).any(1)) | (

@@ -159,7 +159,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         sent = call.workspace.take("packed_sent", (len(token_N), layout.nbytes))
         torch.index_select(packed_own, 0, token_N, out=sent)
         is_on_host = host_TK[token_N] == host_N[:, None]
-        first_W = torch.tensor(self._first_slot_W, device=x_TH.device)
+        first_W = torch.tensor(self._first_slot_W, dtype=torch.int64, device=x_TH.device)
         number_TK = first_W[rank_TK.clamp(min=0)] + slot_TK
         layout.put(sent, "ids", torch.where(is_on_host, number_TK[token_N], -1).to(torch.int32))
         layout.put(sent, "weights", torch.where(is_on_host, routing.topk_weights_TK[token_N], 0))

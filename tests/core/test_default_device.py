@@ -1,11 +1,12 @@
-"""Functions that make tensors do so on the device that they name, whatever the default device is.
+"""Tensors are made on the device and in the dtype that a function names, whatever the defaults are.
 
-The meta device stands for a GPU: with a default device other than the tensors', an operation on
-both fails, or the result has no values.
+Engines load and run models with a 16-bit default dtype. The meta device stands for a GPU: with a
+default device other than the tensors', an operation on both fails, or the result has no values.
 """
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from modular_kernel.layers.lora import (
     LoRAManager,
     MoELoRALayer,
 )
+from modular_kernel.ops.route import route
 from modular_kernel.quant.quantized_weights import dequantized_weights, quantize_weights
 from modular_kernel.spec.lora import Adapter
 from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import write
@@ -37,7 +40,7 @@ FORMATS = ("bf16", "gptq", "compressed fp8 channel", "deepseek fp8", "compressed
 
 def floats(*shape: int) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(len(shape))
-    return torch.randn(shape, generator=generator, device="cpu") / 4
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") / 4
 
 
 def nvfp4() -> list[torch.Tensor]:
@@ -80,6 +83,56 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
         assert torch.equal(mine, other)
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def identity() -> list[torch.Tensor]:
+    spec = RouterSpec(3, renormalize=True, zero_experts=4)
+    routed = route(floats(7, 9), spec)
+    assert routed.identity_T is not None
+    return [routed.identity_T, routed.routing.topk_weights_TK]
+
+
+def static_scales() -> list[torch.Tensor]:
+    """Static activation scales that no 16-bit dtype represents, through `weight_loader`."""
+    config = {"quant_method": "fp8", "activation_scheme": "static"}
+    layer = FusedMoE(1, 32, 24, 3, 1, config, params_dtype=torch.bfloat16, device="cpu")
+    codes = {"w1": (24, 32), "w3": (24, 32), "w2": (32, 24)}
+    for shard, shape in codes.items():
+        matrix = "w2" if shard == "w2" else "w13"
+        for name, value in (
+            ("weight", floats(*shape).to(torch.float8_e4m3fn)),
+            ("weight_scale", torch.tensor(0.7654321, dtype=torch.float32, device="cpu")),
+            ("input_scale", torch.tensor(1.2345678, dtype=torch.float32, device="cpu")),
+        ):
+            parameter = getattr(layer, f"{matrix}_{name}")
+            layer.weight_loader(parameter, value, f"{matrix}_{name}", shard, 0)
+    layer.process_weights_after_loading()
+    weights = layer.weights()
+    assert weights.a1_scale is not None
+    assert weights.w1_scale is not None
+    return [weights.a1_scale, weights.w1_scale]
+
+
+NUMBERS = {**MAKE, "identity": identity, "static_scales": static_scales}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_results_do_not_depend_on_the_default_dtype(name: str, dtype: torch.dtype) -> None:
+    expected = NUMBERS[name]()
+    with default_dtype(dtype):
+        found = NUMBERS[name]()
+    assert_same(found, expected)
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_results_do_not_depend_on_the_default_device(name: str) -> None:
     expected = MAKE[name]()
@@ -107,8 +160,13 @@ def test_a_checkpoint_is_loaded_to_the_device_that_is_named(kind: str, tmp_path:
     assert_same(found, expected)
 
 
-def test_every_factory_names_the_device_of_its_tensor() -> None:
-    """In the library itself. Tests, benchmarks and the command line set no default device."""
+@pytest.mark.parametrize("names", [{"device"}, {"dtype"}], ids=str)
+def test_every_factory_names_the_device_and_the_dtype_of_its_tensor(names: set[str]) -> None:
+    """In the library itself. Tests, benchmarks and the command line set no defaults.
+
+    Integers have one default dtype.
+    """
+    integers = {"arange", "randint", "randperm"} if names == {"dtype"} else set()
     tools = {"testing", "bench", "cli", "profiling", "tuning", "measure"}
     folders = ("modular_kernel", "experts", "prepare_finalize", "topk_reduce")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
@@ -120,8 +178,8 @@ def test_every_factory_names_the_device_of_its_tensor() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr in FACTORIES
+        and node.func.attr in FACTORIES - integers
         and ast.unparse(node.func.value) == "torch"
-        and not {keyword.arg for keyword in node.keywords} & {"device", None}
+        and not {keyword.arg for keyword in node.keywords} & {*names, None}
     ]
     assert missing == []

@@ -382,6 +382,9 @@ def test_arguments_of_the_caller_are_used_and_not_changed(tmp_path) -> None:
             from_pretrained("model", auto_class=auto_class)
     with pytest.raises(ConfigurationError, match="need a folder, or a model's name"):
         from_pretrained(tmp_path / "no folder here")
+    missing = r"got no-such-name \(LocalEntryNotFoundError\), need a folder, a model in the cache"
+    with pytest.raises(ConfigurationError, match=missing):
+        from_pretrained("no-such-name", local_files_only=True)
     kept = pickle.loads(pickle.dumps(model))
     assert type(modules(kept)[0]) is type(modules(model)[0])
     ids = torch.arange(5)[None]

@@ -231,6 +231,41 @@ def test_a_compiled_router_raises_until_it_is_loaded() -> None:
     assert torch.equal(call(x_TH), layer(x_TH))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routers_of_several_sizes_share_one_graph_with_symbolic_sizes(dtype: torch.dtype) -> None:
+    run = torch.compile(lambda router, x_TH: router(x_TH), backend="eager", dynamic=True)
+    for hidden, experts, tokens in ((32, 4, 3), (64, 8, 5), (40, 6, 1)):
+        router = Router(RouterSpec(2), hidden, experts, device="cpu", dtype=dtype)
+        router.weight.data.normal_()
+        x_TH = torch.randn(tokens, hidden).to(dtype)
+        with torch.no_grad():
+            for found, expected in zip(run(router, x_TH), router(x_TH), strict=True):
+                assert torch.equal(found, expected)
+
+
+def test_an_unloaded_router_at_the_address_of_a_loaded_one_raises() -> None:
+    """As the allocator gives memory of a freed router to the next one."""
+    x_TH, memory = torch.randn(3, H), torch.empty(E * H + 4)
+    address = memory.data_ptr()
+    numbers = memory.numpy()
+
+    def router() -> Router:
+        made = Router(RouterSpec(K), H, E, device="cpu", dtype=torch.float32)
+        storage = torch.from_numpy(numbers)[: E * H].view(E, H)  # of its own, at one address
+        assert storage.data_ptr() == address
+        made.weight = torch.nn.Parameter(storage.copy_(made.weight), requires_grad=False)
+        return made
+
+    run = torch.compile(lambda router: router(x_TH)[1], backend="eager")
+    loaded = router()
+    loaded.weight.data.copy_(torch.randn(E, H))
+    with torch.no_grad():
+        assert int(run(loaded).min()) >= 0
+        del loaded
+        with pytest.raises(StateError, match="nothing loaded into parameter 0 of the router"):
+            run(router())
+
+
 # ------------------------------------------------------------------------------ EPMoE, MoeRunner
 
 

@@ -260,3 +260,18 @@ def test_a_gpu_without_float8_is_refused(pair: tuple[str, str], quant: str) -> N
         machine = Machine("cuda", arch, frozenset({"triton"}))
         verdict = mk.check(*pair, problem, machine)
         assert [rejection.rule for rejection in verdict.rejections] == rules
+
+
+@pytest.mark.parametrize("magnitude", [1e-35, 1e-38, 1e-40, 1e-42, 1e-45, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_tiny_weights_stay_finite(magnitude: float, dtype: torch.dtype) -> None:
+    """The global scale of subnormal weights underflows to 0, or its inverse overflows."""
+    problem = Problem(1, 32, 32, 2, 1, dtype=torch.float32, quant="nvfp4_w4a16")
+    signs = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)).sign()
+    w1 = (signs * magnitude).to(dtype)
+    w1[:, ::3, :16] = 0  # whole groups, whose scale would be 0 times infinity
+    weights = quantize_weights(ExpertWeights(w1=w1, w2=w1[:, :32].clone()), problem)
+    for name, exact in (("w1", w1), ("w2", w1[:, :32])):
+        values = dequantized_weights(weights, name, problem)
+        assert values.isfinite().all()
+        torch.testing.assert_close(values.double(), exact.double(), rtol=0.2, atol=2.0**-126)

@@ -74,7 +74,7 @@ def test_nothing_is_saved_if_no_choice_runs() -> None:
 def test_finalists_are_selected_by_measured_times() -> None:
     space = Space()
     only(space, Fake(TIMES, spilled=(1,)))
-    assert space.told == [{choice: StageTimes(TIMES[choice]) for choice in (0, 2, 3)}]
+    assert space.screened == [{choice: StageTimes(TIMES[choice]) for choice in (0, 2, 3)}]
 
 
 # -------------------------------------------------------------------------------- budget and resume

@@ -310,7 +310,12 @@ def _folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import (
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     options = ("revision", "token", "cache_dir", "local_files_only")
     hub_options = {option: kwargs.pop(option) for option in options if option in kwargs}
@@ -319,6 +324,10 @@ def _folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
     except HFValidationError:
         need = "a folder, or a model's name on the hub"
         raise ConfigurationError("checkpoint", got=str(name)[:200], need=need) from None
+    except (LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        got = f"{str(name)[:200]} ({type(error).__name__})"
+        need = "a folder, a model in the cache, or one on the hub that can be accessed"
+        raise ConfigurationError("checkpoint", got=got, need=need) from error
 
 
 def _class_of(auto_class: Any, config: Any) -> Any:

@@ -23,6 +23,7 @@ from modular_kernel.testing.stress.fuzz import (
     public_functions,
     routers,
     specs,
+    torch_settings,
     transforms,
 )
 from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome
@@ -48,6 +49,7 @@ TARGETS: tuple[Target[Any], ...] = (
     *concurrency.TARGETS,
     *layer_states.TARGETS,
     *numbers.TARGETS,
+    *torch_settings.TARGETS,
 )
 NAMES = tuple(target.name for target in TARGETS)
 
