@@ -138,7 +138,9 @@ def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
     """
     from modular_kernel.models.config_file import is_file
 
-    if options.model is None or not is_file(options.model) or not is_directory(options.model):
+    if options.model is None or not is_file(options.model):
+        return None
+    if not is_directory(options.model) and not options.model.endswith(".gguf"):
         return None
     from modular_kernel.checkpoints.checkpoint_files import has_tensors
     from modular_kernel.checkpoints.inspection import inspect

@@ -50,8 +50,9 @@ from modular_kernel.checkpoints.loading import (
     scheme_to_quantize,
 )
 from modular_kernel.checkpoints.matrix_layout import FLOATS
+from modular_kernel.checkpoints.open_files import open_tensors
 from modular_kernel.checkpoints.quantization_map import UNQUANTIZED
-from modular_kernel.checkpoints.safetensors_files import TensorFiles, open_tensors
+from modular_kernel.checkpoints.safetensors_files import TensorFiles
 from modular_kernel.errors import (
     ConfigurationError,
     InputError,
@@ -357,7 +358,7 @@ def _other_tensors(
     names = files.names - set(_expert_keys(found, extra))
     for layer in extra:
         layout, prefix = found.layers[layer][0]
-        prefix = prefix.removesuffix(f"{layout.block}.")
+        prefix = prefix.removesuffix(layout.path)
         names = frozenset(name for name in names if not name.startswith(prefix))
     consumed, dequantized = set[str](), dict[str, torch.Tensor]()
     for base, format, keys in _quantized(files, found, names):
@@ -389,7 +390,8 @@ def _quantized(
         base, _, last = name.rpartition(".")
         if last not in _WEIGHT_NAMES or not base:
             continue
-        if last == "weight" and files.shape_and_dtype(name)[1] in FLOATS:
+        is_packed = f"{name}.absmax" in names  # bitsandbytes may pack 4 bits into floats
+        if last == "weight" and files.shape_and_dtype(name)[1] in FLOATS and not is_packed:
             continue
         format = found.formats.format_of(base) or UNQUANTIZED
         weight, *others = format.stored
@@ -415,6 +417,8 @@ def _dequantized(
 ) -> torch.Tensor:
     """Return the dequantized weight (N, K) of one module."""
     matrix = merge(format, [{name: files.read(key, ()) for name, key in keys.items()}], dtype)
+    if format.dequantized:
+        return matrix.w
     assert matrix.scale is not None
     zero = None if matrix.zero_point is None else matrix.zero_point[None]
     values = dequantize(matrix.w[None], matrix.scale[None], zero, format.scheme)[0]

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from modular_kernel.testing.checkpoints.formats import F64, StoredMatrix
 from modular_kernel.testing.checkpoints.published_formats import (
     ACT_ORDER_FORMATS,
+    BLOCK_FORMATS,
     CHECKPOINT_FORMATS,
     FUSED_FORMATS,
     CheckpointFormat,
@@ -399,7 +400,7 @@ def write(  # noqa: PLR0913 (independent options)
     """
     model_family, checkpoint_format = (
         FAMILIES[family],
-        (CHECKPOINT_FORMATS | ACT_ORDER_FORMATS | FUSED_FORMATS)[kind],
+        (CHECKPOINT_FORMATS | ACT_ORDER_FORMATS | BLOCK_FORMATS | FUSED_FORMATS)[kind],
     )
     g = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
