@@ -64,6 +64,8 @@ _PACKING_FORMATS = {
     "nvfp4_w4a16": ("nvfp4-pack-quantized",),
 }
 
+# FBGEMM's default bound of a token's largest activation, from which its scale is computed.
+_FBGEMM_BOUND = 1200
 _MX_GROUP = 32  # columns of a scale of mxfp8
 _MXFP8 = "fp8_w8a16_block:block=1x32"
 _GROUP_SIZES = {"FP8_PB_WO": 128, "FP8_BLOCK_SCALES": 128, "MXFP8": _MX_GROUP}
@@ -252,6 +254,12 @@ def _fbgemm_fp8(path: str, config: Config) -> str:
     bound = config.get("activation_scale_ub")
     if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float)):
         raise config_error(path, f"activation_scale_ub = {shorten(bound)}", "a number")
+    if bound is not None and not bound >= _FBGEMM_BOUND:
+        need = (
+            f"{_FBGEMM_BOUND} or more: a lower bound clips activations that are common, and scales "
+            "of tokens are computed here without a bound"
+        )
+        raise config_error(path, f"activation_scale_ub = {shorten(bound)}", need)
     return "fp8_w8a8_channel"
 
 

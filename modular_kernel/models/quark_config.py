@@ -11,8 +11,11 @@ from modular_kernel.models.quantization_keys import Mismatch, is_empty
 
 _MX_GROUP = 32
 _READ = ("dtype", "qscheme", "group_size", "block_size", "is_dynamic", "scale_format", "scale_type")
-# The search for scales, and the rounding of what is stored already.
-_HARMLESS = ("observer_cls", "round_method", "scale_calculation_mode", "zero_point_type")
+# The search for scales, the rounding of what is stored already, and buffers of the quantizer.
+_HARMLESS = (
+    *("observer_cls", "round_method", "scale_calculation_mode", "zero_point_type"),
+    *("enable_buffer_reuse", "max_input_numel"),
+)
 _ALLOWED: dict[str, tuple[object, ...]] = {
     "symmetric": (True,),
     "ch_axis": (0, 1, -1),

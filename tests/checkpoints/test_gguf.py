@@ -172,7 +172,7 @@ def test_layers_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ended = run_mk(capsys, "check", *pair, "--model", str(path))
     assert (ended.code, ended.out.count("valid")) == (0, 3)
     assert f"{layers_text((2, 3))} in {INT4} (gguf)" in ended.out
-    ended = run_mk(capsys, "plan", "--model", str(path), "--quant", INT4, "--tokens", "64")
+    ended = run_mk(capsys, "plan", "--model", str(path), "--quant", INT4, "--world-size", "1")
     assert ended.code == 0, ended.err
 
 

@@ -419,3 +419,11 @@ def test_quantized_files_are_not_quantized_again(tmp_path: Path) -> None:
         from_pretrained(tmp_path, quantize="fp8_w8a8_block")
     with pytest.raises(ConfigurationError, match="need no static activation scales"):
         from_pretrained(tmp_path, quantize="nvfp4_w4a4")
+
+
+def test_gguf_files_are_refused_with_what_reads_them(tmp_path) -> None:
+    register()
+    with pytest.raises(
+        UnsupportedError, match=r"a GGUF file, need a folder of safetensors: .*FusedMoE"
+    ):
+        from_pretrained(tmp_path / "model-Q4_0.gguf")

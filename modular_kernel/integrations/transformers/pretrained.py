@@ -72,6 +72,7 @@ from modular_kernel.integrations.transformers.modules import (
 from modular_kernel.integrations.transformers.register import Registration, registration
 from modular_kernel.models.config_file import hf_quant_config
 from modular_kernel.models.expert_layouts import ExpertLayout
+from modular_kernel.models.gguf_header import is_gguf
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.problem import ActivationSpec, dtype_name, parse_dtype
 from modular_kernel.spec.quantization import QuantScheme
@@ -127,6 +128,12 @@ def from_pretrained(
     """
     registration(experts_implementation)
     scheme = scheme_to_quantize(quantize)
+    if is_gguf(Path(name)):
+        need = (
+            "a folder of safetensors: transformers reads other tensors of GGUF files as floats "
+            "only; `load_experts` and `FusedMoE.load` read the experts"
+        )
+        raise UnsupportedError("checkpoint", got=f"{str(name)[:200]}, a GGUF file", need=need)
     folder = _folder(name, kwargs)
     dtype = _dtype_of(dtype, kwargs.pop("torch_dtype", None))
     config = _config_of(folder, kwargs.pop("config", None))

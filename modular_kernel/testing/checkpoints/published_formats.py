@@ -102,7 +102,8 @@ def _quark_config(weight: dict[str, Any], inputs: dict[str, Any] | None) -> dict
 
 def _quark_fp8(qscheme: str, dynamic: bool) -> dict[str, Any]:
     kind = {"dtype": "fp8_e4m3", "qscheme": qscheme, "is_dynamic": dynamic, "symmetric": True}
-    return kind | {"observer_cls": "PerTensorMinMaxObserver", "round_method": "half_even"}
+    kind |= {"observer_cls": "PerTensorMinMaxObserver", "round_method": "half_even"}
+    return kind | {"enable_buffer_reuse": False, "max_input_numel": 1 << 22}  # since 0.13
 
 
 _QUARK_MXFP4 = {
