@@ -151,11 +151,11 @@ def dequantize_part(
     if state.shape != shape:
         raise WeightsError(f"{what}.quant_state", got=f"shape {state.shape}", need=shape)
     first, last = rows[0] * shape[1], rows[1] * shape[1]
-    codes, codebook = _codes(tensors, first, last), tensors.read("weight.quant_map")
+    codebook = tensors.read("weight.quant_map")
     _check_finite(codebook, f"{what}.quant_map")
     blocks = (first // state.block, _ceil_div(last, state.block))
     absmax = _absmax(state, tensors, blocks, _ceil_div(prod(shape), state.block), what)
-    values = codebook.index_select(0, codes.int()).view(-1, shape[1])
+    values = _levels(tensors, codebook, first, last).view(-1, shape[1])
     if shape[1] % state.block == 0:
         values = values.view(-1, state.block).mul_(absmax[:, None]).view(-1, shape[1])
         return values[:, columns[0] : columns[1]]
@@ -197,8 +197,8 @@ class _GivenTensors:
         return flat if entries is None else flat[slice(*entries)]
 
 
-def _codes(tensors: FlatTensors, first: int, last: int) -> torch.Tensor:
-    """Return the codes of values [first, last), uint8."""
+def _levels(tensors: FlatTensors, codebook: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return the levels of values [first, last), float32, without their blocks' factors."""
     header = tensors.header("weight")
     assert header is not None
     size = 2 * header[1].itemsize  # values per entry
@@ -206,8 +206,10 @@ def _codes(tensors: FlatTensors, first: int, last: int) -> torch.Tensor:
     packed = stored.contiguous().flatten().view(torch.uint8)
     begin = first - first // size * size
     packed = packed[begin // 2 : _ceil_div(begin + last - first, 2)]
-    codes = torch.stack([packed >> 4, packed & 15], 1).flatten()
-    return codes[begin % 2 : begin % 2 + last - first]
+    # The two levels of each byte, the high nibble first: one look-up for both.
+    pairs = torch.stack(torch.meshgrid(codebook, codebook, indexing="ij"), -1).view(256, 2)
+    levels = pairs.index_select(0, packed.int()).flatten()
+    return levels[begin % 2 : begin % 2 + last - first]
 
 
 def _absmax(

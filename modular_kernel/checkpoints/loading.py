@@ -373,7 +373,9 @@ class _ShareReader:
         """Yield ranges of rows of `values` values each, aligned to tiles and packed words."""
         scheme = self.fine.scheme
         tile = lcm(8, scheme.group[0] if scheme.granularity == "block" else 1)
-        step = max(_VALUES_PER_STEP // values // tile, 1) * tile
+        # Numbers in float32, and what they are made of, take more memory than packed weights.
+        limit = _VALUES_PER_STEP // (8 if self.source.format.has_blocks else 1)
+        step = max(limit // values // tile, 1) * tile
         yield from ((start, min(start + step, rows)) for start in range(0, rows, step))
 
     def _read_rows(
