@@ -29,8 +29,9 @@ from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
 
 AT = "model.layers.0.block_sparse_moe.experts"
 NF4 = BLOCK_FORMATS["nf4, double"].config
-# A depth of whole blocks, and depths at which blocks extend over the border of two rows.
-SIZES = ((128, 256), (96, 160), (80, 24))
+# A depth of whole blocks, depths at which blocks extend over the border of two rows, and odd ones,
+# at which bytes do.
+SIZES = ((128, 256), (96, 160), (80, 24), (81, 27))
 
 
 def assert_float32(sample: Sample, loaded: Any, experts: slice = slice(None)) -> None:

@@ -33,6 +33,8 @@ TYPES: dict[tuple[str, str, str], str] = {
     ("Q4_0", "Q4_0", "Q8_0"): INT8,
     ("MXFP4", "MXFP4", "MXFP4"): "mxfp4_w4a16",
     ("Q4_K", "Q4_K", "Q6_K"): "none",
+    ("Q6_K", "Q6_K", "Q6_K"): "none",
+    ("Q8_0", "Q8_0", "Q6_K"): "none",
     ("Q4_K", "Q4_K", "Q4_0"): "none",
     ("Q6_K", "MXFP4", "Q8_0"): "none",
     ("F16", "F32", "Q8_0"): "none",
@@ -99,6 +101,15 @@ def test_architectures_have_sizes_and_routers(architecture: str, tmp_path: Path)
     assert router.groups == (2 if architecture == "deepseek2" else 1)
     assert error(sample, loaded) <= 1e-2
     assert inspect(tmp_path / "m.gguf").layers == (0,)
+
+
+def test_layers_for_multi_token_prediction_are_told_apart(tmp_path: Path) -> None:
+    path, layers = tmp_path / "m.gguf", {0: ("Q4_0",) * 3, 1: ("Q8_0",) * 3}
+    write_gguf(path, "glm4moe", layers, metadata={"glm4moe.block_count": 2})
+    report = inspect(path)
+    assert report.layers == (0,)
+    assert report.extra == ((1, f"in {INT8} (gguf)"),)
+    assert str(mk.load_experts(path, 1).problem_fields["quant"]) == INT8
 
 
 def test_a_softmax_router_of_deepseek2_is_that_of_version_2(tmp_path: Path) -> None:
