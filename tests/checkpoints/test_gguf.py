@@ -50,9 +50,10 @@ def values(loaded: LoadedExperts, name: str) -> torch.Tensor:
     return dequantized_weights(loaded.weights, name, loaded.problem(1)).double()
 
 
-def error(sample: Sample, loaded: LoadedExperts) -> float:
+def error(sample: Sample, loaded: LoadedExperts, experts: str = PAIR[1]) -> float:
     x, weights, ids = sample.inputs(24)
-    kernel = mk.make_kernel(*PAIR, loaded.problem(24), machine=this_machine(device="cpu"))
+    machine = this_machine(device="cpu")
+    kernel = mk.make_kernel(PAIR[0], experts, loaded.problem(24), machine=machine)
     y = kernel(x.to(loaded.problem(1).dtype), loaded.weights, mk.Routing(weights, ids)).double()
     truth = sample.expected_output(x.to(loaded.problem(1).dtype).double(), weights, ids)
     return float((y - truth).norm() / truth.norm())
@@ -101,6 +102,17 @@ def test_architectures_have_sizes_and_routers(architecture: str, tmp_path: Path)
     assert router.groups == (2 if architecture == "deepseek2" else 1)
     assert error(sample, loaded) <= 1e-2
     assert inspect(tmp_path / "m.gguf").layers == (0,)
+
+
+@pytest.mark.parametrize("types", [("Q4_0",) * 3, ("Q8_0",) * 3, ("MXFP4",) * 3], ids=" ".join)
+def test_kernels_take_scales_of_either_sign(types: tuple[str, str, str], tmp_path: Path) -> None:
+    """llama.cpp's Q4_0 has negative scales, where other quantizers have none."""
+    sample = write_gguf(tmp_path / "m.gguf", types=types)
+    loaded = mk.load_experts(tmp_path / "m.gguf", 0)
+    scale = loaded.weights.w1_scale
+    assert scale is not None
+    assert types[0] == "MXFP4" or bool((scale < 0).any())
+    assert error(sample, loaded, "TritonExperts") <= 1e-2
 
 
 def test_layers_for_multi_token_prediction_are_told_apart(tmp_path: Path) -> None:
