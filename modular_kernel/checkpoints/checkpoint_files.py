@@ -5,7 +5,8 @@ In a folder, the first of these that exists is read, and all other files are ign
 1. `model.safetensors`, as in transformers;
 2. the files that `model.safetensors.index.json` lists, as in transformers;
 3. the files that the only other `*.safetensors.index.json` lists;
-4. all `*.safetensors` files, which must have each tensor once.
+4. all `*.safetensors` files, which must have each tensor once;
+5. the only model in `*.gguf` files.
 
 In 3 and 4, `consolidated*`, a second copy in the names of the publisher, is ignored unless there is
 nothing else. A name on the Hugging Face Hub is looked up in the local cache; nothing is downloaded.
@@ -15,24 +16,23 @@ import re
 from pathlib import Path
 
 from modular_kernel.errors import ConfigurationError, WeightsError
+from modular_kernel.models.gguf_header import is_gguf
 from modular_kernel.utils import json_files
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-_MODEL, _SECOND_COPY, _GGUF = "model", "consolidated", ".gguf"
+_MODEL, _SECOND_COPY = "model", "consolidated"
 _MAX_INDEX_BYTES = 1 << 28
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
-_NO_HUB_SUFFIXES = (SUFFIX, ".json", _GGUF, ".bin", ".pt", ".pth")
+_NO_HUB_SUFFIXES = (SUFFIX, ".json", ".gguf", ".bin", ".pt", ".pth")
 
 
 def local_path(checkpoint: str | Path) -> Path:
     """Return the path of a checkpoint; for a name on the Hub, its folder in the local cache.
 
     Raises ConfigurationError for a name that is neither a path nor in the cache, with the command
-    that downloads it, and for a GGUF file.
+    that downloads it.
     """
     path = Path(checkpoint)
-    if path.suffix.lower() == _GGUF and not path.is_dir():
-        raise _gguf_error(path, "a GGUF file")
     name = str(checkpoint)
     if not _HUB_NAME.fullmatch(name) or name.endswith(_NO_HUB_SUFFIXES) or path.exists():
         return path
@@ -57,9 +57,11 @@ def _cached_folder(name: str) -> Path | None:
 
 
 def has_tensors(path: Path) -> bool:
-    """Return whether a folder contains safetensors files, or a file has their suffix."""
+    """Return whether a folder contains safetensors or GGUF files, or a file has their suffix."""
     try:
-        return bool(index_or_files(path)) if path.is_dir() else path.name.endswith(SUFFIX)
+        if path.is_dir():
+            return bool(index_or_files(path)) or any(map(is_gguf, path.iterdir()))
+        return path.name.endswith(SUFFIX) or is_gguf(path)
     except OSError:
         return False
 
@@ -87,15 +89,8 @@ def index_or_files(folder: Path) -> list[Path]:
 
 def no_tensors_error(folder: Path) -> ConfigurationError:
     """Return the error of a folder without safetensors files."""
-    if any(file.suffix.lower() == _GGUF for file in folder.iterdir()):
-        return _gguf_error(folder, "GGUF files only")
-    need = f"*{SUFFIX} in it"
+    need = f"*{SUFFIX} or *.gguf in it"
     return ConfigurationError(f"checkpoint {folder}", got="no safetensors", need=need)
-
-
-def _gguf_error(path: Path, got: str) -> ConfigurationError:
-    need = "safetensors, such as those of the model that the GGUF file (llama.cpp) was made from"
-    return ConfigurationError(f"checkpoint {path}", got=got, need=need)
 
 
 def read_index(index: Path) -> dict[str, Path]:

@@ -12,10 +12,12 @@ from math import gcd
 
 import torch
 
+from modular_kernel.checkpoints import bitsandbytes
 from modular_kernel.checkpoints.gptq_awq import fit_group
 from modular_kernel.checkpoints.matrix_layout import FLOATS, Dim, StoredTensor
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.quantization_config import (
+    bitsandbytes_kind,
     check_method,
     gptq_version,
     quantizes_inputs,
@@ -44,17 +46,26 @@ class Format:
 
     method: quant_method of its quantization_config, or "none". scheme: what a matrix is loaded as.
     minus_one: GPTQ's zero points are stored minus one. quantizes_inputs: the files' recipe also
-    rounds activations (nvfp4); they stay in 16 bits unless `with_inputs` is used.
+    rounds activations (nvfp4); they stay in 16 bits unless `with_inputs` is used. dequantized: the
+    codes that no scheme has, such as "nf4"; they are loaded as unquantized weights.
     """
 
     method: str
     scheme: QuantScheme
     minus_one: bool = True
     quantizes_inputs: bool = False
+    dequantized: str = ""
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether codes and scales are interleaved, or ignore rows: `load_experts` reads these."""
+        return bool(self.dequantized) or self.method == "gguf"
 
     @cached_property
     def stored(self) -> tuple[StoredTensor, ...]:
         """The tensors of one matrix."""
+        if self.dequantized and self.method == "bitsandbytes":
+            return bitsandbytes.tensors_4bit(self.dequantized)
         return _STORED[self.method](self.scheme)
 
     def with_scheme(self, scheme: QuantScheme) -> "Format":
@@ -74,6 +85,8 @@ class Format:
     def __str__(self) -> str:
         if self.method == "none":
             return str(self.scheme)
+        if self.dequantized:
+            return f"{self.dequantized} ({self.method}; dequantized)"
         inputs = "; activations stay in 16 bits" if self.quantizes_inputs else ""
         return f"{self.scheme} ({self.method}{inputs})"
 
@@ -101,6 +114,11 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
     if method == "awq" and scheme.weight != "uint4":
         need = "AWQ of 4 bits"
         raise ConfigurationError(f"model {path}: quantization_config", got=str(scheme), need=need)
+    if method == "bitsandbytes" and not scheme.quantized:
+        return Format(method, scheme, dequantized=bitsandbytes_kind(path, config))
+    if method == "gguf":
+        types = " and ".join(sorted(set(config["types"])))
+        return Format(method, scheme, dequantized="" if scheme.quantized else types)
     minus_one = method != "gptq" or gptq_version(path, config) == 1
     inputs = scheme.matrix_scales and quantizes_inputs(config)
     return Format(method.removesuffix("_fp4"), scheme, minus_one, inputs)
@@ -315,6 +333,10 @@ def _gptq(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     )
 
 
+def _gguf(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    return (StoredTensor("weight", "w", (_N, _K), (torch.uint8, *FLOATS)),)
+
+
 def _mxfp4(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     groups = Dim("K", 32, indivisible=True)
     return (
@@ -328,6 +350,8 @@ _STORED: dict[str, Callable[[QuantScheme], tuple[StoredTensor, ...]]] = {
     "fp8": _fp8,
     "mxfp8": _fp8,
     "fbgemm_fp8": _fbgemm,
+    "bitsandbytes": bitsandbytes.tensors_int8,
+    "gguf": _gguf,
     "modelopt": _modelopt,
     "quark": _quark,
     "compressed-tensors": _compressed,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from modular_kernel.checkpoints.bitsandbytes import dequantize_matrix, int8_scale
 from modular_kernel.checkpoints.compressed_tensors import from_compressed_tensors
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fp8_mxfp4 import (
@@ -87,6 +88,12 @@ def merge(
     fine = format if scheme is None else format.with_scheme(scheme)
     parts = []
     for tensors in expect_each("projections", projections, Mapping):
+        if format.method == "gguf":
+            need = "a format with one tensor for each kind; `load_experts` reads GGUF files"
+            raise ConfigurationError("format", got=str(format), need=need)
+        if format.dequantized:
+            parts.append({"weight": dequantize_matrix(format.dequantized, tensors)})
+            continue
         (rows, depth), checked = check_tensors(format, tensors)
         parts.append(convert_share(format, fine, checked, (0, rows), (0, depth)))
     if not parts:
@@ -283,6 +290,22 @@ def _read_modelopt(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matr
     return _read_scaled(format, tensors, dtype)
 
 
+def _read_bitsandbytes(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    if format.dequantized:
+        return _read_plain(format, tensors, dtype)
+    return Matrix(tensors["weight"], int8_scale(tensors["SCB"], tensors.get("weight_format")))
+
+
+def _read_gguf(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    if format.dequantized:
+        return _read_plain(format, tensors, dtype)
+    w, scale = tensors["weight"], tensors["scale"]
+    if format.scheme.weight == "float4_e2m1":
+        return _mxfp4(w, scale)
+    bits = 4 if format.scheme.packed else 8
+    return _group_matrix(format, GroupWeights(w, scale, None, format.scheme.group[0], bits), dtype)
+
+
 def _read_awq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     group = format.scheme.group[0]
     weights = from_awq(tensors["qweight"], tensors["scales"], tensors.get("qzeros"), group=group)
@@ -399,6 +422,8 @@ _READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "fp8": _read_fp8,
     "mxfp8": _read_scaled,
     "fbgemm_fp8": _read_scaled,
+    "bitsandbytes": _read_bitsandbytes,
+    "gguf": _read_gguf,
     "modelopt": _read_modelopt,
     "quark": _read_fp8,
     "compressed-tensors": _read_compressed,

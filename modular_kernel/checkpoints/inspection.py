@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
+from modular_kernel.checkpoints import gguf_files
 from modular_kernel.checkpoints.checkpoint_files import has_tensors, local_path
 from modular_kernel.checkpoints.formats import Format, fit
+from modular_kernel.checkpoints.gguf_files import GgufFiles
+from modular_kernel.checkpoints.open_files import open_tensors
 from modular_kernel.checkpoints.quantization_map import UNQUANTIZED, QuantizationMap
-from modular_kernel.checkpoints.safetensors_files import TensorFiles, open_tensors
+from modular_kernel.checkpoints.safetensors_files import TensorFiles
 from modular_kernel.checkpoints.slices import ONE_DTYPE, LayerSource, find_layers, find_source
 from modular_kernel.errors import (
     ConfigurationError,
@@ -67,9 +70,12 @@ class CheckpointInfo:
             raise ConfigurationError(f"checkpoint {self.files.path}: layer", got=layer, need=need)
         format = self._format(layer)
         source = self._source(layer, format)
-        if format.method != UNQUANTIZED.method and self.is_extra(layer):
+        # Quantizers often leave layers for MTP as they are; bitsandbytes leaves experts that are
+        # parameters of the model class, and not modules, without an entry for them.
+        often_plain = format.method == "bitsandbytes" and not source.has_scales()
+        if often_plain or (format.method != UNQUANTIZED.method and self.is_extra(layer)):
             plain = self._source(layer, UNQUANTIZED)
-            if plain.has_floats():  # quantizers often leave these layers as they are
+            if plain.has_floats() and (often_plain or not format.dequantized):
                 return plain
         return source
 
@@ -98,7 +104,7 @@ class CheckpointInfo:
     def _format(self, layer: int) -> Format:
         layout, prefix = self.layers[layer][0]
         experts = self.formats.experts_to_try(self.config_fields["experts"])
-        modules = layout.modules(prefix.removesuffix(f"{layout.block}."), experts)
+        modules = layout.modules(prefix.removesuffix(layout.path), experts)
         format = self.formats.common_format(modules, f"experts of layer {layer}")
         return format.with_inputs() if self.quantize_inputs else format
 
@@ -136,15 +142,25 @@ def read_checkpoint_info(
     quantize_inputs: bool = False,
 ) -> CheckpointInfo:
     """Read a checkpoint's config.json, and find its layers with experts by tensor names."""
-    folder = files.path if files.path.is_dir() else files.path.parent
-    path, config_object = config_of_file(str(folder / "config.json" if config is None else config))
+    path, config_object = config_of_file(str(_config_path(files) if config is None else config))
+    layouts = LAYOUTS[config_object["model_type"]]
+    if isinstance(files, GgufFiles):
+        quantization = quantization_of(config_of_file(str(files.path))[1])
+        config_object |= {"quantization_config": quantization}
+        layouts = gguf_files.LAYOUTS
     # What differs between layers, `CheckpointInfo.problem_fields` reads again.
     config_fields: dict[str, Any] = layer_fields_of_config(path, config_object, 0)
     formats = _formats(path, config_object, config_fields)
-    _, layers = find_layers(files, LAYOUTS[config_object["model_type"]], prefix)
+    _, layers = find_layers(files, layouts, prefix)
     return CheckpointInfo(
         files, config_fields, formats, layers, (path, config_object), quantize_inputs
     )
+
+
+def _config_path(files: TensorFiles) -> Path:
+    if isinstance(files, GgufFiles):
+        return files.path
+    return (files.path if files.path.is_dir() else files.path.parent) / "config.json"
 
 
 def _formats(path: Path, config: dict[str, Any], fields: dict[str, Any]) -> QuantizationMap:

@@ -22,8 +22,8 @@ from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
 from modular_kernel.checkpoints.fusing import Matrix, fuse, same_order, sort_rows
 from modular_kernel.checkpoints.inspection import CheckpointInfo, read_checkpoint_info
 from modular_kernel.checkpoints.matrix_layout import Range
+from modular_kernel.checkpoints.open_files import open_tensors
 from modular_kernel.checkpoints.padding import fill_padding
-from modular_kernel.checkpoints.safetensors_files import open_tensors
 from modular_kernel.checkpoints.slices import LayerSource
 from modular_kernel.errors import ConfigurationError, InputError
 from modular_kernel.models.router_config import router_of_config
@@ -106,7 +106,8 @@ class LoadedExperts:
     def __repr__(self) -> str:
         """Return a summary without the values of the weights."""
         quant, stored = str(self.problem_fields["quant"]), str(self.format)
-        format = f"{stored}, quantized to {quant}" if stored == "none" != quant else stored
+        is_rounded = quant != "none" and not self.format.scheme.quantized
+        format = f"{stored}, quantized to {quant}" if is_rounded else stored
         experts = f"{len(self.weights.w1)} of {self.placement.experts} experts in {format}"
         share = f"ep={self.ep}, tp={self.tp}, bytes_read={self.bytes_read}"
         return f"LoadedExperts({experts}, {share})"
@@ -375,7 +376,9 @@ class _ShareReader:
         """Yield ranges of rows of `values` values each, aligned to tiles and packed words."""
         scheme = self.fine.scheme
         tile = lcm(8, scheme.group[0] if scheme.granularity == "block" else 1)
-        step = max(_VALUES_PER_STEP // values // tile, 1) * tile
+        # Numbers in float32, and what they are made of, take more memory than packed weights.
+        limit = _VALUES_PER_STEP // (8 if self.source.format.has_blocks else 1)
+        step = max(limit // values // tile, 1) * tile
         yield from ((start, min(start + step, rows)) for start in range(0, rows, step))
 
     def _read_rows(

@@ -16,7 +16,18 @@ from modular_kernel.spec.problem import dtype_name
 
 Range = tuple[int, int]
 Role = Literal[
-    "w", "scale", "global_scale", "zero_point", "a_scale", "order", "shape", "bias", "unused"
+    "w",
+    "scale",
+    "global_scale",
+    "zero_point",
+    "a_scale",
+    "order",
+    "shape",
+    "bias",
+    "codebook",
+    "state",
+    "format",
+    "unused",
 ]
 UNREAD: tuple[Role, ...] = ("shape", "unused")
 

@@ -17,8 +17,9 @@ from typing import Literal
 
 import torch
 
+from modular_kernel.checkpoints.open_files import open_tensors
 from modular_kernel.checkpoints.peft_config import PeftConfig, read_config
-from modular_kernel.checkpoints.safetensors_files import TensorFiles, open_tensors
+from modular_kernel.checkpoints.safetensors_files import TensorFiles
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.replay import modes
 from modular_kernel.spec.lora import Adapter, AdapterSpec

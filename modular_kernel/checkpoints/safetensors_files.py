@@ -1,18 +1,18 @@
 """Safetensors files of a checkpoint: names, shapes and dtypes of tensors, and reads of slices.
 
-    with open_tensors(Path("checkpoint/")) as files:
-        files.names               # of all tensors, from the index if there is one
-        files.facts("model.norm.weight")  # (4096,), torch.bfloat16
-        files.read("model.norm.weight", (slice(0, 8),))
+    files = TensorFiles(folder, files_by_tensor(folder))
+    files.names               # of all tensors, from the index if there is one
+    files.shape_and_dtype("model.norm.weight")  # (4096,), torch.bfloat16
+    files.read("model.norm.weight", (slice(0, 8),))
 
-`checkpoint_files` selects the files. The safetensors library checks headers. Every error names the
-file.
+`open_files` opens these files and GGUF, `checkpoint_files` selects them. The safetensors library
+checks headers. Every error names the file.
 """
 
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from modular_kernel.checkpoints.checkpoint_files import (
     INDEX_SUFFIX,
     absent_files_error,
     index_or_files,
-    local_path,
     no_tensors_error,
     read_index,
 )
@@ -79,6 +78,11 @@ class TensorFiles:
             )
         return tuple(tensor_slice.get_shape()), _DTYPES[dtype]
 
+    def nbytes(self, name: str) -> int:
+        """Return the size of a tensor in bytes."""
+        shape, dtype = self.shape_and_dtype(name)
+        return prod(shape) * dtype.itemsize
+
     def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         """Return a slice of a tensor, as a view of the memory-mapped file on the CPU.
 
@@ -109,21 +113,6 @@ class TensorFiles:
         for file in self._open.values():
             file.__exit__(None, None, None)
         self._open.clear()
-
-
-@contextmanager
-def open_tensors(path: Path) -> Iterator[TensorFiles]:
-    """Open a safetensors file, an index, a folder, or a model of the Hub that is in the cache.
-
-    Raises ConfigurationError for another file or folder, WeightsError for an invalid index or
-    header. See `checkpoint_files` for the files that are read.
-    """
-    path = local_path(path)
-    tensors = TensorFiles(path, _files(path))
-    try:
-        yield tensors
-    finally:
-        tensors.close()
 
 
 def open_file(path: Path) -> Any:
@@ -159,7 +148,7 @@ def _invalid_file_error(path: Path, error: Exception) -> WeightsError:
     )
 
 
-def _files(path: Path) -> dict[str, Path]:
+def files_by_tensor(path: Path) -> dict[str, Path]:
     """Return the file of each tensor."""
     try:
         if path.name.endswith(INDEX_SUFFIX):

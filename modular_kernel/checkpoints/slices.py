@@ -5,20 +5,24 @@
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
+from modular_kernel.checkpoints.bitsandbytes import dequantize_part
 from modular_kernel.checkpoints.expert_names import LayerLayout, ProjectionLocation
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fp8_mxfp4 import usable_inputs
 from modular_kernel.checkpoints.fusing import convert_share
+from modular_kernel.checkpoints.ggml_blocks import dequantize_blocks, group_weights
+from modular_kernel.checkpoints.gguf_files import GgufFiles
 from modular_kernel.checkpoints.matrix_layout import FLOATS, UNREAD, Dim, Range, StoredTensor
 from modular_kernel.checkpoints.safetensors_files import TensorFiles
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.models.expert_layouts import ExpertLayout
+from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT
 from modular_kernel.spec.problem import DTYPES, dtype_name
 from modular_kernel.text import counted
 
@@ -40,7 +44,7 @@ _PREFIXES = (
     "transformer.",
     "thinker.model.",
 )
-_LAYERS = r"(?P<prefix>(?:.*\.)?)(?:layers|blocks|h)\.(?P<layer>\d+)\."
+_LAYERS = r"(?P<prefix>(?:.*\.)?)(?:layers|blocks|blk|h)\.(?P<layer>\d+)\."
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class LayerSource:
             need = f"{counted(self.layer.experts, 'expert')} of {self.format}"
             raise WeightsError(self.what, got=got, need=need)
         self._check_extra(checked_keys)
+        if self.format.method == "gguf" and self.format.scheme.weight in IMPLICIT_ZERO_POINT:
+            dtypes["scale"] = {torch.float16}  # within the blocks
         return {role: frozenset(kinds) for role, kinds in dtypes.items()}
 
     def dtype(self) -> torch.dtype | None:
@@ -138,11 +144,16 @@ class LayerSource:
         key = self.key(next(self.locations()), spec)
         return key is not None and self.files.shape_and_dtype(key)[1] in FLOATS
 
+    def has_scales(self) -> bool:
+        """Return whether the first expert has the scales of quantized weights."""
+        location = next(self.locations())
+        scales = [spec for spec in self.format.stored if spec.role == "scale"]
+        return any(self.key(location, spec) is not None for spec in scales)
+
     def nbytes(self) -> int:
         """Return the total size in bytes of the tensors of the layer's experts."""
         keys = {self.key(location, spec) for location in self.locations() for spec in self.stored()}
-        headers = [self.files.shape_and_dtype(key) for key in keys if key is not None]
-        return sum(prod(shape) * dtype.itemsize for shape, dtype in headers)
+        return sum(self.files.nbytes(key) for key in keys if key is not None)
 
     def _check_extra(self, checked_keys: set[str]) -> None:
         bases = {f"{self.layer.prefix}{name}" for name in self.layer.layout.names}
@@ -184,6 +195,10 @@ class LayerSource:
         act-order.
         """
         rows = (location.first + rows[0], location.first + rows[1])
+        if self.format.method == "gguf":
+            return self._gguf_part(location, rows, columns)
+        if self.format.dequantized:
+            return {"weight": self._dequantized(location, rows, columns)}
         tensors, order = {}, order or self.format.scheme.act_order
         for spec in self.format.stored:
             skip = spec.role in (*UNREAD, "a_scale") or (spec.role == "order" and not order)
@@ -191,6 +206,38 @@ class LayerSource:
             if key is not None:
                 tensors[spec.name] = self._read(key, location, spec, rows, columns)
         return convert_share(self.format, fine, tensors, rows, columns)
+
+    def _gguf_part(
+        self, location: ProjectionLocation, rows: Range, columns: Range
+    ) -> dict[str, torch.Tensor]:
+        """Read the blocks that cover a part, and return it as numbers or as (weight, scale)."""
+        key = self.key(location, self.format.stored[0])
+        if not isinstance(self.files, GgufFiles) or key is None or location.expert is None:
+            need = "a GGUF file"
+            raise ConfigurationError(f"{self.what}: files of {self.format}", got=key, need=need)
+        kind, name = self.files.type_of(key), self.files.qualified_name(key)
+        blocks = self.files.read_blocks(key, location.expert, rows, columns)
+        skipped = columns[0] % kind.values
+        within = slice(skipped, skipped + columns[1] - columns[0])
+        if not self.format.scheme.quantized:
+            values = dequantize_blocks(kind.name, blocks)[:, within]
+            if not bool(values.isfinite().all()):
+                got = float(values[~values.isfinite()][0])
+                raise WeightsError(name, got=got, need="finite numbers")
+            return {"weight": values}
+        w, scale = group_weights(kind.name, self.format.scheme, blocks)
+        per_byte = 2 if self.format.scheme.packed else 1
+        return {"weight": w[:, within.start // per_byte : within.stop // per_byte], "scale": scale}
+
+    def _dequantized(
+        self, location: ProjectionLocation, rows: Range, columns: Range
+    ) -> torch.Tensor:
+        keys = {spec.name: self.key(location, spec) for spec in self.format.stored}
+        present = {name: key for name, key in keys.items() if key is not None}
+        tensors = _FlatTensorsOfFiles(self.files, present)
+        what = self.files.qualified_name(f"{location.base}.weight")
+        shape = (location.rows, location.depth)
+        return dequantize_part(self.format.dequantized, shape, rows, columns, tensors, what)
 
     def bias_of(self, location: ProjectionLocation, rows: Range) -> torch.Tensor:
         """Read rows [a, b) of a projection's bias."""
@@ -245,6 +292,26 @@ class LayerSource:
         )
 
 
+@dataclass(frozen=True)
+class _FlatTensorsOfFiles:
+    files: TensorFiles
+    keys: Mapping[str, str]
+
+    def header(self, name: str) -> tuple[int, torch.dtype] | None:
+        if name not in self.keys:
+            return None
+        shape, dtype = self.files.shape_and_dtype(self.keys[name])
+        return prod(shape), dtype
+
+    def read(self, name: str, entries: Range | None = None) -> torch.Tensor:
+        key = self.keys[name]
+        shape = self.files.shape_and_dtype(key)[0]
+        slices = [slice(0, size) for size in shape]
+        if entries is not None:
+            slices[shape.index(max(shape))] = slice(*entries)  # (n,), (n, 1) or (1, n)
+        return self.files.read(key, tuple(slices)).flatten()
+
+
 def _belongs_to(name: str, base: str, is_parameter: bool) -> bool:
     suffix = name.removeprefix(base)
     return suffix != name and (not suffix or suffix[0] in ("._" if is_parameter else "."))
@@ -263,7 +330,7 @@ def find_blocks(names: frozenset[str], layout: ExpertLayout) -> dict[tuple[str, 
     names_pattern = (
         rf"(?:{names_pattern})(?:[._]|$)" if layout.stacked else rf"\d+\.(?:{names_pattern})\."
     )
-    pattern = re.compile(rf"{_LAYERS}{re.escape(layout.block)}\.(?={names_pattern})")
+    pattern = re.compile(rf"{_LAYERS}{re.escape(layout.path)}(?={names_pattern})")
     blocks = {}
     for match in filter(None, map(pattern.match, names)):
         blocks[match["prefix"], int(match["layer"])] = match[0]
@@ -287,7 +354,9 @@ def find_layers(
     prefixes = [name for name in _PREFIXES if name in by_prefix] or sorted(by_prefix)
     if len(prefixes) == 1:
         return prefixes[0], by_prefix[prefixes[0]]
-    searched = " or ".join(f"{prefix or '...'}layers.L.{layout.block}" for layout in layouts)
+    searched = " or ".join(
+        f"{prefix or '...'}layers.L.{layout.block or layout.gate}" for layout in layouts
+    )
     if not prefixes:
         need = f"experts in {searched}"
         raise ConfigurationError(f"checkpoint {files.path}", got="no experts", need=need)

@@ -141,7 +141,9 @@ def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
     """
     from modular_kernel.models.config_file import is_file
 
-    if options.model is None or not is_file(options.model) or not is_directory(options.model):
+    if options.model is None or not is_file(options.model):
+        return None
+    if not is_directory(options.model) and not options.model.endswith(".gguf"):
         return None
     from modular_kernel.checkpoints.checkpoint_files import has_tensors
     from modular_kernel.checkpoints.inspection import inspect
@@ -152,12 +154,14 @@ def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
 
 def _describe_source(checkpoint: "InspectionReport") -> str:
     """Describe what the tensor files add to config.json: converted dtypes, or a missing dtype."""
+    dtypes = (group.problem_fields.get("dtype") for group in checkpoint.groups)
+    dtype = next(filter(None, dtypes), None)  # quantized layers have none
     if checkpoint.converted:
-        stored, dtype = " and ".join(checkpoint.converted), checkpoint.problem_fields["dtype"]
+        stored = " and ".join(checkpoint.converted)
         return f"; the files have {stored}, loaded as {dtype}"
     if not checkpoint.dtype_of_files:
         return ""
-    return f"; it has no dtype, using {checkpoint.problem_fields['dtype']} of the files"
+    return f"; it has no dtype, using {dtype} of the files"
 
 
 def _with_checkpoint_fields(

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import torch
 
+from modular_kernel.checkpoints.bitsandbytes import refused_error
 from modular_kernel.checkpoints.formats import Format, fit, format_of
 from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
 from modular_kernel.checkpoints.fusing import Matrix, convert_share, fuse
@@ -94,6 +95,8 @@ class ExpertLoader:
         expect("transposed", transposed, bool)
         self.format = format_of(None) if format is None else format
         self.bias, self.transposed = bias, transposed
+        if self.format.has_blocks:
+            raise refused_error("quant_config", self.format)
         matrix_scales = [
             stored
             for stored in self.format.stored

@@ -12,6 +12,8 @@ from typing import Any
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.families import FAMILIES, Family
+from modular_kernel.models.gguf_config import config_of_gguf
+from modular_kernel.models.gguf_header import is_gguf, model_file
 from modular_kernel.models.layer_quantization import (
     UNQUANTIZED,
     LayerScheme,
@@ -46,7 +48,7 @@ Config = dict[str, Any]
 
 def is_file(model: str) -> bool:
     """Return whether the value of `--model` is a path rather than a name."""
-    return os.sep in model or model.endswith(".json") or model in (".", "..")
+    return os.sep in model or model.endswith((".json", ".gguf")) or model in (".", "..")
 
 
 def problem_fields_of_file(
@@ -89,13 +91,19 @@ def layers_of_file(
 def config_of_file(model: str) -> tuple[Path, Config]:
     """Return the path of a config.json, and the object in it with a known model_type.
 
-    model: the file or its folder. The object inherits quantization_config and dtype from the
-    objects that contain it. If it has no quantization_config, that of an hf_quant_config.json in
-    the folder is used. Raises ConfigurationError if the file cannot be read or has no such object.
+    model: the file or its folder; a GGUF file, or a folder with one and no config.json. The object
+    inherits quantization_config and dtype from the objects that contain it. If it has no
+    quantization_config, that of an hf_quant_config.json in the folder is used. Raises
+    ConfigurationError if the file cannot be read or has no such object.
     """
     path = Path(model)
     try:
+        if is_gguf(path) and not path.is_dir():
+            return config_of_gguf(path)
         if path.is_dir():
+            gguf = None if (path / "config.json").exists() else model_file(path)
+            if gguf is not None:
+                return config_of_gguf(gguf)
             path = path / "config.json"
     except OSError as error:  # such as a name that is too long
         raise _unreadable_error(path, error) from None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class ExpertLayout:
     """The names and storage layout of a layer's experts in files.
 
-    block: module of the experts, relative to the layer.
+    block: module of the experts, relative to the layer; "" if the projections are in the layer.
     gate, up, down: names of the projections. up is "" if `gate` has both gate and up rows; gate is
         "" for ungated experts.
     stacked: a projection is one tensor (E, ...) for all experts. If False, each expert e has a
@@ -40,10 +40,15 @@ class ExpertLayout:
         """Names of the projections; those in w1 come first."""
         return tuple(name for name in (self.gate, self.up, self.down) if name)
 
+    @property
+    def path(self) -> str:
+        """The prefix of the projections' names, relative to the layer."""
+        return f"{self.block}." if self.block else ""
+
     def modules(self, layer: str, experts: Iterable[int]) -> Iterator[str]:
         """Yield the names of the experts' modules. layer: name of the layer, ending with a dot."""
         if self.stacked:
-            yield from (f"{layer}{self.block}.{name}" for name in self.names)
+            yield from (f"{layer}{self.path}{name}" for name in self.names)
             return
         for expert in experts:
             yield from (f"{layer}{self.block}.{expert}.{name}" for name in self.names)

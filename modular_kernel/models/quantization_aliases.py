@@ -26,10 +26,6 @@ REFUSED_METHODS: dict[str, tuple[str, str]] = {
         "tensor subclasses whose layout only the metadata of each file describes",
         f"files of compressed-tensors, or {_REQUANTIZE}",
     ),
-    "bitsandbytes": (
-        "codes of nf4, fp4 or int8, and scales of blocks that ignore rows",
-        f"files of GPTQ or AWQ, or {_REQUANTIZE}",
-    ),
     "hqq": ("half-quadratic codes with zero points of 16 bits along either axis", _REQUANTIZE),
     "aqlm": ("indices of codebooks with vectors of weights", _REQUANTIZE),
     "vptq": ("indices of codebooks with vectors of weights", _REQUANTIZE),

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.models.gguf_config import scheme_of_types
 from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternError, entry_of
 from modular_kernel.models.quantization_aliases import (
     REFUSED_ALGORITHMS,
@@ -33,10 +34,11 @@ from modular_kernel.models.quark_config import (
 _MAX_SIZE = 1 << 20
 _METHODS = (
     *("fp8", "mxfp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "auto-round"),
-    *("compressed-tensors", "modelopt", "quark"),
+    *("compressed-tensors", "modelopt", "quark", "bitsandbytes", "gguf"),
 )
 UNQUANTIZED_KEYS = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
+    "llm_int8_skip_modules",
 )
 # Names of expert modules in the model families, to test patterns with. No model has a layer 77777:
 # a pattern that matches it applies to any layer.
@@ -62,6 +64,8 @@ _PACKING_FORMATS = {
     "nvfp4_w4a16": ("nvfp4-pack-quantized",),
 }
 
+# FBGEMM's default bound of a token's largest activation, from which its scale is computed.
+_FBGEMM_BOUND = 1200
 _MX_GROUP = 32  # columns that share one scale in mxfp8
 _MXFP8 = "fp8_w8a16_block:block=1x32"
 _GROUP_SIZES = {"FP8_PB_WO": 128, "FP8_BLOCK_SCALES": 128, "MXFP8": _MX_GROUP}
@@ -98,6 +102,8 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
         "compressed-tensors": _compressed_tensors,
         "modelopt": _modelopt,
         "quark": _quark,
+        "bitsandbytes": _bitsandbytes,
+        "gguf": lambda path, config: scheme_of_types(path, config.get("types")),
         "modelopt_fp4": _modelopt,
     }[method]
     quantization = {"expert_dtype": config.get("expert_dtype")} | quantization
@@ -222,11 +228,42 @@ def _quark(path: str, config: Config) -> str:
     return scheme
 
 
+def _bitsandbytes(path: str, config: Config) -> str:
+    """Return the scheme of bitsandbytes: none for 4 bits, whose levels no scheme has.
+
+    LLM.int8() also rounds most columns of activations, which stay in 16 bits here.
+    """
+    return "none" if bitsandbytes_kind(path, config) else "int8_w8a16_channel"
+
+
+def bitsandbytes_kind(path: str, config: Mapping[str, Any]) -> str:
+    """Return "nf4" or "fp4", or "" for 8 bits."""
+    bits = [
+        bits
+        for bits in (4, 8)
+        for key in (f"load_in_{bits}bit", f"_load_in_{bits}bit")
+        if _require_one_of(path, dict(config), key, (True, False, None))
+    ]
+    if len(set(bits)) != 1:
+        got = "load_in_4bit and load_in_8bit" if bits else "neither load_in_4bit nor load_in_8bit"
+        raise config_error(path, got, "one of them true")
+    if bits[0] == 8:
+        return ""
+    kind = _require_one_of(path, dict(config), "bnb_4bit_quant_type", ("nf4", "fp4", None))
+    return str(kind or "fp4")
+
+
 def _fbgemm_fp8(path: str, config: Config) -> str:
     """Return the scheme of FBGEMM's float8, with one scale per row of weights and per token."""
     bound = config.get("activation_scale_ub")
     if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float)):
         raise config_error(path, f"activation_scale_ub = {shorten(bound)}", "a number")
+    if bound is not None and not bound >= _FBGEMM_BOUND:
+        need = (
+            f"{_FBGEMM_BOUND} or more: a lower bound clips activations that are common, and scales "
+            "of tokens are computed here without a bound"
+        )
+        raise config_error(path, f"activation_scale_ub = {shorten(bound)}", need)
     return "fp8_w8a8_channel"
 
 

@@ -35,10 +35,15 @@ _READ_KEYS: dict[str, tuple[str, ...]] = {
     # The bound of a token's scale is not applied, so inputs that would saturate do not.
     "fbgemm_fp8": ("activation_scale_ub",),
     "mxfp4": (),
+    "bitsandbytes": (
+        *("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit"),
+        *("bnb_4bit_quant_type", "llm_int8_skip_modules"),
+    ),
     "quark": (
         *("global_quant_config", "layer_quant_config", "layer_type_quant_config"),
         *("exclude", "algo_config", "export"),
     ),
+    "gguf": ("types", "dynamic"),  # made by `gguf_config`
     "gptq": (*_GPTQ, "extra_config"),
     "awq": (*_AWQ, "extra_config"),
     "compressed-tensors": ("config_groups", "format", "sparsity_config"),
@@ -91,6 +96,10 @@ _HARMLESS_KEYS = frozenset(
         *("compute_device_filter", "weight_only_quant_threads"),
         # The dtype of the stored scales, which is checked.
         "scale_dtype",
+        # bitsandbytes: dtypes and double quantization, which the tensors show, the dtype in which
+        # products are computed, and the columns of activations that are not rounded to int8.
+        *("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant"),
+        *("llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload"),
         # Details of activation rounding, which the allowed values of `act_bits` below exclude.
         *("act_data_type", "act_group_size", "act_sym", "act_dynamic"),
     }
@@ -106,6 +115,7 @@ _HARMLESS_ARGS = frozenset(
 _ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
     "act_bits": (16, 32),
     "data_type": ("int",),
+    "llm_int8_has_fp16_weight": (False,),
     "has_zero_point": (False,),
     "is_marlin_format": (False,),
     "method": ("gptq", "awq"),

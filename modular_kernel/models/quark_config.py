@@ -11,8 +11,12 @@ from modular_kernel.models.quantization_keys import Mismatch, is_empty
 
 _MX_GROUP = 32
 _READ = ("dtype", "qscheme", "group_size", "block_size", "is_dynamic", "scale_format", "scale_type")
-# Keys of the quantizer's search for scales, and of its rounding. The files contain the result.
-_HARMLESS = ("observer_cls", "round_method", "scale_calculation_mode", "zero_point_type")
+# Keys of the quantizer's search for scales, of its rounding, and of its buffers. The files contain
+# the result.
+_HARMLESS = (
+    *("observer_cls", "round_method", "scale_calculation_mode", "zero_point_type"),
+    *("enable_buffer_reuse", "max_input_numel"),
+)
 _ALLOWED: dict[str, tuple[object, ...]] = {
     "symmetric": (True,),
     "is_scale_quant": (False,),

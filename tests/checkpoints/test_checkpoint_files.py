@@ -106,16 +106,15 @@ def test_files_of_other_layers_may_be_absent(tmp_path: Path) -> None:
         mk.load_experts(tmp_path, 1)
 
 
-def test_gguf_is_named(tmp_path: Path) -> None:
+def test_a_gguf_file_beside_safetensors_is_ignored(tmp_path: Path) -> None:
+    """Alone it is read, with the metadata in it, although a config.json is there."""
     write(tmp_path)
-    (tmp_path / FILE).unlink()
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF" + bytes(60))
-    words = r"got GGUF files only, need safetensors, such as those of the model that the GGUF file"
-    with pytest.raises(ConfigurationError, match=words):
-        mk.load_experts(tmp_path, 0)
-    with pytest.raises(ConfigurationError, match=r"Q4_K_M\.gguf: got a GGUF file, need safe"):
-        mk.load_experts(tmp_path / "model-Q4_K_M.gguf", 0)
-    assert FusedMoE.from_config(tmp_path, 0, top_k=2).num_experts == 4  # the config.json suffices
+    assert mk.load_experts(tmp_path, 0).weights.w1.shape == (4, 512, 128)
+    (tmp_path / FILE).unlink()
+    for path in (tmp_path, tmp_path / "model-Q4_K_M.gguf"):
+        with pytest.raises(WeightsError, match=r"Q4_K_M\.gguf: got version 0, need version 2 or 3"):
+            mk.load_experts(path, 0)
 
 
 def hub_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -165,7 +165,7 @@ def test_stacks_that_lie_transposed_are_read(family: str, kind: str, tmp_path: P
 
 # -------------------------------------------------------------- that a bound can be exceeded
 
-SCALES = ("weight_scale_inv", "weight_scale", "scales", ".scale")
+SCALES = ("weight_scale_inv", "weight_scale", "scales", ".scale", ".SCB")
 
 
 def exchange(tensors: Tensors) -> None:

@@ -331,6 +331,8 @@ def test_experts_of_stacked_families_may_be_modules(
         ({"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 16}, "group_size = 16"),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "group_size": 64}, "group_size"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": "big"}, "activation_scale_ub"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 448.0}, "448.0, need 1200 or more"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": float("nan")}, "nan, need 1200"),
         ({"quant_method": "fbgemm_fp8", "transposed": True}, "transposed"),
     ],
 )

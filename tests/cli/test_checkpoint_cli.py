@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mixed_samples import MIXED, write_mixed
 from run_mk import run_mk
 from safetensors.torch import load_file, save_file
 
@@ -168,3 +169,16 @@ def test_assumed_dtype_is_noted(
     assert "assumed" not in asked.err
     named = run_mk(capsys, "check", *PAIR, "--model", "Qwen/Qwen3-30B-A3B")  # no file
     assert "assumed" not in named.err
+
+
+def test_the_dtype_of_files_is_that_of_any_unquantized_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lowest layer, a quantized one, has none."""
+    write_mixed(tmp_path, *MIXED["fp8, excluded layers"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["torch_dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
+    assert ended.code == 0
+    assert "it has no dtype, using bfloat16 of the files" in ended.out

@@ -310,7 +310,7 @@ BAD: dict[str, Case] = {
     "an empty folder": (
         lambda folder: None,
         ConfigurationError,
-        "no safetensors, need .*safetensors in it",
+        r"no safetensors, need .*safetensors or \*\.gguf in it",
     ),
     "an empty file": (
         rewrite_file(lambda c: b""),

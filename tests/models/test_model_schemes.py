@@ -47,6 +47,10 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
         {"quant_method": "gptq", "bits": 8, "group_size": 64, "sym": False},
         "int8_w8a16_group:group=64,zero_points=true",
     ),
+    "bitsandbytes of 8 bits": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "int8_w8a16_channel",
+    ),
     "awq, as it names things": (
         {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": False},
         "int4_w4a16_group:group=64",
@@ -116,7 +120,8 @@ def test_a_quantization_config_names_its_scheme(
 
 UNKNOWN: dict[str, dict[str, object]] = {
     "no method": {"bits": 4},
-    "another method": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "another method": {"quant_method": "torchao", "quant_type": "int8_weight_only"},
+    "bitsandbytes of no bits": {"quant_method": "bitsandbytes"},
     "no blocks, no word of activations": {"quant_method": "fp8"},
     "blocks and static": FP8 | {"activation_scheme": "static"},
     "another fp8": FP8 | {"fmt": "e5m2"},

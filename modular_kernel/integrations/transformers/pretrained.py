@@ -50,8 +50,9 @@ from modular_kernel.checkpoints.loading import (
     scheme_to_quantize,
 )
 from modular_kernel.checkpoints.matrix_layout import FLOATS
+from modular_kernel.checkpoints.open_files import open_tensors
 from modular_kernel.checkpoints.quantization_map import UNQUANTIZED
-from modular_kernel.checkpoints.safetensors_files import TensorFiles, open_tensors
+from modular_kernel.checkpoints.safetensors_files import TensorFiles
 from modular_kernel.errors import (
     ConfigurationError,
     InputError,
@@ -71,6 +72,7 @@ from modular_kernel.integrations.transformers.modules import (
 from modular_kernel.integrations.transformers.register import Registration, registration
 from modular_kernel.models.config_file import hf_quant_config
 from modular_kernel.models.expert_layouts import ExpertLayout
+from modular_kernel.models.gguf_header import is_gguf
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.problem import ActivationSpec, dtype_name, parse_dtype
 from modular_kernel.spec.quantization import QuantScheme
@@ -134,6 +136,12 @@ def from_pretrained(
         raise ConfigurationError("auto_class", got=format_value(auto_class), need=need)
     registration(experts_implementation)
     scheme = scheme_to_quantize(quantize)
+    if is_gguf(Path(name)):
+        need = (
+            "a folder of safetensors: transformers reads other tensors of GGUF files as floats "
+            "only; `load_experts` and `FusedMoE.load` read the experts"
+        )
+        raise UnsupportedError("checkpoint", got=f"{str(name)[:200]}, a GGUF file", need=need)
     folder = _folder(name, kwargs)
     dtype = _dtype_of(dtype, kwargs.pop("torch_dtype", None))
     config = _config_of(folder, kwargs.pop("config", None))
@@ -378,7 +386,7 @@ def _other_tensors(
     names = files.names - set(_expert_keys(info, extra))
     for layer in extra:
         layout, prefix = info.layers[layer][0]
-        prefix = prefix.removesuffix(f"{layout.block}.")
+        prefix = prefix.removesuffix(layout.path)
         names = frozenset(name for name in names if not name.startswith(prefix))
     consumed, dequantized = set[str](), dict[str, torch.Tensor]()
     for base, format, keys in _quantized(files, info, names):
@@ -411,7 +419,8 @@ def _quantized(
         base, _, last = name.rpartition(".")
         if last not in _WEIGHT_NAMES or not base:
             continue
-        if last == "weight" and files.shape_and_dtype(name)[1] in FLOATS:
+        is_packed = f"{name}.absmax" in names  # bitsandbytes may pack 4 bits into floats
+        if last == "weight" and files.shape_and_dtype(name)[1] in FLOATS and not is_packed:
             continue
         format = info.formats.format_of(base) or UNQUANTIZED
         weight, *others = format.stored
@@ -437,6 +446,8 @@ def _dequantized(
 ) -> torch.Tensor:
     """Return the dequantized weight (N, K) of one module."""
     matrix = merge(format, [{name: files.read(key, ()) for name, key in keys.items()}], dtype)
+    if format.dequantized:
+        return matrix.w
     assert matrix.scale is not None
     zero = None if matrix.zero_point is None else matrix.zero_point[None]
     values = dequantize(matrix.w[None], matrix.scale[None], zero, format.scheme)[0]

@@ -8,6 +8,7 @@ Most functions are, or return, a `Make`: a function that draws a matrix. Their a
 parameters of the format.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,6 +147,77 @@ def int8_channel(rows: int, depth: int, g: torch.Generator, gain: float) -> Stor
     w = (_randn((rows, depth), g) * 40).round().clamp(-127, 127).to(torch.int8)
     scale = (_uniform((rows, 1), g) * gain / (40 * depth**0.5)).to(torch.bfloat16)
     return StoredMatrix({"weight": w, "weight_scale": scale}, w.to(F64) * scale.to(F64))
+
+
+# Levels of bitsandbytes' 4-bit types, by code: quantiles of a normal distribution, and a float with
+# two bits of exponent over 12, whose code 1 is not the smallest step but 1 / 192.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+FP4 = tuple(sign * level / 12 for sign in (1.0, -1.0) for level in (0, 0.0625, 8, 12, 4, 6, 2, 3))
+
+
+def bitsandbytes(
+    kind: str,
+    *,
+    block: int = 64,
+    double: bool = False,
+    storage: torch.dtype = torch.uint8,
+    nested_block: int = 256,
+) -> Make:
+    """Make 4-bit matrices of blocks that ignore rows, the even value of a byte in the high nibble.
+
+    double: the factors of blocks are 8-bit codes. storage: the dtype as which bytes are stored.
+    """
+
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+        values = rows * depth
+        codes = torch.randint(0, 16, (values + values % 2,), generator=g)
+        codes[values:] = 0
+        packed = (codes[0::2] << 4 | codes[1::2]).to(torch.uint8)
+        pad = -len(packed) % storage.itemsize
+        packed = torch.cat([packed, packed.new_zeros(pad)]).view(storage)[:, None]
+        levels = torch.tensor(NF4 if kind == "nf4" else FP4, dtype=torch.float32)
+        blocks = -(-values // block)
+        state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16"}
+        state |= {"shape": [rows, depth]}
+        tensors = {"weight": packed, "weight.quant_map": levels}
+        if double:
+            offset = 1.5 * gain / depth**0.5
+            absmax = torch.randint(0, 256, (blocks,), generator=g).to(torch.uint8)
+            levels_8bit = torch.linspace(-1, 1, 256)
+            scale = _uniform((-(-blocks // nested_block),), g) * gain / depth**0.5
+            tensors |= {"weight.nested_absmax": scale, "weight.nested_quant_map": levels_8bit}
+            state |= {"nested_blocksize": nested_block, "nested_dtype": "float32"}
+            state |= {"nested_offset": offset}
+            products = (
+                levels_8bit[absmax.long()].to(F64)
+                * scale.to(F64).repeat_interleave(nested_block)[:blocks]
+            )
+            factors = products + offset
+        else:
+            absmax = _uniform((blocks,), g) * 2 * gain / depth**0.5
+            factors = absmax.to(F64)
+        tensors["weight.absmax"] = absmax
+        text = json.dumps(state).encode()
+        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
+            list(text), dtype=torch.uint8
+        )
+        exact = levels.to(F64)[codes[:values]] * factors.repeat_interleave(block)[:values]
+        return StoredMatrix(tensors, exact.view(rows, depth))
+
+    return make
+
+
+def llm_int8(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+    """Make int8 matrices of bitsandbytes, which stores the largest magnitude of each row."""
+    w = (_randn((rows, depth), g) * 40).round().clamp(-127, 127).to(torch.int8)
+    largest = _uniform((rows,), g) * 127 * gain / (40 * depth**0.5)
+    tensors = {"weight": w, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return StoredMatrix(tensors, w.to(F64) * (largest.to(F64) / 127)[:, None])
 
 
 def _codes(rows: int, depth: int, bits: int, g: torch.Generator) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from modular_kernel.testing.checkpoints.formats import (
     Make,
     awq,
+    bitsandbytes,
     compressed_tensors,
     fp8_block,
     fp8_block_4d,
@@ -15,6 +16,7 @@ from modular_kernel.testing.checkpoints.formats import (
     fp8_tensor,
     gptq,
     int8_channel,
+    llm_int8,
     mxfp4,
     mxfp4_compressed,
     mxfp4_deepseek,
@@ -99,7 +101,8 @@ def _quark_config(weight: dict[str, Any], inputs: dict[str, Any] | None) -> dict
 
 def _quark_fp8(qscheme: str, dynamic: bool) -> dict[str, Any]:
     kind = {"dtype": "fp8_e4m3", "qscheme": qscheme, "is_dynamic": dynamic, "symmetric": True}
-    return kind | {"observer_cls": "PerTensorMinMaxObserver", "round_method": "half_even"}
+    kind |= {"observer_cls": "PerTensorMinMaxObserver", "round_method": "half_even"}
+    return kind | {"enable_buffer_reuse": False, "max_input_numel": 1 << 22}  # since 0.13
 
 
 _QUARK_MXFP4 = {
@@ -125,6 +128,24 @@ _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False,
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 _FP8_BLOCK = _FP8 | {"weight_block_size": [128, 128]}
+_BITSANDBYTES: dict[str, Any] = {
+    "quant_method": "bitsandbytes",
+    "_load_in_4bit": True,
+    "_load_in_8bit": False,
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": False,
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_has_fp16_weight": False,
+    "llm_int8_skip_modules": None,
+    "llm_int8_threshold": 6.0,
+}
+_LLM_INT8 = {"_load_in_4bit": False, "load_in_4bit": False}
+_LLM_INT8 |= {"_load_in_8bit": True, "load_in_8bit": True}
+_DOUBLE = {"bnb_4bit_use_double_quant": True}
 _W8A8_BOUND = 8e-2
 
 CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
@@ -338,6 +359,9 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
         "fp8_w8a8_channel",
         _W8A8_BOUND,
     ),
+    "bitsandbytes int8": CheckpointFormat(
+        _BITSANDBYTES | _LLM_INT8, llm_int8, "int8_w8a16_channel"
+    ),
     "auto-round": CheckpointFormat(_AUTO_ROUND, gptq(4, 64), "int4_w4a16_group:group=64"),
     "auto-round, zero points": CheckpointFormat(
         _AUTO_ROUND | {"sym": False, "packing_format": "auto_round"},
@@ -373,6 +397,27 @@ ACT_ORDER_FORMATS: dict[str, CheckpointFormat] = {
         _PACKED4,
         with_act_order(compressed_tensors(4, 32), "weight_g_idx", 32, "weight_packed"),
         "int4_w4a16_act_order:group=32",
+    ),
+}
+
+# Blocks that ignore rows; supported by `load_experts` and `merge`, one matrix at a time.
+BLOCK_FORMATS: dict[str, CheckpointFormat] = {
+    "nf4": CheckpointFormat(_BITSANDBYTES, bitsandbytes("nf4"), "none"),
+    "nf4, double": CheckpointFormat(
+        _BITSANDBYTES | _DOUBLE, bitsandbytes("nf4", double=True), "none"
+    ),
+    "nf4, double, stored as bf16": CheckpointFormat(
+        _BITSANDBYTES | _DOUBLE | {"bnb_4bit_quant_storage": "bfloat16"},
+        bitsandbytes("nf4", double=True, storage=torch.bfloat16),
+        "none",
+    ),
+    "fp4": CheckpointFormat(
+        _BITSANDBYTES | {"bnb_4bit_quant_type": "fp4"}, bitsandbytes("fp4"), "none"
+    ),
+    "fp4, double, blocks of 128": CheckpointFormat(
+        _BITSANDBYTES | _DOUBLE | {"bnb_4bit_quant_type": "fp4"},
+        bitsandbytes("fp4", block=128, double=True),
+        "none",
     ),
 }
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from modular_kernel.testing.checkpoints.formats import F64, StoredMatrix
 from modular_kernel.testing.checkpoints.published_formats import (
     ACT_ORDER_FORMATS,
+    BLOCK_FORMATS,
     CHECKPOINT_FORMATS,
     FUSED_FORMATS,
     CheckpointFormat,
@@ -399,12 +400,13 @@ def write(  # noqa: PLR0913 (independent options)
 ) -> Sample:
     """Write a checkpoint; return it with the exact weights of the last of `layers`.
 
-    family: a key of FAMILIES. kind: a key of CHECKPOINT_FORMATS, ACT_ORDER_FORMATS or
+    family: a key of FAMILIES. kind: a key of CHECKPOINT_FORMATS, ACT_ORDER_FORMATS, BLOCK_FORMATS or
     FUSED_FORMATS. shards: number of files; if it is more than one, an index is written. change:
     modifies the tensors, by name, before they are written.
     """
     model_family = FAMILIES[family]
-    checkpoint_format = (CHECKPOINT_FORMATS | ACT_ORDER_FORMATS | FUSED_FORMATS)[kind]
+    all_formats = CHECKPOINT_FORMATS | ACT_ORDER_FORMATS | BLOCK_FORMATS | FUSED_FORMATS
+    checkpoint_format = all_formats[kind]
     g = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for layer in layers:

@@ -1,0 +1,315 @@
+"""Tiny GGUF files with random blocks, and the exact values of these.
+
+    sample = write_gguf(folder / "model.gguf", "qwen3moe", ("Q4_0", "Q4_0", "Q8_0"))
+    sample.expected_output(x_TH, weights_TK, ids_TK)   # float64
+
+The layouts follow ggml's own comments and share no code with `modular_kernel.checkpoints`: values
+are drawn as codes and scales, and put into the bytes one group at a time.
+"""
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modular_kernel.testing.checkpoints.formats import E2M1, F64
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
+from modular_kernel.testing.checkpoints.samples import FAMILIES, Sample
+
+Blocks = tuple[torch.Tensor, torch.Tensor]  # bytes of each block, uint8, and values, float64
+_NUMBERS = {
+    "F32": 0, "F16": 1, "BF16": 30, "Q4_0": 2, "Q5_0": 6, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14,
+    "MXFP4": 39,
+}  # fmt: skip
+_STRING, _ARRAY, _UINT32, _FLOAT32, _BOOL, _INT32 = 8, 9, 4, 6, 7, 5
+_CODES = {_UINT32: "I", _FLOAT32: "f", _BOOL: "?", _INT32: "i"}
+
+
+def _half(shape: tuple[int, ...], gain: float, g: torch.Generator) -> torch.Tensor:
+    """Draw float16 scales of either sign."""
+    sign = torch.randint(0, 2, shape, generator=g) * 2 - 1
+    return ((0.6 + 0.8 * torch.rand(shape, generator=g)) * sign * gain).half()
+
+
+def _bytes(halves: torch.Tensor) -> torch.Tensor:
+    return halves.contiguous().view(torch.uint8)
+
+
+def _halves_of_32(codes: torch.Tensor) -> torch.Tensor:
+    """Put value j into the low nibble of byte j, and value j + 16 into the high one."""
+    return (codes[:, :16] | codes[:, 16:] << 4).to(torch.uint8)
+
+
+def _q8_0(count: int, gain: float, g: torch.Generator) -> Blocks:
+    codes = torch.randint(-128, 128, (count, 32), generator=g)
+    d = _half((count, 1), gain / 64, g)
+    packed = codes.to(torch.int8).view(torch.uint8)
+    return torch.cat([_bytes(d), packed], 1), codes * d.to(F64)
+
+
+def _q4_0(count: int, gain: float, g: torch.Generator) -> Blocks:
+    codes = torch.randint(0, 16, (count, 32), generator=g)
+    d = _half((count, 1), gain / 4, g)
+    return torch.cat([_bytes(d), _halves_of_32(codes)], 1), (codes - 8) * d.to(F64)
+
+
+def _q5_0(count: int, gain: float, g: torch.Generator) -> Blocks:
+    """Draw a type that is not read."""
+    return torch.zeros(count, 22, dtype=torch.uint8), torch.zeros(count, 32, dtype=F64)
+
+
+def _mxfp4(count: int, gain: float, g: torch.Generator) -> Blocks:
+    codes = torch.randint(0, 16, (count, 32), generator=g)
+    exponent = torch.randint(124, 127, (count, 1), generator=g) + int(
+        torch.tensor(gain).log2().floor()
+    )
+    values = E2M1[codes] * torch.exp2(exponent.to(F64) - 127)
+    return torch.cat([exponent.to(torch.uint8), _halves_of_32(codes)], 1), values
+
+
+def _q4_k(count: int, gain: float, g: torch.Generator) -> Blocks:
+    codes = torch.randint(0, 16, (count, 256), generator=g)
+    scales, minima = (torch.randint(0, 64, (count, 8), generator=g) for _ in range(2))
+    d, dmin = _half((count, 1), gain / 256, g), _half((count, 1), gain / 64, g)
+    packed = torch.zeros(count, 12, dtype=torch.int64)
+    for j in range(4):
+        packed[:, j] = scales[:, j] | scales[:, j + 4] >> 4 << 6
+        packed[:, j + 4] = minima[:, j] | minima[:, j + 4] >> 4 << 6
+        packed[:, j + 8] = scales[:, j + 4] & 15 | (minima[:, j + 4] & 15) << 4
+    quants = torch.zeros(count, 128, dtype=torch.int64)
+    for part in range(4):  # 32 bytes with 64 values
+        low = codes[:, 64 * part : 64 * part + 32]
+        high = codes[:, 64 * part + 32 : 64 * part + 64]
+        quants[:, 32 * part : 32 * part + 32] = low | high << 4
+    values = torch.empty(count, 256, dtype=F64)
+    for j in range(8):
+        group = slice(32 * j, 32 * j + 32)
+        scale, minimum = (d.to(F64)[:, 0] * scales[:, j], dmin.to(F64)[:, 0] * minima[:, j])
+        values[:, group] = scale[:, None] * codes[:, group] - minimum[:, None]
+    stored = torch.cat([packed, quants], 1).to(torch.uint8)
+    return torch.cat([_bytes(d), _bytes(dmin), stored], 1), values
+
+
+def _q6_k(count: int, gain: float, g: torch.Generator) -> Blocks:
+    codes = torch.randint(0, 64, (count, 256), generator=g)
+    scales = torch.randint(-128, 128, (count, 16), generator=g)
+    d = _half((count, 1), gain / 1024, g)
+    low = torch.zeros(count, 128, dtype=torch.int64)
+    high = torch.zeros(count, 64, dtype=torch.int64)
+    for half in range(2):
+        for place in range(32):
+            first = 128 * half + place  # and 32, 64 and 96 after it
+            q1, q2, q3, q4 = (codes[:, first + 32 * part] for part in range(4))
+            low[:, 64 * half + place] = q1 & 15 | (q3 & 15) << 4
+            low[:, 64 * half + place + 32] = q2 & 15 | (q4 & 15) << 4
+            high[:, 32 * half + place] = q1 >> 4 | q2 >> 4 << 2 | q3 >> 4 << 4 | q4 >> 4 << 6
+    values = torch.empty(count, 256, dtype=F64)
+    for j in range(16):
+        group = slice(16 * j, 16 * j + 16)
+        values[:, group] = (codes[:, group] - 32) * (d.to(F64)[:, 0] * scales[:, j])[:, None]
+    stored = torch.cat([low, high], 1).to(torch.uint8)
+    signed = scales.to(torch.int8).view(torch.uint8)
+    return torch.cat([stored, signed, _bytes(d)], 1), values
+
+
+def _floats(dtype: torch.dtype) -> Callable[[int, float, torch.Generator], Blocks]:
+    def make(count: int, gain: float, g: torch.Generator) -> Blocks:
+        values = (torch.randn(count, 1, generator=g) * gain).to(dtype)
+        return _bytes(values), values.to(F64)
+
+    return make
+
+
+_MAKE: dict[str, Callable[[int, float, torch.Generator], Blocks]] = {
+    "F32": _floats(torch.float32),
+    "F16": _floats(torch.float16),
+    "BF16": _floats(torch.bfloat16),
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q5_0": _q5_0,
+    "MXFP4": _mxfp4,
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
+}
+
+
+def matrix(
+    kind: str, shape: tuple[int, ...], gain: float, g: torch.Generator
+) -> tuple[bytes, torch.Tensor]:
+    """Draw a tensor of a type: its bytes, and its values in float64."""
+    count = torch.Size(shape).numel()
+    values = 1 if kind in ("F32", "F16", "BF16") else 256 if kind.endswith("_K") else 32
+    stored, exact = _MAKE[kind](count // values, gain / shape[-1] ** 0.5, g)
+    return stored.numpy().tobytes(), exact.reshape(shape)
+
+
+# Architecture -> (family, its own metadata).
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3moe": ("qwen3_moe", {}),
+    "llama": ("mixtral", {}),
+    "deepseek2": (
+        "deepseek_v3",
+        {
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+            "expert_group_count": 2,
+            "expert_group_used_count": 1,
+        },
+    ),
+    "glm4moe": (
+        "glm4_moe",
+        {
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+            "nextn_predict_layers": 1,
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {}),
+}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a file."""
+
+    kind: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def write_gguf(  # noqa: PLR0913 (independent options)
+    path: Path,
+    architecture: str = "qwen3moe",
+    types: tuple[str, str, str] | Mapping[int, tuple[str, str, str]] = ("Q4_0", "Q4_0", "Q4_0"),
+    *,
+    experts: int = 4,
+    hidden: int = 256,
+    intermediate: int = 256,
+    top_k: int = 2,
+    fused: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    change: Callable[[dict[str, Any]], None] | None = None,
+    files: int = 1,
+    seed: int = 0,
+) -> Sample:
+    """Write a model and return it with the exact weights of its last layer with experts.
+
+    types: of gate, up and down, or these by layer; other layers up to the last are dense. fused:
+    gate and up in one tensor. metadata: replaces entries; None removes one. change: modifies the
+    tensors, `_Stored` by name. files: over how many the tensors are split.
+    """
+    g = torch.Generator().manual_seed(seed)
+    family, own = ARCHITECTURES[architecture]
+    by_layer = types if isinstance(types, Mapping) else {0: types}
+    layers = max(by_layer) + 1 + (architecture == "glm4moe")
+    tensors = {"token_embd.weight": _Stored("F32", (8, hidden), bytes(4 * 8 * hidden))}
+    w1 = w2 = torch.empty(0)
+    b1 = b2 = None
+    for layer in range(layers):
+        at = f"blk.{layer}."
+        tensors[f"{at}ffn_norm.weight"] = _Stored("F32", (hidden,), bytes(4 * hidden))
+        if layer not in by_layer:
+            continue
+        gate_type, up_type, down_type = by_layer[layer]
+        sizes = (experts, intermediate, hidden)
+        gate, up = matrix(gate_type, sizes, 1.0, g), matrix(up_type, sizes, 1.7, g)
+        down = matrix(down_type, (experts, hidden, intermediate), 1.0, g)
+        if fused:
+            each = len(gate[0]) // experts
+            data = b"".join(
+                part[0][e * each : (e + 1) * each] for e in range(experts) for part in (gate, up)
+            )
+            fused_shape = (experts, 2 * intermediate, hidden)
+            tensors[f"{at}ffn_gate_up_exps.weight"] = _Stored(gate_type, fused_shape, data)
+        else:
+            tensors[f"{at}ffn_gate_exps.weight"] = _Stored(gate_type, sizes, gate[0])
+            tensors[f"{at}ffn_up_exps.weight"] = _Stored(up_type, sizes, up[0])
+        tensors[f"{at}ffn_down_exps.weight"] = _Stored(
+            down_type, (experts, hidden, intermediate), down[0]
+        )
+        gate_shape = (experts, hidden)
+        tensors[f"{at}ffn_gate_inp.weight"] = _Stored(
+            "F32", gate_shape, matrix("F32", gate_shape, 1.0, g)[0]
+        )
+        w1, w2 = torch.cat([gate[1], up[1]], 1), down[1]
+        if FAMILIES[family].bias:
+            biases = [
+                matrix("F32", (experts, size), 4.0, g)
+                for size in (intermediate, intermediate, hidden)
+            ]
+            names = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+            for name, bias in zip(names, biases, strict=True):
+                shape = tuple(bias[1].shape)
+                tensors[f"{at}{name}.bias"] = _Stored("F32", shape, bias[0])
+            b1, b2 = torch.cat([biases[0][1], biases[1][1]], 1), biases[2][1]
+    if change is not None:
+        change(tensors)
+    size_key = "feed_forward_length" if architecture == "llama" else "expert_feed_forward_length"
+    entries = {
+        "general.architecture": architecture,
+        f"{architecture}.block_count": layers,
+        f"{architecture}.embedding_length": hidden,
+        f"{architecture}.{size_key}": intermediate,
+        f"{architecture}.expert_count": experts,
+        f"{architecture}.expert_used_count": top_k,
+        **{f"{architecture}.{key}": value for key, value in own.items()},
+        "tokenizer.ggml.tokens": ["<s>", "ä", ""] * 2000,
+        "tokenizer.ggml.token_type": [1, 2, 3] * 2000,
+        **(metadata or {}),
+    }
+    entries = {key: value for key, value in entries.items() if value is not None}
+    all_names = list(tensors)
+    for number in range(files):
+        name = path.name
+        if files > 1:
+            name = f"{path.stem}-{number + 1:05}-of-{files:05}.gguf"
+        chosen = {name: tensors[name] for name in all_names[number::files]}
+        path.with_name(name).write_bytes(file_bytes(entries if number == 0 else {}, chosen))
+    scaling = own.get("expert_weights_scale", 1.0)
+    kind = CHECKPOINT_FORMATS["bf16"]
+    return Sample(path, {}, kind, FAMILIES[family], w1, w2, b1, b2, top_k, scaling)
+
+
+def file_bytes(
+    entries: Mapping[str, Any], tensors: Mapping[str, _Stored], *, version: int = 3
+) -> bytes:
+    """Return the bytes of one GGUF file."""
+    alignment = entries.get("general.alignment", 32)
+    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(entries))
+    for key, value in entries.items():
+        head += _text(key) + _value(value)
+    offset, infos, data = 0, b"", b""
+    for name, stored in tensors.items():
+        dims = struct.pack(f"<I{len(stored.shape)}Q", len(stored.shape), *stored.shape[::-1])
+        infos += _text(name) + dims + struct.pack("<IQ", _NUMBERS[stored.kind], offset)
+        data += stored.data + bytes(-len(stored.data) % alignment)
+        offset = len(data)
+    head += infos
+    return head + bytes(-len(head) % alignment) + data
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _kind(value: Any) -> int:
+    if isinstance(value, bool):
+        return _BOOL
+    return _STRING if isinstance(value, str) else _UINT32 if isinstance(value, int) else _FLOAT32
+
+
+def _value(value: Any) -> bytes:
+    if isinstance(value, list):
+        kind = _kind(value[0])
+        return struct.pack("<IIQ", _ARRAY, kind, len(value)) + b"".join(
+            _value(item)[4:] for item in value
+        )
+    kind = _kind(value)
+    if kind == _STRING:
+        return struct.pack("<I", kind) + _text(value)
+    return struct.pack(f"<I{_CODES[kind]}", kind, value)

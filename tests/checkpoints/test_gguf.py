@@ -1,0 +1,378 @@
+"""GGUF files: blocks as weights of a scheme or as numbers, sizes from metadata, hostile files."""
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_mk import run_mk
+
+import modular_kernel as mk
+from modular_kernel.catalog import this_machine
+from modular_kernel.checkpoints import loading, merge
+from modular_kernel.checkpoints.inspection import inspect
+from modular_kernel.checkpoints.loading import LoadedExperts
+from modular_kernel.errors import ConfigurationError, InputError, ShapeError, WeightsError
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.rank_share import Share
+from modular_kernel.layers.weight_loading import ExpertLoader
+from modular_kernel.models.gguf_header import read_header
+from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.testing.checkpoints.gguf import ARCHITECTURES, file_bytes, write_gguf
+from modular_kernel.testing.checkpoints.samples import Sample
+from modular_kernel.text import layers_text
+
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+INT4, INT8 = "int4_w4a16_group:group=32", "int8_w8a16_group:group=32"
+# Types of gate, up and down -> the scheme.
+TYPES: dict[tuple[str, str, str], str] = {
+    ("Q4_0", "Q4_0", "Q4_0"): INT4,
+    ("Q8_0", "Q8_0", "Q8_0"): INT8,
+    ("Q4_0", "Q4_0", "Q8_0"): INT8,
+    ("MXFP4", "MXFP4", "MXFP4"): "mxfp4_w4a16",
+    ("Q4_K", "Q4_K", "Q6_K"): "none",
+    ("Q6_K", "Q6_K", "Q6_K"): "none",
+    ("Q8_0", "Q8_0", "Q6_K"): "none",
+    ("Q4_K", "Q4_K", "Q4_0"): "none",
+    ("Q6_K", "MXFP4", "Q8_0"): "none",
+    ("F16", "F32", "Q8_0"): "none",
+    ("F32", "F32", "F32"): "none",
+    ("F16", "F16", "F16"): "none",
+    ("BF16", "BF16", "BF16"): "none",
+}
+
+
+def values(loaded: LoadedExperts, name: str) -> torch.Tensor:
+    if not loaded.problem(1).scheme.quantized:
+        return getattr(loaded.weights, name).double()
+    return dequantized_weights(loaded.weights, name, loaded.problem(1)).double()
+
+
+def error(sample: Sample, loaded: LoadedExperts, experts: str = PAIR[1]) -> float:
+    x, weights, ids = sample.inputs(24)
+    machine = this_machine(device="cpu")
+    kernel = mk.make_kernel(PAIR[0], experts, loaded.problem(24), machine=machine)
+    y = kernel(x.to(loaded.problem(1).dtype), loaded.weights, mk.Routing(weights, ids)).double()
+    truth = sample.expected_output(x.to(loaded.problem(1).dtype).double(), weights, ids)
+    return float((y - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("types", TYPES, ids=" ".join)
+def test_values_are_those_of_the_blocks(types: tuple[str, str, str], tmp_path: Path) -> None:
+    sample = write_gguf(tmp_path / "m.gguf", types=types)
+    loaded = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32")
+    assert str(loaded.problem_fields["quant"]) == TYPES[types]
+    for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
+        # All products are exact in float32; Q4_K subtracts two of them.
+        rtol = 2.0**-23 if "Q4_K" in types else 0
+        torch.testing.assert_close(values(loaded, name), exact, rtol=rtol, atol=2e-8 * (rtol > 0))
+    rounded = mk.load_experts(tmp_path / "m.gguf", 0, dtype="bfloat16")
+    if TYPES[types] == "none":
+        assert torch.equal(rounded.weights.w1, loaded.weights.w1.bfloat16())  # rounded once
+    else:
+        assert torch.equal(rounded.weights.w1, loaded.weights.w1)
+        assert torch.equal(values(rounded, "w1"), values(loaded, "w1"))
+    if "int" in TYPES[types]:
+        assert rounded.weights.w1_scale.dtype is torch.float16
+    assert error(sample, rounded) <= 1e-2
+    assert error(sample, loaded) <= 1e-5
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_architectures_have_sizes_and_routers(architecture: str, tmp_path: Path) -> None:
+    types = ("MXFP4",) * 3 if architecture == "gpt-oss" else ("Q8_0",) * 3
+    sample = write_gguf(
+        tmp_path / "m.gguf", architecture, types, experts=8, hidden=64, intermediate=96, top_k=3
+    )
+    loaded = mk.load_experts(tmp_path / "m.gguf", 0)
+    fields = loaded.problem_fields
+    assert [fields[name] for name in ("experts", "hidden", "intermediate", "top_k")] == [
+        8,
+        64,
+        96,
+        3,
+    ]
+    assert fields["dtype"] is torch.bfloat16
+    router = loaded.router
+    assert router is not None
+    assert router.score == ("sigmoid" if architecture in ("deepseek2", "glm4moe") else "softmax")
+    assert router.renormalize == (architecture != "gpt-oss")
+    assert router.groups == (2 if architecture == "deepseek2" else 1)
+    assert error(sample, loaded) <= 1e-2
+    assert inspect(tmp_path / "m.gguf").layers == (0,)
+
+
+@pytest.mark.parametrize("types", [("Q4_0",) * 3, ("Q8_0",) * 3, ("MXFP4",) * 3], ids=" ".join)
+def test_kernels_take_scales_of_either_sign(types: tuple[str, str, str], tmp_path: Path) -> None:
+    """llama.cpp's Q4_0 has negative scales, where other quantizers have none."""
+    sample = write_gguf(tmp_path / "m.gguf", types=types)
+    loaded = mk.load_experts(tmp_path / "m.gguf", 0)
+    scale = loaded.weights.w1_scale
+    assert scale is not None
+    assert types[0] == "MXFP4" or bool((scale < 0).any())
+    assert error(sample, loaded, "TritonExperts") <= 1e-2
+
+
+def test_layers_for_multi_token_prediction_are_told_apart(tmp_path: Path) -> None:
+    path, layers = tmp_path / "m.gguf", {0: ("Q4_0",) * 3, 1: ("Q8_0",) * 3}
+    write_gguf(path, "glm4moe", layers, metadata={"glm4moe.block_count": 2})
+    report = inspect(path)
+    assert report.layers == (0,)
+    assert report.extra == ((1, f"in {INT8} (gguf)"),)
+    assert str(mk.load_experts(path, 1).problem_fields["quant"]) == INT8
+
+
+def test_a_softmax_router_of_deepseek2_is_that_of_version_2(tmp_path: Path) -> None:
+    changes = {"expert_gating_func": 1, "expert_weights_norm": False}
+    metadata = {f"deepseek2.{key}": value for key, value in changes.items()}
+    write_gguf(tmp_path / "m.gguf", "deepseek2", ("Q8_0",) * 3, metadata=metadata)
+    router = mk.load_experts(tmp_path / "m.gguf", 0).router
+    assert router is not None
+    assert (router.score, router.group_score, router.groups) == ("softmax", "max", 2)
+    assert not router.renormalize
+    assert not router.selection_bias
+
+
+@pytest.mark.parametrize(
+    "types", [t for t in TYPES if len(set(t)) > 1 or t[0] != "F32"], ids=" ".join
+)
+def test_shares_are_parts_of_the_whole(
+    types: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expert- and tensor-parallel, in pieces of a few rows; shares of I cut blocks of 256."""
+    write_gguf(tmp_path / "m.gguf", types=types)
+    whole = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32")
+    monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 12)
+    full = {name: values(whole, name) for name in ("w1", "w2")}
+    for e in range(2):
+        for t in range(3):
+            part = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32", ep=(e, 2), tp=(t, 3))
+            (first, last), width = part.columns, part.problem_fields["intermediate"]
+            experts = slice(2 * e, 2 * e + 2)
+            w1 = values(part, "w1").unflatten(1, (2, width))[:, :, : last - first]
+            assert torch.equal(w1, full["w1"][experts].unflatten(1, (2, 256))[:, :, first:last])
+            w2 = values(part, "w2")
+            assert torch.equal(w2[..., : last - first], full["w2"][experts, :, first:last])
+            assert not w2[..., last - first :].any()
+            assert part.bytes_read < whole.bytes_read * (0.3 if "_K" not in str(types) else 0.5)
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("fused", [False, True])
+def test_fused_and_split_models(files: int, fused: bool, tmp_path: Path) -> None:
+    """Gate and up in one tensor, and tensors over several files, in a folder of their own."""
+    sample = write_gguf(tmp_path / "m.gguf", types=("Q8_0",) * 3, fused=fused, files=files)
+    for path in (tmp_path, *tmp_path.iterdir()):
+        loaded = mk.load_experts(path, 0)
+        assert torch.equal(values(loaded, "w1"), sample.w1)
+        assert torch.equal(values(loaded, "w2"), sample.w2)
+    if files > 1:
+        (tmp_path / "m-00002-of-00003.gguf").unlink()
+        with pytest.raises(WeightsError, match=r"m-00002-of-00003\.gguf: got No such file"):
+            mk.load_experts(tmp_path, 0)
+
+
+MIXED = {1: ("Q4_K", "Q4_K", "Q6_K"), 2: ("Q4_0",) * 3, 3: ("Q4_0",) * 3, 5: ("F16",) * 3}
+
+
+def test_layers_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in files of llama-quantize, which gives some layers more bits."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, types=MIXED)
+    report = inspect(path)
+    assert {group.layers: str(group.format) for group in report.groups} == {
+        (1,): "Q4_K and Q6_K (gguf; dequantized)",
+        (2, 3): f"{INT4} (gguf)",
+        (5,): "none",
+    }
+    sizes = [info.nbytes for name, info in read_header(path).tensors.items() if "_exps" in name]
+    assert report.nbytes == sum(sizes)
+    with pytest.raises(ConfigurationError, match="one with experts: 1 to 3, 5"):
+        mk.load_experts(path, 0)
+    pair = ("--pf-type", PAIR[0], "--experts-type", PAIR[1])
+    ended = run_mk(capsys, "check", *pair, "--model", str(path))
+    assert (ended.code, ended.out.count("valid")) == (0, 3)
+    assert f"{layers_text((2, 3))} in {INT4} (gguf)" in ended.out
+    ended = run_mk(capsys, "plan", "--model", str(path), "--quant", INT4, "--world-size", "1")
+    assert ended.code == 0, ended.err
+
+
+def test_a_layer_of_a_file(tmp_path: Path) -> None:
+    sample = write_gguf(tmp_path / "m.gguf", types=("Q4_0",) * 3)
+    layer = FusedMoE.from_config(tmp_path / "m.gguf", 0, top_k=2, experts="TorchExperts")
+    layer.load(tmp_path / "m.gguf")
+    assert str(layer.problem.quant) == INT4
+    x, weights, ids = sample.inputs(24)
+    y = layer(x.bfloat16(), (weights, ids)).double()
+    truth = sample.expected_output(x.bfloat16().double(), weights, ids)
+    assert (y - truth).norm() / truth.norm() <= 1e-2
+
+
+def test_numbers_are_quantized_on_request(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", types=("Q4_K", "Q4_K", "Q6_K"))
+    loaded = mk.load_experts(tmp_path / "m.gguf", 0, quantize=INT8)
+    exact = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32").weights.w2.double()
+    step = exact.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
+    error_of = (values(loaded, "w2") - exact).unflatten(-1, (-1, 32)).abs()
+    assert bool((error_of <= 0.52 * step).all())
+    write_gguf(tmp_path / "m.gguf", types=("Q8_0",) * 3)
+    with pytest.raises(ConfigurationError, match="need unquantized files"):
+        mk.load_experts(tmp_path / "m.gguf", 0, quantize=INT4)
+
+
+def test_what_takes_single_tensors_refuses_blocks(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    format = mk.load_experts(tmp_path / "m.gguf", 0).format
+    with pytest.raises(ConfigurationError, match="`load_experts` reads GGUF"):
+        merge(format, [{"weight": torch.zeros(256, 256, dtype=torch.uint8)}], torch.bfloat16)
+    with pytest.raises(ConfigurationError, match=r"`load_experts` reads .* and GGUF"):
+        ExpertLoader(Share(4, 256, 256), format)
+
+
+def test_a_config_json_of_the_model_may_be_given(tmp_path: Path) -> None:
+    """Its sizes and dtype count, the types of the file stay."""
+    write_gguf(tmp_path / "m.gguf", types=("Q8_0",) * 3)
+    config = (
+        '{"model_type": "qwen3_moe", "hidden_size": 256, "moe_intermediate_size": 256,'
+        '"num_experts": 4, "num_experts_per_tok": 3, "hidden_act": "silu", "dtype": "float16"}'
+    )
+    (tmp_path / "config.json").write_text(config)
+    loaded = mk.load_experts(tmp_path / "m.gguf", 0, config=tmp_path / "config.json")
+    assert loaded.problem_fields["top_k"] == 3
+    assert loaded.problem_fields["dtype"] is torch.float16
+    assert str(loaded.problem_fields["quant"]) == INT8
+
+
+def test_safetensors_come_first_and_two_models_are_refused(tmp_path: Path) -> None:
+    for name in ("a-Q4_0.gguf", "b-Q8_0.gguf", "mmproj-F16.gguf"):
+        write_gguf(tmp_path / name)
+    with pytest.raises(ConfigurationError, match=r"a-Q4_0\.gguf and b-Q8_0\.gguf, need the path"):
+        mk.load_experts(tmp_path, 0)
+    (tmp_path / "b-Q8_0.gguf").unlink()
+    assert mk.load_experts(tmp_path, 0).problem_fields["experts"] == 4
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Any]], None]:
+    def change(tensors: dict[str, Any]) -> None:
+        tensors[new] = tensors.pop(old)
+
+    return change
+
+
+BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
+    "architecture": ({"metadata": {"general.architecture": "mamba"}}, ConfigurationError,
+                     "general.architecture = 'mamba', need one of qwen2moe"),
+    "no architecture": ({"metadata": {"general.architecture": None}}, ConfigurationError, "None"),
+    "dense": ({"metadata": {"qwen3moe.expert_count": None}}, ConfigurationError,
+              "no qwen3moe.expert_count, need an integer"),
+    "count type": ({"metadata": {"qwen3moe.expert_count": "4"}}, ConfigurationError, "experts"),
+    "layers": ({"metadata": {"qwen3moe.block_count": 0}}, ConfigurationError, "block_count = 0"),
+    "many layers": (
+        {"metadata": {"qwen3moe.block_count": 1 << 31}}, ConfigurationError, "1 to 4096 layers"),
+    "nextn": ({"metadata": {"qwen3moe.nextn_predict_layers": 9}}, ConfigurationError, "= 9"),
+    "hidden": ({"metadata": {"qwen3moe.embedding_length": 128}}, ShapeError,
+               r"ffn_gate_exps.weight: got \(4, 256, 256\), need \(4, 256, 128\)"),
+    "type": ({"types": ("Q5_0",) * 3}, ConfigurationError,
+             "experts of type Q5_0, need Q4_0 or Q8_0 or Q4_K or Q6_K or MXFP4"),
+    "down": ({"change": renamed("blk.0.ffn_down_exps.weight", "x")}, WeightsError,
+             "blk.0: got no blk.0.ffn_down_exps.weight"),
+    "extra": ({"change": renamed("blk.0.ffn_gate_inp.weight", "blk.0.ffn_up_exps.scale")},
+              WeightsError, "ffn_up_exps.scale"),
+    "alignment": ({"metadata": {"general.alignment": 48}}, WeightsError, "general.alignment = 48"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_metadata_and_tensors_are_checked(case: str, tmp_path: Path) -> None:
+    options, kind, message = BAD[case]
+    write_gguf(tmp_path / "m.gguf", **options)
+    with pytest.raises(kind, match=message) as caught:
+        mk.load_experts(tmp_path / "m.gguf", 0)
+    assert "m.gguf" in str(caught.value)
+
+
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    for types, value in ((("Q8_0",) * 3, "nan"), (("Q4_K", "Q4_K", "Q6_K"), "nan")):
+        write_gguf(tmp_path / "m.gguf", types=types)
+        info = read_header(tmp_path / "m.gguf").tensors["blk.0.ffn_up_exps.weight"]
+        data = bytearray((tmp_path / "m.gguf").read_bytes())
+        data[info.offset : info.offset + 2] = b"\xff\x7f"  # d of the first block
+        (tmp_path / "m.gguf").write_bytes(data)
+        with pytest.raises(WeightsError, match=f"blk.0.*got {value}, need finite numbers"):
+            mk.load_experts(tmp_path / "m.gguf", 0)
+
+
+def header_of(*changes: tuple[int, bytes]) -> bytes:
+    """A header without tensors, with bytes replaced at some places."""
+    data = bytearray(file_bytes({"general.architecture": "qwen3moe"}, {}))
+    for place, replacement in changes:
+        data[place : place + len(replacement)] = replacement
+    return bytes(data)
+
+
+HUGE = struct.pack("<Q", 1 << 60)
+KEY = struct.pack("<Q", 1) + b"k"
+HEAD = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + KEY
+ONE = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY  # one tensor
+HEADERS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "got 0 bytes"),
+    "magic": (header_of((0, b"GGML")), "the first bytes b'GGML'"),
+    "version 1": (header_of((4, struct.pack("<I", 1))), "version 1, need version 2 or 3"),
+    "big-endian": (header_of((4, struct.pack(">I", 3))), "a big-endian file"),
+    "tensors": (header_of((8, HUGE)), f"{1 << 60} tensors, need a complete file"),
+    "entries": (header_of((16, HUGE)), f"{1 << 60} entries of metadata"),
+    "key": (header_of((24, HUGE)), f"a name of {1 << 60} bytes"),
+    "type of value": (HEAD + struct.pack("<IQ", 77, 0), "k of type 77"),
+    "text": (HEAD + struct.pack("<I", 8) + HUGE, f"a name of {1 << 60} bytes"),
+    "array": (HEAD + struct.pack("<II", 9, 0) + HUGE, f"{1 << 60} items of k"),
+    "array of strings": (HEAD + struct.pack("<II", 9, 8) + HUGE, f"{1 << 60} items of k"),
+    "long string of many": (
+        HEAD + struct.pack("<IIQ", 9, 8, 5000) + HUGE + bytes(8 * 5000), "end in the header"),
+    "nested arrays": (
+        HEAD + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 40, "k of type 9"),
+    "truncated": (header_of()[:40], "complete file"),
+    "twice": (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 2)
+        + (KEY + struct.pack("<IB", 0, 1)) * 2 + bytes(9), "k twice"),
+    "dimensions": (ONE + struct.pack("<I", 9) + bytes(40), "k of 9 dimensions"),
+    "no rows": (ONE + struct.pack("<IQIQ", 1, 0, 0, 0) + bytes(9), r"k of shape \(0,\)"),
+    "overflow": (ONE + struct.pack("<IQQQQIQ", 4, *[1 << 20] * 4, 0, 0), "k of shape"),
+    "partial block": (ONE + struct.pack("<IQIQ", 1, 33, 2, 0) + bytes(9), "whole blocks of 32"),
+    "unknown type": (ONE + struct.pack("<IQIQ", 1, 32, 99, 0) + bytes(9), "k of type 99"),
+    "offset": (ONE + struct.pack("<IQIQ", 1, 32, 0, 3) + bytes(999), "k at 3, need a multiple"),
+    "past the end": (ONE + struct.pack("<IQIQ", 1, 32, 0, 1 << 40) + bytes(999), "k up to byte"),
+    "tensor twice": (
+        b"GGUF" + struct.pack("<IQQ", 3, 2, 0)
+        + (KEY + struct.pack("<IQIQ", 1, 1, 0, 0)) * 2 + bytes(99), "k twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_damaged_header_is_refused_at_once(case: str, tmp_path: Path) -> None:
+    """Counts are compared with the size of the file before anything is done with them."""
+    data, message = HEADERS[case]
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(WeightsError, match=message) as caught:
+        mk.load_experts(tmp_path / "m.gguf", 0)
+    assert "m.gguf" in str(caught.value)
+
+
+def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", hidden=32, intermediate=32)
+    data = (tmp_path / "m.gguf").read_bytes()
+    start = min(info.offset for info in read_header(tmp_path / "m.gguf").tensors.values())
+    cuts = [*range(0, 400, 7), *range(400, start, 997), start, len(data) - 32, len(data) - 1]
+    for cut in cuts:
+        (tmp_path / "cut.gguf").write_bytes(data[:cut])
+        with pytest.raises(WeightsError, match=r"cut\.gguf"):
+            mk.load_experts(tmp_path / "cut.gguf", 0)
+
+
+def test_a_missing_file_and_a_folder_of_that_name(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"no\.gguf: got No such file or directory, need a GGUF"):
+        mk.load_experts(tmp_path / "no.gguf", 0)
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(ConfigurationError, match=r"folder\.gguf"):
+        mk.load_experts(tmp_path / "folder.gguf", 0)

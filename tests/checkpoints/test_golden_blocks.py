@@ -1,0 +1,50 @@
+"""Blocks that bitsandbytes and gguf wrote (tests/helpers/golden) decode to what these unpack."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from modular_kernel.checkpoints import format_of, merge
+from modular_kernel.checkpoints.ggml_blocks import dequantize_blocks, group_weights
+from modular_kernel.quant.quantized_weights import dequantize
+from modular_kernel.spec.quantization import QuantScheme
+
+FOLDER = Path(__file__).parents[1] / "helpers" / "golden"
+BITSANDBYTES = load_file(FOLDER / "bitsandbytes.safetensors")
+GGUF = load_file(FOLDER / "gguf.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4_double", "fp4", "fp4_double"])
+def test_bitsandbytes_unpacks_the_same_bits(kind: str) -> None:
+    """Rows of 72 values in blocks of 64; with double quantization, bytes are stored as bf16."""
+    tensors = {
+        name.partition("/")[2]: tensor
+        for name, tensor in BITSANDBYTES.items()
+        if name.partition("/")[0] == kind
+    }
+    want = tensors.pop("unpacked")
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    format = format_of(config | {"bnb_4bit_quant_type": kind[:3]})
+    assert torch.equal(merge(format, [tensors], torch.float32).w, want)
+    assert (tensors["weight"].dtype is torch.bfloat16) == ("double" in kind)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K"])
+def test_gguf_unpacks_the_same_bits(kind: str) -> None:
+    blocks, want = GGUF[f"{kind}/blocks"], GGUF[f"{kind}/unpacked"]
+    assert torch.equal(dequantize_blocks(kind, blocks), want)
+
+
+@pytest.mark.parametrize(("kind", "quant"), [
+    ("Q8_0", "int8_w8a16_group:group=32"),
+    ("Q4_0", "int8_w8a16_group:group=32"),
+    ("Q4_0", "int4_w4a16_group:group=32"),
+    ("MXFP4", "mxfp4_w4a16"),
+])  # fmt: skip
+def test_schemes_have_the_same_bits(kind: str, quant: str) -> None:
+    scheme = QuantScheme.parse(quant)
+    w, scale = group_weights(kind, scheme, GGUF[f"{kind}/blocks"])
+    got = dequantize(w[None], scale[None], None, scheme)[0]
+    assert torch.equal(got, GGUF[f"{kind}/unpacked"])

@@ -1,0 +1,413 @@
+"""Pack tiny experts with the libraries that publishers use, and load the files.
+
+    python tools/pack_checkpoints.py                  # every packer that is installed
+    python tools/pack_checkpoints.py bitsandbytes gguf --folder /tmp/packed
+
+Each packer gets four experts with the names of Qwen3-MoE, writes them in its own format, and
+`load_experts` reads them. Prints the version of the packer, the scheme, and the largest relative
+error of w1 and w2: against what the packer itself unpacks, or, marked with ~, against the weights
+before they were rounded. The packers are not dependencies of this package; run in an environment
+that has those of interest.
+"""
+
+# ruff: noqa: PLC0415 (packers are optional)
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import in_checkout  # noqa: F401  (finds the packages)
+import torch
+from safetensors.torch import save_file
+
+import modular_kernel as mk
+from modular_kernel.checkpoints.loading import LoadedExperts
+from modular_kernel.quant.quantized_weights import dequantized_weights
+
+EXPERTS, HIDDEN, INTERMEDIATE = 4, 256, 512
+SHAPES = {
+    "gate_proj": (INTERMEDIATE, HIDDEN),
+    "up_proj": (INTERMEDIATE, HIDDEN),
+    "down_proj": (HIDDEN, INTERMEDIATE),
+}
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": HIDDEN,
+    "moe_intermediate_size": INTERMEDIATE,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "dtype": "float32",
+}
+Tensors = dict[str, torch.Tensor]
+# Packs a weight (N, K) float32; returns its tensors, and the values that they stand for.
+Pack = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+Case = tuple[str, Path, dict[str, torch.Tensor], bool]  # name, checkpoint, values, whether exact
+
+
+def _name(expert: int, projection: str) -> str:
+    return f"model.layers.0.mlp.experts.{expert}.{projection}"
+
+
+def _weights(seed: int = 0) -> Tensors:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        _name(e, projection): torch.randn(shape, generator=g) / shape[1] ** 0.5
+        for e in range(EXPERTS)
+        for projection, shape in SHAPES.items()
+    }
+
+
+def _write(folder: Path, quantization: dict[str, Any] | None, pack: Pack) -> Tensors:
+    """Pack every weight; return the values."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, values = Tensors(), Tensors()
+    for name, weight in _weights().items():
+        own, values[name] = pack(weight)
+        tensors |= {f"{name}.{kind}": tensor.contiguous() for kind, tensor in own.items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = CONFIG | ({} if quantization is None else {"quantization_config": quantization})
+    (folder / "config.json").write_text(json.dumps(config))
+    return values
+
+
+def _grid(weight: torch.Tensor, group: int, *, symmetric: bool) -> tuple[torch.Tensor, ...]:
+    """Return weights that 4 bits represent exactly, and scales and zero points (N, K / group)."""
+    groups = weight.unflatten(1, (-1, group))
+    scale = (groups.abs().amax(-1) / 7).half().float()
+    g = torch.Generator().manual_seed(1)
+    zero = torch.full(scale.shape, 8.0)
+    if not symmetric:
+        zero += torch.randint(-2, 3, scale.shape, generator=g)
+    codes = (groups / scale[..., None] + zero[..., None]).round().clamp(0, 15)
+    return ((codes - zero[..., None]) * scale[..., None]).flatten(1), scale, zero
+
+
+def bitsandbytes(folder: Path) -> Iterator[Case]:
+    import bitsandbytes as bnb
+
+    for kind in ("nf4", "fp4"):
+        for double in (False, True):
+
+            def pack(
+                weight: torch.Tensor, kind: str = kind, double: bool = double
+            ) -> tuple[Tensors, torch.Tensor]:
+                options = {"quant_type": kind, "compress_statistics": double}
+                options["quant_storage"] = torch.bfloat16 if double else torch.uint8
+                linear = bnb.nn.Linear4bit(*weight.shape[::-1], bias=False, **options)
+                parameter = bnb.nn.Params4bit(weight, requires_grad=False, module=linear, **options)
+                linear.weight = parameter
+                linear = linear.to("cpu")
+                state = linear.weight.quant_state
+                exact = bnb.functional.dequantize_4bit(linear.weight.data, state)
+                return dict(linear.state_dict()), exact.view(weight.shape)
+
+            name = f"{kind}{', double quantization, bf16 storage' if double else ''}"
+            config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+            config |= {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": double}
+            yield name, folder / name, _write(folder / name, config, pack), True
+
+    def pack_int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        linear = bnb.nn.Linear8bitLt(*weight.shape[::-1], bias=False, has_fp16_weights=False)
+        linear.weight = bnb.nn.Int8Params(weight.half(), requires_grad=False)
+        linear = linear.to("cpu")
+        tensors = dict(linear.state_dict())
+        return tensors, bnb.functional.int8_vectorwise_dequant(tensors["weight"], tensors["SCB"])
+
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    yield "int8", folder / "int8", _write(folder / "int8", config, pack_int8), True
+
+
+def gguf(folder: Path) -> Iterator[Case]:
+    import gguf as library
+    import numpy as np
+
+    names = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+    weights = _weights()
+    for type_name in ("Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K", "BF16"):
+        kind = library.GGMLQuantizationType[type_name]
+        path = folder / f"{type_name}.gguf"
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = library.GGUFWriter(path, "qwen3moe")
+        writer.add_block_count(1)
+        writer.add_embedding_length(HIDDEN)
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(INTERMEDIATE)
+        writer.add_token_list(["a", "b"] * 4000)
+        values, draw = Tensors(), np.random.default_rng(0)
+        for projection, name in names.items():
+            stack = np.stack([weights[_name(e, projection)].numpy() for e in range(EXPERTS)])
+            if type_name.endswith("_K"):  # the package only unpacks these
+                size, bytes_of_block = library.GGML_QUANT_SIZES[kind]
+                shape = (*stack.shape[:2], stack.shape[2] // size * bytes_of_block)
+                packed = draw.integers(0, 256, shape, dtype=np.uint8)
+                blocks = packed.reshape(-1, bytes_of_block)
+                for place in (0, 2) if type_name == "Q4_K" else (208,):  # finite factors
+                    blocks[:, place + 1] = blocks[:, place + 1] & 0x83 | 0x18
+            else:
+                packed = library.quants.quantize(stack, kind)
+            writer.add_tensor(f"blk.0.{name}.weight", packed, raw_dtype=kind)
+            exact = library.quants.dequantize(packed, kind)
+            values |= {_name(e, projection): torch.from_numpy(exact[e]) for e in range(EXPERTS)}
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        yield type_name, path, values, True
+
+
+def autoawq(folder: Path) -> Iterator[Case]:
+    from awq.modules.linear.gemm import WQLinear_GEMM
+
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        exact, scale, zero = _grid(weight, 64, symmetric=False)
+        linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
+        linear.weight.data = exact
+        packed = WQLinear_GEMM.from_linear(
+            linear, 4, 64, scales=scale.T.contiguous(), zeros=zero.T.contiguous()
+        )
+        return dict(packed.state_dict()), exact
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
+    config |= {"version": "gemm"}
+    yield "int4, groups of 64", folder / "awq", _write(folder / "awq", config, pack), True
+
+
+def gptqmodel(folder: Path) -> Iterator[Case]:
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+
+    for act_order in (False, True):
+
+        def pack(weight: torch.Tensor, act_order: bool = act_order) -> tuple[Tensors, torch.Tensor]:
+            exact, scale, zero = _grid(weight, 64, symmetric=True)
+            rows, depth = weight.shape
+            order = torch.arange(depth)
+            if act_order:
+                order = torch.randperm(depth, generator=torch.Generator().manual_seed(depth))
+            exact, groups = exact[:, order], (order // 64).int()
+            linear = torch.nn.Linear(depth, rows, bias=False)
+            linear.weight.data = exact
+            options = {"in_features": depth, "out_features": rows, "bias": False}
+            module = TorchLinear(4, 64, True, act_order, **options)
+            module.pack_original(linear, scale, zero, groups)
+            kinds = ("qweight", "qzeros", "scales", "g_idx")
+            return {kind: getattr(module, kind) for kind in kinds}, exact
+
+        name = f"int4, groups of 64{', act-order' if act_order else ''}"
+        config = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True}
+        config |= {"desc_act": act_order, "checkpoint_format": "gptq_v2"}
+        yield name, folder / name, _write(folder / name, config, pack), True
+
+
+def auto_round(folder: Path) -> Iterator[Case]:
+    from auto_round_extension.torch.qlinear_torch import QuantLinear
+
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        exact, scale, zero = _grid(weight, 64, symmetric=False)
+        linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
+        linear.weight.data = exact
+        module = QuantLinear(4, 64, *weight.shape[::-1], False)
+        module.device = torch.device("cpu")
+        module.pack(linear, scale, zero, device="cpu")
+        kinds = ("qweight", "qzeros", "scales")
+        return {kind: getattr(module, kind) for kind in kinds}, exact
+
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": False}
+    config |= {"packing_format": "auto_round", "data_type": "int"}
+    yield "int4, groups of 64", folder / "ar", _write(folder / "ar", config, pack), True
+
+
+def llmcompressor(folder: Path) -> Iterator[Case]:
+    from llmcompressor import model_free_ptq
+
+    plain = folder / "plain"
+    values = _write(plain, None, lambda weight: ({"weight": weight.bfloat16()}, weight))
+    for scheme in ("FP8_BLOCK", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16", "W8A16", "W4A16"):
+        target = folder / scheme
+        try:
+            model_free_ptq(plain, target, scheme=scheme, device="cpu", ignore=["lm_head"])
+        except Exception as error:  # noqa: BLE001 (what it does not know)
+            print(f"  llmcompressor {scheme}: {type(error).__name__}: {str(error)[:100]}")
+            continue
+        yield scheme, target, values, False
+
+
+def modelopt(folder: Path) -> Iterator[Case]:
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        packed, scale, matrix_scale = NVFP4QTensor.quantize(weight, 16)
+        exact = packed.dequantize(torch.float32, scale=scale, double_scale=matrix_scale,
+                                  block_sizes={-1: 16})  # fmt: skip
+        tensors = {"weight": packed._quantized_data, "weight_scale": scale}
+        return tensors | {"weight_scale_2": matrix_scale.float()}, exact
+
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    yield "NVFP4", folder / "nvfp4", _write(folder / "nvfp4", config, pack), True
+
+
+def compressed_tensors(folder: Path) -> Iterator[Case]:
+    from compressed_tensors.compressors import pack_to_int32
+
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        exact, scale, zero = _grid(weight, 64, symmetric=False)
+        codes = (exact.unflatten(1, (-1, 64)) / scale[..., None]).round() + zero[..., None] - 8
+        tensors = {
+            "weight_packed": pack_to_int32(codes.flatten(1).to(torch.int8), 4),
+            "weight_scale": scale,
+            "weight_zero_point": pack_to_int32((zero - 8).to(torch.int8), 4, packed_dim=0),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        return tensors, exact
+
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group"}
+    group = {"targets": ["Linear"], "weights": weights | {"group_size": 64}}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    config |= {"config_groups": {"group_0": group}}
+    yield "int4, zero points", folder / "ct", _write(folder / "ct", config, pack), True
+
+
+def quark(folder: Path) -> Iterator[Case]:
+    from quark.torch import ModelQuantizer, export_safetensors
+    from quark.torch.quantization import FP8E4M3PerTensorSpec, QConfig, QLayerConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    class Model(PreTrainedModel):
+        config_class = PreTrainedConfig
+
+        def __init__(self) -> None:
+            super().__init__(PreTrainedConfig())
+            for name, weight in _weights().items():
+                module: torch.nn.Module = self
+                *parents, last = name.split(".")
+                for parent in parents:
+                    if not hasattr(module, parent):
+                        module.add_module(parent, torch.nn.Module())
+                    module = getattr(module, parent)
+                linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
+                linear.weight.data = weight.bfloat16()
+                module.add_module(last, linear)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for expert in self.model.layers.get_submodule("0").mlp.experts.children():
+                expert.down_proj(torch.nn.functional.silu(expert.gate_proj(x)) * expert.up_proj(x))
+            return x
+
+    weight = FP8E4M3PerTensorSpec(observer_method="min_max", is_dynamic=False)
+    spec = weight.to_quantization_spec()
+    config = QConfig(global_quant_config=QLayerConfig(weight=spec, input_tensors=spec))
+    calibration = [torch.randn(8, HIDDEN).bfloat16()]
+    quantizer = ModelQuantizer(config)
+    model = quantizer.freeze(quantizer.quantize_model(Model(), calibration))
+    export_safetensors(model, str(folder / "fp8"), custom_mode="quark")
+    file = folder / "fp8" / "config.json"
+    exported = json.loads(file.read_text())
+    quantization = {"quantization_config": exported["quantization_config"]}
+    file.write_text(json.dumps(CONFIG | quantization))
+    yield "fp8 by tensor", folder / "fp8", _weights(), False
+
+
+def transformers(folder: Path) -> Iterator[Case]:
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    for scale in ("float", "ue8m0"):
+        options = FineGrainedFP8Config(scale_fmt=scale)
+        quantize = Fp8Quantize(SimpleNamespace(quantization_config=options))
+
+        def pack(weight: torch.Tensor, quantize: Any = quantize) -> tuple[Tensors, torch.Tensor]:
+            stored = quantize.convert({"weight": weight})
+            scales = next(tensor for name, tensor in stored.items() if name != "weight")
+            tiles = scales.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+            tensors = {"weight": stored["weight"], "weight_scale_inv": scales}
+            return tensors, stored["weight"].float() * tiles
+
+        name = f"fp8 by block, {scale}"
+        yield name, folder / name, _write(folder / name, options.to_dict(), pack), True
+
+
+PACKERS: dict[str, tuple[Callable[[Path], Iterator[Case]], str]] = {
+    "bitsandbytes": (bitsandbytes, "bitsandbytes"),
+    "gguf": (gguf, "gguf"),
+    "autoawq": (autoawq, "autoawq"),
+    "gptqmodel": (gptqmodel, "gptqmodel"),
+    "auto-round": (auto_round, "auto-round"),
+    "compressed-tensors": (compressed_tensors, "compressed-tensors"),
+    "llmcompressor": (llmcompressor, "llmcompressor"),
+    "modelopt": (modelopt, "nvidia-modelopt"),
+    "quark": (quark, "amd-quark"),
+    "transformers": (transformers, "transformers"),
+}
+
+
+def check(checkpoint: Path, values: Tensors) -> tuple[str, float]:
+    """Load a checkpoint; return its scheme and the largest relative error of its weights.
+
+    With act-order, whose rows and columns are sorted, the error is that of the layer's output.
+    """
+    loaded = mk.load_experts(checkpoint, 0, dtype="float32")
+    problem = loaded.problem(16)
+    exact = {
+        "w1": [_exact(values, e, "gate_proj", "up_proj") for e in range(EXPERTS)],
+        "w2": [_exact(values, e, "down_proj") for e in range(EXPERTS)],
+    }
+    if problem.scheme.act_order:
+        return str(problem.scheme), _output_error(loaded, exact)
+    worst = 0.0
+    for name, matrices in exact.items():
+        weights = getattr(loaded.weights, name)
+        if problem.scheme.quantized:
+            weights = dequantized_weights(loaded.weights, name, problem)
+        for expert, matrix in enumerate(matrices):
+            difference = (weights[expert].double() - matrix).norm() / matrix.norm()
+            worst = max(worst, float(difference))
+    return str(loaded.problem_fields["quant"]), worst
+
+
+def _exact(values: Tensors, expert: int, *projections: str) -> torch.Tensor:
+    return torch.cat([values[_name(expert, each)] for each in projections]).double()
+
+
+def _output_error(loaded: LoadedExperts, exact: dict[str, list[torch.Tensor]]) -> float:
+    x = torch.randn(16, HIDDEN, generator=torch.Generator().manual_seed(2))
+    ids = torch.arange(16)[:, None] % EXPERTS
+    pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    kernel = mk.make_kernel(*pair, loaded.problem(16, top_k=1))
+    y = kernel(x, loaded.weights, mk.Routing(torch.ones(16, 1), ids))
+    rows = []
+    for row, expert in zip(x.double(), ids[:, 0].tolist(), strict=True):
+        gate, up = (exact["w1"][expert] @ row).chunk(2)
+        rows.append(exact["w2"][expert] @ (torch.nn.functional.silu(gate) * up))
+    truth = torch.stack(rows)
+    return float((y.double() - truth).norm() / truth.norm())
+
+
+def main() -> None:
+    """Pack with each packer, load, and print a line for each file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("packers", nargs="*", choices=[[], *PACKERS], help="default: all")
+    parser.add_argument("--folder", type=Path, help="where to leave the files")
+    options = parser.parse_args()
+    root = options.folder or Path(tempfile.mkdtemp())
+    for name in options.packers or PACKERS:
+        run, package = PACKERS[name]
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            print(f"{name}: not installed")
+            continue
+        for case, checkpoint, values, exact in run(root / name):
+            scheme, worst = check(checkpoint, values)
+            print(f"{package} {found}, {case}: {scheme}, {'' if exact else '~'}{worst:.1e}")
+
+
+if __name__ == "__main__":
+    main()
