@@ -131,17 +131,9 @@ def from_pretrained(
     - every error of `load_experts`.
     """
     expect("name", name, str | Path)
-    if not callable(getattr(auto_class, "from_pretrained", None)):
-        need = "a class with from_pretrained, such as AutoModelForCausalLM"
-        raise ConfigurationError("auto_class", got=format_value(auto_class), need=need)
+    _check_class_and_file(auto_class, name)
     registration(experts_implementation)
     scheme = scheme_to_quantize(quantize)
-    if is_gguf(Path(name)):
-        need = (
-            "a folder of safetensors: transformers reads other tensors of GGUF files as floats "
-            "only; `load_experts` and `FusedMoE.load` read the experts"
-        )
-        raise UnsupportedError("checkpoint", got=f"{str(name)[:200]}, a GGUF file", need=need)
     folder = _folder(name, kwargs)
     dtype = _dtype_of(dtype, kwargs.pop("torch_dtype", None))
     config = _config_of(folder, kwargs.pop("config", None))
@@ -190,6 +182,19 @@ def from_pretrained(
     if generation_config is not None:
         model.generation_config = generation_config
     return model if target_device is None else model.to(target_device)
+
+
+def _check_class_and_file(auto_class: Any, name: str | Path) -> None:
+    """Raise a typed error for an auto class that cannot load, and for a GGUF file."""
+    if not callable(getattr(auto_class, "from_pretrained", None)):
+        need = "a class with from_pretrained, such as AutoModelForCausalLM"
+        raise ConfigurationError("auto_class", got=format_value(auto_class), need=need)
+    if is_gguf(Path(name)):
+        need = (
+            "a folder of safetensors: transformers reads other tensors of GGUF files as floats "
+            "only; `load_experts` and `FusedMoE.load` read the experts"
+        )
+        raise UnsupportedError("checkpoint", got=f"{str(name)[:200]}, a GGUF file", need=need)
 
 
 def _dtype_of(dtype: torch.dtype | str, torch_dtype: torch.dtype | str | None) -> Any:

@@ -400,8 +400,8 @@ def write(  # noqa: PLR0913 (independent options)
 ) -> Sample:
     """Write a checkpoint; return it with the exact weights of the last of `layers`.
 
-    family: a key of FAMILIES. kind: a key of CHECKPOINT_FORMATS, ACT_ORDER_FORMATS, BLOCK_FORMATS or
-    FUSED_FORMATS. shards: number of files; if it is more than one, an index is written. change:
+    family: a key of FAMILIES. kind: a key of CHECKPOINT_FORMATS, ACT_ORDER_FORMATS, BLOCK_FORMATS
+    or FUSED_FORMATS. shards: number of files; if it is more than one, an index is written. change:
     modifies the tensors, by name, before they are written.
     """
     model_family = FAMILIES[family]

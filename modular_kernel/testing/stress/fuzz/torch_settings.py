@@ -188,7 +188,7 @@ def started_calls(case: StartedCase) -> FuzzOutcome:
     if result.kind != TYPED:
         return result
     again = samples.inputs(case.seed + 1)
-    fault = samples.fault_of(kernel(again.x_TH, again.weights, again.routing), again)
+    fault = samples.output_mismatch(kernel(again.x_TH, again.weights, again.routing), again)
     return FuzzOutcome(WRONG, f"{what}: then {fault}") if fault else result
 
 
