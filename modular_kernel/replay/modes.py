@@ -1,5 +1,6 @@
 """Isolation of calls from torch's modes: tracing, torch functions, autocast, inference."""
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -8,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.compiler import is_compiling
 
-from modular_kernel.errors import UnsupportedError
+from modular_kernel.errors import StateError, UnsupportedError
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,6 +22,7 @@ _NOT_TRACED = (
 
 
 _C: Any = torch._C
+_is_finalizing = sys.is_finalizing
 
 
 def untraced(function: F) -> F:
@@ -37,6 +39,9 @@ def untraced(function: F) -> F:
             torch._dynamo.graph_break(msg=_NOT_TRACED)
             eager = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
             return eager(*args, **kwargs)
+        if _is_finalizing():  # torch may abort the process
+            need = "a call before the interpreter exits, such as one of atexit"
+            raise StateError("a kernel", got="a call while objects are deleted at exit", need=need)
         if _C._len_torch_function_stack():
             with _C.DisableTorchFunction():
                 return function(*args, **kwargs)

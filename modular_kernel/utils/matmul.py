@@ -56,7 +56,11 @@ def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         return a, b
     padding = -a.shape[1] % _TILE if a.itemsize == 2 else 0
     if not padding:
-        return compact(a), compact(b)
+        if is_compiling():
+            return compact(a), compact(b)
+        (m, k), n = a.shape, b.shape[1]  # without calls, which take longer than small products
+        dense_a, dense_b = a.stride() in ((k, 1), (1, m)), b.stride() in ((n, 1), (1, k))
+        return a if dense_a else compact(a), b if dense_b else compact(b)
     pad = torch.nn.functional.pad
     is_row_major = b.is_contiguous() if is_compiling() else b.stride(1) == 1
     b = pad(b, (0, 0, 0, padding)) if is_row_major else pad(b.T, (0, padding)).T

@@ -1,5 +1,7 @@
 """torch's modes around a call: autocast, inference_mode, no_grad and torch.compile."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -116,3 +118,33 @@ def test_fused_experts_does_not_break_the_graph() -> None:
 
     want = layer(x_TH)
     assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x_TH), want)
+
+
+_AT_EXIT = """
+import atexit
+import torch
+import modular_kernel as mk
+problem = mk.Problem(3, 8, 8, 2, 1, dtype=torch.float32)
+kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
+weights = mk.ExpertWeights(torch.ones(2, 16, 8), torch.ones(2, 8, 8))
+routing = mk.Routing(torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32))
+arguments = torch.ones(3, 8), weights, routing
+plan = kernel.plan()
+atexit.register(lambda: print("at exit", float(plan(*arguments).sum())))
+class Last:
+    def __del__(self):
+        CALL
+last = Last()
+"""
+
+
+@pytest.mark.parametrize("call", ["kernel(*arguments)", "plan(*arguments)"])
+def test_a_call_while_the_interpreter_deletes_objects_is_refused(call: str) -> None:
+    """Torch would abort the process. Calls of atexit, which run before, are computed."""
+    code = _AT_EXIT.replace("CALL", call)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("at exit ")
+    assert "StateError: a kernel: got a call while objects are deleted at exit" in ended.stderr

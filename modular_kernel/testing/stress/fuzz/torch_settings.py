@@ -223,7 +223,7 @@ def module_patterns(case: tuple[str, str, str]) -> FuzzOutcome:
     if kind == "modules":
         parts = name.split(".")
         spans = [(i, j) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
-        stripped = text.strip(".")
+        stripped = text.strip(".").removesuffix(".*")  # an entry covers what is inside a module
         allowed = [any(fnmatchcase(".".join(parts[i:j]), stripped) for i, j in spans)]
     else:
         matches = re.compile(text, re.ASCII)
