@@ -17,6 +17,7 @@ VARIABLES = (
     "MK_DEADLINE_S",
     "MK_HOST_ID",
     "MK_IMPORT_DEADLINE_S",
+    "MK_SGLANG",
     "MK_VLLM",
 )
 
