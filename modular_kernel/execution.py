@@ -312,8 +312,8 @@ class Execution:
 
                     def receive() -> tuple[Dispatched, Handle]:
                         return received
-        except Exception as error:
-            (part.abandon if call.peers_notified else part.refuse)(error)
+        except BaseException as error:  # other ranks must not wait for an interrupted call
+            (part.abandon if call.peers_notified else part.refuse)(_as_exception(error))
             raise
         memory = None
         if not at_once:
@@ -339,8 +339,8 @@ class Execution:
             # Torch does not see that kernels write to it, but autograd and caches compare versions.
             torch.autograd.graph.increment_version(pending.out)
             return pending.out
-        except Exception as error:
-            part.abandon(error)
+        except BaseException as error:  # other ranks must not wait for an interrupted call
+            part.abandon(_as_exception(error))
             raise
 
     def _expert_output(
@@ -425,3 +425,8 @@ def _dispatch_shape(tokens: Dispatched) -> DispatchShape:
     if isinstance(tokens, ContiguousTokens):
         return ContiguousShape(*tokens.routing.topk_ids_TK.shape)
     return BatchedShape(*tokens.x_eCH.shape[:2])
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return the error that other ranks are told: the error itself, or that it was an interrupt."""
+    return error if isinstance(error, Exception) else InterruptedError(type(error).__name__)

@@ -1,4 +1,4 @@
-"""Activation and quantization between the two GEMMs of a library."""
+"""Activation and quantization between GEMM 1 and GEMM 2, for experts whose GEMMs a library runs."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# Libraries write 16-bit results, so values are rounded before the activation and before the sum.
+# GEMM 1 of these libraries writes gate and up in 16 bits, which rounds them before the activation.
 ROUNDINGS = Roundings(gate_up=True)
 
 

@@ -40,9 +40,9 @@ _ORIGIN = "modular-kernel (experts.triton.paths)"
 class TritonExperts(TritonExpertsBase):
     """Experts over contiguous tokens; applies the router weights and the sum over top-k itself.
 
-    Each call runs in one of the paths of `experts.triton.paths`, which its launch configuration
-    names. If the output keeps the top-k dimension, GEMM 2 writes the output directly, with zeros
-    for skipped pairs. No kernel uses floating-point atomics, so results are bitwise reproducible.
+    Each call runs one path of `experts.triton.paths`; its launch configuration names the path. If
+    the output keeps the top-k dimension, GEMM 2 writes the output directly, with zeros for skipped
+    pairs. No kernel uses floating-point atomics, so results are bitwise reproducible.
     """
 
     replayable = True
@@ -76,7 +76,7 @@ class TritonExperts(TritonExpertsBase):
         return on_device(Device.of(machine))
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
-        """Return whether every path that a call up to `shape` can take quantizes its input itself.
+        """Return whether every possible path of a call of at most `shape` quantizes x itself.
 
         The path also depends on the strides of the weights, so the paths for all strides are
         considered.
@@ -113,7 +113,7 @@ class TritonExperts(TritonExpertsBase):
         return (*calls, *calls_without_adapters)
 
     def _kinds(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
-        """Return the tokens of the largest call that may use each (path, block_m).
+        """Map each (path, block_m) to the number of tokens of the largest call that may use it.
 
         The paths that a call can take depend on the strides of its tensors; all cases are included.
         """

@@ -46,8 +46,9 @@ class Format:
 
     method: quant_method of its quantization_config, or "none". scheme: what a matrix is loaded as.
     minus_one: GPTQ's zero points are stored minus one. quantizes_inputs: the files' recipe also
-    rounds activations (nvfp4); they stay in 16 bits unless `with_inputs` is used. dequantized: the
-    codes that no scheme has, such as "nf4"; they are loaded as unquantized weights.
+    rounds activations (nvfp4); they stay in 16 bits unless `with_inputs` is used. dequantized:
+    name of codes that no scheme represents, such as "nf4", which are dequantized when they are
+    loaded; "" for others.
     """
 
     method: str
@@ -58,7 +59,7 @@ class Format:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether codes and scales are interleaved, or ignore rows: `load_experts` reads these."""
+        """Whether files have blocks that mix codes and scales, or that span rows."""
         return bool(self.dequantized) or self.method == "gguf"
 
     @cached_property
@@ -127,12 +128,12 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
 def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True) -> QuantScheme:
     """Return the scheme of a layer on each of `world` tensor-parallel ranks.
 
-    intermediate: I of the whole layer. If an equal share of I, or the border between gate and up
-    rows, would split a block or group, blocks and groups of 32 columns or more are divided and
-    their scales repeated, which does not change the values. Where that is impossible, as for mxfp4
-    and nvfp4, shares are whole groups and padded: see `spec.intermediate_split`. For weight-only
-    schemes with one scale each for gate and up, every row gets a scale: with a common scale, rows
-    with the smaller scale would be rounded again.
+    intermediate: I of the whole layer. An equal share of I, or the border between gate and up rows,
+    may split a block or group. Blocks and groups of 32 columns or more are then divided, and their
+    scales repeated, which does not change the values. Where that is impossible, as for mxfp4 and
+    nvfp4, shares are whole groups and padded: see `spec.intermediate_split`. Weight-only schemes
+    with one scale each for gate and up get one scale per row, because merging the two scales would
+    round one of the matrices again.
 
     Raises ConfigurationError if there are fewer groups than ranks, or for act-order on several
     ranks.

@@ -1,4 +1,4 @@
-"""Options that describe a machine, shared by several verbs."""
+"""Options that describe a machine, shared by several subcommands of `mk`."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal

@@ -1,4 +1,4 @@
-"""Cache of the kernels of the functional interfaces, one per problem and device."""
+"""Cache of the kernels behind `fused_experts` and `fused_moe`, one per problem and device."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -108,7 +108,7 @@ def _reshape_scale(name: str, scale: torch.Tensor, quant: str) -> torch.Tensor:
     is_scalar = dims == 0 and not is_weight_scale
     if not (is_column or is_scalar) and (dims > 2 or scale.is_contiguous()):
         return scale
-    check_tensor(name, scale, meta=True)  # views and copies need its memory
+    check_tensor(name, scale, meta=True)  # a view or copy needs its memory
     if is_scalar:
         return scale.reshape(1)
     return (scale[:, :, 0] if is_column else scale).contiguous()

@@ -70,7 +70,7 @@ def init_prepare_finalize(
     group: object | None = None,
     machine: Machine | None = None,
 ) -> FusedMoEModularKernel:
-    """Return a kernel of the backend's prepare/finalize part with a part of `select_gemm_impl`."""
+    """Combine the backend's prepare/finalize part with the experts of `select_gemm_impl`."""
     catalog = load_catalog()
     kind = catalog.prepare_finalize(_part_of(problem, all2all_backend))
     experts = _experts_of(problem, kind, catalog, machine)

@@ -118,14 +118,14 @@ def format_is_standard(
 def format_is_deepep_normal(
     value: DispatchOutput | CombineInput,
 ) -> TypeGuard[DeepEPNormalDispatchOutput | DeepEPNormalCombineInput]:
-    """Return whether a dispatch output or combine input has received rows."""
+    """Return whether a dispatch output or combine input has the deepep_normal format."""
     return value.format == "deepep_normal"
 
 
 def format_is_deepep_ll(
     value: DispatchOutput | CombineInput,
 ) -> TypeGuard[DeepEPLLDispatchOutput | DeepEPLLCombineInput]:
-    """Return whether a dispatch output or combine input has received rows by expert."""
+    """Return whether a dispatch output or combine input has the deepep_ll format."""
     return value.format == "deepep_ll"
 
 

@@ -1,10 +1,10 @@
 """Cache of interpreted launches, which replays the writes of an equal launch instead of running it.
 
 Programs run one after another, so an interpreted launch is a function of its arguments and of the
-bytes that it reads. A launch of the same kernel, with arguments of the same layout, that would read
-the same bytes as an earlier launch writes the same bytes to the same positions. Every byte that the
-earlier launch read is compared, so a change of any of them, even in memory that no one initialized,
-makes the launch run again. A kernel that casts addresses to integers, or integers to addresses, is
+bytes that it reads. If two launches of a kernel have arguments of the same layout and read the same
+bytes, they write the same bytes to the same positions. Every byte that the earlier launch read is
+compared, so a change of any of them, even in memory that no one initialized, makes the launch run
+again. A kernel that casts addresses to integers, or integers to addresses, is
 replayed only at identical addresses.
 """
 
@@ -192,9 +192,9 @@ class Trace:
         self._bounds, self._memory = bounds, memory
         self._memory_index = {range_index: index for index, range_index in enumerate(order)}
         self._initial_memory = [array.copy() for array in memory]
-        # Keyed by (index in `memory`, _READ or _WRITTEN, element size). A value has the marks,
-        # which are True at the first byte of each accessed element, and the distance from the
-        # address of an element to the address of its mark.
+        # Keyed by (index in `memory`, _READ or _WRITTEN, element size). A value is (marks, offset):
+        # a mark is True if an accessed element starts at its byte, and the address of an element
+        # plus the offset is the address of its mark.
         self._marks: dict[tuple[int, int, int], tuple[Array, Any]] = {}
         self._casts_addresses = False
 

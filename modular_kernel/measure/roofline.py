@@ -70,7 +70,7 @@ def expert_bytes(problem: Problem, scheme: QuantScheme) -> float:
 
 
 def matrix_bytes(problem: Problem, scheme: QuantScheme) -> tuple[float, float]:
-    """Return the bytes of one expert's w1 and w2, each with what `expert_bytes` counts."""
+    """Return the bytes of one expert's w1 and w2, each with its group scales and bias."""
     if scheme.quantized:
         bits = float(_WEIGHT_BITS[scheme.weight])
         if scheme.granularity == "group":

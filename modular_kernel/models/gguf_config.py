@@ -1,4 +1,4 @@
-"""The config.json that a GGUF file's metadata and tensors amount to.
+"""Make the equivalent config.json of a GGUF file from its metadata and tensors.
 
     path, config = config_of_gguf(Path("model-Q4_0.gguf"))
 
@@ -26,7 +26,7 @@ _MAX_LAYERS = 4096
 class _Architecture:
     """What the code of llama.cpp determines for an architecture.
 
-    model_type: of transformers, whose experts and router are the same. intermediate: key of the
+    model_type: the transformers model with the same experts and router. intermediate: key of the
     experts' size. fixed: entries of a config.json that the metadata does not have.
     """
 
@@ -84,7 +84,7 @@ def config_of_gguf(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _dtype(header: GgufHeader) -> str:
-    """Return the dtype of a layer: that of the experts if all are floats of one type."""
+    """Return the dtype of the experts if all are floats of one type, else bfloat16."""
     layers = range(_MAX_LAYERS)
     types = {name for layer in layers for name in tensor_types(header, layer)}
     return _DTYPES.get(next(iter(types)), "bfloat16") if len(types) == 1 else "bfloat16"
@@ -122,10 +122,15 @@ class _Metadata:
         return value
 
     def integer(self, key: str) -> Any:
-        """Return an integer, or one for each layer."""
+        """Return the value of a required entry: an integer, or a list with one for each layer."""
         value = self.header.metadata.get(f"{self.name}.{key}")
         if value is None:
-            raise _error(self.path, f"no {self.name}.{key}", "an integer: a model with experts")
+            raise _error(
+                self.path, f"no {self.name}.{key}", "this entry, as in a model with experts"
+            )
+        values = value if isinstance(value, list | tuple) else [value]
+        if not all(type(number) is int for number in values):
+            raise _error(self.path, f"{self.name}.{key} = {str(value)[:80]}", "integers")
         return value
 
     def layers(self, *, extra: bool = False) -> int:
@@ -141,8 +146,8 @@ class _Metadata:
 def quantization_of_tensors(header: GgufHeader, layers: range) -> dict[str, Any] | None:
     """Return the quantization_config of the types of each layer's experts; None for floats alone.
 
-    Layers without experts are left out. The types of the most layers are those of the model; others
-    are overridden by the name of the layer, as in GPTQModel's `dynamic`.
+    Layers without experts are left out. The types that most layers have are those of the model;
+    other layers are listed by name, as in GPTQModel's `dynamic`.
     """
     by_types = dict[tuple[str, ...], list[int]]()
     for layer in layers:

@@ -120,6 +120,7 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         rank_TK, _, invalid = self._locate(routing.topk_ids_TK)
         call.invalid_ids.add_(invalid)
         local_amax = self.local_amax(x_TH, call)
+        call.peers_notified = local_amax is not None
         amax = None if local_amax is None else fixed.reduce_amax(local_amax, step)
         layout = self.layout_of(call)
         sent_1RB, received_WRB = fixed.blocks(call, layout)
@@ -127,10 +128,10 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         layout.clear(rows_RB[tokens:])
         scale = self._pack(x_TH, routing, rank_TK, weights, call, amax=amax, out_RB=rows_RB)
         call.peers_notified = True
-        exchange = fixed.dispatch(received_WRB, sent_1RB, tokens=tokens, step=step)
+        exchange, header = fixed.dispatch(received_WRB, sent_1RB, tokens=tokens, step=step)
 
         def receive() -> tuple[Dispatched, Handle]:
-            fixed.receive(exchange, received_WRB)
+            fixed.receive(exchange, received_WRB, header)
             return self._unpack(call, [*received_WRB[:, : fixed.rows]], scale, step)
 
         return receive

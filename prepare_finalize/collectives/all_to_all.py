@@ -156,6 +156,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
         rank_TK, slot_TK, needs_WT, invalid = self._locate(routing.topk_ids_TK)
         call.invalid_ids.add_(invalid)
         local_amax = self.local_amax(x_TH, call)
+        call.peers_notified = local_amax is not None
         amax = None if local_amax is None else fixed.reduce_amax(local_amax, step)
         layout, absent = self.layout_of(call), self.problem.tokens
         packed_own = call.workspace.take("packed_own", (absent + 1, layout.nbytes))
@@ -181,13 +182,13 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
             layout.put(block_RB, "ids", ids_RK)
             layout.put(block_RB, "weights", weights_RK)
         call.peers_notified = True
-        exchange = fixed.dispatch(
+        exchange, header = fixed.dispatch(
             received_WRB, sent_WRB, tokens=tokens, rows_W=needs_WT.sum(1), step=step
         )
         splits = (fixed.rows,) * world
 
         def receive() -> tuple[Dispatched, Handle]:
-            fixed.receive(exchange, received_WRB)
+            fixed.receive(exchange, received_WRB, header)
             received, weights_RK = self._unpack(call, [*received_WRB[:, : fixed.rows]], scale)
             token_N = token_WR.flatten()
             handle = All2AllHandle(self, call, step, splits, splits, True, token_N, weights_RK)

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ContiguousShape, DispatchShape
 from prepare_finalize.common.fixed_exchange import FixedExchange
@@ -23,8 +24,17 @@ class CollectivePart(RowsPart):
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
         if problem.graph or not self.manager.checked:
+            self._check_max_received()
             rows = self.rows_per_rank
             self.fixed = FixedExchange(self.layer, rows=rows, gathers=self.gathers)
+
+    def _check_max_received(self) -> None:
+        """Raise ConfigurationError if problem.max_received is below one row from each rank."""
+        max_received, world_size = self.problem.max_received, self.problem.parallel.world_size
+        if max_received is not None and max_received < world_size:
+            self.destroy()
+            need = f">= {world_size}, one row from each rank, in an exchange of fixed size"
+            raise ConfigurationError("max_received", got=max_received, need=need)
 
     @property
     def rows_per_rank(self) -> int:
@@ -35,8 +45,7 @@ class CollectivePart(RowsPart):
         problem = self.problem
         if problem.max_received is None:
             return problem.tokens
-        share = max(1, problem.max_received // problem.parallel.world_size)
-        return min(problem.tokens, share)
+        return min(problem.tokens, problem.max_received // problem.parallel.world_size)
 
     @property
     def rows_received(self) -> int:

@@ -23,16 +23,25 @@ from prepare_finalize.common.torch_group import Exchange
 
 
 @dataclass(frozen=True)
+class _HeaderExchange:
+    """An exchange of headers: headers_WF (W, F) int64, as received, and own_F, as sent."""
+
+    exchange: Exchange
+    headers_WF: torch.Tensor
+    own_F: torch.Tensor
+
+
+@dataclass(frozen=True)
 class ReplicatedHandle(PartHandle):
     """Handle of a call with replicated tokens.
 
-    topk_weights_TK: router weights still to apply, or None. headers: the exchange of headers and
-    its result, if ranks agree on the device.
+    topk_weights_TK: router weights still to apply, or None. headers: the exchange of headers, if
+    ranks agree on the device.
     """
 
     step: int
     topk_weights_TK: torch.Tensor | None
-    headers: tuple[Exchange, torch.Tensor] | None
+    headers: "_HeaderExchange | None"
 
 
 class ReplicatedEPPrepareAndFinalize(AgreeingPart):
@@ -83,16 +92,19 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         if agreement is None or not agreement.is_established:
             super().refuse(error)
             return
+        if manager.is_capturing():  # other ranks see that the call does not arrive
+            return
         with suppress(CommunicationError, UnsupportedError):  # the manager is closed
             step, device = agreement.next_step(), torch.device(manager.device)
             headers = torch.empty(
                 manager.world_size * len(FIELDS), dtype=torch.int64, device=device
             )
-            self._exchange_headers(headers, agreement, 0, step, refusal_index(error)).wait()
-            headers_WF = headers.view(-1, len(FIELDS))
-            self._verify_headers(agreement, headers_WF)
+            sent = self._exchange_headers(headers, agreement, 0, step, refusal_index(error))
+            sent.exchange.wait()
+            self._verify_headers(agreement, sent)
             # The other ranks reduce the sums of all their tokens.
-            tokens = int(headers_WF[:, TOKENS].max())
+            tokens = int(sent.headers_WF[:, TOKENS].max())
+            agreement.count_combine()
             sums = torch.zeros(tokens, self.problem.hidden, device=device)
             if tokens:
                 manager.all_reduce(sums, step=step, phase="combine").wait()
@@ -131,14 +143,13 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
 
     def _send_header(
         self, agreement: DeviceAgreement, x_TH: torch.Tensor, call: Call
-    ) -> tuple[int, tuple[Exchange, torch.Tensor]]:
+    ) -> tuple[int, _HeaderExchange]:
         """Start the exchange of headers, which runs beside the experts; return it and the step."""
         tokens = x_TH.shape[0]
         step = agreement.begin(call, tokens, x_TH.device)
         headers = call.workspace.take("headers", (self.manager.world_size * len(FIELDS),))
         call.peers_notified = True
-        exchange = self._exchange_headers(headers, agreement, tokens, step)
-        return step, (exchange, headers)
+        return step, self._exchange_headers(headers, agreement, tokens, step)
 
     def _exchange_headers(
         self,
@@ -147,16 +158,17 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         tokens: int,
         step: int,
         refusal: int = NOT_REFUSED,
-    ) -> Exchange:
+    ) -> _HeaderExchange:
         header = agreement.header(tokens, refusal=refusal)
-        return self.manager.all_gather(headers, header, step=step, phase="dispatch")
+        exchange = self.manager.all_gather(headers, header, step=step, phase="dispatch")
+        return _HeaderExchange(exchange, headers.view(-1, len(FIELDS)), header)
 
-    def _verify_headers(self, agreement: DeviceAgreement, headers_WF: torch.Tensor) -> None:
+    def _verify_headers(self, agreement: DeviceAgreement, sent: _HeaderExchange) -> None:
         """Verify the headers of all ranks; on a CPU, raise the error before the all-reduce.
 
         gloo ends the process if the sizes of an all-reduce differ.
         """
-        agreement.verify(headers_WF)
+        agreement.verify(sent.headers_WF, sent.own_F)
         if self.manager.device == "cpu":
             agreement.raise_failure()
 
@@ -193,9 +205,9 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         agreement, headers = self._device_agreement, part_handle.headers
         with stages.stage(stages.COMBINE):
             if agreement is not None and headers is not None:
-                exchange, received = headers
-                exchange.wait_on_stream()
-                self._verify_headers(agreement, received.view(-1, len(FIELDS)))
+                headers.exchange.wait_on_stream()
+                self._verify_headers(agreement, headers)
+                agreement.count_combine()
             if out.numel():  # the same on every rank, since T is
                 reduction = self.manager.all_reduce(sum_TH, step=part_handle.step, phase="combine")
                 if agreement is None:

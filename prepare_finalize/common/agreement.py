@@ -23,7 +23,7 @@ _REFUSALS = (
     *("InputError", "CapacityError", "ConfigurationError", "DeviceError", "DtypeError"),
     *("LayoutError", "RoutingError", "ShapeError", "UnsupportedError", "WeightsError"),
 )
-_FIELD_MESSAGES = {
+FIELD_MESSAGES = {
     "order": "a different order of earlier exchanges",
     "others": "another dtype, scheme, placement, activation or pairing",
 }
@@ -114,6 +114,8 @@ def refuse(layer: Layer, error: Exception) -> None:
     destroyed.
     """
     manager = layer.manager
+    if manager.is_capturing():  # other ranks see that the call does not arrive
+        return
     try:
         step = manager.next_step(layer.number, layer.calls + 1)
         local_fields = _fields(layer, step, 0)
@@ -191,7 +193,7 @@ def _check_same_fields(manager: TorchGroup, fields: list[list[int]], step: int) 
     for name, *values in zip(_FIELDS, *fields, strict=True):
         if len(set(values)) > 1:
             by_rank = f"{name} {', '.join(map(str, values))} by rank"
-            differences.append(_FIELD_MESSAGES.get(name, by_rank))
+            differences.append(FIELD_MESSAGES.get(name, by_rank))
     got = "; ".join(differences)
     need = "one layer, call, pairing, step and order"
     raise manager.disagreement(got, need, step=step, peers=peers)

@@ -14,12 +14,14 @@ import torch
 
 from modular_kernel.contracts import Call
 from modular_kernel.errors import CommunicationError, StateError
-from prepare_finalize.common.agreement import Layer, agree, refusal_name
+from modular_kernel.replay import modes
+from prepare_finalize.common.agreement import FIELD_MESSAGES, Layer, agree, refusal_name
 from prepare_finalize.common.device_status import (
     CALL,
     FIELDS,
     LAYER,
     NOT_REFUSED,
+    ORDER,
     REFUSAL,
     ROWS,
     TOKENS,
@@ -42,6 +44,7 @@ class DeviceAgreement:
         self._capacity = Capacity(layer.problem.tokens, rows, equal_tokens)
         self._limits: torch.Tensor | None = None
         self._calls: torch.Tensor | None = None  # (1,) int64, number of calls on the device
+        self._has_begun = False  # whether the device counts the current call
 
     @property
     def is_established(self) -> bool:
@@ -67,7 +70,8 @@ class DeviceAgreement:
             no_rows = [0] * (layer.counts or manager.world_size)
             agree(layer, call, tokens=tokens, rows_W=no_rows, device=device)
             status = _status(manager, device)
-            self._calls = torch.zeros(1, dtype=torch.int64, device=device)
+            with modes.outside_inference_mode():
+                self._calls = torch.zeros(1, dtype=torch.int64, device=device)
             self._limits = status.limits(self._capacity)
             return manager.step
         return self.next_step()
@@ -79,6 +83,13 @@ class DeviceAgreement:
         layer.calls += 1
         return step
 
+    def begin_on_device(self) -> None:
+        """Let the watchdog watch the current call, from before its first exchange."""
+        if not self._has_begun:
+            assert self._calls is not None
+            _status(self.layer.manager, self._calls.device).begin_call()
+            self._has_begun = True
+
     def header(
         self, tokens: int, rows_W: torch.Tensor | None = None, *, refusal: int = NOT_REFUSED
     ) -> torch.Tensor:
@@ -87,19 +98,32 @@ class DeviceAgreement:
         rows_W: (W,) int64, number of rows for each rank, if the routing determines them.
         """
         assert self._calls is not None
-        _status(self.layer.manager, self._calls.device).begin_call()
+        self.begin_on_device()
+        self._has_begun = False
         self._calls.add_(1)
         header = self._calls.repeat(len(FIELDS))
         for field, value in ((LAYER, self.layer.number), (TOKENS, tokens), (REFUSAL, refusal)):
             header[field].fill_(value)
+        header[ORDER : ORDER + 1].copy_(self._count_exchange(is_combine=False))
         header[ROWS].copy_(torch.zeros_like(header[ROWS]) if rows_W is None else rows_W.max())
         return header
 
-    def verify(self, headers_WF: torch.Tensor) -> None:
-        """Compare the headers of all ranks, (W, F) int64, on the device."""
+    def count_combine(self) -> None:
+        """Count the combine that is about to be launched, in the order of exchanges."""
+        self._count_exchange(is_combine=True)
+
+    def _count_exchange(self, *, is_combine: bool) -> torch.Tensor:
+        assert self._calls is not None
+        status = _status(self.layer.manager, self._calls.device)
+        return status.count_exchange(self.layer.number, is_combine=is_combine)
+
+    def verify(self, headers_WF: torch.Tensor, own_F: torch.Tensor) -> None:
+        """Compare the headers of all ranks, (W, F) int64, on the device.
+
+        own_F: the header that this rank has sent.
+        """
         assert self._limits is not None
-        manager = self.layer.manager
-        _status(manager, headers_WF.device).verify(headers_WF, self._limits, manager.rank)
+        _status(self.layer.manager, own_F.device).verify(headers_WF, own_F, self._limits)
 
     def end_call(self, out: torch.Tensor) -> None:
         """End a call; fill its output with NaN if it, or an earlier call of the manager, failed."""
@@ -110,6 +134,7 @@ class DeviceAgreement:
         if self.layer.manager.device == "cuda":
             torch.cuda.synchronize()
         self.raise_failure()
+        self.layer.manager.check_failure()
 
     def raise_failure(self) -> None:
         """Close the manager and raise CommunicationError if the host has seen a failed call."""
@@ -148,12 +173,13 @@ def _error_of(manager: TorchGroup, failure: Failure) -> CommunicationError:
             for rank in refusing
         )
         return error(got, "calls that every rank accepts", refusing)
-    for field in (LAYER, CALL):
+    for field in (LAYER, CALL, ORDER):
         values = [header[field] for header in headers]
         if len(set(values)) > 1:
-            got = f"{FIELDS[field]} {', '.join(map(str, values))} by rank"
+            by_rank = f"{FIELDS[field]} {', '.join(map(str, values))} by rank"
+            got = FIELD_MESSAGES["order"] if field == ORDER else by_rank
             peers = [rank for rank in ranks if values[rank] != own[field]]
-            return error(got, "one layer and call", peers)
+            return error(got, "one layer, call and order", peers)
     tokens_W = [header[TOKENS] for header in headers]
     if capacity.equal_tokens and len(set(tokens_W)) > 1:
         got = f"T = {', '.join(map(str, tokens_W))} by rank"

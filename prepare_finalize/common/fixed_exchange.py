@@ -1,4 +1,4 @@
-"""FixedExchange: dispatch and combine in blocks of a fixed size, which the host never waits for."""
+"""FixedExchange: dispatch and combine in blocks of a fixed size, without row counts on the host."""
 
 from contextlib import suppress
 
@@ -49,6 +49,7 @@ class FixedExchange:
     def reduce_amax(self, amax: torch.Tensor, step: int) -> torch.Tensor:
         """Return the maximum over all ranks of `amax`, (1,) float32."""
         self._reduces_amax = True
+        self._agreement.begin_on_device()
         manager = self.layer.manager
         amax_W = amax.new_empty(manager.world_size)
         manager.all_gather(amax_W, amax, step=step, phase="counts").wait_on_stream()
@@ -70,8 +71,8 @@ class FixedExchange:
         rows_W: torch.Tensor | None = None,
         refusal: int = NOT_REFUSED,
         step: int,
-    ) -> Exchange:
-        """Add this rank's header to the blocks and send them.
+    ) -> tuple[Exchange, torch.Tensor]:
+        """Add this rank's header to the blocks and send them; return the exchange and the header.
 
         tokens, rows_W, refusal: of the header; see `DeviceAgreement.header`.
         """
@@ -80,21 +81,27 @@ class FixedExchange:
         _headers(sent_SRB).copy_(header.expand(len(sent_SRB), -1))
         received, sent = received_WRB.flatten(0, 1), sent_SRB.flatten(0, 1)
         if self.gathers:
-            return manager.all_gather(received, sent, step=step, phase="dispatch")
+            exchange = manager.all_gather(received, sent, step=step, phase="dispatch")
+            return exchange, header
         splits = [self.rows + 1] * manager.world_size
-        return manager.all_to_all(
+        exchange = manager.all_to_all(
             received, sent, output_splits=splits, input_splits=splits, step=step, phase="dispatch"
         )
+        return exchange, header
 
-    def receive(self, exchange: Exchange, received_WRB: torch.Tensor) -> None:
-        """Make the stream wait for the blocks, and verify their headers on the device."""
+    def receive(self, exchange: Exchange, received_WRB: torch.Tensor, header: torch.Tensor) -> None:
+        """Make the stream wait for the blocks, and verify their headers on the device.
+
+        exchange, header: results of `dispatch`.
+        """
         exchange.wait_on_stream()
-        self._agreement.verify(_headers(received_WRB))
+        self._agreement.verify(_headers(received_WRB), header)
 
     def return_sums(self, partial_sums: torch.Tensor, sum_RH: torch.Tensor, step: int) -> None:
         """Send the sums of the received rows, (W * rows, H), back to the ranks of their tokens."""
         manager = self.layer.manager
         splits = [self.rows] * manager.world_size
+        self._agreement.count_combine()
         manager.all_to_all(
             partial_sums.view(torch.uint8),
             sum_RH.view(torch.uint8),
@@ -119,6 +126,8 @@ class FixedExchange:
         """
         if self._layout is None:
             return False
+        if self.layer.manager.is_capturing():  # other ranks see that the call does not arrive
+            return True
         manager, problem, layout = self.layer.manager, self.layer.problem, self._layout
         world, device, shape = manager.world_size, manager.device, (self.rows + 1, layout.nbytes)
         with suppress(CommunicationError, UnsupportedError):  # the manager is closed
@@ -130,10 +139,10 @@ class FixedExchange:
             )
             layout.clear(sent.flatten(0, 1))
             received = sent.new_empty(world, *shape)
-            exchange = self.dispatch(
+            exchange, header = self.dispatch(
                 received, sent, tokens=0, refusal=refusal_index(error), step=step
             )
-            self.receive(exchange, received)
+            self.receive(exchange, received, header)
             sum_RH = torch.zeros(
                 world * self.rows, problem.hidden, dtype=problem.dtype, device=device
             )

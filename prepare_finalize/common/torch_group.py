@@ -11,9 +11,11 @@ same order.
 """
 
 import re
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +43,7 @@ from prepare_finalize.rendezvous.connect import (
     deadline_of,
     member_group,
     new_prefix_store,
+    run_with_timeout,
     supported_device,
 )
 from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, culprits
@@ -50,6 +53,7 @@ from prepare_finalize.rendezvous.store_rounds import Meeting
 _GRACE_S = 1.0  # time after the deadline in which ranks publish their failure records
 _MIN_GRACE_S = 0.3  # minimum of that time, for an exchange that ended after its deadline
 _POLL_S = 20e-6
+_ABORT_PATIENCE_S = 2.0
 _MAX_STEPS = 64  # number of steps whose layer and call are kept for errors
 
 
@@ -91,6 +95,7 @@ class TorchGroup:
         self._calls_by_step: dict[int, tuple[int, int]] = {}  # step -> (layer, call)
         self._refusal: Exchange | None = None
         self._in_flight: WeakSet[Exchange] = WeakSet()
+        self._lock = threading.Lock()  # guards _in_flight from the watchdog
         self.order = 0  # digest of the sequence of exchanges so far
         self.last_calls = LastCalls(self.rank, history)
         self._failure: CommunicationError | None = None
@@ -226,11 +231,27 @@ class TorchGroup:
         """
         if self._failure is not None or self._destroyed:
             return
-        if self.device_status is not None:
-            self.device_status.fail()
         record = self.last_calls.begin(self.step, "dispatch", 0)
         error = RuntimeError("a call on the device did not end in time")
         self._failed(record, time.monotonic() - waited_s, error)
+
+    def _wait_for_calls(self) -> None:
+        """Wait until the calls on the device have ended, or the manager has failed."""
+        status, end = self.device_status, time.monotonic() + self.deadline_s
+        while status is not None and not self.failed and len(set(status.progress())) > 1:
+            if time.monotonic() > end:
+                self.expire(self.deadline_s)
+                return
+            time.sleep(_POLL_S)
+
+    def is_capturing(self) -> bool:
+        """Return whether the current CUDA stream is captured in a graph."""
+        return self.device == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def check_failure(self) -> None:
+        """Raise CommunicationError if an exchange failed, after which the manager is closed."""
+        if self.failed:
+            self._check_open()
 
     @property
     def failed(self) -> bool:
@@ -294,6 +315,7 @@ class TorchGroup:
         """Close the communicator; later exchanges raise UnsupportedError."""
         check_process(self._generation)
         if self._watchdog is not None:
+            self._wait_for_calls()
             self._watchdog.stop()
         group = self._communicator.close()
         if self.device == "cuda" and group is not None and not self._destroyed:
@@ -326,7 +348,8 @@ class TorchGroup:
         except RuntimeError as error:
             raise self._failed(record, started, error) from error
         exchange = Exchange(self, work, tensors, record, started)
-        self._in_flight.add(exchange)
+        with self._lock:
+            self._in_flight.add(exchange)
         return exchange
 
     def _wait(self, exchange: "Exchange") -> None:
@@ -337,8 +360,18 @@ class TorchGroup:
             raise self._failed(exchange.record, exchange.started_s, error) from error
         self._finished(exchange)
 
+    def _wait_on_stream(self, exchange: "Exchange") -> None:
+        work = exchange.work
+        self._check_open()  # the watchdog may have closed the manager, and dropped the work
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failed(exchange.record, exchange.started_s, error) from error
+        self._finished(exchange)
+
     def _finished(self, exchange: "Exchange") -> None:
-        self._in_flight.discard(exchange)
+        with self._lock:
+            self._in_flight.discard(exchange)
         exchange.work = None  # a reference to the work would keep connections open
         self.last_calls.end(exchange.record)
 
@@ -360,13 +393,21 @@ class TorchGroup:
 
         gloo closes its connections once nothing refers to the communicator. Exchanges in flight do.
         """
-        for exchange in self._in_flight:
+        if self.device_status is not None and self.device == "cuda":
+            # Calls that the host has not waited for end without their data.
+            with suppress(RuntimeError):
+                self.device_status.poison()
+        with self._lock:
+            in_flight = list(self._in_flight)
+        for exchange in in_flight:
             exchange.work = None
             if exchange.record["ended_s"] is None:
                 self.last_calls.end(exchange.record, "failed: given up")
         group = self._communicator.close()
         if self.device == "cuda" and group is not None:
-            group.abort()
+            # Aborting waits while a CUDA graph holds the communicator.
+            with suppress(RuntimeError):
+                run_with_timeout(group.abort, _ABORT_PATIENCE_S)
 
     def _unreachable_ranks(self, store_rank: int) -> tuple[int, ...]:
         """Return the unreachable ranks if the rank that serves the store does not answer.
@@ -425,9 +466,8 @@ class Exchange:
         """
         if self.manager.device == "cpu":
             self.wait()
-            return
-        self.work.wait()
-        self.manager._finished(self)
+        else:
+            self.manager._wait_on_stream(self)
 
 
 def _describe_hosts(hosts: Hosts, peers: Sequence[int]) -> str:

@@ -1,15 +1,19 @@
 """Watchdog: a thread that closes a manager if a call on the GPU does not end in time.
 
-The host does not wait for calls that agree on the device, and may not even be involved in those
-that a CUDA graph replays. NCCL waits for a missing rank forever.
+The host does not wait for calls in which ranks agree on the device, and takes no part in those that
+a CUDA graph replays. NCCL waits for a missing rank forever.
 """
 
+import atexit
 import threading
 import time
 import weakref
 from typing import Protocol
 
+from prepare_finalize.rendezvous.at_exit import run_in_thread
+
 _MAX_POLL_S = 0.1
+_watchdogs: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
 
 
 class Progress(Protocol):
@@ -37,10 +41,8 @@ class Watchdog:
         self._manager, self._status = weakref.ref(manager), status
         self._deadline_s = manager.deadline_s
         self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="modular_kernel watchdog", daemon=True
-        )
-        self._thread.start()
+        self._thread = run_in_thread(self._run)
+        _watchdogs.add(self)
 
     def stop(self) -> None:
         """End the thread; wait for it unless it is the caller."""
@@ -61,3 +63,9 @@ class Watchdog:
                 return
             if self._manager() is None:
                 return
+
+
+@atexit.register  # before the hook of `at_exit`, which joins the threads
+def _stop_all() -> None:
+    for watchdog in tuple(_watchdogs):
+        watchdog._stopped.set()

@@ -1,5 +1,6 @@
 """Exchanges of fixed size over gloo ranks: the host reads nothing after a layer's first call."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -239,13 +240,13 @@ def open_with(rank: int, world: int, group: object, checked: object) -> str:
     return ""
 
 
-GOOD = (3, 7, 4, 2, NOT_REFUSED)  # layer, call, tokens, rows, refusal
+GOOD = (3, 7, 99, 4, 2, NOT_REFUSED)  # layer, call, order, tokens, rows, refusal
 CAPACITY = Capacity(tokens=5, rows=3)
 
 
 def verify(headers: list[tuple[int, ...]], capacity: Capacity = CAPACITY) -> Failure | None:
     status = DeviceStatus(len(headers), torch.device("cpu"))
-    status.verify(torch.tensor(headers), status.limits(capacity), rank=0)
+    status.verify(torch.tensor(headers), torch.tensor(headers[0]), status.limits(capacity))
     failure = status.failure()
     assert bool(status.failed) == (failure is not None)
     return failure
@@ -254,13 +255,14 @@ def verify(headers: list[tuple[int, ...]], capacity: Capacity = CAPACITY) -> Fai
 @pytest.mark.parametrize(
     "header",
     [
-        (4, 7, 4, 2, NOT_REFUSED),
-        (3, 8, 4, 2, NOT_REFUSED),
-        (3, 7, 6, 2, NOT_REFUSED),
-        (3, 7, -1, 2, NOT_REFUSED),
-        (3, 7, 4, 4, NOT_REFUSED),
-        (3, 7, 4, -1, NOT_REFUSED),
-        (3, 7, 4, 2, 0),
+        (4, 7, 99, 4, 2, NOT_REFUSED),
+        (3, 8, 99, 4, 2, NOT_REFUSED),
+        (3, 7, 98, 4, 2, NOT_REFUSED),
+        (3, 7, 99, 6, 2, NOT_REFUSED),
+        (3, 7, 99, -1, 2, NOT_REFUSED),
+        (3, 7, 99, 4, 4, NOT_REFUSED),
+        (3, 7, 99, 4, -1, NOT_REFUSED),
+        (3, 7, 99, 4, 2, 0),
     ],
 )
 def test_each_field_of_a_header_is_verified(header: tuple[int, ...]) -> None:
@@ -269,7 +271,7 @@ def test_each_field_of_a_header_is_verified(header: tuple[int, ...]) -> None:
 
 
 def test_tokens_may_differ_unless_they_must_be_equal() -> None:
-    other = (3, 7, 1, 0, NOT_REFUSED)
+    other = (3, 7, 99, 1, 0, NOT_REFUSED)
     assert verify([GOOD, other]) is None
     equal = replace(CAPACITY, equal_tokens=True)
     assert verify([GOOD, GOOD], equal) is None
@@ -277,11 +279,18 @@ def test_tokens_may_differ_unless_they_must_be_equal() -> None:
 
 
 def test_the_first_failure_is_kept() -> None:
-    status, bad, worse = DeviceStatus(2, torch.device("cpu")), (3, 7, 9, 2, -1), (3, 9, 9, 2, 5)
+    status, bad, worse = DeviceStatus(2, torch.device("cpu")), (*GOOD[:3], 9, 2, -1), (1, *GOOD[1:])
     for second in (GOOD, bad, worse, GOOD):
         headers_WF = torch.tensor([GOOD, second])
-        status.verify(headers_WF, status.limits(CAPACITY), rank=0)
+        status.verify(headers_WF, headers_WF[0], status.limits(CAPACITY))
     assert status.failure() == Failure((GOOD, bad), CAPACITY)
+
+
+def test_headers_of_an_earlier_call_are_wrong() -> None:
+    status = DeviceStatus(2, torch.device("cpu"))
+    own_F = torch.tensor((3, 8, *GOOD[2:]))
+    status.verify(torch.tensor([GOOD, GOOD]), own_F, status.limits(CAPACITY))
+    assert status.failure() == Failure((GOOD, GOOD), CAPACITY)
 
 
 def differ_in_tokens(rank: int, world: int, group: object, layer: Layer) -> str:
@@ -351,3 +360,107 @@ SCENARIOS = [
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: f"{scenario.part}-{scenario}")
 def test_faults_raise_on_every_other_rank(fault_pool: RankPool, scenario: Scenario) -> None:
     assert run_scenario(scenario, fault_pool).findings() == []
+
+
+def error_of(call) -> Exception | None:
+    kernel, arguments = call
+    try:
+        kernel(*arguments)
+    except CommunicationError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
+def test_another_order_of_finishing_fails_a_later_call(pool: RankPool, part: str) -> None:
+    layers = (layer_of(part, (4,) * pool.world_size), layer_of(part, (3,) * pool.world_size))
+    for error in pool.run(finish_two_layers, layers):
+        assert "a different order of earlier exchanges" in error
+
+
+def finish_two_layers(rank: int, world: int, group: object, layers: tuple[Layer, ...]) -> str:
+    """Finish calls of two layers in another order on rank 0."""
+    manager = TorchGroup(group, deadline_s=5.0, checked=False)
+    problem = layers[0].problem(rank)
+    kernels = [make_kernel(layers[0].part, "TorchExperts", problem, group=manager) for _ in layers]
+    given = layers[0].inputs_of(rank)
+    arguments = given.x_TH, given.weights, given.routing
+    for kernel in kernels:
+        kernel(*arguments)
+    pending = [kernel.start(*arguments) for kernel in kernels]
+    for call in pending if rank else reversed(pending):
+        call.finish()
+    errors = map(error_of, [(kernels[0], arguments)] * 2)
+    return next((str(error) for error in errors if error is not None), "")
+
+
+def interrupt(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
+    kernel = layer.kernel(rank, TorchGroup(group, deadline_s=20.0, checked=False))
+    given = layer.inputs_of(rank)
+    kernel(given.x_TH, given.weights, given.routing)
+    if rank == 1:
+
+        def stop(*_args, **_options):
+            raise KeyboardInterrupt
+
+        kernel.experts.apply = stop
+    started = time.monotonic()
+    try:
+        kernel(given.x_TH, given.weights, given.routing)
+    except (CommunicationError, KeyboardInterrupt) as error:
+        return type(error).__name__, time.monotonic() - started
+    return "", 0.0
+
+
+@pytest.mark.parametrize("part", ALL_PARTS)
+def test_an_interrupted_call_is_reported_at_once(pool: RankPool, part: str) -> None:
+    reports = pool.run(interrupt, layer_of(part, (4,) * pool.world_size))
+    names = [name for name, _ in reports]
+    assert names == ["CommunicationError", "KeyboardInterrupt", "CommunicationError"][: len(names)]
+    assert all(seconds < 10 for _, seconds in reports)
+
+
+def call_in_inference_mode_first(rank: int, world: int, group: object, layer: Layer) -> bool:
+    kernel = layer.kernel(rank, TorchGroup(group, checked=False))
+    given = layer.inputs_of(rank)
+    with torch.inference_mode():
+        first = kernel(given.x_TH, given.weights, given.routing).clone()
+    return torch.equal(first, kernel(given.x_TH, given.weights, given.routing))
+
+
+@pytest.mark.parametrize("part", ALL_PARTS)
+def test_the_first_call_may_run_in_inference_mode(pool: RankPool, part: str) -> None:
+    assert all(pool.run(call_in_inference_mode_first, layer_of(part, (4,) * pool.world_size)))
+
+
+def test_fewer_rows_than_ranks_are_refused(pool: RankPool) -> None:
+    layer = layer_of(ALL2ALL, (4,) * pool.world_size, max_received=1)
+    for error in pool.run(open_layer, layer):
+        assert "max_received: got 1, need >=" in error
+
+
+def open_layer(rank: int, world: int, group: object, layer: Layer) -> str:
+    try:
+        layer.kernel(rank, TorchGroup(group, checked=False))
+    except ModularKernelError as error:
+        return str(error)
+    return ""
+
+
+def expire_and_check(rank: int, world: int, group: object, layer: Layer) -> tuple[bool, str]:
+    manager = TorchGroup(group, deadline_s=2.0, checked=False)
+    kernel, given = layer.kernel(rank, manager), layer.inputs_of(rank)
+    kernel(given.x_TH, given.weights, given.routing)
+    manager.device_status.poison()
+    manager.expire(3.0)
+    try:
+        kernel.prepare_finalize.check()
+    except CommunicationError as error:
+        return bool(manager.device_status.failed), str(error)
+    return False, ""
+
+
+def test_check_raises_after_a_call_that_did_not_end(pool: RankPool) -> None:
+    for poisoned, error in pool.run(expire_and_check, layer_of(ALL2ALL, (4,) * pool.world_size)):
+        assert poisoned
+        assert "a manager that failed before" in error

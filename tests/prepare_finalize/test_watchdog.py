@@ -64,6 +64,6 @@ def test_progress_counts_calls_and_a_failed_status_poisons() -> None:
     status.end_call(out)
     assert status.progress() == (1, 1)
     assert not out.isnan().any()
-    status.fail()
+    status.poison()
     status.end_call(out)
     assert out.isnan().all()

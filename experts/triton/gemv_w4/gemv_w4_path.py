@@ -1,7 +1,8 @@
 """The gemv_w4 path: a few tokens and 4-bit weights, in two launches, without sorting pairs.
 
 It works like the gemv path, but with tensor cores. Words of eight 4-bit weights are unpacked in
-registers. GEMM 1 writes h in the order, and with the factors, that the MMAs of GEMM 2 need.
+registers. GEMM 1 stores h permuted and multiplied as the MMA operands of GEMM 2 require, see
+`store_in_pair_order`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -42,7 +43,7 @@ class GemvW4Path(Path):
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the largest call in which tokens rarely share an expert, in tokens."""
+        """Return the number of tokens above which they often share an expert and sorting pays."""
         return gemv_w4_config.max_tokens(problem)
 
     @classmethod
@@ -101,7 +102,7 @@ class GemvW4Path(Path):
     def run(self, call: PathCall) -> None:
         pairs = call.tokens.routing.topk_ids_TK.numel()
         h_PI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
-        use_triton(h_PI)  # the first call makes Triton's interpreter compute like a GPU
+        use_triton(h_PI)  # for its side effect: it patches Triton's interpreter on first use
         ids = {**id_arguments(call.tokens.routing, self.problem.e), **pdl_arguments()}
         with stages.stage(stages.GEMM1):
             self._multiply_x(call, h_PI, ids)

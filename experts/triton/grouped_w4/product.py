@@ -90,7 +90,7 @@ def tiled_shapes(
 def tile_experts(
     product: GemmOperands, starts: torch.Tensor, out: Tiled, first_expert: int
 ) -> None:
-    """Tile the weights of the experts from first_expert on that have rows; `out` has their number.
+    """Tile the weights of the experts from first_expert on, as many as `out` has; skip empty ones.
 
     product: the operands of all experts; w, scale and zero_point are contiguous.
     starts: (experts + 1,) int32, the first row of each expert, then the number of rows.

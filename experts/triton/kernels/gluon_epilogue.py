@@ -112,8 +112,8 @@ def store_rows(
     ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
     buffer = staging.index(slot)
-    # Wait for all TMA stores of the last tile. Waiting only for the older of two would not work,
-    # because a tile that threads stored has none to count.
+    # Wait for all TMA stores of the last tile. store_wait(1) would be wrong: threads store a
+    # partial tile without a TMA store, so pending stores do not count tiles.
     if slot == 0:
         tma.store_wait(0)
     buffer.store(values.to(out_desc.dtype))
@@ -135,7 +135,7 @@ def _finish_one_half(
 ):  # fmt: skip
     """Finish one half of a tile on its own.
 
-    All of its rows are gate rows, or gate and up rows alternate.
+    Its columns are weight rows: all gate rows, or gate and up rows alternating.
     """
     values = _scaled(
         values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS

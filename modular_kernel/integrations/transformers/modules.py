@@ -34,7 +34,8 @@ Names = tuple[str, ...]
 class Layout:
     """How a module's tensors map to ExpertWeights.
 
-    fields: the fields, as text for `expert_fields`. quant: name of the quantization scheme.
+    fields: comma-separated fields and conversions, as `expert_fields` parses them. quant: name of
+    the quantization scheme.
     """
 
     fields: str
@@ -136,7 +137,7 @@ _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 def problem_of(
     module: torch.nn.Module, tensors: Sequence[torch.Tensor], layout: Layout
 ) -> Callable[..., Problem]:
-    """Return a partial Problem without tokens, dtype, top_k and activation.
+    """Return a partial Problem without dtype, top_k and activation; its tokens are 1.
 
     Raises UnsupportedError if the projections do not match each other or the module.
     """

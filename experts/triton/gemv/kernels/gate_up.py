@@ -38,7 +38,8 @@ def _step_input(
 ):  # fmt: skip
     """Return x (BLOCK_K,) as float32 (1, BLOCK_K), quantized according to QUANT, and its scales.
 
-    The scales are (1, BLOCK_K / VEC); they are set only if one is needed per group.
+    The scales are (1, BLOCK_K / VEC), one per group. They are not used if x has one scale per token
+    or tensor, or none.
     """
     x = x.to(tl.float32)[None, :]
     scales = tl.zeros((1, BLOCK_K // VEC), tl.float32)
@@ -121,13 +122,16 @@ def gemv_gate_up_kernel(
         ROW_STEP + up_row for up, which is up_offset elements further.
     h_ptr: (num_pairs, intermediate), contiguous; rows of skipped pairs are not written.
     amax_ptr: (num_pairs, blocks); if STORE_AMAX, the largest magnitude of each block of h.
-    QUANT: "none"; "given": x is quantized, with scales; otherwise x is quantized here, with one
-        scale per "token", "group" or "tensor", or with the "static" one at x_scale_ptr.
+    QUANT: how x is quantized:
+        "none": it is not.
+        "given": before the launch, with the scales at x_scale_ptr.
+        "token", "group", "tensor": in this kernel, with one scale each.
+        "static": in this kernel, with the scale at x_scale_ptr.
     LARGEST, ROUND, MIN_SCALE: see `quantize_rows`.
     BLOCK_R: columns of x per step of its amax.
     SCALED: weights have scales, one per GROUP_N rows and GROUP_K columns (0: all of K).
     SCALE_ROWS: 1 if all BLOCK_N rows share a scale, else BLOCK_N.
-    MIDDLE: subtracted from integer weights, unless HAS_ZERO: they have zero points.
+    HAS_ZERO: integer weights have zero points. Otherwise MIDDLE is subtracted from all of them.
     KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
     VEC: adjacent weights per load.
     STAGES: stages of the software pipeline.

@@ -1,17 +1,19 @@
 """Device functions of the gemv_w4 path: a vector times 4-bit weights, through registers only.
 
-A warp multiplies one block, CHUNKS * 128 weights along K, of each of its rows at a time. A chunk is
-128 weights of a row: 16 adjacent bytes in each of four lanes. A lane unpacks its own words, which
-are its part of an MMA operand, so weights never move between lanes. Loaded tensors therefore start
-with axes of 4 and 8, the lanes of a warp, followed by PARTS, the warps of a program.
+In each step, a warp multiplies one block of every row that it owns. A block is CHUNKS * 128
+weights along K. A chunk is 128 weights of a row: 16 adjacent bytes in each of four lanes. A lane
+unpacks its own words, which are its part of an MMA operand, so weights never move between lanes.
+Loaded tensors therefore start with axes of 4 and 8, the lanes of a warp, followed by PARTS, the
+warps of a program.
 
 A slot is the part of a chunk that shares a scale, or the whole chunk. The vector is the right
 operand of the MMA, which has eight columns. Each column is for one slot: it has the values of x in
 that slot, and zeros elsewhere. The MMA thus computes the sums of all slots separately; they are
 scaled and then added.
 
-An MMA has 16 weight rows. If a program has only 8, HALVES = 2: the MMA has the 8 rows twice, with
-the first and the second half of a block, and the columns of a row are the slots of its half.
+An MMA has 16 weight rows. If a program has only 8, HALVES = 2: rows 0 to 7 of the MMA hold the
+first half of the block, and rows 8 to 15 the second half of the same rows. In each row, only the
+columns of the slots in its own half are used.
 """
 
 import triton
@@ -60,7 +62,7 @@ def rows_of_lanes(
     first, count, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the weight rows of a tile as two terms, as `rows_of` does.
+    """Return two terms whose sum is the weight row, as `rows_of` does.
 
     The first is per lane, (1, 8, 1, 1), the second per group of eight rows, (1, 1 or 8, 1, ROWS /
     8).
@@ -205,9 +207,9 @@ def load_row(ptr, stride, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.
 def pairs_of(x, after, dtype: tl.constexpr, FORMAT: tl.constexpr):
     """Permute the result of `load_row` to MMA order: int32 (4, 8, PARTS, 1, 4, 4).
 
-    The two values that are multiplied by the two halves of a register of weights form a pair,
-    multiplied by `boost_of`. The two pairs of an MMA are adjacent. dtype is the type of the values;
-    after: as in `slot_sums`.
+    A pair is the two values of x that meet the low and the high half of a register of weights. For
+    bf16 they are multiplied by `boost_of`. The two pairs of an MMA are adjacent. dtype is the type
+    of the values; after: as in `slot_sums`.
     """
     parts: tl.constexpr = x.shape[2]
     bits = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
@@ -254,7 +256,7 @@ def _weight_operand(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
 def _x_operand(pairs, dtype: tl.constexpr):
     """Convert pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, 128, 8).
 
-    Each column of x has the chunk of one slot.
+    Column s holds the values of x in slot s, and zeros in the rest of the chunk.
     """
     parts: tl.constexpr = pairs.shape[2]
     low = pairs.to(tl.int16).to(dtype, bitcast=True)
@@ -352,7 +354,9 @@ def slot_sums(
 
 @triton.jit
 def zero_values(codes, shift, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
-    """Return float32 zero points, minus 8 unless FROM_ZERO, as the unpacked weights have them.
+    """Return the zero points as float32.
+
+    They are reduced by 8 unless FROM_ZERO, because the unpacked weights are.
 
     codes are bytes (4, 8, PARTS, ROWS / 8, 2); shift is 0 or 4 per row, (1, 8, 1, ROWS / 8, 1).
     """
@@ -368,7 +372,7 @@ def scaled_sums(
     """Return the scaled sums of a block per slot, float32 (PARTS, ROWS, 8).
 
     scale, zero: results of `load_by_slot`.
-    shift: 0 or 4 per row, (1, 8, 1, ROWS / 8, 1), the bits of its zero point in a byte.
+    shift: bit offset of a row's zero point in its byte, 0 or 4, (1, 8, 1, ROWS / 8, 1).
     words, pairs, after, ADD_ZERO_TERM_LAST: as in `slot_sums`.
     """
     if is_e2m1(FORMAT):

@@ -23,9 +23,9 @@ _E2M1_PAIRS = (
     f"shl.b32 t, W, 6; shl.b32 u, W, 1; lop3.b32 t, t, u, {_E2M1_MASK}, 0x28; ",
     f"shr.u32 t, W, 3; shl.b32 u, W, 2; lop3.b32 t, t, u, {_E2M1_MASK}, 0x28; ",
 )
-# PTX that moves pair i of integers q of word W, or of w = W >> 8, to the low bits of the bf16
-# halves of t. Their values are then q * 2^-133 (even i) or 16 * q * 2^-133 (odd i): a bf16 with the
-# bits n < 2^8, which is subnormal or one of the smallest normals, has the value n * 2^-133.
+# A bf16 with bit pattern n < 2^8 has the value n * 2^-133, so masking an integer into the low bits
+# of a bf16 converts it. This PTX moves pair i of integers q of word W, or of w = W >> 8, to the
+# bf16 halves of t, which then are q * 2^-133 (even i) or 16 * q * 2^-133 (odd i).
 _INTEGER_PAIRS = tuple(
     f"and.b32 t, {w}, {mask}; " for w in "Ww" for mask in ("0x000F000F", "0x00F000F0")
 )
