@@ -160,7 +160,9 @@ def dequantize_part(
         values = values.view(-1, state.block).mul_(absmax[:, None]).view(-1, shape[1])
         return values[:, columns[0] : columns[1]]
     values = values[:, columns[0] : columns[1]]
-    index = torch.arange(rows[0], rows[1])[:, None] * shape[1] + torch.arange(*columns)
+    device = absmax.device
+    row_R1 = torch.arange(rows[0], rows[1], device=device)[:, None]
+    index = row_R1 * shape[1] + torch.arange(*columns, device=device)
     return values * absmax[index.div_(state.block, rounding_mode="floor").sub_(blocks[0])]
 
 
@@ -240,7 +242,10 @@ def _absmax(
     codebook = tensors.read("weight.nested_quant_map")
     _check_finite(codebook, f"{what}.nested_quant_map")
     _check_finite(scale, f"{what}.nested_absmax")
-    index = torch.arange(*blocks).div_(state.nested_block, rounding_mode="floor") - nested[0]
+    index = (
+        torch.arange(*blocks, device=scale.device).div_(state.nested_block, rounding_mode="floor")
+        - nested[0]
+    )
     factors = codebook[stored.int()] * scale[index] + state.offset
     return factors.float()
 

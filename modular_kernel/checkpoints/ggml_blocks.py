@@ -76,7 +76,7 @@ def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=blocks.device)
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32, device=blocks.device)
     levels = torch.cat([levels, -levels])
     exponents = blocks[..., :1].int() - 127
     return torch.ldexp(levels[_nibbles(blocks[..., 1:]).int()], exponents)

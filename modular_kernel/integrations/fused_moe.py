@@ -73,8 +73,8 @@ def fused_experts(
 
     hidden_states: (..., H). The result is written to it if inplace.
     w1, w2: (E, N, H) and (E, H, I), or packed.
-    topk_output: (weights, ids, ...). weights: (..., K), float32 or a 16-bit dtype, which is
-        converted. ids: (..., K), -1 skips a pair. Further values are ignored.
+    topk_output: the router weights, (..., K), float32 or a 16-bit dtype, which is converted, and
+        the expert ids, (..., K), of which -1 skips a pair. Further values are ignored.
     moe_runner_config: its `inplace` is True by default. Without a config, the call is not inplace.
     options: see `Options`. Raises ConfigurationError for other keywords.
 

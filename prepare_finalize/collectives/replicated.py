@@ -105,7 +105,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
             # The other ranks reduce the sums of all their tokens.
             tokens = int(sent.headers_WF[:, TOKENS].max())
             agreement.count_combine()
-            sums = torch.zeros(tokens, self.problem.hidden, device=device)
+            sums = torch.zeros(tokens, self.problem.hidden, dtype=torch.float32, device=device)
             if tokens:
                 manager.all_reduce(sums, step=step, phase="combine").wait()
             agreement.end_call(sums)

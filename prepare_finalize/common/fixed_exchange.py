@@ -133,7 +133,7 @@ class FixedExchange:
         with suppress(CommunicationError, UnsupportedError):  # the manager is closed
             step = self._agreement.next_step()
             if self._reduces_amax:
-                self.reduce_amax(torch.zeros(1, device=device), step)
+                self.reduce_amax(torch.zeros(1, dtype=torch.float32, device=device), step)
             sent = torch.empty(
                 1 if self.gathers else world, *shape, dtype=torch.uint8, device=device
             )

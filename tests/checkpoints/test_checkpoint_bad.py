@@ -17,16 +17,16 @@ from modular_kernel.testing.checkpoints.samples import write
 
 # What no header shows.
 OF_VALUES = (
-    "a scale that is no number",
-    "a group's scale that is no number",
-    "a power of two that is no number",
-    "a channel's scale of 0",
+    "a scale of NaN",
+    "a group scale of infinity",
+    "an E8M0 scale of NaN",
+    "a channel scale of 0",
     "a static scale below 0",
-    "a matrix's scale that divides by too much",
-    "a matrix's scale that is no number",
+    "a matrix scale of 1 / infinity",
+    "a matrix scale of NaN",
     "columns out of order",
-    "groups of act-order of other sizes",
-    "gate and up in other orders",
+    "act-order groups of different sizes",
+    "gate and up in different column orders",
 )
 
 

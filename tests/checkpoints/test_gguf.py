@@ -266,8 +266,8 @@ BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
                      "general.architecture = 'mamba', need one of qwen2moe"),
     "no architecture": ({"metadata": {"general.architecture": None}}, ConfigurationError, "None"),
     "dense": ({"metadata": {"qwen3moe.expert_count": None}}, ConfigurationError,
-              "no qwen3moe.expert_count, need an integer"),
-    "count type": ({"metadata": {"qwen3moe.expert_count": "4"}}, ConfigurationError, "experts"),
+              "no qwen3moe.expert_count, need this entry"),
+    "count type": ({"metadata": {"qwen3moe.expert_count": "4"}}, ConfigurationError, "integers"),
     "layers": ({"metadata": {"qwen3moe.block_count": 0}}, ConfigurationError, "block_count = 0"),
     "many layers": (
         {"metadata": {"qwen3moe.block_count": 1 << 31}}, ConfigurationError, "1 to 4096 layers"),

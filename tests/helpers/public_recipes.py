@@ -63,6 +63,7 @@ _EXCHANGE_STEPS = (
     "group_part.RowsPart.pack",
     "group_part.RowsPart.prepare_no_receive",
     "group_part.RowsPart.send",
+    "packed_rows.RowLayout.clear",
     "packed_rows.RowLayout.put",
     "packed_rows.RowLayout.take",
     "row_buffers.PackedRowBuffers.put_adapters",

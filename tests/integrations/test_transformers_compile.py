@@ -102,7 +102,7 @@ def test_a_model_is_one_graph_and_computes_what_eager_does(name) -> None:
 def test_modules_are_traced_by_number_if_torch_cannot_trace_objects(monkeypatch) -> None:
     """As with torch 2.11. Another module of the same class is traced as another graph."""
     home = sys.modules["modular_kernel.integrations.transformers.constants"]
-    monkeypatch.setattr(home, "_TAKES_OBJECTS", False)
+    monkeypatch.setattr(home, "_ACCEPTS_OBJECTS", False)
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:

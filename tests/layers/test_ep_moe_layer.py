@@ -179,7 +179,7 @@ def test_an_engine_that_walks_quant_methods_processes_the_weights() -> None:
         ({"use_grouped_topk": True}, r"topk_group: got \(None, None\), need both"),
         ({"use_grouped_topk": True, "topk_group": 2}, r"topk_group: got \(None, 2\), need both"),
         ({"num_expert_group": 4}, r"topk_group: got \(4, None\), need None, or use_grouped_topk"),
-        ({"correction_bias": BIAS}, "correction_bias: got a tensor, need use_grouped_topk=True"),
+        ({"correction_bias": BIAS}, "correction_bias: got a tensor, need None, or use_grouped"),
         ({"renormalize": None}, "renormalize: got None, need True or False"),
         ({"quant_config": 8}, "quant_config: got int, need a quantization_config"),
         ({"quant_config": SimpleNamespace(activation_scheme="some")},

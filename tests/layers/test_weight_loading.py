@@ -130,7 +130,7 @@ def test_a_scale_block_across_gate_and_up_is_refused() -> None:
     loader, layer = ExpertLoader(Share(2, 128, 192), format), torch.nn.Module()
     loader.create_weights(layer, torch.bfloat16)
     scale = torch.ones(3, 1)
-    with pytest.raises(ConfigurationError, match="gate rows: got 192, need multiples of 128"):
+    with pytest.raises(ConfigurationError, match="gate rows: got 192, need a multiple of 128"):
         loader.weight_loader(layer.w13_weight_scale_inv, scale, "w13_weight_scale_inv", "w13", 0)
 
 

@@ -50,7 +50,7 @@ def test_defects_missed_by_full_have_results_of_the_ops_tests() -> None:
     assert missed
     killed = sum(result["tests"].startswith("killed by tests/ops/test_ops_") for result in missed)
     page = (ROOT / "docs/mutation-scores.md").read_text(encoding="utf-8")
-    assert f"Of the {len(missed)} that full does not kill, the tests of operations" in page
+    assert f"Of the {len(missed)} that level full does not kill, the tests of operations" in page
     assert f"kill {killed}." in page
 
 
