@@ -428,5 +428,5 @@ def _dispatch_shape(tokens: Dispatched) -> DispatchShape:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Return the error that other ranks are told: the error itself, or that it was an interrupt."""
+    """Return the error to report to other ranks: the error itself, or the name of an interrupt."""
     return error if isinstance(error, Exception) else InterruptedError(type(error).__name__)
