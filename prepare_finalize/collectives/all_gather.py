@@ -86,7 +86,8 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
             amax=self.local_amax(x_TH, call),
         )
         call.invalid_ids.add_(invalid)
-        max_tokens, row_bytes = max(agreement.tokens_W), self.layout_of(call).nbytes
+        max_tokens = max(agreement.tokens_W)
+        row_bytes = self.layout_of(call).nbytes
         packed_own = call.workspace.take("packed_own", (max_tokens, row_bytes))
         amax = agreement.amax
         scale = self._pack(x_TH, routing, rank_TK, weights, call, amax=amax, out_RB=packed_own)

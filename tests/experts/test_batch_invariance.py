@@ -249,7 +249,7 @@ def test_the_table_counts_rows_and_names_refusals(machine: Machine) -> None:
         InvarianceRow(NO_EP, "TorchExperts", "float32", batch_invariant=True, rows=None, tokens=8),
     ]
     assert as_markdown(found).splitlines() == [
-        "| experts | asked for | float32 |",
+        "| experts | `batch_invariant` | float32 |",
         "|---|---|---|",
         f"| `TritonExperts` | no | {rows[False]} of 8 |",
         "| `TritonExperts` | yes | 0 of 8 |",

@@ -114,7 +114,7 @@ def test_an_equivalent_mutant_survives_every_case(coverage: Coverage, tmp_path: 
 
 def test_bitwise_comparison_finds_a_change_on_one_rank(coverage: Coverage, tmp_path: Path) -> None:
     old = "            out.copy_(sum_TH)"
-    mutant = replacement(old, f"{old}\n            out.mul_(1 + manager.rank / 256)", tmp_path)
+    mutant = replacement(old, f"{old}\n            out.mul_(1 + self.manager.rank / 256)", tmp_path)
     bits = compare_bits([mutant], coverage, 4, backend=BACKEND)
     assert isinstance(bits.differing, RankCase)
 
