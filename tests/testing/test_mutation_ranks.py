@@ -60,7 +60,10 @@ def run_replacement(old: str, new: str, coverage: Coverage, folder: Path) -> Mut
 
 def test_a_sum_without_the_last_rank_is_killed(coverage: Coverage, tmp_path: Path) -> None:
     outcome = run_replacement(
-        "for rank in range(world):", "for rank in range(world - 1):", coverage, tmp_path
+        "in partial_sums.view(world, -1, hidden):",
+        "in partial_sums.view(world, -1, hidden)[:-1]:",
+        coverage,
+        tmp_path,
     )
     assert outcome.status == "killed"
     assert outcome.finding.startswith("numeric: ")
