@@ -274,8 +274,8 @@ def test_parts_and_peers_on_the_command_line(
     assert mk(*loads) == 0
     assert len(json.loads(both.read_text())["rows"]) == 2 * len(report.rows)
     assert doc.read_text() == markdown(ExchangeReport.from_json(both.read_text()))
-    assert "| 6 | all_to_all_single, one row a rank |" in doc.read_text()
-    assert "| all_to_all_single, one row a rank | " in doc.read_text()
+    assert "| 6 | all_to_all_single, one row per rank |" in doc.read_text()
+    assert "| all_to_all_single, one row per rank | " in doc.read_text()
     capsys.readouterr()
     assert mk("--load", str(one)) == 0
     text = capsys.readouterr().out
