@@ -305,8 +305,8 @@ def _offers(
         name for name in catalog.names("prepare_finalize") if _supports_several_ranks(catalog, name)
     ]
     for name in filter(method.selects, names):
-        standalone = PartTransport(name, machine).alone
-        yield ExchangeOffer(name, OURS, cases, machine, standalone)
+        transport = PartTransport(name, machine)
+        yield ExchangeOffer(name, OURS, transport.cases_of(cases), machine, transport.alone)
     for path in method.peer:
         for peer in load_peers(path):
             if method.selects(peer.name):

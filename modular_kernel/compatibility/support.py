@@ -104,6 +104,7 @@ class PrepareFinalizeRequirements(Requirements):
     ranks_per_host: maximum number of ranks per host. full_hosts: if there are several hosts, each
         must have exactly that many ranks.
     graph_across_hosts: graph_capturable also holds with several hosts.
+    graph_on_request: graph_capturable holds for problems with `graph` only.
     linear_placement: supports only linear placements with equally many experts on each rank. If
         False, the part looks up experts in Problem.placement and supports any placement.
     max_tokens: maximum number of tokens of a call, None for any.
@@ -132,6 +133,7 @@ class PrepareFinalizeRequirements(Requirements):
     ranks_per_host: int | None = None
     full_hosts: bool = False
     graph_across_hosts: bool = True
+    graph_on_request: bool = False
     linear_placement: bool = True
     max_tokens: int | None = None
     asynchronous: bool = False
@@ -140,6 +142,10 @@ class PrepareFinalizeRequirements(Requirements):
     bounds_received: bool = False
     capacity_unit: Count = 1
     rounds_capacity: bool = False
+
+    def captures(self, problem: Problem) -> bool:
+        """Return whether calls of a layer for `problem` can be captured in a CUDA graph."""
+        return self.graph_capturable and (problem.graph or not self.graph_on_request)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from modular_kernel.models.router_config import router_differences
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing, check_lead
 from modular_kernel.utils.argument_checks import expect
-from modular_kernel.utils.tensor_checks import check_tensor
+from modular_kernel.utils.tensor_checks import check_strided, check_tensor
 
 
 def spec_of(router: Router | RouterSpec | None) -> RouterSpec | None:
@@ -86,6 +86,7 @@ def flatten_logits(routing: object, columns: int, lead: tuple[int, ...]) -> torc
     if not isinstance(routing, torch.Tensor):
         need = "the router's logits (..., E)"
         raise ConfigurationError("routing", got=type(routing).__name__, need=need)
+    check_strided("router logits", routing)
     if routing.dim() < 2 or routing.shape[-1] != columns:
         need = f"(..., E) with E = {columns}"
         raise ShapeError("router logits", got=tuple(routing.shape), need=need)

@@ -43,7 +43,7 @@ def find_candidates(
     verdicts = {t: _judge_all(problem.with_tokens(t), machine, replicated) for t in tokens}
     valid = {t: tuple(_pair(v) for v in judged if v.ok) for t, judged in verdicts.items()}
     valid_somewhere = dict.fromkeys(pair for t in sorted(valid, reverse=True) for pair in valid[t])
-    graph = frozenset(pair for pair in valid_somewhere if _is_capturable(pair))
+    graph = frozenset(pair for pair in valid_somewhere if _is_capturable(pair, problem))
     # Parts without Triton are included, because they call shared operations that are interpreted.
     untimeable = dict.fromkeys(valid_somewhere, _INTERPRETED) if machine.interpreter else {}
     interpreted = {pair for pair in untimeable if _uses_triton(pair)}
@@ -104,10 +104,10 @@ def _pair(verdict: Verdict) -> Pair:
     return verdict.prepare_finalize, verdict.experts
 
 
-def _is_capturable(pair: Pair) -> bool:
+def _is_capturable(pair: Pair, problem: Problem) -> bool:
     catalog = load_catalog()
-    parts = catalog.prepare_finalize(pair[0]), catalog.experts(pair[1])
-    return all(part.requires.graph_capturable for part in parts)
+    pf, experts = catalog.prepare_finalize(pair[0]), catalog.experts(pair[1])
+    return pf.requires.captures(problem) and experts.requires.graph_capturable
 
 
 def _uses_triton(pair: Pair) -> bool:

@@ -48,7 +48,7 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
     gathers = True
     prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
 
-    requires = replace(CONTIGUOUS, batch_invariant=True, asynchronous=True, graph_capturable=True)
+    requires = replace(CONTIGUOUS, batch_invariant=True, asynchronous=True)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, world = self.problem, self.problem.parallel.world_size

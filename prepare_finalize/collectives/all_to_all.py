@@ -61,7 +61,6 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
         batch_invariant=True,
         asynchronous=True,
         bounds_received=True,
-        graph_capturable=True,
     )
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:

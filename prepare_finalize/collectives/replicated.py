@@ -58,9 +58,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
 
     prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
 
-    requires = replace(
-        CONTIGUOUS, replicated_input=True, deterministic=False, graph_capturable=True
-    )
+    requires = replace(CONTIGUOUS, replicated_input=True, deterministic=False)
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)

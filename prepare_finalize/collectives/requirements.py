@@ -11,5 +11,7 @@ CONTIGUOUS = PrepareFinalizeRequirements(
     dispatch_schemes=ACTIVATION_SCHEMES,
     world_sizes=(2, None),
     linear_placement=False,
+    graph_capturable=True,
+    graph_on_request=True,
     lora=True,
 )

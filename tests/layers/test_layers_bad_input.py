@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parameter import UninitializedParameter
 from layer_samples import E, H, I, K, Sample, layer_of, share
 
 from modular_kernel.errors import (
@@ -87,6 +88,10 @@ def test_bad_calls() -> None:
         (layer, (None, logits), {}, DtypeError, "x: got NoneType, need a tensor"),
         (layer, (x_TH.double(), logits), {}, DtypeError, "x: got float64, need float32"),
         (layer, (x_TH,), {}, ConfigurationError, "routing: got NoneType, need the router's logits"),
+        (layer, (x_TH, UninitializedParameter()), {}, DtypeError,
+         "router logits: got an uninitialized parameter, need a tensor"),
+        (given, (x_TH, (UninitializedParameter(), ids)), {}, DtypeError,
+         "topk_weights: got an uninitialized parameter, need a tensor"),
         (layer, (x_TH, logits[:, :5]), {}, ShapeError, r"router logits: got \(7, 5\), need .* = 8"),
         (layer, (x_TH, logits[0, 0]), {}, ShapeError, r"router logits: got \(\)"),
         (layer, (x_TH, logits[:5]), {}, ShapeError, r"topk_weights: got \(5, 3\)"),

@@ -428,3 +428,14 @@ def test_long_waits_are_logged_once(
     # The process also logs once that the interpreter is on, in whichever test comes first.
     logged = [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"]
     assert logged == ([] if quiet else [told])
+
+
+def test_exchanges_that_count_rows_are_not_captured() -> None:
+    """Parts over torch.distributed can only be captured if the problem requests graphs."""
+    gpu = Machine("cuda", arch=(9, 0), packages=frozenset({"triton"}))
+    pair = ("TorchAll2AllPrepareAndFinalize", "TritonExperts")
+    for graph in (False, True):
+        problem = replace(PROBLEM, parallel=Parallel(2), graph=graph)
+        found = candidates.find_candidates(problem, gpu, (8,))
+        assert pair in found.order
+        assert (pair in found.graph) == graph

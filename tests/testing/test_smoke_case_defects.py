@@ -97,8 +97,8 @@ DEFECTS = (
         SourceDefect(
             "float8 rounds half away from zero",
             QUANTIZE,
-            "    if ROUND:\n        # Below",
-            "    if not ROUND:\n        value = value * 1.0000005\n    if ROUND:\n        # Below",
+            "    if ROUND:\n        # Adding",
+            "    if not ROUND:\n        value = value * 1.0000005\n    if ROUND:\n        # Adding",
         ),
         STANDARD,
         "GroupedGemmExperts",

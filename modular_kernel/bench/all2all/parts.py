@@ -1,6 +1,7 @@
 """Transports that run our PrepareAndFinalize parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ class PartTransport(Transport):
     """A PrepareAndFinalize part with identity experts.
 
     The experts do as much of the reduction as the part supports, to minimize the work in finalize.
+    Parts that are capturable on request only (`graph_on_request`) are measured with Problem(graph=True)
+    on a GPU.
+
     A case is refused if no experts part is compatible; the refusal has the reasons of the pairing
     with the fewest.
 
@@ -54,12 +58,26 @@ class PartTransport(Transport):
         self.name = name  # type: ignore[misc]  # this class has one instance per part
         requires = self.cls.requires
         self.capturable = requires.graph_capturable
+        self._on_request = requires.graph_on_request and machine.device == "cuda"
         self.alone = bool(requires.packages)
         self.replicated = requires.replicated_input
         self.interpreted = machine.interpreter and requires.triton
-        self.note = "all ranks pass the same tokens" if self.replicated else ""
+        notes = (
+            "all ranks pass the same tokens" * self.replicated,
+            "blocks of a fixed size" * self._on_request,
+        )
+        self.note = "; ".join(filter(None, notes))
         self._part: PrepareAndFinalize | None = None
         self._reduction, self._topk_reduce = _find_reducer(self.cls)
+
+    def cases_of(self, cases: Iterable[ExchangeCase]) -> tuple[ExchangeCase, ...]:
+        """Return the cases with the capacities that this part needs.
+
+        Blocks of a fixed size are as large as the capacity, so it is the number of tokens.
+        """
+        if not self._on_request:
+            return tuple(cases)
+        return tuple(replace(case, capacity=case.tokens) for case in cases)
 
     def refusal(self, cell: ExchangeCase) -> str:
         batched = self.cls.requires.activation_format is ActivationFormat.BATCHED_EXPERTS
@@ -75,7 +93,7 @@ class PartTransport(Transport):
         return "; ".join(reasons[0]) if reasons else "no experts part"
 
     def open(self, cell: ExchangeCase, context: RankContext) -> None:
-        problem = cell.problem(context.rank)
+        problem = cell.problem(context.rank, graph=self._on_request)
         self._part = part = self.cls(problem, context.group)
         device = context.device
         self._part_has_output = part.keeps_expert_output and self._reduction is Reduce.NOOP

@@ -110,7 +110,8 @@ def deterministic_pair(pf: PF, ex: EX) -> bool:
 
 
 def capturable_pair(pf: PF, ex: EX) -> bool:
-    return pf.graph_capturable and ex.graph_capturable
+    """Return whether calls of any problem can be captured in a CUDA graph."""
+    return pf.graph_capturable and not pf.graph_on_request and ex.graph_capturable
 
 
 gated = both(routed, lambda p: p.act.gated)

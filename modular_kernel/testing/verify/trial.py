@@ -91,11 +91,14 @@ class Trial:
 
     @cached_property
     def capturable(self) -> bool:
-        """Whether the pairing must support CUDA graphs on this machine."""
+        """Whether calls of the case must support CUDA graphs on this machine."""
         case = self.case
+        if self.machine.device != "cuda" or not case.problem.tokens:
+            return False
+        if not load_catalog().prepare_finalize(case.prepare_finalize).requires.captures(case.problem):
+            return False
         graph = replace(case.problem, graph=True)
-        on_gpu = self.machine.device == "cuda" and case.problem.tokens > 0
-        return on_gpu and check(case.prepare_finalize, case.experts, graph, self.machine).ok
+        return check(case.prepare_finalize, case.experts, graph, self.machine).ok
 
     def first_again(self) -> Sample:
         """Return a copy of the inputs of the first call, which the caller may overwrite."""
