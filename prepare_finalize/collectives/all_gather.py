@@ -13,7 +13,7 @@ from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.collective_part import CollectivePart
 from prepare_finalize.collectives.requirements import CONTIGUOUS
 from prepare_finalize.common.agreement import agree
-from prepare_finalize.common.fixed_exchange import FixedExchange
+from prepare_finalize.common.fixed_exchange import FixedCall, FixedExchange
 from prepare_finalize.common.group_part import PartHandle
 from prepare_finalize.common.tokens import token_specs, weight_and_reduce
 
@@ -24,11 +24,13 @@ class AllGatherHandle(PartHandle):
 
     - rows_W: number of received rows of each rank.
     - topk_weights_RK: router weights still to apply to the rows, or None.
+    - fixed: the exchange of fixed size, whose rows are not counted; or None.
     """
 
     step: int
     rows_W: tuple[int, ...]
     topk_weights_RK: torch.Tensor | None
+    fixed: FixedCall | None
 
 
 class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
@@ -51,13 +53,13 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
     requires = replace(CONTIGUOUS, batch_invariant=True, asynchronous=True)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        if self.fixed is not None:
+            return self.fixed_specs(self.fixed)
         problem, world = self.problem, self.problem.parallel.world_size
         max_tokens, nbytes = problem.tokens, self.rows.max_row_bytes()
-        specs = {**token_specs(problem, max_tokens), **self.rows.specs(world * max_tokens)}
-        if self.fixed is not None:
-            return specs | self.fixed.specs(nbytes)
         return {
-            **specs,
+            **token_specs(problem, max_tokens),
+            **self.rows.specs(world * max_tokens),
             "packed_own": BufferSpec((max_tokens, nbytes), torch.uint8),
             "packed_all": BufferSpec((world * max_tokens, nbytes), torch.uint8),
             "returned": BufferSpec((world * max_tokens, problem.hidden), problem.dtype),
@@ -116,24 +118,14 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         call: Call,
     ) -> Receiver:
         """Send problem.tokens rows. Nothing is read on the host."""
-        tokens = x_TH.shape[0]
-        step = fixed.begin(call, tokens, x_TH.device)
-        rank_TK, _, invalid = self._locate(routing.topk_ids_TK)
-        call.invalid_ids.add_(invalid)
-        local_amax = self.local_amax(x_TH, call)
-        call.peers_notified = local_amax is not None
-        amax = None if local_amax is None else fixed.reduce_amax(local_amax, step)
-        layout = self.layout_of(call)
-        sent_1RB, received_WRB = fixed.blocks(call, layout)
-        (rows_RB,) = sent_1RB
-        layout.clear(rows_RB[tokens:])
-        scale = self._pack(x_TH, routing, rank_TK, weights, call, amax=amax, out_RB=rows_RB)
-        call.peers_notified = True
-        exchange, header = fixed.dispatch(received_WRB, sent_1RB, tokens=tokens, step=step)
+        sent, scale = self.send_fixed(fixed, x_TH, routing, weights, call)
 
         def receive() -> tuple[Dispatched, Handle]:
-            fixed.receive(exchange, received_WRB, header)
-            return self._unpack(call, [*received_WRB[:, : fixed.rows]], scale, step)
+            received = self.receive_fixed(fixed, sent, scale, call)
+            weights_RK = received.routing.topk_weights_TK
+            if self.problem.apply_router_weight_on_input:
+                weights_RK = None
+            return received, AllGatherHandle(self, call, sent.step, (), weights_RK, sent)
 
         return receive
 
@@ -182,7 +174,7 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
             rows.adapters_R,
         )
         rows_W = tuple(map(len, blocks))
-        return received_tokens, AllGatherHandle(self, call, step, rows_W, weights_RK)
+        return received_tokens, AllGatherHandle(self, call, step, rows_W, weights_RK, None)
 
     def finalize(
         self,
@@ -192,31 +184,31 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        part_handle, fixed = self.check_handle(handle, AllGatherHandle), self.fixed
-        take, rows_W, step = part_handle.call.workspace.take, part_handle.rows_W, part_handle.step
+        part_handle = self.check_handle(handle, AllGatherHandle)
+        call, sent, weights_RK = part_handle.call, part_handle.fixed, part_handle.topk_weights_RK
+        if self.fixed is not None and sent is not None:
+            sum_RH = self.fixed.sums(sent, call)
+            weight_and_reduce(expert_output, weights_RK, self.problem, reduce=reduce, out=sum_RH)
+            with stages.stage(stages.COMBINE):
+                self.fixed.combine(sent, call, out)
+            return
+        take, rows_W, step = call.workspace.take, part_handle.rows_W, part_handle.step
         (tokens, hidden), world = out.shape, self.manager.world_size
         sum_RH = take("rows_sum", (sum(rows_W), hidden))
-        weight_and_reduce(
-            expert_output, part_handle.topk_weights_RK, self.problem, reduce=reduce, out=sum_RH
-        )
+        weight_and_reduce(expert_output, weights_RK, self.problem, reduce=reduce, out=sum_RH)
         if not sum(rows_W):
             return
         with stages.stage(stages.COMBINE):
             partial_sums = take("returned", (world * rows_W[self.manager.rank], hidden))
-            if fixed is not None:
-                fixed.return_sums(partial_sums, sum_RH, step)
-            else:
-                self.manager.all_to_all(
-                    partial_sums.view(torch.uint8),
-                    sum_RH.view(torch.uint8),
-                    output_splits=[tokens] * world,
-                    input_splits=rows_W,
-                    step=step,
-                    phase="combine",
-                ).wait()
+            self.manager.all_to_all(
+                partial_sums.view(torch.uint8),
+                sum_RH.view(torch.uint8),
+                output_splits=[tokens] * world,
+                input_splits=rows_W,
+                step=step,
+                phase="combine",
+            ).wait()
             sum_TH = take("tokens_sum", (tokens, hidden)).zero_()
             for partial_RH in partial_sums.view(world, -1, hidden):
                 sum_TH += partial_RH[:tokens]
             out.copy_(sum_TH)
-            if fixed is not None:
-                fixed.end_call(out)

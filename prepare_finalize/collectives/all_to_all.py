@@ -19,7 +19,7 @@ from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.collective_part import CollectivePart
 from prepare_finalize.collectives.requirements import CONTIGUOUS
 from prepare_finalize.common.agreement import Agreement, agree, check_max_received
-from prepare_finalize.common.fixed_exchange import FixedExchange
+from prepare_finalize.common.fixed_exchange import FixedCall, FixedExchange
 from prepare_finalize.common.group_part import PartHandle
 from prepare_finalize.common.tokens import token_specs, weight_and_reduce
 
@@ -30,17 +30,19 @@ class All2AllHandle(PartHandle):
 
     - step: of the call.
     - to_W, from_W: number of rows sent to each rank, and received from each rank.
-    - token_N: this rank's token of each sent row, ordered by receiving rank, then by token. In an
-      exchange of fixed size, rows without a token have the number problem.tokens.
+    - token_N: this rank's token of each sent row, ordered by receiving rank, then by token; None
+      in an exchange of fixed size.
     - topk_weights_RK: router weights still to apply to the received rows, or None.
+    - fixed: the exchange of fixed size, whose rows are not counted; or None.
     """
 
     step: int
     to_W: tuple[int, ...]
     from_W: tuple[int, ...]
     any_rows: bool
-    token_N: torch.Tensor
+    token_N: torch.Tensor | None
     topk_weights_RK: torch.Tensor | None
+    fixed: FixedCall | None
 
 
 class TorchAll2AllPrepareAndFinalize(CollectivePart):
@@ -64,20 +66,15 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
     )
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        if self.fixed is not None:
+            return self.fixed_specs(self.fixed)
         problem, world = self.problem, self.problem.parallel.world_size
         max_tokens, nbytes = problem.tokens, self.rows.max_row_bytes()
-        specs = {
-            **token_specs(problem, max_tokens),
-            "packed_own": BufferSpec((max_tokens + 1, nbytes), torch.uint8),
-        }
-        if self.fixed is not None:
-            rows = self.rows.specs(world * self.fixed.rows)
-            sum_TH = BufferSpec((max_tokens + 1, problem.hidden), torch.float32)
-            return specs | rows | self.fixed.specs(nbytes) | {"tokens_sum": sum_TH}
         max_sent = min(world, problem.top_k) * max_tokens
         return {
-            **specs,
+            **token_specs(problem, max_tokens),
             **self.rows.specs(self.max_rows),
+            "packed_own": BufferSpec((max_tokens, nbytes), torch.uint8),
             "packed_sent": BufferSpec((max_sent, nbytes), torch.uint8),
             "packed_all": BufferSpec((self.max_rows, nbytes), torch.uint8),
             "returned": BufferSpec((max_sent, problem.hidden), problem.dtype),
@@ -135,7 +132,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
                 exchange.wait()
             tokens, weights_RK = self._unpack(call, [packed], scale)
             handle = All2AllHandle(
-                self, call, agreement.step, to_W, from_W, any_rows, token_N, weights_RK
+                self, call, agreement.step, to_W, from_W, any_rows, token_N, weights_RK, None
             )
             return self.arrange(tokens, handle)
 
@@ -150,47 +147,14 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
         call: Call,
     ) -> Receiver:
         """Send a block of fixed size to each rank. Nothing is read on the host."""
-        tokens, world = x_TH.shape[0], self.manager.world_size
-        step = fixed.begin(call, tokens, x_TH.device)
-        rank_TK, slot_TK, needs_WT, invalid = self._locate(routing.topk_ids_TK)
-        call.invalid_ids.add_(invalid)
-        local_amax = self.local_amax(x_TH, call)
-        call.peers_notified = local_amax is not None
-        amax = None if local_amax is None else fixed.reduce_amax(local_amax, step)
-        layout, absent = self.layout_of(call), self.problem.tokens
-        packed_own = call.workspace.take("packed_own", (absent + 1, layout.nbytes))
-        scale = self.pack(x_TH, routing, weights, call, amax=amax, out_RB=packed_own)
-        layout.clear(packed_own[tokens:])
-        token_WR = _tokens_of_rows(needs_WT, rows=fixed.rows, absent=absent)
-        sent_WRB, received_WRB = fixed.blocks(call, layout)
-        rows_WRB = packed_own[token_WR]
-        # Rows without a token have the ids -1 and weights 0 of a row that is appended here.
-        ids_TK = torch.nn.functional.pad(slot_TK, (0, 0, 0, 1), value=-1)
-        ranks_TK = torch.nn.functional.pad(rank_TK, (0, 0, 0, 1), value=-1)
-        weights_TK = torch.nn.functional.pad(routing.topk_weights_TK, (0, 0, 0, 1))
-        row_WR = token_WR.clamp(max=tokens)
-        ranks_W11 = torch.arange(world, device=x_TH.device)[:, None, None]
-        is_on_rank = ranks_TK[row_WR] == ranks_W11
-        sent_WRB[:, : fixed.rows].copy_(rows_WRB)
-        for block_RB, ids_RK, weights_RK in zip(
-            sent_WRB[:, : fixed.rows],
-            torch.where(is_on_rank, ids_TK[row_WR], -1).to(torch.int32),
-            torch.where(is_on_rank, weights_TK[row_WR], 0),
-            strict=True,
-        ):
-            layout.put(block_RB, "ids", ids_RK)
-            layout.put(block_RB, "weights", weights_RK)
-        call.peers_notified = True
-        exchange, header = fixed.dispatch(
-            received_WRB, sent_WRB, tokens=tokens, rows_W=needs_WT.sum(1), step=step
-        )
-        splits = (fixed.rows,) * world
+        sent, scale = self.send_fixed(fixed, x_TH, routing, weights, call)
 
         def receive() -> tuple[Dispatched, Handle]:
-            fixed.receive(exchange, received_WRB, header)
-            received, weights_RK = self._unpack(call, [*received_WRB[:, : fixed.rows]], scale)
-            token_N = token_WR.flatten()
-            handle = All2AllHandle(self, call, step, splits, splits, True, token_N, weights_RK)
+            received = self.receive_fixed(fixed, sent, scale, call)
+            weights_RK = received.routing.topk_weights_TK
+            if self.problem.apply_router_weight_on_input:
+                weights_RK = None
+            handle = All2AllHandle(self, call, sent.step, (), (), True, None, weights_RK, sent)
             return self.arrange(received, handle)
 
         return receive
@@ -250,16 +214,21 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        part_handle, fixed = self.check_handle(handle, All2AllHandle), self.fixed
-        take, (tokens, hidden) = part_handle.call.workspace.take, out.shape
-        to_W, from_W = part_handle.to_W, part_handle.from_W
+        part_handle = self.check_handle(handle, All2AllHandle)
+        call, sent = part_handle.call, part_handle.fixed
+        if self.fixed is not None and sent is not None:
+            self.sum_rows(expert_output, part_handle, reduce, self.fixed.sums(sent, call))
+            with stages.stage(stages.COMBINE):
+                self.fixed.combine(sent, call, out)
+            return
+        take, (tokens, hidden) = call.workspace.take, out.shape
+        to_W, from_W, token_N = part_handle.to_W, part_handle.from_W, part_handle.token_N
+        assert token_N is not None
         sum_RH = take("rows_sum", (sum(from_W), hidden))
         self.sum_rows(expert_output, part_handle, reduce, sum_RH)
         partial_sums = take("returned", (sum(to_W), hidden))
         with stages.stage(stages.COMBINE):
-            if fixed is not None:
-                fixed.return_sums(partial_sums, sum_RH, part_handle.step)
-            elif part_handle.any_rows:
+            if part_handle.any_rows:
                 self.manager.all_to_all(
                     partial_sums.view(torch.uint8),
                     sum_RH.view(torch.uint8),
@@ -268,30 +237,15 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
                     step=part_handle.step,
                     phase="combine",
                 ).wait()
-            # In an exchange of fixed size, rows without a token are added to an extra row.
-            rows = tokens if fixed is None else self.problem.tokens + 1
-            sum_TH = take("tokens_sum", (rows, hidden)).zero_()
+            sum_TH = take("tokens_sum", (tokens, hidden)).zero_()
             # Each rank returns a token at most once, so a token's sum is in rank order.
             for token_R, partial_RH in zip(
-                torch.split_with_sizes(part_handle.token_N, to_W),
+                torch.split_with_sizes(token_N, to_W),
                 torch.split_with_sizes(partial_sums, to_W),
                 strict=True,
             ):
                 sum_TH.index_add_(0, token_R, partial_RH.float())
-            out.copy_(sum_TH[:tokens])
-            if fixed is not None:
-                fixed.end_call(out)
-
-
-def _tokens_of_rows(needs_WT: torch.Tensor, *, rows: int, absent: int) -> torch.Tensor:
-    """Return the token of each row of the blocks, (W, rows) int64; `absent` for none.
-
-    The tokens that a rank needs are in order. Those beyond `rows` are left out.
-    """
-    tokens_T = torch.arange(needs_WT.shape[1], device=needs_WT.device)
-    row_WT = torch.where(needs_WT, needs_WT.cumsum(1) - 1, rows).clamp(max=rows)
-    token_WR = row_WT.new_full((len(needs_WT), rows + 1), absent)
-    return token_WR.scatter_(1, row_WT, tokens_T.expand_as(row_WT))[:, :rows]
+            out.copy_(sum_TH)
 
 
 def _split_sizes(agreement: Agreement, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

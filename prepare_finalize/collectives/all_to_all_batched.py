@@ -56,18 +56,19 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
-        e, rows, dtype = problem.e, self.dispatch_shape(tokens).capacity, problem.dtype
+        e, capacity, dtype = problem.e, self.dispatch_shape(tokens).capacity, problem.dtype
+        rows = self.buffer_rows
         specs = dict(super().workspace_shapes(tokens))
         if scheme.dispatched_quantized:
             dtype = STORAGE[scheme.activation]
         if problem.adapters is not None:
-            specs["batched_adapters"] = BufferSpec((e, rows), torch.int32)
+            specs["batched_adapters"] = BufferSpec((e, capacity), torch.int32)
         if self._rows_have_scales:
-            scales = (e, *scale_shape(scheme, rows, problem.hidden))
+            scales = (e, *scale_shape(scheme, capacity, problem.hidden))
             specs["batched_scale"] = BufferSpec(scales, torch.float32)
         return {
             **specs,
-            "batched_x": BufferSpec((e, rows, problem.hidden), dtype),
+            "batched_x": BufferSpec((e, capacity, problem.hidden), dtype),
             "row_of_pair": BufferSpec((rows, problem.top_k), torch.int32),
             "expert_counts": BufferSpec((e,), torch.int32),
             "assign_scratch": assign_rows_scratch(rows, problem.top_k, e),
@@ -84,7 +85,8 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         self, tokens: ContiguousTokens, handle: All2AllHandle
     ) -> tuple[Dispatched, RegroupedHandle]:
         take, (rows, hidden), e = handle.call.workspace.take, tokens.x_TH.shape, self.problem.e
-        capacity = self.rounded(rows)
+        # In an exchange of fixed size, some rows are no tokens.
+        capacity = self.rounded(rows if self.fixed is None else self.rows_received)
         row_of_pair_RK = take("row_of_pair", (rows, self.problem.top_k))
         counts_e = take("expert_counts", (e,))
         scratch = assign_rows_scratch(rows, self.problem.top_k, e)

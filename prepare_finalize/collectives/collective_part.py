@@ -1,12 +1,28 @@
 """CollectivePart: base of the parts that exchange packed rows over torch.distributed."""
 
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import ClassVar
 
+import torch
+
+from modular_kernel.contracts import Call
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.ops.expert_slots import number_pairs
 from modular_kernel.spec.problem import Problem
-from modular_kernel.tensors import ContiguousShape, DispatchShape
-from prepare_finalize.common.fixed_exchange import FixedExchange
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    DispatchShape,
+    ExpertWeights,
+    Routing,
+)
+from modular_kernel.workspace import BufferSpec
+from prepare_finalize.collectives.block_layouts import layouts_of
+from prepare_finalize.common.blocks import BlockLayout, ReceivedColumns, SentRows
+from prepare_finalize.common.fixed_exchange import FixedCall, FixedExchange
 from prepare_finalize.common.group_part import RowsPart
+from prepare_finalize.common.tokens import dispatches_quantized, quantize_tokens, token_specs
 
 
 class CollectivePart(RowsPart):
@@ -20,6 +36,15 @@ class CollectivePart(RowsPart):
 
     gathers: ClassVar[bool] = False  # whether each rank sends the same rows to all ranks
     fixed: FixedExchange | None = None
+
+    @classmethod
+    def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
+        from prepare_finalize.collectives.compile_cases import launch_all, problems
+
+        return {
+            str(problem): partial(launch_all, problem, gathers=cls.gathers)
+            for problem in problems()
+        }
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
@@ -49,13 +74,93 @@ class CollectivePart(RowsPart):
 
     @property
     def rows_received(self) -> int:
-        """Maximum number of rows that this rank receives; all of them in a fixed exchange."""
+        """Maximum number of tokens that this rank receives."""
         if self.fixed is None:
             return self.max_rows
         return self.fixed.rows * self.manager.world_size
 
+    @cached_property
+    def _layouts(self) -> dict[bool, BlockLayout]:
+        return layouts_of(self.problem, self.rows_per_rank)
+
+    def fixed_specs(self, fixed: FixedExchange) -> dict[str, BufferSpec]:
+        """Return the buffers of a call in an exchange of fixed size."""
+        problem, layouts = self.problem, (*self._layouts.values(),)
+        rows, k = fixed.received_rows(layouts), problem.top_k
+        specs = {
+            **token_specs(problem, problem.tokens),
+            **fixed.specs(layouts),
+            **self.pair_specs(problem.tokens),
+            "rows_ids": BufferSpec((rows, k), torch.int32),
+            "rows_weights": BufferSpec((rows, k), torch.float32),
+        }
+        if problem.adapters is not None:
+            specs["rows_adapters"] = BufferSpec((rows,), torch.int32)
+        if scales := max(layout.scales for layout in layouts):
+            specs["rows_scale"] = BufferSpec((rows, scales), torch.float32)
+        return specs
+
+    def send_fixed(
+        self,
+        fixed: FixedExchange,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+    ) -> tuple[FixedCall, torch.Tensor | None]:
+        """Send blocks of fixed size; return the exchange, and scales that are not in the rows."""
+        step = fixed.begin(call, len(x_TH), x_TH.device)
+        local_amax = self.local_amax(x_TH, call)
+        call.peers_notified = local_amax is not None
+        amax = None if local_amax is None else fixed.reduce_amax(local_amax, step)
+        pairs = self.pairs(routing, call, join=False)
+        number_pairs(pairs)
+        values, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call, amax=amax)
+        layout = self._layouts[dispatches_quantized(self.problem, call)]
+        rows = SentRows(
+            values,
+            scale if layout.scales else None,
+            pairs.numbers_TK,
+            pairs.weights_TK,
+            routing.slots_T if layout.adapters else None,
+        )
+        return fixed.send(rows, layout, call, step), None if layout.scales else scale
+
+    def receive_fixed(
+        self, fixed: FixedExchange, sent: FixedCall, scale: torch.Tensor | None, call: Call
+    ) -> ContiguousTokens:
+        """Return the received rows; rows without a token have the ids -1.
+
+        scale: scales that are not in the rows.
+        """
+        take, layout = call.workspace.take, sent.layout
+        rows, k = fixed.received_rows((layout,)), layout.top_k
+        columns = ReceivedColumns(
+            self.problem.e,
+            take("rows_ids", (rows, k)),
+            take("rows_weights", (rows, k)),
+            take("rows_scale", (rows, layout.scales)) if layout.scales else None,
+            take("rows_adapters", (rows,)) if layout.adapters else None,
+        )
+        x_RH = fixed.receive(sent, columns)
+        return self.local_tokens(
+            call,
+            x_RH,
+            scale if columns.scale_RG is None else columns.scale_RG,
+            columns.slots_RK,
+            columns.weights_RK,
+            columns.adapters_R,
+        )
+
+    @property
+    def buffer_rows(self) -> int:
+        """Maximum number of rows of the experts' input. In fixed exchanges some are no tokens."""
+        if self.fixed is None:
+            return self.max_rows
+        return self.fixed.received_rows((*self._layouts.values(),))
+
     def dispatch_shape(self, tokens: int) -> DispatchShape:
-        return ContiguousShape(self.rows_received, self.problem.top_k)
+        return ContiguousShape(self.buffer_rows, self.problem.top_k)
 
     def check(self) -> None:
         if self.fixed is not None:

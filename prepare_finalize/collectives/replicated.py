@@ -1,8 +1,9 @@
 """Replicated tokens: no dispatch, and one all-reduce to combine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, H
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.requirements import CONTIGUOUS
 from prepare_finalize.common.agreement import agree, check_equal_tokens, refusal_index
+from prepare_finalize.common.blocks import BlockSums, Ranks, sum_blocks
 from prepare_finalize.common.device_agreement import DeviceAgreement
 from prepare_finalize.common.device_status import FIELDS, NOT_REFUSED, TOKENS
 from prepare_finalize.common.group_part import AgreeingPart, PartHandle
@@ -60,6 +62,12 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
 
     requires = replace(CONTIGUOUS, replicated_input=True, deterministic=False)
 
+    @classmethod
+    def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
+        from prepare_finalize.collectives.compile_cases import launch_headers, problems
+
+        return {str(problem): partial(launch_headers, problem) for problem in problems()}
+
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
         self._device_agreement: DeviceAgreement | None = None
@@ -102,11 +110,10 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
             self._verify_headers(agreement, sent)
             # The other ranks reduce the sums of all their tokens.
             tokens = int(sent.headers_WF[:, TOKENS].max())
-            agreement.count_combine()
             sums = torch.zeros(tokens, self.problem.hidden, dtype=torch.float32, device=device)
             if tokens:
                 manager.all_reduce(sums, step=step, phase="combine").wait()
-            agreement.end_call(sums)
+            self._end_call(agreement, sums, sums)
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
@@ -157,7 +164,8 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         step: int,
         refusal: int = NOT_REFUSED,
     ) -> _HeaderExchange:
-        header = agreement.header(tokens, refusal=refusal)
+        header = headers.new_empty(len(FIELDS))
+        agreement.counter.write_header(header, tokens, refusal=refusal)
         exchange = self.manager.all_gather(headers, header, step=step, phase="dispatch")
         return _HeaderExchange(exchange, headers.view(-1, len(FIELDS)), header)
 
@@ -166,7 +174,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
 
         gloo ends the process if the sizes of an all-reduce differ.
         """
-        agreement.verify(sent.headers_WF, sent.own_F)
+        agreement.status.verify(sent.headers_WF, sent.own_F, agreement.limits)
         if self.manager.device == "cpu":
             agreement.raise_failure()
 
@@ -205,13 +213,20 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
             if agreement is not None and headers is not None:
                 headers.exchange.wait_on_stream()
                 self._verify_headers(agreement, headers)
-                agreement.count_combine()
             if out.numel():  # the same on every rank, since T is
                 reduction = self.manager.all_reduce(sum_TH, step=part_handle.step, phase="combine")
                 if agreement is None:
                     reduction.wait()
                 else:
                     reduction.wait_on_stream()
-            out.copy_(sum_TH)
-            if agreement is not None:
-                agreement.end_call(out)
+            if agreement is None:
+                out.copy_(sum_TH)
+            else:
+                self._end_call(agreement, sum_TH, out)
+
+    def _end_call(
+        self, agreement: DeviceAgreement, sum_TH: torch.Tensor, out_TH: torch.Tensor
+    ) -> None:
+        """Round the sums to the output, or write NaN after a failure, and count the call's end."""
+        sums = BlockSums(sum_TH[None], Ranks(0, 1, 0), first_block=0, own_block=0)
+        sum_blocks(sums, out_TH, None, agreement.counter)

@@ -14,7 +14,6 @@ import torch
 
 from modular_kernel.contracts import Call
 from modular_kernel.errors import CommunicationError, StateError
-from modular_kernel.replay import modes
 from prepare_finalize.common.agreement import FIELD_MESSAGES, Layer, agree, refusal_name
 from prepare_finalize.common.device_status import (
     CALL,
@@ -25,6 +24,7 @@ from prepare_finalize.common.device_status import (
     REFUSAL,
     ROWS,
     TOKENS,
+    CallCounter,
     Capacity,
     DeviceStatus,
     Failure,
@@ -43,13 +43,29 @@ class DeviceAgreement:
         self.layer = layer
         self._capacity = Capacity(layer.problem.tokens, rows, equal_tokens)
         self._limits: torch.Tensor | None = None
-        self._calls: torch.Tensor | None = None  # (1,) int64, number of calls on the device
-        self._has_begun = False  # whether the device counts the current call
+        self._counter: CallCounter | None = None
 
     @property
     def is_established(self) -> bool:
         """Whether all ranks have agreed on the layer."""
         return self._limits is not None
+
+    @property
+    def limits(self) -> torch.Tensor:
+        """The layer's capacity on the device; see `DeviceStatus.limits`."""
+        assert self._limits is not None, "no call has begun"
+        return self._limits
+
+    @property
+    def counter(self) -> CallCounter:
+        """The counter of the layer's calls on the device."""
+        assert self._counter is not None, "no call has begun"
+        return self._counter
+
+    @property
+    def status(self) -> DeviceStatus:
+        """The status of the calls of the layer's manager."""
+        return self.counter.status
 
     def begin(self, call: Call, tokens: int, device: torch.device) -> int:
         """Begin a call of T = `tokens` and return its step.
@@ -70,8 +86,7 @@ class DeviceAgreement:
             no_rows = [0] * (layer.counts or manager.world_size)
             agree(layer, call, tokens=tokens, rows_W=no_rows, device=device)
             status = _status(manager, device)
-            with modes.outside_inference_mode():
-                self._calls = torch.zeros(1, dtype=torch.int64, device=device)
+            self._counter = CallCounter(status, layer.number)
             self._limits = status.limits(self._capacity)
             return manager.step
         return self.next_step()
@@ -82,52 +97,6 @@ class DeviceAgreement:
         step = layer.manager.next_step(layer.number, layer.calls + 1)
         layer.calls += 1
         return step
-
-    def begin_on_device(self) -> None:
-        """Let the watchdog watch the current call, from before its first exchange."""
-        if not self._has_begun:
-            assert self._calls is not None
-            _status(self.layer.manager, self._calls.device).begin_call()
-            self._has_begun = True
-
-    def header(
-        self, tokens: int, rows_W: torch.Tensor | None = None, *, refusal: int = NOT_REFUSED
-    ) -> torch.Tensor:
-        """Return this rank's header of the call that begins, (F,) int64.
-
-        rows_W: (W,) int64, number of rows for each rank, if the routing determines them.
-        """
-        assert self._calls is not None
-        self.begin_on_device()
-        self._has_begun = False
-        self._calls.add_(1)
-        header = self._calls.repeat(len(FIELDS))
-        for field, value in ((LAYER, self.layer.number), (TOKENS, tokens), (REFUSAL, refusal)):
-            header[field].fill_(value)
-        header[ORDER : ORDER + 1].copy_(self._count_exchange(is_combine=False))
-        header[ROWS].copy_(torch.zeros_like(header[ROWS]) if rows_W is None else rows_W.max())
-        return header
-
-    def count_combine(self) -> None:
-        """Count the combine that is about to be launched, in the order of exchanges."""
-        self._count_exchange(is_combine=True)
-
-    def _count_exchange(self, *, is_combine: bool) -> torch.Tensor:
-        assert self._calls is not None
-        status = _status(self.layer.manager, self._calls.device)
-        return status.count_exchange(self.layer.number, is_combine=is_combine)
-
-    def verify(self, headers_WF: torch.Tensor, own_F: torch.Tensor) -> None:
-        """Compare the headers of all ranks, (W, F) int64, on the device.
-
-        own_F: the header that this rank has sent.
-        """
-        assert self._limits is not None
-        _status(self.layer.manager, own_F.device).verify(headers_WF, own_F, self._limits)
-
-    def end_call(self, out: torch.Tensor) -> None:
-        """End a call; fill its output with NaN if it, or an earlier call of the manager, failed."""
-        _status(self.layer.manager, out.device).end_call(out)
 
     def check(self) -> None:
         """Wait for the device; raise CommunicationError if a call failed."""

@@ -5,16 +5,23 @@ from dataclasses import dataclass
 
 import torch
 
+from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.replay import modes
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import pdl_arguments
+from modular_kernel.replay.launch.runtime import use_triton
 
 # Fields of a header, int64. order: digest of the dispatches and combines before the call. rows:
 # largest number of rows that the rank sends to one rank. refusal: the error with which the rank
-# refused its call (`agreement.refusal_index`), NOT_REFUSED for none.
-FIELDS = ("layer", "call", "order", "tokens", "rows", "refusal")
-LAYER, CALL, ORDER, TOKENS, ROWS, REFUSAL = range(len(FIELDS))
+# refused its call (`agreement.refusal_index`), NOT_REFUSED for none. sent: number of rows that
+# travel with this copy of the header; it may exceed the capacity of a block.
+FIELDS = ("layer", "call", "order", "tokens", "rows", "refusal", "sent")
+LAYER, CALL, ORDER, TOKENS, ROWS, REFUSAL, SENT = range(len(FIELDS))
 NOT_REFUSED = -1
 _ORDER_FACTOR = 1_000_003
 _POISON_PATIENCE_S = 0.5
+# Elements of the counters.
+_ORDER, _BEGUN, _ENDED = range(3)
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,12 @@ class Failure:
 class DeviceStatus:
     """Progress and failures of the calls of one manager, which the host can read without waiting.
 
-    failed: (1,) bool on the device, set by the first call that fails, and never reset.
+    failed: (1,) int32 on the device, set to 1 by the first call that fails, and never reset.
     """
 
     @modes.outside_inference_mode()
     def __init__(self, world_size: int, device: torch.device) -> None:
-        self.failed = torch.zeros(1, dtype=torch.bool, device=device)
+        self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         # The headers of a failed call, its capacity, and, last, whether there is one.
         num_words = world_size * len(FIELDS) + 4
         self._words = torch.zeros(num_words, dtype=torch.int64, device=device)
@@ -55,10 +62,9 @@ class DeviceStatus:
         self._host_words = torch.zeros(
             num_words, dtype=torch.int64, device="cpu", pin_memory=pinned
         )
-        # Numbers of calls that began and ended.
-        self._progress = torch.zeros(2, dtype=torch.int64, device=device)
+        # The digest of the order of exchanges, and the numbers of calls that began and ended.
+        self._counters = torch.zeros(3, dtype=torch.int64, device=device)
         self._host_progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        self._order = torch.zeros(1, dtype=torch.int64, device=device)
         self._side_stream: torch.cuda.Stream | None = None
         if pinned:
             self._side_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -69,10 +75,18 @@ class DeviceStatus:
         words = [capacity.tokens, capacity.rows, int(capacity.equal_tokens), 1]
         return torch.tensor(words, dtype=torch.int64, device=self._words.device)
 
-    def count_exchange(self, layer: int, *, is_combine: bool) -> torch.Tensor:
-        """Add a dispatch or combine to the digest of their order; return the digest, (1,) int64."""
-        self._order.mul_(_ORDER_FACTOR).add_(2 * layer + is_combine)
-        return self._order
+    def arguments(self) -> dict[str, object]:
+        """Return the arguments of kernels that verify headers and count calls.
+
+        Kernels write to the pinned memory of the host directly.
+        """
+        return {
+            "words_ptr": self._words,
+            "host_words_ptr": self._host_words,
+            "failed_ptr": self.failed,
+            "counters_ptr": self._counters,
+            "progress_ptr": self._host_progress,
+        }
 
     def verify(self, headers_WF: torch.Tensor, own_F: torch.Tensor, limits: torch.Tensor) -> None:
         """Compare the headers of one call on the device, and keep the first wrong ones.
@@ -80,6 +94,30 @@ class DeviceStatus:
         headers_WF: (W, F) int64, as received. own_F: the header that this rank has sent, so that
         headers of an earlier call are wrong. limits: of the layer.
         """
+        if not use_triton(own_F):
+            self._verify_ref(headers_WF, own_F, limits)
+            return
+        from prepare_finalize.common.kernels.headers import verify_kernel
+
+        world_size = len(headers_WF)
+        launch(
+            verify_kernel,
+            (1,),
+            headers_ptr=headers_WF,
+            header_ptr=own_F,
+            limits_ptr=limits,
+            **self.arguments(),
+            stride=headers_WF.stride(0),
+            WORLD=world_size,
+            PADDED=next_power_of_2(world_size),
+            NUM_FIELDS=len(FIELDS),
+            num_warps=1,
+        )
+
+    def _verify_ref(
+        self, headers_WF: torch.Tensor, own_F: torch.Tensor, limits: torch.Tensor
+    ) -> None:
+        """Torch reference of `verify`."""
         tokens_W, rows_W = headers_WF[:, TOKENS], headers_WF[:, ROWS]
         is_wrong_W = (headers_WF[:, : ORDER + 1] != own_F[: ORDER + 1]).any(1)
         is_wrong_W |= (tokens_W < 0) | (tokens_W > limits[0])
@@ -88,22 +126,30 @@ class DeviceStatus:
         is_wrong_W |= headers_WF[:, REFUSAL] != NOT_REFUSED
         is_wrong = is_wrong_W.any().reshape(1)
         words = torch.cat((headers_WF.flatten(), limits))
-        torch.where(is_wrong & ~self.failed, words, self._words, out=self._words)
+        torch.where(is_wrong & (self.failed == 0), words, self._words, out=self._words)
         self.failed |= is_wrong
         self._host_words.copy_(self._words, non_blocking=True)
 
-    def begin_call(self) -> None:
-        """Count a call that begins on the device."""
-        self._count(0)
+    def count_exchange(self, layer: int, *, is_combine: bool) -> torch.Tensor:
+        """Add a dispatch or combine to the digest of their order; return the digest, (1,) int64.
 
-    def end_call(self, out: torch.Tensor) -> None:
-        """Count a call that ends on the device; fill its output with NaN if a call has failed."""
-        out.masked_fill_(self.failed, float("nan"))
-        self._count(1)
+        Like the other `count` methods, it uses torch operations. Kernels do the same themselves.
+        """
+        order = self._counters[_ORDER : _ORDER + 1]
+        order.mul_(_ORDER_FACTOR).add_(2 * layer + is_combine)
+        return order
+
+    def count_begin(self) -> None:
+        """Count a call that begins on the device."""
+        self._count(_BEGUN)
+
+    def count_end(self) -> None:
+        """Count a call that ends on the device."""
+        self._count(_ENDED)
 
     def _count(self, index: int) -> None:
-        self._progress[index].add_(1)
-        self._host_progress.copy_(self._progress, non_blocking=True)
+        self._counters[index].add_(1)
+        self._host_progress.copy_(self._counters[_BEGUN:], non_blocking=True)
 
     def progress(self) -> tuple[int, int]:
         """Return the numbers of calls that began and ended, as far as the host has seen them."""
@@ -116,18 +162,101 @@ class DeviceStatus:
         Gives up after half a second, for example if the device runs one stream at a time.
         """
         if self._side_stream is None:
-            self.failed.fill_(True)
+            self.failed.fill_(1)
             return
         with torch.cuda.stream(self._side_stream):
-            self.failed.fill_(True)
+            self.failed.fill_(1)
         end = time.monotonic() + _POISON_PATIENCE_S
         while not self._side_stream.query() and time.monotonic() < end:
             time.sleep(0.001)
 
     def failure(self) -> Failure | None:
         """Return the first failed call that the host has seen so far."""
-        *values, tokens, rows, equal_tokens, is_failed = self._host_words.tolist()
-        if not is_failed:
+        if not int(self._host_words[-1]):  # the last word that is written
             return None
+        *values, tokens, rows, equal_tokens, _ = self._host_words.tolist()
         headers = tuple(zip(*[iter(values)] * len(FIELDS), strict=True))
         return Failure(headers, Capacity(tokens, rows, bool(equal_tokens)))
+
+
+class CallCounter:
+    """Counts the calls of one layer on the device, and writes their headers.
+
+    - status: of the layer's manager. layer: number of the layer.
+    - calls: (1,) int64, number of calls so far.
+    """
+
+    @modes.outside_inference_mode()
+    def __init__(self, status: DeviceStatus, layer: int) -> None:
+        self.status, self.layer = status, layer
+        self.calls = torch.zeros(1, dtype=torch.int64, device=status.failed.device)
+        self._has_begun = False  # whether the current call is already counted
+
+    def arguments(self) -> dict[str, object]:
+        """Return the arguments of kernels that count calls."""
+        arguments = self.status.arguments()
+        names = ("counters_ptr", "progress_ptr", "failed_ptr")
+        return {"calls_ptr": self.calls, **{name: arguments[name] for name in names}}
+
+    def begin(self) -> None:
+        """Count a call before its header is written, so that the watchdog watches it."""
+        self._has_begun = True
+        if not use_triton(self.calls):
+            self.status.count_begin()
+            return
+        from prepare_finalize.common.kernels.headers import begin_kernel
+
+        names = ("counters_ptr", "progress_ptr")
+        arguments = self.status.arguments()
+        launch(begin_kernel, (1,), num_warps=1, **{name: arguments[name] for name in names})
+
+    def take_begin(self) -> bool:
+        """Return whether the current call is yet to be counted; it must be counted then."""
+        has_begun, self._has_begun = self._has_begun, False
+        return not has_begun
+
+    def write_header(self, out_F: torch.Tensor, tokens: int, *, refusal: int) -> None:
+        """Write the header of a call that sends no rows, (F,) int64. One launch on a GPU."""
+        if not use_triton(out_F):
+            if self.take_begin():
+                self.status.count_begin()
+            out_F.copy_(self.header(tokens, None, refusal=refusal))
+            return
+        from prepare_finalize.common.kernels.headers import header_kernel
+
+        arguments = self.arguments()
+        del arguments["failed_ptr"]
+        launch(
+            header_kernel,
+            (1,),
+            header_ptr=out_F,
+            **arguments,
+            layer=self.layer,
+            tokens=tokens,
+            refusal=refusal,
+            COUNT_BEGIN=self.take_begin(),
+            NUM_FIELDS=len(FIELDS),
+            num_warps=1,
+            **pdl_arguments(),
+        )
+
+    def header(self, tokens: int, rows: torch.Tensor | None, *, refusal: int) -> torch.Tensor:
+        """Count a dispatch with torch operations, and return its header, (F,) int64.
+
+        rows: int64 scalar, see FIELDS; None for a call that sends no rows.
+        """
+        self.calls.add_(1)
+        header = self.calls.repeat(len(FIELDS))
+        fields = ((LAYER, self.layer), (TOKENS, tokens), (ROWS, 0), (REFUSAL, refusal), (SENT, 0))
+        for field, value in fields:
+            header[field].fill_(value)
+        if rows is not None:
+            header[ROWS].copy_(rows)
+        header[ORDER : ORDER + 1].copy_(self.status.count_exchange(self.layer, is_combine=False))
+        return header
+
+    def end_ref(self, out: torch.Tensor) -> None:
+        """Torch reference of the end of a call whose sums are already in `out`."""
+        self.status.count_exchange(self.layer, is_combine=True)
+        out.masked_fill_(self.status.failed != 0, float("nan"))
+        self.status.count_end()

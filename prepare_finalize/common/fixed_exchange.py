@@ -1,46 +1,95 @@
 """FixedExchange: dispatch and combine in blocks of a fixed size, without row counts on the host."""
 
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
 from modular_kernel.contracts import Call
 from modular_kernel.errors import CommunicationError, UnsupportedError
+from modular_kernel.ops.expert_slots import slots_of
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import Layer, refusal_index
+from prepare_finalize.common.blocks import (
+    BlockLayout,
+    Blocks,
+    BlockSums,
+    Ranks,
+    ReceivedColumns,
+    SentRows,
+    fill_blocks,
+    read_blocks,
+    sum_blocks,
+)
 from prepare_finalize.common.device_agreement import DeviceAgreement
 from prepare_finalize.common.device_status import FIELDS, NOT_REFUSED
-from prepare_finalize.common.packed_rows import RowLayout
 from prepare_finalize.common.torch_group import Exchange
 
-_HEADER_BYTES = 8 * len(FIELDS)
+
+@dataclass(frozen=True)
+class FixedBuffers:
+    """Buffers of a call of a FixedExchange.
+
+    - layout: of its blocks. blocks_SB: the blocks to send and received; see `FixedExchange`.
+    - row_of_token_WT: see `blocks.fill_blocks`. header_F: the header of this rank.
+    """
+
+    layout: BlockLayout
+    blocks_SB: torch.Tensor
+    row_of_token_WT: torch.Tensor | None
+    header_F: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FixedCall(FixedBuffers):
+    """A call of a FixedExchange, from `send` to `combine`."""
+
+    step: int
+    exchange: Exchange
 
 
 class FixedExchange:
-    """Exchanges of one layer in blocks of packed rows, each followed by a row with the header.
+    """Exchanges of one layer in blocks of a fixed size.
 
-    - rows: capacity of a block. Rows beyond those in use have no experts.
+    - rows: capacity of a block.
     - gathers: whether each rank sends the same block to all ranks (an all-gather), instead of a
       block for each (an all-to-all).
+
+    An all-gather is in place. An all-to-all has W blocks to send, followed by W received ones. The
+    block for this rank itself is written to its place among the received ones, and the combine
+    reads this rank's own sums where the experts' sums are: only rows of other ranks are exchanged.
+    gloo exchanges all blocks.
     """
 
     def __init__(self, layer: Layer, *, rows: int, gathers: bool) -> None:
         layer.on_device = True
         self.layer, self.rows, self.gathers = layer, rows, gathers
         self._agreement = DeviceAgreement(layer, rows=rows)
+        problem, manager = layer.problem, layer.manager
+        self._ranks = Ranks(manager.rank, manager.world_size, slots_of(problem.placement))
+        self._skips_own = manager.device == "cuda"
         # What the refusal of a call has to exchange; known from the layer's first call.
-        self._layout: RowLayout | None = None
+        self._layout: BlockLayout | None = None
         self._reduces_amax = False
 
-    def specs(self, row_bytes: int) -> dict[str, BufferSpec]:
-        """Return the buffers of `blocks` and `return_sums`, for packed rows of up to row_bytes."""
-        problem, world = self.layer.problem, self.layer.manager.world_size
-        sent_blocks = 1 if self.gathers else world
-        return {
-            "packed_sent": BufferSpec((sent_blocks, self.rows + 1, row_bytes), torch.uint8),
-            "packed_all": BufferSpec((world, self.rows + 1, row_bytes), torch.uint8),
-            "returned": BufferSpec((world * self.rows, problem.hidden), problem.dtype),
+    def received_rows(self, layouts: tuple[BlockLayout, ...]) -> int:
+        """Return the maximum number of received rows, those that are no activations included."""
+        return self._ranks.world_size * max(layout.block_rows for layout in layouts)
+
+    def specs(self, layouts: tuple[BlockLayout, ...]) -> dict[str, BufferSpec]:
+        """Return the buffers of a call with one of these layouts."""
+        problem, world = self.layer.problem, self._ranks.world_size
+        num_blocks = world if self.gathers else 2 * world
+        nbytes = max(layout.nbytes for layout in layouts)
+        rows = max(layout.block_rows for layout in layouts)
+        specs = {
+            "blocks": BufferSpec((num_blocks, nbytes), torch.uint8),
+            "sums": BufferSpec((2 * world, rows, problem.hidden), problem.dtype),
+            "header": BufferSpec((len(FIELDS),), torch.int64),
         }
+        if not self.gathers:
+            specs["row_of_token"] = BufferSpec((world, problem.tokens), torch.int32)
+        return specs
 
     def begin(self, call: Call, tokens: int, device: torch.device) -> int:
         """Begin a call of T = `tokens` and return its step; see `DeviceAgreement.begin`."""
@@ -49,71 +98,95 @@ class FixedExchange:
     def reduce_amax(self, amax: torch.Tensor, step: int) -> torch.Tensor:
         """Return the maximum over all ranks of `amax`, (1,) float32."""
         self._reduces_amax = True
-        self._agreement.begin_on_device()
+        self._agreement.counter.begin()
         manager = self.layer.manager
         amax_W = amax.new_empty(manager.world_size)
         manager.all_gather(amax_W, amax, step=step, phase="counts").wait_on_stream()
         return amax_W.amax().reshape(1)  # NaN if any is, unlike the maximum of an all-reduce
 
-    def blocks(self, call: Call, layout: RowLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the blocks to send, (1 or W, rows + 1, bytes), and those to receive, (W, ...)."""
-        self._layout = layout
-        shape, world = (self.rows + 1, layout.nbytes), self.layer.manager.world_size
-        sent = call.workspace.take("packed_sent", (1 if self.gathers else world, *shape))
-        return sent, call.workspace.take("packed_all", (world, *shape))
+    def send(self, rows: SentRows, layout: BlockLayout, call: Call, step: int) -> FixedCall:
+        """Send the rows of a call that has begun."""
+        self._layout, take, world = layout, call.workspace.take, self._ranks.world_size
+        blocks_SB = take("blocks", (world if self.gathers else 2 * world, layout.nbytes))
+        row_of_token_WT = None
+        if not self.gathers:
+            row_of_token_WT = take("row_of_token", (world, self.layer.problem.tokens))
+        call.peers_notified = True
+        header_F = take("header", (len(FIELDS),))
+        buffers = FixedBuffers(layout, blocks_SB, row_of_token_WT, header_F)
+        return self._send(rows, buffers, step)
 
-    def dispatch(
-        self,
-        received_WRB: torch.Tensor,
-        sent_SRB: torch.Tensor,
-        *,
-        tokens: int,
-        rows_W: torch.Tensor | None = None,
-        refusal: int = NOT_REFUSED,
-        step: int,
-    ) -> tuple[Exchange, torch.Tensor]:
-        """Add this rank's header to the blocks and send them; return the exchange and the header.
-
-        tokens, rows_W, refusal: of the header; see `DeviceAgreement.header`.
-        """
-        manager = self.layer.manager
-        header = self._agreement.header(tokens, rows_W, refusal=refusal)
-        _headers(sent_SRB).copy_(header.expand(len(sent_SRB), -1))
-        received, sent = received_WRB.flatten(0, 1), sent_SRB.flatten(0, 1)
-        if self.gathers:
-            exchange = manager.all_gather(received, sent, step=step, phase="dispatch")
-            return exchange, header
-        splits = [self.rows + 1] * manager.world_size
-        exchange = manager.all_to_all(
-            received, sent, output_splits=splits, input_splits=splits, step=step, phase="dispatch"
+    def _send(
+        self, rows: SentRows, buffers: FixedBuffers, step: int, refusal: int = NOT_REFUSED
+    ) -> FixedCall:
+        layout, blocks_SB = buffers.layout, buffers.blocks_SB
+        manager, ranks = self.layer.manager, self._ranks
+        own_block = ranks.rank
+        if not self.gathers and self._skips_own:
+            own_block += ranks.world_size
+        fill_blocks(
+            rows,
+            Blocks(blocks_SB, layout, ranks, own_block),
+            row_of_token_WT=buffers.row_of_token_WT,
+            counter=self._agreement.counter,
+            header_F=buffers.header_F,
+            refusal=refusal,
         )
-        return exchange, header
+        received_WB = blocks_SB[-ranks.world_size :]
+        if self.gathers:
+            exchange = manager.all_gather(
+                received_WB.flatten(), received_WB[ranks.rank], step=step, phase="dispatch"
+            )
+        else:
+            sent_WB = blocks_SB[: ranks.world_size]
+            exchange = manager.exchange_blocks(received_WB, sent_WB, step=step, phase="dispatch")
+        return FixedCall(**vars(buffers), step=step, exchange=exchange)
 
-    def receive(self, exchange: Exchange, received_WRB: torch.Tensor, header: torch.Tensor) -> None:
-        """Make the stream wait for the blocks, and verify their headers on the device.
+    def receive(self, sent: FixedCall, out: ReceivedColumns) -> torch.Tensor:
+        """Make the stream wait for the rows and read them; verify their headers on the device.
 
-        exchange, header: results of `dispatch`.
+        Returns the activations, (R, H), a view of the received blocks.
         """
-        exchange.wait_on_stream()
-        self._agreement.verify(_headers(received_WRB), header)
+        sent.exchange.wait_on_stream()
+        received_WB = sent.blocks_SB[-self._ranks.world_size :]
+        read_blocks(
+            Blocks(received_WB, sent.layout, self._ranks, self._ranks.rank),
+            out,
+            status=self._agreement.status,
+            header_F=sent.header_F,
+            limits=self._agreement.limits,
+        )
+        return sent.layout.activations(received_WB)
 
-    def return_sums(self, partial_sums: torch.Tensor, sum_RH: torch.Tensor, step: int) -> None:
-        """Send the sums of the received rows, (W * rows, H), back to the ranks of their tokens."""
-        manager = self.layer.manager
-        splits = [self.rows] * manager.world_size
-        self._agreement.count_combine()
-        manager.all_to_all(
-            partial_sums.view(torch.uint8),
-            sum_RH.view(torch.uint8),
-            output_splits=splits,
-            input_splits=splits,
-            step=step,
+    def sums(self, sent: FixedCall, call: Call) -> torch.Tensor:
+        """Return the buffer for this rank's sums of the received rows, (R, H)."""
+        sums_SRH = self._take_sums(sent.layout, call)
+        return sums_SRH[: self._ranks.world_size].flatten(0, 1)
+
+    def _take_sums(self, layout: BlockLayout, call: Call) -> torch.Tensor:
+        shape = (2 * self._ranks.world_size, layout.block_rows, layout.hidden)
+        return call.workspace.take("sums", shape)
+
+    def combine(self, sent: FixedCall, call: Call, out_TH: torch.Tensor) -> None:
+        """Send the sums of the received rows back to the ranks of their tokens, and sum those."""
+        self._combine(sent, self._take_sums(sent.layout, call), out_TH)
+
+    def _combine(self, sent: FixedCall, sums_SRH: torch.Tensor, out_TH: torch.Tensor) -> None:
+        ranks = self._ranks
+        self.layer.manager.exchange_blocks(
+            sums_SRH[ranks.world_size :].view(torch.uint8),
+            sums_SRH[: ranks.world_size].view(torch.uint8),
+            rows=sent.layout.rows,
+            step=sent.step,
             phase="combine",
         ).wait_on_stream()
-
-    def end_call(self, out: torch.Tensor) -> None:
-        """End a call; fill its output with NaN if it, or an earlier call of the manager, failed."""
-        self._agreement.end_call(out)
+        own_block = ranks.rank + (0 if self._skips_own else ranks.world_size)
+        sum_blocks(
+            BlockSums(sums_SRH, ranks, first_block=ranks.world_size, own_block=own_block),
+            out_TH,
+            sent.row_of_token_WT,
+            self._agreement.counter,
+        )
 
     def check(self) -> None:
         """Wait for the device; raise CommunicationError if a call failed."""
@@ -126,31 +199,35 @@ class FixedExchange:
         """
         if self._layout is None:
             return False
-        if self.layer.manager.is_capturing():  # other ranks see that the call does not arrive
-            return True
         manager, problem, layout = self.layer.manager, self.layer.problem, self._layout
-        world, device, shape = manager.world_size, manager.device, (self.rows + 1, layout.nbytes)
+        if manager.is_capturing():  # other ranks see that the call does not arrive
+            return True
+        world, device = manager.world_size, torch.device(manager.device)
         with suppress(CommunicationError, UnsupportedError):  # the manager is closed
             step = self._agreement.next_step()
             if self._reduces_amax:
                 self.reduce_amax(torch.zeros(1, dtype=torch.float32, device=device), step)
-            sent = torch.empty(
-                1 if self.gathers else world, *shape, dtype=torch.uint8, device=device
+            no_rows = SentRows(
+                torch.empty(0, problem.hidden, dtype=layout.dtype, device=device),
+                torch.empty(0, layout.scales, device=device) if layout.scales else None,
+                torch.empty(0, problem.top_k, dtype=torch.int32, device=device),
+                torch.empty(0, problem.top_k, dtype=torch.float32, device=device),
+                None,
             )
-            layout.clear(sent.flatten(0, 1))
-            received = sent.new_empty(world, *shape)
-            exchange, header = self.dispatch(
-                received, sent, tokens=0, refusal=refusal_index(error), step=step
+            num_blocks = world if self.gathers else 2 * world
+            buffers = FixedBuffers(
+                layout,
+                torch.zeros(num_blocks, layout.nbytes, dtype=torch.uint8, device=device),
+                None
+                if self.gathers
+                else torch.empty(world, problem.tokens, dtype=torch.int32, device=device),
+                torch.empty(len(FIELDS), dtype=torch.int64, device=device),
             )
-            self.receive(exchange, received, header)
-            sum_RH = torch.zeros(
-                world * self.rows, problem.hidden, dtype=problem.dtype, device=device
-            )
-            self.return_sums(torch.empty_like(sum_RH), sum_RH, step)
-            self.end_call(sum_RH)
+            sent = self._send(no_rows, buffers, step, refusal_index(error))
+            sent.exchange.wait_on_stream()
+            headers_WF = layout.section(sent.blocks_SB[-world:], "header")
+            self._agreement.status.verify(headers_WF, sent.header_F, self._agreement.limits)
+            shape = (2 * world, layout.block_rows, problem.hidden)
+            sums_SRH = torch.zeros(shape, dtype=problem.dtype, device=device)
+            self._combine(sent, sums_SRH, sums_SRH.new_empty(0, problem.hidden))
         return True
-
-
-def _headers(blocks_SRB: torch.Tensor) -> torch.Tensor:
-    """Return the headers in the last rows of blocks, (S, F) int64, a view."""
-    return blocks_SRB[:, -1, :_HEADER_BYTES].view(torch.int64)

@@ -191,6 +191,37 @@ class TorchGroup:
             phase,
         )
 
+    def exchange_blocks(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        *,
+        rows: int | None = None,
+        step: int,
+        phase: str,
+    ) -> "Exchange":
+        """Send block `sent[r]` to each other rank r, and receive its block in `received[r]`.
+
+        received, sent: (W, ...), contiguous. rows: number of rows of each block that are needed;
+        None: all. Over NCCL, only those are exchanged, and none with this rank itself. gloo
+        exchanges everything.
+        """
+        if self.device == "cpu":
+            ones = [1] * self.world_size
+            return self.all_to_all(
+                received, sent, output_splits=ones, input_splits=ones, step=step, phase=phase
+            )
+        received_blocks, sent_blocks = (
+            [blocks[r, : 0 if r == self.rank else rows] for r in range(self.world_size)]
+            for blocks in (received, sent)
+        )
+        return self._start(
+            lambda: self._communicator.group.alltoall(received_blocks, sent_blocks),
+            (received, sent),
+            step,
+            phase,
+        )
+
     def all_reduce(self, tensor: torch.Tensor, *, step: int, phase: str) -> "Exchange":
         """Sum over ranks, in place."""
         return self._start(

@@ -148,7 +148,7 @@ def fail_second_call(rank: int, world: int, group: object, layer: Layer, failure
     if rank == 1 and failure == "layer":
         kernel = other
     if rank == 1 and failure == "call":
-        agreement_of(kernel)._calls.add_(1)
+        agreement_of(kernel).counter.calls.add_(1)
     if rank == 1 and failure == "rows":
         routing = replace(routing, topk_ids_TK=torch.zeros_like(routing.topk_ids_TK))
     errors: list[str] = []
@@ -240,7 +240,7 @@ def open_with(rank: int, world: int, group: object, checked: object) -> str:
     return ""
 
 
-GOOD = (3, 7, 99, 4, 2, NOT_REFUSED)  # layer, call, order, tokens, rows, refusal
+GOOD = (3, 7, 99, 4, 2, NOT_REFUSED, 1)  # in the order of FIELDS
 CAPACITY = Capacity(tokens=5, rows=3)
 
 
@@ -255,14 +255,14 @@ def verify(headers: list[tuple[int, ...]], capacity: Capacity = CAPACITY) -> Fai
 @pytest.mark.parametrize(
     "header",
     [
-        (4, 7, 99, 4, 2, NOT_REFUSED),
-        (3, 8, 99, 4, 2, NOT_REFUSED),
-        (3, 7, 98, 4, 2, NOT_REFUSED),
-        (3, 7, 99, 6, 2, NOT_REFUSED),
-        (3, 7, 99, -1, 2, NOT_REFUSED),
-        (3, 7, 99, 4, 4, NOT_REFUSED),
-        (3, 7, 99, 4, -1, NOT_REFUSED),
-        (3, 7, 99, 4, 2, 0),
+        (4, 7, 99, 4, 2, NOT_REFUSED, 1),
+        (3, 8, 99, 4, 2, NOT_REFUSED, 1),
+        (3, 7, 98, 4, 2, NOT_REFUSED, 1),
+        (3, 7, 99, 6, 2, NOT_REFUSED, 1),
+        (3, 7, 99, -1, 2, NOT_REFUSED, 1),
+        (3, 7, 99, 4, 4, NOT_REFUSED, 1),
+        (3, 7, 99, 4, -1, NOT_REFUSED, 1),
+        (3, 7, 99, 4, 2, 0, 1),
     ],
 )
 def test_each_field_of_a_header_is_verified(header: tuple[int, ...]) -> None:
@@ -271,7 +271,7 @@ def test_each_field_of_a_header_is_verified(header: tuple[int, ...]) -> None:
 
 
 def test_tokens_may_differ_unless_they_must_be_equal() -> None:
-    other = (3, 7, 99, 1, 0, NOT_REFUSED)
+    other = (3, 7, 99, 1, 0, NOT_REFUSED, 1)
     assert verify([GOOD, other]) is None
     equal = replace(CAPACITY, equal_tokens=True)
     assert verify([GOOD, GOOD], equal) is None
@@ -279,7 +279,11 @@ def test_tokens_may_differ_unless_they_must_be_equal() -> None:
 
 
 def test_the_first_failure_is_kept() -> None:
-    status, bad, worse = DeviceStatus(2, torch.device("cpu")), (*GOOD[:3], 9, 2, -1), (1, *GOOD[1:])
+    status, bad, worse = (
+        DeviceStatus(2, torch.device("cpu")),
+        (*GOOD[:3], 9, 2, -1, 1),
+        (1, *GOOD[1:]),
+    )
     for second in (GOOD, bad, worse, GOOD):
         headers_WF = torch.tensor([GOOD, second])
         status.verify(headers_WF, headers_WF[0], status.limits(CAPACITY))

@@ -4,7 +4,8 @@ import time
 
 import torch
 
-from prepare_finalize.common.device_status import DeviceStatus
+from prepare_finalize.common.blocks import BlockSums, Ranks, sum_blocks
+from prepare_finalize.common.device_status import CallCounter, DeviceStatus
 from prepare_finalize.common.watchdog import Watchdog
 
 DEADLINE_S = 0.2
@@ -57,13 +58,21 @@ def test_stop_ends_the_thread() -> None:
     assert not watchdog._thread.is_alive()
 
 
+def end_call(counter: CallCounter) -> torch.Tensor:
+    """End a call whose sums are 1; return its output."""
+    out_TH = torch.zeros(3, 4)
+    sums = BlockSums(torch.ones(1, 3, 4), Ranks(0, 1, 1), first_block=0, own_block=0)
+    sum_blocks(sums, out_TH, None, counter)
+    return out_TH
+
+
 def test_progress_counts_calls_and_a_failed_status_poisons() -> None:
-    status, out = DeviceStatus(2, torch.device("cpu")), torch.zeros(3)
-    status.begin_call()
+    status = DeviceStatus(2, torch.device("cpu"))
+    counter = CallCounter(status, 1)
+    counter.begin()
     assert status.progress() == (1, 0)
-    status.end_call(out)
+    assert end_call(counter).eq(1).all()
     assert status.progress() == (1, 1)
-    assert not out.isnan().any()
     status.poison()
-    status.end_call(out)
-    assert out.isnan().all()
+    assert end_call(counter).isnan().all()
+    assert status.progress() == (1, 2)

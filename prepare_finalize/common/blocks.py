@@ -1,0 +1,449 @@
+"""Blocks of rows of a fixed size: their layout, and the operations that fill, read and sum them.
+
+A rank sends one block to each rank, or the same block to all. A block begins with the activations
+of its rows. The other columns and a header follow, padded to a multiple of the size of an
+activation row. Received blocks are therefore one (W * block rows, H) matrix, which experts read in
+place. Its rows that are not activations have no experts.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import pdl_arguments
+from modular_kernel.replay.launch.runtime import use_triton
+from prepare_finalize.common.device_status import (
+    FIELDS,
+    NOT_REFUSED,
+    SENT,
+    CallCounter,
+    DeviceStatus,
+)
+
+_ALIGNMENT = 16  # bytes; every section begins at a multiple
+_HEADER_BYTES = 8 * len(FIELDS)
+_MAX_BLOCK = 4096  # bytes of a row that a program copies at a time
+_SCAN_PAIRS = 4096  # pairs that a program reads at a time to find the rows of tokens
+_SUM_BLOCK = 2048  # columns per program that sums
+# Integers with which kernels copy values, by itemsize.
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Layout of a block.
+
+    - rows: maximum number of rows of a block.
+    - hidden, dtype: columns and dtype of the activations.
+    - top_k: number of pairs of a row.
+    - scales: number of float32 scales of a row, 0 if rows have none of their own.
+    - adapters: whether rows have an adapter slot.
+    """
+
+    rows: int
+    hidden: int
+    dtype: torch.dtype
+    top_k: int
+    scales: int = 0
+    adapters: bool = False
+
+    @cached_property
+    def sections(self) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
+        """First byte, shape and dtype of the sections of a block, by name."""
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "x": ((self.rows, self.hidden), self.dtype),
+            "scale": ((self.rows, self.scales), torch.float32),
+            "numbers": ((self.rows, self.top_k), torch.int32),
+            "weights": ((self.rows, self.top_k), torch.float32),
+            "adapters": ((self.rows, int(self.adapters)), torch.int32),
+            "header": ((len(FIELDS),), torch.int64),
+        }
+        sections, end = {}, 0
+        for name, (shape, dtype) in shapes.items():
+            sections[name] = (end, shape, dtype)
+            end += math.ceil(math.prod(shape) * dtype.itemsize / _ALIGNMENT) * _ALIGNMENT
+        return sections
+
+    @cached_property
+    def block_rows(self) -> int:
+        """Size of a block in activation rows, the last of which hold the other sections."""
+        row_bytes = self.hidden * self.dtype.itemsize
+        multiple = _ALIGNMENT // math.gcd(_ALIGNMENT, row_bytes)  # so that all blocks are aligned
+        start, _, _ = self.sections["header"]
+        return math.ceil((start + _HEADER_BYTES) / row_bytes / multiple) * multiple
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.block_rows * self.hidden * self.dtype.itemsize
+
+    def section(self, blocks_SB: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a section of all blocks, a view (S, *shape). blocks_SB: (S, nbytes) uint8."""
+        start, shape, dtype = self.sections[name]
+        end = start + math.prod(shape) * dtype.itemsize
+        return blocks_SB[:, start:end].view(dtype).view(len(blocks_SB), *shape)
+
+    def activations(self, blocks_SB: torch.Tensor) -> torch.Tensor:
+        """Return blocks as activations, a view (S * block_rows, H)."""
+        return blocks_SB.view(self.dtype).view(-1, self.hidden)
+
+
+@dataclass(frozen=True)
+class SentRows:
+    """The tokens of a call, T of them, as they are sent.
+
+    - x_TH: activations in the dtype of the layout. scale_TG: their scales, float32, or None.
+    - numbers_TK: int32, rank * slots + slot of the expert of each pair, -1 for none.
+    - weights_TK: float32 router weights. adapters_T: int32 adapter slots, or None.
+    """
+
+    x_TH: torch.Tensor
+    scale_TG: torch.Tensor | None
+    numbers_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    adapters_T: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank, the number of ranks, and the number of expert slots of each rank."""
+
+    rank: int
+    world_size: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks to send or received blocks.
+
+    - bytes_SB: (S, layout.nbytes) uint8. Block w is that for, or from, rank w.
+    - own_block: index of the block for this rank instead of its number.
+    """
+
+    bytes_SB: torch.Tensor
+    layout: BlockLayout
+    ranks: Ranks
+    own_block: int
+
+    def section(self, name: str) -> torch.Tensor:
+        """Return a section of all blocks, a view (S, *shape)."""
+        return self.layout.section(self.bytes_SB, name)
+
+
+@dataclass(frozen=True)
+class ReceivedColumns:
+    """The columns of R = W * block_rows received rows, except activations.
+
+    - local_experts: number of experts of this rank.
+    - slots_RK: int32, the slots of this rank's pairs, -1 for others and for rows without a token.
+    - weights_RK: float32, their router weights, 0 for others.
+    - scale_RG: float32 scales, undefined for rows without a token; or None.
+    - adapters_R: int32 adapter slots, -1 for rows without a token; or None.
+    """
+
+    local_experts: int
+    slots_RK: torch.Tensor
+    weights_RK: torch.Tensor
+    scale_RG: torch.Tensor | None
+    adapters_R: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class BlockSums:
+    """Sums of rows, from each rank.
+
+    - sums_SRH: (S, block rows, H), contiguous.
+    - first_block: block first_block + w is that of rank w, except for this rank.
+    - own_block: this rank's block.
+    """
+
+    sums_SRH: torch.Tensor
+    ranks: Ranks
+    first_block: int
+    own_block: int
+
+
+def fill_blocks(
+    sent: SentRows,
+    blocks: Blocks,
+    *,
+    row_of_token_WT: torch.Tensor | None,
+    counter: CallCounter,
+    header_F: torch.Tensor,
+    refusal: int = NOT_REFUSED,
+) -> None:
+    """Write the rows of a call and its header to blocks; count the call in `counter`.
+
+    row_of_token_WT: (W, capacity) int32, gets the row of each token in the block for each rank, -1
+        if it has none. None writes all tokens to the block for this rank only.
+    header_F: (F,) int64, gets the header; each block gets it with its own number of rows.
+    refusal: see `device_status.FIELDS`.
+
+    Rows of a block are in the order of tokens. Tokens beyond its capacity are left out. Rows after
+    the last one are unchanged. One launch on a GPU.
+    """
+    layout, ranks = blocks.layout, blocks.ranks
+    if not use_triton(blocks.bytes_SB):
+        _fill_blocks_ref(sent, blocks, row_of_token_WT, counter, header_F, refusal)
+        return
+    from prepare_finalize.common.kernels.blocks import fill_blocks_kernel
+
+    tokens, hidden = sent.x_TH.shape
+    integer = _SAME_SIZE[layout.dtype.itemsize]
+    x_TH, gathers = sent.x_TH.view(integer), row_of_token_WT is None
+    scales = layout.scales if sent.scale_TG is not None else 0
+    num_blocks = 1 if gathers else ranks.world_size
+    block = min(_MAX_BLOCK // layout.dtype.itemsize, next_power_of_2(hidden))
+    rows = _rows_per_program(tokens, num_blocks, blocks.bytes_SB.device)
+    programs = -(-tokens // rows)
+    section = {name: blocks.section(name) for name in layout.sections}
+    x_SRH = section["x"].view(integer)
+    block_k = next_power_of_2(layout.top_k)
+    launch(
+        fill_blocks_kernel,
+        (1 + programs * num_blocks,),
+        x_ptr=x_TH,
+        scale_ptr=x_TH if sent.scale_TG is None else sent.scale_TG,
+        numbers_ptr=sent.numbers_TK,
+        weights_ptr=sent.weights_TK,
+        adapters_ptr=x_TH if sent.adapters_T is None else sent.adapters_T,
+        row_of_token_ptr=header_F if row_of_token_WT is None else row_of_token_WT,
+        x_blocks_ptr=x_SRH,
+        scale_blocks_ptr=section["scale"] if scales else x_SRH,
+        numbers_blocks_ptr=section["numbers"],
+        weights_blocks_ptr=section["weights"],
+        adapters_blocks_ptr=section["adapters"] if layout.adapters else x_SRH,
+        header_blocks_ptr=section["header"],
+        header_ptr=header_F,
+        **counter.arguments(),
+        layer=counter.layer,
+        refusal=refusal,
+        tokens=tokens,
+        capacity=layout.rows,
+        row_stride=0 if row_of_token_WT is None else row_of_token_WT.stride(0),
+        rank=ranks.rank,
+        own_block=blocks.own_block,
+        slots=ranks.slots,
+        programs=programs,
+        stride_x=x_TH.stride(0),
+        stride_scale=0 if sent.scale_TG is None else sent.scale_TG.stride(0),
+        x_block=x_SRH.stride(0),
+        word_block=section["numbers"].stride(0),
+        header_block=section["header"].stride(0),
+        HIDDEN=hidden,
+        SCALES=scales,
+        BLOCK_S=next_power_of_2(max(1, scales)),
+        TOP_K=layout.top_k,
+        BLOCK_K=block_k,
+        WORLD=ranks.world_size,
+        PADDED=next_power_of_2(ranks.world_size),
+        GATHERS=gathers,
+        ADAPTERS="none" if not layout.adapters else "slots" if sent.adapters_T is not None else
+        "nobody",
+        ROWS=rows,
+        BLOCK=block,
+        SCAN=max(16, _SCAN_PAIRS // max(block_k, next_power_of_2(ranks.world_size))),
+        NUM_FIELDS=len(FIELDS),
+        COUNT_BEGIN=counter.take_begin(),
+        num_warps=8 if rows > 1 else 4,
+        **pdl_arguments(),
+    )  # fmt: skip
+
+
+def _rows_per_program(tokens: int, blocks: int, device: torch.device) -> int:
+    """Return the number of tokens per program, a power of two: one until all SMs have programs."""
+    sms = 2
+    if device.type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(8, next_power_of_2(max(1, tokens * blocks // (8 * sms))))
+
+
+def _fill_blocks_ref(
+    sent: SentRows,
+    blocks: Blocks,
+    row_of_token_WT: torch.Tensor | None,
+    counter: CallCounter,
+    header_F: torch.Tensor,
+    refusal: int,
+) -> None:
+    """Torch reference of `fill_blocks`."""
+    layout, ranks, device = blocks.layout, blocks.ranks, blocks.bytes_SB.device
+    tokens = len(sent.x_TH)
+    columns = {"x": sent.x_TH, "numbers": sent.numbers_TK, "weights": sent.weights_TK}
+    if layout.scales and sent.scale_TG is not None:
+        columns["scale"] = sent.scale_TG
+    if layout.adapters:
+        nobody_T = sent.numbers_TK.new_full((tokens,), -1)
+        slots_T = nobody_T if sent.adapters_T is None else sent.adapters_T
+        columns["adapters"] = slots_T[:, None]
+    every_token_T = torch.ones(tokens, dtype=torch.bool, device=device)
+    indices, needs_WT = [blocks.own_block], every_token_T[None]
+    if row_of_token_WT is not None:
+        indices = [blocks.own_block if w == ranks.rank else w for w in range(ranks.world_size)]
+        rank_TK = torch.where(sent.numbers_TK < 0, -1, sent.numbers_TK // ranks.slots)
+        ranks_W = torch.arange(ranks.world_size, device=device)
+        needs_WT = (rank_TK == ranks_W[:, None, None]).any(2)
+        row_WT = torch.where(needs_WT, needs_WT.cumsum(1) - 1, -1)
+        row_of_token_WT[:, :tokens] = torch.where(row_WT < layout.rows, row_WT, -1)
+    num_rows_W = needs_WT.sum(1)
+    if counter.take_begin():
+        counter.status.count_begin()
+    header_F.copy_(counter.header(tokens, num_rows_W.max(), refusal=refusal))
+    for index, needs_T, num_rows in zip(indices, needs_WT, num_rows_W, strict=True):
+        token_R = needs_T.nonzero()[: layout.rows, 0]
+        for name, values in columns.items():
+            blocks.section(name)[index, : len(token_R)] = values[token_R]
+        blocks.section("header")[index] = header_F
+        blocks.section("header")[index, SENT] = num_rows
+
+
+def read_blocks(
+    blocks: Blocks,
+    out: ReceivedColumns,
+    *,
+    status: DeviceStatus,
+    header_F: torch.Tensor,
+    limits: torch.Tensor,
+) -> None:
+    """Read the columns of received blocks, and verify their headers.
+
+    status, header_F, limits: see `DeviceStatus.verify`. One launch on a GPU.
+    """
+    layout, ranks = blocks.layout, blocks.ranks
+    if not use_triton(blocks.bytes_SB):
+        _read_blocks_ref(blocks, out)
+        status.verify(blocks.section("header"), header_F, limits)
+        return
+    from prepare_finalize.common.kernels.blocks import read_blocks_kernel
+
+    section = {name: blocks.section(name) for name in layout.sections}
+    scale_RG, adapters_R = out.scale_RG, out.adapters_R
+    rows, scales = len(out.slots_RK), 0 if scale_RG is None else layout.scales
+    block_k = next_power_of_2(layout.top_k)
+    rows_per_program = max(1, 256 // max(block_k, next_power_of_2(max(1, scales))))
+    launch(
+        read_blocks_kernel,
+        (-(-rows // rows_per_program),),
+        numbers_ptr=section["numbers"],
+        weights_ptr=section["weights"],
+        scale_ptr=section["scale"] if scales else section["weights"],
+        adapters_ptr=section["adapters"] if layout.adapters else section["numbers"],
+        header_blocks_ptr=section["header"],
+        slots_ptr=out.slots_RK,
+        out_weights_ptr=out.weights_RK,
+        out_scale_ptr=out.weights_RK if scale_RG is None else scale_RG,
+        out_adapters_ptr=out.slots_RK if adapters_R is None else adapters_R,
+        header_ptr=header_F,
+        limits_ptr=limits,
+        **status.arguments(),
+        rows=rows,
+        block_rows=layout.block_rows,
+        capacity=layout.rows,
+        rank=ranks.rank,
+        slots=ranks.slots,
+        local_experts=out.local_experts,
+        word_block=section["numbers"].stride(0),
+        header_block=section["header"].stride(0),
+        SCALES=scales,
+        BLOCK_S=next_power_of_2(max(1, scales)),
+        TOP_K=layout.top_k,
+        BLOCK_K=block_k,
+        HAS_ADAPTERS=adapters_R is not None,
+        ROWS=rows_per_program,
+        WORLD=ranks.world_size,
+        PADDED=next_power_of_2(ranks.world_size),
+        NUM_FIELDS=len(FIELDS),
+        num_warps=4,
+    )
+
+
+def _read_blocks_ref(blocks: Blocks, out: ReceivedColumns) -> None:
+    """Torch reference of `read_blocks`, without the headers."""
+    layout, ranks, world = blocks.layout, blocks.ranks, len(blocks.bytes_SB)
+    num_rows_W1 = blocks.section("header")[:, SENT, None].clamp(0, layout.rows)
+    rows_R = torch.arange(layout.rows, device=blocks.bytes_SB.device)
+    has_token_WR = rows_R < num_rows_W1
+    numbers_WRK = blocks.section("numbers")
+    slot_WRK = numbers_WRK - ranks.rank * ranks.slots
+    is_local = (numbers_WRK >= 0) & (slot_WRK >= 0) & (slot_WRK < out.local_experts)
+    is_local &= has_token_WR[..., None]
+
+    def write(out_R: torch.Tensor, values_WR: torch.Tensor, padding: float) -> None:
+        out_WR = out_R.view(world, -1, *out_R.shape[1:])
+        out_WR[:, : layout.rows] = values_WR
+        out_WR[:, layout.rows :] = padding
+
+    write(out.slots_RK, torch.where(is_local, slot_WRK, -1), -1)
+    write(out.weights_RK, torch.where(is_local, blocks.section("weights"), 0), 0)
+    if out.scale_RG is not None:
+        write(out.scale_RG, blocks.section("scale"), 0)
+    if out.adapters_R is not None:
+        adapters_WR = blocks.section("adapters")[..., 0]
+        write(out.adapters_R, torch.where(has_token_WR, adapters_WR, -1), -1)
+
+
+def sum_blocks(
+    sums: BlockSums,
+    out_TH: torch.Tensor,
+    row_of_token_WT: torch.Tensor | None,
+    counter: CallCounter,
+) -> None:
+    """Sum each token's rows from all ranks, in float32 in rank order; count the end of the call.
+
+    out_TH: (T, H), gets the sums, or NaN if a call of the manager has failed.
+    row_of_token_WT: (W, capacity) int32, the row of each token in each rank's block, -1 for none.
+        None: row t for token t.
+
+    One launch on a GPU.
+    """
+    tokens, hidden = out_TH.shape
+    sums_SRH, ranks = sums.sums_SRH, sums.ranks
+    if not use_triton(sums_SRH):
+        _sum_blocks_ref(sums, out_TH, row_of_token_WT)
+        counter.end_ref(out_TH)
+        return
+    from prepare_finalize.common.kernels.blocks import sum_blocks_kernel
+
+    block = min(_SUM_BLOCK, next_power_of_2(hidden))
+    launch(
+        sum_blocks_kernel,
+        (max(1, tokens * -(-hidden // block)),),
+        sums_ptr=sums_SRH,
+        row_of_token_ptr=counter.calls if row_of_token_WT is None else row_of_token_WT,
+        out_ptr=out_TH,
+        **counter.arguments(),
+        layer=counter.layer,
+        tokens=tokens,
+        block_rows=sums_SRH.shape[1],
+        row_stride=0 if row_of_token_WT is None else row_of_token_WT.stride(0),
+        rank=ranks.rank,
+        first_block=sums.first_block,
+        own_block=sums.own_block,
+        stride_out=out_TH.stride(0),
+        HIDDEN=hidden,
+        WORLD=ranks.world_size,
+        GATHERS=row_of_token_WT is None,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def _sum_blocks_ref(
+    sums: BlockSums, out_TH: torch.Tensor, row_of_token_WT: torch.Tensor | None
+) -> None:
+    """Torch reference of `sum_blocks`, without the count."""
+    (tokens, hidden), ranks = out_TH.shape, sums.ranks
+    sum_TH = torch.zeros(tokens, hidden, dtype=torch.float32, device=out_TH.device)
+    for w in range(ranks.world_size):
+        rows_RH = sums.sums_SRH[sums.own_block if w == ranks.rank else sums.first_block + w]
+        if row_of_token_WT is None:
+            sum_TH += rows_RH[:tokens]
+        else:
+            row_T = row_of_token_WT[w, :tokens].long()
+            has_row_T1 = (row_T >= 0)[:, None]
+            sum_TH += torch.where(has_row_T1, rows_RH[row_T.clamp(min=0)].float(), 0)
+    out_TH.copy_(sum_TH)

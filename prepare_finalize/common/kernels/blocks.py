@@ -1,0 +1,233 @@
+"""Kernels that fill, read and sum blocks of rows of a fixed size; see `common.blocks`."""
+
+import triton
+import triton.language as tl
+
+from modular_kernel.ops.kernels.pdl import pdl_wait
+from prepare_finalize.common.kernels.headers import (
+    PADDED_FIELDS,
+    SENT,
+    count_begin,
+    count_end,
+    count_exchange,
+    new_header,
+    verify_headers,
+)
+
+
+@triton.jit
+def _needs_rank(
+    numbers_ptr, token, tokens, ranks, slots, TOP_K: tl.constexpr
+):  # fmt: skip
+    """Return whether each token has an expert on each rank, int32.
+
+    token, ranks: tensors that broadcast with each other.
+    """
+    needs = ((token < 0) & (ranks < 0)).to(tl.int32)  # zeros of the common shape
+    for k in tl.static_range(TOP_K):
+        number = tl.load(numbers_ptr + token * TOP_K + k, mask=token < tokens, other=-1)
+        needs |= ((number >= 0) & (number // slots == ranks)).to(tl.int32)
+    return needs
+
+
+@triton.jit
+def _count_rows(
+    numbers_ptr, end, tokens, ranks, slots,
+    TOP_K: tl.constexpr, PADDED: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    """Return how many of the first `end` tokens have an expert on each rank. ranks: (PADDED,)."""
+    counts = tl.zeros((PADDED,), tl.int32)
+    for first in range(0, end, SCAN):
+        token = first + tl.arange(0, SCAN)[:, None]
+        token = tl.where(token < end, token, tokens)
+        needs = _needs_rank(numbers_ptr, token, tokens, ranks[None, :], slots, TOP_K)
+        counts += tl.sum(needs, axis=0)
+    return counts
+
+
+@triton.jit
+def _fill_headers(
+    numbers_ptr, header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, layer, refusal,
+    tokens, rank, own_block, slots, header_block,
+    TOP_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, GATHERS: tl.constexpr,
+    SCAN: tl.constexpr, NUM_FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Write the header of a call to header_ptr and, with their numbers of rows, to its blocks."""
+    w = tl.arange(0, PADDED)
+    counts = tl.zeros((PADDED,), tl.int32) + tokens
+    if not GATHERS:
+        counts = _count_rows(numbers_ptr, tokens, tokens, w, slots, TOP_K, PADDED, SCAN)
+    rows = tl.max(counts, axis=0)
+    header = new_header(calls_ptr, counters_ptr, layer, tokens, rows, refusal)
+    field = tl.arange(0, PADDED_FIELDS)
+    tl.store(header_ptr + field, header, mask=field < NUM_FIELDS)
+    block = tl.where(w == rank, own_block, w).to(tl.int64)[:, None]
+    if GATHERS:
+        is_sent = (w == rank)[:, None]
+    else:
+        is_sent = (w < WORLD)[:, None]
+    headers = tl.where(field[None, :] == SENT, counts[:, None].to(tl.int64), header[None, :])
+    out = header_blocks_ptr + block * header_block + field[None, :]
+    tl.store(out, headers, mask=is_sent & (field[None, :] < NUM_FIELDS))
+
+
+@triton.jit
+def fill_blocks_kernel(
+    x_ptr, scale_ptr, numbers_ptr, weights_ptr, adapters_ptr, row_of_token_ptr,
+    x_blocks_ptr, scale_blocks_ptr, numbers_blocks_ptr, weights_blocks_ptr, adapters_blocks_ptr,
+    header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, progress_ptr, failed_ptr,
+    layer, refusal, tokens, capacity, row_stride, rank, own_block, slots, programs,
+    stride_x, stride_scale, x_block, word_block, header_block,
+    HIDDEN: tl.constexpr, SCALES: tl.constexpr, BLOCK_S: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, GATHERS: tl.constexpr,
+    ADAPTERS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
+    NUM_FIELDS: tl.constexpr, COUNT_BEGIN: tl.constexpr, OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """Write the rows of a call and its header to the blocks to send; see `blocks.fill_blocks`.
+
+    Grid: a program for the header, then `programs` programs of ROWS tokens for each block.
+
+    *_blocks_ptr: the sections of block 0. x_block, word_block, header_block: strides between
+        blocks, in elements of x, of 4 bytes and of 8 bytes.
+    x_ptr: integers of the itemsize of x. PADDED: WORLD rounded up to a power of two.
+    GATHERS: all tokens are written to own_block only. ADAPTERS: "none" if rows have no adapter
+        slot, "slots", or "nobody" for a call without adapters.
+    SCAN: tokens that are read at a time to count the rows before those of a program.
+    """
+    pdl_wait(OVERLAP)
+    if tl.program_id(0) == 0:
+        if COUNT_BEGIN:
+            count_begin(counters_ptr, progress_ptr)
+        _fill_headers(
+            numbers_ptr, header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, layer, refusal,
+            tokens, rank, own_block, slots, header_block,
+            TOP_K, WORLD, PADDED, GATHERS, SCAN, NUM_FIELDS,
+        )  # fmt: skip
+    else:
+        program = tl.program_id(0) - 1
+        first = program % programs * ROWS
+        w = program // programs
+        token_R = first + tl.arange(0, ROWS)
+        if GATHERS:
+            block = tl.full((), 0, tl.int64) + own_block
+            row_R = token_R
+            is_row_R = (token_R < tokens) & (token_R < capacity)
+        else:
+            block = tl.where(w == rank, own_block, w).to(tl.int64)
+            ranks = w + tl.arange(0, 1)
+            before = _count_rows(numbers_ptr, first, tokens, ranks, slots, TOP_K, 1, SCAN)
+            needs_R = _needs_rank(numbers_ptr, token_R, tokens, w, slots, TOP_K)
+            row_R = tl.sum(before, axis=0) + tl.cumsum(needs_R, axis=0) - needs_R
+            is_row_R = (needs_R > 0) & (row_R < capacity)
+            out_row = tl.where(is_row_R, row_R, -1)
+            tl.store(row_of_token_ptr + w * row_stride + token_R, out_row, mask=token_R < tokens)
+        row = row_R[:, None].to(tl.int64)
+        token = token_R[:, None].to(tl.int64)
+        is_row = is_row_R[:, None]
+        k = tl.arange(0, BLOCK_K)[None, :]
+        is_pair = is_row & (k < TOP_K)
+        pair = token * TOP_K + k
+        out = block * word_block + row * TOP_K + k
+        tl.store(numbers_blocks_ptr + out, tl.load(numbers_ptr + pair, mask=is_pair), mask=is_pair)
+        tl.store(weights_blocks_ptr + out, tl.load(weights_ptr + pair, mask=is_pair), mask=is_pair)
+        if ADAPTERS != "none":
+            slot = tl.full((ROWS, 1), -1, tl.int32)
+            if ADAPTERS == "slots":
+                slot = tl.load(adapters_ptr + token, mask=is_row, other=-1).to(tl.int32)
+            tl.store(adapters_blocks_ptr + block * word_block + row, slot, mask=is_row)
+        if SCALES:
+            s = tl.arange(0, BLOCK_S)[None, :]
+            is_scale = is_row & (s < SCALES)
+            scale = tl.load(scale_ptr + token * stride_scale + s, mask=is_scale)
+            tl.store(scale_blocks_ptr + block * word_block + row * SCALES + s, scale, mask=is_scale)
+        for start in range(0, HIDDEN, BLOCK):
+            column = start + tl.arange(0, BLOCK)[None, :]
+            mask = is_row & (column < HIDDEN)
+            x = tl.load(x_ptr + token * stride_x + column, mask=mask)
+            tl.store(x_blocks_ptr + block * x_block + row * HIDDEN + column, x, mask=mask)
+
+
+@triton.jit
+def read_blocks_kernel(
+    numbers_ptr, weights_ptr, scale_ptr, adapters_ptr, header_blocks_ptr,
+    slots_ptr, out_weights_ptr, out_scale_ptr, out_adapters_ptr,
+    header_ptr, limits_ptr, words_ptr, host_words_ptr, failed_ptr, counters_ptr, progress_ptr,
+    rows, block_rows, capacity, rank, slots, local_experts, word_block, header_block,
+    SCALES: tl.constexpr, BLOCK_S: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_ADAPTERS: tl.constexpr, ROWS: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
+    NUM_FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Read the columns of received blocks except activations; see `blocks.read_blocks`.
+
+    Grid: a program for each ROWS rows; the first also verifies the headers. Numbers of a failed
+    call may be arbitrary, but the slots are always valid.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    block = (row // block_rows).to(tl.int64)
+    row_in_block = row % block_rows
+    in_bounds = row < rows
+    sent = tl.load(header_blocks_ptr + block * header_block + SENT, mask=in_bounds, other=0)
+    has_token = in_bounds & (row_in_block < sent) & (row_in_block < capacity)
+    k = tl.arange(0, BLOCK_K)[None, :]
+    source = block * word_block + row_in_block * TOP_K + k
+    has_pair = has_token & (k < TOP_K)
+    number = tl.load(numbers_ptr + source, mask=has_pair, other=-1)
+    slot = number - rank * slots
+    is_local = has_pair & (number >= 0) & (slot >= 0) & (slot < local_experts)
+    weight = tl.load(weights_ptr + source, mask=is_local, other=0.0)
+    out = row.to(tl.int64) * TOP_K + k
+    is_pair = in_bounds & (k < TOP_K)
+    tl.store(slots_ptr + out, tl.where(is_local, slot, -1), mask=is_pair)
+    tl.store(out_weights_ptr + out, weight, mask=is_pair)
+    if HAS_ADAPTERS:
+        adapter = tl.load(
+            adapters_ptr + block * word_block + row_in_block, mask=has_token, other=-1
+        )
+        tl.store(out_adapters_ptr + row, adapter, mask=in_bounds)
+    if SCALES:
+        s = tl.arange(0, BLOCK_S)[None, :]
+        is_scale = has_token & (s < SCALES)
+        scale = tl.load(
+            scale_ptr + block * word_block + row_in_block * SCALES + s, mask=is_scale, other=0.0
+        )
+        tl.store(out_scale_ptr + row.to(tl.int64) * SCALES + s, scale,
+                 mask=in_bounds & (s < SCALES))  # fmt: skip
+    if tl.program_id(0) == 0:
+        verify_headers(
+            header_blocks_ptr, header_block, header_ptr, limits_ptr, words_ptr, host_words_ptr,
+            failed_ptr, WORLD, PADDED, NUM_FIELDS,
+        )  # fmt: skip
+
+
+@triton.jit
+def sum_blocks_kernel(
+    sums_ptr, row_of_token_ptr, out_ptr, calls_ptr, counters_ptr, progress_ptr, failed_ptr,
+    layer, tokens, block_rows, row_stride, rank, first_block, own_block, stride_out,
+    HIDDEN: tl.constexpr, WORLD: tl.constexpr, GATHERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum each token's rows from all ranks in rank order; see `blocks.sum_blocks`.
+
+    Grid: a program for each token and BLOCK columns; at least one. The first counts the combine
+    and the end of the call.
+    """
+    BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    token = tl.program_id(0) // BLOCKS
+    column = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    in_bounds = (token < tokens) & (column < HIDDEN)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for w in tl.static_range(WORLD):
+        row = token
+        if not GATHERS:
+            row = tl.load(row_of_token_ptr + w * row_stride + token, mask=token < tokens, other=-1)
+        block = tl.where(w == rank, own_block, first_block + w).to(tl.int64)
+        value_ptr = sums_ptr + (block * block_rows + row) * HIDDEN + column
+        total += tl.load(value_ptr, mask=in_bounds & (row >= 0) & (row < block_rows), other=0.0).to(
+            tl.float32
+        )
+    if tl.load(failed_ptr) != 0:
+        total += float("nan")
+    out = out_ptr + token.to(tl.int64) * stride_out + column
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_bounds)
+    if tl.program_id(0) == 0:
+        count_exchange(counters_ptr, layer, True)
+        count_end(counters_ptr, progress_ptr)
