@@ -24,12 +24,14 @@ class AllGatherHandle(PartHandle):
 
     - rows_W: number of received rows of each rank.
     - topk_weights_RK: router weights still to apply to the rows, or None.
+    - sum_RH: the buffer for the sums of the received rows.
     - fixed: the exchange of fixed size, whose rows are not counted; or None.
     """
 
     step: int
     rows_W: tuple[int, ...]
     topk_weights_RK: torch.Tensor | None
+    sum_RH: torch.Tensor
     fixed: FixedCall | None
 
 
@@ -125,7 +127,9 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
             weights_RK = received.routing.topk_weights_TK
             if self.problem.apply_router_weight_on_input:
                 weights_RK = None
-            return received, AllGatherHandle(self, call, sent.step, (), weights_RK, sent)
+            return received, AllGatherHandle(
+                self, call, sent.step, (), weights_RK, sent.sum_RH, sent
+            )
 
         return receive
 
@@ -174,7 +178,11 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
             rows.adapters_R,
         )
         rows_W = tuple(map(len, blocks))
-        return received_tokens, AllGatherHandle(self, call, step, rows_W, weights_RK, None)
+        sum_RH = call.workspace.take("rows_sum", (sum(rows_W), self.problem.hidden))
+        return received_tokens, AllGatherHandle(self, call, step, rows_W, weights_RK, sum_RH, None)
+
+    def expert_output(self, handle: Handle) -> torch.Tensor:
+        return self.check_handle(handle, AllGatherHandle).sum_RH
 
     def finalize(
         self,
@@ -185,17 +193,15 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         out: torch.Tensor,
     ) -> None:
         part_handle = self.check_handle(handle, AllGatherHandle)
-        call, sent, weights_RK = part_handle.call, part_handle.fixed, part_handle.topk_weights_RK
-        if self.fixed is not None and sent is not None:
-            sum_RH = self.fixed.sums(sent, call)
-            weight_and_reduce(expert_output, weights_RK, self.problem, reduce=reduce, out=sum_RH)
-            with stages.stage(stages.COMBINE):
-                self.fixed.combine(sent, call, out)
-            return
-        take, rows_W, step = call.workspace.take, part_handle.rows_W, part_handle.step
-        (tokens, hidden), world = out.shape, self.manager.world_size
-        sum_RH = take("rows_sum", (sum(rows_W), hidden))
+        sum_RH, sent = part_handle.sum_RH, part_handle.fixed
+        weights_RK = part_handle.topk_weights_RK
         weight_and_reduce(expert_output, weights_RK, self.problem, reduce=reduce, out=sum_RH)
+        if self.fixed is not None and sent is not None:
+            with stages.stage(stages.COMBINE):
+                self.fixed.combine(sent, out)
+            return
+        take, rows_W, step = part_handle.call.workspace.take, part_handle.rows_W, part_handle.step
+        (tokens, hidden), world = out.shape, self.manager.world_size
         if not sum(rows_W):
             return
         with stages.stage(stages.COMBINE):

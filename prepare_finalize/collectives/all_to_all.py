@@ -33,6 +33,7 @@ class All2AllHandle(PartHandle):
     - token_N: this rank's token of each sent row, ordered by receiving rank, then by token; None
       in an exchange of fixed size.
     - topk_weights_RK: router weights still to apply to the received rows, or None.
+    - sum_RH: the buffer for the sums of the received rows.
     - fixed: the exchange of fixed size, whose rows are not counted; or None.
     """
 
@@ -42,6 +43,7 @@ class All2AllHandle(PartHandle):
     any_rows: bool
     token_N: torch.Tensor | None
     topk_weights_RK: torch.Tensor | None
+    sum_RH: torch.Tensor
     fixed: FixedCall | None
 
 
@@ -131,9 +133,9 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
             if exchange is not None:
                 exchange.wait()
             tokens, weights_RK = self._unpack(call, [packed], scale)
-            handle = All2AllHandle(
-                self, call, agreement.step, to_W, from_W, any_rows, token_N, weights_RK, None
-            )
+            sum_RH = call.workspace.take("rows_sum", (sum(from_W), self.problem.hidden))
+            route = agreement.step, to_W, from_W, any_rows, token_N
+            handle = All2AllHandle(self, call, *route, weights_RK, sum_RH, None)
             return self.arrange(tokens, handle)
 
         return receive
@@ -154,7 +156,9 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
             weights_RK = received.routing.topk_weights_TK
             if self.problem.apply_router_weight_on_input:
                 weights_RK = None
-            handle = All2AllHandle(self, call, sent.step, (), (), True, None, weights_RK, sent)
+            handle = All2AllHandle(
+                self, call, sent.step, (), (), True, None, weights_RK, sent.sum_RH, sent
+            )
             return self.arrange(received, handle)
 
         return receive
@@ -196,15 +200,14 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
         return tokens, handle
 
     def sum_rows(
-        self,
-        expert_output: torch.Tensor,
-        handle: All2AllHandle,
-        reduce: TopKWeightAndReduce,
-        sum_RH: torch.Tensor,
+        self, expert_output: torch.Tensor, handle: All2AllHandle, reduce: TopKWeightAndReduce
     ) -> None:
-        """sum_RH (R, H) = this rank's weighted sum of the pairs of each received row."""
-        weights_RK = handle.topk_weights_RK
-        weight_and_reduce(expert_output, weights_RK, self.problem, reduce=reduce, out=sum_RH)
+        """handle.sum_RH = this rank's weighted sum of the pairs of each received row."""
+        weights_RK, out = handle.topk_weights_RK, handle.sum_RH
+        weight_and_reduce(expert_output, weights_RK, self.problem, reduce=reduce, out=out)
+
+    def expert_output(self, handle: Handle) -> torch.Tensor:
+        return self.check_handle(handle, All2AllHandle).sum_RH
 
     def finalize(
         self,
@@ -215,23 +218,21 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
         out: torch.Tensor,
     ) -> None:
         part_handle = self.check_handle(handle, All2AllHandle)
-        call, sent = part_handle.call, part_handle.fixed
+        sent = part_handle.fixed
+        self.sum_rows(expert_output, part_handle, reduce)
         if self.fixed is not None and sent is not None:
-            self.sum_rows(expert_output, part_handle, reduce, self.fixed.sums(sent, call))
             with stages.stage(stages.COMBINE):
-                self.fixed.combine(sent, call, out)
+                self.fixed.combine(sent, out)
             return
-        take, (tokens, hidden) = call.workspace.take, out.shape
+        take, (tokens, hidden) = part_handle.call.workspace.take, out.shape
         to_W, from_W, token_N = part_handle.to_W, part_handle.from_W, part_handle.token_N
         assert token_N is not None
-        sum_RH = take("rows_sum", (sum(from_W), hidden))
-        self.sum_rows(expert_output, part_handle, reduce, sum_RH)
         partial_sums = take("returned", (sum(to_W), hidden))
         with stages.stage(stages.COMBINE):
             if part_handle.any_rows:
                 self.manager.all_to_all(
                     partial_sums.view(torch.uint8),
-                    sum_RH.view(torch.uint8),
+                    part_handle.sum_RH.view(torch.uint8),
                     output_splits=to_W,
                     input_splits=from_W,
                     step=part_handle.step,

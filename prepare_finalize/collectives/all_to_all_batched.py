@@ -119,11 +119,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         return BatchedTokens(x_eCH, counts_e, scale, slots_eC), regrouped
 
     def sum_rows(
-        self,
-        expert_output: torch.Tensor,
-        handle: All2AllHandle,
-        reduce: TopKWeightAndReduce,
-        sum_RH: torch.Tensor,
+        self, expert_output: torch.Tensor, handle: All2AllHandle, reduce: TopKWeightAndReduce
     ) -> None:
         assert isinstance(handle, RegroupedHandle)
         if reduce.kind is Reduce.DELEGATE:
@@ -132,4 +128,4 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         weights_RK = handle.topk_weights_RK
         pairs_RK = handle.row_of_pair_RK
         rows = ExpertRows(expert_output, pairs_RK, weights_RK, factor, checked=True)
-        reduce.apply(rows, sum_RH)
+        reduce.apply(rows, handle.sum_RH)

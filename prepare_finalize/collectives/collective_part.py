@@ -36,6 +36,7 @@ class CollectivePart(RowsPart):
 
     gathers: ClassVar[bool] = False  # whether each rank sends the same rows to all ranks
     fixed: FixedExchange | None = None
+    keeps_expert_output = True
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
@@ -113,16 +114,20 @@ class CollectivePart(RowsPart):
         local_amax = self.local_amax(x_TH, call)
         call.peers_notified = local_amax is not None
         amax = None if local_amax is None else fixed.reduce_amax(local_amax, step)
-        pairs = self.pairs(routing, call, join=False)
-        number_pairs(pairs)
+        numbers_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
+        if not self.numbering(x_TH.device).is_plain:  # else ids are the numbers
+            pairs = self.pairs(routing, call, join=False)
+            number_pairs(pairs)
+            numbers_TK, weights_TK = pairs.numbers_TK, pairs.weights_TK
         values, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call, amax=amax)
         layout = self._layouts[dispatches_quantized(self.problem, call)]
         rows = SentRows(
             values,
             scale if layout.scales else None,
-            pairs.numbers_TK,
-            pairs.weights_TK,
+            numbers_TK,
+            weights_TK,
             routing.slots_T if layout.adapters else None,
+            call.invalid_ids,
         )
         return fixed.send(rows, layout, call, step), None if layout.scales else scale
 

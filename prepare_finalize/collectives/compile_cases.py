@@ -15,6 +15,7 @@ from prepare_finalize.common.blocks import (
     ReceivedColumns,
     SentRows,
     fill_blocks,
+    keep_local,
     read_blocks,
     sum_blocks,
 )
@@ -52,10 +53,19 @@ def launch_all(problem: Problem, *, gathers: bool) -> None:
         _empty(tokens, k),
         _empty(tokens, k, dtype=torch.float32),
         _empty(tokens) if layout.adapters else None,
+        _empty(1),
     )
     blocks = Blocks(_empty(2 * world, layout.nbytes, dtype=torch.uint8), layout, ranks, ranks.rank)
     outputs: dict[str, Any] = {"counter": counter, "header_F": header_F}
     counter.begin()
+    few = replace(
+        rows,
+        x_TH=rows.x_TH[:1],
+        scale_TG=None if rows.scale_TG is None else rows.scale_TG[:1],
+        numbers_TK=_empty(1, k, dtype=torch.int64),
+        weights_TK=rows.weights_TK[:1],
+    )
+    fill_blocks(few, blocks, row_of_token_WT=row_of_token_WT, **outputs)
     fill_blocks(rows, blocks, row_of_token_WT=row_of_token_WT, **outputs)
     fill_blocks(replace(rows, adapters_T=None), blocks, row_of_token_WT=row_of_token_WT, **outputs)
     num_rows = world * layout.block_rows
@@ -82,6 +92,9 @@ def launch_headers(problem: Problem) -> None:
     counter.write_header(header_F, problem.tokens, refusal=NOT_REFUSED)
     headers_WF = _empty(world, len(FIELDS), dtype=torch.int64)
     status.verify(headers_WF, header_F, _empty(4, dtype=torch.int64))
+    pairs = _empty(problem.tokens, problem.top_k)
+    ranks = Ranks(problem.parallel.rank, world, problem.e)
+    keep_local(pairs, torch.empty_like(pairs, dtype=torch.float32), ranks, problem.e)
     sums = BlockSums(_empty(1, *shape, dtype=torch.float32), Ranks(0, 1, 0), 0, 0)
     sum_blocks(sums, _empty(*shape, dtype=problem.dtype), None, counter)
 

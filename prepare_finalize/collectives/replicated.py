@@ -9,6 +9,7 @@ import torch
 
 from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.errors import CommunicationError, UnsupportedError
+from modular_kernel.ops.expert_slots import number_pairs
 from modular_kernel.replay import stages
 from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.spec.problem import Problem
@@ -16,7 +17,7 @@ from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, H
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.requirements import CONTIGUOUS
 from prepare_finalize.common.agreement import agree, check_equal_tokens, refusal_index
-from prepare_finalize.common.blocks import BlockSums, Ranks, sum_blocks
+from prepare_finalize.common.blocks import BlockSums, Ranks, keep_local, sum_blocks
 from prepare_finalize.common.device_agreement import DeviceAgreement
 from prepare_finalize.common.device_status import FIELDS, NOT_REFUSED, TOKENS
 from prepare_finalize.common.group_part import AgreeingPart, PartHandle
@@ -85,6 +86,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         world = self.problem.parallel.world_size
         return {
             **token_specs(self.problem, tokens),
+            **self.pair_specs(tokens),
             "tokens_sum": BufferSpec((tokens, self.problem.hidden), torch.float32),
             "headers": BufferSpec((world * len(FIELDS),), torch.int64),
         }
@@ -121,12 +123,11 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         self.manager.check_device(x_TH.device)
         with stages.stage(stages.DISPATCH):  # sends no rows, but the handshake takes time
             if self._device_agreement is None:
-                first_token, headers = self._agree(x_TH, call), None
-                step = first_token
+                step, headers = self._agree(x_TH, call), None
+                slots_TK, weights_TK = self._local_pairs(routing, call, first_token=step)
             else:
-                first_token = 0  # a step would be a constant in a CUDA graph
                 step, headers = self._send_header(self._device_agreement, x_TH, call)
-            slots_TK, weights_TK = self._local_pairs(routing, call, first_token)
+                slots_TK, weights_TK = self._local_pairs_on_device(routing, call)
         rows, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call)
         unapplied_TK = None if self.problem.apply_router_weight_on_input else weights_TK
         handle = ReplicatedHandle(self, call, step, unapplied_TK, headers)
@@ -194,6 +195,21 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         is_local = rank_TK == self.manager.rank
         slots_TK = torch.where(is_local, slot_TK, -1).to(torch.int32)
         return slots_TK, torch.where(is_local, routing.topk_weights_TK, 0)
+
+    def _local_pairs_on_device(
+        self, routing: Routing, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results of `_local_pairs` in two launches.
+
+        All pairs of a token use the same copy. The choice depends on the token alone, because a
+        step would be a constant in a CUDA graph.
+        """
+        pairs = self.pairs(routing, call, join=False)
+        pairs = replace(pairs, numbering=replace(pairs.numbering, first_token=0))
+        number_pairs(pairs)
+        ranks = Ranks(self.manager.rank, self.manager.world_size, pairs.numbering.slots)
+        keep_local(pairs.numbers_TK, pairs.weights_TK, ranks, self.problem.e)
+        return pairs.numbers_TK, pairs.weights_TK
 
     def finalize(
         self,

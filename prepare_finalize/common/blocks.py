@@ -28,6 +28,8 @@ _ALIGNMENT = 16  # bytes; every section begins at a multiple
 _HEADER_BYTES = 8 * len(FIELDS)
 _MAX_BLOCK = 4096  # bytes of a row that a program copies at a time
 _SCAN_PAIRS = 4096  # pairs that a program reads at a time to find the rows of tokens
+_SPLIT_TOKENS = 16  # maximum number of tokens whose columns are split over programs
+_PAIRS = 128  # pairs per program that replaces numbers
 _SUM_BLOCK = 2048  # columns per program that sums
 # Integers with which kernels copy values, by itemsize.
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -96,8 +98,10 @@ class SentRows:
     """The tokens of a call, T of them, as they are sent.
 
     - x_TH: activations in the dtype of the layout. scale_TG: their scales, float32, or None.
-    - numbers_TK: int32, rank * slots + slot of the expert of each pair, -1 for none.
-    - weights_TK: float32 router weights. adapters_T: int32 adapter slots, or None.
+    - numbers_TK: int32 or int64, rank * slots + slot of the expert of each pair, -1 for none.
+      Other numbers without a slot are invalid, and count as none.
+    - weights_TK: float32 router weights. adapters_T: adapter slots, or None.
+    - invalid_ids: (1,) int32, incremented by the number of invalid numbers.
     """
 
     x_TH: torch.Tensor
@@ -105,6 +109,7 @@ class SentRows:
     numbers_TK: torch.Tensor
     weights_TK: torch.Tensor
     adapters_T: torch.Tensor | None
+    invalid_ids: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -200,17 +205,20 @@ def fill_blocks(
     block = min(_MAX_BLOCK // layout.dtype.itemsize, next_power_of_2(hidden))
     rows = _rows_per_program(tokens, num_blocks, blocks.bytes_SB.device)
     programs = -(-tokens // rows)
+    # Few tokens: split rows, so that more programs share the work.
+    splits = -(-hidden // block) if rows == 1 and tokens <= _SPLIT_TOKENS else 1
     section = {name: blocks.section(name) for name in layout.sections}
     x_SRH = section["x"].view(integer)
     block_k = next_power_of_2(layout.top_k)
     launch(
         fill_blocks_kernel,
-        (1 + programs * num_blocks,),
+        (1 + programs * splits * num_blocks,),
         x_ptr=x_TH,
         scale_ptr=x_TH if sent.scale_TG is None else sent.scale_TG,
         numbers_ptr=sent.numbers_TK,
         weights_ptr=sent.weights_TK,
         adapters_ptr=x_TH if sent.adapters_T is None else sent.adapters_T,
+        invalid_ptr=sent.invalid_ids,
         row_of_token_ptr=header_F if row_of_token_WT is None else row_of_token_WT,
         x_blocks_ptr=x_SRH,
         scale_blocks_ptr=section["scale"] if scales else x_SRH,
@@ -228,9 +236,12 @@ def fill_blocks(
         rank=ranks.rank,
         own_block=blocks.own_block,
         slots=ranks.slots,
+        num_numbers=ranks.world_size * ranks.slots,
         programs=programs,
         stride_x=x_TH.stride(0),
         stride_scale=0 if sent.scale_TG is None else sent.scale_TG.stride(0),
+        stride_numbers=sent.numbers_TK.stride(0),
+        stride_weights=sent.weights_TK.stride(0),
         x_block=x_SRH.stride(0),
         word_block=section["numbers"].stride(0),
         header_block=section["header"].stride(0),
@@ -240,13 +251,13 @@ def fill_blocks(
         TOP_K=layout.top_k,
         BLOCK_K=block_k,
         WORLD=ranks.world_size,
-        PADDED=next_power_of_2(ranks.world_size),
         GATHERS=gathers,
         ADAPTERS="none" if not layout.adapters else "slots" if sent.adapters_T is not None else
         "nobody",
         ROWS=rows,
         BLOCK=block,
-        SCAN=max(16, _SCAN_PAIRS // max(block_k, next_power_of_2(ranks.world_size))),
+        SPLITS=splits,
+        SCAN=max(16, _SCAN_PAIRS // block_k),
         NUM_FIELDS=len(FIELDS),
         COUNT_BEGIN=counter.take_begin(),
         num_warps=8 if rows > 1 else 4,
@@ -272,19 +283,22 @@ def _fill_blocks_ref(
 ) -> None:
     """Torch reference of `fill_blocks`."""
     layout, ranks, device = blocks.layout, blocks.ranks, blocks.bytes_SB.device
-    tokens = len(sent.x_TH)
-    columns = {"x": sent.x_TH, "numbers": sent.numbers_TK, "weights": sent.weights_TK}
+    tokens, numbers_TK = len(sent.x_TH), sent.numbers_TK
+    is_slot = (numbers_TK >= 0) & (numbers_TK < ranks.world_size * ranks.slots)
+    sent.invalid_ids.add_((~is_slot & (numbers_TK != -1)).sum().to(torch.int32))
+    numbers_TK = torch.where(is_slot, numbers_TK, -1).to(torch.int32)
+    columns = {"x": sent.x_TH, "numbers": numbers_TK, "weights": sent.weights_TK}
     if layout.scales and sent.scale_TG is not None:
         columns["scale"] = sent.scale_TG
     if layout.adapters:
-        nobody_T = sent.numbers_TK.new_full((tokens,), -1)
+        nobody_T = numbers_TK.new_full((tokens,), -1)
         slots_T = nobody_T if sent.adapters_T is None else sent.adapters_T
         columns["adapters"] = slots_T[:, None]
     every_token_T = torch.ones(tokens, dtype=torch.bool, device=device)
     indices, needs_WT = [blocks.own_block], every_token_T[None]
     if row_of_token_WT is not None:
         indices = [blocks.own_block if w == ranks.rank else w for w in range(ranks.world_size)]
-        rank_TK = torch.where(sent.numbers_TK < 0, -1, sent.numbers_TK // ranks.slots)
+        rank_TK = torch.where(numbers_TK < 0, -1, numbers_TK // ranks.slots)
         ranks_W = torch.arange(ranks.world_size, device=device)
         needs_WT = (rank_TK == ranks_W[:, None, None]).any(2)
         row_WT = torch.where(needs_WT, needs_WT.cumsum(1) - 1, -1)
@@ -384,6 +398,39 @@ def _read_blocks_ref(blocks: Blocks, out: ReceivedColumns) -> None:
     if out.adapters_R is not None:
         adapters_WR = blocks.section("adapters")[..., 0]
         write(out.adapters_R, torch.where(has_token_WR, adapters_WR, -1), -1)
+
+
+def keep_local(
+    numbers_TK: torch.Tensor, weights_TK: torch.Tensor, ranks: Ranks, local_experts: int
+) -> None:
+    """Replace numbers by this rank's slots, in place, -1 for others, whose weights become 0.
+
+    numbers_TK: (T, K) int32, contiguous, rank * slots + slot of each pair, -1 for none.
+    weights_TK: (T, K) float32, contiguous. One launch on a GPU; none for T = 0.
+    """
+    first, numel = ranks.rank * ranks.slots, numbers_TK.numel()
+    if not use_triton(numbers_TK):
+        slots_TK = numbers_TK - first
+        is_local = (slots_TK >= 0) & (slots_TK < local_experts)
+        numbers_TK.copy_(torch.where(is_local, slots_TK, -1))
+        weights_TK.masked_fill_(~is_local, 0)
+        return
+    if not numel:
+        return
+    from prepare_finalize.common.kernels.blocks import keep_local_kernel
+
+    launch(
+        keep_local_kernel,
+        (-(-numel // _PAIRS),),
+        numbers_ptr=numbers_TK,
+        weights_ptr=weights_TK,
+        first=first,
+        local_experts=local_experts,
+        numel=numel,
+        BLOCK=_PAIRS,
+        num_warps=1,
+        **pdl_arguments(),
+    )
 
 
 def sum_blocks(

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -32,12 +33,14 @@ class FixedBuffers:
 
     - layout: of its blocks. blocks_SB: the blocks to send and received; see `FixedExchange`.
     - row_of_token_WT: see `blocks.fill_blocks`. header_F: the header of this rank.
+    - sums_SRH: (2 * W, block rows, H), this rank's sums for each rank, then those of each rank.
     """
 
     layout: BlockLayout
     blocks_SB: torch.Tensor
     row_of_token_WT: torch.Tensor | None
     header_F: torch.Tensor
+    sums_SRH: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ class FixedCall(FixedBuffers):
 
     step: int
     exchange: Exchange
+
+    @cached_property
+    def sum_RH(self) -> torch.Tensor:
+        """The buffer for this rank's sums of the received rows, (R, H)."""
+        return self.sums_SRH[: len(self.sums_SRH) // 2].flatten(0, 1)
 
 
 class FixedExchange:
@@ -113,7 +121,8 @@ class FixedExchange:
             row_of_token_WT = take("row_of_token", (world, self.layer.problem.tokens))
         call.peers_notified = True
         header_F = take("header", (len(FIELDS),))
-        buffers = FixedBuffers(layout, blocks_SB, row_of_token_WT, header_F)
+        sums_SRH = take("sums", (2 * world, layout.block_rows, layout.hidden))
+        buffers = FixedBuffers(layout, blocks_SB, row_of_token_WT, header_F, sums_SRH)
         return self._send(rows, buffers, step)
 
     def _send(
@@ -158,20 +167,9 @@ class FixedExchange:
         )
         return sent.layout.activations(received_WB)
 
-    def sums(self, sent: FixedCall, call: Call) -> torch.Tensor:
-        """Return the buffer for this rank's sums of the received rows, (R, H)."""
-        sums_SRH = self._take_sums(sent.layout, call)
-        return sums_SRH[: self._ranks.world_size].flatten(0, 1)
-
-    def _take_sums(self, layout: BlockLayout, call: Call) -> torch.Tensor:
-        shape = (2 * self._ranks.world_size, layout.block_rows, layout.hidden)
-        return call.workspace.take("sums", shape)
-
-    def combine(self, sent: FixedCall, call: Call, out_TH: torch.Tensor) -> None:
-        """Send the sums of the received rows back to the ranks of their tokens, and sum those."""
-        self._combine(sent, self._take_sums(sent.layout, call), out_TH)
-
-    def _combine(self, sent: FixedCall, sums_SRH: torch.Tensor, out_TH: torch.Tensor) -> None:
+    def combine(self, sent: FixedCall, out_TH: torch.Tensor) -> None:
+        """Send `sent.sum_RH` back to the ranks of the tokens, and sum those of each token."""
+        sums_SRH = sent.sums_SRH
         ranks = self._ranks
         self.layer.manager.exchange_blocks(
             sums_SRH[ranks.world_size :].view(torch.uint8),
@@ -213,6 +211,7 @@ class FixedExchange:
                 torch.empty(0, problem.top_k, dtype=torch.int32, device=device),
                 torch.empty(0, problem.top_k, dtype=torch.float32, device=device),
                 None,
+                torch.empty(1, dtype=torch.int32, device=device),
             )
             num_blocks = world if self.gathers else 2 * world
             buffers = FixedBuffers(
@@ -222,12 +221,13 @@ class FixedExchange:
                 if self.gathers
                 else torch.empty(world, problem.tokens, dtype=torch.int32, device=device),
                 torch.empty(len(FIELDS), dtype=torch.int64, device=device),
+                torch.zeros(
+                    2 * world, layout.block_rows, problem.hidden, dtype=problem.dtype, device=device
+                ),
             )
             sent = self._send(no_rows, buffers, step, refusal_index(error))
             sent.exchange.wait_on_stream()
             headers_WF = layout.section(sent.blocks_SB[-world:], "header")
             self._agreement.status.verify(headers_WF, sent.header_F, self._agreement.limits)
-            shape = (2 * world, layout.block_rows, problem.hidden)
-            sums_SRH = torch.zeros(shape, dtype=problem.dtype, device=device)
-            self._combine(sent, sums_SRH, sums_SRH.new_empty(0, problem.hidden))
+            self.combine(sent, sent.sums_SRH.new_empty(0, problem.hidden))
         return True

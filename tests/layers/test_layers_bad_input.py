@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parameter import UninitializedParameter
 from layer_samples import E, H, I, K, Sample, layer_of, share
+from torch.nn.parameter import UninitializedParameter
 
 from modular_kernel.errors import (
     CommunicationError,

@@ -41,8 +41,8 @@ class PartTransport(Transport):
     """A PrepareAndFinalize part with identity experts.
 
     The experts do as much of the reduction as the part supports, to minimize the work in finalize.
-    Parts that are capturable on request only (`graph_on_request`) are measured with Problem(graph=True)
-    on a GPU.
+    Parts that are capturable on request only (`graph_on_request`) are measured with
+    Problem(graph=True) on a GPU.
 
     A case is refused if no experts part is compatible; the refusal has the reasons of the pairing
     with the fewest.

@@ -95,7 +95,8 @@ class Trial:
         case = self.case
         if self.machine.device != "cuda" or not case.problem.tokens:
             return False
-        if not load_catalog().prepare_finalize(case.prepare_finalize).requires.captures(case.problem):
+        part = load_catalog().prepare_finalize(case.prepare_finalize)
+        if not part.requires.captures(case.problem):
             return False
         graph = replace(case.problem, graph=True)
         return check(case.prepare_finalize, case.experts, graph, self.machine).ok

@@ -16,80 +16,104 @@ from prepare_finalize.common.kernels.headers import (
 
 
 @triton.jit
-def _needs_rank(
-    numbers_ptr, token, tokens, ranks, slots, TOP_K: tl.constexpr
+def _load_numbers(
+    numbers_ptr, token, tokens, stride_numbers, num_numbers,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return whether each token has an expert on each rank, int32.
+    """Return the numbers of the pairs of tokens, int32, -1 for none, and which are invalid.
 
-    token, ranks: tensors that broadcast with each other.
+    token: (N,). Numbers are compared in their own width. Those outside [-1, num_numbers) are
+    invalid.
     """
-    needs = ((token < 0) & (ranks < 0)).to(tl.int32)  # zeros of the common shape
-    for k in tl.static_range(TOP_K):
-        number = tl.load(numbers_ptr + token * TOP_K + k, mask=token < tokens, other=-1)
-        needs |= ((number >= 0) & (number // slots == ranks)).to(tl.int32)
-    return needs
+    k = tl.arange(0, BLOCK_K)[None, :]
+    mask = (token < tokens)[:, None] & (k < TOP_K)
+    row = numbers_ptr + token.to(tl.int64)[:, None] * stride_numbers
+    number = tl.load(row + k, mask=mask, other=-1)
+    in_range = (number >= 0) & (number < num_numbers)
+    invalid = mask & (in_range == 0) & (number != -1)
+    return tl.where(in_range, number, -1).to(tl.int32), invalid
+
+
+@triton.jit
+def _needs_rank(number, rank, slots):
+    """Return whether each token has an expert on `rank`, (N,) int32. number: (N, BLOCK_K)."""
+    is_on_rank = (number >= 0) & (number // slots == rank)
+    return tl.max(is_on_rank.to(tl.int32), axis=1)
 
 
 @triton.jit
 def _count_rows(
-    numbers_ptr, end, tokens, ranks, slots,
-    TOP_K: tl.constexpr, PADDED: tl.constexpr, SCAN: tl.constexpr,
+    numbers_ptr, end, stride_numbers, num_numbers, rank, slots,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Return how many of the first `end` tokens have an expert on each rank. ranks: (PADDED,)."""
-    counts = tl.zeros((PADDED,), tl.int32)
+    """Return how many of the first `end` tokens have an expert on `rank`."""
+    count = tl.full((), 0, tl.int32)
     for first in range(0, end, SCAN):
-        token = first + tl.arange(0, SCAN)[:, None]
-        token = tl.where(token < end, token, tokens)
-        needs = _needs_rank(numbers_ptr, token, tokens, ranks[None, :], slots, TOP_K)
-        counts += tl.sum(needs, axis=0)
-    return counts
+        token = first + tl.arange(0, SCAN)
+        number, _ = _load_numbers(
+            numbers_ptr, token, end, stride_numbers, num_numbers, TOP_K, BLOCK_K
+        )
+        count += tl.sum(_needs_rank(number, rank, slots), axis=0)
+    return count
 
 
 @triton.jit
 def _fill_headers(
     numbers_ptr, header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, layer, refusal,
-    tokens, rank, own_block, slots, header_block,
-    TOP_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, GATHERS: tl.constexpr,
+    tokens, rank, own_block, slots, stride_numbers, num_numbers, header_block,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, WORLD: tl.constexpr, GATHERS: tl.constexpr,
     SCAN: tl.constexpr, NUM_FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Write the header of a call to header_ptr and, with their numbers of rows, to its blocks."""
-    w = tl.arange(0, PADDED)
-    counts = tl.zeros((PADDED,), tl.int32) + tokens
+    rows = tokens
     if not GATHERS:
-        counts = _count_rows(numbers_ptr, tokens, tokens, w, slots, TOP_K, PADDED, SCAN)
-    rows = tl.max(counts, axis=0)
+        rows = tl.full((), 0, tl.int32)
+        for w in range(WORLD):
+            rows = tl.maximum(
+                rows,
+                _count_rows(
+                    numbers_ptr, tokens, stride_numbers, num_numbers, w, slots, TOP_K, BLOCK_K, SCAN
+                ),
+            )
     header = new_header(calls_ptr, counters_ptr, layer, tokens, rows, refusal)
     field = tl.arange(0, PADDED_FIELDS)
-    tl.store(header_ptr + field, header, mask=field < NUM_FIELDS)
-    block = tl.where(w == rank, own_block, w).to(tl.int64)[:, None]
+    mask = field < NUM_FIELDS
+    tl.store(header_ptr + field, header, mask=mask)
     if GATHERS:
-        is_sent = (w == rank)[:, None]
+        header = tl.where(field == SENT, tokens, header)
+        out = header_blocks_ptr + tl.full((), 0, tl.int64) + own_block * header_block
+        tl.store(out + field, header, mask=mask)
     else:
-        is_sent = (w < WORLD)[:, None]
-    headers = tl.where(field[None, :] == SENT, counts[:, None].to(tl.int64), header[None, :])
-    out = header_blocks_ptr + block * header_block + field[None, :]
-    tl.store(out, headers, mask=is_sent & (field[None, :] < NUM_FIELDS))
+        for w in range(WORLD):
+            # The first pass has read the numbers already.
+            count = _count_rows(
+                numbers_ptr, tokens, stride_numbers, num_numbers, w, slots, TOP_K, BLOCK_K, SCAN
+            )
+            block = tl.where(w == rank, own_block, w).to(tl.int64)
+            copy = tl.where(field == SENT, count, header)
+            tl.store(header_blocks_ptr + block * header_block + field, copy, mask=mask)
 
 
 @triton.jit
 def fill_blocks_kernel(
-    x_ptr, scale_ptr, numbers_ptr, weights_ptr, adapters_ptr, row_of_token_ptr,
+    x_ptr, scale_ptr, numbers_ptr, weights_ptr, adapters_ptr, row_of_token_ptr, invalid_ptr,
     x_blocks_ptr, scale_blocks_ptr, numbers_blocks_ptr, weights_blocks_ptr, adapters_blocks_ptr,
     header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, progress_ptr, failed_ptr,
-    layer, refusal, tokens, capacity, row_stride, rank, own_block, slots, programs,
-    stride_x, stride_scale, x_block, word_block, header_block,
+    layer, refusal, tokens, capacity, row_stride, rank, own_block, slots, num_numbers, programs,
+    stride_x, stride_scale, stride_numbers, stride_weights, x_block, word_block, header_block,
     HIDDEN: tl.constexpr, SCALES: tl.constexpr, BLOCK_S: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, GATHERS: tl.constexpr,
-    ADAPTERS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
+    BLOCK_K: tl.constexpr, WORLD: tl.constexpr, GATHERS: tl.constexpr, ADAPTERS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SCAN: tl.constexpr,
     NUM_FIELDS: tl.constexpr, COUNT_BEGIN: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Write the rows of a call and its header to the blocks to send; see `blocks.fill_blocks`.
 
-    Grid: a program for the header, then `programs` programs of ROWS tokens for each block.
+    Grid: a program for the header, then `programs` * SPLITS programs for each block. A program
+    writes ROWS tokens; every SPLITS-th BLOCK columns of x, and with the first of them the rest.
 
     *_blocks_ptr: the sections of block 0. x_block, word_block, header_block: strides between
         blocks, in elements of x, of 4 bytes and of 8 bytes.
-    x_ptr: integers of the itemsize of x. PADDED: WORLD rounded up to a power of two.
+    x_ptr: integers of the itemsize of x.
     GATHERS: all tokens are written to own_block only. ADAPTERS: "none" if rows have no adapter
         slot, "slots", or "nobody" for a call without adapters.
     SCAN: tokens that are read at a time to count the rows before those of a program.
@@ -100,47 +124,60 @@ def fill_blocks_kernel(
             count_begin(counters_ptr, progress_ptr)
         _fill_headers(
             numbers_ptr, header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, layer, refusal,
-            tokens, rank, own_block, slots, header_block,
-            TOP_K, WORLD, PADDED, GATHERS, SCAN, NUM_FIELDS,
+            tokens, rank, own_block, slots, stride_numbers, num_numbers, header_block,
+            TOP_K, BLOCK_K, WORLD, GATHERS, SCAN, NUM_FIELDS,
         )  # fmt: skip
     else:
         program = tl.program_id(0) - 1
+        split = program % SPLITS
+        program = program // SPLITS
         first = program % programs * ROWS
         w = program // programs
         token_R = first + tl.arange(0, ROWS)
+        number, invalid = _load_numbers(
+            numbers_ptr, token_R, tokens, stride_numbers, num_numbers, TOP_K, BLOCK_K
+        )
         if GATHERS:
             block = tl.full((), 0, tl.int64) + own_block
             row_R = token_R
             is_row_R = (token_R < tokens) & (token_R < capacity)
         else:
             block = tl.where(w == rank, own_block, w).to(tl.int64)
-            ranks = w + tl.arange(0, 1)
-            before = _count_rows(numbers_ptr, first, tokens, ranks, slots, TOP_K, 1, SCAN)
-            needs_R = _needs_rank(numbers_ptr, token_R, tokens, w, slots, TOP_K)
-            row_R = tl.sum(before, axis=0) + tl.cumsum(needs_R, axis=0) - needs_R
+            before = _count_rows(
+                numbers_ptr, first, stride_numbers, num_numbers, w, slots, TOP_K, BLOCK_K, SCAN
+            )
+            needs_R = _needs_rank(number, w, slots)
+            row_R = before + tl.cumsum(needs_R, axis=0) - needs_R
             is_row_R = (needs_R > 0) & (row_R < capacity)
-            out_row = tl.where(is_row_R, row_R, -1)
-            tl.store(row_of_token_ptr + w * row_stride + token_R, out_row, mask=token_R < tokens)
         row = row_R[:, None].to(tl.int64)
         token = token_R[:, None].to(tl.int64)
         is_row = is_row_R[:, None]
-        k = tl.arange(0, BLOCK_K)[None, :]
-        is_pair = is_row & (k < TOP_K)
-        pair = token * TOP_K + k
-        out = block * word_block + row * TOP_K + k
-        tl.store(numbers_blocks_ptr + out, tl.load(numbers_ptr + pair, mask=is_pair), mask=is_pair)
-        tl.store(weights_blocks_ptr + out, tl.load(weights_ptr + pair, mask=is_pair), mask=is_pair)
-        if ADAPTERS != "none":
-            slot = tl.full((ROWS, 1), -1, tl.int32)
-            if ADAPTERS == "slots":
-                slot = tl.load(adapters_ptr + token, mask=is_row, other=-1).to(tl.int32)
-            tl.store(adapters_blocks_ptr + block * word_block + row, slot, mask=is_row)
-        if SCALES:
-            s = tl.arange(0, BLOCK_S)[None, :]
-            is_scale = is_row & (s < SCALES)
-            scale = tl.load(scale_ptr + token * stride_scale + s, mask=is_scale)
-            tl.store(scale_blocks_ptr + block * word_block + row * SCALES + s, scale, mask=is_scale)
-        for start in range(0, HIDDEN, BLOCK):
+        if split == 0:
+            if not GATHERS:
+                out_row = tl.where(is_row_R, row_R, -1)
+                out_ptr = row_of_token_ptr + w * row_stride + token_R
+                tl.store(out_ptr, out_row, mask=token_R < tokens)
+            if w == 0:
+                ones = tl.full((ROWS, BLOCK_K), 1, tl.int32)
+                tl.atomic_add(invalid_ptr + (ones - 1), ones, mask=invalid, sem="relaxed")
+            k = tl.arange(0, BLOCK_K)[None, :]
+            is_pair = is_row & (k < TOP_K)
+            out = block * word_block + row * TOP_K + k
+            weight = tl.load(weights_ptr + token * stride_weights + k, mask=is_pair)
+            tl.store(numbers_blocks_ptr + out, number, mask=is_pair)
+            tl.store(weights_blocks_ptr + out, weight, mask=is_pair)
+            if ADAPTERS != "none":
+                slot = tl.full((ROWS, 1), -1, tl.int32)
+                if ADAPTERS == "slots":
+                    slot = tl.load(adapters_ptr + token, mask=is_row, other=-1).to(tl.int32)
+                tl.store(adapters_blocks_ptr + block * word_block + row, slot, mask=is_row)
+            if SCALES:
+                s = tl.arange(0, BLOCK_S)[None, :]
+                is_scale = is_row & (s < SCALES)
+                scale = tl.load(scale_ptr + token * stride_scale + s, mask=is_scale)
+                out = block * word_block + row * SCALES + s
+                tl.store(scale_blocks_ptr + out, scale, mask=is_scale)
+        for start in range(split * BLOCK, HIDDEN, SPLITS * BLOCK):
             column = start + tl.arange(0, BLOCK)[None, :]
             mask = is_row & (column < HIDDEN)
             x = tl.load(x_ptr + token * stride_x + column, mask=mask)
@@ -197,6 +234,24 @@ def read_blocks_kernel(
             header_blocks_ptr, header_block, header_ptr, limits_ptr, words_ptr, host_words_ptr,
             failed_ptr, WORLD, PADDED, NUM_FIELDS,
         )  # fmt: skip
+
+
+@triton.jit
+def keep_local_kernel(
+    numbers_ptr, weights_ptr, first, local_experts, numel,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """Replace numbers by the slots of this rank, -1 for others, whose weights become 0.
+
+    Grid: a program for each BLOCK pairs. first: number of this rank's first slot.
+    """
+    pdl_wait(OVERLAP)
+    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = pair < numel
+    slot = tl.load(numbers_ptr + pair, mask=mask, other=-1) - first
+    is_local = (slot >= 0) & (slot < local_experts)
+    tl.store(numbers_ptr + pair, tl.where(is_local, slot, -1), mask=mask)
+    tl.store(weights_ptr + pair, tl.full((BLOCK,), 0, tl.float32), mask=mask & (is_local == 0))
 
 
 @triton.jit
