@@ -8,6 +8,7 @@ import torch
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.replay import stages
 from modular_kernel.spec.placement import pairs_to_slots
+from modular_kernel.spec.problem import Rows
 from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.collective_part import CollectivePart
@@ -52,7 +53,7 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
     gathers = True
     prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
 
-    requires = replace(CONTIGUOUS, batch_invariant=True, asynchronous=True)
+    requires = replace(CONTIGUOUS, padding=Rows.UNDEFINED, batch_invariant=True, asynchronous=True)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         if self.fixed is not None:

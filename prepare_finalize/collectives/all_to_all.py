@@ -8,6 +8,7 @@ import torch
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.replay import stages
 from modular_kernel.spec.placement import pairs_to_slots
+from modular_kernel.spec.problem import Rows
 from modular_kernel.tensors import (
     ContiguousTokens,
     Dispatched,
@@ -62,6 +63,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
 
     requires = replace(
         CONTIGUOUS,
+        padding=Rows.UNDEFINED,
         batch_invariant=True,
         asynchronous=True,
         bounds_received=True,

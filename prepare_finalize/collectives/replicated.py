@@ -88,7 +88,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
             **token_specs(self.problem, tokens),
             **self.pair_specs(tokens),
             "tokens_sum": BufferSpec((tokens, self.problem.hidden), torch.float32),
-            "headers": BufferSpec((world * len(FIELDS),), torch.int64),
+            "headers": BufferSpec(((world + 1) * len(FIELDS),), torch.int64),
         }
 
     def check(self) -> None:
@@ -105,7 +105,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         with suppress(CommunicationError, UnsupportedError):  # the manager is closed
             step, device = agreement.next_step(), torch.device(manager.device)
             headers = torch.empty(
-                manager.world_size * len(FIELDS), dtype=torch.int64, device=device
+                (manager.world_size + 1) * len(FIELDS), dtype=torch.int64, device=device
             )
             sent = self._exchange_headers(headers, agreement, 0, step, refusal_index(error))
             sent.exchange.wait()
@@ -153,7 +153,8 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         """Start the exchange of headers, which runs beside the experts; return it and the step."""
         tokens = x_TH.shape[0]
         step = agreement.begin(call, tokens, x_TH.device)
-        headers = call.workspace.take("headers", (self.manager.world_size * len(FIELDS),))
+        shape = ((self.manager.world_size + 1) * len(FIELDS),)
+        headers = call.workspace.take("headers", shape)
         call.peers_notified = True
         return step, self._exchange_headers(headers, agreement, tokens, step)
 
@@ -165,10 +166,14 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         step: int,
         refusal: int = NOT_REFUSED,
     ) -> _HeaderExchange:
-        header = headers.new_empty(len(FIELDS))
+        """Write this rank's header and start its exchange.
+
+        headers: ((W + 1) * F,) int64, buffer of the received headers and of this rank's.
+        """
+        received, header = headers[: -len(FIELDS)], headers[-len(FIELDS) :]
         agreement.counter.write_header(header, tokens, refusal=refusal)
-        exchange = self.manager.all_gather(headers, header, step=step, phase="dispatch")
-        return _HeaderExchange(exchange, headers.view(-1, len(FIELDS)), header)
+        exchange = self.manager.all_gather(received, header, step=step, phase="dispatch")
+        return _HeaderExchange(exchange, received.view(-1, len(FIELDS)), header)
 
     def _verify_headers(self, agreement: DeviceAgreement, sent: _HeaderExchange) -> None:
         """Verify the headers of all ranks; on a CPU, raise the error before the all-reduce.

@@ -61,37 +61,31 @@ def _count_rows(
 def _fill_headers(
     numbers_ptr, header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, layer, refusal,
     tokens, rank, own_block, slots, stride_numbers, num_numbers, header_block,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, WORLD: tl.constexpr, GATHERS: tl.constexpr,
-    SCAN: tl.constexpr, NUM_FIELDS: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
+    GATHERS: tl.constexpr, SCAN: tl.constexpr, NUM_FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Write the header of a call to header_ptr and, with their numbers of rows, to its blocks."""
-    rows = tokens
+    w = tl.arange(0, PADDED)
+    counts = tl.zeros((PADDED,), tl.int32) + tokens
     if not GATHERS:
-        rows = tl.full((), 0, tl.int32)
-        for w in range(WORLD):
-            rows = tl.maximum(
-                rows,
-                _count_rows(
-                    numbers_ptr, tokens, stride_numbers, num_numbers, w, slots, TOP_K, BLOCK_K, SCAN
-                ),
+        for each in range(WORLD):
+            count = _count_rows(
+                numbers_ptr, tokens, stride_numbers, num_numbers, each, slots, TOP_K, BLOCK_K, SCAN
             )
+            counts = tl.where(w == each, count, counts)
+        counts = tl.where(w < WORLD, counts, 0)
+    rows = tl.max(counts, axis=0)
     header = new_header(calls_ptr, counters_ptr, layer, tokens, rows, refusal)
     field = tl.arange(0, PADDED_FIELDS)
-    mask = field < NUM_FIELDS
-    tl.store(header_ptr + field, header, mask=mask)
+    tl.store(header_ptr + field, header, mask=field < NUM_FIELDS)
+    block = tl.where(w == rank, own_block, w).to(tl.int64)[:, None]
     if GATHERS:
-        header = tl.where(field == SENT, tokens, header)
-        out = header_blocks_ptr + tl.full((), 0, tl.int64) + own_block * header_block
-        tl.store(out + field, header, mask=mask)
+        is_sent = (w == rank)[:, None]
     else:
-        for w in range(WORLD):
-            # The first pass has read the numbers already.
-            count = _count_rows(
-                numbers_ptr, tokens, stride_numbers, num_numbers, w, slots, TOP_K, BLOCK_K, SCAN
-            )
-            block = tl.where(w == rank, own_block, w).to(tl.int64)
-            copy = tl.where(field == SENT, count, header)
-            tl.store(header_blocks_ptr + block * header_block + field, copy, mask=mask)
+        is_sent = (w < WORLD)[:, None]
+    headers = tl.where(field[None, :] == SENT, counts[:, None].to(tl.int64), header[None, :])
+    out = header_blocks_ptr + block * header_block + field[None, :]
+    tl.store(out, headers, mask=is_sent & (field[None, :] < NUM_FIELDS))
 
 
 @triton.jit
@@ -102,9 +96,10 @@ def fill_blocks_kernel(
     layer, refusal, tokens, capacity, row_stride, rank, own_block, slots, num_numbers, programs,
     stride_x, stride_scale, stride_numbers, stride_weights, x_block, word_block, header_block,
     HIDDEN: tl.constexpr, SCALES: tl.constexpr, BLOCK_S: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr, WORLD: tl.constexpr, GATHERS: tl.constexpr, ADAPTERS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SCAN: tl.constexpr,
-    NUM_FIELDS: tl.constexpr, COUNT_BEGIN: tl.constexpr, OVERLAP: tl.constexpr = False,
+    BLOCK_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, GATHERS: tl.constexpr,
+    ADAPTERS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    SCAN: tl.constexpr, NUM_FIELDS: tl.constexpr, COUNT_BEGIN: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Write the rows of a call and its header to the blocks to send; see `blocks.fill_blocks`.
 
@@ -113,7 +108,7 @@ def fill_blocks_kernel(
 
     *_blocks_ptr: the sections of block 0. x_block, word_block, header_block: strides between
         blocks, in elements of x, of 4 bytes and of 8 bytes.
-    x_ptr: integers of the itemsize of x.
+    x_ptr: integers of the itemsize of x. PADDED: WORLD rounded up to a power of two.
     GATHERS: all tokens are written to own_block only. ADAPTERS: "none" if rows have no adapter
         slot, "slots", or "nobody" for a call without adapters.
     SCAN: tokens that are read at a time to count the rows before those of a program.
@@ -125,7 +120,7 @@ def fill_blocks_kernel(
         _fill_headers(
             numbers_ptr, header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, layer, refusal,
             tokens, rank, own_block, slots, stride_numbers, num_numbers, header_block,
-            TOP_K, BLOCK_K, WORLD, GATHERS, SCAN, NUM_FIELDS,
+            TOP_K, BLOCK_K, WORLD, PADDED, GATHERS, SCAN, NUM_FIELDS,
         )  # fmt: skip
     else:
         program = tl.program_id(0) - 1
