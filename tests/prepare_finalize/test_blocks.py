@@ -1,0 +1,281 @@
+"""Blocks of rows of a fixed size: their layout, and kernels against the torch references."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from modular_kernel.machine import prefer_torch_reference
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.problem import Parallel, Problem
+from prepare_finalize.collectives.block_layouts import layouts_of
+from prepare_finalize.common.blocks import (
+    BlockLayout,
+    Blocks,
+    BlockSums,
+    Ranks,
+    ReceivedColumns,
+    SentRows,
+    fill_blocks,
+    keep_local,
+    read_blocks,
+    sum_blocks,
+)
+from prepare_finalize.common.device_status import (
+    FIELDS,
+    NOT_REFUSED,
+    ROWS,
+    SENT,
+    TOKENS,
+    CallCounter,
+    Capacity,
+    DeviceStatus,
+)
+
+CPU = torch.device("cpu")
+SLOTS = 4  # of each rank
+LAYOUTS = (
+    BlockLayout(6, 40, torch.bfloat16, 3),
+    BlockLayout(6, 40, torch.float8_e4m3fn, 3, scales=5, adapters=True),
+    BlockLayout(3, 33, torch.int8, 1, scales=1),
+    BlockLayout(9, 7, torch.float32, 2, adapters=True),
+)
+WORLDS = (2, 3)
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+worlds = pytest.mark.parametrize("world", WORLDS)
+gather = pytest.mark.parametrize("gathers", [False, True])
+
+
+@layouts
+def test_sections_are_aligned_and_do_not_overlap(layout: BlockLayout) -> None:
+    end = 0
+    for start, shape, dtype in layout.sections.values():
+        assert start % 16 == 0
+        assert start >= end
+        end = start + math.prod(shape) * dtype.itemsize
+    row_bytes = layout.hidden * layout.dtype.itemsize
+    assert layout.nbytes == layout.block_rows * row_bytes >= end
+    assert layout.nbytes % 16 == 0  # so that the sections of every block are aligned
+    assert layout.block_rows >= layout.rows + 1
+    # Fewer rows would not hold the block, or leave the next one unaligned.
+    smaller = (layout.block_rows - 16 // math.gcd(16, row_bytes)) * row_bytes
+    assert smaller < end
+
+
+def test_blocks_are_the_activations_followed_by_other_rows() -> None:
+    layout = LAYOUTS[0]
+    blocks_SB = torch.zeros(2, layout.nbytes, dtype=torch.uint8)
+    x_SRH = layout.section(blocks_SB, "x")
+    x_SRH.copy_(torch.arange(x_SRH.numel()).view(x_SRH.shape))
+    rows = layout.activations(blocks_SB).view(2, layout.block_rows, layout.hidden)
+    assert torch.equal(rows[:, : layout.rows], x_SRH)
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "fp8_w8a8_tensor"])
+def test_layouts_of_a_problem(quant: str) -> None:
+    problem = Problem(8, 256, 128, 8, 2, quant=quant, parallel=Parallel(2))
+    layouts_by_quantized = layouts_of(problem, 5)
+    assert set(layouts_by_quantized) == {False, quant != "none"}
+    assert layouts_by_quantized[False].dtype == problem.dtype
+    if quant != "none":
+        quantized = layouts_by_quantized[True]
+        scales = 2 if quant == "fp8_w8a8_block" else 0
+        assert (quantized.dtype, quantized.scales) == (torch.float8_e4m3fn, scales)
+
+
+def sent_rows(layout: BlockLayout, world: int, tokens: int, dtype=torch.int32) -> SentRows:
+    """Return random rows. Some pairs have no expert, and some numbers are invalid."""
+    generator = torch.Generator().manual_seed(tokens)
+    numbers_TK = torch.randint(
+        -3, world * SLOTS + 2, (tokens, layout.top_k), generator=generator, dtype=dtype
+    )
+    x_TH = torch.randint(-9, 9, (tokens, layout.hidden), generator=generator)
+    return SentRows(
+        x_TH.to(layout.dtype),
+        torch.rand(tokens, layout.scales, generator=generator) if layout.scales else None,
+        numbers_TK,
+        torch.rand(tokens, layout.top_k, generator=generator),
+        torch.arange(tokens, dtype=torch.int32) if layout.adapters else None,
+        torch.zeros(1, dtype=torch.int32),
+    )
+
+
+def fill(
+    rows: SentRows, layout: BlockLayout, ranks: Ranks, *, gathers: bool, reference: bool
+) -> tuple[Blocks, torch.Tensor | None, torch.Tensor, SentRows]:
+    """Fill blocks of bytes 0x5A; return them, the rows of tokens, the header and the rows."""
+    rows = replace(rows, invalid_ids=torch.zeros(1, dtype=torch.int32))
+    status = DeviceStatus(ranks.world_size, CPU)
+    counter = CallCounter(status, 7)
+    bytes_SB = torch.full((2 * ranks.world_size, layout.nbytes), 0x5A, dtype=torch.uint8)
+    blocks = Blocks(bytes_SB, layout, ranks, ranks.world_size + ranks.rank)
+    row_of_token_WT = None
+    if not gathers:
+        row_of_token_WT = torch.full((ranks.world_size, 20), -9, dtype=torch.int32)
+    header_F = torch.zeros(len(FIELDS), dtype=torch.int64)
+    with prefer_torch_reference(enabled=reference):
+        assert use_triton(bytes_SB) is not reference
+        fill_blocks(
+            rows, blocks, row_of_token_WT=row_of_token_WT, counter=counter, header_F=header_F
+        )
+    assert status.progress() == (1, 0)
+    assert int(counter.calls) == 1
+    return blocks, row_of_token_WT, header_F, rows
+
+
+@layouts
+@worlds
+@gather
+@pytest.mark.parametrize("tokens", [0, 1, 5, 17])
+def test_kernel_and_reference_fill_the_same_blocks(
+    layout: BlockLayout, world: int, gathers: bool, tokens: int
+) -> None:
+    ranks = Ranks(1, world, SLOTS)
+    rows = sent_rows(layout, world, tokens, torch.int64 if tokens == 5 else torch.int32)
+    if gathers and tokens > layout.rows:
+        rows = sent_rows(layout, world, layout.rows)
+    kernel, reference = (
+        fill(rows, layout, ranks, gathers=gathers, reference=reference)
+        for reference in (False, True)
+    )
+    assert torch.equal(kernel[0].bytes_SB, reference[0].bytes_SB)
+    assert torch.equal(kernel[2], reference[2])
+    assert torch.equal(kernel[3].invalid_ids, reference[3].invalid_ids)
+    if not gathers:
+        assert kernel[1] is not None
+        assert reference[1] is not None
+        assert torch.equal(kernel[1], reference[1])
+
+
+@layouts
+def test_blocks_have_the_tokens_that_each_rank_needs(layout: BlockLayout) -> None:
+    world, tokens = 3, 17
+    ranks = Ranks(1, world, SLOTS)
+    rows = sent_rows(layout, world, tokens)
+    blocks, row_of_token_WT, header_F, rows = fill(
+        rows, layout, ranks, gathers=False, reference=False
+    )
+    assert row_of_token_WT is not None
+    num_rows = []
+    for w in range(world):
+        needed = [
+            t for t in range(tokens) if any(n >= 0 and n // SLOTS == w for n in rows.numbers_TK[t])
+        ]
+        num_rows.append(len(needed))
+        index = world + 1 if w == ranks.rank else w
+        for row, token in enumerate(needed):
+            expected = row if row < layout.rows else -1
+            assert row_of_token_WT[w, token] == expected
+            if expected >= 0:
+                x_H = blocks.section("x")[index, row]
+                assert torch.equal(x_H.float(), rows.x_TH[token].float())
+        assert blocks.section("header")[index, SENT] == len(needed)
+    assert header_F[TOKENS] == tokens
+    assert header_F[ROWS] == max(num_rows)
+    invalid = (rows.numbers_TK < -1) | (rows.numbers_TK >= world * SLOTS)
+    assert int(rows.invalid_ids) == int(invalid.sum()) > 0
+
+
+def read(blocks: Blocks, header_F: torch.Tensor, *, reference: bool) -> ReceivedColumns:
+    """Read received blocks into columns of other values."""
+    layout, world = blocks.layout, blocks.ranks.world_size
+    status = DeviceStatus(world, CPU)
+    num_rows, k = world * layout.block_rows, layout.top_k
+    columns = ReceivedColumns(
+        SLOTS - 1,
+        torch.full((num_rows, k), 99, dtype=torch.int32),
+        torch.full((num_rows, k), 99.0),
+        torch.full((num_rows, layout.scales), 99.0) if layout.scales else None,
+        torch.full((num_rows,), 99, dtype=torch.int32) if layout.adapters else None,
+    )
+    with prefer_torch_reference(enabled=reference):
+        limits = status.limits(Capacity(20, 20))
+        read_blocks(blocks, columns, status=status, header_F=header_F, limits=limits)
+    assert status.failure() is None
+    return columns
+
+
+@layouts
+@worlds
+def test_kernel_and_reference_read_the_same_columns(layout: BlockLayout, world: int) -> None:
+    ranks = Ranks(0, world, SLOTS)
+    received = torch.full((world, layout.nbytes), 0x7F, dtype=torch.uint8)
+    blocks = Blocks(received, layout, ranks, 0)
+    headers_WF = blocks.section("header")
+    headers_WF.copy_(torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, 0]))
+    for w in range(world):
+        rows = sent_rows(layout, world, layout.rows - w)
+        one, _, _, _ = fill(rows, layout, Ranks(w, world, SLOTS), gathers=True, reference=False)
+        received[w] = one.bytes_SB[one.own_block]
+        headers_WF[w] = torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, layout.rows - w])
+    header_F = headers_WF[0].clone()
+    kernel, reference = (read(blocks, header_F, reference=r) for r in (False, True))
+    assert torch.equal(kernel.slots_RK, reference.slots_RK)
+    assert torch.equal(kernel.weights_RK, reference.weights_RK)
+    slots_WRK = kernel.slots_RK.view(world, layout.block_rows, -1)
+    numbers_WRK = blocks.section("numbers")
+    for w in range(world):
+        count = layout.rows - w
+        assert (slots_WRK[w, count:] == -1).all()
+        mine = (numbers_WRK[w, :count] >= 0) & (numbers_WRK[w, :count] < SLOTS - 1)
+        assert torch.equal(slots_WRK[w, :count], torch.where(mine, numbers_WRK[w, :count], -1))
+    if kernel.scale_RG is not None and reference.scale_RG is not None:
+        has_token = (kernel.slots_RK >= 0).any(1)
+        assert torch.equal(kernel.scale_RG[has_token], reference.scale_RG[has_token])
+    if kernel.adapters_R is not None and reference.adapters_R is not None:
+        assert torch.equal(kernel.adapters_R, reference.adapters_R)
+
+
+@pytest.mark.parametrize("sent", [-5, 0, 3, 6, 10**12])
+@pytest.mark.parametrize("reference", [False, True])
+def test_numbers_of_a_broken_exchange_give_valid_slots(sent: int, reference: bool) -> None:
+    layout, ranks = LAYOUTS[0], Ranks(1, 2, SLOTS)
+    generator = torch.Generator().manual_seed(0)
+    received = torch.randint(0, 256, (2, layout.nbytes), generator=generator, dtype=torch.uint8)
+    blocks = Blocks(received, layout, ranks, 1)
+    blocks.section("header").copy_(torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, sent]))
+    blocks.section("numbers")[0, 0] = 2 * SLOTS  # of no rank
+    columns = read(blocks, blocks.section("header")[0].clone(), reference=reference)
+    assert ((columns.slots_RK >= -1) & (columns.slots_RK < SLOTS - 1)).all()
+
+
+@worlds
+@gather
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("own_block", [0, 1])
+def test_kernel_and_reference_sum_the_same_rows(
+    world: int, gathers: bool, tokens: int, own_block: int
+) -> None:
+    hidden, block_rows = 2100, 6
+    generator = torch.Generator().manual_seed(1)
+    sums_SRH = torch.randn(2 * world, block_rows, hidden, generator=generator).bfloat16()
+    row_of_token_WT = None
+    if not gathers:
+        row_of_token_WT = torch.randint(
+            -1, block_rows, (world, 9), generator=generator, dtype=torch.int32
+        )
+    sums = BlockSums(sums_SRH, Ranks(0, world, SLOTS), first_block=world, own_block=own_block)
+    expected = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for t in range(tokens):
+        for w in range(world):
+            row = t if row_of_token_WT is None else int(row_of_token_WT[w, t])
+            if row >= 0:
+                expected[t] += sums_SRH[own_block if w == 0 else world + w, row].double()
+    for reference in (False, True):
+        counter = CallCounter(DeviceStatus(world, CPU), 3)
+        out_TH = torch.full((tokens, hidden + 8), 5.0, dtype=torch.bfloat16)[:, :hidden]
+        with prefer_torch_reference(enabled=reference):
+            sum_blocks(sums, out_TH, row_of_token_WT, counter)
+        torch.testing.assert_close(out_TH.double(), expected, rtol=2**-8, atol=2**-8)
+        assert counter.status.progress() == (0, 1)
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_pairs_of_other_ranks_are_dropped(reference: bool) -> None:
+    numbers_TK = torch.tensor([[0, 4, -1], [7, 5, 11]], dtype=torch.int32)
+    weights_TK = torch.ones(2, 3)
+    with prefer_torch_reference(enabled=reference):
+        keep_local(numbers_TK, weights_TK, Ranks(1, 3, SLOTS), local_experts=3)
+    assert numbers_TK.tolist() == [[-1, 0, -1], [-1, 1, -1]]  # slot 3 has no expert
+    assert weights_TK.tolist() == [[0, 1, 0], [0, 1, 0]]
