@@ -237,7 +237,6 @@ def fill_blocks(
         own_block=blocks.own_block,
         slots=ranks.slots,
         num_numbers=ranks.world_size * ranks.slots,
-        programs=programs,
         stride_x=x_TH.stride(0),
         stride_scale=0 if sent.scale_TG is None else sent.scale_TG.stride(0),
         stride_numbers=sent.numbers_TK.stride(0),

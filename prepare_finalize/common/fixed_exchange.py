@@ -205,26 +205,28 @@ class FixedExchange:
             step = self._agreement.next_step()
             if self._reduces_amax:
                 self.reduce_amax(torch.zeros(1, dtype=torch.float32, device=device), step)
+            k = problem.top_k
             no_rows = SentRows(
                 torch.empty(0, problem.hidden, dtype=layout.dtype, device=device),
-                torch.empty(0, layout.scales, device=device) if layout.scales else None,
-                torch.empty(0, problem.top_k, dtype=torch.int32, device=device),
-                torch.empty(0, problem.top_k, dtype=torch.float32, device=device),
+                torch.empty(0, layout.scales, dtype=torch.float32, device=device)
+                if layout.scales
+                else None,
+                torch.empty(0, k, dtype=torch.int32, device=device),
+                torch.empty(0, k, dtype=torch.float32, device=device),
                 None,
                 torch.empty(1, dtype=torch.int32, device=device),
             )
-            num_blocks = world if self.gathers else 2 * world
-            buffers = FixedBuffers(
-                layout,
-                torch.zeros(num_blocks, layout.nbytes, dtype=torch.uint8, device=device),
-                None
-                if self.gathers
-                else torch.empty(world, problem.tokens, dtype=torch.int32, device=device),
-                torch.empty(len(FIELDS), dtype=torch.int64, device=device),
-                torch.zeros(
-                    2 * world, layout.block_rows, problem.hidden, dtype=problem.dtype, device=device
-                ),
+            specs = self.specs((layout,))
+            blocks_SB, sums_SRH, header_F = (
+                torch.zeros(specs[name].shape, dtype=specs[name].dtype, device=device)
+                for name in ("blocks", "sums", "header")
             )
+            row_of_token_WT = None
+            if not self.gathers:
+                row_of_token_WT = torch.empty(
+                    specs["row_of_token"].shape, dtype=torch.int32, device=device
+                )
+            buffers = FixedBuffers(layout, blocks_SB, row_of_token_WT, header_F, sums_SRH)
             sent = self._send(no_rows, buffers, step, refusal_index(error))
             sent.exchange.wait_on_stream()
             headers_WF = layout.section(sent.blocks_SB[-world:], "header")

@@ -93,7 +93,7 @@ def fill_blocks_kernel(
     x_ptr, scale_ptr, numbers_ptr, weights_ptr, adapters_ptr, row_of_token_ptr, invalid_ptr,
     x_blocks_ptr, scale_blocks_ptr, numbers_blocks_ptr, weights_blocks_ptr, adapters_blocks_ptr,
     header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, progress_ptr, failed_ptr,
-    layer, refusal, tokens, capacity, row_stride, rank, own_block, slots, num_numbers, programs,
+    layer, refusal, tokens, capacity, row_stride, rank, own_block, slots, num_numbers,
     stride_x, stride_scale, stride_numbers, stride_weights, x_block, word_block, header_block,
     HIDDEN: tl.constexpr, SCALES: tl.constexpr, BLOCK_S: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, GATHERS: tl.constexpr,
@@ -103,8 +103,8 @@ def fill_blocks_kernel(
 ):  # fmt: skip
     """Write the rows of a call and its header to the blocks to send; see `blocks.fill_blocks`.
 
-    Grid: a program for the header, then `programs` * SPLITS programs for each block. A program
-    writes ROWS tokens; every SPLITS-th BLOCK columns of x, and with the first of them the rest.
+    Grid: a program for the header, then SPLITS programs for each block of each ROWS tokens. A
+    program writes every SPLITS-th BLOCK columns of x, and with the first of them the rest.
 
     *_blocks_ptr: the sections of block 0. x_block, word_block, header_block: strides between
         blocks, in elements of x, of 4 bytes and of 8 bytes.
@@ -113,6 +113,7 @@ def fill_blocks_kernel(
         slot, "slots", or "nobody" for a call without adapters.
     SCAN: tokens that are read at a time to count the rows before those of a program.
     """
+    NUM_BLOCKS: tl.constexpr = 1 if GATHERS else WORLD
     pdl_wait(OVERLAP)
     if tl.program_id(0) == 0:
         if COUNT_BEGIN:
@@ -126,8 +127,9 @@ def fill_blocks_kernel(
         program = tl.program_id(0) - 1
         split = program % SPLITS
         program = program // SPLITS
-        first = program % programs * ROWS
-        w = program // programs
+        # Programs of the same tokens are next to each other, so that x is read from L2.
+        first = program // NUM_BLOCKS * ROWS
+        w = program % NUM_BLOCKS
         token_R = first + tl.arange(0, ROWS)
         number, invalid = _load_numbers(
             numbers_ptr, token_R, tokens, stride_numbers, num_numbers, TOP_K, BLOCK_K
