@@ -21,7 +21,7 @@ NOT_REFUSED = -1
 _ORDER_FACTOR = 1_000_003
 _POISON_PATIENCE_S = 0.5
 # Elements of the counters.
-_ORDER, _BEGUN, _ENDED = range(3)
+_ORDER, _BEGUN, _RECEIVED, _ENDED = range(4)
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,10 @@ class DeviceStatus:
         self._host_words = torch.zeros(
             num_words, dtype=torch.int64, device="cpu", pin_memory=pinned
         )
-        # The digest of the order of exchanges, and the numbers of calls that began and ended.
-        self._counters = torch.zeros(3, dtype=torch.int64, device=device)
-        self._host_progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        # The digest of the order of exchanges, and the numbers of calls that began, that received
+        # their rows, and that ended.
+        self._counters = torch.zeros(4, dtype=torch.int64, device=device)
+        self._host_progress = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._side_stream: torch.cuda.Stream | None = None
         if pinned:
             self._side_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -90,6 +91,8 @@ class DeviceStatus:
 
     def verify(self, headers_WF: torch.Tensor, own_F: torch.Tensor, limits: torch.Tensor) -> None:
         """Compare the headers of one call on the device, and keep the first wrong ones.
+
+        Counts the call as received.
 
         headers_WF: (W, F) int64, as received. own_F: the header that this rank has sent, so that
         headers of an earlier call are wrong. limits: of the layer.
@@ -129,6 +132,7 @@ class DeviceStatus:
         torch.where(is_wrong & (self.failed == 0), words, self._words, out=self._words)
         self.failed |= is_wrong
         self._host_words.copy_(self._words, non_blocking=True)
+        self._count(_RECEIVED)
 
     def count_exchange(self, layer: int, *, is_combine: bool) -> torch.Tensor:
         """Add a dispatch or combine to the digest of their order; return the digest, (1,) int64.
@@ -153,8 +157,13 @@ class DeviceStatus:
 
     def progress(self) -> tuple[int, int]:
         """Return the numbers of calls that began and ended, as far as the host has seen them."""
-        begun, ended = self._host_progress.tolist()
+        begun, _, ended = self._host_progress.tolist()
         return begun, ended
+
+    def phase(self) -> str:
+        """Return the phase of the last call, as far as the host has seen it."""
+        begun, received, _ = self._host_progress.tolist()
+        return "combine" if received == begun else "dispatch"
 
     def poison(self) -> None:
         """Set `failed` from the host, beside work on other streams that may never end.

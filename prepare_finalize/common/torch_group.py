@@ -27,10 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from modular_kernel.errors import (
-    CommunicationError,
-    UnsupportedError,
-)
+from modular_kernel.errors import CommunicationError, StateError, UnsupportedError
 from modular_kernel.utils import forks
 from modular_kernel.utils.argument_checks import expect
 from prepare_finalize.common.device_status import DeviceStatus
@@ -99,6 +96,8 @@ class TorchGroup:
         self.order = 0  # digest of the sequence of exchanges so far
         self.last_calls = LastCalls(self.rank, history)
         self._failure: CommunicationError | None = None
+        self._closing_thread: int | None = None  # the thread that determines the failed ranks
+        self._knows_culprits = threading.Event()
         self.device_status: DeviceStatus | None = None  # of calls without agreement on the host
         self._watchdog: Watchdog | None = None
         self._destroyed = False
@@ -262,7 +261,8 @@ class TorchGroup:
         """
         if self._failure is not None or self._destroyed:
             return
-        record = self.last_calls.begin(self.step, "dispatch", 0)
+        phase = "dispatch" if self.device_status is None else self.device_status.phase()
+        record = self.last_calls.begin(self.step, phase, 0)
         error = RuntimeError("a call on the device did not end in time")
         self._failed(record, time.monotonic() - waited_s, error)
 
@@ -343,25 +343,46 @@ class TorchGroup:
         self.last_calls.write(path)
 
     def destroy(self) -> None:
-        """Close the communicator; later exchanges raise UnsupportedError."""
+        """Close the communicator; later exchanges raise UnsupportedError.
+
+        Raises StateError if it cannot be closed within the deadline, because a CUDA graph still
+        holds calls of this manager; it is then closed once the graph is reset.
+        """
         check_process(self._generation)
         if self._watchdog is not None:
             self._wait_for_calls()
             self._watchdog.stop()
         group = self._communicator.close()
-        if self.device == "cuda" and group is not None and not self._destroyed:
-            group.shutdown()
-        self._destroyed = True
+        was_destroyed, self._destroyed = self._destroyed, True
+        if self.device == "cuda" and group is not None and not was_destroyed:
+            try:
+                run_with_timeout(group.shutdown, max(self.deadline_s, _ABORT_PATIENCE_S))
+            except RuntimeError as error:
+                raise StateError(
+                    "destroy",
+                    got=f"a communicator in use: {first_sentence(error)}",
+                    need="no CUDA graph with calls of this manager: reset graphs first",
+                ) from error
 
     def _check_open(self) -> None:
         check_process(self._generation)
         if self._failure is not None:
-            failure = self._failure
+            failure = self._wait_for_culprits(self._failure)
             got = f"a manager that failed before: {failure.got}"
             subject, position = "exchange between ranks", (failure.phase, failure.step)
             raise self._error(subject, got, "a new one", *position, failure.peers)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
+
+    def _wait_for_culprits(self, failure: CommunicationError) -> CommunicationError:
+        """Return `failure`, or the one that names the failed ranks once they are known.
+
+        The thread that determines them takes part in no other call.
+        """
+        if self._closing_thread not in (None, threading.get_ident()):
+            self._knows_culprits.wait(self.deadline_s + _GRACE_S + _ABORT_PATIENCE_S)
+            failure = self._failure or failure
+        return failure
 
     def _start(
         self,
@@ -453,12 +474,26 @@ class TorchGroup:
         self, record: dict[str, Any], started_s: float, error: RuntimeError
     ) -> CommunicationError:
         """Close connections, collect the failures of peers, and return an error naming culprits."""
+        with self._lock:
+            is_first = self._closing_thread is None
+            if is_first:
+                self._closing_thread = threading.get_ident()
+        if not is_first and self._failure is not None:  # another thread closes the manager
+            return self._wait_for_culprits(self._failure)
+        try:
+            return self._name_culprits(record, started_s, error)
+        finally:
+            self._knows_culprits.set()
+
+    def _name_culprits(
+        self, record: dict[str, Any], started_s: float, error: RuntimeError
+    ) -> CommunicationError:
         elapsed_s = record["waited_s"] = time.monotonic() - started_s
         reason = first_sentence(error)
         self.last_calls.end(record, f"failed: {reason}")
         need = f"every rank within {self.deadline_s:g} s"
         position = record["phase"], record["step"]
-        # Other threads raise this error until the culprits are known.
+        # Other threads wait until the culprits are known.
         self._failure = self._error("exchange between ranks", reason, need, *position, ())
         clear_frames(error.__traceback__)  # frames may hold references to the communicator
         self._close_connections()

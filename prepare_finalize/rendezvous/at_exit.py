@@ -40,7 +40,8 @@ class Communicator:
         self._generation = forks.generation()
         self.group: Any = None  # None before it is connected, and after `close`
         self.name: Any = None  # name under which torch has registered it, if any
-        weakref.finalize(owner, self.close).atexit = device == "cpu"
+        release = self.close if device == "cpu" else self._release_later
+        weakref.finalize(owner, release).atexit = device == "cpu"
 
     def close(self) -> Any:
         """Release and return the group.
@@ -56,6 +57,11 @@ class Communicator:
         if name is not None:
             _unregister_process_group(name)
         return group
+
+    def _release_later(self) -> None:
+        """Release an NCCL group in a thread: that waits for CUDA graphs with its exchanges."""
+        if (group := self.close()) is not None:
+            run_in_thread(group.shutdown)
 
 
 @atexit.register

@@ -118,7 +118,9 @@ def soak(rank: int, world_size: int, group: Any, params: Soak) -> SoakReport:
     """Run the soak test on one rank of a RankPool. An error gets a note with the step."""
     run = _Run(rank, world_size, group, params)
     try:
-        return run.all_steps()
+        report = run.all_steps()
+        run.close()
+        return report
     except Exception as error:
         error.add_note(f"at step {run.step} of the soak, by {run.mode}")
         raise
@@ -158,6 +160,7 @@ class _Run:
         self.wait_for_device: Callable[[], object] | None = getattr(part, "check", None)
         self.eager = [self.source.draw_inputs() for _ in range(_NUM_EAGER_INPUTS)]
         num_graphs = _NUM_GRAPH_INPUTS if problem.graph else 0
+        self._graphs = list[torch.cuda.CUDAGraph]()
         self.captured = [self._capture() for _ in range(num_graphs)]
         frequencies = _MODE_WEIGHTS_GRAPH if num_graphs else _MODE_WEIGHTS
         self.mode_choices = [mode for mode, count in frequencies.items() for _ in range(count)]
@@ -177,7 +180,16 @@ class _Run:
         with torch.cuda.graph(graph):
             call()
         inputs.replay = graph.replay
+        self._graphs.append(graph)
         return inputs
+
+    def close(self) -> None:
+        """Reset the graphs, which hold the communicator, and close the part's manager."""
+        for graph in self._graphs:
+            graph.reset()
+        part: Any = self.kernel.prepare_finalize
+        if hasattr(part, "destroy"):
+            part.destroy()
 
     # -------------------------------------------------------------------------------- steps
 

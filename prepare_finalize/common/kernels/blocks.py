@@ -10,6 +10,7 @@ from prepare_finalize.common.kernels.headers import (
     count_begin,
     count_end,
     count_exchange,
+    count_received,
     new_header,
     verify_headers,
 )
@@ -227,6 +228,7 @@ def read_blocks_kernel(
         tl.store(out_scale_ptr + row.to(tl.int64) * SCALES + s, scale,
                  mask=in_bounds & (s < SCALES))  # fmt: skip
     if tl.program_id(0) == 0:
+        count_received(counters_ptr, progress_ptr)
         verify_headers(
             header_blocks_ptr, header_block, header_ptr, limits_ptr, words_ptr, host_words_ptr,
             failed_ptr, WORLD, PADDED, NUM_FIELDS,

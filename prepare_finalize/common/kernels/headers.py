@@ -18,7 +18,8 @@ ORDER_FACTOR = tl.constexpr(1000003)
 # Elements of the counters.
 _ORDER = tl.constexpr(0)
 _BEGUN = tl.constexpr(1)
-_ENDED = tl.constexpr(2)
+_RECEIVED = tl.constexpr(2)
+_ENDED = tl.constexpr(3)
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def count_exchange(counters_ptr, layer, IS_COMBINE: tl.constexpr):
 
 @triton.jit
 def _count(counters_ptr, progress_ptr, index):
-    """Increment the number of calls that began or ended, on the device and for the host."""
+    """Increment a number of calls on the device and for the host."""
     count = tl.load(counters_ptr + index) + 1
     tl.store(counters_ptr + index, count)
     tl.store(progress_ptr + index - _BEGUN, count)
@@ -41,6 +42,12 @@ def _count(counters_ptr, progress_ptr, index):
 def count_begin(counters_ptr, progress_ptr):
     """Count a call that begins."""
     _count(counters_ptr, progress_ptr, _BEGUN)
+
+
+@triton.jit
+def count_received(counters_ptr, progress_ptr):
+    """Count a call that has received the rows of all ranks."""
+    _count(counters_ptr, progress_ptr, _RECEIVED)
 
 
 @triton.jit
@@ -141,7 +148,8 @@ def verify_kernel(
     progress_ptr, stride,
     WORLD: tl.constexpr, PADDED: tl.constexpr, NUM_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Run `verify_headers`. Grid: 1 program."""
+    """Run `verify_headers`, and count the call as received. Grid: 1 program."""
+    count_received(counters_ptr, progress_ptr)
     verify_headers(
         headers_ptr, stride, header_ptr, limits_ptr, words_ptr, host_words_ptr, failed_ptr,
         WORLD, PADDED, NUM_FIELDS,
