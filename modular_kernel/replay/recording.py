@@ -31,7 +31,7 @@ Watched = Callable[[], bool]  # whether a profiler's launch hooks are active; re
 
 _MAX_LAYOUTS = 1024  # remembered layouts of checked weights: more than the layers of any model
 _MAX_RECORDED = 64  # recordings per plan; each may hold a small CUDA graph
-_ALIGNMENT = 16  # bytes; triton specializes kernels on pointers divisible by it
+ALIGNMENT = 16  # bytes; triton specializes kernels on pointers divisible by it
 # Used with map() in every call, which takes a third less time than a loop.
 _pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _dtype, _dtype_and_device = attrgetter("dtype"), attrgetter("dtype", "device")
@@ -235,11 +235,12 @@ class CheckedWeights:
 
     def is_valid(self) -> bool:
         """Return whether no tensor has moved, and no tracked tensor has been written."""
-        if self.versions != [*map(_version, self.unwritten)]:
+        if self.unwritten and self.versions != [*map(_version, self.unwritten)]:
             return False
-        for source, storage in zip(self.sources, self.storages, strict=True):
-            if _expired(storage.cdata) or source.untyped_storage()._cdata != storage.cdata:
-                return False
+        if self.sources:
+            for source, storage in zip(self.sources, self.storages, strict=True):
+                if _expired(storage.cdata) or source.untyped_storage()._cdata != storage.cdata:
+                    return False
         return self.places == _places(self.tensors)
 
 
@@ -411,9 +412,12 @@ class RecordedCalls:
 
     Calls have the same signature if the shape, strides, dtype, device and 16-byte alignment of each
     tensor are equal. At most 64 recordings are kept; the oldest is dropped first.
+
+    replayable: whether a call was recorded.
     """
 
     def __init__(self) -> None:
+        self.replayable = False
         self._recorded: dict[Hashable, RecordedCall | None] = {}
         self._refused: dict[Hashable, str] = {}
 
@@ -438,6 +442,8 @@ class RecordedCalls:
         self._recorded[signature] = recorded
         if recorded is None:
             self._refused[signature] = refused
+        else:
+            self.replayable = True
 
 
 def signature_and_pointers(
@@ -460,7 +466,7 @@ def layout_and_pointers(
     for pointer in pointers:
         bits |= pointer
     pointers += others
-    aligned = True if bits % _ALIGNMENT == 0 else tuple(p % _ALIGNMENT for p in pointers)
+    aligned = True if bits % ALIGNMENT == 0 else tuple(p % ALIGNMENT for p in pointers)
     shapes, dtypes = map(_size, tensors), map(_dtype_and_device, tensors)
     return (aligned, *shapes, *map(_stride, tensors), *dtypes), pointers
 
