@@ -200,9 +200,11 @@ def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # one is made for each call with new ExpertWeights: not frozen
 class CheckedWeights:
     """Weights that passed the checks, and everything about them that a recording depends on.
+
+    It is not modified.
 
     tensors: the distinct tensors of the weights.
     signature: number that identifies the layouts and dtypes of the tensors.
