@@ -131,19 +131,33 @@ class BoundCalls(ABC):
         if recorded is None or not self._may_replay(recorded, inputs, pointers, bound, out):
             return None
         output = self._output_of(x_TH, out)
-        if output is None:
-            return None
-        if output is not x_TH:
-            pointers.append(output.data_ptr())
+        if output is not None:
+            if output is not x_TH:
+                pointers.append(output.data_ptr())
+            self._launch(recorded, pointers, output, is_new=output is not x_TH and out is None)
+        return output
+
+    def _launch(
+        self,
+        recorded: recording.RecordedCall,
+        pointers: Sequence[int],
+        output: torch.Tensor,
+        *,
+        is_new: bool,
+    ) -> None:
+        """Launch everything recorded.
+
+        is_new: whether `output` is no argument of the call. If the plan does not reuse its outputs
+        either, no graph can have saved it, and its version is not incremented.
+        """
         if self.kernel.poison:
             self.kernel.poison_output(output, self._workspace.poison())
         recorded.replay(_current_stream(self._index), pointers)
         recorded.count[0] += 1
-        if self._reuses_outputs or output is x_TH or output is out:
+        if self._reuses_outputs or not is_new:
             torch.autograd.graph.increment_version(output)
         if self.kernel.poison:
             self._workspace.check_red_zones(replayed=True)
-        return output
 
     def _layout_of(self, out: torch.Tensor, x_TH: torch.Tensor) -> Hashable:
         """Return the layout of `out`, as far as a recording depends on it.

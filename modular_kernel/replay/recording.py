@@ -179,12 +179,19 @@ def may_keep_buffers(device: torch.device) -> bool:
 
 
 def in_graph_trees(index: int) -> bool:
-    """Return whether torch.compile's CUDA graphs manage the memory of GPU `index`."""
+    """Return whether this is a call in the warm-up of torch.compile's CUDA graphs on GPU `index`.
+
+    Inductor runs the warm-up on a stream of its own, on which allocations come from the memory pool
+    of the graphs. Calls on other streams, beside compiled models, are not affected.
+    """
     trees = modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return False
-    manager: Callable[..., object] = trees.get_manager
-    return manager(index, create_if_none_exists=False) is not None
+    manager: Any = trees.get_manager(index, create_if_none_exists=False)
+    if manager is None:
+        return False
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return bool(manager.stream.cuda_stream == stream)
 
 
 def device_index(device: torch.device) -> int:

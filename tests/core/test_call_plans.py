@@ -1,11 +1,13 @@
 """Plans that a kernel makes for its own calls: outputs are new, workspaces are shared and
 bounded."""
 
+import inspect
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import StreamMemories, StreamMemory, held_bytes
+from modular_kernel.replay.recording import in_graph_trees
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.random_inputs import random_inputs
@@ -367,6 +370,25 @@ def test_weights_with_other_strides_in_the_same_memory_are_checked() -> None:
 
 
 # ------------------------------------------------------------------------------ overridden launches
+
+
+def test_only_the_warm_up_of_graph_trees_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor runs it on a stream of its own; a compiled model must not slow other calls down."""
+    managers = {0: SimpleNamespace(stream=SimpleNamespace(cuda_stream=7))}
+    trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists: managers.get(index))
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    stream = 7
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
+    assert in_graph_trees(0)
+    assert not in_graph_trees(1)
+    stream = 0
+    assert not in_graph_trees(0)
+
+
+def test_managers_of_graph_trees_have_a_stream() -> None:
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+    assert "self.stream = torch.cuda.Stream()" in inspect.getsource(CUDAGraphTreeManager.__init__)
 
 
 def test_calls_under_an_override_allocate_their_own_workspace() -> None:
