@@ -48,6 +48,7 @@ class BoundCalls(ABC):
         self._index: int | None = device.index if device.type == "cuda" else None
         self._makes_output = kernel.prepare_finalize.allocates_output and not problem.inplace
         self._has_adapters = problem.adapters is not None
+        self._stream: int | None = None  # None: the stream that is current in each call
         self._recorded = recording.RecordedCalls()
         self._replay_counts = kernel.call_counters.add_plan()
         kernel.count_invalid_ids_on(device)
@@ -117,17 +118,18 @@ class BoundCalls(ABC):
         bound = self.kernel.known_weights.bound(weights, self._device)
         if bound is None or (routing.adapters_T is not None) is not self._has_adapters:
             return None
-        inputs = _tensors(x_TH, routing)
+        weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
+        inputs = _tensors(x_TH, routing) if self._has_adapters else (x_TH, weights_TK, ids_TK)
         for tensor in inputs:
             if type(tensor) not in _TENSOR_TYPES or tensor.is_neg():
                 return None
         try:
-            signature, pointers = recording.signature_and_pointers(inputs, bound)
-            layout = None if out is None else self._layout_of(out, x_TH)
+            layout, pointers = recording.layout_and_pointers(inputs, bound.pointers, bound.bits)
+            out_layout = None if out is None else self._layout_of(out, x_TH)
         except (RuntimeError, TypeError):  # a tensor without memory or strides, or no tensor
             return None
         # All other inputs of the checks are in the signature or covered by `_may_replay`.
-        recorded = self._recorded.find((signature, layout))
+        recorded = self._recorded.find(((bound.signature, layout), out_layout))
         if recorded is None or not self._may_replay(recorded, inputs, pointers, bound, out):
             return None
         output = self._output_of(x_TH, out)
@@ -152,7 +154,9 @@ class BoundCalls(ABC):
         """
         if self.kernel.poison:
             self.kernel.poison_output(output, self._workspace.poison())
-        recorded.replay(_current_stream(self._index), pointers)
+        stream = _current_stream(self._index) if self._stream is None else self._stream
+        for replay in recorded.replays:
+            replay(stream, pointers)
         recorded.count[0] += 1
         if self._reuses_outputs or not is_new:
             torch.autograd.graph.increment_version(output)
@@ -664,7 +668,7 @@ class CallPlans:
             plan = next((p for p in candidates if p.problem.tokens == capacity), None)
             if plan is None:
                 problem = kernel.problem.with_tokens(capacity)
-                plan = _CallPlan(kernel, problem, device, _memories.of(device, stream))
+                plan = _CallPlan(kernel, problem, device, stream)
             self._plans[index, stream, (tokens - 1).bit_length()] = plan
             while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
@@ -675,10 +679,11 @@ class _CallPlan(BoundCalls):
     """A plan in shared stream memory, whose calls each return a new tensor."""
 
     def __init__(
-        self, kernel: Execution, problem: Problem, device: torch.device, memory: StreamMemory
+        self, kernel: Execution, problem: Problem, device: torch.device, stream: int
     ) -> None:
         super().__init__(kernel, problem, device)
-        self._memory = memory
+        self._stream = stream
+        self._memory = _memories.of(device, stream)
         self._specs: dict[str, BufferSpec] = kernel.workspace_specs(problem.tokens)
         self._nbytes = workspace_bytes(self._specs)
         self._bound = False

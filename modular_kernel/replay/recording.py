@@ -250,7 +250,9 @@ class CheckedWeights:
             for source, storage in zip(self.sources, self.storages, strict=True):
                 if _expired(storage.cdata) or source.untyped_storage()._cdata != storage.cdata:
                     return False
-        return self.places == _places(self.tensors)
+        tensors = self.tensors  # as `_places` does, without a call
+        shapes = *map(_size, tensors), *map(_stride, tensors)
+        return self.places == [*map(_pointer, tensors), *shapes, *map(_dtype, tensors)]
 
 
 @dataclass(frozen=True)
@@ -429,10 +431,8 @@ class RecordedCalls:
         self.replayable = False
         self._recorded: dict[Hashable, RecordedCall | None] = {}
         self._refused: dict[Hashable, str] = {}
-
-    def find(self, signature: Hashable) -> RecordedCall | None:
-        """Return the recording for this signature; None if there is none."""
-        return self._recorded.get(signature)
+        # find(signature): its recording, or None. Called in every call.
+        self.find = self._recorded.get
 
     def is_new(self, signature: Hashable) -> bool:
         """Return whether no call with this signature has been recorded or refused."""
