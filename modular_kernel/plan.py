@@ -633,11 +633,12 @@ class CallPlans:
             return None
         if x_TH.is_cuda:
             index = x_TH.get_device()
-            if index != _C._cuda_getDevice() or _C._cuda_isCurrentStreamCapturing():
-                return None
-            if in_graph_trees(index):
+            if index != _C._cuda_getDevice():
                 return None
             stream = _C._cuda_getCurrentRawStream(index)
+            # The default stream, 0, cannot be captured and is not that of graph trees.
+            if stream and (_C._cuda_isCurrentStreamCapturing() or in_graph_trees(index)):
+                return None
         plan = self._plans.get((index, stream, (tokens - 1).bit_length()))
         if plan is None:
             plan = self._find_or_make(kernel, x_TH.device, stream, tokens)
