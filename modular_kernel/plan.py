@@ -40,12 +40,15 @@ class BoundCalls(ABC):
     """
 
     _workspace: Workspace
+    _reuses_outputs = False  # whether calls without `out` write to a buffer of earlier calls
 
     def __init__(self, kernel: Execution, problem: Problem, device: torch.device) -> None:
         self.kernel, self.problem = kernel, problem
         self._device = device
         self._index: int | None = device.index if device.type == "cuda" else None
         self._makes_output = kernel.prepare_finalize.allocates_output and not problem.inplace
+        self._has_adapters = problem.adapters is not None
+        self._stream: int | None = None  # None: the stream that is current in each call
         self._recorded = recording.RecordedCalls()
         self._replay_counts = kernel.call_counters.add_plan()
         kernel.count_invalid_ids_on(device)
@@ -78,68 +81,136 @@ class BoundCalls(ABC):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run one call: replay its recording if possible, else check and run it."""
-        try:
-            validate.check_dense(x_TH, routing, out)
-            validate.check_adapters_present(routing, self.problem)
-        except Exception as error:
-            self.kernel.prepare_finalize.refuse(error)
-            raise
+        output = self._replay(x_TH, weights, routing, out)
+        if output is not None:
+            return output
+        bound, output = self._check_or_refuse(x_TH, weights, routing, out)
+        inputs = _tensors(x_TH, routing)
+        signature, _ = recording.signature_and_pointers(inputs, bound)
+        key = signature, None if out is None else self._layout_of(out, x_TH)
+        if self._recorded.find(key) is not None:  # only the weights or the shape's output were new
+            replayed = self._replay(x_TH, weights, routing, out)
+            if replayed is not None:
+                return replayed
+        return self._run(
+            x_TH,
+            bound.prepared or weights,
+            routing,
+            output,
+            key,
+            (*inputs, *bound.tensors),
+            has_out=out is not None,
+        )
+
+    def _replay(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Replay the recording of a call and return its output.
+
+        Returns None, and has launched nothing, if the call has to be checked or recorded.
+        """
+        if not self._recorded.replayable or type(routing) is not Routing:
+            return None
         bound = self.kernel.known_weights.bound(weights, self._device)
-        output = self._output_of(x_TH, out)
-        checked = bound is None or output is None
-        if bound is None or output is None:
-            bound, output = self._check_or_refuse(x_TH, weights, routing, out, output)
-        tensors = _tensors(x_TH, routing, output)
+        if bound is None or (routing.adapters_T is not None) is not self._has_adapters:
+            return None
+        weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
+        inputs = _tensors(x_TH, routing) if self._has_adapters else (x_TH, weights_TK, ids_TK)
+        for tensor in inputs:
+            if type(tensor) not in _TENSOR_TYPES or tensor.is_neg():
+                return None
         try:
-            signature, pointers = recording.signature_and_pointers(tensors, bound)
-        except RuntimeError:  # a tensor without memory
-            self._check_or_refuse(x_TH, weights, routing, out, output)
-            raise
-        recorded = self._recorded.find(signature)
-        if recorded is None or not self._may_replay(recorded, tensors, pointers, bound, out):
-            if not checked:
-                bound, output = self._check_or_refuse(x_TH, weights, routing, out, output)
-            weights = bound.prepared or weights
-            return self._run(
-                x_TH, weights, routing, output, signature, bound, has_out=out is not None
-            )
+            layout, pointers = recording.layout_and_pointers(inputs, bound.pointers, bound.bits)
+            out_layout = None if out is None else self._layout_of(out, x_TH)
+        except (RuntimeError, TypeError):  # a tensor without memory or strides, or no tensor
+            return None
         # All other inputs of the checks are in the signature or covered by `_may_replay`.
-        if wants_gradient((*tensors, *bound.tensors)):
-            validate.check_no_grad(x_TH, weights, routing, out)
-        self._poison(output)
-        recorded.replay(_current_stream(self._index), pointers)
-        recorded.count[0] += 1
-        torch.autograd.graph.increment_version(output)
-        self._check_red_zones(replayed=True)
+        recorded = self._recorded.find(((bound.signature, layout), out_layout))
+        if recorded is None or not self._may_replay(recorded, inputs, pointers, bound, out):
+            return None
+        output = self._output_of(x_TH, out)
+        if output is not None:
+            if output is not x_TH:
+                pointers.append(output.data_ptr())
+            self._launch(recorded, pointers, output, is_new=output is not x_TH and out is None)
         return output
+
+    def _launch(
+        self,
+        recorded: recording.RecordedCall,
+        pointers: Sequence[int],
+        output: torch.Tensor,
+        *,
+        is_new: bool,
+    ) -> None:
+        """Launch everything recorded.
+
+        is_new: whether `output` is no argument of the call. If the plan does not reuse its outputs
+        either, no graph can have saved it, and its version is not incremented.
+        """
+        if self.kernel.poison:
+            self.kernel.poison_output(output, self._workspace.poison())
+        stream = _current_stream(self._index) if self._stream is None else self._stream
+        for replay in recorded.replays:
+            replay(stream, pointers)
+        recorded.count[0] += 1
+        if self._reuses_outputs or not is_new:
+            torch.autograd.graph.increment_version(output)
+        if self.kernel.poison:
+            self._workspace.check_red_zones(replayed=True)
+
+    def _layout_of(self, out: torch.Tensor, x_TH: torch.Tensor) -> Hashable:
+        """Return the layout of `out`, as far as a recording depends on it.
+
+        None for the layout of an output that the plan allocates: they share a recording.
+        """
+        if (
+            type(out) in _TENSOR_TYPES
+            and out.shape == (x_TH.shape[0], *self.problem.output_shape[1:])
+            and out.dtype is self.problem.dtype
+            and out.device == self._device
+            and out.is_contiguous()
+            and out.data_ptr() % recording.ALIGNMENT == 0
+        ):
+            return None
+        layout, _ = recording.layout_and_pointers((out,))
+        return type(out), layout
 
     def _may_replay(
         self,
         recorded: recording.RecordedCall,
-        tensors: tuple[torch.Tensor, ...],
+        inputs: tuple[torch.Tensor, ...],
         pointers: Sequence[int],
         bound: recording.CheckedWeights,
         out: torch.Tensor | None,
     ) -> bool:
         """Return whether conditions outside the signature allow a recording to be replayed.
 
-        They do not if the memory of a tensor was freed, if the output overlaps an input, or while
-        stages are profiled or a profiler's launch hooks are active.
+        They do not if the memory of a tensor was freed, if the output overlaps an input, if a
+        gradient would be lost, or while stages are profiled or a profiler's launch hooks are
+        active.
 
-        tensors: x, the tensors of the routing, and the output unless it is x.
+        inputs: x and the tensors of the routing.
         """
         if 0 in pointers:
             return False
         inplace = self.problem.inplace
-        if out is not None and inplace:
+        if out is not None and (inplace or out.is_neg()):
             return False
         if out is not None or inplace:
-            *read, written = (*tensors[1:], tensors[0]) if inplace else tensors
+            read, written = (inputs, out) if out is not None else (inputs[1:], inputs[0])
             start, stop = span(written)
             spans = (*map(span, read), *bound.spans)
             if any(start < other_stop and other_start < stop for other_start, other_stop in spans):
                 return False
-        elif self._holds_own_output(pointers[: len(tensors) - 1]):
+        elif self._reuses_outputs and self._holds_own_output(pointers[: len(inputs)]):
+            return False
+        tensors = (*inputs, *bound.tensors)
+        if wants_gradient(tensors if out is None else (*tensors, out)):
             return False
         return not (stages.profiling() or recorded.watched())
 
@@ -149,7 +220,6 @@ class BoundCalls(ABC):
         weights: ExpertWeights,
         routing: Routing,
         out: torch.Tensor | None,
-        output: torch.Tensor | None,
     ) -> tuple[recording.CheckedWeights, torch.Tensor]:
         """Check a call, bind its weights, and return them with the output.
 
@@ -157,7 +227,9 @@ class BoundCalls(ABC):
         ranks.
         """
         try:
-            return self._check_and_bind(x_TH, weights, routing, out, output)
+            validate.check_dense(x_TH, routing, out)
+            validate.check_adapters_present(routing, self.problem)
+            return self._check_and_bind(x_TH, weights, routing, out)
         except Exception as error:
             self.kernel.prepare_finalize.refuse(error)
             raise
@@ -168,7 +240,6 @@ class BoundCalls(ABC):
         weights: ExpertWeights,
         routing: Routing,
         out: torch.Tensor | None,
-        output: torch.Tensor | None,
     ) -> tuple[recording.CheckedWeights, torch.Tensor]:
         validate.check_input(x_TH, self.problem, self.kernel.machine.device)
         if x_TH.device != self._device:
@@ -176,8 +247,7 @@ class BoundCalls(ABC):
             raise DeviceError("x", got=x_TH.device, need=need)
         bound = self.kernel.check_weights(weights, x_TH)
         self.kernel.check_call(x_TH, weights, routing, out)
-        if output is None:
-            output = self._output_of(x_TH, out)
+        output = self._output_of(x_TH, out)
         if output is None:
             output = self._checked_output(x_TH)
         if out is None and not self.problem.inplace:
@@ -191,17 +261,19 @@ class BoundCalls(ABC):
         routing: Routing,
         out: torch.Tensor,
         signature: Hashable,
-        bound: recording.CheckedWeights,
+        inputs: tuple[torch.Tensor, ...],
         *,
         has_out: bool,
     ) -> torch.Tensor:
         """Run a checked call through the parts' host code. The first of each signature is recorded.
 
-        weights: the weights that the call reads, possibly prepared. has_out: whether the caller
-        passed `out`.
+        weights: the weights that the call reads, possibly prepared.
+        inputs: the tensors whose addresses a replay takes, besides the output's.
+        has_out: whether the caller passed `out`.
         """
         kernel, tokens = self.kernel, x_TH.shape[0]
-        self._poison(out)
+        if kernel.poison:
+            kernel.poison_output(out, self._workspace.poison())
         if self._makes_output and not has_out:
             kernel.call_counters.add(call_counters.ALLOCATES, tokens)
             return self._start(x_TH, weights, routing, None).finish()
@@ -210,13 +282,16 @@ class BoundCalls(ABC):
             kernel.call_counters.add(reason, tokens)
             return self._start(x_TH, weights, routing, out).finish()
         kernel.call_counters.add(call_counters.RECORDED, tokens)
-        with recording.recording((*_tensors(x_TH, routing, out), *bound.tensors)) as recorder:
+        if out is not x_TH:
+            inputs = (*inputs, out)
+        with recording.recording(inputs) as recorder:
             kernel.finish(self._start(x_TH, weights, routing, out))
         recorded = recorder.recorded()
         if recorded is not None:
             recorded = replace(recorded, count=self._replay_counts.cell(tokens))
         self._recorded.keep(signature, recorded, recorder.refused)
-        self._check_red_zones()
+        if kernel.poison:
+            self._workspace.check_red_zones()
         return out
 
     def _why_not_recorded(self, signature: Hashable, out: torch.Tensor) -> str:
@@ -236,14 +311,6 @@ class BoundCalls(ABC):
     ) -> Pending:
         return self.kernel.start_checked(x_TH, weights, routing, out, self._workspace, at_once=True)
 
-    def _poison(self, out: torch.Tensor) -> None:
-        if self.kernel.poison:
-            self.kernel.poison_output(out, self._workspace.poison())
-
-    def _check_red_zones(self, *, replayed: bool = False) -> None:
-        if self.kernel.poison:
-            self._workspace.check_red_zones(replayed=replayed)
-
 
 class Plan(BoundCalls):
     """A kernel with its buffers. Calls allocate nothing and can be captured in a CUDA graph.
@@ -260,6 +327,8 @@ class Plan(BoundCalls):
     signature (shapes, strides, dtypes and alignment of all tensors); later calls replay its
     launches.
     """
+
+    _reuses_outputs = True
 
     def __init__(self, kernel: Execution, problem: Problem) -> None:
         device = torch.device(kernel.machine.device)
@@ -378,12 +447,12 @@ class _Outputs(threading.local):
         return False
 
 
-def _tensors(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return a call's tensors besides its weights, without duplicates."""
+def _tensors(x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, ...]:
+    """Return a call's tensors besides its weights and output."""
     tensors: tuple[torch.Tensor, ...] = (x_TH, routing.topk_weights_TK, routing.topk_ids_TK)
-    if (slots_T := routing.slots_T) is not None:
+    if routing.adapters_T is not None and (slots_T := routing.slots_T) is not None:
         tensors = (*tensors, slots_T)
-    return tensors if out is x_TH else (*tensors, out)
+    return tensors
 
 
 def _current_stream(index: int | None) -> int:
@@ -564,11 +633,12 @@ class CallPlans:
             return None
         if x_TH.is_cuda:
             index = x_TH.get_device()
-            if index != _C._cuda_getDevice() or _C._cuda_isCurrentStreamCapturing():
-                return None
-            if in_graph_trees(index):
+            if index != _C._cuda_getDevice():
                 return None
             stream = _C._cuda_getCurrentRawStream(index)
+            # The default stream, 0, cannot be captured and is not that of graph trees.
+            if stream and (_C._cuda_isCurrentStreamCapturing() or in_graph_trees(index)):
+                return None
         plan = self._plans.get((index, stream, (tokens - 1).bit_length()))
         if plan is None:
             plan = self._find_or_make(kernel, x_TH.device, stream, tokens)
@@ -599,7 +669,7 @@ class CallPlans:
             plan = next((p for p in candidates if p.problem.tokens == capacity), None)
             if plan is None:
                 problem = kernel.problem.with_tokens(capacity)
-                plan = _CallPlan(kernel, problem, device, _memories.of(device, stream))
+                plan = _CallPlan(kernel, problem, device, stream)
             self._plans[index, stream, (tokens - 1).bit_length()] = plan
             while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
@@ -610,10 +680,11 @@ class _CallPlan(BoundCalls):
     """A plan in shared stream memory, whose calls each return a new tensor."""
 
     def __init__(
-        self, kernel: Execution, problem: Problem, device: torch.device, memory: StreamMemory
+        self, kernel: Execution, problem: Problem, device: torch.device, stream: int
     ) -> None:
         super().__init__(kernel, problem, device)
-        self._memory = memory
+        self._stream = stream
+        self._memory = _memories.of(device, stream)
         self._specs: dict[str, BufferSpec] = kernel.workspace_specs(problem.tokens)
         self._nbytes = workspace_bytes(self._specs)
         self._bound = False
@@ -684,10 +755,11 @@ class _CallPlan(BoundCalls):
             return x_TH
         if out is not None:
             return out
-        shape = self._shapes.get(x_TH.shape)
+        shape_of_x = x_TH.shape
+        shape = self._shapes.get(shape_of_x)
         if shape is None:
             return None
-        if shape == x_TH.shape and x_TH.is_contiguous() and x_TH.dtype is self.problem.dtype:
+        if shape == shape_of_x and x_TH.is_contiguous() and x_TH.dtype is self.problem.dtype:
             return torch.empty_like(x_TH)  # half the time of torch.empty
         return self._new_output(shape)
 

@@ -7,6 +7,7 @@ Each time is the median of `--calls` calls, each issued to an idle GPU. The call
 
 - a kernel, and a kernel with a new `ExpertWeights` and `Routing` in every call;
 - a plan;
+- the operator that compiled models call, with the kernel's tensors;
 - `FusedMoE` with a router;
 - `fused_experts`, for the schemes that it supports;
 - the kernel and `FusedMoE` under `torch.set_default_device`;
@@ -30,6 +31,8 @@ import triton
 from modular_kernel.catalog import make_kernel
 from modular_kernel.integrations.fused_moe import fused_experts
 from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.operators.experts import EXPERTS_FORWARD
+from modular_kernel.operators.pairing import Pairing, layer_text
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing
@@ -90,12 +93,16 @@ def public_calls(quant: str, tokens: int, inputs: Inputs) -> dict[str, Call]:
     )  # fmt: skip
     layer.set_weights(weights)
     logits = torch.randn(tokens, problem.experts, device="cuda", dtype=problem.dtype)
+    fields = {name: t for name, t in vars(weights).items() if t is not None}
+    texts = ",".join(fields), layer_text(problem), str(Pairing(*PAIR))
+    router = routing.topk_ids_TK, routing.topk_weights_TK
     calls: dict[str, Call] = {
         "kernel": lambda: kernel(x_TH, weights, routing),
         "kernel, new objects": lambda: kernel(
             x_TH, replace(weights), Routing(routing.topk_weights_TK, routing.topk_ids_TK)
         ),
         "plan": lambda: plan(x_TH, weights, routing),
+        "operator": lambda: EXPERTS_FORWARD(x_TH, *router, list(fields.values()), *texts),
         "FusedMoE": lambda: layer(x_TH, logits),
     }
     flags = SCHEMES[quant]

@@ -4,11 +4,11 @@
     python tools/bench_transformers.py out.json --models gpt_oss
     python tools/bench_transformers.py out.json --tiny                  # on a CPU
 
-Builds models with the sizes of Qwen3-30B-A3B and gpt-oss-20b but with 4 layers, with random weights
-in bfloat16. Times the prefill of one sequence, and decoding steps with a static cache. The modes
-are eager (not compiled), and torch.compile's default and reduce-overhead (the latter for decoding
-only). All implementations of a cell are compiled first; each round then times every implementation
-once, in random order. A result is the median over rounds.
+Builds models with the sizes of Qwen3-30B-A3B and gpt-oss-20b but with 4 layers, full attention in
+each, and random weights in bfloat16. Times the prefill of one sequence, and decoding steps with a
+static cache. The modes are eager (not compiled), and torch.compile's default and reduce-overhead
+(the latter for decoding only). All implementations of a cell are compiled first; each round then
+times every implementation once, in random order. A result is the median over rounds.
 
 In the table, `breaks` is the number of graph breaks in the compilation of a cell, `skipped graphs`
 the number of CUDA graphs that Inductor skipped in reduce-overhead mode, and `error` the relative
@@ -36,7 +36,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig, StaticCache
 
-from modular_kernel.integrations.transformers import register, report
+from modular_kernel.integrations.transformers import make_rows_contiguous, register, report
 
 IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 MODELS = {
@@ -125,6 +125,10 @@ class Bench:
         """Return a model with random weights in eval mode."""
         config_class, sizes, tiny = MODELS[name]
         values = {**sizes, **(tiny if self.options.tiny else {}), **IDS}
+        if "sliding_window" in sizes:
+            # The static cache of a sliding layer counts its tokens in a Python int, for which
+            # torch.compile would compile every decoding step again.
+            values["layer_types"] = ["full_attention"] * layers
         config = config_class(**values, num_hidden_layers=layers)
         torch.manual_seed(0)
         options = {"attn_implementation": self.options.attention} if self.options.attention else {}
@@ -140,12 +144,21 @@ class Bench:
         return model
 
     def models(self, name, dtype, layers, implementations):
-        """Return a model for each implementation. They share their weights."""
+        """Return a model for each implementation.
+
+        They share their weights, but for transposed ones, of which ours has copies with contiguous
+        rows.
+        """
         model, models = self.build(name, dtype, layers), {}
+        transposed = {id(each) for module in model.modules() for each in module.parameters()
+                      if getattr(module, "is_transposed", False) and each.dim() > 2}  # fmt: skip
         for implementation in implementations:
-            shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
+            shared = {id(each): each for each in (*model.parameters(), *model.buffers())
+                      if implementation != OURS or id(each) not in transposed}  # fmt: skip
             models[implementation] = copy.deepcopy(model, memo=shared)
             models[implementation].set_experts_implementation(implementation)
+        if OURS in models:
+            make_rows_contiguous(models[OURS])
         return models
 
     def ids(self, model, *shape):

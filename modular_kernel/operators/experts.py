@@ -11,9 +11,9 @@ Arguments that are not tensors are strings, so that an exported program can run 
 That process must import this module, which also registers torch.ops.modular_kernel.route.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -30,8 +30,8 @@ from modular_kernel.utils import operator_library
 _weights_cache = WeightsCache()
 
 # Prepared weights, by the address of w1, the layer and the pairing. The caller that prepared them
-# keeps them alive.
-_prepared = WeakValueDictionary[tuple[int, str, str], ExpertWeights]()
+# keeps them alive. The length of a WeakValueDictionary takes longer to read, in every call.
+_prepared: dict[tuple[int, str, str], "weakref.ref[ExpertWeights]"] = {}
 
 
 def use_prepared(weights: ExpertWeights, layer: str, pairing: str) -> None:
@@ -39,7 +39,13 @@ def use_prepared(weights: ExpertWeights, layer: str, pairing: str) -> None:
 
     weights: the result of a kernel's `prepare_weights`, used as long as it is alive.
     """
-    _prepared[weights.w1.data_ptr(), layer, pairing] = weights
+    key = weights.w1.data_ptr(), layer, pairing
+
+    def forget(reference: "weakref.ref[ExpertWeights]") -> None:
+        if _prepared.get(key) is reference:
+            _prepared.pop(key, None)
+
+    _prepared[key] = weakref.ref(weights, forget)
 
 
 def _fake_output(x_TH, ids_TK, weights_TK, params, fields, layer, pairing):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
@@ -64,7 +70,7 @@ def experts(
 
     The arguments are described in the module.
     """
-    weights = _find_prepared(params, fields, layer, pairing)
+    weights = _find_prepared(params, fields, layer, pairing) if _prepared else None
     if weights is None:
         weights = _bind_weights(params, fields)
     return pairing_of(pairing).run(layer, x_TH, weights, Routing(weights_TK, ids_TK))
@@ -160,9 +166,8 @@ def _find_prepared(
     params: Sequence[torch.Tensor], fields: str, layer: str, pairing: str
 ) -> ExpertWeights | None:
     """Return weights that were prepared from exactly these tensors; None if there are none."""
-    if not _prepared or not params:
-        return None
-    prepared = _prepared.get((params[0].data_ptr(), layer, pairing))
+    reference = _prepared.get((params[0].data_ptr(), layer, pairing)) if params else None
+    prepared = None if reference is None else reference()
     if prepared is None:
         return None
     for text, param in zip(fields.split(","), params, strict=True):
@@ -175,6 +180,8 @@ def _find_prepared(
 def _bind_weights(params: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
     if not params:
         return weights_from(params, fields)
-    return _weights_cache.get(
-        params, fields, lambda aliases: weights_from([a for a in aliases if a is not None], fields)
-    )
+    weights = _weights_cache.find(params, fields)
+    if weights is None:
+        aliases = [param.detach() for param in params]
+        weights = _weights_cache.add(params, fields, weights_from(aliases, fields))
+    return weights

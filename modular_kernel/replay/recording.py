@@ -31,7 +31,7 @@ Watched = Callable[[], bool]  # whether a profiler's launch hooks are active; re
 
 _MAX_LAYOUTS = 1024  # remembered layouts of checked weights: more than the layers of any model
 _MAX_RECORDED = 64  # recordings per plan; each may hold a small CUDA graph
-_ALIGNMENT = 16  # bytes; triton specializes kernels on pointers divisible by it
+ALIGNMENT = 16  # bytes; triton specializes kernels on pointers divisible by it
 # Used with map() in every call, which takes a third less time than a loop.
 _pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _dtype, _dtype_and_device = attrgetter("dtype"), attrgetter("dtype", "device")
@@ -179,12 +179,19 @@ def may_keep_buffers(device: torch.device) -> bool:
 
 
 def in_graph_trees(index: int) -> bool:
-    """Return whether torch.compile's CUDA graphs manage the memory of GPU `index`."""
+    """Return whether this is a call in the warm-up of torch.compile's CUDA graphs on GPU `index`.
+
+    Inductor runs the warm-up on a stream of its own, on which allocations come from the memory pool
+    of the graphs. Calls on other streams, beside compiled models, are not affected.
+    """
     trees = modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return False
-    manager: Callable[..., object] = trees.get_manager
-    return manager(index, create_if_none_exists=False) is not None
+    manager: Any = trees.get_manager(index, create_if_none_exists=False)
+    if manager is None:
+        return False
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return bool(manager.stream.cuda_stream == stream)
 
 
 def device_index(device: torch.device) -> int:
@@ -200,9 +207,11 @@ def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # one is made for each call with new ExpertWeights: not frozen
 class CheckedWeights:
     """Weights that passed the checks, and everything about them that a recording depends on.
+
+    It is not modified.
 
     tensors: the distinct tensors of the weights.
     signature: number that identifies the layouts and dtypes of the tensors.
@@ -235,12 +244,15 @@ class CheckedWeights:
 
     def is_valid(self) -> bool:
         """Return whether no tensor has moved, and no tracked tensor has been written."""
-        if self.versions != [*map(_version, self.unwritten)]:
+        if self.unwritten and self.versions != [*map(_version, self.unwritten)]:
             return False
-        for source, storage in zip(self.sources, self.storages, strict=True):
-            if _expired(storage.cdata) or source.untyped_storage()._cdata != storage.cdata:
-                return False
-        return self.places == _places(self.tensors)
+        if self.sources:
+            for source, storage in zip(self.sources, self.storages, strict=True):
+                if _expired(storage.cdata) or source.untyped_storage()._cdata != storage.cdata:
+                    return False
+        tensors = self.tensors  # as `_places` does, without a call
+        shapes = *map(_size, tensors), *map(_stride, tensors)
+        return self.places == [*map(_pointer, tensors), *shapes, *map(_dtype, tensors)]
 
 
 @dataclass(frozen=True)
@@ -411,15 +423,16 @@ class RecordedCalls:
 
     Calls have the same signature if the shape, strides, dtype, device and 16-byte alignment of each
     tensor are equal. At most 64 recordings are kept; the oldest is dropped first.
+
+    replayable: whether a call was recorded.
     """
 
     def __init__(self) -> None:
+        self.replayable = False
         self._recorded: dict[Hashable, RecordedCall | None] = {}
         self._refused: dict[Hashable, str] = {}
-
-    def find(self, signature: Hashable) -> RecordedCall | None:
-        """Return the recording for this signature; None if there is none."""
-        return self._recorded.get(signature)
+        # find(signature): its recording, or None. Called in every call.
+        self.find = self._recorded.get
 
     def is_new(self, signature: Hashable) -> bool:
         """Return whether no call with this signature has been recorded or refused."""
@@ -438,6 +451,8 @@ class RecordedCalls:
         self._recorded[signature] = recorded
         if recorded is None:
             self._refused[signature] = refused
+        else:
+            self.replayable = True
 
 
 def signature_and_pointers(
@@ -460,7 +475,7 @@ def layout_and_pointers(
     for pointer in pointers:
         bits |= pointer
     pointers += others
-    aligned = True if bits % _ALIGNMENT == 0 else tuple(p % _ALIGNMENT for p in pointers)
+    aligned = True if bits % ALIGNMENT == 0 else tuple(p % ALIGNMENT for p in pointers)
     shapes, dtypes = map(_size, tensors), map(_dtype_and_device, tensors)
     return (aligned, *shapes, *map(_stride, tensors), *dtypes), pointers
 

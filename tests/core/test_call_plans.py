@@ -1,11 +1,13 @@
 """Plans that a kernel makes for its own calls: outputs are new, workspaces are shared and
 bounded."""
 
+import inspect
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import StreamMemories, StreamMemory, held_bytes
+from modular_kernel.replay.recording import in_graph_trees
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.random_inputs import random_inputs
@@ -367,6 +370,65 @@ def test_weights_with_other_strides_in_the_same_memory_are_checked() -> None:
 
 
 # ------------------------------------------------------------------------------ overridden launches
+
+
+def test_only_the_warm_up_of_graph_trees_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor runs it on a stream of its own; a compiled model must not slow other calls down."""
+    managers = {0: SimpleNamespace(stream=SimpleNamespace(cuda_stream=7))}
+    trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists: managers.get(index))
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    stream = 7
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
+    assert in_graph_trees(0)
+    assert not in_graph_trees(1)
+    stream = 0
+    assert not in_graph_trees(0)
+
+
+class Tokens:
+    """Stands in for x on a GPU."""
+
+    shape, is_cuda, device = torch.Size([1, 16]), True, torch.device("cuda", 0)
+
+    def dim(self) -> int:
+        return 2
+
+    def get_device(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("stream", [0, 7])
+@pytest.mark.parametrize("state", ["none", "captured", "warm-up"])
+def test_a_stream_that_is_captured_or_warms_up_has_no_plan(
+    monkeypatch: pytest.MonkeyPatch, stream: int, state: str
+) -> None:
+    """Neither is possible on the default stream, where nothing is asked, to save host time."""
+    asked: list[str] = []
+
+    def is_in(which: str) -> bool:
+        asked.append(which)
+        return state == which
+
+    monkeypatch.setattr(plan, "_TENSOR_TYPES", (Tokens,))
+    monkeypatch.setattr(plan, "in_graph_trees", lambda index: is_in("warm-up"))
+    for name, result in {
+        "_cuda_getDevice": lambda: 0,
+        "_cuda_getCurrentRawStream": lambda index: stream,
+        "_cuda_isCurrentStreamCapturing": lambda: is_in("captured"),
+    }.items():
+        monkeypatch.setattr(torch._C, name, result, raising=False)
+    plans, experts = plan.CallPlans(16), SimpleNamespace(is_overridden=lambda: False)
+    monkeypatch.setitem(plans._plans, (0, stream, 0), SimpleNamespace(run=lambda *_: "planned"))  # type: ignore[misc]
+    kernel: Any = SimpleNamespace(experts=experts)
+    result: Any = plans.run(kernel, Tokens(), None, None, None)  # type: ignore[arg-type]
+    assert result == ("planned" if stream == 0 or state == "none" else None)
+    assert bool(asked) == (stream != 0)
+
+
+def test_managers_of_graph_trees_have_a_stream() -> None:
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+    assert "self.stream = torch.cuda.Stream()" in inspect.getsource(CUDAGraphTreeManager.__init__)
 
 
 def test_calls_under_an_override_allocate_their_own_workspace() -> None:

@@ -60,6 +60,7 @@ def test_a_replayed_call_is_counted_with_its_tokens(monkeypatch: pytest.MonkeyPa
     recorded = RecordedCall(
         (lambda stream, pointers: replays.append(stream),), (), (), plan._replay_counts.cell(5)
     )
+    plan._recorded.replayable = True
     monkeypatch.setattr(plan._recorded, "find", lambda signature: recorded)
     for _ in range(3):
         plan(*call)

@@ -1,14 +1,15 @@
-"""Python function calls per eager call on the host without replay, excluding kernels."""
+"""Function calls per call on the host, without replay and in a replay, excluding kernels."""
 
 from collections import Counter
 
 import pytest
 import torch
-from call_counts import functions_of_rank, functions_of_third
+from call_counts import calls_of_third, functions_of_rank, functions_of_third
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 from ep_layers import BATCHED as BATCHED_RANKS
 from grouped_products import H200
 from module_ranks import module_ranks
+from replay_samples import SMALL, AddExperts, Prepare, inputs
 
 import modular_kernel as mk
 from experts.triton.configs.select import on_device, override_config
@@ -16,6 +17,8 @@ from experts.triton.dequantized import dequantized_config as dequantized
 from experts.triton.dequantized.dequantized_path import DequantizedPath
 from experts.triton.grouped_w4 import grouped_w4_config as grouped_w4
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
+from modular_kernel.operators.experts import EXPERTS_FORWARD
+from modular_kernel.operators.pairing import Pairing, layer_text
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.sample import Sample
@@ -96,6 +99,27 @@ def test_an_eager_call_with_4_bit_weights_stays_within_its_budget(
     pf, experts, quant, tokens = call
     found = host_calls(pf, experts, problem_of(quant, tokens))
     assert sum(found.values()) <= most(PACKED[call]), found.most_common(20)
+
+
+def test_a_replayed_call_stays_within_its_budget() -> None:
+    """Of a kernel, and of the operator that compiled models call, with C functions."""
+    pairing = Pairing(Prepare, AddExperts)
+    x_TH, weights, routing = inputs(tokens=1)
+    ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
+    texts = "w1,w2", layer_text(SMALL), str(pairing)
+
+    def operator() -> torch.Tensor:
+        output: torch.Tensor = EXPERTS_FORWARD(
+            x_TH, ids_TK, weights_TK, [weights.w1, weights.w2], *texts
+        )
+        return output
+
+    with torch.no_grad():
+        found = calls_of_third(operator)
+        (kernel,) = pairing.kernels.values()
+        assert kernel.counters()["replayed_calls"] == 2
+        assert found <= 55
+        assert calls_of_third(lambda: kernel(x_TH, weights, routing)) <= 38
 
 
 # The paths of an H200 whose products are made of TMA: (path, scheme, tokens) -> calls.

@@ -93,6 +93,22 @@ def test_a_call_with_another_signature_gets_its_own_recording() -> None:
     assert part.host_calls == len(kinds)
 
 
+def test_an_out_of_another_layout_gets_its_own_recording() -> None:
+    """An `out` like the plan's own output shares the recording of calls without `out`."""
+    plan, part = planned()
+    args = inputs()
+    plan(*args)
+    plan(*args, out=torch.empty_like(args[0]))
+    assert part.host_calls == 1
+    for _ in range(2):
+        out = unaligned(torch.full_like(args[0], torch.nan))
+        assert plan(*args, out=out) is out
+        assert_right(out, args)
+    assert part.host_calls == 2
+    assert_right(plan(*args), args)
+    assert part.host_calls == 2
+
+
 def test_addresses_of_weights_are_read_in_every_call() -> None:
     plan, part = planned()
     args = inputs()
@@ -147,6 +163,8 @@ def test_gradients_are_refused_in_a_replay_as_well() -> None:
     plan, _ = planned()
     args = inputs()
     plan(*args)
+    with pytest.raises(UnsupportedError, match="gradients: got out"):
+        plan(*args, out=torch.empty_like(args[0]).requires_grad_())
     args[0].requires_grad_()
     with pytest.raises(UnsupportedError, match="gradients: got x"):
         plan(*args)

@@ -1,0 +1,42 @@
+"""Calls beside torch.compile's CUDA graphs, on a GPU."""
+
+import pytest
+import torch
+
+from modular_kernel.operators.experts import EXPERTS_FORWARD
+from modular_kernel.operators.pairing import Pairing, layer_text
+from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.random_inputs import random_inputs
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+
+
+@torch.no_grad()
+def test_eager_calls_beside_cuda_graphs_of_torch_compile_are_replayed() -> None:
+    problem = Problem(16, 512, 384, experts=16, top_k=4)
+    x_TH, weights, routing = random_inputs(problem, CUDA)
+    pairing = Pairing(*PAIR)
+    texts = "w1,w2", layer_text(problem), str(pairing)
+    ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
+    params = [weights.w1, weights.w2]
+
+    def layer(x_TH: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = EXPERTS_FORWARD(x_TH, ids_TK, weights_TK, params, *texts)
+        return output
+
+    want = layer(x_TH)
+    compiled = torch.compile(layer, mode="reduce-overhead")
+    for _ in range(4):  # warm-up, recording, and replays of the graph
+        torch.compiler.cudagraph_mark_step_begin()
+        assert torch.equal(compiled(x_TH), want)
+    (kernel,) = pairing.kernels.values()
+    before = kernel.counters()["replayed_calls"]
+    assert isinstance(before, int)
+    for _ in range(3):
+        assert torch.equal(layer(x_TH), want)
+    assert kernel.counters()["replayed_calls"] == before + 3
+    torch.compiler.cudagraph_mark_step_begin()
+    assert torch.equal(compiled(x_TH), want)
