@@ -36,7 +36,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig, StaticCache
 
-from modular_kernel.integrations.transformers import make_rows_contiguous, register, report
+from modular_kernel.integrations.transformers import register, report
 
 IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 MODELS = {
@@ -144,21 +144,12 @@ class Bench:
         return model
 
     def models(self, name, dtype, layers, implementations):
-        """Return a model for each implementation.
-
-        They share their weights, but for transposed ones, of which ours has copies with contiguous
-        rows.
-        """
+        """Return a model for each implementation. They share their weights."""
         model, models = self.build(name, dtype, layers), {}
-        transposed = {id(each) for module in model.modules() for each in module.parameters()
-                      if getattr(module, "is_transposed", False) and each.dim() > 2}  # fmt: skip
         for implementation in implementations:
-            shared = {id(each): each for each in (*model.parameters(), *model.buffers())
-                      if implementation != OURS or id(each) not in transposed}  # fmt: skip
+            shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
             models[implementation] = copy.deepcopy(model, memo=shared)
             models[implementation].set_experts_implementation(implementation)
-        if OURS in models:
-            make_rows_contiguous(models[OURS])
         return models
 
     def ids(self, model, *shape):

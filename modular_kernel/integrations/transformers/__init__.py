@@ -38,7 +38,6 @@ from modular_kernel.integrations.transformers.register import (  # noqa: E402
 )
 from modular_kernel.integrations.transformers.replacement import serve  # noqa: E402
 from modular_kernel.integrations.transformers.report import report  # noqa: E402
-from modular_kernel.integrations.transformers.row_layout import make_rows_contiguous  # noqa: E402
 
 if TYPE_CHECKING:
     from modular_kernel.integrations.transformers.pretrained import from_pretrained
@@ -47,7 +46,6 @@ __all__ = [
     "Registration",
     "activation_of",
     "from_pretrained",
-    "make_rows_contiguous",
     "register",
     "registration",
     "report",
