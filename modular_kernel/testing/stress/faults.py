@@ -218,13 +218,15 @@ def run_faulty_rank(
     report = run(context)
     if scenario.kind == "killed":
         return report
-    return replace(report, usable_again=_is_usable_again(context))
+    return replace(report, usable_again=_is_usable(context))
 
 
 def _run_with_fault(context: FaultContext) -> RankReport:
     """Make a correct call, then up to two calls, in one of which the victim fails."""
     scenario, problem = context.scenario, context.problem()
     inputs = context.inputs(problem, context.tokens_W)
+    if inputs.x_TH.is_cuda:  # compile kernels now, which may take longer than the deadline
+        _is_usable(context)
     context.synchronize_ranks()
     with use_deadline(scenario.deadline_s):
         kernel = context.kernel(problem, context.experts(problem))
@@ -382,7 +384,7 @@ def _fail(context: FaultContext) -> None:
         os.kill(os.getpid(), signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
 
 
-def _is_usable_again(context: FaultContext) -> bool:
+def _is_usable(context: FaultContext) -> bool:
     """Return whether a new kernel on the caller's group gives two equal, finite outputs."""
     problem = context.problem()
     inputs = context.inputs(problem, context.tokens_W)
