@@ -126,7 +126,7 @@ def _layer_cells(
         for path in other_files:
             (subfolder / path.name).symlink_to(path.resolve())
         other_sources = ConfigLookup(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
-    regimes, paths = heuristics(problem, H200), [p.name for p in PATHS if p.serves(problem, H200)]
+    regimes, paths = heuristics(problem, H200), [p.name for p in PATHS if p.supports(problem, H200)]
     layer_cells = []
     for count in tokens:
         origin = (

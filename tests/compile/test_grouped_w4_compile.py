@@ -50,7 +50,7 @@ def test_every_launch_is_clean(
     change: dict[str, object], at_once: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(BASE, **change)  # type: ignore[arg-type]
-    assert grouped_w4_config.serves(problem, DEVICE)
+    assert grouped_w4_config.supports(problem, DEVICE)
     monkeypatch.setattr(grouped_w4_config, "chunk_size", lambda p: at_once)
     tiles = grouped_w4_config.default(problem, rows)
     records = launches_of(GroupedW4Path(problem), problem, tiles)

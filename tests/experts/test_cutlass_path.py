@@ -106,7 +106,7 @@ def layer(problem: Problem, ids_TK: torch.Tensor | None = None) -> tuple[torch.T
         )  # fmt: skip
         output = torch.full(problem.output_shape, torch.nan, dtype=problem.dtype)
         tokens = ContiguousTokens(x.q_RK, arrived, x.scale)
-        assert path.takes(weights, x.q_RK)
+        assert path.supports_tensors(weights, x.q_RK)
         path.run(PathCall(tokens, weights, workspace, output, default_config(problem)))
     return output, expected
 

@@ -188,7 +188,7 @@ def test_rows_per_expert_determine_the_path_and_block_of_a_neighbor(tmp_path: Pa
     source = store(tmp_path / "u", tmp_path).source(layer)
     assert [source.steps.choose(t).gemm1.block_m for t in (128, 256, 512)] == [32, 32, 64]
     device = Device("NVIDIA H200", tma=True)
-    paths = tuple(path.name for path in PATHS if path.serves(layer, device))
+    paths = tuple(path.name for path in PATHS if path.supports(layer, device))
     steps, own = source.launched(layer, device, paths), heuristics(layer, device, paths)
     assert steps.choose(128) == source.steps.choose(128) != own.choose(128)
     assert steps.choose(192) == source.steps.choose(192), "up to 24 rows"

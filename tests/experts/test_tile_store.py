@@ -157,7 +157,7 @@ def test_packaged_files_of_another_top_k_give_launches_that_fit(quant: str, top_
     device = Device.named("NVIDIA H200")
     for experts, intermediate in sizes:
         problem = Problem(1, 2048, intermediate, experts, top_k, quant=quant)
-        paths = tuple(path.name for path in PATHS if path.serves(problem, device))
+        paths = tuple(path.name for path in PATHS if path.supports(problem, device))
         with on_device(device):
             for tokens in (1, 2, 4, 64, 4096):
                 config = choose_config(problem, tokens, paths)

@@ -59,7 +59,7 @@ def test_the_ring_fills_the_memory_left_by_the_vectors(
 
 def test_short_vectors_with_block_scales_take_the_single_path() -> None:
     problem = replace(BLOCKS, intermediate=768)
-    assert gemv_tma_config.serves(problem, H200)
+    assert gemv_tma_config.supports(problem, H200)
     assert heuristics(problem, H200).choose(1).path == "gemv"
     assert heuristics(replace(problem, quant=QWEN.quant), H200).choose(1).path == "gemv_tma"
 
@@ -85,12 +85,12 @@ def test_short_vectors_with_block_scales_take_the_single_path() -> None:
 )
 def test_unsupported_problems_take_other_paths(other: dict[str, object]) -> None:
     problem = replace(QWEN, **other)
-    assert not gemv_tma_config.serves(problem, H200)
+    assert not gemv_tma_config.supports(problem, H200)
     assert "gemv_tma" not in {pair.path for pair in heuristics(problem, H200).configs}
 
 
 def test_other_devices_do_not_run_it() -> None:
-    assert not gemv_tma_config.serves(QWEN, Device("NVIDIA A100"))
+    assert not gemv_tma_config.supports(QWEN, Device("NVIDIA A100"))
     assert "gemv_tma" not in {pair.path for pair in heuristics(QWEN, Device()).configs}
 
 

@@ -160,9 +160,9 @@ def _noting(blocks: set[int]) -> Callable[..., None]:
 
 
 def test_supported_problems() -> None:
-    assert aligned_w4_config.serves(_BASE)
-    assert aligned_w4_config.serves(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
-    assert aligned_w4_config.serves(replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True))
+    assert aligned_w4_config.supports(_BASE)
+    assert aligned_w4_config.supports(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
+    assert aligned_w4_config.supports(replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True))
     for changes in (
         {"batch_invariant": True},
         {"quant": "none"},
@@ -171,7 +171,7 @@ def test_supported_problems() -> None:
         {"hidden": 176},  # 5.5 products of 32
         {"quant": f"{_INT4}:group=48", "hidden": 192},
     ):
-        assert not aligned_w4_config.serves(replace(_BASE, **changes)), changes
+        assert not aligned_w4_config.supports(replace(_BASE, **changes)), changes
 
 
 def test_misaligned_weights_take_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,11 +40,11 @@ class AlignedPath(Path):
     """The path that supports every problem. Row p of the output of both GEMMs belongs to pair p."""
 
     name = aligned_config.NAME
-    refuses = False
+    may_reject_tensors = False
     roundings = Roundings()
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
+    def supports(cls, problem: Problem, device: Device) -> bool:
         """Return True: the path supports every problem."""
         return True
 
@@ -77,7 +77,7 @@ class AlignedPath(Path):
         self._kernel = grouped_gemm_kernel
         self._sums_topk = problem.combine is Combine.SUM
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return True: the kernel supports all strides."""
         return True
 

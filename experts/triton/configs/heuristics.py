@@ -67,8 +67,8 @@ def config_violations(
 ) -> Iterator[tuple[str, Violation]]:
     """Yield (GEMM or "", violation) for every reason why `config` cannot be launched."""
     path = BY_NAME[config.path]
-    if not path.serves(problem, device):
-        yield "", Violation("path", config.path, f"one that serves {problem.quant}")
+    if not path.supports(problem, device):
+        yield "", Violation("path", config.path, f"one that supports {problem.quant}")
         return
     for launch, gemm in zip((config.gemm1, config.gemm2), gemms(problem), strict=True):
         if not isinstance(launch, path.launch):
@@ -103,7 +103,7 @@ def heuristics(
         (UNBOUNDED_TOKENS,), (BASE.default_config(problem, UNBOUNDED_TOKENS, device),)
     )
     for path in PATHS:
-        if path is BASE or (path.name in paths and path.serves(problem, device)):
+        if path is BASE or (path.name in paths and path.supports(problem, device)):
             steps = overlay_path(steps, path, problem, device)
     return with_prepared(steps, problem, device, paths) if prepared else steps
 
@@ -113,7 +113,7 @@ def with_prepared(
 ) -> ConfigSteps:
     """Return `steps`, with the configurations for prepared weights where `paths` have any."""
     for path in PATHS:
-        if path.name not in paths or not path.serves(problem, device):
+        if path.name not in paths or not path.supports(problem, device):
             continue
         breakpoints = path.prepared_configs(problem)
 
@@ -138,7 +138,7 @@ def replace_foreign_configs(
 ) -> ConfigSteps:
     """Replace configurations from a file of vLLM or SGLang where one of `paths` is faster."""
     for path in PATHS:
-        if path.name not in paths or not path.serves(problem, device):
+        if path.name not in paths or not path.supports(problem, device):
             continue
 
         def change(last: int, config: MoEConfig, path: type[Path] = path) -> MoEConfig:

@@ -121,7 +121,7 @@ class Source:
             steps = prefer_heuristics_by_rows(steps, heuristics(problem, device, own), problem)
             # Paths of other packages have no tuned files, so they replace borrowed launches, too.
             for path in PATHS[len(BUILT_IN) :]:
-                if path.name in paths and path.serves(problem, device):
+                if path.name in paths and path.supports(problem, device):
                     steps = overlay_path(steps, path, problem, device)
         if prepared and not self.prepared:
             return with_prepared(steps, problem, device, paths)
@@ -310,7 +310,7 @@ def fit_to_problem(
             notes |= dict.fromkeys(clamps)
         config = MoEConfig(launch1, launch2, dict(recipe.paths).get(tokens, BASE.name))
         # `ConfigSteps.within` replaces a path that does not support the problem.
-        if BY_NAME[config.path].serves(problem, device):
+        if BY_NAME[config.path].supports(problem, device):
             require_config(config, problem, device, f"{recipe.origin}, tokens {tokens}")
         configs.append(config)
     if problem.batch_invariant:
@@ -351,11 +351,11 @@ def _max_tokens_for(
 def _require_single_config(
     configs: Sequence[MoEConfig], problem: Problem, device: Device, origin: str
 ) -> None:
-    served = all(BY_NAME[config.path].serves(problem, device) for config in configs)
-    if len(set(configs)) > 1 or not served:
+    all_supported = all(BY_NAME[config.path].supports(problem, device) for config in configs)
+    if len(set(configs)) > 1 or not all_supported:
         got = ", ".join(dict.fromkeys(map(str, configs)))
-        serving = " or ".join(p.name for p in BY_NAME.values() if p.serves(problem, device))
-        need = f"one configuration for every number of tokens, by {serving}: batch_invariant"
+        supporting = " or ".join(p.name for p in BY_NAME.values() if p.supports(problem, device))
+        need = f"one configuration for every number of tokens, by {supporting}: batch_invariant"
         raise ConfigurationError(origin, got=got, need=need)
 
 

@@ -163,7 +163,7 @@ def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: i
     programs.
     """
     path = BY_NAME[config.path]
-    if path.transferable or not path.serves(problem, device):
+    if path.transferable or not path.supports(problem, device):
         return config
     return path.default_config(problem, tokens, device)
 
@@ -212,7 +212,7 @@ def split_at_breakpoints(steps: ConfigSteps, problem: Problem, device: Device) -
     These paths use their own `default_config`, which changes there.
     """
     for path in PATHS:
-        if path.transferable or not path.serves(problem, device):
+        if path.transferable or not path.supports(problem, device):
             continue
 
         def replace_config(

@@ -180,7 +180,7 @@ def _external_lines(problem: Problem, device: Device, paths: tuple[str, ...]) ->
         if path.name in paths:
             bounds = f"{path.min_tokens(problem)} to {path.max_tokens(problem) or 'any'} tokens"
             yield f"  path of another package: {path.name} from {origin}, untuned for {bounds}"
-        elif not path.serves(problem, device):
+        elif not path.supports(problem, device):
             yield f"  path of another package: {path.name} from {origin}, not for this problem"
     for broken in external.broken:
         yield f"  path of another package, not used: {broken.name} from {broken.origin}"
@@ -192,7 +192,9 @@ def _adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
         return
     without_lora = replace(problem, lora="none")
     missing = [
-        p.name for p in PATHS if p.serves(without_lora, device) and not p.serves(problem, device)
+        p.name
+        for p in PATHS
+        if p.supports(without_lora, device) and not p.supports(problem, device)
     ]
     if missing:
         yield f"calls with adapters do not take the paths {', '.join(missing)}; calls without do"

@@ -43,7 +43,7 @@ def without_quant(problem: Problem) -> Problem:
     return replace(problem, quant="none")
 
 
-def serves(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Return whether the kernels of this path support `problem` on `device`.
 
     Weights must be quantized, without act order, and activations must not be. Activations must be

@@ -53,16 +53,16 @@ _MAX_UNLIMITED_SLOTS = 16  # pairs of a token up to which ptxas chooses the numb
 
 
 class GemvPath(Path):
-    """The gemv path, for the problems of `gemv_config.serves`. Row p of h belongs to pair p."""
+    """The gemv path, for the problems of `gemv_config.supports`. Row p of h belongs to pair p."""
 
     name = gemv_config.NAME
-    refuses = False
+    may_reject_tensors = False
     quantizes_input = True
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `gemv_config.serves`."""
-        return gemv_config.serves(problem)
+    def supports(cls, problem: Problem, device: Device) -> bool:
+        """Return whether the kernels support `problem`; see `gemv_config.supports`."""
+        return gemv_config.supports(problem)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
@@ -108,7 +108,7 @@ class GemvPath(Path):
             specs["gemv_amax"] = BufferSpec((pairs * blocks,), torch.float32)
         return specs | adapter_specs(problem, pairs)
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return True: all strides are supported. Contiguous rows are the fastest."""
         return True
 

@@ -34,7 +34,7 @@ _MIN_STAGES = 4  # minimum number of stages with which a block_k is used by defa
 _STAGING = 1 << 12  # bytes of shared memory for reductions across warps, barriers and padding
 
 
-def serves(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Return whether the kernels of this path support `problem` on `device`."""
     if not supports_tma(problem, device, _SCHEMES) or not _halves_share_scales(problem):
         return False

@@ -44,16 +44,16 @@ _REGISTERS = (128, 144)
 
 
 class GemvTmaPath(Path):
-    """The path for the problems of `gemv_tma_config.serves`. Row p of h belongs to pair p."""
+    """The path for the problems of `gemv_tma_config.supports`. Row p of h belongs to pair p."""
 
     name = gemv_tma_config.NAME
     quantizes_input = True
     transferable = False
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `gemv_tma_config.serves`."""
-        return problem.adapters is None and gemv_tma_config.serves(problem, device)
+    def supports(cls, problem: Problem, device: Device) -> bool:
+        """Return whether the kernels support `problem`; see `gemv_tma_config.supports`."""
+        return problem.adapters is None and gemv_tma_config.supports(problem, device)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
@@ -97,7 +97,7 @@ class GemvTmaPath(Path):
         """Return the number of column blocks of GEMM 1."""
         return -(-self.problem.intermediate // COLUMNS)
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether weights, biases and scales are contiguous, and weights aligned for TMA."""
         optional = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
         tensors = (weights.w1, weights.w2, *(t for t in optional if t is not None))

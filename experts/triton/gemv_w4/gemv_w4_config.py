@@ -44,7 +44,7 @@ class GemvW4Config:
         return f"{sizes} warps={self.num_warps} stages={self.num_stages}"
 
 
-def serves(problem: Problem) -> bool:
+def supports(problem: Problem) -> bool:
     """Return whether the kernels of this path support `problem`."""
     served = supports_w4(problem) and not problem.scheme.matrix_scales
     return served and not problem.batch_invariant and problem.top_k <= _MAX_PAIRS

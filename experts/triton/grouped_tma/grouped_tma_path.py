@@ -44,7 +44,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     roundings = Roundings()
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
+    def supports(cls, problem: Problem, device: Device) -> bool:
         """Return whether the kernels support `problem`; see `grouped_tma_config.supports`."""
         return grouped_tma_config.supports(problem, device)
 
@@ -94,7 +94,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         tiles = max_tile_count(pairs, block_m, self.problem.e)
         return super().specs(tokens, block_m) | tile_specs(self.problem, pairs, tiles)
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the kernels can read the tensors.
 
         They must be contiguous and aligned for TMA and, if gathered, for 16-byte copies.

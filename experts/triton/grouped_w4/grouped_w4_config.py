@@ -75,10 +75,10 @@ _ENTRIES: ByBlock = {
 }
 
 
-def serves(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Return whether the path supports `problem`: 4-bit weights and bf16 activations."""
     scheme, depths = problem.scheme, (problem.hidden, problem.intermediate)
-    if scheme.name not in _SCHEMES or not dequantized.serves(problem, device):
+    if scheme.name not in _SCHEMES or not dequantized.supports(problem, device):
         return False
     groups = (0,) if scheme.matrix_scales else (scale_group(scheme, k)[1] for k in depths)
     return all(k % GROUP == 0 for k in (*depths, *groups))

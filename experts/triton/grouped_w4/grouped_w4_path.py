@@ -33,14 +33,14 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 
 class GroupedW4Path(DequantizedPath):
-    """The path for the problems of `grouped_w4_config.serves`."""
+    """The path for the problems of `grouped_w4_config.supports`."""
 
     name = grouped_w4_config.NAME
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `grouped_w4_config.serves`."""
-        return problem.adapters is None and grouped_w4_config.serves(problem, device)
+    def supports(cls, problem: Problem, device: Device) -> bool:
+        """Return whether the kernels support `problem`; see `grouped_w4_config.supports`."""
+        return problem.adapters is None and grouped_w4_config.supports(problem, device)
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
@@ -161,10 +161,10 @@ class GroupedW4Path(DequantizedPath):
                 )
                 tile_experts(product, starts, chunk, first_expert)
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the layout of the tensors is supported. Prepared weights always are."""
         if weights.w1_tiles is None:
-            return super().takes(weights, x_TH)
+            return super().supports_tensors(weights, x_TH)
         return all(b is None or b.is_contiguous() for b in (weights.b1, weights.b2))
 
     def products(

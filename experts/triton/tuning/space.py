@@ -62,7 +62,7 @@ class ConfigSpace(Tunable):
         self._all_paths = tuple(paths)
         self._gemms = gemms(problem)
         self._device = current_lookup().device
-        self.paths = self._serving(self._device)
+        self.paths = self._supported_paths(self._device)
 
     @classmethod
     def unless_fixed(
@@ -71,13 +71,13 @@ class ConfigSpace(Tunable):
         """Return the space, or None for a batch-invariant problem, whose tiles are fixed."""
         return None if problem.batch_invariant else cls(problem, experts_part, paths)
 
-    def _serving(self, device: Device) -> tuple[str, ...]:
-        return tuple(path.name for path in self._all_paths if path.serves(self.problem, device))
+    def _supported_paths(self, device: Device) -> tuple[str, ...]:
+        return tuple(path.name for path in self._all_paths if path.supports(self.problem, device))
 
     def for_prepared_weights(self, device_name: str | None = None) -> "ConfigSpace | None":
         device = self._device if device_name is None else Device.named(device_name)
-        serving = (BY_NAME[name] for name in self._serving(device))
-        if not any(path.prepared_configs(self.problem) for path in serving):
+        supported = (BY_NAME[name] for name in self._supported_paths(device))
+        if not any(path.prepared_configs(self.problem) for path in supported):
             return None
         return ConfigSpace(self.problem, self.experts_part, self._all_paths, prepared=True)
 
@@ -196,7 +196,7 @@ class ConfigSpace(Tunable):
 
     def explain(self, tokens: int, device_name: str | None = None) -> str:
         device = self._device if device_name is None else Device.named(device_name)
-        paths = self._serving(device)
+        paths = self._supported_paths(device)
         return explain(self.problem, tokens, device_name, paths, prepared=self.prepared)
 
     def _tuned_for(self) -> TunedFor:
