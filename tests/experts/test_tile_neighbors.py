@@ -110,17 +110,17 @@ def test_a_path_for_few_tokens_is_not_reused_for_more(monkeypatch: pytest.Monkey
     monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
     single, pair = gemv_config.default_config(MIXTRAL), NOTHING.choose(64)
     launches = ((1, single.gemm1), (64, pair.gemm1)), ((1, single.gemm2), (64, pair.gemm2))
-    recipe = TunedConfigs("x", *launches, False, True, paths=((1, "gemv"), (64, "aligned")))
-    lender = TunedLayer(8, 2, 4096, 14336, recipe)
+    tuned_configs = TunedConfigs("x", *launches, False, True, paths=((1, "gemv"), (64, "aligned")))
+    lender = TunedLayer(8, 2, 4096, 14336, tuned_configs)
     paths = {b.tokens: b.config.path for b in borrow_configs([lender], MIXTRAL, H200, NOTHING)}
     few = gemv_config.max_tokens(MIXTRAL)
     assert [t for t, path in paths.items() if path == "gemv"] == [t for t in paths if t <= few]
-    own = fit_to_problem(recipe, MIXTRAL, H200)
+    own = fit_to_problem(tuned_configs, MIXTRAL, H200)
     assert own.steps.choose(few) == single
     assert own.steps.choose(few + 1) == own.steps.choose(64) == pair, "though 1 may be nearer"
     for experts in (8, 64, 256):
         problem = replace(MIXTRAL, experts=experts)
-        last = fit_to_problem(recipe, problem, H200).steps.lasts[0]
+        last = fit_to_problem(tuned_configs, problem, H200).steps.lasts[0]
         assert last == min(32, max(1, gemv_config.max_tokens(problem)))
 
 
@@ -132,10 +132,10 @@ def test_for_packed_weights_the_path_is_reused_but_not_its_launches(
     theirs = replace(QWEN, quant="mxfp4_w4a16", hidden=2880, intermediate=2880, top_k=4)
     mine = replace(theirs, hidden=4096)
     lent = gemv_w4_config.default(theirs)
-    recipe = TunedConfigs(
+    tuned_configs = TunedConfigs(
         "x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, True, paths=((1, "gemv_w4"),)
     )
-    lender = TunedLayer(128, 4, 2880, 2880, recipe)
+    lender = TunedLayer(128, 4, 2880, 2880, tuned_configs)
     most = gemv_w4_config.max_tokens(mine)
     for number in (1, 2, most):
         (found,) = borrow_configs([lender], mine, H200, NOTHING, [number])

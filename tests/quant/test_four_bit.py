@@ -251,8 +251,8 @@ def test_small_tiles_of_other_files_are_replaced() -> None:
             "BLOCK_SIZE_K": 32,
             "GROUP_SIZE_M": 1,
         }
-        recipe = parse_config_file(json.dumps({"1": launch}), "x")
-        source = fit_to_problem(recipe, problem, Device())
+        tuned_configs = parse_config_file(json.dumps({"1": launch}), "x")
+        source = fit_to_problem(tuned_configs, problem, Device())
         return source.launched(problem, Device(), _PATHS).choose(tokens)
 
     assert launched(integers, 48, 16) == aligned_w4_config.default(integers, 48)

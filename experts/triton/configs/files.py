@@ -279,7 +279,7 @@ def parse_config_file(text: str | bytes, origin: str) -> TunedConfigs:
     except ValueError as error:  # includes JSONDecodeError
         need = "JSON with unique keys and finite numbers"
         raise ConfigurationError(what, got=str(error), need=need) from error
-    return _build_recipe(value, what, origin)
+    return _build_tuned_configs(value, what, origin)
 
 
 def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedConfigs:
@@ -304,11 +304,11 @@ def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedCon
     elif "BLOCK_SIZE_M" in contents:
         contents = {"1": contents}
     by_key = {str(key) if type(key) is int else key: entry for key, entry in contents.items()}
-    recipe = _build_recipe(by_key, what, what)
-    return replace(recipe, strict=True, triton=None, tuned_for=None)
+    tuned_configs = _build_tuned_configs(by_key, what, what)
+    return replace(tuned_configs, strict=True, triton=None, tuned_for=None)
 
 
-def _build_recipe(value: object, what: str, origin: str) -> TunedConfigs:
+def _build_tuned_configs(value: object, what: str, origin: str) -> TunedConfigs:
     contents = _require_mapping(value, what)
     ours = "format" in contents
     if ours and contents["format"] != FORMAT:
@@ -446,15 +446,15 @@ def config_to_json(config: MoEConfig) -> dict[str, object]:
     return {"gemm1": gemm1, "gemm2": gemm2, "path": config.path}
 
 
-def dump_config_file(recipe: TunedConfigs) -> str:
+def dump_config_file(tuned_configs: TunedConfigs) -> str:
     """Return the text of a config file in our format."""
     contents: dict[str, object] = {"format": FORMAT}
-    if recipe.triton is not None:
-        contents["triton_version"] = recipe.triton
-    if recipe.tuned_for is not None:
-        contents["tuned_for"] = asdict(recipe.tuned_for)
-    for tokens, config in recipe.configs().items():
-        times = recipe.times.get(tokens)
+    if tuned_configs.triton is not None:
+        contents["triton_version"] = tuned_configs.triton
+    if tuned_configs.tuned_for is not None:
+        contents["tuned_for"] = asdict(tuned_configs.tuned_for)
+    for tokens, config in tuned_configs.configs().items():
+        times = tuned_configs.times.get(tokens)
         contents[str(tokens)] = config_to_json(config) | (
             asdict(times) if times is not None else {}
         )

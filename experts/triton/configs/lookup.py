@@ -159,17 +159,17 @@ class ConfigLookup:
                 suffix = " of prepared weights" if prepared and folder.is_dir() else ""
                 looked_in.append(f"{title} {folder}: {reason}{suffix}")
                 continue
-            recipe = _read_with_down(path)
-            if not _has_same_alignment(recipe, problem):
+            tuned_configs = _read_with_down(path)
+            if not _has_same_alignment(tuned_configs, problem):
                 mismatch = "tuned for rows that start on 16 elements"
                 looked_in.append(f"{title} {path}: {mismatch}")
                 continue
-            fitted = fit_to_problem(recipe, problem, self.device, prepared=prepared)
-            notes = (*self._triton_mismatch(path, recipe), *fitted.notes)
+            fitted = fit_to_problem(tuned_configs, problem, self.device, prepared=prepared)
+            notes = (*self._triton_mismatch(path, tuned_configs), *fitted.notes)
             if notes:
                 _warn(f"{path}: {'; '.join(notes)}")
-            if recipe.tuned_for is not None:
-                notes = (*notes, *_layer_differences(recipe, problem))
+            if tuned_configs.tuned_for is not None:
+                notes = (*notes, *_layer_differences(tuned_configs, problem))
             return replace(fitted, notes=notes, looked_in=tuple(looked_in))
         if prepared:
             ordinary = self.source(problem)
@@ -224,10 +224,10 @@ class ConfigLookup:
                 others.append((tuple(map(int, match.groups())), entry.name))
         yield from (name for _, name in sorted(others, reverse=True))
 
-    def _triton_mismatch(self, path: Path, recipe: TunedConfigs) -> Iterator[str]:
+    def _triton_mismatch(self, path: Path, tuned_configs: TunedConfigs) -> Iterator[str]:
         installed = triton_subfolder(self.triton)
         tuned_with = path.parent.name if _SUBFOLDER.fullmatch(path.parent.name) else ""
-        tuned_with = triton_subfolder(recipe.triton) or tuned_with
+        tuned_with = triton_subfolder(tuned_configs.triton) or tuned_with
         if installed and tuned_with and installed != tuned_with:
             version = tuned_with.removeprefix("triton_").replace("_", ".")
             yield f"tuned with triton {version}, this is {self.triton}: it may not be the best here"
@@ -247,31 +247,31 @@ def _warn(text: str) -> None:
 
 def _read_with_down(path: Path) -> TunedConfigs:
     """Read a config file, with GEMM 2 from SGLang's "_down" file next to it, if any."""
-    recipe = read_config_file(path)
+    tuned_configs = read_config_file(path)
     down = path.with_name(path.name.removesuffix(".json") + "_down.json")
-    if recipe.strict or not down.exists():
-        return recipe
-    down_recipe = read_config_file(down)
-    if down_recipe.strict:
+    if tuned_configs.strict or not down.exists():
+        return tuned_configs
+    down_configs = read_config_file(down)
+    if down_configs.strict:
         need = "a file of SGLang's: ours has both GEMMs in one"
         raise ConfigurationError(f"config file {down}", got="a file of ours", need=need)
-    return replace(recipe, gemm2=down_recipe.gemm2)
+    return replace(tuned_configs, gemm2=down_configs.gemm2)
 
 
-def _has_same_alignment(recipe: TunedConfigs, problem: Problem) -> bool:
+def _has_same_alignment(tuned_configs: TunedConfigs, problem: Problem) -> bool:
     """Return whether rows have the alignment of the tuned layer.
 
     Large tiles are slow for rows without it.
     """
     if rows_aligned_to_16(problem):
         return True
-    return recipe.tuned_for is not None and recipe.tuned_for.hidden == problem.hidden
+    return tuned_configs.tuned_for is not None and tuned_configs.tuned_for.hidden == problem.hidden
 
 
-def _layer_differences(recipe: TunedConfigs, problem: Problem) -> Iterator[str]:
-    assert recipe.tuned_for is not None
+def _layer_differences(tuned_configs: TunedConfigs, problem: Problem) -> Iterator[str]:
+    assert tuned_configs.tuned_for is not None
     for name in ("hidden", "top_k"):
-        tuned, actual = getattr(recipe.tuned_for, name), getattr(problem, name)
+        tuned, actual = getattr(tuned_configs.tuned_for, name), getattr(problem, name)
         if tuned != actual:
             yield f"tuned for {name}={tuned}, this problem has {actual}"
 
@@ -282,7 +282,7 @@ def nearest(keys: Sequence[int], tokens: int) -> int:
 
 
 def fit_to_problem(
-    recipe: TunedConfigs, problem: Problem, device: Device, *, prepared: bool = False
+    tuned_configs: TunedConfigs, problem: Problem, device: Device, *, prepared: bool = False
 ) -> Source:
     """Convert the contents of a file to configurations for `problem` on `device`.
 
@@ -290,11 +290,12 @@ def fit_to_problem(
     a supported path cannot be launched.
     """
     max_tokens_by_key = {
-        t: _max_tokens_for(path, t, recipe, problem, device, prepared) for t, path in recipe.paths
+        t: _max_tokens_for(path, t, tuned_configs, problem, device, prepared)
+        for t, path in tuned_configs.paths
     }
     steps1, steps2 = (
-        _token_ranges(recipe.gemm1, max_tokens_by_key),
-        _token_ranges(recipe.gemm2, max_tokens_by_key),
+        _token_ranges(tuned_configs.gemm1, max_tokens_by_key),
+        _token_ranges(tuned_configs.gemm2, max_tokens_by_key),
     )
     boundaries = sorted({last for last, _ in (*steps1, *steps2)})
     configs, notes = [], dict[str, None]()
@@ -302,25 +303,25 @@ def fit_to_problem(
         (tokens, launch1), (tokens_gemm2, launch2) = (
             _until(last, choices) for choices in (steps1, steps2)
         )
-        if recipe.fused_columns:
-            labels = (f"{recipe.origin}, tokens {t}" for t in (tokens, tokens_gemm2))
+        if tuned_configs.fused_columns:
+            labels = (f"{tuned_configs.origin}, tokens {t}" for t in (tokens, tokens_gemm2))
             launch1, launch2, clamps = _clamp_foreign_launches(
-                launch1, launch2, recipe, problem, device, tuple(labels)
+                launch1, launch2, tuned_configs, problem, device, tuple(labels)
             )
             notes |= dict.fromkeys(clamps)
-        config = MoEConfig(launch1, launch2, dict(recipe.paths).get(tokens, BASE.name))
+        config = MoEConfig(launch1, launch2, dict(tuned_configs.paths).get(tokens, BASE.name))
         # `ConfigSteps.within` replaces a path that does not support the problem.
         if BY_NAME[config.path].supports(problem, device):
-            require_config(config, problem, device, f"{recipe.origin}, tokens {tokens}")
+            require_config(config, problem, device, f"{tuned_configs.origin}, tokens {tokens}")
         configs.append(config)
     if problem.batch_invariant:
-        _require_single_config(configs, problem, device, recipe.origin)
-    keys = tuple(tokens for tokens, _ in recipe.gemm1)
+        _require_single_config(configs, problem, device, tuned_configs.origin)
+    keys = tuple(tokens for tokens, _ in tuned_configs.gemm1)
     steps = ConfigSteps(tuple(boundaries), tuple(configs))
-    foreign = not recipe.strict
+    foreign = not tuned_configs.strict
     return Source(
         steps,
-        recipe.origin,
+        tuned_configs.origin,
         keys,
         notes=_summarize_notes(list(notes)),
         foreign=foreign,
@@ -333,7 +334,12 @@ def _until(last: int, choices: Sequence[tuple[int, tuple[int, Launch]]]) -> tupl
 
 
 def _max_tokens_for(
-    name: str, tokens: int, recipe: TunedConfigs, problem: Problem, device: Device, prepared: bool
+    name: str,
+    tokens: int,
+    tuned_configs: TunedConfigs,
+    problem: Problem,
+    device: Device,
+    prepared: bool,
 ) -> int:
     """Return the largest call that may use a configuration tuned for `tokens` on path `name`.
 
@@ -362,7 +368,7 @@ def _require_single_config(
 def _clamp_foreign_launches(
     launch1: Launch,
     launch2: Launch,
-    recipe: TunedConfigs,
+    tuned_configs: TunedConfigs,
     problem: Problem,
     device: Device,
     labels: tuple[str, ...],
@@ -376,9 +382,9 @@ def _clamp_foreign_launches(
             tile = replace(tile, block_n=max(tile.block_n // 2, _MIN_BLOCK_N))
         if results:  # SGLang's second file may differ, but both GEMMs share one alignment
             tile = replace(tile, block_m=results[0].block_m)
-        clamped_tile = _clamp_tile(tile, gemm, device, recipe.strict, label)
+        clamped_tile = _clamp_tile(tile, gemm, device, tuned_configs.strict, label)
         if clamped_tile != tile:
-            tokens = label.removeprefix(f"{recipe.origin}, ")
+            tokens = label.removeprefix(f"{tuned_configs.origin}, ")
             clamps.append(f"{tokens} {gemm}: {tile} clamped to {clamped_tile}")
         results.append(clamped_tile)
     return results[0], results[1], clamps

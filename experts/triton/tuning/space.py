@@ -156,14 +156,16 @@ class ConfigSpace(Tunable):
         path = self._path(folder)
         if not path.exists():
             return {}
-        recipe = read_config_file(path)
-        if not recipe.strict or recipe.tuned_for != self._tuned_for():
-            got = recipe.tuned_for if recipe.strict else "a file of vLLM's or SGLang's"
+        tuned_configs = read_config_file(path)
+        if not tuned_configs.strict or tuned_configs.tuned_for != self._tuned_for():
+            got = (
+                tuned_configs.tuned_for if tuned_configs.strict else "a file of vLLM's or SGLang's"
+            )
             need = f"{self._tuned_for()}; another folder, or to start afresh"
             raise ConfigurationError(f"config file {path}", got=got, need=need)
         result = {}
-        for tokens, config in recipe.configs().items():
-            times = recipe.times.get(tokens)
+        for tokens, config in tuned_configs.configs().items():
+            times = tuned_configs.times.get(tokens)
             if times is None:
                 continue
             result[tokens] = TunedChoice(config, times.us / 1e6, _seconds(times.untuned_us))
@@ -175,7 +177,7 @@ class ConfigSpace(Tunable):
             pair = choices[tokens].choice
             assert isinstance(pair, MoEConfig)
             pairs[tokens] = pair
-        recipe = TunedConfigs(
+        tuned_configs = TunedConfigs(
             origin="",
             gemm1=tuple((tokens, pair.gemm1) for tokens, pair in pairs.items()),
             gemm2=tuple((tokens, pair.gemm2) for tokens, pair in pairs.items()),
@@ -189,7 +191,7 @@ class ConfigSpace(Tunable):
         path = self._path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(dump_config_file(recipe), encoding="utf-8")
+        partial.write_text(dump_config_file(tuned_configs), encoding="utf-8")
         partial.replace(path)
         clear_caches()
         return path
@@ -203,9 +205,9 @@ class ConfigSpace(Tunable):
         return TunedFor(self.experts_part, self.problem.hidden, self.problem.top_k)
 
     def _path(self, folder: Path) -> Path:
-        store = current_lookup()
-        name = ConfigKey.of(self.problem, store.device.name, prepared=self.prepared).file_name
-        return folder / triton_subfolder(store.triton) / name
+        lookup = current_lookup()
+        name = ConfigKey.of(self.problem, lookup.device.name, prepared=self.prepared).file_name
+        return folder / triton_subfolder(lookup.triton) / name
 
 
 Kind = tuple[str, int]  # path and block_m, which both GEMMs share
