@@ -6,7 +6,7 @@ from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.permute import permute_tokens_ref
 from modular_kernel.ops.quantize import Quantized, check_quantized, quantize_values
-from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
+from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
@@ -71,7 +71,7 @@ def permute_and_quantize(
         TOP_K=row_of_pair_TK.shape[1],
         HAS_WEIGHTS=weights_TK is not None,
         COMPUTED=computed,
-        LARGEST=LARGEST[scheme.activation],
+        QMAX=QMAX[scheme.activation],
         ROUND=scheme.activation == "int8",
         MIN_SCALE=MIN_SCALE,
         WHOLE=group <= block,

@@ -22,7 +22,7 @@ from modular_kernel.ops.live_rows import (
     source_arguments,
 )
 from modular_kernel.ops.quantize_tiles import group_tiles, row_tiles
-from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE, STORAGE
+from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX, STORAGE
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
@@ -283,7 +283,7 @@ def tile_arguments(
         "group": group,
         "num_groups": groups,
         "SCALE": "computed" if computed else ("given" if scheme.static else "partials"),
-        "LARGEST": LARGEST[scheme.activation],
+        "QMAX": QMAX[scheme.activation],
         "ROUND": scheme.activation == "int8",
         "MIN_SCALE": MIN_SCALE,
         "WHOLE": group <= tiles.block_c,
@@ -315,7 +315,7 @@ def quantize_values(
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
     rows, columns = values_RK.shape
-    largest = LARGEST[scheme.activation]
+    qmax = QMAX[scheme.activation]
     if static_scale is not None:
         scale = static_scale
     else:
@@ -328,11 +328,11 @@ def quantize_values(
             # The size is given instead of -1, because there may be no rows.
             amax = padded.view(rows, padded.shape[1] // group, group).amax(2)
         # Divide by a tensor, because on a GPU torch turns division by a number into multiplication.
-        scale = (amax / amax.new_tensor(largest)).clamp(min=MIN_SCALE)
+        scale = (amax / amax.new_tensor(qmax)).clamp(min=MIN_SCALE)
     inverse = 1 / scale
     if scheme.activation_granularity == "group":
         inverse = inverse.repeat_interleave(group, 1)[:, :columns]
-    values = (values_RK * inverse).clamp(-largest, largest)
+    values = (values_RK * inverse).clamp(-qmax, qmax)
     if scheme.activation == "int8":
         values = values.round()
     return values.to(STORAGE[scheme.activation]), scale

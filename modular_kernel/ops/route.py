@@ -40,7 +40,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64)
 _LANES = 512  # logits per program of one warp, if there are enough tokens
 _FEW_TOKENS = 1024  # up to this many tokens, each program handles one
-_LARGEST = torch.finfo(torch.float32).max
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 _MAX_LOADED_LOCATIONS = 1 << 12  # maximum size of _loaded_locations
 _launches = ReplayedOperation()
 INVALID = -2  # id of a pair with an invalid table entry or token id; kernels count it
@@ -323,7 +323,7 @@ def route_ref(
     """Torch reference of the kernel: write the results to `routed`."""
     known_TE = ~logits_TE.isnan()
     # Clamp infinities to the largest finite values, so that a difference of logits is never NaN.
-    logits_TE = logits_TE.float().masked_fill(~known_TE, 0).clamp(-_LARGEST, _LARGEST)
+    logits_TE = logits_TE.float().masked_fill(~known_TE, 0).clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
     score_first = spec.order == "score_first"
     scores_TE = _scores(logits_TE, known_TE, spec) if score_first else logits_TE
     if spec.table:
@@ -361,7 +361,7 @@ def _scores(logits: torch.Tensor, known: torch.Tensor, spec: RouterSpec) -> torc
         return logits.sigmoid()
     if spec.score == "sqrtsoftplus":
         return torch.nn.functional.softplus(logits).sqrt()
-    peak = logits.masked_fill(~known, -_LARGEST).amax(1, keepdim=True)
+    peak = logits.masked_fill(~known, -_FLOAT32_MAX).amax(1, keepdim=True)
     exponentials = (logits - peak).exp().masked_fill(~known, 0)
     total = exponentials.sum(1, keepdim=True)
     return exponentials / torch.where(total > 0, total, 1)

@@ -55,7 +55,7 @@ STORAGE = {
     "float4_e2m1": torch.uint8,
 }
 # The largest magnitude that quantization without zero points gives q - z, and z in that case.
-LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0, "uint8": 127.0, "uint4": 7.0}
+QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0, "uint8": 127.0, "uint4": 7.0}
 IMPLICIT_ZERO_POINT = {"uint8": 128, "uint4": 8}
 _MAX_CODE = {"uint8": 255, "uint4": 15}
 # Lower bound of computed scales: zeros stay zeros, and 1 / scale stays finite.
@@ -413,12 +413,12 @@ def quantize_rows(
         width = maximum.clamp(min=0) - minimum.clamp(max=0)
         scale = width / width.new_tensor(_MAX_CODE[scheme.weight])
     else:
-        scale = torch.maximum(maximum, -minimum) / maximum.new_tensor(LARGEST[scheme.weight])
+        scale = torch.maximum(maximum, -minimum) / maximum.new_tensor(QMAX[scheme.weight])
     floor = max(MIN_SCALE, torch.finfo(scale_dtype).smallest_normal)
     scale = scale.clamp(min=floor).to(scale_dtype)
     q_eNK = w_eNK / expand_scales(scale.float(), scheme, rows, depth)
     if scheme.weight in ("float8_e4m3fn", "int8"):
-        max_value = LARGEST[scheme.weight]
+        max_value = QMAX[scheme.weight]
         if scheme.weight == "int8":
             q_eNK = q_eNK.round()
         return q_eNK.clamp(-max_value, max_value).to(STORAGE[scheme.weight]), scale, None

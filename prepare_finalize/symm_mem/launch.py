@@ -9,7 +9,7 @@ import torch
 from modular_kernel.contracts import Call
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.quantize import Quantized, scale_shape
-from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE, STORAGE
+from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX, STORAGE
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
@@ -240,7 +240,7 @@ class SymmetricExchange:
             "GROUP": scheme.group[-1] if kind == "group" else _MIN_BLOCK,
             "SCALES": scales,
             "BLOCK_S": next_power_of_2(scales),
-            "LARGEST": LARGEST.get(scheme.activation, 1.0),
+            "QMAX": QMAX.get(scheme.activation, 1.0),
             "ROUND": scheme.activation == "int8",
             "MIN_SCALE": MIN_SCALE,
         }

@@ -121,8 +121,8 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "scales have no lower bound",
             QUANTIZE,
-            "return maximum_nan(tl.div_rn(amax, LARGEST), MIN_SCALE)",
-            "return tl.div_rn(amax, LARGEST)",
+            "return maximum_nan(tl.div_rn(amax, QMAX), MIN_SCALE)",
+            "return tl.div_rn(amax, QMAX)",
         ),
         ("channel-activation=swiglu_oai",),
     ),

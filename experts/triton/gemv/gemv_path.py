@@ -35,7 +35,7 @@ from experts.triton.operands import (
 )
 from experts.triton.path import Path, PathCall
 from modular_kernel.ops.count import id_arguments, next_power_of_2
-from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT, LARGEST, MIN_SCALE
+from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT, MIN_SCALE, QMAX
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
@@ -286,7 +286,7 @@ def _arguments(product: GemmOperands, tile: LaunchConfig, columns: int) -> dict[
         **dict(zip(("stride_bze", "stride_bzn", "stride_bzk"), zeros, strict=True)),
         "stride_bias": 0 if product.bias is None else product.bias.stride(0),
         "HAS_BIAS": product.bias is not None,
-        "LARGEST": LARGEST.get(kind, 1.0),
+        "QMAX": QMAX.get(kind, 1.0),
         "ROUND": kind == "int8",
         "MIN_SCALE": MIN_SCALE,
         "SCALED": scheme.quantized,

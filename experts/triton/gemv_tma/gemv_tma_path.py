@@ -30,7 +30,7 @@ from experts.triton.operands import (
 )
 from experts.triton.path import Path, PathCall
 from modular_kernel.ops.count import id_arguments, next_power_of_2
-from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
+from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
@@ -122,7 +122,7 @@ class GemvTmaPath(Path):
             "amax_ptr": amax,
             "TOP_K": problem.top_k,
             "GROUPED": self._grouped,
-            "LARGEST": LARGEST[problem.scheme.activation],
+            "QMAX": QMAX[problem.scheme.activation],
             "MIN_SCALE": MIN_SCALE,
             "num_warps": 4,
             **pdl_arguments(),

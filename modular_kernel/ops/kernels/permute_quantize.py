@@ -21,7 +21,7 @@ def permute_and_quantize_kernel(
     x_ptr, row_of_pair_ptr, weights_ptr, q_ptr, scale_ptr,
     num_columns, group, num_groups, stride_x, stride_scale,
     TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPUTED: tl.constexpr,
-    LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
+    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
     ALONG_ROWS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
@@ -35,7 +35,7 @@ def permute_and_quantize_kernel(
     COMPUTED: compute and store a scale per row and group. Scales of adjacent rows (or, with
         ALONG_ROWS, of adjacent groups) are stride_scale apart. Otherwise the scale at scale_ptr is
         used.
-    LARGEST, ROUND, MIN_SCALE: see `kernels.quantize`.
+    QMAX, ROUND, MIN_SCALE: see `kernels.quantize`.
     WHOLE: a group has at most BLOCK_C columns, so x is read once. Otherwise BLOCK_G is 1, and x is
         read again for each pair.
     BLOCK_K: a power of two >= TOP_K.
@@ -52,12 +52,12 @@ def permute_and_quantize_kernel(
     slots = tl.arange(0, BLOCK_K)
     # All rows are loaded at once, concurrently with the values, so that no slot waits for its row.
     rows = tl.load(row_of_pair_ptr + token * TOP_K + slots, mask=slots < TOP_K, other=-1)
-    largest = max_nan(tl.abs(value), 1)
+    amax = max_nan(tl.abs(value), 1)
     if COMPUTED and not WHOLE:
         for start in range(BLOCK_C, group, BLOCK_C):
             in_group = (start + offsets < group)[None, :]
             other = _load_tile(x_row_ptr, columns + start, in_group, num_columns)
-            largest = maximum_nan(largest, max_nan(tl.abs(other), 1))
+            amax = maximum_nan(amax, max_nan(tl.abs(other), 1))
     scale = tl.zeros((BLOCK_G,), tl.float32)
     if not COMPUTED:
         scale += tl.load(scale_ptr)
@@ -68,7 +68,7 @@ def permute_and_quantize_kernel(
             weight = tl.load(weights_ptr + token * TOP_K + slot)
         if COMPUTED:
             # Rounding is monotonic, so the largest product is that of the largest value.
-            scale = scale_of(largest * tl.abs(weight), LARGEST, MIN_SCALE)
+            scale = scale_of(amax * tl.abs(weight), QMAX, MIN_SCALE)
             if ALONG_ROWS:
                 scale_ptrs = scale_ptr + groups.to(tl.int64) * stride_scale + row
             else:
@@ -81,6 +81,6 @@ def permute_and_quantize_kernel(
             pair_value = value
             if not WHOLE:
                 pair_value = _load_tile(x_row_ptr, columns + start, in_group, num_columns)
-            q = quantized_values(pair_value * weight, inverse, LARGEST, ROUND, not COMPUTED)
+            q = quantized_values(pair_value * weight, inverse, QMAX, ROUND, not COMPUTED)
             mask = in_group & (columns + start < num_columns) & (row >= 0)
             tl.store(q_row_ptr + columns + start, q.to(q_ptr.dtype.element_ty), mask=mask)

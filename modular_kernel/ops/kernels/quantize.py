@@ -5,7 +5,7 @@ Rows are in segments of `capacity` rows: a single segment, or one per expert in 
 and are quantized: "all"; "pairs": row p if pair p has a local expert; "batched": the first live[s]
 rows of segment s.
 
-LARGEST is the largest value of the quantized type, MIN_SCALE the minimum scale, and ROUND means
+QMAX is the largest value of the quantized type, MIN_SCALE the minimum scale, and ROUND means
 that the type is an integer.
 """
 
@@ -19,27 +19,27 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
-def scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
+def scale_of(amax, QMAX: tl.constexpr, MIN_SCALE: tl.constexpr):
     """Return the scale of values with maximum magnitude `amax`; NaN if `amax` is NaN.
 
     div_rn rounds to nearest. `/` does not on a GPU, so the torch reference could not match it.
     """
-    return maximum_nan(tl.div_rn(amax, LARGEST), MIN_SCALE)
+    return maximum_nan(tl.div_rn(amax, QMAX), MIN_SCALE)
 
 
 @triton.jit
 def quantized_values(
-    value, inverse, LARGEST: tl.constexpr, ROUND: tl.constexpr, SATURATE: tl.constexpr = True
+    value, inverse, QMAX: tl.constexpr, ROUND: tl.constexpr, SATURATE: tl.constexpr = True
 ):
-    """Return value * inverse, clamped to [-LARGEST, LARGEST].
+    """Return value * inverse, clamped to [-QMAX, QMAX].
 
     If ROUND, it is rounded to the nearest integer, ties to even. SATURATE may be False if `inverse`
-    comes from `scale_of` of the same values: the product then exceeds LARGEST by three rounding
-    errors at most, and conversion to the quantized type rounds it to LARGEST.
+    comes from `scale_of` of the same values: the product then exceeds QMAX by three rounding
+    errors at most, and conversion to the quantized type rounds it to QMAX.
     """
     value = value * inverse
     if SATURATE or ROUND:
-        value = clamp_nan(value, -LARGEST, LARGEST)
+        value = clamp_nan(value, -QMAX, QMAX)
     if ROUND:
         # Adding 1.5 * 2**23 to a value below 2**22 leaves no bits for a fraction.
         value = (value + 12582912.0) - 12582912.0
@@ -114,7 +114,7 @@ def amax_kernel(
     count = capacity
     if SOURCE == "batched":
         count = tl.load(live_ptr + segment)
-    largest = tl.zeros((BLOCK_R,), tl.float32)
+    amax = tl.zeros((BLOCK_R,), tl.float32)
     for start in range(tl.program_id(0) % parts * BLOCK_R, count, parts * BLOCK_R):
         rows, live = _live_rows(
             segment, start + tl.arange(0, BLOCK_R), count, capacity,
@@ -126,8 +126,8 @@ def amax_kernel(
                 x_ptr, weights_ptr, rows, columns, live, num_columns,
                 stride_x, up_offset, HAS_WEIGHTS, "identity", 0.0, 0.0, 1,
             )  # fmt: skip
-            largest = maximum_nan(largest, max_nan(tl.abs(value), 1))
-    tl.store(partials_ptr + tl.program_id(0), max_nan(largest, 0))
+            amax = maximum_nan(amax, max_nan(tl.abs(value), 1))
+    tl.store(partials_ptr + tl.program_id(0), max_nan(amax, 0))
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def quantize_part(
     num_experts, num_local,
     SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
-    LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
+    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
     ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +175,7 @@ def quantize_part(
     elif SCALE == "partials":
         index = tl.arange(0, BLOCK_P)
         amax = tl.load(partials_ptr + index, mask=index < num_partials, other=0.0)
-        tensor_scale = scale_of(max_nan(amax, 0), LARGEST, MIN_SCALE)
+        tensor_scale = scale_of(max_nan(amax, 0), QMAX, MIN_SCALE)
         scale += tensor_scale
         if program == 0:
             tl.store(scale_ptr, tensor_scale)
@@ -190,15 +190,15 @@ def quantize_part(
             stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
         )  # fmt: skip
         if SCALE == "computed":
-            largest = max_nan(tl.abs(value), 1)
+            group_amax = max_nan(tl.abs(value), 1)
             if not WHOLE:
                 for offset in range(BLOCK_C, group, BLOCK_C):
                     other = _load_values(
                         x_ptr, weights_ptr, rows, columns + offset, live, end,
                         stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                     )  # fmt: skip
-                    largest = maximum_nan(largest, max_nan(tl.abs(other), 1))
-            scale = scale_of(largest, LARGEST, MIN_SCALE)
+                    group_amax = maximum_nan(group_amax, max_nan(tl.abs(other), 1))
+            scale = scale_of(group_amax, QMAX, MIN_SCALE)
             if ALONG_ROWS:
                 scale_ptrs = scale_ptr + (segment * num_groups + group_index) * capacity + positions
             else:
@@ -206,7 +206,7 @@ def quantize_part(
             tl.store(scale_ptrs, scale, mask=live & (group_index < num_groups))
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_ptrs = q_ptr + rows[:, None] * num_columns
-        q = quantized_values(value, inverse, LARGEST, ROUND, SCALE != "computed")
+        q = quantized_values(value, inverse, QMAX, ROUND, SCALE != "computed")
         mask = live[:, None] & (columns < end)
         tl.store(q_ptrs + columns, q.to(q_ptr.dtype.element_ty), mask=mask)
         if not WHOLE:
@@ -215,7 +215,7 @@ def quantize_part(
                     x_ptr, weights_ptr, rows, columns + offset, live, end,
                     stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                 )  # fmt: skip
-                q = quantized_values(other, inverse, LARGEST, ROUND, SCALE != "computed")
+                q = quantized_values(other, inverse, QMAX, ROUND, SCALE != "computed")
                 mask = live[:, None] & (columns + offset < end)
                 tl.store(q_ptrs + columns + offset, q.to(q_ptr.dtype.element_ty), mask=mask)
 
@@ -227,7 +227,7 @@ def quantize_rows_kernel(
     num_experts, num_local,
     SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
-    LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
+    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
     ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr = False,
@@ -238,5 +238,5 @@ def quantize_rows_kernel(
         tl.program_id(0), x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
         num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
         num_experts, num_local, SCALE, SOURCE, HAS_MAP, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
-        LARGEST, ROUND, MIN_SCALE, WHOLE, ALONG_ROWS, STAGES, BLOCK_R, BLOCK_G, BLOCK_C, BLOCK_P,
+        QMAX, ROUND, MIN_SCALE, WHOLE, ALONG_ROWS, STAGES, BLOCK_R, BLOCK_G, BLOCK_C, BLOCK_P,
     )  # fmt: skip

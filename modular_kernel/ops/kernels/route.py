@@ -6,11 +6,11 @@ Logits are in tiles (BLOCK_T tokens, groups of experts, experts of a group).
 import triton
 import triton.language as tl
 
-_LARGEST = tl.constexpr(3.4028234663852886e38)
+_FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _largest(value, G: tl.constexpr):
+def _tile_max(value, G: tl.constexpr):
     """Return each token's largest value, (T, 1, 1), of a (T, G, S) tile."""
     # NaN-free: no logit or score is NaN here
     return tl.max(tl.max(value, axis=2, keep_dims=True), axis=1, keep_dims=True)
@@ -35,7 +35,7 @@ def _score(logit, SCORE: tl.constexpr):
 def _finite(logit, known):
     """Clamp infinities to the largest finite values, so that no difference of logits is NaN."""
     # NaN-free: NaN is not known
-    return tl.minimum(tl.maximum(tl.where(known, logit, 0.0), -_LARGEST), _LARGEST)
+    return tl.minimum(tl.maximum(tl.where(known, logit, 0.0), -_FLOAT32_MAX), _FLOAT32_MAX)
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _best_experts(
     k = tl.arange(0, BLOCK_K)[None, :]
     ids = tl.full((BLOCK_T, BLOCK_K), -1, tl.int32)
     for step in tl.static_range(TOP_K):
-        top = _largest(choice, BLOCK_T)
+        top = _tile_max(choice, BLOCK_T)
         lane = tl.where((choice == top) & (choice > none), expert, 2147483647)
         # NaN-free: integers
         best_expert = tl.min(tl.min(lane, axis=2, keep_dims=True), axis=1, keep_dims=True)
@@ -130,7 +130,7 @@ def route_kernel(
     logit = _finite(logit, known)
     exponential = logit
     if SCORE == "softmax" and not TOPK_FIRST:
-        peak_logit = _largest(tl.where(known, logit, -_LARGEST), BLOCK_T)
+        peak_logit = _tile_max(tl.where(known, logit, -_FLOAT32_MAX), BLOCK_T)
         exponential = tl.where(known, tl.exp(logit - peak_logit), 0.0)
         total = tl.sum(tl.sum(exponential, axis=2, keep_dims=True), axis=1, keep_dims=True)
         total = tl.where(total > 0.0, total, 1.0)
@@ -168,7 +168,7 @@ def route_kernel(
     if SCORE == "softmax":
         if TOPK_FIRST:
             # NaN-free: logits are finite
-            peak = tl.max(tl.where(is_chosen, logit_k, -_LARGEST), axis=1)[:, None]
+            peak = tl.max(tl.where(is_chosen, logit_k, -_FLOAT32_MAX), axis=1)[:, None]
             weight = tl.where(is_chosen, tl.exp(logit_k - peak), 0.0)
             sum_k = tl.sum(weight, axis=1)[:, None]
             weight = weight / tl.where(sum_k > 0.0, sum_k, 1.0)

@@ -17,7 +17,7 @@ def number_and_quantize_kernel(
     num_columns, group, num_groups, stride_x, capacity, parts,
     TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    SCALE: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    SCALE: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
     WHOLE: tl.constexpr, ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr = False,
@@ -39,6 +39,6 @@ def number_and_quantize_kernel(
         quantize_part(
             program - pair_programs, x_ptr, x_ptr, x_ptr, x_ptr, q_ptr, scale_ptr, scale_ptr,
             num_columns, group, num_groups, stride_x, 0, capacity, parts, 0, 0, 0,
-            SCALE, "all", False, False, "identity", 0.0, 0.0, 1, LARGEST, ROUND, MIN_SCALE, WHOLE,
+            SCALE, "all", False, False, "identity", 0.0, 0.0, 1, QMAX, ROUND, MIN_SCALE, WHOLE,
             ALONG_ROWS, STAGES, BLOCK_R, BLOCK_G, BLOCK_C, 1,
         )  # fmt: skip

@@ -55,7 +55,7 @@ def step_sums(
 
 @triton.jit
 def quantized_groups(
-    x, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, TYPE: tl.constexpr,
+    x, QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, TYPE: tl.constexpr,
     GROUP: tl.constexpr, S: tl.constexpr, K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Quantize x (S, K) with one scale per GROUP columns.
@@ -63,8 +63,8 @@ def quantized_groups(
     Returns the quantized values as float32 (S, K), and scales (S, K / VEC).
     """
     groups = tl.reshape(x, (S, K // GROUP, GROUP))
-    scale = scale_of(max_nan(tl.abs(groups), 2), LARGEST, MIN_SCALE)
-    q = requantized(groups, scale[:, :, None], LARGEST, ROUND, TYPE)
+    scale = scale_of(max_nan(tl.abs(groups), 2), QMAX, MIN_SCALE)
+    q = requantized(groups, scale[:, :, None], QMAX, ROUND, TYPE)
     scales = tl.broadcast_to(scale[:, :, None], (S, K // GROUP, GROUP // VEC))
     return tl.reshape(q, (S, K)), tl.reshape(scales, (S, K // VEC))
 
@@ -86,7 +86,7 @@ def adapter_sums(
 
 
 @triton.jit
-def requantized(x, scale, LARGEST: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
+def requantized(x, scale, QMAX: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
     """Round float32 x to TYPE with this scale, as `quantize_rows` does; return it as float32."""
-    q = quantized_values(x, tl.div_rn(1.0, scale), LARGEST, ROUND)
+    q = quantized_values(x, tl.div_rn(1.0, scale), QMAX, ROUND)
     return q.to(TYPE).to(tl.float32)

@@ -19,7 +19,7 @@ from modular_kernel.ops.kernels.quantize import scale_of
 def _pair_scales(
     amax_ptr, pairs, live, blocks, num_pairs,
     ids_ptr, map_ptr, num_experts, num_local, HAS_MAP: tl.constexpr,
-    QUANT: tl.constexpr, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr,
+    QUANT: tl.constexpr, QMAX: tl.constexpr, MIN_SCALE: tl.constexpr,
     S: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Compute the scales (S,) of h from the amax values that GEMM 1 wrote."""
@@ -27,7 +27,7 @@ def _pair_scales(
     if QUANT == "token":
         mask = live[:, None] & (block < blocks)[None, :]
         ptrs = amax_ptr + pairs[:, None] * blocks + block[None, :]
-        largest = max_nan(tl.load(ptrs, mask=mask, other=0.0), 1)
+        amax = max_nan(tl.load(ptrs, mask=mask, other=0.0), 1)
     else:
         tl.static_assert(QUANT == "tensor")
         block_amax = tl.zeros((BLOCK_B,), tl.float32)
@@ -38,15 +38,15 @@ def _pair_scales(
             mask = (block < blocks) & (local >= 0)
             pair_amax = tl.load(amax_ptr + pair * blocks + block, mask=mask, other=0.0)
             block_amax = maximum_nan(block_amax, pair_amax)
-        largest = tl.zeros((S,), tl.float32) + max_nan(block_amax, 0)
-    return scale_of(largest, LARGEST, MIN_SCALE)
+        amax = tl.zeros((S,), tl.float32) + max_nan(block_amax, 0)
+    return scale_of(amax, QMAX, MIN_SCALE)
 
 
 @triton.jit
 def _add_step(
     sums, codes, start, h, h_scale, scale_mask, depth, scale_ptrs, zero_ptrs,
     stride_bsk, stride_bzk,
-    QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
     TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -61,10 +61,10 @@ def _add_step(
     scales = tl.zeros((S, BLOCK_K // VEC), tl.float32)
     if QUANT == "group":
         h, scales = quantized_groups(
-            h, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, S, BLOCK_K, VEC
+            h, QMAX, ROUND, MIN_SCALE, TYPE, GROUP_K, S, BLOCK_K, VEC
         )  # fmt: skip
     elif QUANT != "none":
-        h = requantized(h, h_scale[:, None], LARGEST, ROUND, TYPE)
+        h = requantized(h, h_scale[:, None], QMAX, ROUND, TYPE)
     else:
         scales += 1.0
     vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
@@ -85,7 +85,7 @@ def gemv_down_kernel(
     stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
     stride_bze, stride_bzn, stride_bzk, stride_bias,
     SLOTS: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_ROW_WEIGHTS: tl.constexpr, QUANT: tl.constexpr, LARGEST: tl.constexpr,
+    HAS_ROW_WEIGHTS: tl.constexpr, QUANT: tl.constexpr, QMAX: tl.constexpr,
     ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, SCALED: tl.constexpr, MIDDLE: tl.constexpr,
     HAS_ZERO: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
     SCALE_ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -108,7 +108,7 @@ def gemv_down_kernel(
     out_ptr: (num_pairs / SLOTS, hidden), contiguous.
     QUANT: quantization of h: "none", or one scale per "token", "group" or "tensor", or the "static"
         one at h_scale_ptr.
-    LARGEST, ROUND, MIN_SCALE: see `quantize_rows`.
+    QMAX, ROUND, MIN_SCALE: see `quantize_rows`.
     SCALED, GROUP_N, GROUP_K, SCALE_ROWS, MIDDLE, HAS_ZERO: as in `gemv_gate_up_kernel`.
     BLOCK_B: a power of two >= blocks.
     VEC: adjacent weights per load.
@@ -148,7 +148,7 @@ def gemv_down_kernel(
         if QUANT == "token" or QUANT == "tensor":
             h_scale = _pair_scales(
                 amax_ptr, pairs, live, blocks, num_pairs, ids_ptr, map_ptr, num_experts,
-                num_local, HAS_MAP, QUANT, LARGEST, MIN_SCALE, S, BLOCK_B,
+                num_local, HAS_MAP, QUANT, QMAX, MIN_SCALE, S, BLOCK_B,
             )  # fmt: skip
         elif QUANT == "static":
             h_scale *= tl.load(h_scale_ptr)
@@ -162,7 +162,7 @@ def gemv_down_kernel(
         sums = _add_step(
             tl.zeros((S, BLOCK_N, BLOCK_K // VEC), tl.float32), codes, 0, h, h_scale, scale_mask,
             depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
-            QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
+            QUANT, QMAX, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
             S, BLOCK_N, BLOCK_K, VEC,
         )  # fmt: skip
         for start in tl.range(BLOCK_K, depth, BLOCK_K, num_stages=STAGES):
@@ -173,7 +173,7 @@ def gemv_down_kernel(
             sums = _add_step(
                 sums, codes, start, h, h_scale, scale_mask,
                 depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
-                QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
+                QUANT, QMAX, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
                 S, BLOCK_N, BLOCK_K, VEC,
             )  # fmt: skip
         row = tl.sum(sums, axis=2)

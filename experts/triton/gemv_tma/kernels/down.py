@@ -85,7 +85,7 @@ def _load(
 @gluon.jit
 def _store_pairs(
     vectors, scales, token, h_ptr, amax_ptr, depth, amax_blocks,
-    TOP_K: gl.constexpr, SLOTS: gl.constexpr, GROUPED: gl.constexpr, LARGEST: gl.constexpr,
+    TOP_K: gl.constexpr, SLOTS: gl.constexpr, GROUPED: gl.constexpr, QMAX: gl.constexpr,
     MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Quantize the rows of h of a token's pairs and store them to shared memory.
@@ -107,11 +107,11 @@ def _store_pairs(
         ptrs = amax_ptr + (token * TOP_K + amax_slot) * amax_blocks + block
         mask = (amax_slot < TOP_K) & (block < amax_blocks)
         amax = max_nan(gl.load(ptrs, mask=mask, other=0.0), 1)
-        scale = scale_of(amax, LARGEST, MIN_SCALE)
+        scale = scale_of(amax, QMAX, MIN_SCALE)
     inverse = gl.convert_layout(div_rn(1.0, scale), vector_row_layout(SLOTS))
     store_vectors(
         vectors, scales, pieces, row_ptrs, 1, slot < TOP_K, depth, inverse, row_ptrs, 0,
-        QUANT, GROUPED, LARGEST, MIN_SCALE,
+        QUANT, GROUPED, QMAX, MIN_SCALE,
     )  # fmt: skip
     return repeat_scales(scale)
 
@@ -122,7 +122,7 @@ def _compute(
     ids_ptr, map_ptr, out_ptr, items, blocks, hidden, depth, amax_blocks, num_experts,
     num_local, scale_rows, scale_groups, factor,
     TOP_K: gl.constexpr, SLOTS: gl.constexpr, HAS_MAP: gl.constexpr, HAS_BIAS: gl.constexpr,
-    GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
+    GROUPED: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Run the consumer warpgroup: multiply, sum over the pairs of a token, and store."""
@@ -142,7 +142,7 @@ def _compute(
         if token != resident:
             h_scale = _store_pairs(
                 vectors, scales, token, h_ptr, amax_ptr, depth, amax_blocks,
-                TOP_K, SLOTS, GROUPED, LARGEST, MIN_SCALE, BLOCKS,
+                TOP_K, SLOTS, GROUPED, QMAX, MIN_SCALE, BLOCKS,
             )  # fmt: skip
             resident = token
         pair = token * TOP_K + slot
@@ -185,7 +185,7 @@ def gemv_tma_down_kernel(
     num_tokens, hidden, depth, amax_blocks, num_experts, num_local, scale_rows, scale_groups,
     factor,
     TOP_K: gl.constexpr, SLOTS: gl.constexpr, HAS_MAP: gl.constexpr, HAS_BIAS: gl.constexpr,
-    GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
+    GROUPED: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
     PIECES: gl.constexpr, PANELS_PER_STAGE: gl.constexpr, STAGES: gl.constexpr,
     num_warps: gl.constexpr,
     OVERLAP: gl.constexpr = False,
@@ -205,7 +205,7 @@ def gemv_tma_down_kernel(
     weights_ptr: (num_tokens * TOP_K,) float32, the router weights.
     bias_ptr: (experts, hidden).
     out_ptr: (num_tokens, hidden), contiguous.
-    LARGEST, MIN_SCALE: see `quantize_rows`.
+    QMAX, MIN_SCALE: see `quantize_rows`.
     BLOCKS: a power of two >= amax_blocks.
     PIECES: pieces of 1024 values in a row of h. The ring has STAGES stages of PANELS_PER_STAGE
         panels (see `pipeline`).
@@ -221,7 +221,7 @@ def gemv_tma_down_kernel(
                 ring, vectors, scales, full, empty, h_ptr, amax_ptr, w_scale_ptr, bias_ptr,
                 weights_ptr, ids_ptr, map_ptr, out_ptr, items, blocks, hidden, depth,
                 amax_blocks, num_experts, num_local, scale_rows, scale_groups, factor,
-                TOP_K, SLOTS, HAS_MAP, HAS_BIAS, GROUPED, LARGEST, MIN_SCALE, BLOCKS, OVERLAP,
+                TOP_K, SLOTS, HAS_MAP, HAS_BIAS, GROUPED, QMAX, MIN_SCALE, BLOCKS, OVERLAP,
             )),
             (_load, (
                 w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, items, blocks, hidden,

@@ -111,7 +111,7 @@ def _store_tokens(
     vectors, scales, first_token, num_tokens, hidden, x_ptr, x_scale_ptr,
     stride_xm, stride_xk, stride_xsm, stride_xsk,
     TOKENS_IN_GROUP: gl.constexpr, QUANT: gl.constexpr, GROUPED: gl.constexpr,
-    LARGEST: gl.constexpr,
+    QMAX: gl.constexpr,
     MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Store the vectors of a group of tokens to shared memory; return their scales, (8,).
@@ -127,12 +127,12 @@ def _store_tokens(
     x_scale = gl.full((TOKENS_IN_GROUP,), 1.0, gl.float32, vector_row_layout(TOKENS_IN_GROUP))
     if QUANT == "token":
         amax = row_amax(pieces, row_ptrs, stride_xk, row_mask, hidden, PIECES)
-        x_scale = scale_of(amax, LARGEST, MIN_SCALE)
+        x_scale = scale_of(amax, QMAX, MIN_SCALE)
     elif not GROUPED:
         x_scale = gl.load(scale_ptrs, mask=row_mask, other=1.0)
     store_vectors(
         vectors, scales, pieces, row_ptrs, stride_xk, row_mask, hidden, div_rn(1.0, x_scale),
-        scale_ptrs, stride_xsk, QUANT, GROUPED, LARGEST, MIN_SCALE,
+        scale_ptrs, stride_xsk, QUANT, GROUPED, QMAX, MIN_SCALE,
     )  # fmt: skip
     return repeat_scales(x_scale)
 
@@ -146,7 +146,7 @@ def _compute(
     TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr, HAS_MAP: gl.constexpr, STEP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
-    GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
+    GROUPED: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Run the consumer warpgroup: multiply, activate and store."""
     if gl.program_id(0) == 0:
@@ -161,7 +161,7 @@ def _compute(
             x_scale = _store_tokens(
                 vectors, scales, first_token, num_pairs // TOP_K, hidden, x_ptr, x_scale_ptr,
                 stride_xm, stride_xk, stride_xsm, stride_xsk,
-                TOKENS_IN_GROUP, QUANT, GROUPED, LARGEST, MIN_SCALE,
+                TOKENS_IN_GROUP, QUANT, GROUPED, QMAX, MIN_SCALE,
             )  # fmt: skip
             resident = first_token
         local, _ = load_local_ids(
@@ -217,7 +217,7 @@ def gemv_tma_gate_up_kernel(
     TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr, HAS_MAP: gl.constexpr, STEP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
-    GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
+    GROUPED: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
     PIECES: gl.constexpr, PANELS_PER_STAGE: gl.constexpr, STAGES: gl.constexpr,
     num_warps: gl.constexpr,
     OVERLAP: gl.constexpr = False,
@@ -234,7 +234,7 @@ def gemv_tma_gate_up_kernel(
     h_ptr: (num_pairs, intermediate), contiguous; rows of skipped pairs are not written.
     QUANT: "given": x is fp8, with scales; otherwise x is quantized here, with one scale per "token"
         or per "group" of 128.
-    LARGEST, MIN_SCALE: see `quantize_rows`.
+    QMAX, MIN_SCALE: see `quantize_rows`.
     GROUPED: w_scale is (experts, scale_rows, scale_groups), one per 128 x 128 block. Otherwise it
         is (experts, w_rows), and the amax of each block of h is written to amax (num_pairs,
         blocks).
@@ -257,7 +257,7 @@ def gemv_tma_gate_up_kernel(
                 num_pairs, items, intermediate, hidden, w_rows, up_rows, num_experts, num_local,
                 stride_xm, stride_xk, stride_xsm, stride_xsk, scale_rows, scale_groups,
                 TOP_K, TOKENS_IN_GROUP, HAS_MAP, STEP, HAS_BIAS, KIND, ALPHA, LIMIT, QUANT,
-                GROUPED, LARGEST,
+                GROUPED, QMAX,
                 MIN_SCALE,
             )),
             (_load, (

@@ -116,26 +116,26 @@ def repeat_scales(values):
 @gluon.jit
 def _store_piece(
     vectors, scales, piece, values, inverse,
-    QUANT: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
+    QUANT: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Quantize values (R, 1024) according to QUANT and store them; see `store_vectors`."""
     NUM_ROWS: gl.constexpr = values.shape[0]
     if QUANT == "group":
         groups = values.to(gl.float32).reshape((NUM_ROWS, PANELS, PANEL))
-        scale = scale_of(max_nan(gl.abs(groups), 2), LARGEST, MIN_SCALE)
+        scale = scale_of(max_nan(gl.abs(groups), 2), QMAX, MIN_SCALE)
         inverse_of_groups = gl.expand_dims(tl.div_rn(1.0, scale), 2)
-        groups = quantized_values(groups, inverse_of_groups, LARGEST, False)
+        groups = quantized_values(groups, inverse_of_groups, QMAX, False)
         values = groups.reshape((NUM_ROWS, PIECE))
         scales.index(piece).store(repeat_rows(scale).permute((1, 0)))
     elif QUANT == "token":
-        values = quantized_values(values.to(gl.float32), inverse[:, None], LARGEST, False)
+        values = quantized_values(values.to(gl.float32), inverse[:, None], QMAX, False)
     vectors.index(piece).store(repeat_rows(values.to(vectors.dtype)))
 
 
 @gluon.jit
 def store_vectors(
     vectors, scales, pieces, row_ptrs, stride, row_mask, depth, inverse, scale_ptrs, stride_scale,
-    QUANT: gl.constexpr, GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
+    QUANT: gl.constexpr, GROUPED: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Write the rows at row_ptrs (R,) to `vectors` (pieces, 8, 1024) in shared memory.
 
@@ -151,12 +151,12 @@ def store_vectors(
     if len(pieces) > 0:
         for piece in gl.static_range(PIECES):
             _store_piece(
-                vectors, scales, piece, pieces[piece], inverse, QUANT, LARGEST, MIN_SCALE
+                vectors, scales, piece, pieces[piece], inverse, QUANT, QMAX, MIN_SCALE
             )  # fmt: skip
     else:
         for piece in range(PIECES):
             values = _load_piece(row_ptrs, stride, row_mask, depth, piece)
-            _store_piece(vectors, scales, piece, values, inverse, QUANT, LARGEST, MIN_SCALE)
+            _store_piece(vectors, scales, piece, values, inverse, QUANT, QMAX, MIN_SCALE)
     if QUANT == "given" and GROUPED:
         for piece in range(PIECES):
             group = gl.arange(0, PANELS, gl.SliceLayout(0, vector_layout(row_ptrs.shape[0])))[
