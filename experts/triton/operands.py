@@ -127,7 +127,7 @@ class GemmOperands:
             "GROUP_K": group_k,
             # All gate rows of a tile share one scale, and so do all its up rows.
             "ONE_SCALE": group_n % rows == 0 and (self.up_row % rows == 0 or self.up_row < step),
-            "MIDDLE": DEFAULT_ZERO_POINT.get(scheme.weight, 0),
+            "ZERO_POINT": DEFAULT_ZERO_POINT.get(scheme.weight, 0),
             "HAS_ZERO": self.zero_point is not None,
             "PACKED": scheme.packed,
             "EVEN_K": depth % block_k == 0,

@@ -103,8 +103,8 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "the maximum of the tensor only includes the last columns",
             QUANTIZE,
-            "largest = maximum_nan(largest, max_nan(tl.abs(value), 1))\n    tl.store",
-            "largest = max_nan(tl.abs(value), 1)\n    tl.store",
+            "amax = maximum_nan(amax, max_nan(tl.abs(value), 1))\n    tl.store",
+            "amax = max_nan(tl.abs(value), 1)\n    tl.store",
         ),
         ("T5-H1040",),
     ),

@@ -179,7 +179,7 @@ class DequantizedPath(GroupedTmaPath):
             FORMAT=word_format(product.scheme),
             PACKED=product.scheme.packed,
             HAS_ZERO=zero is not None,
-            MIDDLE=float(DEFAULT_ZERO_POINT.get(product.scheme.weight, 0)),
+            ZERO_POINT=float(DEFAULT_ZERO_POINT.get(product.scheme.weight, 0)),
             MATRICES=num_global_scales,
             UP_ROW=product.up_row if num_global_scales > 1 else rows,
             GROUP_N=group_n if scale.dim() > 1 else 0,

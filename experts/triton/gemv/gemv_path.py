@@ -290,7 +290,7 @@ def _arguments(product: GemmOperands, tile: LaunchConfig, columns: int) -> dict[
         "ROUND": kind == "int8",
         "MIN_SCALE": MIN_SCALE,
         "SCALED": scheme.quantized,
-        "MIDDLE": 0
+        "ZERO_POINT": 0
         if product.zero_point is not None
         else IMPLICIT_ZERO_POINT.get(scheme.weight, 0),
         "HAS_ZERO": product.zero_point is not None,

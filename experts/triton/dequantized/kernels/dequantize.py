@@ -47,7 +47,7 @@ def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
 def dequantize_kernel(
     w_ptr, scale_ptr, zero_ptr, starts_ptr, out_ptr, first_expert, rows, depth, scale_groups,
     scale_rows, FORMAT: tl.constexpr, PACKED: tl.constexpr, HAS_ZERO: tl.constexpr,
-    MIDDLE: tl.constexpr, MATRICES: tl.constexpr, UP_ROW: tl.constexpr, GROUP_N: tl.constexpr,
+    ZERO_POINT: tl.constexpr, MATRICES: tl.constexpr, UP_ROW: tl.constexpr, GROUP_N: tl.constexpr,
     GROUP_K: tl.constexpr,
     STEP: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -60,8 +60,8 @@ def dequantize_kernel(
     scale_ptr: (experts, scale_rows, scale_groups), one per GROUP_N rows and GROUP_K columns, where
         0 means all. GROUP_K is a multiple of STEP.
     zero_ptr: (experts, rows, scale_groups), or two rows per byte if PACKED. Without HAS_ZERO, the
-        zero point is MIDDLE. NVFP4 has the float32 global scales (experts, MATRICES) here instead;
-        rows of the second matrix, up, start at UP_ROW.
+        zero point is ZERO_POINT. NVFP4 has the float32 global scales (experts, MATRICES) here
+        instead; rows of the second matrix, up, start at UP_ROW.
     starts_ptr: the first row of each expert in the input of the GEMM, then the number of rows
         (`ops.sort`).
     FORMAT: how values are stored; see `operands.word_format`.
@@ -105,7 +105,7 @@ def dequantize_kernel(
                 zero = tl.load(zero_ptr + row_index * scale_groups + group, mask=group_in, other=0)
                 values -= zero.to(tl.int32).to(tl.float32)
             else:
-                values -= MIDDLE
+                values -= ZERO_POINT
         else:
             scale = e8m0_values(scale)
         k = start + tl.arange(0, STEP)[None, None, :]

@@ -14,15 +14,15 @@ from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 
 
 @triton.jit
-def float_weights(codes, MIDDLE: tl.constexpr):
-    """Convert stored weights to float32, subtracting MIDDLE from integers.
+def float_weights(codes, ZERO_POINT: tl.constexpr):
+    """Convert stored weights to float32, subtracting ZERO_POINT from integers.
 
     Direct conversion of bytes is slow on a GPU. 0x4B400000 + n are the bits of 1.5 * 2^23 + n, so
     an integer addition and a float subtraction convert n.
     """
     if codes.dtype == tl.int8 or codes.dtype == tl.uint8:
         bits = codes.to(tl.int32) + 0x4B400000
-        values = bits.to(tl.float32, bitcast=True) - (12582912.0 + MIDDLE)
+        values = bits.to(tl.float32, bitcast=True) - (12582912.0 + ZERO_POINT)
     else:
         values = codes.to(tl.float32)
     return values
@@ -31,7 +31,7 @@ def float_weights(codes, MIDDLE: tl.constexpr):
 @triton.jit
 def step_sums(
     codes, x, x_scale, scale_ptrs, zero_ptrs, mask,
-    MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
+    ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of stored weights by the vectors: return the sums (S, N, K / VEC).
@@ -42,7 +42,7 @@ def step_sums(
     scale_ptrs, zero_ptrs: (S, N or 1, K / VEC).
     mask: of the same shape; excludes rows and K past the end, which have no scales.
     """
-    values = tl.reshape(float_weights(codes, MIDDLE), (S, N, K // VEC, VEC))
+    values = tl.reshape(float_weights(codes, ZERO_POINT), (S, N, K // VEC, VEC))
     if HAS_ZERO:
         zero = tl.load(zero_ptrs, mask=mask, other=0)
         values -= tl.expand_dims(zero.to(tl.float32), 3)

@@ -47,7 +47,7 @@ def _add_step(
     sums, codes, start, h, h_scale, scale_mask, depth, scale_ptrs, zero_ptrs,
     stride_bsk, stride_bzk,
     QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
-    TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
+    TYPE: tl.constexpr, ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Add one K step to `sums` and return them.
@@ -72,7 +72,7 @@ def _add_step(
     sums += step_sums(
         codes, h, scales, scale_ptrs + group * stride_bsk, zero_ptrs + group * stride_bzk,
         scale_mask & (vector < depth)[None, None, :],
-        MIDDLE, HAS_ZERO, GROUP_K, S, N, BLOCK_K, VEC,
+        ZERO_POINT, HAS_ZERO, GROUP_K, S, N, BLOCK_K, VEC,
     )  # fmt: skip
     return sums
 
@@ -86,7 +86,7 @@ def gemv_down_kernel(
     stride_bze, stride_bzn, stride_bzk, stride_bias,
     SLOTS: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, QUANT: tl.constexpr, QMAX: tl.constexpr,
-    ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, SCALED: tl.constexpr, MIDDLE: tl.constexpr,
+    ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, SCALED: tl.constexpr, ZERO_POINT: tl.constexpr,
     HAS_ZERO: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
     SCALE_ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
     S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
@@ -109,7 +109,7 @@ def gemv_down_kernel(
     QUANT: quantization of h: "none", or one scale per "token", "group" or "tensor", or the "static"
         one at h_scale_ptr.
     QMAX, ROUND, MIN_SCALE: see `quantize_rows`.
-    SCALED, GROUP_N, GROUP_K, SCALE_ROWS, MIDDLE, HAS_ZERO: as in `gemv_gate_up_kernel`.
+    SCALED, GROUP_N, GROUP_K, SCALE_ROWS, ZERO_POINT, HAS_ZERO: as in `gemv_gate_up_kernel`.
     BLOCK_B: a power of two >= blocks.
     VEC: adjacent weights per load.
     LORA: add B[slot of the pair's token, expert] @ u[p] before the bias.
@@ -162,7 +162,7 @@ def gemv_down_kernel(
         sums = _add_step(
             tl.zeros((S, BLOCK_N, BLOCK_K // VEC), tl.float32), codes, 0, h, h_scale, scale_mask,
             depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
-            QUANT, QMAX, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
+            QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GROUP_K,
             S, BLOCK_N, BLOCK_K, VEC,
         )  # fmt: skip
         for start in tl.range(BLOCK_K, depth, BLOCK_K, num_stages=STAGES):
@@ -173,7 +173,7 @@ def gemv_down_kernel(
             sums = _add_step(
                 sums, codes, start, h, h_scale, scale_mask,
                 depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
-                QUANT, QMAX, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
+                QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GROUP_K,
                 S, BLOCK_N, BLOCK_K, VEC,
             )  # fmt: skip
         row = tl.sum(sums, axis=2)

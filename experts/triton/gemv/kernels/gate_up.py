@@ -64,7 +64,7 @@ def _add_step(
     gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden, scale_mask,
     scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs, stride_xsk, stride_bsk, stride_bzk,
     QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
-    TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GATED: tl.constexpr,
+    TYPE: tl.constexpr, ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, GATED: tl.constexpr,
     GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Add one K step to gate and up, and return them.
@@ -81,13 +81,13 @@ def _add_step(
     gate += step_sums(
         gate_codes, x, scales, scale_ptrs[None, :, None] + group * stride_bsk,
         zero_ptrs[None, :, None] + group * stride_bzk, mask,
-        MIDDLE, HAS_ZERO, GROUP_K, 1, BLOCK_N, BLOCK_K, VEC,
+        ZERO_POINT, HAS_ZERO, GROUP_K, 1, BLOCK_N, BLOCK_K, VEC,
     )  # fmt: skip
     if GATED:
         up += step_sums(
             up_codes, x, scales, up_scale_ptrs[None, :, None] + group * stride_bsk,
             up_zero_ptrs[None, :, None] + group * stride_bzk, mask,
-            MIDDLE, HAS_ZERO, GROUP_K, 1, BLOCK_N, BLOCK_K, VEC,
+            ZERO_POINT, HAS_ZERO, GROUP_K, 1, BLOCK_N, BLOCK_K, VEC,
         )  # fmt: skip
     return gate, up
 
@@ -103,7 +103,7 @@ def gemv_gate_up_kernel(
     TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr,
-    MIN_SCALE: tl.constexpr, SCALED: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr,
+    MIN_SCALE: tl.constexpr, SCALED: tl.constexpr, ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr,
     GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
     STORE_AMAX: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
@@ -131,7 +131,7 @@ def gemv_gate_up_kernel(
     BLOCK_R: columns of x per step of its amax.
     SCALED: weights have scales, one per GROUP_N rows and GROUP_K columns (0: all of K).
     SCALE_ROWS: 1 if all BLOCK_N rows share a scale, else BLOCK_N.
-    HAS_ZERO: integer weights have zero points. Otherwise MIDDLE is subtracted from all of them.
+    HAS_ZERO: integer weights have zero points. Otherwise ZERO_POINT is subtracted from all of them.
     KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
     VEC: adjacent weights per load.
     STAGES: stages of the software pipeline.
@@ -196,7 +196,7 @@ def gemv_gate_up_kernel(
         gate, up, gate_codes, up_codes, 0, x, x_scale_ptr, x_scale, hidden, scale_mask,
         scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
         stride_xsk, stride_bsk, stride_bzk,
-        QUANT, QMAX, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GATED, GROUP_K,
+        QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GATED, GROUP_K,
         BLOCK_N, BLOCK_K, VEC,
     )  # fmt: skip
     for start in tl.range(BLOCK_K, hidden, BLOCK_K, num_stages=STAGES):
@@ -212,7 +212,7 @@ def gemv_gate_up_kernel(
             gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden, scale_mask,
             scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
             stride_xsk, stride_bsk, stride_bzk,
-            QUANT, QMAX, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GATED, GROUP_K,
+            QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GATED, GROUP_K,
             BLOCK_N, BLOCK_K, VEC,
         )  # fmt: skip
     gate_row, up_row_sum = tl.sum(gate, axis=2), tl.sum(up, axis=2)
