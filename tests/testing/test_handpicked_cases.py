@@ -239,8 +239,8 @@ TRITON_DEFECTS = (
         SourceDefect(
             "router weights are ignored with one warp per pair",
             PACKED_DOWN,
-            "if HAS_ROW_WEIGHTS and TEAM > 0:",
-            "if HAS_ROW_WEIGHTS and TEAM > 1:",
+            "if HAS_ROW_WEIGHTS and WARPS_PER_PAIR > 0:",
+            "if HAS_ROW_WEIGHTS and WARPS_PER_PAIR > 1:",
         ),
         "T1-H160-I32",
     ),
@@ -248,7 +248,7 @@ TRITON_DEFECTS = (
         SourceDefect(
             "biases are ignored where pairs do not divide the warps evenly",
             PACKED_DOWN,
-            "if HAS_BIAS and TEAM > 0:",
+            "if HAS_BIAS and WARPS_PER_PAIR > 0:",
             "if HAS_BIAS:",
         ),
         "T1-H64-I160",
@@ -276,8 +276,8 @@ TRITON_DEFECTS = (
             "every block of packed weights is multiplied by the first block of h",
             PACKED_DOWN,
             "        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)\n"
-            "    after",
-            "    after",
+            "    barrier",
+            "    barrier",
         ),
         "T1-H2144",
     ),

@@ -112,7 +112,7 @@ class AlignedW4Path(AlignedPath):
             "ROW_STEP": product.step,
             "EVEN_K": product.depth % (config.num_warps * config.block_k) == 0,
             "DEPTH": depth,
-            "PARTS": config.num_warps,
+            "WARPS": config.num_warps,
             "GROUPS": config.block_k // depth,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,

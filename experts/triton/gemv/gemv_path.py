@@ -289,7 +289,7 @@ def _arguments(product: GemmOperands, tile: LaunchConfig, columns: int) -> dict[
         "QMAX": QMAX.get(kind, 1.0),
         "ROUND": kind == "int8",
         "MIN_SCALE": MIN_SCALE,
-        "SCALED": scheme.quantized,
+        "HAS_SCALES": scheme.quantized,
         "ZERO_POINT": 0
         if product.zero_point is not None
         else IMPLICIT_ZERO_POINT.get(scheme.weight, 0),

@@ -155,7 +155,7 @@ class GemvW4Path(Path):
             HAS_ROW_WEIGHTS=self._sums_topk and not problem.apply_router_weight_on_input,
             BLOCK_K=next_power_of_2(slots),
             HALVES=halves,
-            TEAM=_warps_per_pair(tile, slots),
+            WARPS_PER_PAIR=_warps_per_pair(tile, slots),
             **_arguments(product, tile, slots, halves),
             maxnreg=gemv_w4_config.registers(tile, 2, in_lanes=self._words_stay_in_lanes),
             **ids,
@@ -173,8 +173,8 @@ def _arguments(
     group = group or product.depth
     chunks = max(1, gemv_w4_config.chunks(tile, group) // halves)
     blocks = -(-product.depth // (halves * chunks * gemv_w4_config.CHUNK))
-    team = _warps_per_pair(tile, slots)
-    steps = -(-blocks // team) if team else -(-slots * blocks // tile.num_warps)
+    warps_per_pair = _warps_per_pair(tile, slots)
+    steps = -(-blocks // warps_per_pair) if warps_per_pair else -(-slots * blocks // tile.num_warps)
     return {
         **w4_arguments(product),
         "DEPTH": product.depth,
@@ -184,7 +184,7 @@ def _arguments(
         "CHUNKS": chunks,
         "STEPS": steps,
         "steps": steps,
-        "PARTS": tile.num_warps,
+        "WARPS": tile.num_warps,
         "STAGES": max(1, tile.num_stages - 1),
         "LOAD_AFTER_MMA": tile.num_stages == 1,
         "num_warps": tile.num_warps,

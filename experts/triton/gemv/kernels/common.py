@@ -14,7 +14,7 @@ from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 
 
 @triton.jit
-def float_weights(codes, ZERO_POINT: tl.constexpr):
+def weights_to_float32(codes, ZERO_POINT: tl.constexpr):
     """Convert stored weights to float32, subtracting ZERO_POINT from integers.
 
     Direct conversion of bytes is slow on a GPU. 0x4B400000 + n are the bits of 1.5 * 2^23 + n, so
@@ -42,7 +42,7 @@ def step_sums(
     scale_ptrs, zero_ptrs: (S, N or 1, K / VEC).
     mask: of the same shape; excludes rows and K past the end, which have no scales.
     """
-    values = tl.reshape(float_weights(codes, ZERO_POINT), (S, N, K // VEC, VEC))
+    values = tl.reshape(weights_to_float32(codes, ZERO_POINT), (S, N, K // VEC, VEC))
     if HAS_ZERO:
         zero = tl.load(zero_ptrs, mask=mask, other=0)
         values -= tl.expand_dims(zero.to(tl.float32), 3)
@@ -54,7 +54,7 @@ def step_sums(
 
 
 @triton.jit
-def quantized_groups(
+def quantize_groups(
     x, QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, TYPE: tl.constexpr,
     GROUP: tl.constexpr, S: tl.constexpr, K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def quantized_groups(
     """
     groups = tl.reshape(x, (S, K // GROUP, GROUP))
     scale = scale_of(max_nan(tl.abs(groups), 2), QMAX, MIN_SCALE)
-    q = requantized(groups, scale[:, :, None], QMAX, ROUND, TYPE)
+    q = quantize_to_float32(groups, scale[:, :, None], QMAX, ROUND, TYPE)
     scales = tl.broadcast_to(scale[:, :, None], (S, K // GROUP, GROUP // VEC))
     return tl.reshape(q, (S, K)), tl.reshape(scales, (S, K // VEC))
 
@@ -86,7 +86,7 @@ def adapter_sums(
 
 
 @triton.jit
-def requantized(x, scale, QMAX: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
+def quantize_to_float32(x, scale, QMAX: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
     """Round float32 x to TYPE with this scale, as `quantize_rows` does; return it as float32."""
     q = quantized_values(x, tl.div_rn(1.0, scale), QMAX, ROUND)
     return q.to(TYPE).to(tl.float32)

@@ -6,8 +6,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.triton.gemv.kernels.common import (
     adapter_sums,
-    quantized_groups,
-    requantized,
+    quantize_groups,
+    quantize_to_float32,
     step_sums,
 )
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
@@ -60,11 +60,11 @@ def _add_step(
     h = h.to(tl.float32)
     scales = tl.zeros((S, BLOCK_K // VEC), tl.float32)
     if QUANT == "group":
-        h, scales = quantized_groups(
+        h, scales = quantize_groups(
             h, QMAX, ROUND, MIN_SCALE, TYPE, GROUP_K, S, BLOCK_K, VEC
         )  # fmt: skip
     elif QUANT != "none":
-        h = requantized(h, h_scale[:, None], QMAX, ROUND, TYPE)
+        h = quantize_to_float32(h, h_scale[:, None], QMAX, ROUND, TYPE)
     else:
         scales += 1.0
     vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
@@ -86,8 +86,8 @@ def gemv_down_kernel(
     stride_bze, stride_bzn, stride_bzk, stride_bias,
     SLOTS: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, QUANT: tl.constexpr, QMAX: tl.constexpr,
-    ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, SCALED: tl.constexpr, ZERO_POINT: tl.constexpr,
-    HAS_ZERO: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
+    ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, HAS_SCALES: tl.constexpr,
+    ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
     SCALE_ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
     S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr = False,
@@ -109,7 +109,7 @@ def gemv_down_kernel(
     QUANT: quantization of h: "none", or one scale per "token", "group" or "tensor", or the "static"
         one at h_scale_ptr.
     QMAX, ROUND, MIN_SCALE: see `quantize_rows`.
-    SCALED, GROUP_N, GROUP_K, SCALE_ROWS, ZERO_POINT, HAS_ZERO: as in `gemv_gate_up_kernel`.
+    HAS_SCALES, GROUP_N, GROUP_K, SCALE_ROWS, ZERO_POINT, HAS_ZERO: as in `gemv_gate_up_kernel`.
     BLOCK_B: a power of two >= blocks.
     VEC: adjacent weights per load.
     LORA: add B[slot of the pair's token, expert] @ u[p] before the bias.
@@ -178,7 +178,7 @@ def gemv_down_kernel(
             )  # fmt: skip
         row = tl.sum(sums, axis=2)
         row_live = live[:, None] & column_mask[None, :]
-        if SCALED and GROUP_K == 0:
+        if HAS_SCALES and GROUP_K == 0:
             ptrs = b_scale_ptr + expert[:, None] * stride_bse
             ptrs += (column // GROUP_N)[None, :] * stride_bsn
             row *= h_scale[:, None] * tl.load(ptrs, mask=row_live, other=0.0).to(tl.float32)

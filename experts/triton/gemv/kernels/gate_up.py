@@ -5,8 +5,8 @@ import triton.language as tl
 
 from experts.triton.gemv.kernels.common import (
     adapter_sums,
-    quantized_groups,
-    requantized,
+    quantize_groups,
+    quantize_to_float32,
     step_sums,
 )
 from experts.triton.kernels.gemm_tile import finish_tile
@@ -44,7 +44,7 @@ def _step_input(
     x = x.to(tl.float32)[None, :]
     scales = tl.zeros((1, BLOCK_K // VEC), tl.float32)
     if QUANT == "group":
-        x, scales = quantized_groups(
+        x, scales = quantize_groups(
             x, QMAX, ROUND, MIN_SCALE, TYPE, GROUP_K, 1, BLOCK_K, VEC
         )  # fmt: skip
     elif QUANT == "given":
@@ -53,7 +53,7 @@ def _step_input(
             scale_ptrs = x_scale_ptr + (vector // GROUP_K) * stride_xsk
             scales = tl.load(scale_ptrs, mask=vector < hidden, other=0.0)[None, :]
     elif QUANT != "none":
-        x = requantized(x, scale, QMAX, ROUND, TYPE)
+        x = quantize_to_float32(x, scale, QMAX, ROUND, TYPE)
     if QUANT == "none":
         scales += 1.0
     return x, scales
@@ -103,8 +103,8 @@ def gemv_gate_up_kernel(
     TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr,
-    MIN_SCALE: tl.constexpr, SCALED: tl.constexpr, ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    MIN_SCALE: tl.constexpr, HAS_SCALES: tl.constexpr, ZERO_POINT: tl.constexpr,
+    HAS_ZERO: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
     STORE_AMAX: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr = False,
@@ -129,7 +129,7 @@ def gemv_gate_up_kernel(
         "static": in this kernel, with the scale at x_scale_ptr.
     QMAX, ROUND, MIN_SCALE: see `quantize_rows`.
     BLOCK_R: columns of x per step of its amax.
-    SCALED: weights have scales, one per GROUP_N rows and GROUP_K columns (0: all of K).
+    HAS_SCALES: weights have scales, one per GROUP_N rows and GROUP_K columns (0: all of K).
     SCALE_ROWS: 1 if all BLOCK_N rows share a scale, else BLOCK_N.
     HAS_ZERO: integer weights have zero points. Otherwise ZERO_POINT is subtracted from all of them.
     KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
@@ -216,7 +216,7 @@ def gemv_gate_up_kernel(
             BLOCK_N, BLOCK_K, VEC,
         )  # fmt: skip
     gate_row, up_row_sum = tl.sum(gate, axis=2), tl.sum(up, axis=2)
-    if SCALED and GROUP_K == 0:
+    if HAS_SCALES and GROUP_K == 0:
         row = column * ROW_STEP
         scale = tl.load(b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0)
         gate_row *= (x_scale * scale.to(tl.float32))[None, :]
