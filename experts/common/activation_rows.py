@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import torch
 
 from modular_kernel.ops.activation import gated_activation
-from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.quantize import (
     Quantized,
     activation_and_quantize,
@@ -13,6 +12,7 @@ from modular_kernel.ops.quantize import (
     quantize_specs,
     take_quantized,
 )
+from modular_kernel.ops.valid_rows import BatchedRows
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.rounding import Roundings
@@ -70,13 +70,13 @@ def hidden_rows(
     )
     if not _has_tensor_scale(problem):
         with stages.stage(stages.fused(stages.GEMM1, stages.QUANTIZE)):
-            activation_and_quantize(gate_up_RN, problem.act, scheme, out=out, live=valid_rows)
+            activation_and_quantize(gate_up_RN, problem.act, scheme, out=out, valid_rows=valid_rows)
         return _values_and_scale(out)
     h_RI = workspace.take("h", shape)
     with stages.stage(stages.GEMM1):
         gated_activation(gate_up_RN, problem.act, h_RI)
     with stages.stage(stages.QUANTIZE):
-        quantize_rows(h_RI, scheme, out=out, live=valid_rows)
+        quantize_rows(h_RI, scheme, out=out, valid_rows=valid_rows)
     return _values_and_scale(out)
 
 

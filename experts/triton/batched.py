@@ -11,8 +11,8 @@ from experts.triton.configs.select import choose_config
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands
 from modular_kernel.contracts import TopKWeightAndReduce
-from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
+from modular_kernel.ops.valid_rows import BatchedRows
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.spec.problem import Problem
@@ -115,7 +115,7 @@ class BatchedTritonExperts(TritonExpertsBase):
                 static_scale=weights.a2_scale,
             )
             valid_rows = BatchedRows(tokens.counts_e)
-            quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=valid_rows)
+            quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, valid_rows=valid_rows)
         return out.q_RK.view_as(h_eCI), out.scale
 
     def _multiply(

@@ -14,14 +14,14 @@ from modular_kernel.compatibility.support import Rejection
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops.activation import activation_constants, gated_activation_ref, up_rows
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.live_rows import (
+from modular_kernel.ops.quantize_tiles import group_tiles, row_tiles
+from modular_kernel.ops.valid_rows import (
     BatchedRows,
-    Live,
-    live_rows,
+    ValidRows,
     segments_of,
     source_arguments,
+    valid_row_mask,
 )
-from modular_kernel.ops.quantize_tiles import group_tiles, row_tiles
 from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX, STORAGE
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
@@ -129,12 +129,12 @@ def quantize_rows(
     scheme: QuantScheme,
     *,
     out: Quantized,
-    live: Live = None,
+    valid_rows: ValidRows = None,
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
     """Quantize x_RK (R, K), whose rows are contiguous, by `scheme` into `out`.
 
-    live: the rows that hold a token; None means all. Other rows are neither read nor written.
+    valid_rows: the rows that hold a token; None means all. Other rows are neither read nor written.
     row_weights_R: (R,) float32, multiplied into x in float32 before quantization, or None.
 
     On a GPU, there is one launch, or two for a dynamic per-tensor scale; none for zero rows.
@@ -143,14 +143,14 @@ def quantize_rows(
     if x_RK.numel() == 0:
         return
     if not use_triton(x_RK):
-        quantize_rows_ref(x_RK, scheme, out=out, live=live, row_weights_R=row_weights_R)
+        quantize_rows_ref(x_RK, scheme, out=out, valid_rows=valid_rows, row_weights_R=row_weights_R)
         return
     identity = {"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0, "STEP": 1, "up_offset": 0}
-    source = source_arguments(x_RK, live, row_weights_R)
+    source = source_arguments(x_RK, valid_rows, row_weights_R)
     num_partials = 0
     if _needs_partials(scheme):
-        num_partials = _launch_amax(x_RK, out, live, source)
-    _launch_quantize(x_RK, scheme, out, live, num_partials, source | identity)
+        num_partials = _launch_amax(x_RK, out, valid_rows, source)
+    _launch_quantize(x_RK, scheme, out, valid_rows, num_partials, source | identity)
 
 
 def activation_and_quantize(
@@ -159,7 +159,7 @@ def activation_and_quantize(
     scheme: QuantScheme,
     *,
     out: Quantized,
-    live: Live = None,
+    valid_rows: ValidRows = None,
 ) -> None:
     """Run `gated_activation`, round to x's dtype, and `quantize_rows` the result, in one launch.
 
@@ -178,12 +178,12 @@ def activation_and_quantize(
     if out.q_RK.numel() == 0:
         return
     if not use_triton(x_RN):
-        activation_and_quantize_ref(x_RN, spec, scheme, out=out, live=live)
+        activation_and_quantize_ref(x_RN, spec, scheme, out=out, valid_rows=valid_rows)
         return
     step, offset = up_rows(spec, intermediate)
     constants = {**activation_constants(spec), "STEP": step, "up_offset": offset}
-    source = source_arguments(x_RN, live, None)
-    _launch_quantize(x_RN, scheme, out, live, 0, source | constants)
+    source = source_arguments(x_RN, valid_rows, None)
+    _launch_quantize(x_RN, scheme, out, valid_rows, 0, source | constants)
 
 
 def _unsupported_scheme(scheme: QuantScheme) -> ConfigurationError:
@@ -217,13 +217,15 @@ def _columns_per_scale(scheme: QuantScheme, columns: int) -> int:
     return scheme.group[-1] if scheme.activation_granularity == "group" else columns
 
 
-def _launch_amax(x_RK: torch.Tensor, out: Quantized, live: Live, source: dict[str, object]) -> int:
+def _launch_amax(
+    x_RK: torch.Tensor, out: Quantized, valid_rows: ValidRows, source: dict[str, object]
+) -> int:
     """Write the maximum of each program to out.partials; return the number of programs."""
     from modular_kernel.ops.kernels.quantize import amax_kernel
 
     rows, columns = x_RK.shape
     assert out.partials is not None
-    tiles = row_tiles(*segments_of(rows, live), min(columns, _CHUNK), _MAX_PARTIALS)
+    tiles = row_tiles(*segments_of(rows, valid_rows), min(columns, _CHUNK), _MAX_PARTIALS)
     programs = tiles.segments * tiles.parts
     assert programs <= out.partials.numel()
     arguments = {"partials_ptr": out.partials, "num_columns": columns, "up_offset": 0}
@@ -235,7 +237,7 @@ def _launch_quantize(
     x: torch.Tensor,
     scheme: QuantScheme,
     out: Quantized,
-    live: Live,
+    valid_rows: ValidRows,
     num_partials: int,
     arguments: dict[str, object],
 ) -> None:
@@ -244,7 +246,7 @@ def _launch_quantize(
     # Only contiguous rows of 16-bit values with 16-byte alignment are copied with cp.async, and
     # only then do 8 programs fit on an SM.
     streams = arguments["STEP"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
-    tiles, programs = tile_arguments(scheme, out, live, streams=streams)
+    tiles, programs = tile_arguments(scheme, out, valid_rows, streams=streams)
     launch(
         quantize_rows_kernel,
         (programs,),
@@ -258,7 +260,7 @@ def _launch_quantize(
 
 
 def tile_arguments(
-    scheme: QuantScheme, out: Quantized, live: Live, *, streams: bool = False
+    scheme: QuantScheme, out: Quantized, valid_rows: ValidRows, *, streams: bool = False
 ) -> tuple[dict[str, object], int]:
     """Return the kernel arguments for outputs, tiles and num_warps, and the number of programs.
 
@@ -269,8 +271,8 @@ def tile_arguments(
     group = _columns_per_scale(scheme, columns) if computed else min(columns, _CHUNK)
     group = min(group, columns)
     groups = -(-columns // group)
-    max_programs = _MAX_PROGRAMS if isinstance(live, BatchedRows) else rows
-    segments, capacity = segments_of(rows, live)
+    max_programs = _MAX_PROGRAMS if isinstance(valid_rows, BatchedRows) else rows
+    segments, capacity = segments_of(rows, valid_rows)
     tiles = row_tiles(segments, capacity, group, max_programs)
     if streams:
         tiles = group_tiles(tiles, columns, group)
@@ -343,11 +345,11 @@ def quantize_rows_ref(
     scheme: QuantScheme,
     *,
     out: Quantized,
-    live: Live = None,
+    valid_rows: ValidRows = None,
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
     """Torch reference of `quantize_rows`."""
-    keep = live_rows(x_RK, live)
+    keep = valid_row_mask(x_RK, valid_rows)
     values = x_RK[keep].float()
     if row_weights_R is not None:
         values = values * row_weights_R[keep, None]
@@ -360,10 +362,10 @@ def activation_and_quantize_ref(
     scheme: QuantScheme,
     *,
     out: Quantized,
-    live: Live = None,
+    valid_rows: ValidRows = None,
 ) -> None:
     """Torch reference of `activation_and_quantize`."""
-    keep = live_rows(x_RN, live)
+    keep = valid_row_mask(x_RN, valid_rows)
     values = gated_activation_ref(x_RN[keep], spec).to(x_RN.dtype).float()
     _write_quantized(values, keep, scheme, out)
 

@@ -9,7 +9,6 @@ from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Re
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
-from modular_kernel.ops.live_rows import PairRows
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.permute_quantize import permute_and_quantize
 from modular_kernel.ops.quantize import (
@@ -20,6 +19,7 @@ from modular_kernel.ops.quantize import (
     scale_shape,
     take_quantized,
 )
+from modular_kernel.ops.valid_rows import PairRows
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, STORAGE
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import ActivationFormat, IdSpace, Machine, Problem, Reduce, Rows
@@ -171,9 +171,9 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         out = take_quantized(call.workspace, "x", scheme, (x_TH.shape[0], problem.hidden))
         if problem.apply_router_weight_on_input:
             # The weight of a skipped pair is undefined, and its token must not affect the scale.
-            live = PairRows(dispatched, problem.e)
+            valid_rows = PairRows(dispatched, problem.e)
             row_weights_T = router_TK.flatten()
-            quantize_rows(x_TH, scheme, out=out, live=live, row_weights_R=row_weights_T)
+            quantize_rows(x_TH, scheme, out=out, valid_rows=valid_rows, row_weights_R=row_weights_T)
         else:
             quantize_rows(x_TH, scheme, out=out)
         return out

@@ -80,7 +80,7 @@ def test_a_kernel_that_no_case_launches_is_named(monkeypatch: pytest.MonkeyPatch
     assert set(compile_all("sm_90").left_out) == expected
 
 
-@pytest.mark.parametrize("only", ["BatchedTritonExperts T4-", "live pairs"])
+@pytest.mark.parametrize("only", ["BatchedTritonExperts T4-", "unwritten pairs"])
 def test_only_the_cases_asked_for_are_launched(only: str) -> None:
     done = compile_all("sm_90", name_filter=only)
     assert done.rows

@@ -194,8 +194,8 @@ TRITON_DEFECTS = (
         SourceDefect(
             "scales and zero points after the last row are read",
             "experts/triton/gemv/kernels/down.py",
-            "scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]",
-            "scale_mask = live[:, None, None] & (scale_row <= hidden)[None, :, None]",
+            "scale_mask = valid[:, None, None] & (scale_row < hidden)[None, :, None]",
+            "scale_mask = valid[:, None, None] & (scale_row <= hidden)[None, :, None]",
         ),
         "T1-H51-I47",
     ),
@@ -266,8 +266,8 @@ TRITON_DEFECTS = (
         SourceDefect(
             "warps without a block read past the end",
             PACKED_DOWN,
-            "live = live & (block < BLOCKS)",
-            "live = live",
+            "valid = valid & (block < BLOCKS)",
+            "valid = valid",
         ),
         "T1-H64-I256",
     ),
@@ -275,7 +275,7 @@ TRITON_DEFECTS = (
         SourceDefect(
             "every block of packed weights is multiplied by the first block of h",
             PACKED_DOWN,
-            "        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)\n"
+            "        h = load_pairs(pairs_ptr, pair, valid, chunk, DEPTH, CHUNKS * HALVES, SLOTS)\n"
             "    barrier",
             "    barrier",
         ),

@@ -24,9 +24,9 @@ from experts.triton.launch_config import (
 from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands
 from experts.triton.path import Path, PathCall
 from modular_kernel.ops.align import Aligned, align, align_specs
-from modular_kernel.ops.live_rows import PairRows
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
 from modular_kernel.ops.reduce import weight_and_sum
+from modular_kernel.ops.valid_rows import PairRows
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
@@ -185,7 +185,7 @@ class AlignedPath(Path):
             static = call.weights.a2_scale
             out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static)
             valid_rows = PairRows(call.tokens.routing, self.problem.e)
-            quantize_rows(h_PI, scheme, out=out, live=valid_rows)
+            quantize_rows(h_PI, scheme, out=out, valid_rows=valid_rows)
         return out.q_RK, out.scale
 
     def multiply(

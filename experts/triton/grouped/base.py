@@ -13,7 +13,6 @@ from experts.triton.adapters import SegmentShrink, ShrinkOutput, TileShrinkOutpu
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands
 from experts.triton.path import PathCall
-from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.quantize import (
     quantize_rows,
@@ -23,6 +22,7 @@ from modular_kernel.ops.quantize import (
 )
 from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
 from modular_kernel.ops.sort import SortedPairs, sort_pairs, sort_specs
+from modular_kernel.ops.valid_rows import BatchedRows
 from modular_kernel.quant.quantized_weights import STORAGE
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Combine, Problem
@@ -203,7 +203,7 @@ class ExpertSortedGemms(ABC):
             static = call.weights.a2_scale
             out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static)
             valid_rows = BatchedRows(order.starts[-1:]) if self.skips_unused else None
-            quantize_rows(h_RI, scheme, out=out, live=valid_rows)
+            quantize_rows(h_RI, scheme, out=out, valid_rows=valid_rows)
         return GemmRows(out.q_RK, out.scale)
 
     def _unpermute(self, rows_RH: torch.Tensor, order: SortedPairs, call: PathCall) -> None:

@@ -57,28 +57,28 @@ def number_pairs(
     ids_row = ids_ptr + token.to(tl.int64) * stride_ids
     weights_row = weights_ptr + token.to(tl.int64) * stride_weights
     ids = tl.load(ids_row + k, mask=in_bounds, other=-1)
-    live = (ids >= 0) & (ids < num_experts)
+    valid = (ids >= 0) & (ids < num_experts)
     # Per lane: reducing first would stall the whole program.
     ones = tl.full((BLOCK_T, BLOCK_K), 1, tl.int32)
-    invalid = in_bounds & (ids != -1) & (live == 0)
+    invalid = in_bounds & (ids != -1) & (valid == 0)
     tl.atomic_add(invalid_ptr + (ones - 1), ones, mask=invalid, sem="relaxed")
     if JOIN:
         weight, repeat = _join_repeats(
             ids, ids_row, weights_row, in_bounds, k, TOP_K, BLOCK_T, BLOCK_K
         )
-        is_kept = live & (repeat == 0)
+        is_kept = valid & (repeat == 0)
     else:
         weight = tl.load(weights_row + k, mask=in_bounds, other=0.0)
-        is_kept = live
-    number = tl.where(live, ids, 0).to(tl.int64)
+        is_kept = valid
+    number = tl.where(valid, ids, 0).to(tl.int64)
     if PLAIN:
         if SINKS:
             number += number // slots * (numbers_per_rank - slots)
     else:
-        copies = tl.load(copies_ptr + number, mask=live, other=1)
+        copies = tl.load(copies_ptr + number, mask=valid, other=1)
         location = (number * max_copies + (token + first_token) % copies) * 2
-        rank = tl.load(homes_ptr + location, mask=live, other=0).to(tl.int64)
-        number = rank * numbers_per_rank + tl.load(homes_ptr + location + 1, mask=live, other=0)
+        rank = tl.load(homes_ptr + location, mask=valid, other=0).to(tl.int64)
+        number = rank * numbers_per_rank + tl.load(homes_ptr + location + 1, mask=valid, other=0)
     if SINKS:
         dropped = (in_bounds & (is_kept == 0)).to(tl.int32)
         sink = tl.cumsum(dropped, axis=1) - dropped

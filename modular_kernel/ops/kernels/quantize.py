@@ -2,7 +2,7 @@
 
 Rows are in segments of `capacity` rows: a single segment, or one per expert in the batched format.
 `parts` programs share the rows of a segment, BLOCK_R at a time. SOURCE says which rows hold a token
-and are quantized: "all"; "pairs": row p if pair p has a local expert; "batched": the first live[s]
+and are quantized: "all"; "pairs": row p if pair p has a local expert; "batched": the first valid[s]
 rows of segment s.
 
 QMAX is the largest value of the quantized type, MIN_SCALE the minimum scale, and ROUND means
@@ -62,22 +62,22 @@ def _round_to_dtype(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def _live_rows(
-    segment, positions, count, capacity, live_ptr, map_ptr, num_experts, num_local,
+def _valid_rows(
+    segment, positions, count, capacity, valid_ptr, map_ptr, num_experts, num_local,
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
     """Return row indices, and a mask of the rows that hold a token."""
     rows = segment * capacity + positions.to(tl.int64)
-    live = positions < count
+    valid = positions < count
     if SOURCE == "pairs":
-        local, _ = load_local_ids(live_ptr, rows, live, map_ptr, num_experts, num_local, HAS_MAP)
-        live = live & (local >= 0)
-    return rows, live
+        local, _ = load_local_ids(valid_ptr, rows, valid, map_ptr, num_experts, num_local, HAS_MAP)
+        valid = valid & (local >= 0)
+    return rows, valid
 
 
 @triton.jit
 def _load_values(
-    x_ptr, weights_ptr, rows, columns, live, num_columns, stride_x, up_offset,
+    x_ptr, weights_ptr, rows, columns, valid, num_columns, stride_x, up_offset,
     HAS_WEIGHTS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def _load_values(
     columns is (lines, BLOCK_C), masked from num_columns on, which is a scalar or one value per
     line.
     """
-    mask = live[:, None] & (columns < num_columns)
+    mask = valid[:, None] & (columns < num_columns)
     x_ptrs = x_ptr + rows[:, None] * stride_x + columns * STEP
     value = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     if KIND != "identity":
@@ -94,13 +94,13 @@ def _load_values(
         value = activate(value, up, KIND, ALPHA, LIMIT, FLUSH=True)
         value = _round_to_dtype(value, x_ptr.dtype.element_ty)
     if HAS_WEIGHTS:
-        value = value * tl.load(weights_ptr + rows, mask=live, other=0.0)[:, None]
+        value = value * tl.load(weights_ptr + rows, mask=valid, other=0.0)[:, None]
     return value
 
 
 @triton.jit
 def amax_kernel(
-    x_ptr, weights_ptr, live_ptr, map_ptr, partials_ptr,
+    x_ptr, weights_ptr, valid_ptr, map_ptr, partials_ptr,
     num_columns, stride_x, up_offset, capacity, parts, num_experts, num_local,
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -113,17 +113,17 @@ def amax_kernel(
     segment = (tl.program_id(0) // parts).to(tl.int64)
     count = capacity
     if SOURCE == "batched":
-        count = tl.load(live_ptr + segment)
+        count = tl.load(valid_ptr + segment)
     amax = tl.zeros((BLOCK_R,), tl.float32)
     for start in range(tl.program_id(0) % parts * BLOCK_R, count, parts * BLOCK_R):
-        rows, live = _live_rows(
+        rows, valid = _valid_rows(
             segment, start + tl.arange(0, BLOCK_R), count, capacity,
-            live_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
+            valid_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
         )  # fmt: skip
         for first in range(0, num_columns, BLOCK_C):
             columns = (first + tl.arange(0, BLOCK_C))[None, :]
             value = _load_values(
-                x_ptr, weights_ptr, rows, columns, live, num_columns,
+                x_ptr, weights_ptr, rows, columns, valid, num_columns,
                 stride_x, up_offset, HAS_WEIGHTS, "identity", 0.0, 0.0, 1,
             )  # fmt: skip
             amax = maximum_nan(amax, max_nan(tl.abs(value), 1))
@@ -132,7 +132,7 @@ def amax_kernel(
 
 @triton.jit
 def quantize_part(
-    program, x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
+    program, x_ptr, weights_ptr, valid_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
     num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
     num_experts, num_local,
     SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
@@ -168,7 +168,7 @@ def quantize_part(
     columns = first[:, None] + tl.arange(0, BLOCK_C)[None, :]
     count = capacity
     if SOURCE == "batched":
-        count = tl.load(live_ptr + segment)
+        count = tl.load(valid_ptr + segment)
     scale = tl.zeros((BLOCK_R * BLOCK_G,), tl.float32)
     if SCALE == "given":
         scale += tl.load(scale_ptr)
@@ -181,12 +181,12 @@ def quantize_part(
             tl.store(scale_ptr, tensor_scale)
     for start in tl.range(part % parts * BLOCK_R, count, parts * BLOCK_R, num_stages=STAGES):
         positions = start + line // BLOCK_G
-        rows, live = _live_rows(
+        rows, valid = _valid_rows(
             segment, positions, count, capacity,
-            live_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
+            valid_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
         )  # fmt: skip
         value = _load_values(
-            x_ptr, weights_ptr, rows, columns, live, end,
+            x_ptr, weights_ptr, rows, columns, valid, end,
             stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
         )  # fmt: skip
         if SCALE == "computed":
@@ -194,7 +194,7 @@ def quantize_part(
             if not WHOLE:
                 for offset in range(BLOCK_C, group, BLOCK_C):
                     other = _load_values(
-                        x_ptr, weights_ptr, rows, columns + offset, live, end,
+                        x_ptr, weights_ptr, rows, columns + offset, valid, end,
                         stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                     )  # fmt: skip
                     group_amax = maximum_nan(group_amax, max_nan(tl.abs(other), 1))
@@ -203,26 +203,26 @@ def quantize_part(
                 scale_ptrs = scale_ptr + (segment * num_groups + group_index) * capacity + positions
             else:
                 scale_ptrs = scale_ptr + rows * num_groups + group_index
-            tl.store(scale_ptrs, scale, mask=live & (group_index < num_groups))
+            tl.store(scale_ptrs, scale, mask=valid & (group_index < num_groups))
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_ptrs = q_ptr + rows[:, None] * num_columns
         q = quantized_values(value, inverse, QMAX, ROUND, SCALE != "computed")
-        mask = live[:, None] & (columns < end)
+        mask = valid[:, None] & (columns < end)
         tl.store(q_ptrs + columns, q.to(q_ptr.dtype.element_ty), mask=mask)
         if not WHOLE:
             for offset in range(BLOCK_C, group, BLOCK_C):
                 other = _load_values(
-                    x_ptr, weights_ptr, rows, columns + offset, live, end,
+                    x_ptr, weights_ptr, rows, columns + offset, valid, end,
                     stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                 )  # fmt: skip
                 q = quantized_values(other, inverse, QMAX, ROUND, SCALE != "computed")
-                mask = live[:, None] & (columns + offset < end)
+                mask = valid[:, None] & (columns + offset < end)
                 tl.store(q_ptrs + columns + offset, q.to(q_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def quantize_rows_kernel(
-    x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
+    x_ptr, weights_ptr, valid_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
     num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
     num_experts, num_local,
     SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
@@ -235,7 +235,7 @@ def quantize_rows_kernel(
     """Run `quantize_part` in every program."""
     pdl_wait(OVERLAP)
     quantize_part(
-        tl.program_id(0), x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
+        tl.program_id(0), x_ptr, weights_ptr, valid_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
         num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
         num_experts, num_local, SCALE, SOURCE, HAS_MAP, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
         QMAX, ROUND, MIN_SCALE, WHOLE, ALONG_ROWS, STAGES, BLOCK_R, BLOCK_G, BLOCK_C, BLOCK_P,

@@ -116,7 +116,7 @@ def route_kernel(
     """
     none = float("-inf")
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    live = token < num_tokens
+    token_mask = token < num_tokens
     row = logits_ptr + token.to(tl.int64) * stride_logits
     group = tl.arange(0, BLOCK_G)[None, :, None]
     member = tl.arange(0, BLOCK_S)[None, None, :]
@@ -124,7 +124,7 @@ def route_kernel(
     valid = (group < GROUPS) & (member < SIZE)
     peak_logit = tl.zeros((BLOCK_T, 1, 1), tl.float32)
     total = tl.full((BLOCK_T, 1, 1), 1.0, tl.float32)
-    known = valid & live[:, None, None]
+    known = valid & token_mask[:, None, None]
     logit = tl.load(row[:, None, None] + expert, mask=known, other=0.0).to(tl.float32)
     known = known & (logit == logit)
     logit = _finite(logit, known)
@@ -135,9 +135,9 @@ def route_kernel(
         total = tl.sum(tl.sum(exponential, axis=2, keep_dims=True), axis=1, keep_dims=True)
         total = tl.where(total > 0.0, total, 1.0)
     k = tl.arange(0, BLOCK_K)[None, :]
-    pair = (k < TOP_K) & live[:, None]
+    pair = (k < TOP_K) & token_mask[:, None]
     if TABLE:
-        token_id = tl.load(tokens_ptr + token, mask=live, other=0)
+        token_id = tl.load(tokens_ptr + token, mask=token_mask, other=0)
         in_vocabulary = (token_id >= 0) & (token_id < vocabulary)
         entry = tl.where(in_vocabulary, token_id, 0).to(tl.int64)[:, None] * TOP_K + k
         table_ids = tl.load(table_ptr + entry, mask=pair & in_vocabulary[:, None], other=-2)
@@ -185,7 +185,9 @@ def route_kernel(
     if ZERO:
         is_zero_expert = is_chosen & (ids >= num_experts)
         tl.store(
-            identity_ptr + token, tl.sum(tl.where(is_zero_expert, weight, 0.0), axis=1), mask=live
+            identity_ptr + token,
+            tl.sum(tl.where(is_zero_expert, weight, 0.0), axis=1),
+            mask=token_mask,
         )
         weight = tl.where(is_zero_expert, 0.0, weight)
         ids = tl.where(is_zero_expert, -1, ids)

@@ -17,7 +17,7 @@ from modular_kernel.ops.kernels.quantize import scale_of
 
 @triton.jit
 def _pair_scales(
-    amax_ptr, pairs, live, blocks, num_pairs,
+    amax_ptr, pairs, valid, blocks, num_pairs,
     ids_ptr, map_ptr, num_experts, num_local, HAS_MAP: tl.constexpr,
     QUANT: tl.constexpr, QMAX: tl.constexpr, MIN_SCALE: tl.constexpr,
     S: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -25,7 +25,7 @@ def _pair_scales(
     """Compute the scales (S,) of h from the amax values that GEMM 1 wrote."""
     block = tl.arange(0, BLOCK_B)
     if QUANT == "token":
-        mask = live[:, None] & (block < blocks)[None, :]
+        mask = valid[:, None] & (block < blocks)[None, :]
         ptrs = amax_ptr + pairs[:, None] * blocks + block[None, :]
         amax = max_nan(tl.load(ptrs, mask=mask, other=0.0), 1)
     else:
@@ -130,11 +130,11 @@ def gemv_down_kernel(
         local, _ = load_local_ids(
             ids_ptr, pairs, slot < SLOTS, map_ptr, num_experts, num_local, HAS_MAP
         )
-        live = local >= 0
+        valid = local >= 0
         expert = tl.maximum(local, 0).to(tl.int64)  # NaN-free: integers
         w_ptrs = b_ptr + expert[:, None, None] * stride_be + row_offset
-        row_mask = live[:, None, None] & column_mask[None, :, None]
-        scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]
+        row_mask = valid[:, None, None] & column_mask[None, :, None]
+        scale_mask = valid[:, None, None] & (scale_row < hidden)[None, :, None]
         codes = tl.load(w_ptrs, mask=row_mask & (k < depth)[None, None, :], other=0.0)
         # Load the first weights before waiting for h. The ids are valid here, because GEMM 1
         # waited for them before it let this kernel start. See `pdl_wait`.
@@ -143,11 +143,11 @@ def gemv_down_kernel(
             gdc_launch_dependents()
         h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * depth + k[None, :]
         # Issue the loads of h before those of its amax values.
-        h = tl.load(h_ptrs, mask=live[:, None] & (k < depth)[None, :], other=0.0)
+        h = tl.load(h_ptrs, mask=valid[:, None] & (k < depth)[None, :], other=0.0)
         h_scale = tl.full((S,), 1.0, tl.float32)
         if QUANT == "token" or QUANT == "tensor":
             h_scale = _pair_scales(
-                amax_ptr, pairs, live, blocks, num_pairs, ids_ptr, map_ptr, num_experts,
+                amax_ptr, pairs, valid, blocks, num_pairs, ids_ptr, map_ptr, num_experts,
                 num_local, HAS_MAP, QUANT, QMAX, MIN_SCALE, S, BLOCK_B,
             )  # fmt: skip
         elif QUANT == "static":
@@ -169,7 +169,7 @@ def gemv_down_kernel(
             inside = start + k < depth
             w_ptrs += BLOCK_K * stride_bk
             codes = tl.load(w_ptrs, mask=row_mask & inside[None, None, :], other=0.0)
-            h = tl.load(h_ptrs + start, mask=live[:, None] & inside[None, :], other=0.0)
+            h = tl.load(h_ptrs + start, mask=valid[:, None] & inside[None, :], other=0.0)
             sums = _add_step(
                 sums, codes, start, h, h_scale, scale_mask,
                 depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
@@ -177,11 +177,11 @@ def gemv_down_kernel(
                 S, BLOCK_N, BLOCK_K, VEC,
             )  # fmt: skip
         row = tl.sum(sums, axis=2)
-        row_live = live[:, None] & column_mask[None, :]
+        row_valid = valid[:, None] & column_mask[None, :]
         if HAS_SCALES and GROUP_K == 0:
             ptrs = b_scale_ptr + expert[:, None] * stride_bse
             ptrs += (column // GROUP_N)[None, :] * stride_bsn
-            row *= h_scale[:, None] * tl.load(ptrs, mask=row_live, other=0.0).to(tl.float32)
+            row *= h_scale[:, None] * tl.load(ptrs, mask=row_valid, other=0.0).to(tl.float32)
         if LORA:
             adapter = tl.load(slots_ptr + token * SLOTS // LORA_TOP_K).to(tl.int64)
             if (adapter >= 0) & (adapter < num_slots):
@@ -189,17 +189,17 @@ def gemv_down_kernel(
                 b_ptrs = lora_b_ptr + adapter * stride_lbl + expert[:, None, None] * stride_lbe
                 b_ptrs += column.to(tl.int64)[None, :, None] * stride_lbn
                 row += adapter_sums(
-                    u_ptrs, live[:, None], b_ptrs, row_live[:, :, None], rank, LORA_R
+                    u_ptrs, valid[:, None], b_ptrs, row_valid[:, :, None], rank, LORA_R
                 )
         if HAS_BIAS:
             ptrs = bias_ptr + expert[:, None] * stride_bias + column[None, :]
-            row += tl.load(ptrs, mask=row_live, other=0.0).to(tl.float32)
+            row += tl.load(ptrs, mask=row_valid, other=0.0).to(tl.float32)
         if HAS_ROW_WEIGHTS:
             # The router weight of a skipped pair may be anything, including NaN.
-            row *= tl.load(row_weights_ptr + pairs, mask=live, other=0.0)[:, None]
+            row *= tl.load(row_weights_ptr + pairs, mask=valid, other=0.0)[:, None]
         if QUANT == "tensor" or QUANT == "static":
             # A shared scale may be NaN, and 0 * NaN is NaN.
-            row = tl.where(live[:, None], row, 0.0)
+            row = tl.where(valid[:, None], row, 0.0)
         total += tl.sum(row, axis=0)
     out_ptrs = out_ptr + token.to(tl.int64) * hidden + column
     tl.store(out_ptrs, (total * factor).to(out_ptr.dtype.element_ty), mask=column_mask)

@@ -46,7 +46,7 @@ def _load(
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         token, first = item // blocks, item % blocks * EACH_ROWS
-        experts, num_live = (), 0
+        experts, num_valid = (), 0
         for slot in gl.static_range(TOP_K):
             local, _ = load_local_ids(
                 ids_ptr, token * TOP_K + slot, slot >= 0, map_ptr, num_experts, num_local, HAS_MAP
@@ -56,18 +56,18 @@ def _load(
                 # NaN-free: integers
                 scale_row = gl.maximum(local, 0).to(gl.int64) * scale_rows + first // PANEL
                 prefetch_scales(w_scale_ptr + scale_row * scale_groups, scale_groups)
-            num_live += (local >= 0).to(gl.int32)
+            num_valid += (local >= 0).to(gl.int32)
         for start in range(0, depth, PANELS_PER_STAGE * PANEL):
             stage, full_barrier = wait_empty_stage(step, full, empty)
             # One expect per stage: one for each of 8 slots cost 10 to 22 us per layer (H200).
-            if num_live == TOP_K:
+            if num_valid == TOP_K:
                 mbarrier.expect(full_barrier, TOP_K * PANELS_PER_STAGE * EACH_ROWS * PANEL)
             else:
                 for count in gl.static_range(TOP_K):
                     mbarrier.expect(
                         full_barrier,
                         count * (PANELS_PER_STAGE * EACH_ROWS * PANEL),
-                        pred=num_live == count,
+                        pred=num_valid == count,
                     )
             # Rows of skipped pairs are not loaded. A branch is faster than predicates, which cost
             # time even if no pair is skipped.

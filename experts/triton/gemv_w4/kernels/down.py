@@ -107,10 +107,10 @@ def _block_of_warp(
     BLOCKS: tl.constexpr = blocks_along(DEPTH, CHUNKS * HALVES)
     warp = tl.arange(0, WARPS)[None, None, :, None]
     if WARPS_PER_PAIR > 0:
-        pair, local, live = warp_pair
+        pair, local, valid = warp_pair
         block = step * WARPS_PER_PAIR + warp % WARPS_PER_PAIR
         if not stays_inside(BLOCKS, WARPS_PER_PAIR, STAGES, LOAD_AFTER_MMA):
-            live = live & (block < BLOCKS)
+            valid = valid & (block < BLOCKS)
     else:
         index = step * WARPS + warp
         if TOP_K * BLOCKS > WARPS:
@@ -121,9 +121,9 @@ def _block_of_warp(
             ids_ptr, pair, index < TOP_K * BLOCKS, map_ptr, num_experts, num_local, HAS_MAP
         )
         block = index % BLOCKS
-        live = local >= 0
+        valid = local >= 0
         local = tl.maximum(local, 0)  # NaN-free: integers
-    return pair, local, live, block * (CHUNKS * HALVES)
+    return pair, local, valid, block * (CHUNKS * HALVES)
 
 
 @triton.jit
@@ -142,19 +142,19 @@ def _load_block(
     Return them with its pair, whether to read it, and its first chunk.
     """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
-    pair, local, live, chunk = _block_of_warp(
+    pair, local, valid, chunk = _block_of_warp(
         token, warp_pair, step, num_experts, num_local, ids_ptr, map_ptr,
         DEPTH, TOP_K, HAS_MAP, CHUNKS, HALVES, WARPS, WARPS_PER_PAIR, STAGES, LOAD_AFTER_MMA,
     )  # fmt: skip
     expert = local.to(tl.int64)
     words_ptr += expert * (stride_be // 4)
-    words = load_words(words_ptr, words_offset, chunk, live, DEPTH, CHUNKS, HALVES, EVEN_K)
+    words = load_words(words_ptr, words_offset, chunk, valid, DEPTH, CHUNKS, HALVES, EVEN_K)
     scale_ptr += expert * stride_bse
     scale = load_by_slot(
         scale_ptr,
         scale_offset,
         chunk,
-        live,
+        valid,
         DEPTH,
         CHUNKS,
         HALVES,
@@ -170,7 +170,7 @@ def _load_block(
             zero_ptr,
             zero_offset,
             chunk,
-            live,
+            valid,
             DEPTH,
             CHUNKS,
             HALVES,
@@ -179,11 +179,11 @@ def _load_block(
             EVEN_K,
             PAIRED_SCALES,
         )
-    weight = live
+    weight = valid
     if HAS_ROW_WEIGHTS and WARPS_PER_PAIR == 0:
         # The router weight of a skipped pair may be anything, including NaN.
-        weight = tl.load(row_weights_ptr + pair, mask=live, other=0.0)
-    return words, scale, zero, weight, pair, live, chunk
+        weight = tl.load(row_weights_ptr + pair, mask=valid, other=0.0)
+    return words, scale, zero, weight, pair, valid, chunk
 
 
 @triton.jit
@@ -226,8 +226,8 @@ def _step(
     elif STAGES > 1:
         ring = ring[1:] + (ring[0],)  # noqa: RUF005
     if STEPS > STAGES and not LOAD_AFTER_MMA:
-        _, _, _, _, pair, live, chunk = ring[0]
-        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
+        _, _, _, _, pair, valid, chunk = ring[0]
+        h = load_pairs(pairs_ptr, pair, valid, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
     barrier = issue_loads(WARPS)
     sums = scaled_sums(
         words, pairs, scale, zero, shift, barrier, TYPE, FORMAT, HAS_ZERO, SLOTS, True
@@ -245,8 +245,8 @@ def _step(
             STAGES, LOAD_AFTER_MMA,
         )  # fmt: skip
         ring = (next_block,)
-        _, _, _, _, pair, live, chunk = next_block
-        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
+        _, _, _, _, pair, valid, chunk = next_block
+        h = load_pairs(pairs_ptr, pair, valid, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
     return total + sums, h, ring
 
 
@@ -333,12 +333,12 @@ def gemv_w4_down_kernel(
         local, _ = load_local_ids(
             ids_ptr, pairs, slot < TOP_K, map_ptr, num_experts, num_local, HAS_MAP
         )
-        live = local >= 0
+        valid = local >= 0
         # NaN-free: integers
         ptrs = bias_ptr + tl.maximum(local, 0)[:, None].to(tl.int64) * stride_bias + column[None, :]
-        biases = tl.load(ptrs, mask=live[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
+        biases = tl.load(ptrs, mask=valid[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
         if HAS_ROW_WEIGHTS:
-            biases *= tl.load(row_weights_ptr + pairs, mask=live, other=0.0)[:, None]
+            biases *= tl.load(row_weights_ptr + pairs, mask=valid, other=0.0)[:, None]
         bias += tl.sum(biases, 0)
     if OVERLAP:
         gdc_wait()
@@ -347,8 +347,8 @@ def gemv_w4_down_kernel(
     # If all steps are unrolled, load all of h at once.
     h_blocks = ()
     for s in tl.static_range(STEPS if STEPS <= STAGES else 1):
-        _, _, _, _, pair, live, chunk = ring[s]
-        h_blocks += (load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS),)
+        _, _, _, _, pair, valid, chunk = ring[s]
+        h_blocks += (load_pairs(pairs_ptr, pair, valid, chunk, DEPTH, CHUNKS * HALVES, SLOTS),)
     # Unrolled, because in a loop the compiler would hoist the unpacking of invariant words.
     if STEPS <= STAGES:
         for s in tl.static_range(STEPS):
@@ -376,9 +376,9 @@ def gemv_w4_down_kernel(
                     LOAD_AFTER_MMA,
                 )  # fmt: skip
     if HAS_ROW_WEIGHTS and WARPS_PER_PAIR > 0:
-        pair, _, live = warp_pair
+        pair, _, valid = warp_pair
         # The router weight of a skipped pair may be anything, including NaN.
-        weight = tl.load(row_weights_ptr + pair, mask=live, other=0.0)
+        weight = tl.load(row_weights_ptr + pair, mask=valid, other=0.0)
         total *= _broadcast_to_sums(weight, ROWS // 8)
     if HALVES == 2:
         total = tl.sum(tl.reshape(total, (WARPS, 2, BLOCK_N, 8)), 1)
