@@ -66,7 +66,7 @@ class Numbering:
         return self.slots + self.sinks
 
     @property
-    def is_plain(self) -> bool:
+    def is_linear(self) -> bool:
         """Whether ranks have equal blocks of experts, so that ids determine the numbers."""
         equal_blocks = self.slots * self.placement.world_size == self.placement.experts
         return equal_blocks and self.placement.is_linear
@@ -151,7 +151,7 @@ def pair_arguments(pairs: Pairs, warps: int) -> tuple[dict[str, object], int]:
         "TOP_K": top_k,
         "JOIN": pairs.join,
         "SINKS": numbering.sinks > 0,
-        "PLAIN": numbering.is_plain,
+        "LINEAR": numbering.is_linear,
         "BLOCK_T": block_t,
         "BLOCK_K": lanes,
     }

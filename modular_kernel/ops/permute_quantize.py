@@ -50,14 +50,14 @@ def permute_and_quantize(
         return
     from modular_kernel.ops.kernels.permute_quantize import permute_and_quantize_kernel
 
-    computed = not scheme.static
+    is_dynamic = not scheme.static
     group = min(hidden, scheme.group[-1] if scheme.group else hidden)
     block = min(next_power_of_2(group), _MAX_BLOCK)
     groups = -(-hidden // group)
-    per_program = min(next_power_of_2(groups), max(1, _TILE // block))
+    groups_per_program = min(next_power_of_2(groups), max(1, _TILE // block))
     launch(
         permute_and_quantize_kernel,
-        (tokens * -(-groups // per_program),),
+        (tokens * -(-groups // groups_per_program),),
         x_ptr=x_TH,
         row_of_pair_ptr=row_of_pair_TK,
         weights_ptr=row_of_pair_TK if weights_TK is None else weights_TK,
@@ -70,13 +70,13 @@ def permute_and_quantize(
         stride_scale=out.scale.shape[-1],
         TOP_K=row_of_pair_TK.shape[1],
         HAS_WEIGHTS=weights_TK is not None,
-        COMPUTED=computed,
+        DYNAMIC_SCALE=is_dynamic,
         QMAX=QMAX[scheme.activation],
         ROUND=scheme.activation == "int8",
         MIN_SCALE=MIN_SCALE,
-        WHOLE=group <= block,
+        GROUP_FITS_BLOCK=group <= block,
         ALONG_ROWS=out.along_rows,
-        BLOCK_G=per_program,
+        BLOCK_G=groups_per_program,
         BLOCK_C=block,
         BLOCK_K=next_power_of_2(row_of_pair_TK.shape[1]),
         num_warps=8 if block > _TILE else 4,

@@ -226,7 +226,7 @@ def _launch_amax(
     rows, columns = x_RK.shape
     assert out.partials is not None
     tiles = row_tiles(*segments_of(rows, valid_rows), min(columns, _CHUNK), _MAX_PARTIALS)
-    programs = tiles.segments * tiles.parts
+    programs = tiles.segments * tiles.programs_per_segment
     assert programs <= out.partials.numel()
     arguments = {"partials_ptr": out.partials, "num_columns": columns, "up_offset": 0}
     launch(amax_kernel, (programs,), **arguments, **tiles.rows(), **source)
@@ -245,8 +245,8 @@ def _launch_quantize(
 
     # Only contiguous rows of 16-bit values with 16-byte alignment are copied with cp.async, and
     # only then do 8 programs fit on an SM.
-    streams = arguments["STEP"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
-    tiles, programs = tile_arguments(scheme, out, valid_rows, streams=streams)
+    allow_streaming = arguments["STEP"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
+    tiles, programs = tile_arguments(scheme, out, valid_rows, allow_streaming=allow_streaming)
     launch(
         quantize_rows_kernel,
         (programs,),
@@ -260,11 +260,11 @@ def _launch_quantize(
 
 
 def tile_arguments(
-    scheme: QuantScheme, out: Quantized, valid_rows: ValidRows, *, streams: bool = False
+    scheme: QuantScheme, out: Quantized, valid_rows: ValidRows, *, allow_streaming: bool = False
 ) -> tuple[dict[str, object], int]:
     """Return the kernel arguments for outputs, tiles and num_warps, and the number of programs.
 
-    `streams` allows software-pipelined loads of large inputs (`group_tiles`).
+    `allow_streaming` allows software-pipelined loads of large inputs (`group_tiles`).
     """
     rows, columns = out.q_RK.shape
     computed = scheme.activation_granularity != "tensor"
@@ -274,7 +274,7 @@ def tile_arguments(
     max_programs = _MAX_PROGRAMS if isinstance(valid_rows, BatchedRows) else rows
     segments, capacity = segments_of(rows, valid_rows)
     tiles = row_tiles(segments, capacity, group, max_programs)
-    if streams:
+    if allow_streaming:
         tiles = group_tiles(tiles, columns, group)
     if out.along_rows and len(out.scale) != segments:
         raise ShapeError("segments of scales", got=len(out.scale), need=segments)
@@ -284,17 +284,17 @@ def tile_arguments(
         "num_columns": columns,
         "group": group,
         "num_groups": groups,
-        "SCALE": "computed" if computed else ("given" if scheme.static else "partials"),
+        "SCALE": "dynamic" if computed else ("static" if scheme.static else "partials"),
         "QMAX": QMAX[scheme.activation],
         "ROUND": scheme.activation == "int8",
         "MIN_SCALE": MIN_SCALE,
-        "WHOLE": group <= tiles.block_c,
+        "GROUP_FITS_BLOCK": group <= tiles.block_c,
         "ALONG_ROWS": out.along_rows,
         "STAGES": tiles.stages,
         "BLOCK_G": tiles.block_g,
         "num_warps": tiles.num_warps,
         **tiles.rows(),
-    }, segments * tiles.parts * -(-groups // tiles.block_g)
+    }, segments * tiles.programs_per_segment * -(-groups // tiles.block_g)
 
 
 # ------------------------------------------------------------------------------ torch references

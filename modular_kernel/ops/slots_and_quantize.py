@@ -35,17 +35,17 @@ def number_and_quantize(
         return
     from modular_kernel.ops.kernels.slots_and_quantize import number_and_quantize_kernel
 
-    tiles, parts = tile_arguments(scheme, out, None)
+    tiles, quantize_programs = tile_arguments(scheme, out, None)
     warps = tiles["num_warps"]
     assert isinstance(warps, int)
-    numbers, programs = pair_arguments(pairs, warps)
+    pair_args, pair_programs = pair_arguments(pairs, warps)
     launch(
         number_and_quantize_kernel,
-        (programs + parts,),
+        (pair_programs + quantize_programs,),
         x_ptr=x_TH,
         stride_x=x_TH.stride(0),
-        pair_programs=programs,
-        **numbers,
+        pair_programs=pair_programs,
+        **pair_args,
         **tiles,
         **pdl_arguments(),
     )

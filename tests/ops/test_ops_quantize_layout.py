@@ -92,7 +92,7 @@ def test_tiles_of_large_layers() -> None:
         tiles = large(rows, columns)
         assert tiles.block_r * tiles.block_g * tiles.block_c == 2048
         assert columns == shares * tiles.block_g * tiles.block_c
-        assert 1000 < tiles.parts * shares <= 1056
+        assert 1000 < tiles.programs_per_segment * shares <= 1056
         assert tiles.num_warps == 4
     few = large(16, 7168)
     assert (few.block_r, few.block_g, few.stages) == (16, 1, 1)

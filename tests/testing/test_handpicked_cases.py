@@ -56,8 +56,10 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "the maximum only includes the first columns",
             QUANTIZE,
-            f"            if not WHOLE:\n                {NEXT_BLOCKS}                    other",
-            f"            if WHOLE:\n                {NEXT_BLOCKS}                    other",
+            f"            if not GROUP_FITS_BLOCK:\n"
+            f"                {NEXT_BLOCKS}                    other",
+            f"            if GROUP_FITS_BLOCK:\n"
+            f"                {NEXT_BLOCKS}                    other",
         ),
         ("H32800",),
     ),
@@ -65,8 +67,8 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "the last columns are not written",
             QUANTIZE,
-            f"        if not WHOLE:\n            {NEXT_BLOCKS}                other",
-            f"        if WHOLE:\n            {NEXT_BLOCKS}                other",
+            f"        if not GROUP_FITS_BLOCK:\n            {NEXT_BLOCKS}                other",
+            f"        if GROUP_FITS_BLOCK:\n            {NEXT_BLOCKS}                other",
         ),
         ("H32800",),
     ),
@@ -94,8 +96,8 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "programs that share rows read the same rows",
             QUANTIZE,
-            "tl.program_id(0) % parts * BLOCK_R",
-            "tl.program_id(0) // parts * BLOCK_R",
+            "tl.program_id(0) % programs_per_segment * BLOCK_R",
+            "tl.program_id(0) // programs_per_segment * BLOCK_R",
         ),
         ("T5-H1040",),
     ),
@@ -285,8 +287,10 @@ TRITON_DEFECTS = (
         SourceDefect(
             "the maximum only includes the first columns",
             QUANTIZE,
-            f"            if not WHOLE:\n                {NEXT_BLOCKS}                    other",
-            f"            if WHOLE:\n                {NEXT_BLOCKS}                    other",
+            f"            if not GROUP_FITS_BLOCK:\n"
+            f"                {NEXT_BLOCKS}                    other",
+            f"            if GROUP_FITS_BLOCK:\n"
+            f"                {NEXT_BLOCKS}                    other",
         ),
         "H16400",
     ),

@@ -214,6 +214,6 @@ class DequantizedPath(GroupedTmaPath):
             max_tiles=order.max_tiles,
             TILE_M=block_m,
             BINS=next_power_of_2(self.problem.e),
-            FILL=_TILES_PER_PROGRAM,
+            TILES_PER_PROGRAM=_TILES_PER_PROGRAM,
         )
         return replace(order, tiles=tiles)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from experts.triton.kernels.unpack_w4 import (
-    ASSEMBLE,
+    USE_INLINE_ASM,
     is_e2m1,
     opaque,
     prescale_factor,
@@ -188,7 +188,7 @@ def _to_float32(scale):
 
     Otherwise the loop would carry the 16-bit values, packed two to a register.
     """
-    if ASSEMBLE and scale.dtype == tl.bfloat16:
+    if USE_INLINE_ASM and scale.dtype == tl.bfloat16:
         scale = tl.inline_asm_elementwise(
             "{ .reg .b32 t; cvt.u32.u16 t, $1; shl.b32 $0, t, 16; }",
             "=r,h", [scale], dtype=tl.float32, is_pure=True, pack=1,

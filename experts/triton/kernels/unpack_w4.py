@@ -69,7 +69,7 @@ _INTEGER_FP16: tl.constexpr = _by_pairs(_integers_fp16)
 _E2M1_BF16: tl.constexpr = _by_pairs(_e2m1_bf16)
 _E2M1_FP16: tl.constexpr = _by_pairs(_e2m1_fp16)
 # The interpreter does not support inline assembly.
-ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
+USE_INLINE_ASM: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -78,11 +78,11 @@ def opaque(value):
 
     No instruction is emitted.
     """
-    if ASSEMBLE and value.dtype.primitive_bitwidth == 64:
+    if USE_INLINE_ASM and value.dtype.primitive_bitwidth == 64:
         value = tl.inline_asm_elementwise(
             "mov.b64 $0, $1;", "=l,l", [value], dtype=tl.int64, is_pure=True, pack=1
         )
-    elif ASSEMBLE:
+    elif USE_INLINE_ASM:
         value = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -210,7 +210,7 @@ def unpack_int4(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
         v2, v3 = _halves(p1, dtype)
         v4, v5 = _halves(p2, dtype)
         v6, v7 = _halves(p3, dtype)
-    elif ASSEMBLE:
+    elif USE_INLINE_ASM:
         if dtype == tl.bfloat16:
             code: tl.constexpr = _E2M1_BF16 if holds_e2m1(FORMAT) else _INTEGER_BF16
         else:

@@ -33,7 +33,7 @@ def number_pairs(
     program, ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr, invalid_ptr,
     num_tokens, num_experts, first_token, world_size, slots, numbers_per_rank, max_copies, factor,
     stride_ids, stride_weights,
-    TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
+    TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, LINEAR: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """numbers[t, k] = rank * numbers_per_rank + slot of the pair's expert; weights[t, k] *= factor.
@@ -49,7 +49,7 @@ def number_pairs(
     JOIN: a token's first pair with an expert gets the sum of the weights of all of them, and the
         others are dropped.
     SINKS: dropped pairs get numbers after the slots of the ranks, from the rank of first_token on.
-    PLAIN: every rank has `slots` experts, in order, so no table is read.
+    LINEAR: every rank has `slots` experts, in order, so no table is read.
     """
     token = program * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     k = tl.arange(0, BLOCK_K)[None, :]
@@ -71,7 +71,7 @@ def number_pairs(
         weight = tl.load(weights_row + k, mask=in_bounds, other=0.0)
         is_kept = valid
     number = tl.where(valid, ids, 0).to(tl.int64)
-    if PLAIN:
+    if LINEAR:
         if SINKS:
             number += number // slots * (numbers_per_rank - slots)
     else:
@@ -98,7 +98,7 @@ def number_pairs_kernel(
     ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr, invalid_ptr,
     num_tokens, num_experts, first_token, world_size, slots, numbers_per_rank, max_copies, factor,
     stride_ids, stride_weights,
-    TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
+    TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, LINEAR: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Run `number_pairs` in every program, for BLOCK_T tokens each."""
@@ -107,5 +107,5 @@ def number_pairs_kernel(
         tl.program_id(0), ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr,
         out_weights_ptr, invalid_ptr, num_tokens, num_experts, first_token, world_size, slots,
         numbers_per_rank, max_copies, factor, stride_ids, stride_weights,
-        TOP_K, JOIN, SINKS, PLAIN, BLOCK_T, BLOCK_K,
+        TOP_K, JOIN, SINKS, LINEAR, BLOCK_T, BLOCK_K,
     )  # fmt: skip

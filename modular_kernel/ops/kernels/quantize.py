@@ -1,7 +1,8 @@
 """Kernels that quantize rows with one scale per row, group or tensor, also after an activation.
 
 Rows are in segments of `capacity` rows: a single segment, or one per expert in the batched format.
-`parts` programs share the rows of a segment, BLOCK_R at a time. SOURCE says which rows hold a token
+`programs_per_segment` programs share the rows of a segment, BLOCK_R at a time. SOURCE says which
+rows hold a token
 and are quantized: "all"; "pairs": row p if pair p has a local expert; "batched": the first valid[s]
 rows of segment s.
 
@@ -12,7 +13,7 @@ that the type is an integer.
 import triton
 import triton.language as tl
 
-from modular_kernel.ops.kernels.activation import ASSEMBLE, activate
+from modular_kernel.ops.kernels.activation import USE_INLINE_ASM, activate
 from modular_kernel.ops.kernels.extrema import clamp_nan, max_nan, maximum_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.pdl import pdl_wait
@@ -49,7 +50,7 @@ def quantized_values(
 @triton.jit
 def _round_to_dtype(value, dtype: tl.constexpr):
     """Return float32 values rounded to `dtype`, as float32."""
-    if ASSEMBLE and dtype == tl.bfloat16:
+    if USE_INLINE_ASM and dtype == tl.bfloat16:
         # In pairs, because the conversion of one value uses the same unit as exp and reciprocals.
         value = tl.inline_asm_elementwise(
             "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; "
@@ -91,7 +92,7 @@ def _load_values(
     value = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     if KIND != "identity":
         up = tl.load(x_ptrs + up_offset, mask=mask, other=0.0).to(tl.float32)
-        value = activate(value, up, KIND, ALPHA, LIMIT, FLUSH=True)
+        value = activate(value, up, KIND, ALPHA, LIMIT, FLUSH_SUBNORMALS=True)
         value = _round_to_dtype(value, x_ptr.dtype.element_ty)
     if HAS_WEIGHTS:
         value = value * tl.load(weights_ptr + rows, mask=valid, other=0.0)[:, None]
@@ -101,21 +102,24 @@ def _load_values(
 @triton.jit
 def amax_kernel(
     x_ptr, weights_ptr, valid_ptr, map_ptr, partials_ptr,
-    num_columns, stride_x, up_offset, capacity, parts, num_experts, num_local,
+    num_columns, stride_x, up_offset, capacity, programs_per_segment, num_experts, num_local,
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """partials[program] = largest magnitude of the program's rows, 0 if it has none.
 
-    Grid: (segments * parts,). The caller takes the maximum of all partials, which needs no atomics
+    Grid: (segments * programs_per_segment,). The caller takes the maximum of all partials, which
+        needs no atomics
     and no zeroed memory.
     """
-    segment = (tl.program_id(0) // parts).to(tl.int64)
+    segment = (tl.program_id(0) // programs_per_segment).to(tl.int64)
     count = capacity
     if SOURCE == "batched":
         count = tl.load(valid_ptr + segment)
     amax = tl.zeros((BLOCK_R,), tl.float32)
-    for start in range(tl.program_id(0) % parts * BLOCK_R, count, parts * BLOCK_R):
+    for start in range(
+        tl.program_id(0) % programs_per_segment * BLOCK_R, count, programs_per_segment * BLOCK_R
+    ):
         rows, valid = _valid_rows(
             segment, start + tl.arange(0, BLOCK_R), count, capacity,
             valid_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
@@ -131,36 +135,37 @@ def amax_kernel(
 
 
 @triton.jit
-def quantize_part(
+def quantize_program(
     program, x_ptr, weights_ptr, valid_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
-    num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
+    num_columns, group, num_groups, stride_x, up_offset, capacity, programs_per_segment,
+    num_partials,
     num_experts, num_local,
     SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
-    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
-    ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    GROUP_FITS_BLOCK: tl.constexpr, ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """q[r, c] = x[r, c] / scale for BLOCK_G groups of columns in some rows: the share of `program`.
 
-    There are segments * parts * ceil(num_groups / BLOCK_G) programs. Those of the same rows are
-    adjacent, so that memory is read in order. A line of a tile is one group of one row. Rows
-    without a token get neither q nor scales.
+    There are segments * programs_per_segment * ceil(num_groups / BLOCK_G) programs. Those of the
+    same rows are adjacent, so that memory is read in order. A line of a tile is one group of one
+    row. Rows without a token get neither q nor scales.
 
     x_ptr, weights_ptr, up_offset, KIND, ALPHA, LIMIT, STEP: values are x, x times its row's weight,
         or act(x); see `_load_values`.
     group, num_groups: columns per scale, and scales per row.
-    SCALE: "computed": one scale per row and group, which is stored. "given": one scale, at
+    SCALE: "dynamic": one scale per row and group, which is stored. "static": one scale, at
         scale_ptr. "partials": one scale, from the maxima of `amax_kernel`, which the first program
         stores.
-    WHOLE: BLOCK_C covers a group, so x is read once.
+    GROUP_FITS_BLOCK: BLOCK_C covers a group, so x is read once.
     ALONG_ROWS: the scales of a segment are stored group by group, otherwise row by row.
     STAGES: stages of the software pipeline over tiles.
     BLOCK_P: a power of two >= num_partials.
     """
     group_blocks = tl.cdiv(num_groups, BLOCK_G)
     part = program // group_blocks
-    segment = (part // parts).to(tl.int64)
+    segment = (part // programs_per_segment).to(tl.int64)
     line = tl.arange(0, BLOCK_R * BLOCK_G)
     group_index = program % group_blocks * BLOCK_G + line % BLOCK_G
     first = group_index * group
@@ -170,7 +175,7 @@ def quantize_part(
     if SOURCE == "batched":
         count = tl.load(valid_ptr + segment)
     scale = tl.zeros((BLOCK_R * BLOCK_G,), tl.float32)
-    if SCALE == "given":
+    if SCALE == "static":
         scale += tl.load(scale_ptr)
     elif SCALE == "partials":
         index = tl.arange(0, BLOCK_P)
@@ -179,7 +184,12 @@ def quantize_part(
         scale += tensor_scale
         if program == 0:
             tl.store(scale_ptr, tensor_scale)
-    for start in tl.range(part % parts * BLOCK_R, count, parts * BLOCK_R, num_stages=STAGES):
+    for start in tl.range(
+        part % programs_per_segment * BLOCK_R,
+        count,
+        programs_per_segment * BLOCK_R,
+        num_stages=STAGES,
+    ):
         positions = start + line // BLOCK_G
         rows, valid = _valid_rows(
             segment, positions, count, capacity,
@@ -189,9 +199,9 @@ def quantize_part(
             x_ptr, weights_ptr, rows, columns, valid, end,
             stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
         )  # fmt: skip
-        if SCALE == "computed":
+        if SCALE == "dynamic":
             group_amax = max_nan(tl.abs(value), 1)
-            if not WHOLE:
+            if not GROUP_FITS_BLOCK:
                 for offset in range(BLOCK_C, group, BLOCK_C):
                     other = _load_values(
                         x_ptr, weights_ptr, rows, columns + offset, valid, end,
@@ -206,16 +216,16 @@ def quantize_part(
             tl.store(scale_ptrs, scale, mask=valid & (group_index < num_groups))
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_ptrs = q_ptr + rows[:, None] * num_columns
-        q = quantized_values(value, inverse, QMAX, ROUND, SCALE != "computed")
+        q = quantized_values(value, inverse, QMAX, ROUND, SCALE != "dynamic")
         mask = valid[:, None] & (columns < end)
         tl.store(q_ptrs + columns, q.to(q_ptr.dtype.element_ty), mask=mask)
-        if not WHOLE:
+        if not GROUP_FITS_BLOCK:
             for offset in range(BLOCK_C, group, BLOCK_C):
                 other = _load_values(
                     x_ptr, weights_ptr, rows, columns + offset, valid, end,
                     stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                 )  # fmt: skip
-                q = quantized_values(other, inverse, QMAX, ROUND, SCALE != "computed")
+                q = quantized_values(other, inverse, QMAX, ROUND, SCALE != "dynamic")
                 mask = valid[:, None] & (columns + offset < end)
                 tl.store(q_ptrs + columns + offset, q.to(q_ptr.dtype.element_ty), mask=mask)
 
@@ -223,20 +233,23 @@ def quantize_part(
 @triton.jit
 def quantize_rows_kernel(
     x_ptr, weights_ptr, valid_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
-    num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
+    num_columns, group, num_groups, stride_x, up_offset, capacity, programs_per_segment,
+    num_partials,
     num_experts, num_local,
     SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
-    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
-    ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    GROUP_FITS_BLOCK: tl.constexpr, ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Run `quantize_part` in every program."""
+    """Run `quantize_program` in every program."""
     pdl_wait(OVERLAP)
-    quantize_part(
+    quantize_program(
         tl.program_id(0), x_ptr, weights_ptr, valid_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
-        num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
+        num_columns, group, num_groups, stride_x, up_offset, capacity, programs_per_segment,
+        num_partials,
         num_experts, num_local, SCALE, SOURCE, HAS_MAP, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
-        QMAX, ROUND, MIN_SCALE, WHOLE, ALONG_ROWS, STAGES, BLOCK_R, BLOCK_G, BLOCK_C, BLOCK_P,
+        QMAX, ROUND, MIN_SCALE, GROUP_FITS_BLOCK, ALONG_ROWS, STAGES, BLOCK_R, BLOCK_G, BLOCK_C,
+        BLOCK_P,
     )  # fmt: skip

@@ -116,12 +116,13 @@ def dequantize_kernel(
 @triton.jit
 def tiles_of_experts_kernel(
     tiles_ptr, starts_ptr, out_ptr, first_expert, experts, max_tiles,
-    TILE_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
+    TILE_M: tl.constexpr, BINS: tl.constexpr, TILES_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     """Copy the tiles (`ops.sort`) of `experts` experts, renumbered from 0, to out.
 
-    These are the experts from first_expert on. Each program copies FILL tiles of TILE_M rows; the
-    first program also writes their number. BINS is a power of two >= first_expert + experts.
+    These are the experts from first_expert on. Each program copies TILES_PER_PROGRAM tiles of
+    TILE_M rows; the first program also writes their number. BINS is a power of two >= first_expert
+    + experts.
     """
     expert = tl.arange(0, BINS)
     in_range = expert < first_expert + experts
@@ -131,7 +132,7 @@ def tiles_of_experts_kernel(
     first = tl.sum(tl.where(expert < first_expert, counts, 0), axis=0)
     count = tl.sum(tl.where(expert >= first_expert, counts, 0), axis=0)
     pid = tl.program_id(0)
-    tile = pid * FILL + tl.arange(0, FILL)
+    tile = pid * TILES_PER_PROGRAM + tl.arange(0, TILES_PER_PROGRAM)
     used = tile < count
     from_ptr = tiles_ptr + first + tile
     tl.store(out_ptr + tile, tl.load(from_ptr, mask=used, other=0) - first_expert, mask=used)

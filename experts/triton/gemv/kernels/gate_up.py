@@ -47,7 +47,7 @@ def _step_input(
         x, scales = quantize_groups(
             x, QMAX, ROUND, MIN_SCALE, TYPE, GROUP_K, 1, BLOCK_K, VEC
         )  # fmt: skip
-    elif QUANT == "given":
+    elif QUANT == "prequantized":
         if GROUP_K > 0:
             vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
             scale_ptrs = x_scale_ptr + (vector // GROUP_K) * stride_xsk
@@ -124,7 +124,7 @@ def gemv_gate_up_kernel(
     amax_ptr: (num_pairs, blocks); if STORE_AMAX, the largest magnitude of each block of h.
     QUANT: how x is quantized:
         "none": it is not.
-        "given": before the launch, with the scales at x_scale_ptr.
+        "prequantized": before the launch, with the scales at x_scale_ptr.
         "token", "group", "tensor": in this kernel, with one scale each.
         "static": in this kernel, with the scale at x_scale_ptr.
     QMAX, ROUND, MIN_SCALE: see `quantize_rows`.
@@ -178,7 +178,7 @@ def gemv_gate_up_kernel(
         first_ptr, rows = x_ptr - token * stride_xm, num_pairs // TOP_K
         amax = _rows_amax(first_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R)
         x_scale = scale_of(amax, QMAX, MIN_SCALE)
-    elif QUANT == "static" or (QUANT == "given" and GROUP_K == 0):
+    elif QUANT == "static" or (QUANT == "prequantized" and GROUP_K == 0):
         x_scale = tl.load(x_scale_ptr)
     # Scales and zero points: one per row, or one for all rows.
     scale_column = block * BLOCK_N + tl.arange(0, SCALE_ROWS)

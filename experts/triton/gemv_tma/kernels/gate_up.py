@@ -232,8 +232,8 @@ def gemv_tma_gate_up_kernel(
     x_ptr: (num_pairs / TOP_K, hidden). TOKENS_IN_GROUP tokens, a power of two up to 8, are in
         shared memory at once.
     h_ptr: (num_pairs, intermediate), contiguous; rows of skipped pairs are not written.
-    QUANT: "given": x is fp8, with scales; otherwise x is quantized here, with one scale per "token"
-        or per "group" of 128.
+    QUANT: "prequantized": x is fp8, with scales; otherwise x is quantized here, with one scale per
+        "token" or per "group" of 128.
     QMAX, MIN_SCALE: see `quantize_rows`.
     GROUPED: w_scale is (experts, scale_rows, scale_groups), one per 128 x 128 block. Otherwise it
         is (experts, w_rows), and the amax of each block of h is written to amax (num_pairs,

@@ -143,9 +143,9 @@ def store_vectors(
     written. If GROUPED, their scales are written to `scales` (pieces, 8 panels, 8).
 
     pieces: the result of `load_pieces`.
-    QUANT: "given": the rows are quantized, with scales per group at scale_ptrs (R,), stride_scale
-        apart. "token": quantize by multiplying with `inverse` (R,). "group": quantize with a scale
-        per 128 values.
+    QUANT: "prequantized": the rows are quantized, with scales per group at scale_ptrs (R,),
+        stride_scale apart. "token": quantize by multiplying with `inverse` (R,). "group": quantize
+        with a scale per 128 values.
     """
     PIECES: gl.constexpr = vectors.shape[0]
     if len(pieces) > 0:
@@ -157,7 +157,7 @@ def store_vectors(
         for piece in range(PIECES):
             values = _load_piece(row_ptrs, stride, row_mask, depth, piece)
             _store_piece(vectors, scales, piece, values, inverse, QUANT, QMAX, MIN_SCALE)
-    if QUANT == "given" and GROUPED:
+    if QUANT == "prequantized" and GROUPED:
         for piece in range(PIECES):
             group = gl.arange(0, PANELS, gl.SliceLayout(0, vector_layout(row_ptrs.shape[0])))[
                 None, :

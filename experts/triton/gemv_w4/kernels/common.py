@@ -21,7 +21,7 @@ import triton.language as tl
 
 from experts.triton.kernels.operands_w4 import rows_of, scale_values
 from experts.triton.kernels.unpack_w4 import (
-    ASSEMBLE,
+    USE_INLINE_ASM,
     is_e2m1,
     missing_factor_log2,
     prescale_factor,
@@ -46,7 +46,7 @@ def issue_loads(WARPS: tl.constexpr):
     for the whole program.
     """
     zero = 0
-    if ASSEMBLE:
+    if USE_INLINE_ASM:
         threads: tl.constexpr = 64 if WARPS > 1 else 32
         zero = tl.inline_asm_elementwise(
             "{ .reg .b32 t; .reg .pred p; mov.u32 t, %tid.x; setp.gt.u32 p, t, 4096; "
