@@ -62,8 +62,10 @@ def test_every_launch_is_clean(
         product = record.kernel == "grouped_gemm_w4_tma_kernel"
         assert check(record, "HGMMA" if product else None) == ()
         if product:
-            form = grouped_w4_config.forms(problem)[0]
-            room = grouped_w4_config._shared_bytes(tiles.gemm1, record.config["SLOTS"], form)
+            packed_format = grouped_w4_config.packed_formats(problem)[0]
+            room = grouped_w4_config._shared_bytes(
+                tiles.gemm1, record.config["SLOTS"], packed_format
+            )
             assert room - grouped_w4_config._BARRIERS <= record.shared <= room
 
 

@@ -116,9 +116,9 @@ _ROWS: RowRange = {16: (0, 4)}
 # For each block_k, as many stages as can fit, and fewer.
 _ENTRIES: ByBlock = {
     16: tuple(
-        (64, block_k, 4, places)
+        (64, block_k, 4, num_stages)
         for block_k, counts in ((512, (6, 5, 4, 3, 2)), (256, (12, 10, 8, 6)), (128, (16, 12)))
-        for places in counts
+        for num_stages in counts
     ),
 }
 

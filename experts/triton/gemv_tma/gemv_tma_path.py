@@ -82,13 +82,13 @@ class GemvTmaPath(Path):
         self.problem = problem
         # With a sum over top-k, all pairs of a token are accumulated before rounding.
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
-        self._grouped = problem.scheme.granularity == "block"
+        self._has_block_scales = problem.scheme.granularity == "block"
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         specs = {"workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype)}
-        if not self._grouped:
+        if not self._has_block_scales:
             specs["gemv_tma_amax"] = BufferSpec((pairs * self._blocks,), torch.float32)
         return specs
 
@@ -114,14 +114,14 @@ class GemvTmaPath(Path):
         pairs = call.tokens.routing.topk_ids_TK.numel()
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
         amax = h_PI
-        if not self._grouped:
+        if not self._has_block_scales:
             amax = workspace.take("gemv_tma_amax", (pairs * self._blocks,))
         num_sms = multiprocessors()
         common = {
             "h_ptr": h_PI,
             "amax_ptr": amax,
             "TOP_K": problem.top_k,
-            "GROUPED": self._grouped,
+            "BLOCK_SCALES": self._has_block_scales,
             "QMAX": QMAX[problem.scheme.activation],
             "MIN_SCALE": MIN_SCALE,
             "num_warps": 4,
@@ -168,7 +168,7 @@ class GemvTmaPath(Path):
         product = gemm1_operands(call.weights, problem)
         quant, scales = input_scales(call.tokens, None, problem)
         # With block scales, the kernel handles a group that covers all of K like other groups.
-        quant = "group" if self._grouped and quant == "token" else quant
+        quant = "group" if self._has_block_scales and quant == "token" else quant
         constants = {k: v for k, v in product.constants.items() if k != "GATED"}
         return {
             "x_ptr": x_TH,

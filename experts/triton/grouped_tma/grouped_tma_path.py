@@ -153,7 +153,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             MODE=self._mode,
             STEP=product.step,
             HAS_BIAS=product.bias is not None,
-            GATHERED=tokens is not None,
+            GATHER=tokens is not None,
             EVEN_K=depth * itemsize % BOX_BYTES == 0,
             STAGES=tile.num_stages,
             SLOTS=staging_slots(tile, box_rows, out_columns),

@@ -81,12 +81,12 @@ def multiply_tile(
             if GATED:
                 c = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
         else:
-            inside = start + k < depth
-            b_inside = b_mask & inside[:, None]
-            a = tl.load(a_ptrs, mask=a_mask & inside[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=b_inside, other=0.0)
+            in_bounds = start + k < depth
+            b_mask_k = b_mask & in_bounds[:, None]
+            a = tl.load(a_ptrs, mask=a_mask & in_bounds[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=b_mask_k, other=0.0)
             if GATED:
-                c = tl.load(b_ptrs + up_offset, mask=b_inside, other=0.0)
+                c = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
         gate = accumulate(gate, a, b, PRECISION, SWAP)
         if GATED:
             up = accumulate(up, a, c, PRECISION, SWAP)

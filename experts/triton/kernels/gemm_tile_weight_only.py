@@ -171,10 +171,10 @@ def multiply_tile_weight_only(
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = gate
     for start in range(0, depth, BLOCK_K):
-        a_inside = a_mask
+        a_mask_k = a_mask
         b_mask = column_mask[None, :]
         if not EVEN_K:
-            a_inside = a_mask & (start + k < depth)[None, :]
+            a_mask_k = a_mask & (start + k < depth)[None, :]
             # The bound is in bytes: with one on start + 2 * row the compiler could not prove that
             # adjacent bytes share a mask, which rules out wide asynchronous copies.
             b_mask = b_mask & (start // WIDTH + row < depth // WIDTH)[:, None]
@@ -184,7 +184,7 @@ def multiply_tile_weight_only(
             ordered = a_rows + column[None, :].to(tl.int64) * stride_ak
             a = tl.load(ordered, mask=a_mask & in_range[None, :], other=0.0)
         else:
-            a = tl.load(a_ptrs, mask=a_inside, other=0.0)
+            a = tl.load(a_ptrs, mask=a_mask_k, other=0.0)
         codes = tl.load(b_ptrs, mask=b_mask, other=0.0)
         if FORMAT == "nvfp4":
             # Avoid a division by 0, which the interpreter ignores but a GPU turns into an address.

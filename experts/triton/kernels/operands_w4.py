@@ -165,20 +165,20 @@ def unpack_scaled_words(
 
 
 @triton.jit
-def load_scale(ptrs, inside, FORMAT: tl.constexpr, MISSING_LOG2: tl.constexpr):
-    """Load scales and return them times 2^MISSING_LOG2 in float32, and 0 where `inside` is False.
+def load_scale(ptrs, in_bounds, FORMAT: tl.constexpr, MISSING_LOG2: tl.constexpr):
+    """Load scales; return them times 2^MISSING_LOG2 in float32, and 0 where `in_bounds` is False.
 
-    `inside` may be None. Scales of e2m1 are E8M0 exponents: 255 gives NaN, and for bf16, scales of
-    2^50 and more give infinity.
+    `in_bounds` may be None. Scales of e2m1 are E8M0 exponents: 255 gives NaN, and for bf16, scales
+    of 2^50 and more give infinity.
     """
     scale = tl.load(ptrs)
     if is_e2m1(FORMAT):
         # A masked load, or bytes packed two to a register, would cost more.
-        result = scale_values(opaque(scale.to(tl.int32)), FORMAT, MISSING_LOG2, inside)
+        result = scale_values(opaque(scale.to(tl.int32)), FORMAT, MISSING_LOG2, in_bounds)
     else:
         result = scale_values(_to_float32(scale), FORMAT, MISSING_LOG2)
-        if inside is not None:
-            result = tl.where(inside, result, 0.0)
+        if in_bounds is not None:
+            result = tl.where(in_bounds, result, 0.0)
     return result
 
 
@@ -197,14 +197,14 @@ def _to_float32(scale):
 
 
 @triton.jit
-def scale_values(scale, FORMAT: tl.constexpr, MISSING_LOG2: tl.constexpr, inside=None):
-    """Convert loaded scales as `load_scale` does; `inside` is used for exponents only."""
+def scale_values(scale, FORMAT: tl.constexpr, MISSING_LOG2: tl.constexpr, in_bounds=None):
+    """Convert loaded scales as `load_scale` does; `in_bounds` is used for exponents only."""
     if is_e2m1(FORMAT):
         # Nine bits: the exponent and one bit of the significand. 510 is infinity, 511 is NaN.
         exponent = scale.to(tl.int32)
         max_bits = 510 + ((exponent + 1) >> 8)
-        if inside is not None:
-            max_bits = tl.where(inside, max_bits, 0)
+        if in_bounds is not None:
+            max_bits = tl.where(in_bounds, max_bits, 0)
         bits = tl.minimum(2 * (exponent + MISSING_LOG2), max_bits)  # NaN-free: integers
         result = (bits << 22).to(tl.float32, bitcast=True)
     else:

@@ -36,7 +36,7 @@ def _rows_of_spans(
 
 @triton.jit
 def _load_scales(
-    scale_ptr, scale_at, zero_ptr, zero_at, shift, start, step_k, depth,
+    scale_ptr, scale_offsets, zero_ptr, zero_offsets, shift, start, step_k, depth,
     FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, MISSING_LOG2: tl.constexpr,
     WITHOUT_OFFSET: tl.constexpr, STEP_K: tl.constexpr, GROUP_K: tl.constexpr,
     EVEN_K: tl.constexpr, DEPTH: tl.constexpr,
@@ -47,7 +47,7 @@ def _load_scales(
     scales are loaded again, because a masked load takes an extra instruction that zeroes its
     register.
 
-    scale_at, zero_at: offsets of the rows, as two terms of `rows_of`.
+    scale_offsets, zero_offsets: offsets of the rows, as two terms of `rows_of`.
     shift: 0 or 4, the bits of a row's zero point in its byte.
     step_k: (STEPS, 1, 1), the K offset of each MMA in the step.
     MISSING_LOG2: log2 of the factor by which scales are multiplied; see `missing_factor_log2`.
@@ -61,16 +61,16 @@ def _load_scales(
         group = step_k // GROUP_K + start // GROUP_K
     else:
         group = (start + step_k) // GROUP_K
-    inside = None
+    in_bounds = None
     if not EVEN_K:
-        inside = start + step_k < depth
+        in_bounds = start + step_k < depth
         group = tl.minimum(group, (depth - 1) // GROUP_K)  # NaN-free: integers
-    scale_ptrs = (scale_ptr + (scale_at[0] + group)) + scale_at[1]
-    zero_ptrs = (zero_ptr + (zero_at[0] + group)) + zero_at[1]
+    scale_ptrs = (scale_ptr + (scale_offsets[0] + group)) + scale_offsets[1]
+    zero_ptrs = (zero_ptr + (zero_offsets[0] + group)) + zero_offsets[1]
     if FORMAT == "nvfp4":  # words past the end of K are zeros
         scale = tl.load(scale_ptrs)
     else:
-        scale = load_scale(scale_ptrs, inside, FORMAT, MISSING_LOG2)
+        scale = load_scale(scale_ptrs, in_bounds, FORMAT, MISSING_LOG2)
     return scale, load_zero(zero_ptrs, shift, HAS_ZERO, WITHOUT_OFFSET)
 
 
@@ -132,12 +132,12 @@ def grouped_gemm_w4_kernel(
     # for scales. 32-bit offsets suffice within an expert.
     first = pid_n * BLOCK_N
     rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, 8, EVEN_N)
-    words_at = row_offsets(rows, stride_bn // 4)
+    words_offsets = row_offsets(rows, stride_bn // 4)
     SPAN: tl.constexpr = min(32 // GROUPS, BLOCK_N)
     rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, SPAN, EVEN_N)
-    scale_at = row_offsets(rows, stride_bsn)
+    scale_offsets = row_offsets(rows, stride_bsn)
     # One of the two terms is even, so the terms can be halved separately: two rows share a byte.
-    zero_at = row_offsets((rows[0] // 2, rows[1] // 2), stride_bzn)
+    zero_offsets = row_offsets((rows[0] // 2, rows[1] // 2), stride_bzn)
     shift = (rows[0] + rows[1]) % 2 * 4
     step = tl.arange(0, STEPS)[:, None, None]
     step_k = (step % WARPS) * K_PER_WARP + (step // WARPS) * DEPTH
@@ -155,25 +155,26 @@ def grouped_gemm_w4_kernel(
     total = tl.zeros((WARPS, ROWS, BLOCK_M), tl.float32)
     # Scales and zero points are loaded a step ahead to hide their latency.
     scale, zero = _load_scales(
-        b_scale_ptr, scale_at, zero_ptr, zero_at, shift, 0, step_k, depth,
+        b_scale_ptr, scale_offsets, zero_ptr, zero_offsets, shift, 0, step_k, depth,
         FORMAT, HAS_ZERO, MISSING_LOG2, WITHOUT_OFFSET, STEP_K, GROUP_K, EVEN_K, DEPTH,
     )  # fmt: skip
     for start in range(0, depth, STEP_K):
-        a_inside = a_mask
+        a_mask_k = a_mask
         if not EVEN_K:
             # One 16-byte copy has 32 weights.
             words_mask = word // 4 * 32 < depth - start
-            a_inside = a_mask & (step_k[:, :, :, None] + first_of_eight(DEPTH) < depth - start)
+            a_mask_k = a_mask & (step_k[:, :, :, None] + first_of_eight(DEPTH) < depth - start)
         # Opaque, so that the compiler does not keep a pointer (two registers) for every row.
         base_ptr = tl.multiple_of(opaque(words_ptr.to(tl.int64)).to(words_ptr.dtype), 16)
-        words_ptrs = (base_ptr + (words_at[0] + word)) + words_at[1]
+        words_ptrs = (base_ptr + (words_offsets[0] + word)) + words_offsets[1]
         if EVEN_K:
             words = tl.load(words_ptrs)
         else:
             words = tl.load(words_ptrs, mask=words_mask, other=0)
-        a = tl.load(a_ptrs, mask=a_inside, other=0.0)
+        a = tl.load(a_ptrs, mask=a_mask_k, other=0.0)
         next_scale, next_zero = _load_scales(
-            b_scale_ptr, scale_at, zero_ptr, zero_at, shift, start + STEP_K, step_k, depth,
+            b_scale_ptr, scale_offsets, zero_ptr, zero_offsets, shift, start + STEP_K, step_k,
+            depth,
             FORMAT, HAS_ZERO, MISSING_LOG2, WITHOUT_OFFSET, STEP_K, GROUP_K, EVEN_K, DEPTH,
         )  # fmt: skip
         groups = tl.reshape(words, (WARPS, ROWS, GROUPS, DEPTH // 8))

@@ -79,9 +79,9 @@ def adapter_sums(
     of two >= rank.
     """
     r = tl.arange(0, R)
-    inside = r < rank
-    u = tl.load(u_ptrs + r[None, :], mask=u_mask & inside[None, :], other=0.0).to(tl.float32)
-    b = tl.load(b_ptrs + r[None, None, :], mask=b_mask & inside[None, None, :], other=0.0)
+    in_bounds = r < rank
+    u = tl.load(u_ptrs + r[None, :], mask=u_mask & in_bounds[None, :], other=0.0).to(tl.float32)
+    b = tl.load(b_ptrs + r[None, None, :], mask=b_mask & in_bounds[None, None, :], other=0.0)
     return tl.sum(b.to(tl.float32) * u[:, None, :], axis=2)
 
 

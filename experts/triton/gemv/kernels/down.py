@@ -166,10 +166,10 @@ def gemv_down_kernel(
             S, BLOCK_N, BLOCK_K, VEC,
         )  # fmt: skip
         for start in tl.range(BLOCK_K, depth, BLOCK_K, num_stages=STAGES):
-            inside = start + k < depth
+            in_bounds = start + k < depth
             w_ptrs += BLOCK_K * stride_bk
-            codes = tl.load(w_ptrs, mask=row_mask & inside[None, None, :], other=0.0)
-            h = tl.load(h_ptrs + start, mask=valid[:, None] & inside[None, :], other=0.0)
+            codes = tl.load(w_ptrs, mask=row_mask & in_bounds[None, None, :], other=0.0)
+            h = tl.load(h_ptrs + start, mask=valid[:, None] & in_bounds[None, :], other=0.0)
             sums = _add_step(
                 sums, codes, start, h, h_scale, scale_mask,
                 depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,

@@ -200,14 +200,14 @@ def gemv_gate_up_kernel(
         BLOCK_N, BLOCK_K, VEC,
     )  # fmt: skip
     for start in tl.range(BLOCK_K, hidden, BLOCK_K, num_stages=STAGES):
-        inside = start + k < hidden
-        w_mask = column_mask[None, :, None] & inside[None, None, :]
+        in_bounds = start + k < hidden
+        w_mask = column_mask[None, :, None] & in_bounds[None, None, :]
         w_ptrs += BLOCK_K * stride_bk
         gate_codes = tl.load(w_ptrs, mask=w_mask, other=0.0)
         up_codes = gate_codes
         if GATED:
             up_codes = tl.load(w_ptrs + up_offset, mask=w_mask, other=0.0)
-        x = tl.load(x_ptr + (start + k) * stride_xk, mask=inside, other=0.0)
+        x = tl.load(x_ptr + (start + k) * stride_xk, mask=in_bounds, other=0.0)
         gate, up = _add_step(
             gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden, scale_mask,
             scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,

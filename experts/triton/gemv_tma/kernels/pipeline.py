@@ -135,12 +135,12 @@ def _store_piece(
 @gluon.jit
 def store_vectors(
     vectors, scales, pieces, row_ptrs, stride, row_mask, depth, inverse, scale_ptrs, stride_scale,
-    QUANT: gl.constexpr, GROUPED: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
+    QUANT: gl.constexpr, BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Write the rows at row_ptrs (R,) to `vectors` (pieces, 8, 1024) in shared memory.
 
     Rows are repeated as by `repeat_rows`. Values of a row are `stride` apart; past `depth`, 0 is
-    written. If GROUPED, their scales are written to `scales` (pieces, 8 panels, 8).
+    written. If BLOCK_SCALES, their scales are written to `scales` (pieces, 8 panels, 8).
 
     pieces: the result of `load_pieces`.
     QUANT: "prequantized": the rows are quantized, with scales per group at scale_ptrs (R,),
@@ -157,7 +157,7 @@ def store_vectors(
         for piece in range(PIECES):
             values = _load_piece(row_ptrs, stride, row_mask, depth, piece)
             _store_piece(vectors, scales, piece, values, inverse, QUANT, QMAX, MIN_SCALE)
-    if QUANT == "prequantized" and GROUPED:
+    if QUANT == "prequantized" and BLOCK_SCALES:
         for piece in range(PIECES):
             group = gl.arange(0, PANELS, gl.SliceLayout(0, vector_layout(row_ptrs.shape[0])))[
                 None, :
@@ -209,8 +209,8 @@ def _weight_scales(ptrs, start, depth, mask, PANELS_PER_STAGE: gl.constexpr):
     """Load the weight scales (64,) of each panel of a stage, with 0 past the end of K."""
     scales = ()
     for p in gl.static_range(PANELS_PER_STAGE):
-        inside = start + p * PANEL < depth
-        scales += (gl.load(ptrs + start // PANEL + p, mask=mask & inside, other=0.0),)
+        in_bounds = start + p * PANEL < depth
+        scales += (gl.load(ptrs + start // PANEL + p, mask=mask & in_bounds, other=0.0),)
     return scales
 
 
@@ -275,13 +275,13 @@ def prefetch_scales(ptr, count):
 
 @gluon.jit
 def multiply(
-    ring, vectors, scales, full, empty, step, depth, ptrs, mask, GROUPED: gl.constexpr
+    ring, vectors, scales, full, empty, step, depth, ptrs, mask, BLOCK_SCALES: gl.constexpr
 ):  # fmt: skip
     """Multiply a tile of weights by the vectors; return the sums (64, 8) and the next step.
 
-    If GROUPED, the sums are scaled; see `_multiply_scaled`.
+    If BLOCK_SCALES, the sums are scaled; see `_multiply_scaled`.
     """
-    if GROUPED:
+    if BLOCK_SCALES:
         sums, step = _multiply_scaled(
             ring, vectors, scales, full, empty, step, depth, ptrs, mask
         )  # fmt: skip

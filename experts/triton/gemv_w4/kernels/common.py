@@ -74,7 +74,7 @@ def rows_of_lanes(
 
 @triton.jit
 def load_words(
-    ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    ptr, offset, chunk, in_bounds, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Load a block of each row, or half of one, as words: int32 (4, 8, WARPS, ROWS / 8, CHUNKS, 4).
@@ -82,7 +82,7 @@ def load_words(
     ptr: an int32 pointer, or one per lane.
     offset: offsets of the rows in words, two terms of `rows_of_lanes`.
     chunk: index of the first chunk of the block, (1 or 4, 1 or 8, WARPS, 1).
-    inside: whether to read the block; of the same shape.
+    in_bounds: whether to read the block; of the same shape.
     """
     lane = tl.arange(0, 4)[:, None, None, None]
     half = tl.arange(0, HALVES)[None, None, None, :] * CHUNKS
@@ -92,7 +92,7 @@ def load_words(
     base_ptrs = ptr + (offset[0] + (chunk * 16 + lane * 4))
     static_offset = (offset[1] + half * 16)[:, :, :, :, None, None]
     ptrs = base_ptrs[:, :, :, :, None, None] + (static_offset + (chunk_index * 16 + word))
-    mask = inside[:, :, :, :, None, None]
+    mask = in_bounds[:, :, :, :, None, None]
     if not EVEN_K:
         k = ((chunk + half) * 128 + lane * 32)[:, :, :, :, None, None] + chunk_index * 128
         mask = mask & (k < depth)
@@ -100,13 +100,13 @@ def load_words(
 
 
 @triton.jit
-def _is_inside(
-    chunk, inside, slot, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr, SLOTS: tl.constexpr,
+def _slot_mask(
+    chunk, in_bounds, slot, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr, SLOTS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Return whether a slot starts inside its row's half of the block and inside K."""
     half = tl.arange(0, HALVES)[None, None, None, :]
-    mask = inside & (slot // (CHUNKS * SLOTS) == half)
+    mask = in_bounds & (slot // (CHUNKS * SLOTS) == half)
     if not EVEN_K:
         mask = mask & (chunk * 128 + slot * (128 // SLOTS) < depth)
     return mask
@@ -124,7 +124,7 @@ def _load_slots(ptr, offset, chunk, slot, mask, SLOTS: tl.constexpr, GROUP_K: tl
 
 @triton.jit
 def load_by_slot(
-    ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    ptr, offset, chunk, in_bounds, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, PAIRED_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Load scales or zero points, one per row and slot: (4, 8, WARPS, ROWS / 8, 2).
@@ -133,10 +133,10 @@ def load_by_slot(
     Otherwise they are loaded separately, because a single load would get another layout, from which
     the values move through shared memory.
 
-    ptr, offset, chunk, inside: as in `load_words`.
+    ptr, offset, chunk, in_bounds: as in `load_words`.
     """
     slot = (tl.arange(0, 4) * 2)[:, None, None, None]
-    mask = _is_inside(chunk, inside, slot, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
+    mask = _slot_mask(chunk, in_bounds, slot, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
     if PAIRED_SCALES:  # both slots are inside or neither is
         two = tl.arange(0, 2)[None, None, None, None, :]
         first = ptr + (offset[0] + (chunk * SLOTS + slot))
@@ -144,7 +144,7 @@ def load_by_slot(
         result = tl.load(ptrs, mask=mask[:, :, :, :, None], other=0)
     else:
         even = _load_slots(ptr, offset, chunk, slot, mask, SLOTS, GROUP_K)
-        mask = _is_inside(chunk, inside, slot + 1, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
+        mask = _slot_mask(chunk, in_bounds, slot + 1, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
         odd = _load_slots(ptr, offset, chunk, slot + 1, mask, SLOTS, GROUP_K)
         result = tl.join(even, odd)
     return result
@@ -159,43 +159,43 @@ def to_slot_layout(values):
 
 
 @triton.jit
-def _value_offsets(chunk, inside, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+def _value_offsets(chunk, in_bounds, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
     """Return offsets into a row of x and masks, one per eight values: (4, 8, WARPS, 1, 4, 1).
 
-    chunk, inside: as in `load_words`.
+    chunk, in_bounds: as in `load_words`.
     """
     lane = tl.arange(0, 4)[:, None, None, None]
     slot = tl.arange(0, 8)[None, :, None, None]
     k = (chunk + slot // SLOTS) * 128 + lane * 32
     is_lane_slot = (slot % SLOTS == lane * SLOTS // 4) & (slot < CHUNKS * SLOTS)
-    mask = inside & is_lane_slot & (k < depth)
+    mask = in_bounds & is_lane_slot & (k < depth)
     word = tl.arange(0, 4)[None, None, None, None, :, None]
     return k[:, :, :, :, None, None] + word * 8, mask[:, :, :, :, None, None]
 
 
 @triton.jit
-def load_pairs(ptr, row, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+def load_pairs(ptr, row, in_bounds, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
     """Load a block of rows that `store_in_pair_order` wrote: int32 (4, 8, WARPS, 1, 4, 4).
 
     ptr: an int32 pointer to rows of `depth` values.
     row: the row of each warp; shaped like `chunk`.
-    chunk, inside: as in `load_words`.
+    chunk, in_bounds: as in `load_words`.
     """
-    offset, mask = _value_offsets(chunk, inside, depth, CHUNKS, SLOTS)
+    offset, mask = _value_offsets(chunk, in_bounds, depth, CHUNKS, SLOTS)
     pair = tl.arange(0, 4)[None, None, None, None, None, :]
     ptrs = ptr + (row.to(tl.int64) * (depth // 2))[:, :, :, :, None, None]
     return tl.load(ptrs + (offset // 2 + pair), mask=mask, other=0)
 
 
 @triton.jit
-def load_row(ptr, stride, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+def load_row(ptr, stride, in_bounds, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
     """Load a block of a row of x: int32 (4, 8, WARPS, 1, 4, 4), two adjacent values each.
 
     `to_mma_pairs` converts the result to the order of the MMA.
 
-    chunk, inside: as in `load_words`.
+    chunk, in_bounds: as in `load_words`.
     """
-    offset, mask = _value_offsets(chunk, inside, depth, CHUNKS, SLOTS)
+    offset, mask = _value_offsets(chunk, in_bounds, depth, CHUNKS, SLOTS)
     k = tl.arange(0, 8)[None, None, None, None, None, :]
     x = tl.load(ptr + (offset + k) * stride, mask=mask, other=0.0)
     bits = tl.reshape(x.to(tl.int16, bitcast=True), (4, 8, x.shape[2], 1, 4, 4, 2))

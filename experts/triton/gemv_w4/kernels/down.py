@@ -29,7 +29,7 @@ def blocks_along(depth: int, chunks: int) -> int:
 
 
 @triton.constexpr_function
-def stays_inside(blocks: int, warps_per_pair: int, stages: int, load_after_mma: bool) -> bool:
+def stays_in_bounds(blocks: int, warps_per_pair: int, stages: int, load_after_mma: bool) -> bool:
     """Return whether no step loads a block after the last one of its pair.
 
     A step loads the block of a later step. If there are several, the last steps load for steps that
@@ -109,7 +109,7 @@ def _block_of_warp(
     if WARPS_PER_PAIR > 0:
         pair, local, valid = warp_pair
         block = step * WARPS_PER_PAIR + warp % WARPS_PER_PAIR
-        if not stays_inside(BLOCKS, WARPS_PER_PAIR, STAGES, LOAD_AFTER_MMA):
+        if not stays_in_bounds(BLOCKS, WARPS_PER_PAIR, STAGES, LOAD_AFTER_MMA):
             valid = valid & (block < BLOCKS)
     else:
         index = step * WARPS + warp

@@ -35,13 +35,13 @@ def _load_block(
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     warp = tl.arange(0, WARPS)[None, None, :, None]
     chunk = (step * WARPS + warp) * CHUNKS
-    inside = chunk * 128 < depth
-    words = load_words(words_ptr, words_offset, chunk, inside, depth, CHUNKS, 1, EVEN_K)
+    in_bounds = chunk * 128 < depth
+    words = load_words(words_ptr, words_offset, chunk, in_bounds, depth, CHUNKS, 1, EVEN_K)
     scale = load_by_slot(
         scale_ptr,
         scale_offset,
         chunk,
-        inside,
+        in_bounds,
         depth,
         CHUNKS,
         1,
@@ -56,7 +56,7 @@ def _load_block(
             zero_ptr,
             zero_offset,
             chunk,
-            inside,
+            in_bounds,
             depth,
             CHUNKS,
             1,
@@ -76,8 +76,8 @@ def _load_x(
     """Load the values of x that the words of `_load_block` multiply."""
     warp = tl.arange(0, WARPS)[None, None, :, None]
     chunk = (step * WARPS + warp) * CHUNKS
-    inside, slots = chunk * 128 < depth, slots_of_chunk(GROUP_K)
-    return load_row(x_ptr, stride, inside, chunk, depth, CHUNKS, slots)
+    in_bounds, slots = chunk * 128 < depth, slots_of_chunk(GROUP_K)
+    return load_row(x_ptr, stride, in_bounds, chunk, depth, CHUNKS, slots)
 
 
 @triton.jit
