@@ -121,15 +121,15 @@ class PairShrink:
         """Launch u = A x over the tokens (T, H), for GEMM 1."""
         weights = self._call.weights
         with stages.stage(stages.SHRINK):
-            return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13))
+            return self._shrink("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13))
 
     def of_w2(self, h_PI: torch.Tensor) -> ShrinkOutput:
         """Launch u = A h over the pairs (P, I), for GEMM 2."""
         weights = self._call.weights
         with stages.stage(stages.SHRINK):
-            return self._shrunk("lora_u2", h_PI, (weights.lora_a2, weights.lora_b2))
+            return self._shrink("lora_u2", h_PI, (weights.lora_a2, weights.lora_b2))
 
-    def _shrunk(self, name: str, x: torch.Tensor, matrices: Matrices) -> ShrinkOutput:
+    def _shrink(self, name: str, x: torch.Tensor, matrices: Matrices) -> ShrinkOutput:
         from experts.triton.kernels.shrink import shrink_pairs_kernel
 
         a, b = matrices
@@ -180,14 +180,14 @@ class SegmentShrink:
     def of_w1(self, x_TH: torch.Tensor, weights: ExpertWeights) -> ShrinkOutput:
         """Launch u = A x for GEMM 1; the kernel gathers the tokens x (T, H) of the rows."""
         with stages.stage(stages.SHRINK):
-            return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13), gather=True)
+            return self._shrink("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13), gather=True)
 
     def of_w2(self, h_RI: torch.Tensor, weights: ExpertWeights) -> ShrinkOutput:
         """Launch u = A h over the sorted rows (P, I), for GEMM 2."""
         with stages.stage(stages.SHRINK):
-            return self._shrunk("lora_u2", h_RI, (weights.lora_a2, weights.lora_b2), gather=False)
+            return self._shrink("lora_u2", h_RI, (weights.lora_a2, weights.lora_b2), gather=False)
 
-    def _shrunk(
+    def _shrink(
         self, name: str, x: torch.Tensor, matrices: Matrices, *, gather: bool
     ) -> ShrinkOutput:
         from experts.triton.kernels.shrink import shrink_segments_kernel

@@ -60,7 +60,7 @@ class TritonExperts(TritonExpertsBase):
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
-        return ConfigSpace.unless_fixed(problem, cls.__name__, PATHS)
+        return ConfigSpace.for_problem(problem, cls.__name__, PATHS)
 
     @classmethod
     def paths(cls) -> tuple[PathInfo, ...]:

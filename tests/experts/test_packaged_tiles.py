@@ -46,7 +46,7 @@ def test_a_file_is_found_and_fits(path: Path) -> None:
     source = STORE.source(problem)
     assert source.origin == str(path)
     assert source.notes == ()
-    assert source.looked_in == ()
+    assert source.searched_locations == ()
     assert tuned_configs.triton == "3.6.0"
     assert fit_to_problem(tuned_configs, problem, DEVICE).steps == source.steps
     # Prefill takes the largest number's tiles: those of a few hundred tokens would cost it dearly.

@@ -196,7 +196,7 @@ class AlignedPath(Path):
         aligned: Aligned,
         out: torch.Tensor,
         row_weights_TK: torch.Tensor | None,
-        shrunk: ShrinkOutput | None,
+        shrink_output: ShrinkOutput | None,
     ) -> None:
         """Launch one grouped GEMM.
 
@@ -204,7 +204,7 @@ class AlignedPath(Path):
         product: the other operands.
         out: the output, one row per pair.
         row_weights_TK: router weights that multiply the input, or None.
-        shrunk: the shrink output of the adapters, or None.
+        shrink_output: the shrink output of the adapters, or None.
         """
         a, _ = rows
         pairs = out.numel() // product.columns
@@ -225,7 +225,7 @@ class AlignedPath(Path):
             A_TOP_K=pairs // a.shape[0],
             WRITE_ZEROS=not self._sums_topk,
             HAS_ROW_WEIGHTS=row_weights_TK is not None,
-            **self.arguments(rows, product, config, shrunk),
+            **self.arguments(rows, product, config, shrink_output),
             **pdl_arguments(),
         )
 
@@ -234,7 +234,7 @@ class AlignedPath(Path):
         rows: tuple[torch.Tensor, torch.Tensor | None],
         product: GemmOperands,
         config: Launch,
-        shrunk: ShrinkOutput | None,
+        shrink_output: ShrinkOutput | None,
     ) -> dict[str, object]:
         """Return the kernel arguments that do not depend on how rows are addressed."""
         assert isinstance(config, LaunchConfig)
@@ -242,6 +242,6 @@ class AlignedPath(Path):
         return {
             "stride_ak": a.stride(1),
             "LORA_TOP_K": self.problem.top_k,
-            **({} if shrunk is None else shrunk.arguments()),  # defaults disable LoRA
+            **({} if shrink_output is None else shrink_output.arguments()),  # defaults disable LoRA
             **product.arguments(config, self.problem.fp32_precision, a_scale),
         }

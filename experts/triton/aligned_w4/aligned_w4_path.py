@@ -95,14 +95,14 @@ class AlignedW4Path(AlignedPath):
         rows: tuple[torch.Tensor, torch.Tensor | None],
         product: GemmOperands,
         config: Launch,
-        shrunk: ShrinkOutput | None,
+        shrink_output: ShrinkOutput | None,
     ) -> dict[str, object]:
         """Return the arguments of the 4-bit kernel that do not depend on how rows are addressed.
 
         rows: activations, contiguous along K, and None, because they have no scales.
         """
         assert isinstance(config, AlignedW4Config)
-        assert shrunk is None  # `supports` excludes adapters
+        assert shrink_output is None  # `supports` excludes adapters
         depth = mma_depth(product.scheme, product.depth, config.block_k)
         return {
             **w4_arguments(product),

@@ -86,9 +86,10 @@ class Source:
     steps: the configurations.
     origin: "override_config", a file, NEAREST, "heuristics" or FIXED.
     keys: the token counts in the file.
-    lenders: for each step, the tuned layer that its configuration is from, if origin is NEAREST.
+    step_origins: for each step, the tuned layer that its configuration is from, if origin is
+        NEAREST.
     notes: remarks for `explain`.
-    looked_in: locations without a usable file, in order of search.
+    searched_locations: locations without a usable file, in order of search.
     foreign: the file is from vLLM or SGLang.
     prepared: the steps are for calls with prepared weights.
     """
@@ -96,13 +97,13 @@ class Source:
     steps: ConfigSteps
     origin: str
     keys: tuple[int, ...] = ()
-    lenders: tuple[str, ...] = ()
+    step_origins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    looked_in: tuple[str, ...] = ()
+    searched_locations: tuple[str, ...] = ()
     foreign: bool = False
     prepared: bool = False
 
-    def launched(
+    def launch_steps(
         self, problem: Problem, device: Device, paths: Collection[str], *, prepared: bool = False
     ) -> ConfigSteps:
         """Return the configurations with which a caller that supports `paths` launches its calls.
@@ -114,7 +115,7 @@ class Source:
             steps = replace_foreign_configs(steps, problem, device, paths)
         if not all(config.path in paths for config in steps.configs):
             defaults = heuristics(problem, device, paths, prepared=prepared)
-            steps = steps.within(paths, defaults)
+            steps = steps.replace_other_paths(paths, defaults)
         if self.origin == NEAREST:
             own = [name for name in BUILT_IN_NAMES if name in paths]
             steps = split_at_breakpoints(steps, problem, device)
@@ -150,19 +151,19 @@ class ConfigLookup:
         """
         if problem.batch_invariant:  # the launches in a file depend on the number of tokens
             return Source(heuristics(problem, self.device), FIXED)
-        looked_in: list[str] = []
+        searched_locations: list[str] = []
         names = file_names_for(problem, self.device.name, prepared=prepared)
         for title, folder in self.folders if self.device.name else ():
             path = self._find_file(folder, names)
             if path is None:
                 reason = "no file" if folder.is_dir() else "no such folder"
                 suffix = " of prepared weights" if prepared and folder.is_dir() else ""
-                looked_in.append(f"{title} {folder}: {reason}{suffix}")
+                searched_locations.append(f"{title} {folder}: {reason}{suffix}")
                 continue
             tuned_configs = _read_with_down(path)
             if not _has_same_alignment(tuned_configs, problem):
                 mismatch = "tuned for rows that start on 16 elements"
-                looked_in.append(f"{title} {path}: {mismatch}")
+                searched_locations.append(f"{title} {path}: {mismatch}")
                 continue
             fitted = fit_to_problem(tuned_configs, problem, self.device, prepared=prepared)
             notes = (*self._triton_mismatch(path, tuned_configs), *fitted.notes)
@@ -170,22 +171,27 @@ class ConfigLookup:
                 _warn(f"{path}: {'; '.join(notes)}")
             if tuned_configs.tuned_for is not None:
                 notes = (*notes, *_layer_differences(tuned_configs, problem))
-            return replace(fitted, notes=notes, looked_in=tuple(looked_in))
+            return replace(fitted, notes=notes, searched_locations=tuple(searched_locations))
         if prepared:
             ordinary = self.source(problem)
-            return replace(ordinary, looked_in=(*dict.fromkeys((*looked_in, *ordinary.looked_in)),))
+            return replace(
+                ordinary,
+                searched_locations=(
+                    *dict.fromkeys((*searched_locations, *ordinary.searched_locations)),
+                ),
+            )
         tuned_layers = self._packaged_layers(problem)
         if not tuned_layers:
             steps = heuristics(problem, self.device)
-            return Source(steps, "heuristics", looked_in=tuple(looked_in))
+            return Source(steps, "heuristics", searched_locations=tuple(searched_locations))
         defaults = heuristics(problem, self.device, BUILT_IN_NAMES)
         borrowed = borrow_configs(tuned_layers, problem, self.device, defaults)
-        lenders = tuple(entry.origin for entry in borrowed)
+        step_origins = tuple(entry.origin for entry in borrowed)
         return Source(
             steps_from_borrowed(borrowed),
             NEAREST,
-            lenders=lenders,
-            looked_in=tuple(looked_in),
+            step_origins=step_origins,
+            searched_locations=tuple(searched_locations),
         )
 
     def _packaged_layers(self, problem: Problem) -> list[TunedLayer]:
@@ -310,7 +316,7 @@ def fit_to_problem(
             )
             notes |= dict.fromkeys(clamps)
         config = MoEConfig(launch1, launch2, dict(tuned_configs.paths).get(tokens, BASE.name))
-        # `ConfigSteps.within` replaces a path that does not support the problem.
+        # `ConfigSteps.replace_other_paths` replaces a path that does not support the problem.
         if BY_NAME[config.path].supports(problem, device):
             require_config(config, problem, device, f"{tuned_configs.origin}, tokens {tokens}")
         configs.append(config)

@@ -197,7 +197,7 @@ def prefer_heuristics_by_rows(
         )
         return config if matches else default
 
-    return steps.changed((max_memory_bound_tokens, *defaults.lasts), replace_config)
+    return steps.map_steps((max_memory_bound_tokens, *defaults.last_tokens), replace_config)
 
 
 def steps_from_borrowed(borrowed: Sequence[BorrowedConfig]) -> ConfigSteps:
@@ -221,5 +221,5 @@ def split_at_breakpoints(steps: ConfigSteps, problem: Problem, device: Device) -
             is_default = config.path == path.name
             return path.default_config(problem, max_tokens, device) if is_default else config
 
-        steps = steps.changed(path.breakpoints(problem), replace_config)
+        steps = steps.map_steps(path.breakpoints(problem), replace_config)
     return steps

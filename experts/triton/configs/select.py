@@ -131,8 +131,8 @@ def explain(
             notes = [f"{device_name} is not known by name: assuming {limit}"]
     source = _source(lookup, override, problem, prepared)
     from_file = source.steps.choose(tokens)
-    unprepared = source.launched(problem, lookup.device, paths).choose(tokens)
-    config = source.launched(problem, lookup.device, paths, prepared=prepared).choose(tokens)
+    unprepared = source.launch_steps(problem, lookup.device, paths).choose(tokens)
+    config = source.launch_steps(problem, lookup.device, paths, prepared=prepared).choose(tokens)
     call_label = f"{counted(tokens, 'token')}{', prepared weights' if prepared else ''}"
     reason = _reason(source, problem, tokens, unprepared)
     if prepared and not source.prepared and config != unprepared:
@@ -153,7 +153,7 @@ def explain(
             f"  note: {note}"
             for note in (*notes, *_adapter_notes(problem, lookup.device), *source.notes)
         ),
-        *(f"  looked in {location}" for location in source.looked_in),
+        *(f"  looked in {location}" for location in source.searched_locations),
     ]
     if source.origin in ("heuristics", "nearest") or (prepared and not source.prepared):
         device_label = lookup.device.name
@@ -200,13 +200,13 @@ def _adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
         yield f"calls with adapters do not take the paths {', '.join(missing)}; calls without do"
 
 
-def _reason(source: Source, problem: Problem, tokens: int, launched: MoEConfig) -> str:
-    lender = source.lenders[source.steps.index(tokens)] if source.lenders else ""
+def _reason(source: Source, problem: Problem, tokens: int, launched_config: MoEConfig) -> str:
+    lender = source.step_origins[source.steps.index(tokens)] if source.step_origins else ""
     if lender == "heuristics":
         return "heuristics: no tuned layer is close enough"
     if lender:
         rows = tokens * problem.top_k / problem.experts
-        if rows > MIN_COMPUTE_BOUND_ROWS and launched != source.steps.choose(tokens):
+        if rows > MIN_COMPUTE_BOUND_ROWS and launched_config != source.steps.choose(tokens):
             return f"heuristics: {rows:.4g} rows an expert are not for the launches of {lender}"
         return f"the nearest layer with a file: {lender}"
     if source.origin == FIXED:
@@ -214,9 +214,9 @@ def _reason(source: Source, problem: Problem, tokens: int, launched: MoEConfig) 
     if not source.keys:
         rows = tokens * problem.top_k / problem.experts
         step = source.steps.index(tokens) + 1
-        return f"heuristic {step} of {len(source.steps.lasts)}: {rows:.4g} rows an expert"
+        return f"heuristic {step} of {len(source.steps.last_tokens)}: {rows:.4g} rows an expert"
     key, keys = nearest(source.keys, tokens), ", ".join(map(str, source.keys))
-    if len(source.keys) == len(source.steps.lasts):
+    if len(source.keys) == len(source.steps.last_tokens):
         tuned_tokens = source.keys[source.steps.index(tokens)]
         if tuned_tokens != key:
             return f"{source.origin}: tokens {tuned_tokens} of {keys}, because {key} is for fewer"
@@ -282,7 +282,7 @@ def _steps(problem: Problem, context: _Context) -> ConfigSteps:
     """
     lookup, prepared = current_lookup(), context.prepared
     source = _source(lookup, context.override, problem, prepared)
-    return source.launched(problem, lookup.device, context.paths, prepared=prepared)
+    return source.launch_steps(problem, lookup.device, context.paths, prepared=prepared)
 
 
 def _source(

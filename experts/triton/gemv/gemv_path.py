@@ -177,10 +177,10 @@ class GemvPath(Path):
             (weights.lora_a2, weights.lora_b2),
         )
         with stages.stage(stages.SHRINK):
-            shrunk = shrink_few(
+            shrink_output = shrink_few(
                 call, name, rows, matrices1 if is_gemm1 else matrices2, self.problem
             )
-        return _adapter_arguments(shrunk, None if is_gemm1 else self.problem.top_k)
+        return _adapter_arguments(shrink_output, None if is_gemm1 else self.problem.top_k)
 
     def _first_stage(self, call: PathCall) -> str:
         """Return the stages that the GEMM 1 launch comprises.
@@ -305,10 +305,10 @@ def _arguments(product: GemmOperands, tile: LaunchConfig, columns: int) -> dict[
     }
 
 
-def _adapter_arguments(shrunk: ShrinkOutput, top_k: int | None) -> dict[str, object]:
+def _adapter_arguments(shrink_output: ShrinkOutput, top_k: int | None) -> dict[str, object]:
     """Return the LoRA arguments of the GEMM 1 kernel or, given top_k, of the GEMM 2 kernel."""
-    arguments = shrunk.arguments()
-    arguments["LORA_R"] = next_power_of_2(shrunk.b.shape[3])
+    arguments = shrink_output.arguments()
+    arguments["LORA_R"] = next_power_of_2(shrink_output.b.shape[3])
     del arguments["BLOCK_R"]
     if top_k is not None:
         del arguments["U_UP"]

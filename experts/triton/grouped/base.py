@@ -37,14 +37,14 @@ class GemmRows(NamedTuple):
     weights: router weights (P, 1), which multiply the product before the bias, or None.
     tokens: (P,) int32, the row of values and scale that each sorted row uses; None if both have a
         row per sorted row.
-    shrunk: the shrink output of adapters, or None.
+    shrink_output: the shrink output of adapters, or None.
     """
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
-    shrunk: ShrinkOutput | TileShrinkOutput | None = None
+    shrink_output: ShrinkOutput | TileShrinkOutput | None = None
 
 
 class ExpertSortedGemms(ABC):
@@ -144,14 +144,14 @@ class ExpertSortedGemms(ABC):
         adapters = self._adapters(tile, order, call)
         with stages.stage(stages.GEMM1 if self.permutes_tokens else stages.GATHER_GEMM1):
             if adapters is not None:
-                x = x._replace(shrunk=adapters.of_w1(call.tokens.plain_TH, call.weights))
+                x = x._replace(shrink_output=adapters.of_w1(call.tokens.plain_TH, call.weights))
             product = gemm1_operands(call.weights, self.problem)
             self.products(x, product, tile, order, h_RI, call)
         h = self._quantize(h_RI, order, call)
         if adapters is None:
             return h
         with stages.stage(stages.GEMM2):
-            return h._replace(shrunk=adapters.of_w2(h_RI, call.weights))
+            return h._replace(shrink_output=adapters.of_w2(h_RI, call.weights))
 
     def _adapters(
         self, tile: LaunchConfig, order: SortedPairs, call: PathCall

@@ -65,7 +65,7 @@ class ConfigSpace(Tunable):
         self.paths = self._supported_paths(self._device)
 
     @classmethod
-    def unless_fixed(
+    def for_problem(
         cls, problem: Problem, experts_part: str, paths: Sequence[type[LaunchPath]] = (BASE,)
     ) -> "ConfigSpace | None":
         """Return the space, or None for a batch-invariant problem, whose tiles are fixed."""
@@ -141,9 +141,9 @@ class ConfigSpace(Tunable):
         launchable = config.path in self.paths and is_launchable(config, self.problem, self._device)
         return launchable and all(self._is_valid_launch(*item, config.path) for item in launches)
 
-    def finalists(self, tokens: int, took: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
+    def finalists(self, tokens: int, times: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
         """Return the pairs of launches that the time model expects to be the fastest."""
-        model = AdditiveTimeModel(took)
+        model = AdditiveTimeModel(times)
         kinds = sorted(model.kinds(), key=model.min_seconds)[:_MAX_FINAL_KINDS]
         pairs = [pair for kind in kinds for pair in model.best_pairs(kind, _MAX_FINAL_LAUNCHES)]
         return sorted(pairs, key=model.seconds)[:_MAX_FINALISTS]
