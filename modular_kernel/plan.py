@@ -141,7 +141,7 @@ class BoundCalls(ABC):
                 return False
         elif self._holds_own_output(pointers[: len(tensors) - 1]):
             return False
-        return not (stages.profiling() or recorded.watched())
+        return not (stages.profiling() or recorded.hooks_active())
 
     def _check_or_refuse(
         self,
@@ -215,7 +215,7 @@ class BoundCalls(ABC):
         recorded = recorder.recorded()
         if recorded is not None:
             recorded = replace(recorded, count=self._replay_counts.cell(tokens))
-        self._recorded.keep(signature, recorded, recorder.refused)
+        self._recorded.keep(signature, recorded, recorder.refusal_reason)
         self._check_red_zones()
         return out
 

@@ -40,7 +40,7 @@ class ReplayedOperation:
         signature, calls = (key, layout), self._calls
         call = calls.get(signature, _UNSEEN)
         if isinstance(call, RecordedCall):
-            if 0 in pointers or stages.profiling() or call.watched():
+            if 0 in pointers or stages.profiling() or call.hooks_active():
                 launch()
             else:
                 call.replay(_C._cuda_getCurrentRawStream(index), pointers)
