@@ -6,7 +6,7 @@ import torch
 
 from modular_kernel.ops.activation import gated_activation
 from modular_kernel.ops.quantize import (
-    Quantized,
+    QuantizedRows,
     activation_and_quantize,
     quantize_rows,
     quantize_specs,
@@ -44,7 +44,7 @@ def hidden_rows(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Apply the activation and quantize; return the rows (R, I) for GEMM 2 and their scales.
 
-    The scales are `Quantized.scale_of_rows`, or None for a scheme with 16-bit activations.
+    The scales are `QuantizedRows.scale_of_rows`, or None for a scheme with 16-bit activations.
 
     gate_up_RN: (R, N), in segments of equal size, one for each element of counts_e.
     counts_e: (segments,) int32. Only the first counts_e[i] rows of segment i are valid; the results
@@ -80,7 +80,7 @@ def hidden_rows(
     return _values_and_scale(out)
 
 
-def _values_and_scale(out: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+def _values_and_scale(out: QuantizedRows) -> tuple[torch.Tensor, torch.Tensor]:
     return out.q_RK, out.scale_of_rows
 
 

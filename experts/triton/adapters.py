@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from experts.triton.path import PathCall
-from modular_kernel.ops.align import Aligned
+from modular_kernel.ops.align import AlignedPairs
 from modular_kernel.ops.count import id_arguments, next_power_of_2
 from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.replay import stages
@@ -111,7 +111,7 @@ class PairShrink:
     """
 
     def __init__(
-        self, call: PathCall, problem: Problem, aligned: Aligned, slots_T: torch.Tensor
+        self, call: PathCall, problem: Problem, aligned: AlignedPairs, slots_T: torch.Tensor
     ) -> None:
         self._call, self._problem, self._slots_T = call, problem, slots_T
         self._aligned, self._block_m = aligned, call.config.gemm1.block_m

@@ -5,7 +5,7 @@ import torch
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.permute import permute_tokens_ref
-from modular_kernel.ops.quantize import Quantized, check_quantized, quantize_values
+from modular_kernel.ops.quantize import QuantizedRows, check_quantized, quantize_values
 from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
@@ -22,7 +22,7 @@ def permute_and_quantize(
     weights_TK: torch.Tensor | None,
     scheme: QuantScheme,
     *,
-    out: Quantized,
+    out: QuantizedRows,
 ) -> None:
     """Quantize x_TH as `quantize_rows`, and permute the result to the rows of `out`, in one launch.
 
@@ -32,7 +32,8 @@ def permute_and_quantize(
         must have equal weights.
     scheme: its scales are per token or per group, or static. A dynamic scale per tensor depends on
         all values and raises ConfigurationError.
-    out: R rows, with scales in either layout of `Quantized`. Rows without a pair are not written.
+    out: R rows, with scales in either layout of `QuantizedRows`. Rows without a pair are not
+        written.
     """
     if scheme.activation_granularity == "none" or (
         scheme.activation_granularity == "tensor" and not scheme.static
@@ -90,7 +91,7 @@ def permute_and_quantize_ref(
     weights_TK: torch.Tensor | None,
     scheme: QuantScheme,
     *,
-    out: Quantized,
+    out: QuantizedRows,
 ) -> None:
     """Torch reference of `permute_and_quantize`: expand to pairs, quantize, then move."""
     token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)

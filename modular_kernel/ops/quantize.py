@@ -39,7 +39,7 @@ _MAX_PROGRAMS = 8192
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedRows:
     """Quantized rows. All tensors are contiguous.
 
     q_RK: (R, K) float8_e4m3fn or int8, written by the quantization.
@@ -108,11 +108,11 @@ def take_quantized(
     segments: int = 1,
     static_scale: torch.Tensor | None = None,
     along_rows: bool = False,
-) -> Quantized:
+) -> QuantizedRows:
     """Take views of the buffers of `quantize_specs`, for `shape` (rows, columns).
 
     static_scale: (1,) float32 for a static scheme, otherwise None.
-    along_rows: the layout of the scales, see `Quantized`; ignored for a per-tensor scale.
+    along_rows: the layout of the scales, see `QuantizedRows`; ignored for a per-tensor scale.
     """
     assert (static_scale is not None) == scheme.static
     specs = quantize_specs(prefix, scheme, *shape, segments=segments)
@@ -121,14 +121,16 @@ def take_quantized(
     along_rows = along_rows and scale.dim() == 2
     if along_rows:
         scale = scale.view(segments, -1, shape[0] // segments)
-    return Quantized(buffers[f"{prefix}_q"], scale, buffers.get(f"{prefix}_partials"), along_rows)
+    return QuantizedRows(
+        buffers[f"{prefix}_q"], scale, buffers.get(f"{prefix}_partials"), along_rows
+    )
 
 
 def quantize_rows(
     x_RK: torch.Tensor,
     scheme: QuantScheme,
     *,
-    out: Quantized,
+    out: QuantizedRows,
     valid_rows: ValidRows = None,
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
@@ -158,7 +160,7 @@ def activation_and_quantize(
     spec: ActivationSpec,
     scheme: QuantScheme,
     *,
-    out: Quantized,
+    out: QuantizedRows,
     valid_rows: ValidRows = None,
 ) -> None:
     """Run `gated_activation`, round to x's dtype, and `quantize_rows` the result, in one launch.
@@ -191,7 +193,7 @@ def _unsupported_scheme(scheme: QuantScheme) -> ConfigurationError:
     return ConfigurationError("activation quantization", got=str(scheme), need=need)
 
 
-def check_quantized(rows: int, columns: int, scheme: QuantScheme, out: Quantized) -> None:
+def check_quantized(rows: int, columns: int, scheme: QuantScheme, out: QuantizedRows) -> None:
     """Raise an InputError unless `out` has the shapes and dtypes for (rows, columns) values."""
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
@@ -218,7 +220,7 @@ def _columns_per_scale(scheme: QuantScheme, columns: int) -> int:
 
 
 def _launch_amax(
-    x_RK: torch.Tensor, out: Quantized, valid_rows: ValidRows, source: dict[str, object]
+    x_RK: torch.Tensor, out: QuantizedRows, valid_rows: ValidRows, source: dict[str, object]
 ) -> int:
     """Write the maximum of each program to out.partials; return the number of programs."""
     from modular_kernel.ops.kernels.quantize import amax_kernel
@@ -236,7 +238,7 @@ def _launch_amax(
 def _launch_quantize(
     x: torch.Tensor,
     scheme: QuantScheme,
-    out: Quantized,
+    out: QuantizedRows,
     valid_rows: ValidRows,
     num_partials: int,
     arguments: dict[str, object],
@@ -260,7 +262,7 @@ def _launch_quantize(
 
 
 def tile_arguments(
-    scheme: QuantScheme, out: Quantized, valid_rows: ValidRows, *, allow_streaming: bool = False
+    scheme: QuantScheme, out: QuantizedRows, valid_rows: ValidRows, *, allow_streaming: bool = False
 ) -> tuple[dict[str, object], int]:
     """Return the kernel arguments for outputs, tiles and num_warps, and the number of programs.
 
@@ -301,7 +303,7 @@ def tile_arguments(
 
 
 def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Return q * scale, float32 (R, K), with scales as in `Quantized`."""
+    """Return q * scale, float32 (R, K), with scales as in `QuantizedRows`."""
     if scheme.activation_granularity == "group":
         columns = q_RK.shape[1]
         scale = scale.repeat_interleave(min(_columns_per_scale(scheme, columns), columns), 1)[
@@ -313,7 +315,7 @@ def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme
 def quantize_values(
     values_RK: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize all rows of float32 values; return q (R, K) and scales as in `Quantized`."""
+    """Quantize all rows of float32 values; return q (R, K) and scales as in `QuantizedRows`."""
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
     rows, columns = values_RK.shape
@@ -344,7 +346,7 @@ def quantize_rows_ref(
     x_RK: torch.Tensor,
     scheme: QuantScheme,
     *,
-    out: Quantized,
+    out: QuantizedRows,
     valid_rows: ValidRows = None,
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
@@ -361,7 +363,7 @@ def activation_and_quantize_ref(
     spec: ActivationSpec,
     scheme: QuantScheme,
     *,
-    out: Quantized,
+    out: QuantizedRows,
     valid_rows: ValidRows = None,
 ) -> None:
     """Torch reference of `activation_and_quantize`."""
@@ -371,7 +373,7 @@ def activation_and_quantize_ref(
 
 
 def _write_quantized(
-    values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: Quantized
+    values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: QuantizedRows
 ) -> None:
     q, scale = quantize_values(values, scheme, out.scale if scheme.static else None)
     # As bytes, because torch cannot assign a single float8 value through a mask.

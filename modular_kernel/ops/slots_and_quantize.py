@@ -4,7 +4,12 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.expert_slots import Pairs, check_pairs, number_pairs, pair_arguments
-from modular_kernel.ops.quantize import Quantized, check_quantized, quantize_rows, tile_arguments
+from modular_kernel.ops.quantize import (
+    QuantizedRows,
+    check_quantized,
+    quantize_rows,
+    tile_arguments,
+)
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
@@ -12,7 +17,7 @@ from modular_kernel.spec.quantization import QuantScheme
 
 
 def number_and_quantize(
-    x_TH: torch.Tensor, scheme: QuantScheme, pairs: Pairs, *, out: Quantized
+    x_TH: torch.Tensor, scheme: QuantScheme, pairs: Pairs, *, out: QuantizedRows
 ) -> None:
     """Run `number_pairs` on `pairs`, and `quantize_rows` of their tokens x_TH (T, H) into `out`.
 

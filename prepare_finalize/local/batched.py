@@ -12,7 +12,7 @@ from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.permute_quantize import permute_and_quantize
 from modular_kernel.ops.quantize import (
-    Quantized,
+    QuantizedRows,
     quantize_rejections,
     quantize_rows,
     quantize_specs,
@@ -151,7 +151,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         if scale is None:
             scale = weights.a1_scale
         assert scale is not None, "a static scheme's weights have one"
-        out = Quantized(rows_RH, scale if scheme.static else scale.flatten(0, 1))
+        out = QuantizedRows(rows_RH, scale if scheme.static else scale.flatten(0, 1))
         with stages.stage(stages.PERMUTE_QUANTIZED):
             permute_and_quantize(x_TH, row_of_pair_TK, input_weights, scheme, out=out)
         return BatchedTokens(x_eCH, counts_e, scale, slots_eC, plain_eCH), handle
@@ -162,7 +162,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         dispatched: DispatchedRouting,
         router_TK: torch.Tensor,
         call: Call,
-    ) -> Quantized:
+    ) -> QuantizedRows:
         """Quantize the tokens with one scale for all of them.
 
         If router weights are applied to the input (K = 1), tokens are multiplied by them first.

@@ -13,7 +13,7 @@ from ops_samples import DEVICE, kernel_and_torch, random
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops import activation, permute, quantize, quantize_tiles
 from modular_kernel.ops.quantize import (
-    Quantized,
+    QuantizedRows,
     activation_and_quantize,
     quantize_rows,
     quantize_specs,
@@ -109,7 +109,7 @@ def loop(rows: dict[int, list[np.float32]], scheme: QuantScheme) -> Expected:
     return Expected(q, scales)
 
 
-def buffers(scheme: QuantScheme, rows: int, columns: int, segments: int = 1) -> Quantized:
+def buffers(scheme: QuantScheme, rows: int, columns: int, segments: int = 1) -> QuantizedRows:
     """Return outputs in a workspace with red zones, filled with UNTOUCHED."""
     static = torch.tensor([STATIC], device=DEVICE) if scheme.static else None
     specs = quantize_specs("a", scheme, rows, columns, segments=segments)
@@ -132,7 +132,7 @@ def as_rows(values: torch.Tensor, valid: list[int] | None = None) -> dict[int, l
     return {r: list(table[r]) for r in (range(len(table)) if valid is None else valid)}
 
 
-def assert_is(out: Quantized, want: Expected, scheme: QuantScheme) -> None:
+def assert_is(out: QuantizedRows, want: Expected, scheme: QuantScheme) -> None:
     """Check that every byte of valid rows equals that of the loop, and that all others are
     unchanged.
     """

@@ -9,7 +9,7 @@ from ops_samples import DEVICE, kernel_and_torch, random
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops import activation, quantize, quantize_tiles
 from modular_kernel.ops.quantize import (
-    Quantized,
+    QuantizedRows,
     activation_and_quantize,
     quantize_rows,
     quantize_specs,
@@ -25,7 +25,7 @@ path = kernel_and_torch(quantize, activation)
 
 def zeros(
     scheme: QuantScheme, rows: int, columns: int, segments: int, along_rows: bool
-) -> Quantized:
+) -> QuantizedRows:
     specs = quantize_specs("a", scheme, rows, columns, segments=segments)
     workspace, shape = Workspace(specs, torch.device(DEVICE)), (rows, columns)
     out = take_quantized(workspace, "a", scheme, shape, segments=segments, along_rows=along_rows)

@@ -23,7 +23,7 @@ from experts.triton.launch_config import (
 )
 from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands
 from experts.triton.path import Path, PathCall
-from modular_kernel.ops.align import Aligned, align, align_specs
+from modular_kernel.ops.align import AlignedPairs, align, align_specs
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
 from modular_kernel.ops.reduce import weight_and_sum
 from modular_kernel.ops.valid_rows import PairRows
@@ -100,7 +100,7 @@ class AlignedPath(Path):
         """Run the path: sort, GEMM 1, quantize, GEMM 2, sum over top-k."""
         self.write(self.rows(self.aligned(call), call), call)
 
-    def aligned(self, call: PathCall) -> Aligned:
+    def aligned(self, call: PathCall) -> AlignedPairs:
         """Sort the pairs of the call into blocks of one expert each."""
         with stages.stage(stages.SORT):
             return align(
@@ -111,7 +111,7 @@ class AlignedPath(Path):
                 ignore_invalid=self._sums_topk,
             )
 
-    def rows(self, aligned: Aligned, call: PathCall) -> torch.Tensor:
+    def rows(self, aligned: AlignedPairs, call: PathCall) -> torch.Tensor:
         """Run both GEMMs; return the (P, H) output of GEMM 2, not weighted by the router.
 
         If the output keeps the top-k dimension, the result is call.output.
@@ -166,7 +166,7 @@ class AlignedPath(Path):
                 num_local=problem.e,
             )
 
-    def _adapters(self, call: PathCall, aligned: Aligned) -> PairShrink | None:
+    def _adapters(self, call: PathCall, aligned: AlignedPairs) -> PairShrink | None:
         """Return the shrink launches of the call, or None without adapters."""
         slots_T = call.tokens.routing.adapters_T
         if slots_T is None:
@@ -193,7 +193,7 @@ class AlignedPath(Path):
         rows: tuple[torch.Tensor, torch.Tensor | None],
         product: GemmOperands,
         config: Launch,
-        aligned: Aligned,
+        aligned: AlignedPairs,
         out: torch.Tensor,
         row_weights_TK: torch.Tensor | None,
         shrink_output: ShrinkOutput | None,

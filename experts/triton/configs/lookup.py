@@ -307,7 +307,7 @@ def fit_to_problem(
     configs, notes = [], dict[str, None]()
     for last in boundaries:
         (tokens, launch1), (tokens_gemm2, launch2) = (
-            _until(last, choices) for choices in (steps1, steps2)
+            _launch_for(last, choices) for choices in (steps1, steps2)
         )
         if tuned_configs.fused_columns:
             labels = (f"{tuned_configs.origin}, tokens {t}" for t in (tokens, tokens_gemm2))
@@ -335,7 +335,7 @@ def fit_to_problem(
     )
 
 
-def _until(last: int, choices: Sequence[tuple[int, tuple[int, Launch]]]) -> tuple[int, Launch]:
+def _launch_for(last: int, choices: Sequence[tuple[int, tuple[int, Launch]]]) -> tuple[int, Launch]:
     return next(choice for end, choice in choices if last <= end)
 
 

@@ -119,11 +119,11 @@ def default(problem: Problem, tokens: int = 1) -> MoEConfig:
     In the measurements of `max_tokens`, and on the shapes of Qwen3-235B and Qwen2-57B, they are
     within 4 % of the fastest. None of them spills 16 bytes or more.
     """
-    launch1, launch2 = _first(problem, tokens), _second(problem, tokens)
+    launch1, launch2 = _gemm1_launch(problem, tokens), _gemm2_launch(problem, tokens)
     return MoEConfig(GemvW4Config(*launch1), GemvW4Config(*launch2), NAME)
 
 
-def _first(problem: Problem, tokens: int) -> _Launch:
+def _gemm1_launch(problem: Problem, tokens: int) -> _Launch:
     """Return the launch of GEMM 1.
 
     Tiles of 8 columns with half the registers are used if all programs are resident at once and the
@@ -136,7 +136,7 @@ def _first(problem: Problem, tokens: int) -> _Launch:
     return 16, 256, 4, 1
 
 
-def _second(problem: Problem, tokens: int) -> _Launch:
+def _gemm2_launch(problem: Problem, tokens: int) -> _Launch:
     """Return the launch of GEMM 2: the fewer programs there are, the more warps each has.
 
     Tiles of 8 columns are used where 16 would leave some SMs with one program and others with two.

@@ -72,7 +72,7 @@ def align_place_kernel(
     Both write different positions, so one launch suffices.
 
     prefix_ptr, totals_ptr: from the kernels of `kernels.count`.
-    sorted_ptr, expert_ids_ptr, num_post_ptr: the tensors of `ops.align.Aligned`.
+    sorted_ptr, expert_ids_ptr, num_post_ptr: the tensors of `ops.align.AlignedPairs`.
     num_positions, num_blocks: the lengths of sorted and expert_ids.
     IGNORE_INVALID: omit skipped pairs.
     BINS: a power of two > num_local + 1.

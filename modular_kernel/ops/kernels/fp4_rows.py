@@ -116,7 +116,7 @@ def tile_scales_kernel(scale_ptr, out_ptr, num_rows, num_groups, blocks, stride_
 
 
 @triton.jit
-def name_tiles_kernel(
+def make_batched_tiles_kernel(
     counts_ptr, tiles_ptr, num_experts, capacity, max_tiles,
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip

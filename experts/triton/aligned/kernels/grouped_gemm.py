@@ -42,7 +42,7 @@ def grouped_gemm_kernel(
         ROW_STEP + up_row for up, which is up_offset elements further.
     out_ptr: (num_pairs, columns), contiguous. Blocks of skipped pairs get zeros if WRITE_ZEROS, and
         are not written otherwise.
-    sorted_ptr, expert_ids_ptr, num_post_ptr: the tensors of `ops.align.Aligned`.
+    sorted_ptr, expert_ids_ptr, num_post_ptr: the tensors of `ops.align.AlignedPairs`.
     bias_ptr: (e, rows), added if HAS_BIAS.
     row_weights_ptr: (num_pairs,) float32, the router weights, which multiply the product before the
         bias if HAS_ROW_WEIGHTS.

@@ -8,7 +8,7 @@ from modular_kernel.ops.kernels.sort import chunk_rows, expert_rows
 
 
 @triton.jit
-def aligned_rows_kernel(
+def align_rows_kernel(
     ids_ptr, map_ptr, prefix_ptr, totals_ptr, rows_ptr, ends_ptr,
     numel, num_experts, num_local, num_chunks,
     HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
