@@ -58,7 +58,7 @@ def block_gemm(
     assert scale is not None
     cluster_columns = _COLUMNS[gated] * _CLUSTER
     columns = rows.shape[1]
-    compiled(gated)(
+    load_kernel(gated)(
         a.q_RK.view(torch.uint8),
         product.w.view(experts * rows_b, depth).view(torch.uint8),
         a.scale,
@@ -165,7 +165,7 @@ KERNELS = {
 
 
 @cache
-def compiled(gated: bool) -> Callable[..., None]:
+def load_kernel(gated: bool) -> Callable[..., None]:
     """Return the kernel, which is loaded or compiled once per process."""
     return KERNELS[gated].get()
 

@@ -343,12 +343,12 @@ class CheckedWeightsCache:
         )
         unique = {id(tensor): tensor for tensor in by_name.values()}
         tensors = tuple(unique.values())
-        plain = run_weights is weights and len(unique) == len(by_name)
-        facts = self._passed.get(layout) if layout is not None and plain else None
+        has_distinct_tensors = run_weights is weights and len(unique) == len(by_name)
+        facts = self._passed.get(layout) if layout is not None and has_distinct_tensors else None
         if facts is None:
             facts = self._facts(by_name, tensors, list(unique))
             if layout is not None and self._passed.get(layout) is None:
-                self._remember(layout, facts if plain else None)
+                self._remember(layout, facts if has_distinct_tensors else None)
         key, bound = id(weights), self._bound
         bound[key] = entry = CheckedWeights(
             weakref.ref(weights, lambda _: bound.pop(key, None)),

@@ -117,9 +117,11 @@ class Source:
             defaults = heuristics(problem, device, paths, prepared=prepared)
             steps = steps.replace_other_paths(paths, defaults)
         if self.origin == NEAREST:
-            own = [name for name in BUILT_IN_NAMES if name in paths]
+            built_in_paths = [name for name in BUILT_IN_NAMES if name in paths]
             steps = split_at_breakpoints(steps, problem, device)
-            steps = prefer_heuristics_by_rows(steps, heuristics(problem, device, own), problem)
+            steps = prefer_heuristics_by_rows(
+                steps, heuristics(problem, device, built_in_paths), problem
+            )
             # Paths of other packages have no tuned files, so they replace borrowed launches, too.
             for path in PATHS[len(BUILT_IN) :]:
                 if path.name in paths and path.supports(problem, device):

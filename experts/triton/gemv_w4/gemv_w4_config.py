@@ -46,8 +46,8 @@ class GemvW4Config:
 
 def supports(problem: Problem) -> bool:
     """Return whether the kernels of this path support `problem`."""
-    served = supports_w4(problem) and not problem.scheme.matrix_scales
-    return served and not problem.batch_invariant and problem.top_k <= _MAX_PAIRS
+    supported = supports_w4(problem) and not problem.scheme.matrix_scales
+    return supported and not problem.batch_invariant and problem.top_k <= _MAX_PAIRS
 
 
 def violations(config: GemvW4Config, gemm: Gemm, device: Device) -> Iterator[Violation]:
@@ -141,9 +141,9 @@ def _gemm2_launch(problem: Problem, tokens: int) -> _Launch:
 
     Tiles of 8 columns are used where 16 would leave some SMs with one program and others with two.
     """
-    narrow = _narrow_gemm2(problem, tokens)
-    if narrow is not None:
-        return narrow
+    narrow_launch = _narrow_gemm2(problem, tokens)
+    if narrow_launch is not None:
+        return narrow_launch
     programs = tokens * -(-problem.hidden // ROWS)
     integers = problem.scheme.weight == "uint4"
     if programs <= (2 if integers else 3) * _NUM_SMS:

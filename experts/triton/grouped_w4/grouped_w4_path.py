@@ -83,8 +83,8 @@ class GroupedW4Path(DequantizedPath):
     ) -> MoEConfig:
         """Return the default configuration for calls that would use it without a tuned file."""
         max_tokens = cls.max_tokens(problem)
-        above = max_tokens is not None and (max_tokens == 0 or tokens > max_tokens)
-        if above or tokens < cls.min_tokens(problem):
+        is_above_range = max_tokens is not None and (max_tokens == 0 or tokens > max_tokens)
+        if is_above_range or tokens < cls.min_tokens(problem):
             return config
         return cls.default_config(problem, tokens, device)
 

@@ -15,8 +15,8 @@ def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
     per_group = GROUP_M * num_n
     first_m = (pid // per_group) * GROUP_M
     group_m = tl.minimum(num_m - first_m, GROUP_M)  # NaN-free: integers
-    within = pid % per_group
-    return first_m + within % group_m, within // group_m
+    index_in_group = pid % per_group
+    return first_m + index_in_group % group_m, index_in_group // group_m
 
 
 @triton.jit

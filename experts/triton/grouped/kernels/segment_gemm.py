@@ -51,9 +51,9 @@ def segment_gemm_kernel(
     row_mask = row < tl.load(tiles_ptr + 2 * max_tiles + pid_m)
     column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = column < columns
-    far_row = row.to(tl.int64)
+    row_int64 = row.to(tl.int64)
     gate, up = gemm_tile(
-        a_ptr + far_row[:, None] * depth, a_scale_ptr + far_row * stride_asm, row_mask,
+        a_ptr + row_int64[:, None] * depth, a_scale_ptr + row_int64 * stride_asm, row_mask,
         b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
         zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
         1, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,

@@ -40,8 +40,8 @@ def tile_at(index, num_m, num_n, GROUP_M: gl.constexpr):
     per_group = GROUP_M * num_n
     first_m = (index // per_group) * GROUP_M
     group_m = gl.maximum(gl.minimum(num_m - first_m, GROUP_M), 1)  # NaN-free: integers
-    within = index % per_group
-    return first_m + within % group_m, within // group_m
+    index_in_group = index % per_group
+    return first_m + index_in_group % group_m, index_in_group // group_m
 
 
 @gluon.jit
