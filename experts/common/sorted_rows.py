@@ -44,7 +44,7 @@ class RowOrder:
 
     row_of_pair_TK: (T, K) int32, -1 where a pair is skipped.
     ends: (e,) int32, one past the last row of each expert.
-    num_rows: (1,) int32, one past the last row in use; the contents of later rows are undefined.
+    num_rows: (1,) int32, the number of rows in use; the contents of later rows are undefined.
     """
 
     row_of_pair_TK: torch.Tensor

@@ -22,7 +22,7 @@ from modular_kernel.quant.scale_tiles import unpack_pairs
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.utils.matmul import matmul
 
-# N and K are multiples of it: a tile has 128 weight rows, and a line of scales covers 128 values.
+# N and K are multiples of 128: a tile has 128 weight rows, and a line of scales covers 128 values.
 MULTIPLE = 128
 
 

@@ -118,7 +118,7 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
     """DeepGemmExperts for a mean of at least 128 rows per expert; TritonExperts otherwise.
 
-    Calls whose weights are not row-major and 16-byte aligned use TritonExperts, too. If the size
+    Calls whose weights are not row-major and 16-byte aligned also use TritonExperts. If the size
     allows DeepGEMM, the workspace has room for both parts, and tokens are dispatched unquantized.
     If such a call then uses a path of TritonExperts that needs quantized tokens, `apply` quantizes
     them.

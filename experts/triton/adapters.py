@@ -3,10 +3,10 @@
 A of an adapter is (R, K) and B is (N, R), where R is the rank of the adapters, and K and N are the
 depth and the weight rows of the GEMM.
 
-The shrink is a launch of its own before each GEMM. It writes u in the problem's dtype, with one row
+The shrink is a separate launch before each GEMM. It writes u in the problem's dtype, with one row
 for each row of the GEMM and R columns, or 2R if gate and up have separate A. The expand is fused
 into the GEMM: `expand_adapters` adds B u to each float32 accumulator tile, before router weight,
-bias and activation. So B u is never stored.
+bias and activation. Therefore B u is never stored.
 """
 
 from dataclasses import dataclass

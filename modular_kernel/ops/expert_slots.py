@@ -6,7 +6,8 @@ and an expert's number is rank * numbers_per_rank + slot. Numbers without an exp
 tokens.
 
 A library that sends exactly K rows per token cannot skip a pair. For such a library, each rank has
-additional numbers after its slots, called sinks. The rows that sinks return must be zero.
+additional numbers after its slots, called sinks, which receive the dropped pairs. The rows that
+sinks return must be zero.
 """
 
 from dataclasses import dataclass

@@ -117,7 +117,7 @@ class AutoPrepared:
     def refresh(self, weights: ExpertWeights) -> None:
         """Update the prepared tensors if the weights have been written to.
 
-        The next call would update them, too. But a CUDA graph that is replayed before that call
+        The next call would also update them, but a CUDA graph that is replayed before that call
         would read the old values.
         """
         with self._lock:

@@ -54,7 +54,7 @@ STORAGE = {
     "uint4": torch.uint8,
     "float4_e2m1": torch.uint8,
 }
-# The largest magnitude that quantization without zero points gives q - z, and z in that case.
+# The largest magnitude of q - z in quantization without zero points, and z in that case.
 QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0, "uint8": 127.0, "uint4": 7.0}
 IMPLICIT_ZERO_POINT = {"uint8": 128, "uint4": 8}
 _MAX_CODE = {"uint8": 255, "uint4": 15}
@@ -96,7 +96,7 @@ class TensorSpec:
 def values_per_word(scheme: QuantScheme) -> int:
     """Return how many values of a row are packed together, in a byte or a repacked word.
 
-    The length of a row must be a multiple of it.
+    The length of a row must be a multiple of this number.
     """
     if scheme.repacked:
         return repacking.VALUES
@@ -194,7 +194,7 @@ def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
         return (torch.float32,)
     if (
         scheme.weight in IMPLICIT_ZERO_POINT
-    ):  # checkpoints have either 16-bit dtype, whatever the layer's dtype
+    ):  # checkpoints use either 16-bit dtype, independently of the layer's dtype
         return (torch.float32, torch.float16, torch.bfloat16)
     return (torch.float32, problem.dtype)
 
@@ -436,7 +436,7 @@ def quantize_rows(
 def _quantize_mxfp4(
     w_eNK: torch.Tensor, scheme: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Quantize with the smallest power-of-two scale s such that no value exceeds 7 s.
+    """Quantize with the smallest power-of-two scale s for which no value exceeds 7 s.
 
     Values between 6 s and 7 s become 6 s. Ties go to the even code. The scale of a group with a NaN
     or an infinity is NaN (255), because no code is.

@@ -28,7 +28,7 @@ class ReplayedOperation:
     def run(
         self, key: Hashable, tensors: Sequence[torch.Tensor], launch: Callable[[], None]
     ) -> None:
-        """Do what `launch` does: launch kernels on the current stream that read or write `tensors`.
+        """Call `launch`, or replay its kernels, which use `tensors`, on the current stream.
 
         key: everything besides the tensors that determines the launches.
         """

@@ -1,9 +1,9 @@
 """Records the launches of a planned call, so that later calls skip the parts' host code.
 
 The first call of each signature in a plan runs the parts' host code inside `recording`. Every
-launch made through `modular_kernel.replay.launch` is recorded, and with each of its pointers the
-input that it points into. Later calls with the same signature launch the same kernels with their
-own pointers. A call that runs a torch operation other than a view cannot be replayed; the recorder
+launch made through `modular_kernel.replay.launch` is recorded, together with the input that each of
+its pointers points into. Later calls with the same signature launch the same kernels with their own
+pointers. A call that runs a torch operation other than a view cannot be replayed; the recorder
 detects this.
 """
 
@@ -256,7 +256,7 @@ class _LayoutFacts:
     bits: int
 
 
-# What a preparer returns: weights that include the prepared tensors, the sources of these tensors,
+# The result of a Preparer: weights that include the prepared tensors, the sources of these tensors,
 # and the prepared tensors.
 Prepared = tuple[ExpertWeights, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 

@@ -76,7 +76,7 @@ def _ignore() -> None:
 
 @dataclass(frozen=True)
 class TuneJob:
-    """What to tune, and for how long.
+    """A tuning job: the token counts to tune, and its time budget.
 
     folder: for the results. budget: seconds for all of `tokens`. fresh: whether to ignore results
     in the folder instead of continuing from them. on_measurement: called after every measurement.

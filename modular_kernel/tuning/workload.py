@@ -1,7 +1,7 @@
 """Weights and inputs for tuning, and the expected outputs.
 
 To save time, only a few experts are random, and the others are scaled copies of them. Each copy has
-its own scale, so that a wrong expert index changes the result.
+a different scale, so that a wrong expert index changes the result.
 """
 
 import math

@@ -15,7 +15,7 @@ import pytest
 import torch
 from w4_samples import INTEGERS, sample
 
-from experts.triton.grouped_w4.bitwise_reference import _rounded, untile_weights
+from experts.triton.grouped_w4.bitwise_reference import _round_to_bf16, untile_weights
 from experts.triton.grouped_w4.kernels import unpack as kernels
 from experts.triton.grouped_w4.layout import BLOCK, rows_of_tiles
 
@@ -72,7 +72,7 @@ def _halves(word: torch.Tensor) -> list[torch.Tensor]:
 def _joined(halves: list[torch.Tensor]) -> torch.Tensor:
     """Return float64 halves in one register, each rounded once."""
     low, high = (
-        _rounded(half).to(torch.bfloat16).view(torch.int16).long() & 0xFFFF for half in halves
+        _round_to_bf16(half).to(torch.bfloat16).view(torch.int16).long() & 0xFFFF for half in halves
     )
     return low | high << 16
 

@@ -6,7 +6,12 @@ import torch
 
 from modular_kernel.ops.activation import gated_activation, gated_activation_ref
 from modular_kernel.ops.align import moe_align_block_size
-from modular_kernel.ops.quantize import Quantized, dequantize_rows, quantize_rows, quantize_values
+from modular_kernel.ops.quantize import (
+    QuantizedRows,
+    dequantize_rows,
+    quantize_rows,
+    quantize_values,
+)
 from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX
 from modular_kernel.reference import activation as exact_activation
 from modular_kernel.spec.problem import ActivationSpec
@@ -67,11 +72,11 @@ def check_quantizer(
     return worst_outcome(outcomes, shrunk, (x.shape, x.dtype, quant))
 
 
-def _empty_quantized(x: torch.Tensor, scheme: QuantScheme) -> Quantized:
+def _empty_quantized(x: torch.Tensor, scheme: QuantScheme) -> QuantizedRows:
     q, scale = quantize_values(x.float(), scheme)
     per_tensor = scheme.activation_granularity == "tensor"
     partials = torch.zeros(1024) if per_tensor else None
-    return Quantized(torch.empty_like(q), torch.empty_like(scale), partials)
+    return QuantizedRows(torch.empty_like(q), torch.empty_like(scale), partials)
 
 
 def _compare_codes(

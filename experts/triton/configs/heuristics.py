@@ -47,7 +47,7 @@ class ConfigSteps:
     def map_steps(
         self, ends: Iterable[int], change: Callable[[int, MoEConfig], MoEConfig]
     ) -> "ConfigSteps":
-        """Split the steps after `ends` as well, apply `change` to each, and merge equal neighbors.
+        """Split the steps also after `ends`, apply `change` to each, and merge equal neighbors.
 
         change(last, config) gets the last token count of a step and its configuration. It returns a
         configuration that must hold for every token count of that step.

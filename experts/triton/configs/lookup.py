@@ -122,7 +122,7 @@ class Source:
             steps = prefer_heuristics_by_rows(
                 steps, heuristics(problem, device, built_in_paths), problem
             )
-            # Paths of other packages have no tuned files, so they replace borrowed launches, too.
+            # Paths of other packages have no tuned files, so they also replace borrowed launches.
             for path in PATHS[len(BUILT_IN) :]:
                 if path.name in paths and path.supports(problem, device):
                     steps = overlay_path(steps, path, problem, device)
@@ -146,10 +146,10 @@ class ConfigLookup:
     def source(self, problem: Problem, *, prepared: bool = False) -> Source:
         """Return the configurations from the best file, the nearest layers or the heuristics.
 
-        If `prepared`, they are for calls with prepared weights; if those have no file, the result
-        is that for other calls. Warn once per file that was tuned with another version of Triton or
-        is clamped. Raise ConfigurationError, naming the file, if it cannot be read, is malformed
-        or, in our format, does not fit.
+        If `prepared`, they are for calls with prepared weights; without a file for such calls, the
+        result is the same as for other calls. Warn once per file that was tuned with another
+        version of Triton or is clamped. Raise ConfigurationError, naming the file, if it cannot be
+        read, is malformed or, in our format, does not fit.
         """
         if problem.batch_invariant:  # the launches in a file depend on the number of tokens
             return Source(heuristics(problem, self.device), FIXED)

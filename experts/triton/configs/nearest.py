@@ -1,8 +1,8 @@
 """Configurations for layers without a tuned file, borrowed from the nearest tuned layers.
 
 The time of a launch depends mainly on the sizes of the GEMMs, the number of active experts (those
-with rows) and the rows per active expert. In these coordinates, each entry of a tuned file is a
-point. A call uses the configuration of the nearest point, of whichever layer.
+that have rows) and the rows per active expert. In these coordinates, each entry of a tuned file is
+a point. A call uses the configuration of the nearest point, which may belong to any layer.
 """
 
 import math

@@ -88,7 +88,7 @@ def pieces(depth: int) -> int:
 
 
 def _ring_slots(block_k: int, gemm: Gemm, device: Device) -> int:
-    """Return the ring stages that fit in shared memory beside the vectors and their scales."""
+    """Return the ring stages that fit in shared memory with the vectors and their scales."""
     vectors = pieces(gemm.depth) * VECTORS * (PIECE + 4 * VECTORS)
     return max(0, device.shared - _STAGING - vectors) // (ROWS * block_k)
 

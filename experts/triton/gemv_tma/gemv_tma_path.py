@@ -39,7 +39,7 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-# Registers per thread in GEMM 1 and GEMM 2; the producer warp gives back most of its own.
+# Registers per thread in GEMM 1 and GEMM 2; the producer warp releases most of its registers.
 _REGISTERS = (128, 144)
 
 

@@ -133,7 +133,7 @@ def _finish_one_half(
     MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Finish one half of a tile on its own.
+    """Finish one half of a tile separately.
 
     Its columns are weight rows: all gate rows, or gate and up rows alternating.
     """

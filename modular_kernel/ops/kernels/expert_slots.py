@@ -38,7 +38,7 @@ def number_pairs(
 ):  # fmt: skip
     """numbers[t, k] = rank * numbers_per_rank + slot of the pair's expert; weights[t, k] *= factor.
 
-    For BLOCK_T tokens, as program `program`. Ids are compared in their own width; those outside
+    Handles BLOCK_T tokens, as program `program`. Ids are compared in their own width; those outside
     [-1, num_experts) are counted. A pair that is skipped or has an invalid id is dropped. It gets
     number -1 and weight 0.
 

@@ -2,12 +2,11 @@
 
 Rows are in segments of `capacity` rows: a single segment, or one per expert in the batched format.
 `programs_per_segment` programs share the rows of a segment, BLOCK_R at a time. SOURCE says which
-rows hold a token
-and are quantized: "all"; "pairs": row p if pair p has a local expert; "batched": the first valid[s]
-rows of segment s.
+rows hold a token and are quantized: "all"; "pairs": row p if pair p has a local expert; "batched":
+the first valid[s] rows of segment s.
 
-QMAX is the largest value of the quantized type, MIN_SCALE the minimum scale, and ROUND means
-that the type is an integer.
+QMAX is the largest value of the quantized type, MIN_SCALE the minimum scale, and ROUND means that
+the type is an integer.
 """
 
 import triton
@@ -35,8 +34,8 @@ def quantized_values(
     """Return value * inverse, clamped to [-QMAX, QMAX].
 
     If ROUND, it is rounded to the nearest integer, ties to even. SATURATE may be False if `inverse`
-    comes from `scale_of` of the same values: the product then exceeds QMAX by three rounding
-    errors at most, and conversion to the quantized type rounds it to QMAX.
+    comes from `scale_of` of the same values: the product then exceeds QMAX by three rounding errors
+    at most, and conversion to the quantized type rounds it to QMAX.
     """
     value = value * inverse
     if SATURATE or ROUND:

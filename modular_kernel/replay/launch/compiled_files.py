@@ -121,7 +121,7 @@ def _remove(folder: Path, generation: int) -> None:
 
 
 def _is_private(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Return whether `path` (not a link) is of this kind, owned by us, and ours alone to write."""
+    """Return whether `path` has this kind, is no link, and only this user owns and can write it."""
     try:
         status = path.lstat()
     except OSError:

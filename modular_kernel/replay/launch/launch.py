@@ -1,4 +1,4 @@
-"""launch: launch a Triton kernel such that a plan can replay it.
+"""launch: launch a Triton kernel so that a plan can replay it.
 
     launch(kernel, (programs,), x_ptr=x, num_rows=rows, BLOCK=128, num_warps=4)
 

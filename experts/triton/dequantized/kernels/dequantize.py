@@ -10,7 +10,7 @@ import triton.language as tl
 from experts.triton.kernels.unpack_w4 import e8m0_values, unpack_int4
 
 TARGETS = ("sm_90",)  # `mk compile` compiles for these, the targets of the path's GEMM kernels
-LEFT_OUT = {"tiles_of_experts_kernel": "launched for weights of more than 1 GiB alone"}
+LEFT_OUT = {"tiles_of_experts_kernel": "launched only for weights of more than 1 GiB"}
 _E2M1_UNIT: tl.constexpr = tl.constexpr(2.0**126)
 
 

@@ -1,10 +1,10 @@
 """Device functions of the gemv_w4 path: a vector times 4-bit weights, through registers only.
 
-In each step, a warp multiplies one block of every row that it owns. A block is CHUNKS * 128
-weights along K. A chunk is 128 weights of a row: 16 adjacent bytes in each of four lanes. A lane
-unpacks its own words, which are its part of an MMA operand, so weights never move between lanes.
-Loaded tensors therefore start with axes of 4 and 8, the lanes of a warp, followed by WARPS, the
-warps of a program.
+In each step, a warp multiplies one block of every row that it owns. A block is CHUNKS * 128 weights
+along K. A chunk is 128 weights of a row: 16 adjacent bytes in each of four lanes. A lane unpacks
+its own words, which are its part of an MMA operand, so weights never move between lanes. Loaded
+tensors therefore start with axes of 4 and 8, the lanes of a warp, followed by WARPS, the warps of a
+program.
 
 A slot is the part of a chunk that shares a scale, or the whole chunk. The vector is the right
 operand of the MMA, which has eight columns. Each column is for one slot: it has the values of x in
@@ -207,9 +207,9 @@ def load_row(ptr, stride, in_bounds, chunk, depth, CHUNKS: tl.constexpr, SLOTS: 
 def to_mma_pairs(x, barrier, dtype: tl.constexpr, FORMAT: tl.constexpr):
     """Permute the result of `load_row` to MMA order: int32 (4, 8, WARPS, 1, 4, 4).
 
-    A pair is the two values of x that meet the low and the high half of a register of weights. For
-    bf16 they are multiplied by `prescale_factor`. The two pairs of an MMA are adjacent. dtype is
-    the type of the values; after: as in `slot_sums`.
+    A pair is the two values of x that the low and the high half of a register of weights multiply.
+    For bf16 they are multiplied by `prescale_factor`. The two pairs of an MMA are adjacent. dtype
+    is the type of the values; after: as in `slot_sums`.
     """
     warps: tl.constexpr = x.shape[2]
     bits = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))

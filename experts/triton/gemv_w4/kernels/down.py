@@ -1,7 +1,7 @@
 """GEMM 2 of the gemv_w4 path: a program computes a block of hidden columns of one token.
 
-Each of the WARPS warps of a program sums over some of the blocks along K and
-over some of the token's pairs. Blocks, chunks and slots are as in `common`.
+Each of the WARPS warps of a program sums over some of the blocks along K and over some of the
+token's pairs. Blocks, chunks and slots are as in `common`.
 """
 
 import triton
@@ -80,7 +80,7 @@ def _initial_biases(
     warp = tl.arange(0, WARPS)[:, None, None]
     row = tl.arange(0, ROWS)[None, :, None]
     slot = tl.arange(0, 8)[None, None, :]
-    # Loaded again, because _pair_of_part has another layout.
+    # Loaded again, because _pair_of_warp has another layout.
     pair = token * TOP_K + warp // WARPS_PER_PAIR + tl.zeros((1, 1, 8), tl.int32)
     local, _ = load_local_ids(
         ids_ptr, pair, slot == 0, map_ptr, num_experts, num_local, HAS_MAP
@@ -114,7 +114,7 @@ def _block_of_warp(
     else:
         index = step * WARPS + warp
         if TOP_K * BLOCKS > WARPS:
-            # As in _pair_of_part.
+            # As in _pair_of_warp.
             index += tl.zeros((4, 8, 1, 1), tl.int32)
         pair = token * TOP_K + index // BLOCKS
         local, _ = load_local_ids(

@@ -1,7 +1,7 @@
 """GEMM 1 of path gemv_w4: a program computes a block of intermediate columns of a routed pair.
 
-Each of the WARPS warps of a program sums over some of the blocks along K.
-Blocks, chunks and slots are as in `common`.
+Each of the WARPS warps of a program sums over some of the blocks along K. Blocks, chunks and slots
+are as in `common`.
 """
 
 import triton
