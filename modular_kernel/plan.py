@@ -212,7 +212,7 @@ class BoundCalls(ABC):
         tensors = (*inputs, *bound.tensors)
         if wants_gradient(tensors if out is None else (*tensors, out)):
             return False
-        return not (stages.profiling() or recorded.watched())
+        return not (stages.profiling() or recorded.hooks_active())
 
     def _check_or_refuse(
         self,
@@ -289,7 +289,7 @@ class BoundCalls(ABC):
         recorded = recorder.recorded()
         if recorded is not None:
             recorded = replace(recorded, count=self._replay_counts.cell(tokens))
-        self._recorded.keep(signature, recorded, recorder.refused)
+        self._recorded.keep(signature, recorded, recorder.refusal_reason)
         if kernel.poison:
             self._workspace.check_red_zones()
         return out

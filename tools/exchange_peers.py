@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from modular_kernel.bench.all2all.cases import Transport, dequantize
-from modular_kernel.ops.quantize import Quantized, quantize_rows
+from modular_kernel.ops.quantize import QuantizedRows, quantize_rows
 
 BLOCK = 128  # columns per scale
 _QUANTIZATION_NOTES = {False: "before the dispatch", True: "in a separate launch"}
@@ -65,7 +65,7 @@ class TransportPeer(Transport):
         self.x, self.tokens = inputs.x_TH, len(inputs.x_TH)
         self.rows = quantize_fp8_blocks(self.x) if self.fp8 else self.x
         if self.quantizes:
-            self.quantized_rows = Quantized(*map(torch.empty_like, self.rows))
+            self.quantized_rows = QuantizedRows(*map(torch.empty_like, self.rows))
         self.ids = inputs.routing.topk_ids_TK.to(torch.int64)
         self.weights = inputs.routing.topk_weights_TK
 

@@ -54,11 +54,11 @@ Without its tuned file, a layer uses the launches of the nearest other tuned lay
 one is near enough), or those of the heuristics ("regimes"). Whole planned layers with these tiles
 and with the layer's own tuned tiles were verified against float64 and timed interleaved, with
 uniform routing and weights not in the cache (`tools/leave_one_out.py`). Ratios are to the time with
-the tuned tiles; `within` counts cells (a layer and a number of tokens) with a ratio of at most
-{bound:.2f}. Tiles differ in {timed} of {cells} cells, which were timed; the others have ratio 1. A
-ratio below 1 means that kernels became faster after the layer was tuned. The regimes were chosen
-from the results of all tuned layers, including the one left out; those of mxfp4, for which few
-layers are tuned, come from these layers only. Measured {measured}.
+the tuned tiles; `replace_other_paths` counts cells (a layer and a number of tokens) with a ratio of
+at most {bound:.2f}. Tiles differ in {timed} of {cells} cells, which were timed; the others have
+ratio 1. A ratio below 1 means that kernels became faster after the layer was tuned. The regimes
+were chosen from the results of all tuned layers, including the one left out; those of mxfp4, for
+which few layers are tuned, come from these layers only. Measured {measured}.
 Raw rows: `{record}`."""
 
 
@@ -126,16 +126,16 @@ def _layer_cells(
         for path in other_files:
             (subfolder / path.name).symlink_to(path.resolve())
         other_sources = ConfigLookup(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
-    regimes, paths = heuristics(problem, H200), [p.name for p in PATHS if p.serves(problem, H200)]
+    regimes, paths = heuristics(problem, H200), [p.name for p in PATHS if p.supports(problem, H200)]
     layer_cells = []
     for count in tokens:
         origin = (
-            other_sources.lenders[other_sources.steps.index(count)]
-            if other_sources.lenders
+            other_sources.step_origins[other_sources.steps.index(count)]
+            if other_sources.step_origins
             else "heuristics"
         )
         tuned, neighbors = (
-            source.launched(problem, H200, paths).choose(count)
+            source.launch_steps(problem, H200, paths).choose(count)
             for source in (all_sources, other_sources)
         )
         at_tokens = problem.with_tokens(count)
@@ -238,8 +238,8 @@ def report(timed_results: Sequence[TimedResult], **intro_values: object) -> list
 
 
 def _summary(ratios: Sequence[float]) -> str:
-    within = sum(ratio <= BOUND for ratio in ratios)
-    share = f"{within} of {len(ratios)}, {within / len(ratios):.1%}"
+    replace_other_paths = sum(ratio <= BOUND for ratio in ratios)
+    share = f"{replace_other_paths} of {len(ratios)}, {replace_other_paths / len(ratios):.1%}"
     return f"{share} | {geometric_mean(ratios):.3f} | {max(ratios):.2f}"
 
 

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import torch
 
 from modular_kernel.ops.activation import gated_activation
-from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.quantize import (
-    Quantized,
+    QuantizedRows,
     activation_and_quantize,
     quantize_rows,
     quantize_specs,
     take_quantized,
 )
+from modular_kernel.ops.valid_rows import BatchedRows
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.rounding import Roundings
@@ -44,7 +44,7 @@ def hidden_rows(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Apply the activation and quantize; return the rows (R, I) for GEMM 2 and their scales.
 
-    The scales are `Quantized.scale_of_rows`, or None for a scheme with 16-bit activations.
+    The scales are `QuantizedRows.scale_of_rows`, or None for a scheme with 16-bit activations.
 
     gate_up_RN: (R, N), in segments of equal size, one for each element of counts_e.
     counts_e: (segments,) int32. Only the first counts_e[i] rows of segment i are valid; the results
@@ -70,17 +70,17 @@ def hidden_rows(
     )
     if not _has_tensor_scale(problem):
         with stages.stage(stages.fused(stages.GEMM1, stages.QUANTIZE)):
-            activation_and_quantize(gate_up_RN, problem.act, scheme, out=out, live=valid_rows)
+            activation_and_quantize(gate_up_RN, problem.act, scheme, out=out, valid_rows=valid_rows)
         return _values_and_scale(out)
     h_RI = workspace.take("h", shape)
     with stages.stage(stages.GEMM1):
         gated_activation(gate_up_RN, problem.act, h_RI)
     with stages.stage(stages.QUANTIZE):
-        quantize_rows(h_RI, scheme, out=out, live=valid_rows)
+        quantize_rows(h_RI, scheme, out=out, valid_rows=valid_rows)
     return _values_and_scale(out)
 
 
-def _values_and_scale(out: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+def _values_and_scale(out: QuantizedRows) -> tuple[torch.Tensor, torch.Tensor]:
     return out.q_RK, out.scale_of_rows
 
 

@@ -6,7 +6,7 @@ _ALIGNMENT = 16  # bytes
 
 
 def is_aligned(w_eNK: torch.Tensor) -> bool:
-    """Return whether the data begins at a multiple of 16 bytes, which is not so for every view."""
+    """Return whether the data begins at a multiple of 16 bytes; that of a view may not."""
     return w_eNK.data_ptr() % _ALIGNMENT == 0
 
 

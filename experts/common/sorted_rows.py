@@ -17,7 +17,7 @@ from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.permute_quantize import permute_and_quantize
-from modular_kernel.ops.quantize import Quantized, scale_shape
+from modular_kernel.ops.quantize import QuantizedRows, scale_shape
 from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
 from modular_kernel.ops.sort import sort_pairs, sort_specs
 from modular_kernel.quant.quantized_weights import STORAGE
@@ -44,12 +44,12 @@ class RowOrder:
 
     row_of_pair_TK: (T, K) int32, -1 where a pair is skipped.
     ends: (e,) int32, one past the last row of each expert.
-    used: (1,) int32, one past the last row in use; the contents of later rows are undefined.
+    num_rows: (1,) int32, the number of rows in use; the contents of later rows are undefined.
     """
 
     row_of_pair_TK: torch.Tensor
     ends: torch.Tensor
-    used: torch.Tensor
+    num_rows: torch.Tensor
 
 
 class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
@@ -123,8 +123,8 @@ class SortedRowsExperts(SummedRowsExperts):
     ) -> torch.Tensor:
         """Multiply rows (R, K) by the weights (N, K) of their experts; return the result (R, N).
 
-        Rows and weights come with their scales, as in `Quantized` and `weight_specs`. `out` is the
-        buffer of the result, None if `library_allocates_output`.
+        Rows and weights come with their scales, as in `QuantizedRows` and `weight_specs`. `out` is
+        the buffer of the result, None if `library_allocates_output`.
         """
 
     def max_rows(self, pairs: int) -> int:
@@ -201,8 +201,8 @@ class SortedRowsExperts(SummedRowsExperts):
             w1 = weights.w1, weights.w1_scale
             out = self._take_output("workspace13", (rows, problem.w1_rows), workspace)
             gate_up_RN = self.product(x, w1, order, workspace, out)
-        along_rows, used = self.scales_along_rows, order.used
-        h = hidden_rows(gate_up_RN, problem, used, weights, workspace, along_rows=along_rows)
+        along_rows, num_rows = self.scales_along_rows, order.num_rows
+        h = hidden_rows(gate_up_RN, problem, num_rows, weights, workspace, along_rows=along_rows)
         with stages.stage(stages.GEMM2):
             w2 = weights.w2, weights.w2_scale
             out = self._take_output("workspace2", (rows, problem.hidden), workspace)
@@ -235,7 +235,7 @@ class SortedRowsExperts(SummedRowsExperts):
         scale = static if tokens.scale is None else tokens.scale
         if scale is None or scale.dim() == 2:
             scale = self._scale_buffer(rows, workspace)
-        out = Quantized(x_RH, scale, along_rows=scale.dim() == 3)
+        out = QuantizedRows(x_RH, scale, along_rows=scale.dim() == 3)
         if tokens.scale is None:
             permute_and_quantize(tokens.x_TH, row_of_pair_TK, None, scheme, out=out)
             return x_RH, out.scale_of_rows

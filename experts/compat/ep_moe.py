@@ -38,7 +38,7 @@ from modular_kernel.errors import (
 from modular_kernel.ops.permute import hidden_block
 from modular_kernel.ops.reduce import gather_weight_and_sum
 from modular_kernel.ops.sort import max_tile_count
-from modular_kernel.quant.quantized_weights import LARGEST
+from modular_kernel.quant.quantized_weights import QMAX
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import Problem, dtype_name
@@ -373,7 +373,7 @@ def _scale_arguments(scales: torch.Tensor | None, out: torch.Tensor) -> dict[str
     return {
         "scales_ptr": out if scales is None else scales,
         "HAS_SCALES": scales is not None,
-        "LARGEST": LARGEST["float8_e4m3fn"] if out.dtype == _FP8 else 0.0,
+        "QMAX": QMAX["float8_e4m3fn"] if out.dtype == _FP8 else 0.0,
     }
 
 

@@ -65,8 +65,8 @@ def try_get_optimal_moe_config(
 ) -> dict[str, int]:
     """Return the tile with which the aligned path of `TritonExperts` computes GEMM 2 of M tokens.
 
-    It can be used for GEMM 1, too. It comes from an override, a tuned file or the heuristics. The
-    keys are those of `invoke_fused_moe_kernel`. Raise ConfigurationError for sizes that do not
+    The tile can also be used for GEMM 1. It comes from an override, a tuned file or the heuristics.
+    The keys are those of `invoke_fused_moe_kernel`. Raise ConfigurationError for sizes that do not
     match.
 
     w1_shape: (E, 2I, H).

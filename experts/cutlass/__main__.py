@@ -7,7 +7,7 @@ from experts.cutlass import fp4_product, product
 
 def main() -> None:
     for kernel in (*product.KERNELS.values(), fp4_product.KERNEL):
-        sys.stdout.write(f"{kernel.name} for {kernel.arch}: {kernel.keep()}\n")
+        sys.stdout.write(f"{kernel.name} for {kernel.arch}: {kernel.compile_to_cache()}\n")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Kernel:
             return None
         return function
 
-    def keep(self) -> Path:
+    def compile_to_cache(self) -> Path:
         """Compile the kernel unless its object file is cached; return the path of the file."""
 
         def write(path: Path) -> None:

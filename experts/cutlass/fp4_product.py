@@ -22,7 +22,7 @@ from modular_kernel.quant.scale_tiles import unpack_pairs
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.utils.matmul import matmul
 
-# N and K are multiples of it: a tile has 128 weight rows, and a line of scales covers 128 values.
+# N and K are multiples of 128: a tile has 128 weight rows, and a line of scales covers 128 values.
 MULTIPLE = 128
 
 
@@ -60,7 +60,7 @@ def fp4_gemm(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) 
         fp4_gemm_ref(a, b, tiles, out)
         return
     experts, rows_b, half = b.w.shape
-    compiled()(
+    load_kernel()(
         a.q_RK,
         b.w.view(experts * rows_b, half),
         a.scale,
@@ -163,7 +163,7 @@ KERNEL = Kernel("fp4_gemm", "sm_100a", _compile)
 
 
 @cache
-def compiled() -> Callable[..., None]:
+def load_kernel() -> Callable[..., None]:
     """Return the kernel, which is loaded or compiled once per process."""
     return KERNEL.get()
 

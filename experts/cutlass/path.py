@@ -12,7 +12,7 @@ from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import GemmOperands, gemm1_operands
 from experts.triton.path import PathCall
-from modular_kernel.ops.quantize import Quantized, take_quantized
+from modular_kernel.ops.quantize import QuantizedRows, take_quantized
 from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.replay import stages
 from modular_kernel.workspace import BufferSpec
@@ -51,6 +51,6 @@ class CutlassPath(GroupedTmaPath):
         block_gemm(_quantize(rows), product, self.problem, order, out)
 
 
-def _quantize(rows: GemmRows) -> Quantized:
+def _quantize(rows: GemmRows) -> QuantizedRows:
     assert rows.scale is not None
-    return Quantized(rows.values, rows.scale)
+    return QuantizedRows(rows.values, rows.scale)

@@ -15,7 +15,7 @@ from experts.cutlass.fake_tensors import fake_matrix
 from experts.triton.operands import TMA_BYTES, GemmOperands
 from modular_kernel.errors import LayoutError, ShapeError
 from modular_kernel.ops.activation import gated_activation_ref
-from modular_kernel.ops.quantize import Quantized, dequantize_rows, quantize_rows_ref
+from modular_kernel.ops.quantize import QuantizedRows, dequantize_rows, quantize_rows_ref
 from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.problem import Problem
@@ -28,11 +28,11 @@ _CLUSTER = 2  # neighboring column tiles whose thread blocks share the loads of 
 
 
 def block_gemm(
-    a: Quantized,
+    a: QuantizedRows,
     product: GemmOperands,
     problem: Problem,
     order: SortedPairs,
-    out: Quantized | torch.Tensor,
+    out: QuantizedRows | torch.Tensor,
 ) -> None:
     """out[r] = a[r] @ w[expert of r]^T for every row r of every 128-row tile of `order`.
 
@@ -51,20 +51,20 @@ def block_gemm(
     if not a.q_RK.is_cuda:
         block_gemm_ref(a, product, problem, order, out)
         return
-    gated = isinstance(out, Quantized)
-    rows = out.q_RK if isinstance(out, Quantized) else out
+    gated = isinstance(out, QuantizedRows)
+    rows = out.q_RK if isinstance(out, QuantizedRows) else out
     experts, rows_b, depth = product.w.shape
     scale = product.scale
     assert scale is not None
     cluster_columns = _COLUMNS[gated] * _CLUSTER
     columns = rows.shape[1]
-    compiled(gated)(
+    load_kernel(gated)(
         a.q_RK.view(torch.uint8),
         product.w.view(experts * rows_b, depth).view(torch.uint8),
         a.scale,
         scale.view(-1, scale.shape[2]),
         rows.view(torch.uint8) if gated else rows,
-        out.scale if isinstance(out, Quantized) else a.scale,
+        out.scale if isinstance(out, QuantizedRows) else a.scale,
         order.tiles,
         order.max_tiles,
         rows_b,
@@ -74,12 +74,12 @@ def block_gemm(
     )
 
 
-def check(a: Quantized, product: GemmOperands, out: Quantized | torch.Tensor) -> None:
+def check(a: QuantizedRows, product: GemmOperands, out: QuantizedRows | torch.Tensor) -> None:
     """Raise ShapeError or LayoutError unless all tensors are as `block_gemm` requires."""
     depth, rows_b = a.q_RK.shape[1], product.w.shape[1]
     groups = depth // BLOCK
-    rows = out.q_RK if isinstance(out, Quantized) else out
-    columns = rows_b // 2 if isinstance(out, Quantized) else rows_b
+    rows = out.q_RK if isinstance(out, QuantizedRows) else out
+    columns = rows_b // 2 if isinstance(out, QuantizedRows) else rows_b
     expected = [
         ("rows", a.q_RK, (rows.shape[0], depth)),
         ("scales of rows", a.scale, (rows.shape[0], groups)),
@@ -87,7 +87,7 @@ def check(a: Quantized, product: GemmOperands, out: Quantized | torch.Tensor) ->
         ("scales of weights", product.scale, (product.w.shape[0], rows_b // BLOCK, groups)),
         ("results", rows, (rows.shape[0], columns)),
     ]
-    if isinstance(out, Quantized):
+    if isinstance(out, QuantizedRows):
         expected.append(("scales of results", out.scale, (rows.shape[0], columns // BLOCK)))
     for name, tensor, shape in expected:
         if tensor is None or tuple(tensor.shape) != shape:
@@ -103,11 +103,11 @@ def check(a: Quantized, product: GemmOperands, out: Quantized | torch.Tensor) ->
 
 
 def block_gemm_ref(
-    a: Quantized,
+    a: QuantizedRows,
     product: GemmOperands,
     problem: Problem,
     order: SortedPairs,
-    out: Quantized | torch.Tensor,
+    out: QuantizedRows | torch.Tensor,
 ) -> None:
     """Torch reference of `block_gemm`: one tile at a time, with float32 sums."""
     tiles = order.tiles[: 3 * order.max_tiles].view(3, -1)[:, : int(order.tiles[-1])]
@@ -122,9 +122,9 @@ def block_gemm_ref(
             )
         x = dequantize_rows(a.q_RK[tile], a.scale[tile], problem.scheme)
         values = matmul(x, weights[expert].T)
-        if isinstance(out, Quantized):
+        if isinstance(out, QuantizedRows):
             h = gated_activation_ref(values, problem.act).to(problem.dtype)
-            out_tile = Quantized(out.q_RK[tile], out.scale[tile])
+            out_tile = QuantizedRows(out.q_RK[tile], out.scale[tile])
             quantize_rows_ref(h, problem.scheme, out=out_tile)
         else:
             out[tile] = values.to(out.dtype)
@@ -165,7 +165,7 @@ KERNELS = {
 
 
 @cache
-def compiled(gated: bool) -> Callable[..., None]:
+def load_kernel(gated: bool) -> Callable[..., None]:
     """Return the kernel, which is loaded or compiled once per process."""
     return KERNELS[gated].get()
 

@@ -13,7 +13,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 ARCHS = frozenset({(9, 0), (10, 0)})
-MULTIPLE = 16  # N and K are multiples of it, so that rows are 16-byte aligned
+MULTIPLE = 16  # N and K are multiples of 16, so that rows are 16-byte aligned
 MAX_EXPERTS = 1023
 SCHEMES = frozenset({"fp8_w8a8_channel", "fp8_w8a8_tensor"})
 

@@ -8,7 +8,7 @@ import torch
 
 from experts.common.batched_rows import BatchedRowsExperts
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
-from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, max_aligned_rows
+from experts.deepgemm.align_rows import align_rows, aligned_specs, max_aligned_rows
 from experts.deepgemm.library import (
     BLOCK,
     DEEP_GEMM,
@@ -66,7 +66,7 @@ class DeepGemmExperts(SortedRowsExperts):
         return aligned_specs(tokens, top_k, self.problem.e)
 
     def order(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
-        rows_TK, ends = aligned_rows(routing, TILE_M, num_local=self.problem.e, workspace=workspace)
+        rows_TK, ends = align_rows(routing, TILE_M, num_local=self.problem.e, workspace=workspace)
         return RowOrder(rows_TK, ends, ends[-1:])
 
     def product(
@@ -127,4 +127,4 @@ def _align_meta_tensors() -> None:
     ids, num_invalid = (torch.empty(s, dtype=torch.int32, device=meta) for s in ((64, 8), (1,)))
     routing = DispatchedRouting(None, ids, IdSpace.LOCAL, 32, None, num_invalid)
     workspace = Workspace(aligned_specs(64, 8, 32), meta)
-    aligned_rows(routing, TILE_M, num_local=32, workspace=workspace)
+    align_rows(routing, TILE_M, num_local=32, workspace=workspace)

@@ -36,7 +36,7 @@ from modular_kernel.workspace import Workspace, WorkspaceShapes
 # one H200, DeepGEMM was faster than Triton kernels from about this size on.
 MIN_ROWS = 128
 MIN_BATCHED_ROWS = 64  # rows of the smallest tile of DeepGEMM's masked GEMM
-_X = "either_x"
+_QUANTIZED_X = "either_x"
 
 
 def deepgemm_supports(problem: Problem) -> bool:
@@ -56,17 +56,17 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 
     triton_part, deepgemm_part: the two parts.
     min_rows: mean rows per expert from which DeepGEMM is used.
-    few, many: names of the calls that use each part, for `explained`; {least} is the smallest size
-        that uses DeepGEMM.
-    if_many: a condition for the use of DeepGEMM, for `explained`.
+    small_calls, large_calls: names of the calls that use each part, for `explained`; {min_size} is
+        the smallest size that uses DeepGEMM.
+    deepgemm_condition: a condition for the use of DeepGEMM, for `explained`.
     """
 
     triton_part: ClassVar[type[PermuteExpertsUnpermute]]
     deepgemm_part: ClassVar[type[PermuteExpertsUnpermute]]
     min_rows: ClassVar[int]
-    few: ClassVar[str] = "calls of fewer than {least} tokens"
-    many: ClassVar[str] = "calls of {least} tokens or more"
-    if_many: ClassVar[str] = ""
+    small_calls: ClassVar[str] = "calls of fewer than {min_size} tokens"
+    large_calls: ClassVar[str] = "calls of {min_size} tokens or more"
+    deepgemm_condition: ClassVar[str] = ""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -93,8 +93,10 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
                 f"all calls: {triton}, because DeepGEMM does not support these sizes or options",
             )
         min_size = min_tokens(problem, cls.min_rows)
-        few, many = (calls.format(least=min_size) for calls in (cls.few, cls.many))
-        return f"{few}: {triton}", f"{many}: {library}{cls.if_many}"
+        small_calls, large_calls = (
+            calls.format(min_size=min_size) for calls in (cls.small_calls, cls.large_calls)
+        )
+        return f"{small_calls}: {triton}", f"{large_calls}: {library}{cls.deepgemm_condition}"
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return self._triton.finalize_weight_and_reduce_impl()
@@ -106,15 +108,17 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 
     def _combined_shapes(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
         """Return the buffers of both parts if the call may use DeepGEMM, else those of Triton."""
-        few, part = self._triton.workspace_shapes(shape), self._part(size)
+        shapes, part = self._triton.workspace_shapes(shape), self._part(size)
         # A plan may get fewer tokens than it was made for, and then it uses Triton.
-        return few if part is self._triton else _merge_shapes(few, part.workspace_shapes(shape))
+        return (
+            shapes if part is self._triton else _merge_shapes(shapes, part.workspace_shapes(shape))
+        )
 
 
 class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
     """DeepGemmExperts for a mean of at least 128 rows per expert; TritonExperts otherwise.
 
-    Calls whose weights are not row-major and 16-byte aligned use TritonExperts, too. If the size
+    Calls whose weights are not row-major and 16-byte aligned also use TritonExperts. If the size
     allows DeepGEMM, the workspace has room for both parts, and tokens are dispatched unquantized.
     If such a call then uses a path of TritonExperts that needs quantized tokens, `apply` quantizes
     them.
@@ -123,7 +127,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
     triton_part = TritonExperts
     deepgemm_part: ClassVar[type[DeepGemmExperts]] = DeepGemmExperts
     min_rows = MIN_ROWS
-    if_many = ", if weights are row-major"
+    deepgemm_condition = ", if weights are row-major"
     requires = replace(
         DeepGemmExperts.requires,
         bias=True,
@@ -146,7 +150,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
         shapes, scheme = self._combined_shapes(shape.tokens, shape), self.problem.scheme
         if self._part(shape.tokens) is self._triton or not scheme.quantizes_activations:
             return shapes
-        quantized_x = quantize_specs(_X, scheme, shape.tokens, self.problem.hidden)
+        quantized_x = quantize_specs(_QUANTIZED_X, scheme, shape.tokens, self.problem.hidden)
         return replace(shapes, extra={**shapes.extra, **quantized_x})
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
@@ -172,7 +176,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
     def _quantize(self, tokens: ContiguousTokens, workspace: Workspace) -> ContiguousTokens:
         """Quantize the tokens as `prepare` does."""
         scheme, x_TH = self.problem.scheme, tokens.x_TH
-        out = take_quantized(workspace, _X, scheme, (len(x_TH), self.problem.hidden))
+        out = take_quantized(workspace, _QUANTIZED_X, scheme, (len(x_TH), self.problem.hidden))
         with stages.stage(stages.QUANTIZE_INPUT):
             quantize_rows(x_TH, scheme, out=out)
         return replace(tokens, x_TH=out.q_RK, scale=out.scale)
@@ -188,8 +192,8 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
     triton_part = BatchedTritonExperts
     deepgemm_part: ClassVar[type[BatchedDeepGemmExperts]] = BatchedDeepGemmExperts
     min_rows = MIN_BATCHED_ROWS
-    few = "experts with room for fewer than {least} rows"
-    many = "experts with room for {least} rows or more"
+    small_calls = "experts with room for fewer than {min_size} rows"
+    large_calls = "experts with room for {min_size} rows or more"
     requires = replace(
         BatchedDeepGemmExperts.requires,
         bias=True,
@@ -220,15 +224,17 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
         part.apply(tokens, weights=weights, workspace=workspace, output=output)
 
 
-def _merge_shapes(few: WorkspaceShapes, many: WorkspaceShapes) -> WorkspaceShapes:
+def _merge_shapes(triton: WorkspaceShapes, deepgemm: WorkspaceShapes) -> WorkspaceShapes:
     """Return buffers that are large enough for either part. Both parts have the same output.
 
     A buffer that both parts have may overlay only what it overlays in both, because one part may
     still read memory that the other part no longer needs.
     """
-    merged = {**few.buffers(), **many.buffers()}
-    for name, spec in few.buffers().items():
+    merged = {**triton.buffers(), **deepgemm.buffers()}
+    for name, spec in triton.buffers().items():
         other = merged[name]
         aliases = tuple(alias for alias in spec.over if alias in other.over)
         merged[name] = replace(max(spec, other, key=attrgetter("nbytes")), over=aliases)
-    return WorkspaceShapes(merged.pop("workspace13"), merged.pop("workspace2"), few.output, merged)
+    return WorkspaceShapes(
+        merged.pop("workspace13"), merged.pop("workspace2"), triton.output, merged
+    )

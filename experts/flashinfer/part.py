@@ -7,7 +7,6 @@ import torch
 
 from experts.common.activation_rows import ROUNDINGS
 from experts.common.row_major import is_row_major, to_row_major
-from experts.flashinfer.joined_pairs import merge_repeated_experts
 from experts.flashinfer.library import (
     ACTIVATIONS,
     ALIGNMENT,
@@ -22,6 +21,7 @@ from experts.flashinfer.library import (
     run,
     workspace_bytes,
 )
+from experts.flashinfer.merge_repeated_experts import merge_repeated_experts
 from experts.flashinfer.nan_rows import mark_nan_rows
 from modular_kernel.compatibility.support import ExpertsRequirements, Rejection
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce

@@ -3,10 +3,10 @@
 A of an adapter is (R, K) and B is (N, R), where R is the rank of the adapters, and K and N are the
 depth and the weight rows of the GEMM.
 
-The shrink is a launch of its own before each GEMM. It writes u in the problem's dtype, with one row
+The shrink is a separate launch before each GEMM. It writes u in the problem's dtype, with one row
 for each row of the GEMM and R columns, or 2R if gate and up have separate A. The expand is fused
 into the GEMM: `expand_adapters` adds B u to each float32 accumulator tile, before router weight,
-bias and activation. So B u is never stored.
+bias and activation. Therefore B u is never stored.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from experts.triton.path import PathCall
-from modular_kernel.ops.align import Aligned
+from modular_kernel.ops.align import AlignedPairs
 from modular_kernel.ops.count import id_arguments, next_power_of_2
 from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.replay import stages
@@ -111,7 +111,7 @@ class PairShrink:
     """
 
     def __init__(
-        self, call: PathCall, problem: Problem, aligned: Aligned, slots_T: torch.Tensor
+        self, call: PathCall, problem: Problem, aligned: AlignedPairs, slots_T: torch.Tensor
     ) -> None:
         self._call, self._problem, self._slots_T = call, problem, slots_T
         self._aligned, self._block_m = aligned, call.config.gemm1.block_m
@@ -121,15 +121,15 @@ class PairShrink:
         """Launch u = A x over the tokens (T, H), for GEMM 1."""
         weights = self._call.weights
         with stages.stage(stages.SHRINK):
-            return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13))
+            return self._shrink("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13))
 
     def of_w2(self, h_PI: torch.Tensor) -> ShrinkOutput:
         """Launch u = A h over the pairs (P, I), for GEMM 2."""
         weights = self._call.weights
         with stages.stage(stages.SHRINK):
-            return self._shrunk("lora_u2", h_PI, (weights.lora_a2, weights.lora_b2))
+            return self._shrink("lora_u2", h_PI, (weights.lora_a2, weights.lora_b2))
 
-    def _shrunk(self, name: str, x: torch.Tensor, matrices: Matrices) -> ShrinkOutput:
+    def _shrink(self, name: str, x: torch.Tensor, matrices: Matrices) -> ShrinkOutput:
         from experts.triton.kernels.shrink import shrink_pairs_kernel
 
         a, b = matrices
@@ -180,14 +180,14 @@ class SegmentShrink:
     def of_w1(self, x_TH: torch.Tensor, weights: ExpertWeights) -> ShrinkOutput:
         """Launch u = A x for GEMM 1; the kernel gathers the tokens x (T, H) of the rows."""
         with stages.stage(stages.SHRINK):
-            return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13), gather=True)
+            return self._shrink("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13), gather=True)
 
     def of_w2(self, h_RI: torch.Tensor, weights: ExpertWeights) -> ShrinkOutput:
         """Launch u = A h over the sorted rows (P, I), for GEMM 2."""
         with stages.stage(stages.SHRINK):
-            return self._shrunk("lora_u2", h_RI, (weights.lora_a2, weights.lora_b2), gather=False)
+            return self._shrink("lora_u2", h_RI, (weights.lora_a2, weights.lora_b2), gather=False)
 
-    def _shrunk(
+    def _shrink(
         self, name: str, x: torch.Tensor, matrices: Matrices, *, gather: bool
     ) -> ShrinkOutput:
         from experts.triton.kernels.shrink import shrink_segments_kernel

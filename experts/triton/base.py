@@ -36,7 +36,7 @@ class TritonExpertsBase(PickledByProblem, PermuteExpertsUnpermute):
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
-        return ConfigSpace.unless_fixed(problem, cls.__name__)
+        return ConfigSpace.for_problem(problem, cls.__name__)
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:

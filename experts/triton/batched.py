@@ -11,8 +11,8 @@ from experts.triton.configs.select import choose_config
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands
 from modular_kernel.contracts import TopKWeightAndReduce
-from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
+from modular_kernel.ops.valid_rows import BatchedRows
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.spec.problem import Problem
@@ -78,23 +78,23 @@ class BatchedTritonExperts(TritonExpertsBase):
         experts, capacity, _ = tokens.x_eCH.shape
         launch1, launch2 = choose_config(problem, capacity).both(LaunchConfig)
         h_eCI = workspace.take("workspace13", (experts, capacity, problem.intermediate))
-        adapters, shrunk = None, None
+        adapters, shrink_output = None, None
         if tokens.adapters_eC is not None:
             adapters = _Adapters(tokens, weights, problem, workspace, launch1.block_m)
         with stages.stage(stages.GEMM1):
             if adapters is not None:
-                shrunk = adapters.shrink_x()
+                shrink_output = adapters.shrink_x()
             product = gemm1_operands(weights, problem)
             rows = (tokens.x_eCH, tokens.scale)
-            self._multiply(rows, product, launch1, tokens.counts_e, h_eCI, shrunk)
+            self._multiply(rows, product, launch1, tokens.counts_e, h_eCI, shrink_output)
         h_rows: tuple[torch.Tensor, torch.Tensor | None] = h_eCI, None
         if problem.scheme.quantizes_activations:
             h_rows = self._quantize(h_eCI, tokens, weights, workspace)
         with stages.stage(stages.GEMM2):
             if adapters is not None:
-                shrunk = adapters.shrink_h(h_eCI)
+                shrink_output = adapters.shrink_h(h_eCI)
             product = gemm2_operands(weights, problem)
-            self._multiply(h_rows, product, launch2, tokens.counts_e, output, shrunk)
+            self._multiply(h_rows, product, launch2, tokens.counts_e, output, shrink_output)
 
     def _quantize(
         self,
@@ -115,7 +115,7 @@ class BatchedTritonExperts(TritonExpertsBase):
                 static_scale=weights.a2_scale,
             )
             valid_rows = BatchedRows(tokens.counts_e)
-            quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=valid_rows)
+            quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, valid_rows=valid_rows)
         return out.q_RK.view_as(h_eCI), out.scale
 
     def _multiply(
@@ -125,7 +125,7 @@ class BatchedTritonExperts(TritonExpertsBase):
         tile: LaunchConfig,
         counts_e: torch.Tensor,
         out: torch.Tensor,
-        shrunk: ShrinkOutput | None,
+        shrink_output: ShrinkOutput | None,
     ) -> None:
         a_eCK, a_scale = rows
         experts, capacity, _ = a_eCK.shape
@@ -140,7 +140,7 @@ class BatchedTritonExperts(TritonExpertsBase):
             capacity=capacity,
             num_m=num_m,
             stride_ase=0 if a_scale is None else _expert_stride(a_scale, capacity),
-            **({} if shrunk is None else shrunk.arguments()),
+            **({} if shrink_output is None else shrink_output.arguments()),
             **product.arguments(tile, self.problem.fp32_precision, a_scale),
         )
 

@@ -60,7 +60,7 @@ class TritonExperts(TritonExpertsBase):
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
-        return ConfigSpace.unless_fixed(problem, cls.__name__, PATHS)
+        return ConfigSpace.for_problem(problem, cls.__name__, PATHS)
 
     @classmethod
     def paths(cls) -> tuple[PathInfo, ...]:
@@ -184,9 +184,11 @@ class TritonExperts(TritonExpertsBase):
         """Return the configuration of a call, whose path supports the strides of these tensors."""
         prepared = self._reads_prepared(weights, len(x_TH))
         config = choose_config(self.problem, len(x_TH), tuple(self._paths), prepared=prepared)
-        if self._paths[config.path].takes(weights, x_TH):
+        if self._paths[config.path].supports_tensors(weights, x_TH):
             return config
-        paths = tuple(name for name, path in self._paths.items() if path.takes(weights, x_TH))
+        paths = tuple(
+            name for name, path in self._paths.items() if path.supports_tensors(weights, x_TH)
+        )
         return choose_config(self.problem, len(x_TH), paths, prepared=prepared)
 
 
@@ -216,12 +218,12 @@ def supported_paths(problem: Problem) -> tuple[str, ...]:
     Inside `on_device`, the device is the one passed to it.
     """
     device = current_lookup().device
-    return tuple(path.name for path in PATHS if path.serves(problem, device))
+    return tuple(path.name for path in PATHS if path.supports(problem, device))
 
 
 def _possible_path_sets(paths: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Return every subset of `paths` that can remain after some reject the tensors of a call."""
-    selective = [name for name in paths if BY_NAME[name].refuses]
+    selective = [name for name in paths if BY_NAME[name].may_reject_tensors]
     rejected = (
         rejected_paths
         for count in range(len(selective) + 1)

@@ -57,12 +57,12 @@ class ExternalPaths:
     broken: tuple[BrokenPath, ...] = ()
 
 
-def load_external_paths(taken: Collection[str]) -> ExternalPaths:
+def load_external_paths(built_in_names: Collection[str]) -> ExternalPaths:
     """Load the paths of all installed packages.
 
-    `taken` has the names of the built-in paths, which external paths may not use. If several
-    external paths have the same name, none of them is used, so that the result does not depend on
-    the order of installation.
+    `built_in_names` has the names of the built-in paths, which external paths may not use. If
+    several external paths have the same name, none of them is used, so that the result does not
+    depend on the order of installation.
     """
     entries = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     # An editable and a regular install of one distribution list the same entry point twice.
@@ -71,13 +71,13 @@ def load_external_paths(taken: Collection[str]) -> ExternalPaths:
     for entry in unique.values():
         origin = _origin(entry)
         try:
-            paths = list(_checked(_load(entry, origin)))
+            paths = list(_check_paths(_load(entry, origin)))
         except (Exception, SystemExit) as error:  # noqa: BLE001  another package's code
             name = printable(entry.name, max_chars=_MAX_ORIGIN_CHARS)
             broken.append(BrokenPath(name, origin, describe_error(error)))
             continue
         usable += [ExternalPath(path, origin) for path in paths]
-    loaded = _without_conflicts(usable, broken, taken)
+    loaded = _without_conflicts(usable, broken, built_in_names)
     for failure in loaded.broken:
         _LOG.warning(
             "path %s of TritonExperts, from %s, is not used: %s",
@@ -95,7 +95,7 @@ def _load(entry: EntryPoint, origin: str) -> object:
     return load_with_deadline(entry.load, read_settings().import_deadline_s, origin)
 
 
-def _checked(value: object) -> Iterator[type[Path]]:
+def _check_paths(value: object) -> Iterator[type[Path]]:
     """Yield the path classes of an entry point's value.
 
     Raise ConfigurationError if the value is not a tuple of classes, or a class is not a complete
@@ -120,13 +120,13 @@ def _checked(value: object) -> Iterator[type[Path]]:
 
 
 def _without_conflicts(
-    paths: Iterable[ExternalPath], broken: list[BrokenPath], taken: Collection[str]
+    paths: Iterable[ExternalPath], broken: list[BrokenPath], built_in_names: Collection[str]
 ) -> ExternalPaths:
     paths = list(paths)
     counts, usable = Counter(offered.path.name for offered in paths), list[ExternalPath]()
     for offered in paths:
         name = offered.path.name
-        if name in taken:
+        if name in built_in_names:
             need = "another name: TritonExperts has a path of its own with this one"
         elif counts[name] > 1:
             origins = (other.origin for other in paths if other.path.name == name)

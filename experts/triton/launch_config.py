@@ -42,7 +42,7 @@ _ARCHS = (
     (r"(?:A[138]00|A30)", (8, 0)),
 )
 
-# `Violation.what` of the limits that a smaller tile can meet.
+# `Violation.what` of the limits that a smaller tile can satisfy.
 GROUP_LIMIT = "block_k within a group"
 SHARED_LIMIT = "bytes of shared memory"
 
@@ -275,7 +275,7 @@ class Violation:
 
 
 def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:
-    """Yield every reason why `tile` cannot be launched, whatever the values of its fields."""
+    """Yield every reason why `tile` cannot be launched. Its fields may have any values."""
     invalid_fields = list(_field_violations(tile, gemm))
     yield from invalid_fields
     if invalid_fields:

@@ -127,7 +127,7 @@ class GemmOperands:
             "GROUP_K": group_k,
             # All gate rows of a tile share one scale, and so do all its up rows.
             "ONE_SCALE": group_n % rows == 0 and (self.up_row % rows == 0 or self.up_row < step),
-            "MIDDLE": DEFAULT_ZERO_POINT.get(scheme.weight, 0),
+            "ZERO_POINT": DEFAULT_ZERO_POINT.get(scheme.weight, 0),
             "HAS_ZERO": self.zero_point is not None,
             "PACKED": scheme.packed,
             "EVEN_K": depth % block_k == 0,
@@ -269,12 +269,16 @@ def input_scales(
 ) -> tuple[str, dict[str, object]]:
     """Return the constexpr QUANT of GEMM 1, and the scale arguments of x.
 
-    QUANT is "given" if x is already quantized, with scales. Otherwise the kernel quantizes x, and
-    QUANT is the `activation_scale_kind`. `static` is the scale of a static scheme.
+    QUANT is "prequantized" if x is already quantized, with scales. Otherwise the kernel quantizes
+    x, and QUANT is the `activation_scale_kind`. `static` is the scale of a static scheme.
     """
     scale, quant = tokens.scale, activation_scale_kind(problem.scheme, problem.hidden)
     if scale is None:
         scale = tokens.x_TH if static is None else static
         return quant, {"x_scale_ptr": scale, "stride_xsm": 0, "stride_xsk": 0}
     strides = scale.stride() if scale.dim() == 2 else (0, 0)
-    return "given", {"x_scale_ptr": scale, "stride_xsm": strides[0], "stride_xsk": strides[1]}
+    return "prequantized", {
+        "x_scale_ptr": scale,
+        "stride_xsm": strides[0],
+        "stride_xsk": strides[1],
+    }

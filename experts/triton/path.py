@@ -43,7 +43,7 @@ class Path(ABC):
     name: used in configurations, tuned files and messages.
     launch: the type that describes the launch of one GEMM, a dataclass of integers.
     quantizes_input: whether the path accepts unquantized tokens and quantizes them itself.
-    refuses: whether `takes` can return False.
+    may_reject_tensors: whether `supports_tensors` can return False.
     transferable: whether launches tuned for one problem are also good for similar problems.
     roundings: the points at which the path rounds; None if they are not declared.
     """
@@ -51,7 +51,7 @@ class Path(ABC):
     name: ClassVar[str]
     launch: ClassVar[type[Any]] = LaunchConfig
     quantizes_input: ClassVar[bool] = False
-    refuses: ClassVar[bool] = True
+    may_reject_tensors: ClassVar[bool] = True
     transferable: ClassVar[bool] = True
     roundings: Roundings | None
 
@@ -59,7 +59,7 @@ class Path(ABC):
 
     @classmethod
     @abstractmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
+    def supports(cls, problem: Problem, device: Device) -> bool:
         """Return whether the kernels support `problem` on `device`."""
 
     @classmethod
@@ -148,10 +148,10 @@ class Path(ABC):
 
     @abstractmethod
     def __init__(self, problem: Problem) -> None:
-        """Bind the kernels for `problem`, which `serves` has accepted."""
+        """Bind the kernels for `problem`, which `supports` has accepted."""
 
     @abstractmethod
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the path supports the strides and alignment of these tensors."""
 
     @abstractmethod

@@ -3,8 +3,8 @@
 `PATHS`, `NAMES` and `BY_NAME` also contain the paths of other packages
 (`experts.triton.external_paths`). These follow the built-in ones and are loaded on first use,
 because a package that provides a path imports modules of `experts` itself. Without a tuned file, a
-call takes the last path in the list that serves its problem and its number of tokens. So a path of
-another package has priority over built-in ones for the problems that its `serves` accepts.
+call takes the last path in the list that supports its problem and its number of tokens. So a path
+of another package has priority over built-in ones for the problems that its `supports` accepts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

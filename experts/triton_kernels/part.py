@@ -105,8 +105,8 @@ class TritonKernelsExperts(SortedRowsExperts):
         experts, rows = self.problem.e, routing.topk_ids_TK.numel()
         order = sort_pairs(routing, block_m=SIZES[-1], num_local=experts, workspace=workspace)
         tiles = tile_maps(order.starts, rows, workspace)
-        ends, used = order.starts[1:], order.starts[-1:]
-        return TiledOrder(order.row_of_pair_TK, ends, used, order.starts, tiles)
+        ends, num_rows = order.starts[1:], order.starts[-1:]
+        return TiledOrder(order.row_of_pair_TK, ends, num_rows, order.starts, tiles)
 
     def product(
         self,

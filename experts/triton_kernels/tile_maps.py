@@ -72,8 +72,8 @@ def write_tile_maps(starts: torch.Tensor, maps: TileMaps) -> None:
         ends_ptr=maps.ends,
         maps_ptr=maps.maps,
         num_local=experts,
-        most_tiles=max_tiles,
-        LEAST=SIZES[0],
+        max_tiles=max_tiles,
+        MIN_TILE_ROWS=SIZES[0],
         BLOCK_T=block_t,
         BLOCK_E=block_e,
     )

@@ -321,7 +321,7 @@ def _run(
     """Tune the layers one after another within the budget; save and print the results."""
     from modular_kernel.settings import read_settings
     from modular_kernel.tuning.compilation import Compiler
-    from modular_kernel.tuning.search import remaining
+    from modular_kernel.tuning.search import remaining_token_counts
 
     folder = search.out or read_settings().config_dir
     if folder is None:
@@ -332,7 +332,7 @@ def _run(
         layers = []
         for name, problem, pair in layers_to_tune:
             space = pair.space(problem)
-            todo = remaining(space, tokens, folder, fresh=search.fresh)
+            todo = remaining_token_counts(space, tokens, folder, fresh=search.fresh)
             layers.append(
                 TunedLayer(name or str(problem), problem, pair, space, tuple(todo), folder)
             )

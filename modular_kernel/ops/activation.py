@@ -1,4 +1,4 @@
-"""gated_activation: the activation between the two GEMMs, as an operation of its own."""
+"""gated_activation: the activation between the two GEMMs, as a separate operation."""
 
 import torch
 
@@ -12,7 +12,7 @@ from modular_kernel.spec.problem import ActivationSpec
 def up_rows(spec: ActivationSpec, intermediate: int) -> tuple[int, int]:
     """Return (step, offset).
 
-    The gate of value i is in column i * step, and its up is `offset` later.
+    The gate of value i is in column i * step, and its up value is `offset` columns later.
     """
     if not spec.gated:
         return 1, 0

@@ -33,7 +33,7 @@ _MAX_COMPARISONS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Aligned:
+class AlignedPairs:
     """Pairs in blocks of one expert each.
 
     sorted_token_ids: (P,) int32, pair indices (token = pair // K), in pair order within an expert.
@@ -77,7 +77,7 @@ def align(
     num_local: int,
     workspace: Workspace,
     ignore_invalid: bool = False,
-) -> Aligned:
+) -> AlignedPairs:
     """Align the pairs of `routing`, using workspace buffers declared by `align_specs`.
 
     If ignore_invalid, skipped pairs are omitted; otherwise they get blocks with expert -1. On a
@@ -89,7 +89,7 @@ def align(
     sorted_ids, experts, num_post, scratch = (
         workspace.take(name, spec.shape) for name, spec in specs.items()
     )
-    aligned = Aligned(sorted_ids, experts, num_post)
+    aligned = AlignedPairs(sorted_ids, experts, num_post)
     if not use_triton(sorted_ids):
         align_ref(routing, block_size, num_local, ignore_invalid=ignore_invalid, out=aligned)
         return aligned
@@ -134,7 +134,7 @@ def moe_align_block_size(
     ignore_invalid: bool = False,
     checked: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return sorted_token_ids, expert_ids and num_tokens_post_padded, new tensors as in `Aligned`.
+    """Return sorted_token_ids, expert_ids and num_tokens_post_padded, as in `AlignedPairs`.
 
     Raise ShapeError, DtypeError or another InputError for invalid arguments.
 
@@ -229,7 +229,7 @@ def align_ref(
     num_local: int,
     *,
     ignore_invalid: bool,
-    out: Aligned,
+    out: AlignedPairs,
 ) -> None:
     """Torch reference of `align`: one expert after the other."""
     ids = local_ids(routing, num_local).flatten()

@@ -6,7 +6,8 @@ and an expert's number is rank * numbers_per_rank + slot. Numbers without an exp
 tokens.
 
 A library that sends exactly K rows per token cannot skip a pair. For such a library, each rank has
-additional numbers after its slots, called sinks. The rows that sinks return must be zero.
+additional numbers after its slots, called sinks, which receive the dropped pairs. The rows that
+sinks return must be zero.
 """
 
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Numbering:
         return self.slots + self.sinks
 
     @property
-    def is_plain(self) -> bool:
+    def is_linear(self) -> bool:
         """Whether ranks have equal blocks of experts, so that ids determine the numbers."""
         equal_blocks = self.slots * self.placement.world_size == self.placement.experts
         return equal_blocks and self.placement.is_linear
@@ -151,7 +152,7 @@ def pair_arguments(pairs: Pairs, warps: int) -> tuple[dict[str, object], int]:
         "TOP_K": top_k,
         "JOIN": pairs.join,
         "SINKS": numbering.sinks > 0,
-        "PLAIN": numbering.is_plain,
+        "LINEAR": numbering.is_linear,
         "BLOCK_T": block_t,
         "BLOCK_K": lanes,
     }

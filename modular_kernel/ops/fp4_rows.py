@@ -250,12 +250,12 @@ def make_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspa
     (name, spec), *_ = batched_tile_specs(experts, capacity).items()
     tiles = workspace.take(name, spec.shape)
     if not use_triton(counts_e):
-        name_batched_tiles_ref(counts_e, capacity, out=tiles)
+        make_batched_tiles_ref(counts_e, capacity, out=tiles)
         return tiles
-    from modular_kernel.ops.kernels.fp4_rows import name_tiles_kernel
+    from modular_kernel.ops.kernels.fp4_rows import make_batched_tiles_kernel
 
     launch(
-        name_tiles_kernel,
+        make_batched_tiles_kernel,
         (experts,),
         counts_ptr=counts_e,
         tiles_ptr=tiles,
@@ -268,7 +268,7 @@ def make_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspa
     return tiles
 
 
-def name_batched_tiles_ref(counts_e: torch.Tensor, capacity: int, *, out: torch.Tensor) -> None:
+def make_batched_tiles_ref(counts_e: torch.Tensor, capacity: int, *, out: torch.Tensor) -> None:
     """Torch reference of `make_batched_tiles`."""
     tile_list = [
         (expert, first, expert * capacity + count)

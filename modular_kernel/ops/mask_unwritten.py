@@ -1,4 +1,4 @@
-"""live_pairs: mask the pairs of received rows that were not written."""
+"""mask_unwritten_pairs: mask the pairs of received rows that were not written."""
 
 import torch
 
@@ -10,7 +10,7 @@ from modular_kernel.replay.launch.runtime import use_triton
 _BLOCK = 256  # pairs per program, two per lane
 
 
-def live_pairs(
+def mask_unwritten_pairs(
     ids_RK: torch.Tensor,
     weights_RK: torch.Tensor,
     count: torch.Tensor,
@@ -32,7 +32,7 @@ def live_pairs(
     contiguous.
     """
     shape = tuple(ids_RK.shape)
-    outputs = {"weights": weights_RK, "live ids": out_ids_RK, "live weights": out_weights_RK}
+    outputs = {"weights": weights_RK, "masked ids": out_ids_RK, "masked weights": out_weights_RK}
     for name, tensor in outputs.items():
         if tuple(tensor.shape) != shape or not (tensor.is_contiguous() and ids_RK.is_contiguous()):
             got = f"{tuple(tensor.shape)}, strides {tensor.stride()} and {ids_RK.stride()}"
@@ -40,15 +40,15 @@ def live_pairs(
     if ids_RK.numel() == 0:
         return
     if not use_triton(ids_RK):
-        live_pairs_ref(
+        mask_unwritten_pairs_ref(
             ids_RK, weights_RK, count, out_ids_RK=out_ids_RK, out_weights_RK=out_weights_RK
         )
         return
-    from modular_kernel.ops.kernels.mask_unwritten import live_pairs_kernel
+    from modular_kernel.ops.kernels.mask_unwritten import mask_unwritten_pairs_kernel
 
     pairs = ids_RK.numel()
     launch(
-        live_pairs_kernel,
+        mask_unwritten_pairs_kernel,
         (-(-pairs // _BLOCK),),
         ids_ptr=ids_RK,
         weights_ptr=weights_RK,
@@ -62,7 +62,7 @@ def live_pairs(
     )
 
 
-def live_pairs_ref(
+def mask_unwritten_pairs_ref(
     ids_RK: torch.Tensor,
     weights_RK: torch.Tensor,
     count: torch.Tensor,
@@ -70,8 +70,8 @@ def live_pairs_ref(
     out_ids_RK: torch.Tensor,
     out_weights_RK: torch.Tensor,
 ) -> None:
-    """Torch reference of `live_pairs`."""
+    """Torch reference of `mask_unwritten_pairs`."""
     row_R1 = torch.arange(len(ids_RK), device=ids_RK.device)[:, None]
-    live_RK = (row_R1 < count) & (ids_RK >= 0)
-    out_ids_RK.copy_(torch.where(live_RK, ids_RK, -1))
-    out_weights_RK.copy_(torch.where(live_RK, weights_RK, 0))
+    valid_RK = (row_R1 < count) & (ids_RK >= 0)
+    out_ids_RK.copy_(torch.where(valid_RK, ids_RK, -1))
+    out_weights_RK.copy_(torch.where(valid_RK, weights_RK, 0))

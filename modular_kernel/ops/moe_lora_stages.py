@@ -93,7 +93,7 @@ class PairBatch:
         """Return the arguments of kernels whose rows are pairs."""
         return self.arguments() | {
             "order_ptr": self.order_P,
-            "GROUPED": self.order_P is not None,
+            "HAS_ORDER": self.order_P is not None,
             "num_pairs": self.ids_TK.numel(),
             "BLOCK_T": BLOCK_T,
         }

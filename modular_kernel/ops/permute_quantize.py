@@ -5,8 +5,8 @@ import torch
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.permute import permute_tokens_ref
-from modular_kernel.ops.quantize import Quantized, check_quantized, quantize_values
-from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
+from modular_kernel.ops.quantize import QuantizedRows, check_quantized, quantize_values
+from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
@@ -22,7 +22,7 @@ def permute_and_quantize(
     weights_TK: torch.Tensor | None,
     scheme: QuantScheme,
     *,
-    out: Quantized,
+    out: QuantizedRows,
 ) -> None:
     """Quantize x_TH as `quantize_rows`, and permute the result to the rows of `out`, in one launch.
 
@@ -32,7 +32,8 @@ def permute_and_quantize(
         must have equal weights.
     scheme: its scales are per token or per group, or static. A dynamic scale per tensor depends on
         all values and raises ConfigurationError.
-    out: R rows, with scales in either layout of `Quantized`. Rows without a pair are not written.
+    out: R rows, with scales in either layout of `QuantizedRows`. Rows without a pair are not
+        written.
     """
     if scheme.activation_granularity == "none" or (
         scheme.activation_granularity == "tensor" and not scheme.static
@@ -50,14 +51,14 @@ def permute_and_quantize(
         return
     from modular_kernel.ops.kernels.permute_quantize import permute_and_quantize_kernel
 
-    computed = not scheme.static
+    is_dynamic = not scheme.static
     group = min(hidden, scheme.group[-1] if scheme.group else hidden)
     block = min(next_power_of_2(group), _MAX_BLOCK)
     groups = -(-hidden // group)
-    per_program = min(next_power_of_2(groups), max(1, _TILE // block))
+    groups_per_program = min(next_power_of_2(groups), max(1, _TILE // block))
     launch(
         permute_and_quantize_kernel,
-        (tokens * -(-groups // per_program),),
+        (tokens * -(-groups // groups_per_program),),
         x_ptr=x_TH,
         row_of_pair_ptr=row_of_pair_TK,
         weights_ptr=row_of_pair_TK if weights_TK is None else weights_TK,
@@ -70,13 +71,13 @@ def permute_and_quantize(
         stride_scale=out.scale.shape[-1],
         TOP_K=row_of_pair_TK.shape[1],
         HAS_WEIGHTS=weights_TK is not None,
-        COMPUTED=computed,
-        LARGEST=LARGEST[scheme.activation],
+        DYNAMIC_SCALE=is_dynamic,
+        QMAX=QMAX[scheme.activation],
         ROUND=scheme.activation == "int8",
         MIN_SCALE=MIN_SCALE,
-        WHOLE=group <= block,
+        GROUP_FITS_BLOCK=group <= block,
         ALONG_ROWS=out.along_rows,
-        BLOCK_G=per_program,
+        BLOCK_G=groups_per_program,
         BLOCK_C=block,
         BLOCK_K=next_power_of_2(row_of_pair_TK.shape[1]),
         num_warps=8 if block > _TILE else 4,
@@ -90,7 +91,7 @@ def permute_and_quantize_ref(
     weights_TK: torch.Tensor | None,
     scheme: QuantScheme,
     *,
-    out: Quantized,
+    out: QuantizedRows,
 ) -> None:
     """Torch reference of `permute_and_quantize`: expand to pairs, quantize, then move."""
     token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)

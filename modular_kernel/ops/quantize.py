@@ -14,15 +14,15 @@ from modular_kernel.compatibility.support import Rejection
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops.activation import activation_constants, gated_activation_ref, up_rows
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.live_rows import (
+from modular_kernel.ops.quantize_tiles import group_tiles, row_tiles
+from modular_kernel.ops.valid_rows import (
     BatchedRows,
-    Live,
-    live_rows,
+    ValidRows,
     segments_of,
     source_arguments,
+    valid_row_mask,
 )
-from modular_kernel.ops.quantize_tiles import group_tiles, row_tiles
-from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE, STORAGE
+from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX, STORAGE
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
@@ -39,7 +39,7 @@ _MAX_PROGRAMS = 8192
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedRows:
     """Quantized rows. All tensors are contiguous.
 
     q_RK: (R, K) float8_e4m3fn or int8, written by the quantization.
@@ -108,11 +108,11 @@ def take_quantized(
     segments: int = 1,
     static_scale: torch.Tensor | None = None,
     along_rows: bool = False,
-) -> Quantized:
+) -> QuantizedRows:
     """Take views of the buffers of `quantize_specs`, for `shape` (rows, columns).
 
     static_scale: (1,) float32 for a static scheme, otherwise None.
-    along_rows: the layout of the scales, see `Quantized`; ignored for a per-tensor scale.
+    along_rows: the layout of the scales, see `QuantizedRows`; ignored for a per-tensor scale.
     """
     assert (static_scale is not None) == scheme.static
     specs = quantize_specs(prefix, scheme, *shape, segments=segments)
@@ -121,20 +121,22 @@ def take_quantized(
     along_rows = along_rows and scale.dim() == 2
     if along_rows:
         scale = scale.view(segments, -1, shape[0] // segments)
-    return Quantized(buffers[f"{prefix}_q"], scale, buffers.get(f"{prefix}_partials"), along_rows)
+    return QuantizedRows(
+        buffers[f"{prefix}_q"], scale, buffers.get(f"{prefix}_partials"), along_rows
+    )
 
 
 def quantize_rows(
     x_RK: torch.Tensor,
     scheme: QuantScheme,
     *,
-    out: Quantized,
-    live: Live = None,
+    out: QuantizedRows,
+    valid_rows: ValidRows = None,
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
     """Quantize x_RK (R, K), whose rows are contiguous, by `scheme` into `out`.
 
-    live: the rows that hold a token; None means all. Other rows are neither read nor written.
+    valid_rows: the rows that hold a token; None means all. Other rows are neither read nor written.
     row_weights_R: (R,) float32, multiplied into x in float32 before quantization, or None.
 
     On a GPU, there is one launch, or two for a dynamic per-tensor scale; none for zero rows.
@@ -143,14 +145,14 @@ def quantize_rows(
     if x_RK.numel() == 0:
         return
     if not use_triton(x_RK):
-        quantize_rows_ref(x_RK, scheme, out=out, live=live, row_weights_R=row_weights_R)
+        quantize_rows_ref(x_RK, scheme, out=out, valid_rows=valid_rows, row_weights_R=row_weights_R)
         return
     identity = {"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0, "STEP": 1, "up_offset": 0}
-    source = source_arguments(x_RK, live, row_weights_R)
+    source = source_arguments(x_RK, valid_rows, row_weights_R)
     num_partials = 0
     if _needs_partials(scheme):
-        num_partials = _launch_amax(x_RK, out, live, source)
-    _launch_quantize(x_RK, scheme, out, live, num_partials, source | identity)
+        num_partials = _launch_amax(x_RK, out, valid_rows, source)
+    _launch_quantize(x_RK, scheme, out, valid_rows, num_partials, source | identity)
 
 
 def activation_and_quantize(
@@ -158,8 +160,8 @@ def activation_and_quantize(
     spec: ActivationSpec,
     scheme: QuantScheme,
     *,
-    out: Quantized,
-    live: Live = None,
+    out: QuantizedRows,
+    valid_rows: ValidRows = None,
 ) -> None:
     """Run `gated_activation`, round to x's dtype, and `quantize_rows` the result, in one launch.
 
@@ -178,12 +180,12 @@ def activation_and_quantize(
     if out.q_RK.numel() == 0:
         return
     if not use_triton(x_RN):
-        activation_and_quantize_ref(x_RN, spec, scheme, out=out, live=live)
+        activation_and_quantize_ref(x_RN, spec, scheme, out=out, valid_rows=valid_rows)
         return
     step, offset = up_rows(spec, intermediate)
     constants = {**activation_constants(spec), "STEP": step, "up_offset": offset}
-    source = source_arguments(x_RN, live, None)
-    _launch_quantize(x_RN, scheme, out, live, 0, source | constants)
+    source = source_arguments(x_RN, valid_rows, None)
+    _launch_quantize(x_RN, scheme, out, valid_rows, 0, source | constants)
 
 
 def _unsupported_scheme(scheme: QuantScheme) -> ConfigurationError:
@@ -191,7 +193,7 @@ def _unsupported_scheme(scheme: QuantScheme) -> ConfigurationError:
     return ConfigurationError("activation quantization", got=str(scheme), need=need)
 
 
-def check_quantized(rows: int, columns: int, scheme: QuantScheme, out: Quantized) -> None:
+def check_quantized(rows: int, columns: int, scheme: QuantScheme, out: QuantizedRows) -> None:
     """Raise an InputError unless `out` has the shapes and dtypes for (rows, columns) values."""
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
@@ -217,14 +219,16 @@ def _columns_per_scale(scheme: QuantScheme, columns: int) -> int:
     return scheme.group[-1] if scheme.activation_granularity == "group" else columns
 
 
-def _launch_amax(x_RK: torch.Tensor, out: Quantized, live: Live, source: dict[str, object]) -> int:
+def _launch_amax(
+    x_RK: torch.Tensor, out: QuantizedRows, valid_rows: ValidRows, source: dict[str, object]
+) -> int:
     """Write the maximum of each program to out.partials; return the number of programs."""
     from modular_kernel.ops.kernels.quantize import amax_kernel
 
     rows, columns = x_RK.shape
     assert out.partials is not None
-    tiles = row_tiles(*segments_of(rows, live), min(columns, _CHUNK), _MAX_PARTIALS)
-    programs = tiles.segments * tiles.parts
+    tiles = row_tiles(*segments_of(rows, valid_rows), min(columns, _CHUNK), _MAX_PARTIALS)
+    programs = tiles.segments * tiles.programs_per_segment
     assert programs <= out.partials.numel()
     arguments = {"partials_ptr": out.partials, "num_columns": columns, "up_offset": 0}
     launch(amax_kernel, (programs,), **arguments, **tiles.rows(), **source)
@@ -234,8 +238,8 @@ def _launch_amax(x_RK: torch.Tensor, out: Quantized, live: Live, source: dict[st
 def _launch_quantize(
     x: torch.Tensor,
     scheme: QuantScheme,
-    out: Quantized,
-    live: Live,
+    out: QuantizedRows,
+    valid_rows: ValidRows,
     num_partials: int,
     arguments: dict[str, object],
 ) -> None:
@@ -243,8 +247,8 @@ def _launch_quantize(
 
     # Only contiguous rows of 16-bit values with 16-byte alignment are copied with cp.async, and
     # only then do 8 programs fit on an SM.
-    streams = arguments["STEP"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
-    tiles, programs = tile_arguments(scheme, out, live, streams=streams)
+    allow_streaming = arguments["STEP"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
+    tiles, programs = tile_arguments(scheme, out, valid_rows, allow_streaming=allow_streaming)
     launch(
         quantize_rows_kernel,
         (programs,),
@@ -258,21 +262,21 @@ def _launch_quantize(
 
 
 def tile_arguments(
-    scheme: QuantScheme, out: Quantized, live: Live, *, streams: bool = False
+    scheme: QuantScheme, out: QuantizedRows, valid_rows: ValidRows, *, allow_streaming: bool = False
 ) -> tuple[dict[str, object], int]:
     """Return the kernel arguments for outputs, tiles and num_warps, and the number of programs.
 
-    `streams` allows software-pipelined loads of large inputs (`group_tiles`).
+    `allow_streaming` allows software-pipelined loads of large inputs (`group_tiles`).
     """
     rows, columns = out.q_RK.shape
     computed = scheme.activation_granularity != "tensor"
     group = _columns_per_scale(scheme, columns) if computed else min(columns, _CHUNK)
     group = min(group, columns)
     groups = -(-columns // group)
-    max_programs = _MAX_PROGRAMS if isinstance(live, BatchedRows) else rows
-    segments, capacity = segments_of(rows, live)
+    max_programs = _MAX_PROGRAMS if isinstance(valid_rows, BatchedRows) else rows
+    segments, capacity = segments_of(rows, valid_rows)
     tiles = row_tiles(segments, capacity, group, max_programs)
-    if streams:
+    if allow_streaming:
         tiles = group_tiles(tiles, columns, group)
     if out.along_rows and len(out.scale) != segments:
         raise ShapeError("segments of scales", got=len(out.scale), need=segments)
@@ -282,24 +286,24 @@ def tile_arguments(
         "num_columns": columns,
         "group": group,
         "num_groups": groups,
-        "SCALE": "computed" if computed else ("given" if scheme.static else "partials"),
-        "LARGEST": LARGEST[scheme.activation],
+        "SCALE": "dynamic" if computed else ("static" if scheme.static else "partials"),
+        "QMAX": QMAX[scheme.activation],
         "ROUND": scheme.activation == "int8",
         "MIN_SCALE": MIN_SCALE,
-        "WHOLE": group <= tiles.block_c,
+        "GROUP_FITS_BLOCK": group <= tiles.block_c,
         "ALONG_ROWS": out.along_rows,
         "STAGES": tiles.stages,
         "BLOCK_G": tiles.block_g,
         "num_warps": tiles.num_warps,
         **tiles.rows(),
-    }, segments * tiles.parts * -(-groups // tiles.block_g)
+    }, segments * tiles.programs_per_segment * -(-groups // tiles.block_g)
 
 
 # ------------------------------------------------------------------------------ torch references
 
 
 def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Return q * scale, float32 (R, K), with scales as in `Quantized`."""
+    """Return q * scale, float32 (R, K), with scales as in `QuantizedRows`."""
     if scheme.activation_granularity == "group":
         columns = q_RK.shape[1]
         scale = scale.repeat_interleave(min(_columns_per_scale(scheme, columns), columns), 1)[
@@ -311,11 +315,11 @@ def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme
 def quantize_values(
     values_RK: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize all rows of float32 values; return q (R, K) and scales as in `Quantized`."""
+    """Quantize all rows of float32 values; return q (R, K) and scales as in `QuantizedRows`."""
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
     rows, columns = values_RK.shape
-    largest = LARGEST[scheme.activation]
+    qmax = QMAX[scheme.activation]
     if static_scale is not None:
         scale = static_scale
     else:
@@ -328,11 +332,11 @@ def quantize_values(
             # The size is given instead of -1, because there may be no rows.
             amax = padded.view(rows, padded.shape[1] // group, group).amax(2)
         # Divide by a tensor, because on a GPU torch turns division by a number into multiplication.
-        scale = (amax / amax.new_tensor(largest)).clamp(min=MIN_SCALE)
+        scale = (amax / amax.new_tensor(qmax)).clamp(min=MIN_SCALE)
     inverse = 1 / scale
     if scheme.activation_granularity == "group":
         inverse = inverse.repeat_interleave(group, 1)[:, :columns]
-    values = (values_RK * inverse).clamp(-largest, largest)
+    values = (values_RK * inverse).clamp(-qmax, qmax)
     if scheme.activation == "int8":
         values = values.round()
     return values.to(STORAGE[scheme.activation]), scale
@@ -342,12 +346,12 @@ def quantize_rows_ref(
     x_RK: torch.Tensor,
     scheme: QuantScheme,
     *,
-    out: Quantized,
-    live: Live = None,
+    out: QuantizedRows,
+    valid_rows: ValidRows = None,
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
     """Torch reference of `quantize_rows`."""
-    keep = live_rows(x_RK, live)
+    keep = valid_row_mask(x_RK, valid_rows)
     values = x_RK[keep].float()
     if row_weights_R is not None:
         values = values * row_weights_R[keep, None]
@@ -359,17 +363,17 @@ def activation_and_quantize_ref(
     spec: ActivationSpec,
     scheme: QuantScheme,
     *,
-    out: Quantized,
-    live: Live = None,
+    out: QuantizedRows,
+    valid_rows: ValidRows = None,
 ) -> None:
     """Torch reference of `activation_and_quantize`."""
-    keep = live_rows(x_RN, live)
+    keep = valid_row_mask(x_RN, valid_rows)
     values = gated_activation_ref(x_RN[keep], spec).to(x_RN.dtype).float()
     _write_quantized(values, keep, scheme, out)
 
 
 def _write_quantized(
-    values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: Quantized
+    values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: QuantizedRows
 ) -> None:
     q, scale = quantize_values(values, scheme, out.scale if scheme.static else None)
     # As bytes, because torch cannot assign a single float8 value through a mask.

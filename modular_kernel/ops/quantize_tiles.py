@@ -20,7 +20,7 @@ _STREAM_STAGES = 3
 class Tiles:
     """Tiles of `segments` segments of `capacity` rows.
 
-    parts: programs per segment and range of columns.
+    programs_per_segment: programs per segment and range of columns.
     block_r: rows of a tile.
     block_c: maximum columns of a group.
     block_g: groups of a tile.
@@ -29,7 +29,7 @@ class Tiles:
 
     segments: int
     capacity: int
-    parts: int
+    programs_per_segment: int
     block_r: int
     block_c: int
     block_g: int = 1
@@ -39,7 +39,7 @@ class Tiles:
         """Return the arguments of a kernel that iterates over rows."""
         return {
             "capacity": self.capacity,
-            "parts": self.parts,
+            "programs_per_segment": self.programs_per_segment,
             "BLOCK_R": self.block_r,
             "BLOCK_C": self.block_c,
         }
@@ -54,12 +54,12 @@ def row_tiles(segments: int, capacity: int, group: int, max_programs: int) -> Ti
     """Return tiles of one group of columns each.
 
     There are at most max_programs programs, or one per segment if that is more. A program handles
-    every `parts`-th tile of its segment.
+    every `programs_per_segment`-th tile of its segment.
     """
     block_c = min(_MAX_BLOCK, next_power_of_2(group))
     block_r = max(1, min(next_power_of_2(capacity), _TILE // block_c))
-    parts = max(1, min(-(-capacity // block_r), max_programs // segments))
-    return Tiles(segments, capacity, parts, block_r, block_c)
+    programs_per_segment = max(1, min(-(-capacity // block_r), max_programs // segments))
+    return Tiles(segments, capacity, programs_per_segment, block_r, block_c)
 
 
 def group_tiles(base: Tiles, columns: int, group: int) -> Tiles:
@@ -75,5 +75,7 @@ def group_tiles(base: Tiles, columns: int, group: int) -> Tiles:
     # The largest power of two that divides the number of groups, so that no lane is idle.
     groups_per_tile = min(groups & -groups, _STREAM_COLUMNS // group)
     block_r = max(1, _TILE // (groups_per_tile * group))
-    parts = max(1, min(-(-capacity // block_r), _STREAM_PROGRAMS * groups_per_tile // groups))
-    return Tiles(1, capacity, parts, block_r, group, groups_per_tile, _STREAM_STAGES)
+    programs_per_segment = max(
+        1, min(-(-capacity // block_r), _STREAM_PROGRAMS * groups_per_tile // groups)
+    )
+    return Tiles(1, capacity, programs_per_segment, block_r, group, groups_per_tile, _STREAM_STAGES)

@@ -159,7 +159,7 @@ def gather_rows(
     if not use_triton(out):
         keep = row_of_pair_TK >= 0
         rows = rows_RH[row_of_pair_TK.clamp(min=0).long()]
-        out.copy_(_weighted(rows, weights_TK, scale, keep))
+        out.copy_(_apply_weights(rows, weights_TK, scale, keep))
         return
     _launch_gather(rows_RH, weights_TK, scale, out, "rows", _index_arguments(row_of_pair_TK))
 
@@ -183,7 +183,7 @@ def scale_rows(
         return
     if not use_triton(out):
         keep = None if routing is None else uncounted_local_ids(routing, num_local) >= 0
-        out.copy_(_weighted(rows_TKH, weights_TK, scale, keep))
+        out.copy_(_apply_weights(rows_TKH, weights_TK, scale, keep))
         return
     source, ids = _source(rows_TKH, routing, num_local)
     _launch_gather(rows_TKH, weights_TK, scale, out, source, ids)
@@ -216,7 +216,7 @@ def _launch_gather(
     )
 
 
-def _weighted(
+def _apply_weights(
     rows_TKH: torch.Tensor,
     weights_TK: torch.Tensor | None,
     scale: float,
@@ -237,4 +237,4 @@ def weight_and_sum_ref(
     keep_TK: torch.Tensor | None = None,
 ) -> None:
     """Torch reference of `weight_and_sum`, where keep_TK has the pairs to sum; None means all."""
-    out.copy_(_weighted(rows_TKH, weights_TK, 1.0, keep_TK).sum(1) * scale)
+    out.copy_(_apply_weights(rows_TKH, weights_TK, 1.0, keep_TK).sum(1) * scale)

@@ -40,7 +40,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64)
 _LANES = 512  # logits per program of one warp, if there are enough tokens
 _FEW_TOKENS = 1024  # up to this many tokens, each program handles one
-_LARGEST = torch.finfo(torch.float32).max
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 _MAX_LOADED_LOCATIONS = 1 << 12  # maximum size of _loaded_locations
 _launches = ReplayedOperation()
 INVALID = -2  # id of a pair with an invalid table entry or token id; kernels count it
@@ -116,11 +116,20 @@ def _route_eager(
     if tokens == 0:
         return routed
     if use_triton(logits_TE):
-        given = (logits_TE, tensors.bias_E, tensors.table_VK, token_ids_T, weights_TK, ids_TK)
-        present = [tensor for tensor in (*given, identity_T) if tensor is not None]
+        optional_tensors = (
+            logits_TE,
+            tensors.bias_E,
+            tensors.table_VK,
+            token_ids_T,
+            weights_TK,
+            ids_TK,
+        )
+        launch_tensors = [
+            tensor for tensor in (*optional_tensors, identity_T) if tensor is not None
+        ]
         _launches.run(
             spec,
-            present,
+            launch_tensors,
             lambda: _launch(logits_TE, spec, tensors, token_ids_T, routed),
         )
     else:
@@ -240,18 +249,18 @@ def _check_loaded_once(tensors: Sequence[torch.Tensor]) -> None:
 
     Memory that was found loaded is not checked again while its storage lives.
     """
-    storages, known = [storage_of(tensor) for tensor in tensors], _loaded_locations
+    storages, cache = [storage_of(tensor) for tensor in tensors], _loaded_locations
     locations = [
         (storage.cdata, tensor.storage_offset(), tensor.shape)
         for storage, tensor in zip(storages, tensors, strict=True)
     ]
-    found = [known.get(location) for location in locations]
+    found = [cache.get(location) for location in locations]
     if not any(storage is None or storage.expired() for storage in found):  # type: ignore[no-untyped-call]
         return
     check_loaded({f"parameter {index} of the router": t for index, t in enumerate(tensors)})
-    if len(known) > _MAX_LOADED_LOCATIONS:
-        known.clear()
-    known.update(zip(locations, storages, strict=True))
+    if len(cache) > _MAX_LOADED_LOCATIONS:
+        cache.clear()
+    cache.update(zip(locations, storages, strict=True))
 
 
 def _launch(
@@ -288,13 +297,13 @@ def _launch(
         TOP_K=spec.top_k,
         SCORE=spec.score,
         TOPK_FIRST=spec.order == "topk_first",
-        BY_LOGIT=_by_logit(spec),
+        COMPARE_LOGITS=_compares_logits(spec),
         HAS_BIAS=spec.selection_bias,
-        TABLE=spec.table,
+        HAS_TABLE=spec.table,
         RENORMALIZE=spec.renormalize,
-        ZERO=spec.zero_experts > 0,
+        HAS_ZERO_EXPERTS=spec.zero_experts > 0,
         GROUPS=spec.groups,
-        SIZE=size,
+        GROUP_SIZE=size,
         TOPK_GROUPS=spec.topk_groups,
         TOP2=spec.group_score == "top2",
         BLOCK_T=block_t,
@@ -305,7 +314,7 @@ def _launch(
     )
 
 
-def _by_logit(spec: RouterSpec) -> bool:
+def _compares_logits(spec: RouterSpec) -> bool:
     """Return whether experts and groups can be ordered by logits instead of scores."""
     if spec.order == "topk_first":
         return True
@@ -321,20 +330,20 @@ def route_ref(
     routed: Routed,
 ) -> None:
     """Torch reference of the kernel: write the results to `routed`."""
-    known_TE = ~logits_TE.isnan()
+    not_nan_TE = ~logits_TE.isnan()
     # Clamp infinities to the largest finite values, so that a difference of logits is never NaN.
-    logits_TE = logits_TE.float().masked_fill(~known_TE, 0).clamp(-_LARGEST, _LARGEST)
+    logits_TE = logits_TE.float().masked_fill(~not_nan_TE, 0).clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
     score_first = spec.order == "score_first"
-    scores_TE = _scores(logits_TE, known_TE, spec) if score_first else logits_TE
+    scores_TE = _scores(logits_TE, not_nan_TE, spec) if score_first else logits_TE
     if spec.table:
         ids_TK = _from_table(spec, tensors, token_ids_T, logits_TE.shape[1])
-        known_TK = known_TE.gather(1, ids_TK.clamp(min=0))
-        ids_TK = torch.where((ids_TK >= 0) & ~known_TK, -1, ids_TK)
+        not_nan_TK = not_nan_TE.gather(1, ids_TK.clamp(min=0))
+        ids_TK = torch.where((ids_TK >= 0) & ~not_nan_TK, -1, ids_TK)
     else:
-        choice = logits_TE if _by_logit(spec) else scores_TE
+        choice = logits_TE if _compares_logits(spec) else scores_TE
         if tensors.bias_E is not None:
             choice = choice + tensors.bias_E.float()
-        choice = choice.masked_fill(~known_TE | choice.isnan(), -torch.inf)
+        choice = choice.masked_fill(~not_nan_TE | choice.isnan(), -torch.inf)
         ids_TK = _top_ids(_mask_other_groups(choice, spec), spec.top_k)
     chosen_TK = ids_TK >= 0
     weights_TK = scores_TE.gather(1, ids_TK.clamp(min=0))
@@ -355,14 +364,14 @@ def route_ref(
     routed.routing.topk_ids_TK.copy_(ids_TK)
 
 
-def _scores(logits: torch.Tensor, known: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """Return the score of each logit; softmax is over known logits only."""
+def _scores(logits: torch.Tensor, not_nan: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Return the score of each logit; softmax is over not_nan logits only."""
     if spec.score == "sigmoid":
         return logits.sigmoid()
     if spec.score == "sqrtsoftplus":
         return torch.nn.functional.softplus(logits).sqrt()
-    peak = logits.masked_fill(~known, -_LARGEST).amax(1, keepdim=True)
-    exponentials = (logits - peak).exp().masked_fill(~known, 0)
+    peak = logits.masked_fill(~not_nan, -_FLOAT32_MAX).amax(1, keepdim=True)
+    exponentials = (logits - peak).exp().masked_fill(~not_nan, 0)
     total = exponentials.sum(1, keepdim=True)
     return exponentials / torch.where(total > 0, total, 1)
 

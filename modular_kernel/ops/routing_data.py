@@ -24,12 +24,12 @@ def by_experts(topk_output: StandardTopKOutput, num_experts: int) -> TritonKerne
     ids = ids_TK.flatten().long()
     ids = ids.where((ids >= 0) & (ids < num_experts), num_experts)
     order = ids.argsort(stable=True)
-    live = ids[order] < num_experts
+    valid = ids[order] < num_experts
     rows = torch.arange(len(ids), device=ids.device)
-    pair_of_row = order.where(live, -1)
+    pair_of_row = order.where(valid, -1)
     row_of_pair = torch.empty_like(order)
-    row_of_pair[order] = rows.where(live, -1)
-    gate = (weights_TK.flatten().float()[order]).where(live, 0.0)
+    row_of_pair[order] = rows.where(valid, -1)
+    gate = (weights_TK.flatten().float()[order]).where(valid, 0.0)
     hist = torch.bincount(ids, minlength=num_experts + 1)[:num_experts]
     data = RoutingData(ids_TK.shape[1], gate, hist.to(torch.int32), num_experts)
     pair, row = pair_of_row.to(torch.int32), row_of_pair.to(torch.int32)
@@ -49,9 +49,9 @@ def by_tokens(topk_output: TritonKernelTopKOutput) -> StandardTopKOutput:
         raise ShapeError("routing_data", got=got, need="T * K pairs and as many gates")
     rows = torch.arange(pairs, device=gather.src_indx.device)
     expert = torch.searchsorted(data.expt_hist.cumsum(0), rows, right=True)
-    live = gather.src_indx >= 0
+    valid = gather.src_indx >= 0
     ids = torch.full((pairs,), -1, dtype=torch.int32, device=rows.device)
     weights = torch.zeros(pairs, dtype=torch.float32, device=rows.device)
-    pair = gather.src_indx[live].long()
-    ids[pair], weights[pair] = expert[live].to(torch.int32), data.gate_scal[live].float()
+    pair = gather.src_indx[valid].long()
+    ids[pair], weights[pair] = expert[valid].to(torch.int32), data.gate_scal[valid].float()
     return StandardTopKOutput(weights.view(-1, top_k), ids.view(-1, top_k))

@@ -4,7 +4,12 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.expert_slots import Pairs, check_pairs, number_pairs, pair_arguments
-from modular_kernel.ops.quantize import Quantized, check_quantized, quantize_rows, tile_arguments
+from modular_kernel.ops.quantize import (
+    QuantizedRows,
+    check_quantized,
+    quantize_rows,
+    tile_arguments,
+)
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
@@ -12,7 +17,7 @@ from modular_kernel.spec.quantization import QuantScheme
 
 
 def number_and_quantize(
-    x_TH: torch.Tensor, scheme: QuantScheme, pairs: Pairs, *, out: Quantized
+    x_TH: torch.Tensor, scheme: QuantScheme, pairs: Pairs, *, out: QuantizedRows
 ) -> None:
     """Run `number_pairs` on `pairs`, and `quantize_rows` of their tokens x_TH (T, H) into `out`.
 
@@ -35,17 +40,17 @@ def number_and_quantize(
         return
     from modular_kernel.ops.kernels.slots_and_quantize import number_and_quantize_kernel
 
-    tiles, parts = tile_arguments(scheme, out, None)
+    tiles, quantize_programs = tile_arguments(scheme, out, None)
     warps = tiles["num_warps"]
     assert isinstance(warps, int)
-    numbers, programs = pair_arguments(pairs, warps)
+    pair_args, pair_programs = pair_arguments(pairs, warps)
     launch(
         number_and_quantize_kernel,
-        (programs + parts,),
+        (pair_programs + quantize_programs,),
         x_ptr=x_TH,
         stride_x=x_TH.stride(0),
-        pair_programs=programs,
-        **numbers,
+        pair_programs=pair_programs,
+        **pair_args,
         **tiles,
         **pdl_arguments(),
     )

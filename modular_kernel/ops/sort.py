@@ -11,7 +11,7 @@ from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_FILL = 64  # tiles that a program writes
+_TILES_PER_PROGRAM = 64  # tiles that a program writes
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ def sort_pairs(
     from modular_kernel.ops.kernels.sort import sort_place_kernel
 
     counts = count_pairs(routing, num_local, scratch=scratch)
-    fillers = -(-result.max_tiles // _FILL)
+    tile_programs = -(-result.max_tiles // _TILES_PER_PROGRAM)
     launch(
         sort_place_kernel,
-        (counts.num_chunks + fillers,),
+        (counts.num_chunks + tile_programs,),
         prefix_ptr=counts.prefix,
         totals_ptr=counts.totals,
         row_of_pair_ptr=rows,
@@ -92,7 +92,7 @@ def sort_pairs(
         CHUNK=CHUNK,
         BINS=counts.bins,
         TILE_M=block_m,
-        FILL=_FILL,
+        TILES_PER_PROGRAM=_TILES_PER_PROGRAM,
         **id_arguments(routing, num_local),
     )
     return result

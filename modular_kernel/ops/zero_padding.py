@@ -33,15 +33,15 @@ def zero_rows(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
         return
     from modular_kernel.ops.kernels.zero_padding import zero_rows_kernel
 
-    parts = min(capacity, _PARTS)
+    programs_per_segment = min(capacity, _PARTS)
     launch(
         zero_rows_kernel,
-        (segments, parts),
+        (segments, programs_per_segment),
         x_ptr=x_SCH,
         counts_ptr=counts_S,
         capacity=capacity,
         hidden=hidden,
-        parts=parts,
+        programs_per_segment=programs_per_segment,
         BLOCK_H=min(next_power_of_2(hidden), _MAX_BLOCK),
         **pdl_arguments(),
     )

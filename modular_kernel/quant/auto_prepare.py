@@ -100,7 +100,7 @@ class AutoPrepared:
                 try:
                     _derive(weights, tensors, layout, prepare)
                 except torch.OutOfMemoryError:  # of temporary tensors
-                    _warn_short(sum(t.nbytes for t in tensors.values()), 0, weights.w1.device)
+                    _warn_low_memory(sum(t.nbytes for t in tensors.values()), 0, weights.w1.device)
                     return None
                 token = object()
                 storages = [source.untyped_storage() for source in sources]
@@ -117,7 +117,7 @@ class AutoPrepared:
     def refresh(self, weights: ExpertWeights) -> None:
         """Update the prepared tensors if the weights have been written to.
 
-        The next call would update them, too. But a CUDA graph that is replayed before that call
+        The next call would also update them, but a CUDA graph that is replayed before that call
         would read the old values.
         """
         with self._lock:
@@ -155,17 +155,17 @@ class AutoPrepared:
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            if not has_room(nbytes, free, total):
-                _warn_short(nbytes, free, device)
+            if not has_free_memory(nbytes, free, total):
+                _warn_low_memory(nbytes, free, device)
                 return None
         try:
             return prepared.allocate_prepared(weights, specs, layout)
         except torch.OutOfMemoryError:
-            _warn_short(nbytes, free, device)
+            _warn_low_memory(nbytes, free, device)
             return None
 
 
-def has_room(nbytes: int, free: int, total: int) -> bool:
+def has_free_memory(nbytes: int, free: int, total: int) -> bool:
     """Return whether `_MIN_FREE` of `total` bytes stay free after `nbytes` more are used."""
     return free - nbytes >= _MIN_FREE * total
 
@@ -188,7 +188,7 @@ def _derive(
         torch.cuda.current_stream(weights.w1.device).synchronize()
 
 
-def _warn_short(nbytes: int, free: int, device: torch.device) -> None:
+def _warn_low_memory(nbytes: int, free: int, device: torch.device) -> None:
     _LOG.warning(
         "4-bit weights stay as loaded, which is slower: preparing them takes %d MiB; %d MiB are "
         "free on %s, and %d%% of its memory must stay free",

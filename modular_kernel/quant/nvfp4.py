@@ -93,11 +93,11 @@ def matrix_scales(row_amax_eN: torch.Tensor, matrices: int, *, interleaved: bool
     """
     e, rows = row_amax_eN.shape
     if interleaved:
-        largest = row_amax_eN.reshape(e, rows // matrices, matrices).amax(1)
+        amax = row_amax_eN.reshape(e, rows // matrices, matrices).amax(1)
     else:
-        largest = row_amax_eN.reshape(e, matrices, rows // matrices).amax(2)
-    max_magnitude = largest.new_tensor(MAX_VALUE * MAX_SCALE)
-    return torch.where(largest > 0, (largest / max_magnitude).clamp(min=_MIN_SCALE), 1.0)
+        amax = row_amax_eN.reshape(e, matrices, rows // matrices).amax(2)
+    max_magnitude = amax.new_tensor(MAX_VALUE * MAX_SCALE)
+    return torch.where(amax > 0, (amax / max_magnitude).clamp(min=_MIN_SCALE), 1.0)
 
 
 def quantize_matrices(

@@ -2,9 +2,9 @@
 
     weights = kernel.prepare_weights(weights)   # in addition to w1 and w2, which other calls read
 
-For each prepared tensor, its layout is recorded, and the memory and version of its sources and of
-itself. A call is refused after any of them was written to. A copy of a prepared tensor has no such
-record and is refused, too.
+For each prepared tensor, a record stores its layout, and the memory and version of the tensor and
+of its sources. A call is refused after any of them was written to. A copy of a prepared tensor has
+no such record, so a call with a copy is also refused.
 """
 
 from collections.abc import Iterable, Mapping

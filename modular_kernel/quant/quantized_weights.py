@@ -54,8 +54,8 @@ STORAGE = {
     "uint4": torch.uint8,
     "float4_e2m1": torch.uint8,
 }
-# The largest magnitude that quantization without zero points gives q - z, and z in that case.
-LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0, "uint8": 127.0, "uint4": 7.0}
+# The largest magnitude of q - z in quantization without zero points, and z in that case.
+QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0, "uint8": 127.0, "uint4": 7.0}
 IMPLICIT_ZERO_POINT = {"uint8": 128, "uint4": 8}
 _MAX_CODE = {"uint8": 255, "uint4": 15}
 # Lower bound of computed scales: zeros stay zeros, and 1 / scale stays finite.
@@ -96,7 +96,7 @@ class TensorSpec:
 def values_per_word(scheme: QuantScheme) -> int:
     """Return how many values of a row are packed together, in a byte or a repacked word.
 
-    The length of a row must be a multiple of it.
+    The length of a row must be a multiple of this number.
     """
     if scheme.repacked:
         return repacking.VALUES
@@ -194,7 +194,7 @@ def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
         return (torch.float32,)
     if (
         scheme.weight in IMPLICIT_ZERO_POINT
-    ):  # checkpoints have either 16-bit dtype, whatever the layer's dtype
+    ):  # checkpoints use either 16-bit dtype, independently of the layer's dtype
         return (torch.float32, torch.float16, torch.bfloat16)
     return (torch.float32, problem.dtype)
 
@@ -413,12 +413,12 @@ def quantize_rows(
         width = maximum.clamp(min=0) - minimum.clamp(max=0)
         scale = width / width.new_tensor(_MAX_CODE[scheme.weight])
     else:
-        scale = torch.maximum(maximum, -minimum) / maximum.new_tensor(LARGEST[scheme.weight])
+        scale = torch.maximum(maximum, -minimum) / maximum.new_tensor(QMAX[scheme.weight])
     floor = max(MIN_SCALE, torch.finfo(scale_dtype).smallest_normal)
     scale = scale.clamp(min=floor).to(scale_dtype)
     q_eNK = w_eNK / expand_scales(scale.float(), scheme, rows, depth)
     if scheme.weight in ("float8_e4m3fn", "int8"):
-        max_value = LARGEST[scheme.weight]
+        max_value = QMAX[scheme.weight]
         if scheme.weight == "int8":
             q_eNK = q_eNK.round()
         return q_eNK.clamp(-max_value, max_value).to(STORAGE[scheme.weight]), scale, None
@@ -436,7 +436,7 @@ def quantize_rows(
 def _quantize_mxfp4(
     w_eNK: torch.Tensor, scheme: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Quantize with the smallest power-of-two scale s such that no value exceeds 7 s.
+    """Quantize with the smallest power-of-two scale s for which no value exceeds 7 s.
 
     Values between 6 s and 7 s become 6 s. Ties go to the even code. The scale of a group with a NaN
     or an infinity is NaN (255), because no code is.

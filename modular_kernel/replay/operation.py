@@ -28,7 +28,7 @@ class ReplayedOperation:
     def run(
         self, key: Hashable, tensors: Sequence[torch.Tensor], launch: Callable[[], None]
     ) -> None:
-        """Do what `launch` does: launch kernels on the current stream that read or write `tensors`.
+        """Call `launch`, or replay its kernels, which use `tensors`, on the current stream.
 
         key: everything besides the tensors that determines the launches.
         """
@@ -40,7 +40,7 @@ class ReplayedOperation:
         signature, calls = (key, layout), self._calls
         call = calls.get(signature, _UNSEEN)
         if isinstance(call, RecordedCall):
-            if 0 in pointers or stages.profiling() or call.watched():
+            if 0 in pointers or stages.profiling() or call.hooks_active():
                 launch()
             else:
                 call.replay(_C._cuda_getCurrentRawStream(index), pointers)

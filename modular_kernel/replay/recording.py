@@ -1,9 +1,9 @@
 """Records the launches of a planned call, so that later calls skip the parts' host code.
 
 The first call of each signature in a plan runs the parts' host code inside `recording`. Every
-launch made through `modular_kernel.replay.launch` is recorded, and with each of its pointers the
-input that it points into. Later calls with the same signature launch the same kernels with their
-own pointers. A call that runs a torch operation other than a view cannot be replayed; the recorder
+launch made through `modular_kernel.replay.launch` is recorded, together with the input that each of
+its pointers points into. Later calls with the same signature launch the same kernels with their own
+pointers. A call that runs a torch operation other than a view cannot be replayed; the recorder
 detects this.
 """
 
@@ -27,7 +27,9 @@ from modular_kernel.utils.tensor_checks import is_dense, span
 
 Replay = Callable[[int, Sequence[int]], None]  # (stream, pointers of the inputs)
 Replayer = Callable[[Sequence[Any], int], Replay]  # (recorded launches, number of inputs) -> Replay
-Watched = Callable[[], bool]  # whether a profiler's launch hooks are active; replay bypasses hooks
+HookCheck = Callable[
+    [], bool
+]  # whether a profiler's launch hooks are active; replay bypasses hooks
 
 _MAX_LAYOUTS = 1024  # remembered layouts of checked weights: more than the layers of any model
 _MAX_RECORDED = 64  # recordings per plan; each may hold a small CUDA graph
@@ -45,21 +47,21 @@ class RecordedCall:
     """The recorded launches of one signature.
 
     replays: each replays adjacent launches, in order.
-    watches: see `watched`.
-    kept: tensors that the launches use besides the inputs; referenced to keep them alive.
+    hook_checks: see `hooks_active`.
+    kept_tensors: tensors that the launches use besides the inputs; referenced to keep them alive.
     count: a list with one number, the count of replays. A plan replaces it
         (modular_kernel.utils.call_counters).
     """
 
     replays: tuple[Replay, ...]
-    watches: tuple[Watched, ...]
-    kept: tuple[torch.Tensor, ...]
+    hook_checks: tuple[HookCheck, ...]
+    kept_tensors: tuple[torch.Tensor, ...]
     count: list[int] = field(default_factory=lambda: [0])
 
-    def watched(self) -> bool:
+    def hooks_active(self) -> bool:
         """Return whether a profiler is active, which would miss launches that bypass its hooks."""
-        for watched in self.watches:  # noqa: SIM110  runs in every call; a generator is slower
-            if watched():
+        for is_active in self.hook_checks:  # noqa: SIM110  runs in every call; a generator is slower
+            if is_active():
                 return True
         return False
 
@@ -72,19 +74,19 @@ class RecordedCall:
 class Recorder(TorchDispatchMode):
     """Records the launches of one call.
 
-    A call that cannot be replayed is marked: `refused` is the reason, or "".
+    A call that cannot be replayed is marked: `refusal_reason` is the reason, or "".
 
     inputs: the call's tensors, in the order in which `replay` takes their pointers.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.refused = ""
+        self.refusal_reason = ""
         self.paused = False
         self._spans = [span(tensor) for tensor in inputs]
         self._launches: list[tuple[Replayer, Any]] = []
-        self._watches: list[Watched] = []
-        self._kept: list[torch.Tensor] = []
+        self._hook_checks: list[HookCheck] = []
+        self._kept_tensors: list[torch.Tensor] = []
         ordered = sorted(self._spans)
         if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
             self.refuse("inputs share memory, so pointers are ambiguous")
@@ -98,9 +100,9 @@ class Recorder(TorchDispatchMode):
 
     def refuse(self, reason: str) -> None:
         """Mark this call as not replayable. Only the first reason is stored."""
-        self.refused = self.refused or reason
+        self.refusal_reason = self.refusal_reason or reason
 
-    def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+    def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return (index of the input, byte offset) of the memory of `tensor`.
 
         Return None for memory outside all inputs, and keep the tensor alive for replays.
@@ -109,29 +111,29 @@ class Recorder(TorchDispatchMode):
         for index, (start, stop) in enumerate(self._spans):
             if start <= pointer < stop:
                 return index, pointer - start
-        self._kept.append(tensor)
+        self._kept_tensors.append(tensor)
         return None
 
-    def note(self, launch: Any, replayer: Replayer, watched: Watched) -> None:
+    def note(self, launch: Any, replayer: Replayer, hooks_active: HookCheck) -> None:
         """Record a launch.
 
         launch: in the form that `replayer` takes.
         replayer: combines adjacent launches with the same replayer into one Replay.
-        watched: see `Watched`.
+        hooks_active: see `HookCheck`.
         """
         self._launches.append((replayer, launch))
-        if watched not in self._watches:
-            self._watches.append(watched)
+        if hooks_active not in self._hook_checks:
+            self._hook_checks.append(hooks_active)
 
     def recorded(self) -> RecordedCall | None:
         """Return the recorded call; None if it cannot be replayed."""
-        if self.refused:
+        if self.refusal_reason:
             return None
         replays = tuple(
             replayer([launch for _, launch in launches], len(self._spans))
             for replayer, launches in groupby(self._launches, key=itemgetter(0))
         )
-        return RecordedCall(replays, tuple(self._watches), tuple(self._kept))
+        return RecordedCall(replays, tuple(self._hook_checks), tuple(self._kept_tensors))
 
 
 # recorder(): the active Recorder of this thread, or None. Called for every launch.
@@ -266,7 +268,7 @@ class _LayoutFacts:
     bits: int
 
 
-# What a preparer returns: weights that include the prepared tensors, the sources of these tensors,
+# The result of a Preparer: weights that include the prepared tensors, the sources of these tensors,
 # and the prepared tensors.
 Prepared = tuple[ExpertWeights, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
@@ -308,25 +310,27 @@ class CheckedWeightsCache:
         self,
         weights: ExpertWeights,
         sources: Sequence[torch.Tensor] = (),
-        made: Sequence[torch.Tensor] = (),
+        prepared_tensors: Sequence[torch.Tensor] = (),
     ) -> CheckedWeights:
         """Add checked weights to the cache, and prepare them if the kernel does so on its own.
 
-        A write to `sources` or `made` invalidates the entry.
+        A write to `sources` or `prepared_tensors` invalidates the entry.
 
-        sources, made: if `weights` have been prepared: the tensors that were read, and those that
-            were written.
+        sources, prepared_tensors: if `weights` have been prepared: the tensors that were read, and
+            those that were written.
         """
         by_name = {name: t for name, t in vars(weights).items() if t is not None}
         # Explicitly prepared tensors are identified by object, not by memory.
-        return self._bind(weights, by_name, sources, made, None if sources else _layout(by_name))
+        return self._bind(
+            weights, by_name, sources, prepared_tensors, None if sources else _layout(by_name)
+        )
 
     def _bind(
         self,
         weights: ExpertWeights,
         by_name: dict[str, torch.Tensor],
         sources: Sequence[torch.Tensor],
-        made: Sequence[torch.Tensor],
+        prepared_tensors: Sequence[torch.Tensor],
         layout: tuple[Hashable, ...] | None,
     ) -> CheckedWeights:
         """Do what `bind` does.
@@ -334,21 +338,29 @@ class CheckedWeightsCache:
         by_name: the tensors of `weights` by field.
         layout: see `_layout`. It is remembered as one that passed the checks, unless it is None.
         """
-        auto_prepared = None if made or self._prepare is None else self._prepare(weights)
-        run_weights, sources, made = auto_prepared or (weights, sources, made)
+        auto_prepared = (
+            None if prepared_tensors or self._prepare is None else self._prepare(weights)
+        )
+        run_weights, sources, prepared_tensors = auto_prepared or (
+            weights,
+            sources,
+            prepared_tensors,
+        )
         if run_weights is not weights:
             by_name = {name: t for name, t in vars(run_weights).items() if t is not None}
         prepare, device = self._prepare, weights.w1.device
-        postponed = not made and prepare is not None and prepare.is_postponed(device)
-        versioned = tuple(tensor for tensor in (*sources, *made) if not tensor.is_inference())
+        postponed = not prepared_tensors and prepare is not None and prepare.is_postponed(device)
+        versioned = tuple(
+            tensor for tensor in (*sources, *prepared_tensors) if not tensor.is_inference()
+        )
         unique = {id(tensor): tensor for tensor in by_name.values()}
         tensors = tuple(unique.values())
-        plain = run_weights is weights and len(unique) == len(by_name)
-        facts = self._passed.get(layout) if layout is not None and plain else None
+        has_distinct_tensors = run_weights is weights and len(unique) == len(by_name)
+        facts = self._passed.get(layout) if layout is not None and has_distinct_tensors else None
         if facts is None:
             facts = self._facts(by_name, tensors, list(unique))
             if layout is not None and self._passed.get(layout) is None:
-                self._remember(layout, facts if plain else None)
+                self._remember(layout, facts if has_distinct_tensors else None)
         key, bound = id(weights), self._bound
         bound[key] = entry = CheckedWeights(
             weakref.ref(weights, lambda _: bound.pop(key, None)),
@@ -442,7 +454,9 @@ class RecordedCalls:
         """Return why calls of this signature cannot be replayed; "" if they can."""
         return self._refused.get(signature, "")
 
-    def keep(self, signature: Hashable, recorded: RecordedCall | None, refused: str = "") -> None:
+    def keep(
+        self, signature: Hashable, recorded: RecordedCall | None, refusal_reason: str = ""
+    ) -> None:
         """Store a recording, or None and the reason if the signature cannot be replayed."""
         if len(self._recorded) >= _MAX_RECORDED:
             oldest = next(iter(self._recorded))
@@ -450,7 +464,7 @@ class RecordedCalls:
             self._refused.pop(oldest, None)
         self._recorded[signature] = recorded
         if recorded is None:
-            self._refused[signature] = refused
+            self._refused[signature] = refusal_reason
         else:
             self.replayable = True
 
@@ -496,8 +510,8 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
             return None
         if not pointer:  # freed
             return None
-        place = name, pointer, available, tensor.storage_offset()
-        entries += [*place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
+        location = name, pointer, available, tensor.storage_offset()
+        entries += [*location, tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
     return tuple(entries)
 
 

@@ -76,7 +76,7 @@ def _ignore() -> None:
 
 @dataclass(frozen=True)
 class TuneJob:
-    """What to tune, and for how long.
+    """A tuning job: the token counts to tune, and its time budget.
 
     folder: for the results. budget: seconds for all of `tokens`. fresh: whether to ignore results
     in the folder instead of continuing from them. on_measurement: called after every measurement.
@@ -92,13 +92,15 @@ class TuneJob:
     clock: Clock = time.monotonic
 
 
-def remaining(space: Tunable, tokens: Sequence[int], folder: Path, *, fresh: bool) -> list[int]:
+def remaining_token_counts(
+    space: Tunable, tokens: Sequence[int], folder: Path, *, fresh: bool
+) -> list[int]:
     """Return the token counts without a saved result, in the given order.
 
     Raises ConfigurationError if the saved results cannot be continued.
     """
-    done = {} if fresh else space.saved(folder)
-    return [number for number in dict.fromkeys(tokens) if number not in done]
+    saved_choices = {} if fresh else space.saved(folder)
+    return [number for number in dict.fromkeys(tokens) if number not in saved_choices]
 
 
 def tune(job: TuneJob) -> Iterator[TuneResult]:
@@ -108,19 +110,21 @@ def tune(job: TuneJob) -> Iterator[TuneResult]:
     leave more time to the others. The search ends when the budget is spent; another run continues
     it.
     """
-    todo = remaining(job.space, job.tokens, job.folder, fresh=job.fresh)
-    done = {} if job.fresh else dict(job.space.saved(job.folder))
+    remaining_tokens = remaining_token_counts(job.space, job.tokens, job.folder, fresh=job.fresh)
+    saved_choices = {} if job.fresh else dict(job.space.saved(job.folder))
     end = job.clock() + job.budget
-    for index, tokens in enumerate(todo):
+    for index, tokens in enumerate(remaining_tokens):
         seconds_left = end - job.clock()
         if seconds_left <= 0:
             return
-        for upcoming in todo[index : index + _TOKEN_COUNTS_AHEAD]:
+        for upcoming in remaining_tokens[index : index + _TOKEN_COUNTS_AHEAD]:
             job.bench.compile_ahead(upcoming, job.space.candidates(upcoming))
-        result = _Search(job, tokens, job.clock() + seconds_left / (len(todo) - index)).run()
+        result = _Search(
+            job, tokens, job.clock() + seconds_left / (len(remaining_tokens) - index)
+        ).run()
         if result.best is not None:
-            done[tokens] = result.best
-            result = replace(result, file=job.space.save(done, job.folder))
+            saved_choices[tokens] = result.best
+            result = replace(result, file=job.space.save(saved_choices, job.folder))
         yield result
 
 

@@ -1,7 +1,7 @@
 """Weights and inputs for tuning, and the expected outputs.
 
 To save time, only a few experts are random, and the others are scaled copies of them. Each copy has
-its own scale, so that a wrong expert index changes the result.
+a different scale, so that a wrong expert index changes the result.
 """
 
 import math
@@ -34,18 +34,18 @@ Input = tuple[torch.Tensor, Routing]
 class ExpectedRows:
     """Expected output of some tokens.
 
-    rows: indices of the tokens, ascending. exact: their rows (rows, H) in float64. recipe_rows: the
+    rows: indices of the tokens, ascending. exact: their rows (rows, H) in float64. torch_rows: the
     same rows from a plain torch implementation of the scheme, whose error sets the tolerance.
     """
 
     rows: torch.Tensor
     exact: torch.Tensor
-    recipe_rows: torch.Tensor
+    torch_rows: torch.Tensor
 
     def up_to(self, tokens: int) -> "ExpectedRows":
         """Return the expected output of those among the first `tokens` tokens."""
         selected = self.rows < tokens
-        return ExpectedRows(self.rows[selected], self.exact[selected], self.recipe_rows[selected])
+        return ExpectedRows(self.rows[selected], self.exact[selected], self.torch_rows[selected])
 
 
 @dataclass
@@ -70,7 +70,7 @@ class TuneWorkload:
             return "values that are not finite"
         expected = self.expected
         rows_problem = self.problem.with_tokens(len(expected.rows))
-        comparison = compare(out[expected.rows], expected.exact, expected.recipe_rows, rows_problem)
+        comparison = compare(out[expected.rows], expected.exact, expected.torch_rows, rows_problem)
         if comparison.problems:
             return "; ".join(comparison.problems)
         if self.first_output is None:
@@ -82,7 +82,7 @@ class TuneWorkload:
         """Compare two outputs, which may differ by twice the tolerance."""
         expected = self.expected
         reference_error = float(
-            (expected.recipe_rows - expected.exact).norm() / expected.exact.norm()
+            (expected.torch_rows - expected.exact).norm() / expected.exact.norm()
         )
         difference = (out.float() - first_output.float()).flatten(1)
         reference = first_output.float().flatten(1)

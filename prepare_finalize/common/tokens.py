@@ -6,9 +6,9 @@ import torch
 
 from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.ops.expert_slots import Pairs, number_pairs
-from modular_kernel.ops.quantize import Quantized, quantize_rows, quantize_specs, take_quantized
+from modular_kernel.ops.quantize import QuantizedRows, quantize_rows, quantize_specs, take_quantized
 from modular_kernel.ops.slots_and_quantize import number_and_quantize
-from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
+from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem, Reduce
 from modular_kernel.tensors import DispatchedRouting, ExpertRows, ExpertWeights
@@ -75,7 +75,7 @@ def number_and_quantize_tokens(
 
 def _take_buffers(
     x_TH: torch.Tensor, problem: Problem, weights: ExpertWeights, call: Call
-) -> Quantized:
+) -> QuantizedRows:
     """Return the buffers of a call's quantized tokens, with the static scale if there is one."""
     scheme, shape = problem.scheme, (x_TH.shape[0], problem.hidden)
     static = weights.a1_scale if scheme.static else None
@@ -96,7 +96,7 @@ def _quantize(
         else:
             max_abs = out.scale.new_full((1,), amax)
         # Divide by a tensor, as `quantize_rows` does, so that the scale is rounded the same way.
-        max_abs /= max_abs.new_full((), LARGEST[scheme.activation])
+        max_abs /= max_abs.new_full((), QMAX[scheme.activation])
         out.scale.copy_(max_abs.clamp_(min=MIN_SCALE))
         scheme = replace(scheme, static=True)
     quantize_rows(x_TH, scheme, out=out)

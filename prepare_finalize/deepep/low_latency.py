@@ -9,12 +9,12 @@ import torch
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.ops.expert_slots import number_pairs
-from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.quantize import (
     quantize_rows,
     quantize_specs,
     take_quantized,
 )
+from modular_kernel.ops.valid_rows import BatchedRows
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.tensors import (
@@ -182,7 +182,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         out = take_quantized(
             call.workspace, "x", scheme, shape, segments=experts, static_scale=static
         )
-        quantize_rows(x_eCH.flatten(0, 1), scheme, out=out, live=BatchedRows(counts_e))
+        quantize_rows(x_eCH.flatten(0, 1), scheme, out=out, valid_rows=BatchedRows(counts_e))
         scale = out.scale if scheme.static else out.scale.view(experts, capacity, -1)
         return BatchedTokens(out.q_RK.view_as(x_eCH), counts_e, scale)
 

@@ -8,7 +8,7 @@ import torch
 
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.contracts import Call, Receiver
-from modular_kernel.ops.mask_unwritten import live_pairs
+from modular_kernel.ops.mask_unwritten import mask_unwritten_pairs
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
@@ -146,9 +146,11 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return slots and weights of the rows, with -1 and 0 in rows that were not received."""
         shape, take = tuple(ids_RK.shape), call.workspace.take
-        slots_RK, live_weights_RK = take("live_ids", shape), take("live_weights", shape)
-        live_pairs(ids_RK, weights_RK, count, out_ids_RK=slots_RK, out_weights_RK=live_weights_RK)
-        return slots_RK, live_weights_RK
+        slots_RK, masked_weights_RK = take("live_ids", shape), take("live_weights", shape)
+        mask_unwritten_pairs(
+            ids_RK, weights_RK, count, out_ids_RK=slots_RK, out_weights_RK=masked_weights_RK
+        )
+        return slots_RK, masked_weights_RK
 
     def _buffer(self) -> Any:
         problem = self.problem

@@ -10,7 +10,7 @@ import torch
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CommunicationError
-from modular_kernel.ops.quantize import Quantized
+from modular_kernel.ops.quantize import QuantizedRows
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.replay import stages
 from modular_kernel.spec.placement import Placement, PlacementTables, pairs_to_slots
@@ -270,7 +270,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             quantized = None
             if dispatches_quantized(self.problem, call):
                 scale = bits if chunk_unpacked.scale is None else chunk_unpacked.scale
-                quantized = Quantized(chunk_unpacked.x_RH, scale)
+                quantized = QuantizedRows(chunk_unpacked.x_RH, scale)
             host_exchange.send(
                 chunk_unpacked.x_RH,
                 routing,

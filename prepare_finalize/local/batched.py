@@ -9,17 +9,17 @@ from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Re
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
-from modular_kernel.ops.live_rows import PairRows
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.permute_quantize import permute_and_quantize
 from modular_kernel.ops.quantize import (
-    Quantized,
+    QuantizedRows,
     quantize_rejections,
     quantize_rows,
     quantize_specs,
     scale_shape,
     take_quantized,
 )
+from modular_kernel.ops.valid_rows import PairRows
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, STORAGE
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import ActivationFormat, IdSpace, Machine, Problem, Reduce, Rows
@@ -151,7 +151,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         if scale is None:
             scale = weights.a1_scale
         assert scale is not None, "a static scheme's weights have one"
-        out = Quantized(rows_RH, scale if scheme.static else scale.flatten(0, 1))
+        out = QuantizedRows(rows_RH, scale if scheme.static else scale.flatten(0, 1))
         with stages.stage(stages.PERMUTE_QUANTIZED):
             permute_and_quantize(x_TH, row_of_pair_TK, input_weights, scheme, out=out)
         return BatchedTokens(x_eCH, counts_e, scale, slots_eC, plain_eCH), handle
@@ -162,7 +162,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         dispatched: DispatchedRouting,
         router_TK: torch.Tensor,
         call: Call,
-    ) -> Quantized:
+    ) -> QuantizedRows:
         """Quantize the tokens with one scale for all of them.
 
         If router weights are applied to the input (K = 1), tokens are multiplied by them first.
@@ -171,9 +171,9 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         out = take_quantized(call.workspace, "x", scheme, (x_TH.shape[0], problem.hidden))
         if problem.apply_router_weight_on_input:
             # The weight of a skipped pair is undefined, and its token must not affect the scale.
-            live = PairRows(dispatched, problem.e)
+            valid_rows = PairRows(dispatched, problem.e)
             row_weights_T = router_TK.flatten()
-            quantize_rows(x_TH, scheme, out=out, live=live, row_weights_R=row_weights_T)
+            quantize_rows(x_TH, scheme, out=out, valid_rows=valid_rows, row_weights_R=row_weights_T)
         else:
             quantize_rows(x_TH, scheme, out=out)
         return out

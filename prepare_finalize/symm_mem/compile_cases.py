@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from modular_kernel.contracts import Call
-from modular_kernel.ops.quantize import Quantized
+from modular_kernel.ops.quantize import QuantizedRows
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import MAX_TOP_K, Parallel, Problem
 from modular_kernel.tensors import Routing
@@ -69,7 +69,7 @@ def launch_all(problem: Problem) -> None:
         scale = _empty(1, dtype=torch.float32)
         if slot.scale_RG is not None:
             scale = _empty(tokens, slot.scale_RG.shape[1], dtype=torch.float32)
-        quantized = Quantized(_empty(tokens, problem.hidden, dtype=slot.x_RH.dtype), scale)
+        quantized = QuantizedRows(_empty(tokens, problem.hidden, dtype=slot.x_RH.dtype), scale)
     exchange.send(x, routing, tables, call, quantized=quantized, wait=True)
     if slot.adapters_R is not None:
         routing = replace(routing, adapters_T=_empty(tokens))

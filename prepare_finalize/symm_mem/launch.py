@@ -8,8 +8,8 @@ import torch
 
 from modular_kernel.contracts import Call
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.quantize import Quantized, scale_shape
-from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE, STORAGE
+from modular_kernel.ops.quantize import QuantizedRows, scale_shape
+from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX, STORAGE
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
@@ -174,7 +174,7 @@ class SymmetricExchange:
         tables: PlacementTables,
         call: Call,
         *,
-        quantized: Quantized | None,
+        quantized: QuantizedRows | None,
         wait: bool,
     ) -> None:
         """Write rows to the ranks of their experts, and ids and weights to all; then set flags.
@@ -226,7 +226,7 @@ class SymmetricExchange:
             **self._arguments(slot.arrived_W, slot.dispatches),
         )
 
-    def _scales(self, quantized: Quantized | None) -> dict[str, object]:
+    def _scales(self, quantized: QuantizedRows | None) -> dict[str, object]:
         scheme, scale_RG = self.problem.scheme, self.slot.scale_RG
         kind, scales = "none", 1
         if quantized is not None and scale_RG is not None:
@@ -240,7 +240,7 @@ class SymmetricExchange:
             "GROUP": scheme.group[-1] if kind == "group" else _MIN_BLOCK,
             "SCALES": scales,
             "BLOCK_S": next_power_of_2(scales),
-            "LARGEST": LARGEST.get(scheme.activation, 1.0),
+            "QMAX": QMAX.get(scheme.activation, 1.0),
             "ROUND": scheme.activation == "int8",
             "MIN_SCALE": MIN_SCALE,
         }

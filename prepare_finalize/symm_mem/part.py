@@ -11,7 +11,7 @@ import torch
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
-from modular_kernel.ops.quantize import Quantized, quantize_rows, quantize_specs, take_quantized
+from modular_kernel.ops.quantize import QuantizedRows, quantize_rows, quantize_specs, take_quantized
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
@@ -187,7 +187,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     def _release(self, slot_index: int) -> None:
         self._free = sorted((*self._free, slot_index))
 
-    def _quantize(self, x_TH: torch.Tensor, weights: ExpertWeights, call: Call) -> Quantized:
+    def _quantize(self, x_TH: torch.Tensor, weights: ExpertWeights, call: Call) -> QuantizedRows:
         scheme = self.problem.scheme
         static = weights.a1_scale if scheme.static else None
         shape = (x_TH.shape[0], self.problem.hidden)

@@ -13,7 +13,8 @@ from cutlass_code import MISSING, compile_in, told
 pytestmark = pytest.mark.skipif(MISSING, reason="pip install '.[cutlass]'")
 
 COMPILE = (
-    "import sys; from experts.cutlass.product import compiled; compiled(sys.argv[1] == 'True')"
+    "import sys; from experts.cutlass.product import load_kernel; "
+    "load_kernel(sys.argv[1] == 'True')"
 )
 THREADS, MULTIPLYING, OTHERS = 384, 256, 128
 MOST_IN_LOOP = 230  # instructions of a step of 256 columns, 128 of them FFMA

@@ -27,7 +27,7 @@ def counted(*given, **options):
 
 cute.compile = counted
 which = sys.argv[1]
-kernel = fp4_product.compiled() if which == "fp4" else product.compiled(which == "gated")
+kernel = fp4_product.load_kernel() if which == "fp4" else product.load_kernel(which == "gated")
 print(len(compiled))
 try:
     compiled or kernel()

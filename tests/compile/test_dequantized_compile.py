@@ -39,7 +39,7 @@ def test_every_launch_is_clean(
     change: dict[str, object], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(BASE, **change)
-    assert dequantized_config.serves(problem, DEVICE)
+    assert dequantized_config.supports(problem, DEVICE)
     monkeypatch.setattr(dequantized_config, "experts_at_once", lambda p: at_once)
     path, tiles = DequantizedPath(problem), dequantized_config.default(problem)
     records = launches_of(path, problem, tiles)

@@ -11,7 +11,7 @@ from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.launch_config import Launch
 from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands
 from modular_kernel import ExpertWeights, Problem
-from modular_kernel.ops.align import Aligned, align_specs
+from modular_kernel.ops.align import AlignedPairs, align_specs
 from modular_kernel.quant.quantized_weights import weight_specs
 from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 
@@ -43,7 +43,7 @@ def compiled(problem: Problem) -> list[CompileRecord]:
     path, config = AlignedW4Path(problem), aligned_w4_config.default(problem, problem.tokens)
     specs = align_specs(pairs, config.gemm1.block_m, problem.e)
     buffers = (torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs.values())
-    aligned = Aligned(*list(buffers)[:3])
+    aligned = AlignedPairs(*list(buffers)[:3])
 
     def multiply(rows: int, product: GemmOperands, launch: Launch) -> None:
         a = torch.empty(rows, product.depth, dtype=problem.dtype, device=META)

@@ -50,7 +50,7 @@ def test_every_launch_is_clean(
     change: dict[str, object], at_once: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(BASE, **change)  # type: ignore[arg-type]
-    assert grouped_w4_config.serves(problem, DEVICE)
+    assert grouped_w4_config.supports(problem, DEVICE)
     monkeypatch.setattr(grouped_w4_config, "chunk_size", lambda p: at_once)
     tiles = grouped_w4_config.default(problem, rows)
     records = launches_of(GroupedW4Path(problem), problem, tiles)
@@ -62,8 +62,10 @@ def test_every_launch_is_clean(
         product = record.kernel == "grouped_gemm_w4_tma_kernel"
         assert check(record, "HGMMA" if product else None) == ()
         if product:
-            form = grouped_w4_config.forms(problem)[0]
-            room = grouped_w4_config._shared_bytes(tiles.gemm1, record.config["SLOTS"], form)
+            packed_format = grouped_w4_config.packed_formats(problem)[0]
+            room = grouped_w4_config._shared_bytes(
+                tiles.gemm1, record.config["SLOTS"], packed_format
+            )
             assert room - grouped_w4_config._BARRIERS <= record.shared <= room
 
 

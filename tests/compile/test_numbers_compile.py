@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
-from modular_kernel.ops.mask_unwritten import live_pairs
+from modular_kernel.ops.mask_unwritten import mask_unwritten_pairs
 from modular_kernel.ops.quantize import quantize_specs, take_quantized
 from modular_kernel.ops.slots_and_quantize import number_and_quantize
 from modular_kernel.ops.zero_padding import zero_rows
@@ -78,14 +78,14 @@ def test_both_in_one_compile_without_spills(text: str, sinks: int) -> None:
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 def test_live_pairs_compile_without_spills(ids_dtype: torch.dtype) -> None:
     with record_compiles("sm_90") as records:
-        live_pairs(
+        mask_unwritten_pairs(
             empty(16, 8, dtype=ids_dtype),
             empty(16, 8),
             empty(dtype=torch.int32),
             out_ids_RK=empty(16, 8, dtype=torch.int32),
             out_weights_RK=empty(16, 8),
         )
-    assert_clean(records, "live_pairs_kernel")
+    assert_clean(records, "mask_unwritten_pairs_kernel")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

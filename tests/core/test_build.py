@@ -178,7 +178,7 @@ def test_a_compiler_that_hangs(source: Path, monkeypatch: pytest.MonkeyPatch) ->
     path.write_text("#!/bin/sh\nexec sleep 60\n")
     path.chmod(0o755)
     monkeypatch.setenv("CC", str(path))
-    monkeypatch.setattr(build, "_SECONDS", 0.3)
+    monkeypatch.setattr(build, "_TIMEOUT_SECONDS", 0.3)
     with pytest.raises(BuildError, match=r"hanging-cc did not end within 0\.3 s"):
         module_of(source, "mk_answer", ())
 
@@ -188,7 +188,7 @@ def test_a_failed_build_of_the_replayer_is_logged_once_and_not_retried(
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("CC", str(failing_compiler(source.parent)))
-    cuda_replay._built.cache_clear()
+    cuda_replay._build_module.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "modular_kernel"):
             assert [cuda_replay.module() for _ in range(3)] == [None] * 3
@@ -198,7 +198,7 @@ def test_a_failed_build_of_the_replayer_is_logged_once_and_not_retried(
         ]
         assert runs(source) == 1
     finally:
-        cuda_replay._built.cache_clear()
+        cuda_replay._build_module.cache_clear()
 
 
 def test_concurrent_builds_both_load_a_complete_file(source: Path) -> None:

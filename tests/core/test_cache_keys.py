@@ -286,8 +286,8 @@ def test_the_replayer_is_rebuilt_for_another_triton(monkeypatch: pytest.MonkeyPa
 
     names: list[str] = []
     monkeypatch.setattr(build, "find_cached", lambda name, _: names.append(name) or Path("kept"))
-    monkeypatch.setattr(build, "_loaded", lambda name, path: name)
-    monkeypatch.setattr(cuda_replay, "_built", cuda_replay._built.__wrapped__)
+    monkeypatch.setattr(build, "_load_module", lambda name, path: name)
+    monkeypatch.setattr(cuda_replay, "_build_module", cuda_replay._build_module.__wrapped__)
     for version in ("3.6.0", "3.9.0", "3.6.0"):
         monkeypatch.setattr(triton, "__version__", version)
         assert cuda_replay.module() == "modular_kernel_replay"

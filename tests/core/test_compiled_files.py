@@ -124,14 +124,14 @@ def kernel(arch: str = "sm_90a") -> compiled_kernels.Kernel:
 
 def test_a_cached_object_is_loaded(loader: SimpleNamespace) -> None:
     assert isinstance(kernel().get(), Compiled)
-    path = kernel().keep()
-    assert kernel().keep() == path
+    path = kernel().compile_to_cache()
+    assert kernel().compile_to_cache() == path
     assert kernel().get() == b"kernel"
     assert loader.loads == [str(path)]
 
 
 def test_an_object_of_another_gpu_or_release_is_not_loaded(loader: SimpleNamespace) -> None:
-    kernel().keep()
+    kernel().compile_to_cache()
     assert isinstance(kernel("sm_100a").get(), Compiled)
     loader.version = "4.3.0"
     assert isinstance(kernel().get(), Compiled)
@@ -139,7 +139,7 @@ def test_an_object_of_another_gpu_or_release_is_not_loaded(loader: SimpleNamespa
 
 
 def test_a_damaged_object_is_not_loaded(loader: SimpleNamespace) -> None:
-    path = kernel().keep()
+    path = kernel().compile_to_cache()
     path.write_bytes(path.read_bytes()[:3])
     assert isinstance(kernel().get(), Compiled)
     assert loader.loads == []
@@ -153,7 +153,7 @@ def test_an_object_that_fails_to_load_is_recompiled(
     def fail(path: Path) -> object:
         raise error("undefined symbol")
 
-    kernel().keep()
+    kernel().compile_to_cache()
     loader.of = fail
     assert isinstance(kernel().get(), Compiled)
     assert "recompiling kernel: " in caplog.text

@@ -122,10 +122,10 @@ def test_few_tokens_take_it() -> None:
 
 
 def test_packed_weights_and_odd_groups_are_not_supported() -> None:
-    assert gemv_config.serves(replace(BASE, quant="fp8_w8a8_block"))
-    assert gemv_config.serves(replace(BASE, quant="int8_w8a16_group:group=96"))
-    assert not gemv_config.serves(replace(BASE, quant="int4_w4a16_group"))
-    assert not gemv_config.serves(replace(BASE, hidden=192, quant="fp8_w8a8_block:block=96x96"))
+    assert gemv_config.supports(replace(BASE, quant="fp8_w8a8_block"))
+    assert gemv_config.supports(replace(BASE, quant="int8_w8a16_group:group=96"))
+    assert not gemv_config.supports(replace(BASE, quant="int4_w4a16_group"))
+    assert not gemv_config.supports(replace(BASE, hidden=192, quant="fp8_w8a8_block:block=96x96"))
 
 
 def test_every_default_can_be_launched() -> None:

@@ -183,10 +183,10 @@ def test_poisoning_is_not_part_of_a_recorded_call() -> None:
         workspace.take("rows", (1,))
         later = workspace.take("sums", (256,))
     assert bool(later.isnan().all())
-    assert recorder.refused == ""
+    assert recorder.refusal_reason == ""
     with recording.recording(()) as recorder:
         later.fill_(0)
-    assert recorder.refused != ""
+    assert recorder.refusal_reason != ""
 
 
 @pytest.mark.parametrize(

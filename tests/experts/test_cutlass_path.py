@@ -23,7 +23,7 @@ from modular_kernel import Problem, check, make_kernel
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import LayoutError, ShapeError
 from modular_kernel.machine import prefer_torch_reference
-from modular_kernel.ops.quantize import Quantized, quantize_rows, quantize_specs, take_quantized
+from modular_kernel.ops.quantize import QuantizedRows, quantize_rows, quantize_specs, take_quantized
 from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.spec.problem import Combine, IdSpace, Machine
 from modular_kernel.tensors import ContiguousTokens, DispatchedRouting, ExpertWeights, Routing
@@ -106,7 +106,7 @@ def layer(problem: Problem, ids_TK: torch.Tensor | None = None) -> tuple[torch.T
         )  # fmt: skip
         output = torch.full(problem.output_shape, torch.nan, dtype=problem.dtype)
         tokens = ContiguousTokens(x.q_RK, arrived, x.scale)
-        assert path.takes(weights, x.q_RK)
+        assert path.supports_tensors(weights, x.q_RK)
         path.run(PathCall(tokens, weights, workspace, output, default_config(problem)))
     return output, expected
 
@@ -167,10 +167,12 @@ def sorted_rows(counts: tuple[int, ...]) -> SortedPairs:
     return SortedPairs(nothing, nothing, named, nothing)
 
 
-def operands(rows: int, depth: int) -> tuple[Quantized, ExpertWeights]:
+def operands(rows: int, depth: int) -> tuple[QuantizedRows, ExpertWeights]:
     problem = replace(PROBLEM, tokens=rows, hidden=depth)
     x, weights, _ = random_inputs(problem, CPU)
-    a = Quantized(torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, depth // 128))
+    a = QuantizedRows(
+        torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, depth // 128)
+    )
     with prefer_torch_reference():
         quantize_rows(x, problem.scheme, out=a)
     return a, weights
@@ -178,7 +180,7 @@ def operands(rows: int, depth: int) -> tuple[Quantized, ExpertWeights]:
 
 def test_rows_after_the_last_one_are_unchanged() -> None:
     a, weights = operands(330, 256)
-    h = Quantized(torch.zeros(330, 128).to(torch.float8_e4m3fn), torch.full((330, 1), -7.0))
+    h = QuantizedRows(torch.zeros(330, 128).to(torch.float8_e4m3fn), torch.full((330, 1), -7.0))
     block_gemm(a, gemm1_operands(weights, PROBLEM), PROBLEM, sorted_rows((129, 0, 65)), h)
     assert (h.scale[194:] == -7).all()
     assert (h.scale[:194] > 0).all()

@@ -20,7 +20,7 @@ from vendor_stand_in import (
 )
 
 from experts.deepgemm import library
-from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, max_aligned_rows
+from experts.deepgemm.align_rows import align_rows, aligned_specs, max_aligned_rows
 from experts.deepgemm.triton_or_deepgemm import (
     MIN_ROWS,
     BatchedTritonOrDeepGemmExperts,
@@ -157,7 +157,7 @@ def test_workspaces_are_sized_for_both() -> None:
 
 CPU = Machine("cpu", None, frozenset({"triton", "ml_dtypes"}), interpreter=True)
 AROUND = [
-    *("count_pairs_kernel", "scan_counts_kernel", "aligned_rows_kernel"),
+    *("count_pairs_kernel", "scan_counts_kernel", "align_rows_kernel"),
     *("permute_and_quantize_kernel", "quantize_rows_kernel", "weight_and_sum_kernel"),
 ]
 
@@ -258,7 +258,7 @@ def test_aligned_rows_equal_their_reference(space: IdSpace) -> None:
         expert_map = torch.tensor([5, 4, 3, 2, 1, 0, -1], dtype=torch.int32)
         named = torch.where((ids >= 0) & (ids < 6), 5 - ids, ids)
     found = []
-    for aligned in (aligned_rows, aligned_in_torch):
+    for aligned in (align_rows, aligned_in_torch):
         invalid = torch.zeros(1, dtype=torch.int32)
         routing = DispatchedRouting(None, named, space, 7, expert_map, invalid)
         workspace = Workspace(aligned_specs(130, 2, 6), torch.device("cpu"), poison=True)
@@ -279,7 +279,7 @@ def test_aligned_rows_equal_their_reference(space: IdSpace) -> None:
 
 def aligned_in_torch(*given: Any, **named: Any) -> Any:
     with prefer_torch_reference():
-        return aligned_rows(*given, **named)
+        return align_rows(*given, **named)
 
 
 # ---------------------------------------------------------------------------------------- planted

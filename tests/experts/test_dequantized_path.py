@@ -124,23 +124,23 @@ def test_experts_are_split_into_equal_groups_that_fit_a_bounded_buffer() -> None
 )
 def test_unsupported_problems(changes: dict[str, Any]) -> None:
     given = {key: "none" if value is None else value for key, value in changes.items()}
-    assert dequantized_config.serves(_BASE, H200)
-    assert not dequantized_config.serves(replace(_BASE, **given), H200)
+    assert dequantized_config.supports(_BASE, H200)
+    assert not dequantized_config.supports(replace(_BASE, **given), H200)
 
 
 def test_unsupported_gpus() -> None:
-    assert not dequantized_config.serves(_BASE, Device("NVIDIA A100"))
+    assert not dequantized_config.supports(_BASE, Device("NVIDIA A100"))
 
 
 def test_weights_in_other_layouts_take_another_path() -> None:
     problem = replace(_BASE, quant=f"{_INT4}:group=32,zero_points=true")
     x_TH, weights, _ = random_inputs(problem, torch.device("cpu"))
     path = DequantizedPath(problem)
-    assert path.takes(weights, x_TH)
+    assert path.supports_tensors(weights, x_TH)
     for name in ("w1", "w2", "w1_scale", "w2_zero_point"):
         tensor = getattr(weights, name)
         wide = torch.empty(2 * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)[::2]
-        assert not path.takes(replace(weights, **{name: wide}), x_TH), name
+        assert not path.supports_tensors(replace(weights, **{name: wide}), x_TH), name
 
 
 @pytest.mark.parametrize("quant", [_INT4, _MXFP4, f"{_MXFP4}:repacked=true", "int8_w8a16_channel"])

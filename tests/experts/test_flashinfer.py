@@ -12,8 +12,11 @@ from library_site import library_site
 from vendor_stand_in import FlashInfer, flashinfer_0_7, libraries, proven
 
 from experts.flashinfer import library
-from experts.flashinfer.joined_pairs import joined_pairs_ref, merge_repeated_experts
 from experts.flashinfer.library import MoeArguments, run
+from experts.flashinfer.merge_repeated_experts import (
+    merge_repeated_experts,
+    merge_repeated_experts_ref,
+)
 from experts.flashinfer.nan_rows import mark_nan_rows, mark_nan_rows_ref
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError, UnsupportedError
@@ -130,7 +133,7 @@ def test_joined_pairs_equal_their_reference(mapped: bool, weighted: bool) -> Non
     router_TK = torch.rand(4, 5).masked_fill(ids_TK < 0, torch.nan)
     expert_map = torch.tensor([2, -1, 0, 1], dtype=torch.int32) if mapped else None
     made = []
-    for write in (merge_repeated_experts, joined_pairs_ref):
+    for write in (merge_repeated_experts, merge_repeated_experts_ref):
         invalid = torch.zeros(1, dtype=torch.int32)
         routing = DispatchedRouting(
             router_TK if weighted else None, ids_TK, IdSpace.GLOBAL, 4, expert_map, invalid

@@ -5,7 +5,7 @@ import torch
 from w4_samples import INTEGERS, SCHEMES, sample
 
 from experts.triton.grouped_w4.bitwise_reference import tile_weights, untile_weights
-from experts.triton.grouped_w4.layout import PackedFormat, form_of, rows_of_tiles
+from experts.triton.grouped_w4.layout import PackedFormat, packed_format_of, rows_of_tiles
 from modular_kernel.errors import DtypeError, ShapeError
 from modular_kernel.spec.quantization import QuantScheme
 
@@ -17,14 +17,16 @@ def _come_back(quant: str, depth: int, gated: bool, step: int, **kinds: object) 
     up_row = 1 if step == 2 else COLUMNS
     s = sample(quant, 2, 2 * COLUMNS if gated else COLUMNS, depth, **kinds)  # type: ignore[arg-type]
     rows = rows_of_tiles(COLUMNS, step, up_row, gated=gated)
-    got = untile_weights(s.tiled(rows), s.form)
+    got = untile_weights(s.tiled(rows), s.packed_format)
     taken = rows.flatten()
     there = taken >= 0
     other = got[:, there, :depth] != s.values[:, taken[there]]
     # Beside a zero point a float32 scale has room for 20 bits.
-    assert other.float().mean() < (5e-4 if s.form.zero and s.form.scale == "float32" else 1e-9)
+    assert other.float().mean() < (
+        5e-4 if s.packed_format.zero and s.packed_format.scale == "float32" else 1e-9
+    )
     assert not got[:, ~there].any()
-    assert s.form.kind == "integer" or not got[..., depth:].any()
+    assert s.packed_format.kind == "integer" or not got[..., depth:].any()
     assert sorted(taken[there].tolist()) == list(range(s.w.shape[1]))
 
 
@@ -47,14 +49,16 @@ def test_round_trip_of_other_schemes(
 
 def test_forms() -> None:
     parse = QuantScheme.parse
-    assert form_of(parse("mxfp4_w4a16"), 64) == form_of(parse("mxfp4_w4a16:repacked=true"), 64)
-    assert form_of(parse("nvfp4_w4a16"), 64).lines == 16
+    assert packed_format_of(parse("mxfp4_w4a16"), 64) == packed_format_of(
+        parse("mxfp4_w4a16:repacked=true"), 64
+    )
+    assert packed_format_of(parse("nvfp4_w4a16"), 64).lines == 16
     int4 = parse("int4_w4a16_group:group=96")
-    assert form_of(int4, 96, torch.bfloat16) == PackedFormat(
+    assert packed_format_of(int4, 96, torch.bfloat16) == PackedFormat(
         "integer", 1, "bfloat16"
     )  # one group is all
-    assert form_of(int4, 192) == PackedFormat("integer", 2, "float32")
-    assert form_of(parse("int4_w4a16_group:zero_points=true"), 512) == PackedFormat(
+    assert packed_format_of(int4, 192) == PackedFormat("integer", 2, "float32")
+    assert packed_format_of(parse("int4_w4a16_group:zero_points=true"), 512) == PackedFormat(
         "integer", 1, zero=True
     )
 
@@ -68,7 +72,7 @@ def test_nan_scales_stay_nan() -> None:
             s.scale[0, 3, 1] = torch.nan
         else:
             s.scale.view(torch.uint8)[0, 3, 1] = first
-        got = untile_weights(s.tiled(rows), s.form)
+        got = untile_weights(s.tiled(rows), s.packed_format)
         assert not got[0, 3, each : 2 * each].isfinite().any()
         assert got[0, 3, :each].isfinite().all()
         assert got[0, :3].isfinite().all()

@@ -140,9 +140,9 @@ def test_tuned_files_of_version_1_do_not_have_it(tokens: int, path: str) -> None
     ],
 )
 def test_unsupported_problems(changes: dict[str, Any]) -> None:
-    assert grouped_w4_config.serves(MXFP4, H200)
-    assert not grouped_w4_config.serves(replace(MXFP4, **changes), H200)
-    assert not grouped_w4_config.serves(MXFP4, Device("NVIDIA A100"))
+    assert grouped_w4_config.supports(MXFP4, H200)
+    assert not grouped_w4_config.supports(replace(MXFP4, **changes), H200)
+    assert not grouped_w4_config.supports(MXFP4, Device("NVIDIA A100"))
 
 
 def test_tiled_weights_fit_a_bounded_buffer() -> None:

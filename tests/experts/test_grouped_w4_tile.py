@@ -5,7 +5,7 @@ import torch
 from w4_samples import INTEGERS, SCHEMES, sample
 
 from experts.triton.grouped_w4.bitwise_reference import untile_weights
-from experts.triton.grouped_w4.layout import Tiled, rows_of_tiles
+from experts.triton.grouped_w4.layout import TiledWeights, rows_of_tiles
 from experts.triton.grouped_w4.product import tile_experts, tiled_shapes
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
@@ -30,8 +30,8 @@ def test_the_launch_equals_the_reference(
     expected = s.tiled(rows_of_tiles(columns, step, up_row, gated=gated))
     product = s.product(columns, step, up_row, gated=gated)
     for first, count in ((0, 3), (1, 2)):
-        shapes = tiled_shapes(count, columns, depth, s.form, gated=gated)
-        got = Tiled(*(torch.full(shape, 7, dtype=torch.int32) for shape in shapes))
+        shapes = tiled_shapes(count, columns, depth, s.packed_format, gated=gated)
+        got = TiledWeights(*(torch.full(shape, 7, dtype=torch.int32) for shape in shapes))
         tile_experts(product, starts, got, first)
         for expert in range(first, first + count):
             for made, wanted in zip(got, expected, strict=True):
@@ -45,11 +45,11 @@ def test_the_launch_equals_the_reference(
 def test_a_nan_scale_gives_nan(quant: str, bits: int) -> None:
     s = sample(quant, 1, 64, 64, scales=torch.float32)
     s.scale.view(torch.int32)[0, 3, 0] = bits
-    shapes = tiled_shapes(1, 64, 64, s.form, gated=False)
-    got = Tiled(*(torch.zeros(shape, dtype=torch.int32) for shape in shapes))
+    shapes = tiled_shapes(1, 64, 64, s.packed_format, gated=False)
+    got = TiledWeights(*(torch.zeros(shape, dtype=torch.int32) for shape in shapes))
     starts = torch.tensor([0, 1], dtype=torch.int32)
     tile_experts(s.product(64, 1, 0, gated=False), starts, got, 0)
     for made in (got, s.tiled(rows_of_tiles(64, 1, 0, gated=False))):
-        values = untile_weights(made, s.form)[0, :64]
+        values = untile_weights(made, s.packed_format)[0, :64]
         assert values[3].isnan().all()
         assert torch.cat([values[:3], values[4:]]).isfinite().all()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from w4_samples import INTEGERS, sample
 
-from experts.triton.grouped_w4.bitwise_reference import _rounded, untile_weights
+from experts.triton.grouped_w4.bitwise_reference import _round_to_bf16, untile_weights
 from experts.triton.grouped_w4.kernels import unpack as kernels
 from experts.triton.grouped_w4.layout import BLOCK, rows_of_tiles
 
@@ -72,7 +72,7 @@ def _halves(word: torch.Tensor) -> list[torch.Tensor]:
 def _joined(halves: list[torch.Tensor]) -> torch.Tensor:
     """Return float64 halves in one register, each rounded once."""
     low, high = (
-        _rounded(half).to(torch.bfloat16).view(torch.int16).long() & 0xFFFF for half in halves
+        _round_to_bf16(half).to(torch.bfloat16).view(torch.int16).long() & 0xFFFF for half in halves
     )
     return low | high << 16
 
@@ -187,15 +187,15 @@ def _as_python(name: str) -> Callable[..., Any]:
 )
 def test_unpacking_inverts_tiling(quant: str, scales: torch.dtype | None) -> None:
     s = sample(quant, 1, 256, 128, scales=scales or torch.float32)
-    tiled, form = s.tiled(rows_of_tiles(256, 1, 0, gated=False)), s.form
-    expected = untile_weights(tiled, form)[0].double() * 2.0**-form.scale_shift
+    tiled, packed_format = s.tiled(rows_of_tiles(256, 1, 0, gated=False)), s.packed_format
+    expected = untile_weights(tiled, packed_format)[0].double() * 2.0**-packed_format.scale_shift
     unpack, scales_of_blocks = _as_python("unpack"), _as_python("scales_of_blocks")
     for step in range(2):
         places = _Place(tiled.scales[0, 0, step])
         words = tiled.words[0, 0, step].view(4, 16, 32)
         for part in range(2):
-            for block, of_block in enumerate(scales_of_blocks(places, part, str(form))):
+            for block, of_block in enumerate(scales_of_blocks(places, part, str(packed_format))):
                 at = 2 * part + block
-                got = unpack(_Place(words[at]), of_block, None, str(form)).value.double()
+                got = unpack(_Place(words[at]), of_block, None, str(packed_format)).value.double()
                 rows, depth = slice(at * BLOCK, (at + 1) * BLOCK), slice(step * BLOCK, None)
                 assert torch.equal(got, expected[rows, depth][:, :BLOCK])

@@ -25,30 +25,35 @@ def shape_of(name: str) -> tuple[int, int]:
 
 def layer_of(path: Path) -> tuple[TunedConfigs, Problem]:
     """Return the layer that a file was tuned for, from its name and contents."""
-    key, recipe = ConfigKey.parse(path.name), read_config_file(path)
-    assert recipe.tuned_for is not None
+    key, tuned_configs = ConfigKey.parse(path.name), read_config_file(path)
+    assert tuned_configs.tuned_for is not None
     for quant in SCHEMES:
-        sizes = recipe.tuned_for.hidden, key.intermediate, key.experts, recipe.tuned_for.top_k
+        sizes = (
+            tuned_configs.tuned_for.hidden,
+            key.intermediate,
+            key.experts,
+            tuned_configs.tuned_for.top_k,
+        )
         problem = Problem(1, *sizes, quant=quant)
         if ConfigKey.of(problem, DEVICE.name) == key:
-            return recipe, problem
+            return tuned_configs, problem
     raise AssertionError(f"{path.name} is for none of {SCHEMES}")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem.replace(",", "-"))
 def test_a_file_is_found_and_fits(path: Path) -> None:
-    recipe, problem = layer_of(path)
+    tuned_configs, problem = layer_of(path)
     source = STORE.source(problem)
     assert source.origin == str(path)
     assert source.notes == ()
-    assert source.looked_in == ()
-    assert recipe.triton == "3.6.0"
-    assert fit_to_problem(recipe, problem, DEVICE).steps == source.steps
+    assert source.searched_locations == ()
+    assert tuned_configs.triton == "3.6.0"
+    assert fit_to_problem(tuned_configs, problem, DEVICE).steps == source.steps
     # Prefill takes the largest number's tiles: those of a few hundred tokens would cost it dearly.
-    assert min(recipe.configs()) == 1
-    assert max(recipe.configs()) >= 4096
-    assert set(recipe.times) <= set(recipe.configs())
-    for times in recipe.times.values():
+    assert min(tuned_configs.configs()) == 1
+    assert max(tuned_configs.configs()) >= 4096
+    assert set(tuned_configs.times) <= set(tuned_configs.configs())
+    for times in tuned_configs.times.values():
         assert times.untuned_us is None or 0 < times.us <= times.untuned_us
 
 

@@ -168,15 +168,15 @@ def test_smallest_and_largest_exponents(path: str) -> None:
 
 
 def test_supported_problems() -> None:
-    assert gemv_w4_config.serves(_BASE)
-    assert gemv_w4_config.serves(replace(_BASE, quant=_MXFP4, dtype=torch.float16))
+    assert gemv_w4_config.supports(_BASE)
+    assert gemv_w4_config.supports(replace(_BASE, quant=_MXFP4, dtype=torch.float16))
     for changes in (
         {"dtype": torch.float32},
         {"hidden": 176},  # 5.5 lanes of 32
         {"quant": f"{_INT4}:group=48", "hidden": 192},
         {"top_k": 65, "experts": 80},
     ):
-        assert not gemv_w4_config.serves(replace(_BASE, **changes)), changes
+        assert not gemv_w4_config.supports(replace(_BASE, **changes)), changes
 
 
 def test_few_tokens_take_it() -> None:

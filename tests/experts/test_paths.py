@@ -50,11 +50,11 @@ class ToyConfig:
 class ToyPath(Path):
     name = "toy"
     launch = ToyConfig
-    refuses = False
+    may_reject_tensors = False
     roundings: Roundings | None = None
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
+    def supports(cls, problem: Problem, device: Device) -> bool:
         plain = problem.combine is Combine.SUM and not problem.apply_router_weight_on_input
         return plain and not problem.scheme.quantized and not problem.batch_invariant
 
@@ -81,7 +81,7 @@ class ToyPath(Path):
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         return True
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:

@@ -33,7 +33,7 @@ def shape(tokens: int) -> ContiguousShape:
 
 
 def test_it_accepts_weights_that_tma_can_load() -> None:
-    assert GemvTmaPath(LAYER).takes(weights(), X_TH)
+    assert GemvTmaPath(LAYER).supports_tensors(weights(), X_TH)
 
 
 @pytest.mark.parametrize("name", ["w1", "w2", "w1_scale", "w2_scale"])
@@ -41,7 +41,7 @@ def test_it_refuses_tensors_with_gaps(name: str) -> None:
     given = weights()
     tensor = getattr(given, name)
     wide = torch.empty(2 * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)[::2]
-    assert not GemvTmaPath(LAYER).takes(replace(given, **{name: wide}), X_TH)
+    assert not GemvTmaPath(LAYER).supports_tensors(replace(given, **{name: wide}), X_TH)
 
 
 @pytest.mark.parametrize("name", ["w1", "w2"])
@@ -52,7 +52,7 @@ def test_it_refuses_weights_that_are_not_16_byte_aligned(name: str) -> None:
     first = -memory.data_ptr() % 16
     for offset, taken in ((first, True), (first + 8, False)):
         moved = memory[offset : offset + tensor.numel()].view(tensor.shape)
-        assert GemvTmaPath(LAYER).takes(replace(given, **{name: moved}), X_TH) is taken
+        assert GemvTmaPath(LAYER).supports_tensors(replace(given, **{name: moved}), X_TH) is taken
 
 
 def test_x_is_unquantized_only_if_every_call_can_quantize_it() -> None:

@@ -110,17 +110,17 @@ def test_a_path_for_few_tokens_is_not_reused_for_more(monkeypatch: pytest.Monkey
     monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
     single, pair = gemv_config.default_config(MIXTRAL), NOTHING.choose(64)
     launches = ((1, single.gemm1), (64, pair.gemm1)), ((1, single.gemm2), (64, pair.gemm2))
-    recipe = TunedConfigs("x", *launches, False, True, paths=((1, "gemv"), (64, "aligned")))
-    lender = TunedLayer(8, 2, 4096, 14336, recipe)
+    tuned_configs = TunedConfigs("x", *launches, False, True, paths=((1, "gemv"), (64, "aligned")))
+    lender = TunedLayer(8, 2, 4096, 14336, tuned_configs)
     paths = {b.tokens: b.config.path for b in borrow_configs([lender], MIXTRAL, H200, NOTHING)}
     few = gemv_config.max_tokens(MIXTRAL)
     assert [t for t, path in paths.items() if path == "gemv"] == [t for t in paths if t <= few]
-    own = fit_to_problem(recipe, MIXTRAL, H200)
+    own = fit_to_problem(tuned_configs, MIXTRAL, H200)
     assert own.steps.choose(few) == single
     assert own.steps.choose(few + 1) == own.steps.choose(64) == pair, "though 1 may be nearer"
     for experts in (8, 64, 256):
         problem = replace(MIXTRAL, experts=experts)
-        last = fit_to_problem(recipe, problem, H200).steps.lasts[0]
+        last = fit_to_problem(tuned_configs, problem, H200).steps.last_tokens[0]
         assert last == min(32, max(1, gemv_config.max_tokens(problem)))
 
 
@@ -132,10 +132,10 @@ def test_for_packed_weights_the_path_is_reused_but_not_its_launches(
     theirs = replace(QWEN, quant="mxfp4_w4a16", hidden=2880, intermediate=2880, top_k=4)
     mine = replace(theirs, hidden=4096)
     lent = gemv_w4_config.default(theirs)
-    recipe = TunedConfigs(
+    tuned_configs = TunedConfigs(
         "x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, True, paths=((1, "gemv_w4"),)
     )
-    lender = TunedLayer(128, 4, 2880, 2880, recipe)
+    lender = TunedLayer(128, 4, 2880, 2880, tuned_configs)
     most = gemv_w4_config.max_tokens(mine)
     for number in (1, 2, most):
         (found,) = borrow_configs([lender], mine, H200, NOTHING, [number])
@@ -158,13 +158,13 @@ def test_neighbors_are_used_after_files_and_before_heuristics(tmp_path: Path) ->
     packaged(shipped, QWEN, t1=16, t4096=128)
     source = here.source(MIXTRAL)
     assert source.origin == "nearest"
-    assert len(source.lenders) == len(source.steps.lasts)
-    assert set(source.lenders) == {"heuristics"}, "it is far"
+    assert len(source.step_origins) == len(source.steps.last_tokens)
+    assert set(source.step_origins) == {"heuristics"}, "it is far"
     packaged(shipped, replace(MIXTRAL, intermediate=7168), t1=16, t64=128)
     source = here.source(MIXTRAL)
-    assert source.lenders[0] == "E=8, K=2, H=4096, I=7168, 1 token"
+    assert source.step_origins[0] == "E=8, K=2, H=4096, I=7168, 1 token"
     assert source.steps.choose(64).gemm1.block_m == 128
-    assert len(source.looked_in) == 2
+    assert len(source.searched_locations) == 2
     for other in (
         replace(MIXTRAL, quant="fp8_w8a8_block"),  # no file of this number format
         replace(MIXTRAL, hidden=4100),  # rows start elsewhere
@@ -188,13 +188,13 @@ def test_rows_per_expert_determine_the_path_and_block_of_a_neighbor(tmp_path: Pa
     source = store(tmp_path / "u", tmp_path).source(layer)
     assert [source.steps.choose(t).gemm1.block_m for t in (128, 256, 512)] == [32, 32, 64]
     device = Device("NVIDIA H200", tma=True)
-    paths = tuple(path.name for path in PATHS if path.serves(layer, device))
-    steps, own = source.launched(layer, device, paths), heuristics(layer, device, paths)
+    paths = tuple(path.name for path in PATHS if path.supports(layer, device))
+    steps, own = source.launch_steps(layer, device, paths), heuristics(layer, device, paths)
     assert steps.choose(128) == source.steps.choose(128) != own.choose(128)
     assert steps.choose(192) == source.steps.choose(192), "up to 24 rows"
     assert steps.choose(193) == own.choose(193) != source.steps.choose(193)
     assert steps.choose(512).path == "grouped_tma"
-    only = source.launched(layer, device, ("aligned",))
+    only = source.launch_steps(layer, device, ("aligned",))
     assert {config.path for config in only.configs} == {"aligned"}
     assert only.choose(512).gemm1.block_m == 128
     with on_device(device):

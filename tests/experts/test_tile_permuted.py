@@ -70,13 +70,15 @@ def test_only_tokens_on_whole_copies_are_gathered() -> None:
         assert path.permutes_tokens == (hidden == 128)
         assert ("permuted_x" in path.specs(4, 128)) == path.permutes_tokens
         wide = torch.zeros(4, hidden + 12, dtype=torch.bfloat16)
-        assert path.takes(weights, wide[:, :hidden].contiguous())
-        assert path.takes(weights, wide[:, 8:-4]) == path.permutes_tokens  # rows 8 bytes off
-        assert path.takes(weights, torch.zeros(4, hidden + 16).bfloat16()[:, 8:-8])
+        assert path.supports_tensors(weights, wide[:, :hidden].contiguous())
+        assert (
+            path.supports_tensors(weights, wide[:, 8:-4]) == path.permutes_tokens
+        )  # rows 8 bytes off
+        assert path.supports_tensors(weights, torch.zeros(4, hidden + 16).bfloat16()[:, 8:-8])
         shifted = wide.view(-1)[4 : 4 + 2 * hidden].view(2, hidden)
-        assert path.takes(weights, shifted) == path.permutes_tokens
+        assert path.supports_tensors(weights, shifted) == path.permutes_tokens
         odd = ExpertWeights(wide.new_zeros(2 * 128 * hidden + 4)[4:].view(shapes[0]), weights.w2)
-        assert not path.takes(odd, wide[:, :hidden].contiguous())
+        assert not path.supports_tensors(odd, wide[:, :hidden].contiguous())
 
 
 @pytest.mark.parametrize(

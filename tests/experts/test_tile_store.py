@@ -54,12 +54,12 @@ def test_precedence_is_user_file_then_packaged_file_then_regimes(tmp_path: Path)
     user.unlink()
     source = both.source(MIXTRAL)
     assert source.origin == str(packaged)
-    assert source.looked_in == (f"user {user.parent}: no file",)
+    assert source.searched_locations == (f"user {user.parent}: no file",)
     packaged.unlink()
     packaged.parent.rmdir()
     source = both.source(MIXTRAL)
     assert source.origin == "heuristics"
-    assert source.looked_in[1] == f"packaged {packaged.parent}: no such folder"
+    assert source.searched_locations[1] == f"packaged {packaged.parent}: no such folder"
 
 
 def test_precedence_is_this_triton_then_no_version_then_the_newest_other(
@@ -119,7 +119,7 @@ def test_rows_that_load_slowly_do_not_get_large_tiles(tmp_path: Path) -> None:
     foreign = write(tmp_path / NAME, {"1": launch(64, 256)})
     source = store(foreign.parent).source(odd)
     assert source.origin == "heuristics"
-    assert "16 elements" in source.looked_in[0]
+    assert "16 elements" in source.searched_locations[0]
     facts = {"experts_part": "TritonExperts", "hidden": 4100, "top_k": 2}
     write(tmp_path / NAME, {**ours(tokens_1=(launch(), launch())), "tuned_for": facts})
     assert store(foreign.parent).source(odd).origin == str(foreign)
@@ -128,7 +128,7 @@ def test_rows_that_load_slowly_do_not_get_large_tiles(tmp_path: Path) -> None:
 def test_without_a_gpu_no_file_is_used(tmp_path: Path) -> None:
     folder = write(tmp_path / "E=8,N=14336,device_name=_.json", "broken").parent
     source = ConfigLookup((("user", folder),), Device(), TRITON).source(MIXTRAL)
-    assert (source.origin, source.looked_in) == ("heuristics", ())
+    assert (source.origin, source.searched_locations) == ("heuristics", ())
 
 
 def test_packaged_files_are_valid() -> None:
@@ -157,7 +157,7 @@ def test_packaged_files_of_another_top_k_give_launches_that_fit(quant: str, top_
     device = Device.named("NVIDIA H200")
     for experts, intermediate in sizes:
         problem = Problem(1, 2048, intermediate, experts, top_k, quant=quant)
-        paths = tuple(path.name for path in PATHS if path.serves(problem, device))
+        paths = tuple(path.name for path in PATHS if path.supports(problem, device))
         with on_device(device):
             for tokens in (1, 2, 4, 64, 4096):
                 config = choose_config(problem, tokens, paths)

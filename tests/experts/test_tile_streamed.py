@@ -59,7 +59,7 @@ def test_the_ring_fills_the_memory_left_by_the_vectors(
 
 def test_short_vectors_with_block_scales_take_the_single_path() -> None:
     problem = replace(BLOCKS, intermediate=768)
-    assert gemv_tma_config.serves(problem, H200)
+    assert gemv_tma_config.supports(problem, H200)
     assert heuristics(problem, H200).choose(1).path == "gemv"
     assert heuristics(replace(problem, quant=QWEN.quant), H200).choose(1).path == "gemv_tma"
 
@@ -85,12 +85,12 @@ def test_short_vectors_with_block_scales_take_the_single_path() -> None:
 )
 def test_unsupported_problems_take_other_paths(other: dict[str, object]) -> None:
     problem = replace(QWEN, **other)
-    assert not gemv_tma_config.serves(problem, H200)
+    assert not gemv_tma_config.supports(problem, H200)
     assert "gemv_tma" not in {pair.path for pair in heuristics(problem, H200).configs}
 
 
 def test_other_devices_do_not_run_it() -> None:
-    assert not gemv_tma_config.serves(QWEN, Device("NVIDIA A100"))
+    assert not gemv_tma_config.supports(QWEN, Device("NVIDIA A100"))
     assert "gemv_tma" not in {pair.path for pair in heuristics(QWEN, Device()).configs}
 
 
@@ -118,8 +118,10 @@ def test_a_path_of_a_file_is_limited_to_its_number_of_tokens() -> None:
     """8 tokens are nearer to 1 than to 64."""
     other = LaunchConfig(16, 64, 128, 1, 4, 3)
     launches = (((1, PAIR.gemm1), (64, other)), ((1, PAIR.gemm2), (64, other)))
-    recipe = TunedConfigs("x", *launches, False, True, paths=((1, "gemv_tma"), (64, "aligned")))
-    steps = fit_to_problem(recipe, BLOCKS, H200).steps
+    tuned_configs = TunedConfigs(
+        "x", *launches, False, True, paths=((1, "gemv_tma"), (64, "aligned"))
+    )
+    steps = fit_to_problem(tuned_configs, BLOCKS, H200).steps
     assert [steps.choose(tokens).path for tokens in (1, 4, 5)] == [
         "gemv_tma",
         "gemv_tma",
@@ -130,9 +132,9 @@ def test_a_path_of_a_file_is_limited_to_its_number_of_tokens() -> None:
 def test_the_path_of_a_neighbor_is_reused_but_not_its_ring() -> None:
     """The number of stages depends on the depths of the layer that uses them."""
     launches = (((1, PAIR.gemm1),), ((1, PAIR.gemm2),))
-    recipe = TunedConfigs("x", *launches, False, True, paths=((1, "gemv_tma"),))
+    tuned_configs = TunedConfigs("x", *launches, False, True, paths=((1, "gemv_tma"),))
     deep = replace(QWEN, hidden=3584)
-    known = TunedLayer(QWEN.e, QWEN.top_k, QWEN.hidden, QWEN.intermediate, recipe)
+    known = TunedLayer(QWEN.e, QWEN.top_k, QWEN.hidden, QWEN.intermediate, tuned_configs)
     otherwise = heuristics(deep, H200, ("aligned",))
     (borrowed,) = borrow_configs([known], deep, H200, otherwise, tokens=(1,))
     assert borrowed.origin.startswith(known.name)

@@ -11,7 +11,7 @@ from experts.triton.configs.select import on_device
 from experts.triton.grouped.base import GemmRows
 from experts.triton.grouped_w4.bitwise_reference import untile_weights
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
-from experts.triton.grouped_w4.layout import Tiled, form_of, rows_of_tiles
+from experts.triton.grouped_w4.layout import TiledWeights, packed_format_of, rows_of_tiles
 from experts.triton.launch_config import Device, LaunchConfig
 from experts.triton.operands import GemmOperands
 from modular_kernel.ops.activation import activation_constants
@@ -77,8 +77,8 @@ def multiply_w4(
     assert product.tiles is not None
     assert product.tile_scales is not None
     gated, depth = bool(product.constants["GATED"]), rows.values.shape[1]
-    form = form_of(product.scheme, depth, product.scale.dtype)
-    tiled = Tiled(product.tiles, product.tile_scales)
+    packed_format = packed_format_of(product.scheme, depth, product.scale.dtype)
+    tiled = TiledWeights(product.tiles, product.tile_scales)
     source_rows = rows_of_tiles(
         product.columns, product.step, product.up_row, gated=gated
     ).flatten()
@@ -87,9 +87,11 @@ def multiply_w4(
     assert spec is None or activation_constants(spec)["KIND"] == product.constants["KIND"]
 
     def weight_of(expert: int) -> torch.Tensor:
-        expert_tiles = Tiled(*(part[expert : expert + 1] for part in tiled))
+        expert_tiles = TiledWeights(*(part[expert : expert + 1] for part in tiled))
         w = torch.empty(len(valid_rows), depth)
-        w[source_rows[valid_rows]] = untile_weights(expert_tiles, form)[0, valid_rows, :depth]
+        w[source_rows[valid_rows]] = untile_weights(expert_tiles, packed_format)[
+            0, valid_rows, :depth
+        ]
         if product.global_scale is not None:
             up = torch.arange(len(w)) // max(1, product.up_row) % product.global_scale.shape[1]
             w *= product.global_scale[expert, up][:, None]

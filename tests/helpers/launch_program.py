@@ -114,7 +114,7 @@ def launch_both(first: list[torch.Tensor], second: list[torch.Tensor], call: Any
     triton_second = last_launch()
     recorded = recorder.recorded()
     if recorded is None:
-        return {"refused": recorder.refused}
+        return {"refused": recorder.refusal_reason}
     replayed = []
     for tensors in (first, second):
         recorded.replay(5, [tensor.data_ptr() for tensor in tensors])

@@ -46,7 +46,7 @@ def launch_add(tensors: Sequence[torch.Tensor], count: int) -> None:
     recorder = recording.recorder()
     if recorder is None:
         return
-    places = [recorder.place(tensor) for tensor in tensors]
+    places = [recorder.locate(tensor) for tensor in tensors]
     fixed = [tensor.data_ptr() for tensor in tensors]
 
     def relaunch(pointers: Sequence[int]) -> None:

@@ -31,9 +31,9 @@ class Space(Tunable):
     def candidates(self, tokens: int) -> Sequence[Choice]:
         return self.choices
 
-    def finalists(self, tokens: int, took: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
-        self.screened.append(dict(took))
-        return sorted(took, key=lambda choice: took[choice].seconds)[: self.count]
+    def finalists(self, tokens: int, times: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
+        self.screened.append(dict(times))
+        return sorted(times, key=lambda choice: times[choice].seconds)[: self.count]
 
     @contextmanager
     def using(self, choice: Choice) -> Iterator[None]:

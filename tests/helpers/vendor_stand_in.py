@@ -77,7 +77,7 @@ class CutlassBlock(CutlassExpertsFP8):
         return (*super()._call_groups(tokens), _CallGroup(path, TILE_M, tokens, prepared=False))
 
     def _config(self, x_TH, weights):
-        if self._paths[grouped_tma.NAME].takes(weights, x_TH):
+        if self._paths[grouped_tma.NAME].supports_tensors(weights, x_TH):
             return grouped_tma.default_config(self.problem)
         return super()._config(x_TH, weights)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from experts.triton.grouped_w4.bitwise_reference import tile_weights
-from experts.triton.grouped_w4.layout import PackedFormat, Tiled, form_of
+from experts.triton.grouped_w4.layout import PackedFormat, TiledWeights, packed_format_of
 from experts.triton.operands import GemmOperands, scale_group
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.quant.repacking import repack
@@ -31,16 +31,16 @@ class Sample(NamedTuple):
     values: torch.Tensor
 
     @property
-    def form(self) -> PackedFormat:
-        return form_of(self.scheme, 2 * self.w.shape[2], self.scale.dtype)
+    def packed_format(self) -> PackedFormat:
+        return packed_format_of(self.scheme, 2 * self.w.shape[2], self.scale.dtype)
 
     @property
     def group(self) -> int:
         return scale_group(self.scheme, 2 * self.w.shape[2])[1]
 
-    def tiled(self, rows: torch.Tensor) -> Tiled:
+    def tiled(self, rows: torch.Tensor) -> TiledWeights:
         return tile_weights(
-            self.w, self.scale, rows, self.form, group=self.group, zero_point=self.zero
+            self.w, self.scale, rows, self.packed_format, group=self.group, zero_point=self.zero
         )
 
     def product(self, columns: int, step: int, up_row: int, *, gated: bool) -> GemmOperands:

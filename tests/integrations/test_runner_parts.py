@@ -76,7 +76,7 @@ def test_every_call_has_its_own_state() -> None:
     assert all(isinstance(state, toy_backend.ToyState) for state in states)
 
 
-class Foreign(ToyInput):
+class TritonObject(ToyInput):
     @property
     def runner_backend(self) -> str:
         return "toys"
@@ -87,7 +87,7 @@ class Foreign(ToyInput):
 def test_an_input_of_another_backend_is_refused_with_both_names(made: str) -> None:
     def wrong(call: RunnerCall[Any]) -> Any:
         good = pre(call)
-        return Foreign(**vars(good)) if made == "toys" else good.rows
+        return TritonObject(**vars(good)) if made == "toys" else good.rows
 
     register_pre_permute("standard", "x")(wrong)
     register_post_permute("x", "standard")(post)

@@ -145,5 +145,5 @@ def test_lora_branch_sorts_pairs_by_adapter_and_expert(monkeypatch: pytest.Monke
     x, output = torch.zeros(4, 8), torch.zeros(4, 8)
     with prefer_torch_reference(enabled=False):
         run_moe_lora(x, ids, torch.ones(4, 2), info, *buffers, output, strategy="staged")
-    orders = [given["order_ptr"].tolist() for _, given in found if given.get("GROUPED")]
+    orders = [given["order_ptr"].tolist() for _, given in found if given.get("HAS_ORDER")]
     assert orders == [[2, 3, 1, 5, 0, 4, 6, 7]] * 3

@@ -9,7 +9,7 @@ from modular_kernel.ops import expert_slots as numbers
 from modular_kernel.ops import quantize
 from modular_kernel.ops import slots_and_quantize as number_quantize
 from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
-from modular_kernel.ops.quantize import Quantized, quantize_rows, scale_shape
+from modular_kernel.ops.quantize import QuantizedRows, quantize_rows, scale_shape
 from modular_kernel.ops.slots_and_quantize import number_and_quantize
 from modular_kernel.quant.quantized_weights import STORAGE
 from modular_kernel.spec.placement import Placement
@@ -47,7 +47,7 @@ class Made:
         q = torch.full((tokens, COLUMNS), 0x55, dtype=torch.uint8, device=DEVICE)
         scales = scale_shape(scheme, tokens, COLUMNS)
         scale = torch.full(scales, 0.0123 if scheme.static else -3.0, device=DEVICE)
-        self.rows = Quantized(q.view(STORAGE[scheme.activation]), scale)
+        self.rows = QuantizedRows(q.view(STORAGE[scheme.activation]), scale)
 
     def values(self) -> list[torch.Tensor]:
         pairs, rows = self.pairs, self.rows

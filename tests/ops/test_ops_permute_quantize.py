@@ -8,7 +8,7 @@ from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops import permute, permute_quantize, quantize
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.permute_quantize import permute_and_quantize
-from modular_kernel.ops.quantize import Quantized, quantize_rows, scale_shape
+from modular_kernel.ops.quantize import QuantizedRows, quantize_rows, scale_shape
 from modular_kernel.quant.quantized_weights import STORAGE
 from modular_kernel.spec.quantization import QuantScheme
 
@@ -30,17 +30,17 @@ UNNAMED = [6, 8, 9]
 path = kernel_and_torch(permute_quantize, permute, quantize)
 
 
-def buffers(scheme: QuantScheme, rows: int, columns: int) -> Quantized:
+def buffers(scheme: QuantScheme, rows: int, columns: int) -> QuantizedRows:
     """Return outputs filled with a value that must remain in rows without a pair."""
     q = torch.full((rows, columns), 0x55, dtype=torch.uint8, device=DEVICE)
     shape = scale_shape(scheme, rows, columns)
     scale = torch.full(shape, STATIC if scheme.static else -3.0, device=DEVICE)
-    return Quantized(q.view(STORAGE[scheme.activation]), scale)
+    return QuantizedRows(q.view(STORAGE[scheme.activation]), scale)
 
 
 def in_turn(
     x_TH: torch.Tensor, places_TK: torch.Tensor, scheme: QuantScheme, rows: int
-) -> Quantized:
+) -> QuantizedRows:
     """Quantize each token, then move it with its scales."""
     one, out = buffers(scheme, *x_TH.shape), buffers(scheme, rows, x_TH.shape[1])
     quantize_rows(x_TH, scheme, out=one)
@@ -50,7 +50,7 @@ def in_turn(
     return out
 
 
-def assert_same(got: Quantized, want: Quantized) -> None:
+def assert_same(got: QuantizedRows, want: QuantizedRows) -> None:
     assert torch.equal(got.q_RK.view(torch.uint8), want.q_RK.view(torch.uint8))
     assert torch.equal(got.scale, want.scale)
 
@@ -157,7 +157,7 @@ def test_column_major_scales(columns: int) -> None:
     x_TH = random(5, columns, dtype=torch.bfloat16)
     want, plain = in_turn(x_TH, places, scheme, ROWS), buffers(scheme, ROWS, columns)
     groups = want.scale.shape[1]
-    out = Quantized(plain.q_RK, torch.full((1, groups, ROWS), -3.0, device=DEVICE), None, True)
+    out = QuantizedRows(plain.q_RK, torch.full((1, groups, ROWS), -3.0, device=DEVICE), None, True)
     permute_and_quantize(x_TH, places, None, scheme, out=out)
     assert out.scale_of_rows.stride() == (1, ROWS)
     assert torch.equal(out.scale_of_rows, want.scale)
@@ -173,6 +173,6 @@ def test_column_major_scales(columns: int) -> None:
 def test_column_major_scales_over_two_segments_are_refused() -> None:
     scheme, places = QuantScheme.parse("fp8_w8a8_block:block=8x32"), PLACES.int().to(DEVICE)
     out = buffers(scheme, ROWS, 64)
-    out = Quantized(out.q_RK, out.scale.view(2, 2, ROWS // 2), None, True)
+    out = QuantizedRows(out.q_RK, out.scale.view(2, 2, ROWS // 2), None, True)
     with pytest.raises(ShapeError, match="segments of scales: got 2, need 1"):
         permute_and_quantize(random(5, 64), places, None, scheme, out=out)

@@ -12,14 +12,14 @@ from ops_samples import DEVICE, kernel_and_torch, random
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops import activation, permute, quantize, quantize_tiles
-from modular_kernel.ops.live_rows import BatchedRows, PairRows
 from modular_kernel.ops.quantize import (
-    Quantized,
+    QuantizedRows,
     activation_and_quantize,
     quantize_rows,
     quantize_specs,
     take_quantized,
 )
+from modular_kernel.ops.valid_rows import BatchedRows, PairRows
 from modular_kernel.spec.problem import ActivationSpec, IdSpace
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import DispatchedRouting
@@ -109,7 +109,7 @@ def loop(rows: dict[int, list[np.float32]], scheme: QuantScheme) -> Expected:
     return Expected(q, scales)
 
 
-def buffers(scheme: QuantScheme, rows: int, columns: int, segments: int = 1) -> Quantized:
+def buffers(scheme: QuantScheme, rows: int, columns: int, segments: int = 1) -> QuantizedRows:
     """Return outputs in a workspace with red zones, filled with UNTOUCHED."""
     static = torch.tensor([STATIC], device=DEVICE) if scheme.static else None
     specs = quantize_specs("a", scheme, rows, columns, segments=segments)
@@ -127,13 +127,13 @@ def buffers(scheme: QuantScheme, rows: int, columns: int, segments: int = 1) -> 
 WORKSPACES: dict[int, Workspace] = {}
 
 
-def as_rows(values: torch.Tensor, live: list[int] | None = None) -> dict[int, list[np.float32]]:
+def as_rows(values: torch.Tensor, valid: list[int] | None = None) -> dict[int, list[np.float32]]:
     table = values.float().cpu().numpy()
-    return {r: list(table[r]) for r in (range(len(table)) if live is None else live)}
+    return {r: list(table[r]) for r in (range(len(table)) if valid is None else valid)}
 
 
-def assert_is(out: Quantized, want: Expected, scheme: QuantScheme) -> None:
-    """Check that every byte of live rows equals that of the loop, and that all others are
+def assert_is(out: QuantizedRows, want: Expected, scheme: QuantScheme) -> None:
+    """Check that every byte of valid rows equals that of the loop, and that all others are
     unchanged.
     """
     WORKSPACES.pop(id(out.q_RK)).check_red_zones()
@@ -230,7 +230,7 @@ def test_no_rows(text: str) -> None:
     out = buffers(scheme, 0, 8)
     quantize_rows(random(0, 8), scheme, out=out)
     counts = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-    quantize_rows(random(0, 8), scheme, out=out, live=BatchedRows(counts))
+    quantize_rows(random(0, 8), scheme, out=out, valid_rows=BatchedRows(counts))
 
 
 # ---------------------------------------------------------------------------- rows without a token
@@ -245,13 +245,13 @@ def pairs(
     return DispatchedRouting(None, ids_TK, IdSpace.GLOBAL, experts, table, counter)
 
 
-def poisoned(rows: int, columns: int, live: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return rows with NaN outside the live rows, because a NaN in another row would change every
+def poisoned(rows: int, columns: int, valid: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return rows with NaN outside the valid rows, because a NaN in another row would change every
     scale.
     """
     x = torch.full((rows, columns), NAN, dtype=dtype, device=DEVICE)
     x[1::3] = 6e4
-    x[live] = random(len(live), columns, dtype=dtype)
+    x[valid] = random(len(valid), columns, dtype=dtype)
     return x
 
 
@@ -264,11 +264,11 @@ def test_skipped_pairs_are_neither_read_nor_written(
     monkeypatch.setattr(quantize_tiles, "_TILE", tile)
     scheme = QuantScheme.parse(text)
     routing = pairs([[0, -1, 2], [3, 9, 1], [-1, -1, -1], [1, 1, -7], [0, 3, 2]], 4, [1, -1, 0, 5])
-    live = [0, 2, 12, 14]  # global 0 and 2 are here, as locals 1 and 0; 3's local is too large
-    x = poisoned(15, 50, live, torch.bfloat16)
+    valid = [0, 2, 12, 14]  # global 0 and 2 are here, as locals 1 and 0; 3's local is too large
+    x = poisoned(15, 50, valid, torch.bfloat16)
     out = buffers(scheme, 15, 50)
-    quantize_rows(x, scheme, out=out, live=PairRows(routing, 2))
-    assert_is(out, loop(as_rows(x, live), scheme), scheme)
+    quantize_rows(x, scheme, out=out, valid_rows=PairRows(routing, 2))
+    assert_is(out, loop(as_rows(x, valid), scheme), scheme)
     assert int(routing.invalid_ids) == 0, "ids are counted where pairs are sorted"
 
 
@@ -283,12 +283,12 @@ def test_rows_past_a_count_are_neither_read_nor_written(
     monkeypatch.setattr(quantize_tiles, "_TILE", 128)
     scheme = QuantScheme.parse(text)
     counts, capacity = [3, 0, 11, 1, 10], 11
-    live = [i * capacity + c for i, count in enumerate(counts) for c in range(count)]
-    x = poisoned(5 * capacity, 40, live, torch.float16)
+    valid = [i * capacity + c for i, count in enumerate(counts) for c in range(count)]
+    x = poisoned(5 * capacity, 40, valid, torch.float16)
     out = buffers(scheme, 5 * capacity, 40, segments=5)
     counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-    quantize_rows(x, scheme, out=out, live=BatchedRows(counts_e))
-    assert_is(out, loop(as_rows(x, live), scheme), scheme)
+    quantize_rows(x, scheme, out=out, valid_rows=BatchedRows(counts_e))
+    assert_is(out, loop(as_rows(x, valid), scheme), scheme)
 
 
 @pytest.mark.usefixtures("path")
@@ -298,8 +298,8 @@ def test_row_weights_are_applied_before_quantization(text: str) -> None:
     scheme, x = QuantScheme.parse(text), random(5, 30, dtype=torch.bfloat16)
     weights = torch.tensor([0.3, NAN, 2.7, 1e9, 0.01], device=DEVICE)
     out = buffers(scheme, 5, 30)
-    live = PairRows(pairs([[0], [-1], [1], [-1], [0]], 2), 2)
-    quantize_rows(x, scheme, out=out, live=live, row_weights_R=weights)
+    valid = PairRows(pairs([[0], [-1], [1], [-1], [0]], 2), 2)
+    quantize_rows(x, scheme, out=out, valid_rows=valid, row_weights_R=weights)
     assert_is(out, loop(as_rows(x.float() * weights[:, None], [0, 2, 4]), scheme), scheme)
 
 
@@ -316,14 +316,14 @@ def test_activation_and_quantize_equals_both_operations(
     text: str, act: str, dtype: torch.dtype
 ) -> None:
     scheme, spec = QuantScheme.parse(text), ActivationSpec.parse(act)
-    columns, live = 45, PairRows(pairs([[0, 1], [-1, 0], [1, -1]], 2), 2)
+    columns, valid = 45, PairRows(pairs([[0, 1], [-1, 0], [1, -1]], 2), 2)
     x = random(6, columns * (2 if spec.gated else 1), dtype=dtype)
     h = torch.empty(6, columns, dtype=dtype, device=DEVICE)
     activation.gated_activation(x, spec, h)
     x[[2, 5]] = NAN
     two, one = buffers(scheme, 6, columns), buffers(scheme, 6, columns)
-    quantize_rows(h, scheme, out=two, live=live)
-    activation_and_quantize(x, spec, scheme, out=one, live=live)
+    quantize_rows(h, scheme, out=two, valid_rows=valid)
+    activation_and_quantize(x, spec, scheme, out=one, valid_rows=valid)
     assert torch.equal(one.q_RK.view(torch.uint8), two.q_RK.view(torch.uint8))
     assert torch.equal(one.scale, two.scale)
     assert_is(two, loop(as_rows(h, [0, 1, 3, 4]), scheme), scheme)

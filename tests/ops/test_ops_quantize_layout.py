@@ -8,14 +8,14 @@ from ops_samples import DEVICE, kernel_and_torch, random
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops import activation, quantize, quantize_tiles
-from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.quantize import (
-    Quantized,
+    QuantizedRows,
     activation_and_quantize,
     quantize_rows,
     quantize_specs,
     take_quantized,
 )
+from modular_kernel.ops.valid_rows import BatchedRows
 from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.workspace import Workspace
@@ -25,7 +25,7 @@ path = kernel_and_torch(quantize, activation)
 
 def zeros(
     scheme: QuantScheme, rows: int, columns: int, segments: int, along_rows: bool
-) -> Quantized:
+) -> QuantizedRows:
     specs = quantize_specs("a", scheme, rows, columns, segments=segments)
     workspace, shape = Workspace(specs, torch.device(DEVICE)), (rows, columns)
     out = take_quantized(workspace, "a", scheme, shape, segments=segments, along_rows=along_rows)
@@ -54,9 +54,9 @@ def test_column_major_scales_and_streamed_tiles(
     counts = [7, 0, 11] if streamed else [25]
     segments, capacity = len(counts), 33 // len(counts)
     counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-    live = [i * capacity + c for i, count in enumerate(counts) for c in range(count)]
+    valid = [i * capacity + c for i, count in enumerate(counts) for c in range(count)]
     x = torch.full((33, columns * (1 if act == "none" else 2)), torch.nan, dtype=torch.bfloat16)
-    x[live] = random(len(live), x.shape[1], dtype=torch.bfloat16).cpu()
+    x[valid] = random(len(valid), x.shape[1], dtype=torch.bfloat16).cpu()
     x = x.to(DEVICE)
     made = []
     for along_rows in (False, True):
@@ -64,9 +64,9 @@ def test_column_major_scales_and_streamed_tiles(
         with monkeypatch.context() as within:
             within.setattr(quantize_tiles, "_STREAMED", streamed if along_rows else 1 << 23)
             if act == "none":
-                quantize_rows(x, scheme, out=out, live=BatchedRows(counts_e))
+                quantize_rows(x, scheme, out=out, valid_rows=BatchedRows(counts_e))
             else:
-                activation_and_quantize(x, spec, scheme, out=out, live=BatchedRows(counts_e))
+                activation_and_quantize(x, spec, scheme, out=out, valid_rows=BatchedRows(counts_e))
         made.append(out)
     plain, along = made
     assert torch.equal(along.q_RK.view(torch.uint8), plain.q_RK.view(torch.uint8))
@@ -80,7 +80,7 @@ def test_segments_of_column_major_scales_equal_those_of_rows() -> None:
     scheme, counts = QuantScheme.parse("fp8_w8a8_channel"), torch.ones(2, dtype=torch.int32)
     out = zeros(scheme, 6, 8, 1, True)
     with pytest.raises(ShapeError, match="segments of scales: got 1, need 2"):
-        quantize_rows(random(6, 8), scheme, out=out, live=BatchedRows(counts.to(DEVICE)))
+        quantize_rows(random(6, 8), scheme, out=out, valid_rows=BatchedRows(counts.to(DEVICE)))
     bad = replace(out, scale=out.scale.view(2, 3, 1))
     with pytest.raises(ShapeError, match=r"need \(2, 1, 3\)"):
         quantize_rows(random(6, 8), scheme, out=bad)
@@ -92,7 +92,7 @@ def test_tiles_of_large_layers() -> None:
         tiles = large(rows, columns)
         assert tiles.block_r * tiles.block_g * tiles.block_c == 2048
         assert columns == shares * tiles.block_g * tiles.block_c
-        assert 1000 < tiles.parts * shares <= 1056
+        assert 1000 < tiles.programs_per_segment * shares <= 1056
         assert tiles.num_warps == 4
     few = large(16, 7168)
     assert (few.block_r, few.block_g, few.stages) == (16, 1, 1)

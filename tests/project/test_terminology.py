@@ -24,20 +24,40 @@ RECORDS = {"CHANGELOG.md", "mutation-scores.md", "support-matrix.md", "h200-laye
 NAMES = {
     "apart": "isolated, separate",
     "battery": "input mutations",
+    "boosted": "prescale",
     "choosing": "autotune",
     "composer": "random inputs",
     "fate": "outcome",
     "heard": "received",
+    "joined": "merge",
+    "lack": "missing",
+    "lasts": "last tokens",
     "lends": "transferable",
+    "live": "valid, in use",
+    "middle": "zero point",
+    "requantized": "quantize",
     "rooms": "workspace sizes",
     "scene": "scenario",
     "scenes": "scenarios",
+    "shifted": "has offset",
+    "team": "warps per pair",
     "told": "sent",
     "took": "times",
     "turns": "breakpoints, schedule",
     "twin": "bitwise reference",
     "twins": "bitwise references",
     "whoever": "any rank that",
+}
+# Constants of kernels -> the term to use.
+KERNEL_CONSTANTS = {
+    "ASSEMBLE": "USE_INLINE_ASM",
+    "COMPUTED": "DYNAMIC_SCALE",
+    "FROM_ZERO": "WITHOUT_OFFSET",
+    "LARGEST": "QMAX",
+    "LOOPED": "HAS_LOOP",
+    "PLAIN": "LINEAR",
+    "SCALED": "HAS_SCALES",
+    "WHOLE": "GROUP_FITS_BLOCK",
 }
 COMPOUNDS = ("call_mutants", "known_launches", "near_first", "own_products", "short_accesses",
              "short_cuts")  # fmt: skip
@@ -58,6 +78,8 @@ def wrong_names(name: str) -> list[str]:
     """The parts of a name that are not the field's, and what to use."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     wrong = [f"{part}: use {NAMES[part]}" for part in snake.split("_") if part in NAMES]
+    if name in KERNEL_CONSTANTS:
+        wrong.append(f"{name}: use {KERNEL_CONSTANTS[name]}")
     return wrong + [compound for compound in COMPOUNDS if compound in snake]
 
 
@@ -67,10 +89,13 @@ def wrong_phrases(text: str) -> list[str]:
 
 
 def names_of(path: Path) -> Iterator[str]:
+    """Names of the module, its classes and functions, and the constants that kernels take."""
     yield path.stem
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
+        if isinstance(node, ast.arg) and node.arg.isupper():
+            yield node.arg
 
 
 def prose_of(path: Path) -> Iterator[str]:
@@ -84,7 +109,7 @@ def prose_of(path: Path) -> Iterator[str]:
             yield token.string
 
 
-def test_names_of_files_classes_and_functions() -> None:
+def test_names_of_files_classes_functions_and_kernel_constants() -> None:
     found = {
         f"{path.relative_to(ROOT)}: {name}": wrong
         for path in SOURCES
@@ -113,7 +138,10 @@ def test_pages() -> None:
     assert found == {}
 
 
-@pytest.mark.parametrize("name", ["StagedTwin", "_told", "scene_of", "known_launches", "fate"])
+@pytest.mark.parametrize(
+    "name",
+    ["StagedTwin", "_told", "scene_of", "known_launches", "fate", "live_rows", "TEAM", "LARGEST"],
+)
 def test_a_wrong_name_is_rejected(name: str) -> None:
     assert wrong_names(name)
 

@@ -137,8 +137,8 @@ def test_a_gpu_keeps_a_fifth_of_its_memory_free(monkeypatch: pytest.MonkeyPatch)
     gib, experts = 1 << 30, TritonExperts(MXFP4)
     specs, weights = experts.prepared_specs(), make_inputs(MXFP4, "uniform", CPU).weights
     nbytes = sum(spec.nbytes for spec in specs.values())
-    assert auto_prepare.has_room(nbytes, nbytes + gib, 5 * gib)
-    assert not auto_prepare.has_room(nbytes, nbytes + gib - 1, 5 * gib)
+    assert auto_prepare.has_free_memory(nbytes, nbytes + gib, 5 * gib)
+    assert not auto_prepare.has_free_memory(nbytes, nbytes + gib - 1, 5 * gib)
     assert weights.w1_tiles is None
 
 

@@ -101,11 +101,11 @@ _FORCED = (
 def test_an_override_reaches_the_launch(
     config: AlignedW4Config, quant: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched = list[AlignedW4Config]()
+    launch_steps = list[AlignedW4Config]()
     multiply = AlignedW4Path.multiply
 
     def noting(self: AlignedW4Path, *args: Any) -> None:
-        launched.append(args[2])
+        launch_steps.append(args[2])
         multiply(self, *args)
 
     monkeypatch.setattr(AlignedW4Path, "multiply", noting)
@@ -113,7 +113,7 @@ def test_an_override_reaches_the_launch(
     with override_config(MoEConfig(config, config, "aligned_w4")):
         proof = prove(Case(_NO_EP, "TritonExperts", problem, "uniform"), machine)
     assert proof.passed, str(proof)
-    assert set(launched) == {config}
+    assert set(launch_steps) == {config}
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def _noting(blocks: set[int]) -> Callable[..., None]:
 
 
 def test_supported_problems() -> None:
-    assert aligned_w4_config.serves(_BASE)
-    assert aligned_w4_config.serves(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
-    assert aligned_w4_config.serves(replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True))
+    assert aligned_w4_config.supports(_BASE)
+    assert aligned_w4_config.supports(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
+    assert aligned_w4_config.supports(replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True))
     for changes in (
         {"batch_invariant": True},
         {"quant": "none"},
@@ -171,7 +171,7 @@ def test_supported_problems() -> None:
         {"hidden": 176},  # 5.5 products of 32
         {"quant": f"{_INT4}:group=48", "hidden": 192},
     ):
-        assert not aligned_w4_config.serves(replace(_BASE, **changes)), changes
+        assert not aligned_w4_config.supports(replace(_BASE, **changes)), changes
 
 
 def test_misaligned_weights_take_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,12 +213,12 @@ def test_experts_that_have_a_row() -> None:
 @pytest.mark.parametrize("tokens", [1, 7, 64, 400])
 def test_explain_states_the_launches(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(_BASE, tokens=tokens, hidden=256, intermediate=384)
-    launched = list[tuple[MoEConfig, bool]]()
+    launch_steps = list[tuple[MoEConfig, bool]]()
 
     def noting(self: Path, call: PathCall) -> None:
         experts = kernel.experts
         assert isinstance(experts, TritonExperts)
-        launched.append((call.config, experts._reads_prepared(call.weights, tokens)))
+        launch_steps.append((call.config, experts._reads_prepared(call.weights, tokens)))
 
     for path in PATHS:
         monkeypatch.setattr(path, "run", noting)
@@ -226,7 +226,7 @@ def test_explain_states_the_launches(tokens: int, monkeypatch: pytest.MonkeyPatc
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
     kernel = make_kernel(_NO_EP, "TritonExperts", problem)
     kernel(x_TH, quantize_weights(plain, problem), routing)
-    ((config, prepared),) = set(launched)
+    ((config, prepared),) = set(launch_steps)
     space = TritonExperts.tunable(problem)
     if prepared:
         space = space.for_prepared_weights()
@@ -244,23 +244,23 @@ def test_small_tiles_of_other_files_are_replaced() -> None:
     integers = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
     mxfp4 = replace(integers, quant="mxfp4_w4a16")
 
-    def launched(problem: Problem, tokens: int, block_m: int) -> MoEConfig:
+    def launch_steps(problem: Problem, tokens: int, block_m: int) -> MoEConfig:
         launch = {
             "BLOCK_SIZE_M": block_m,
             "BLOCK_SIZE_N": 64,
             "BLOCK_SIZE_K": 32,
             "GROUP_SIZE_M": 1,
         }
-        recipe = parse_config_file(json.dumps({"1": launch}), "x")
-        source = fit_to_problem(recipe, problem, Device())
-        return source.launched(problem, Device(), _PATHS).choose(tokens)
+        tuned_configs = parse_config_file(json.dumps({"1": launch}), "x")
+        source = fit_to_problem(tuned_configs, problem, Device())
+        return source.launch_steps(problem, Device(), _PATHS).choose(tokens)
 
-    assert launched(integers, 48, 16) == aligned_w4_config.default(integers, 48)
-    assert launched(integers, 49, 16).path == "aligned"
-    assert launched(integers, 4, 32).path == "aligned"
+    assert launch_steps(integers, 48, 16) == aligned_w4_config.default(integers, 48)
+    assert launch_steps(integers, 49, 16).path == "aligned"
+    assert launch_steps(integers, 4, 32).path == "aligned"
     for tokens in (1, 7, 24, 25, 1 << 20):
-        assert launched(mxfp4, tokens, 32) == aligned_w4_config.default(mxfp4, tokens)
-    assert launched(mxfp4, 1, 64).path == "aligned"
+        assert launch_steps(mxfp4, tokens, 32) == aligned_w4_config.default(mxfp4, tokens)
+    assert launch_steps(mxfp4, 1, 64).path == "aligned"
 
 
 @pytest.mark.parametrize("zeros", ["", ":zero_points=true"])

@@ -79,8 +79,8 @@ PAIR_DEFECTS = (
         SourceDefect(
             "columns after the last whole vector are not quantized",
             "modular_kernel/ops/kernels/quantize.py",
-            "    mask = live[:, None] & (columns < num_columns)\n    x_ptrs",
-            "    mask = live[:, None] & (columns < num_columns // 16 * 16)\n    x_ptrs",
+            "    mask = valid[:, None] & (columns < num_columns)\n    x_ptrs",
+            "    mask = valid[:, None] & (columns < num_columns // 16 * 16)\n    x_ptrs",
         ),
         "GroupedGemmExperts",
     ),

@@ -56,8 +56,10 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "the maximum only includes the first columns",
             QUANTIZE,
-            f"            if not WHOLE:\n                {NEXT_BLOCKS}                    other",
-            f"            if WHOLE:\n                {NEXT_BLOCKS}                    other",
+            f"            if not GROUP_FITS_BLOCK:\n"
+            f"                {NEXT_BLOCKS}                    other",
+            f"            if GROUP_FITS_BLOCK:\n"
+            f"                {NEXT_BLOCKS}                    other",
         ),
         ("H32800",),
     ),
@@ -65,8 +67,8 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "the last columns are not written",
             QUANTIZE,
-            f"        if not WHOLE:\n            {NEXT_BLOCKS}                other",
-            f"        if WHOLE:\n            {NEXT_BLOCKS}                other",
+            f"        if not GROUP_FITS_BLOCK:\n            {NEXT_BLOCKS}                other",
+            f"        if GROUP_FITS_BLOCK:\n            {NEXT_BLOCKS}                other",
         ),
         ("H32800",),
     ),
@@ -94,8 +96,8 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "programs that share rows read the same rows",
             QUANTIZE,
-            "tl.program_id(0) % parts * BLOCK_R",
-            "tl.program_id(0) // parts * BLOCK_R",
+            "tl.program_id(0) % programs_per_segment * BLOCK_R",
+            "tl.program_id(0) // programs_per_segment * BLOCK_R",
         ),
         ("T5-H1040",),
     ),
@@ -103,8 +105,8 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "the maximum of the tensor only includes the last columns",
             QUANTIZE,
-            "largest = maximum_nan(largest, max_nan(tl.abs(value), 1))\n    tl.store",
-            "largest = max_nan(tl.abs(value), 1)\n    tl.store",
+            "amax = maximum_nan(amax, max_nan(tl.abs(value), 1))\n    tl.store",
+            "amax = max_nan(tl.abs(value), 1)\n    tl.store",
         ),
         ("T5-H1040",),
     ),
@@ -121,8 +123,8 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "scales have no lower bound",
             QUANTIZE,
-            "return maximum_nan(tl.div_rn(amax, LARGEST), MIN_SCALE)",
-            "return tl.div_rn(amax, LARGEST)",
+            "return maximum_nan(tl.div_rn(amax, QMAX), MIN_SCALE)",
+            "return tl.div_rn(amax, QMAX)",
         ),
         ("channel-activation=swiglu_oai",),
     ),
@@ -194,8 +196,8 @@ TRITON_DEFECTS = (
         SourceDefect(
             "scales and zero points after the last row are read",
             "experts/triton/gemv/kernels/down.py",
-            "scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]",
-            "scale_mask = live[:, None, None] & (scale_row <= hidden)[None, :, None]",
+            "scale_mask = valid[:, None, None] & (scale_row < hidden)[None, :, None]",
+            "scale_mask = valid[:, None, None] & (scale_row <= hidden)[None, :, None]",
         ),
         "T1-H51-I47",
     ),
@@ -239,8 +241,8 @@ TRITON_DEFECTS = (
         SourceDefect(
             "router weights are ignored with one warp per pair",
             PACKED_DOWN,
-            "if HAS_ROW_WEIGHTS and TEAM > 0:",
-            "if HAS_ROW_WEIGHTS and TEAM > 1:",
+            "if HAS_ROW_WEIGHTS and WARPS_PER_PAIR > 0:",
+            "if HAS_ROW_WEIGHTS and WARPS_PER_PAIR > 1:",
         ),
         "T1-H160-I32",
     ),
@@ -248,7 +250,7 @@ TRITON_DEFECTS = (
         SourceDefect(
             "biases are ignored where pairs do not divide the warps evenly",
             PACKED_DOWN,
-            "if HAS_BIAS and TEAM > 0:",
+            "if HAS_BIAS and WARPS_PER_PAIR > 0:",
             "if HAS_BIAS:",
         ),
         "T1-H64-I160",
@@ -266,8 +268,8 @@ TRITON_DEFECTS = (
         SourceDefect(
             "warps without a block read past the end",
             PACKED_DOWN,
-            "live = live & (block < BLOCKS)",
-            "live = live",
+            "valid = valid & (block < BLOCKS)",
+            "valid = valid",
         ),
         "T1-H64-I256",
     ),
@@ -275,9 +277,9 @@ TRITON_DEFECTS = (
         SourceDefect(
             "every block of packed weights is multiplied by the first block of h",
             PACKED_DOWN,
-            "        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)\n"
-            "    after",
-            "    after",
+            "        h = load_pairs(pairs_ptr, pair, valid, chunk, DEPTH, CHUNKS * HALVES, SLOTS)\n"
+            "    barrier",
+            "    barrier",
         ),
         "T1-H2144",
     ),
@@ -285,8 +287,10 @@ TRITON_DEFECTS = (
         SourceDefect(
             "the maximum only includes the first columns",
             QUANTIZE,
-            f"            if not WHOLE:\n                {NEXT_BLOCKS}                    other",
-            f"            if WHOLE:\n                {NEXT_BLOCKS}                    other",
+            f"            if not GROUP_FITS_BLOCK:\n"
+            f"                {NEXT_BLOCKS}                    other",
+            f"            if GROUP_FITS_BLOCK:\n"
+            f"                {NEXT_BLOCKS}                    other",
         ),
         "H16400",
     ),

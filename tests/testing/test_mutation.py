@@ -262,11 +262,11 @@ def test_the_page_names_the_parts_without_a_score(tmp_path: Path) -> None:
 @pytest.mark.cpu
 def test_bitwise_comparison_includes_strided_rows() -> None:
     """The bitwise comparison uses the same layouts as the cases, here rows with padding."""
-    path = ROOT / "modular_kernel/ops/live_rows.py"
+    path = ROOT / "modular_kernel/ops/valid_rows.py"
     old, text = '"stride_x": x.stride(0)', path.read_text(encoding="utf-8")
     start, line = text.encode().index(old.encode()), text[: text.index(old)].count("\n") + 1
     edit = Edit("stride", start, start + len(old), '"stride_x": x.shape[1]')
-    mutant = Mutant("a stride", "modular_kernel.ops.live_rows", path, edit, line, line)
+    mutant = Mutant("a stride", "modular_kernel.ops.valid_rows", path, edit, line, line)
     pair = "MoEPrepareAndFinalizeNoEP", "TorchExperts"
     case = Case(*pair, replace(BASE, quant="fp8_w8a8_channel"))
     covered = CaseCoverage(case, 1.0, "", {str(path): frozenset({line})})

@@ -41,8 +41,8 @@ DEFECTS = (
         SourceDefect(
             "rows without a token change the scale of the tensor",
             "experts/triton/batched.py",
-            "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=valid_rows)",
-            "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=None)",
+            "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, valid_rows=valid_rows)",
+            "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, valid_rows=None)",
         ),
         BATCHED,
         "BatchedTritonExperts",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.catalog import make_kernel, this_machine
-from modular_kernel.quant.quantized_weights import LARGEST, STORAGE, quantize_weights, weight_specs
+from modular_kernel.quant.quantized_weights import QMAX, STORAGE, quantize_weights, weight_specs
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -134,8 +134,8 @@ def make(layer: Layer, stored: Weights | None = None) -> LayerInputs:
 
     x = normal(layer.tokens, layer.hidden, scale=layer.scale[0])
     if layer.representable:
-        largest = x.abs().max() / 448
-        x = (x / largest).to(torch.float8_e4m3fn).to(layer.dtype) * largest
+        scale = x.abs().max() / 448
+        x = (x / scale).to(torch.float8_e4m3fn).to(layer.dtype) * scale
     score = normal(layer.tokens, layer.experts)
     w1 = normal(e, problem.w1_rows, layer.hidden, scale=layer.scale[1])
     w2 = normal(e, layer.hidden, layer.intermediate, scale=layer.scale[2])
@@ -164,10 +164,10 @@ def make(layer: Layer, stored: Weights | None = None) -> LayerInputs:
 
 def _draw_codes(problem: Problem, weights: ExpertWeights, g: torch.Generator) -> ExpertWeights:
     """Return `weights` with random codes over the whole range and random scales."""
-    specs, largest = weight_specs(problem), LARGEST[problem.scheme.weight]
+    specs, qmax = weight_specs(problem), QMAX[problem.scheme.weight]
     fields = {}
     for name in ("w1", "w2"):
-        values = (torch.rand(specs[name].shape, generator=g) - 0.5) * 2 * largest
+        values = (torch.rand(specs[name].shape, generator=g) - 0.5) * 2 * qmax
         fields[name] = values.to(STORAGE[problem.scheme.weight])
         fields[f"{name}_scale"] = torch.rand(specs[f"{name}_scale"].shape, generator=g) * 1e-2
     return replace(weights, **fields)

@@ -6,8 +6,13 @@ import torch
 
 from modular_kernel.ops.activation import gated_activation, gated_activation_ref
 from modular_kernel.ops.align import moe_align_block_size
-from modular_kernel.ops.quantize import Quantized, dequantize_rows, quantize_rows, quantize_values
-from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
+from modular_kernel.ops.quantize import (
+    QuantizedRows,
+    dequantize_rows,
+    quantize_rows,
+    quantize_values,
+)
+from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX
 from modular_kernel.reference import activation as exact_activation
 from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.spec.quantization import QuantScheme
@@ -67,11 +72,11 @@ def check_quantizer(
     return worst_outcome(outcomes, shrunk, (x.shape, x.dtype, quant))
 
 
-def _empty_quantized(x: torch.Tensor, scheme: QuantScheme) -> Quantized:
+def _empty_quantized(x: torch.Tensor, scheme: QuantScheme) -> QuantizedRows:
     q, scale = quantize_values(x.float(), scheme)
     per_tensor = scheme.activation_granularity == "tensor"
     partials = torch.zeros(1024) if per_tensor else None
-    return Quantized(torch.empty_like(q), torch.empty_like(scale), partials)
+    return QuantizedRows(torch.empty_like(q), torch.empty_like(scale), partials)
 
 
 def _compare_codes(
@@ -118,7 +123,7 @@ def _scale(exact: torch.Tensor, shape: torch.Size, scheme: QuantScheme) -> torch
             group = min(scheme.group[-1], exact.shape[1])
         padded = torch.nn.functional.pad(largest, (0, shape[1] * group - exact.shape[1]))
         amax = padded.view(*shape, group).amax(2)
-    return (amax / LARGEST[scheme.activation]).clamp(min=MIN_SCALE)
+    return (amax / QMAX[scheme.activation]).clamp(min=MIN_SCALE)
 
 
 def _error_in_steps(

@@ -8,22 +8,22 @@ from modular_kernel.ops.kernels.extrema import clamp_nan
 
 
 @triton.jit
-def _apply_scale(value, scale_ptr, HAS_SCALES: tl.constexpr, LARGEST: tl.constexpr):
-    """Return value / scale if HAS_SCALES, clamped to [-LARGEST, LARGEST] unless LARGEST is 0.
+def _apply_scale(value, scale_ptr, HAS_SCALES: tl.constexpr, QMAX: tl.constexpr):
+    """Return value / scale if HAS_SCALES, clamped to [-QMAX, QMAX] unless QMAX is 0.
 
     It multiplies by 1 / scale, rounded as in torch.
     """
     if HAS_SCALES:
         value = value * tl.div_rn(1.0, tl.load(scale_ptr))
-    if LARGEST > 0:
-        value = clamp_nan(value, -LARGEST, LARGEST)
+    if QMAX > 0:
+        value = clamp_nan(value, -QMAX, QMAX)
     return value
 
 
 @triton.jit
 def pre_reorder_kernel(
     x_ptr, rows_ptr, src2dst_ptr, ids_ptr, scales_ptr, hidden, stride_x, start_expert, end_expert,
-    TOP_K: tl.constexpr, HAS_SCALES: tl.constexpr, LARGEST: tl.constexpr, BLOCK_H: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_SCALES: tl.constexpr, QMAX: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """rows[src2dst[t, k]] = x[t] / scale, for pairs of experts from start_expert to end_expert.
 
@@ -40,7 +40,7 @@ def pre_reorder_kernel(
         expert = tl.load(ids_ptr + pair)
         if (expert >= start_expert) & (expert <= end_expert):
             row = tl.load(src2dst_ptr + pair).to(tl.int64)
-            scaled = _apply_scale(value, scales_ptr + expert - start_expert, HAS_SCALES, LARGEST)
+            scaled = _apply_scale(value, scales_ptr + expert - start_expert, HAS_SCALES, QMAX)
             out_ptrs = rows_ptr + row * hidden + columns
             tl.store(out_ptrs, scaled.to(rows_ptr.dtype.element_ty), mask=mask)
 
@@ -48,7 +48,7 @@ def pre_reorder_kernel(
 @triton.jit
 def silu_and_mul_kernel(
     x_ptr, out_ptr, ids_ptr, scales_ptr, intermediate, start_expert, end_expert,
-    HAS_SCALES: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALES: tl.constexpr, QMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[r] = silu(x[r, :I]) * x[r, I:] / scale, for rows of start_expert to end_expert.
 
@@ -66,6 +66,6 @@ def silu_and_mul_kernel(
     gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptrs + intermediate, mask=mask, other=0.0).to(tl.float32)
     value = activate(gate, up, "silu", 0.0, 0.0)
-    scaled = _apply_scale(value, scales_ptr + expert - start_expert, HAS_SCALES, LARGEST)
+    scaled = _apply_scale(value, scales_ptr + expert - start_expert, HAS_SCALES, QMAX)
     out_ptrs = out_ptr + row * intermediate + columns
     tl.store(out_ptrs, scaled.to(out_ptr.dtype.element_ty), mask=mask)

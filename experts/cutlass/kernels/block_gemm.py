@@ -211,17 +211,21 @@ class BlockGemm(Epilogue):
             )
             for k in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + slot, phase)
-                ready = full + slot
+                full_barrier = full + slot
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(
-                        ready, (TILE_M + PARTS * PART_N) * TILE_K
+                        full_barrier, (TILE_M + PARTS * PART_N) * TILE_K
                     )
                 cute.copy(
-                    a_atom, from_a[None, k], to_a[None, slot], tma_bar_ptr=ready,
+                    a_atom, from_a[None, k], to_a[None, slot], tma_bar_ptr=full_barrier,
                     mcast_mask=cutlass.Int16(2**CLUSTER - 1),
                 )  # fmt: skip
-                cute.copy(b_atom, from_b[None, k], to_b[None, slot * PARTS], tma_bar_ptr=ready)
-                cute.copy(b_atom, from_c[None, k], to_b[None, slot * PARTS + 1], tma_bar_ptr=ready)
+                cute.copy(
+                    b_atom, from_b[None, k], to_b[None, slot * PARTS], tma_bar_ptr=full_barrier
+                )
+                cute.copy(
+                    b_atom, from_c[None, k], to_b[None, slot * PARTS + 1], tma_bar_ptr=full_barrier
+                )
                 slot, phase = advance_slot(slot, phase, STAGES)
             index += stride
 
@@ -289,7 +293,7 @@ class BlockGemm(Epilogue):
         releases_slot = lane < CLUSTER  # one lane for each block of the cluster
         index, stride, total = schedule
         slot, phase = I32(0), I32(0)
-        ready = cutlass.Boolean(False)
+        is_ready = cutlass.Boolean(False)
         while index < total:
             m, pair = tile_at(index, num_m, pairs, self.group_m)
             row = tiles[max_tiles + m] + group * ROWS
@@ -297,7 +301,7 @@ class BlockGemm(Epilogue):
             sums.fill(0.0)
             if row < end:
                 for _ in cutlass.range(steps, unroll=1):
-                    if not ready:
+                    if not is_ready:
                         cute.arch.mbarrier_wait(full + slot, phase)
                     next_slot, next_phase = advance_slot(slot, phase, STAGES)
                     for p in cutlass.range_constexpr(PARTS):
@@ -307,7 +311,7 @@ class BlockGemm(Epilogue):
                             upper, lower = s_rows[row_in_tile, slot], s_rows[row_in_tile + 8, slot]
                             scales = s_parts[None, slot].load()
                         else:  # test early whether the next step's values are ready
-                            ready = cute.arch.mbarrier_test_wait(full + next_slot, next_phase)
+                            is_ready = cute.arch.mbarrier_test_wait(full + next_slot, next_phase)
                         warpgroup.wait_group(0)
                         if cutlass.const_expr(p == PARTS - 1):
                             if releases_slot:
@@ -324,17 +328,17 @@ class BlockGemm(Epilogue):
                     if releases_slot:
                         cute.arch.mbarrier_arrive(empty + slot, lane)
                     slot, phase = advance_slot(slot, phase, STAGES)
-                ready = cutlass.Boolean(False)
+                is_ready = cutlass.Boolean(False)
             index += stride
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def begin(self, tiled_mma, part, t_a, t_b, place, p: cutlass.Constexpr):
+    def begin(self, tiled_mma, part, t_a, t_b, slot, p: cutlass.Constexpr):
         """Start the wgmma of one part and one step."""
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
         for j in cutlass.range_constexpr(TILE_K // 32):
             cute.gemm(
-                tiled_mma, part, t_a[None, None, j, place], t_b[None, None, j, place * PARTS + p],
+                tiled_mma, part, t_a[None, None, j, slot], t_b[None, None, j, slot * PARTS + p],
                 part,
             )  # fmt: skip
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)

@@ -9,10 +9,10 @@ from experts.cutlass.kernels.tile import (
     BOX_BYTES,
     F32,
     I32,
-    LARGEST,
     MIN_SCALE,
     PART_N,
     PARTS,
+    QMAX,
     ROWS,
 )
 
@@ -98,8 +98,8 @@ class Epilogue:
         for d in cutlass.range_constexpr(2):  # four threads share a row
             upper = maximum(upper, cute.arch.shuffle_sync_bfly(upper, 1 << d))
             lower = maximum(lower, cute.arch.shuffle_sync_bfly(lower, 1 << d))
-        upper = maximum(divide(upper, F32(LARGEST)), F32(MIN_SCALE))
-        lower = maximum(divide(lower, F32(LARGEST)), F32(MIN_SCALE))
+        upper = maximum(divide(upper, F32(QMAX)), F32(MIN_SCALE))
+        lower = maximum(divide(lower, F32(QMAX)), F32(MIN_SCALE))
         inverse = (divide(F32(1.0), upper), divide(F32(1.0), lower))
         if lane % 4 == 0 and first_column < columns:
             if row + thread_row < end:

@@ -88,8 +88,8 @@ class Fp4Gemm:
         class Storage:
             full: cute.struct.MemRange[cutlass.Int64, STAGES]
             empty: cute.struct.MemRange[cutlass.Int64, STAGES]
-            made: cute.struct.MemRange[cutlass.Int64, ACC_STAGES]
-            stored: cute.struct.MemRange[cutlass.Int64, ACC_STAGES]
+            acc_full: cute.struct.MemRange[cutlass.Int64, ACC_STAGES]
+            acc_empty: cute.struct.MemRange[cutlass.Int64, ACC_STAGES]
             tensor_memory: I32
             a: cute.struct.Align[cute.struct.MemRange[E2M1, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[E2M1, cute.cosize(b_layout)], 1024]
@@ -116,7 +116,7 @@ class Fp4Gemm:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-        made, stored = storage.made.data_ptr(), storage.stored.data_ptr()
+        acc_full, acc_empty = storage.acc_full.data_ptr(), storage.acc_empty.data_ptr()
         s_a = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         s_b = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         s_sfa = storage.sfa.get_tensor(sfa_layout)
@@ -130,8 +130,8 @@ class Fp4Gemm:
                     cute.arch.mbarrier_init(full + i, 1)  # the loading thread, plus expected bytes
                     cute.arch.mbarrier_init(empty + i, 1)  # commit of the MMAs that read the step
                 for i in cutlass.range_constexpr(ACC_STAGES):
-                    cute.arch.mbarrier_init(made + i, 1)  # commit of the tile's MMAs
-                    cute.arch.mbarrier_init(stored + i, STORE_WARPS)
+                    cute.arch.mbarrier_init(acc_full + i, 1)  # commit of the tile's MMAs
+                    cute.arch.mbarrier_init(acc_empty + i, STORE_WARPS)
         cute.arch.mbarrier_init_fence()
         if warp == 0:
             cute.arch.alloc_tmem(COLUMNS, storage.tensor_memory)
@@ -158,12 +158,14 @@ class Fp4Gemm:
             )  # fmt: skip
         elif warp == MMA_WARP:
             self.multiply(
-                tiled_mma, s_a, s_b, s_sfa, s_sfb, sums, sfa_layout, sfb_layout, full, empty, made,
-                stored, schedule, steps,
+                tiled_mma, s_a, s_b, s_sfa, s_sfb, sums, sfa_layout, sfb_layout, full, empty,
+                acc_full,
+                acc_empty, schedule, steps,
             )  # fmt: skip
         else:
             self.store(
-                sums, made, stored, factors, out, tiles, max_tiles, rows_b, matrix_rows, num_m,
+                sums, acc_full, acc_empty, factors, out, tiles, max_tiles, rows_b, matrix_rows,
+                num_m,
                 num_n, schedule, thread,
             )  # fmt: skip
         fence_before_thread_sync()
@@ -201,23 +203,24 @@ class Fp4Gemm:
             scale_layout = cute.make_layout(SCALE_BYTES)
             for k in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + slot, phase)
-                ready = full + slot
+                full_barrier = full + slot
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(ready, STEP_BYTES)
-                cute.copy(a_atom, from_a[None, k], to_a[None, slot], tma_bar_ptr=ready)
-                cute.copy(b_atom, from_b[None, k], to_b[None, slot], tma_bar_ptr=ready)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full_barrier, STEP_BYTES)
+                cute.copy(a_atom, from_a[None, k], to_a[None, slot], tma_bar_ptr=full_barrier)
+                cute.copy(b_atom, from_b[None, k], to_b[None, slot], tma_bar_ptr=full_barrier)
                 with cute.arch.elect_one():
                     to_sfa = cute.make_tensor(sfa + slot * SCALE_BYTES, scale_layout)
                     to_sfb = cute.make_tensor(sfb + slot * SCALE_BYTES, scale_layout)
-                    cute.copy(bulk, g_sfa[None, k], to_sfa, mbar_ptr=ready)
-                    cute.copy(bulk, g_sfb[None, k], to_sfb, mbar_ptr=ready)
+                    cute.copy(bulk, g_sfa[None, k], to_sfa, mbar_ptr=full_barrier)
+                    cute.copy(bulk, g_sfb[None, k], to_sfb, mbar_ptr=full_barrier)
                 slot, phase = advance_slot(slot, phase, STAGES)
             index += stride
 
     @cute.jit
     def multiply(
-        self, tiled_mma, s_a, s_b, s_sfa, s_sfb, sums, sfa_layout, sfb_layout, full, empty, made,
-        stored, schedule, steps,
+        self, tiled_mma, s_a, s_b, s_sfa, s_sfb, sums, sfa_layout, sfb_layout, full, empty,
+        acc_full,
+        acc_empty, schedule, steps,
     ):  # fmt: skip
         """Issue the MMAs of this block's tiles, in the MMA warp.
 
@@ -245,7 +248,7 @@ class Fp4Gemm:
         slot, phase = I32(0), I32(0)
         acc_index, acc_phase = I32(0), I32(1)
         while index < total:
-            cute.arch.mbarrier_wait(stored + acc_index, acc_phase)
+            cute.arch.mbarrier_wait(acc_empty + acc_index, acc_phase)
             fence_after_thread_sync()
             acc = sums[None, None, None, acc_index]
             for k in cutlass.range(steps, unroll=1):
@@ -261,13 +264,14 @@ class Fp4Gemm:
                     tcgen05.commit(empty + slot)
                 slot, phase = advance_slot(slot, phase, STAGES)
             with cute.arch.elect_one():
-                tcgen05.commit(made + acc_index)
+                tcgen05.commit(acc_full + acc_index)
             acc_index, acc_phase = advance_slot(acc_index, acc_phase, ACC_STAGES)
             index += stride
 
     @cute.jit
     def store(
-        self, sums, made, stored, factors, out, tiles, max_tiles, rows_b, matrix_rows, num_m, num_n,
+        self, sums, acc_full, acc_empty, factors, out, tiles, max_tiles, rows_b, matrix_rows,
+        num_m, num_n,
         schedule, thread,
     ):  # fmt: skip
         """Scale and store the accumulators, one row of a tile per thread, in the epilogue warps."""
@@ -288,7 +292,7 @@ class Fp4Gemm:
             column = n * TILE_N
             factor = factors[tiles[m], column // matrix_rows]
             to = out.iterator + (cutlass.Int64(row) * rows_b + column)
-            cute.arch.mbarrier_wait(made + acc_index, phase)
+            cute.arch.mbarrier_wait(acc_full + acc_index, phase)
             fence_after_thread_sync()
             for p in cutlass.range_constexpr(TILE_N // STORE_COLUMNS):
                 cute.copy(tiled_copy, source[None, None, None, 0, p, acc_index], piece)
@@ -303,7 +307,7 @@ class Fp4Gemm:
             fence_before_thread_sync()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(stored + acc_index)
+                cute.arch.mbarrier_arrive(acc_empty + acc_index)
             acc_index, phase = advance_slot(acc_index, phase, ACC_STAGES)
             index += stride
 

@@ -19,5 +19,5 @@ ACC_PER_THREAD = PART_N // 2  # accumulators of one part per thread
 # must not exceed the initial 168 for each of 384 threads: those that multiply would wait forever.
 MMA_REGS, LOAD_REGS = 232, 40
 BOX_BYTES = 128  # bytes per row of a TMA box of results
-LARGEST = 448.0  # largest e4m3 value
+QMAX = 448.0  # largest e4m3 value
 MIN_SCALE = 2.0**-33

@@ -10,5 +10,5 @@ def tile_at(index, num_m, num_n, group_m: cutlass.Constexpr):
     per_group = group_m * num_n
     first = (index // per_group) * group_m
     group_size = cutlass.min(num_m - first, group_m)  # NaN-free: integers
-    within = index % per_group
-    return first + within % group_size, within // group_size
+    index_in_group = index % per_group
+    return first + index_in_group % group_size, index_in_group // group_size

@@ -128,7 +128,7 @@ def default_config(problem: Problem, tokens: int, device: Device) -> MoEConfig:
 
     It starts from the row of the table for the mean rows per expert. block_k is halved (down to
     128) if the half divides K and block_k does not, which saves the masks along K. It is also
-    halved if K has few steps, and then there are fewer stages, too. A tile too large for the scale
+    halved if K has few steps, and then there are also fewer stages. A tile too large for the scale
     groups or the device is clamped.
 
     A batch-invariant problem uses one row for all token counts: the first with the largest block_m

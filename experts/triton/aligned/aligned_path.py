@@ -23,10 +23,10 @@ from experts.triton.launch_config import (
 )
 from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands
 from experts.triton.path import Path, PathCall
-from modular_kernel.ops.align import Aligned, align, align_specs
-from modular_kernel.ops.live_rows import PairRows
+from modular_kernel.ops.align import AlignedPairs, align, align_specs
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
 from modular_kernel.ops.reduce import weight_and_sum
+from modular_kernel.ops.valid_rows import PairRows
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
@@ -40,11 +40,11 @@ class AlignedPath(Path):
     """The path that supports every problem. Row p of the output of both GEMMs belongs to pair p."""
 
     name = aligned_config.NAME
-    refuses = False
+    may_reject_tensors = False
     roundings = Roundings()
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
+    def supports(cls, problem: Problem, device: Device) -> bool:
         """Return True: the path supports every problem."""
         return True
 
@@ -77,7 +77,7 @@ class AlignedPath(Path):
         self._kernel = grouped_gemm_kernel
         self._sums_topk = problem.combine is Combine.SUM
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return True: the kernel supports all strides."""
         return True
 
@@ -100,7 +100,7 @@ class AlignedPath(Path):
         """Run the path: sort, GEMM 1, quantize, GEMM 2, sum over top-k."""
         self.write(self.rows(self.aligned(call), call), call)
 
-    def aligned(self, call: PathCall) -> Aligned:
+    def aligned(self, call: PathCall) -> AlignedPairs:
         """Sort the pairs of the call into blocks of one expert each."""
         with stages.stage(stages.SORT):
             return align(
@@ -111,7 +111,7 @@ class AlignedPath(Path):
                 ignore_invalid=self._sums_topk,
             )
 
-    def rows(self, aligned: Aligned, call: PathCall) -> torch.Tensor:
+    def rows(self, aligned: AlignedPairs, call: PathCall) -> torch.Tensor:
         """Run both GEMMs; return the (P, H) output of GEMM 2, not weighted by the router.
 
         If the output keeps the top-k dimension, the result is call.output.
@@ -166,7 +166,7 @@ class AlignedPath(Path):
                 num_local=problem.e,
             )
 
-    def _adapters(self, call: PathCall, aligned: Aligned) -> PairShrink | None:
+    def _adapters(self, call: PathCall, aligned: AlignedPairs) -> PairShrink | None:
         """Return the shrink launches of the call, or None without adapters."""
         slots_T = call.tokens.routing.adapters_T
         if slots_T is None:
@@ -185,7 +185,7 @@ class AlignedPath(Path):
             static = call.weights.a2_scale
             out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static)
             valid_rows = PairRows(call.tokens.routing, self.problem.e)
-            quantize_rows(h_PI, scheme, out=out, live=valid_rows)
+            quantize_rows(h_PI, scheme, out=out, valid_rows=valid_rows)
         return out.q_RK, out.scale
 
     def multiply(
@@ -193,10 +193,10 @@ class AlignedPath(Path):
         rows: tuple[torch.Tensor, torch.Tensor | None],
         product: GemmOperands,
         config: Launch,
-        aligned: Aligned,
+        aligned: AlignedPairs,
         out: torch.Tensor,
         row_weights_TK: torch.Tensor | None,
-        shrunk: ShrinkOutput | None,
+        shrink_output: ShrinkOutput | None,
     ) -> None:
         """Launch one grouped GEMM.
 
@@ -204,7 +204,7 @@ class AlignedPath(Path):
         product: the other operands.
         out: the output, one row per pair.
         row_weights_TK: router weights that multiply the input, or None.
-        shrunk: the shrink output of the adapters, or None.
+        shrink_output: the shrink output of the adapters, or None.
         """
         a, _ = rows
         pairs = out.numel() // product.columns
@@ -225,7 +225,7 @@ class AlignedPath(Path):
             A_TOP_K=pairs // a.shape[0],
             WRITE_ZEROS=not self._sums_topk,
             HAS_ROW_WEIGHTS=row_weights_TK is not None,
-            **self.arguments(rows, product, config, shrunk),
+            **self.arguments(rows, product, config, shrink_output),
             **pdl_arguments(),
         )
 
@@ -234,7 +234,7 @@ class AlignedPath(Path):
         rows: tuple[torch.Tensor, torch.Tensor | None],
         product: GemmOperands,
         config: Launch,
-        shrunk: ShrinkOutput | None,
+        shrink_output: ShrinkOutput | None,
     ) -> dict[str, object]:
         """Return the kernel arguments that do not depend on how rows are addressed."""
         assert isinstance(config, LaunchConfig)
@@ -242,6 +242,6 @@ class AlignedPath(Path):
         return {
             "stride_ak": a.stride(1),
             "LORA_TOP_K": self.problem.top_k,
-            **({} if shrunk is None else shrunk.arguments()),  # defaults disable LoRA
+            **({} if shrink_output is None else shrink_output.arguments()),  # defaults disable LoRA
             **product.arguments(config, self.problem.fp32_precision, a_scale),
         }

@@ -15,7 +15,7 @@ from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.configs.select import buffer_kinds_up_to, choose_config
 from experts.triton.contiguous import TritonExperts
 from experts.triton.path import PathCall, merged_workspace
-from modular_kernel.ops.align import Aligned
+from modular_kernel.ops.align import AlignedPairs
 from modular_kernel.runner import (
     MoeRunnerCore,
     NoState,
@@ -42,7 +42,7 @@ class TritonRunnerInput(RunnerInput):
     hidden_states: (T, H).
     topk_weights: (T, K) float32; None if they have been applied to the input.
     topk_ids: (T, K).
-    sorted_token_ids, expert_ids, num_tokens_post_padded: int32, see `ops.align.Aligned`.
+    sorted_token_ids, expert_ids, num_tokens_post_padded: int32, see `ops.align.AlignedPairs`.
     """
 
     hidden_states: torch.Tensor
@@ -93,7 +93,9 @@ class TritonRunnerCore(MoeRunnerCore[NoState]):
 
     def run(self, runner_input: TritonRunnerInput, call: RunnerCall[NoState]) -> TritonRunnerOutput:
         pairs = runner_input
-        aligned = Aligned(pairs.sorted_token_ids, pairs.expert_ids, pairs.num_tokens_post_padded)
+        aligned = AlignedPairs(
+            pairs.sorted_token_ids, pairs.expert_ids, pairs.num_tokens_post_padded
+        )
         return TritonRunnerOutput(self._path.rows(aligned, path_call(call)))
 
 

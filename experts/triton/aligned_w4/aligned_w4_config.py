@@ -169,7 +169,7 @@ _SHAPES_FOR_16 = {
 }
 
 
-def serves(problem: Problem) -> bool:
+def supports(problem: Problem) -> bool:
     """Return whether the kernel supports `problem`; see `operands_w4.supports_w4`.
 
     A batch-invariant problem must use one path for all token counts, so it is supported only if the

@@ -22,20 +22,20 @@ from modular_kernel.tensors import ExpertWeights
 
 
 class AlignedW4Path(AlignedPath):
-    """The path for the problems of `aligned_w4_config.serves`.
+    """The path for the problems of `aligned_w4_config.supports`.
 
     Row p of the output of both GEMMs belongs to pair p.
     """
 
     name = aligned_w4_config.NAME
-    refuses = True
+    may_reject_tensors = True
     launch = AlignedW4Config
     transferable = False
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernel supports `problem`; see `aligned_w4_config.serves`."""
-        return problem.adapters is None and aligned_w4_config.serves(problem)
+    def supports(cls, problem: Problem, device: Device) -> bool:
+        """Return whether the kernel supports `problem`; see `aligned_w4_config.supports`."""
+        return problem.adapters is None and aligned_w4_config.supports(problem)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
@@ -86,7 +86,7 @@ class AlignedW4Path(AlignedPath):
         super().__init__(problem)
         self._kernel = grouped_gemm_w4_kernel
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the weights allow 16-byte loads and the rows of x are contiguous."""
         return x_TH.stride(1) == 1 and allows_vector_loads(weights)
 
@@ -95,14 +95,14 @@ class AlignedW4Path(AlignedPath):
         rows: tuple[torch.Tensor, torch.Tensor | None],
         product: GemmOperands,
         config: Launch,
-        shrunk: ShrinkOutput | None,
+        shrink_output: ShrinkOutput | None,
     ) -> dict[str, object]:
         """Return the arguments of the 4-bit kernel that do not depend on how rows are addressed.
 
         rows: activations, contiguous along K, and None, because they have no scales.
         """
         assert isinstance(config, AlignedW4Config)
-        assert shrunk is None  # `serves` excludes adapters
+        assert shrink_output is None  # `supports` excludes adapters
         depth = mma_depth(product.scheme, product.depth, config.block_k)
         return {
             **w4_arguments(product),
@@ -112,7 +112,7 @@ class AlignedW4Path(AlignedPath):
             "ROW_STEP": product.step,
             "EVEN_K": product.depth % (config.num_warps * config.block_k) == 0,
             "DEPTH": depth,
-            "PARTS": config.num_warps,
+            "WARPS": config.num_warps,
             "GROUPS": config.block_k // depth,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,

@@ -90,7 +90,7 @@ class ConfigKey:
 
     def __post_init__(self) -> None:
         match = _NAME.fullmatch(self.file_name)
-        if match is None or _values(match) != vars(self):
+        if match is None or _key_fields(match) != vars(self):
             need = "sizes >= 1, a device as device_key gives it, and a dtype of [a-z0-9_]"
             raise ConfigurationError("name of a config file", got=repr(self.file_name), need=need)
 
@@ -119,7 +119,7 @@ class ConfigKey:
                 got=repr(name),
                 need=f"{need}[,per_channel_quant=True][,prepared=True].json",
             )
-        return cls(**_values(match))
+        return cls(**_key_fields(match))
 
     @classmethod
     def of(cls, problem: Problem, device_name: str, *, prepared: bool = False) -> "ConfigKey":
@@ -142,7 +142,7 @@ class ConfigKey:
         )
 
 
-def _values(match: re.Match[str]) -> dict[str, Any]:
+def _key_fields(match: re.Match[str]) -> dict[str, Any]:
     """Return the fields of the ConfigKey that `match` describes."""
     return {
         "experts": int(match["experts"]),
@@ -279,7 +279,7 @@ def parse_config_file(text: str | bytes, origin: str) -> TunedConfigs:
     except ValueError as error:  # includes JSONDecodeError
         need = "JSON with unique keys and finite numbers"
         raise ConfigurationError(what, got=str(error), need=need) from error
-    return _build_recipe(value, what, origin)
+    return _build_tuned_configs(value, what, origin)
 
 
 def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedConfigs:
@@ -294,7 +294,7 @@ def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedCon
     if isinstance(value, MoEConfig):
         if value.path not in BY_NAME:
             need = f"one of {', '.join(NAMES)}"
-            raise ConfigurationError(f"{what}: path", got=_short(value.path), need=need)
+            raise ConfigurationError(f"{what}: path", got=_abbreviate(value.path), need=need)
         launches = ((1, value.gemm1),), ((1, value.gemm2),)
         paths = ((1, value.path),)
         return TunedConfigs(what, *launches, fused_columns=False, strict=True, paths=paths)
@@ -304,22 +304,24 @@ def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedCon
     elif "BLOCK_SIZE_M" in contents:
         contents = {"1": contents}
     by_key = {str(key) if type(key) is int else key: entry for key, entry in contents.items()}
-    recipe = _build_recipe(by_key, what, what)
-    return replace(recipe, strict=True, triton=None, tuned_for=None)
+    tuned_configs = _build_tuned_configs(by_key, what, what)
+    return replace(tuned_configs, strict=True, triton=None, tuned_for=None)
 
 
-def _build_recipe(value: object, what: str, origin: str) -> TunedConfigs:
+def _build_tuned_configs(value: object, what: str, origin: str) -> TunedConfigs:
     contents = _require_mapping(value, what)
-    ours = "format" in contents
-    if ours and contents["format"] != FORMAT:
-        raise ConfigurationError(f"{what}: format", got=_short(contents["format"]), need=FORMAT)
+    is_our_format = "format" in contents
+    if is_our_format and contents["format"] != FORMAT:
+        raise ConfigurationError(
+            f"{what}: format", got=_abbreviate(contents["format"]), need=FORMAT
+        )
     entries: dict[int, Mapping[str, object]] = {}
     for key, entry in contents.items():
         if key in _HEADER_KEYS:
             continue
         if not isinstance(key, str) or _TOKENS.fullmatch(key) is None:
             need = f"tokens 1 to 999999999, or one of {', '.join(_HEADER_KEYS)}"
-            raise ConfigurationError(f"{what}: key", got=_short(key), need=need)
+            raise ConfigurationError(f"{what}: key", got=_abbreviate(key), need=need)
         entries[int(key)] = _require_mapping(entry, f"{what}: tokens {key}")
     if not entries:
         raise ConfigurationError(what, got="no number of tokens", need="at least one")
@@ -328,23 +330,25 @@ def _build_recipe(value: object, what: str, origin: str) -> TunedConfigs:
         entry_label = f"{what}: tokens {tokens}"
         configs[tokens] = (
             _parse_our_entry(entries[tokens], entry_label)
-            if ours
+            if is_our_format
             else _parse_foreign_entry(entries[tokens], entry_label)
         )
     return TunedConfigs(
         origin=origin,
         gemm1=tuple((tokens, config.gemm1) for tokens, config in configs.items()),
         gemm2=tuple((tokens, config.gemm2) for tokens, config in configs.items()),
-        fused_columns=not ours,
-        strict=ours,
+        fused_columns=not is_our_format,
+        strict=is_our_format,
         triton=_version(contents, what),
-        tuned_for=_tuned_for(contents, what) if ours else None,
-        paths=tuple((tokens, config.path) for tokens, config in configs.items()) if ours else (),
+        tuned_for=_tuned_for(contents, what) if is_our_format else None,
+        paths=tuple((tokens, config.path) for tokens, config in configs.items())
+        if is_our_format
+        else (),
         times={t: times for t, e in entries.items() if (times := _times(e)) is not None},
     )
 
 
-def _short(value: object) -> str:
+def _abbreviate(value: object) -> str:
     """Return a short representation of any value, for messages."""
     if isinstance(value, str):
         return repr(value[:80])
@@ -397,7 +401,7 @@ def _launch(values: Mapping[str, object], what: str, launch_type: type[Any]) -> 
         value, min_value = values.get(key, default), 0 if launch_field.default == 0 else 1
         if type(value) is not int or not min_value <= value < _MAX_INT:
             need = f"a whole number from {min_value} to {_MAX_INT - 1}"
-            raise ConfigurationError(f"{what}: {key}", got=_short(value), need=need)
+            raise ConfigurationError(f"{what}: {key}", got=_abbreviate(value), need=need)
         values_by_field[launch_field.name] = value
     launch: Launch = launch_type(**values_by_field)
     return launch
@@ -407,7 +411,7 @@ def _version(contents: Mapping[str, object], what: str) -> str | None:
     version = contents.get("triton_version")
     if version is None or (isinstance(version, str) and len(version) <= 80):
         return version
-    raise ConfigurationError(f"{what}: triton_version", got=_short(version), need="a version")
+    raise ConfigurationError(f"{what}: triton_version", got=_abbreviate(version), need="a version")
 
 
 def _tuned_for(contents: Mapping[str, object], what: str) -> TunedFor | None:
@@ -418,7 +422,7 @@ def _tuned_for(contents: Mapping[str, object], what: str) -> TunedFor | None:
     part, hidden, top_k = (fields.get(key) for key in ("experts_part", "hidden", "top_k"))
     if not isinstance(part, str) or type(hidden) is not int or type(top_k) is not int:
         need = "experts_part (a name), hidden and top_k (whole numbers)"
-        raise ConfigurationError(what, got=_short(fields), need=need)
+        raise ConfigurationError(what, got=_abbreviate(fields), need=need)
     return TunedFor(part, hidden, top_k)
 
 
@@ -426,7 +430,9 @@ def _parse_path(entry: Mapping[str, object], what: str) -> str:
     path = entry.get("path", BASE.name)
     if isinstance(path, str) and path in NAMES:
         return path
-    raise ConfigurationError(f"{what}: path", got=_short(path), need=f"one of {', '.join(NAMES)}")
+    raise ConfigurationError(
+        f"{what}: path", got=_abbreviate(path), need=f"one of {', '.join(NAMES)}"
+    )
 
 
 def _times(entry: Mapping[str, object]) -> Times | None:
@@ -446,15 +452,15 @@ def config_to_json(config: MoEConfig) -> dict[str, object]:
     return {"gemm1": gemm1, "gemm2": gemm2, "path": config.path}
 
 
-def dump_config_file(recipe: TunedConfigs) -> str:
+def dump_config_file(tuned_configs: TunedConfigs) -> str:
     """Return the text of a config file in our format."""
     contents: dict[str, object] = {"format": FORMAT}
-    if recipe.triton is not None:
-        contents["triton_version"] = recipe.triton
-    if recipe.tuned_for is not None:
-        contents["tuned_for"] = asdict(recipe.tuned_for)
-    for tokens, config in recipe.configs().items():
-        times = recipe.times.get(tokens)
+    if tuned_configs.triton is not None:
+        contents["triton_version"] = tuned_configs.triton
+    if tuned_configs.tuned_for is not None:
+        contents["tuned_for"] = asdict(tuned_configs.tuned_for)
+    for tokens, config in tuned_configs.configs().items():
+        times = tuned_configs.times.get(tokens)
         contents[str(tokens)] = config_to_json(config) | (
             asdict(times) if times is not None else {}
         )

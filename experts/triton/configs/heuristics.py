@@ -19,11 +19,11 @@ class ConfigSteps:
     and ends with UNBOUNDED_TOKENS.
     """
 
-    lasts: tuple[int, ...]
+    last_tokens: tuple[int, ...]
     configs: tuple[MoEConfig, ...]
 
     def index(self, tokens: int) -> int:
-        return bisect_left(self.lasts, tokens)
+        return bisect_left(self.last_tokens, tokens)
 
     def choose(self, tokens: int) -> MoEConfig:
         return self.configs[self.index(tokens)]
@@ -31,28 +31,30 @@ class ConfigSteps:
     def max_tokens(self, tokens: int) -> dict[tuple[str, int], int]:
         """Return, by (path, block_m), the largest call of at most `tokens` tokens that uses it."""
         result: dict[tuple[str, int], int] = {}
-        for last in self.lasts:
+        for last in self.last_tokens:
             limit = min(tokens, last)
             config = self.choose(limit)
             kind = config.path, config.gemm1.block_m
             result[kind] = max(limit, result.get(kind, 0))
         return result
 
-    def within(self, paths: Collection[str], other: "ConfigSteps") -> "ConfigSteps":
+    def replace_other_paths(self, paths: Collection[str], other: "ConfigSteps") -> "ConfigSteps":
         """Return these steps, with the configurations of `other` where a path is not in `paths`."""
-        return self.changed(
-            other.lasts, lambda last, c: c if c.path in paths else other.choose(last)
+        return self.map_steps(
+            other.last_tokens, lambda last, c: c if c.path in paths else other.choose(last)
         )
 
-    def changed(
+    def map_steps(
         self, ends: Iterable[int], change: Callable[[int, MoEConfig], MoEConfig]
     ) -> "ConfigSteps":
-        """Split the steps after `ends` as well, apply `change` to each, and merge equal neighbors.
+        """Split the steps also after `ends`, apply `change` to each, and merge equal neighbors.
 
         change(last, config) gets the last token count of a step and its configuration. It returns a
         configuration that must hold for every token count of that step.
         """
-        boundaries = sorted({*self.lasts, *(end for end in ends if 0 <= end < UNBOUNDED_TOKENS)})
+        boundaries = sorted(
+            {*self.last_tokens, *(end for end in ends if 0 <= end < UNBOUNDED_TOKENS)}
+        )
         configs = [change(last, self.choose(last)) for last in boundaries]
         last_of_run = [i for i, config in enumerate(configs[:-1]) if config != configs[i + 1]] + [
             len(configs) - 1
@@ -67,8 +69,8 @@ def config_violations(
 ) -> Iterator[tuple[str, Violation]]:
     """Yield (GEMM or "", violation) for every reason why `config` cannot be launched."""
     path = BY_NAME[config.path]
-    if not path.serves(problem, device):
-        yield "", Violation("path", config.path, f"one that serves {problem.quant}")
+    if not path.supports(problem, device):
+        yield "", Violation("path", config.path, f"one that supports {problem.quant}")
         return
     for launch, gemm in zip((config.gemm1, config.gemm2), gemms(problem), strict=True):
         if not isinstance(launch, path.launch):
@@ -103,7 +105,7 @@ def heuristics(
         (UNBOUNDED_TOKENS,), (BASE.default_config(problem, UNBOUNDED_TOKENS, device),)
     )
     for path in PATHS:
-        if path is BASE or (path.name in paths and path.serves(problem, device)):
+        if path is BASE or (path.name in paths and path.supports(problem, device)):
             steps = overlay_path(steps, path, problem, device)
     return with_prepared(steps, problem, device, paths) if prepared else steps
 
@@ -113,7 +115,7 @@ def with_prepared(
 ) -> ConfigSteps:
     """Return `steps`, with the configurations for prepared weights where `paths` have any."""
     for path in PATHS:
-        if path.name not in paths or not path.serves(problem, device):
+        if path.name not in paths or not path.supports(problem, device):
             continue
         breakpoints = path.prepared_configs(problem)
 
@@ -129,7 +131,7 @@ def with_prepared(
                 config,
             )
 
-        steps = steps.changed((min_tokens - 1 for min_tokens, _ in breakpoints), change)
+        steps = steps.map_steps((min_tokens - 1 for min_tokens, _ in breakpoints), change)
     return steps
 
 
@@ -138,7 +140,7 @@ def replace_foreign_configs(
 ) -> ConfigSteps:
     """Replace configurations from a file of vLLM or SGLang where one of `paths` is faster."""
     for path in PATHS:
-        if path.name not in paths or not path.serves(problem, device):
+        if path.name not in paths or not path.supports(problem, device):
             continue
 
         def change(last: int, config: MoEConfig, path: type[Path] = path) -> MoEConfig:
@@ -146,7 +148,7 @@ def replace_foreign_configs(
 
         min_tokens, max_tokens = path.min_tokens(problem), path.max_tokens(problem)
         ends = min_tokens - 1, *path.breakpoints(problem), max_tokens or UNBOUNDED_TOKENS
-        steps = steps.changed(ends, change)
+        steps = steps.map_steps(ends, change)
     return steps
 
 
@@ -166,4 +168,4 @@ def overlay_path(
             else config
         )
 
-    return steps.changed((min_tokens - 1, *path.breakpoints(problem), last_tokens), change)
+    return steps.map_steps((min_tokens - 1, *path.breakpoints(problem), last_tokens), change)

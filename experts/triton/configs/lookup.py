@@ -86,9 +86,10 @@ class Source:
     steps: the configurations.
     origin: "override_config", a file, NEAREST, "heuristics" or FIXED.
     keys: the token counts in the file.
-    lenders: for each step, the tuned layer that its configuration is from, if origin is NEAREST.
+    step_origins: for each step, the tuned layer that its configuration is from, if origin is
+        NEAREST.
     notes: remarks for `explain`.
-    looked_in: locations without a usable file, in order of search.
+    searched_locations: locations without a usable file, in order of search.
     foreign: the file is from vLLM or SGLang.
     prepared: the steps are for calls with prepared weights.
     """
@@ -96,13 +97,13 @@ class Source:
     steps: ConfigSteps
     origin: str
     keys: tuple[int, ...] = ()
-    lenders: tuple[str, ...] = ()
+    step_origins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    looked_in: tuple[str, ...] = ()
+    searched_locations: tuple[str, ...] = ()
     foreign: bool = False
     prepared: bool = False
 
-    def launched(
+    def launch_steps(
         self, problem: Problem, device: Device, paths: Collection[str], *, prepared: bool = False
     ) -> ConfigSteps:
         """Return the configurations with which a caller that supports `paths` launches its calls.
@@ -114,14 +115,16 @@ class Source:
             steps = replace_foreign_configs(steps, problem, device, paths)
         if not all(config.path in paths for config in steps.configs):
             defaults = heuristics(problem, device, paths, prepared=prepared)
-            steps = steps.within(paths, defaults)
+            steps = steps.replace_other_paths(paths, defaults)
         if self.origin == NEAREST:
-            own = [name for name in BUILT_IN_NAMES if name in paths]
+            built_in_paths = [name for name in BUILT_IN_NAMES if name in paths]
             steps = split_at_breakpoints(steps, problem, device)
-            steps = prefer_heuristics_by_rows(steps, heuristics(problem, device, own), problem)
-            # Paths of other packages have no tuned files, so they replace borrowed launches, too.
+            steps = prefer_heuristics_by_rows(
+                steps, heuristics(problem, device, built_in_paths), problem
+            )
+            # Paths of other packages have no tuned files, so they also replace borrowed launches.
             for path in PATHS[len(BUILT_IN) :]:
-                if path.name in paths and path.serves(problem, device):
+                if path.name in paths and path.supports(problem, device):
                     steps = overlay_path(steps, path, problem, device)
         if prepared and not self.prepared:
             return with_prepared(steps, problem, device, paths)
@@ -143,49 +146,54 @@ class ConfigLookup:
     def source(self, problem: Problem, *, prepared: bool = False) -> Source:
         """Return the configurations from the best file, the nearest layers or the heuristics.
 
-        If `prepared`, they are for calls with prepared weights; if those have no file, the result
-        is that for other calls. Warn once per file that was tuned with another version of Triton or
-        is clamped. Raise ConfigurationError, naming the file, if it cannot be read, is malformed
-        or, in our format, does not fit.
+        If `prepared`, they are for calls with prepared weights; without a file for such calls, the
+        result is the same as for other calls. Warn once per file that was tuned with another
+        version of Triton or is clamped. Raise ConfigurationError, naming the file, if it cannot be
+        read, is malformed or, in our format, does not fit.
         """
         if problem.batch_invariant:  # the launches in a file depend on the number of tokens
             return Source(heuristics(problem, self.device), FIXED)
-        looked_in: list[str] = []
+        searched_locations: list[str] = []
         names = file_names_for(problem, self.device.name, prepared=prepared)
         for title, folder in self.folders if self.device.name else ():
             path = self._find_file(folder, names)
             if path is None:
                 reason = "no file" if folder.is_dir() else "no such folder"
                 suffix = " of prepared weights" if prepared and folder.is_dir() else ""
-                looked_in.append(f"{title} {folder}: {reason}{suffix}")
+                searched_locations.append(f"{title} {folder}: {reason}{suffix}")
                 continue
-            recipe = _read_with_down(path)
-            if not _has_same_alignment(recipe, problem):
+            tuned_configs = _read_with_down(path)
+            if not _has_same_alignment(tuned_configs, problem):
                 mismatch = "tuned for rows that start on 16 elements"
-                looked_in.append(f"{title} {path}: {mismatch}")
+                searched_locations.append(f"{title} {path}: {mismatch}")
                 continue
-            fitted = fit_to_problem(recipe, problem, self.device, prepared=prepared)
-            notes = (*self._triton_mismatch(path, recipe), *fitted.notes)
+            fitted = fit_to_problem(tuned_configs, problem, self.device, prepared=prepared)
+            notes = (*self._triton_mismatch(path, tuned_configs), *fitted.notes)
             if notes:
                 _warn(f"{path}: {'; '.join(notes)}")
-            if recipe.tuned_for is not None:
-                notes = (*notes, *_layer_differences(recipe, problem))
-            return replace(fitted, notes=notes, looked_in=tuple(looked_in))
+            if tuned_configs.tuned_for is not None:
+                notes = (*notes, *_layer_differences(tuned_configs, problem))
+            return replace(fitted, notes=notes, searched_locations=tuple(searched_locations))
         if prepared:
             ordinary = self.source(problem)
-            return replace(ordinary, looked_in=(*dict.fromkeys((*looked_in, *ordinary.looked_in)),))
+            return replace(
+                ordinary,
+                searched_locations=(
+                    *dict.fromkeys((*searched_locations, *ordinary.searched_locations)),
+                ),
+            )
         tuned_layers = self._packaged_layers(problem)
         if not tuned_layers:
             steps = heuristics(problem, self.device)
-            return Source(steps, "heuristics", looked_in=tuple(looked_in))
+            return Source(steps, "heuristics", searched_locations=tuple(searched_locations))
         defaults = heuristics(problem, self.device, BUILT_IN_NAMES)
         borrowed = borrow_configs(tuned_layers, problem, self.device, defaults)
-        lenders = tuple(entry.origin for entry in borrowed)
+        step_origins = tuple(entry.origin for entry in borrowed)
         return Source(
             steps_from_borrowed(borrowed),
             NEAREST,
-            lenders=lenders,
-            looked_in=tuple(looked_in),
+            step_origins=step_origins,
+            searched_locations=tuple(searched_locations),
         )
 
     def _packaged_layers(self, problem: Problem) -> list[TunedLayer]:
@@ -224,10 +232,10 @@ class ConfigLookup:
                 others.append((tuple(map(int, match.groups())), entry.name))
         yield from (name for _, name in sorted(others, reverse=True))
 
-    def _triton_mismatch(self, path: Path, recipe: TunedConfigs) -> Iterator[str]:
+    def _triton_mismatch(self, path: Path, tuned_configs: TunedConfigs) -> Iterator[str]:
         installed = triton_subfolder(self.triton)
         tuned_with = path.parent.name if _SUBFOLDER.fullmatch(path.parent.name) else ""
-        tuned_with = triton_subfolder(recipe.triton) or tuned_with
+        tuned_with = triton_subfolder(tuned_configs.triton) or tuned_with
         if installed and tuned_with and installed != tuned_with:
             version = tuned_with.removeprefix("triton_").replace("_", ".")
             yield f"tuned with triton {version}, this is {self.triton}: it may not be the best here"
@@ -247,31 +255,31 @@ def _warn(text: str) -> None:
 
 def _read_with_down(path: Path) -> TunedConfigs:
     """Read a config file, with GEMM 2 from SGLang's "_down" file next to it, if any."""
-    recipe = read_config_file(path)
+    tuned_configs = read_config_file(path)
     down = path.with_name(path.name.removesuffix(".json") + "_down.json")
-    if recipe.strict or not down.exists():
-        return recipe
-    down_recipe = read_config_file(down)
-    if down_recipe.strict:
+    if tuned_configs.strict or not down.exists():
+        return tuned_configs
+    down_configs = read_config_file(down)
+    if down_configs.strict:
         need = "a file of SGLang's: ours has both GEMMs in one"
         raise ConfigurationError(f"config file {down}", got="a file of ours", need=need)
-    return replace(recipe, gemm2=down_recipe.gemm2)
+    return replace(tuned_configs, gemm2=down_configs.gemm2)
 
 
-def _has_same_alignment(recipe: TunedConfigs, problem: Problem) -> bool:
+def _has_same_alignment(tuned_configs: TunedConfigs, problem: Problem) -> bool:
     """Return whether rows have the alignment of the tuned layer.
 
     Large tiles are slow for rows without it.
     """
     if rows_aligned_to_16(problem):
         return True
-    return recipe.tuned_for is not None and recipe.tuned_for.hidden == problem.hidden
+    return tuned_configs.tuned_for is not None and tuned_configs.tuned_for.hidden == problem.hidden
 
 
-def _layer_differences(recipe: TunedConfigs, problem: Problem) -> Iterator[str]:
-    assert recipe.tuned_for is not None
+def _layer_differences(tuned_configs: TunedConfigs, problem: Problem) -> Iterator[str]:
+    assert tuned_configs.tuned_for is not None
     for name in ("hidden", "top_k"):
-        tuned, actual = getattr(recipe.tuned_for, name), getattr(problem, name)
+        tuned, actual = getattr(tuned_configs.tuned_for, name), getattr(problem, name)
         if tuned != actual:
             yield f"tuned for {name}={tuned}, this problem has {actual}"
 
@@ -282,7 +290,7 @@ def nearest(keys: Sequence[int], tokens: int) -> int:
 
 
 def fit_to_problem(
-    recipe: TunedConfigs, problem: Problem, device: Device, *, prepared: bool = False
+    tuned_configs: TunedConfigs, problem: Problem, device: Device, *, prepared: bool = False
 ) -> Source:
     """Convert the contents of a file to configurations for `problem` on `device`.
 
@@ -290,37 +298,38 @@ def fit_to_problem(
     a supported path cannot be launched.
     """
     max_tokens_by_key = {
-        t: _max_tokens_for(path, t, recipe, problem, device, prepared) for t, path in recipe.paths
+        t: _max_tokens_for(path, t, tuned_configs, problem, device, prepared)
+        for t, path in tuned_configs.paths
     }
     steps1, steps2 = (
-        _token_ranges(recipe.gemm1, max_tokens_by_key),
-        _token_ranges(recipe.gemm2, max_tokens_by_key),
+        _token_ranges(tuned_configs.gemm1, max_tokens_by_key),
+        _token_ranges(tuned_configs.gemm2, max_tokens_by_key),
     )
     boundaries = sorted({last for last, _ in (*steps1, *steps2)})
     configs, notes = [], dict[str, None]()
     for last in boundaries:
         (tokens, launch1), (tokens_gemm2, launch2) = (
-            _until(last, choices) for choices in (steps1, steps2)
+            _launch_for(last, choices) for choices in (steps1, steps2)
         )
-        if recipe.fused_columns:
-            labels = (f"{recipe.origin}, tokens {t}" for t in (tokens, tokens_gemm2))
+        if tuned_configs.fused_columns:
+            labels = (f"{tuned_configs.origin}, tokens {t}" for t in (tokens, tokens_gemm2))
             launch1, launch2, clamps = _clamp_foreign_launches(
-                launch1, launch2, recipe, problem, device, tuple(labels)
+                launch1, launch2, tuned_configs, problem, device, tuple(labels)
             )
             notes |= dict.fromkeys(clamps)
-        config = MoEConfig(launch1, launch2, dict(recipe.paths).get(tokens, BASE.name))
-        # `ConfigSteps.within` replaces a path that does not support the problem.
-        if BY_NAME[config.path].serves(problem, device):
-            require_config(config, problem, device, f"{recipe.origin}, tokens {tokens}")
+        config = MoEConfig(launch1, launch2, dict(tuned_configs.paths).get(tokens, BASE.name))
+        # `ConfigSteps.replace_other_paths` replaces a path that does not support the problem.
+        if BY_NAME[config.path].supports(problem, device):
+            require_config(config, problem, device, f"{tuned_configs.origin}, tokens {tokens}")
         configs.append(config)
     if problem.batch_invariant:
-        _require_single_config(configs, problem, device, recipe.origin)
-    keys = tuple(tokens for tokens, _ in recipe.gemm1)
+        _require_single_config(configs, problem, device, tuned_configs.origin)
+    keys = tuple(tokens for tokens, _ in tuned_configs.gemm1)
     steps = ConfigSteps(tuple(boundaries), tuple(configs))
-    foreign = not recipe.strict
+    foreign = not tuned_configs.strict
     return Source(
         steps,
-        recipe.origin,
+        tuned_configs.origin,
         keys,
         notes=_summarize_notes(list(notes)),
         foreign=foreign,
@@ -328,12 +337,17 @@ def fit_to_problem(
     )
 
 
-def _until(last: int, choices: Sequence[tuple[int, tuple[int, Launch]]]) -> tuple[int, Launch]:
+def _launch_for(last: int, choices: Sequence[tuple[int, tuple[int, Launch]]]) -> tuple[int, Launch]:
     return next(choice for end, choice in choices if last <= end)
 
 
 def _max_tokens_for(
-    name: str, tokens: int, recipe: TunedConfigs, problem: Problem, device: Device, prepared: bool
+    name: str,
+    tokens: int,
+    tuned_configs: TunedConfigs,
+    problem: Problem,
+    device: Device,
+    prepared: bool,
 ) -> int:
     """Return the largest call that may use a configuration tuned for `tokens` on path `name`.
 
@@ -351,18 +365,18 @@ def _max_tokens_for(
 def _require_single_config(
     configs: Sequence[MoEConfig], problem: Problem, device: Device, origin: str
 ) -> None:
-    served = all(BY_NAME[config.path].serves(problem, device) for config in configs)
-    if len(set(configs)) > 1 or not served:
+    all_supported = all(BY_NAME[config.path].supports(problem, device) for config in configs)
+    if len(set(configs)) > 1 or not all_supported:
         got = ", ".join(dict.fromkeys(map(str, configs)))
-        serving = " or ".join(p.name for p in BY_NAME.values() if p.serves(problem, device))
-        need = f"one configuration for every number of tokens, by {serving}: batch_invariant"
+        supporting = " or ".join(p.name for p in BY_NAME.values() if p.supports(problem, device))
+        need = f"one configuration for every number of tokens, by {supporting}: batch_invariant"
         raise ConfigurationError(origin, got=got, need=need)
 
 
 def _clamp_foreign_launches(
     launch1: Launch,
     launch2: Launch,
-    recipe: TunedConfigs,
+    tuned_configs: TunedConfigs,
     problem: Problem,
     device: Device,
     labels: tuple[str, ...],
@@ -376,9 +390,9 @@ def _clamp_foreign_launches(
             tile = replace(tile, block_n=max(tile.block_n // 2, _MIN_BLOCK_N))
         if results:  # SGLang's second file may differ, but both GEMMs share one alignment
             tile = replace(tile, block_m=results[0].block_m)
-        clamped_tile = _clamp_tile(tile, gemm, device, recipe.strict, label)
+        clamped_tile = _clamp_tile(tile, gemm, device, tuned_configs.strict, label)
         if clamped_tile != tile:
-            tokens = label.removeprefix(f"{recipe.origin}, ")
+            tokens = label.removeprefix(f"{tuned_configs.origin}, ")
             clamps.append(f"{tokens} {gemm}: {tile} clamped to {clamped_tile}")
         results.append(clamped_tile)
     return results[0], results[1], clamps

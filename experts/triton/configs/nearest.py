@@ -1,8 +1,8 @@
 """Configurations for layers without a tuned file, borrowed from the nearest tuned layers.
 
 The time of a launch depends mainly on the sizes of the GEMMs, the number of active experts (those
-with rows) and the rows per active expert. In these coordinates, each entry of a tuned file is a
-point. A call uses the configuration of the nearest point, of whichever layer.
+that have rows) and the rows per active expert. In these coordinates, each entry of a tuned file is
+a point. A call uses the configuration of the nearest point, which may belong to any layer.
 """
 
 import math
@@ -163,7 +163,7 @@ def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: i
     programs.
     """
     path = BY_NAME[config.path]
-    if path.transferable or not path.serves(problem, device):
+    if path.transferable or not path.supports(problem, device):
         return config
     return path.default_config(problem, tokens, device)
 
@@ -197,7 +197,7 @@ def prefer_heuristics_by_rows(
         )
         return config if matches else default
 
-    return steps.changed((max_memory_bound_tokens, *defaults.lasts), replace_config)
+    return steps.map_steps((max_memory_bound_tokens, *defaults.last_tokens), replace_config)
 
 
 def steps_from_borrowed(borrowed: Sequence[BorrowedConfig]) -> ConfigSteps:
@@ -212,7 +212,7 @@ def split_at_breakpoints(steps: ConfigSteps, problem: Problem, device: Device) -
     These paths use their own `default_config`, which changes there.
     """
     for path in PATHS:
-        if path.transferable or not path.serves(problem, device):
+        if path.transferable or not path.supports(problem, device):
             continue
 
         def replace_config(
@@ -221,5 +221,5 @@ def split_at_breakpoints(steps: ConfigSteps, problem: Problem, device: Device) -
             is_default = config.path == path.name
             return path.default_config(problem, max_tokens, device) if is_default else config
 
-        steps = steps.changed(path.breakpoints(problem), replace_config)
+        steps = steps.map_steps(path.breakpoints(problem), replace_config)
     return steps

@@ -121,24 +121,24 @@ def explain(
 
     Weights and tokens are assumed to have the strides that the checkpoint readers produce.
     """
-    store = current_lookup()
-    recipe = _override.get()
+    lookup = current_lookup()
+    override = _override.get()
     notes: list[str] = []
     if device_name is not None:
-        store = replace(store, device=Device.named(device_name))
+        lookup = replace(lookup, device=Device.named(device_name))
         if arch_of_name(device_name) is None:
-            limit = f"{store.device.shared} bytes of shared memory for a block"
+            limit = f"{lookup.device.shared} bytes of shared memory for a block"
             notes = [f"{device_name} is not known by name: assuming {limit}"]
-    source = _source(store, recipe, problem, prepared)
+    source = _source(lookup, override, problem, prepared)
     from_file = source.steps.choose(tokens)
-    unprepared = source.launched(problem, store.device, paths).choose(tokens)
-    config = source.launched(problem, store.device, paths, prepared=prepared).choose(tokens)
+    unprepared = source.launch_steps(problem, lookup.device, paths).choose(tokens)
+    config = source.launch_steps(problem, lookup.device, paths, prepared=prepared).choose(tokens)
     call_label = f"{counted(tokens, 'token')}{', prepared weights' if prepared else ''}"
     reason = _reason(source, problem, tokens, unprepared)
     if prepared and not source.prepared and config != unprepared:
         reason = f"heuristics of prepared weights, in place of {reason}"
     lines = [
-        f"{problem.with_tokens(tokens)}, {call_label}, on {store.device.name or 'no GPU'}",
+        f"{problem.with_tokens(tokens)}, {call_label}, on {lookup.device.name or 'no GPU'}",
         f"  from {reason}",
         *(
             [f"  the file's launch is not used: {from_file}"]
@@ -148,15 +148,15 @@ def explain(
         f"  path: {config.path}",
         f"  GEMM 1: {config.gemm1}{' (gate, and as many up columns)' if problem.act.gated else ''}",
         f"  GEMM 2: {config.gemm2}",
-        *_external_lines(problem, store.device, paths),
+        *_external_lines(problem, lookup.device, paths),
         *(
             f"  note: {note}"
-            for note in (*notes, *_adapter_notes(problem, store.device), *source.notes)
+            for note in (*notes, *_adapter_notes(problem, lookup.device), *source.notes)
         ),
-        *(f"  looked in {location}" for location in source.looked_in),
+        *(f"  looked in {location}" for location in source.searched_locations),
     ]
     if source.origin in ("heuristics", "nearest") or (prepared and not source.prepared):
-        device_label = store.device.name
+        device_label = lookup.device.name
         file_name = (
             file_names_for(problem, device_label, prepared=prepared)[0] if device_label else ""
         )
@@ -180,7 +180,7 @@ def _external_lines(problem: Problem, device: Device, paths: tuple[str, ...]) ->
         if path.name in paths:
             bounds = f"{path.min_tokens(problem)} to {path.max_tokens(problem) or 'any'} tokens"
             yield f"  path of another package: {path.name} from {origin}, untuned for {bounds}"
-        elif not path.serves(problem, device):
+        elif not path.supports(problem, device):
             yield f"  path of another package: {path.name} from {origin}, not for this problem"
     for broken in external.broken:
         yield f"  path of another package, not used: {broken.name} from {broken.origin}"
@@ -192,19 +192,21 @@ def _adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
         return
     without_lora = replace(problem, lora="none")
     missing = [
-        p.name for p in PATHS if p.serves(without_lora, device) and not p.serves(problem, device)
+        p.name
+        for p in PATHS
+        if p.supports(without_lora, device) and not p.supports(problem, device)
     ]
     if missing:
         yield f"calls with adapters do not take the paths {', '.join(missing)}; calls without do"
 
 
-def _reason(source: Source, problem: Problem, tokens: int, launched: MoEConfig) -> str:
-    lender = source.lenders[source.steps.index(tokens)] if source.lenders else ""
+def _reason(source: Source, problem: Problem, tokens: int, launched_config: MoEConfig) -> str:
+    lender = source.step_origins[source.steps.index(tokens)] if source.step_origins else ""
     if lender == "heuristics":
         return "heuristics: no tuned layer is close enough"
     if lender:
         rows = tokens * problem.top_k / problem.experts
-        if rows > MIN_COMPUTE_BOUND_ROWS and launched != source.steps.choose(tokens):
+        if rows > MIN_COMPUTE_BOUND_ROWS and launched_config != source.steps.choose(tokens):
             return f"heuristics: {rows:.4g} rows an expert are not for the launches of {lender}"
         return f"the nearest layer with a file: {lender}"
     if source.origin == FIXED:
@@ -212,9 +214,9 @@ def _reason(source: Source, problem: Problem, tokens: int, launched: MoEConfig) 
     if not source.keys:
         rows = tokens * problem.top_k / problem.experts
         step = source.steps.index(tokens) + 1
-        return f"heuristic {step} of {len(source.steps.lasts)}: {rows:.4g} rows an expert"
+        return f"heuristic {step} of {len(source.steps.last_tokens)}: {rows:.4g} rows an expert"
     key, keys = nearest(source.keys, tokens), ", ".join(map(str, source.keys))
-    if len(source.keys) == len(source.steps.lasts):
+    if len(source.keys) == len(source.steps.last_tokens):
         tuned_tokens = source.keys[source.steps.index(tokens)]
         if tuned_tokens != key:
             return f"{source.origin}: tokens {tuned_tokens} of {keys}, because {key} is for fewer"
@@ -242,8 +244,8 @@ def is_context_active() -> bool:
 
 def current_lookup() -> ConfigLookup:
     """Return the lookup for this machine, or for the GPU of an active `on_device`."""
-    store, device = _machine_lookup(), _device.get()
-    return store if device is None else replace(store, device=device)
+    lookup, device = _machine_lookup(), _device.get()
+    return lookup if device is None else replace(lookup, device=device)
 
 
 @cache
@@ -266,7 +268,7 @@ def triton_version() -> str | None:
 class _Context(NamedTuple):
     """Cache key: everything that determines a configuration, except problem and tokens."""
 
-    recipe: TunedConfigs | None
+    override: TunedConfigs | None
     device: Device | None  # of `on_device`
     paths: tuple[str, ...]
     prepared: bool
@@ -278,18 +280,18 @@ def _steps(problem: Problem, context: _Context) -> ConfigSteps:
 
     Its `tokens` must be 0, so that all calls of a layer share a cache entry.
     """
-    store, prepared = current_lookup(), context.prepared
-    source = _source(store, context.recipe, problem, prepared)
-    return source.launched(problem, store.device, context.paths, prepared=prepared)
+    lookup, prepared = current_lookup(), context.prepared
+    source = _source(lookup, context.override, problem, prepared)
+    return source.launch_steps(problem, lookup.device, context.paths, prepared=prepared)
 
 
 def _source(
-    store: ConfigLookup, recipe: TunedConfigs | None, problem: Problem, prepared: bool
+    lookup: ConfigLookup, override: TunedConfigs | None, problem: Problem, prepared: bool
 ) -> Source:
     """Return the source of configurations: the override, or the result of the file lookup."""
-    if recipe is None:
-        return store.source(problem, prepared=prepared)
-    return fit_to_problem(recipe, problem, store.device, prepared=prepared)
+    if override is None:
+        return lookup.source(problem, prepared=prepared)
+    return fit_to_problem(override, problem, lookup.device, prepared=prepared)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -18,10 +18,10 @@ from modular_kernel.spec.problem import Problem
 NAME = "dequantized"
 
 _CANDIDATE_ROWS: RowRange = {128: (32, 1 << 62)}
-# Mean rows per expert from which the path is faster than the aligned path, which dequantizes in its
-# GEMMs. Measured on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8,
-# Qwen3-30B and gpt-oss. fp8 and NVFP4 were not measured: they use the limits of the most similar
-# schemes, int8 with channel scales and mxfp4.
+# Mean rows per expert from which the path is faster than the aligned path, whose GEMMs dequantize.
+# Measured on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and
+# gpt-oss. fp8 and NVFP4 were not measured: they use the limits of the most similar schemes, int8
+# with channel scales and mxfp4.
 _MIN_ROWS = {
     "int4_w4a16_group": 96,
     "int4_w4a16_group:zero_points": 64,
@@ -43,7 +43,7 @@ def without_quant(problem: Problem) -> Problem:
     return replace(problem, quant="none")
 
 
-def serves(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Return whether the kernels of this path support `problem` on `device`.
 
     Weights must be quantized, without act order, and activations must not be. Activations must be

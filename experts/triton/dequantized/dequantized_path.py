@@ -36,15 +36,15 @@ _TILES_PER_PROGRAM = 64  # tiles that a program of `tiles_of_experts_kernel` cop
 
 
 class DequantizedPath(GroupedTmaPath):
-    """The path for the problems of `dequantized_config.serves`."""
+    """The path for the problems of `dequantized_config.supports`."""
 
     name = dequantized_config.NAME
     roundings = Roundings(weights=True)
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `dequantized_config.serves`."""
-        return problem.adapters is None and dequantized_config.serves(problem, device)
+    def supports(cls, problem: Problem, device: Device) -> bool:
+        """Return whether the kernels support `problem`; see `dequantized_config.supports`."""
+        return problem.adapters is None and dequantized_config.supports(problem, device)
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
@@ -90,14 +90,14 @@ class DequantizedPath(GroupedTmaPath):
         """Return the buffer of the dequantized w1 or w2 of one chunk of experts."""
         return {"dequantized": BufferSpec((self._chunk_numel,), self.problem.dtype)}
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the kernels can read the tensors.
 
         Scales and zero points must be contiguous, and weights must be readable by TMA.
         """
         scale_tensors = (getattr(weights, name) for name in SCALE_FIELDS)
         contiguous = all(t.is_contiguous() for t in scale_tensors if t is not None)
-        return contiguous and super().takes(weights, x_TH)
+        return contiguous and super().supports_tensors(weights, x_TH)
 
     def products(
         self,
@@ -179,7 +179,7 @@ class DequantizedPath(GroupedTmaPath):
             FORMAT=word_format(product.scheme),
             PACKED=product.scheme.packed,
             HAS_ZERO=zero is not None,
-            MIDDLE=float(DEFAULT_ZERO_POINT.get(product.scheme.weight, 0)),
+            ZERO_POINT=float(DEFAULT_ZERO_POINT.get(product.scheme.weight, 0)),
             MATRICES=num_global_scales,
             UP_ROW=product.up_row if num_global_scales > 1 else rows,
             GROUP_N=group_n if scale.dim() > 1 else 0,
@@ -214,6 +214,6 @@ class DequantizedPath(GroupedTmaPath):
             max_tiles=order.max_tiles,
             TILE_M=block_m,
             BINS=next_power_of_2(self.problem.e),
-            FILL=_TILES_PER_PROGRAM,
+            TILES_PER_PROGRAM=_TILES_PER_PROGRAM,
         )
         return replace(order, tiles=tiles)

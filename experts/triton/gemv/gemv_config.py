@@ -45,7 +45,7 @@ _BYTES: tuple[_Row, ...] = (
 _WIDE = 4096
 
 
-def serves(problem: Problem) -> bool:
+def supports(problem: Problem) -> bool:
     """Return whether the kernels of this path support `problem`.
 
     Groups of activations must be powers of two, because the kernels reshape vectors by them.

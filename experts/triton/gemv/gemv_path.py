@@ -35,7 +35,7 @@ from experts.triton.operands import (
 )
 from experts.triton.path import Path, PathCall
 from modular_kernel.ops.count import id_arguments, next_power_of_2
-from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT, LARGEST, MIN_SCALE
+from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT, MIN_SCALE, QMAX
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
@@ -53,16 +53,16 @@ _MAX_UNLIMITED_SLOTS = 16  # pairs of a token up to which ptxas chooses the numb
 
 
 class GemvPath(Path):
-    """The gemv path, for the problems of `gemv_config.serves`. Row p of h belongs to pair p."""
+    """The gemv path, for the problems of `gemv_config.supports`. Row p of h belongs to pair p."""
 
     name = gemv_config.NAME
-    refuses = False
+    may_reject_tensors = False
     quantizes_input = True
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `gemv_config.serves`."""
-        return gemv_config.serves(problem)
+    def supports(cls, problem: Problem, device: Device) -> bool:
+        """Return whether the kernels support `problem`; see `gemv_config.supports`."""
+        return gemv_config.supports(problem)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
@@ -108,7 +108,7 @@ class GemvPath(Path):
             specs["gemv_amax"] = BufferSpec((pairs * blocks,), torch.float32)
         return specs | adapter_specs(problem, pairs)
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return True: all strides are supported. Contiguous rows are the fastest."""
         return True
 
@@ -177,10 +177,10 @@ class GemvPath(Path):
             (weights.lora_a2, weights.lora_b2),
         )
         with stages.stage(stages.SHRINK):
-            shrunk = shrink_few(
+            shrink_output = shrink_few(
                 call, name, rows, matrices1 if is_gemm1 else matrices2, self.problem
             )
-        return _adapter_arguments(shrunk, None if is_gemm1 else self.problem.top_k)
+        return _adapter_arguments(shrink_output, None if is_gemm1 else self.problem.top_k)
 
     def _first_stage(self, call: PathCall) -> str:
         """Return the stages that the GEMM 1 launch comprises.
@@ -286,11 +286,11 @@ def _arguments(product: GemmOperands, tile: LaunchConfig, columns: int) -> dict[
         **dict(zip(("stride_bze", "stride_bzn", "stride_bzk"), zeros, strict=True)),
         "stride_bias": 0 if product.bias is None else product.bias.stride(0),
         "HAS_BIAS": product.bias is not None,
-        "LARGEST": LARGEST.get(kind, 1.0),
+        "QMAX": QMAX.get(kind, 1.0),
         "ROUND": kind == "int8",
         "MIN_SCALE": MIN_SCALE,
-        "SCALED": scheme.quantized,
-        "MIDDLE": 0
+        "HAS_SCALES": scheme.quantized,
+        "ZERO_POINT": 0
         if product.zero_point is not None
         else IMPLICIT_ZERO_POINT.get(scheme.weight, 0),
         "HAS_ZERO": product.zero_point is not None,
@@ -305,10 +305,10 @@ def _arguments(product: GemmOperands, tile: LaunchConfig, columns: int) -> dict[
     }
 
 
-def _adapter_arguments(shrunk: ShrinkOutput, top_k: int | None) -> dict[str, object]:
+def _adapter_arguments(shrink_output: ShrinkOutput, top_k: int | None) -> dict[str, object]:
     """Return the LoRA arguments of the GEMM 1 kernel or, given top_k, of the GEMM 2 kernel."""
-    arguments = shrunk.arguments()
-    arguments["LORA_R"] = next_power_of_2(shrunk.b.shape[3])
+    arguments = shrink_output.arguments()
+    arguments["LORA_R"] = next_power_of_2(shrink_output.b.shape[3])
     del arguments["BLOCK_R"]
     if top_k is not None:
         del arguments["U_UP"]

@@ -34,7 +34,7 @@ _MIN_STAGES = 4  # minimum number of stages with which a block_k is used by defa
 _STAGING = 1 << 12  # bytes of shared memory for reductions across warps, barriers and padding
 
 
-def serves(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Return whether the kernels of this path support `problem` on `device`."""
     if not supports_tma(problem, device, _SCHEMES) or not _halves_share_scales(problem):
         return False
@@ -88,7 +88,7 @@ def pieces(depth: int) -> int:
 
 
 def _ring_slots(block_k: int, gemm: Gemm, device: Device) -> int:
-    """Return the ring stages that fit in shared memory beside the vectors and their scales."""
+    """Return the ring stages that fit in shared memory with the vectors and their scales."""
     vectors = pieces(gemm.depth) * VECTORS * (PIECE + 4 * VECTORS)
     return max(0, device.shared - _STAGING - vectors) // (ROWS * block_k)
 
@@ -116,9 +116,9 @@ _ROWS: RowRange = {16: (0, 4)}
 # For each block_k, as many stages as can fit, and fewer.
 _ENTRIES: ByBlock = {
     16: tuple(
-        (64, block_k, 4, places)
+        (64, block_k, 4, num_stages)
         for block_k, counts in ((512, (6, 5, 4, 3, 2)), (256, (12, 10, 8, 6)), (128, (16, 12)))
-        for places in counts
+        for num_stages in counts
     ),
 }
 

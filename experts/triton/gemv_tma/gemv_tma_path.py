@@ -30,7 +30,7 @@ from experts.triton.operands import (
 )
 from experts.triton.path import Path, PathCall
 from modular_kernel.ops.count import id_arguments, next_power_of_2
-from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
+from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
@@ -39,21 +39,21 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-# Registers per thread in GEMM 1 and GEMM 2; the producer warp gives back most of its own.
+# Registers per thread in GEMM 1 and GEMM 2; the producer warp releases most of its registers.
 _REGISTERS = (128, 144)
 
 
 class GemvTmaPath(Path):
-    """The path for the problems of `gemv_tma_config.serves`. Row p of h belongs to pair p."""
+    """The path for the problems of `gemv_tma_config.supports`. Row p of h belongs to pair p."""
 
     name = gemv_tma_config.NAME
     quantizes_input = True
     transferable = False
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `gemv_tma_config.serves`."""
-        return problem.adapters is None and gemv_tma_config.serves(problem, device)
+    def supports(cls, problem: Problem, device: Device) -> bool:
+        """Return whether the kernels support `problem`; see `gemv_tma_config.supports`."""
+        return problem.adapters is None and gemv_tma_config.supports(problem, device)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
@@ -82,13 +82,13 @@ class GemvTmaPath(Path):
         self.problem = problem
         # With a sum over top-k, all pairs of a token are accumulated before rounding.
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
-        self._grouped = problem.scheme.granularity == "block"
+        self._has_block_scales = problem.scheme.granularity == "block"
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         specs = {"workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype)}
-        if not self._grouped:
+        if not self._has_block_scales:
             specs["gemv_tma_amax"] = BufferSpec((pairs * self._blocks,), torch.float32)
         return specs
 
@@ -97,7 +97,7 @@ class GemvTmaPath(Path):
         """Return the number of column blocks of GEMM 1."""
         return -(-self.problem.intermediate // COLUMNS)
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether weights, biases and scales are contiguous, and weights aligned for TMA."""
         optional = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
         tensors = (weights.w1, weights.w2, *(t for t in optional if t is not None))
@@ -114,15 +114,15 @@ class GemvTmaPath(Path):
         pairs = call.tokens.routing.topk_ids_TK.numel()
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
         amax = h_PI
-        if not self._grouped:
+        if not self._has_block_scales:
             amax = workspace.take("gemv_tma_amax", (pairs * self._blocks,))
         num_sms = multiprocessors()
         common = {
             "h_ptr": h_PI,
             "amax_ptr": amax,
             "TOP_K": problem.top_k,
-            "GROUPED": self._grouped,
-            "LARGEST": LARGEST[problem.scheme.activation],
+            "BLOCK_SCALES": self._has_block_scales,
+            "QMAX": QMAX[problem.scheme.activation],
             "MIN_SCALE": MIN_SCALE,
             "num_warps": 4,
             **pdl_arguments(),
@@ -168,7 +168,7 @@ class GemvTmaPath(Path):
         product = gemm1_operands(call.weights, problem)
         quant, scales = input_scales(call.tokens, None, problem)
         # With block scales, the kernel handles a group that covers all of K like other groups.
-        quant = "group" if self._grouped and quant == "token" else quant
+        quant = "group" if self._has_block_scales and quant == "token" else quant
         constants = {k: v for k, v in product.constants.items() if k != "GATED"}
         return {
             "x_ptr": x_TH,

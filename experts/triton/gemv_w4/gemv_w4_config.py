@@ -44,10 +44,10 @@ class GemvW4Config:
         return f"{sizes} warps={self.num_warps} stages={self.num_stages}"
 
 
-def serves(problem: Problem) -> bool:
+def supports(problem: Problem) -> bool:
     """Return whether the kernels of this path support `problem`."""
-    served = supports_w4(problem) and not problem.scheme.matrix_scales
-    return served and not problem.batch_invariant and problem.top_k <= _MAX_PAIRS
+    supported = supports_w4(problem) and not problem.scheme.matrix_scales
+    return supported and not problem.batch_invariant and problem.top_k <= _MAX_PAIRS
 
 
 def violations(config: GemvW4Config, gemm: Gemm, device: Device) -> Iterator[Violation]:
@@ -119,11 +119,11 @@ def default(problem: Problem, tokens: int = 1) -> MoEConfig:
     In the measurements of `max_tokens`, and on the shapes of Qwen3-235B and Qwen2-57B, they are
     within 4 % of the fastest. None of them spills 16 bytes or more.
     """
-    launch1, launch2 = _first(problem, tokens), _second(problem, tokens)
+    launch1, launch2 = _gemm1_launch(problem, tokens), _gemm2_launch(problem, tokens)
     return MoEConfig(GemvW4Config(*launch1), GemvW4Config(*launch2), NAME)
 
 
-def _first(problem: Problem, tokens: int) -> _Launch:
+def _gemm1_launch(problem: Problem, tokens: int) -> _Launch:
     """Return the launch of GEMM 1.
 
     Tiles of 8 columns with half the registers are used if all programs are resident at once and the
@@ -136,14 +136,14 @@ def _first(problem: Problem, tokens: int) -> _Launch:
     return 16, 256, 4, 1
 
 
-def _second(problem: Problem, tokens: int) -> _Launch:
+def _gemm2_launch(problem: Problem, tokens: int) -> _Launch:
     """Return the launch of GEMM 2: the fewer programs there are, the more warps each has.
 
     Tiles of 8 columns are used where 16 would leave some SMs with one program and others with two.
     """
-    narrow = _narrow_gemm2(problem, tokens)
-    if narrow is not None:
-        return narrow
+    narrow_launch = _narrow_gemm2(problem, tokens)
+    if narrow_launch is not None:
+        return narrow_launch
     programs = tokens * -(-problem.hidden // ROWS)
     integers = problem.scheme.weight == "uint4"
     if programs <= (2 if integers else 3) * _NUM_SMS:

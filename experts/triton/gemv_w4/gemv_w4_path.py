@@ -30,16 +30,16 @@ _MAX_IDS = 128  # ids per step of counting invalid ids; fixed, so that calls sha
 
 
 class GemvW4Path(Path):
-    """The path for the problems of `gemv_w4_config.serves`. Row p of h belongs to pair p."""
+    """The path for the problems of `gemv_w4_config.supports`. Row p of h belongs to pair p."""
 
     name = gemv_w4_config.NAME
     launch = GemvW4Config
     transferable = False
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `gemv_w4_config.serves`."""
-        return problem.adapters is None and gemv_w4_config.serves(problem)
+    def supports(cls, problem: Problem, device: Device) -> bool:
+        """Return whether the kernels support `problem`; see `gemv_w4_config.supports`."""
+        return problem.adapters is None and gemv_w4_config.supports(problem)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
@@ -79,7 +79,7 @@ class GemvW4Path(Path):
         from experts.triton.gemv_w4.kernels.gate_up import gemv_w4_gate_up_kernel
         from modular_kernel.replay.launch.triton_versions import WORDS_STAY_IN_LANES
 
-        assert gemv_w4_config.serves(problem)
+        assert gemv_w4_config.supports(problem)
         self.problem = problem
         # With a sum over top-k, all pairs of a token are accumulated before rounding.
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
@@ -95,7 +95,7 @@ class GemvW4Path(Path):
         shape = (tokens * problem.top_k, problem.intermediate)
         return {"workspace13": BufferSpec(shape, problem.dtype)}
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the weights can be read as words, in 16-byte loads."""
         return allows_vector_loads(weights)
 
@@ -155,7 +155,7 @@ class GemvW4Path(Path):
             HAS_ROW_WEIGHTS=self._sums_topk and not problem.apply_router_weight_on_input,
             BLOCK_K=next_power_of_2(slots),
             HALVES=halves,
-            TEAM=_warps_per_pair(tile, slots),
+            WARPS_PER_PAIR=_warps_per_pair(tile, slots),
             **_arguments(product, tile, slots, halves),
             maxnreg=gemv_w4_config.registers(tile, 2, in_lanes=self._words_stay_in_lanes),
             **ids,
@@ -173,8 +173,8 @@ def _arguments(
     group = group or product.depth
     chunks = max(1, gemv_w4_config.chunks(tile, group) // halves)
     blocks = -(-product.depth // (halves * chunks * gemv_w4_config.CHUNK))
-    team = _warps_per_pair(tile, slots)
-    steps = -(-blocks // team) if team else -(-slots * blocks // tile.num_warps)
+    warps_per_pair = _warps_per_pair(tile, slots)
+    steps = -(-blocks // warps_per_pair) if warps_per_pair else -(-slots * blocks // tile.num_warps)
     return {
         **w4_arguments(product),
         "DEPTH": product.depth,
@@ -184,7 +184,7 @@ def _arguments(
         "CHUNKS": chunks,
         "STEPS": steps,
         "steps": steps,
-        "PARTS": tile.num_warps,
+        "WARPS": tile.num_warps,
         "STAGES": max(1, tile.num_stages - 1),
         "LOAD_AFTER_MMA": tile.num_stages == 1,
         "num_warps": tile.num_warps,

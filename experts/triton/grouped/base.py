@@ -13,7 +13,6 @@ from experts.triton.adapters import SegmentShrink, ShrinkOutput, TileShrinkOutpu
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands
 from experts.triton.path import PathCall
-from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.quantize import (
     quantize_rows,
@@ -23,6 +22,7 @@ from modular_kernel.ops.quantize import (
 )
 from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
 from modular_kernel.ops.sort import SortedPairs, sort_pairs, sort_specs
+from modular_kernel.ops.valid_rows import BatchedRows
 from modular_kernel.quant.quantized_weights import STORAGE
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Combine, Problem
@@ -37,14 +37,14 @@ class GemmRows(NamedTuple):
     weights: router weights (P, 1), which multiply the product before the bias, or None.
     tokens: (P,) int32, the row of values and scale that each sorted row uses; None if both have a
         row per sorted row.
-    shrunk: the shrink output of adapters, or None.
+    shrink_output: the shrink output of adapters, or None.
     """
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
-    shrunk: ShrinkOutput | TileShrinkOutput | None = None
+    shrink_output: ShrinkOutput | TileShrinkOutput | None = None
 
 
 class ExpertSortedGemms(ABC):
@@ -144,14 +144,14 @@ class ExpertSortedGemms(ABC):
         adapters = self._adapters(tile, order, call)
         with stages.stage(stages.GEMM1 if self.permutes_tokens else stages.GATHER_GEMM1):
             if adapters is not None:
-                x = x._replace(shrunk=adapters.of_w1(call.tokens.plain_TH, call.weights))
+                x = x._replace(shrink_output=adapters.of_w1(call.tokens.plain_TH, call.weights))
             product = gemm1_operands(call.weights, self.problem)
             self.products(x, product, tile, order, h_RI, call)
         h = self._quantize(h_RI, order, call)
         if adapters is None:
             return h
         with stages.stage(stages.GEMM2):
-            return h._replace(shrunk=adapters.of_w2(h_RI, call.weights))
+            return h._replace(shrink_output=adapters.of_w2(h_RI, call.weights))
 
     def _adapters(
         self, tile: LaunchConfig, order: SortedPairs, call: PathCall
@@ -203,7 +203,7 @@ class ExpertSortedGemms(ABC):
             static = call.weights.a2_scale
             out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static)
             valid_rows = BatchedRows(order.starts[-1:]) if self.skips_unused else None
-            quantize_rows(h_RI, scheme, out=out, live=valid_rows)
+            quantize_rows(h_RI, scheme, out=out, valid_rows=valid_rows)
         return GemmRows(out.q_RK, out.scale)
 
     def _unpermute(self, rows_RH: torch.Tensor, order: SortedPairs, call: PathCall) -> None:

@@ -43,9 +43,9 @@ def m_grouped_gemm(
     """
     from experts.triton.grouped.kernels.segment_gemm import segment_gemm_kernel
 
-    a, a_scale, weights, _, shrunk = rows
-    assert shrunk is None or isinstance(shrunk, ShrinkOutput)
-    adapters = {} if shrunk is None else {"tokens_ptr": tokens, **shrunk.arguments()}
+    a, a_scale, weights, _, shrink_output = rows
+    assert shrink_output is None or isinstance(shrink_output, ShrinkOutput)
+    adapters = {} if shrink_output is None else {"tokens_ptr": tokens, **shrink_output.arguments()}
     max_tiles = tiles.numel() // 3
     num_n = -(-product.columns // tile.block_n)
     launch(

@@ -40,7 +40,7 @@ def round_up_to_box(columns: int) -> int:
 class TileShrink(SegmentShrink):
     """The shrink launches for the TMA GEMMs, with u of all slots of a tile side by side."""
 
-    def _shrunk(  # type: ignore[override]
+    def _shrink(  # type: ignore[override]
         self, name: str, x: torch.Tensor, matrices: Matrices, *, gather: bool
     ) -> TileShrinkOutput:
         from experts.triton.grouped_tma.kernels.shrink import shrink_tiles_kernel

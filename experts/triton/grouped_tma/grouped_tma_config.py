@@ -159,7 +159,9 @@ _HALF: ByBlock = {
 }  # fmt: skip
 _W8A8: ByBlock = {128: tuple((n, 128, warps, *more) for n, _, warps, *more in _HALF[128])}
 _BLOCK_CANDIDATES: ByBlock = {
-    128: tuple((128, 128, 4, places, group) for places in (6, 5) for group in (4, 8, 16, 32))
+    128: tuple(
+        (128, 128, 4, num_stages, group) for num_stages in (6, 5) for group in (4, 8, 16, 32)
+    )
 }
 
 

@@ -44,7 +44,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     roundings = Roundings()
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
+    def supports(cls, problem: Problem, device: Device) -> bool:
         """Return whether the kernels support `problem`; see `grouped_tma_config.supports`."""
         return grouped_tma_config.supports(problem, device)
 
@@ -94,7 +94,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         tiles = max_tile_count(pairs, block_m, self.problem.e)
         return super().specs(tokens, block_m) | tile_specs(self.problem, pairs, tiles)
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the kernels can read the tensors.
 
         They must be contiguous and aligned for TMA and, if gathered, for 16-byte copies.
@@ -118,8 +118,10 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         from experts.triton.grouped_tma.kernels.gemm import grouped_gemm_tma_kernel
         from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
 
-        a, a_scale, _, tokens, shrunk = rows  # `supports` excludes router weights on the input
-        assert shrunk is None or isinstance(shrunk, TileShrinkOutput)
+        a, a_scale, _, tokens, shrink_output = (
+            rows  # `supports` excludes router weights on the input
+        )
+        assert shrink_output is None or isinstance(shrink_output, TileShrinkOutput)
         experts, rows_b, depth = product.w.shape
         itemsize = a.element_size()
         box_rows = half_rows(tile, 2 if product.constants["GATED"] else 1)
@@ -153,35 +155,37 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             MODE=self._mode,
             STEP=product.step,
             HAS_BIAS=product.bias is not None,
-            GATHERED=tokens is not None,
+            GATHER=tokens is not None,
             EVEN_K=depth * itemsize % BOX_BYTES == 0,
             STAGES=tile.num_stages,
             SLOTS=staging_slots(tile, box_rows, out_columns),
             GROUP_M=tile.group_m,
             num_warps=4,
-            **_adapter_arguments(shrunk, b_desc, box_rows, order),
+            **_adapter_arguments(shrink_output, b_desc, box_rows, order),
             **product.constants,
         )
 
 
 def _adapter_arguments(
-    shrunk: TileShrinkOutput | None, unused: object, box_rows: int, order: SortedPairs
+    shrink_output: TileShrinkOutput | None, unused: object, box_rows: int, order: SortedPairs
 ) -> dict[str, object]:
     """Return the LoRA arguments of the kernel, where a TMA box has box_rows weight rows."""
     from experts.triton.kernels.tma_descriptors import tma_descriptor
 
-    if shrunk is None:
+    if shrink_output is None:
         numbers = dict.fromkeys(("stride_tile_slots", "slot_rows", "expert_rows", "u_up"), 0)
         descriptors = {"u_desc": unused, "lora_b_desc": unused, "tile_slots_ptr": order.tiles}
         return {**descriptors, **numbers, "LORA_STEPS": 0}
-    num_loras, experts, rows, rank = shrunk.b.shape
+    num_loras, experts, rows, rank = shrink_output.b.shape
     return {
-        "u_desc": tma_descriptor(shrunk.u, BLOCK_M),
-        "lora_b_desc": tma_descriptor(shrunk.b.view(num_loras * experts * rows, rank), box_rows),
-        "tile_slots_ptr": shrunk.tile_slots,
-        "stride_tile_slots": shrunk.tile_slots.shape[1],
+        "u_desc": tma_descriptor(shrink_output.u, BLOCK_M),
+        "lora_b_desc": tma_descriptor(
+            shrink_output.b.view(num_loras * experts * rows, rank), box_rows
+        ),
+        "tile_slots_ptr": shrink_output.tile_slots,
+        "stride_tile_slots": shrink_output.tile_slots.shape[1],
         "slot_rows": experts * rows,
         "expert_rows": rows if experts > 1 else 0,
-        "u_up": shrunk.up,
-        "LORA_STEPS": round_up_to_box(rank + shrunk.up) // _BOX_ELEMENTS,
+        "u_up": shrink_output.up,
+        "LORA_STEPS": round_up_to_box(rank + shrink_output.up) // _BOX_ELEMENTS,
     }

@@ -13,7 +13,7 @@ from experts.triton.grouped_w4.layout import (
     LINES,
     SCALE_LINE,
     PackedFormat,
-    Tiled,
+    TiledWeights,
 )
 from modular_kernel.errors import DtypeError, ShapeError
 from modular_kernel.quant.repacking import repack, unpack_words
@@ -23,11 +23,13 @@ from modular_kernel.spec.problem import dtype_name
 _WORD = 0xFFFFFFFF
 # Added to mxfp4 exponents. Codes are read as their values times 2^-126, and unpacked weights are
 # the true ones times 2^-50.
-_RAISED = 126 - 50
-_RAISED_INTEGERS = 133 - 50  # log2 of the factor of integer scales: a code q is read as q * 2^-133
+_EXPONENT_OFFSET = 126 - 50
+_INTEGER_SCALE_LOG2 = (
+    133 - 50
+)  # log2 of the factor of integer scales: a code q is read as q * 2^-133
 _INF_EXPONENT = 255  # exponent field of infinity and NaN
 _NAN = 0x7FC00000  # bits of a float32 NaN whose last four bits are free for a zero point
-_SIXTEENTH = 16  # K elements per NVFP4 scale
+_NVFP4_GROUP = 16  # K elements per NVFP4 scale
 # Offset of an NVFP4 scale byte, which has five exponent and three significand bits.
 _NVFP4_SCALE_OFFSET = (127 - 10) << 3
 _BF16_LOST = 45  # significand bits of float64 beyond those of bf16
@@ -37,24 +39,27 @@ def tile_weights(
     w_eNK: torch.Tensor,
     scale_eNG: torch.Tensor,
     rows: torch.Tensor,
-    form: PackedFormat,
+    packed_format: PackedFormat,
     *,
     group: int = GROUP,
     zero_point: torch.Tensor | None = None,
-) -> Tiled:
+) -> TiledWeights:
     """Convert weights to the tiled layout.
 
     w_eNK: uint8 (e, N, K / 2), two codes per byte, the low nibble first; K is a multiple of 32.
     scale_eNG: (e, N, G), one per `group` columns, 0 for all of K: uint8 E8M0 exponents for mxfp4,
         e4m3 for NVFP4, any float dtype for integers.
     rows: the result of `rows_of_tiles`.
-    form: the format to convert to.
+    packed_format: the format to convert to.
     zero_point: uint8 (e, N / 2, G), two rows per byte, if form.zero.
 
     Raise ShapeError or DtypeError for anything else.
     """
     experts, depth = len(w_eNK), 2 * w_eNK.shape[2]
-    for name, tensor, need in (("w", w_eNK, True), ("scale", scale_eNG, form.kind == "e2m1")):
+    for name, tensor, need in (
+        ("w", w_eNK, True),
+        ("scale", scale_eNG, packed_format.kind == "e2m1"),
+    ):
         if need and tensor.dtype is not torch.uint8:
             raise DtypeError(name, got=dtype_name(tensor.dtype), need="uint8")
     shape = (*w_eNK.shape[:2], -(-depth // group) if group else 1)
@@ -63,61 +68,67 @@ def tile_weights(
     steps, tiles = -(-depth // BLOCK), len(rows)
     tile_rows = rows.to(w_eNK.device).flatten()
 
-    def of_groups(values: torch.Tensor, each: int) -> torch.Tensor:
-        """Expand (N, G, ...) to the rows of tiles, with one value per `each` columns."""
-        at = torch.arange(steps * BLOCK // each, device=values.device) * each
-        inside = (tile_rows >= 0)[:, None] & (at < depth)
-        index = (at // group if group else at * 0).clamp(max=values.shape[1] - 1)
+    def expand_groups(values: torch.Tensor, group_size: int) -> torch.Tensor:
+        """Expand (N, G, ...) to the rows of tiles, with one value per `group_size` columns."""
+        column = torch.arange(steps * BLOCK // group_size, device=values.device) * group_size
+        in_bounds = (tile_rows >= 0)[:, None] & (column < depth)
+        index = (column // group if group else column * 0).clamp(max=values.shape[1] - 1)
         expanded = values[tile_rows.clamp(min=0)][:, index]
-        return torch.where(inside, expanded, torch.zeros_like(expanded))
+        return torch.where(in_bounds, expanded, torch.zeros_like(expanded))
 
     words, scales = [], []
     for expert in range(experts):  # one at a time, to copy the weights of only one
         codes = w_eNK.new_zeros(len(tile_rows), steps * BLOCK // 2)
         codes[:, : depth // 2] = w_eNK[expert][tile_rows.clamp(min=0)] * (tile_rows >= 0)[:, None]
         scale = scale_eNG[expert]
-        if form.kind == "e2m1":
-            exponent = (of_groups(scale.int(), GROUP) + _RAISED).clamp(max=_INF_EXPONENT)
-            exponent *= (of_groups(torch.ones_like(scale), GROUP)).int()
+        if packed_format.kind == "e2m1":
+            exponent = (expand_groups(scale.int(), GROUP) + _EXPONENT_OFFSET).clamp(
+                max=_INF_EXPONENT
+            )
+            exponent *= (expand_groups(torch.ones_like(scale), GROUP)).int()
             # 255 means NaN but is read as infinity; the product with zeroed codes is NaN.
-            is_number = of_groups((scale != _INF_EXPONENT).to(torch.uint8), GROUP)
+            is_number = expand_groups((scale != _INF_EXPONENT).to(torch.uint8), GROUP)
             codes *= is_number.repeat_interleave(GROUP // 2, 1)
             split = exponent.to(torch.uint8).view(tiles, BLOCKS_PER_TILE, 4, 2, 8, steps, 2)
             scale_words = split.permute(0, 5, 2, 4, 1, 3, 6).reshape(-1, 4).view(torch.int32)
-        elif form.kind == "nvfp4":
-            value = of_groups(scale.float(), _SIXTEENTH)
-            codes = _with_signs(codes, value.repeat_interleave(_SIXTEENTH, 1))
+        elif packed_format.kind == "nvfp4":
+            value = expand_groups(scale.float(), _NVFP4_GROUP)
+            codes = _apply_signs(codes, value.repeat_interleave(_NVFP4_GROUP, 1))
             bits = (value.abs().view(torch.int32) >> 20) - _NVFP4_SCALE_OFFSET
             scale_words = (
                 bits.clamp(0, 255).to(torch.uint8).view(len(tile_rows), steps, 4).view(torch.int32)
             )
-            scale_words = _order_by_threads(scale_words[..., 0], tiles, steps, form)
+            scale_words = _order_by_threads(scale_words[..., 0], tiles, steps, packed_format)
         else:
-            raised = scale.float() * 2.0**_RAISED_INTEGERS
-            bits = raised.view(torch.int32)
+            scaled = scale.float() * 2.0**_INTEGER_SCALE_LOG2
+            bits = scaled.view(torch.int32)
             if zero_point is not None:
-                bits = torch.where(raised.isnan(), _NAN, bits + 8 & ~15)
+                bits = torch.where(scaled.isnan(), _NAN, bits + 8 & ~15)
                 bits |= unpack_pairs(zero_point[expert], 0).int()
             scale_words = _order_by_threads(
-                of_groups(bits, BLOCK // form.groups), tiles, steps, form
+                expand_groups(bits, BLOCK // packed_format.groups), tiles, steps, packed_format
             )
         # (tile, block, warp, row half, row, step, half of the step, pair, lane)
         split = codes.view(tiles, BLOCKS_PER_TILE, 4, 2, 8, steps, 2, 4, 4)
         bytes_ = split.permute(0, 5, 1, 2, 4, 8, 3, 6, 7).reshape(1, -1, 4 * LINE)
-        word = _by_halves(bytes_) if form.kind == "integer" else repack(bytes_).view(torch.int32)
+        word = (
+            _pack_by_halves(bytes_)
+            if packed_format.kind == "integer"
+            else repack(bytes_).view(torch.int32)
+        )
         words.append(word.view(tiles, steps, LINES, LINE))
-        scales.append(scale_words.view(tiles, steps, form.lines, SCALE_LINE))
-    return Tiled(torch.stack(words), torch.stack(scales))
+        scales.append(scale_words.view(tiles, steps, packed_format.lines, SCALE_LINE))
+    return TiledWeights(torch.stack(words), torch.stack(scales))
 
 
-def _with_signs(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _apply_signs(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Apply the signs of scales to packed e2m1 codes; codes are 0 where the scale is 0."""
     unpacked = unpack_pairs(codes, 1)
     unpacked = torch.where(scale == 0, 0, unpacked ^ (torch.signbit(scale).to(torch.uint8) << 3))
     return pack_pairs(unpacked, 1)
 
 
-def _by_halves(bytes_: torch.Tensor) -> torch.Tensor:
+def _pack_by_halves(bytes_: torch.Tensor) -> torch.Tensor:
     """Build words of four bytes, the nibbles of byte i at bits 4 i of a word's two halves."""
     byte_values = bytes_.view(-1, 4).long()
     shifts = torch.arange(4, device=byte_values.device) * 4
@@ -126,80 +137,84 @@ def _by_halves(bytes_: torch.Tensor) -> torch.Tensor:
 
 
 def _order_by_threads(
-    words: torch.Tensor, tiles: int, steps: int, form: PackedFormat
+    words: torch.Tensor, tiles: int, steps: int, packed_format: PackedFormat
 ) -> torch.Tensor:
     """Reorder scale words (rows of tiles, steps * groups) by the threads that share rows."""
     # (tile, warpgroup, block, warp, row half, row, step, group)
-    split = words.reshape(tiles, 2, 2, 4, 2, 8, steps, form.groups)
-    order = (0, 6, 1, 2, 3, 5, 4, 7) if form.groups > 1 else (0, 6, 1, 3, 5, 2, 4, 7)
+    split = words.reshape(tiles, 2, 2, 4, 2, 8, steps, packed_format.groups)
+    order = (0, 6, 1, 2, 3, 5, 4, 7) if packed_format.groups > 1 else (0, 6, 1, 3, 5, 2, 4, 7)
     return split.permute(order).contiguous()
 
 
 def _undo_order_by_threads(
-    scales: torch.Tensor, tiles: int, steps: int, form: PackedFormat
+    scales: torch.Tensor, tiles: int, steps: int, packed_format: PackedFormat
 ) -> torch.Tensor:
     """Invert `_order_by_threads`: return (tiles * 256, steps, groups)."""
-    if form.groups > 1:
-        split = scales.reshape(tiles, steps, 2, 2, 4, 8, 2, form.groups)
+    if packed_format.groups > 1:
+        split = scales.reshape(tiles, steps, 2, 2, 4, 8, 2, packed_format.groups)
         split = split.permute(0, 2, 3, 4, 6, 5, 1, 7)
     else:
-        split = scales.reshape(tiles, steps, 2, 4, 8, 2, 2, form.groups)
+        split = scales.reshape(tiles, steps, 2, 4, 8, 2, 2, packed_format.groups)
         split = split.permute(0, 2, 5, 3, 6, 4, 1, 7)
-    return split.reshape(tiles * BLOCKS_PER_TILE * BLOCK, steps, form.groups)
+    return split.reshape(tiles * BLOCKS_PER_TILE * BLOCK, steps, packed_format.groups)
 
 
-def untile_weights(tiled: Tiled, form: PackedFormat) -> torch.Tensor:
+def untile_weights(tiled: TiledWeights, packed_format: PackedFormat) -> torch.Tensor:
     """Return the weights as the kernel unpacks them, float32 (e, tiles * 256, steps * 64).
 
     The power of two by which the kernel lowers them (`PackedFormat.scale_shift`) is undone.
     """
     tiles, steps = tiled.tiles, tiled.steps
     experts = zip(tiled.words, tiled.scales, strict=True)
-    return torch.stack([_values(*parts, tiles, steps, form) for parts in experts])
+    return torch.stack([_values(*parts, tiles, steps, packed_format) for parts in experts])
 
 
 def _values(
-    words: torch.Tensor, scales: torch.Tensor, tiles: int, steps: int, form: PackedFormat
+    words: torch.Tensor, scales: torch.Tensor, tiles: int, steps: int, packed_format: PackedFormat
 ) -> torch.Tensor:
     """Return the unpacked weights (tiles * 256, steps * 64) of one expert."""
     wide = words.long() & _WORD
-    if form.kind == "integer":
+    if packed_format.kind == "integer":
         halves = [((wide >> 4 * i & 15), wide >> 16 + 4 * i & 15) for i in range(4)]
-        read = torch.stack([torch.stack(both, -1) for both in halves], -2).double()
+        unscaled = torch.stack(
+            [torch.stack(pair_halves, -1) for pair_halves in halves], -2
+        ).double()
     else:
         pairs = torch.stack(unpack_words(wide), -1)
-        both = torch.stack((pairs & 0xFFFF, pairs >> 16), -1).to(torch.int32)
-        read = (both << 16).view(torch.float32).double()
-    split = read.view(tiles, steps, BLOCKS_PER_TILE, 4, 8, 4, 2, 2, 4, 2)
+        pair_halves = torch.stack((pairs & 0xFFFF, pairs >> 16), -1).to(torch.int32)
+        unscaled = (pair_halves << 16).view(torch.float32).double()
+    split = unscaled.view(tiles, steps, BLOCKS_PER_TILE, 4, 8, 4, 2, 2, 4, 2)
     ordered = split.permute(0, 2, 3, 6, 4, 1, 7, 8, 5, 9)
     codes = ordered.reshape(tiles * BLOCKS_PER_TILE * BLOCK, steps * BLOCK)
-    if form.kind == "e2m1":
+    if packed_format.kind == "e2m1":
         split = (
             scales.contiguous().view(torch.uint8).view(tiles, steps, 4, 8, BLOCKS_PER_TILE, 2, 2)
         )
         exponent = split.permute(0, 4, 2, 5, 3, 1, 6).reshape(len(codes), -1)
         factor = torch.exp2(exponent.double() - 127).where(exponent < _INF_EXPONENT, torch.inf)
         values = codes * factor.repeat_interleave(GROUP, 1)
-    elif form.kind == "nvfp4":
-        of_rows = _undo_order_by_threads(scales, tiles, steps, form)
+    elif packed_format.kind == "nvfp4":
+        of_rows = _undo_order_by_threads(scales, tiles, steps, packed_format)
         byte = of_rows.contiguous().view(torch.uint8).view(len(codes), -1).int()
         factor = ((byte << 4) + 0x7000 << 16).view(torch.float32).double()
-        values = codes * factor.repeat_interleave(_SIXTEENTH, 1)
+        values = codes * factor.repeat_interleave(_NVFP4_GROUP, 1)
     else:
-        of_rows = _undo_order_by_threads(scales, tiles, steps, form).reshape(len(codes), -1)
-        of_rows = of_rows.repeat_interleave(BLOCK // form.groups, 1)
-        zero = (of_rows & 15).double() if form.zero else 8.0
-        scale_value = (of_rows & ~15 if form.zero else of_rows).view(torch.float32)
+        of_rows = _undo_order_by_threads(scales, tiles, steps, packed_format).reshape(
+            len(codes), -1
+        )
+        of_rows = of_rows.repeat_interleave(BLOCK // packed_format.groups, 1)
+        zero = (of_rows & 15).double() if packed_format.zero else 8.0
+        scale_value = (of_rows & ~15 if packed_format.zero else of_rows).view(torch.float32)
         count = (codes - zero) * 2.0**-133
         values = (count.float() * scale_value).bfloat16().double()
-        if form.scale != "float32":
+        if packed_format.scale != "float32":
             high = scale_value.bfloat16()
             low = (scale_value - high.float()).bfloat16().double()
-            values = _rounded(count * high.double() + _rounded(count * low))
-    return (values * 2.0**form.scale_shift).float()
+            values = _round_to_bf16(count * high.double() + _round_to_bf16(count * low))
+    return (values * 2.0**packed_format.scale_shift).float()
 
 
-def _rounded(value: torch.Tensor) -> torch.Tensor:
+def _round_to_bf16(value: torch.Tensor) -> torch.Tensor:
     """Round float64 to bf16 at once, because rounding through float32 could round twice."""
     bits = value.view(torch.int64)
     half = (1 << _BF16_LOST - 1) - 1

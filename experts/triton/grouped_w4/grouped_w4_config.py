@@ -21,7 +21,7 @@ from experts.triton.grouped_w4.layout import (
     LINES,
     SCALE_LINE,
     PackedFormat,
-    form_of,
+    packed_format_of,
 )
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import scale_group
@@ -75,26 +75,28 @@ _ENTRIES: ByBlock = {
 }
 
 
-def serves(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Return whether the path supports `problem`: 4-bit weights and bf16 activations."""
     scheme, depths = problem.scheme, (problem.hidden, problem.intermediate)
-    if scheme.name not in _SCHEMES or not dequantized.serves(problem, device):
+    if scheme.name not in _SCHEMES or not dequantized.supports(problem, device):
         return False
     groups = (0,) if scheme.matrix_scales else (scale_group(scheme, k)[1] for k in depths)
     return all(k % GROUP == 0 for k in (*depths, *groups))
 
 
-def forms(problem: Problem) -> tuple[PackedFormat, PackedFormat]:
+def packed_formats(problem: Problem) -> tuple[PackedFormat, PackedFormat]:
     """Return the formats of tiled w1 and w2 for float32 scales.
 
     Those for other scales have the same sizes.
     """
-    return form_of(problem.scheme, problem.hidden), form_of(problem.scheme, problem.intermediate)
+    return packed_format_of(problem.scheme, problem.hidden), packed_format_of(
+        problem.scheme, problem.intermediate
+    )
 
 
-def box_bytes(form: PackedFormat) -> int:
+def box_bytes(packed_format: PackedFormat) -> int:
     """Return the bytes of words and scales in a box: one K step of a tile."""
-    return _WORD * (LINES * LINE + form.lines * SCALE_LINE)
+    return _WORD * (LINES * LINE + packed_format.lines * SCALE_LINE)
 
 
 def violations(
@@ -111,20 +113,20 @@ def violations(
     for name, got, need in fixed:
         if got != need:
             yield Violation(name, got, f"{need} on the {NAME} path")
-    shared_bytes = _shared_bytes(tile, 1, forms(problem)[gemm.index - 1])
+    shared_bytes = _shared_bytes(tile, 1, packed_formats(problem)[gemm.index - 1])
     if shared_bytes > device.shared:
         yield Violation("bytes of shared memory", shared_bytes, f"<= {device.shared}")
 
 
-def _shared_bytes(tile: LaunchConfig, slots: int, form: PackedFormat) -> int:
+def _shared_bytes(tile: LaunchConfig, slots: int, packed_format: PackedFormat) -> int:
     """Return an upper bound on the shared memory with `slots` staging buffers per warpgroup."""
     box = tile.block_m * BLOCK * _BF16_BYTES  # bytes per stage of tokens, or per staging buffer
-    return tile.num_stages * (box + box_bytes(form)) + _PARTS * slots * box + _BARRIERS
+    return tile.num_stages * (box + box_bytes(packed_format)) + _PARTS * slots * box + _BARRIERS
 
 
-def staging_slots(tile: LaunchConfig, form: PackedFormat, *, gated: bool) -> int:
+def staging_slots(tile: LaunchConfig, packed_format: PackedFormat, *, gated: bool) -> int:
     """Return the staging buffers per warpgroup: 2 if it stores two boxes and they fit, else 1."""
-    return 1 if gated or _shared_bytes(tile, 2, form) > Device().shared else 2
+    return 1 if gated or _shared_bytes(tile, 2, packed_format) > Device().shared else 2
 
 
 def short_rows(tile: LaunchConfig) -> int:
@@ -142,8 +144,8 @@ def boxes_per_expert(problem: Problem) -> tuple[int, int]:
 
 def chunk_size(problem: Problem) -> int:
     """Return the number of experts that are tiled and multiplied at a time."""
-    boxes_and_forms = zip(boxes_per_expert(problem), forms(problem), strict=True)
-    largest = max(boxes * box_bytes(form) for boxes, form in boxes_and_forms)
+    boxes_and_formats = zip(boxes_per_expert(problem), packed_formats(problem), strict=True)
+    largest = max(boxes * box_bytes(packed_format) for boxes, packed_format in boxes_and_formats)
     parts = -(-problem.e // max(1, _MAX_BYTES // largest))
     return -(-problem.e // parts)
 

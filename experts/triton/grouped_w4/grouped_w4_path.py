@@ -15,10 +15,10 @@ from experts.triton.dequantized.dequantized_path import DequantizedPath
 from experts.triton.grouped.base import GemmRows
 from experts.triton.grouped_w4 import grouped_w4_config
 from experts.triton.grouped_w4.grouped_w4_config import short_rows, violations
-from experts.triton.grouped_w4.layout import LINE, LINES, SCALE_LINE, Tiled
+from experts.triton.grouped_w4.layout import LINE, LINES, SCALE_LINE, TiledWeights
 from experts.triton.grouped_w4.product import (
     tile_experts,
-    tile_form_of,
+    tiled_format_of,
     tiled_gemm,
     tiled_shapes,
 )
@@ -33,14 +33,14 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 
 class GroupedW4Path(DequantizedPath):
-    """The path for the problems of `grouped_w4_config.serves`."""
+    """The path for the problems of `grouped_w4_config.supports`."""
 
     name = grouped_w4_config.NAME
 
     @classmethod
-    def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `grouped_w4_config.serves`."""
-        return problem.adapters is None and grouped_w4_config.serves(problem, device)
+    def supports(cls, problem: Problem, device: Device) -> bool:
+        """Return whether the kernels support `problem`; see `grouped_w4_config.supports`."""
+        return problem.adapters is None and grouped_w4_config.supports(problem, device)
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
@@ -83,8 +83,8 @@ class GroupedW4Path(DequantizedPath):
     ) -> MoEConfig:
         """Return the default configuration for calls that would use it without a tuned file."""
         max_tokens = cls.max_tokens(problem)
-        above = max_tokens is not None and (max_tokens == 0 or tokens > max_tokens)
-        if above or tokens < cls.min_tokens(problem):
+        is_above_range = max_tokens is not None and (max_tokens == 0 or tokens > max_tokens)
+        if is_above_range or tokens < cls.min_tokens(problem):
             return config
         return cls.default_config(problem, tokens, device)
 
@@ -107,9 +107,9 @@ class GroupedW4Path(DequantizedPath):
             scale: grouped_w4_config.max_prepared_tokens(problem, scale) for scale in floats
         }
         self._chunk_size = grouped_w4_config.chunk_size(problem)
-        self._forms = grouped_w4_config.forms(problem)
+        self._packed_formats = grouped_w4_config.packed_formats(problem)
         self._boxes = max(grouped_w4_config.boxes_per_expert(problem)) * self._chunk_size
-        self._lines = max(form.lines for form in self._forms)
+        self._lines = max(packed_format.lines for packed_format in self._packed_formats)
 
     def weight_buffers(self) -> dict[str, BufferSpec]:
         """Return the buffers of the words and scales of one chunk of experts."""
@@ -123,9 +123,9 @@ class GroupedW4Path(DequantizedPath):
         problem, specs = self.problem, dict[str, BufferSpec]()
         sizes = (problem.intermediate, problem.hidden), (problem.hidden, problem.intermediate)
         gated = problem.act.gated, False
-        matrices = zip(("w1", "w2"), sizes, self._forms, gated, strict=True)
-        for name, size, form, is_gated in matrices:
-            words, scales = tiled_shapes(problem.e, *size, form, gated=is_gated)
+        matrices = zip(("w1", "w2"), sizes, self._packed_formats, gated, strict=True)
+        for name, size, packed_format, is_gated in matrices:
+            words, scales = tiled_shapes(problem.e, *size, packed_format, gated=is_gated)
             specs[f"{name}_tiles"] = BufferSpec(words, torch.int32)
             specs[f"{name}_tile_scales"] = BufferSpec(scales, torch.int32)
         return specs if self._prepares else {}
@@ -156,15 +156,15 @@ class GroupedW4Path(DequantizedPath):
             product = replace(product, w=w, scale=scale, zero_point=zero, scheme=self._scheme)
             tiled = out[f"{name}_tiles"], out[f"{name}_tile_scales"]
             for first_expert in range(0, self.problem.e, self._chunk_size):
-                chunk = Tiled(
+                chunk = TiledWeights(
                     *(part[first_expert : first_expert + self._chunk_size] for part in tiled)
                 )
                 tile_experts(product, starts, chunk, first_expert)
 
-    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+    def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the layout of the tensors is supported. Prepared weights always are."""
         if weights.w1_tiles is None:
-            return super().takes(weights, x_TH)
+            return super().supports_tensors(weights, x_TH)
         return all(b is None or b.is_contiguous() for b in (weights.b1, weights.b2))
 
     def products(
@@ -191,10 +191,10 @@ class GroupedW4Path(DequantizedPath):
         workspace: Workspace,
     ) -> GemmOperands:
         """Return the operands of `count` experts from first_expert on, with tiled weights."""
-        form = tile_form_of(product)
+        packed_format = tiled_format_of(product)
         gated = bool(product.constants["GATED"])
-        shapes = tiled_shapes(count, product.columns, product.depth, form, gated=gated)
-        tiled = Tiled(*map(workspace.take, ("tiled_words", "tiled_scales"), shapes))
+        shapes = tiled_shapes(count, product.columns, product.depth, packed_format, gated=gated)
+        tiled = TiledWeights(*map(workspace.take, ("tiled_words", "tiled_scales"), shapes))
         tile_experts(product, order.starts, tiled, first_expert)
         global_scale = product.global_scale
         global_scale = (
@@ -215,5 +215,5 @@ class GroupedW4Path(DequantizedPath):
         """Run one GEMM with tiled weights."""
         assert product.tiles is not None
         assert product.tile_scales is not None
-        tiled = Tiled(product.tiles, product.tile_scales)
+        tiled = TiledWeights(product.tiles, product.tile_scales)
         tiled_gemm(rows.values, tiled, product, tile, order, out, short=short_rows(tile))

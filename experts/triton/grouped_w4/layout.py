@@ -48,7 +48,9 @@ _SCALE_SHIFT = {"e2m1": 50, "nvfp4": 19, "integer": 50}
 
 
 class PackedFormat(NamedTuple):
-    """The format of tiled words and scales. Kernels get `str(format)` as the constexpr FORM.
+    """The format of tiled words and scales.
+
+    Kernels get `str(packed_format)` as the constexpr PACKED_FORMAT.
 
     kind: "e2m1", "nvfp4" or "integer". The other fields apply to integers only.
     groups: scale words per row and K step.
@@ -81,7 +83,9 @@ class PackedFormat(NamedTuple):
         return f"{self.kind} {self.groups} {self.scale}{' zero' * self.zero}"
 
 
-def form_of(scheme: QuantScheme, depth: int, scale: torch.dtype = torch.float32) -> PackedFormat:
+def packed_format_of(
+    scheme: QuantScheme, depth: int, scale: torch.dtype = torch.float32
+) -> PackedFormat:
     """Return the format of weights of `scheme` with K = depth and scales of dtype `scale`."""
     kind = word_format(scheme)
     if kind != "integer":
@@ -90,8 +94,8 @@ def form_of(scheme: QuantScheme, depth: int, scale: torch.dtype = torch.float32)
     return PackedFormat(kind, 2 if group % BLOCK else 1, dtype_name(scale), scheme.zero_points)
 
 
-class Tiled(NamedTuple):
-    """Tiled weights as int32 tensors.
+class TiledWeights(NamedTuple):
+    """TiledWeights weights as int32 tensors.
 
     words is (e, tiles, steps, 64, 32), and scales is (e, tiles, steps, lines, 16).
     """

@@ -10,8 +10,8 @@ from experts.triton.grouped_w4.layout import (
     LINES,
     SCALE_LINE,
     PackedFormat,
-    Tiled,
-    form_of,
+    TiledWeights,
+    packed_format_of,
 )
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import GemmOperands, scale_group, word_format
@@ -21,15 +21,15 @@ from modular_kernel.replay.launch.launch import launch
 _STEPS = 4  # K steps that a program tiles: 128 bytes of a row
 
 
-def tile_form_of(product: GemmOperands) -> PackedFormat:
+def tiled_format_of(product: GemmOperands) -> PackedFormat:
     """Return the format of the tiled weights of `product`."""
     assert product.scale is not None
-    return form_of(product.scheme, product.depth, product.scale.dtype)
+    return packed_format_of(product.scheme, product.depth, product.scale.dtype)
 
 
 def tiled_gemm(
     x_RK: torch.Tensor,
-    weights: Tiled,
+    weights: TiledWeights,
     product: GemmOperands,
     tile: LaunchConfig,
     order: SortedPairs,
@@ -45,14 +45,16 @@ def tiled_gemm(
     from experts.triton.grouped_w4.kernels.gemm import grouped_gemm_w4_tma_kernel
     from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
 
-    form = tile_form_of(product)
+    packed_format = tiled_format_of(product)
     bias, global_scale = product.bias, product.global_scale
     launch(
         grouped_gemm_w4_tma_kernel,
         (multiprocessors(),),
         x_desc=tma_descriptor(x_RK, tile.block_m),
         w_desc=tma_descriptor(weights.words.view(-1, LINE), LINES),
-        scale_desc=tma_descriptor(weights.scales.view(-1, SCALE_LINE), form.lines, SCALE_LINE),
+        scale_desc=tma_descriptor(
+            weights.scales.view(-1, SCALE_LINE), packed_format.lines, SCALE_LINE
+        ),
         out_desc=tma_descriptor(out, tile.block_m, BLOCK),
         factor_ptr=out if global_scale is None else global_scale,
         bias_ptr=out if bias is None else bias,
@@ -64,14 +66,14 @@ def tiled_gemm(
         steps=weights.steps,
         stride_bias=0 if bias is None else bias.stride(0),
         up_row=product.up_row,
-        FORM=str(form),
-        FACTOR=2.0**form.scale_shift,
+        PACKED_FORMAT=str(packed_format),
+        FACTOR=2.0**packed_format.scale_shift,
         MATRICES=0 if global_scale is None else global_scale.shape[1],
         STEP=product.step,
         HAS_BIAS=bias is not None,
-        SHORT=short,
+        SHORT_TILE_ROWS=short,
         STAGES=tile.num_stages,
-        SLOTS=staging_slots(tile, form, gated=bool(product.constants["GATED"])),
+        SLOTS=staging_slots(tile, packed_format, gated=bool(product.constants["GATED"])),
         GROUP_M=tile.group_m,
         num_warps=4,
         **product.constants,
@@ -79,16 +81,16 @@ def tiled_gemm(
 
 
 def tiled_shapes(
-    experts: int, columns: int, depth: int, form: PackedFormat, *, gated: bool
+    experts: int, columns: int, depth: int, packed_format: PackedFormat, *, gated: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the words and scales of `Tiled`."""
+    """Return the shapes of the words and scales of `TiledWeights`."""
     tiles = -(-columns // (BLOCKS_PER_TILE * BLOCK // (2 if gated else 1)))
     boxes = (experts, tiles, -(-depth // BLOCK))
-    return (*boxes, LINES, LINE), (*boxes, form.lines, SCALE_LINE)
+    return (*boxes, LINES, LINE), (*boxes, packed_format.lines, SCALE_LINE)
 
 
 def tile_experts(
-    product: GemmOperands, starts: torch.Tensor, out: Tiled, first_expert: int
+    product: GemmOperands, starts: torch.Tensor, out: TiledWeights, first_expert: int
 ) -> None:
     """Tile the weights of the experts from first_expert on, as many as `out` has; skip empty ones.
 
@@ -98,9 +100,9 @@ def tile_experts(
     from experts.triton.grouped_w4.kernels.tile import tile_weights_kernel
 
     words, scale, zero = product.w.view(torch.int32), product.scale, product.zero_point
-    form = tile_form_of(product)
+    packed_format = tiled_format_of(product)
     assert scale is not None
-    if form.kind == "nvfp4":
+    if packed_format.kind == "nvfp4":
         scale = scale.view(torch.uint8)
     launch(
         tile_weights_kernel,
@@ -110,7 +112,7 @@ def tile_experts(
         zero_ptr=words if zero is None else zero,
         starts_ptr=starts,
         words_ptr=out.words,
-        scales_ptr=out.scales if form.kind == "integer" else out.scales.view(torch.uint8),
+        scales_ptr=out.scales if packed_format.kind == "integer" else out.scales.view(torch.uint8),
         first_expert=first_expert,
         rows=words.shape[1],
         row_words=words.shape[2],
@@ -122,9 +124,9 @@ def tile_experts(
         STEP=product.step,
         SIDES=2 if product.constants["GATED"] else 1,
         FORMAT=word_format(product.scheme),
-        HAS_ZERO=form.zero,
+        HAS_ZERO=packed_format.zero,
         GROUP_K=scale_group(product.scheme, product.depth)[1],
-        GROUPS=form.groups,
+        GROUPS=packed_format.groups,
         STEPS=_STEPS,
         num_warps=8,
     )

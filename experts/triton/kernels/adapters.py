@@ -36,12 +36,16 @@ def shrink_tile(
         in_slot = (slots == slot)[:, None]
         a_ptrs = a_ptr + slot.to(tl.int64) * stride_al + rank_row.to(tl.int64)[None, :] * stride_ar
         for start in range(0, depth, BLOCK_K):
-            inside = start + k < depth
+            in_bounds = start + k < depth
             x = tl.load(
-                x_ptrs + (start + k)[None, :] * stride_xk, mask=in_slot & inside[None, :], other=0.0
+                x_ptrs + (start + k)[None, :] * stride_xk,
+                mask=in_slot & in_bounds[None, :],
+                other=0.0,
             )
             a = tl.load(
-                a_ptrs + (start + k)[:, None], mask=rank_mask[None, :] & inside[:, None], other=0.0
+                a_ptrs + (start + k)[:, None],
+                mask=rank_mask[None, :] & in_bounds[:, None],
+                other=0.0,
             )
             total = tl.dot(x, a, total, input_precision=PRECISION)
         slot = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0)  # NaN-free: integers
@@ -60,8 +64,11 @@ def load_expand_operands(
     `expand_adapters`.
     """
     rank_index = start + tl.arange(0, BLOCK_R)
-    inside = (rank_index < rank) & (slot < NO_SLOT)
-    u_mask, b_mask = (slots == slot)[:, None] & inside[None, :], inside[:, None] & column_mask[None]
+    in_bounds = (rank_index < rank) & (slot < NO_SLOT)
+    u_mask, b_mask = (
+        (slots == slot)[:, None] & in_bounds[None, :],
+        in_bounds[:, None] & column_mask[None],
+    )
     u_ptrs = u_ptr + rows.to(tl.int64)[:, None] * stride_u + rank_index[None, :]
     b_ptr += slot.to(tl.int64) * stride_bl
     b_ptrs = b_ptr + row.to(tl.int64)[None, :] * stride_bn + rank_index[:, None]

@@ -15,8 +15,8 @@ def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
     per_group = GROUP_M * num_n
     first_m = (pid // per_group) * GROUP_M
     group_m = tl.minimum(num_m - first_m, GROUP_M)  # NaN-free: integers
-    within = pid % per_group
-    return first_m + within % group_m, within // group_m
+    index_in_group = pid % per_group
+    return first_m + index_in_group % group_m, index_in_group // group_m
 
 
 @triton.jit
@@ -81,12 +81,12 @@ def multiply_tile(
             if GATED:
                 c = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
         else:
-            inside = start + k < depth
-            b_inside = b_mask & inside[:, None]
-            a = tl.load(a_ptrs, mask=a_mask & inside[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=b_inside, other=0.0)
+            in_bounds = start + k < depth
+            b_mask_k = b_mask & in_bounds[:, None]
+            a = tl.load(a_ptrs, mask=a_mask & in_bounds[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=b_mask_k, other=0.0)
             if GATED:
-                c = tl.load(b_ptrs + up_offset, mask=b_inside, other=0.0)
+                c = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
         gate = accumulate(gate, a, b, PRECISION, SWAP)
         if GATED:
             up = accumulate(up, a, c, PRECISION, SWAP)

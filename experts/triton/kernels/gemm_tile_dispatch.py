@@ -16,7 +16,7 @@ def gemm_tile(
     order_ptr,
     MODE: tl.constexpr, FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
     ONE_SCALE: tl.constexpr,
-    MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
+    ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
     GATED: tl.constexpr, EVEN_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -32,7 +32,7 @@ def gemm_tile(
         float32 global scale of the gate (or only) matrix, followed by that of up.
     GROUP_N, GROUP_K: the weight rows and K elements that share a scale; GROUP_K 0: all of K.
     ONE_SCALE: all gate rows of a tile share a scale, and so do all up rows.
-    MIDDLE: the zero point of integers, unless HAS_ZERO: each group has its own.
+    ZERO_POINT: the zero point of integers, unless HAS_ZERO: each group has its own.
     PACKED: a byte has two weights.
     EVEN_K: BLOCK_K divides depth.
     HAS_ORDER: column k of the weights multiplies column order_ptr[k] of the rows ("weight_only").
@@ -75,7 +75,7 @@ def gemm_tile(
                 zero_ptr + (up_rows // ZERO_ROWS) * stride_bzn,
                 (row % ZERO_ROWS) * 4, (up_rows % ZERO_ROWS) * 4, stride_bzk, column_mask,
                 order_ptr,
-                GATED, FORMAT, GROUP_K, MIDDLE, HAS_ZERO, PACKED, ONE_SCALE, EVEN_K, HAS_ORDER,
+                GATED, FORMAT, GROUP_K, ZERO_POINT, HAS_ZERO, PACKED, ONE_SCALE, EVEN_K, HAS_ORDER,
                 PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             if FORMAT == "nvfp4":

@@ -34,15 +34,15 @@ def multiply_tile_w8a8(
     gate = zero_accumulator(SUM, SWAP, BLOCK_M, BLOCK_N)
     up = gate
     for start in range(0, depth, BLOCK_K):
-        inside = start + k < depth
-        a_inside = a_mask if EVEN_K else a_mask & inside[None, :]
-        b_inside = b_mask if EVEN_K else b_mask & inside[:, None]
-        a = tl.load(a_ptrs, mask=a_inside, other=0.0)
-        b = tl.load(b_ptrs, mask=b_inside, other=0.0)
+        in_bounds = start + k < depth
+        a_mask_k = a_mask if EVEN_K else a_mask & in_bounds[None, :]
+        b_mask_k = b_mask if EVEN_K else b_mask & in_bounds[:, None]
+        a = tl.load(a_ptrs, mask=a_mask_k, other=0.0)
+        b = tl.load(b_ptrs, mask=b_mask_k, other=0.0)
         if GROUP_K == 0:
             gate = accumulate(gate, a, b, "ieee", SWAP)
             if GATED:
-                c = tl.load(b_ptrs + up_offset, mask=b_inside, other=0.0)
+                c = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
                 up = accumulate(up, a, c, "ieee", SWAP)
         else:
             group = start // GROUP_K
@@ -51,7 +51,7 @@ def multiply_tile_w8a8(
             part = accumulate(zero, a, b, "ieee", SWAP).to(tl.float32)
             gate += part * scale_products(a_scale, b_scale, SWAP)
             if GATED:
-                c = tl.load(b_ptrs + up_offset, mask=b_inside, other=0.0)
+                c = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
                 c_scale = weight_scale(up_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE)
                 part = accumulate(zero, a, c, "ieee", SWAP).to(tl.float32)
                 up += part * scale_products(a_scale, c_scale, SWAP)

@@ -125,15 +125,15 @@ def _load_scale(ptrs, mask, FORMAT: tl.constexpr, ONE_SCALE: tl.constexpr):
 
 
 @triton.jit
-def _load_zero(ptrs, shift, mask, HAS_ZERO: tl.constexpr, MIDDLE: tl.constexpr):
-    """Load int32 zero points (1, BLOCK_N); without zero points, return MIDDLE (1, 1)."""
+def _load_zero(ptrs, shift, mask, HAS_ZERO: tl.constexpr, ZERO_POINT: tl.constexpr):
+    """Load int32 zero points (1, BLOCK_N); without zero points, return ZERO_POINT (1, 1)."""
     if HAS_ZERO:
         zero = tl.load(ptrs, mask=mask, other=0).to(tl.int32) >> shift
-        if MIDDLE == 8:
+        if ZERO_POINT == 8:
             zero = zero & 15
         zero = zero[None, :]
     else:
-        zero = tl.full((1, 1), MIDDLE, tl.int32)
+        zero = tl.full((1, 1), ZERO_POINT, tl.int32)
     return zero
 
 
@@ -143,7 +143,7 @@ def multiply_tile_weight_only(
     scale_ptrs, up_scale_ptrs, stride_bsk,
     zero_ptrs, up_zero_ptrs, zero_shift, up_zero_shift, stride_bzk, column_mask,
     order_ptr,
-    GATED: tl.constexpr, FORMAT: tl.constexpr, GROUP_K: tl.constexpr, MIDDLE: tl.constexpr,
+    GATED: tl.constexpr, FORMAT: tl.constexpr, GROUP_K: tl.constexpr, ZERO_POINT: tl.constexpr,
     HAS_ZERO: tl.constexpr, PACKED: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -160,7 +160,7 @@ def multiply_tile_weight_only(
     zero_ptrs, up_zero_ptrs: (BLOCK_N,), the first zero point of each column.
     zero_shift, up_zero_shift: (BLOCK_N,), 0 or 4, the bits of the zero point in its byte.
     GROUP_K: K elements per scale, a multiple of BLOCK_K (except for NVFP4), or 0 for all of K.
-    MIDDLE, HAS_ZERO, HAS_ORDER: as in `gemm_tile`.
+    ZERO_POINT, HAS_ZERO, HAS_ORDER: as in `gemm_tile`.
     """
     WIDTH: tl.constexpr = 2 if PACKED else 1
     k = tl.arange(0, BLOCK_K)
@@ -171,10 +171,10 @@ def multiply_tile_weight_only(
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = gate
     for start in range(0, depth, BLOCK_K):
-        a_inside = a_mask
+        a_mask_k = a_mask
         b_mask = column_mask[None, :]
         if not EVEN_K:
-            a_inside = a_mask & (start + k < depth)[None, :]
+            a_mask_k = a_mask & (start + k < depth)[None, :]
             # The bound is in bytes: with one on start + 2 * row the compiler could not prove that
             # adjacent bytes share a mask, which rules out wide asynchronous copies.
             b_mask = b_mask & (start // WIDTH + row < depth // WIDTH)[:, None]
@@ -184,7 +184,7 @@ def multiply_tile_weight_only(
             ordered = a_rows + column[None, :].to(tl.int64) * stride_ak
             a = tl.load(ordered, mask=a_mask & in_range[None, :], other=0.0)
         else:
-            a = tl.load(a_ptrs, mask=a_inside, other=0.0)
+            a = tl.load(a_ptrs, mask=a_mask_k, other=0.0)
         codes = tl.load(b_ptrs, mask=b_mask, other=0.0)
         if FORMAT == "nvfp4":
             # Avoid a division by 0, which the interpreter ignores but a GPU turns into an address.
@@ -208,7 +208,7 @@ def multiply_tile_weight_only(
             group = start // GROUP_K if GROUP_K > 0 else 0
             scale = _load_scale(scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE)
             zero = _load_zero(
-                zero_ptrs + group * stride_bzk, zero_shift, column_mask, HAS_ZERO, MIDDLE
+                zero_ptrs + group * stride_bzk, zero_shift, column_mask, HAS_ZERO, ZERO_POINT
             )
             gate += scale[None, :] * _step(
                 a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K
@@ -219,7 +219,11 @@ def multiply_tile_weight_only(
                     up_scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE
                 )
                 zero = _load_zero(
-                    up_zero_ptrs + group * stride_bzk, up_zero_shift, column_mask, HAS_ZERO, MIDDLE
+                    up_zero_ptrs + group * stride_bzk,
+                    up_zero_shift,
+                    column_mask,
+                    HAS_ZERO,
+                    ZERO_POINT,
                 )
                 part = _step(a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K)
                 up += scale[None, :] * part

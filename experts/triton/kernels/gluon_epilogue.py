@@ -69,7 +69,7 @@ def activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.conste
 
 
 @gluon.jit
-def _scaled(
+def _scale_and_bias(
     values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr,
     MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
@@ -133,11 +133,11 @@ def _finish_one_half(
     MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Finish one half of a tile on its own.
+    """Finish one half of a tile separately.
 
     Its columns are weight rows: all gate rows, or gate and up rows alternating.
     """
-    values = _scaled(
+    values = _scale_and_bias(
         values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS
     )
     if GATED:
@@ -182,7 +182,7 @@ def finish(
     if MODE == "channel":
         a_scale = gl.load(a_scale_ptr + scale_rows, mask=tile_rows < end, other=0.0)
     if GATED and STEP == 1:
-        gate = _scaled(
+        gate = _scale_and_bias(
             left,
             a_scale,
             expert,
@@ -194,7 +194,7 @@ def finish(
             LAYOUT,
             HAS_BIAS,
         )
-        up = _scaled(
+        up = _scale_and_bias(
             right, a_scale, expert, rows_b, first_row_b + right_rows, b_scale_ptr, bias_ptr,
             MODE, LAYOUT, HAS_BIAS,
         )  # fmt: skip

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from experts.triton.kernels.unpack_w4 import (
-    ASSEMBLE,
-    boost_of,
+    USE_INLINE_ASM,
     is_e2m1,
     opaque,
+    prescale_factor,
     unpack_int4,
     unpacks_without_offset,
 )
@@ -41,7 +41,7 @@ def rows_of(
 
 
 @triton.jit
-def times(rows, stride):
+def row_offsets(rows, stride):
     """Multiply both terms of `rows_of` by a stride."""
     return rows[0] * stride, rows[1] * stride
 
@@ -114,24 +114,28 @@ def rows_in_word_order(
 
 
 @triton.jit
-def boosted(x, FORMAT: tl.constexpr, DEPTH: tl.constexpr):
-    """Multiply x (STEPS, DEPTH, ROWS), in word order, by `boost_of` if it is bf16.
+def prescale(x, FORMAT: tl.constexpr, DEPTH: tl.constexpr):
+    """Multiply x (STEPS, DEPTH, ROWS), in word order, by `prescale_factor` if it is bf16.
 
     The result is exact for |x| below 2^63. For integers, values of odd k get a 16 times smaller
     factor, because their weights are unpacked 16 times too large (see `unpack_w4`).
     """
     if x.dtype == tl.bfloat16 and FORMAT != "nvfp4":
         if is_e2m1(FORMAT):
-            x = x * tl.full((1, 1, 1), boost_of(FORMAT, 0), tl.bfloat16)
+            x = x * tl.full((1, 1, 1), prescale_factor(FORMAT, 0), tl.bfloat16)
         else:
             # Distance from an even k to the odd one after it, in word order.
             DISTANCE: tl.constexpr = 2 if _TWO_REGISTERS else 8
-            even = tl.full((1, DEPTH // DISTANCE // 2, 1, 1), boost_of(FORMAT, 0), tl.bfloat16)
-            odd = tl.full((1, DEPTH // DISTANCE // 2, 1, 1), boost_of(FORMAT, 1), tl.bfloat16)
+            even = tl.full(
+                (1, DEPTH // DISTANCE // 2, 1, 1), prescale_factor(FORMAT, 0), tl.bfloat16
+            )
+            odd = tl.full(
+                (1, DEPTH // DISTANCE // 2, 1, 1), prescale_factor(FORMAT, 1), tl.bfloat16
+            )
             # Only constants are permuted, so that x can be loaded in the layout of the MMA operand.
-            boost = tl.permute(tl.join(even, odd), (0, 1, 4, 2, 3))
+            factor = tl.permute(tl.join(even, odd), (0, 1, 4, 2, 3))
             split = tl.reshape(x, (x.shape[0], DEPTH // DISTANCE // 2, 2, DISTANCE, x.shape[2]))
-            x = tl.reshape(split * boost, x.shape)
+            x = tl.reshape(split * factor, x.shape)
     return x
 
 
@@ -161,20 +165,20 @@ def unpack_scaled_words(
 
 
 @triton.jit
-def load_scale(ptrs, inside, FORMAT: tl.constexpr, LACK: tl.constexpr):
-    """Load scales and return them times 2^LACK in float32, and 0 where `inside` is False.
+def load_scale(ptrs, in_bounds, FORMAT: tl.constexpr, MISSING_LOG2: tl.constexpr):
+    """Load scales; return them times 2^MISSING_LOG2 in float32, and 0 where `in_bounds` is False.
 
-    `inside` may be None. Scales of e2m1 are E8M0 exponents: 255 gives NaN, and for bf16, scales of
-    2^50 and more give infinity.
+    `in_bounds` may be None. Scales of e2m1 are E8M0 exponents: 255 gives NaN, and for bf16, scales
+    of 2^50 and more give infinity.
     """
     scale = tl.load(ptrs)
     if is_e2m1(FORMAT):
         # A masked load, or bytes packed two to a register, would cost more.
-        result = scale_values(opaque(scale.to(tl.int32)), FORMAT, LACK, inside)
+        result = scale_values(opaque(scale.to(tl.int32)), FORMAT, MISSING_LOG2, in_bounds)
     else:
-        result = scale_values(_to_float32(scale), FORMAT, LACK)
-        if inside is not None:
-            result = tl.where(inside, result, 0.0)
+        result = scale_values(_to_float32(scale), FORMAT, MISSING_LOG2)
+        if in_bounds is not None:
+            result = tl.where(in_bounds, result, 0.0)
     return result
 
 
@@ -184,7 +188,7 @@ def _to_float32(scale):
 
     Otherwise the loop would carry the 16-bit values, packed two to a register.
     """
-    if ASSEMBLE and scale.dtype == tl.bfloat16:
+    if USE_INLINE_ASM and scale.dtype == tl.bfloat16:
         scale = tl.inline_asm_elementwise(
             "{ .reg .b32 t; cvt.u32.u16 t, $1; shl.b32 $0, t, 16; }",
             "=r,h", [scale], dtype=tl.float32, is_pure=True, pack=1,
@@ -193,32 +197,32 @@ def _to_float32(scale):
 
 
 @triton.jit
-def scale_values(scale, FORMAT: tl.constexpr, LACK: tl.constexpr, inside=None):
-    """Convert loaded scales as `load_scale` does; `inside` is used for exponents only."""
+def scale_values(scale, FORMAT: tl.constexpr, MISSING_LOG2: tl.constexpr, in_bounds=None):
+    """Convert loaded scales as `load_scale` does; `in_bounds` is used for exponents only."""
     if is_e2m1(FORMAT):
         # Nine bits: the exponent and one bit of the significand. 510 is infinity, 511 is NaN.
         exponent = scale.to(tl.int32)
         max_bits = 510 + ((exponent + 1) >> 8)
-        if inside is not None:
-            max_bits = tl.where(inside, max_bits, 0)
-        bits = tl.minimum(2 * (exponent + LACK), max_bits)  # NaN-free: integers
+        if in_bounds is not None:
+            max_bits = tl.where(in_bounds, max_bits, 0)
+        bits = tl.minimum(2 * (exponent + MISSING_LOG2), max_bits)  # NaN-free: integers
         result = (bits << 22).to(tl.float32, bitcast=True)
     else:
-        result = scale.to(tl.float32) * 2.0**LACK
+        result = scale.to(tl.float32) * 2.0**MISSING_LOG2
     return result
 
 
 @triton.jit
-def load_zero(ptrs, shift, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
-    """Load float32 zero points, minus 8 unless FROM_ZERO, as the unpacked weights have them.
+def load_zero(ptrs, shift, HAS_ZERO: tl.constexpr, WITHOUT_OFFSET: tl.constexpr):
+    """Load float32 zero points, minus 8 unless WITHOUT_OFFSET, as the unpacked weights have them.
 
     Without zero points, the result is that of a zero point of 8.
     """
     if HAS_ZERO:
         zero = (opaque(tl.load(ptrs).to(tl.int32)) >> shift) & 15
-        result = (zero if FROM_ZERO else zero - 8).to(tl.float32)
+        result = (zero if WITHOUT_OFFSET else zero - 8).to(tl.float32)
     else:
-        result = tl.full((1, 1, 1), 8.0 if FROM_ZERO else 0.0, tl.float32)
+        result = tl.full((1, 1, 1), 8.0 if WITHOUT_OFFSET else 0.0, tl.float32)
     return result
 
 
@@ -230,7 +234,7 @@ def multiply_words(
     """Return (weights - zero points) @ x, without scales, float32 (STEPS, ROWS, M).
 
     words: int32 (STEPS, ROWS, DEPTH / 8).
-    x: (STEPS, DEPTH, M) in word order, `boosted`.
+    x: (STEPS, DEPTH, M) in word order, `prescale`.
     zero: the result of `load_zero`, (STEPS, ROWS, 1).
     """
     start = tl.zeros((STEPS, ROWS, M), tl.float32)

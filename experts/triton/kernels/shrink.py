@@ -68,9 +68,9 @@ def shrink_few_kernel(
     a_ptrs = a_ptr + rank_row.to(tl.int64)[:, None] * stride_ar + k[None, :]
     total = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
     for start in range(0, depth, BLOCK_K):
-        inside = start + k < depth
-        x = tl.load(x_ptrs + start * stride_xk, mask=inside, other=0.0)
-        a = tl.load(a_ptrs + start, mask=rank_mask[:, None] & inside[None, :], other=0.0)
+        in_bounds = start + k < depth
+        x = tl.load(x_ptrs + start * stride_xk, mask=in_bounds, other=0.0)
+        a = tl.load(a_ptrs + start, mask=rank_mask[:, None] & in_bounds[None, :], other=0.0)
         total += a.to(tl.float32) * x.to(tl.float32)[None, :]
     u = tl.sum(total, axis=1)
     u_ptrs = u_ptr + pair.to(tl.int64) * rank_rows + rank_row

@@ -24,7 +24,7 @@ def _by_pairs(pair: Callable[[int], str]) -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 w, u, v; " + code + "}")
 
 
-def _counts(i: int) -> str:
+def _integers_bf16(i: int) -> str:
     """Return code for integers q as low bits of bf16.
 
     Their values are q * 2^-133, or 16 * q * 2^-133 for i = 1. Below 2^8, bf16 bit patterns count up
@@ -64,12 +64,12 @@ def _e2m1_fp16(i: int) -> str:
     )
 
 
-_INTEGER_BF16: tl.constexpr = _by_pairs(_counts)
+_INTEGER_BF16: tl.constexpr = _by_pairs(_integers_bf16)
 _INTEGER_FP16: tl.constexpr = _by_pairs(_integers_fp16)
 _E2M1_BF16: tl.constexpr = _by_pairs(_e2m1_bf16)
 _E2M1_FP16: tl.constexpr = _by_pairs(_e2m1_fp16)
 # The interpreter does not support inline assembly.
-ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
+USE_INLINE_ASM: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -78,11 +78,11 @@ def opaque(value):
 
     No instruction is emitted.
     """
-    if ASSEMBLE and value.dtype.primitive_bitwidth == 64:
+    if USE_INLINE_ASM and value.dtype.primitive_bitwidth == 64:
         value = tl.inline_asm_elementwise(
             "mov.b64 $0, $1;", "=l,l", [value], dtype=tl.int64, is_pure=True, pack=1
         )
-    elif ASSEMBLE:
+    elif USE_INLINE_ASM:
         value = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -90,43 +90,44 @@ def opaque(value):
 
 
 @triton.constexpr_function
-def is_e2m1(form: str) -> bool:
+def is_e2m1(word_format: str) -> bool:
     """Return whether words hold e2m1 values with E8M0 scales."""
-    return form in ("e2m1", "e2m1_repacked")
+    return word_format in ("e2m1", "e2m1_repacked")
 
 
 @triton.constexpr_function
-def holds_e2m1(form: str) -> bool:
+def holds_e2m1(word_format: str) -> bool:
     """Return whether words hold e2m1 values, with any scales."""
-    return is_e2m1(form) or form == "nvfp4"
+    return is_e2m1(word_format) or word_format == "nvfp4"
 
 
 # Unpacked weights are bit patterns read as floats, including subnormals, so they are too small by a
 # power of two: e2m1 by 2^-126 in bf16 and by 2^-14 in fp16, integers by 2^-133 in bf16. In bf16,
-# products with them would underflow float32, so x is first multiplied by `boost_of` (`boosted`).
+# products with them would underflow float32, so x is first multiplied by `prescale_factor`
+# (`prescale`).
 @triton.constexpr_function
-def boost_of(form: str, odd: int) -> float:
+def prescale_factor(word_format: str, odd: int) -> float:
     """Return the factor of a bf16 value of x, for an even or an odd k."""
-    return 2.0**48 if is_e2m1(form) else 2.0 ** (64 - 4 * odd)
+    return 2.0**48 if is_e2m1(word_format) else 2.0 ** (64 - 4 * odd)
 
 
 @triton.constexpr_function
-def unpacks_without_offset(form: str, dtype: tl.dtype) -> bool:
+def unpacks_without_offset(word_format: str, dtype: tl.dtype) -> bool:
     """Return whether unpacked integers are q, not q - 8."""
-    return not holds_e2m1(form) and dtype == tl.bfloat16
+    return not holds_e2m1(word_format) and dtype == tl.bfloat16
 
 
 @triton.constexpr_function
-def missing_factor_log2(form: str, dtype: tl.dtype) -> int:
-    """Return log2 of the factor still missing in products of unpacked weights and `boosted` rows.
+def missing_factor_log2(word_format: str, dtype: tl.dtype) -> int:
+    """Return log2 of the factor still missing in products of unpacked weights and `prescale` rows.
 
     It is 0 for NVFP4, whose weights are multiplied by their factor before they are scaled.
     """
-    if form == "nvfp4":
+    if word_format == "nvfp4":
         return 0
     if dtype == tl.bfloat16:
-        return 126 - 48 if is_e2m1(form) else 133 - 64
-    return 14 if is_e2m1(form) else 0
+        return 126 - 48 if is_e2m1(word_format) else 133 - 64
+    return 14 if is_e2m1(word_format) else 0
 
 
 @triton.jit
@@ -136,7 +137,7 @@ def e8m0_values(exponents):
 
 
 @triton.jit
-def _plain(words, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
+def _unpack_nibble(words, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Return nibble J of each word as a value, without inline assembly."""
     code = (words >> (4 * J)) & 15
     if holds_e2m1(FORMAT):
@@ -163,7 +164,7 @@ def _halves(pair, dtype: tl.constexpr):
 
 
 @triton.jit
-def _repacked(words, dtype: tl.constexpr):
+def _unpack_repacked(words, dtype: tl.constexpr):
     """Unpack repacked words to four int32. The halves of int32 i are the values 2i and 2i + 1.
 
     As in `modular_kernel.quant.repacking.unpack_words`, five shifts and four masks move the values
@@ -204,12 +205,12 @@ def unpack_int4(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
     They are exact up to a power of two (`missing_factor_log2`).
     """
     if FORMAT == "e2m1_repacked":
-        p0, p1, p2, p3 = _repacked(words, dtype)
+        p0, p1, p2, p3 = _unpack_repacked(words, dtype)
         v0, v1 = _halves(p0, dtype)
         v2, v3 = _halves(p1, dtype)
         v4, v5 = _halves(p2, dtype)
         v6, v7 = _halves(p3, dtype)
-    elif ASSEMBLE:
+    elif USE_INLINE_ASM:
         if dtype == tl.bfloat16:
             code: tl.constexpr = _E2M1_BF16 if holds_e2m1(FORMAT) else _INTEGER_BF16
         else:
@@ -222,14 +223,14 @@ def unpack_int4(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
         v2, v6 = _halves(p2, dtype)
         v3, v7 = _halves(p3, dtype)
     else:
-        v0 = _plain(words, 0, FORMAT, dtype)
-        v1 = _plain(words, 1, FORMAT, dtype)
-        v2 = _plain(words, 2, FORMAT, dtype)
-        v3 = _plain(words, 3, FORMAT, dtype)
-        v4 = _plain(words, 4, FORMAT, dtype)
-        v5 = _plain(words, 5, FORMAT, dtype)
-        v6 = _plain(words, 6, FORMAT, dtype)
-        v7 = _plain(words, 7, FORMAT, dtype)
+        v0 = _unpack_nibble(words, 0, FORMAT, dtype)
+        v1 = _unpack_nibble(words, 1, FORMAT, dtype)
+        v2 = _unpack_nibble(words, 2, FORMAT, dtype)
+        v3 = _unpack_nibble(words, 3, FORMAT, dtype)
+        v4 = _unpack_nibble(words, 4, FORMAT, dtype)
+        v5 = _unpack_nibble(words, 5, FORMAT, dtype)
+        v6 = _unpack_nibble(words, 6, FORMAT, dtype)
+        v7 = _unpack_nibble(words, 7, FORMAT, dtype)
     even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
     odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
     return tl.join(even, odd)

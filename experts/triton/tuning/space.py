@@ -62,22 +62,22 @@ class ConfigSpace(Tunable):
         self._all_paths = tuple(paths)
         self._gemms = gemms(problem)
         self._device = current_lookup().device
-        self.paths = self._serving(self._device)
+        self.paths = self._supported_paths(self._device)
 
     @classmethod
-    def unless_fixed(
+    def for_problem(
         cls, problem: Problem, experts_part: str, paths: Sequence[type[LaunchPath]] = (BASE,)
     ) -> "ConfigSpace | None":
         """Return the space, or None for a batch-invariant problem, whose tiles are fixed."""
         return None if problem.batch_invariant else cls(problem, experts_part, paths)
 
-    def _serving(self, device: Device) -> tuple[str, ...]:
-        return tuple(path.name for path in self._all_paths if path.serves(self.problem, device))
+    def _supported_paths(self, device: Device) -> tuple[str, ...]:
+        return tuple(path.name for path in self._all_paths if path.supports(self.problem, device))
 
     def for_prepared_weights(self, device_name: str | None = None) -> "ConfigSpace | None":
         device = self._device if device_name is None else Device.named(device_name)
-        serving = (BY_NAME[name] for name in self._serving(device))
-        if not any(path.prepared_configs(self.problem) for path in serving):
+        supported = (BY_NAME[name] for name in self._supported_paths(device))
+        if not any(path.prepared_configs(self.problem) for path in supported):
             return None
         return ConfigSpace(self.problem, self.experts_part, self._all_paths, prepared=True)
 
@@ -141,9 +141,9 @@ class ConfigSpace(Tunable):
         launchable = config.path in self.paths and is_launchable(config, self.problem, self._device)
         return launchable and all(self._is_valid_launch(*item, config.path) for item in launches)
 
-    def finalists(self, tokens: int, took: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
+    def finalists(self, tokens: int, times: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
         """Return the pairs of launches that the time model expects to be the fastest."""
-        model = AdditiveTimeModel(took)
+        model = AdditiveTimeModel(times)
         kinds = sorted(model.kinds(), key=model.min_seconds)[:_MAX_FINAL_KINDS]
         pairs = [pair for kind in kinds for pair in model.best_pairs(kind, _MAX_FINAL_LAUNCHES)]
         return sorted(pairs, key=model.seconds)[:_MAX_FINALISTS]
@@ -156,14 +156,16 @@ class ConfigSpace(Tunable):
         path = self._path(folder)
         if not path.exists():
             return {}
-        recipe = read_config_file(path)
-        if not recipe.strict or recipe.tuned_for != self._tuned_for():
-            got = recipe.tuned_for if recipe.strict else "a file of vLLM's or SGLang's"
+        tuned_configs = read_config_file(path)
+        if not tuned_configs.strict or tuned_configs.tuned_for != self._tuned_for():
+            got = (
+                tuned_configs.tuned_for if tuned_configs.strict else "a file of vLLM's or SGLang's"
+            )
             need = f"{self._tuned_for()}; another folder, or to start afresh"
             raise ConfigurationError(f"config file {path}", got=got, need=need)
         result = {}
-        for tokens, config in recipe.configs().items():
-            times = recipe.times.get(tokens)
+        for tokens, config in tuned_configs.configs().items():
+            times = tuned_configs.times.get(tokens)
             if times is None:
                 continue
             result[tokens] = TunedChoice(config, times.us / 1e6, _seconds(times.untuned_us))
@@ -175,7 +177,7 @@ class ConfigSpace(Tunable):
             pair = choices[tokens].choice
             assert isinstance(pair, MoEConfig)
             pairs[tokens] = pair
-        recipe = TunedConfigs(
+        tuned_configs = TunedConfigs(
             origin="",
             gemm1=tuple((tokens, pair.gemm1) for tokens, pair in pairs.items()),
             gemm2=tuple((tokens, pair.gemm2) for tokens, pair in pairs.items()),
@@ -189,23 +191,23 @@ class ConfigSpace(Tunable):
         path = self._path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(dump_config_file(recipe), encoding="utf-8")
+        partial.write_text(dump_config_file(tuned_configs), encoding="utf-8")
         partial.replace(path)
         clear_caches()
         return path
 
     def explain(self, tokens: int, device_name: str | None = None) -> str:
         device = self._device if device_name is None else Device.named(device_name)
-        paths = self._serving(device)
+        paths = self._supported_paths(device)
         return explain(self.problem, tokens, device_name, paths, prepared=self.prepared)
 
     def _tuned_for(self) -> TunedFor:
         return TunedFor(self.experts_part, self.problem.hidden, self.problem.top_k)
 
     def _path(self, folder: Path) -> Path:
-        store = current_lookup()
-        name = ConfigKey.of(self.problem, store.device.name, prepared=self.prepared).file_name
-        return folder / triton_subfolder(store.triton) / name
+        lookup = current_lookup()
+        name = ConfigKey.of(self.problem, lookup.device.name, prepared=self.prepared).file_name
+        return folder / triton_subfolder(lookup.triton) / name
 
 
 Kind = tuple[str, int]  # path and block_m, which both GEMMs share

@@ -6,23 +6,23 @@ import triton.language as tl
 
 @triton.jit
 def tile_maps_kernel(
-    starts_ptr, counts_ptr, ends_ptr, maps_ptr, num_local, most_tiles,
-    LEAST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    starts_ptr, counts_ptr, ends_ptr, maps_ptr, num_local, max_tiles,
+    MIN_TILE_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Schedule tiles of LEAST << s rows, where s is the second axis of the grid.
+    """Schedule tiles of MIN_TILE_ROWS << s rows, where s is the second axis of the grid.
 
-    Grid: (ceil(most_tiles / BLOCK_T), sizes).
+    Grid: (ceil(max_tiles / BLOCK_T), sizes).
 
     starts_ptr: (num_local + 1,) int32, the first row of each expert, then the number of rows.
     counts_ptr: output (num_local,) int32, the rows of each expert.
     ends_ptr: output (sizes, num_local + 1) int32, the number of tiles before each expert, then the
         total.
-    maps_ptr: output (sizes, most_tiles) int32, tile << 16 | expert, where `tile` counts within the
+    maps_ptr: output (sizes, max_tiles) int32, tile << 16 | expert, where `tile` counts within the
         expert; -1 for unused entries.
     BLOCK_E: a power of two >= num_local.
     """
     program, size = tl.program_id(0), tl.program_id(1)
-    rows = LEAST << size
+    rows = MIN_TILE_ROWS << size
     expert = tl.arange(0, BLOCK_E)
     mask = expert < num_local
     start = tl.load(starts_ptr + expert, mask=mask, other=0)
@@ -38,4 +38,4 @@ def tile_maps_kernel(
     in_expert = (tile[:, None] >= first[None, :]) & (tile[:, None] < end[None, :])
     entry = ((tile[:, None] - first[None, :]) << 16) | expert[None, :]
     value = tl.sum(tl.where(in_expert, entry + 1, 0), 1) - 1
-    tl.store(maps_ptr + size * most_tiles + tile, value, mask=tile < most_tiles)
+    tl.store(maps_ptr + size * max_tiles + tile, value, mask=tile < max_tiles)

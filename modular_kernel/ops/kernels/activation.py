@@ -6,18 +6,18 @@ import triton.language as tl
 from modular_kernel.ops.kernels.extrema import clamp_nan, maximum_nan, minimum_nan
 
 # Triton's interpreter does not support inline assembly.
-ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
+USE_INLINE_ASM: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _sigmoid(value, FLUSH: tl.constexpr):
+def _sigmoid(value, FLUSH_SUBNORMALS: tl.constexpr):
     """Return 1 / (1 + exp(-value)).
 
-    FLUSH: faster, but results below -87.3 may be zero. exp may then flush subnormal results, which
-        adding 1 would lose anyway, and the reciprocal may flush its result, so that it needs no
-        scaling, unlike a quotient.
+    FLUSH_SUBNORMALS: faster, but results below -87.3 may be zero. exp may then flush subnormal
+        results, which adding 1 would lose anyway, and the reciprocal may flush its result, so that
+        it needs no scaling, unlike a quotient.
     """
-    if ASSEMBLE and FLUSH:
+    if USE_INLINE_ASM and FLUSH_SUBNORMALS:
         denominator = 1.0 + tl.exp2(value * -1.4426950216293335)
         result = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;",
@@ -61,12 +61,12 @@ def _tanh(value):
 @triton.jit
 def activate(
     gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    FLUSH: tl.constexpr = False,
+    FLUSH_SUBNORMALS: tl.constexpr = False,
 ):  # fmt: skip
     """Return the activation KIND of float32 gate and up values; ungated kinds ignore `up`.
 
     ALPHA, LIMIT: parameters of the activation (`ActivationSpec`); LIMIT 0 means no limit.
-    FLUSH: results of kinds with a sigmoid may be zero for gates below -87.3.
+    FLUSH_SUBNORMALS: results of kinds with a sigmoid may be zero for gates below -87.3.
     """
     if LIMIT > 0 and KIND != "situ":
         up = clamp_nan(up, -LIMIT, LIMIT)
@@ -76,7 +76,7 @@ def activate(
         positive = maximum_nan(gate, 0.0)
         result = positive * positive
     elif KIND == "silu_no_mul":
-        result = gate * _sigmoid(gate, FLUSH)
+        result = gate * _sigmoid(gate, FLUSH_SUBNORMALS)
     elif KIND == "gelu_no_mul":
         result = _gelu(gate)
     elif KIND == "gelu_tanh_no_mul":
@@ -86,16 +86,16 @@ def activate(
     elif KIND == "gelu_tanh":
         result = _gelu_tanh(gate) * up
     elif KIND == "swiglu_oai":
-        result = gate * _sigmoid(ALPHA * gate, FLUSH) * (up + 1.0)
+        result = gate * _sigmoid(ALPHA * gate, FLUSH_SUBNORMALS) * (up + 1.0)
     elif KIND == "swiglu_clamp_after":
-        result = minimum_nan(gate * _sigmoid(gate, FLUSH), LIMIT) * up
+        result = minimum_nan(gate * _sigmoid(gate, FLUSH_SUBNORMALS), LIMIT) * up
     elif KIND == "situ":
         if LIMIT > 0:
             up = LIMIT * _tanh(up / LIMIT)
         result = ALPHA * _tanh(gate / ALPHA) * tl.sigmoid(gate) * up
     else:
         tl.static_assert(KIND == "silu" or KIND == "swiglu_clamp_before")
-        result = gate * _sigmoid(gate, FLUSH) * up
+        result = gate * _sigmoid(gate, FLUSH_SUBNORMALS) * up
     return result
 
 

@@ -47,8 +47,8 @@ def _fill_blocks(
     num_post = tl.sum(padded, axis=0)
     block = (pid - num_chunks) * FILL_BLOCKS + tl.arange(0, FILL_BLOCKS)
     first = block * BLOCK_SIZE
-    past = (starts + padded)[None, :] <= first[:, None]
-    bucket = tl.minimum(tl.sum(past.to(tl.int32), axis=1), BINS - 1)  # NaN-free: integers
+    is_past = (starts + padded)[None, :] <= first[:, None]
+    bucket = tl.minimum(tl.sum(is_past.to(tl.int32), axis=1), BINS - 1)  # NaN-free: integers
     is_used = first < num_post
     tl.store(expert_ids_ptr + block, tl.where(is_used, bucket - 1, -1), mask=block < num_blocks)
     # In a block, all positions past the last pair of its bucket are padding.
@@ -72,7 +72,7 @@ def align_place_kernel(
     Both write different positions, so one launch suffices.
 
     prefix_ptr, totals_ptr: from the kernels of `kernels.count`.
-    sorted_ptr, expert_ids_ptr, num_post_ptr: the tensors of `ops.align.Aligned`.
+    sorted_ptr, expert_ids_ptr, num_post_ptr: the tensors of `ops.align.AlignedPairs`.
     num_positions, num_blocks: the lengths of sorted and expert_ids.
     IGNORE_INVALID: omit skipped pairs.
     BINS: a power of two > num_local + 1.
@@ -86,8 +86,8 @@ def align_place_kernel(
         mask = pairs < numel
         local, _ = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
         key = local + 1
-        preceding = tl.load(prefix_ptr + key * num_chunks + pid, mask=mask, other=0)
-        first = tl.gather(starts, key, 0) + preceding
+        num_preceding = tl.load(prefix_ptr + key * num_chunks + pid, mask=mask, other=0)
+        first = tl.gather(starts, key, 0) + num_preceding
         _place_chunk(pairs, mask, key, first, sorted_ptr, IGNORE_INVALID, CHUNK)
     else:
         _fill_blocks(
@@ -121,14 +121,14 @@ def align_kernel(
     totals = tl.where(tl.arange(0, BINS) < num_local + 1, totals, 0)
     totals, padded, starts = _bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
     if pid < num_chunks:
-        earlier = tl.where(all_pairs < pid * CHUNK, buckets, BINS - 1)
+        earlier_buckets = tl.where(all_pairs < pid * CHUNK, buckets, BINS - 1)
         pairs = pid * CHUNK + tl.arange(0, CHUNK)
         mask = pairs < numel
         local, invalid = load_local_ids(
             ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP
         )
         key = local + 1
-        first = tl.gather(starts + tl.histogram(earlier, BINS), key, 0)
+        first = tl.gather(starts + tl.histogram(earlier_buckets, BINS), key, 0)
         _place_chunk(pairs, mask, key, first, sorted_ptr, IGNORE_INVALID, CHUNK)
         num_invalid = tl.sum(invalid.to(tl.int32), axis=0)
         if num_invalid > 0:

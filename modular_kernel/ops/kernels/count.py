@@ -19,11 +19,11 @@ def is_repeat(
     first_pair = (pairs // TOP_K) * TOP_K
     repeat = local < -1
     for slot in range(TOP_K):
-        earlier = mask & (first_pair + slot < pairs)
+        is_earlier = mask & (first_pair + slot < pairs)
         other, _ = load_local_ids(
-            ids_ptr, first_pair + slot, earlier, map_ptr, num_experts, num_local, HAS_MAP
+            ids_ptr, first_pair + slot, is_earlier, map_ptr, num_experts, num_local, HAS_MAP
         )
-        repeat = repeat | (earlier & (other == local) & (local >= 0))
+        repeat = repeat | (is_earlier & (other == local) & (local >= 0))
     return repeat
 
 
@@ -45,12 +45,12 @@ def count_pairs_kernel(
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = pairs < numel
     local, invalid = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
-    counted = mask
+    is_counted = mask
     if DEDUPE:
-        counted = counted & ~is_repeat(
+        is_counted = is_counted & ~is_repeat(
             ids_ptr, pairs, mask, local, map_ptr, num_experts, num_local, TOP_K, HAS_MAP
         )
-    histogram = tl.histogram(tl.where(counted, local + 1, BINS - 1), BINS)
+    histogram = tl.histogram(tl.where(is_counted, local + 1, BINS - 1), BINS)
     bins = tl.arange(0, BINS)
     tl.store(counts_ptr + bins * num_chunks + chunk, histogram, mask=bins < num_local + 1)
     num_invalid = tl.sum(invalid.to(tl.int32), axis=0)
@@ -82,8 +82,8 @@ def scan_counts_kernel(
 
 
 @triton.jit
-def rank_in_chunk(key, counted, CHUNK: tl.constexpr):
+def rank_in_chunk(key, is_counted, CHUNK: tl.constexpr):
     """Return, per lane, the number of earlier counted lanes of the chunk with the same key."""
     lanes = tl.arange(0, CHUNK)
     same = (key[:, None] == key[None, :]) & (lanes[None, :] < lanes[:, None])
-    return tl.sum((same & counted[None, :]).to(tl.int32), axis=1)
+    return tl.sum((same & is_counted[None, :]).to(tl.int32), axis=1)

@@ -33,12 +33,12 @@ def number_pairs(
     program, ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr, invalid_ptr,
     num_tokens, num_experts, first_token, world_size, slots, numbers_per_rank, max_copies, factor,
     stride_ids, stride_weights,
-    TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
+    TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, LINEAR: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """numbers[t, k] = rank * numbers_per_rank + slot of the pair's expert; weights[t, k] *= factor.
 
-    For BLOCK_T tokens, as program `program`. Ids are compared in their own width; those outside
+    Handles BLOCK_T tokens, as program `program`. Ids are compared in their own width; those outside
     [-1, num_experts) are counted. A pair that is skipped or has an invalid id is dropped. It gets
     number -1 and weight 0.
 
@@ -49,7 +49,7 @@ def number_pairs(
     JOIN: a token's first pair with an expert gets the sum of the weights of all of them, and the
         others are dropped.
     SINKS: dropped pairs get numbers after the slots of the ranks, from the rank of first_token on.
-    PLAIN: every rank has `slots` experts, in order, so no table is read.
+    LINEAR: every rank has `slots` experts, in order, so no table is read.
     """
     token = program * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     k = tl.arange(0, BLOCK_K)[None, :]
@@ -57,28 +57,28 @@ def number_pairs(
     ids_row = ids_ptr + token.to(tl.int64) * stride_ids
     weights_row = weights_ptr + token.to(tl.int64) * stride_weights
     ids = tl.load(ids_row + k, mask=in_bounds, other=-1)
-    live = (ids >= 0) & (ids < num_experts)
+    valid = (ids >= 0) & (ids < num_experts)
     # Per lane: reducing first would stall the whole program.
     ones = tl.full((BLOCK_T, BLOCK_K), 1, tl.int32)
-    invalid = in_bounds & (ids != -1) & (live == 0)
+    invalid = in_bounds & (ids != -1) & (valid == 0)
     tl.atomic_add(invalid_ptr + (ones - 1), ones, mask=invalid, sem="relaxed")
     if JOIN:
         weight, repeat = _join_repeats(
             ids, ids_row, weights_row, in_bounds, k, TOP_K, BLOCK_T, BLOCK_K
         )
-        is_kept = live & (repeat == 0)
+        is_kept = valid & (repeat == 0)
     else:
         weight = tl.load(weights_row + k, mask=in_bounds, other=0.0)
-        is_kept = live
-    number = tl.where(live, ids, 0).to(tl.int64)
-    if PLAIN:
+        is_kept = valid
+    number = tl.where(valid, ids, 0).to(tl.int64)
+    if LINEAR:
         if SINKS:
             number += number // slots * (numbers_per_rank - slots)
     else:
-        copies = tl.load(copies_ptr + number, mask=live, other=1)
+        copies = tl.load(copies_ptr + number, mask=valid, other=1)
         location = (number * max_copies + (token + first_token) % copies) * 2
-        rank = tl.load(homes_ptr + location, mask=live, other=0).to(tl.int64)
-        number = rank * numbers_per_rank + tl.load(homes_ptr + location + 1, mask=live, other=0)
+        rank = tl.load(homes_ptr + location, mask=valid, other=0).to(tl.int64)
+        number = rank * numbers_per_rank + tl.load(homes_ptr + location + 1, mask=valid, other=0)
     if SINKS:
         dropped = (in_bounds & (is_kept == 0)).to(tl.int32)
         sink = tl.cumsum(dropped, axis=1) - dropped
@@ -98,7 +98,7 @@ def number_pairs_kernel(
     ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr, invalid_ptr,
     num_tokens, num_experts, first_token, world_size, slots, numbers_per_rank, max_copies, factor,
     stride_ids, stride_weights,
-    TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
+    TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, LINEAR: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Run `number_pairs` in every program, for BLOCK_T tokens each."""
@@ -107,5 +107,5 @@ def number_pairs_kernel(
         tl.program_id(0), ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr,
         out_weights_ptr, invalid_ptr, num_tokens, num_experts, first_token, world_size, slots,
         numbers_per_rank, max_copies, factor, stride_ids, stride_weights,
-        TOP_K, JOIN, SINKS, PLAIN, BLOCK_T, BLOCK_K,
+        TOP_K, JOIN, SINKS, LINEAR, BLOCK_T, BLOCK_K,
     )  # fmt: skip

@@ -60,10 +60,10 @@ def quantize_tiles_kernel(
     KIND, ALPHA, LIMIT: the activation; KIND "identity": none.
     """
     tile, part = tl.program_id(0) // 4, tl.program_id(0) % 4
-    live = tile < tl.load(tiles_ptr + 3 * max_tiles)
-    expert = tl.load(tiles_ptr + tile, mask=live, other=0)
-    first = tl.load(tiles_ptr + max_tiles + tile, mask=live, other=0)
-    end = tl.load(tiles_ptr + 2 * max_tiles + tile, mask=live, other=0)
+    in_use = tile < tl.load(tiles_ptr + 3 * max_tiles)
+    expert = tl.load(tiles_ptr + tile, mask=in_use, other=0)
+    first = tl.load(tiles_ptr + max_tiles + tile, mask=in_use, other=0)
+    end = tl.load(tiles_ptr + 2 * max_tiles + tile, mask=in_use, other=0)
     line = tl.arange(0, 32)
     rows = first.to(tl.int64) + part * 32 + line
     valid = rows < end
@@ -79,7 +79,7 @@ def quantize_tiles_kernel(
         value = activate(value, up, KIND, ALPHA, LIMIT)
         value = tl.where(mask, value, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
     groups = tl.reshape(value, (32, 16, 16))
-    inverse = tl.div_rn(1.0, tl.load(factor_ptr + expert, mask=live, other=1.0))
+    inverse = tl.div_rn(1.0, tl.load(factor_ptr + expert, mask=in_use, other=1.0))
     amax = max_nan(tl.abs(groups), 2)
     unclamped = tl.div_rn(inverse * amax, 6.0)
     code = _e4m3_code(minimum_nan(unclamped, 448.0))
@@ -96,7 +96,7 @@ def quantize_tiles_kernel(
     group = tl.arange(0, 16)
     offset = (group // 4 * 512 + group % 4)[None, :] + (line * 16 + part * 4)[:, None]
     s_ptrs = scale_ptr + tile.to(tl.int64) * stride_scale + tl.program_id(1) * 2048 + offset
-    tl.store(s_ptrs, code.to(tl.uint8), mask=live & (offset >= 0))
+    tl.store(s_ptrs, code.to(tl.uint8), mask=in_use & (offset >= 0))
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def tile_scales_kernel(scale_ptr, out_ptr, num_rows, num_groups, blocks, stride_
 
 
 @triton.jit
-def name_tiles_kernel(
+def make_batched_tiles_kernel(
     counts_ptr, tiles_ptr, num_experts, capacity, max_tiles,
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip

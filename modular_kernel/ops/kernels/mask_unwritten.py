@@ -7,7 +7,7 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
-def live_pairs_kernel(
+def mask_unwritten_pairs_kernel(
     ids_ptr, weights_ptr, count_ptr, out_ids_ptr, out_weights_ptr, num_pairs,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
@@ -21,6 +21,6 @@ def live_pairs_kernel(
     in_bounds = pair < num_pairs
     ids = tl.load(ids_ptr + pair, mask=in_bounds, other=-1)
     weights = tl.load(weights_ptr + pair, mask=in_bounds, other=0.0)
-    live = (ids >= 0) & (pair < tl.load(count_ptr).to(tl.int64) * TOP_K)
-    tl.store(out_ids_ptr + pair, tl.where(live, ids, -1).to(tl.int32), mask=in_bounds)
-    tl.store(out_weights_ptr + pair, tl.where(live, weights, 0.0), mask=in_bounds)
+    valid = (ids >= 0) & (pair < tl.load(count_ptr).to(tl.int64) * TOP_K)
+    tl.store(out_ids_ptr + pair, tl.where(valid, ids, -1).to(tl.int32), mask=in_bounds)
+    tl.store(out_weights_ptr + pair, tl.where(valid, weights, 0.0), mask=in_bounds)

@@ -31,13 +31,13 @@ def _keys(
 def _pairs(
     order_ptr, ids_ptr, slots_ptr, ranks_ptr, num_pairs, num_slots, num_experts,
     stride_rank_l, stride_rank_e,
-    TOP_K: tl.constexpr, GROUPED: tl.constexpr, BLOCK_T: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Return (pairs, mask, keys) of this program's rows, in the order at order_ptr if GROUPED."""
+    """Return (pairs, mask, keys) of this program's rows, in the order at order_ptr if HAS_ORDER."""
     position = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = position < num_pairs
     pairs = position.to(tl.int64)
-    if GROUPED:
+    if HAS_ORDER:
         pairs = tl.load(order_ptr + position, mask=mask, other=0).to(tl.int64)
     ids = tl.load(ids_ptr + pairs, mask=mask)
     slots = tl.load(slots_ptr + pairs // TOP_K, mask=mask)
@@ -56,18 +56,18 @@ def moe_lora_a_kernel(
     x_ptr, order_ptr, ids_ptr, slots_ptr, ranks_ptr, a_ptr, out_ptr,
     num_pairs, num_slots, num_experts, max_rank, depth,
     stride_x, stride_al, stride_ae, stride_ar, stride_rank_l, stride_rank_e,
-    TOP_K: tl.constexpr, X_TOP_K: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
+    TOP_K: tl.constexpr, X_TOP_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out[p, :rank] = A[key of p, :rank] @ x[p // X_TOP_K]; 0 beyond the rank, and without a key.
 
     Grid: (blocks of BLOCK_T pairs, blocks of BLOCK_R columns of out). x has one row per token
     (X_TOP_K = TOP_K) or per pair (X_TOP_K = 1). out is (num_pairs, max_rank), contiguous. If
-    GROUPED, order_ptr has the order in which programs take pairs.
+    HAS_ORDER, order_ptr has the order in which programs take pairs.
     """
     pairs, mask, keys = _pairs(
         order_ptr, ids_ptr, slots_ptr, ranks_ptr, num_pairs, num_slots, num_experts,
-        stride_rank_l, stride_rank_e, TOP_K, GROUPED, BLOCK_T,
+        stride_rank_l, stride_rank_e, TOP_K, HAS_ORDER, BLOCK_T,
     )  # fmt: skip
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     k = tl.arange(0, BLOCK_K)
@@ -102,17 +102,18 @@ def moe_lora_gate_up_b_kernel(
     u_ptr, order_ptr, ids_ptr, slots_ptr, ranks_ptr, b_ptr, out_ptr,
     num_pairs, num_slots, num_experts, max_rank, intermediate,
     stride_bl, stride_be, stride_bn, stride_rank_l, stride_rank_e,
-    TOP_K: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out[p] = silu(B[key of p, :I] @ u[p]) * (B[key of p, I:] @ u[p]); 0 for pairs without a key.
 
     Grid: (blocks of BLOCK_T pairs, blocks of BLOCK_I columns). u (num_pairs, max_rank) and out
-    (num_pairs, I) are contiguous. If GROUPED, order_ptr has the order in which programs take pairs.
+    (num_pairs, I) are contiguous. If HAS_ORDER, order_ptr has the order in which programs take
+    pairs.
     """
     pairs, mask, keys = _pairs(
         order_ptr, ids_ptr, slots_ptr, ranks_ptr, num_pairs, num_slots, num_experts,
-        stride_rank_l, stride_rank_e, TOP_K, GROUPED, BLOCK_T,
+        stride_rank_l, stride_rank_e, TOP_K, HAS_ORDER, BLOCK_T,
     )  # fmt: skip
     column = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     column_mask = column < intermediate

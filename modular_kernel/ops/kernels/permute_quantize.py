@@ -20,10 +20,10 @@ def _load_tile(x_row_ptr, columns, in_group, num_columns):
 def permute_and_quantize_kernel(
     x_ptr, row_of_pair_ptr, weights_ptr, q_ptr, scale_ptr,
     num_columns, group, num_groups, stride_x, stride_scale,
-    TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPUTED: tl.constexpr,
-    LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
-    ALONG_ROWS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
+    TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, DYNAMIC_SCALE: tl.constexpr,
+    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    GROUP_FITS_BLOCK: tl.constexpr, ALONG_ROWS: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """q[row of (t, k)] = weight of (t, k) * x[t] / scale.
 
@@ -32,12 +32,12 @@ def permute_and_quantize_kernel(
 
     row_of_pair_ptr: (tokens, TOP_K) int32, -1 to skip a pair.
     HAS_WEIGHTS: multiply x by the weight of the pair first.
-    COMPUTED: compute and store a scale per row and group. Scales of adjacent rows (or, with
+    DYNAMIC_SCALE: compute and store a scale per row and group. Scales of adjacent rows (or, with
         ALONG_ROWS, of adjacent groups) are stride_scale apart. Otherwise the scale at scale_ptr is
         used.
-    LARGEST, ROUND, MIN_SCALE: see `kernels.quantize`.
-    WHOLE: a group has at most BLOCK_C columns, so x is read once. Otherwise BLOCK_G is 1, and x is
-        read again for each pair.
+    QMAX, ROUND, MIN_SCALE: see `kernels.quantize`.
+    GROUP_FITS_BLOCK: a group has at most BLOCK_C columns, so x is read once. Otherwise BLOCK_G is
+        1, and x is read again for each pair.
     BLOCK_K: a power of two >= TOP_K.
     """
     pdl_wait(OVERLAP)
@@ -52,23 +52,23 @@ def permute_and_quantize_kernel(
     slots = tl.arange(0, BLOCK_K)
     # All rows are loaded at once, concurrently with the values, so that no slot waits for its row.
     rows = tl.load(row_of_pair_ptr + token * TOP_K + slots, mask=slots < TOP_K, other=-1)
-    largest = max_nan(tl.abs(value), 1)
-    if COMPUTED and not WHOLE:
+    amax = max_nan(tl.abs(value), 1)
+    if DYNAMIC_SCALE and not GROUP_FITS_BLOCK:
         for start in range(BLOCK_C, group, BLOCK_C):
             in_group = (start + offsets < group)[None, :]
             other = _load_tile(x_row_ptr, columns + start, in_group, num_columns)
-            largest = maximum_nan(largest, max_nan(tl.abs(other), 1))
+            amax = maximum_nan(amax, max_nan(tl.abs(other), 1))
     scale = tl.zeros((BLOCK_G,), tl.float32)
-    if not COMPUTED:
+    if not DYNAMIC_SCALE:
         scale += tl.load(scale_ptr)
     for slot in tl.static_range(TOP_K):
         row = tl.max(tl.where(slots == slot, rows, -1), axis=0).to(tl.int64)  # NaN-free: integers
         weight = 1.0
         if HAS_WEIGHTS:
             weight = tl.load(weights_ptr + token * TOP_K + slot)
-        if COMPUTED:
+        if DYNAMIC_SCALE:
             # Rounding is monotonic, so the largest product is that of the largest value.
-            scale = scale_of(largest * tl.abs(weight), LARGEST, MIN_SCALE)
+            scale = scale_of(amax * tl.abs(weight), QMAX, MIN_SCALE)
             if ALONG_ROWS:
                 scale_ptrs = scale_ptr + groups.to(tl.int64) * stride_scale + row
             else:
@@ -76,11 +76,11 @@ def permute_and_quantize_kernel(
             tl.store(scale_ptrs, scale, mask=(groups < num_groups) & (row >= 0))
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_row_ptr = q_ptr + row * num_columns
-        for start in range(0, BLOCK_C if WHOLE else group, BLOCK_C):
+        for start in range(0, BLOCK_C if GROUP_FITS_BLOCK else group, BLOCK_C):
             in_group = (start + offsets < group)[None, :]
             pair_value = value
-            if not WHOLE:
+            if not GROUP_FITS_BLOCK:
                 pair_value = _load_tile(x_row_ptr, columns + start, in_group, num_columns)
-            q = quantized_values(pair_value * weight, inverse, LARGEST, ROUND, not COMPUTED)
+            q = quantized_values(pair_value * weight, inverse, QMAX, ROUND, not DYNAMIC_SCALE)
             mask = in_group & (columns + start < num_columns) & (row >= 0)
             tl.store(q_row_ptr + columns + start, q.to(q_ptr.dtype.element_ty), mask=mask)

@@ -1,45 +1,45 @@
 """Kernels that quantize rows with one scale per row, group or tensor, also after an activation.
 
 Rows are in segments of `capacity` rows: a single segment, or one per expert in the batched format.
-`parts` programs share the rows of a segment, BLOCK_R at a time. SOURCE says which rows hold a token
-and are quantized: "all"; "pairs": row p if pair p has a local expert; "batched": the first live[s]
-rows of segment s.
+`programs_per_segment` programs share the rows of a segment, BLOCK_R at a time. SOURCE says which
+rows hold a token and are quantized: "all"; "pairs": row p if pair p has a local expert; "batched":
+the first valid[s] rows of segment s.
 
-LARGEST is the largest value of the quantized type, MIN_SCALE the minimum scale, and ROUND means
-that the type is an integer.
+QMAX is the largest value of the quantized type, MIN_SCALE the minimum scale, and ROUND means that
+the type is an integer.
 """
 
 import triton
 import triton.language as tl
 
-from modular_kernel.ops.kernels.activation import ASSEMBLE, activate
+from modular_kernel.ops.kernels.activation import USE_INLINE_ASM, activate
 from modular_kernel.ops.kernels.extrema import clamp_nan, max_nan, maximum_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
-def scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
+def scale_of(amax, QMAX: tl.constexpr, MIN_SCALE: tl.constexpr):
     """Return the scale of values with maximum magnitude `amax`; NaN if `amax` is NaN.
 
     div_rn rounds to nearest. `/` does not on a GPU, so the torch reference could not match it.
     """
-    return maximum_nan(tl.div_rn(amax, LARGEST), MIN_SCALE)
+    return maximum_nan(tl.div_rn(amax, QMAX), MIN_SCALE)
 
 
 @triton.jit
 def quantized_values(
-    value, inverse, LARGEST: tl.constexpr, ROUND: tl.constexpr, SATURATE: tl.constexpr = True
+    value, inverse, QMAX: tl.constexpr, ROUND: tl.constexpr, SATURATE: tl.constexpr = True
 ):
-    """Return value * inverse, clamped to [-LARGEST, LARGEST].
+    """Return value * inverse, clamped to [-QMAX, QMAX].
 
     If ROUND, it is rounded to the nearest integer, ties to even. SATURATE may be False if `inverse`
-    comes from `scale_of` of the same values: the product then exceeds LARGEST by three rounding
-    errors at most, and conversion to the quantized type rounds it to LARGEST.
+    comes from `scale_of` of the same values: the product then exceeds QMAX by three rounding errors
+    at most, and conversion to the quantized type rounds it to QMAX.
     """
     value = value * inverse
     if SATURATE or ROUND:
-        value = clamp_nan(value, -LARGEST, LARGEST)
+        value = clamp_nan(value, -QMAX, QMAX)
     if ROUND:
         # Adding 1.5 * 2**23 to a value below 2**22 leaves no bits for a fraction.
         value = (value + 12582912.0) - 12582912.0
@@ -49,7 +49,7 @@ def quantized_values(
 @triton.jit
 def _round_to_dtype(value, dtype: tl.constexpr):
     """Return float32 values rounded to `dtype`, as float32."""
-    if ASSEMBLE and dtype == tl.bfloat16:
+    if USE_INLINE_ASM and dtype == tl.bfloat16:
         # In pairs, because the conversion of one value uses the same unit as exp and reciprocals.
         value = tl.inline_asm_elementwise(
             "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; "
@@ -62,22 +62,22 @@ def _round_to_dtype(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def _live_rows(
-    segment, positions, count, capacity, live_ptr, map_ptr, num_experts, num_local,
+def _valid_rows(
+    segment, positions, count, capacity, valid_ptr, map_ptr, num_experts, num_local,
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
     """Return row indices, and a mask of the rows that hold a token."""
     rows = segment * capacity + positions.to(tl.int64)
-    live = positions < count
+    valid = positions < count
     if SOURCE == "pairs":
-        local, _ = load_local_ids(live_ptr, rows, live, map_ptr, num_experts, num_local, HAS_MAP)
-        live = live & (local >= 0)
-    return rows, live
+        local, _ = load_local_ids(valid_ptr, rows, valid, map_ptr, num_experts, num_local, HAS_MAP)
+        valid = valid & (local >= 0)
+    return rows, valid
 
 
 @triton.jit
 def _load_values(
-    x_ptr, weights_ptr, rows, columns, live, num_columns, stride_x, up_offset,
+    x_ptr, weights_ptr, rows, columns, valid, num_columns, stride_x, up_offset,
     HAS_WEIGHTS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
@@ -86,81 +86,85 @@ def _load_values(
     columns is (lines, BLOCK_C), masked from num_columns on, which is a scalar or one value per
     line.
     """
-    mask = live[:, None] & (columns < num_columns)
+    mask = valid[:, None] & (columns < num_columns)
     x_ptrs = x_ptr + rows[:, None] * stride_x + columns * STEP
     value = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     if KIND != "identity":
         up = tl.load(x_ptrs + up_offset, mask=mask, other=0.0).to(tl.float32)
-        value = activate(value, up, KIND, ALPHA, LIMIT, FLUSH=True)
+        value = activate(value, up, KIND, ALPHA, LIMIT, FLUSH_SUBNORMALS=True)
         value = _round_to_dtype(value, x_ptr.dtype.element_ty)
     if HAS_WEIGHTS:
-        value = value * tl.load(weights_ptr + rows, mask=live, other=0.0)[:, None]
+        value = value * tl.load(weights_ptr + rows, mask=valid, other=0.0)[:, None]
     return value
 
 
 @triton.jit
 def amax_kernel(
-    x_ptr, weights_ptr, live_ptr, map_ptr, partials_ptr,
-    num_columns, stride_x, up_offset, capacity, parts, num_experts, num_local,
+    x_ptr, weights_ptr, valid_ptr, map_ptr, partials_ptr,
+    num_columns, stride_x, up_offset, capacity, programs_per_segment, num_experts, num_local,
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """partials[program] = largest magnitude of the program's rows, 0 if it has none.
 
-    Grid: (segments * parts,). The caller takes the maximum of all partials, which needs no atomics
+    Grid: (segments * programs_per_segment,). The caller takes the maximum of all partials, which
+        needs no atomics
     and no zeroed memory.
     """
-    segment = (tl.program_id(0) // parts).to(tl.int64)
+    segment = (tl.program_id(0) // programs_per_segment).to(tl.int64)
     count = capacity
     if SOURCE == "batched":
-        count = tl.load(live_ptr + segment)
-    largest = tl.zeros((BLOCK_R,), tl.float32)
-    for start in range(tl.program_id(0) % parts * BLOCK_R, count, parts * BLOCK_R):
-        rows, live = _live_rows(
+        count = tl.load(valid_ptr + segment)
+    amax = tl.zeros((BLOCK_R,), tl.float32)
+    for start in range(
+        tl.program_id(0) % programs_per_segment * BLOCK_R, count, programs_per_segment * BLOCK_R
+    ):
+        rows, valid = _valid_rows(
             segment, start + tl.arange(0, BLOCK_R), count, capacity,
-            live_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
+            valid_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
         )  # fmt: skip
         for first in range(0, num_columns, BLOCK_C):
             columns = (first + tl.arange(0, BLOCK_C))[None, :]
             value = _load_values(
-                x_ptr, weights_ptr, rows, columns, live, num_columns,
+                x_ptr, weights_ptr, rows, columns, valid, num_columns,
                 stride_x, up_offset, HAS_WEIGHTS, "identity", 0.0, 0.0, 1,
             )  # fmt: skip
-            largest = maximum_nan(largest, max_nan(tl.abs(value), 1))
-    tl.store(partials_ptr + tl.program_id(0), max_nan(largest, 0))
+            amax = maximum_nan(amax, max_nan(tl.abs(value), 1))
+    tl.store(partials_ptr + tl.program_id(0), max_nan(amax, 0))
 
 
 @triton.jit
-def quantize_part(
-    program, x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
-    num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
+def quantize_program(
+    program, x_ptr, weights_ptr, valid_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
+    num_columns, group, num_groups, stride_x, up_offset, capacity, programs_per_segment,
+    num_partials,
     num_experts, num_local,
     SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
-    LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
-    ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    GROUP_FITS_BLOCK: tl.constexpr, ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """q[r, c] = x[r, c] / scale for BLOCK_G groups of columns in some rows: the share of `program`.
 
-    There are segments * parts * ceil(num_groups / BLOCK_G) programs. Those of the same rows are
-    adjacent, so that memory is read in order. A line of a tile is one group of one row. Rows
-    without a token get neither q nor scales.
+    There are segments * programs_per_segment * ceil(num_groups / BLOCK_G) programs. Those of the
+    same rows are adjacent, so that memory is read in order. A line of a tile is one group of one
+    row. Rows without a token get neither q nor scales.
 
     x_ptr, weights_ptr, up_offset, KIND, ALPHA, LIMIT, STEP: values are x, x times its row's weight,
         or act(x); see `_load_values`.
     group, num_groups: columns per scale, and scales per row.
-    SCALE: "computed": one scale per row and group, which is stored. "given": one scale, at
+    SCALE: "dynamic": one scale per row and group, which is stored. "static": one scale, at
         scale_ptr. "partials": one scale, from the maxima of `amax_kernel`, which the first program
         stores.
-    WHOLE: BLOCK_C covers a group, so x is read once.
+    GROUP_FITS_BLOCK: BLOCK_C covers a group, so x is read once.
     ALONG_ROWS: the scales of a segment are stored group by group, otherwise row by row.
     STAGES: stages of the software pipeline over tiles.
     BLOCK_P: a power of two >= num_partials.
     """
     group_blocks = tl.cdiv(num_groups, BLOCK_G)
     part = program // group_blocks
-    segment = (part // parts).to(tl.int64)
+    segment = (part // programs_per_segment).to(tl.int64)
     line = tl.arange(0, BLOCK_R * BLOCK_G)
     group_index = program % group_blocks * BLOCK_G + line % BLOCK_G
     first = group_index * group
@@ -168,75 +172,83 @@ def quantize_part(
     columns = first[:, None] + tl.arange(0, BLOCK_C)[None, :]
     count = capacity
     if SOURCE == "batched":
-        count = tl.load(live_ptr + segment)
+        count = tl.load(valid_ptr + segment)
     scale = tl.zeros((BLOCK_R * BLOCK_G,), tl.float32)
-    if SCALE == "given":
+    if SCALE == "static":
         scale += tl.load(scale_ptr)
     elif SCALE == "partials":
         index = tl.arange(0, BLOCK_P)
         amax = tl.load(partials_ptr + index, mask=index < num_partials, other=0.0)
-        tensor_scale = scale_of(max_nan(amax, 0), LARGEST, MIN_SCALE)
+        tensor_scale = scale_of(max_nan(amax, 0), QMAX, MIN_SCALE)
         scale += tensor_scale
         if program == 0:
             tl.store(scale_ptr, tensor_scale)
-    for start in tl.range(part % parts * BLOCK_R, count, parts * BLOCK_R, num_stages=STAGES):
+    for start in tl.range(
+        part % programs_per_segment * BLOCK_R,
+        count,
+        programs_per_segment * BLOCK_R,
+        num_stages=STAGES,
+    ):
         positions = start + line // BLOCK_G
-        rows, live = _live_rows(
+        rows, valid = _valid_rows(
             segment, positions, count, capacity,
-            live_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
+            valid_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
         )  # fmt: skip
         value = _load_values(
-            x_ptr, weights_ptr, rows, columns, live, end,
+            x_ptr, weights_ptr, rows, columns, valid, end,
             stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
         )  # fmt: skip
-        if SCALE == "computed":
-            largest = max_nan(tl.abs(value), 1)
-            if not WHOLE:
+        if SCALE == "dynamic":
+            group_amax = max_nan(tl.abs(value), 1)
+            if not GROUP_FITS_BLOCK:
                 for offset in range(BLOCK_C, group, BLOCK_C):
                     other = _load_values(
-                        x_ptr, weights_ptr, rows, columns + offset, live, end,
+                        x_ptr, weights_ptr, rows, columns + offset, valid, end,
                         stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                     )  # fmt: skip
-                    largest = maximum_nan(largest, max_nan(tl.abs(other), 1))
-            scale = scale_of(largest, LARGEST, MIN_SCALE)
+                    group_amax = maximum_nan(group_amax, max_nan(tl.abs(other), 1))
+            scale = scale_of(group_amax, QMAX, MIN_SCALE)
             if ALONG_ROWS:
                 scale_ptrs = scale_ptr + (segment * num_groups + group_index) * capacity + positions
             else:
                 scale_ptrs = scale_ptr + rows * num_groups + group_index
-            tl.store(scale_ptrs, scale, mask=live & (group_index < num_groups))
+            tl.store(scale_ptrs, scale, mask=valid & (group_index < num_groups))
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_ptrs = q_ptr + rows[:, None] * num_columns
-        q = quantized_values(value, inverse, LARGEST, ROUND, SCALE != "computed")
-        mask = live[:, None] & (columns < end)
+        q = quantized_values(value, inverse, QMAX, ROUND, SCALE != "dynamic")
+        mask = valid[:, None] & (columns < end)
         tl.store(q_ptrs + columns, q.to(q_ptr.dtype.element_ty), mask=mask)
-        if not WHOLE:
+        if not GROUP_FITS_BLOCK:
             for offset in range(BLOCK_C, group, BLOCK_C):
                 other = _load_values(
-                    x_ptr, weights_ptr, rows, columns + offset, live, end,
+                    x_ptr, weights_ptr, rows, columns + offset, valid, end,
                     stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                 )  # fmt: skip
-                q = quantized_values(other, inverse, LARGEST, ROUND, SCALE != "computed")
-                mask = live[:, None] & (columns + offset < end)
+                q = quantized_values(other, inverse, QMAX, ROUND, SCALE != "dynamic")
+                mask = valid[:, None] & (columns + offset < end)
                 tl.store(q_ptrs + columns + offset, q.to(q_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def quantize_rows_kernel(
-    x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
-    num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
+    x_ptr, weights_ptr, valid_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
+    num_columns, group, num_groups, stride_x, up_offset, capacity, programs_per_segment,
+    num_partials,
     num_experts, num_local,
     SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
-    LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
-    ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    GROUP_FITS_BLOCK: tl.constexpr, ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Run `quantize_part` in every program."""
+    """Run `quantize_program` in every program."""
     pdl_wait(OVERLAP)
-    quantize_part(
-        tl.program_id(0), x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
-        num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
+    quantize_program(
+        tl.program_id(0), x_ptr, weights_ptr, valid_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
+        num_columns, group, num_groups, stride_x, up_offset, capacity, programs_per_segment,
+        num_partials,
         num_experts, num_local, SCALE, SOURCE, HAS_MAP, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
-        LARGEST, ROUND, MIN_SCALE, WHOLE, ALONG_ROWS, STAGES, BLOCK_R, BLOCK_G, BLOCK_C, BLOCK_P,
+        QMAX, ROUND, MIN_SCALE, GROUP_FITS_BLOCK, ALONG_ROWS, STAGES, BLOCK_R, BLOCK_G, BLOCK_C,
+        BLOCK_P,
     )  # fmt: skip

@@ -6,11 +6,11 @@ Logits are in tiles (BLOCK_T tokens, groups of experts, experts of a group).
 import triton
 import triton.language as tl
 
-_LARGEST = tl.constexpr(3.4028234663852886e38)
+_FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _largest(value, G: tl.constexpr):
+def _tile_max(value, G: tl.constexpr):
     """Return each token's largest value, (T, 1, 1), of a (T, G, S) tile."""
     # NaN-free: no logit or score is NaN here
     return tl.max(tl.max(value, axis=2, keep_dims=True), axis=1, keep_dims=True)
@@ -32,10 +32,10 @@ def _score(logit, SCORE: tl.constexpr):
 
 
 @triton.jit
-def _finite(logit, known):
+def _finite(logit, logit_mask):
     """Clamp infinities to the largest finite values, so that no difference of logits is NaN."""
-    # NaN-free: NaN is not known
-    return tl.minimum(tl.maximum(tl.where(known, logit, 0.0), -_LARGEST), _LARGEST)
+    # NaN-free: NaN is masked
+    return tl.minimum(tl.maximum(tl.where(logit_mask, logit, 0.0), -_FLOAT32_MAX), _FLOAT32_MAX)
 
 
 @triton.jit
@@ -47,25 +47,25 @@ def _best_groups(
 
     TOP2: a group is as good as its best two experts together; otherwise, as its best expert.
     """
-    none = float("-inf")
+    neg_inf = float("-inf")
     best = tl.max(choice, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
     if TOP2:
         first = tl.where(choice == best, expert, 2147483647)
         # NaN-free: integers
-        others = tl.where(expert == tl.min(first, axis=2, keep_dims=True), none, choice)
+        others = tl.where(expert == tl.min(first, axis=2, keep_dims=True), neg_inf, choice)
         second = tl.max(others, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
         # Halved, because the sum of two values may overflow.
-        best = 0.5 * best + 0.5 * tl.where(second > none, second, 0.0)
+        best = 0.5 * best + 0.5 * tl.where(second > neg_inf, second, 0.0)
     group = tl.arange(0, BLOCK_G)[None, :, None]
     is_kept = tl.zeros_like(best).to(tl.int32)
     for _ in tl.static_range(TOPK_GROUPS):
         top = tl.max(best, axis=1, keep_dims=True)  # NaN-free: -inf stands for NaN
-        is_best = (best == top) & (best > none)
+        is_best = (best == top) & (best > neg_inf)
         # NaN-free: integers
         best_group = tl.min(tl.where(is_best, group, BLOCK_G), axis=1, keep_dims=True)
         is_kept = tl.where(group == best_group, 1, is_kept)
-        best = tl.where(group == best_group, none, best)
-    return tl.where(is_kept != 0, choice, none)
+        best = tl.where(group == best_group, neg_inf, best)
+    return tl.where(is_kept != 0, choice, neg_inf)
 
 
 @triton.jit
@@ -74,15 +74,15 @@ def _best_experts(
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return the ids (T, K) of the TOP_K largest of `choice`, the lower id on ties, -1 for -inf."""
-    none = float("-inf")
+    neg_inf = float("-inf")
     k = tl.arange(0, BLOCK_K)[None, :]
     ids = tl.full((BLOCK_T, BLOCK_K), -1, tl.int32)
     for step in tl.static_range(TOP_K):
-        top = _largest(choice, BLOCK_T)
-        lane = tl.where((choice == top) & (choice > none), expert, 2147483647)
+        top = _tile_max(choice, BLOCK_T)
+        lane = tl.where((choice == top) & (choice > neg_inf), expert, 2147483647)
         # NaN-free: integers
         best_expert = tl.min(tl.min(lane, axis=2, keep_dims=True), axis=1, keep_dims=True)
-        choice = tl.where(expert == best_expert, none, choice)
+        choice = tl.where(expert == best_expert, neg_inf, choice)
         best_id = tl.reshape(best_expert, (BLOCK_T, 1))
         ids = tl.where((k == step) & (best_id != 2147483647), best_id, ids)
     return ids
@@ -92,10 +92,11 @@ def _best_experts(
 def route_kernel(
     logits_ptr, bias_ptr, table_ptr, tokens_ptr, weights_ptr, ids_ptr, identity_ptr,
     num_tokens, num_experts, num_columns, vocabulary, stride_logits, eps, floor,
-    TOP_K: tl.constexpr, SCORE: tl.constexpr, TOPK_FIRST: tl.constexpr, BY_LOGIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, RENORMALIZE: tl.constexpr, ZERO: tl.constexpr,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+    TOP_K: tl.constexpr, SCORE: tl.constexpr, TOPK_FIRST: tl.constexpr,
+    COMPARE_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr,
+    RENORMALIZE: tl.constexpr, HAS_ZERO_EXPERTS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute weights (T, K) float32 and ids (T, K) of BLOCK_T tokens, as `RouterSpec` describes.
 
@@ -107,37 +108,37 @@ def route_kernel(
     table_ptr, tokens_ptr: if TABLE, the experts (vocabulary, TOP_K) of each token id, and the token
         ids (T,). An invalid entry gives the id -2.
     SCORE, TOPK_FIRST, RENORMALIZE, eps, floor: fields of `RouterSpec`.
-    ZERO: there are zero experts.
-    BY_LOGIT: experts are compared by logits, because scores grow monotonically with them and
+    HAS_ZERO_EXPERTS: there are zero experts.
+    COMPARE_LOGITS: experts are compared by logits, because scores grow monotonically with them and
         nothing is added.
-    GROUPS, SIZE, TOPK_GROUPS, TOP2: groups of experts, experts per group, groups to select from,
-        and the score of a group (`_best_groups`).
+    GROUPS, GROUP_SIZE, TOPK_GROUPS, TOP2: groups of experts, experts per group, groups to select
+        from, and the score of a group (`_best_groups`).
     BLOCK_G, BLOCK_S, BLOCK_K: powers of two >= GROUPS, SIZE and TOP_K.
     """
-    none = float("-inf")
+    neg_inf = float("-inf")
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    live = token < num_tokens
+    token_mask = token < num_tokens
     row = logits_ptr + token.to(tl.int64) * stride_logits
     group = tl.arange(0, BLOCK_G)[None, :, None]
     member = tl.arange(0, BLOCK_S)[None, None, :]
-    expert = group * SIZE + member
-    valid = (group < GROUPS) & (member < SIZE)
+    expert = group * GROUP_SIZE + member
+    valid = (group < GROUPS) & (member < GROUP_SIZE)
     peak_logit = tl.zeros((BLOCK_T, 1, 1), tl.float32)
     total = tl.full((BLOCK_T, 1, 1), 1.0, tl.float32)
-    known = valid & live[:, None, None]
-    logit = tl.load(row[:, None, None] + expert, mask=known, other=0.0).to(tl.float32)
-    known = known & (logit == logit)
-    logit = _finite(logit, known)
+    logit_mask = valid & token_mask[:, None, None]
+    logit = tl.load(row[:, None, None] + expert, mask=logit_mask, other=0.0).to(tl.float32)
+    logit_mask = logit_mask & (logit == logit)
+    logit = _finite(logit, logit_mask)
     exponential = logit
     if SCORE == "softmax" and not TOPK_FIRST:
-        peak_logit = _largest(tl.where(known, logit, -_LARGEST), BLOCK_T)
-        exponential = tl.where(known, tl.exp(logit - peak_logit), 0.0)
+        peak_logit = _tile_max(tl.where(logit_mask, logit, -_FLOAT32_MAX), BLOCK_T)
+        exponential = tl.where(logit_mask, tl.exp(logit - peak_logit), 0.0)
         total = tl.sum(tl.sum(exponential, axis=2, keep_dims=True), axis=1, keep_dims=True)
         total = tl.where(total > 0.0, total, 1.0)
     k = tl.arange(0, BLOCK_K)[None, :]
-    pair = (k < TOP_K) & live[:, None]
-    if TABLE:
-        token_id = tl.load(tokens_ptr + token, mask=live, other=0)
+    pair = (k < TOP_K) & token_mask[:, None]
+    if HAS_TABLE:
+        token_id = tl.load(tokens_ptr + token, mask=token_mask, other=0)
         in_vocabulary = (token_id >= 0) & (token_id < vocabulary)
         entry = tl.where(in_vocabulary, token_id, 0).to(tl.int64)[:, None] * TOP_K + k
         table_ids = tl.load(table_ptr + entry, mask=pair & in_vocabulary[:, None], other=-2)
@@ -146,7 +147,7 @@ def route_kernel(
         )  # counted as invalid
         ids = tl.where(pair, table_ids, -1).to(tl.int32)
     else:
-        if BY_LOGIT:
+        if COMPARE_LOGITS:
             choice = logit
         elif SCORE == "softmax":
             choice = exponential / total
@@ -155,20 +156,20 @@ def route_kernel(
         if HAS_BIAS:
             bias = tl.load(bias_ptr + expert, mask=valid, other=0.0).to(tl.float32)
             choice += bias
-        choice = tl.where(known & (choice == choice), choice, none)
+        choice = tl.where(logit_mask & (choice == choice), choice, neg_inf)
         if TOPK_GROUPS < GROUPS:
             choice = _best_groups(choice, expert, GROUPS, TOPK_GROUPS, TOP2, BLOCK_G)
         ids = _best_experts(choice, expert, TOP_K, BLOCK_T, BLOCK_K)
     is_chosen = pair & (ids >= 0)
     logit_k = tl.load(row[:, None] + ids, mask=is_chosen, other=0.0).to(tl.float32)
-    if TABLE:  # an expert with a NaN logit is skipped too
+    if HAS_TABLE:  # an expert with a NaN logit is skipped too
         ids = tl.where(is_chosen & (logit_k != logit_k), -1, ids)
         is_chosen = is_chosen & (logit_k == logit_k)
     logit_k = _finite(logit_k, is_chosen)
     if SCORE == "softmax":
         if TOPK_FIRST:
             # NaN-free: logits are finite
-            peak = tl.max(tl.where(is_chosen, logit_k, -_LARGEST), axis=1)[:, None]
+            peak = tl.max(tl.where(is_chosen, logit_k, -_FLOAT32_MAX), axis=1)[:, None]
             weight = tl.where(is_chosen, tl.exp(logit_k - peak), 0.0)
             sum_k = tl.sum(weight, axis=1)[:, None]
             weight = weight / tl.where(sum_k > 0.0, sum_k, 1.0)
@@ -182,10 +183,12 @@ def route_kernel(
         # NaN-free: weights are finite
         divisor = tl.maximum(tl.sum(weight, axis=1) + eps, floor)[:, None]
         weight = weight / tl.where(divisor > 0.0, divisor, 1.0)
-    if ZERO:
+    if HAS_ZERO_EXPERTS:
         is_zero_expert = is_chosen & (ids >= num_experts)
         tl.store(
-            identity_ptr + token, tl.sum(tl.where(is_zero_expert, weight, 0.0), axis=1), mask=live
+            identity_ptr + token,
+            tl.sum(tl.where(is_zero_expert, weight, 0.0), axis=1),
+            mask=token_mask,
         )
         weight = tl.where(is_zero_expert, 0.0, weight)
         ids = tl.where(is_zero_expert, -1, ids)

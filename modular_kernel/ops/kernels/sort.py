@@ -39,12 +39,15 @@ def chunk_rows(
 @triton.jit
 def _store_tiles(
     first_tile, rows, starts, tiles_ptr, max_tiles,
-    TILE_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
+    TILE_M: tl.constexpr, BINS: tl.constexpr, TILES_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Store expert, first row and the expert's end row of FILL tiles, as far as they are used."""
+    """Store the expert, the first row and the end row of the expert of TILES_PER_PROGRAM tiles.
+
+    Tiles past the last one are not stored.
+    """
     tiles = (rows + TILE_M - 1) // TILE_M
     past = tl.cumsum(tiles, axis=0)
-    tile = first_tile + tl.arange(0, FILL)
+    tile = first_tile + tl.arange(0, TILES_PER_PROGRAM)
     expert = tl.sum((past[None, :] <= tile[:, None]).to(tl.int32), axis=1)
     expert = tl.minimum(expert, BINS - 1)  # NaN-free: integers
     is_used = tile < tl.sum(tiles, axis=0)
@@ -60,9 +63,11 @@ def sort_place_kernel(
     ids_ptr, map_ptr, prefix_ptr, totals_ptr, row_of_pair_ptr, token_of_row_ptr, tiles_ptr,
     starts_ptr, numel, num_experts, num_local, num_chunks, max_tiles, top_k,
     HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
-    TILE_M: tl.constexpr, FILL: tl.constexpr,
+    TILE_M: tl.constexpr, TILES_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Place a chunk of pairs in programs below num_chunks; store FILL tiles in the others.
+    """Place a chunk of pairs in programs below num_chunks; store tiles in the others.
+
+    Each of the others stores TILES_PER_PROGRAM tiles.
 
     The first of the others also stores the first row of each expert, and the numbers of rows and
     tiles. The outputs are those of `ops.sort.SortedPairs`.
@@ -81,8 +86,8 @@ def sort_place_kernel(
         tl.store(row_of_pair_ptr + pairs, row, mask=mask)
         tl.store(token_of_row_ptr + row, pairs // top_k, mask=mask & (row >= 0))
     else:
-        first = (pid - num_chunks) * FILL
-        _store_tiles(first, rows, starts, tiles_ptr, max_tiles, TILE_M, BINS, FILL)
+        first = (pid - num_chunks) * TILES_PER_PROGRAM
+        _store_tiles(first, rows, starts, tiles_ptr, max_tiles, TILE_M, BINS, TILES_PER_PROGRAM)
         if first == 0:
             num_tiles = tl.sum((rows + TILE_M - 1) // TILE_M, axis=0)
             tl.store(tiles_ptr + 3 * max_tiles, num_tiles)

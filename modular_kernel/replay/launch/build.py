@@ -13,7 +13,7 @@ from modular_kernel.replay.launch.compiled_files import build_cached, find_cache
 from modular_kernel.settings import c_compiler
 from modular_kernel.text import printable
 
-_SECONDS = 120.0  # timeout of the compiler, which usually takes one or two
+_TIMEOUT_SECONDS = 120.0  # timeout of the compiler, which usually takes one or two
 _MAX_CHARS = 300
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 _FLAGS = ("-O3", "-shared", "-fPIC", "-Wno-psabi")
@@ -47,10 +47,10 @@ def module_of(
             raise BuildError("no C compiler found (CC, gcc or clang)")
         command = [compiler, str(source), *flags]
         try:
-            library = build_cached(stem, _SUFFIX, lambda made: _compile(command, made))
+            library = build_cached(stem, _SUFFIX, lambda output: _compile(command, output))
         except OSError as error:
-            raise BuildError(f"{name} could not be written: {_words(str(error))}") from None
-    return _loaded(name, library)
+            raise BuildError(f"{name} could not be written: {_one_line(str(error))}") from None
+    return _load_module(name, library)
 
 
 def _python_include_dirs() -> tuple[str, ...]:
@@ -63,29 +63,31 @@ def _python_include_dirs() -> tuple[str, ...]:
     return (sysconfig.get_paths(scheme=scheme)["include"],)
 
 
-def _compile(command: list[str], made: Path) -> None:
-    """Run the compiler. Raise BuildError if it fails or does not produce the file `made`."""
+def _compile(command: list[str], output: Path) -> None:
+    """Run the compiler. Raise BuildError if it fails or does not produce the file `output`."""
     try:
         process = subprocess.run(
-            [*command, "-o", str(made)],
+            [*command, "-o", str(output)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_SECONDS,
+            timeout=_TIMEOUT_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise BuildError(f"{_words(command[0])} did not end within {_SECONDS:g} s") from None
-    except OSError as error:
-        raise BuildError(f"the C compiler could not be run: {_words(str(error))}") from None
-    if process.returncode != 0 or not made.is_file():
         raise BuildError(
-            f"{_words(command[0])} failed with {process.returncode}: {_words(process.stderr)}"
+            f"{_one_line(command[0])} did not end within {_TIMEOUT_SECONDS:g} s"
+        ) from None
+    except OSError as error:
+        raise BuildError(f"the C compiler could not be run: {_one_line(str(error))}") from None
+    if process.returncode != 0 or not output.is_file():
+        raise BuildError(
+            f"{_one_line(command[0])} failed with {process.returncode}: {_one_line(process.stderr)}"
         )
 
 
-def _loaded(name: str, path: Path) -> ModuleType:
+def _load_module(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -93,9 +95,9 @@ def _loaded(name: str, path: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (ImportError, OSError, RuntimeError) as error:
-        raise BuildError(f"{name} cannot be loaded: {_words(str(error))}") from None
+        raise BuildError(f"{name} cannot be loaded: {_one_line(str(error))}") from None
     return module
 
 
-def _words(text: str) -> str:
+def _one_line(text: str) -> str:
     return printable(" ".join(text.split()), max_chars=_MAX_CHARS)

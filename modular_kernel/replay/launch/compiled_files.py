@@ -58,21 +58,23 @@ def build_cached(stem: str, suffix: str, make: Callable[[Path], None]) -> Path:
     make: writes the file to the path that it is given.
     """
     temporary = _own_process_folder()
-    with tempfile.TemporaryDirectory(dir=temporary) as part:
-        output = Path(part) / f"made{suffix}"
+    with tempfile.TemporaryDirectory(dir=temporary) as temporary_folder:
+        output = Path(temporary_folder) / f"made{suffix}"
         make(output)
         content = output.read_bytes()
     name = f"{stem}-{_digest(content)}{suffix}"
     try:
-        return _put(content, _folder() / name)
+        return _write_atomically(content, _folder() / name)
     except OSError:  # disk full, folder removed, or the name is taken by something else
-        return _put(content, temporary / name)
+        return _write_atomically(content, temporary / name)
 
 
-def _put(content: bytes, path: Path) -> Path:
+def _write_atomically(content: bytes, path: Path) -> Path:
     """Write a file atomically."""
-    with tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent) as part:  # mode 0700
-        written = Path(part) / "written"
+    with tempfile.TemporaryDirectory(
+        prefix=".part-", dir=path.parent
+    ) as temporary_folder:  # mode 0700
+        written = Path(temporary_folder) / "written"
         with written.open("wb") as file:
             file.write(content)
             file.flush()
@@ -119,7 +121,7 @@ def _remove(folder: Path, generation: int) -> None:
 
 
 def _is_private(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Return whether `path` (not a link) is of this kind, owned by us, and ours alone to write."""
+    """Return whether `path` has this kind, is no link, and only this user owns and can write it."""
     try:
         status = path.lstat()
     except OSError:

@@ -20,7 +20,7 @@ from modular_kernel.replay.launch.build import BuildError, module_of
 from modular_kernel.replay.recording import Replay
 
 # Triton has no type annotations.
-Foreign = Any
+TritonObject = Any
 
 _LOG = logging.getLogger("modular_kernel.replay")
 _NAME = "modular_kernel_replay"  # must match cuda_replay.c
@@ -48,7 +48,7 @@ class LaunchRecord:
         address of an input plus the offset.
     """
 
-    kernel: Foreign
+    kernel: TritonObject
     function: int
     grid: tuple[int, ...]
     threads: int
@@ -59,7 +59,7 @@ class LaunchRecord:
     slots: tuple[tuple[int, int, int], ...]
 
 
-def pack_value(kind: str, value: Foreign) -> bytes | None:
+def pack_value(kind: str, value: TritonObject) -> bytes | None:
     """Pack a parameter of triton type `kind` into eight bytes; None for an unknown type.
 
     The value is in the first bytes. A kernel reads as many of them as its type has.
@@ -69,7 +69,7 @@ def pack_value(kind: str, value: Foreign) -> bytes | None:
     return struct.pack(_FLOATS[kind], value) if kind in _FLOATS else None
 
 
-def map_values(descriptor: Foreign, meta: Foreign) -> list[bytes] | None:
+def map_values(descriptor: TritonObject, meta: TritonObject) -> list[bytes] | None:
     """Return the kernel parameters of a triton TensorDescriptor: its map, sizes and strides.
 
     Return None if triton stores maps in an unknown way.
@@ -89,9 +89,9 @@ def _word(number: int) -> bytes:
 
 
 def pack(
-    compiled: Foreign,
+    compiled: TritonObject,
     grid: tuple[int, ...],
-    arguments: Sequence[Foreign],
+    arguments: Sequence[TritonObject],
     slots: dict[int, tuple[int, int]],
 ) -> LaunchRecord | None:
     """Pack a launch of a compiled kernel; None if one of its arguments has an unknown type.
@@ -132,7 +132,7 @@ def pack(
 
 
 @cache
-def _built() -> tuple[Foreign, str]:
+def _build_module() -> tuple[TritonObject, str]:
     """Return cuda_replay.c as a module, or None and the reason.
 
     It is built once, and a failure is logged once.
@@ -148,26 +148,28 @@ def _built() -> tuple[Foreign, str]:
         return None, str(error)
 
 
-def module() -> Foreign:
+def module() -> TritonObject:
     """Return cuda_replay.c as a module; None without a compiler or a suitable driver."""
-    return _built()[0]
+    return _build_module()[0]
 
 
 def why_no_module() -> str:
     """Return why `module` is None; "" if it is available."""
-    return _built()[1]
+    return _build_module()[1]
 
 
-Described = tuple[list[tuple[Foreign, ...]], list[tuple[int, int, int, bool]], list[int], bytes]
+PackArguments = tuple[
+    list[tuple[TritonObject, ...]], list[tuple[int, int, int, bool]], list[int], bytes
+]
 
 
-def describe(launches: Sequence[LaunchRecord]) -> Described:
+def describe(launches: Sequence[LaunchRecord]) -> PackArguments:
     """Return launches, slots, places and values: the arguments of `pack` in cuda_replay.c.
 
     All values are concatenated, with maps aligned to 128 bytes. A place is the position of a value,
     in words of eight bytes.
     """
-    described, slots = list[tuple[Foreign, ...]](), list[tuple[int, int, int, bool]]()
+    described, slots = list[tuple[TritonObject, ...]](), list[tuple[int, int, int, bool]]()
     places, values = list[int](), b""
     for p in launches:
         first = len(places)

@@ -1,4 +1,4 @@
-"""launch: launch a Triton kernel such that a plan can replay it.
+"""launch: launch a Triton kernel so that a plan can replay it.
 
     launch(kernel, (programs,), x_ptr=x, num_rows=rows, BLOCK=128, num_warps=4)
 
@@ -17,10 +17,10 @@ from modular_kernel.replay.recording import recorder
 
 _NO_GPU = "no NVIDIA GPU"
 # Triton has no type annotations.
-Foreign = Any
+TritonObject = Any
 
 
-def launch(kernel: Foreign, grid: tuple[int, ...], **arguments: Foreign) -> None:
+def launch(kernel: TritonObject, grid: tuple[int, ...], **arguments: TritonObject) -> None:
     """Launch `kernel`, a @triton.jit function, over `grid`.
 
     arguments: the kernel's arguments by name (tensors, numbers, None, constexprs), and options such

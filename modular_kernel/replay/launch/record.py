@@ -14,17 +14,17 @@ from modular_kernel.replay.launch import cuda_replay, triton_versions
 from modular_kernel.replay.recording import Recorder
 
 # Triton has no type annotations.
-Foreign = Any
+TritonObject = Any
 
 _LOG = logging.getLogger("modular_kernel.replay")
 
 
 def record_launch(
     recording: Recorder,
-    kernel: Foreign,
-    compiled: Foreign,
+    kernel: TritonObject,
+    compiled: TritonObject,
     grid: tuple[int, ...],
-    arguments: dict[str, Foreign],
+    arguments: dict[str, TritonObject],
 ) -> None:
     """Record a launch of `kernel`, or the reason why it cannot be replayed.
 
@@ -34,13 +34,13 @@ def record_launch(
     if reason:
         recording.refuse(reason)
         return
-    values: list[Foreign] = []
+    values: list[TritonObject] = []
     slots: dict[int, tuple[int, int]] = {}
     for parameter in kernel.params:
         value = arguments.get(parameter.name, parameter.default)
         tensor = value.base if isinstance(value, TensorDescriptor) else value
         if isinstance(tensor, torch.Tensor):
-            slot = recording.place(tensor)
+            slot = recording.locate(tensor)
             if slot is not None:
                 slots[len(values)] = slot
             value = value.data_ptr() if value is tensor else value
@@ -52,10 +52,10 @@ def record_launch(
     if packed is None:
         recording.refuse(f"{kernel} has a parameter of unknown type")
     elif 0 not in packed.grid:
-        recording.note(packed, cuda_replay.replayer, _watched)
+        recording.note(packed, cuda_replay.replayer, _hooks_active)
 
 
-def _why_not_replayable(kernel: Foreign, compiled: Foreign) -> str:
+def _why_not_replayable(kernel: TritonObject, compiled: TritonObject) -> str:
     """Return why a launch cannot be replayed without triton's own code; "" if it can."""
     if not isinstance(kernel, JITFunction) or not isinstance(compiled, CompiledKernel):
         return f"{kernel} is interpreted or not a plain @triton.jit function"
@@ -75,7 +75,7 @@ def _warn_once(reason: str) -> None:
     _LOG.warning("launches are not replayed: %s", reason)
 
 
-def _watched() -> bool:
+def _hooks_active() -> bool:
     """Return whether a profiler has hooked into triton's launches."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook

@@ -1,6 +1,6 @@
 """Choice between an operation's Triton kernel and its torch reference.
 
-Other modules ask here whether triton is installed.
+Other modules read HAS_TRITON from here.
 """
 
 from collections.abc import Iterator

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Triton has no type annotations.
-Foreign = Any
+TritonObject = Any
 
 RELEASE = ".".join(triton.__version__.split(".")[:2])
 
@@ -22,7 +22,7 @@ RELEASE = ".".join(triton.__version__.split(".")[:2])
 REPLAYED = ("3.6", "3.7", "3.8", "3.9")
 
 
-def _first_attribute(owner: Foreign, new: str, old: str) -> Foreign:
+def _first_attribute(owner: TritonObject, new: str, old: str) -> TritonObject:
     return getattr(owner, new) if hasattr(owner, new) else getattr(owner, old)
 
 
@@ -61,7 +61,7 @@ def for_programs(count: int) -> dict[str, str]:
     return {"ptx_options": " ".join(filter(None, (user_options, f"--minnctapersm={count}")))}
 
 
-def why_not_replayed(metadata: Foreign) -> str:
+def why_not_replayed(metadata: TritonObject) -> str:
     """Return why a launch cannot be replayed without triton's own code; "" if it can.
 
     metadata: that of the compiled kernel.
@@ -79,7 +79,7 @@ def why_not_replayed(metadata: Foreign) -> str:
     return ""
 
 
-def encoded_map(descriptor: Foreign, meta: Foreign) -> tuple[bytes, list[int]] | None:
+def encoded_map(descriptor: TritonObject, meta: TritonObject) -> tuple[bytes, list[int]] | None:
     """Return the TMA map of triton's TensorDescriptor, and the sizes and strides passed with it.
 
     Return None if triton stores maps in a way unknown to this module.

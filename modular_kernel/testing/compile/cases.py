@@ -22,7 +22,7 @@ from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import importable
 from modular_kernel.ops.activation import gated_activation
 from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
-from modular_kernel.ops.mask_unwritten import live_pairs
+from modular_kernel.ops.mask_unwritten import mask_unwritten_pairs
 from modular_kernel.ops.quantize import quantize_specs, take_quantized
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.ops.slots_and_quantize import number_and_quantize
@@ -268,7 +268,7 @@ def _steps(machine: Machine, target: str, name_filter: str = "") -> list[Callabl
     calls: dict[str, Callable[[], object]] = {
         "activation": _launch_activation,
         "numbers": _launch_numbering,
-        "live pairs": _launch_live_pairs,
+        "unwritten pairs": _launch_mask_unwritten,
         "rows of zeros": _launch_zero_rows,
         "router": _launch_router,
         "parallel adapters": partial(moe_lora.launch_all, _BASE.dtype, 32),
@@ -373,10 +373,10 @@ def _launch_numbering() -> None:
             number_and_quantize(x, scheme, _pairs(top_k), out=out)
 
 
-def _launch_live_pairs() -> None:
+def _launch_mask_unwritten() -> None:
     """Launch the kernel that masks received rows without a local expert."""
     for dtype in (torch.int32, torch.int64):
-        live_pairs(
+        mask_unwritten_pairs(
             torch.empty(16, 8, dtype=dtype, device=_META),
             torch.empty(16, 8, device=_META),
             torch.empty((), dtype=torch.int32, device=_META),

@@ -79,7 +79,7 @@ def _send_routing(
 def _send_columns(
     x_ptr, x_heap_ptr, scale_heap_ptr, deltas_ptr, peer_rows_ptr, token, tokens, row, rank_bits,
     inverse, start,
-    HIDDEN: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr,
+    HIDDEN: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
     ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, HAS_PEER_ROWS: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -94,11 +94,11 @@ def _send_columns(
     value = tl.load(x_ptr + column, mask=mask, other=0.0)
     if QUANT == "group":
         groups = tl.reshape(value.to(tl.float32), (BLOCK // GROUP, GROUP))
-        scale = scale_of(max_nan(tl.abs(groups), 1), LARGEST, MIN_SCALE)
-        q = quantized_values(groups, tl.div_rn(1.0, scale)[:, None], LARGEST, ROUND)
+        scale = scale_of(max_nan(tl.abs(groups), 1), QMAX, MIN_SCALE)
+        q = quantized_values(groups, tl.div_rn(1.0, scale)[:, None], QMAX, ROUND)
         value = tl.reshape(q, (BLOCK,))
     elif QUANT == "token":
-        value = quantized_values(value, inverse, LARGEST, ROUND)  # inverse is float32
+        value = quantized_values(value, inverse, QMAX, ROUND)  # inverse is float32
     value = value.to(TYPE)
     for peer in tl.static_range(WORLD):
         if (rank_bits >> peer) & 1 != 0:
@@ -149,7 +149,7 @@ def dispatch_kernel(
     timeout_ns, tokens, capacity, rank, num_experts, stride_x,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_COPIES: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, BLOCK_S: tl.constexpr,
-    LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, ADAPTERS: tl.constexpr,
+    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, ADAPTERS: tl.constexpr,
     HAS_PEER_ROWS: tl.constexpr, WAIT: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr = False,
@@ -213,7 +213,7 @@ def dispatch_kernel(
             row_ptr = x_ptr + token * stride_x
             inverse = 1.0
             if QUANT == "token":
-                scale = scale_of(_row_amax(row_ptr, HIDDEN, BLOCK), LARGEST, MIN_SCALE)
+                scale = scale_of(_row_amax(row_ptr, HIDDEN, BLOCK), QMAX, MIN_SCALE)
                 inverse = tl.div_rn(1.0, scale)
                 if chunk == 0:
                     for peer in tl.static_range(WORLD):
@@ -233,7 +233,7 @@ def dispatch_kernel(
             for start in tl.static_range(0, CHUNK, BLOCK):
                 _send_columns(
                     row_ptr, x_heap_ptr, scale_heap_ptr, deltas_ptr, peer_rows_ptr, token, tokens,
-                    row, rank_bits, inverse, chunk * CHUNK + start, HIDDEN, QUANT, GROUP, LARGEST,
+                    row, rank_bits, inverse, chunk * CHUNK + start, HIDDEN, QUANT, GROUP, QMAX,
                     ROUND, MIN_SCALE, HAS_PEER_ROWS, WORLD, BLOCK,
                 )  # fmt: skip
     if is_last_program(state_ptr + 1):

@@ -5,14 +5,14 @@ import triton.language as tl
 
 from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
 from experts.triton.kernels.operands_w4 import (
-    boosted,
     first_of_eight,
     load_scale,
     load_zero,
     multiply_words,
+    prescale,
+    row_offsets,
     rows_in_word_order,
     rows_of,
-    times,
     unpack_scaled_words,
     word_order_offsets,
 )
@@ -36,9 +36,10 @@ def _rows_of_spans(
 
 @triton.jit
 def _load_scales(
-    scale_ptr, scale_at, zero_ptr, zero_at, shift, start, step_k, depth,
-    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, LACK: tl.constexpr, FROM_ZERO: tl.constexpr,
-    STEP_K: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, DEPTH: tl.constexpr,
+    scale_ptr, scale_offsets, zero_ptr, zero_offsets, shift, start, step_k, depth,
+    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, MISSING_LOG2: tl.constexpr,
+    WITHOUT_OFFSET: tl.constexpr, STEP_K: tl.constexpr, GROUP_K: tl.constexpr,
+    EVEN_K: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Load the scales and zero points of the K step at `start`.
 
@@ -46,11 +47,11 @@ def _load_scales(
     scales are loaded again, because a masked load takes an extra instruction that zeroes its
     register.
 
-    scale_at, zero_at: offsets of the rows, as two terms of `rows_of`.
+    scale_offsets, zero_offsets: offsets of the rows, as two terms of `rows_of`.
     shift: 0 or 4, the bits of a row's zero point in its byte.
     step_k: (STEPS, 1, 1), the K offset of each MMA in the step.
-    LACK: log2 of the factor by which scales are multiplied; see `missing_factor_log2`.
-    FROM_ZERO: unpacked weights are q, not q - 8; see `unpacks_without_offset`.
+    MISSING_LOG2: log2 of the factor by which scales are multiplied; see `missing_factor_log2`.
+    WITHOUT_OFFSET: unpacked weights are q, not q - 8; see `unpacks_without_offset`.
     """
     if EVEN_K:
         start = tl.minimum(start, depth - STEP_K)  # NaN-free: integers
@@ -60,17 +61,17 @@ def _load_scales(
         group = step_k // GROUP_K + start // GROUP_K
     else:
         group = (start + step_k) // GROUP_K
-    inside = None
+    in_bounds = None
     if not EVEN_K:
-        inside = start + step_k < depth
+        in_bounds = start + step_k < depth
         group = tl.minimum(group, (depth - 1) // GROUP_K)  # NaN-free: integers
-    scale_ptrs = (scale_ptr + (scale_at[0] + group)) + scale_at[1]
-    zero_ptrs = (zero_ptr + (zero_at[0] + group)) + zero_at[1]
+    scale_ptrs = (scale_ptr + (scale_offsets[0] + group)) + scale_offsets[1]
+    zero_ptrs = (zero_ptr + (zero_offsets[0] + group)) + zero_offsets[1]
     if FORMAT == "nvfp4":  # words past the end of K are zeros
         scale = tl.load(scale_ptrs)
     else:
-        scale = load_scale(scale_ptrs, inside, FORMAT, LACK)
-    return scale, load_zero(zero_ptrs, shift, HAS_ZERO, FROM_ZERO)
+        scale = load_scale(scale_ptrs, in_bounds, FORMAT, MISSING_LOG2)
+    return scale, load_zero(zero_ptrs, shift, HAS_ZERO, WITHOUT_OFFSET)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_m"])
@@ -84,7 +85,7 @@ def grouped_gemm_w4_kernel(
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    GROUP_K: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP_K: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """out[p, n] = act(a[p // A_TOP_K] @ b[expert of p, rows of n]^T) for every aligned pair p.
@@ -93,7 +94,7 @@ def grouped_gemm_w4_kernel(
     words of eight weights; depth is a multiple of 32. The weights are the left operand of the MMA,
     (weight rows, K) by (K, pairs), so that each thread unpacks the words that it multiplies.
 
-    A program computes BLOCK_M pairs by BLOCK_N columns. Its PARTS warps split K: in one step of the
+    A program computes BLOCK_M pairs by BLOCK_N columns. Its WARPS warps split K: in one step of the
     loop, each multiplies GROUPS MMAs of K = DEPTH. The sums of the warps are added after the loop.
     One scale covers GROUP_K elements of K; DEPTH divides GROUP_K, so that a scale multiplies the
     result of an MMA. NVFP4 scales multiply the weights instead, so an MMA may span several groups.
@@ -120,64 +121,65 @@ def grouped_gemm_w4_kernel(
             zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             store_rows(out_ptr, pairs, row_mask, column, column_mask, columns, zeros)
         return
-    STEPS: tl.constexpr = PARTS * GROUPS
-    PART_K: tl.constexpr = GROUPS * DEPTH
-    STEP_K: tl.constexpr = PARTS * PART_K
+    STEPS: tl.constexpr = WARPS * GROUPS
+    K_PER_WARP: tl.constexpr = GROUPS * DEPTH
+    STEP_K: tl.constexpr = WARPS * K_PER_WARP
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    LACK: tl.constexpr = missing_factor_log2(FORMAT, a_ptr.dtype.element_ty)
-    FROM_ZERO: tl.constexpr = unpacks_without_offset(FORMAT, a_ptr.dtype.element_ty)
+    MISSING_LOG2: tl.constexpr = missing_factor_log2(FORMAT, a_ptr.dtype.element_ty)
+    WITHOUT_OFFSET: tl.constexpr = unpacks_without_offset(FORMAT, a_ptr.dtype.element_ty)
     # A thread computes one address; its other addresses are at distances known at compile time,
     # because rows are split into spans: of eight rows for words, and of as many as one load covers
     # for scales. 32-bit offsets suffice within an expert.
     first = pid_n * BLOCK_N
     rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, 8, EVEN_N)
-    words_at = times(rows, stride_bn // 4)
+    words_offsets = row_offsets(rows, stride_bn // 4)
     SPAN: tl.constexpr = min(32 // GROUPS, BLOCK_N)
     rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, SPAN, EVEN_N)
-    scale_at = times(rows, stride_bsn)
+    scale_offsets = row_offsets(rows, stride_bsn)
     # One of the two terms is even, so the terms can be halved separately: two rows share a byte.
-    zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
+    zero_offsets = row_offsets((rows[0] // 2, rows[1] // 2), stride_bzn)
     shift = (rows[0] + rows[1]) % 2 * 4
     step = tl.arange(0, STEPS)[:, None, None]
-    step_k = (step % PARTS) * PART_K + (step // PARTS) * DEPTH
+    step_k = (step % WARPS) * K_PER_WARP + (step // WARPS) * DEPTH
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
-    # A part loads adjacent words. Interleaved in pieces of 16 bytes, two parts would load each
+    # A warp loads adjacent words. Interleaved in pieces of 16 bytes, two warps would load each
     # 32-byte sector twice.
-    word = tl.arange(0, PARTS)[:, None, None] * (PART_K // 8)
-    word += tl.arange(0, PART_K // 8)[None, None, :]
+    word = tl.arange(0, WARPS)[:, None, None] * (K_PER_WARP // 8)
+    word += tl.arange(0, K_PER_WARP // 8)[None, None, :]
     a_row = (pairs // A_TOP_K).to(tl.int64)[None, None, :, None]
     a_k = step_k[:, :, :, None] + word_order_offsets(DEPTH)
     a_ptrs = a_ptr + a_row * stride_am + a_k
     a_mask = row_mask[None, None, :, None]
     b_scale_ptr += expert * stride_bse
     zero_ptr += expert * stride_bze
-    total = tl.zeros((PARTS, ROWS, BLOCK_M), tl.float32)
+    total = tl.zeros((WARPS, ROWS, BLOCK_M), tl.float32)
     # Scales and zero points are loaded a step ahead to hide their latency.
     scale, zero = _load_scales(
-        b_scale_ptr, scale_at, zero_ptr, zero_at, shift, 0, step_k, depth,
-        FORMAT, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K, DEPTH,
+        b_scale_ptr, scale_offsets, zero_ptr, zero_offsets, shift, 0, step_k, depth,
+        FORMAT, HAS_ZERO, MISSING_LOG2, WITHOUT_OFFSET, STEP_K, GROUP_K, EVEN_K, DEPTH,
     )  # fmt: skip
     for start in range(0, depth, STEP_K):
-        a_inside = a_mask
+        a_mask_k = a_mask
         if not EVEN_K:
             # One 16-byte copy has 32 weights.
             words_mask = word // 4 * 32 < depth - start
-            a_inside = a_mask & (step_k[:, :, :, None] + first_of_eight(DEPTH) < depth - start)
+            a_mask_k = a_mask & (step_k[:, :, :, None] + first_of_eight(DEPTH) < depth - start)
         # Opaque, so that the compiler does not keep a pointer (two registers) for every row.
         base_ptr = tl.multiple_of(opaque(words_ptr.to(tl.int64)).to(words_ptr.dtype), 16)
-        words_ptrs = (base_ptr + (words_at[0] + word)) + words_at[1]
+        words_ptrs = (base_ptr + (words_offsets[0] + word)) + words_offsets[1]
         if EVEN_K:
             words = tl.load(words_ptrs)
         else:
             words = tl.load(words_ptrs, mask=words_mask, other=0)
-        a = tl.load(a_ptrs, mask=a_inside, other=0.0)
+        a = tl.load(a_ptrs, mask=a_mask_k, other=0.0)
         next_scale, next_zero = _load_scales(
-            b_scale_ptr, scale_at, zero_ptr, zero_at, shift, start + STEP_K, step_k, depth,
-            FORMAT, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K, DEPTH,
+            b_scale_ptr, scale_offsets, zero_ptr, zero_offsets, shift, start + STEP_K, step_k,
+            depth,
+            FORMAT, HAS_ZERO, MISSING_LOG2, WITHOUT_OFFSET, STEP_K, GROUP_K, EVEN_K, DEPTH,
         )  # fmt: skip
-        groups = tl.reshape(words, (PARTS, ROWS, GROUPS, DEPTH // 8))
+        groups = tl.reshape(words, (WARPS, ROWS, GROUPS, DEPTH // 8))
         words = tl.reshape(tl.permute(groups, (2, 0, 1, 3)), (STEPS, ROWS, DEPTH // 8))
-        x = boosted(rows_in_word_order(a, FORMAT, STEPS, BLOCK_M, DEPTH), FORMAT, DEPTH)
+        x = prescale(rows_in_word_order(a, FORMAT, STEPS, BLOCK_M, DEPTH), FORMAT, DEPTH)
         if FORMAT == "nvfp4":
             w = unpack_scaled_words(words, scale, FORMAT, x.dtype, STEPS, ROWS, DEPTH)
             part = tl.dot(w, x)
@@ -185,7 +187,7 @@ def grouped_gemm_w4_kernel(
             part = multiply_words(words, x, zero, FORMAT, HAS_ZERO, STEPS, ROWS, DEPTH, BLOCK_M)
             part *= scale
         if GROUPS > 1:
-            part = tl.sum(tl.reshape(part, (GROUPS, PARTS, ROWS, BLOCK_M)), 0)
+            part = tl.sum(tl.reshape(part, (GROUPS, WARPS, ROWS, BLOCK_M)), 0)
         total += part
         scale = next_scale
         zero = next_zero

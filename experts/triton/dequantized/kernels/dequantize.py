@@ -10,12 +10,12 @@ import triton.language as tl
 from experts.triton.kernels.unpack_w4 import e8m0_values, unpack_int4
 
 TARGETS = ("sm_90",)  # `mk compile` compiles for these, the targets of the path's GEMM kernels
-LEFT_OUT = {"tiles_of_experts_kernel": "launched for weights of more than 1 GiB alone"}
+LEFT_OUT = {"tiles_of_experts_kernel": "launched only for weights of more than 1 GiB"}
 _E2M1_UNIT: tl.constexpr = tl.constexpr(2.0**126)
 
 
 @triton.jit
-def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
+def _unpack_values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
     """Unpack (ROWS, GROUPS, stored elements) to float32 (ROWS, GROUPS, STEP), exactly and unscaled.
 
     An e2m1 code shifted to the top of the exponent and mantissa fields of a float32 is its value
@@ -25,11 +25,11 @@ def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
     GROUPS: tl.constexpr = codes.shape[1]
     if FORMAT == "e2m1_repacked":  # int32 words
         words: tl.constexpr = codes.shape[2]
-        wide = tl.reshape(unpack_int4(codes, FORMAT, tl.bfloat16), (ROWS, GROUPS, 8 * words))
-        values = wide.to(tl.float32) * _E2M1_UNIT
+        codes_int32 = tl.reshape(unpack_int4(codes, FORMAT, tl.bfloat16), (ROWS, GROUPS, 8 * words))
+        values = codes_int32.to(tl.float32) * _E2M1_UNIT
     elif PACKED:
-        wide = codes.to(tl.int32)
-        nibbles = tl.join(wide & 15, wide >> 4)
+        codes_int32 = codes.to(tl.int32)
+        nibbles = tl.join(codes_int32 & 15, codes_int32 >> 4)
         code = tl.reshape(nibbles, (ROWS, GROUPS, 2 * codes.shape[2]))
         if FORMAT == "e2m1" or FORMAT == "nvfp4":
             bits = ((code & 8) << 28) | ((code & 7) << 22)
@@ -47,7 +47,7 @@ def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
 def dequantize_kernel(
     w_ptr, scale_ptr, zero_ptr, starts_ptr, out_ptr, first_expert, rows, depth, scale_groups,
     scale_rows, FORMAT: tl.constexpr, PACKED: tl.constexpr, HAS_ZERO: tl.constexpr,
-    MIDDLE: tl.constexpr, MATRICES: tl.constexpr, UP_ROW: tl.constexpr, GROUP_N: tl.constexpr,
+    ZERO_POINT: tl.constexpr, MATRICES: tl.constexpr, UP_ROW: tl.constexpr, GROUP_N: tl.constexpr,
     GROUP_K: tl.constexpr,
     STEP: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -60,8 +60,8 @@ def dequantize_kernel(
     scale_ptr: (experts, scale_rows, scale_groups), one per GROUP_N rows and GROUP_K columns, where
         0 means all. GROUP_K is a multiple of STEP.
     zero_ptr: (experts, rows, scale_groups), or two rows per byte if PACKED. Without HAS_ZERO, the
-        zero point is MIDDLE. NVFP4 has the float32 global scales (experts, MATRICES) here instead;
-        rows of the second matrix, up, start at UP_ROW.
+        zero point is ZERO_POINT. NVFP4 has the float32 global scales (experts, MATRICES) here
+        instead; rows of the second matrix, up, start at UP_ROW.
     starts_ptr: the first row of each expert in the input of the GEMM, then the number of rows
         (`ops.sort`).
     FORMAT: how values are stored; see `operands.word_format`.
@@ -75,18 +75,18 @@ def dequantize_kernel(
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None]
         start = (tl.program_id(1) * STEPS + tl.arange(0, STEPS))[None, :, None] * STEP
         stored = start // VALUES_PER_WORD + tl.arange(0, STEP // VALUES_PER_WORD)[None, None, :]
-        row_in = row < rows
+        row_mask = row < rows
         row_index = expert.to(tl.int64) * rows + row
-        mask = row_in & (stored < depth // VALUES_PER_WORD)
+        mask = row_mask & (stored < depth // VALUES_PER_WORD)
         codes = tl.load(
             w_ptr + row_index * (depth // VALUES_PER_WORD) + stored, mask=mask, other=0.0
         )
-        values = _values(codes, FORMAT, PACKED)
+        values = _unpack_values(codes, FORMAT, PACKED)
         group = start // GROUP_K if GROUP_K > 0 else start * 0
-        group_in = row_in & (start < depth)
+        group_mask = row_mask & (start < depth)
         scale_row = row // GROUP_N if GROUP_N > 0 else row * 0
-        scale_at = (expert.to(tl.int64) * scale_rows + scale_row) * scale_groups + group
-        scale = tl.load(scale_ptr + scale_at, mask=group_in, other=0.0)
+        scale_offsets = (expert.to(tl.int64) * scale_rows + scale_row) * scale_groups + group
+        scale = tl.load(scale_ptr + scale_offsets, mask=group_mask, other=0.0)
         if FORMAT == "float8":
             scale = scale.to(tl.float32)
         elif FORMAT == "nvfp4":
@@ -98,30 +98,35 @@ def dequantize_kernel(
             scale = scale.to(tl.float32)
             if HAS_ZERO and PACKED:
                 pair = expert.to(tl.int64) * (rows // 2) + row // 2
-                zero = tl.load(zero_ptr + pair * scale_groups + group, mask=group_in, other=0)
+                zero = tl.load(zero_ptr + pair * scale_groups + group, mask=group_mask, other=0)
                 zero = (zero.to(tl.int32) >> (row % 2 * 4)) & 15
                 values -= zero.to(tl.float32)
             elif HAS_ZERO:
-                zero = tl.load(zero_ptr + row_index * scale_groups + group, mask=group_in, other=0)
+                zero = tl.load(
+                    zero_ptr + row_index * scale_groups + group, mask=group_mask, other=0
+                )
                 values -= zero.to(tl.int32).to(tl.float32)
             else:
-                values -= MIDDLE
+                values -= ZERO_POINT
         else:
             scale = e8m0_values(scale)
         k = start + tl.arange(0, STEP)[None, None, :]
-        at = (tl.program_id(2).to(tl.int64) * rows + row) * depth + k
-        tl.store(out_ptr + at, (values * scale).to(tl.bfloat16), mask=row_in & (k < depth))
+        out_offsets = (tl.program_id(2).to(tl.int64) * rows + row) * depth + k
+        tl.store(
+            out_ptr + out_offsets, (values * scale).to(tl.bfloat16), mask=row_mask & (k < depth)
+        )
 
 
 @triton.jit
 def tiles_of_experts_kernel(
     tiles_ptr, starts_ptr, out_ptr, first_expert, experts, max_tiles,
-    TILE_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
+    TILE_M: tl.constexpr, BINS: tl.constexpr, TILES_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     """Copy the tiles (`ops.sort`) of `experts` experts, renumbered from 0, to out.
 
-    These are the experts from first_expert on. Each program copies FILL tiles of TILE_M rows; the
-    first program also writes their number. BINS is a power of two >= first_expert + experts.
+    These are the experts from first_expert on. Each program copies TILES_PER_PROGRAM tiles of
+    TILE_M rows; the first program also writes their number. BINS is a power of two >= first_expert
+    + experts.
     """
     expert = tl.arange(0, BINS)
     in_range = expert < first_expert + experts
@@ -131,13 +136,13 @@ def tiles_of_experts_kernel(
     first = tl.sum(tl.where(expert < first_expert, counts, 0), axis=0)
     count = tl.sum(tl.where(expert >= first_expert, counts, 0), axis=0)
     pid = tl.program_id(0)
-    tile = pid * FILL + tl.arange(0, FILL)
-    used = tile < count
+    tile = pid * TILES_PER_PROGRAM + tl.arange(0, TILES_PER_PROGRAM)
+    in_use = tile < count
     from_ptr = tiles_ptr + first + tile
-    tl.store(out_ptr + tile, tl.load(from_ptr, mask=used, other=0) - first_expert, mask=used)
-    row = tl.load(from_ptr + max_tiles, mask=used, other=0)
-    end_row = tl.load(from_ptr + 2 * max_tiles, mask=used, other=0)
-    tl.store(out_ptr + max_tiles + tile, row, mask=used)
-    tl.store(out_ptr + 2 * max_tiles + tile, end_row, mask=used)
+    tl.store(out_ptr + tile, tl.load(from_ptr, mask=in_use, other=0) - first_expert, mask=in_use)
+    row = tl.load(from_ptr + max_tiles, mask=in_use, other=0)
+    end_row = tl.load(from_ptr + 2 * max_tiles, mask=in_use, other=0)
+    tl.store(out_ptr + max_tiles + tile, row, mask=in_use)
+    tl.store(out_ptr + 2 * max_tiles + tile, end_row, mask=in_use)
     if pid == 0:
         tl.store(out_ptr + 3 * max_tiles, count)

@@ -14,15 +14,15 @@ from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 
 
 @triton.jit
-def float_weights(codes, MIDDLE: tl.constexpr):
-    """Convert stored weights to float32, subtracting MIDDLE from integers.
+def weights_to_float32(codes, ZERO_POINT: tl.constexpr):
+    """Convert stored weights to float32, subtracting ZERO_POINT from integers.
 
     Direct conversion of bytes is slow on a GPU. 0x4B400000 + n are the bits of 1.5 * 2^23 + n, so
     an integer addition and a float subtraction convert n.
     """
     if codes.dtype == tl.int8 or codes.dtype == tl.uint8:
         bits = codes.to(tl.int32) + 0x4B400000
-        values = bits.to(tl.float32, bitcast=True) - (12582912.0 + MIDDLE)
+        values = bits.to(tl.float32, bitcast=True) - (12582912.0 + ZERO_POINT)
     else:
         values = codes.to(tl.float32)
     return values
@@ -31,7 +31,7 @@ def float_weights(codes, MIDDLE: tl.constexpr):
 @triton.jit
 def step_sums(
     codes, x, x_scale, scale_ptrs, zero_ptrs, mask,
-    MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
+    ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of stored weights by the vectors: return the sums (S, N, K / VEC).
@@ -42,7 +42,7 @@ def step_sums(
     scale_ptrs, zero_ptrs: (S, N or 1, K / VEC).
     mask: of the same shape; excludes rows and K past the end, which have no scales.
     """
-    values = tl.reshape(float_weights(codes, MIDDLE), (S, N, K // VEC, VEC))
+    values = tl.reshape(weights_to_float32(codes, ZERO_POINT), (S, N, K // VEC, VEC))
     if HAS_ZERO:
         zero = tl.load(zero_ptrs, mask=mask, other=0)
         values -= tl.expand_dims(zero.to(tl.float32), 3)
@@ -54,8 +54,8 @@ def step_sums(
 
 
 @triton.jit
-def quantized_groups(
-    x, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, TYPE: tl.constexpr,
+def quantize_groups(
+    x, QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, TYPE: tl.constexpr,
     GROUP: tl.constexpr, S: tl.constexpr, K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Quantize x (S, K) with one scale per GROUP columns.
@@ -63,8 +63,8 @@ def quantized_groups(
     Returns the quantized values as float32 (S, K), and scales (S, K / VEC).
     """
     groups = tl.reshape(x, (S, K // GROUP, GROUP))
-    scale = scale_of(max_nan(tl.abs(groups), 2), LARGEST, MIN_SCALE)
-    q = requantized(groups, scale[:, :, None], LARGEST, ROUND, TYPE)
+    scale = scale_of(max_nan(tl.abs(groups), 2), QMAX, MIN_SCALE)
+    q = quantize_to_float32(groups, scale[:, :, None], QMAX, ROUND, TYPE)
     scales = tl.broadcast_to(scale[:, :, None], (S, K // GROUP, GROUP // VEC))
     return tl.reshape(q, (S, K)), tl.reshape(scales, (S, K // VEC))
 
@@ -79,14 +79,14 @@ def adapter_sums(
     of two >= rank.
     """
     r = tl.arange(0, R)
-    inside = r < rank
-    u = tl.load(u_ptrs + r[None, :], mask=u_mask & inside[None, :], other=0.0).to(tl.float32)
-    b = tl.load(b_ptrs + r[None, None, :], mask=b_mask & inside[None, None, :], other=0.0)
+    in_bounds = r < rank
+    u = tl.load(u_ptrs + r[None, :], mask=u_mask & in_bounds[None, :], other=0.0).to(tl.float32)
+    b = tl.load(b_ptrs + r[None, None, :], mask=b_mask & in_bounds[None, None, :], other=0.0)
     return tl.sum(b.to(tl.float32) * u[:, None, :], axis=2)
 
 
 @triton.jit
-def requantized(x, scale, LARGEST: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
+def quantize_to_float32(x, scale, QMAX: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
     """Round float32 x to TYPE with this scale, as `quantize_rows` does; return it as float32."""
-    q = quantized_values(x, tl.div_rn(1.0, scale), LARGEST, ROUND)
+    q = quantized_values(x, tl.div_rn(1.0, scale), QMAX, ROUND)
     return q.to(TYPE).to(tl.float32)

@@ -6,8 +6,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.triton.gemv.kernels.common import (
     adapter_sums,
-    quantized_groups,
-    requantized,
+    quantize_groups,
+    quantize_to_float32,
     step_sums,
 )
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
@@ -17,17 +17,17 @@ from modular_kernel.ops.kernels.quantize import scale_of
 
 @triton.jit
 def _pair_scales(
-    amax_ptr, pairs, live, blocks, num_pairs,
+    amax_ptr, pairs, valid, blocks, num_pairs,
     ids_ptr, map_ptr, num_experts, num_local, HAS_MAP: tl.constexpr,
-    QUANT: tl.constexpr, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr,
+    QUANT: tl.constexpr, QMAX: tl.constexpr, MIN_SCALE: tl.constexpr,
     S: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Compute the scales (S,) of h from the amax values that GEMM 1 wrote."""
     block = tl.arange(0, BLOCK_B)
     if QUANT == "token":
-        mask = live[:, None] & (block < blocks)[None, :]
+        mask = valid[:, None] & (block < blocks)[None, :]
         ptrs = amax_ptr + pairs[:, None] * blocks + block[None, :]
-        largest = max_nan(tl.load(ptrs, mask=mask, other=0.0), 1)
+        amax = max_nan(tl.load(ptrs, mask=mask, other=0.0), 1)
     else:
         tl.static_assert(QUANT == "tensor")
         block_amax = tl.zeros((BLOCK_B,), tl.float32)
@@ -38,16 +38,16 @@ def _pair_scales(
             mask = (block < blocks) & (local >= 0)
             pair_amax = tl.load(amax_ptr + pair * blocks + block, mask=mask, other=0.0)
             block_amax = maximum_nan(block_amax, pair_amax)
-        largest = tl.zeros((S,), tl.float32) + max_nan(block_amax, 0)
-    return scale_of(largest, LARGEST, MIN_SCALE)
+        amax = tl.zeros((S,), tl.float32) + max_nan(block_amax, 0)
+    return scale_of(amax, QMAX, MIN_SCALE)
 
 
 @triton.jit
 def _add_step(
     sums, codes, start, h, h_scale, scale_mask, depth, scale_ptrs, zero_ptrs,
     stride_bsk, stride_bzk,
-    QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
-    TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
+    QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    TYPE: tl.constexpr, ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Add one K step to `sums` and return them.
@@ -60,11 +60,11 @@ def _add_step(
     h = h.to(tl.float32)
     scales = tl.zeros((S, BLOCK_K // VEC), tl.float32)
     if QUANT == "group":
-        h, scales = quantized_groups(
-            h, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, S, BLOCK_K, VEC
+        h, scales = quantize_groups(
+            h, QMAX, ROUND, MIN_SCALE, TYPE, GROUP_K, S, BLOCK_K, VEC
         )  # fmt: skip
     elif QUANT != "none":
-        h = requantized(h, h_scale[:, None], LARGEST, ROUND, TYPE)
+        h = quantize_to_float32(h, h_scale[:, None], QMAX, ROUND, TYPE)
     else:
         scales += 1.0
     vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
@@ -72,7 +72,7 @@ def _add_step(
     sums += step_sums(
         codes, h, scales, scale_ptrs + group * stride_bsk, zero_ptrs + group * stride_bzk,
         scale_mask & (vector < depth)[None, None, :],
-        MIDDLE, HAS_ZERO, GROUP_K, S, N, BLOCK_K, VEC,
+        ZERO_POINT, HAS_ZERO, GROUP_K, S, N, BLOCK_K, VEC,
     )  # fmt: skip
     return sums
 
@@ -85,9 +85,9 @@ def gemv_down_kernel(
     stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
     stride_bze, stride_bzn, stride_bzk, stride_bias,
     SLOTS: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_ROW_WEIGHTS: tl.constexpr, QUANT: tl.constexpr, LARGEST: tl.constexpr,
-    ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, SCALED: tl.constexpr, MIDDLE: tl.constexpr,
-    HAS_ZERO: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
+    HAS_ROW_WEIGHTS: tl.constexpr, QUANT: tl.constexpr, QMAX: tl.constexpr,
+    ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, HAS_SCALES: tl.constexpr,
+    ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
     SCALE_ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
     S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr = False,
@@ -108,8 +108,8 @@ def gemv_down_kernel(
     out_ptr: (num_pairs / SLOTS, hidden), contiguous.
     QUANT: quantization of h: "none", or one scale per "token", "group" or "tensor", or the "static"
         one at h_scale_ptr.
-    LARGEST, ROUND, MIN_SCALE: see `quantize_rows`.
-    SCALED, GROUP_N, GROUP_K, SCALE_ROWS, MIDDLE, HAS_ZERO: as in `gemv_gate_up_kernel`.
+    QMAX, ROUND, MIN_SCALE: see `quantize_rows`.
+    HAS_SCALES, GROUP_N, GROUP_K, SCALE_ROWS, ZERO_POINT, HAS_ZERO: as in `gemv_gate_up_kernel`.
     BLOCK_B: a power of two >= blocks.
     VEC: adjacent weights per load.
     LORA: add B[slot of the pair's token, expert] @ u[p] before the bias.
@@ -130,11 +130,11 @@ def gemv_down_kernel(
         local, _ = load_local_ids(
             ids_ptr, pairs, slot < SLOTS, map_ptr, num_experts, num_local, HAS_MAP
         )
-        live = local >= 0
+        valid = local >= 0
         expert = tl.maximum(local, 0).to(tl.int64)  # NaN-free: integers
         w_ptrs = b_ptr + expert[:, None, None] * stride_be + row_offset
-        row_mask = live[:, None, None] & column_mask[None, :, None]
-        scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]
+        row_mask = valid[:, None, None] & column_mask[None, :, None]
+        scale_mask = valid[:, None, None] & (scale_row < hidden)[None, :, None]
         codes = tl.load(w_ptrs, mask=row_mask & (k < depth)[None, None, :], other=0.0)
         # Load the first weights before waiting for h. The ids are valid here, because GEMM 1
         # waited for them before it let this kernel start. See `pdl_wait`.
@@ -143,12 +143,12 @@ def gemv_down_kernel(
             gdc_launch_dependents()
         h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * depth + k[None, :]
         # Issue the loads of h before those of its amax values.
-        h = tl.load(h_ptrs, mask=live[:, None] & (k < depth)[None, :], other=0.0)
+        h = tl.load(h_ptrs, mask=valid[:, None] & (k < depth)[None, :], other=0.0)
         h_scale = tl.full((S,), 1.0, tl.float32)
         if QUANT == "token" or QUANT == "tensor":
             h_scale = _pair_scales(
-                amax_ptr, pairs, live, blocks, num_pairs, ids_ptr, map_ptr, num_experts,
-                num_local, HAS_MAP, QUANT, LARGEST, MIN_SCALE, S, BLOCK_B,
+                amax_ptr, pairs, valid, blocks, num_pairs, ids_ptr, map_ptr, num_experts,
+                num_local, HAS_MAP, QUANT, QMAX, MIN_SCALE, S, BLOCK_B,
             )  # fmt: skip
         elif QUANT == "static":
             h_scale *= tl.load(h_scale_ptr)
@@ -162,26 +162,26 @@ def gemv_down_kernel(
         sums = _add_step(
             tl.zeros((S, BLOCK_N, BLOCK_K // VEC), tl.float32), codes, 0, h, h_scale, scale_mask,
             depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
-            QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
+            QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GROUP_K,
             S, BLOCK_N, BLOCK_K, VEC,
         )  # fmt: skip
         for start in tl.range(BLOCK_K, depth, BLOCK_K, num_stages=STAGES):
-            inside = start + k < depth
+            in_bounds = start + k < depth
             w_ptrs += BLOCK_K * stride_bk
-            codes = tl.load(w_ptrs, mask=row_mask & inside[None, None, :], other=0.0)
-            h = tl.load(h_ptrs + start, mask=live[:, None] & inside[None, :], other=0.0)
+            codes = tl.load(w_ptrs, mask=row_mask & in_bounds[None, None, :], other=0.0)
+            h = tl.load(h_ptrs + start, mask=valid[:, None] & in_bounds[None, :], other=0.0)
             sums = _add_step(
                 sums, codes, start, h, h_scale, scale_mask,
                 depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
-                QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
+                QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GROUP_K,
                 S, BLOCK_N, BLOCK_K, VEC,
             )  # fmt: skip
         row = tl.sum(sums, axis=2)
-        row_live = live[:, None] & column_mask[None, :]
-        if SCALED and GROUP_K == 0:
+        row_valid = valid[:, None] & column_mask[None, :]
+        if HAS_SCALES and GROUP_K == 0:
             ptrs = b_scale_ptr + expert[:, None] * stride_bse
             ptrs += (column // GROUP_N)[None, :] * stride_bsn
-            row *= h_scale[:, None] * tl.load(ptrs, mask=row_live, other=0.0).to(tl.float32)
+            row *= h_scale[:, None] * tl.load(ptrs, mask=row_valid, other=0.0).to(tl.float32)
         if LORA:
             adapter = tl.load(slots_ptr + token * SLOTS // LORA_TOP_K).to(tl.int64)
             if (adapter >= 0) & (adapter < num_slots):
@@ -189,17 +189,17 @@ def gemv_down_kernel(
                 b_ptrs = lora_b_ptr + adapter * stride_lbl + expert[:, None, None] * stride_lbe
                 b_ptrs += column.to(tl.int64)[None, :, None] * stride_lbn
                 row += adapter_sums(
-                    u_ptrs, live[:, None], b_ptrs, row_live[:, :, None], rank, LORA_R
+                    u_ptrs, valid[:, None], b_ptrs, row_valid[:, :, None], rank, LORA_R
                 )
         if HAS_BIAS:
             ptrs = bias_ptr + expert[:, None] * stride_bias + column[None, :]
-            row += tl.load(ptrs, mask=row_live, other=0.0).to(tl.float32)
+            row += tl.load(ptrs, mask=row_valid, other=0.0).to(tl.float32)
         if HAS_ROW_WEIGHTS:
             # The router weight of a skipped pair may be anything, including NaN.
-            row *= tl.load(row_weights_ptr + pairs, mask=live, other=0.0)[:, None]
+            row *= tl.load(row_weights_ptr + pairs, mask=valid, other=0.0)[:, None]
         if QUANT == "tensor" or QUANT == "static":
             # A shared scale may be NaN, and 0 * NaN is NaN.
-            row = tl.where(live[:, None], row, 0.0)
+            row = tl.where(valid[:, None], row, 0.0)
         total += tl.sum(row, axis=0)
     out_ptrs = out_ptr + token.to(tl.int64) * hidden + column
     tl.store(out_ptrs, (total * factor).to(out_ptr.dtype.element_ty), mask=column_mask)

@@ -5,8 +5,8 @@ import triton.language as tl
 
 from experts.triton.gemv.kernels.common import (
     adapter_sums,
-    quantized_groups,
-    requantized,
+    quantize_groups,
+    quantize_to_float32,
     step_sums,
 )
 from experts.triton.kernels.gemm_tile import finish_tile
@@ -17,23 +17,23 @@ from modular_kernel.ops.kernels.quantize import scale_of
 
 
 @triton.jit
-def _largest(x_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R: tl.constexpr):
+def _rows_amax(x_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R: tl.constexpr):
     """Return the largest magnitude in the `rows` rows from x_ptr on."""
-    largest = tl.zeros((BLOCK_R,), tl.float32)
+    amax = tl.zeros((BLOCK_R,), tl.float32)
     column = tl.arange(0, BLOCK_R)
     for _ in range(rows):
         for start in range(0, hidden, BLOCK_R):
             mask = start + column < hidden
             value = tl.load(x_ptr + (start + column) * stride_xk, mask=mask, other=0.0)
-            largest = maximum_nan(largest, tl.abs(value.to(tl.float32)))
+            amax = maximum_nan(amax, tl.abs(value.to(tl.float32)))
         x_ptr += stride_xm
-    return max_nan(largest, 0)
+    return max_nan(amax, 0)
 
 
 @triton.jit
 def _step_input(
     x, x_scale_ptr, start, hidden, scale, stride_xsk,
-    QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
     TYPE: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Return x (BLOCK_K,) as float32 (1, BLOCK_K), quantized according to QUANT, and its scales.
@@ -44,16 +44,16 @@ def _step_input(
     x = x.to(tl.float32)[None, :]
     scales = tl.zeros((1, BLOCK_K // VEC), tl.float32)
     if QUANT == "group":
-        x, scales = quantized_groups(
-            x, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, 1, BLOCK_K, VEC
+        x, scales = quantize_groups(
+            x, QMAX, ROUND, MIN_SCALE, TYPE, GROUP_K, 1, BLOCK_K, VEC
         )  # fmt: skip
-    elif QUANT == "given":
+    elif QUANT == "prequantized":
         if GROUP_K > 0:
             vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
             scale_ptrs = x_scale_ptr + (vector // GROUP_K) * stride_xsk
             scales = tl.load(scale_ptrs, mask=vector < hidden, other=0.0)[None, :]
     elif QUANT != "none":
-        x = requantized(x, scale, LARGEST, ROUND, TYPE)
+        x = quantize_to_float32(x, scale, QMAX, ROUND, TYPE)
     if QUANT == "none":
         scales += 1.0
     return x, scales
@@ -63,8 +63,8 @@ def _step_input(
 def _add_step(
     gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden, scale_mask,
     scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs, stride_xsk, stride_bsk, stride_bzk,
-    QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
-    TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GATED: tl.constexpr,
+    QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    TYPE: tl.constexpr, ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, GATED: tl.constexpr,
     GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Add one K step to gate and up, and return them.
@@ -73,7 +73,7 @@ def _add_step(
     """
     x, scales = _step_input(
         x, x_scale_ptr, start, hidden, x_scale, stride_xsk,
-        QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, BLOCK_K, VEC,
+        QUANT, QMAX, ROUND, MIN_SCALE, TYPE, GROUP_K, BLOCK_K, VEC,
     )  # fmt: skip
     vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
     group = (vector // (GROUP_K if GROUP_K > 0 else 1))[None, None, :]
@@ -81,13 +81,13 @@ def _add_step(
     gate += step_sums(
         gate_codes, x, scales, scale_ptrs[None, :, None] + group * stride_bsk,
         zero_ptrs[None, :, None] + group * stride_bzk, mask,
-        MIDDLE, HAS_ZERO, GROUP_K, 1, BLOCK_N, BLOCK_K, VEC,
+        ZERO_POINT, HAS_ZERO, GROUP_K, 1, BLOCK_N, BLOCK_K, VEC,
     )  # fmt: skip
     if GATED:
         up += step_sums(
             up_codes, x, scales, up_scale_ptrs[None, :, None] + group * stride_bsk,
             up_zero_ptrs[None, :, None] + group * stride_bzk, mask,
-            MIDDLE, HAS_ZERO, GROUP_K, 1, BLOCK_N, BLOCK_K, VEC,
+            ZERO_POINT, HAS_ZERO, GROUP_K, 1, BLOCK_N, BLOCK_K, VEC,
         )  # fmt: skip
     return gate, up
 
@@ -102,9 +102,9 @@ def gemv_gate_up_kernel(
     stride_bze, stride_bzn, stride_bzk, stride_bias,
     TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr,
-    MIN_SCALE: tl.constexpr, SCALED: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    LIMIT: tl.constexpr, QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr,
+    MIN_SCALE: tl.constexpr, HAS_SCALES: tl.constexpr, ZERO_POINT: tl.constexpr,
+    HAS_ZERO: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
     STORE_AMAX: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr = False,
@@ -124,14 +124,14 @@ def gemv_gate_up_kernel(
     amax_ptr: (num_pairs, blocks); if STORE_AMAX, the largest magnitude of each block of h.
     QUANT: how x is quantized:
         "none": it is not.
-        "given": before the launch, with the scales at x_scale_ptr.
+        "prequantized": before the launch, with the scales at x_scale_ptr.
         "token", "group", "tensor": in this kernel, with one scale each.
         "static": in this kernel, with the scale at x_scale_ptr.
-    LARGEST, ROUND, MIN_SCALE: see `quantize_rows`.
+    QMAX, ROUND, MIN_SCALE: see `quantize_rows`.
     BLOCK_R: columns of x per step of its amax.
-    SCALED: weights have scales, one per GROUP_N rows and GROUP_K columns (0: all of K).
+    HAS_SCALES: weights have scales, one per GROUP_N rows and GROUP_K columns (0: all of K).
     SCALE_ROWS: 1 if all BLOCK_N rows share a scale, else BLOCK_N.
-    HAS_ZERO: integer weights have zero points. Otherwise MIDDLE is subtracted from all of them.
+    HAS_ZERO: integer weights have zero points. Otherwise ZERO_POINT is subtracted from all of them.
     KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
     VEC: adjacent weights per load.
     STAGES: stages of the software pipeline.
@@ -172,13 +172,13 @@ def gemv_gate_up_kernel(
     x = tl.load(x_ptr + k * stride_xk, mask=k < hidden, other=0.0)
     x_scale = 1.0
     if QUANT == "token":
-        largest = _largest(x_ptr, 1, hidden, 0, stride_xk, BLOCK_R)
-        x_scale = scale_of(largest, LARGEST, MIN_SCALE)
+        amax = _rows_amax(x_ptr, 1, hidden, 0, stride_xk, BLOCK_R)
+        x_scale = scale_of(amax, QMAX, MIN_SCALE)
     elif QUANT == "tensor":
         first_ptr, rows = x_ptr - token * stride_xm, num_pairs // TOP_K
-        largest = _largest(first_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R)
-        x_scale = scale_of(largest, LARGEST, MIN_SCALE)
-    elif QUANT == "static" or (QUANT == "given" and GROUP_K == 0):
+        amax = _rows_amax(first_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R)
+        x_scale = scale_of(amax, QMAX, MIN_SCALE)
+    elif QUANT == "static" or (QUANT == "prequantized" and GROUP_K == 0):
         x_scale = tl.load(x_scale_ptr)
     # Scales and zero points: one per row, or one for all rows.
     scale_column = block * BLOCK_N + tl.arange(0, SCALE_ROWS)
@@ -196,27 +196,27 @@ def gemv_gate_up_kernel(
         gate, up, gate_codes, up_codes, 0, x, x_scale_ptr, x_scale, hidden, scale_mask,
         scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
         stride_xsk, stride_bsk, stride_bzk,
-        QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GATED, GROUP_K,
+        QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GATED, GROUP_K,
         BLOCK_N, BLOCK_K, VEC,
     )  # fmt: skip
     for start in tl.range(BLOCK_K, hidden, BLOCK_K, num_stages=STAGES):
-        inside = start + k < hidden
-        w_mask = column_mask[None, :, None] & inside[None, None, :]
+        in_bounds = start + k < hidden
+        w_mask = column_mask[None, :, None] & in_bounds[None, None, :]
         w_ptrs += BLOCK_K * stride_bk
         gate_codes = tl.load(w_ptrs, mask=w_mask, other=0.0)
         up_codes = gate_codes
         if GATED:
             up_codes = tl.load(w_ptrs + up_offset, mask=w_mask, other=0.0)
-        x = tl.load(x_ptr + (start + k) * stride_xk, mask=inside, other=0.0)
+        x = tl.load(x_ptr + (start + k) * stride_xk, mask=in_bounds, other=0.0)
         gate, up = _add_step(
             gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden, scale_mask,
             scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
             stride_xsk, stride_bsk, stride_bzk,
-            QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GATED, GROUP_K,
+            QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GATED, GROUP_K,
             BLOCK_N, BLOCK_K, VEC,
         )  # fmt: skip
     gate_row, up_row_sum = tl.sum(gate, axis=2), tl.sum(up, axis=2)
-    if SCALED and GROUP_K == 0:
+    if HAS_SCALES and GROUP_K == 0:
         row = column * ROW_STEP
         scale = tl.load(b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0)
         gate_row *= (x_scale * scale.to(tl.float32))[None, :]

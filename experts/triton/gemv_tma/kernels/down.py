@@ -38,36 +38,36 @@ _OUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 def _load(
     w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, items, blocks, hidden, depth,
     num_experts, num_local, scale_rows, scale_groups,
-    GROUPED: gl.constexpr, HAS_MAP: gl.constexpr, TOP_K: gl.constexpr, SLOTS: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr, HAS_MAP: gl.constexpr, TOP_K: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Run the producer warp: load the weight panels of this program's work items by TMA."""
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // full.shape[0]
-    EACH_ROWS: gl.constexpr = ROWS // SLOTS
+    ROWS_PER_SLOT: gl.constexpr = ROWS // SLOTS
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token, first = item // blocks, item % blocks * EACH_ROWS
-        experts, num_live = (), 0
+        token, first = item // blocks, item % blocks * ROWS_PER_SLOT
+        experts, num_valid = (), 0
         for slot in gl.static_range(TOP_K):
             local, _ = load_local_ids(
                 ids_ptr, token * TOP_K + slot, slot >= 0, map_ptr, num_experts, num_local, HAS_MAP
             )
             experts += (local,)
-            if GROUPED:
+            if BLOCK_SCALES:
                 # NaN-free: integers
                 scale_row = gl.maximum(local, 0).to(gl.int64) * scale_rows + first // PANEL
                 prefetch_scales(w_scale_ptr + scale_row * scale_groups, scale_groups)
-            num_live += (local >= 0).to(gl.int32)
+            num_valid += (local >= 0).to(gl.int32)
         for start in range(0, depth, PANELS_PER_STAGE * PANEL):
             stage, full_barrier = wait_empty_stage(step, full, empty)
             # One expect per stage: one for each of 8 slots cost 10 to 22 us per layer (H200).
-            if num_live == TOP_K:
-                mbarrier.expect(full_barrier, TOP_K * PANELS_PER_STAGE * EACH_ROWS * PANEL)
+            if num_valid == TOP_K:
+                mbarrier.expect(full_barrier, TOP_K * PANELS_PER_STAGE * ROWS_PER_SLOT * PANEL)
             else:
                 for count in gl.static_range(TOP_K):
                     mbarrier.expect(
                         full_barrier,
-                        count * (PANELS_PER_STAGE * EACH_ROWS * PANEL),
-                        pred=num_live == count,
+                        count * (PANELS_PER_STAGE * ROWS_PER_SLOT * PANEL),
+                        pred=num_valid == count,
                     )
             # Rows of skipped pairs are not loaded. A branch is faster than predicates, which cost
             # time even if no pair is skipped.
@@ -76,7 +76,7 @@ def _load(
                     row = experts[slot] * hidden + first
                     for p in gl.static_range(PANELS_PER_STAGE):
                         rows = ring.index(stage * PANELS_PER_STAGE + p).slice(
-                            slot * EACH_ROWS, EACH_ROWS, 0
+                            slot * ROWS_PER_SLOT, ROWS_PER_SLOT, 0
                         )
                         load_box(w_desc, [row, start + p * PANEL], full_barrier, rows)
             step += 1
@@ -85,33 +85,33 @@ def _load(
 @gluon.jit
 def _store_pairs(
     vectors, scales, token, h_ptr, amax_ptr, depth, amax_blocks,
-    TOP_K: gl.constexpr, SLOTS: gl.constexpr, GROUPED: gl.constexpr, LARGEST: gl.constexpr,
+    TOP_K: gl.constexpr, SLOTS: gl.constexpr, BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr,
     MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Quantize the rows of h of a token's pairs and store them to shared memory.
 
-    Return their scales (8,), which are 1 if GROUPED. The rows of skipped pairs may contain
+    Return their scales (8,), which are 1 if BLOCK_SCALES. The rows of skipped pairs may contain
     anything; results computed from them are discarded.
     """
     AMAX: gl.constexpr = gl.BlockedLayout([SLOTS, 1], [1, 32], [1, 4], [1, 0])
     AMAX_ROWS: gl.constexpr = gl.SliceLayout(1, AMAX)
-    QUANT: gl.constexpr = "group" if GROUPED else "token"
+    QUANT: gl.constexpr = "group" if BLOCK_SCALES else "token"
     PIECES: gl.constexpr = vectors.shape[0]
     slot = gl.arange(0, SLOTS, vector_row_layout(SLOTS))
     row_ptrs = h_ptr + (token * TOP_K + slot).to(gl.int64) * depth
     pieces = load_pieces(row_ptrs, 1, slot < TOP_K, depth, PIECES)
     scale = gl.full((SLOTS,), 1.0, gl.float32, AMAX_ROWS)
-    if not GROUPED:
+    if not BLOCK_SCALES:
         amax_slot = gl.arange(0, SLOTS, AMAX_ROWS)[:, None]
         block = gl.arange(0, BLOCKS, gl.SliceLayout(0, AMAX))[None, :]
         ptrs = amax_ptr + (token * TOP_K + amax_slot) * amax_blocks + block
         mask = (amax_slot < TOP_K) & (block < amax_blocks)
         amax = max_nan(gl.load(ptrs, mask=mask, other=0.0), 1)
-        scale = scale_of(amax, LARGEST, MIN_SCALE)
+        scale = scale_of(amax, QMAX, MIN_SCALE)
     inverse = gl.convert_layout(div_rn(1.0, scale), vector_row_layout(SLOTS))
     store_vectors(
         vectors, scales, pieces, row_ptrs, 1, slot < TOP_K, depth, inverse, row_ptrs, 0,
-        QUANT, GROUPED, LARGEST, MIN_SCALE,
+        QUANT, BLOCK_SCALES, QMAX, MIN_SCALE,
     )  # fmt: skip
     return repeat_scales(scale)
 
@@ -122,59 +122,59 @@ def _compute(
     ids_ptr, map_ptr, out_ptr, items, blocks, hidden, depth, amax_blocks, num_experts,
     num_local, scale_rows, scale_groups, factor,
     TOP_K: gl.constexpr, SLOTS: gl.constexpr, HAS_MAP: gl.constexpr, HAS_BIAS: gl.constexpr,
-    GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Run the consumer warpgroup: multiply, sum over the pairs of a token, and store."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
-    EACH_ROWS: gl.constexpr = ROWS // SLOTS
+    ROWS_PER_SLOT: gl.constexpr = ROWS // SLOTS
     # The producer already loads weights; h is valid only after this wait.
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
-    slot = row // EACH_ROWS
+    slot = row // ROWS_PER_SLOT
     vector = gl.arange(0, VECTORS, COLUMNS)
     h_scale = gl.full((VECTORS,), 1.0, gl.float32, COLUMNS)
-    step, resident = 0, -1
+    step, resident_token = 0, -1
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         token = item // blocks
-        if token != resident:
+        if token != resident_token:
             h_scale = _store_pairs(
                 vectors, scales, token, h_ptr, amax_ptr, depth, amax_blocks,
-                TOP_K, SLOTS, GROUPED, LARGEST, MIN_SCALE, BLOCKS,
+                TOP_K, SLOTS, BLOCK_SCALES, QMAX, MIN_SCALE, BLOCKS,
             )  # fmt: skip
-            resident = token
+            resident_token = token
         pair = token * TOP_K + slot
         local, _ = load_local_ids(
             ids_ptr, pair, slot < TOP_K, map_ptr, num_experts, num_local, HAS_MAP
         )
-        first = item % blocks * EACH_ROWS
-        column = first + row % EACH_ROWS
-        inside = (local >= 0) & (column < hidden)
+        first = item % blocks * ROWS_PER_SLOT
+        column = first + row % ROWS_PER_SLOT
+        in_bounds = (local >= 0) & (column < hidden)
         expert = gl.maximum(local, 0).to(gl.int64)  # NaN-free: integers
         ptrs = w_scale_ptr + expert * hidden + column
-        if GROUPED:
+        if BLOCK_SCALES:
             ptrs = w_scale_ptr + (expert * scale_rows + column // PANEL) * scale_groups
         else:
-            w_scale = gl.load(ptrs, mask=inside, other=0.0)
+            w_scale = gl.load(ptrs, mask=in_bounds, other=0.0)
         if HAS_BIAS:
-            bias = gl.load(bias_ptr + expert * hidden + column, mask=inside, other=0.0)
+            bias = gl.load(bias_ptr + expert * hidden + column, mask=in_bounds, other=0.0)
         # The router weight of a skipped pair may be anything, including NaN.
-        weight = gl.load(weights_ptr + pair, mask=inside, other=0.0)
+        weight = gl.load(weights_ptr + pair, mask=in_bounds, other=0.0)
         acc, step = multiply(
-            ring, vectors, scales, full, empty, step, depth, ptrs, inside, GROUPED
+            ring, vectors, scales, full, empty, step, depth, ptrs, in_bounds, BLOCK_SCALES
         )  # fmt: skip
         # Discard skipped pairs and the products with the vectors of other pairs.
-        column_mask = (vector[None, :] == (slot * (VECTORS // SLOTS))[:, None]) & inside[:, None]
+        column_mask = (vector[None, :] == (slot * (VECTORS // SLOTS))[:, None]) & in_bounds[:, None]
         value = gl.sum(gl.where(column_mask, acc * h_scale[None, :], 0.0), axis=1)
-        if not GROUPED:
+        if not BLOCK_SCALES:
             value *= w_scale
         if HAS_BIAS:
             value += bias.to(gl.float32)
         value *= weight
-        total = gl.convert_layout(gl.sum(value.reshape((SLOTS, EACH_ROWS)), axis=0), _OUT)
-        column = first + gl.arange(0, EACH_ROWS, _OUT)
+        total = gl.convert_layout(gl.sum(value.reshape((SLOTS, ROWS_PER_SLOT)), axis=0), _OUT)
+        column = first + gl.arange(0, ROWS_PER_SLOT, _OUT)
         out_ptrs = out_ptr + token.to(gl.int64) * hidden + column
         gl.store(out_ptrs, (total * factor).to(out_ptr.dtype.element_ty), mask=column < hidden)
 
@@ -185,7 +185,7 @@ def gemv_tma_down_kernel(
     num_tokens, hidden, depth, amax_blocks, num_experts, num_local, scale_rows, scale_groups,
     factor,
     TOP_K: gl.constexpr, SLOTS: gl.constexpr, HAS_MAP: gl.constexpr, HAS_BIAS: gl.constexpr,
-    GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
     PIECES: gl.constexpr, PANELS_PER_STAGE: gl.constexpr, STAGES: gl.constexpr,
     num_warps: gl.constexpr,
     OVERLAP: gl.constexpr = False,
@@ -198,14 +198,14 @@ def gemv_tma_down_kernel(
 
     w_desc: (experts * hidden, depth) fp8, in boxes of 64 / SLOTS rows and 128 bytes. Weights of
         skipped pairs are not read.
-    h_ptr: (num_tokens * TOP_K, depth), contiguous. It is quantized here: if GROUPED, with one scale
-        per 128 values; otherwise with one per pair, from its amax_blocks values in amax.
-    w_scale_ptr: if GROUPED, (experts, scale_rows, scale_groups), one per 128 x 128 block; otherwise
-        (experts, hidden).
+    h_ptr: (num_tokens * TOP_K, depth), contiguous. It is quantized here: if BLOCK_SCALES, with one
+        scale per 128 values; otherwise with one per pair, from its amax_blocks values in amax.
+    w_scale_ptr: if BLOCK_SCALES, (experts, scale_rows, scale_groups), one per 128 x 128 block;
+        otherwise (experts, hidden).
     weights_ptr: (num_tokens * TOP_K,) float32, the router weights.
     bias_ptr: (experts, hidden).
     out_ptr: (num_tokens, hidden), contiguous.
-    LARGEST, MIN_SCALE: see `quantize_rows`.
+    QMAX, MIN_SCALE: see `quantize_rows`.
     BLOCKS: a power of two >= amax_blocks.
     PIECES: pieces of 1024 values in a row of h. The ring has STAGES stages of PANELS_PER_STAGE
         panels (see `pipeline`).
@@ -221,11 +221,12 @@ def gemv_tma_down_kernel(
                 ring, vectors, scales, full, empty, h_ptr, amax_ptr, w_scale_ptr, bias_ptr,
                 weights_ptr, ids_ptr, map_ptr, out_ptr, items, blocks, hidden, depth,
                 amax_blocks, num_experts, num_local, scale_rows, scale_groups, factor,
-                TOP_K, SLOTS, HAS_MAP, HAS_BIAS, GROUPED, LARGEST, MIN_SCALE, BLOCKS, OVERLAP,
+                TOP_K, SLOTS, HAS_MAP, HAS_BIAS, BLOCK_SCALES, QMAX, MIN_SCALE, BLOCKS, OVERLAP,
             )),
             (_load, (
                 w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, items, blocks, hidden,
-                depth, num_experts, num_local, scale_rows, scale_groups, GROUPED, HAS_MAP, TOP_K,
+                depth, num_experts, num_local, scale_rows, scale_groups, BLOCK_SCALES, HAS_MAP,
+                TOP_K,
                 SLOTS,
             )),
         ],

@@ -55,7 +55,7 @@ def _item(index, num_pairs, intermediate, TOP_K: gl.constexpr, TOKENS_IN_GROUP: 
 def _load(
     w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, num_pairs, items, intermediate,
     hidden, w_rows, up_rows, num_experts, num_local, scale_rows, scale_groups,
-    GROUPED: gl.constexpr, TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr, TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr,
     HAS_MAP: gl.constexpr,
     STEP: gl.constexpr,
 ):  # fmt: skip
@@ -70,7 +70,7 @@ def _load(
         )
         if local >= 0:
             first_row = local * w_rows + block * (_COLUMNS * STEP)
-            if GROUPED:
+            if BLOCK_SCALES:
                 row = block * (_COLUMNS * STEP)
                 scale_ptr = w_scale_ptr + local.to(gl.int64) * scale_rows * scale_groups
                 prefetch_scales(scale_ptr + row // PANEL * scale_groups, scale_groups)
@@ -110,13 +110,13 @@ def _count_invalid(
 def _store_tokens(
     vectors, scales, first_token, num_tokens, hidden, x_ptr, x_scale_ptr,
     stride_xm, stride_xk, stride_xsm, stride_xsk,
-    TOKENS_IN_GROUP: gl.constexpr, QUANT: gl.constexpr, GROUPED: gl.constexpr,
-    LARGEST: gl.constexpr,
+    TOKENS_IN_GROUP: gl.constexpr, QUANT: gl.constexpr, BLOCK_SCALES: gl.constexpr,
+    QMAX: gl.constexpr,
     MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Store the vectors of a group of tokens to shared memory; return their scales, (8,).
 
-    The scales are 1 if GROUPED.
+    The scales are 1 if BLOCK_SCALES.
     """
     PIECES: gl.constexpr = vectors.shape[0]
     rows = first_token + gl.arange(0, TOKENS_IN_GROUP, vector_row_layout(TOKENS_IN_GROUP))
@@ -127,12 +127,12 @@ def _store_tokens(
     x_scale = gl.full((TOKENS_IN_GROUP,), 1.0, gl.float32, vector_row_layout(TOKENS_IN_GROUP))
     if QUANT == "token":
         amax = row_amax(pieces, row_ptrs, stride_xk, row_mask, hidden, PIECES)
-        x_scale = scale_of(amax, LARGEST, MIN_SCALE)
-    elif not GROUPED:
+        x_scale = scale_of(amax, QMAX, MIN_SCALE)
+    elif not BLOCK_SCALES:
         x_scale = gl.load(scale_ptrs, mask=row_mask, other=1.0)
     store_vectors(
         vectors, scales, pieces, row_ptrs, stride_xk, row_mask, hidden, div_rn(1.0, x_scale),
-        scale_ptrs, stride_xsk, QUANT, GROUPED, LARGEST, MIN_SCALE,
+        scale_ptrs, stride_xsk, QUANT, BLOCK_SCALES, QMAX, MIN_SCALE,
     )  # fmt: skip
     return repeat_scales(x_scale)
 
@@ -146,7 +146,7 @@ def _compute(
     TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr, HAS_MAP: gl.constexpr, STEP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
-    GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Run the consumer warpgroup: multiply, activate and store."""
     if gl.program_id(0) == 0:
@@ -154,16 +154,16 @@ def _compute(
     vector = gl.arange(0, VECTORS, gl.SliceLayout(0, ACC))
     row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
     x_scale = gl.full((VECTORS,), 1.0, gl.float32, gl.SliceLayout(0, ACC))
-    step, resident = 0, -1
+    step, resident_token = 0, -1
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         pair, block, first_token = _item(item, num_pairs, intermediate, TOP_K, TOKENS_IN_GROUP)
-        if first_token != resident:
+        if first_token != resident_token:
             x_scale = _store_tokens(
                 vectors, scales, first_token, num_pairs // TOP_K, hidden, x_ptr, x_scale_ptr,
                 stride_xm, stride_xk, stride_xsm, stride_xsk,
-                TOKENS_IN_GROUP, QUANT, GROUPED, LARGEST, MIN_SCALE,
+                TOKENS_IN_GROUP, QUANT, BLOCK_SCALES, QMAX, MIN_SCALE,
             )  # fmt: skip
-            resident = first_token
+            resident_token = first_token
         local, _ = load_local_ids(
             ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP
         )
@@ -173,25 +173,25 @@ def _compute(
             else:
                 w_row = block * _COLUMNS + row % _COLUMNS + row // _COLUMNS * up_rows
             # Rows of the last block past the end of the expert are not stored.
-            inside = w_row < w_rows
+            in_bounds = w_row < w_rows
             row_offset = local.to(gl.int64) * w_rows + w_row
             ptrs = w_scale_ptr + row_offset
-            if GROUPED:
+            if BLOCK_SCALES:
                 scale_row = local.to(gl.int64) * scale_rows + w_row // PANEL
                 ptrs = w_scale_ptr + scale_row * scale_groups
             else:
-                w_scale = gl.load(ptrs, mask=inside, other=0.0)
+                w_scale = gl.load(ptrs, mask=in_bounds, other=0.0)
             if HAS_BIAS:
-                bias = gl.load(bias_ptr + row_offset, mask=inside, other=0.0).to(gl.float32)
+                bias = gl.load(bias_ptr + row_offset, mask=in_bounds, other=0.0).to(gl.float32)
             acc, step = multiply(
-                ring, vectors, scales, full, empty, step, hidden, ptrs, inside, GROUPED
+                ring, vectors, scales, full, empty, step, hidden, ptrs, in_bounds, BLOCK_SCALES
             )
             # Discard the products with the vectors of other tokens.
             column_mask = (vector == (pair // TOP_K - first_token) * (VECTORS // TOKENS_IN_GROUP))[
                 None, :
             ]
             value = gl.sum(gl.where(column_mask, acc * x_scale[None, :], 0.0), axis=1)
-            if not GROUPED:
+            if not BLOCK_SCALES:
                 value *= w_scale
             if HAS_BIAS:
                 value += bias
@@ -204,7 +204,7 @@ def _compute(
             column = block * _COLUMNS + gl.arange(0, _COLUMNS, gl.SliceLayout(1, _GATE_UP_LAYOUT))
             mask = column < intermediate
             gl.store(h_ptr + pair.to(gl.int64) * intermediate + column, h, mask=mask)
-            if not GROUPED:
+            if not BLOCK_SCALES:
                 amax = max_nan(gl.where(mask, gl.abs(h.to(gl.float32)), 0.0), 0)
                 gl.store(amax_ptr + pair * gl.cdiv(intermediate, _COLUMNS) + block, amax)
 
@@ -217,7 +217,7 @@ def gemv_tma_gate_up_kernel(
     TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr, HAS_MAP: gl.constexpr, STEP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
-    GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
     PIECES: gl.constexpr, PANELS_PER_STAGE: gl.constexpr, STAGES: gl.constexpr,
     num_warps: gl.constexpr,
     OVERLAP: gl.constexpr = False,
@@ -232,11 +232,11 @@ def gemv_tma_gate_up_kernel(
     x_ptr: (num_pairs / TOP_K, hidden). TOKENS_IN_GROUP tokens, a power of two up to 8, are in
         shared memory at once.
     h_ptr: (num_pairs, intermediate), contiguous; rows of skipped pairs are not written.
-    QUANT: "given": x is fp8, with scales; otherwise x is quantized here, with one scale per "token"
-        or per "group" of 128.
-    LARGEST, MIN_SCALE: see `quantize_rows`.
-    GROUPED: w_scale is (experts, scale_rows, scale_groups), one per 128 x 128 block. Otherwise it
-        is (experts, w_rows), and the amax of each block of h is written to amax (num_pairs,
+    QUANT: "prequantized": x is fp8, with scales; otherwise x is quantized here, with one scale per
+        "token" or per "group" of 128.
+    QMAX, MIN_SCALE: see `quantize_rows`.
+    BLOCK_SCALES: w_scale is (experts, scale_rows, scale_groups), one per 128 x 128 block. Otherwise
+        it is (experts, w_rows), and the amax of each block of h is written to amax (num_pairs,
         blocks).
     KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
     PIECES: pieces of 1024 values in a row of x. The ring has STAGES stages of PANELS_PER_STAGE
@@ -257,13 +257,13 @@ def gemv_tma_gate_up_kernel(
                 num_pairs, items, intermediate, hidden, w_rows, up_rows, num_experts, num_local,
                 stride_xm, stride_xk, stride_xsm, stride_xsk, scale_rows, scale_groups,
                 TOP_K, TOKENS_IN_GROUP, HAS_MAP, STEP, HAS_BIAS, KIND, ALPHA, LIMIT, QUANT,
-                GROUPED, LARGEST,
+                BLOCK_SCALES, QMAX,
                 MIN_SCALE,
             )),
             (_load, (
                 w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, num_pairs, items,
                 intermediate, hidden, w_rows, up_rows, num_experts, num_local, scale_rows,
-                scale_groups, GROUPED, TOP_K, TOKENS_IN_GROUP, HAS_MAP, STEP,
+                scale_groups, BLOCK_SCALES, TOP_K, TOKENS_IN_GROUP, HAS_MAP, STEP,
             )),
         ],
         [1],

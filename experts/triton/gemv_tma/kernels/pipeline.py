@@ -116,48 +116,48 @@ def repeat_scales(values):
 @gluon.jit
 def _store_piece(
     vectors, scales, piece, values, inverse,
-    QUANT: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
+    QUANT: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Quantize values (R, 1024) according to QUANT and store them; see `store_vectors`."""
     NUM_ROWS: gl.constexpr = values.shape[0]
     if QUANT == "group":
         groups = values.to(gl.float32).reshape((NUM_ROWS, PANELS, PANEL))
-        scale = scale_of(max_nan(gl.abs(groups), 2), LARGEST, MIN_SCALE)
+        scale = scale_of(max_nan(gl.abs(groups), 2), QMAX, MIN_SCALE)
         inverse_of_groups = gl.expand_dims(tl.div_rn(1.0, scale), 2)
-        groups = quantized_values(groups, inverse_of_groups, LARGEST, False)
+        groups = quantized_values(groups, inverse_of_groups, QMAX, False)
         values = groups.reshape((NUM_ROWS, PIECE))
         scales.index(piece).store(repeat_rows(scale).permute((1, 0)))
     elif QUANT == "token":
-        values = quantized_values(values.to(gl.float32), inverse[:, None], LARGEST, False)
+        values = quantized_values(values.to(gl.float32), inverse[:, None], QMAX, False)
     vectors.index(piece).store(repeat_rows(values.to(vectors.dtype)))
 
 
 @gluon.jit
 def store_vectors(
     vectors, scales, pieces, row_ptrs, stride, row_mask, depth, inverse, scale_ptrs, stride_scale,
-    QUANT: gl.constexpr, GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
+    QUANT: gl.constexpr, BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Write the rows at row_ptrs (R,) to `vectors` (pieces, 8, 1024) in shared memory.
 
     Rows are repeated as by `repeat_rows`. Values of a row are `stride` apart; past `depth`, 0 is
-    written. If GROUPED, their scales are written to `scales` (pieces, 8 panels, 8).
+    written. If BLOCK_SCALES, their scales are written to `scales` (pieces, 8 panels, 8).
 
     pieces: the result of `load_pieces`.
-    QUANT: "given": the rows are quantized, with scales per group at scale_ptrs (R,), stride_scale
-        apart. "token": quantize by multiplying with `inverse` (R,). "group": quantize with a scale
-        per 128 values.
+    QUANT: "prequantized": the rows are quantized, with scales per group at scale_ptrs (R,),
+        stride_scale apart. "token": quantize by multiplying with `inverse` (R,). "group": quantize
+        with a scale per 128 values.
     """
     PIECES: gl.constexpr = vectors.shape[0]
     if len(pieces) > 0:
         for piece in gl.static_range(PIECES):
             _store_piece(
-                vectors, scales, piece, pieces[piece], inverse, QUANT, LARGEST, MIN_SCALE
+                vectors, scales, piece, pieces[piece], inverse, QUANT, QMAX, MIN_SCALE
             )  # fmt: skip
     else:
         for piece in range(PIECES):
             values = _load_piece(row_ptrs, stride, row_mask, depth, piece)
-            _store_piece(vectors, scales, piece, values, inverse, QUANT, LARGEST, MIN_SCALE)
-    if QUANT == "given" and GROUPED:
+            _store_piece(vectors, scales, piece, values, inverse, QUANT, QMAX, MIN_SCALE)
+    if QUANT == "prequantized" and BLOCK_SCALES:
         for piece in range(PIECES):
             group = gl.arange(0, PANELS, gl.SliceLayout(0, vector_layout(row_ptrs.shape[0])))[
                 None, :
@@ -209,8 +209,8 @@ def _weight_scales(ptrs, start, depth, mask, PANELS_PER_STAGE: gl.constexpr):
     """Load the weight scales (64,) of each panel of a stage, with 0 past the end of K."""
     scales = ()
     for p in gl.static_range(PANELS_PER_STAGE):
-        inside = start + p * PANEL < depth
-        scales += (gl.load(ptrs + start // PANEL + p, mask=mask & inside, other=0.0),)
+        in_bounds = start + p * PANEL < depth
+        scales += (gl.load(ptrs + start // PANEL + p, mask=mask & in_bounds, other=0.0),)
     return scales
 
 
@@ -275,13 +275,13 @@ def prefetch_scales(ptr, count):
 
 @gluon.jit
 def multiply(
-    ring, vectors, scales, full, empty, step, depth, ptrs, mask, GROUPED: gl.constexpr
+    ring, vectors, scales, full, empty, step, depth, ptrs, mask, BLOCK_SCALES: gl.constexpr
 ):  # fmt: skip
     """Multiply a tile of weights by the vectors; return the sums (64, 8) and the next step.
 
-    If GROUPED, the sums are scaled; see `_multiply_scaled`.
+    If BLOCK_SCALES, the sums are scaled; see `_multiply_scaled`.
     """
-    if GROUPED:
+    if BLOCK_SCALES:
         sums, step = _multiply_scaled(
             ring, vectors, scales, full, empty, step, depth, ptrs, mask
         )  # fmt: skip

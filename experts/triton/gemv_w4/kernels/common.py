@@ -1,10 +1,10 @@
 """Device functions of the gemv_w4 path: a vector times 4-bit weights, through registers only.
 
-In each step, a warp multiplies one block of every row that it owns. A block is CHUNKS * 128
-weights along K. A chunk is 128 weights of a row: 16 adjacent bytes in each of four lanes. A lane
-unpacks its own words, which are its part of an MMA operand, so weights never move between lanes.
-Loaded tensors therefore start with axes of 4 and 8, the lanes of a warp, followed by PARTS, the
-warps of a program.
+In each step, a warp multiplies one block of every row that it owns. A block is CHUNKS * 128 weights
+along K. A chunk is 128 weights of a row: 16 adjacent bytes in each of four lanes. A lane unpacks
+its own words, which are its part of an MMA operand, so weights never move between lanes. Loaded
+tensors therefore start with axes of 4 and 8, the lanes of a warp, followed by WARPS, the warps of a
+program.
 
 A slot is the part of a chunk that shares a scale, or the whole chunk. The vector is the right
 operand of the MMA, which has eight columns. Each column is for one slot: it has the values of x in
@@ -21,10 +21,10 @@ import triton.language as tl
 
 from experts.triton.kernels.operands_w4 import rows_of, scale_values
 from experts.triton.kernels.unpack_w4 import (
-    ASSEMBLE,
-    boost_of,
+    USE_INLINE_ASM,
     is_e2m1,
     missing_factor_log2,
+    prescale_factor,
     unpack_int4,
     unpacks_without_offset,
 )
@@ -46,7 +46,7 @@ def issue_loads(WARPS: tl.constexpr):
     for the whole program.
     """
     zero = 0
-    if ASSEMBLE:
+    if USE_INLINE_ASM:
         threads: tl.constexpr = 64 if WARPS > 1 else 32
         zero = tl.inline_asm_elementwise(
             "{ .reg .b32 t; .reg .pred p; mov.u32 t, %tid.x; setp.gt.u32 p, t, 4096; "
@@ -74,15 +74,15 @@ def rows_of_lanes(
 
 @triton.jit
 def load_words(
-    ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    ptr, offset, chunk, in_bounds, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Load a block of each row, or half of one, as words: int32 (4, 8, PARTS, ROWS / 8, CHUNKS, 4).
+    """Load a block of each row, or half of one, as words: int32 (4, 8, WARPS, ROWS / 8, CHUNKS, 4).
 
     ptr: an int32 pointer, or one per lane.
     offset: offsets of the rows in words, two terms of `rows_of_lanes`.
-    chunk: index of the first chunk of the block, (1 or 4, 1 or 8, PARTS, 1).
-    inside: whether to read the block; of the same shape.
+    chunk: index of the first chunk of the block, (1 or 4, 1 or 8, WARPS, 1).
+    in_bounds: whether to read the block; of the same shape.
     """
     lane = tl.arange(0, 4)[:, None, None, None]
     half = tl.arange(0, HALVES)[None, None, None, :] * CHUNKS
@@ -92,7 +92,7 @@ def load_words(
     base_ptrs = ptr + (offset[0] + (chunk * 16 + lane * 4))
     static_offset = (offset[1] + half * 16)[:, :, :, :, None, None]
     ptrs = base_ptrs[:, :, :, :, None, None] + (static_offset + (chunk_index * 16 + word))
-    mask = inside[:, :, :, :, None, None]
+    mask = in_bounds[:, :, :, :, None, None]
     if not EVEN_K:
         k = ((chunk + half) * 128 + lane * 32)[:, :, :, :, None, None] + chunk_index * 128
         mask = mask & (k < depth)
@@ -100,13 +100,13 @@ def load_words(
 
 
 @triton.jit
-def _is_inside(
-    chunk, inside, slot, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr, SLOTS: tl.constexpr,
+def _slot_mask(
+    chunk, in_bounds, slot, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr, SLOTS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Return whether a slot starts inside its row's half of the block and inside K."""
     half = tl.arange(0, HALVES)[None, None, None, :]
-    mask = inside & (slot // (CHUNKS * SLOTS) == half)
+    mask = in_bounds & (slot // (CHUNKS * SLOTS) == half)
     if not EVEN_K:
         mask = mask & (chunk * 128 + slot * (128 // SLOTS) < depth)
     return mask
@@ -124,19 +124,19 @@ def _load_slots(ptr, offset, chunk, slot, mask, SLOTS: tl.constexpr, GROUP_K: tl
 
 @triton.jit
 def load_by_slot(
-    ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    ptr, offset, chunk, in_bounds, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, PAIRED_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Load scales or zero points, one per row and slot: (4, 8, PARTS, ROWS / 8, 2).
+    """Load scales or zero points, one per row and slot: (4, 8, WARPS, ROWS / 8, 2).
 
     They are 0 for slots past the block or half. If PAIRED_SCALES, two slots are loaded at once.
     Otherwise they are loaded separately, because a single load would get another layout, from which
     the values move through shared memory.
 
-    ptr, offset, chunk, inside: as in `load_words`.
+    ptr, offset, chunk, in_bounds: as in `load_words`.
     """
     slot = (tl.arange(0, 4) * 2)[:, None, None, None]
-    mask = _is_inside(chunk, inside, slot, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
+    mask = _slot_mask(chunk, in_bounds, slot, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
     if PAIRED_SCALES:  # both slots are inside or neither is
         two = tl.arange(0, 2)[None, None, None, None, :]
         first = ptr + (offset[0] + (chunk * SLOTS + slot))
@@ -144,58 +144,58 @@ def load_by_slot(
         result = tl.load(ptrs, mask=mask[:, :, :, :, None], other=0)
     else:
         even = _load_slots(ptr, offset, chunk, slot, mask, SLOTS, GROUP_K)
-        mask = _is_inside(chunk, inside, slot + 1, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
+        mask = _slot_mask(chunk, in_bounds, slot + 1, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
         odd = _load_slots(ptr, offset, chunk, slot + 1, mask, SLOTS, GROUP_K)
         result = tl.join(even, odd)
     return result
 
 
 @triton.jit
-def by_slot(values):
-    """Reshape (4, 8, PARTS, ROWS / 8, 2) to (PARTS, ROWS, 8), the shape of sums per slot."""
-    parts: tl.constexpr = values.shape[2]
+def to_slot_layout(values):
+    """Reshape (4, 8, WARPS, ROWS / 8, 2) to (WARPS, ROWS, 8), the shape of sums per slot."""
+    warps: tl.constexpr = values.shape[2]
     groups: tl.constexpr = values.shape[3]
-    return tl.reshape(tl.permute(values, (2, 3, 1, 0, 4)), (parts, groups * 8, 8))
+    return tl.reshape(tl.permute(values, (2, 3, 1, 0, 4)), (warps, groups * 8, 8))
 
 
 @triton.jit
-def _value_offsets(chunk, inside, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Return offsets into a row of x and masks, one per eight values: (4, 8, PARTS, 1, 4, 1).
+def _value_offsets(chunk, in_bounds, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+    """Return offsets into a row of x and masks, one per eight values: (4, 8, WARPS, 1, 4, 1).
 
-    chunk, inside: as in `load_words`.
+    chunk, in_bounds: as in `load_words`.
     """
     lane = tl.arange(0, 4)[:, None, None, None]
     slot = tl.arange(0, 8)[None, :, None, None]
     k = (chunk + slot // SLOTS) * 128 + lane * 32
     is_lane_slot = (slot % SLOTS == lane * SLOTS // 4) & (slot < CHUNKS * SLOTS)
-    mask = inside & is_lane_slot & (k < depth)
+    mask = in_bounds & is_lane_slot & (k < depth)
     word = tl.arange(0, 4)[None, None, None, None, :, None]
     return k[:, :, :, :, None, None] + word * 8, mask[:, :, :, :, None, None]
 
 
 @triton.jit
-def load_pairs(ptr, row, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Load a block of rows that `store_in_pair_order` wrote: int32 (4, 8, PARTS, 1, 4, 4).
+def load_pairs(ptr, row, in_bounds, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+    """Load a block of rows that `store_in_pair_order` wrote: int32 (4, 8, WARPS, 1, 4, 4).
 
     ptr: an int32 pointer to rows of `depth` values.
-    row: the row of each part; shaped like `chunk`.
-    chunk, inside: as in `load_words`.
+    row: the row of each warp; shaped like `chunk`.
+    chunk, in_bounds: as in `load_words`.
     """
-    offset, mask = _value_offsets(chunk, inside, depth, CHUNKS, SLOTS)
+    offset, mask = _value_offsets(chunk, in_bounds, depth, CHUNKS, SLOTS)
     pair = tl.arange(0, 4)[None, None, None, None, None, :]
     ptrs = ptr + (row.to(tl.int64) * (depth // 2))[:, :, :, :, None, None]
     return tl.load(ptrs + (offset // 2 + pair), mask=mask, other=0)
 
 
 @triton.jit
-def load_row(ptr, stride, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Load a block of a row of x: int32 (4, 8, PARTS, 1, 4, 4), two adjacent values each.
+def load_row(ptr, stride, in_bounds, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+    """Load a block of a row of x: int32 (4, 8, WARPS, 1, 4, 4), two adjacent values each.
 
-    `pairs_of` converts the result to the order of the MMA.
+    `to_mma_pairs` converts the result to the order of the MMA.
 
-    chunk, inside: as in `load_words`.
+    chunk, in_bounds: as in `load_words`.
     """
-    offset, mask = _value_offsets(chunk, inside, depth, CHUNKS, SLOTS)
+    offset, mask = _value_offsets(chunk, in_bounds, depth, CHUNKS, SLOTS)
     k = tl.arange(0, 8)[None, None, None, None, None, :]
     x = tl.load(ptr + (offset + k) * stride, mask=mask, other=0.0)
     bits = tl.reshape(x.to(tl.int16, bitcast=True), (4, 8, x.shape[2], 1, 4, 4, 2))
@@ -204,22 +204,24 @@ def load_row(ptr, stride, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.
 
 
 @triton.jit
-def pairs_of(x, after, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """Permute the result of `load_row` to MMA order: int32 (4, 8, PARTS, 1, 4, 4).
+def to_mma_pairs(x, barrier, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """Permute the result of `load_row` to MMA order: int32 (4, 8, WARPS, 1, 4, 4).
 
-    A pair is the two values of x that meet the low and the high half of a register of weights. For
-    bf16 they are multiplied by `boost_of`. The two pairs of an MMA are adjacent. dtype is the type
-    of the values; after: as in `slot_sums`.
+    A pair is the two values of x that the low and the high half of a register of weights multiply.
+    For bf16 they are multiplied by `prescale_factor`. The two pairs of an MMA are adjacent. dtype
+    is the type of the values; after: as in `slot_sums`.
     """
-    parts: tl.constexpr = x.shape[2]
+    warps: tl.constexpr = x.shape[2]
     bits = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
     if dtype == tl.bfloat16:
-        odd = tl.arange(0, 2)[None, None, None, None, None, None, :] + after
-        boost = tl.where(odd == 1, boost_of(FORMAT, 1), boost_of(FORMAT, 0)).to(tl.bfloat16)
-        bits = (bits.to(tl.bfloat16, bitcast=True) * boost).to(tl.int16, bitcast=True)
+        odd = tl.arange(0, 2)[None, None, None, None, None, None, :] + barrier
+        factor = tl.where(odd == 1, prescale_factor(FORMAT, 1), prescale_factor(FORMAT, 0)).to(
+            tl.bfloat16
+        )
+        bits = (bits.to(tl.bfloat16, bitcast=True) * factor).to(tl.int16, bitcast=True)
     if FORMAT != "e2m1_repacked":  # pairs are k and k + 4: reverse the bits of k
-        bits = tl.reshape(bits, (4, 8, parts, 1, 4, 2, 2, 2))
-        bits = tl.reshape(tl.permute(bits, (0, 1, 2, 3, 4, 7, 6, 5)), (4, 8, parts, 1, 4, 4, 2))
+        bits = tl.reshape(bits, (4, 8, warps, 1, 4, 2, 2, 2))
+        bits = tl.reshape(tl.permute(bits, (0, 1, 2, 3, 4, 7, 6, 5)), (4, 8, warps, 1, 4, 4, 2))
     low, high = tl.split(bits)
     return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
@@ -231,17 +233,19 @@ def store_in_pair_order(row_ptr, column, mask, values, FORMAT: tl.constexpr):
     values = values.to(dtype)
     if dtype == tl.bfloat16:
         odd = column & 1 == 1
-        values = values * tl.where(odd, boost_of(FORMAT, 1), boost_of(FORMAT, 0)).to(tl.bfloat16)
+        values = values * tl.where(odd, prescale_factor(FORMAT, 1), prescale_factor(FORMAT, 0)).to(
+            tl.bfloat16
+        )
     if FORMAT != "e2m1_repacked":
         k = column & 7  # `% 8` of a signed number takes more instructions
-        column = (column ^ k) + ((k & 1) << 2) + (k & 2) + (k >> 2)  # see pairs_of
+        column = (column ^ k) + ((k & 1) << 2) + (k & 2) + (k >> 2)  # see to_mma_pairs
     tl.store(row_ptr + column, values, mask=mask)
 
 
 @triton.jit
 def _weight_operand(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """Unpack words (4, 8, PARTS, ROWS / 8, CHUNKS, 4) to weights (CHUNKS * PARTS, ROWS, 128)."""
-    parts: tl.constexpr = words.shape[2]
+    """Unpack words (4, 8, WARPS, ROWS / 8, CHUNKS, 4) to weights (CHUNKS * WARPS, ROWS, 128)."""
+    warps: tl.constexpr = words.shape[2]
     groups: tl.constexpr = words.shape[3]
     chunks: tl.constexpr = words.shape[4]
     values = unpack_int4(words, FORMAT, dtype)
@@ -249,140 +253,142 @@ def _weight_operand(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
         ordered = tl.permute(values, (4, 2, 3, 1, 5, 7, 0, 6, 8))
     else:
         ordered = tl.permute(values, (4, 2, 3, 1, 5, 7, 0, 8, 6))
-    return tl.reshape(ordered, (chunks * parts, groups * 8, 128))
+    return tl.reshape(ordered, (chunks * warps, groups * 8, 128))
 
 
 @triton.jit
 def _x_operand(pairs, dtype: tl.constexpr):
-    """Convert pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, 128, 8).
+    """Convert pairs (4, 8, WARPS, 1, 4, 4) to x (WARPS, 128, 8).
 
     Column s holds the values of x in slot s, and zeros in the rest of the chunk.
     """
-    parts: tl.constexpr = pairs.shape[2]
+    warps: tl.constexpr = pairs.shape[2]
     low = pairs.to(tl.int16).to(dtype, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
-    values = tl.reshape(tl.join(low, high), (4, 8, parts, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(values, (2, 3, 5, 0, 4, 6, 1)), (parts, 128, 8))
+    values = tl.reshape(tl.join(low, high), (4, 8, warps, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(values, (2, 3, 5, 0, 4, 6, 1)), (warps, 128, 8))
 
 
 @triton.jit
 def _repeat_per_chunk(values, CHUNKS: tl.constexpr):
-    """Repeat (PARTS, M, N) for every chunk, to (CHUNKS * PARTS, M, N)."""
-    parts: tl.constexpr = values.shape[0]
+    """Repeat (WARPS, M, N) for every chunk, to (CHUNKS * WARPS, M, N)."""
+    warps: tl.constexpr = values.shape[0]
     m: tl.constexpr = values.shape[1]
     n: tl.constexpr = values.shape[2]
-    repeated = tl.broadcast_to(values[None, :, :, :], (CHUNKS, parts, m, n))
-    return tl.reshape(repeated, (CHUNKS * parts, m, n))
+    repeated = tl.broadcast_to(values[None, :, :, :], (CHUNKS, warps, m, n))
+    return tl.reshape(repeated, (CHUNKS * warps, m, n))
 
 
 @triton.jit
 def _select_slot_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Select, from (CHUNKS * PARTS, ROWS, 8), each column's own chunk: (PARTS, ROWS, 8)."""
-    parts: tl.constexpr = sums.shape[0] // CHUNKS
+    """Select, from (CHUNKS * WARPS, ROWS, 8), each column's own chunk: (WARPS, ROWS, 8)."""
+    warps: tl.constexpr = sums.shape[0] // CHUNKS
     rows: tl.constexpr = sums.shape[1]
-    result = tl.permute(tl.reshape(sums, (CHUNKS, parts, rows, 8)), (1, 2, 3, 0))
+    result = tl.permute(tl.reshape(sums, (CHUNKS, warps, rows, 8)), (1, 2, 3, 0))
     chunk = tl.arange(0, 8)[None, None, :, None] // SLOTS
     for bit in tl.static_range(3):
         if CHUNKS >> bit > 1:
-            halves = tl.reshape(result, (parts, rows, 8, CHUNKS >> (bit + 1), 2))
+            halves = tl.reshape(result, (warps, rows, 8, CHUNKS >> (bit + 1), 2))
             even, odd = tl.split(halves)
             result = tl.where((chunk >> bit) % 2 == 0, even, odd)
-    return tl.reshape(result, (parts, rows, 8))
+    return tl.reshape(result, (warps, rows, 8))
 
 
 @triton.jit
 def _zero_point_term(
-    x, zero, zero_yet, rows: tl.constexpr, dtype: tl.constexpr, FORMAT: tl.constexpr,
+    x, zero, zero_after_barrier, rows: tl.constexpr, dtype: tl.constexpr, FORMAT: tl.constexpr,
     HAS_ZERO: tl.constexpr,
 ):  # fmt: skip
-    """Return minus the zero points times the sums of x along K, float32 (PARTS, rows, 8).
+    """Return minus the zero points times the sums of x along K, float32 (WARPS, rows, 8).
 
     An MMA with weights of one computes the sums of x, the same in each of its rows. zero_yet is 0
     and keeps the MMA behind `issue_loads`.
     """
-    parts: tl.constexpr = x.shape[0]
+    warps: tl.constexpr = x.shape[0]
     one: tl.constexpr = (
         0x11111111 if unpacks_without_offset(FORMAT, dtype) else 0x99999999 - (1 << 32)
     )
-    ones = tl.full((4, 8, parts, 2, 1, 4), one, tl.int32)
-    start = tl.zeros((parts, 16, 8), tl.float32) + zero_yet
+    ones = tl.full((4, 8, warps, 2, 1, 4), one, tl.int32)
+    start = tl.zeros((warps, 16, 8), tl.float32) + zero_after_barrier
     # Use a reshape: `[:, None]` would move the values through shared memory.
-    sums = tl.reshape(tl.dot(_weight_operand(ones, FORMAT, dtype), x, start), (parts, 1, 16, 8))
+    sums = tl.reshape(tl.dot(_weight_operand(ones, FORMAT, dtype), x, start), (warps, 1, 16, 8))
     if HAS_ZERO:
-        share = tl.reshape(zero, (parts, rows // 16, 16, 8)) * -sums
+        share = tl.reshape(zero, (warps, rows // 16, 16, 8)) * -sums
     else:
-        share = tl.broadcast_to(sums * -8.0, (parts, rows // 16, 16, 8))
-    return tl.reshape(share, (parts, rows, 8))
+        share = tl.broadcast_to(sums * -8.0, (warps, rows // 16, 16, 8))
+    return tl.reshape(share, (warps, rows, 8))
 
 
 @triton.jit
 def slot_sums(
-    words, pairs, zero, after, dtype: tl.constexpr, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
+    words, pairs, zero, barrier, dtype: tl.constexpr, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
     SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Return (weights - zero points) @ x per slot, without scales: float32 (PARTS, ROWS, 8).
+    """Return (weights - zero points) @ x per slot, without scales: float32 (WARPS, ROWS, 8).
 
     Every chunk is multiplied by all columns, and the columns of other chunks are dropped, which
     takes fewer instructions than zeroing them.
 
-    words: (4, 8, PARTS, ROWS / 8, CHUNKS, 4).
-    pairs: (4, 8, PARTS, 1, 4, 4).
-    zero: float32 (PARTS, ROWS, 8).
-    after: the result of `issue_loads`, on which the MMAs depend so that they follow it.
+    words: (4, 8, WARPS, ROWS / 8, CHUNKS, 4).
+    pairs: (4, 8, WARPS, 1, 4, 4).
+    zero: float32 (WARPS, ROWS, 8).
+    barrier: the result of `issue_loads`, on which the MMAs depend so that they follow it.
     ADD_ZERO_TERM_LAST: add the zero-point term after the MMA. Otherwise it is the initial
         accumulator, which takes fewer registers.
     """
-    parts: tl.constexpr = words.shape[2]
+    warps: tl.constexpr = words.shape[2]
     rows: tl.constexpr = words.shape[3] * 8
     chunks: tl.constexpr = words.shape[4]
-    SHIFTED: tl.constexpr = HAS_ZERO or unpacks_without_offset(FORMAT, dtype)
+    HAS_OFFSET: tl.constexpr = HAS_ZERO or unpacks_without_offset(FORMAT, dtype)
     x = _x_operand(pairs, dtype)
-    zero_yet = after.to(tl.float32, bitcast=True)
-    start = tl.zeros((parts, rows, 8), tl.float32) + zero_yet
-    if SHIFTED and not ADD_ZERO_TERM_LAST:
-        start = _zero_point_term(x, zero, zero_yet, rows, dtype, FORMAT, HAS_ZERO)
+    zero_after_barrier = barrier.to(tl.float32, bitcast=True)
+    start = tl.zeros((warps, rows, 8), tl.float32) + zero_after_barrier
+    if HAS_OFFSET and not ADD_ZERO_TERM_LAST:
+        start = _zero_point_term(x, zero, zero_after_barrier, rows, dtype, FORMAT, HAS_ZERO)
     part = tl.dot(
         _weight_operand(words, FORMAT, dtype),
         _repeat_per_chunk(x, chunks),
         _repeat_per_chunk(start, chunks),
     )
     sums = _select_slot_chunk(part, chunks, SLOTS)
-    if SHIFTED and ADD_ZERO_TERM_LAST:
-        sums += _zero_point_term(x, zero, zero_yet, rows, dtype, FORMAT, HAS_ZERO)
+    if HAS_OFFSET and ADD_ZERO_TERM_LAST:
+        sums += _zero_point_term(x, zero, zero_after_barrier, rows, dtype, FORMAT, HAS_ZERO)
     return sums
 
 
 @triton.jit
-def zero_values(codes, shift, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
+def zero_values(codes, shift, HAS_ZERO: tl.constexpr, WITHOUT_OFFSET: tl.constexpr):
     """Return the zero points as float32.
 
-    They are reduced by 8 unless FROM_ZERO, because the unpacked weights are.
+    They are reduced by 8 unless WITHOUT_OFFSET, because the unpacked weights are.
 
-    codes are bytes (4, 8, PARTS, ROWS / 8, 2); shift is 0 or 4 per row, (1, 8, 1, ROWS / 8, 1).
+    codes are bytes (4, 8, WARPS, ROWS / 8, 2); shift is 0 or 4 per row, (1, 8, 1, ROWS / 8, 1).
     """
     zero = ((codes.to(tl.int32) >> shift) & 15).to(tl.float32)
-    return zero if FROM_ZERO else zero - 8.0
+    return zero if WITHOUT_OFFSET else zero - 8.0
 
 
 @triton.jit
 def scaled_sums(
-    words, pairs, scale, zero, shift, after, dtype: tl.constexpr, FORMAT: tl.constexpr,
+    words, pairs, scale, zero, shift, barrier, dtype: tl.constexpr, FORMAT: tl.constexpr,
     HAS_ZERO: tl.constexpr, SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Return the scaled sums of a block per slot, float32 (PARTS, ROWS, 8).
+    """Return the scaled sums of a block per slot, float32 (WARPS, ROWS, 8).
 
     scale, zero: results of `load_by_slot`.
     shift: bit offset of a row's zero point in its byte, 0 or 4, (1, 8, 1, ROWS / 8, 1).
-    words, pairs, after, ADD_ZERO_TERM_LAST: as in `slot_sums`.
+    words, pairs, barrier, ADD_ZERO_TERM_LAST: as in `slot_sums`.
     """
     if is_e2m1(FORMAT):
         # Widen bytes, which would otherwise be packed two to a register and unpacked again.
-        scale = scale.to(tl.int32) + after
-    values = by_slot(scale_values(scale, FORMAT, missing_factor_log2(FORMAT, dtype)))
+        scale = scale.to(tl.int32) + barrier
+    values = to_slot_layout(scale_values(scale, FORMAT, missing_factor_log2(FORMAT, dtype)))
     zeros = values
     if HAS_ZERO:
-        zeros = by_slot(zero_values(zero, shift, HAS_ZERO, unpacks_without_offset(FORMAT, dtype)))
+        zeros = to_slot_layout(
+            zero_values(zero, shift, HAS_ZERO, unpacks_without_offset(FORMAT, dtype))
+        )
     return (
-        slot_sums(words, pairs, zeros, after, dtype, FORMAT, HAS_ZERO, SLOTS, ADD_ZERO_TERM_LAST)
+        slot_sums(words, pairs, zeros, barrier, dtype, FORMAT, HAS_ZERO, SLOTS, ADD_ZERO_TERM_LAST)
         * values
     )

@@ -1,7 +1,7 @@
 """GEMM 1 of path gemv_w4: a program computes a block of intermediate columns of a routed pair.
 
-Each of the PARTS warps of a program computes a part, the sum over some of the blocks along K.
-Blocks, chunks and slots are as in `common`.
+Each of the WARPS warps of a program sums over some of the blocks along K. Blocks, chunks and slots
+are as in `common`.
 """
 
 import triton
@@ -12,13 +12,13 @@ from experts.triton.gemv_w4.kernels.common import (
     load_by_slot,
     load_row,
     load_words,
-    pairs_of,
     rows_of_lanes,
     scaled_sums,
     slots_of_chunk,
     store_in_pair_order,
+    to_mma_pairs,
 )
-from experts.triton.kernels.operands_w4 import times
+from experts.triton.kernels.operands_w4 import row_offsets
 from modular_kernel.ops.kernels.activation import activate
 from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
 from modular_kernel.ops.kernels.pdl import pdl_wait
@@ -29,19 +29,19 @@ def _load_block(
     words_ptr, scale_ptr, zero_ptr, words_offset, scale_offset, zero_offset, step, depth,
     HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, PAIRED_SCALES: tl.constexpr,
     GROUP_K: tl.constexpr,
-    CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+    CHUNKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load the words, scales and zero points of each part p: block step * PARTS + p along K."""
+    """Load the words, scales and zero points of each warp w: block step * WARPS + w along K."""
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
-    part = tl.arange(0, PARTS)[None, None, :, None]
-    chunk = (step * PARTS + part) * CHUNKS
-    inside = chunk * 128 < depth
-    words = load_words(words_ptr, words_offset, chunk, inside, depth, CHUNKS, 1, EVEN_K)
+    warp = tl.arange(0, WARPS)[None, None, :, None]
+    chunk = (step * WARPS + warp) * CHUNKS
+    in_bounds = chunk * 128 < depth
+    words = load_words(words_ptr, words_offset, chunk, in_bounds, depth, CHUNKS, 1, EVEN_K)
     scale = load_by_slot(
         scale_ptr,
         scale_offset,
         chunk,
-        inside,
+        in_bounds,
         depth,
         CHUNKS,
         1,
@@ -56,7 +56,7 @@ def _load_block(
             zero_ptr,
             zero_offset,
             chunk,
-            inside,
+            in_bounds,
             depth,
             CHUNKS,
             1,
@@ -71,13 +71,13 @@ def _load_block(
 @triton.jit
 def _load_x(
     x_ptr, stride, step, depth,
-    GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+    GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Load the values of x that the words of `_load_block` multiply."""
-    part = tl.arange(0, PARTS)[None, None, :, None]
-    chunk = (step * PARTS + part) * CHUNKS
-    inside, slots = chunk * 128 < depth, slots_of_chunk(GROUP_K)
-    return load_row(x_ptr, stride, inside, chunk, depth, CHUNKS, slots)
+    warp = tl.arange(0, WARPS)[None, None, :, None]
+    chunk = (step * WARPS + warp) * CHUNKS
+    in_bounds, slots = chunk * 128 < depth, slots_of_chunk(GROUP_K)
+    return load_row(x_ptr, stride, in_bounds, chunk, depth, CHUNKS, slots)
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _step(
     DEPTH: tl.constexpr, STEPS: tl.constexpr, TYPE: tl.constexpr, FORMAT: tl.constexpr,
     HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, PAIRED_SCALES: tl.constexpr,
     GROUP_K: tl.constexpr,
-    CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
+    CHUNKS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
     """Add the product of ring[0] and x to total; return total, the next x and the advanced ring.
 
@@ -101,27 +101,27 @@ def _step(
         next_block = _load_block(
             words_ptr, scale_ptr, zero_ptr, words_offset, scale_offset, zero_offset,
             step + STAGES, DEPTH,
-            HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, PARTS,
+            HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, WARPS,
         )  # fmt: skip
         ring = ring[1:] + (next_block,)  # noqa: RUF005
     elif STAGES > 1:
         ring = ring[1:] + (ring[0],)  # noqa: RUF005
     if STEPS > 1 and not LOAD_AFTER_MMA:
-        x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
-    after = issue_loads(PARTS)
-    pairs = pairs_of(row, after, TYPE, FORMAT)
+        x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, WARPS)
+    barrier = issue_loads(WARPS)
+    pairs = to_mma_pairs(row, barrier, TYPE, FORMAT)
     # ADD_ZERO_TERM_LAST = False saves registers for weights.
     total += scaled_sums(
-        words, pairs, scale, zero, shift, after, TYPE, FORMAT, HAS_ZERO, SLOTS, False
+        words, pairs, scale, zero, shift, barrier, TYPE, FORMAT, HAS_ZERO, SLOTS, False
     )
     if STEPS > 1 and LOAD_AFTER_MMA:
         next_block = _load_block(
             words_ptr, scale_ptr, zero_ptr, words_offset, scale_offset, zero_offset, step + 1,
             DEPTH,
-            HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, PARTS,
+            HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, WARPS,
         )  # fmt: skip
         ring = (next_block,)
-        x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
+        x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, WARPS)
     return total, x, ring
 
 
@@ -139,14 +139,14 @@ def gemv_w4_gate_up_kernel(
     FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     PAIRED_SCALES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
+    WARPS: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """h[p, n] = act(r[p] * (x[p // TOP_K] @ w[expert of p, rows of n]^T) + bias)
 
     for pairs p of local experts, where r[p] is the router weight if HAS_ROW_WEIGHTS, else 1.
 
-    Grid: (num_pairs, blocks of BLOCK_N columns + 1). The PARTS warps of a program split K in blocks
+    Grid: (num_pairs, blocks of BLOCK_N columns + 1). The WARPS warps of a program split K in blocks
     of CHUNKS * 128. In the extra block, the program of pair 0 counts invalid ids, in steps of
     BLOCK_P.
 
@@ -182,26 +182,26 @@ def gemv_w4_gate_up_kernel(
     zero_ptr += expert * stride_bze
     rows = rows_of_lanes(block * BLOCK_N, intermediate, ROWS, ROW_STEP, UP_ROW, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
-    words_offset, scale_offset = times(rows, stride_bn // 4), times(rows, stride_bsn)
+    words_offset, scale_offset = row_offsets(rows, stride_bn // 4), row_offsets(rows, stride_bsn)
     # Either the lane offsets or the group offsets are even, so they can be halved separately.
-    zero_offset = times((rows[0] // 2, rows[1] // 2), stride_bzn)
+    zero_offset = row_offsets((rows[0] // 2, rows[1] // 2), stride_bzn)
     ring = ()
     for s in tl.static_range(STAGES):
         ring += (
             _load_block(
                 words_ptr, b_scale_ptr, zero_ptr, words_offset, scale_offset, zero_offset, s, DEPTH,
-                HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, PARTS,
+                HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, WARPS,
             ),
         )  # fmt: skip
-    x = _load_x(x_ptr, stride_xk, 0, DEPTH, GROUP_K, CHUNKS, PARTS)
-    total = tl.zeros((PARTS, ROWS, 8), tl.float32)
+    x = _load_x(x_ptr, stride_xk, 0, DEPTH, GROUP_K, CHUNKS, WARPS)
+    total = tl.zeros((WARPS, ROWS, 8), tl.float32)
     # Unrolled, because in a loop the compiler would hoist the unpacking of invariant words.
     if STEPS <= STAGES:
         for s in tl.static_range(STEPS):
             total, x, ring = _step(
                 total, x, ring, s, x_ptr, stride_xk,
                 words_ptr, b_scale_ptr, zero_ptr, words_offset, scale_offset, zero_offset, shift,
-                DEPTH, STEPS, TYPE, FORMAT, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, PARTS,
+                DEPTH, STEPS, TYPE, FORMAT, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, WARPS,
                 STAGES, LOAD_AFTER_MMA,
             )  # fmt: skip
     else:
@@ -212,7 +212,7 @@ def gemv_w4_gate_up_kernel(
                     words_ptr, b_scale_ptr, zero_ptr, words_offset, scale_offset, zero_offset,
                     shift,
                     DEPTH, STEPS, TYPE, FORMAT, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS,
-                    PARTS,
+                    WARPS,
                     STAGES, LOAD_AFTER_MMA,
                 )  # fmt: skip
     # Computed here and not earlier, to save registers in the loop.

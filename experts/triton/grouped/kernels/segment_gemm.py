@@ -20,7 +20,7 @@ def segment_gemm_kernel(
     ROW_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr,
     GATED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     MODE: tl.constexpr, FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
-    ONE_SCALE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
+    ONE_SCALE: tl.constexpr, ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     u_ptr=None, slots_ptr=None, tokens_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
@@ -51,14 +51,14 @@ def segment_gemm_kernel(
     row_mask = row < tl.load(tiles_ptr + 2 * max_tiles + pid_m)
     column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = column < columns
-    far_row = row.to(tl.int64)
+    row_int64 = row.to(tl.int64)
     gate, up = gemm_tile(
-        a_ptr + far_row[:, None] * depth, a_scale_ptr + far_row * stride_asm, row_mask,
+        a_ptr + row_int64[:, None] * depth, a_scale_ptr + row_int64 * stride_asm, row_mask,
         b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
         zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
         1, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
         order_ptr + expert * stride_oe,
-        MODE, FORMAT, GROUP_N, GROUP_K, ONE_SCALE, MIDDLE, HAS_ZERO, PACKED, GATED, EVEN_K,
+        MODE, FORMAT, GROUP_N, GROUP_K, ONE_SCALE, ZERO_POINT, HAS_ZERO, PACKED, GATED, EVEN_K,
         HAS_ORDER, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if LORA:

@@ -41,24 +41,24 @@ def gather_pointers(x_ptr, stride_x, tokens, BLOCK_K: gl.constexpr, COPIES: gl.c
 
 
 @gluon.jit
-def copy_step(ptrs, mask, step, depth, place, COPIES: gl.constexpr, EVEN_K: gl.constexpr):
-    """Issue the copies of K step `step` of a tile's rows to `place`, with zeros where masked.
+def copy_step(ptrs, mask, step, depth, buffer, COPIES: gl.constexpr, EVEN_K: gl.constexpr):
+    """Issue the copies of K step `step` of a tile's rows to `buffer`, with zeros where masked.
 
     If EVEN_K, K is a multiple of the step. Otherwise it is a multiple of 16 bytes.
     """
     if not EVEN_K:
-        BLOCK_K: gl.constexpr = place.shape[1]
-        WIDTH: gl.constexpr = _COPY * 8 // place.dtype.primitive_bitwidth
+        BLOCK_K: gl.constexpr = buffer.shape[1]
+        WIDTH: gl.constexpr = _COPY * 8 // buffer.dtype.primitive_bitwidth
         columns = step * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPIES))
         # Rounded, so that the compiler knows that no 16-byte copy is partial.
         mask = mask & (columns < depth // WIDTH * WIDTH)[None, :]
-    copy_rows(place, ptrs, mask=mask)
+    copy_rows(buffer, ptrs, mask=mask)
     async_copy.commit_group()
 
 
 @gluon.jit
 def _step(
-    a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, ahead, depth, has_next,
+    a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, copied_step, depth, has_next,
     COPIES: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
     """Multiply the stage of one iteration; refill and release the stage of the previous one."""
@@ -72,7 +72,7 @@ def _step(
     acc = warpgroup_mma(a_ring.index(stage), b, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
     previous = (iteration + STAGES - 1) % STAGES
-    copy_step(ptrs, mask, ahead, depth, a_ring.index(previous), COPIES, EVEN_K)
+    copy_step(ptrs, mask, copied_step, depth, a_ring.index(previous), COPIES, EVEN_K)
     mbarrier.arrive(empty.index(previous), pred=has_next)
     return acc
 

@@ -40,8 +40,8 @@ def tile_at(index, num_m, num_n, GROUP_M: gl.constexpr):
     per_group = GROUP_M * num_n
     first_m = (index // per_group) * GROUP_M
     group_m = gl.maximum(gl.minimum(num_m - first_m, GROUP_M), 1)  # NaN-free: integers
-    within = index % per_group
-    return first_m + within % group_m, within // group_m
+    index_in_group = index % per_group
+    return first_m + index_in_group % group_m, index_in_group // group_m
 
 
 @gluon.jit
@@ -50,12 +50,12 @@ def load_tile_info(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.conste
 
     Past the last tile there are no rows. Called one or two tiles ahead, which hides the latency.
     """
-    inside = index < num_m * num_n
+    in_bounds = index < num_m * num_n
     m, n = tile_at(index, num_m, num_n, GROUP_M)
-    tile_ptr = tiles_ptr + gl.where(inside, m, 0)
-    expert = gl.load(tile_ptr, mask=inside, other=0)
-    row = gl.load(tile_ptr + max_tiles, mask=inside, other=0)
-    end = gl.load(tile_ptr + 2 * max_tiles, mask=inside, other=0)
+    tile_ptr = tiles_ptr + gl.where(in_bounds, m, 0)
+    expert = gl.load(tile_ptr, mask=in_bounds, other=0)
+    row = gl.load(tile_ptr + max_tiles, mask=in_bounds, other=0)
+    end = gl.load(tile_ptr + 2 * max_tiles, mask=in_bounds, other=0)
     return expert, row, end, n
 
 
@@ -65,10 +65,10 @@ def _load_tile_slots(index, num_m, num_n, tile_slots_ptr, stride_tile_slots, GRO
 
     The number is 0 past the last tile.
     """
-    inside = index < num_m * num_n
+    in_bounds = index < num_m * num_n
     m, _ = tile_at(index, num_m, num_n, GROUP_M)
-    tile_ptr = tile_slots_ptr + gl.where(inside, m, 0) * stride_tile_slots
-    return gl.load(tile_ptr, mask=inside, other=0), tile_ptr + 1
+    tile_ptr = tile_slots_ptr + gl.where(in_bounds, m, 0) * stride_tile_slots
+    return gl.load(tile_ptr, mask=in_bounds, other=0), tile_ptr + 1
 
 
 @gluon.jit
@@ -76,14 +76,14 @@ def _load(
     a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth,
     rows_b, right_rows, u_desc, lora_b_desc, tile_slots_ptr, stride_tile_slots, slot_rows,
     expert_rows, u_up,
-    STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr, GATHERED: gl.constexpr,
+    STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr, GATHER: gl.constexpr,
     LORA_STEPS: gl.constexpr,
 ):  # fmt: skip
     """Run the producer warp: fill the stages of the ring as they become empty."""
     STAGES: gl.constexpr = b_ring.shape[0]
     BLOCK_K: gl.constexpr = b_ring.shape[2]
     HALF: gl.constexpr = b_desc.block_type.shape[0]
-    A_BYTES: gl.constexpr = 0 if GATHERED else a_desc.block_type.nbytes
+    A_BYTES: gl.constexpr = 0 if GATHER else a_desc.block_type.nbytes
     BYTES: gl.constexpr = A_BYTES + 2 * b_desc.block_type.nbytes
     num_m = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
@@ -98,13 +98,13 @@ def _load(
         for start in range(0, depth, BLOCK_K):
             stage = iteration % STAGES
             mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
-            ready = full.index(stage)
-            mbarrier.expect(ready, BYTES)
-            if not GATHERED:
-                load_box(a_desc, [row, start], ready, a_ring.index(stage))
+            full_barrier = full.index(stage)
+            mbarrier.expect(full_barrier, BYTES)
+            if not GATHER:
+                load_box(a_desc, [row, start], full_barrier, a_ring.index(stage))
             b = b_ring.index(stage)
-            load_box(b_desc, [row_b, start], ready, b.slice(0, HALF, 0))
-            load_box(b_desc, [row_b + right_rows, start], ready, b.slice(HALF, HALF, 0))
+            load_box(b_desc, [row_b, start], full_barrier, b.slice(0, HALF, 0))
+            load_box(b_desc, [row_b + right_rows, start], full_barrier, b.slice(HALF, HALF, 0))
             iteration += 1
         if LORA_STEPS > 0:
             # Extra K steps add u times B of each slot. Elements of a box outside B are zero, so the
@@ -118,14 +118,14 @@ def _load(
                 column = step % LORA_STEPS * BLOCK_K
                 stage = iteration % STAGES
                 mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
-                ready = full.index(stage)
-                mbarrier.expect(ready, BYTES)
-                load_box(u_desc, [row, step * BLOCK_K], ready, a_ring.index(stage))
+                full_barrier = full.index(stage)
+                mbarrier.expect(full_barrier, BYTES)
+                load_box(u_desc, [row, step * BLOCK_K], full_barrier, a_ring.index(stage))
                 b = b_ring.index(stage)
                 row_b = slot * slot_rows + expert * expert_rows + n * STRIDE_N
-                load_box(lora_b_desc, [row_b, column], ready, b.slice(0, HALF, 0))
+                load_box(lora_b_desc, [row_b, column], full_barrier, b.slice(0, HALF, 0))
                 load_box(
-                    lora_b_desc, [row_b + right_rows, column - u_up], ready,
+                    lora_b_desc, [row_b + right_rows, column - u_up], full_barrier,
                     b.slice(HALF, HALF, 0),
                 )  # fmt: skip
                 iteration += 1
@@ -133,7 +133,7 @@ def _load(
 
 
 @gluon.jit
-def _multiply_plain(a_ring, b_ring, full, empty, iteration, depth, acc, PART: gl.constexpr):
+def _multiply_plain(a_ring, b_ring, full, empty, iteration, depth, acc, WARPGROUP: gl.constexpr):
     """Accumulate a tile of `depth` K elements into acc; return it and the next iteration."""
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
@@ -141,7 +141,7 @@ def _multiply_plain(a_ring, b_ring, full, empty, iteration, depth, acc, PART: gl
     for start in range(0, depth, BLOCK_K):
         stage = iteration % STAGES
         mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
-        a = a_ring.index(stage).slice(PART * ROWS, ROWS, 0)
+        a = a_ring.index(stage).slice(WARPGROUP * ROWS, ROWS, 0)
         b = b_ring.index(stage).permute((1, 0))
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
@@ -154,25 +154,25 @@ def _multiply_plain(a_ring, b_ring, full, empty, iteration, depth, acc, PART: gl
 
 
 @gluon.jit
-def _halves(values):
+def _split_halves(values):
     """Split the columns into the left and the right half, which are in the same threads."""
     HALF: gl.constexpr = values.shape[1] // 2
     return values.reshape((values.shape[0], 2, HALF)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
-def _issue_wgmma(a_ring, b_ring, full, iteration, zero, PART: gl.constexpr):
+def _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP: gl.constexpr):
     """Issue the wgmma of iteration `iteration` into a new accumulator."""
     STAGES: gl.constexpr = a_ring.shape[0]
     stage = iteration % STAGES
     mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
-    a = a_ring.index(stage).slice(PART * ROWS, ROWS, 0)
+    a = a_ring.index(stage).slice(WARPGROUP * ROWS, ROWS, 0)
     b = b_ring.index(stage).permute((1, 0))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask):
+def _load_scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask):
     """Load the scales of a K step: those of the rows, and those of the left and right weights."""
     a_scale = gl.load(a_scale_ptrs, mask=row_mask, other=0.0)
     return a_scale, gl.load(b_scale_ptr), gl.load(b_scale_ptr + right_groups)
@@ -181,7 +181,7 @@ def _scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask):
 @gluon.jit
 def _add_scaled(left, right, part, a_scale, left_scale, right_scale, LAYOUT: gl.constexpr):
     """Scale both halves of a partial sum and add them to left and right."""
-    left_part, right_part = _halves(part)
+    left_part, right_part = _split_halves(part)
     left_part = gl.convert_layout(left_part, LAYOUT, assert_trivial=True)
     right_part = gl.convert_layout(right_part, LAYOUT, assert_trivial=True)
     left = left + left_part * (a_scale * left_scale)[:, None]
@@ -193,7 +193,7 @@ def _add_scaled(left, right, part, a_scale, left_scale, right_scale, LAYOUT: gl.
 def _multiply_scaled(
     a_ring, b_ring, full, empty, iteration, depth, a_scale_ptrs, b_scale_ptr, right_groups,
     row_mask,
-    PART: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr,
+    WARPGROUP: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Multiply a tile with block scales; return the float32 halves and the next iteration.
 
@@ -209,29 +209,31 @@ def _multiply_scaled(
     right = gl.zeros((ROWS, HALF), gl.float32, LAYOUT)
     zero = gl.zeros((ROWS, 2 * HALF), gl.float32, WIDE)
     steps = gl.cdiv(depth, BLOCK_K)
-    odd = steps % 2
-    if odd == 1:
-        a_scale, left_scale, right_scale = _scales(
+    remainder = steps % 2
+    if remainder == 1:
+        a_scale, left_scale, right_scale = _load_scales(
             a_scale_ptrs, b_scale_ptr, right_groups, row_mask
         )
-        part = _issue_wgmma(a_ring, b_ring, full, iteration, zero, PART)
+        part = _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP)
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
         mbarrier.arrive(empty.index(iteration % STAGES))
         left, right = _add_scaled(left, right, part, a_scale, left_scale, right_scale, LAYOUT)
         iteration += 1
     if steps > 1:
-        a_scale_ptrs += odd
-        b_scale_ptr += odd
-        a0, left0, right0 = _scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask)
-        a1, left1, right1 = _scales(a_scale_ptrs + 1, b_scale_ptr + 1, right_groups, row_mask)
+        a_scale_ptrs += remainder
+        b_scale_ptr += remainder
+        a0, left0, right0 = _load_scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask)
+        a1, left1, right1 = _load_scales(a_scale_ptrs + 1, b_scale_ptr + 1, right_groups, row_mask)
         for pairs in range(steps // 2, 0, -1):
-            first = _issue_wgmma(a_ring, b_ring, full, iteration, zero, PART)
-            second = _issue_wgmma(a_ring, b_ring, full, iteration + 1, zero, PART)
-            ahead = gl.where(pairs > 1, 2, 0)  # do not read past the last scales
-            a_scale_ptrs += ahead
-            b_scale_ptr += ahead
-            a2, left2, right2 = _scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask)
-            a3, left3, right3 = _scales(a_scale_ptrs + 1, b_scale_ptr + 1, right_groups, row_mask)
+            first = _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP)
+            second = _start_wgmma(a_ring, b_ring, full, iteration + 1, zero, WARPGROUP)
+            advance = gl.where(pairs > 1, 2, 0)  # do not read past the last scales
+            a_scale_ptrs += advance
+            b_scale_ptr += advance
+            a2, left2, right2 = _load_scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask)
+            a3, left3, right3 = _load_scales(
+                a_scale_ptrs + 1, b_scale_ptr + 1, right_groups, row_mask
+            )
             part = warpgroup_mma_wait(num_outstanding=1, deps=(first,))
             mbarrier.arrive(empty.index(iteration % STAGES))
             left, right = _add_scaled(left, right, part, a0, left0, right0, LAYOUT)
@@ -250,12 +252,12 @@ def _compute(
     x_ptr, stride_x, tokens_ptr,
     out_ptr, out_desc, staging, columns, a_scale_ptr, b_scale_ptr, bias_ptr, a_groups,
     b_scale_rows, b_groups, tile_slots_ptr, stride_tile_slots, LORA_STEPS: gl.constexpr,
-    PART: gl.constexpr, MODE: gl.constexpr, STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr,
-    GATHERED: gl.constexpr, EVEN_K: gl.constexpr,
+    WARPGROUP: gl.constexpr, MODE: gl.constexpr, STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr,
+    GATHER: gl.constexpr, EVEN_K: gl.constexpr,
     STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer warpgroup: rows PART * 64 to PART * 64 + 63 of every tile of this program."""
+    """Run a consumer warpgroup: 64 rows, from WARPGROUP * 64 on, of every tile of this program."""
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     HALF: gl.constexpr = b_ring.shape[1] // 2
@@ -271,15 +273,15 @@ def _compute(
     next_expert, next_row, next_end, next_n = load_tile_info(
         first + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
     )
-    if GATHERED:
-        tokens = tokens_of(tokens_ptr, row + PART * ROWS, end, ROWS, COPIES)
+    if GATHER:
+        tokens = tokens_of(tokens_ptr, row + WARPGROUP * ROWS, end, ROWS, COPIES)
         ptrs, ptr_mask = gather_pointers(x_ptr, stride_x, tokens, BLOCK_K, COPIES)
         for step in gl.static_range(STAGES - 1):
             copy_step(ptrs, ptr_mask, step, depth, a_ring.index(step), COPIES, EVEN_K)
             ptrs += BLOCK_K
     iteration = 0
     for index in range(first, num_m * num_n, programs):
-        row += PART * ROWS
+        row += WARPGROUP * ROWS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         row_mask = rows < end
         scale_rows = rows
@@ -292,12 +294,12 @@ def _compute(
             left, right, iteration = _multiply_scaled(
                 a_ring, b_ring, full, empty, iteration, depth,
                 a_scale_ptr + rows.to(gl.int64) * a_groups, b_scales,
-                (right_group - group) * b_groups, row_mask, PART, LAYOUT, WIDE,
+                (right_group - group) * b_groups, row_mask, WARPGROUP, LAYOUT, WIDE,
             )  # fmt: skip
         else:
             acc = gl.zeros((ROWS, 2 * HALF), ACC, WIDE)
-            if GATHERED:
-                tokens = tokens_of(tokens_ptr, next_row + PART * ROWS, next_end, ROWS, COPIES)
+            if GATHER:
+                tokens = tokens_of(tokens_ptr, next_row + WARPGROUP * ROWS, next_end, ROWS, COPIES)
                 scale_rows = tokens_of(tokens_ptr, row, end, ROWS, LAYOUT)
                 acc, iteration, ptrs, ptr_mask = multiply_gathered(
                     a_ring, b_ring, full, empty, iteration, depth, ptrs, ptr_mask, x_ptr, stride_x,
@@ -311,9 +313,9 @@ def _compute(
                     )
                     total_depth = (gl.cdiv(depth, BLOCK_K) + count * LORA_STEPS) * BLOCK_K
                 acc, iteration = _multiply_plain(
-                    a_ring, b_ring, full, empty, iteration, total_depth, acc, PART
+                    a_ring, b_ring, full, empty, iteration, total_depth, acc, WARPGROUP
                 )
-            left, right = _halves(acc)
+            left, right = _split_halves(acc)
             left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
             right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
         after_next_expert, after_next_row, after_next_end, after_next_n = load_tile_info(
@@ -332,7 +334,7 @@ def _compute(
             after_next_n,
         )
     tma.store_wait(0)
-    if GATHERED:
+    if GATHER:
         async_copy.wait_group(0)
 
 
@@ -344,7 +346,7 @@ def grouped_gemm_tma_kernel(
     LORA_STEPS: gl.constexpr,
     MODE: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    GATHERED: gl.constexpr, EVEN_K: gl.constexpr,
+    GATHER: gl.constexpr, EVEN_K: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for every row r of every tile.
@@ -362,7 +364,7 @@ def grouped_gemm_tma_kernel(
     MODE: "plain": no scales. "channel": a_scale (rows of a or x,) and b_scale (experts, rows_b).
         "block": a_scale (rows, a_groups) and b_scale (experts, b_scale_rows, b_groups), one per 128
         x 128 block.
-    GATHERED: row r of a is row tokens[r] of x, whose row stride is stride_x * 16 bytes; a_desc is
+    GATHER: row r of a is row tokens[r] of x, whose row stride is stride_x * 16 bytes; a_desc is
         unused. Not with MODE "block".
     EVEN_K: K is a multiple of 128 bytes.
     KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
@@ -370,7 +372,7 @@ def grouped_gemm_tma_kernel(
     STAGES: stages of the ring.
     SLOTS: staging buffers per warpgroup, 1 or 2.
     GROUP_M: row tiles that share weight tiles in L2.
-    LORA_STEPS: K steps of u per adapter slot, 0 without LoRA; only with MODE "plain", not GATHERED.
+    LORA_STEPS: K steps of u per adapter slot, 0 without LoRA; only with MODE "plain", not GATHER.
     u_desc: (rows, slots * LORA_STEPS boxes), u of the slots in each row's tile, side by side.
     tile_slots_ptr: int32, stride_tile_slots values per tile: the number of slots, then the slots.
     lora_b_desc: B of all slots, in boxes as in b_desc. A slot has slot_rows rows, expert i from row
@@ -382,10 +384,10 @@ def grouped_gemm_tma_kernel(
     STRIDE_N: gl.constexpr = HALF if GATED and STEP == 1 else 2 * HALF
     right_rows = up_rows if GATED and STEP == 1 else HALF
     num_n = gl.cdiv(columns * STEP, STRIDE_N)
-    A_ROWS: gl.constexpr = ROWS if GATHERED else 2 * ROWS
+    A_ROWS: gl.constexpr = ROWS if GATHER else 2 * ROWS
     a_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, A_ROWS, BLOCK_K], b_desc.layout)
     other_ring = a_ring
-    if GATHERED:  # one ring per warpgroup
+    if GATHER:  # one ring per warpgroup
         other_ring = gl.allocate_shared_memory(
             b_desc.dtype, [STAGES, A_ROWS, BLOCK_K], b_desc.layout
         )
@@ -405,7 +407,7 @@ def grouped_gemm_tma_kernel(
                 right_rows, x_ptr, stride_x, tokens_ptr, out_ptr, out_desc, staging, columns,
                 a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups,
                 tile_slots_ptr,
-                stride_tile_slots, LORA_STEPS, first, MODE, STRIDE_N, GROUP_M, GATHERED, EVEN_K,
+                stride_tile_slots, LORA_STEPS, first, MODE, STRIDE_N, GROUP_M, GATHER, EVEN_K,
                 STEP,
                 GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )),
@@ -414,7 +416,7 @@ def grouped_gemm_tma_kernel(
                 right_rows, x_ptr, stride_x, tokens_ptr, out_ptr, out_desc, other_staging, columns,
                 a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups,
                 tile_slots_ptr,
-                stride_tile_slots, LORA_STEPS, second, MODE, STRIDE_N, GROUP_M, GATHERED, EVEN_K,
+                stride_tile_slots, LORA_STEPS, second, MODE, STRIDE_N, GROUP_M, GATHER, EVEN_K,
                 STEP,
                 GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )),
@@ -422,7 +424,7 @@ def grouped_gemm_tma_kernel(
                 a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth,
                 rows_b, right_rows, u_desc, lora_b_desc, tile_slots_ptr, stride_tile_slots,
                 slot_rows,
-                expert_rows, u_up, STRIDE_N, GROUP_M, GATHERED, LORA_STEPS,
+                expert_rows, u_up, STRIDE_N, GROUP_M, GATHER, LORA_STEPS,
             )),
         ],
         [4, 1],

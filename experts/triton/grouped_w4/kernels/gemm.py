@@ -51,19 +51,21 @@ def _load(
         for step in range(steps):
             stage = iteration % STAGES
             mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
-            ready = full.index(stage)
-            mbarrier.expect(ready, BYTES)
-            load_box(x_desc, [row, step * BLOCK], ready, x_ring.index(stage))
-            load_box(w_desc, [(box + step) * LINES, 0], ready, w_ring.index(stage))
-            load_box(scale_desc, [(box + step) * SCALE_LINES, 0], ready, scale_ring.index(stage))
+            full_barrier = full.index(stage)
+            mbarrier.expect(full_barrier, BYTES)
+            load_box(x_desc, [row, step * BLOCK], full_barrier, x_ring.index(stage))
+            load_box(w_desc, [(box + step) * LINES, 0], full_barrier, w_ring.index(stage))
+            load_box(
+                scale_desc, [(box + step) * SCALE_LINES, 0], full_barrier, scale_ring.index(stage)
+            )
             iteration += 1
         expert, row, n = next_expert, next_row, next_n
 
 
 @gluon.jit
 def _multiply(
-    x_ring, w_ring, scale_ring, full, empty, iteration, steps, PART: gl.constexpr,
-    TOKENS: gl.constexpr, MMA: gl.constexpr, FORM: gl.constexpr,
+    x_ring, w_ring, scale_ring, full, empty, iteration, steps, WARPGROUP: gl.constexpr,
+    TOKENS: gl.constexpr, MMA: gl.constexpr, PACKED_FORMAT: gl.constexpr,
 ):  # fmt: skip
     """Multiply a warpgroup's two blocks by the first TOKENS rows of a tile; return accumulators."""
     STAGES: gl.constexpr = x_ring.shape[0]
@@ -74,12 +76,14 @@ def _multiply(
     for _ in range(steps):
         stage = iteration % STAGES
         mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
-        scales0, scales1 = scales_of_blocks(scale_ring.index(stage), PART, FORM)
+        scales0, scales1 = scales_of_blocks(scale_ring.index(stage), WARPGROUP, PACKED_FORMAT)
         words = w_ring.index(stage)
         x = x_ring.index(stage).slice(0, TOKENS, 0).permute((1, 0))
-        w0 = unpack(words.slice(2 * PART * LINES, LINES, 0), scales0, OPERAND, FORM)
+        w0 = unpack(words.slice(2 * WARPGROUP * LINES, LINES, 0), scales0, OPERAND, PACKED_FORMAT)
         acc0 = warpgroup_mma(w0, x, acc0, is_async=True)
-        w1 = unpack(words.slice((2 * PART + 1) * LINES, LINES, 0), scales1, OPERAND, FORM)
+        w1 = unpack(
+            words.slice((2 * WARPGROUP + 1) * LINES, LINES, 0), scales1, OPERAND, PACKED_FORMAT
+        )
         acc1 = warpgroup_mma(w1, x, acc1, is_async=True)
         # No wgmma stays in flight across iterations, because ptxas would serialize all of them.
         acc0, acc1, w0, w1 = warpgroup_mma_wait(num_outstanding=0, deps=(acc0, acc1, w0, w1))
@@ -123,17 +127,27 @@ def _store_transposed(
 @gluon.jit
 def _tile(
     x_ring, w_ring, scale_ring, full, empty, iteration, steps, row, end, n, factor0, factor1,
-    bias_ptr, up_row, out_ptr, out_desc, staging, columns, PART: gl.constexpr,
-    TOKENS: gl.constexpr, FORM: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
+    bias_ptr, up_row, out_ptr, out_desc, staging, columns, WARPGROUP: gl.constexpr,
+    TOKENS: gl.constexpr, PACKED_FORMAT: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Multiply the first TOKENS rows of a tile, activate and store."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     acc0, acc1 = _multiply(
-        x_ring, w_ring, scale_ring, full, empty, iteration, steps, PART, TOKENS, MMA, FORM
+        x_ring,
+        w_ring,
+        scale_ring,
+        full,
+        empty,
+        iteration,
+        steps,
+        WARPGROUP,
+        TOKENS,
+        MMA,
+        PACKED_FORMAT,
     )
     if GATED:
-        column = (2 * n + PART) * BLOCK
+        column = (2 * n + WARPGROUP) * BLOCK
         gate = _scale_and_add_bias(acc0, factor0, bias_ptr, column, columns, STEP, MMA, HAS_BIAS)
         up = _scale_and_add_bias(
             acc1, factor1, bias_ptr + up_row, column, columns, STEP, MMA, HAS_BIAS
@@ -141,7 +155,7 @@ def _tile(
         value = activate(gate, up, KIND, ALPHA, LIMIT)
         _store_transposed(value, row, end, column, out_ptr, out_desc, staging, 0, columns)
     else:
-        column = (4 * n + 2 * PART) * BLOCK
+        column = (4 * n + 2 * WARPGROUP) * BLOCK
         right_column = column + BLOCK
         LAST: gl.constexpr = staging.shape[0] - 1
         left = _scale_and_add_bias(acc0, factor0, bias_ptr, column, columns, STEP, MMA, HAS_BIAS)
@@ -159,11 +173,12 @@ def _tile(
 def _compute(
     x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps,
     factor_ptr, bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging, columns,
-    PART: gl.constexpr, GROUP_M: gl.constexpr, SHORT: gl.constexpr, FORM: gl.constexpr,
+    WARPGROUP: gl.constexpr, GROUP_M: gl.constexpr, SHORT_TILE_ROWS: gl.constexpr,
+    PACKED_FORMAT: gl.constexpr,
     FACTOR: gl.constexpr, MATRICES: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer warpgroup: blocks 2 * PART and 2 * PART + 1 of every tile of this program."""
+    """Run a consumer warpgroup: two blocks, from 2 * WARPGROUP on, of each tile of this program."""
     TOKENS: gl.constexpr = x_ring.shape[1]
     num_m = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
@@ -181,16 +196,18 @@ def _compute(
             factors = factor_ptr + expert * MATRICES
             factor0 = gl.load(factors) * FACTOR
             factor1 = gl.load(factors + MATRICES - 1) * FACTOR
-        if end - row > SHORT:
+        if end - row > SHORT_TILE_ROWS:
             _tile(
                 x_ring, w_ring, scale_ring, full, empty, iteration, steps, row, end, n, factor0,
-                factor1, bias, up_row, out_ptr, out_desc, staging, columns, PART, TOKENS, FORM,
+                factor1, bias, up_row, out_ptr, out_desc, staging, columns, WARPGROUP, TOKENS,
+                PACKED_FORMAT,
                 STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )  # fmt: skip
-        elif SHORT > 0:
+        elif SHORT_TILE_ROWS > 0:
             _tile(
                 x_ring, w_ring, scale_ring, full, empty, iteration, steps, row, end, n, factor0,
-                factor1, bias, up_row, out_ptr, out_desc, staging, columns, PART, SHORT, FORM,
+                factor1, bias, up_row, out_ptr, out_desc, staging, columns, WARPGROUP,
+                SHORT_TILE_ROWS, PACKED_FORMAT,
                 STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )  # fmt: skip
         iteration += steps
@@ -201,10 +218,10 @@ def _compute(
 @gluon.jit(do_not_specialize=["max_tiles", "num_n", "steps", "up_row"])
 def grouped_gemm_w4_tma_kernel(
     x_desc, w_desc, scale_desc, out_desc, factor_ptr, bias_ptr, out_ptr, tiles_ptr,
-    max_tiles, columns, num_n, steps, stride_bias, up_row, FORM: gl.constexpr,
+    max_tiles, columns, num_n, steps, stride_bias, up_row, PACKED_FORMAT: gl.constexpr,
     FACTOR: gl.constexpr, MATRICES: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, SHORT: gl.constexpr,
+    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, SHORT_TILE_ROWS: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """out[r, n] = act(x[r] @ w[expert of r, rows of n]^T) for every row r of every tile.
@@ -217,7 +234,8 @@ def grouped_gemm_w4_tma_kernel(
         each one K step of a tile.
     num_n: weight tiles per expert.
     steps: K steps.
-    FORM: str of the `layout.PackedFormat` of the weights. Results are multiplied by FACTOR.
+    PACKED_FORMAT: str of the `layout.PackedFormat` of the weights. Results are multiplied by
+        FACTOR.
     factor_ptr: global scales, float32 (experts, MATRICES): of gate and up, or one for all results.
         Unused if MATRICES is 0.
     out_desc: out (rows, columns), in boxes of the rows of a tile and 64 columns.
@@ -225,7 +243,8 @@ def grouped_gemm_w4_tma_kernel(
     GATED: blocks of gate and up rows alternate in a tile of weights.
     STEP, up_row: the bias of column n is at n * STEP, and that of up at n * STEP + up_row.
     KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
-    SHORT: tiles with at most this many rows are multiplied as tiles of this size; 0: never.
+    SHORT_TILE_ROWS: tiles with at most this many rows are multiplied as tiles of this size; 0:
+        never.
     STAGES: stages of the ring.
     SLOTS: staging buffers per warpgroup.
     GROUP_M: row tiles that share weight tiles in L2.
@@ -248,13 +267,15 @@ def grouped_gemm_w4_tma_kernel(
             (_compute, (
                 x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps,
                 factor_ptr, bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging, columns,
-                first, GROUP_M, SHORT, FORM, FACTOR, MATRICES, STEP, GATED, HAS_BIAS, KIND, ALPHA,
+                first, GROUP_M, SHORT_TILE_ROWS, PACKED_FORMAT, FACTOR, MATRICES, STEP, GATED,
+                HAS_BIAS, KIND, ALPHA,
                 LIMIT,
             )),
             (_compute, (
                 x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps,
                 factor_ptr, bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging1, columns,
-                second, GROUP_M, SHORT, FORM, FACTOR, MATRICES, STEP, GATED, HAS_BIAS, KIND, ALPHA,
+                second, GROUP_M, SHORT_TILE_ROWS, PACKED_FORMAT, FACTOR, MATRICES, STEP, GATED,
+                HAS_BIAS, KIND, ALPHA,
                 LIMIT,
             )),
             (_load, (

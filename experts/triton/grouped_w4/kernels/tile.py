@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 # Masks of the bits of two e2m1 codes that are in the fields of two bf16.
-_SIGN: tl.constexpr = tl.constexpr(0x80008000)
-_REST: tl.constexpr = tl.constexpr(0x01C001C0)
-_FIELDS: tl.constexpr = tl.constexpr(0x81C081C0)
+_SIGN_MASK: tl.constexpr = tl.constexpr(0x80008000)
+_MAGNITUDE_MASK: tl.constexpr = tl.constexpr(0x01C001C0)
+_PAIR_MASK: tl.constexpr = tl.constexpr(0x81C081C0)
 
 
 @triton.jit
@@ -17,31 +17,31 @@ def _pair(word, INDEX: tl.constexpr, FORMAT: tl.constexpr):
         codes = (byte & 0xF) | (byte & 0xF0) << 12
         pair = (codes & 0x00080008) << 12 | (codes & 0x00070007) << 6
     elif INDEX == 0:
-        pair = word & _FIELDS
+        pair = word & _PAIR_MASK
     elif INDEX == 1:
-        pair = (word << 3) & _FIELDS
+        pair = (word << 3) & _PAIR_MASK
     elif INDEX == 2:
-        pair = ((word << 6) ^ (word << 1)) & _FIELDS
+        pair = ((word << 6) ^ (word << 1)) & _PAIR_MASK
     else:
-        pair = ((word >> 3) ^ (word << 2)) & _FIELDS
+        pair = ((word >> 3) ^ (word << 2)) & _PAIR_MASK
     return pair
 
 
 @triton.jit
-def _repacked(w0, w1, w2, w3, INDEX: tl.constexpr, FORMAT: tl.constexpr):
+def _repack_pair(w0, w1, w2, w3, INDEX: tl.constexpr, FORMAT: tl.constexpr):
     """Pack pair INDEX of four words into one word, as in `modular_kernel.quant.repacking`."""
     p2 = _pair(w2, INDEX, FORMAT)
     p3 = _pair(w3, INDEX, FORMAT)
     w = _pair(w0, INDEX, FORMAT) | _pair(w1, INDEX, FORMAT) >> 3
-    w |= ((p3 ^ w << 2) & _REST) << 3
-    w |= ((p2 ^ w << 1) & _REST) >> 6
-    w |= ((p2 ^ w << 6) & _SIGN) >> 1
-    w |= ((p3 ^ w >> 3) & _SIGN) >> 2
+    w |= ((p3 ^ w << 2) & _MAGNITUDE_MASK) << 3
+    w |= ((p2 ^ w << 1) & _MAGNITUDE_MASK) >> 6
+    w |= ((p2 ^ w << 6) & _SIGN_MASK) >> 1
+    w |= ((p3 ^ w >> 3) & _SIGN_MASK) >> 2
     return w
 
 
 @triton.jit
-def _by_halves(w0, w1, w2, w3, INDEX: tl.constexpr):
+def _pack_by_halves(w0, w1, w2, w3, INDEX: tl.constexpr):
     """Pack byte INDEX of four words, two integers each, into one word.
 
     The integers of word i go to bits 4 i of the lower and the upper half.
@@ -57,7 +57,7 @@ def _by_halves(w0, w1, w2, w3, INDEX: tl.constexpr):
 
 
 @triton.jit
-def _with_signs(w, scale):
+def _apply_signs(w, scale):
     """Apply the sign of the e4m3 scale to a word of e2m1 codes; return 0 if the scale is 0."""
     zero = (scale & 0x7F) == 0
     signed = w ^ tl.where(scale > 0x7F, 0x88888888, 0).to(tl.uint32)
@@ -65,45 +65,45 @@ def _with_signs(w, scale):
 
 
 @triton.jit
-def _words(w0, w1, w2, w3, FORMAT: tl.constexpr):
+def _words_of_lanes(w0, w1, w2, w3, FORMAT: tl.constexpr):
     """Convert four words along K to those of four lanes, (..., 2, 2).
 
     The last two dimensions are the bits of the lane.
     """
     if FORMAT == "integer":
-        c0 = _by_halves(w0, w1, w2, w3, 0)
-        c1 = _by_halves(w0, w1, w2, w3, 1)
-        c2 = _by_halves(w0, w1, w2, w3, 2)
-        c3 = _by_halves(w0, w1, w2, w3, 3)
+        c0 = _pack_by_halves(w0, w1, w2, w3, 0)
+        c1 = _pack_by_halves(w0, w1, w2, w3, 1)
+        c2 = _pack_by_halves(w0, w1, w2, w3, 2)
+        c3 = _pack_by_halves(w0, w1, w2, w3, 3)
     else:
-        c0 = _repacked(w0, w1, w2, w3, 0, FORMAT)
-        c1 = _repacked(w0, w1, w2, w3, 1, FORMAT)
-        c2 = _repacked(w0, w1, w2, w3, 2, FORMAT)
-        c3 = _repacked(w0, w1, w2, w3, 3, FORMAT)
+        c0 = _repack_pair(w0, w1, w2, w3, 0, FORMAT)
+        c1 = _repack_pair(w0, w1, w2, w3, 1, FORMAT)
+        c2 = _repack_pair(w0, w1, w2, w3, 2, FORMAT)
+        c3 = _repack_pair(w0, w1, w2, w3, 3, FORMAT)
     return tl.join(tl.join(c0, c2), tl.join(c1, c3))
 
 
 @triton.jit
-def _stored(scale, inside, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """Convert scales to their stored format; 0 if not `inside`.
+def _encode_scales(scale, in_bounds, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr):
+    """Convert scales to their stored format; 0 if not `in_bounds`.
 
     With HAS_ZERO, the last four bits of integer scales are left free for the zero point.
     """
     if (
         FORMAT == "integer"
     ):  # codes are read as q * 2^-133, and unpacked weights are 2^-50 times the true ones
-        raised = scale.to(tl.float32) * 2.0 ** (133 - 50)
-        stored = raised.to(tl.int32, bitcast=True)
+        scaled = scale.to(tl.float32) * 2.0 ** (133 - 50)
+        encoded = scaled.to(tl.int32, bitcast=True)
         if HAS_ZERO:  # a NaN with all bits set would be rounded up to zero
-            stored = tl.where(raised == raised, (stored + 8) & ~15, 0x7FC00000)
+            encoded = tl.where(scaled == scaled, (encoded + 8) & ~15, 0x7FC00000)
     elif FORMAT == "nvfp4":  # five exponent bits and three significand bits of the value
         value = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         # NaN-free: integers
-        stored = tl.minimum(tl.maximum((bits >> 20) - ((127 - 10) << 3), 0), 255)
+        encoded = tl.minimum(tl.maximum((bits >> 20) - ((127 - 10) << 3), 0), 255)
     else:  # an exponent: codes are read as their values times 2^-126
-        stored = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)  # NaN-free: integers
-    return tl.where(inside, stored, 0)
+        encoded = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)  # NaN-free: integers
+    return tl.where(in_bounds, encoded, 0)
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def tile_weights_kernel(
     zero_ptr: uint8 (experts, rows / 2, scale_groups), two rows per byte; used if HAS_ZERO.
     starts_ptr: the first row of each expert in the input of the GEMM, then the number of rows
         (`ops.sort`).
-    words_ptr, scales_ptr: the converted weights, as in `layout.Tiled`.
+    words_ptr, scales_ptr: the converted weights, as in `layout.TiledWeights`.
     FORMAT: see `operands.word_format`.
     GROUPS: `PackedFormat.groups`, for integers.
     STEP, up_row: see `layout.rows_of_tiles`.
@@ -143,30 +143,32 @@ def tile_weights_kernel(
     row = tl.minimum(column, columns - 1) * STEP + block % SIDES * up_row  # NaN-free: integers
     column_mask = (column < columns)[:, None]
     half = first_step * 2 + tl.arange(0, 2 * STEPS)  # half steps
-    inside = column_mask & (half < row_words // 4)[None, :]
-    at = (expert * rows + row)[:, None] * row_words + half[None, :] * 4
+    in_bounds = column_mask & (half < row_words // 4)[None, :]
+    offsets = (expert * rows + row)[:, None] * row_words + half[None, :] * 4
     word_in_half = tl.arange(0, 4)[None, None, :]
-    loaded = tl.load(w_ptr + at[:, :, None] + word_in_half, mask=inside[:, :, None], other=0)
+    loaded = tl.load(
+        w_ptr + offsets[:, :, None] + word_in_half, mask=in_bounds[:, :, None], other=0
+    )
     loaded = loaded.to(tl.uint32, bitcast=True)
     even, odd = tl.split(tl.reshape(loaded, (256, 2 * STEPS, 2, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     scale_ptr += (expert * rows + row)[:, None] * scale_groups
     if FORMAT == "nvfp4":
-        first = tl.load(scale_ptr + half[None, :] * 2, mask=inside, other=0)
-        second = tl.load(scale_ptr + half[None, :] * 2 + 1, mask=inside, other=0)
-        w0 = _with_signs(w0, first)
-        w1 = _with_signs(w1, first)
-        w2 = _with_signs(w2, second)
-        w3 = _with_signs(w3, second)
+        first = tl.load(scale_ptr + half[None, :] * 2, mask=in_bounds, other=0)
+        second = tl.load(scale_ptr + half[None, :] * 2 + 1, mask=in_bounds, other=0)
+        w0 = _apply_signs(w0, first)
+        w1 = _apply_signs(w1, first)
+        w2 = _apply_signs(w2, second)
+        w3 = _apply_signs(w3, second)
     elif FORMAT != "integer":
         # E8M0 defines 255 as NaN. It is read as infinity, whose product with codes of 0 is NaN.
-        scale = tl.load(scale_ptr + half[None, :], mask=inside, other=0)
+        scale = tl.load(scale_ptr + half[None, :], mask=in_bounds, other=0)
         w0 = tl.where(scale == 255, 0, w0)
         w1 = tl.where(scale == 255, 0, w1)
         w2 = tl.where(scale == 255, 0, w2)
         w3 = tl.where(scale == 255, 0, w3)
-    lanes = _words(w0, w1, w2, w3, "e2m1" if FORMAT == "nvfp4" else FORMAT)
+    lanes = _words_of_lanes(w0, w1, w2, w3, "e2m1" if FORMAT == "nvfp4" else FORMAT)
     # (block, warp, row; row half; step; half of the step; lane) to
     # (step; block, warp, row; lane; row half; half of the step)
     split = tl.reshape(lanes, (128, 2, STEPS, 2, 4))
@@ -176,26 +178,32 @@ def tile_weights_kernel(
     out_ptrs = words_ptr + box[:, None] * 2048 + tl.arange(0, 2048)[None, :]
     tl.store(out_ptrs, values.to(tl.int32, bitcast=True), mask=(step < steps)[:, None])
     # Scales per row and step.
-    EACH: tl.constexpr = 4 if FORMAT == "nvfp4" else (GROUPS if FORMAT == "integer" else 2)
-    k = first_step * 64 + tl.arange(0, EACH * STEPS) * (64 // EACH)
+    SCALES_PER_STEP: tl.constexpr = (
+        4 if FORMAT == "nvfp4" else (GROUPS if FORMAT == "integer" else 2)
+    )
+    k = first_step * 64 + tl.arange(0, SCALES_PER_STEP * STEPS) * (64 // SCALES_PER_STEP)
     group = (k // GROUP_K if GROUP_K > 0 else k * 0)[None, :]
-    inside = column_mask & (k < row_words * 8)[None, :]
-    scale = tl.load(scale_ptr + group, mask=inside, other=0.0)
-    stored = _stored(scale, inside, FORMAT, HAS_ZERO)
+    in_bounds = column_mask & (k < row_words * 8)[None, :]
+    scale = tl.load(scale_ptr + group, mask=in_bounds, other=0.0)
+    encoded = _encode_scales(scale, in_bounds, FORMAT, HAS_ZERO)
     if HAS_ZERO:
         pair = expert * (rows // 2) + row // 2
-        zero = tl.load(zero_ptr + pair[:, None] * scale_groups + group, mask=inside, other=0)
-        stored |= (zero.to(tl.int32) >> (row % 2 * 4)[:, None]) & 15
+        zero = tl.load(zero_ptr + pair[:, None] * scale_groups + group, mask=in_bounds, other=0)
+        encoded |= (zero.to(tl.int32) >> (row % 2 * 4)[:, None]) & 15
     if FORMAT != "integer":
-        stored = stored.to(tl.uint8)
+        encoded = encoded.to(tl.uint8)
     # (warpgroup, block, quad, row half, step, scale of the step) to the order of `layout`
-    split = tl.reshape(stored, (2, 2, 32, 2, STEPS, EACH))
-    if FORMAT == "integer" and EACH == 2:
+    split = tl.reshape(encoded, (2, 2, 32, 2, STEPS, SCALES_PER_STEP))
+    if FORMAT == "integer" and SCALES_PER_STEP == 2:
         ordered = tl.permute(split, (4, 0, 1, 2, 3, 5))
     elif FORMAT == "integer" or FORMAT == "nvfp4":
         ordered = tl.permute(split, (4, 0, 2, 1, 3, 5))
     else:
         ordered = tl.permute(split, (4, 2, 0, 1, 3, 5))
-    values = tl.reshape(ordered, (STEPS, 256 * EACH))
-    out_ptrs = scales_ptr + box[:, None] * (256 * EACH) + tl.arange(0, 256 * EACH)[None, :]
+    values = tl.reshape(ordered, (STEPS, 256 * SCALES_PER_STEP))
+    out_ptrs = (
+        scales_ptr
+        + box[:, None] * (256 * SCALES_PER_STEP)
+        + tl.arange(0, 256 * SCALES_PER_STEP)[None, :]
+    )
     tl.store(out_ptrs, values, mask=(step < steps)[:, None])

@@ -1,7 +1,8 @@
 """Unpacking of words of eight 4-bit weights to pairs of bf16, in the register layout of wgmma.
 
 Four threads share weight rows r and r + 8 and their scales. Each thread has four words of a 64 x 64
-block, two per row: one of columns 0 to 31 and one of columns 32 to 63. FORM is the str of a
+block, two per row: one of columns 0 to 31 and one of columns 32 to 63. PACKED_FORMAT is the str of
+    a
 `layout.PackedFormat`, which says how words and scales are encoded.
 
 The functions that return PTX use these registers: $0 to $15 get the bf16 pairs, $16 to $19 have the
@@ -117,26 +118,28 @@ def _integers(groups: int, scale: str, zero: bool) -> str:
 
 
 def _build_ptx() -> dict[str, str]:
-    """Return the PTX of each FORM."""
-    code_by_form = {"e2m1": _e2m1(), "nvfp4": _nvfp4()}
+    """Return the PTX of each PACKED_FORMAT."""
+    code_by_format = {"e2m1": _e2m1(), "nvfp4": _nvfp4()}
     for groups, scale, zero in product((1, 2), _SCALED, (False, True)):
-        code_by_form[f"integer {groups} {scale}{' zero' * zero}"] = _integers(groups, scale, zero)
+        code_by_format[f"integer {groups} {scale}{' zero' * zero}"] = _integers(groups, scale, zero)
     registers = "{ .reg .b32 s, t, u, w, f, h, l, k, m, e; "
-    return {form: registers + code + "}" for form, code in code_by_form.items()}
+    return {packed_format: registers + code + "}" for packed_format, code in code_by_format.items()}
 
 
-_PTX_BY_FORM = gl.constexpr(_build_ptx())
-
-
-@gluon.constexpr_function
-def _ptx_of_form(form: str) -> str:
-    return _PTX_BY_FORM.value[form]
+_PTX_BY_FORMAT = gl.constexpr(_build_ptx())
 
 
 @gluon.constexpr_function
-def _num_scale_words(form: str) -> int:
+def _ptx_of_format(packed_format: str) -> str:
+    return _PTX_BY_FORMAT.value[packed_format]
+
+
+@gluon.constexpr_function
+def _num_scale_words(packed_format: str) -> int:
     """Return the number of scale words that four threads share per block."""
-    return {"e2m1": 1, "nvfp4": 2}.get(form, 4 if form.startswith("integer 2") else 2)
+    return {"e2m1": 1, "nvfp4": 2}.get(
+        packed_format, 4 if packed_format.startswith("integer 2") else 2
+    )
 
 
 @gluon.constexpr_function
@@ -173,22 +176,22 @@ def _load_scale_quads(smem):
 
 
 @gluon.jit
-def scales_of_blocks(smem, PART: gl.constexpr, FORM: gl.constexpr):
-    """Load the scales of a K step that `unpack` needs for the two blocks of warpgroup PART."""
-    COUNT: gl.constexpr = _num_scale_words(FORM)
+def scales_of_blocks(smem, WARPGROUP: gl.constexpr, PACKED_FORMAT: gl.constexpr):
+    """Load the scales of a K step that `unpack` needs for the two blocks of warpgroup WARPGROUP."""
+    COUNT: gl.constexpr = _num_scale_words(PACKED_FORMAT)
     if COUNT == 1:  # one word per block, for both warpgroups
         s = _load_scale_quads(smem)
-        return (s[2 * PART],), (s[2 * PART + 1],)
+        return (s[2 * WARPGROUP],), (s[2 * WARPGROUP + 1],)
     elif COUNT == 4:  # one word per row and 32 columns
-        first = _load_scale_quads(smem.slice(16 * PART, 8, 0))
-        return first, _load_scale_quads(smem.slice(16 * PART + 8, 8, 0))
+        first = _load_scale_quads(smem.slice(16 * WARPGROUP, 8, 0))
+        return first, _load_scale_quads(smem.slice(16 * WARPGROUP + 8, 8, 0))
     else:  # one word per row
-        s = _load_scale_quads(smem.slice(8 * PART, 8, 0))
+        s = _load_scale_quads(smem.slice(8 * WARPGROUP, 8, 0))
         return (s[0], s[1]), (s[2], s[3])
 
 
 @gluon.jit
-def unpack(smem, scales, OPERAND: gl.constexpr, FORM: gl.constexpr):
+def unpack(smem, scales, OPERAND: gl.constexpr, PACKED_FORMAT: gl.constexpr):
     """Unpack words (16, 32) in shared memory to bf16 (64, 64) in the layout OPERAND of wgmma.
 
     `scales` are tensors (32, 1) of scale words, by which the weights are multiplied. A thread
@@ -204,7 +207,7 @@ def unpack(smem, scales, OPERAND: gl.constexpr, FORM: gl.constexpr):
     w1 = gl.convert_layout(w1, QUAD_LAYOUT, assert_trivial=True)
     w2 = gl.convert_layout(w2, QUAD_LAYOUT, assert_trivial=True)
     w3 = gl.convert_layout(w3, QUAD_LAYOUT, assert_trivial=True)
-    CODE: gl.constexpr = _ptx_of_form(FORM)
+    CODE: gl.constexpr = _ptx_of_format(PACKED_FORMAT)
     CONSTRAINTS: gl.constexpr = _constraints(len(scales))
     if len(scales) == 1:
         p = gl.inline_asm_elementwise(

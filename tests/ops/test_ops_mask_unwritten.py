@@ -1,4 +1,4 @@
-"""live_pairs: the Triton kernel and its torch reference, compared with loops over pairs."""
+"""mask_unwritten_pairs: the Triton kernel and its torch reference, against loops over pairs."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops import mask_unwritten as module
-from modular_kernel.ops.mask_unwritten import live_pairs
+from modular_kernel.ops.mask_unwritten import mask_unwritten_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -35,7 +35,7 @@ def test_rows_past_the_count_have_no_pairs(
     weights[ids < 0] = torch.nan
     out_ids = torch.full((rows, top_k), 99, dtype=torch.int32, device=DEVICE)
     out_weights = torch.full((rows, top_k), torch.nan, device=DEVICE)
-    live_pairs(
+    mask_unwritten_pairs(
         ids.to(DEVICE),
         weights.to(DEVICE),
         torch.tensor([7, count], dtype=torch.int32, device=DEVICE)[1],
@@ -44,10 +44,10 @@ def test_rows_past_the_count_have_no_pairs(
     )
     for row in range(rows):
         for k in range(top_k):
-            live = row < count and int(ids[row, k]) >= 0
-            assert int(out_ids[row, k]) == (int(ids[row, k]) if live else -1)
+            valid = row < count and int(ids[row, k]) >= 0
+            assert int(out_ids[row, k]) == (int(ids[row, k]) if valid else -1)
             weight = float(out_weights[row, k])
-            assert weight == (float(weights[row, k]) if live else 0.0)
+            assert weight == (float(weights[row, k]) if valid else 0.0)
             assert math.isfinite(weight)
 
 
@@ -57,8 +57,10 @@ def test_shapes_and_strides_are_checked() -> None:
     out = {"out_ids_RK": ids.int(), "out_weights_RK": weights.clone()}
     count = torch.tensor(2, device=DEVICE)
     with pytest.raises(ShapeError, match=r"weights: got \(3, 2\), .* need \(4, 2\), contiguous"):
-        live_pairs(ids, weights[:3], count, **out)
-    with pytest.raises(ShapeError, match="live ids: got"):
-        live_pairs(ids, weights, count, **{**out, "out_ids_RK": ids.int().t().contiguous().t()})
+        mask_unwritten_pairs(ids, weights[:3], count, **out)
+    with pytest.raises(ShapeError, match="masked ids: got"):
+        mask_unwritten_pairs(
+            ids, weights, count, **{**out, "out_ids_RK": ids.int().t().contiguous().t()}
+        )
     with pytest.raises(ShapeError, match=r"need \(4, 2\), contiguous"):
-        live_pairs(ids.expand(4, 2)[:, :1].expand(4, 2), weights, count, **out)
+        mask_unwritten_pairs(ids.expand(4, 2)[:, :1].expand(4, 2), weights, count, **out)

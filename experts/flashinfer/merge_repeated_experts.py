@@ -29,9 +29,11 @@ def merge_repeated_experts(
     counted in `routing.invalid_ids`.
     """
     if not use_triton(ids_TK):
-        joined_pairs_ref(routing, num_local, factor=factor, ids_TK=ids_TK, weights_TK=weights_TK)
+        merge_repeated_experts_ref(
+            routing, num_local, factor=factor, ids_TK=ids_TK, weights_TK=weights_TK
+        )
         return
-    from experts.flashinfer.kernels.joined_pairs import joined_pairs_kernel
+    from experts.flashinfer.kernels.merge_repeated_experts import merge_repeated_experts_kernel
 
     topk_ids_TK, topk_weights_TK, expert_map = (
         routing.topk_ids_TK,
@@ -42,7 +44,7 @@ def merge_repeated_experts(
     block_k = next_power_of_2(top_k)
     block_t = max(1, _PAIRS // block_k)
     launch(
-        joined_pairs_kernel,
+        merge_repeated_experts_kernel,
         (-(-tokens // block_t),),
         ids_ptr=topk_ids_TK,
         weights_ptr=weights_TK if topk_weights_TK is None else topk_weights_TK,
@@ -64,7 +66,7 @@ def merge_repeated_experts(
     )
 
 
-def joined_pairs_ref(
+def merge_repeated_experts_ref(
     routing: DispatchedRouting,
     num_local: int,
     *,

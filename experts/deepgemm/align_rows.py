@@ -1,4 +1,4 @@
-"""aligned_rows: sort pairs by expert; the rows of each expert start at a multiple of the tile."""
+"""align_rows: sort pairs by expert; the rows of each expert start at a multiple of the tile."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ def max_aligned_rows(pairs: int, experts: int, tile: int) -> int:
 
 
 def aligned_specs(tokens: int, top_k: int, experts: int) -> Mapping[str, BufferSpec]:
-    """Return the workspace buffers that `aligned_rows` takes."""
+    """Return the workspace buffers that `align_rows` takes."""
     return {
         "aligned_rows": BufferSpec((tokens, top_k), torch.int32),
         "aligned_ends": BufferSpec((experts,), torch.int32),
@@ -27,7 +27,7 @@ def aligned_specs(tokens: int, top_k: int, experts: int) -> Mapping[str, BufferS
     }
 
 
-def aligned_rows(
+def align_rows(
     routing: DispatchedRouting, tile: int, *, num_local: int, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Assign a row to each pair, sorted stably by expert; return rows and the end of each expert.
@@ -40,13 +40,13 @@ def aligned_rows(
     specs = aligned_specs(tokens, top_k, num_local)
     rows_TK, ends, scratch = (workspace.take(name, spec.shape) for name, spec in specs.items())
     if not use_triton(rows_TK):
-        aligned_rows_ref(routing, tile, rows_TK=rows_TK, ends=ends)
+        align_rows_ref(routing, tile, rows_TK=rows_TK, ends=ends)
         return rows_TK, ends
-    from experts.deepgemm.kernels.aligned_rows import aligned_rows_kernel
+    from experts.deepgemm.kernels.align_rows import align_rows_kernel
 
     counts = count_pairs(routing, num_local, scratch=scratch)
     launch(
-        aligned_rows_kernel,
+        align_rows_kernel,
         (counts.num_chunks,),
         prefix_ptr=counts.prefix,
         totals_ptr=counts.totals,
@@ -63,10 +63,10 @@ def aligned_rows(
     return rows_TK, ends
 
 
-def aligned_rows_ref(
+def align_rows_ref(
     routing: DispatchedRouting, tile: int, *, rows_TK: torch.Tensor, ends: torch.Tensor
 ) -> None:
-    """Torch reference of `aligned_rows`: one expert at a time."""
+    """Torch reference of `align_rows`: one expert at a time."""
     ids, rows, start = local_ids(routing, len(ends)).flatten(), rows_TK.view(-1), 0
     rows.fill_(-1)
     for expert in range(len(ends)):

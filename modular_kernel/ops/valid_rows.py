@@ -23,20 +23,20 @@ class BatchedRows:
     counts_e: torch.Tensor
 
 
-Live = PairRows | BatchedRows | None
+ValidRows = PairRows | BatchedRows | None
 
 
 def source_arguments(
-    x: torch.Tensor, live: Live, row_weights_R: torch.Tensor | None
+    x: torch.Tensor, valid_rows: ValidRows, row_weights_R: torch.Tensor | None
 ) -> dict[str, object]:
     """Return the kernel arguments for the input rows: which hold a token, and their weights."""
     ids: dict[str, object] = {"num_experts": 0, "num_local": 0, "HAS_MAP": False}
     source = "all"
-    if isinstance(live, PairRows):
-        ids, source = id_arguments(live.routing, live.num_local), "pairs"
-    elif isinstance(live, BatchedRows):
-        ids["ids_ptr"], source = live.counts_e, "batched"
-    ids["live_ptr"] = ids.pop("ids_ptr", x)
+    if isinstance(valid_rows, PairRows):
+        ids, source = id_arguments(valid_rows.routing, valid_rows.num_local), "pairs"
+    elif isinstance(valid_rows, BatchedRows):
+        ids["ids_ptr"], source = valid_rows.counts_e, "batched"
+    ids["valid_ptr"] = ids.pop("ids_ptr", x)
     return {
         "map_ptr": x,
         **ids,
@@ -48,20 +48,20 @@ def source_arguments(
     }
 
 
-def segments_of(rows: int, live: Live) -> tuple[int, int]:
+def segments_of(rows: int, valid_rows: ValidRows) -> tuple[int, int]:
     """Return the number of segments of `rows` rows, and the rows in each."""
-    segments = live.counts_e.numel() if isinstance(live, BatchedRows) else 1
+    segments = valid_rows.counts_e.numel() if isinstance(valid_rows, BatchedRows) else 1
     return segments, rows // segments
 
 
-def live_rows(x: torch.Tensor, live: Live) -> torch.Tensor:
+def valid_row_mask(x: torch.Tensor, valid_rows: ValidRows) -> torch.Tensor:
     """Return a mask of the rows that hold a token, (R,) bool."""
-    if isinstance(live, PairRows):
+    if isinstance(valid_rows, PairRows):
         # Do not count invalid ids here; they are counted when pairs are sorted.
-        uncounted = torch.zeros_like(live.routing.invalid_ids)
-        routing = replace(live.routing, invalid_ids=uncounted)
-        return local_ids(routing, live.num_local).flatten() >= 0
-    if isinstance(live, BatchedRows):
-        positions = torch.arange(x.shape[0] // live.counts_e.numel(), device=x.device)
-        return (positions < live.counts_e[:, None]).flatten()
+        uncounted = torch.zeros_like(valid_rows.routing.invalid_ids)
+        routing = replace(valid_rows.routing, invalid_ids=uncounted)
+        return local_ids(routing, valid_rows.num_local).flatten() >= 0
+    if isinstance(valid_rows, BatchedRows):
+        positions = torch.arange(x.shape[0] // valid_rows.counts_e.numel(), device=x.device)
+        return (positions < valid_rows.counts_e[:, None]).flatten()
     return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)

@@ -7,7 +7,7 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 
 @triton.jit
-def joined_pairs_kernel(
+def merge_repeated_experts_kernel(
     ids_ptr, weights_ptr, map_ptr, invalid_ptr, out_ids_ptr, out_weights_ptr,
     num_tokens, num_experts, num_local, stride_ids, stride_weights, factor,
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
