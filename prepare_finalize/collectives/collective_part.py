@@ -115,7 +115,7 @@ class CollectivePart(RowsPart):
         call.peers_notified = local_amax is not None
         amax = None if local_amax is None else fixed.reduce_amax(local_amax, step)
         numbers_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
-        if not self.numbering(x_TH.device).is_plain:  # else ids are the numbers
+        if not self.numbering(x_TH.device).is_linear:  # else ids are the numbers
             pairs = self.pairs(routing, call, join=False)
             number_pairs(pairs)
             numbers_TK, weights_TK = pairs.numbers_TK, pairs.weights_TK
