@@ -34,6 +34,7 @@ from modular_kernel.checkpoints.gptq_awq import (
     without_zero_points,
 )
 from modular_kernel.checkpoints.matrix_layout import Range, StoredTensor, refine
+from modular_kernel.checkpoints.torchao import check_zero_points, dequantize_int4
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
 from modular_kernel.quant.scale_tiles import from_e8m0, pack_pairs, unpack_pairs
 from modular_kernel.spec.problem import parse_dtype
@@ -91,10 +92,14 @@ def merge(
         if format.method == "gguf":
             need = "a format with one tensor for each kind; `load_experts` reads GGUF files"
             raise ConfigurationError("format", got=str(format), need=need)
-        if format.dequantized:
+        if format.dequantized and format.torchao is None:
             parts.append({"weight": dequantize_matrix(format.dequantized, tensors)})
             continue
         (rows, depth), checked = check_tensors(format, tensors)
+        if format.dequantized and format.torchao is not None:
+            values = dequantize_int4(checked, format.torchao.group, (0, depth))
+            parts.append({"weight": values})
+            continue
         parts.append(convert_share(format, fine, checked, (0, rows), (0, depth)))
     if not parts:
         raise ConfigurationError("projections", got="none", need="one or more")
@@ -105,11 +110,12 @@ def merge(
 def _check_batch_dims(format: Format, parts: Sequence[Tensors]) -> None:
     """Raise ShapeError if projections have different leading dimensions."""
     stored = next(stored for stored in format.stored if stored.role == "w")
-    batches = [tuple(part[stored.name].shape[: -len(stored.dims)]) for part in parts]
+    name, dims = ("weight", 2) if format.dequantized else (stored.name, len(stored.dims))
+    batches = [tuple(part[name].shape[:-dims]) for part in parts]
     for batch in batches[1:]:
         if batch != batches[0]:
             need = f"{batches[0]}, like the first projection"
-            raise ShapeError(f"{stored.name}: leading dimensions", got=batch, need=need)
+            raise ShapeError(f"{name}: leading dimensions", got=batch, need=need)
 
 
 def convert_share(
@@ -296,6 +302,18 @@ def _read_bitsandbytes(format: Format, tensors: Tensors, dtype: torch.dtype) -> 
     return Matrix(tensors["weight"], int8_scale(tensors["SCB"], tensors.get("weight_format")))
 
 
+def _read_torchao(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    if format.dequantized:
+        return _read_plain(format, tensors, dtype)
+    check_zero_points(tensors.get("_weight_zero_point"))
+    if format.scheme.granularity != "group":
+        return _read_scaled(format, tensors, dtype)
+    w = tensors["_weight_qdata"].view(torch.uint8) ^ 0x80  # plus 128
+    group = format.scheme.group[0]
+    weights = GroupWeights(w, tensors["_weight_scale"], None, group, bits=8)
+    return _group_matrix(format, weights, dtype)
+
+
 def _read_gguf(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     if format.dequantized:
         return _read_plain(format, tensors, dtype)
@@ -423,6 +441,7 @@ _READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "mxfp8": _read_scaled,
     "fbgemm_fp8": _read_scaled,
     "bitsandbytes": _read_bitsandbytes,
+    "torchao": _read_torchao,
     "gguf": _read_gguf,
     "modelopt": _read_modelopt,
     "quark": _read_fp8,

@@ -70,9 +70,10 @@ class CheckpointInfo:
             raise ConfigurationError(f"checkpoint {self.files.path}: layer", got=layer, need=need)
         format = self._format(layer)
         source = self._source(layer, format)
-        # Quantizers often leave layers for MTP as they are; bitsandbytes leaves experts that are
-        # parameters of the model class, and not modules, without an entry for them.
-        often_plain = format.method == "bitsandbytes" and not source.has_scales()
+        # Quantizers often leave layers for MTP as they are; bitsandbytes and torchao leave experts
+        # that are parameters of the model class, and not modules, without an entry for them.
+        by_class = format.method in ("bitsandbytes", "torchao")
+        often_plain = by_class and not source.has_scales()
         if often_plain or (format.method != UNQUANTIZED.method and self.is_extra(layer)):
             plain = self._source(layer, UNQUANTIZED)
             if plain.has_floats() and (often_plain or not format.dequantized):

@@ -58,6 +58,7 @@ class TensorFiles:
         self.bytes_read = 0
         self._open: dict[Path, Any] = {}
         self._names_in_file: dict[Path, frozenset[str]] = {}
+        self._metadata: dict[Path, dict[str, str]] = {}
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -77,6 +78,14 @@ class TensorFiles:
                 self.qualified_name(name), got=dtype, need=f"one of {', '.join(_DTYPES)}"
             )
         return tuple(tensor_slice.get_shape()), _DTYPES[dtype]
+
+    def metadata(self, name: str) -> dict[str, str]:
+        """Return the metadata of the file that has a tensor."""
+        self._slice(name)  # opens the file
+        path = self.files[name]
+        if path not in self._metadata:
+            self._metadata[path] = self._open[path].metadata() or {}
+        return self._metadata[path]
 
     def nbytes(self, name: str) -> int:
         """Return the size of a tensor in bytes."""
