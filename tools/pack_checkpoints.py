@@ -159,7 +159,11 @@ def gguf(folder: Path) -> Iterator[Case]:
 
     names = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
     weights = _weights()
-    for type_name in ("Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K", "BF16"):
+    # Where a block has float16 factors, of types that the package only unpacks.
+    factors = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+    factors |= {"IQ4_NL": (0,), "IQ4_XS": (0,)}
+    floats = ("F32", "F16", "BF16")
+    for type_name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", *factors, *floats):
         kind = library.GGMLQuantizationType[type_name]
         path = folder / f"{type_name}.gguf"
         folder.mkdir(parents=True, exist_ok=True)
@@ -173,12 +177,12 @@ def gguf(folder: Path) -> Iterator[Case]:
         values, draw = Tensors(), np.random.default_rng(0)
         for projection, name in names.items():
             stack = np.stack([weights[_name(e, projection)].numpy() for e in range(EXPERTS)])
-            if type_name.endswith("_K"):  # the package only unpacks these
+            if type_name in factors:
                 size, bytes_of_block = library.GGML_QUANT_SIZES[kind]
                 shape = (*stack.shape[:2], stack.shape[2] // size * bytes_of_block)
                 packed = draw.integers(0, 256, shape, dtype=np.uint8)
                 blocks = packed.reshape(-1, bytes_of_block)
-                for place in (0, 2) if type_name == "Q4_K" else (208,):  # finite factors
+                for place in factors[type_name]:  # finite and not small
                     blocks[:, place + 1] = blocks[:, place + 1] & 0x83 | 0x18
             else:
                 packed = library.quants.quantize(stack, kind)

@@ -112,7 +112,9 @@ class LayerSource:
             raise WeightsError(self.what, got=got, need=need)
         self._check_extra(checked_keys)
         if self.format.method == "gguf" and self.format.scheme.weight in IMPLICIT_ZERO_POINT:
-            dtypes["scale"] = {torch.float16}  # within the blocks
+            # Within the blocks; those of IQ4_XS are products.
+            types = {self._block_type(key) for key in checked_keys}
+            dtypes["scale"] = {torch.float32 if "IQ4_XS" in types else torch.float16}
         return {role: frozenset(kinds) for role, kinds in dtypes.items()}
 
     def check_metadata(
@@ -222,6 +224,9 @@ class LayerSource:
             return {"weight": dequantize_int4(tensors, self.format.torchao.group, columns)}
         return convert_share(self.format, fine, tensors, rows, columns)
 
+    def _block_type(self, key: str) -> str:
+        return self.files.type_of(key).name if isinstance(self.files, GgufFiles) else ""
+
     def _gguf_part(
         self, location: ProjectionLocation, rows: Range, columns: Range
     ) -> dict[str, torch.Tensor]:
@@ -241,8 +246,11 @@ class LayerSource:
                 raise WeightsError(name, got=got, need="finite numbers")
             return {"weight": values}
         w, scale = group_weights(kind.name, self.format.scheme, blocks)
-        per_byte = 2 if self.format.scheme.packed else 1
-        return {"weight": w[:, within.start // per_byte : within.stop // per_byte], "scale": scale}
+        per_byte, group = 2 if self.format.scheme.packed else 1, self.format.scheme.group[0]
+        return {
+            "weight": w[:, within.start // per_byte : within.stop // per_byte],
+            "scale": scale[:, within.start // group : -(-within.stop // group)],
+        }
 
     def _dequantized(
         self, location: ProjectionLocation, rows: Range, columns: Range

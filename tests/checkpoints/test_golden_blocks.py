@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from modular_kernel.checkpoints import format_of, merge
 from modular_kernel.checkpoints.ggml_blocks import dequantize_blocks, group_weights
+from modular_kernel.models.gguf_config import FLOAT_TYPES, READ_TYPES
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.quantization import QuantScheme
 
@@ -31,7 +32,11 @@ def test_bitsandbytes_unpacks_the_same_bits(kind: str) -> None:
     assert (tensors["weight"].dtype is torch.bfloat16) == ("double" in kind)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K"])
+def test_every_type_but_floats_has_blocks() -> None:
+    assert {name.partition("/")[0] for name in GGUF} == {*READ_TYPES} - {*FLOAT_TYPES}
+
+
+@pytest.mark.parametrize("kind", sorted({*READ_TYPES} - {*FLOAT_TYPES}))
 def test_gguf_unpacks_the_same_bits(kind: str) -> None:
     blocks, want = GGUF[f"{kind}/blocks"], GGUF[f"{kind}/unpacked"]
     assert torch.equal(dequantize_blocks(kind, blocks), want)
@@ -40,6 +45,9 @@ def test_gguf_unpacks_the_same_bits(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "quant"), [
     ("Q8_0", "int8_w8a16_group:group=32"),
     ("Q4_0", "int8_w8a16_group:group=32"),
+    ("Q5_0", "int8_w8a16_group:group=32"),
+    ("IQ4_NL", "int8_w8a16_group:group=32"),
+    ("IQ4_XS", "int8_w8a16_group:group=32"),
     ("Q4_0", "int4_w4a16_group:group=32"),
     ("MXFP4", "mxfp4_w4a16"),
 ])  # fmt: skip
