@@ -47,6 +47,18 @@ def pack_columns(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     return out.flatten(-3, -2)
 
 
+def interleave_nibbles(words: torch.Tensor) -> torch.Tensor:
+    """Return int32 words whose even nibbles are the four low ones of `words`, the odd ones the high.
+
+    This sorts the eight columns of a word of AWQ.
+    """
+    low, high = words.contiguous() & 0xFFFF, words >> 16 & 0xFFFF
+    for half in (low, high):
+        half.bitwise_or_(half << 8).bitwise_and_(0x00FF00FF)
+        half.bitwise_or_(half << 4).bitwise_and_(_LOW_NIBBLES)
+    return high.bitwise_left_shift_(4).bitwise_or_(low)
+
+
 def permute_columns(w: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:
     """Return packed weights uint8 (..., N, bytes of K) with the columns order[0], order[1], ...
 
@@ -71,4 +83,5 @@ def _select_columns(w: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return columns of a matrix of bytes. On CPUs, NumPy is about four times as fast as torch."""
     if w.device.type != "cpu":
         return w.index_select(1, index)
-    return torch.from_numpy(np.take(w.numpy(), index.numpy(), axis=1))
+    # Every index is valid; of the modes that numpy has for others, "wrap" is the fastest.
+    return torch.from_numpy(np.take(w.numpy(), index.numpy(), axis=1, mode="wrap"))
