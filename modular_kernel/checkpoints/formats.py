@@ -251,10 +251,10 @@ def _fp8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
                 "scale", "scale", (_N, Dim("K", 32)), _E8M0, ("weight_scale_inv", "weight_scale")
             ),
         )
-    names = ("weight_scale_inv", "weight_scale", "scale")
+    names: tuple[str, ...] = ("weight_scale_inv", "weight_scale", "scale")
     if scheme.granularity != "block":
-        names = ("weight_scale", "weight_scale_inv", "scale")
-    return _scaled(scheme, names, ("input_scale", "activation_scale"))
+        names = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
+    return _scaled(scheme, names, ("input_scale", "activation_scale", "qscale_act"))
 
 
 def _fbgemm(scheme: QuantScheme) -> tuple[StoredTensor, ...]:

@@ -25,14 +25,15 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.models.config_file import config_of_file, layer_fields_of_config
-from modular_kernel.models.expert_layouts import LAYOUTS, ExpertLayout
+from modular_kernel.models.config_file import config_of_file, config_path, layer_fields_of_config
+from modular_kernel.models.expert_layouts import LAYOUTS, MISTRAL, ExpertLayout
 from modular_kernel.models.layer_quantization import (
     layer_schemes,
     num_layers,
     quantization_of,
     quantized_layout,
 )
+from modular_kernel.models.mistral_params import NAME as PARAMS
 from modular_kernel.models.quantization_config import scheme_of
 from modular_kernel.models.router_config import router_of_config
 from modular_kernel.spec.intermediate_split import split_intermediate
@@ -149,6 +150,8 @@ def read_checkpoint_info(
         quantization = quantization_of(config_of_file(str(files.path))[1])
         config_object |= {"quantization_config": quantization}
         layouts = gguf_files.LAYOUTS
+    elif path.name == PARAMS:
+        layouts = MISTRAL
     # What differs between layers, `CheckpointInfo.problem_fields` reads again.
     config_fields: dict[str, Any] = layer_fields_of_config(path, config_object, 0)
     formats = _formats(path, config_object, config_fields)
@@ -161,7 +164,7 @@ def read_checkpoint_info(
 def _config_path(files: TensorFiles) -> Path:
     if isinstance(files, GgufFiles):
         return files.path
-    return (files.path if files.path.is_dir() else files.path.parent) / "config.json"
+    return config_path(files.path if files.path.is_dir() else files.path.parent)
 
 
 def _formats(path: Path, config: dict[str, Any], fields: dict[str, Any]) -> QuantizationMap:

@@ -48,7 +48,7 @@ def pack_columns(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def interleave_nibbles(words: torch.Tensor) -> torch.Tensor:
-    """Return int32 words whose even nibbles are the four low ones of `words`, the odd ones the high.
+    """Return int32 words whose even nibbles are the four low ones of `words`, odd ones the high.
 
     This sorts the eight columns of a word of AWQ.
     """
