@@ -429,6 +429,30 @@ def torchao(folder: Path) -> Iterator[Case]:
         options = config_to_dict(FqnToConfig({r"re:.*\.experts\.(gate_up|down)_proj": config}))
         at = folder / f"{name}, parameters"
         yield f"{name}; parameters", _write_torchao(at, options, parameters), values, True
+    plain = folder / "plain"
+    _write(plain, None, lambda weight: ({"weight": weight}, weight))
+    for name in ("int8, rows", "fp8, rows"):
+        yield f"{name}; saved by transformers", *_saved_by_transformers(plain, configs[name]), True
+
+
+def _saved_by_transformers(plain: Path, config: Any) -> tuple[Path, Tensors]:
+    """Quantize a model, attention included, and save it; return the folder and experts' values."""
+    from torchao.quantization import FqnToConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    names = {r"re:.*\.experts\.(gate_up|down)_proj": config, r"re:.*\.[qkvo]_proj": config}
+    model = AutoModelForCausalLM.from_pretrained(
+        plain, dtype=torch.bfloat16, quantization_config=TorchAoConfig(FqnToConfig(names))
+    )
+    folder = plain.with_name(f"saved {type(config).__name__}")
+    model.save_pretrained(folder)
+    experts, values = model.model.layers[0].mlp.experts, Tensors()
+    for e in range(EXPERTS):
+        gate_up = _torchao_values(experts.gate_up_proj)[e].chunk(2)
+        parts = {"gate_proj": gate_up[0], "up_proj": gate_up[1]}
+        parts["down_proj"] = _torchao_values(experts.down_proj)[e]
+        values |= {_name(e, part): matrix for part, matrix in parts.items()}
+    return folder, values
 
 
 def _give_int4_packer() -> bool:

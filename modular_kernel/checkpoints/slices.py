@@ -6,7 +6,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -57,6 +57,9 @@ class LayerSource:
     format: Format
     layer: LayerLayout
     bias: bool
+    _keys: dict[tuple[str, str], str | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def what(self) -> str:
@@ -82,7 +85,11 @@ class LayerSource:
 
     def key(self, location: ProjectionLocation, spec: StoredTensor) -> str | None:
         """Return the name of a tensor in the files, or None if there is none."""
-        return next((key for key in location.keys(spec) if key in self.files.names), None)
+        place = location.base, spec.name
+        if place not in self._keys:
+            names = self.files.names
+            self._keys[place] = next((key for key in location.keys(spec) if key in names), None)
+        return self._keys[place]
 
     def check(self) -> dict[str, frozenset[torch.dtype]]:
         """Check names, shapes and dtypes of all experts; return the dtypes by role.
