@@ -11,7 +11,7 @@ Packed weights stay packed. All functions except `sort_rows` are pure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,7 @@ from modular_kernel.checkpoints.gptq_awq import (
     without_zero_points,
 )
 from modular_kernel.checkpoints.matrix_layout import Range, StoredTensor, refine
+from modular_kernel.checkpoints.packed_words import permute_rows
 from modular_kernel.checkpoints.torchao import check_zero_points, dequantize_int4
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
 from modular_kernel.quant.scale_tiles import from_e8m0, pack_pairs, unpack_pairs
@@ -331,15 +332,22 @@ def _read_awq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
 
 
 def _read_gptq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    bits, qweight = 4 if format.scheme.packed else 8, tensors["qweight"]
+    group, order = format.scheme.group[0], None
+    if format.scheme.act_order and bits == 4 and qweight.dim() == 2:
+        order = column_order(tensors["g_idx"], 8 * len(qweight), group, "g_idx")
+        qweight = permute_rows(qweight, order)
     weights = from_gptq(
-        tensors["qweight"],
+        qweight,
         tensors["scales"],
         tensors.get("qzeros"),
-        group=format.scheme.group[0],
+        group=group,
         minus_one=format.minus_one,
-        bits=4 if format.scheme.packed else 8,
+        bits=bits,
     )
-    return _group_matrix(format, weights, dtype, tensors.get("g_idx"))
+    if order is None:
+        return _group_matrix(format, weights, dtype, tensors.get("g_idx"))
+    return replace(_sorted_group_matrix(format, weights, dtype), order=order)
 
 
 def _read_mxfp4(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
@@ -364,12 +372,17 @@ def _group_matrix(
         assert g_idx is not None
         order = column_order(g_idx, weights.depth, format.scheme.group[0], "g_idx")
         weights = sort_columns(weights, order)
+    return replace(_sorted_group_matrix(format, weights, dtype), order=order)
+
+
+def _sorted_group_matrix(format: Format, weights: GroupWeights, dtype: torch.dtype) -> Matrix:
+    """Return weights whose columns are in group order."""
     if not format.scheme.zero_points:
         weights = without_zero_points(weights)
     _check_scale(weights.scale, ~weights.scale.isfinite(), "finite numbers")
     keeps_dtype = weights.scale.dtype.itemsize == dtype.itemsize == 2
     scale = weights.scale if keeps_dtype else weights.scale.float()
-    return Matrix(weights.w, scale, weights.zero_point, order=order)
+    return Matrix(weights.w, scale, weights.zero_point)
 
 
 def _fuse_scales(parts: Sequence[Matrix]) -> Matrix:
