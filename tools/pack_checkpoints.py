@@ -4,32 +4,38 @@
     python tools/pack_checkpoints.py bitsandbytes gguf --folder /tmp/packed
 
 Each packer gets four experts with the names of Qwen3-MoE, writes them in its own format, and
-`load_experts` reads them. Prints the version of the packer, the scheme, and the largest relative
-error of w1 and w2: against what the packer itself unpacks, or, marked with ~, against the weights
-before they were rounded. The packers are not dependencies of this package; run in an environment
-that has those of interest.
+`load_experts`, `FusedMoE.load` and `from_pretrained` read them. Prints the version of the packer,
+the scheme, and the largest relative error of w1 and w2 from `load_experts`: against what the packer
+itself unpacks, or, marked with ~, against the weights before they were rounded. The other two ways
+must give the same tensors, bit by bit. The packers are not dependencies of this package; run in an
+environment that has those of interest.
 """
 
 # ruff: noqa: PLC0415 (packers are optional)
 
 import argparse
+import importlib.util
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import in_checkout  # noqa: F401  (finds the packages)
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
 from modular_kernel.checkpoints.loading import LoadedExperts
+from modular_kernel.integrations.transformers import from_pretrained, register
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.parameters import PARAMETERS
 from modular_kernel.quant.quantized_weights import dequantized_weights
 
-EXPERTS, HIDDEN, INTERMEDIATE = 4, 256, 512
+EXPERTS, HIDDEN, INTERMEDIATE, VOCABULARY, HEADS = 4, 256, 512, 64, 4
 SHAPES = {
     "gate_proj": (INTERMEDIATE, HIDDEN),
     "up_proj": (INTERMEDIATE, HIDDEN),
@@ -45,6 +51,11 @@ CONFIG = {
     "num_hidden_layers": 1,
     "hidden_act": "silu",
     "dtype": "float32",
+    "vocab_size": VOCABULARY,
+    "intermediate_size": INTERMEDIATE,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": HIDDEN // HEADS,
 }
 Tensors = dict[str, torch.Tensor]
 # Packs a weight (N, K) float32; returns its tensors, and the values that they stand for.
@@ -68,7 +79,7 @@ def _weights(seed: int = 0) -> Tensors:
 def _write(folder: Path, quantization: dict[str, Any] | None, pack: Pack) -> Tensors:
     """Pack every weight; return the values."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, values = Tensors(), Tensors()
+    tensors, values = _other_tensors(), Tensors()
     for name, weight in _weights().items():
         own, values[name] = pack(weight)
         tensors |= {f"{name}.{kind}": tensor.contiguous() for kind, tensor in own.items()}
@@ -76,6 +87,23 @@ def _write(folder: Path, quantization: dict[str, Any] | None, pack: Pack) -> Ten
     config = CONFIG | ({} if quantization is None else {"quantization_config": quantization})
     (folder / "config.json").write_text(json.dumps(config))
     return values
+
+
+def _other_tensors() -> Tensors:
+    """Return the tensors of the model that are not experts, so that transformers loads it."""
+    g = torch.Generator().manual_seed(1)
+    layer, attention = "model.layers.0.", "model.layers.0.self_attn."
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+        f"{layer}mlp.gate.weight": (EXPERTS, HIDDEN),
+    }
+    shapes |= {f"{attention}{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
+    norms = {"model.norm.weight": HIDDEN}
+    norms |= {f"{layer}{name}_layernorm.weight": HIDDEN for name in ("input", "post_attention")}
+    norms |= {f"{attention}{name}_norm.weight": HIDDEN // HEADS for name in "qk"}
+    tensors = {name: torch.randn(shape, generator=g) / 16 for name, shape in shapes.items()}
+    return tensors | {name: torch.ones(size) for name, size in norms.items()}
 
 
 def _grid(weight: torch.Tensor, group: int, *, symmetric: bool) -> tuple[torch.Tensor, ...]:
@@ -131,7 +159,11 @@ def gguf(folder: Path) -> Iterator[Case]:
 
     names = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
     weights = _weights()
-    for type_name in ("Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K", "BF16"):
+    # Where a block has float16 factors, of types that the package only unpacks.
+    factors = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+    factors |= {"IQ4_NL": (0,), "IQ4_XS": (0,)}
+    floats = ("F32", "F16", "BF16")
+    for type_name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", *factors, *floats):
         kind = library.GGMLQuantizationType[type_name]
         path = folder / f"{type_name}.gguf"
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,12 +177,12 @@ def gguf(folder: Path) -> Iterator[Case]:
         values, draw = Tensors(), np.random.default_rng(0)
         for projection, name in names.items():
             stack = np.stack([weights[_name(e, projection)].numpy() for e in range(EXPERTS)])
-            if type_name.endswith("_K"):  # the package only unpacks these
+            if type_name in factors:
                 size, bytes_of_block = library.GGML_QUANT_SIZES[kind]
                 shape = (*stack.shape[:2], stack.shape[2] // size * bytes_of_block)
                 packed = draw.integers(0, 256, shape, dtype=np.uint8)
                 blocks = packed.reshape(-1, bytes_of_block)
-                for place in (0, 2) if type_name == "Q4_K" else (208,):  # finite factors
+                for place in factors[type_name]:  # finite and not small
                     blocks[:, place + 1] = blocks[:, place + 1] & 0x83 | 0x18
             else:
                 packed = library.quants.quantize(stack, kind)
@@ -312,6 +344,8 @@ def quark(folder: Path) -> Iterator[Case]:
     exported = json.loads(file.read_text())
     quantization = {"quantization_config": exported["quantization_config"]}
     file.write_text(json.dumps(CONFIG | quantization))
+    tensors = load_file(folder / "fp8" / "model.safetensors")
+    save_file(_other_tensors() | tensors, folder / "fp8" / "model.safetensors")
     yield "fp8 by tensor", folder / "fp8", _weights(), False
 
 
@@ -334,6 +368,147 @@ def transformers(folder: Path) -> Iterator[Case]:
         yield name, folder / name, _write(folder / name, options.to_dict(), pack), True
 
 
+def torchao(folder: Path) -> Iterator[Case]:
+    from torchao.core.config import config_to_dict
+    from torchao.quantization import (
+        Float8DynamicActivationFloat8WeightConfig,
+        Float8Tensor,
+        Float8WeightOnlyConfig,
+        FqnToConfig,
+        Int4WeightOnlyConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        PerGroup,
+        PerRow,
+        PerTensor,
+        quantize_,
+    )
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
+
+    def pack(config: Any, weight: torch.Tensor) -> torch.Tensor:
+        if isinstance(config, Float8DynamicActivationFloat8WeightConfig):
+            granularity = config.granularity[1]  # `quantize_` needs a GPU for it
+            kwargs = QuantizeTensorToFloat8Kwargs(granularity=granularity)
+            return Float8Tensor.from_hp(weight, granularity=granularity, act_quant_kwargs=kwargs)
+        module = torch.nn.Module()
+        module.weight = torch.nn.Parameter(weight)
+        quantize_(module, FqnToConfig({"weight": config}), filter_fn=None)
+        return module.weight.data
+
+    rows, matrix, groups = PerRow(), PerTensor(), PerGroup(64)
+    configs = {
+        "int8, rows": Int8WeightOnlyConfig(granularity=rows),
+        "int8, groups of 64": Int8WeightOnlyConfig(granularity=groups),
+        "int8 with int8 inputs": Int8DynamicActivationInt8WeightConfig(granularity=rows),
+        "fp8, rows": Float8WeightOnlyConfig(granularity=rows),
+        "fp8, matrices": Float8WeightOnlyConfig(granularity=matrix),
+        "fp8 with fp8 inputs, rows": Float8DynamicActivationFloat8WeightConfig(granularity=rows),
+        "fp8 with fp8 inputs, matrices": Float8DynamicActivationFloat8WeightConfig(
+            granularity=matrix
+        ),
+    }
+    if _give_int4_packer():
+        configs["int4, groups of 64"] = Int4WeightOnlyConfig(group_size=64)
+    weights = {name: weight.bfloat16() for name, weight in _weights().items()}
+    stacks = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    for name, config in configs.items():
+        modules = {f"{key}.weight": pack(config, weight) for key, weight in weights.items()}
+        options = config_to_dict(config)
+        values = {key.removesuffix(".weight"): _torchao_values(w) for key, w in modules.items()}
+        yield f"{name}; modules", _write_torchao(folder / name, options, modules), values, True
+        parameters, values = {}, Tensors()
+        for key, parts in stacks.items():
+            stacked = torch.stack(
+                [torch.cat([weights[_name(e, each)] for each in parts]) for e in range(EXPERTS)]
+            )
+            at = f"model.layers.0.mlp.experts.{key}"
+            parameters[at] = pack(config, stacked)
+            for e, matrices in enumerate(_torchao_values(parameters[at])):
+                each = zip(parts, matrices.chunk(len(parts)), strict=True)
+                values |= {_name(e, part): matrix for part, matrix in each}
+        options = config_to_dict(FqnToConfig({r"re:.*\.experts\.(gate_up|down)_proj": config}))
+        at = folder / f"{name}, parameters"
+        yield f"{name}; parameters", _write_torchao(at, options, parameters), values, True
+    plain = folder / "plain"
+    _write(plain, None, lambda weight: ({"weight": weight}, weight))
+    for name in ("int8, rows", "fp8, rows"):
+        yield f"{name}; saved by transformers", *_saved_by_transformers(plain, configs[name]), True
+
+
+def _saved_by_transformers(plain: Path, config: Any) -> tuple[Path, Tensors]:
+    """Quantize a model, attention included, and save it; return the folder and experts' values."""
+    from torchao.quantization import FqnToConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    names = {r"re:.*\.experts\.(gate_up|down)_proj": config, r"re:.*\.[qkvo]_proj": config}
+    model = AutoModelForCausalLM.from_pretrained(
+        plain, dtype=torch.bfloat16, quantization_config=TorchAoConfig(FqnToConfig(names))
+    )
+    folder = plain.with_name(f"saved {type(config).__name__}")
+    model.save_pretrained(folder)
+    experts, values = model.model.layers[0].mlp.experts, Tensors()
+    for e in range(EXPERTS):
+        gate_up = _torchao_values(experts.gate_up_proj)[e].chunk(2)
+        parts = {"gate_proj": gate_up[0], "up_proj": gate_up[1]}
+        parts["down_proj"] = _torchao_values(experts.down_proj)[e]
+        values |= {_name(e, part): matrix for part, matrix in parts.items()}
+    return folder, values
+
+
+def _give_int4_packer() -> bool:
+    """Give torchao the packer of int4 of FBGEMM, whose import needs a GPU; False without it."""
+    from torchao.quantization.quantize_.workflows.int4 import int4_tensor
+
+    if int4_tensor.int4_row_quantize_zp is not None:
+        return True
+    for folder in sys.path:
+        file = Path(folder) / "fbgemm_gpu" / "experimental" / "gen_ai" / "quantize.py"
+        if file.is_file():
+            name = "fbgemm_gpu.experimental.gemm.triton_gemm.fp8_gemm"
+            parts = name.split(".")
+            for depth in range(1, len(parts) + 1):
+                sys.modules.setdefault(".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+            sys.modules[name].quantize_fp8_row = None  # type: ignore[attr-defined]
+            spec = importlib.util.spec_from_file_location("fbgemm_int4", file)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            int4_tensor.int4_row_quantize_zp = module.int4_row_quantize_zp
+            int4_tensor.pack_int4 = module.pack_int4
+            return True
+    print("  torchao int4: no fbgemm-gpu-genai or mslk, whose packer it uses")
+    return False
+
+
+def _torchao_values(weight: Any) -> torch.Tensor:
+    """Return the values of a packed weight, float32.
+
+    Int4Tensor has no function for it: its kernels compute code times scale plus zero point.
+    """
+    if type(weight).__name__ != "Int4Tensor":
+        return weight.dequantize(torch.float32)
+    signed = torch.stack([weight.qdata << 4 >> 4, weight.qdata >> 4], -1).flatten(-2).float()
+    scale, zero = (
+        each.float().mT.repeat_interleave(weight.block_size[-1], -1)
+        for each in (weight.scale, weight.zero_point)
+    )
+    return signed * scale + zero
+
+
+def _write_torchao(folder: Path, options: Any, weights: Tensors) -> Path:
+    """Write packed weights as transformers does; return the folder."""
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, metadata = flatten_tensor_state_dict(_other_tensors() | weights)
+    save_file(tensors, folder / "model.safetensors", metadata | {"format": "pt"})
+    config = {"quant_method": "torchao", "quant_type": {"default": options}}
+    config |= {"modules_to_not_convert": None, "include_input_output_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": config}))
+    return folder
+
+
 PACKERS: dict[str, tuple[Callable[[Path], Iterator[Case]], str]] = {
     "bitsandbytes": (bitsandbytes, "bitsandbytes"),
     "gguf": (gguf, "gguf"),
@@ -345,15 +520,15 @@ PACKERS: dict[str, tuple[Callable[[Path], Iterator[Case]], str]] = {
     "modelopt": (modelopt, "nvidia-modelopt"),
     "quark": (quark, "amd-quark"),
     "transformers": (transformers, "transformers"),
+    "torchao": (torchao, "torchao"),
 }
 
 
-def check(checkpoint: Path, values: Tensors) -> tuple[str, float]:
-    """Load a checkpoint; return its scheme and the largest relative error of its weights.
+def check(loaded: LoadedExperts, values: Tensors) -> tuple[str, float]:
+    """Return the scheme of loaded experts and the largest relative error of their weights.
 
     With act-order, whose rows and columns are sorted, the error is that of the layer's output.
     """
-    loaded = mk.load_experts(checkpoint, 0, dtype="float32")
     problem = loaded.problem(16)
     exact = {
         "w1": [_exact(values, e, "gate_proj", "up_proj") for e in range(EXPERTS)],
@@ -370,6 +545,31 @@ def check(checkpoint: Path, values: Tensors) -> tuple[str, float]:
             difference = (weights[expert].double() - matrix).norm() / matrix.norm()
             worst = max(worst, float(difference))
     return str(loaded.problem_fields["quant"]), worst
+
+
+def check_other_ways(checkpoint: Path, loaded: LoadedExperts) -> str:
+    """Load a checkpoint in the other two ways; return which ones gave the weights of `loaded`.
+
+    Raises AssertionError for other weights.
+    """
+    layer = FusedMoE.from_config(checkpoint, 0, params_dtype="float32")
+    layer.load(checkpoint)
+    _assert_equal(layer, loaded)
+    if checkpoint.suffix == ".gguf":
+        return "load_experts, FusedMoE.load"
+    register()
+    model = from_pretrained(checkpoint, dtype=torch.float32)
+    experts = model.model.layers[0].mlp.experts
+    for ours, field in {"gate_up_proj": "w1", "down_proj": "w2"}.items():
+        assert torch.equal(getattr(experts, ours), getattr(loaded.weights, field)), field
+    assert bool(model(torch.arange(8)[None]).logits.isfinite().all())
+    return "load_experts, FusedMoE.load, from_pretrained"
+
+
+def _assert_equal(layer: FusedMoE, loaded: LoadedExperts) -> None:
+    for field, name in PARAMETERS.items():
+        tensor = getattr(loaded.weights, field)
+        assert tensor is None or torch.equal(getattr(layer, name), tensor), field
 
 
 def _exact(values: Tensors, expert: int, *projections: str) -> torch.Tensor:
@@ -405,8 +605,11 @@ def main() -> None:
             print(f"{name}: not installed")
             continue
         for case, checkpoint, values, exact in run(root / name):
-            scheme, worst = check(checkpoint, values)
-            print(f"{package} {found}, {case}: {scheme}, {'' if exact else '~'}{worst:.1e}")
+            loaded = mk.load_experts(checkpoint, 0, dtype="float32")
+            scheme, worst = check(loaded, values)
+            ways = check_other_ways(checkpoint, loaded)
+            error = f"{'' if exact else '~'}{worst:.1e}"
+            print(f"{package} {found}, {case}: {scheme}, {error}, by {ways}")
 
 
 if __name__ == "__main__":

@@ -277,5 +277,5 @@ def int8_scale(scb: torch.Tensor, stored_format: torch.Tensor | None) -> torch.T
 
 def refused_error(what: str, format: object) -> ConfigurationError:
     """Return the error of loaders that copy stored tensors one by one."""
-    need = "tensors by rows and columns; `load_experts` reads bitsandbytes' 4 bits and GGUF"
+    need = "another format; `load_experts` reads bitsandbytes' 4 bits, torchao and GGUF"
     return ConfigurationError(what, got=str(format), need=need)

@@ -23,7 +23,8 @@ SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _MODEL, _SECOND_COPY = "model", "consolidated"
 _MAX_INDEX_BYTES = 1 << 28
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
-_NO_HUB_SUFFIXES = (SUFFIX, ".json", ".gguf", ".bin", ".pt", ".pth")
+_PICKLES = (".bin", ".pt", ".pth")
+_NO_HUB_SUFFIXES = (SUFFIX, ".json", ".gguf", *_PICKLES)
 
 
 def local_path(checkpoint: str | Path) -> Path:
@@ -89,8 +90,12 @@ def index_or_files(folder: Path) -> list[Path]:
 
 def no_tensors_error(folder: Path) -> ConfigurationError:
     """Return the error of a folder without safetensors files."""
-    need = f"*{SUFFIX} or *.gguf in it"
-    return ConfigurationError(f"checkpoint {folder}", got="no safetensors", need=need)
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
+    need, got = f"*{SUFFIX} or *.gguf in it", "no safetensors"
+    if pickles:
+        got = f"no safetensors, and {pickles[0]}"
+        need += ": pickled tensors are not read, because a pickle can run any code"
+    return ConfigurationError(f"checkpoint {folder}", got=got, need=need)
 
 
 def read_index(index: Path) -> dict[str, Path]:

@@ -32,7 +32,12 @@ class ProjectionLocation:
     def keys(self, spec: StoredTensor) -> Iterator[str]:
         """Yield the names that a stored tensor may have in the file, the usual one first."""
         for name in (spec.name, *spec.aliases):
-            if not self.is_parameter:
+            if name.startswith("_weight_") and self.is_parameter:  # of torchao
+                module, _, parameter = self.base.rpartition(".")
+                yield f"{module}._{parameter}_{name.removeprefix('_weight_')}"
+            elif name.startswith("weight:") and self.is_parameter:
+                yield f"{self.base}{name.removeprefix('weight')}"
+            elif not self.is_parameter:
                 yield f"{self.base}.{name}"
             elif name == "weight":
                 yield self.base

@@ -12,7 +12,7 @@ from math import gcd
 
 import torch
 
-from modular_kernel.checkpoints import bitsandbytes
+from modular_kernel.checkpoints import bitsandbytes, torchao
 from modular_kernel.checkpoints.gptq_awq import fit_group
 from modular_kernel.checkpoints.matrix_layout import FLOATS, Dim, StoredTensor
 from modular_kernel.errors import ConfigurationError
@@ -22,7 +22,10 @@ from modular_kernel.models.quantization_config import (
     gptq_version,
     quantizes_inputs,
     scheme_of,
+    torchao_format_of,
 )
+from modular_kernel.models.torchao_config import METHOD as TORCHAO
+from modular_kernel.models.torchao_config import TorchaoFormat
 from modular_kernel.quant.nvfp4 import GROUP
 from modular_kernel.quant.scale_tiles import ceil_div
 from modular_kernel.spec.intermediate_split import (
@@ -48,7 +51,7 @@ class Format:
     minus_one: GPTQ's zero points are stored minus one. quantizes_inputs: the files' recipe also
     rounds activations (nvfp4); they stay in 16 bits unless `with_inputs` is used. dequantized:
     name of codes that no scheme represents, such as "nf4", which are dequantized when they are
-    loaded; "" for others.
+    loaded; "" for others. torchao: how torchao stores the weights; None for other methods.
     """
 
     method: str
@@ -56,10 +59,11 @@ class Format:
     minus_one: bool = True
     quantizes_inputs: bool = False
     dequantized: str = ""
+    torchao: TorchaoFormat | None = None
 
     @property
     def has_blocks(self) -> bool:
-        """Whether files have blocks that mix codes and scales, or that span rows."""
+        """Whether files have codes that are dequantized, or blocks of codes and scales."""
         return bool(self.dequantized) or self.method == "gguf"
 
     @cached_property
@@ -67,6 +71,8 @@ class Format:
         """The tensors of one matrix."""
         if self.dequantized and self.method == "bitsandbytes":
             return bitsandbytes.tensors_4bit(self.dequantized)
+        if self.torchao is not None:
+            return torchao.tensors(self.torchao, self.scheme)
         return _STORED[self.method](self.scheme)
 
     def with_scheme(self, scheme: QuantScheme) -> "Format":
@@ -117,6 +123,10 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
         raise ConfigurationError(f"model {path}: quantization_config", got=str(scheme), need=need)
     if method == "bitsandbytes" and not scheme.quantized:
         return Format(method, scheme, dequantized=bitsandbytes_kind(path, config))
+    if method == TORCHAO:
+        kind = torchao_format_of(path, config)
+        dequantized = "" if scheme.quantized else torchao.KIND
+        return Format(method, scheme, dequantized=dequantized, torchao=kind)
     if method == "gguf":
         types = " and ".join(sorted(set(config["types"])))
         return Format(method, scheme, dequantized="" if scheme.quantized else types)
@@ -241,10 +251,10 @@ def _fp8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
                 "scale", "scale", (_N, Dim("K", 32)), _E8M0, ("weight_scale_inv", "weight_scale")
             ),
         )
-    names = ("weight_scale_inv", "weight_scale", "scale")
+    names: tuple[str, ...] = ("weight_scale_inv", "weight_scale", "scale")
     if scheme.granularity != "block":
-        names = ("weight_scale", "weight_scale_inv", "scale")
-    return _scaled(scheme, names, ("input_scale", "activation_scale"))
+        names = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
+    return _scaled(scheme, names, ("input_scale", "activation_scale", "qscale_act"))
 
 
 def _fbgemm(scheme: QuantScheme) -> tuple[StoredTensor, ...]:

@@ -11,7 +11,7 @@ Packed weights stay packed. All functions except `sort_rows` are pure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,8 @@ from modular_kernel.checkpoints.gptq_awq import (
     without_zero_points,
 )
 from modular_kernel.checkpoints.matrix_layout import Range, StoredTensor, refine
+from modular_kernel.checkpoints.packed_words import permute_rows
+from modular_kernel.checkpoints.torchao import check_zero_points, dequantize_int4
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
 from modular_kernel.quant.scale_tiles import from_e8m0, pack_pairs, unpack_pairs
 from modular_kernel.spec.problem import parse_dtype
@@ -91,10 +93,14 @@ def merge(
         if format.method == "gguf":
             need = "a format with one tensor for each kind; `load_experts` reads GGUF files"
             raise ConfigurationError("format", got=str(format), need=need)
-        if format.dequantized:
+        if format.dequantized and format.torchao is None:
             parts.append({"weight": dequantize_matrix(format.dequantized, tensors)})
             continue
         (rows, depth), checked = check_tensors(format, tensors)
+        if format.dequantized and format.torchao is not None:
+            values = dequantize_int4(checked, format.torchao.group, (0, depth))
+            parts.append({"weight": values})
+            continue
         parts.append(convert_share(format, fine, checked, (0, rows), (0, depth)))
     if not parts:
         raise ConfigurationError("projections", got="none", need="one or more")
@@ -105,11 +111,12 @@ def merge(
 def _check_batch_dims(format: Format, parts: Sequence[Tensors]) -> None:
     """Raise ShapeError if projections have different leading dimensions."""
     stored = next(stored for stored in format.stored if stored.role == "w")
-    batches = [tuple(part[stored.name].shape[: -len(stored.dims)]) for part in parts]
+    name, dims = ("weight", 2) if format.dequantized else (stored.name, len(stored.dims))
+    batches = [tuple(part[name].shape[:-dims]) for part in parts]
     for batch in batches[1:]:
         if batch != batches[0]:
             need = f"{batches[0]}, like the first projection"
-            raise ShapeError(f"{stored.name}: leading dimensions", got=batch, need=need)
+            raise ShapeError(f"{name}: leading dimensions", got=batch, need=need)
 
 
 def convert_share(
@@ -296,6 +303,18 @@ def _read_bitsandbytes(format: Format, tensors: Tensors, dtype: torch.dtype) -> 
     return Matrix(tensors["weight"], int8_scale(tensors["SCB"], tensors.get("weight_format")))
 
 
+def _read_torchao(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    if format.dequantized:
+        return _read_plain(format, tensors, dtype)
+    check_zero_points(tensors.get("_weight_zero_point"))
+    if format.scheme.granularity != "group":
+        return _read_scaled(format, tensors, dtype)
+    w = tensors["_weight_qdata"].view(torch.uint8) ^ 0x80  # plus 128
+    group = format.scheme.group[0]
+    weights = GroupWeights(w, tensors["_weight_scale"], None, group, bits=8)
+    return _group_matrix(format, weights, dtype)
+
+
 def _read_gguf(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     if format.dequantized:
         return _read_plain(format, tensors, dtype)
@@ -313,15 +332,22 @@ def _read_awq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
 
 
 def _read_gptq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    bits, qweight = 4 if format.scheme.packed else 8, tensors["qweight"]
+    group, order = format.scheme.group[0], None
+    if format.scheme.act_order and bits == 4 and qweight.dim() == 2:
+        order = column_order(tensors["g_idx"], 8 * len(qweight), group, "g_idx")
+        qweight = permute_rows(qweight, order)
     weights = from_gptq(
-        tensors["qweight"],
+        qweight,
         tensors["scales"],
         tensors.get("qzeros"),
-        group=format.scheme.group[0],
+        group=group,
         minus_one=format.minus_one,
-        bits=4 if format.scheme.packed else 8,
+        bits=bits,
     )
-    return _group_matrix(format, weights, dtype, tensors.get("g_idx"))
+    if order is None:
+        return _group_matrix(format, weights, dtype, tensors.get("g_idx"))
+    return replace(_sorted_group_matrix(format, weights, dtype), order=order)
 
 
 def _read_mxfp4(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
@@ -346,12 +372,17 @@ def _group_matrix(
         assert g_idx is not None
         order = column_order(g_idx, weights.depth, format.scheme.group[0], "g_idx")
         weights = sort_columns(weights, order)
+    return replace(_sorted_group_matrix(format, weights, dtype), order=order)
+
+
+def _sorted_group_matrix(format: Format, weights: GroupWeights, dtype: torch.dtype) -> Matrix:
+    """Return weights whose columns are in group order."""
     if not format.scheme.zero_points:
         weights = without_zero_points(weights)
     _check_scale(weights.scale, ~weights.scale.isfinite(), "finite numbers")
     keeps_dtype = weights.scale.dtype.itemsize == dtype.itemsize == 2
     scale = weights.scale if keeps_dtype else weights.scale.float()
-    return Matrix(weights.w, scale, weights.zero_point, order=order)
+    return Matrix(weights.w, scale, weights.zero_point)
 
 
 def _fuse_scales(parts: Sequence[Matrix]) -> Matrix:
@@ -423,6 +454,7 @@ _READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "mxfp8": _read_scaled,
     "fbgemm_fp8": _read_scaled,
     "bitsandbytes": _read_bitsandbytes,
+    "torchao": _read_torchao,
     "gguf": _read_gguf,
     "modelopt": _read_modelopt,
     "quark": _read_fp8,

@@ -152,7 +152,7 @@ def from_awq(
     zeros = None
     if qzeros is not None:
         check_packed(qzeros, "qzeros")
-        zeros = pack_values(unpack_words(qzeros, -1, _AWQ_ORDER), 4)
+        zeros = packed_words.interleave_nibbles(qzeros).view(torch.uint8)
     return _group_weights(w, scales, zeros, group, 4)
 
 

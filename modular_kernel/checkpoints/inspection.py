@@ -25,14 +25,15 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.models.config_file import config_of_file, layer_fields_of_config
-from modular_kernel.models.expert_layouts import LAYOUTS, ExpertLayout
+from modular_kernel.models.config_file import config_of_file, config_path, layer_fields_of_config
+from modular_kernel.models.expert_layouts import LAYOUTS, MISTRAL, ExpertLayout
 from modular_kernel.models.layer_quantization import (
     layer_schemes,
     num_layers,
     quantization_of,
     quantized_layout,
 )
+from modular_kernel.models.mistral_params import NAME as PARAMS
 from modular_kernel.models.quantization_config import scheme_of
 from modular_kernel.models.router_config import router_of_config
 from modular_kernel.spec.intermediate_split import split_intermediate
@@ -70,9 +71,10 @@ class CheckpointInfo:
             raise ConfigurationError(f"checkpoint {self.files.path}: layer", got=layer, need=need)
         format = self._format(layer)
         source = self._source(layer, format)
-        # Quantizers often leave layers for MTP as they are; bitsandbytes leaves experts that are
-        # parameters of the model class, and not modules, without an entry for them.
-        often_plain = format.method == "bitsandbytes" and not source.has_scales()
+        # Quantizers often leave layers for MTP as they are; bitsandbytes and torchao leave experts
+        # that are parameters of the model class, and not modules, without an entry for them.
+        by_class = format.method in ("bitsandbytes", "torchao")
+        often_plain = by_class and not source.has_scales()
         if often_plain or (format.method != UNQUANTIZED.method and self.is_extra(layer)):
             plain = self._source(layer, UNQUANTIZED)
             if plain.has_floats() and (often_plain or not format.dequantized):
@@ -148,6 +150,8 @@ def read_checkpoint_info(
         quantization = quantization_of(config_of_file(str(files.path))[1])
         config_object |= {"quantization_config": quantization}
         layouts = gguf_files.LAYOUTS
+    elif path.name == PARAMS:
+        layouts = MISTRAL
     # What differs between layers, `CheckpointInfo.problem_fields` reads again.
     config_fields: dict[str, Any] = layer_fields_of_config(path, config_object, 0)
     formats = _formats(path, config_object, config_fields)
@@ -160,7 +164,7 @@ def read_checkpoint_info(
 def _config_path(files: TensorFiles) -> Path:
     if isinstance(files, GgufFiles):
         return files.path
-    return (files.path if files.path.is_dir() else files.path.parent) / "config.json"
+    return config_path(files.path if files.path.is_dir() else files.path.parent)
 
 
 def _formats(path: Path, config: dict[str, Any], fields: dict[str, Any]) -> QuantizationMap:

@@ -109,6 +109,8 @@ class StoredTensor:
         Trailing dimensions of 1 are left out, and all of 1 that a scale has in excess, such as
         those of modelopt's scales of blocks, (N / 128, 1, K / 128, 1).
         """
+        if tuple(got) == tuple(need):
+            return tuple(range(len(need)))
         kept = list[int]()
         for dim, size in enumerate(got):
             if len(kept) < len(need) and size == need[len(kept)]:

@@ -47,6 +47,18 @@ def pack_columns(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     return out.flatten(-3, -2)
 
 
+def interleave_nibbles(words: torch.Tensor) -> torch.Tensor:
+    """Return int32 words whose even nibbles are the four low ones of `words`, odd ones the high.
+
+    This sorts the eight columns of a word of AWQ.
+    """
+    low, high = words.contiguous() & 0xFFFF, words >> 16 & 0xFFFF
+    for half in (low, high):
+        half.bitwise_or_(half << 8).bitwise_and_(0x00FF00FF)
+        half.bitwise_or_(half << 4).bitwise_and_(_LOW_NIBBLES)
+    return high.bitwise_left_shift_(4).bitwise_or_(low)
+
+
 def permute_columns(w: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:
     """Return packed weights uint8 (..., N, bytes of K) with the columns order[0], order[1], ...
 
@@ -67,8 +79,32 @@ def permute_columns(w: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Te
     return low.bitwise_or_(high.bitwise_left_shift_(4))
 
 
+def permute_rows(words: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return 4-bit values, int32 (K / 8, N) packed along K, with the rows order[0], order[1], ...
+
+    order: (K,) integers. Rows are moved as a whole, which is faster than `permute_columns` after
+    the words are transposed.
+    """
+    words_per_row = words.shape[1]
+    pairs = words.new_empty(len(words), 4, words_per_row, dtype=torch.uint8)
+    for byte in range(4):
+        pairs[:, byte] = words >> 8 * byte  # the copy to uint8 keeps the low byte
+    pairs, order = pairs.view(-1, words_per_row), order.long()
+    halves = []
+    for rows in (order[0::2], order[1::2]):
+        shift = (rows % 2 * 4).to(torch.uint8)[:, None]
+        halves.append(pairs.index_select(0, rows // 2).bitwise_right_shift_(shift).bitwise_and_(15))
+    low, high = halves
+    packed = low.bitwise_or_(high.bitwise_left_shift_(4)).view(-1, 4, words_per_row)
+    out = packed[:, 3].int()
+    for byte in (2, 1, 0):
+        out.bitwise_left_shift_(8).bitwise_or_(packed[:, byte])
+    return out
+
+
 def _select_columns(w: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return columns of a matrix of bytes. On CPUs, NumPy is about four times as fast as torch."""
     if w.device.type != "cpu":
         return w.index_select(1, index)
-    return torch.from_numpy(np.take(w.numpy(), index.numpy(), axis=1))
+    # Every index is valid; of the modes that numpy has for others, "wrap" is the fastest.
+    return torch.from_numpy(np.take(w.numpy(), index.numpy(), axis=1, mode="wrap"))

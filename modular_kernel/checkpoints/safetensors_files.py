@@ -11,6 +11,7 @@ checks headers. Every error names the file.
 
 import stat
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -58,6 +59,8 @@ class TensorFiles:
         self.bytes_read = 0
         self._open: dict[Path, Any] = {}
         self._names_in_file: dict[Path, frozenset[str]] = {}
+        self._metadata: dict[Path, dict[str, str]] = {}
+        self._headers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -70,13 +73,23 @@ class TensorFiles:
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and dtype of a tensor, from the header."""
-        tensor_slice = self._slice(name)
-        dtype = tensor_slice.get_dtype()
-        if dtype not in _DTYPES:
-            raise DtypeError(
-                self.qualified_name(name), got=dtype, need=f"one of {', '.join(_DTYPES)}"
-            )
-        return tuple(tensor_slice.get_shape()), _DTYPES[dtype]
+        header = self._headers.get(name)
+        if header is None:
+            tensor_slice = self._slice(name)
+            dtype = tensor_slice.get_dtype()
+            if dtype not in _DTYPES:
+                need = f"one of {', '.join(_DTYPES)}"
+                raise DtypeError(self.qualified_name(name), got=dtype, need=need)
+            header = self._headers[name] = tuple(tensor_slice.get_shape()), _DTYPES[dtype]
+        return header
+
+    def metadata(self, name: str) -> dict[str, str]:
+        """Return the metadata of the file that has a tensor."""
+        self._slice(name)  # opens the file
+        path = self.files[name]
+        if path not in self._metadata:
+            self._metadata[path] = self._open[path].metadata() or {}
+        return self._metadata[path]
 
     def nbytes(self, name: str) -> int:
         """Return the size of a tensor in bytes."""
@@ -88,8 +101,10 @@ class TensorFiles:
 
         slices: slices of its leading dimensions, within its shape.
         """
+        # As a context, a device costs more than a small read: only for another default device.
+        device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
         try:
-            with torch.device("cpu"):  # instead of the default device
+            with device:
                 tensor: torch.Tensor = self._slice(name)[slices or ...]
         except _library_errors() as error:
             raise _invalid_file_error(self.files[name], error) from None

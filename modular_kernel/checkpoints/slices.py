@@ -6,7 +6,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -20,8 +20,10 @@ from modular_kernel.checkpoints.ggml_blocks import dequantize_blocks, group_weig
 from modular_kernel.checkpoints.gguf_files import GgufFiles
 from modular_kernel.checkpoints.matrix_layout import FLOATS, UNREAD, Dim, Range, StoredTensor
 from modular_kernel.checkpoints.safetensors_files import TensorFiles
+from modular_kernel.checkpoints.torchao import check_metadata, dequantize_int4
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.models.expert_layouts import ExpertLayout
+from modular_kernel.models.torchao_config import TorchaoFormat
 from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT
 from modular_kernel.spec.problem import DTYPES, dtype_name
 from modular_kernel.text import counted
@@ -55,6 +57,9 @@ class LayerSource:
     format: Format
     layer: LayerLayout
     bias: bool
+    _keys: dict[tuple[str, str], str | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def what(self) -> str:
@@ -80,7 +85,11 @@ class LayerSource:
 
     def key(self, location: ProjectionLocation, spec: StoredTensor) -> str | None:
         """Return the name of a tensor in the files, or None if there is none."""
-        return next((key for key in location.keys(spec) if key in self.files.names), None)
+        place = location.base, spec.name
+        if place not in self._keys:
+            names = self.files.names
+            self._keys[place] = next((key for key in location.keys(spec) if key in names), None)
+        return self._keys[place]
 
     def check(self) -> dict[str, frozenset[torch.dtype]]:
         """Check names, shapes and dtypes of all experts; return the dtypes by role.
@@ -102,14 +111,25 @@ class LayerSource:
                     sizes = () if location.is_shared_scalar(spec, shape) else location.shape(spec)
                     spec.check(self.files.qualified_name(key), shape, dtype, sizes)
                     dtypes.setdefault(spec.role, set()).add(dtype)
+                    if self.format.torchao is not None and spec.role == "w":
+                        self.check_metadata(key, shape, self.format.torchao)
         if missing:
             got = f"no {missing[0]}{_more(missing)}"
             need = f"{counted(self.layer.experts, 'expert')} of {self.format}"
             raise WeightsError(self.what, got=got, need=need)
         self._check_extra(checked_keys)
         if self.format.method == "gguf" and self.format.scheme.weight in IMPLICIT_ZERO_POINT:
-            dtypes["scale"] = {torch.float16}  # within the blocks
+            # Within the blocks; those of IQ4_XS are products.
+            types = {self._block_type(key) for key in checked_keys}
+            dtypes["scale"] = {torch.float32 if "IQ4_XS" in types else torch.float16}
         return {role: frozenset(kinds) for role, kinds in dtypes.items()}
+
+    def check_metadata(
+        self, key: str, shape: tuple[int, ...], torchao_format: TorchaoFormat
+    ) -> None:
+        """Raise WeightsError if the metadata of a file contradicts the quantization_config."""
+        what, metadata = self.files.files[key].name, self.files.metadata(key)
+        check_metadata(what, metadata, key, shape, torchao_format)
 
     def dtype(self) -> torch.dtype | None:
         """Return the dtype of unquantized matrices; None if no layer can have it.
@@ -156,7 +176,9 @@ class LayerSource:
         return sum(self.files.nbytes(key) for key in keys if key is not None)
 
     def _check_extra(self, checked_keys: set[str]) -> None:
-        bases = {f"{self.layer.prefix}{name}" for name in self.layer.layout.names}
+        names = self.layer.layout.names
+        bases = {f"{self.layer.prefix}{name}" for name in names}
+        bases |= {f"{self.layer.prefix}_{name}" for name in names}  # of torchao
         expert_name = re.compile(re.escape(self.layer.prefix) + r"\d+\.")
         is_parameter = self.layer.layout.is_parameter
         extra = sorted(
@@ -197,7 +219,7 @@ class LayerSource:
         rows = (location.first + rows[0], location.first + rows[1])
         if self.format.method == "gguf":
             return self._gguf_part(location, rows, columns)
-        if self.format.dequantized:
+        if self.format.dequantized and self.format.torchao is None:
             return {"weight": self._dequantized(location, rows, columns)}
         tensors, order = {}, order or self.format.scheme.act_order
         for spec in self.format.stored:
@@ -205,7 +227,12 @@ class LayerSource:
             key = None if skip else self.key(location, spec)
             if key is not None:
                 tensors[spec.name] = self._read(key, location, spec, rows, columns)
+        if self.format.dequantized and self.format.torchao is not None:
+            return {"weight": dequantize_int4(tensors, self.format.torchao.group, columns)}
         return convert_share(self.format, fine, tensors, rows, columns)
+
+    def _block_type(self, key: str) -> str:
+        return self.files.type_of(key).name if isinstance(self.files, GgufFiles) else ""
 
     def _gguf_part(
         self, location: ProjectionLocation, rows: Range, columns: Range
@@ -226,8 +253,11 @@ class LayerSource:
                 raise WeightsError(name, got=got, need="finite numbers")
             return {"weight": values}
         w, scale = group_weights(kind.name, self.format.scheme, blocks)
-        per_byte = 2 if self.format.scheme.packed else 1
-        return {"weight": w[:, within.start // per_byte : within.stop // per_byte], "scale": scale}
+        per_byte, group = 2 if self.format.scheme.packed else 1, self.format.scheme.group[0]
+        return {
+            "weight": w[:, within.start // per_byte : within.stop // per_byte],
+            "scale": scale[:, within.start // group : -(-within.stop // group)],
+        }
 
     def _dequantized(
         self, location: ProjectionLocation, rows: Range, columns: Range
@@ -314,7 +344,7 @@ class _FlatTensorsOfFiles:
 
 def _belongs_to(name: str, base: str, is_parameter: bool) -> bool:
     suffix = name.removeprefix(base)
-    return suffix != name and (not suffix or suffix[0] in ("._" if is_parameter else "."))
+    return suffix != name and (not suffix or suffix[0] in ("._:" if is_parameter else "."))
 
 
 def _more(names: Sequence[str]) -> str:
@@ -328,7 +358,7 @@ def find_blocks(names: frozenset[str], layout: ExpertLayout) -> dict[tuple[str, 
     """Return the name up to the experts' own names, by (prefix of the layers, layer number)."""
     names_pattern = "|".join(re.escape(name) for name in layout.names)
     names_pattern = (
-        rf"(?:{names_pattern})(?:[._]|$)" if layout.stacked else rf"\d+\.(?:{names_pattern})\."
+        rf"_?(?:{names_pattern})(?:[._:]|$)" if layout.stacked else rf"\d+\.(?:{names_pattern})\."
     )
     pattern = re.compile(rf"{_LAYERS}{re.escape(layout.path)}(?={names_pattern})")
     blocks = {}

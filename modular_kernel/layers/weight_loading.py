@@ -95,7 +95,7 @@ class ExpertLoader:
         expect("transposed", transposed, bool)
         self.format = format_of(None) if format is None else format
         self.bias, self.transposed = bias, transposed
-        if self.format.has_blocks:
+        if self.format.has_blocks or self.format.torchao is not None:
             raise refused_error("quant_config", self.format)
         matrix_scales = [
             stored

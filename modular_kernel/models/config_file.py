@@ -20,6 +20,8 @@ from modular_kernel.models.layer_quantization import (
     layer_schemes,
     quantization_of,
 )
+from modular_kernel.models.mistral_params import NAME as PARAMS
+from modular_kernel.models.mistral_params import config_of_params
 from modular_kernel.models.quantization_config import MIXED, config_error, shorten
 from modular_kernel.utils import json_files
 
@@ -91,7 +93,9 @@ def layers_of_file(
 def config_of_file(model: str) -> tuple[Path, Config]:
     """Return the path of a config.json, and the object in it with a known model_type.
 
-    model: the file or its folder; a GGUF file, or a folder with one and no config.json. The object
+    model: the file or its folder; a GGUF file, or a folder with one and no config.json. A
+    params.json of Mistral's is read as the equivalent config.json, and so is that of a folder
+    without a config.json. The object
     inherits quantization_config and dtype from the objects that contain it. If it has no
     quantization_config, that of an hf_quant_config.json in the folder is used. Raises
     ConfigurationError if the file cannot be read or has no such object.
@@ -101,16 +105,25 @@ def config_of_file(model: str) -> tuple[Path, Config]:
         if is_gguf(path) and not path.is_dir():
             return config_of_gguf(path)
         if path.is_dir():
-            gguf = None if (path / "config.json").exists() else model_file(path)
+            has_config = any((path / name).exists() for name in ("config.json", PARAMS))
+            gguf = None if has_config else model_file(path)
             if gguf is not None:
                 return config_of_gguf(gguf)
-            path = path / "config.json"
+            path = config_path(path)
     except OSError as error:  # such as a name that is too long
         raise _unreadable_error(path, error) from None
+    if path.name == PARAMS:
+        return path, config_of_params(path, _read(path, "a params.json"))
     config = _find_model_config(path, _read(path, "a config.json"))
     if path.name == "config.json":
         config = _with_hf_quant_config(path, config)
     return path, config
+
+
+def config_path(folder: Path) -> Path:
+    """Return the path of a folder's config.json, or of its params.json if it has only this one."""
+    path = folder / "config.json"
+    return folder / PARAMS if not path.exists() and (folder / PARAMS).exists() else path
 
 
 def _unreadable_error(path: Path, error: OSError) -> ConfigurationError:

@@ -91,7 +91,7 @@ _GRANITE = (
 _STEP = (_modules("moe", "gate_proj", "up_proj", "down_proj"), _per_expert("moe.experts"))
 _ANY_ORIENTATION = (_fused(_MLP, transposed=True), *_STANDARD)
 _GEMMA = (_fused("experts"), _per_expert("experts"))
-_MISTRAL = (_per_expert("experts", _W1_W3_W2),)
+MISTRAL = (_per_expert("experts", _W1_W3_W2),)  # of Mistral's own files
 
 # fmt: off
 LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
@@ -118,7 +118,7 @@ LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
     "jetmoe": (_modules("mlp", "input_linear", "", "output_linear"),),
     "lfm2_moe": (_per_expert("feed_forward.experts", _W1_W3_W2),),
     "llama4_text": (_fused("feed_forward.experts", transposed=True), _per_expert("feed_forward.experts")),
-    "mistral_large4_text": _MISTRAL,
+    "mistral_large4_text": MISTRAL,
     "nemotron_h": (ExpertLayout(block="mixer.experts", gate="", up="up_proj", down="down_proj"),),
     "openai_privacy_filter": (_fused(_MLP, transposed=True),),
     "qwen3_vl_moe_text": _ANY_ORIENTATION,

@@ -17,7 +17,10 @@ from modular_kernel.models.gguf_header import GgufHeader, read_header, tensor_ty
 METHOD = "gguf"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOAT_TYPES = tuple(_DTYPES)
-READ_TYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4", *FLOAT_TYPES)
+# Types that int8 codes with a scale for 32 columns represent exactly.
+_INT8_TYPES = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS")
+_SUMS = ("Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")  # and scales for 16 columns
+READ_TYPES = (*_INT8_TYPES, *_SUMS, "MXFP4", *FLOAT_TYPES)
 _SOFTMAX, _SIGMOID = 1, 2  # values of expert_gating_func
 _MAX_LAYERS = 4096
 
@@ -182,7 +185,7 @@ def scheme_of_types(path: str, types: object) -> str:
     found = set(types)
     if found == {"Q4_0"}:
         return "int4_w4a16_group:group=32"
-    if found <= {"Q4_0", "Q8_0"}:
+    if found <= set(_INT8_TYPES):
         return "int8_w8a16_group:group=32"
     return "mxfp4_w4a16" if found == {"MXFP4"} else "none"
 

@@ -15,6 +15,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.expert_layouts import LAYOUTS, ExpertLayout
 from modular_kernel.models.module_quantization import ModuleQuantization, common_value
 from modular_kernel.models.quantization_config import config_error, scheme_of
+from modular_kernel.models.torchao_config import METHOD
 from modular_kernel.text import layers_text
 
 Config = dict[str, Any]
@@ -103,8 +104,14 @@ def layer_schemes(path: Path, config: Config, fields: Mapping[str, Any]) -> tupl
 
 
 def quantized_layout(config: Config) -> ExpertLayout:
-    """Return the layout whose names a quantizer uses: the first that has a module per expert."""
+    """Return the layout whose names a quantizer uses: the first that has a module per expert.
+
+    Names of torchao are those of parameters in transformers, which are stacks of all experts.
+    """
     layouts = LAYOUTS[config["model_type"]]
+    quantization = quantization_of(config)
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == METHOD:
+        return next((layout for layout in layouts if layout.stacked), layouts[0])
     return next((layout for layout in layouts if not layout.stacked), layouts[0])
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.models import torchao_config
 from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternError, entry_of
 from modular_kernel.models.quantization_config import (
     MIXED,
@@ -134,7 +135,7 @@ class ModuleQuantization:
             key: value
             for key, value in config.items()
             if key not in (*UNQUANTIZED_KEYS, "dynamic", "extra_config", "layer_quant_config")
-            and key != "modules_in_block_to_quantize"
+            and key not in ("modules_in_block_to_quantize", torchao_config.NAMES)
             and not (key == "quantized_layers" and self._layers)
         }
 
@@ -162,6 +163,8 @@ class ModuleQuantization:
             return self._of_quantized_layer(names)
         if self._group_entries:
             return self._of_group(module, names)
+        if torchao_config.NAMES in self.config:
+            names += [f"{name}.weight" for name in names]
         number = self._override_names.first(names)
         return self._cached(number, lambda: self._with_overrides(number))
 
@@ -323,6 +326,9 @@ def _overrides(path: str, config: Config) -> Iterator[tuple[str, Entry, Mapping[
         is_skipped = pattern.startswith("-:") or options is False
         label = f"dynamic has {shorten(pattern)}"
         yield label, Entry(text, "regex"), _options(path, label, None if is_skipped else options)
+    for name, options in _objects(path, config, torchao_config.NAMES):
+        label = f"{torchao_config.NAMES} has {shorten(name)}"
+        yield label, _torchao_entry(name), options or None
     for name, options in _objects(path, config, "layer_quant_config"):
         label = f"layer_quant_config has {shorten(name)}"
         yield label, entry_of(name), {"global_quant_config": options}
@@ -335,6 +341,14 @@ def _overrides(path: str, config: Config) -> Iterator[tuple[str, Entry, Mapping[
             label = f"extra_config has {shorten(name)}"
             # auto-round also lists modules without options of their own.
             yield label, Entry(name, kind), _options(path, label, options or {})  # type: ignore[arg-type]
+
+
+def _torchao_entry(name: str) -> Entry:
+    """Return the entry of a name, or of a regex for whole names, of modules or their weights."""
+    if name == "_default":
+        return Entry(".*", "regex")
+    pattern = name[3:] if name.startswith("re:") else re.escape(name)
+    return Entry(pattern, "module regex")
 
 
 def _options(path: str, label: str, options: Any) -> Mapping[str, Any] | None:

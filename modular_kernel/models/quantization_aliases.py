@@ -6,6 +6,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from modular_kernel.models import torchao_config
+
 # Packings of auto-round's integers -> GPTQ's checkpoint_format. In "gptq", zero points are stored
 # minus one; in "gptq_v2", as they are.
 _GPTQ_VERSIONS = {
@@ -22,10 +24,6 @@ _INT4_FP8 = "int4 codes with scales for float8 activations, which no kernel here
 _INT4 = "int4 weights of GPTQ, AWQ or compressed-tensors, with 16-bit activations"
 # Methods that are not supported: (what their files store, the closest supported alternative).
 REFUSED_METHODS: dict[str, tuple[str, str]] = {
-    "torchao": (
-        "tensor subclasses whose layout only the metadata of each file describes",
-        f"files of compressed-tensors, or {_REQUANTIZE}",
-    ),
     "hqq": ("half-quadratic codes with zero points of 16 bits along either axis", _REQUANTIZE),
     "aqlm": ("indices of codebooks with vectors of weights", _REQUANTIZE),
     "vptq": ("indices of codebooks with vectors of weights", _REQUANTIZE),
@@ -60,9 +58,13 @@ REFUSED_ALGORITHMS: dict[str, tuple[str, str]] = {
 def to_canonical(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a quantization_config as that of the method that describes the same tensors.
 
-    Raises ValueError(got, need) for a variant of auto-round that has no such method.
+    Options of torchao by name become entries of their own (`torchao_config.by_name`). Raises
+    ValueError(got, need) for a variant of auto-round that has no such method, and for options of
+    torchao in another form than transformers writes.
     """
     config = dict(config)
+    if config.get("quant_method") == torchao_config.METHOD:
+        return config if torchao_config.NAMES in config else torchao_config.by_name(config)
     if config.get("quant_method") not in _AUTO_ROUND:
         return config
     packing = config.pop("packing_format", "auto_round:auto_gptq")

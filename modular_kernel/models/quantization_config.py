@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.models import torchao_config
 from modular_kernel.models.gguf_config import scheme_of_types
 from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternError, entry_of
 from modular_kernel.models.quantization_aliases import (
@@ -30,11 +31,12 @@ from modular_kernel.models.quark_config import (
     unknown_quark_keys,
     unknown_quark_options,
 )
+from modular_kernel.models.torchao_config import TorchaoFormat, torchao_format
 
 _MAX_SIZE = 1 << 20
 _METHODS = (
     *("fp8", "mxfp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "auto-round"),
-    *("compressed-tensors", "modelopt", "quark", "bitsandbytes", "gguf"),
+    *("compressed-tensors", "modelopt", "quark", "bitsandbytes", "torchao", "gguf"),
 )
 UNQUANTIZED_KEYS = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
@@ -103,6 +105,7 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
         "modelopt": _modelopt,
         "quark": _quark,
         "bitsandbytes": _bitsandbytes,
+        "torchao": lambda path, config: torchao_format_of(path, config).scheme,
         "gguf": lambda path, config: scheme_of_types(path, config.get("types")),
         "modelopt_fp4": _modelopt,
     }[method]
@@ -226,6 +229,17 @@ def _quark(path: str, config: Config) -> str:
         need = "fp8 per tensor, per channel and token, or per block of 128; mxfp8; mxfp4"
         raise config_error(path, f"weight {shorten(weight)}, input {shorten(inputs)}", need)
     return scheme
+
+
+def torchao_format_of(path: str, config: Mapping[str, Any]) -> TorchaoFormat:
+    """Return the format of a module that torchao quantized."""
+    if torchao_config.NAMES in config:
+        need = "one format for all modules; a QuantizationMap has that of each one"
+        raise config_error(path, "options by name (FqnToConfig)", need)
+    try:
+        return torchao_format(config)
+    except ValueError as error:
+        raise config_error(path, *error.args) from None
 
 
 def _bitsandbytes(path: str, config: Config) -> str:

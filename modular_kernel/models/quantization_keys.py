@@ -43,6 +43,7 @@ _READ_KEYS: dict[str, tuple[str, ...]] = {
         *("global_quant_config", "layer_quant_config", "layer_type_quant_config"),
         *("exclude", "algo_config", "export"),
     ),
+    "torchao": ("quant_type", "fqn_to_config"),
     "gguf": ("types", "dynamic"),  # made by `gguf_config`
     "gptq": (*_GPTQ, "extra_config"),
     "awq": (*_AWQ, "extra_config"),
@@ -131,6 +132,11 @@ _ALLOWED_VALUES_BY_METHOD: dict[str, dict[str, tuple[object, ...]]] = {
     # Activations stay in 16 bits in either case.
     "mxfp4": {"dequantize": (False, True)},
     "mxfp8": {"dequantize": (False, True)},
+    # Whether embeddings are quantized, which the tensors show.
+    "torchao": {
+        "include_input_output_embeddings": (False, True),
+        "untie_embedding_weights": (False, True),
+    },
     "quark": {"quant_mode": ("eager_mode", "fx_graph_mode"), "custom_mode": ("quark",)},
     # GPTQModel and transformers also write GPTQ's keys for AWQ. `zero_point` states the zero
     # points; the backend "llm-awq" packs in another order.

@@ -36,12 +36,25 @@ TYPES: dict[tuple[str, str, str], str] = {
     ("Q6_K", "Q6_K", "Q6_K"): "none",
     ("Q8_0", "Q8_0", "Q6_K"): "none",
     ("Q4_K", "Q4_K", "Q4_0"): "none",
+    ("Q5_0", "Q5_0", "Q5_0"): INT8,
+    ("IQ4_NL", "IQ4_NL", "IQ4_NL"): INT8,
+    ("IQ4_XS", "IQ4_XS", "IQ4_XS"): INT8,
+    ("IQ4_XS", "IQ4_XS", "Q5_0"): INT8,
+    ("Q4_0", "IQ4_NL", "Q8_0"): INT8,
+    ("Q4_1", "Q4_1", "Q5_1"): "none",
+    ("Q5_K", "Q5_K", "Q6_K"): "none",
+    ("Q2_K", "Q2_K", "Q3_K"): "none",
+    ("Q3_K", "Q3_K", "Q5_K"): "none",
+    ("Q5_1", "Q4_0", "IQ4_XS"): "none",
     ("Q6_K", "MXFP4", "Q8_0"): "none",
     ("F16", "F32", "Q8_0"): "none",
     ("F32", "F32", "F32"): "none",
     ("F16", "F16", "F16"): "none",
     ("BF16", "BF16", "BF16"): "none",
 }
+
+
+SUMS = {"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"}
 
 
 def values(loaded: LoadedExperts, name: str) -> torch.Tensor:
@@ -65,8 +78,8 @@ def test_values_are_those_of_the_blocks(types: tuple[str, str, str], tmp_path: P
     loaded = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32")
     assert str(loaded.problem_fields["quant"]) == TYPES[types]
     for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
-        # All products are exact in float32; Q4_K subtracts two of them.
-        rtol = 2.0**-23 if "Q4_K" in types else 0
+        # All products are exact in float32; sums and differences are rounded.
+        rtol = 2.0**-23 if {*types} & SUMS else 0
         torch.testing.assert_close(values(loaded, name), exact, rtol=rtol, atol=2e-8 * (rtol > 0))
     rounded = mk.load_experts(tmp_path / "m.gguf", 0, dtype="bfloat16")
     if TYPES[types] == "none":
@@ -75,7 +88,8 @@ def test_values_are_those_of_the_blocks(types: tuple[str, str, str], tmp_path: P
         assert torch.equal(rounded.weights.w1, loaded.weights.w1)
         assert torch.equal(values(rounded, "w1"), values(loaded, "w1"))
     if "int" in TYPES[types]:
-        assert rounded.weights.w1_scale.dtype is torch.float16
+        need = torch.float32 if "IQ4_XS" in types else torch.float16
+        assert rounded.weights.w1_scale.dtype is need
     assert error(sample, rounded) <= 1e-2
     assert error(sample, loaded) <= 1e-5
 
@@ -104,7 +118,11 @@ def test_architectures_have_sizes_and_routers(architecture: str, tmp_path: Path)
     assert inspect(tmp_path / "m.gguf").layers == (0,)
 
 
-@pytest.mark.parametrize("types", [("Q4_0",) * 3, ("Q8_0",) * 3, ("MXFP4",) * 3], ids=" ".join)
+@pytest.mark.parametrize(
+    "types",
+    [("Q4_0",) * 3, ("Q8_0",) * 3, ("MXFP4",) * 3, ("Q5_0",) * 3, ("IQ4_XS",) * 3],
+    ids=" ".join,
+)
 def test_kernels_take_scales_of_either_sign(types: tuple[str, str, str], tmp_path: Path) -> None:
     """llama.cpp's Q4_0 has negative scales, where other quantizers have none."""
     sample = write_gguf(tmp_path / "m.gguf", types=types)
@@ -274,8 +292,8 @@ BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
     "nextn": ({"metadata": {"qwen3moe.nextn_predict_layers": 9}}, ConfigurationError, "= 9"),
     "hidden": ({"metadata": {"qwen3moe.embedding_length": 128}}, ShapeError,
                r"ffn_gate_exps.weight: got \(4, 256, 256\), need \(4, 256, 128\)"),
-    "type": ({"types": ("Q5_0",) * 3}, ConfigurationError,
-             "experts of type Q5_0, need Q4_0 or Q8_0 or Q4_K or Q6_K or MXFP4"),
+    "type": ({"types": ("IQ3_S",) * 3}, ConfigurationError,
+             "experts of type IQ3_S, need Q4_0 or Q5_0 or Q8_0 or IQ4_NL or IQ4_XS or Q4_1"),
     "down": ({"change": renamed("blk.0.ffn_down_exps.weight", "x")}, WeightsError,
              "blk.0: got no blk.0.ffn_down_exps.weight"),
     "extra": ({"change": renamed("blk.0.ffn_gate_inp.weight", "blk.0.ffn_up_exps.scale")},
@@ -293,15 +311,27 @@ def test_metadata_and_tensors_are_checked(case: str, tmp_path: Path) -> None:
     assert "m.gguf" in str(caught.value)
 
 
-def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    for types, value in ((("Q8_0",) * 3, "nan"), (("Q4_K", "Q4_K", "Q6_K"), "nan")):
-        write_gguf(tmp_path / "m.gguf", types=types)
-        info = read_header(tmp_path / "m.gguf").tensors["blk.0.ffn_up_exps.weight"]
-        data = bytearray((tmp_path / "m.gguf").read_bytes())
-        data[info.offset : info.offset + 2] = b"\xff\x7f"  # d of the first block
-        (tmp_path / "m.gguf").write_bytes(data)
-        with pytest.raises(WeightsError, match=f"blk.0.*got {value}, need finite numbers"):
-            mk.load_experts(tmp_path / "m.gguf", 0)
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("Q8_0", 0),
+        ("Q4_K", 0),
+        ("IQ4_XS", 0),
+        ("Q5_0", 0),
+        ("Q5_1", 2),
+        ("Q3_K", 108),
+        ("Q2_K", 82),
+    ],
+)
+def test_a_scale_that_is_no_number_is_refused(kind: str, place: int, tmp_path: Path) -> None:
+    """place: of a float16 number of a block."""
+    write_gguf(tmp_path / "m.gguf", types=(kind,) * 3)
+    info = read_header(tmp_path / "m.gguf").tensors["blk.0.ffn_up_exps.weight"]
+    data = bytearray((tmp_path / "m.gguf").read_bytes())
+    data[info.offset + place : info.offset + place + 2] = b"\xff\x7f"
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(WeightsError, match=r"blk.0.*got nan, need finite numbers"):
+        mk.load_experts(tmp_path / "m.gguf", 0)
 
 
 def header_of(*changes: tuple[int, bytes]) -> bytes:

@@ -1,19 +1,33 @@
-"""Blocks that bitsandbytes and gguf wrote (tests/helpers/golden) decode to what these unpack."""
+"""What bitsandbytes, gguf and torchao wrote (tests/helpers/golden) decodes to what they unpack."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from modular_kernel.checkpoints import format_of, merge
 from modular_kernel.checkpoints.ggml_blocks import dequantize_blocks, group_weights
+from modular_kernel.checkpoints.torchao import check_metadata
+from modular_kernel.models.gguf_config import FLOAT_TYPES, READ_TYPES
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.testing.checkpoints.torchao import TORCHAO_FORMATS
 
 FOLDER = Path(__file__).parents[1] / "helpers" / "golden"
 BITSANDBYTES = load_file(FOLDER / "bitsandbytes.safetensors")
 GGUF = load_file(FOLDER / "gguf.safetensors")
+# Kind of torchao.safetensors -> the format of the same options.
+TORCHAO = {
+    "int4": "torchao int4",
+    "int8": "torchao int8",
+    "int8_groups": "torchao int8, groups",
+    "int8_inputs": "torchao int8, inputs",
+    "fp8": "torchao fp8",
+    "fp8_tensor": "torchao fp8, tensor",
+    "fp8_inputs": "torchao fp8, inputs",
+}
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4_double", "fp4", "fp4_double"])
@@ -31,15 +45,40 @@ def test_bitsandbytes_unpacks_the_same_bits(kind: str) -> None:
     assert (tensors["weight"].dtype is torch.bfloat16) == ("double" in kind)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K"])
+def test_every_type_but_floats_has_blocks() -> None:
+    assert {name.partition("/")[0] for name in GGUF} == {*READ_TYPES} - {*FLOAT_TYPES}
+
+
+@pytest.mark.parametrize("kind", sorted({*READ_TYPES} - {*FLOAT_TYPES}))
 def test_gguf_unpacks_the_same_bits(kind: str) -> None:
     blocks, want = GGUF[f"{kind}/blocks"], GGUF[f"{kind}/unpacked"]
     assert torch.equal(dequantize_blocks(kind, blocks), want)
 
 
+@pytest.mark.parametrize("kind", TORCHAO)
+def test_torchao_unpacks_the_same_bits(kind: str) -> None:
+    with safe_open(FOLDER / "torchao.safetensors", "pt") as file:
+        names = [name for name in file.keys() if name.startswith(f"{kind}.")]  # noqa: SIM118
+        tensors = {name.partition(".")[2]: file.get_tensor(name) for name in names}
+        metadata = file.metadata()
+    want, format = tensors.pop("unpacked"), format_of(TORCHAO_FORMATS[TORCHAO[kind]].config)
+    assert format.torchao is not None
+    check_metadata("file", metadata, f"{kind}._weight_qdata", (24, 128), format.torchao)
+    made = merge(format, [tensors], torch.float32)
+    if format.dequantized:
+        assert torch.equal(made.w, want)
+        return
+    assert made.scale is not None
+    got = dequantize(made.w[None], made.scale[None], None, format.scheme)[0]
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize(("kind", "quant"), [
     ("Q8_0", "int8_w8a16_group:group=32"),
     ("Q4_0", "int8_w8a16_group:group=32"),
+    ("Q5_0", "int8_w8a16_group:group=32"),
+    ("IQ4_NL", "int8_w8a16_group:group=32"),
+    ("IQ4_XS", "int8_w8a16_group:group=32"),
     ("Q4_0", "int4_w4a16_group:group=32"),
     ("MXFP4", "mxfp4_w4a16"),
 ])  # fmt: skip

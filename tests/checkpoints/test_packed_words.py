@@ -56,6 +56,19 @@ def test_columns_are_permuted(batch: tuple[int, ...], bits: int) -> None:
     assert torch.equal(made, packed(want, bits))
 
 
+def test_rows_are_permuted() -> None:
+    codes, order = drawn(64, 24), torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    made = packed_words.permute_rows(pack_words(codes, 0, 4), order.int())
+    assert torch.equal(made, pack_words(codes[order], 0, 4))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_columns_of_awq_are_sorted(batch: tuple[int, ...]) -> None:
+    codes = drawn(*batch, 6, 40)
+    made = packed_words.interleave_nibbles(pack_words(codes, -1, 4, AWQ_ORDER))
+    assert torch.equal(made, pack_words(codes, -1, 4))
+
+
 def test_every_code_is_rounded_as_its_product() -> None:
     """By a table of 256 products: bit by bit what the conversion of each weight gives."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(2).view(1, 4, 128)

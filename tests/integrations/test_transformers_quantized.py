@@ -33,6 +33,7 @@ from modular_kernel.testing.checkpoints.published_formats import (
     CHECKPOINT_FORMATS,
     FUSED_FORMATS,
 )
+from modular_kernel.testing.checkpoints.torchao import TORCHAO_FORMATS, metadata_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INTERMEDIATE = 128, 256
@@ -45,6 +46,7 @@ MODELS = {
 }
 _DENSE = ("mixtral", "qwen3_moe", "deepseek_v3")
 ALL_KINDS = CHECKPOINT_FORMATS | ACT_ORDER_FORMATS | BLOCK_FORMATS | FUSED_FORMATS
+ALL_KINDS |= TORCHAO_FORMATS
 CASES = [
     *(
         ("mixtral", kind)
@@ -56,6 +58,7 @@ CASES = [
     ("gpt_oss", "mxfp4"),
     ("gpt_oss", "mxfp4, E8M0 dtype"),
     *(("mixtral", kind) for kind in (*ACT_ORDER_FORMATS, *BLOCK_FORMATS)),
+    *(("qwen3_moe", kind) for kind in TORCHAO_FORMATS),
     ("gpt_oss", "compressed fp8 channel"),
     ("gpt_oss", "compressed int4"),
     ("gpt_oss", "modelopt nvfp4, fused"),
@@ -116,8 +119,11 @@ def write(folder: Path, name: str, kind: str, change=None) -> Written:
             exact[key] = made.values.float()
     if change is not None:
         change(kept)
+    metadata = {"format": "pt"}
+    if kind in TORCHAO_FORMATS:
+        metadata = metadata_of(of.config or {}, kept)
     save_file({key: tensor.contiguous() for key, tensor in kept.items()},
-              folder / "model.safetensors", {"format": "pt"})  # fmt: skip
+              folder / "model.safetensors", metadata)  # fmt: skip
     truth = folder / "truth"
     config = json.loads((folder / "config.json").read_text())
     truth.mkdir()

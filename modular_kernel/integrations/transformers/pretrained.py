@@ -53,6 +53,7 @@ from modular_kernel.checkpoints.matrix_layout import FLOATS
 from modular_kernel.checkpoints.open_files import open_tensors
 from modular_kernel.checkpoints.quantization_map import UNQUANTIZED
 from modular_kernel.checkpoints.safetensors_files import TensorFiles
+from modular_kernel.checkpoints.torchao import check_metadata
 from modular_kernel.errors import (
     ConfigurationError,
     InputError,
@@ -82,7 +83,8 @@ from modular_kernel.utils.progress import logged
 
 METHOD = "modular_kernel"
 _MAX_CONFIG_BYTES = 1 << 24
-_WEIGHT_NAMES = ("weight", "weight_packed", "qweight")  # of modules that are not experts
+# Of modules that are not experts.
+_WEIGHT_NAMES = ("weight", "weight_packed", "qweight", "_weight_qdata", "weight:qdata")
 _EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 # Errors of transformers for files and options that it refuses.
@@ -437,12 +439,15 @@ def _quantized(
                 keys[stored.name] = present[0]
         scales = [stored.name for stored in others if stored.role == "scale"]
         has_scale = any(scale in keys for scale in scales)
-        if weight.name != last or not has_scale:
+        if last not in (weight.name, *weight.aliases) or not has_scale:
             got = f"{last} of {dtype_name(files.shape_and_dtype(name)[1])}"
             got += f" and no {' or '.join(scales)}" if scales and not has_scale else ""
             need = "an unquantized weight" if format == UNQUANTIZED else f"a weight of {format}"
             need += ", as in its quantization_config"
             raise WeightsError(files.qualified_name(name), got=got, need=need)
+        if format.torchao is not None:
+            shape, file = files.shape_and_dtype(name)[0], files.files[name].name
+            check_metadata(file, files.metadata(name), name, shape, format.torchao)
         yield base, format, keys
 
 

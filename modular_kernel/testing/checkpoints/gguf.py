@@ -21,8 +21,9 @@ from modular_kernel.testing.checkpoints.samples import FAMILIES, Sample
 
 Blocks = tuple[torch.Tensor, torch.Tensor]  # bytes of each block, uint8, and values, float64
 _NUMBERS = {
-    "F32": 0, "F16": 1, "BF16": 30, "Q4_0": 2, "Q5_0": 6, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14,
-    "MXFP4": 39,
+    "F32": 0, "F16": 1, "BF16": 30, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8,
+    "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ3_S": 21,
+    "IQ4_XS": 23, "MXFP4": 39,
 }  # fmt: skip
 _STRING, _ARRAY, _UINT32, _FLOAT32, _BOOL, _INT32 = 8, 9, 4, 6, 7, 5
 _CODES = {_UINT32: "I", _FLOAT32: "f", _BOOL: "?", _INT32: "i"}
@@ -56,9 +57,67 @@ def _q4_0(count: int, gain: float, g: torch.Generator) -> Blocks:
     return torch.cat([_bytes(d), _halves_of_32(codes)], 1), (codes - 8) * d.to(F64)
 
 
+def _q4_1(count: int, gain: float, g: torch.Generator) -> Blocks:
+    codes = torch.randint(0, 16, (count, 32), generator=g)
+    d, m = _half((count, 1), gain / 4, g), _half((count, 1), gain, g)
+    stored = torch.cat([_bytes(d), _bytes(m), _halves_of_32(codes)], 1)
+    return stored, codes * d.to(F64) + m.to(F64)
+
+
+def _high_bits(codes: torch.Tensor) -> torch.Tensor:
+    """Put bit 4 of value j into bit j of a word of 32 bits, little-endian."""
+    word = sum((codes[:, j] >> 4 & 1) << j for j in range(32))
+    assert isinstance(word, torch.Tensor)
+    return torch.stack([word >> 8 * byte & 255 for byte in range(4)], 1).to(torch.uint8)
+
+
 def _q5_0(count: int, gain: float, g: torch.Generator) -> Blocks:
+    codes = torch.randint(0, 32, (count, 32), generator=g)
+    d = _half((count, 1), gain / 8, g)
+    stored = torch.cat([_bytes(d), _high_bits(codes), _halves_of_32(codes & 15)], 1)
+    return stored, (codes - 16) * d.to(F64)
+
+
+def _q5_1(count: int, gain: float, g: torch.Generator) -> Blocks:
+    codes = torch.randint(0, 32, (count, 32), generator=g)
+    d, m = _half((count, 1), gain / 8, g), _half((count, 1), gain, g)
+    halves = _halves_of_32(codes & 15)
+    stored = torch.cat([_bytes(d), _bytes(m), _high_bits(codes), halves], 1)
+    return stored, codes * d.to(F64) + m.to(F64)
+
+
+# The levels of IQ4_NL and IQ4_XS, by code.
+_IQ4 = torch.tensor(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=F64
+)
+
+
+def _iq4_nl(count: int, gain: float, g: torch.Generator) -> Blocks:
+    codes = torch.randint(0, 16, (count, 32), generator=g)
+    d = _half((count, 1), gain / 64, g)
+    return torch.cat([_bytes(d), _halves_of_32(codes)], 1), _IQ4[codes] * d.to(F64)
+
+
+def _iq4_xs(count: int, gain: float, g: torch.Generator) -> Blocks:
+    codes = torch.randint(0, 16, (count, 256), generator=g)
+    scales = torch.randint(0, 64, (count, 8), generator=g)
+    d = _half((count, 1), gain / 2048, g)
+    high = torch.zeros(count, dtype=torch.int64)
+    low = torch.zeros(count, 4, dtype=torch.int64)
+    parts, values = [], torch.empty(count, 256, dtype=F64)
+    for j in range(8):
+        group = slice(32 * j, 32 * j + 32)
+        high |= scales[:, j] >> 4 << 2 * j
+        low[:, j // 2] |= (scales[:, j] & 15) << 4 * (j % 2)
+        parts.append(_halves_of_32(codes[:, group]))
+        values[:, group] = _IQ4[codes[:, group]] * (d.to(F64)[:, 0] * (scales[:, j] - 32))[:, None]
+    words = torch.stack([high & 255, high >> 8], 1).to(torch.uint8)
+    return torch.cat([_bytes(d), words, low.to(torch.uint8), *parts], 1), values
+
+
+def _iq3_s(count: int, gain: float, g: torch.Generator) -> Blocks:
     """Draw a type that is not read."""
-    return torch.zeros(count, 22, dtype=torch.uint8), torch.zeros(count, 32, dtype=F64)
+    return torch.zeros(count, 110, dtype=torch.uint8), torch.zeros(count, 256, dtype=F64)
 
 
 def _mxfp4(count: int, gain: float, g: torch.Generator) -> Blocks:
@@ -70,8 +129,57 @@ def _mxfp4(count: int, gain: float, g: torch.Generator) -> Blocks:
     return torch.cat([exponent.to(torch.uint8), _halves_of_32(codes)], 1), values
 
 
+def _bits_of_256(codes: torch.Tensor) -> torch.Tensor:
+    """Put codes of 2 bits into 64 bytes, the lowest bits of each 32 bytes first."""
+    packed = torch.zeros(len(codes), 64, dtype=torch.int64)
+    for value in range(256):
+        half, place = divmod(value, 128)
+        packed[:, 32 * half + place % 32] |= (codes[:, value] & 3) << 2 * (place // 32)
+    return packed.to(torch.uint8)
+
+
+def _q2_k(count: int, gain: float, g: torch.Generator) -> Blocks:
+    codes = torch.randint(0, 4, (count, 256), generator=g)
+    scales, minima = (torch.randint(0, 16, (count, 16), generator=g) for _ in range(2))
+    d, dmin = _half((count, 1), gain / 8, g), _half((count, 1), gain / 16, g)
+    values = torch.empty(count, 256, dtype=F64)
+    for j in range(16):
+        group = slice(16 * j, 16 * j + 16)
+        scale, minimum = (d.to(F64)[:, 0] * scales[:, j], dmin.to(F64)[:, 0] * minima[:, j])
+        values[:, group] = scale[:, None] * codes[:, group] - minimum[:, None]
+    factors = (scales | minima << 4).to(torch.uint8)
+    return torch.cat([factors, _bits_of_256(codes), _bytes(d), _bytes(dmin)], 1), values
+
+
+def _q3_k(count: int, gain: float, g: torch.Generator) -> Blocks:
+    codes = torch.randint(0, 8, (count, 256), generator=g)
+    scales = torch.randint(0, 64, (count, 16), generator=g)
+    d = _half((count, 1), gain / 64, g)
+    high = torch.zeros(count, 32, dtype=torch.int64)
+    for value in range(256):
+        high[:, value % 32] |= (codes[:, value] >> 2) << value // 32
+    packed = torch.zeros(count, 12, dtype=torch.int64)
+    values = torch.empty(count, 256, dtype=F64)
+    for j in range(16):
+        packed[:, j % 8] |= (scales[:, j] & 15) << 4 * (j // 8)
+        packed[:, 8 + j % 4] |= scales[:, j] >> 4 << 2 * (j // 4)
+        group = slice(16 * j, 16 * j + 16)
+        scale = d.to(F64)[:, 0] * (scales[:, j] - 32)
+        values[:, group] = (codes[:, group] - 4) * scale[:, None]
+    stored = [high.to(torch.uint8), _bits_of_256(codes), packed.to(torch.uint8)]
+    return torch.cat([*stored, _bytes(d)], 1), values
+
+
 def _q4_k(count: int, gain: float, g: torch.Generator) -> Blocks:
-    codes = torch.randint(0, 16, (count, 256), generator=g)
+    return _k(count, gain, g, bits=4)
+
+
+def _q5_k(count: int, gain: float, g: torch.Generator) -> Blocks:
+    return _k(count, gain, g, bits=5)
+
+
+def _k(count: int, gain: float, g: torch.Generator, *, bits: int) -> Blocks:
+    codes = torch.randint(0, 1 << bits, (count, 256), generator=g)
     scales, minima = (torch.randint(0, 64, (count, 8), generator=g) for _ in range(2))
     d, dmin = _half((count, 1), gain / 256, g), _half((count, 1), gain / 64, g)
     packed = torch.zeros(count, 12, dtype=torch.int64)
@@ -81,15 +189,19 @@ def _q4_k(count: int, gain: float, g: torch.Generator) -> Blocks:
         packed[:, j + 8] = scales[:, j + 4] & 15 | (minima[:, j + 4] & 15) << 4
     quants = torch.zeros(count, 128, dtype=torch.int64)
     for part in range(4):  # 32 bytes with 64 values
-        low = codes[:, 64 * part : 64 * part + 32]
-        high = codes[:, 64 * part + 32 : 64 * part + 64]
+        low = codes[:, 64 * part : 64 * part + 32] & 15
+        high = codes[:, 64 * part + 32 : 64 * part + 64] & 15
         quants[:, 32 * part : 32 * part + 32] = low | high << 4
     values = torch.empty(count, 256, dtype=F64)
     for j in range(8):
         group = slice(32 * j, 32 * j + 32)
         scale, minimum = (d.to(F64)[:, 0] * scales[:, j], dmin.to(F64)[:, 0] * minima[:, j])
         values[:, group] = scale[:, None] * codes[:, group] - minimum[:, None]
-    stored = torch.cat([packed, quants], 1).to(torch.uint8)
+    fifth = torch.zeros(count, 32, dtype=torch.int64)
+    for j in range(8):
+        fifth |= (codes[:, 32 * j : 32 * j + 32] >> 4) << j
+    middle = [fifth] if bits == 5 else []
+    stored = torch.cat([packed, *middle, quants], 1).to(torch.uint8)
     return torch.cat([_bytes(d), _bytes(dmin), stored], 1), values
 
 
@@ -129,9 +241,17 @@ _MAKE: dict[str, Callable[[int, float, torch.Generator], Blocks]] = {
     "BF16": _floats(torch.bfloat16),
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
     "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "IQ3_S": _iq3_s,
     "MXFP4": _mxfp4,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
 
@@ -141,7 +261,8 @@ def matrix(
 ) -> tuple[bytes, torch.Tensor]:
     """Draw a tensor of a type: its bytes, and its values in float64."""
     count = torch.Size(shape).numel()
-    values = 1 if kind in ("F32", "F16", "BF16") else 256 if kind.endswith("_K") else 32
+    is_large = kind.endswith("_K") or kind in ("IQ4_XS", "IQ3_S")
+    values = 1 if kind in ("F32", "F16", "BF16") else 256 if is_large else 32
     stored, exact = _MAKE[kind](count // values, gain / shape[-1] ** 0.5, g)
     return stored.numpy().tobytes(), exact.reshape(shape)
 

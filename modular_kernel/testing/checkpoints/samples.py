@@ -21,6 +21,7 @@ from modular_kernel.testing.checkpoints.published_formats import (
     FUSED_FORMATS,
     CheckpointFormat,
 )
+from modular_kernel.testing.checkpoints.torchao import TORCHAO_FORMATS, metadata_of
 
 Tensors = dict[str, torch.Tensor]
 PROJECTIONS, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
@@ -400,12 +401,13 @@ def write(  # noqa: PLR0913 (independent options)
 ) -> Sample:
     """Write a checkpoint; return it with the exact weights of the last of `layers`.
 
-    family: a key of FAMILIES. kind: a key of CHECKPOINT_FORMATS, ACT_ORDER_FORMATS, BLOCK_FORMATS
-    or FUSED_FORMATS. shards: number of files; if it is more than one, an index is written. change:
-    modifies the tensors, by name, before they are written.
+    family: a key of FAMILIES. kind: a key of CHECKPOINT_FORMATS, ACT_ORDER_FORMATS, BLOCK_FORMATS,
+    FUSED_FORMATS or TORCHAO_FORMATS. shards: number of files; if it is more than one, an index is
+    written. change: modifies the tensors, by name, before they are written.
     """
     model_family = FAMILIES[family]
     all_formats = CHECKPOINT_FORMATS | ACT_ORDER_FORMATS | BLOCK_FORMATS | FUSED_FORMATS
+    all_formats |= TORCHAO_FORMATS
     checkpoint_format = all_formats[kind]
     g = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
@@ -422,7 +424,9 @@ def write(  # noqa: PLR0913 (independent options)
         config["quantization_config"] = checkpoint_format.config
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save(folder, tensors, shards)
+    is_torchao = kind in TORCHAO_FORMATS and checkpoint_format.config is not None
+    metadata = metadata_of(checkpoint_format.config or {}, tensors) if is_torchao else None
+    save(folder, tensors, shards, metadata)
     gate, up, down = ([matrix.values for matrix in stored] for stored in (m.gate, m.up, m.down))
     is_ungated = model_family.act == "relu2"
     w1 = torch.stack(
@@ -445,17 +449,22 @@ def write(  # noqa: PLR0913 (independent options)
     )
 
 
-def save(folder: Path, tensors: Tensors, shards: int = 1) -> None:
-    """Write one model.safetensors, or an index and shards among which tensors alternate."""
+def save(
+    folder: Path, tensors: Tensors, shards: int = 1, metadata: dict[str, str] | None = None
+) -> None:
+    """Write one model.safetensors, or an index and shards among which tensors alternate.
+
+    metadata: of each file.
+    """
     if shards == 1:
-        save_file(tensors, folder / "model.safetensors")
+        save_file(tensors, folder / "model.safetensors", metadata)
         return
     names = sorted(tensors)
     weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         shard_tensors = {name: tensors[name] for name in names[shard::shards]}
-        save_file(shard_tensors, folder / file)
+        save_file(shard_tensors, folder / file, metadata)
         weight_map |= dict.fromkeys(shard_tensors, file)
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

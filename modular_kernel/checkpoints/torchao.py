@@ -1,0 +1,170 @@
+"""Weights of torchao's tensor subclasses, as transformers stores them in safetensors.
+
+The tensors of a weight `x.weight` are `x._weight_qdata`, `x._weight_scale` and so on; those of a
+parameter `experts.gate_up_proj` are `experts._gate_up_proj_qdata` and so on. torchao 0.14 names
+them `x.weight:qdata` and `experts.gate_up_proj:qdata`. The metadata of the file has the class and
+the attributes of each weight, in JSON:
+
+    Float8Tensor    qdata s                  s float32, (N, 1), or one number
+    Int8Tensor      qdata s                  s float32, (N, 1) or (N, K / group); zero points of 0
+    Int4Tensor      qdata s + z              s and z (K / group, N) in the dtype of the model
+
+Int4Tensor has codes from -8 to 7, the even k in the low nibble. Its z is a float, which need not be
+a multiple of s, so no integer scheme has these values. They are computed in float32, in which they
+are rounded once, by the sum.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from modular_kernel.checkpoints.matrix_layout import FLOATS, Dim, Role, StoredTensor
+from modular_kernel.errors import WeightsError
+from modular_kernel.models.torchao_config import TorchaoFormat
+from modular_kernel.spec.quantization import QuantScheme
+
+KIND = "int4"  # of the codes that are dequantized
+_N, _K = Dim("N"), Dim("K")
+_MAX_METADATA = 1 << 16
+
+
+def tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    """Return the tensors of one matrix. scheme: of the weights, with their tiles."""
+    if format.tensor_class == "Int4Tensor":
+        groups = (Dim("K", format.group), _N)
+        return (
+            _stored("qdata", "w", (_N, Dim("K", 2, indivisible=True)), torch.int8),
+            _stored("scale", "scale", groups, *FLOATS),
+            _stored("zero_point", "zero_point", groups, *FLOATS),
+        )
+    dims: dict[str, tuple[Dim, ...]] = {"tensor": (), "channel": (_N,)}
+    if scheme.granularity == "group":
+        dims["group"] = (_N, Dim("K", scheme.group[0]))
+    scale = _stored("scale", "scale", dims[scheme.granularity], torch.float32)
+    if format.tensor_class == "Float8Tensor":
+        return (_stored("qdata", "w", (_N, _K), torch.float8_e4m3fn), scale)
+    zero = _stored("zero_point", "zero_point", scale.dims, torch.int8, optional=True)
+    return (_stored("qdata", "w", (_N, _K), torch.int8), scale, zero)
+
+
+def _stored(
+    name: str, role: Role, dims: tuple[Dim, ...], *dtypes: torch.dtype, optional: bool = False
+) -> StoredTensor:
+    return StoredTensor(f"_weight_{name}", role, dims, dtypes, (f"weight:{name}",), optional)
+
+
+def parameter_of(name: str) -> str:
+    """Return the name of the weight that a tensor belongs to, which is its key in the metadata.
+
+    name: of its codes, such as "x._weight_qdata" or "experts._gate_up_proj_qdata".
+    """
+    if ":" in name:
+        return name.partition(":")[0]
+    module, _, last = name.rpartition("._")
+    return f"{module}.{last.removesuffix('_qdata')}"
+
+
+def check_metadata(
+    what: str,
+    metadata: Mapping[str, str],
+    name: str,
+    shape: Sequence[int],
+    format: TorchaoFormat,
+) -> None:
+    """Raise WeightsError unless a file describes a weight as `format`.
+
+    what: of the file and tensor, for messages. metadata: of the file. name: of the codes. shape: of
+    the codes.
+    """
+    key = parameter_of(name)
+    text = metadata.get(key, "")
+    need = f"the JSON object of a {format.tensor_class}"
+    if not text or len(text) > _MAX_METADATA:
+        got = "no entry" if not text else f"{len(text)} characters"
+        raise WeightsError(f"{what}: metadata of {key}", got=got, need=need)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise WeightsError(f"{what}: metadata of {key}", got="no JSON", need=need) from None
+    data = found.get("_data") if isinstance(found, dict) else None
+    if not isinstance(data, dict) or found.get("_type") != format.tensor_class:
+        raise WeightsError(f"{what}: metadata of {key}", got=text[:120], need=need)
+    block = _block_size(shape, format)
+    if data.get("block_size") != block:
+        got = f"block_size {str(data.get('block_size'))[:80]}"
+        raise WeightsError(
+            f"{what}: metadata of {key}", got=got, need=f"{block} of {format.scheme}"
+        )
+    _check_inputs(f"{what}: metadata of {key}", data, format)
+
+
+def _block_size(shape: Sequence[int], format: TorchaoFormat) -> list[int]:
+    """Return how many values of each dimension share a scale."""
+    if format.scheme.endswith("_tensor"):
+        return list(shape)
+    return [1] * (len(shape) - 1) + [format.group or shape[-1]]
+
+
+def _check_inputs(what: str, data: Mapping[str, object], format: TorchaoFormat) -> None:
+    """Raise WeightsError if activations are quantized in another way than in the scheme."""
+    activation = data.get("activation_dtype")
+    if activation is not None and activation != {"_type": "torch.dtype", "_data": "bfloat16"}:
+        got = f"activation_dtype {str(activation)[:80]}"
+        raise WeightsError(what, got=got, need="bfloat16 activations")
+    options, got = data.get("act_quant_kwargs"), "no act_quant_kwargs"
+    granularity: object = None
+    if options is not None:
+        fields = options.get("_data") if isinstance(options, dict) else None
+        fields = fields if isinstance(fields, dict) else {}
+        granularity = fields.get("granularity")
+        granularity = (
+            granularity.get("_type") if isinstance(granularity, dict) else str(granularity)
+        )
+        bounds = [fields.get(key) for key in ("hp_value_lb", "hp_value_ub")]
+        granularity = granularity if bounds == [None, None] else f"{granularity} with bounds"
+        got = f"act_quant_kwargs of {granularity}"
+    needs = {
+        "fp8_w8a8_tensor": "PerTensor",
+        "fp8_w8a8_channel": "PerRow",
+        "int8_w8a8_channel": "PerRow",
+    }
+    need = needs.get(format.scheme)
+    if granularity != need:
+        text = "no act_quant_kwargs" if need is None else f"act_quant_kwargs of {need}"
+        raise WeightsError(what, got=got[:120], need=f"{text}, as in the quantization_config")
+
+
+def dequantize_int4(
+    tensors: Mapping[str, torch.Tensor], group: int, columns: tuple[int, int]
+) -> torch.Tensor:
+    """Return the values of an Int4Tensor, (..., rows, columns) float32.
+
+    tensors: by the names of `tensors`, for columns [a, b) of the matrix; groups that the range cuts
+    are whole. Raises WeightsError for scales or zero points that are not finite.
+    """
+    packed = tensors["_weight_qdata"].view(torch.uint8)
+    # The nibbles are two's complement: xor 8 adds 8, which the sum takes away again.
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).bitwise_xor_(8)
+    factors = {}
+    for name in ("_weight_scale", "_weight_zero_point"):
+        factors[name] = tensors[name].float()
+        bad = ~factors[name].isfinite()
+        if bool(bad.any()):
+            raise WeightsError(name, got=float(factors[name][bad][0]), need="finite numbers")
+    scale, zero = (factor.mT for factor in factors.values())
+    first, last = columns
+    values = codes.float().sub_(8)
+    if first % group == 0 and (last - first) % group == 0:
+        grouped = values.view(*values.shape[:-1], -1, group)
+        grouped.mul_(scale[..., None]).add_(zero[..., None])
+        return values
+    index = torch.arange(first, last, device=values.device) // group - first // group
+    return values.mul_(scale[..., index]).add_(zero[..., index])
+
+
+def check_zero_points(zero_point: torch.Tensor | None) -> None:
+    """Raise WeightsError unless all zero points of an Int8Tensor are 0."""
+    if zero_point is not None and bool(zero_point.any()):
+        got = f"a zero point of {int(zero_point[zero_point != 0][0])}"
+        raise WeightsError("_weight_zero_point", got=got, need="0, as of symmetric weights")

@@ -1,0 +1,263 @@
+"""The scheme of one module in a quantization_config of torchao.
+
+transformers stores the options of `quantize_` as nested objects with a class and its fields:
+
+    "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {...}}}
+
+An `FqnToConfig` has options by the names of modules and parameters; `by_name` takes it apart.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from modular_kernel.models.quantization_keys import Mismatch, is_empty
+
+METHOD = "torchao"
+NAMES = "fqn_to_config"  # key of the options by name, in a quantization_config without FqnToConfig
+_BY_NAME = ("FqnToConfig", "ModuleFqnToConfig")
+_INT4_GROUPS = (32, 64, 128, 256)
+_MAX_GROUP = 1 << 20
+_E4M3 = "float8_e4m3fn"
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class TorchaoFormat:
+    """How torchao stores the weights of a module.
+
+    tensor_class: of the tensors in the files. scheme: that of the weights, "none" for codes that no
+    scheme represents. group: columns per scale; 0 if a scale covers a row or a matrix.
+    """
+
+    tensor_class: str
+    scheme: str
+    group: int = 0
+
+
+# Options that do not change what a module computes, by class. `layout` and the options of zero
+# points and of HQQ apply to version 1 only.
+_HARMLESS = ("set_inductor_config", "mm_config", "kernel_preference", "alg_id")
+_HARMLESS_INT4 = (
+    *("int4_choose_qparams_algorithm", "int4_tile_packed_ntile", "layout"),
+    *("use_hqq", "zero_point_domain", "preserve_zero"),
+)
+# Allowed values of other options, as `_plain_value` returns them; a missing one is allowed.
+_ALLOWED: dict[str, dict[str, tuple[object, ...]]] = {
+    "Int4WeightOnlyConfig": {"int4_packing_format": ("PLAIN",)},
+    "Int8WeightOnlyConfig": {"group_size": (None,)},
+    "Int8DynamicActivationInt8WeightConfig": {
+        "act_mapping_type": ("SYMMETRIC",),
+        "weight_only_decode": (False,),
+        "reduce_range": (False, None),
+    },
+    "Float8WeightOnlyConfig": {"weight_dtype": (_E4M3,)},
+    "Float8DynamicActivationFloat8WeightConfig": {
+        "weight_dtype": (_E4M3,),
+        "activation_dtype": (_E4M3,),
+        "packing_format": ("PLAIN", None),
+        "activation_value_lb": (None,),
+        "activation_value_ub": (None,),
+    },
+}
+_READ = ("granularity", "group_size")
+_HARMLESS_BY_CLASS = {
+    "Int4WeightOnlyConfig": _HARMLESS_INT4,
+    "Int8DynamicActivationInt8WeightConfig": ("layout",),
+}
+# Classes that are not supported: (what they store, the closest supported alternative).
+_REFUSED = {
+    "Float8DynamicActivationInt4WeightConfig": (
+        "int4 codes with scales for float8 activations, which no kernel here supports",
+        "Int4WeightOnlyConfig",
+    ),
+    "Int8DynamicActivationIntxWeightConfig": (
+        "codes of 1 to 8 bits for int8 activations, with zero points",
+        "Int8DynamicActivationInt8WeightConfig",
+    ),
+    "IntxWeightOnlyConfig": (
+        "codes of 1 to 8 bits, each in a byte, with zero points",
+        "Int8WeightOnlyConfig or Int4WeightOnlyConfig",
+    ),
+}
+_ALTERNATIVE = f"{', '.join(_ALLOWED)}, or unquantized files with quantize="
+
+
+def by_name(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a quantization_config with the options of an FqnToConfig under the key `NAMES`.
+
+    The name "_default", which matches every module, is always among them. Raises ValueError(got,
+    need) for another form of `quant_type` than transformers 4.53 and later write.
+    """
+    options = _default_options(config)
+    if options.get("_type") not in _BY_NAME:
+        return dict(config)
+    data = options.get("_data")
+    data = data if isinstance(data, Mapping) else {}
+    tables = [data[key] for key in (NAMES, "module_fqn_to_config") if not is_empty(data.get(key))]
+    if not tables or not all(isinstance(table, Mapping) for table in tables):
+        need = f"{NAMES}: an object of options by name"
+        raise ValueError(f"quant_type: {options['_type']} with {sorted(map(str, data))}", need)
+    if tables[0] != tables[-1]:
+        need = "one of them, or equal objects"
+        raise ValueError(f"quant_type: {NAMES} and module_fqn_to_config that differ", need)
+    named = {str(name): options for name, options in tables[0].items()}
+    for name, each in named.items():
+        if not isinstance(each, Mapping | None):
+            need = "an object with _type and _data, or null"
+            raise ValueError(f"quant_type: {name[:80]} = {each!r}"[:200], need)
+    # Exact names come before regexes, as in torchao; the default comes last.
+    exact = {name: each for name, each in named.items() if not name.startswith("re:")}
+    default = exact.pop("_default", None)
+    ordered = exact | {name: each for name, each in named.items() if name.startswith("re:")}
+    names = {name: quant_type(each) for name, each in ordered.items()}
+    rest = {key: value for key, value in config.items() if key != "quant_type"}
+    return rest | {NAMES: names | {"_default": quant_type(default)}}
+
+
+def quant_type(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the entries of a quantization_config for the options of one module."""
+    return None if options is None else {"quant_type": {"default": dict(options)}}
+
+
+def _default_options(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = config.get("quant_type")
+    if isinstance(given, str):
+        need = (
+            "an object with _type, _version and _data, as transformers writes with safetensors: "
+            "a name belongs to files of pickled tensors, which are not read"
+        )
+        raise ValueError(f"quant_type = {given!r}"[:200], need)
+    options = given.get("default") if isinstance(given, Mapping) and len(given) == 1 else None
+    if not isinstance(options, Mapping):
+        need = "an object with the key default, which has _type, _version and _data"
+        raise ValueError(f"quant_type = {given!r}"[:200], need)
+    return options
+
+
+def torchao_format(config: Mapping[str, Any]) -> TorchaoFormat:
+    """Return the format of a module.
+
+    config: its quantization_config, without an FqnToConfig. Raises ValueError(got, need) if it is
+    not supported.
+    """
+    options = _default_options(config)
+    name, data = options.get("_type"), options.get("_data")
+    if name in _REFUSED:
+        meaning, nearest = _REFUSED[str(name)]
+        raise ValueError(f"quant_type {name}, {meaning}", nearest)
+    if name not in _ALLOWED:
+        raise ValueError(f"quant_type {name!r}"[:200], f"one of {_ALTERNATIVE}")
+    if not isinstance(data, Mapping):
+        raise ValueError(f"quant_type {name}: _data = {data!r}"[:200], "an object of options")
+    if options.get("_version", 1) != 2:
+        need = "version 2: tensors of version 1 are pickled, and pickles are not read"
+        raise ValueError(f"quant_type {name} of version {options.get('_version', 1)}"[:200], need)
+    for got, need in _unknown_options(str(name), data):
+        raise ValueError(f"quant_type {name}: {got}"[:200], need)
+    return _FORMATS[str(name)](str(name), data)
+
+
+def _unknown_options(name: str, data: Mapping[str, Any]) -> Iterator[Mismatch]:
+    """Yield the options that could change values and are not implemented."""
+    harmless = (*_HARMLESS, *_HARMLESS_BY_CLASS.get(name, ()))
+    for key, value in data.items():
+        if key in _ALLOWED[name]:
+            allowed = _ALLOWED[name][key]
+            plain = _plain_value(value)
+            if not any(plain == item and type(plain) is type(item) for item in allowed):
+                yield f"{key} = {plain!r}", " or ".join(map(str, allowed))
+        elif key not in (*_READ, *harmless) and not is_empty(value):
+            yield (
+                f"{key} = {value!r}",
+                "no such option: it may change values, and it is not implemented",
+            )
+
+
+def _plain_value(value: object) -> object:
+    """Return the value of an enum or dtype, which are objects with _type and _data."""
+    if isinstance(value, Mapping) and isinstance(value.get("_data"), str):
+        value = value["_data"]
+        return value if value == _E4M3 else str(value).upper()
+    return value.upper() if isinstance(value, str) and value != _E4M3 else value
+
+
+def _granularities(name: str, data: Mapping[str, Any], default: str) -> list[tuple[str, int]]:
+    """Return (class, group size or 0) of the granularity, or of both of activations and weights."""
+    given = data.get("granularity")
+    if given is None:
+        return [(default, 0)]
+    items: Sequence[object] = given if isinstance(given, list) else [given]
+    found = []
+    for item in items:
+        kind = item.get("_type") if isinstance(item, Mapping) else None
+        fields = item.get("_data", {}) if isinstance(item, Mapping) else None
+        fields = fields if isinstance(fields, Mapping) else {"_": _MISSING}
+        group = fields.get("group_size", 0)
+        row_axis = fields.get("dim", -1)
+        known = set(fields) <= {"group_size", "dim"} and row_axis == -1 and type(group) is int
+        if not isinstance(kind, str) or not known or (kind == "PerGroup") != (group != 0):
+            need = "PerRow along the last dimension, PerTensor or PerGroup"
+            raise ValueError(f"quant_type {name}: granularity {given!r}"[:200], need)
+        found.append((kind, group))
+    return found
+
+
+def _int4(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+    group = data.get("group_size", 128)
+    if type(group) is not int or group not in _INT4_GROUPS:
+        need = f"one of {', '.join(map(str, _INT4_GROUPS))}"
+        raise ValueError(f"quant_type {name}: group_size = {group!r}"[:200], need)
+    return TorchaoFormat("Int4Tensor", "none", group)
+
+
+def _int8(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+    ((kind, group),) = _single(name, data, "PerRow")
+    if kind == "PerRow":
+        return TorchaoFormat("Int8Tensor", "int8_w8a16_channel")
+    if kind == "PerGroup" and 2 <= group <= _MAX_GROUP and group % 2 == 0:
+        return TorchaoFormat("Int8Tensor", f"int8_w8a16_group:group={group}", group)
+    raise _granularity_error(name, kind, "PerRow, or PerGroup of an even number of columns")
+
+
+def _int8_dynamic(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+    kinds = {kind for kind, _ in _granularities(name, data, "PerRow")}
+    if kinds != {"PerRow"}:
+        raise _granularity_error(name, " and ".join(sorted(kinds)), "PerRow")
+    return TorchaoFormat("Int8Tensor", "int8_w8a8_channel")
+
+
+def _float8(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+    ((kind, _),) = _single(name, data, "PerRow")
+    schemes = {"PerRow": "fp8_w8a16_channel", "PerTensor": "fp8_w8a16_tensor"}
+    if kind not in schemes:
+        raise _granularity_error(name, kind, "PerRow or PerTensor")
+    return TorchaoFormat("Float8Tensor", schemes[kind])
+
+
+def _float8_dynamic(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+    kinds = {kind for kind, _ in _granularities(name, data, "PerTensor")}
+    schemes = {"PerRow": "fp8_w8a8_channel", "PerTensor": "fp8_w8a8_tensor"}
+    if len(kinds) != 1 or not kinds <= set(schemes):
+        raise _granularity_error(name, " and ".join(sorted(kinds)), "PerRow or PerTensor")
+    return TorchaoFormat("Float8Tensor", schemes[kinds.pop()])
+
+
+def _single(name: str, data: Mapping[str, Any], default: str) -> list[tuple[str, int]]:
+    found = _granularities(name, data, default)
+    if len(found) != 1:
+        raise _granularity_error(name, " and ".join(kind for kind, _ in found), "one granularity")
+    return found
+
+
+def _granularity_error(name: str, got: str, need: str) -> ValueError:
+    return ValueError(f"quant_type {name}: granularity {got}"[:200], need)
+
+
+_FORMATS: dict[str, Callable[[str, Mapping[str, Any]], TorchaoFormat]] = {
+    "Int4WeightOnlyConfig": _int4,
+    "Int8WeightOnlyConfig": _int8,
+    "Int8DynamicActivationInt8WeightConfig": _int8_dynamic,
+    "Float8WeightOnlyConfig": _float8,
+    "Float8DynamicActivationFloat8WeightConfig": _float8_dynamic,
+}

@@ -1,0 +1,240 @@
+"""Tiny matrices in the formats of torchao, and the metadata of their files.
+
+    kind = TORCHAO_FORMATS["torchao int4"]      # config, make, scheme
+    metadata_of(kind.config, tensors)           # {"x.weight": '{"_type": "Int4Tensor", ...}'}
+
+A matrix has the tensors `_weight_qdata`, `_weight_scale` and, for integers, `_weight_zero_point`.
+`stack_experts` makes the parameters of all experts from them, and `old_names` the names of torchao
+0.14. The layouts follow torchao's documentation and share no code with
+`modular_kernel.checkpoints`.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from modular_kernel.testing.checkpoints.formats import F64, FP8, Make, StoredMatrix, expand_tiles
+from modular_kernel.testing.checkpoints.published_formats import CheckpointFormat
+
+_ROW = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
+_TENSOR = {"_type": "PerTensor", "_version": 1, "_data": {}}
+_E4M3 = {"_type": "torch.dtype", "_data": "float8_e4m3fn"}
+
+
+def _group(size: int) -> dict[str, Any]:
+    return {"_type": "PerGroup", "_version": 1, "_data": {"group_size": size}}
+
+
+def options(name: str, **data: Any) -> dict[str, Any]:
+    """Return the options of a class of torchao, with the fields `data`."""
+    return {"_type": name, "_version": 2, "_data": {"set_inductor_config": True, **data}}
+
+
+def config(default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the quantization_config that transformers writes for some options."""
+    return {
+        "include_input_output_embeddings": False,
+        "modules_to_not_convert": None,
+        "quant_method": "torchao",
+        "quant_type": {"default": dict(default)},
+        "untie_embedding_weights": False,
+    }
+
+
+def by_name(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an FqnToConfig."""
+    data = {"fqn_to_config": dict(names), "module_fqn_to_config": dict(names)}
+    return {"_type": "FqnToConfig", "_version": 1, "_data": data}
+
+
+def _int4(group: int, dtype: torch.dtype = torch.bfloat16) -> Make:
+    """Make codes from -8 to 7 with a scale and a floating zero point per group of a row."""
+
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+        codes = torch.randint(-8, 8, (rows, depth), generator=g)
+        shape = (rows, -(-depth // group))
+        scale = ((0.6 + 0.8 * torch.rand(shape, generator=g)) * gain / 4 / depth**0.5).to(dtype)
+        zero = (torch.randn(shape, generator=g) * gain / 4 / depth**0.5).to(dtype)
+        packed = (codes[:, 0::2] & 15) | (codes[:, 1::2] & 15) << 4
+        tensors = {
+            "_weight_qdata": torch.where(packed > 127, packed - 256, packed).to(torch.int8),
+            "_weight_scale": scale.T.contiguous(),
+            "_weight_zero_point": zero.T.contiguous(),
+        }
+        values = codes * expand_tiles(scale, rows, depth, 1, group)
+        return StoredMatrix(tensors, values + expand_tiles(zero, rows, depth, 1, group))
+
+    return make
+
+
+def _int8(group: int | None) -> Make:
+    """Make codes with a scale per row or per group of a row, and zero points of 0."""
+
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+        width = group or depth
+        codes = torch.randint(-128, 128, (rows, depth), generator=g).to(torch.int8)
+        shape = (rows, -(-depth // width))
+        scale = (0.6 + 0.8 * torch.rand(shape, generator=g)) * gain / 64 / depth**0.5
+        tensors = {"_weight_qdata": codes, "_weight_scale": scale}
+        tensors["_weight_zero_point"] = torch.zeros(shape, dtype=torch.int8)
+        return StoredMatrix(tensors, codes.to(F64) * expand_tiles(scale, rows, depth, 1, width))
+
+    return make
+
+
+def _fp8(*, whole: bool) -> Make:
+    """Make float8 codes with a scale per row or, if `whole`, the same one for every matrix."""
+
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+        codes = (torch.randn(rows, depth, generator=g) * 100).clamp(-448, 448).to(FP8)
+        scale = torch.full((1, 1), 0.01 / depth**0.5)
+        if not whole:
+            scale = (0.6 + 0.8 * torch.rand(rows, 1, generator=g)) * gain / 100 / depth**0.5
+        tensors = {"_weight_qdata": codes, "_weight_scale": scale}
+        return StoredMatrix(tensors, codes.to(F64) * scale.to(F64))
+
+    return make
+
+
+_INT8, _DYNAMIC_INT8 = "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"
+_FP8, _DYNAMIC_FP8 = "Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"
+INT4 = options("Int4WeightOnlyConfig", group_size=64, int4_packing_format={
+    "_type": "Int4PackingFormat", "_data": "PLAIN"})  # fmt: skip
+INT8 = options(_INT8, granularity=_ROW, group_size=None)
+_OF_DYNAMIC_INT8 = {
+    "act_mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
+    "weight_only_decode": False,
+    "reduce_range": False,
+}
+_OF_DYNAMIC_FP8: dict[str, Any] = {
+    "activation_dtype": _E4M3,
+    "weight_dtype": _E4M3,
+    "packing_format": {"_type": "Float8PackingFormat", "_data": "PLAIN"},
+    "activation_value_lb": None,
+    "activation_value_ub": None,
+    "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
+    "mm_config": {"_type": "Float8MMConfig", "_version": 1, "_data": {"use_fast_accum": True}},
+}
+_W8A8_BOUND = 8e-2
+TORCHAO_FORMATS: dict[str, CheckpointFormat] = {
+    "torchao int4": CheckpointFormat(config(INT4), _int4(64), "none"),
+    "torchao int4, float32": CheckpointFormat(config(INT4), _int4(64, torch.float32), "none"),
+    "torchao int8": CheckpointFormat(config(INT8), _int8(None), "int8_w8a16_channel"),
+    "torchao int8, groups": CheckpointFormat(
+        config(options(_INT8, granularity=_group(64), group_size=None)),
+        _int8(64),
+        "int8_w8a16_group:group=64",
+    ),
+    "torchao int8, inputs": CheckpointFormat(
+        config(options(_DYNAMIC_INT8, granularity=_ROW, **_OF_DYNAMIC_INT8)),
+        _int8(None),
+        "int8_w8a8_channel",
+        _W8A8_BOUND,
+    ),
+    "torchao fp8": CheckpointFormat(
+        config(options(_FP8, weight_dtype=_E4M3)), _fp8(whole=False), "fp8_w8a16_channel"
+    ),
+    "torchao fp8, tensor": CheckpointFormat(
+        config(options(_FP8, weight_dtype=_E4M3, granularity=_TENSOR)),
+        _fp8(whole=True),
+        "fp8_w8a16_channel",
+    ),
+    "torchao fp8, inputs": CheckpointFormat(
+        config(options(_DYNAMIC_FP8, granularity=[_ROW, _ROW], **_OF_DYNAMIC_FP8)),
+        _fp8(whole=False),
+        "fp8_w8a8_channel",
+        _W8A8_BOUND,
+    ),
+    "torchao fp8, inputs, tensor": CheckpointFormat(
+        config(options(_DYNAMIC_FP8, granularity=[_TENSOR, _TENSOR], **_OF_DYNAMIC_FP8)),
+        _fp8(whole=True),
+        "fp8_w8a8_tensor",
+        _W8A8_BOUND,
+    ),
+}
+
+
+def metadata_of(
+    quantization: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Return the metadata of a file: the class and attributes of each weight, in JSON.
+
+    quantization: a quantization_config. If it has options by name, the first are those of all.
+    """
+    chosen = quantization["quant_type"]["default"]
+    if chosen["_type"] == "FqnToConfig":
+        chosen = next(iter(filter(None, chosen["_data"]["fqn_to_config"].values())))
+    metadata = dict[str, str]()
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.*)\._(\w+)_qdata|(.*):qdata", name)
+        if match is None:
+            metadata.setdefault(name, '{"_type": "Tensor"}')
+        else:
+            attributes = _attributes(chosen, tuple(tensor.shape))
+            metadata[match[3] or f"{match[1]}.{match[2]}"] = json.dumps(attributes)
+    return metadata | {"tensor_names": json.dumps(sorted(metadata)), "format": "pt"}
+
+
+def _attributes(chosen: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    name, fields = chosen["_type"], chosen["_data"]
+    granularity: Any = fields.get("granularity") or _ROW
+    granularity = granularity[-1] if isinstance(granularity, list) else granularity
+    group = fields.get("group_size") or granularity["_data"].get("group_size") or shape[-1]
+    block = [*(1 for _ in shape[1:]), group]
+    if granularity["_type"] == "PerTensor":
+        block = list(shape)
+    if name == "Int4WeightOnlyConfig":
+        whole = [*shape[:-1], 2 * shape[-1]]
+        return {"_type": "Int4Tensor", "_data": {"block_size": block, "shape": whole}}
+    kind = "Int8" if name in (_INT8, _DYNAMIC_INT8) else "Float8"
+    inputs = None
+    if "Dynamic" in name:
+        inputs = {"_type": f"QuantizeTensorTo{kind}Kwargs", "_data": {"granularity": granularity}}
+    return {
+        "_type": f"{kind}Tensor",
+        "_data": {"block_size": block, "act_quant_kwargs": inputs},
+    }
+
+
+def stack_experts(tensors: dict[str, torch.Tensor]) -> None:
+    """Replace the tensors of each expert of Qwen3-MoE with those of parameters, in place."""
+    pattern = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\._weight_(\w+)")
+    found: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
+    for name in list(tensors):
+        match = pattern.fullmatch(name)
+        if match is not None:
+            key = match[1], match[3], match[4]
+            found.setdefault(key, {})[int(match[2])] = tensors.pop(name)
+    stacked = {key: torch.stack([each[e] for e in range(len(each))]) for key, each in found.items()}
+    for (block, projection, kind), tensor in stacked.items():
+        if projection == "up":
+            continue
+        name = "down_proj"
+        if projection == "gate":
+            name, up = "gate_up_proj", stacked[block, "up", kind]
+            # Rows of int4's scales lie in the last dimension.
+            rows = -1 if tensor.dtype in (torch.bfloat16, torch.float32) and _is_int4(found) else 1
+            tensor = torch.cat([tensor, up], rows)
+        if tensor.shape[1:] in ((1, 1), (2, 1)) and bool((tensor == tensor.flatten()[0]).all()):
+            tensor = tensor[:1, :1]  # one scale of all experts
+        tensors[f"{block}._{name}_{kind}"] = tensor.contiguous()
+
+
+def _is_int4(found: Mapping[tuple[str, str, str], Mapping[int, torch.Tensor]]) -> bool:
+    return all(
+        tensor.is_floating_point()
+        for (_, _, kind), each in found.items()
+        if kind == "zero_point"
+        for tensor in each.values()
+    ) and any(kind == "zero_point" for _, _, kind in found)
+
+
+def old_names(tensors: dict[str, torch.Tensor]) -> None:
+    """Rename tensors as torchao 0.14 names them, in place."""
+    for name in list(tensors):
+        match = re.fullmatch(r"(.*)\._(\w+?)_(qdata|scale|zero_point)", name)
+        if match is not None:
+            tensors[f"{match[1]}.{match[2]}:{match[3]}"] = tensors.pop(name)

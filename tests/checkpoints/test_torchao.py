@@ -1,0 +1,439 @@
+"""torchao: tensors of its subclasses have the values of the files, and other files are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_checkpoint_numbers import error, numbers
+
+import modular_kernel as mk
+from modular_kernel.checkpoints import format_of, loading, merge
+from modular_kernel.checkpoints.inspection import inspect
+from modular_kernel.checkpoints.quantization_map import QuantizationMap
+from modular_kernel.checkpoints.torchao import dequantize_int4
+from modular_kernel.errors import (
+    ConfigurationError,
+    DtypeError,
+    InputError,
+    ShapeError,
+    WeightsError,
+)
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.rank_share import Share
+from modular_kernel.layers.weight_loading import ExpertLoader
+from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
+from modular_kernel.testing.checkpoints.torchao import (
+    INT4,
+    INT8,
+    TORCHAO_FORMATS,
+    by_name,
+    config,
+    metadata_of,
+    old_names,
+    options,
+    stack_experts,
+)
+
+AT = "model.layers.0.mlp.experts"
+
+
+def stack_old_names(tensors: Tensors) -> None:
+    stack_experts(tensors)
+    old_names(tensors)
+
+
+LAYOUTS = {
+    "modules": None,
+    "parameters": stack_experts,
+    "modules, 0.14": old_names,
+    "parameters, 0.14": stack_old_names,
+}
+
+
+def change_metadata(folder: Path, **entries: str | None) -> None:
+    """Replace entries of the metadata of a file; None removes one."""
+    path = folder / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+    metadata |= {key.replace("__", "."): value for key, value in entries.items()}
+    kept = {key: value for key, value in metadata.items() if value is not None}
+    save_file(load_file(path), path, kept)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", TORCHAO_FORMATS)
+def test_values_are_those_of_the_files(kind: str, layout: str, tmp_path: Path) -> None:
+    sample = write(tmp_path, "qwen3_moe", kind, change=LAYOUTS[layout])
+    loaded = mk.load_experts(tmp_path, 0, dtype="float32")
+    assert str(loaded.problem_fields["quant"]) == TORCHAO_FORMATS[kind].scheme
+    w1, w2 = numbers(loaded)
+    # Products are exact in float64; int4 adds a zero point in float32.
+    near = {"rtol": 2.0**-22, "atol": 2.0**-26 if "int4" in kind else 0}
+    torch.testing.assert_close(w1, sample.w1, **near)
+    torch.testing.assert_close(w2, sample.w2, **near)
+    assert error(sample, mk.load_experts(tmp_path, 0)) <= TORCHAO_FORMATS[kind].bound
+
+
+@pytest.mark.parametrize("layout", ["modules", "parameters"])
+@pytest.mark.parametrize("kind", ["torchao int4", "torchao int8, groups", "torchao fp8, tensor"])
+def test_shares_are_parts_of_the_whole(
+    kind: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in pieces of a few rows, and where a share cuts groups of 64 columns."""
+    write(tmp_path, "qwen3_moe", kind, intermediate=192, change=LAYOUTS[layout])
+    whole = numbers(mk.load_experts(tmp_path, 0, dtype="float32"))
+    monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 10)
+    for e in range(2):
+        for t in range(2):
+            part = mk.load_experts(tmp_path, 0, ep=(e, 2), tp=(t, 2), dtype="float32")
+            (first, last), width = part.columns, part.problem_fields["intermediate"]
+            w1, w2 = numbers(part)
+            experts = slice(2 * e, 2 * e + 2)
+            rows = w1.unflatten(1, (2, width))[:, :, : last - first]
+            assert torch.equal(rows, whole[0][experts].unflatten(1, (2, 192))[:, :, first:last])
+            assert torch.equal(w2[..., : last - first], whole[1][experts, :, first:last])
+
+
+@pytest.mark.parametrize("columns", [(0, 128), (64, 192), (32, 96), (32, 160), (0, 30), (70, 90)])
+def test_columns_of_int4_keep_their_groups(columns: tuple[int, int]) -> None:
+    make, (first, last) = TORCHAO_FORMATS["torchao int4"].make, columns
+    stored = make(8, 192, torch.Generator().manual_seed(0), 1.0)
+    groups = slice(first // 64, -(-last // 64))
+    tensors = {
+        "_weight_qdata": stored.tensors["_weight_qdata"][:, first // 2 : last // 2],
+        "_weight_scale": stored.tensors["_weight_scale"][groups],
+        "_weight_zero_point": stored.tensors["_weight_zero_point"][groups],
+    }
+    values = dequantize_int4(tensors, 64, columns).double()
+    torch.testing.assert_close(values, stored.values[:, first:last], rtol=2.0**-22, atol=2.0**-26)
+
+
+def test_int4_is_rounded_once(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", "torchao int4")
+    exact, rounded = mk.load_experts(tmp_path, 0, dtype="float32"), mk.load_experts(tmp_path, 0)
+    assert torch.equal(rounded.weights.w1, exact.weights.w1.bfloat16())
+    assert "int4 (torchao; dequantized)" in str(inspect(tmp_path))
+    to_int8 = mk.load_experts(tmp_path, 0, quantize="int8_w8a16_group:group=32")
+    assert "int4 (torchao; dequantized), quantized to int8" in repr(to_int8)
+
+
+@pytest.mark.parametrize("kind", TORCHAO_FORMATS)
+def test_one_matrix_is_merged(kind: str, tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", kind)
+    loaded, tensors = mk.load_experts(tmp_path, 0), load_file(tmp_path / "model.safetensors")
+    format = format_of(TORCHAO_FORMATS[kind].config)
+    base = f"{AT}.2.down_proj."
+    own = {n.removeprefix(base): t for n, t in tensors.items() if n.startswith(base)}
+    merged = merge(format, [own], torch.bfloat16, scheme=loaded.problem(1).scheme)
+    assert torch.equal(merged.w, loaded.weights.w2[2])
+    with pytest.raises(WeightsError, match="no _weight_scale"):
+        merge(format, [{n: t for n, t in own.items() if n != "_weight_scale"}], torch.bfloat16)
+    with pytest.raises(ConfigurationError, match=r"quant_config: got .*torchao"):
+        ExpertLoader(Share(4, 128, 256), format)
+
+
+def test_a_layer_loads_the_files(tmp_path: Path) -> None:
+    sample = write(tmp_path, "qwen3_moe", "torchao int8, inputs", change=stack_experts)
+    layer = FusedMoE.from_config(tmp_path, 0, top_k=2, experts="TorchExperts")
+    layer.load(tmp_path)
+    x, weights, ids = sample.inputs(24)
+    y = layer(x.bfloat16(), (weights, ids)).double()
+    truth = sample.expected_output(x.bfloat16().double(), weights, ids)
+    assert (y - truth).norm() / truth.norm() <= 8e-2
+
+
+def test_shards_have_the_metadata(tmp_path: Path) -> None:
+    sample = write(tmp_path, "qwen3_moe", "torchao int8", shards=3)
+    torch.testing.assert_close(
+        numbers(mk.load_experts(tmp_path, 0))[0], sample.w1, rtol=2.0**-22, atol=0
+    )
+
+
+@pytest.mark.parametrize("kind", ["torchao int4", "torchao int8", "torchao fp8"])
+def test_experts_without_scales_are_unquantized(kind: str, tmp_path: Path) -> None:
+    """transformers 5 quantizes parameters only by name, and has no entry for the others."""
+    sample = write(tmp_path, "qwen3_moe", "bf16")
+    quantization = {"quantization_config": TORCHAO_FORMATS[kind].config}
+    (tmp_path / "config.json").write_text(json.dumps(sample.config | quantization))
+    loaded = mk.load_experts(tmp_path, 0)
+    assert repr(loaded).startswith("LoadedExperts(4 of 4 experts in none,")
+    assert torch.equal(loaded.weights.w1.double(), sample.w1)
+
+
+EXPERTS = r"re:.*\.experts\.(gate_up|down)_proj"
+
+
+def test_names_select_the_options() -> None:
+    """Exact names come before regexes, and these before the default, in any order."""
+    fp8 = options("Float8WeightOnlyConfig")
+    names = {
+        "_default": INT8,
+        r"re:.*\.mlp\.experts\..*": fp8,
+        "re:.*": None,
+        "model.layers.1.mlp.experts.gate_up_proj": INT4,
+        "model.layers.2.self_attn.q_proj": INT4,
+        "model.layers.2.self_attn.k_proj.weight": INT4,
+    }
+    formats = QuantizationMap(config(by_name(names)))
+
+    def scheme(module: str) -> str:
+        return str(formats.format_of(f"model.layers.{module}"))
+
+    assert scheme("0.mlp.experts.gate_up_proj") == "fp8_w8a16_channel (torchao)"
+    assert scheme("1.mlp.experts.gate_up_proj") == "int4 (torchao; dequantized)"
+    assert scheme("2.self_attn.q_proj") == scheme("2.self_attn.k_proj")
+    assert scheme("2.self_attn.q_proj") == "int4 (torchao; dequantized)"
+    assert scheme("2.self_attn.v_proj") == "None"
+    del names["re:.*"]
+    formats = QuantizationMap(config(by_name(names)))
+    assert scheme("2.self_attn.v_proj") == "int8_w8a16_channel (torchao)"
+    del names["_default"]
+    formats = QuantizationMap(config(by_name(names)))
+    assert scheme("2.self_attn.v_proj") == "None"
+    skipped = config(INT8) | {"modules_to_not_convert": ["model.layers.2.self_attn"]}
+    formats = QuantizationMap(skipped)
+    assert scheme("2.self_attn.v_proj") == "None"
+
+
+def test_parameters_are_quantized_by_name(tmp_path: Path) -> None:
+    sample = write(tmp_path, "qwen3_moe", "torchao int8", change=stack_experts)
+    quantization = config(by_name({EXPERTS: INT8}))
+    text = json.dumps(sample.config | {"quantization_config": quantization})
+    (tmp_path / "config.json").write_text(text)
+    loaded = mk.load_experts(tmp_path, 0)
+    assert str(loaded.problem_fields["quant"]) == "int8_w8a16_channel"
+    problem_only = tmp_path / "alone"
+    problem_only.mkdir()
+    (problem_only / "config.json").write_text(text)
+    layer = FusedMoE.from_config(problem_only, 0, top_k=2, experts="TorchExperts")
+    assert str(layer.problem.scheme) == "int8_w8a16_channel"
+
+
+Q, P = "experts__0__down_proj__weight", "model__layers__0__mlp__"
+HOSTILE_METADATA: dict[str, tuple[str, str | None, str]] = {
+    "none": ("torchao int8", None, "metadata of .*down_proj.weight: got no entry, need the JSON"),
+    "no JSON": ("torchao int8", "{", "got no JSON"),
+    "deep": ("torchao int8", "[" * 60000, "got no JSON"),
+    "long": ("torchao int8", " " * 70000, "got 70000 characters"),
+    "no object": ("torchao int8", "1", "got 1, need the JSON object of a Int8Tensor"),
+    "class": (
+        "torchao int8",
+        '{"_type": "Float8Tensor", "_data": {"block_size": [1, 256]}}',
+        "Float8Tensor.*need the JSON object of a Int8Tensor",
+    ),
+    "plain": ("torchao fp8", '{"_type": "Tensor"}', "need the JSON object of a Float8Tensor"),
+    "block": (
+        "torchao int8",
+        '{"_type": "Int8Tensor", "_data": {"block_size": [1, 64]}}',
+        r"got block_size \[1, 64\], need \[1, 256\] of int8_w8a16_channel",
+    ),
+    "int4 block": (
+        "torchao int4",
+        '{"_type": "Int4Tensor", "_data": {"block_size": [1, 32]}}',
+        r"got block_size \[1, 32\], need \[1, 64\]",
+    ),
+    "int4 inputs": (
+        "torchao int4",
+        (
+            '{"_type": "Int4Tensor", "_data": {"block_size": [1, 64], "activation_dtype": '
+            '{"_type": "torch.dtype", "_data": "float8_e4m3fn"}}}'
+        ),
+        "float8_e4m3fn.*need bfloat16 activations",
+    ),
+    "inputs of weights only": (
+        "torchao int8",
+        (
+            '{"_type": "Int8Tensor", "_data": {"block_size": [1, 256], "act_quant_kwargs": '
+            '{"_data": {"granularity": {"_type": "PerRow"}}}}}'
+        ),
+        "got act_quant_kwargs of PerRow, need no act_quant_kwargs",
+    ),
+    "no inputs": (
+        "torchao int8, inputs",
+        '{"_type": "Int8Tensor", "_data": {"block_size": [1, 256], "act_quant_kwargs": null}}',
+        "got no act_quant_kwargs, need act_quant_kwargs of PerRow",
+    ),
+    "bounds of inputs": (
+        "torchao fp8, inputs",
+        (
+            '{"_type": "Float8Tensor", "_data": {"block_size": [1, 256], "act_quant_kwargs": '
+            '{"_data": {"granularity": {"_type": "PerRow"}, "hp_value_ub": 3.0}}}}'
+        ),
+        "got act_quant_kwargs of PerRow with bounds, need act_quant_kwargs of PerRow",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_METADATA)
+def test_metadata_that_contradicts_the_config_is_refused(case: str, tmp_path: Path) -> None:
+    kind, text, message = HOSTILE_METADATA[case]
+    write(tmp_path, "qwen3_moe", kind)
+    change_metadata(tmp_path, **{P + Q: text})
+    with pytest.raises(WeightsError, match=message) as caught:
+        mk.load_experts(tmp_path, 0)
+    assert "model.safetensors" in str(caught.value)
+
+
+def put(name: str, tensor: torch.Tensor) -> Any:
+    def change(tensors: Tensors) -> None:
+        tensors[f"{AT}.1.down_proj._weight_{name}"] = tensor
+
+    return change
+
+
+def put_stacked(name: str, tensor: torch.Tensor) -> Any:
+    def change(tensors: Tensors) -> None:
+        stack_experts(tensors)
+        tensors[f"{AT}._down_proj_{name}"] = tensor
+
+    return change
+
+
+HOSTILE: dict[str, tuple[str, Any, type[InputError], str]] = {
+    "no scale": (
+        "torchao int8",
+        lambda tensors: tensors.pop(f"{AT}.1.down_proj._weight_scale"),
+        WeightsError,
+        "no .*1.down_proj._weight_scale",
+    ),
+    "scale shape": ("torchao int8", put("scale", torch.ones(64, 1)), ShapeError, r"\(64, 1\)"),
+    "scale dtype": ("torchao fp8", put("scale", torch.ones(128, 1).half()), DtypeError, "float16"),
+    "scale NaN": (
+        "torchao fp8", put("scale", torch.full((128, 1), float("nan"))), WeightsError, "got nan"),
+    "int4 scale NaN": (
+        "torchao int4", put("scale", torch.full((4, 128), float("nan"))), WeightsError, "got nan"),
+    "int4 zero inf": (
+        "torchao int4", put("zero_point", torch.full((4, 128), float("inf"))), WeightsError,
+        "_weight_zero_point: got inf"),
+    "int4 codes": (
+        "torchao int4", put("qdata", torch.ones(128, 256, dtype=torch.int8)), ShapeError,
+        r"got \(128, 256\), need \(128, 128\)"),
+    "codes dtype": (
+        "torchao int8", put("qdata", torch.ones(128, 256, dtype=torch.uint8)), DtypeError,
+        "got uint8, need int8"),
+    "zero point": (
+        "torchao int8", put("zero_point", torch.ones(128, 1, dtype=torch.int8)), WeightsError,
+        "_weight_zero_point: got a zero point of 1, need 0"),
+    "factor of inputs": (
+        "torchao int8", put("act_pre_scale", torch.ones(1)), WeightsError,
+        "_weight_act_pre_scale, need 4 experts"),
+    "factor of inputs, stacked": (
+        "torchao int8", put_stacked("act_pre_scale", torch.ones(1)), WeightsError,
+        "_down_proj_act_pre_scale, need 4 experts"),
+    "few experts, stacked": (
+        "torchao int8", put_stacked("scale", torch.ones(3, 128, 1)), ShapeError, r"\(3, 128, 1\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_damaged_file_is_refused(case: str, tmp_path: Path) -> None:
+    """With the file, the tensor, what it has and what is needed."""
+    kind, change, error_type, message = HOSTILE[case]
+    write(tmp_path, "qwen3_moe", kind, change=change)
+    with pytest.raises(error_type, match=message) as caught:
+        mk.load_experts(tmp_path, 0)
+    assert "down_proj" in str(caught.value)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", "torchao int8")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(WeightsError, match="need a complete safetensors file"):
+        mk.load_experts(tmp_path, 0)
+
+
+def test_pickled_tensors_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", "torchao int8")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigurationError, match=r"no safetensors, and pytorch_model\.bin.*pickle"):
+        mk.load_experts(tmp_path, 0)
+
+
+def of(name: str, *, version: int = 2, **data: Any) -> dict[str, Any]:
+    return config(options(name, **data) | {"_version": version})
+
+
+_DYNAMIC = "Float8DynamicActivationFloat8WeightConfig"
+_ROW, _TENSOR = ({"_type": name, "_data": {}} for name in ("PerRow", "PerTensor"))
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "name": (config(INT8) | {"quant_type": "int8_weight_only"}, "pickled tensors"),
+    "no default": (config(INT8) | {"quant_type": {"other": INT8}}, "the key default"),
+    "no class": (config({"_data": {}, "_version": 2}), "quant_type None"),
+    "class": (of("UIntXWeightOnlyConfig"), "'UIntXWeightOnlyConfig', need one of Int4WeightOnly"),
+    "int4 and float8": (
+        of("Float8DynamicActivationInt4WeightConfig"),
+        "float8 activations, which no kernel here supports, need Int4WeightOnlyConfig",
+    ),
+    "intx": (of("IntxWeightOnlyConfig"), "codes of 1 to 8 bits"),
+    "version": (of("Int8WeightOnlyConfig", version=1), "version 1, need version 2: .* pickled"),
+    "packing": (
+        of("Int4WeightOnlyConfig", int4_packing_format={"_data": "TILE_PACKED_TO_4D"}),
+        "int4_packing_format = 'TILE_PACKED_TO_4D', need PLAIN",
+    ),
+    "group": (of("Int4WeightOnlyConfig", group_size=48), "group_size = 48, need one of 32"),
+    "group type": (of("Int4WeightOnlyConfig", group_size="64"), "group_size = '64'"),
+    "int8 tensor": (of("Int8WeightOnlyConfig", granularity=_TENSOR), "granularity PerTensor"),
+    "int8 group": (
+        of("Int8WeightOnlyConfig", granularity={"_type": "PerGroup", "_data": {"group_size": 3}}),
+        "granularity PerGroup",
+    ),
+    "axis": (
+        of("Int8WeightOnlyConfig", granularity={"_type": "PerRow", "_data": {"dim": 0}}),
+        "PerRow along the last dimension",
+    ),
+    "asymmetric": (
+        of("Int8DynamicActivationInt8WeightConfig", act_mapping_type={"_data": "ASYMMETRIC"}),
+        "act_mapping_type = 'ASYMMETRIC', need SYMMETRIC",
+    ),
+    "reduced range": (
+        of("Int8DynamicActivationInt8WeightConfig", reduce_range=True), "reduce_range = True"),
+    "mixed": (of(_DYNAMIC, granularity=[_ROW, _TENSOR]), "PerRow and PerTensor"),
+    "bound": (of(_DYNAMIC, activation_value_ub=1.0), "activation_value_ub = 1.0"),
+    "dtype": (
+        of("Float8WeightOnlyConfig", weight_dtype={"_type": "torch.dtype", "_data": "float8_e5m2"}),
+        "weight_dtype = 'FLOAT8_E5M2'",
+    ),
+    "unknown": (of("Float8WeightOnlyConfig", rotation="hadamard"), "rotation = 'hadamard'"),
+    "key": (config(INT8) | {"rotation": "hadamard"}, "rotation = 'hadamard'"),
+    "data": (config({"_type": "Int8WeightOnlyConfig", "_version": 2}), "_data = None"),
+    "by name": (config(by_name({})), "need fqn_to_config"),
+    "names that differ": (
+        config({"_type": "FqnToConfig", "_data": {
+            "fqn_to_config": {"a": INT8}, "module_fqn_to_config": {"a": INT4}}}),
+        "that differ, need one of them",
+    ),
+    "options of a name": (config(by_name({"a": 1})), "a = 1, need an object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_options_without_a_reader_are_refused(case: str, tmp_path: Path) -> None:
+    quantization, message = REFUSED[case]
+    with pytest.raises(ConfigurationError, match=message):
+        format_of(quantization)
+    sample: Sample = write(tmp_path, "qwen3_moe", "torchao int8")
+    text = json.dumps(sample.config | {"quantization_config": quantization})
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        mk.load_experts(tmp_path, 0)
+    assert "config.json: quantization_config" in str(caught.value)
+
+
+def test_patterns_that_take_long_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="fqn_to_config has 're:"):
+        QuantizationMap(config(by_name({r"re:(?=a).*": INT8})))
+
+
+def test_metadata_of_a_sample_is_that_of_transformers() -> None:
+    """As torchao 0.18 writes it for a parameter, without keys that are not read."""
+    tensors = {"model.layers.0.mlp.experts._down_proj_qdata": torch.ones(4, 64, 96)}
+    found = metadata_of(config(by_name({EXPERTS: INT8})), tensors)
+    assert json.loads(found["model.layers.0.mlp.experts.down_proj"]) == {
+        "_type": "Int8Tensor",
+        "_data": {"act_quant_kwargs": None, "block_size": [1, 1, 96]},
+    }
