@@ -17,6 +17,7 @@ from experts.triton.configs.select import (
     on_device,
 )
 from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.operands import is_n_major
 from experts.triton.path import Path, PathCall, WorkspaceCache
 from experts.triton.paths import BUILT_IN, BY_NAME, PATHS, external_paths
 from experts.triton.tuning.space import ConfigSpace
@@ -184,10 +185,17 @@ class TritonExperts(TritonExpertsBase):
         """Return the configuration of a call, whose path supports the strides of these tensors."""
         prepared = self._reads_prepared(weights, len(x_TH))
         config = choose_config(self.problem, len(x_TH), tuple(self._paths), prepared=prepared)
-        if self._paths[config.path].takes(weights, x_TH):
-            return config
-        paths = tuple(name for name, path in self._paths.items() if path.takes(weights, x_TH))
-        return choose_config(self.problem, len(x_TH), paths, prepared=prepared)
+        if not self._paths[config.path].takes(weights, x_TH):
+            paths = tuple(name for name, path in self._paths.items() if path.takes(weights, x_TH))
+            config = choose_config(self.problem, len(x_TH), paths, prepared=prepared)
+        return config_for_strides(self._paths[config.path], config, weights)
+
+
+def config_for_strides(path: Path, config: MoEConfig, weights: ExpertWeights) -> MoEConfig:
+    """Return the configuration for the strides of `weights`; an override is used as it is."""
+    if not (is_n_major(weights.w1) or is_n_major(weights.w2)) or is_overridden():
+        return config
+    return path.config_for_strides(config, weights, current_lookup().device)
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,16 @@ class Path(ABC):
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the path supports the strides and alignment of these tensors."""
 
+    def config_for_strides(
+        self, config: MoEConfig, weights: ExpertWeights, device: Device
+    ) -> MoEConfig:
+        """Return the launches to use in place of those of `config` for weights of these strides.
+
+        Heuristics and tuned files are for weights whose K is contiguous. The result has the same
+        path and block_m, so it fits the same workspace.
+        """
+        return config
+
     @abstractmethod
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers, by name, of a call of `tokens` tokens in blocks of block_m rows."""
