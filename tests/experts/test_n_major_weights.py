@@ -10,11 +10,12 @@ from path_calls import n_major_like
 
 from experts.triton.aligned import aligned_config
 from experts.triton.configs.select import choose_config, override_config
-from experts.triton.contiguous import config_for_strides
+from experts.triton.contiguous import TritonExperts, config_for_strides
 from experts.triton.gemv import gemv_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from experts.triton.paths import BY_NAME
 from modular_kernel.spec.problem import Combine, Machine
+from modular_kernel.tensors import ContiguousShape
 from modular_kernel.testing.cases.inputs import InputVariation
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.tuning.compilation import meta_inputs
@@ -98,6 +99,26 @@ def test_launches_depend_on_the_strides_of_each_gemm(name: str, transposed: tupl
     assert (got.gemm2 != config.gemm2) is ("w2" in transposed)
     with override_config(config):  # is used as it is
         assert config_for_strides(path, config, weights) == config
+
+
+@pytest.mark.cpu
+def test_few_tokens_take_the_aligned_path() -> None:
+    """One token takes the gemv path, which also runs larger calls if it is overridden."""
+    problem = replace(_PROBLEM, tokens=8, experts=64, top_k=4)
+    x_TH, weights, _ = meta_inputs(problem)
+    transposed = replace(weights, **{n: n_major_like(getattr(weights, n)) for n in ("w1", "w2")})
+    part = TritonExperts(problem)
+    expected = {1: "gemv", 2: "aligned", 8: "aligned"}
+    assert {t: part.path_name(x_TH[:t], transposed) for t in expected} == expected
+    assert {part.path_name(x_TH[:t], weights) for t in expected} == {"gemv"}
+    with override_config(_VECTORS[0]):
+        assert part.path_name(x_TH, transposed) == "gemv"
+    shape = ContiguousShape(8, problem.top_k)
+    specs = BY_NAME["aligned"](problem).specs(8, 16)
+    buffers = part.workspace_shapes(shape).buffers()
+    assert all(buffers[name].nbytes >= spec.nbytes for name, spec in specs.items())
+    quantized = TritonExperts(replace(problem, quant="fp8_w8a8_channel"))
+    assert quantized.takes_unquantized(ContiguousShape(2, problem.top_k))
 
 
 @pytest.mark.cpu

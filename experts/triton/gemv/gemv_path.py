@@ -58,7 +58,6 @@ class GemvPath(Path):
     """The gemv path, for the problems of `gemv_config.serves`. Row p of h belongs to pair p."""
 
     name = gemv_config.NAME
-    refuses = False
     quantizes_input = True
 
     @classmethod
@@ -100,6 +99,7 @@ class GemvPath(Path):
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
         self._gate_up_kernel, self._down_kernel = gemv_gate_up_kernel, gemv_down_kernel
         self._sums_topk = problem.combine is Combine.SUM
+        self.refuses = not problem.scheme.quantized  # by `is_fast`
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
@@ -111,8 +111,14 @@ class GemvPath(Path):
         return specs | adapter_specs(problem, pairs)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return True: all strides are supported. Contiguous rows are the fastest."""
+        """Return True: all strides are supported. Contiguous K or N are the fastest."""
         return True
+
+    def is_fast(self, weights: ExpertWeights, tokens: int) -> bool:
+        """Return False for more than one token with unquantized weights contiguous along N."""
+        if self.problem.scheme.quantized:
+            return True
+        return gemv_config.is_fast(tokens, (is_n_major(weights.w1), is_n_major(weights.w2)))
 
     def config_for_strides(
         self, config: MoEConfig, weights: ExpertWeights, device: Device
