@@ -90,8 +90,8 @@ def default_config(problem: Problem, tokens: int = 1) -> MoEConfig:
 
 
 # (block_n, block_k, warps, stages, pairs at once) of both GEMMs, for weights whose N is contiguous.
-# With 4 tokens the aligned path took 4% to 14% less time, and with 1 token 8% less to 4% more (H200,
-# 2026-11-30, triton 3.6.0, gpt-oss and E 64, H 2048, I 1024). 2 and 3 tokens were not measured.
+# With 4 tokens the aligned path took 4% to 14% less time, and with 1 token 8% less to 4% more
+# (H200, 2026-11-30, triton 3.6.0, gpt-oss and E 64, H 2048, I 1024). 2 and 3 were not measured.
 _MAX_N_MAJOR_TOKENS = 1
 _N_MAJOR = ((32, 256, 8, 1, 1), (64, 256, 8, 1, 4))
 
