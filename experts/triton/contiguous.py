@@ -17,6 +17,7 @@ from experts.triton.configs.select import (
     on_device,
 )
 from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.operands import is_n_major
 from experts.triton.path import Path, PathCall, WorkspaceCache
 from experts.triton.paths import BUILT_IN, BY_NAME, PATHS, external_paths
 from experts.triton.tuning.space import ConfigSpace
@@ -50,7 +51,7 @@ class TritonExperts(TritonExpertsBase):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._paths = {name: BY_NAME[name](problem) for name in supported_paths(problem)}
-        self._path_sets = _possible_path_sets(tuple(self._paths))
+        self._path_sets = _possible_path_sets(self._paths)
         prepares = any(BY_NAME[name].prepared_configs(problem) for name in self._paths)
         self._prepared_options = (False, True) if prepares else (False,)  # values of `prepared`
         self._workspace_cache = WorkspaceCache()
@@ -184,12 +185,26 @@ class TritonExperts(TritonExpertsBase):
         """Return the configuration of a call, whose path supports the strides of these tensors."""
         prepared = self._reads_prepared(weights, len(x_TH))
         config = choose_config(self.problem, len(x_TH), tuple(self._paths), prepared=prepared)
-        if self._paths[config.path].supports_tensors(weights, x_TH):
-            return config
-        paths = tuple(
-            name for name, path in self._paths.items() if path.supports_tensors(weights, x_TH)
-        )
-        return choose_config(self.problem, len(x_TH), paths, prepared=prepared)
+        if not self._accepts(self._paths[config.path], x_TH, weights):
+            paths = tuple(
+                n for n, path in self._paths.items() if self._accepts(path, x_TH, weights)
+            )
+            config = choose_config(self.problem, len(x_TH), paths, prepared=prepared)
+        return config_for_strides(self._paths[config.path], config, weights)
+
+    @staticmethod
+    def _accepts(path: Path, x_TH: torch.Tensor, weights: ExpertWeights) -> bool:
+        """Return whether a call may use the path. An override may name one that is not fast."""
+        if not path.supports_tensors(weights, x_TH):
+            return False
+        return path.is_fast(weights, len(x_TH)) or is_overridden()
+
+
+def config_for_strides(path: Path, config: MoEConfig, weights: ExpertWeights) -> MoEConfig:
+    """Return the configuration for the strides of `weights`; an override is used as it is."""
+    if not (is_n_major(weights.w1) or is_n_major(weights.w2)) or is_overridden():
+        return config
+    return path.config_for_strides(config, weights, current_lookup().device)
 
 
 @dataclass(frozen=True)
@@ -221,9 +236,9 @@ def supported_paths(problem: Problem) -> tuple[str, ...]:
     return tuple(path.name for path in PATHS if path.supports(problem, device))
 
 
-def _possible_path_sets(paths: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+def _possible_path_sets(paths: Mapping[str, Path]) -> tuple[tuple[str, ...], ...]:
     """Return every subset of `paths` that can remain after some reject the tensors of a call."""
-    selective = [name for name in paths if BY_NAME[name].may_reject_tensors]
+    selective = [name for name, path in paths.items() if path.may_reject_tensors]
     rejected = (
         rejected_paths
         for count in range(len(selective) + 1)

@@ -85,6 +85,16 @@ class GemmOperands:
     def depth(self) -> int:
         return self.w.shape[2] * (2 if self.scheme.packed else 1)
 
+    @cached_property
+    def n_major(self) -> bool:
+        """Whether w is unquantized and contiguous along N instead of K."""
+        return not self.scheme.quantized and is_n_major(self.w)
+
+    @cached_property
+    def adjacent_up(self) -> bool:
+        """Whether the gate and up weights of each column are adjacent in memory."""
+        return self.n_major and self.step == 2 and self.up_row == 1
+
     def arguments(
         self, tile: LaunchConfig, precision: str, a_scale: torch.Tensor | None
     ) -> dict[str, object]:
@@ -160,6 +170,15 @@ class GemmOperands:
             "zero_ptr": self.w if zero is None else zero,
             **dict(zip(names, (*strides, *zeros), strict=True)),
         }
+
+
+def is_n_major(w: torch.Tensor) -> bool:
+    """Return whether weights (e, rows, depth) are contiguous along N (rows) instead of K (depth).
+
+    The transposed view of a contiguous (e, depth, rows) tensor is.
+    """
+    _, stride_n, stride_k = w.stride()
+    return stride_n == 1 and stride_k != 1
 
 
 def _row_scales(a_scale: torch.Tensor | None, unused: torch.Tensor) -> dict[str, object]:

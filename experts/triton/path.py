@@ -43,7 +43,7 @@ class Path(ABC):
     name: used in configurations, tuned files and messages.
     launch: the type that describes the launch of one GEMM, a dataclass of integers.
     quantizes_input: whether the path accepts unquantized tokens and quantizes them itself.
-    may_reject_tensors: whether `supports_tensors` can return False.
+    may_reject_tensors: whether `supports_tensors` or `is_fast` can return False.
     transferable: whether launches tuned for one problem are also good for similar problems.
     roundings: the points at which the path rounds; None if they are not declared.
     """
@@ -51,7 +51,7 @@ class Path(ABC):
     name: ClassVar[str]
     launch: ClassVar[type[Any]] = LaunchConfig
     quantizes_input: ClassVar[bool] = False
-    may_reject_tensors: ClassVar[bool] = True
+    may_reject_tensors: bool = True
     transferable: ClassVar[bool] = True
     roundings: Roundings | None
 
@@ -153,6 +153,23 @@ class Path(ABC):
     @abstractmethod
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the path supports the strides and alignment of these tensors."""
+
+    def is_fast(self, weights: ExpertWeights, tokens: int) -> bool:
+        """Return whether the path is a good choice for weights of these strides.
+
+        If not, a call without an override uses another path.
+        """
+        return True
+
+    def config_for_strides(
+        self, config: MoEConfig, weights: ExpertWeights, device: Device
+    ) -> MoEConfig:
+        """Return the launches to use in place of those of `config` for weights of these strides.
+
+        Heuristics and tuned files are for weights whose K is contiguous. The result has the same
+        path and block_m, so it fits the same workspace.
+        """
+        return config
 
     @abstractmethod
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:

@@ -11,6 +11,7 @@ from experts.triton.launch_config import MoEConfig
 from modular_kernel import check
 from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.testing import Case, Proof, prove
+from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
 from modular_kernel.testing.cases.lists import BASE
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
@@ -40,12 +41,17 @@ def cases_on(path: str, variants: Iterable[tuple[Problem, str]]) -> list[Case]:
 
 
 def proof_by(
-    config: MoEConfig, paths: tuple[str, ...], problem: Problem, routing: str, machine: Machine
+    config: MoEConfig,
+    paths: tuple[str, ...],
+    problem: Problem,
+    routing: str,
+    machine: Machine,
+    variation: InputVariation = ORDINARY,
 ) -> Proof:
     """Prove a case in which every call launches `config` on one of these paths."""
     with override_config(config):
         assert choose_config(problem, 1, paths) == config
-        return prove(Case(*PAIR, problem, routing), machine)
+        return prove(Case(*PAIR, problem, routing, variation=variation), machine)
 
 
 def of_quantized_weights(

@@ -1,5 +1,7 @@
 """Calls of one path of an experts part on meta tensors."""
 
+from dataclasses import replace
+
 import torch
 
 from experts.triton.launch_config import MoEConfig
@@ -25,6 +27,11 @@ class RecordingWorkspace(Workspace):
         return super().take(name, shape)
 
 
+def n_major_like(w_eNK: torch.Tensor) -> torch.Tensor:
+    """Return a copy that is contiguous along N."""
+    return w_eNK.mT.contiguous().mT
+
+
 def launches_of(
     path: Path,
     problem: Problem,
@@ -33,12 +40,16 @@ def launches_of(
     target: str = "sm_90",
     x_TH: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
+    n_major: bool = False,
 ) -> list[CompileRecord]:
     """Return the launches of a call, compiled for `target`.
 
-    x_TH, scale: quantized tokens, if the dispatch quantizes them.
+    x_TH, scale: quantized tokens, if the dispatch quantizes them. n_major: the weights are
+    contiguous along N instead of K.
     """
     unquantized_TH, weights, routing = meta_inputs(problem)
+    if n_major:
+        weights = replace(weights, **{n: n_major_like(getattr(weights, n)) for n in ("w1", "w2")})
     dispatched = DispatchedRouting(
         routing.topk_weights_TK,
         routing.topk_ids_TK,

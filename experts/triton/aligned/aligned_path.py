@@ -21,7 +21,7 @@ from experts.triton.launch_config import (
     Violation,
     violations,
 )
-from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands
+from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands, is_n_major
 from experts.triton.path import Path, PathCall
 from modular_kernel.ops.align import AlignedPairs, align, align_specs
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
@@ -80,6 +80,15 @@ class AlignedPath(Path):
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return True: the kernel supports all strides."""
         return True
+
+    def config_for_strides(
+        self, config: MoEConfig, weights: ExpertWeights, device: Device
+    ) -> MoEConfig:
+        """Return wide tiles for unquantized weights that are contiguous along N."""
+        n_major = is_n_major(weights.w1), is_n_major(weights.w2)
+        if self.problem.scheme.quantized or not any(n_major):
+            return config
+        return aligned_config.n_major_config(self.problem, config, n_major, device)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of a call of `tokens` tokens in blocks of block_m rows."""
@@ -225,6 +234,7 @@ class AlignedPath(Path):
             A_TOP_K=pairs // a.shape[0],
             WRITE_ZEROS=not self._sums_topk,
             HAS_ROW_WEIGHTS=row_weights_TK is not None,
+            **({"ADJACENT_UP": True} if product.adjacent_up else {}),
             **self.arguments(rows, product, config, shrink_output),
             **pdl_arguments(),
         )

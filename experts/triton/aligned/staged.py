@@ -13,7 +13,7 @@ import torch
 from experts.staged import make_experts
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.configs.select import buffer_kinds_up_to, choose_config
-from experts.triton.contiguous import TritonExperts
+from experts.triton.contiguous import TritonExperts, config_for_strides
 from experts.triton.path import PathCall, merged_workspace
 from modular_kernel.ops.align import AlignedPairs
 from modular_kernel.runner import (
@@ -119,6 +119,7 @@ def path_call(call: RunnerCall[NoState]) -> PathCall:
     """Convert a runner call to a PathCall with its launch configuration."""
     assert isinstance(call.tokens, ContiguousTokens)
     config = choose_config(call.problem, len(call.tokens.x_TH), _PATHS)
+    config = config_for_strides(AlignedPath(call.problem), config, call.weights)
     return PathCall(call.tokens, call.weights, call.workspace, call.output, config)
 
 

@@ -31,6 +31,7 @@ from experts.triton.operands import (
     gemm1_operands,
     gemm2_operands,
     input_scales,
+    is_n_major,
     scale_group,
 )
 from experts.triton.path import Path, PathCall
@@ -47,6 +48,7 @@ from modular_kernel.workspace import BufferSpec
 
 _MIN_BLOCK_N = 16  # limits the number of blocks, each of which has an amax value
 _VECTOR = 16  # bytes per vector load of a thread
+_WARP = 32  # threads
 _MAX_AMAX_BLOCK = 8192  # maximum columns of x per step of computing its amax
 _MAX_IDS = 1024  # maximum ids per step of counting invalid ids
 _MAX_UNLIMITED_SLOTS = 16  # pairs of a token up to which ptxas chooses the number of registers
@@ -56,7 +58,6 @@ class GemvPath(Path):
     """The gemv path, for the problems of `gemv_config.supports`. Row p of h belongs to pair p."""
 
     name = gemv_config.NAME
-    may_reject_tensors = False
     quantizes_input = True
 
     @classmethod
@@ -98,6 +99,7 @@ class GemvPath(Path):
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
         self._gate_up_kernel, self._down_kernel = gemv_gate_up_kernel, gemv_down_kernel
         self._sums_topk = problem.combine is Combine.SUM
+        self.may_reject_tensors = not problem.scheme.quantized  # by `is_fast`
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
@@ -109,8 +111,23 @@ class GemvPath(Path):
         return specs | adapter_specs(problem, pairs)
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return True: all strides are supported. Contiguous rows are the fastest."""
+        """Return True: all strides are supported. Contiguous K or N are the fastest."""
         return True
+
+    def is_fast(self, weights: ExpertWeights, tokens: int) -> bool:
+        """Return False for more than one token with unquantized weights contiguous along N."""
+        if self.problem.scheme.quantized:
+            return True
+        return gemv_config.is_fast(tokens, (is_n_major(weights.w1), is_n_major(weights.w2)))
+
+    def config_for_strides(
+        self, config: MoEConfig, weights: ExpertWeights, device: Device
+    ) -> MoEConfig:
+        """Return launches with adjacent columns for weights that are contiguous along N."""
+        n_major = is_n_major(weights.w1), is_n_major(weights.w2)
+        if self.problem.scheme.quantized or not any(n_major):
+            return config
+        return gemv_config.n_major_config(config, n_major)
 
     def run(self, call: PathCall) -> None:
         problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
@@ -300,9 +317,22 @@ def _arguments(product: GemmOperands, tile: LaunchConfig, columns: int) -> dict[
         "BLOCK_N": columns,
         "BLOCK_K": max(tile.block_k, next_power_of_2(group_k)) if kind != "none" else tile.block_k,
         "VEC": min(_VECTOR // w.element_size(), tile.block_k),
+        **_n_major_arguments(product, tile, columns),
         "STAGES": tile.num_stages,
         "num_warps": tile.num_warps,
     }
+
+
+def _n_major_arguments(
+    product: GemmOperands, tile: LaunchConfig, columns: int
+) -> dict[str, object]:
+    """Return the arguments for weights whose N is contiguous; none for other weights."""
+    if not product.n_major:
+        return {}
+    width = columns * (2 if product.adjacent_up else 1)
+    vectors = max(1, width * product.w.element_size() // _VECTOR)  # per row of the tile
+    step_rows = max(1, 1 << (tile.num_warps * _WARP // vectors).bit_length() - 1)
+    return {"N_MAJOR": True, "STEP_ROWS": min(step_rows, tile.block_k)}
 
 
 def _adapter_arguments(shrink_output: ShrinkOutput, top_k: int | None) -> dict[str, object]:

@@ -96,6 +96,28 @@ def multiply_tile(
 
 
 @triton.jit
+def multiply_interleaved(
+    a_ptrs, a_mask, b_ptr, first_column, columns, stride_ak, stride_bk, depth,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, SWAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Like `multiply_tile` with GATED, for gate and up weights that alternate and are adjacent.
+
+    Column n uses elements 2n (gate) and 2n + 1 (up) of each of the `depth` weight rows at b_ptr,
+    which have 2 * columns adjacent elements. Both are loaded and multiplied as one tile of 2 *
+    BLOCK_N adjacent columns, because loads of every other 16-bit element cannot be vectorized, and
+    without vectors of at least 4 bytes there are no asynchronous copies.
+    """
+    pair_columns = 2 * first_column + tl.arange(0, 2 * BLOCK_N)
+    both, _ = multiply_tile(
+        a_ptrs, a_mask, b_ptr + pair_columns.to(tl.int64)[None, :],
+        (pair_columns < 2 * columns)[None, :], 0, stride_ak, stride_bk, depth,
+        False, EVEN_K, PRECISION, SWAP, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    return tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
+
+
+@triton.jit
 def finish_tile(
     gate, up, bias_ptr, bias_columns, bias_up, column_mask, row_weights,
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,

@@ -8,6 +8,17 @@ from experts.triton.kernels.gemm_tile_w8a8 import multiply_tile_w8a8
 from experts.triton.kernels.gemm_tile_weight_only import multiply_tile_weight_only
 
 
+@triton.constexpr_function
+def swaps_operands(dtype, mode, block_m, block_n):
+    """Return whether the weights should be the left operand (SWAP of `accumulate`).
+
+    With few rows they should, because the left operand of wgmma needs 64 rows. Float32 does not use
+    wgmma. With 64 rows, only plain GEMMs become faster (H200, triton 3.6, 2026-11-20).
+    """
+    max_rows = 64 if mode == "plain" else 32
+    return block_m <= max_rows and block_n >= 64 and dtype != tl.float32
+
+
 @triton.jit
 def gemm_tile(
     a_ptrs, a_scale_ptrs, row_mask, b_ptr, b_scale_ptr, zero_ptr, row, up_row, up_offset,
@@ -37,12 +48,7 @@ def gemm_tile(
     EVEN_K: BLOCK_K divides depth.
     HAS_ORDER: column k of the weights multiplies column order_ptr[k] of the rows ("weight_only").
     """
-    # With few rows, the weights become the left operand of wgmma, which needs 64 rows. Float32 does
-    # not use wgmma. With 64 rows, only plain GEMMs become faster (H200, triton 3.6, 2026-11-20).
-    MAX_SWAP_ROWS: tl.constexpr = 64 if MODE == "plain" else 32
-    SWAP: tl.constexpr = (
-        BLOCK_M <= MAX_SWAP_ROWS and BLOCK_N >= 64 and b_ptr.dtype.element_ty != tl.float32
-    )
+    SWAP: tl.constexpr = swaps_operands(b_ptr.dtype.element_ty, MODE, BLOCK_M, BLOCK_N)
     b_ptrs = b_ptr + row.to(tl.int64)[None, :] * stride_bn
     if MODE == "plain":
         gate, up = multiply_tile(

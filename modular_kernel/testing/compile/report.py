@@ -37,11 +37,11 @@ from modular_kernel.utils.tensor_checks import compile_only
 TritonObject = Any
 
 # The SASS mnemonics that are counted: tensor-core instructions of each generation and number
-# format, float32 FMA, TMA and asynchronous copies, stores to shared memory, loads and stores of
-# spilled registers, register moves, and byte permutations.
+# format, float32 FMA, loads from global memory, TMA and asynchronous copies, stores to shared
+# memory, loads and stores of spilled registers, register moves, and byte permutations.
 FAMILIES = (
     *("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA", "FFMA"),
-    *("UTMALDG", "UTMASTG", "LDGSTS", "STS", "LDL", "STL", "MOV", "PRMT"),
+    *("LDG", "UTMALDG", "UTMASTG", "LDGSTS", "STS", "LDL", "STL", "MOV", "PRMT"),
 )
 
 # Maximum shared memory of a thread block on sm_90 and sm_100: 227 KiB.

@@ -4,8 +4,13 @@ import triton
 import triton.language as tl
 
 from experts.triton.kernels.adapters import expand_loaded, load_expand_operands, load_slots
-from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
-from experts.triton.kernels.gemm_tile_dispatch import gemm_tile
+from experts.triton.kernels.gemm_tile import (
+    finish_tile,
+    grouped_tile_order,
+    multiply_interleaved,
+    store_rows,
+)
+from experts.triton.kernels.gemm_tile_dispatch import gemm_tile, swaps_operands
 from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
@@ -29,7 +34,7 @@ def grouped_gemm_kernel(
     u_ptr=None, slots_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
     stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
     U_UP: tl.constexpr = 0, LORA: tl.constexpr = False, LORA_TOP_K: tl.constexpr = 1,
-    BLOCK_R: tl.constexpr = 16,
+    BLOCK_R: tl.constexpr = 16, ADJACENT_UP: tl.constexpr = False,
 ):  # fmt: skip
     """out[p, n] = act(a[p // A_TOP_K] @ b[expert of p, rows of n]^T) for every aligned pair p.
 
@@ -52,6 +57,9 @@ def grouped_gemm_kernel(
     blocks are ordered in groups of GROUP_M, which share weight tiles in L2.
 
     OVERLAP: the launch uses PDL.
+
+    ADJACENT_UP: stride_bn is 1, up_row is 1 and ROW_STEP is 2, so gate and up weights are adjacent
+        and a tile loads both at once; only with MODE "plain" and GATED.
 
     LORA: add B u of the pair's adapter to the product (`expand_adapters`). There is one slot per
     token, (num_pairs / LORA_TOP_K,), and one row of u per pair; lora_b is (slots, e, rows, rank).
@@ -80,15 +88,24 @@ def grouped_gemm_kernel(
             U_UP, GATED, BLOCK_R,
         )  # fmt: skip
     a_row = (pairs // A_TOP_K).to(tl.int64)
-    gate, up = gemm_tile(
-        a_ptr + a_row[:, None] * stride_am, a_scale_ptr + a_row * stride_asm, row_mask,
-        b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
-        zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
-        stride_ak, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
-        order_ptr + expert * stride_oe,
-        MODE, FORMAT, GROUP_N, GROUP_K, ONE_SCALE, ZERO_POINT, HAS_ZERO, PACKED, GATED, EVEN_K,
-        HAS_ORDER, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+    if ADJACENT_UP:
+        tl.static_assert(MODE == "plain" and GATED and ROW_STEP == 2)
+        gate, up = multiply_interleaved(
+            a_ptr + a_row[:, None] * stride_am, row_mask[:, None], b_ptr + expert * stride_be,
+            pid_n * BLOCK_N, columns, stride_ak, stride_bk, depth,
+            EVEN_K, PRECISION, swaps_operands(b_ptr.dtype.element_ty, MODE, BLOCK_M, 2 * BLOCK_N),
+            BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        gate, up = gemm_tile(
+            a_ptr + a_row[:, None] * stride_am, a_scale_ptr + a_row * stride_asm, row_mask,
+            b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
+            zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask,
+            depth, stride_ak, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn,
+            stride_bzk, order_ptr + expert * stride_oe,
+            MODE, FORMAT, GROUP_N, GROUP_K, ONE_SCALE, ZERO_POINT, HAS_ZERO, PACKED, GATED, EVEN_K,
+            HAS_ORDER, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     if LORA:
         gate, up = expand_loaded(
             gate, up, u, b, up_u, up_b, slots, pairs, u_ptr, lora_b_ptr,

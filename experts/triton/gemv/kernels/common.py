@@ -3,7 +3,8 @@
 A program holds a tile (S, N, K) of weights: N rows and K columns for each of S pairs. A thread
 loads VEC adjacent values along K, multiplies them by those of the vector and adds them to one sum,
 so the sums are (S, N, K / VEC). The kernels are bound by reading weights, so they are written to
-have many bytes in flight.
+have many bytes in flight. Weights whose N is contiguous are loaded along N instead
+(`n_major_sums`).
 """
 
 import triton
@@ -51,6 +52,36 @@ def step_sums(
         scale = tl.load(scale_ptrs, mask=mask, other=0.0).to(tl.float32)
         sums *= scale * x_scale[:, None, :]
     return sums
+
+
+@triton.jit
+def n_major_sums(
+    x_ptrs, x_mask, w_ptrs, w_mask, stride_xk, stride_bk, depth,
+    S: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STEP_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Multiply vectors (S, depth) by unquantized weights (S, depth, N) whose N is contiguous.
+
+    Return float32 (S, N). A thread loads adjacent columns and adds up its own elements of K; the
+    threads of a column are summed once, after the last step.
+
+    x_ptrs, w_ptrs: (S, 1) and (S, 1, N), pointing at k = 0.
+    K: elements of K per step, a multiple of STEP_ROWS.
+    STEP_ROWS: elements of K that the threads load at once, one each.
+    """
+    k = tl.arange(0, K)
+    w_ptrs += (k * stride_bk)[None, :, None]
+    sums = tl.zeros((S, STEP_ROWS, N), tl.float32)
+    for start in tl.range(0, depth, K, num_stages=STAGES):
+        in_bounds = start + k < depth
+        w = tl.load(w_ptrs, mask=w_mask & in_bounds[None, :, None], other=0.0)
+        x = tl.load(
+            x_ptrs + ((start + k) * stride_xk)[None, :], mask=x_mask & in_bounds[None, :], other=0.0
+        )
+        products = w.to(tl.float32) * x.to(tl.float32)[:, :, None]
+        sums += tl.sum(tl.reshape(products, (S, K // STEP_ROWS, STEP_ROWS, N)), axis=1)
+        w_ptrs += K * stride_bk
+    return tl.sum(sums, axis=1)
 
 
 @triton.jit

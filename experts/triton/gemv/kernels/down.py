@@ -6,6 +6,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.triton.gemv.kernels.common import (
     adapter_sums,
+    n_major_sums,
     quantize_groups,
     quantize_to_float32,
     step_sums,
@@ -94,6 +95,7 @@ def gemv_down_kernel(
     u_ptr=None, slots_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
     stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
     LORA_TOP_K: tl.constexpr = 1, LORA: tl.constexpr = False, LORA_R: tl.constexpr = 16,
+    N_MAJOR: tl.constexpr = False, STEP_ROWS: tl.constexpr = 1,
 ):  # fmt: skip
     """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
 
@@ -114,6 +116,7 @@ def gemv_down_kernel(
     VEC: adjacent weights per load.
     LORA: add B[slot of the pair's token, expert] @ u[p] before the bias.
     LORA_R: a power of two >= rank.
+    N_MAJOR, STEP_ROWS: as in `gemv_gate_up_kernel`.
     """
     TYPE: tl.constexpr = b_ptr.dtype.element_ty
     rows = num_pairs // SLOTS
@@ -135,48 +138,62 @@ def gemv_down_kernel(
         w_ptrs = b_ptr + expert[:, None, None] * stride_be + row_offset
         row_mask = valid[:, None, None] & column_mask[None, :, None]
         scale_mask = valid[:, None, None] & (scale_row < hidden)[None, :, None]
-        codes = tl.load(w_ptrs, mask=row_mask & (k < depth)[None, None, :], other=0.0)
-        # Load the first weights before waiting for h. The ids are valid here, because GEMM 1
-        # waited for them before it let this kernel start. See `pdl_wait`.
-        if OVERLAP:
-            gdc_wait()
-            gdc_launch_dependents()
-        h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * depth + k[None, :]
-        # Issue the loads of h before those of its amax values.
-        h = tl.load(h_ptrs, mask=valid[:, None] & (k < depth)[None, :], other=0.0)
-        h_scale = tl.full((S,), 1.0, tl.float32)
-        if QUANT == "token" or QUANT == "tensor":
-            h_scale = _pair_scales(
-                amax_ptr, pairs, valid, blocks, num_pairs, ids_ptr, map_ptr, num_experts,
-                num_local, HAS_MAP, QUANT, QMAX, MIN_SCALE, S, BLOCK_B,
+        if N_MAJOR:
+            tl.static_assert(not HAS_SCALES and QUANT == "none")
+            # The ids are valid before the wait; see below.
+            if OVERLAP:
+                gdc_wait()
+                gdc_launch_dependents()
+            row = n_major_sums(
+                h_ptr + pairs.to(tl.int64)[:, None] * depth, valid[:, None],
+                b_ptr + expert[:, None, None] * stride_be + column.to(tl.int64)[None, None, :],
+                valid[:, None, None] & column_mask[None, None, :], 1, stride_bk, depth,
+                S, BLOCK_N, BLOCK_K, STEP_ROWS, STAGES,
             )  # fmt: skip
-        elif QUANT == "static":
-            h_scale *= tl.load(h_scale_ptr)
-        scale_ptrs = (
-            b_scale_ptr + expert[:, None, None] * stride_bse
-            + (scale_row // GROUP_N)[None, :, None] * stride_bsn
-        )  # fmt: skip
-        zero_ptrs = (
-            zero_ptr + expert[:, None, None] * stride_bze + scale_row[None, :, None] * stride_bzn
-        )
-        sums = _add_step(
-            tl.zeros((S, BLOCK_N, BLOCK_K // VEC), tl.float32), codes, 0, h, h_scale, scale_mask,
-            depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
-            QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GROUP_K,
-            S, BLOCK_N, BLOCK_K, VEC,
-        )  # fmt: skip
-        for start in tl.range(BLOCK_K, depth, BLOCK_K, num_stages=STAGES):
-            in_bounds = start + k < depth
-            w_ptrs += BLOCK_K * stride_bk
-            codes = tl.load(w_ptrs, mask=row_mask & in_bounds[None, None, :], other=0.0)
-            h = tl.load(h_ptrs + start, mask=valid[:, None] & in_bounds[None, :], other=0.0)
+        else:
+            codes = tl.load(w_ptrs, mask=row_mask & (k < depth)[None, None, :], other=0.0)
+            # Load the first weights before waiting for h. The ids are valid here, because GEMM 1
+            # waited for them before it let this kernel start. See `pdl_wait`.
+            if OVERLAP:
+                gdc_wait()
+                gdc_launch_dependents()
+            h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * depth + k[None, :]
+            # Issue the loads of h before those of its amax values.
+            h = tl.load(h_ptrs, mask=valid[:, None] & (k < depth)[None, :], other=0.0)
+            h_scale = tl.full((S,), 1.0, tl.float32)
+            if QUANT == "token" or QUANT == "tensor":
+                h_scale = _pair_scales(
+                    amax_ptr, pairs, valid, blocks, num_pairs, ids_ptr, map_ptr, num_experts,
+                    num_local, HAS_MAP, QUANT, QMAX, MIN_SCALE, S, BLOCK_B,
+                )  # fmt: skip
+            elif QUANT == "static":
+                h_scale *= tl.load(h_scale_ptr)
+            scale_ptrs = (
+                b_scale_ptr + expert[:, None, None] * stride_bse
+                + (scale_row // GROUP_N)[None, :, None] * stride_bsn
+            )  # fmt: skip
+            zero_ptrs = (
+                zero_ptr + expert[:, None, None] * stride_bze
+                + scale_row[None, :, None] * stride_bzn
+            )  # fmt: skip
             sums = _add_step(
-                sums, codes, start, h, h_scale, scale_mask,
-                depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
+                tl.zeros((S, BLOCK_N, BLOCK_K // VEC), tl.float32), codes, 0, h, h_scale,
+                scale_mask, depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
                 QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GROUP_K,
                 S, BLOCK_N, BLOCK_K, VEC,
             )  # fmt: skip
-        row = tl.sum(sums, axis=2)
+            for start in tl.range(BLOCK_K, depth, BLOCK_K, num_stages=STAGES):
+                in_bounds = start + k < depth
+                w_ptrs += BLOCK_K * stride_bk
+                codes = tl.load(w_ptrs, mask=row_mask & in_bounds[None, None, :], other=0.0)
+                h = tl.load(h_ptrs + start, mask=valid[:, None] & in_bounds[None, :], other=0.0)
+                sums = _add_step(
+                    sums, codes, start, h, h_scale, scale_mask,
+                    depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
+                    QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GROUP_K,
+                    S, BLOCK_N, BLOCK_K, VEC,
+                )  # fmt: skip
+            row = tl.sum(sums, axis=2)
         row_valid = valid[:, None] & column_mask[None, :]
         if HAS_SCALES and GROUP_K == 0:
             ptrs = b_scale_ptr + expert[:, None] * stride_bse

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from experts.triton.gemv.kernels.common import (
     adapter_sums,
+    n_major_sums,
     quantize_groups,
     quantize_to_float32,
     step_sums,
@@ -93,6 +94,37 @@ def _add_step(
 
 
 @triton.jit
+def _n_major_products(
+    x_ptr, stride_xk, b_ptr, stride_bk, first, columns, depth, up_offset,
+    GATED: tl.constexpr, ROW_STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STEP_ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return gate and up (1, BLOCK_N) of columns `first` on, for weights whose N is contiguous.
+
+    Alternating gate and up columns are adjacent, so they are loaded as one run of columns.
+    Otherwise there are SIDES runs, which are up_offset apart.
+    """
+    PAIRS: tl.constexpr = GATED and ROW_STEP == 2
+    SIDES: tl.constexpr = 2 if GATED and not PAIRS else 1
+    WIDTH: tl.constexpr = 2 * BLOCK_N if PAIRS else BLOCK_N
+    column = first * (2 if PAIRS else 1) + tl.arange(0, WIDTH)
+    column_mask = column < columns * (2 if PAIRS else 1)
+    side = tl.arange(0, SIDES)
+    w_ptrs = b_ptr + (side * up_offset)[:, None, None] + column.to(tl.int64)[None, None, :]
+    sums = n_major_sums(
+        x_ptr + side[:, None] * 0, (side >= 0)[:, None], w_ptrs, column_mask[None, None, :],
+        stride_xk, stride_bk, depth, SIDES, WIDTH, BLOCK_K, STEP_ROWS, STAGES,
+    )  # fmt: skip
+    if PAIRS:
+        gate, up = tl.split(tl.reshape(sums, (1, BLOCK_N, 2)))
+    elif GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (1, 2, BLOCK_N)), (0, 2, 1)))
+    else:
+        gate, up = sums, sums
+    return gate, up
+
+
+@triton.jit
 def gemv_gate_up_kernel(
     x_ptr, x_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
     ids_ptr, map_ptr, invalid_ptr, h_ptr, amax_ptr,
@@ -111,6 +143,7 @@ def gemv_gate_up_kernel(
     u_ptr=None, slots_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
     stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
     U_UP: tl.constexpr = 0, LORA: tl.constexpr = False, LORA_R: tl.constexpr = 16,
+    N_MAJOR: tl.constexpr = False, STEP_ROWS: tl.constexpr = 1,
 ):  # fmt: skip
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
@@ -138,6 +171,8 @@ def gemv_gate_up_kernel(
     LORA: add B[slot of p's token, expert] @ u[p] before weight, bias and activation.
     U_UP: offset from the columns of u for gate to those for up.
     LORA_R: a power of two >= rank.
+    N_MAJOR: the weights are not quantized, stride_bn is 1, and a thread loads adjacent columns.
+    STEP_ROWS: see `n_major_sums`.
     """
     pdl_wait(OVERLAP)
     pair = tl.program_id(0)
@@ -155,74 +190,87 @@ def gemv_gate_up_kernel(
     expert, token = local.to(tl.int64), (pair // TOP_K).to(tl.int64)
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = column < intermediate
-    k = tl.arange(0, BLOCK_K)
-    w_ptrs = (
-        b_ptr + expert * stride_be
-        + (column * ROW_STEP).to(tl.int64)[None, :, None] * stride_bn + k[None, None, :] * stride_bk
-    )  # fmt: skip
-    w_mask = column_mask[None, :, None] & (k < hidden)[None, None, :]
-    # Issue the loads of the first weights before those of x.
-    gate_codes = tl.load(w_ptrs, mask=w_mask, other=0.0)
-    up_codes = gate_codes
-    if GATED:
-        up_codes = tl.load(w_ptrs + up_offset, mask=w_mask, other=0.0)
-    x_ptr += token * stride_xm
-    x_scale_ptr += token * stride_xsm
-    # Issue the load of x before its amax is needed.
-    x = tl.load(x_ptr + k * stride_xk, mask=k < hidden, other=0.0)
-    x_scale = 1.0
-    if QUANT == "token":
-        amax = _rows_amax(x_ptr, 1, hidden, 0, stride_xk, BLOCK_R)
-        x_scale = scale_of(amax, QMAX, MIN_SCALE)
-    elif QUANT == "tensor":
-        first_ptr, rows = x_ptr - token * stride_xm, num_pairs // TOP_K
-        amax = _rows_amax(first_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R)
-        x_scale = scale_of(amax, QMAX, MIN_SCALE)
-    elif QUANT == "static" or (QUANT == "prequantized" and GROUP_K == 0):
-        x_scale = tl.load(x_scale_ptr)
-    # Scales and zero points: one per row, or one for all rows.
-    scale_column = block * BLOCK_N + tl.arange(0, SCALE_ROWS)
-    scale_mask = scale_column < intermediate
-    scale_row = scale_column * ROW_STEP
-    b_scale_ptr += expert * stride_bse
-    zero_ptr += expert * stride_bze
-    scale_ptrs = b_scale_ptr + (scale_row // GROUP_N) * stride_bsn
-    up_scale_ptrs = b_scale_ptr + ((scale_row + up_row) // GROUP_N) * stride_bsn
-    zero_ptrs = zero_ptr + scale_row * stride_bzn
-    up_zero_ptrs = zero_ptr + (scale_row + up_row) * stride_bzn
-    gate = tl.zeros((1, BLOCK_N, BLOCK_K // VEC), tl.float32)
-    up = gate
-    gate, up = _add_step(
-        gate, up, gate_codes, up_codes, 0, x, x_scale_ptr, x_scale, hidden, scale_mask,
-        scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
-        stride_xsk, stride_bsk, stride_bzk,
-        QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GATED, GROUP_K,
-        BLOCK_N, BLOCK_K, VEC,
-    )  # fmt: skip
-    for start in tl.range(BLOCK_K, hidden, BLOCK_K, num_stages=STAGES):
-        in_bounds = start + k < hidden
-        w_mask = column_mask[None, :, None] & in_bounds[None, None, :]
-        w_ptrs += BLOCK_K * stride_bk
+    if N_MAJOR:
+        tl.static_assert(not HAS_SCALES and QUANT == "none")
+        gate_row, up_row_sum = _n_major_products(
+            x_ptr + token * stride_xm, stride_xk, b_ptr + expert * stride_be, stride_bk,
+            block * BLOCK_N, intermediate, hidden, up_offset,
+            GATED, ROW_STEP, BLOCK_N, BLOCK_K, STEP_ROWS, STAGES,
+        )  # fmt: skip
+    else:
+        k = tl.arange(0, BLOCK_K)
+        w_ptrs = (
+            b_ptr + expert * stride_be
+            + (column * ROW_STEP).to(tl.int64)[None, :, None] * stride_bn
+            + k[None, None, :] * stride_bk
+        )  # fmt: skip
+        w_mask = column_mask[None, :, None] & (k < hidden)[None, None, :]
+        # Issue the loads of the first weights before those of x.
         gate_codes = tl.load(w_ptrs, mask=w_mask, other=0.0)
         up_codes = gate_codes
         if GATED:
             up_codes = tl.load(w_ptrs + up_offset, mask=w_mask, other=0.0)
-        x = tl.load(x_ptr + (start + k) * stride_xk, mask=in_bounds, other=0.0)
+        x_ptr += token * stride_xm
+        x_scale_ptr += token * stride_xsm
+        # Issue the load of x before its amax is needed.
+        x = tl.load(x_ptr + k * stride_xk, mask=k < hidden, other=0.0)
+        x_scale = 1.0
+        if QUANT == "token":
+            amax = _rows_amax(x_ptr, 1, hidden, 0, stride_xk, BLOCK_R)
+            x_scale = scale_of(amax, QMAX, MIN_SCALE)
+        elif QUANT == "tensor":
+            first_ptr, rows = x_ptr - token * stride_xm, num_pairs // TOP_K
+            amax = _rows_amax(first_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R)
+            x_scale = scale_of(amax, QMAX, MIN_SCALE)
+        elif QUANT == "static" or (QUANT == "prequantized" and GROUP_K == 0):
+            x_scale = tl.load(x_scale_ptr)
+        # Scales and zero points: one per row, or one for all rows.
+        scale_column = block * BLOCK_N + tl.arange(0, SCALE_ROWS)
+        scale_mask = scale_column < intermediate
+        scale_row = scale_column * ROW_STEP
+        b_scale_ptr += expert * stride_bse
+        zero_ptr += expert * stride_bze
+        scale_ptrs = b_scale_ptr + (scale_row // GROUP_N) * stride_bsn
+        up_scale_ptrs = b_scale_ptr + ((scale_row + up_row) // GROUP_N) * stride_bsn
+        zero_ptrs = zero_ptr + scale_row * stride_bzn
+        up_zero_ptrs = zero_ptr + (scale_row + up_row) * stride_bzn
+        gate = tl.zeros((1, BLOCK_N, BLOCK_K // VEC), tl.float32)
+        up = gate
         gate, up = _add_step(
-            gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden, scale_mask,
+            gate, up, gate_codes, up_codes, 0, x, x_scale_ptr, x_scale, hidden, scale_mask,
             scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
             stride_xsk, stride_bsk, stride_bzk,
             QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GATED, GROUP_K,
             BLOCK_N, BLOCK_K, VEC,
         )  # fmt: skip
-    gate_row, up_row_sum = tl.sum(gate, axis=2), tl.sum(up, axis=2)
-    if HAS_SCALES and GROUP_K == 0:
-        row = column * ROW_STEP
-        scale = tl.load(b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0)
-        gate_row *= (x_scale * scale.to(tl.float32))[None, :]
-        row += up_row
-        scale = tl.load(b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0)
-        up_row_sum *= (x_scale * scale.to(tl.float32))[None, :]
+        for start in tl.range(BLOCK_K, hidden, BLOCK_K, num_stages=STAGES):
+            in_bounds = start + k < hidden
+            w_mask = column_mask[None, :, None] & in_bounds[None, None, :]
+            w_ptrs += BLOCK_K * stride_bk
+            gate_codes = tl.load(w_ptrs, mask=w_mask, other=0.0)
+            up_codes = gate_codes
+            if GATED:
+                up_codes = tl.load(w_ptrs + up_offset, mask=w_mask, other=0.0)
+            x = tl.load(x_ptr + (start + k) * stride_xk, mask=in_bounds, other=0.0)
+            gate, up = _add_step(
+                gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden, scale_mask,
+                scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
+                stride_xsk, stride_bsk, stride_bzk,
+                QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GATED, GROUP_K,
+                BLOCK_N, BLOCK_K, VEC,
+            )  # fmt: skip
+        gate_row, up_row_sum = tl.sum(gate, axis=2), tl.sum(up, axis=2)
+        if HAS_SCALES and GROUP_K == 0:
+            row = column * ROW_STEP
+            scale = tl.load(
+                b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0
+            )
+            gate_row *= (x_scale * scale.to(tl.float32))[None, :]
+            row += up_row
+            scale = tl.load(
+                b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0
+            )
+            up_row_sum *= (x_scale * scale.to(tl.float32))[None, :]
     if LORA:
         adapter = tl.load(slots_ptr + token).to(tl.int64)
         if (adapter >= 0) & (adapter < num_slots):
