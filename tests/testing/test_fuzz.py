@@ -16,7 +16,7 @@ from experts.triton.configs import files as tile_files
 from experts.triton.launch_config import LaunchConfig
 from modular_kernel import validate
 from modular_kernel.catalog import make_kernel
-from modular_kernel.checkpoints import expert_names, gptq_awq, loading, slices
+from modular_kernel.checkpoints import expert_names, gptq_awq, loading, packed_words, slices
 from modular_kernel.checkpoints import matrix_layout as importers_stored
 from modular_kernel.checkpoints import safetensors_files as importers_files
 from modular_kernel.errors import InputError
@@ -179,12 +179,12 @@ def test_weights_of_the_next_expert_are_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_zero_point_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = gptq_awq.unpack_words
+    original = packed_words.interleave_nibbles
 
-    def off_by_one(packed: torch.Tensor, dim: int, order: Any) -> torch.Tensor:
-        return original(packed, dim, order) - int(dim == -1)
+    def off_by_one(words: torch.Tensor) -> torch.Tensor:
+        return original(words) ^ 0x11111111  # the lowest bit of every value
 
-    monkeypatch.setattr(gptq_awq, "unpack_words", off_by_one)
+    monkeypatch.setattr(packed_words, "interleave_nibbles", off_by_one)
     assert WRONG in _kinds("importers")
 
 

@@ -39,7 +39,7 @@ def _load_numbers(
 def _needs_rank(number, rank, slots):
     """Return whether each token has an expert on `rank`, (N,) int32. number: (N, BLOCK_K)."""
     is_on_rank = (number >= 0) & (number // slots == rank)
-    return tl.max(is_on_rank.to(tl.int32), axis=1)
+    return tl.max(is_on_rank.to(tl.int32), axis=1)  # NaN-free: integers
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _fill_headers(
             )
             counts = tl.where(w == each, count, counts)
         counts = tl.where(w < WORLD, counts, 0)
-    rows = tl.max(counts, axis=0)
+    rows = tl.max(counts, axis=0)  # NaN-free: integers
     header = new_header(calls_ptr, counters_ptr, layer, tokens, rows, refusal)
     field = tl.arange(0, PADDED_FIELDS)
     tl.store(header_ptr + field, header, mask=field < NUM_FIELDS)

@@ -100,7 +100,7 @@ def verify_headers(
     equal_tokens = tl.load(limits_ptr + 2) > 0
     wrong |= ((tokens != tl.load(own_ptr + TOKENS)) & equal_tokens).to(tl.int32)
     wrong |= (refusal != -1).to(tl.int32)
-    is_wrong = tl.max(tl.where(is_rank, wrong, 0), axis=0) > 0
+    is_wrong = tl.max(tl.where(is_rank, wrong, 0), axis=0) > 0  # NaN-free: integers
     if is_wrong:
         if tl.load(failed_ptr) == 0:
             field = tl.arange(0, PADDED_FIELDS)
