@@ -424,6 +424,36 @@ def test_an_interrupted_call_is_reported_at_once(pool: RankPool, part: str) -> N
     assert all(seconds < 10 for _, seconds in reports)
 
 
+def fail_between_agreement_and_rows(rank: int, world: int, group: object, layer: Layer) -> str:
+    """Make a first call that fails on rank 1 once ranks have agreed; return what is raised."""
+    kernel = layer.kernel(rank, TorchGroup(group, deadline_s=20.0, checked=False))
+    given, part = layer.inputs_of(rank), kernel.prepare_finalize
+
+    def fail(*_args, **_options):
+        raise torch.OutOfMemoryError("no memory")
+
+    if rank == 1:
+        part.fixed.send = fail
+    try:
+        kernel(given.x_TH, given.weights, given.routing)
+    except (CommunicationError, torch.OutOfMemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("part", [GATHERED, ALL2ALL, BATCHED])
+def test_a_first_call_that_fails_after_the_agreement_raises_on_all_ranks(
+    pool: RankPool, part: str
+) -> None:
+    reports = pool.run(fail_between_agreement_and_rows, layer_of(part, (4,) * pool.world_size))
+    for rank, error in enumerate(reports):
+        if rank == 1:
+            assert error == "OutOfMemoryError: no memory"
+        else:
+            assert "broke off its call: OutOfMemoryError" in error
+            assert "peer 1" in error
+
+
 def call_in_inference_mode_first(rank: int, world: int, group: object, layer: Layer) -> bool:
     kernel = layer.kernel(rank, TorchGroup(group, checked=False))
     given = layer.inputs_of(rank)
