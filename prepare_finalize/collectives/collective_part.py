@@ -112,7 +112,8 @@ class CollectivePart(RowsPart):
         """Send blocks of fixed size; return the exchange, and scales that are not in the rows."""
         step = fixed.begin(call, len(x_TH), x_TH.device)
         local_amax = self.local_amax(x_TH, call)
-        call.peers_notified = local_amax is not None
+        if local_amax is not None:  # in the first call, agreeing has already notified peers
+            call.peers_notified = True
         amax = None if local_amax is None else fixed.reduce_amax(local_amax, step)
         numbers_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
         if not self.numbering(x_TH.device).is_linear:  # else ids are the numbers

@@ -25,7 +25,7 @@ _REFUSALS = (
 )
 FIELD_MESSAGES = {
     "order": "a different order of earlier exchanges",
-    "others": "another dtype, scheme, placement, activation or pairing",
+    "others": "another dtype, scheme, placement, activation, pairing or adapters",
 }
 
 
@@ -226,6 +226,7 @@ def _other_properties(layer: Layer, call: Call) -> int:
         problem.routed_scaling_factor,
         problem.combine,
         problem.max_received,
+        problem.adapters,
         call.defer_quant,
         call.pairing,
     )

@@ -474,12 +474,16 @@ class TorchGroup:
         self, record: dict[str, Any], started_s: float, error: RuntimeError
     ) -> CommunicationError:
         """Close connections, collect the failures of peers, and return an error naming culprits."""
+        reason, position = first_sentence(error), (record["phase"], record["step"])
+        need = f"every rank within {self.deadline_s:g} s"
+        preliminary = self._error("exchange between ranks", reason, need, *position, ())
         with self._lock:
             is_first = self._closing_thread is None
             if is_first:
-                self._closing_thread = threading.get_ident()
-        if not is_first and self._failure is not None:  # another thread closes the manager
-            return self._wait_for_culprits(self._failure)
+                # Other threads wait until the culprits are known.
+                self._closing_thread, self._failure = threading.get_ident(), preliminary
+        if not is_first:
+            return self._wait_for_culprits(self._failure or preliminary)
         try:
             return self._name_culprits(record, started_s, error)
         finally:
@@ -493,8 +497,6 @@ class TorchGroup:
         self.last_calls.end(record, f"failed: {reason}")
         need = f"every rank within {self.deadline_s:g} s"
         position = record["phase"], record["step"]
-        # Other threads wait until the culprits are known.
-        self._failure = self._error("exchange between ranks", reason, need, *position, ())
         clear_frames(error.__traceback__)  # frames may hold references to the communicator
         self._close_connections()
         end_time = max(time.monotonic() + _MIN_GRACE_S, started_s + self.deadline_s + _GRACE_S)

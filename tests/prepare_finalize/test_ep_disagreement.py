@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ep_fault_ranks import AT_ONCE_S, LONG_S, Fault, assert_survivor, three_ranks
-from ep_layers import ALL2ALL, GATHERED, REPLICATED
+from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 
 from experts.torch_experts import TorchExperts
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import CommunicationError
+from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.stress.faults import DEADLINE_S, VICTIM, RankReport, report_of_calls
 from prepare_finalize import TorchGroup
@@ -71,6 +72,25 @@ def test_ranks_that_call_different_layers(
         assert told in report.message
         assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
         assert report.usable_again
+
+
+def have_adapters_on_one_rank(rank: int, world: int, group: object, part: str) -> RankReport:
+    """Only the victim's rows have adapter slots, so they are larger."""
+    problem = Layer(part, (4,) * world).problem(rank)
+    if rank == VICTIM:
+        problem = replace(problem, lora="adapters=2,rank=8")
+    given = make_inputs(problem, "uniform", torch.device("cpu"))
+    manager = TorchGroup(group, deadline_s=LONG_S)
+    kernel = make_kernel(part, "TorchExperts", problem, group=manager)
+    return report_of_calls(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
+
+
+@pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
+def test_ranks_must_have_the_same_adapters(pool: RankPool, part: str) -> None:
+    for report in pool.run(have_adapters_on_one_rank, part, timeout=30):
+        assert report.error == "CommunicationError", report
+        assert report.phase == "counts"
+        assert "or adapters" in report.message
 
 
 def test_replicated_ranks_must_have_equal_numbers_of_tokens(pool: RankPool) -> None:

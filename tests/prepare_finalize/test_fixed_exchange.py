@@ -1,7 +1,9 @@
 """Exchanges of fixed size over gloo ranks: the host reads nothing after a layer's first call."""
 
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -17,7 +19,7 @@ from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.stress.fault_matrix import run_scenario, scenarios
 from modular_kernel.testing.stress.faults import Scenario
 from prepare_finalize import TorchGroup
-from prepare_finalize.common import agreement, device_agreement
+from prepare_finalize.common import agreement, device_agreement, torch_group
 from prepare_finalize.common.device_status import NOT_REFUSED, Capacity, DeviceStatus, Failure
 
 fault_pool = three_ranks()
@@ -424,6 +426,36 @@ def test_an_interrupted_call_is_reported_at_once(pool: RankPool, part: str) -> N
     assert all(seconds < 10 for _, seconds in reports)
 
 
+def fail_between_agreement_and_rows(rank: int, world: int, group: object, layer: Layer) -> str:
+    """Make a first call that fails on rank 1 once ranks have agreed; return what is raised."""
+    kernel = layer.kernel(rank, TorchGroup(group, deadline_s=20.0, checked=False))
+    given, part = layer.inputs_of(rank), kernel.prepare_finalize
+
+    def fail(*_args, **_options):
+        raise torch.OutOfMemoryError("no memory")
+
+    if rank == 1:
+        part.fixed.send = fail
+    try:
+        kernel(given.x_TH, given.weights, given.routing)
+    except (CommunicationError, torch.OutOfMemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("part", [GATHERED, ALL2ALL, BATCHED])
+def test_a_first_call_that_fails_after_the_agreement_raises_on_all_ranks(
+    pool: RankPool, part: str
+) -> None:
+    reports = pool.run(fail_between_agreement_and_rows, layer_of(part, (4,) * pool.world_size))
+    for rank, error in enumerate(reports):
+        if rank == 1:
+            assert error == "OutOfMemoryError: no memory"
+        else:
+            assert "broke off its call: OutOfMemoryError" in error
+            assert "peer 1" in error
+
+
 def call_in_inference_mode_first(rank: int, world: int, group: object, layer: Layer) -> bool:
     kernel = layer.kernel(rank, TorchGroup(group, checked=False))
     given = layer.inputs_of(rank)
@@ -468,3 +500,31 @@ def test_check_raises_after_a_call_that_did_not_end(pool: RankPool) -> None:
     for poisoned, error in pool.run(expire_and_check, layer_of(ALL2ALL, (4,) * pool.world_size)):
         assert poisoned
         assert "a manager that failed before" in error
+
+
+def expire_in_two_threads(rank: int, world: int, group: object) -> tuple[int, bool]:
+    """Let two threads find that a manager has failed; return how often its failure is posted."""
+    manager = TorchGroup(group, deadline_s=2.0, checked=False)
+    post, find_sentence = manager._board.post, torch_group.first_sentence
+    both_failed, posts = threading.Barrier(2), []
+
+    def wait_for_other_thread(error: RuntimeError) -> str:
+        with suppress(threading.BrokenBarrierError):
+            both_failed.wait(1.0)
+        return find_sentence(error)
+
+    manager._board.post = lambda *arguments: (posts.append(arguments), post(*arguments))[1]
+    torch_group.first_sentence = wait_for_other_thread
+    try:
+        threads = [threading.Thread(target=manager.expire, args=(3.0,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch_group.first_sentence = find_sentence
+    return len(posts), manager.failed
+
+
+def test_one_of_two_threads_determines_the_failed_ranks(pool: RankPool) -> None:
+    assert pool.run(expire_in_two_threads) == [(1, True)] * pool.world_size

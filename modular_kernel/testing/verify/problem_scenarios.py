@@ -29,7 +29,7 @@ Outcomes = Iterator[tuple[str, str]]
 
 def another_problem(context: ScenarioContext, first: FusedMoEModularKernel) -> Outcomes:
     """Call a layer that has another problem on rank 1. The call fails on all ranks."""
-    got = "another dtype, scheme, placement, activation or pairing"
+    got = "another dtype, scheme, placement, activation, pairing or adapters"
     changed_problems = context.other_problems(PROBLEM_CHANGES)
     for index, (changes, inputs) in enumerate(changed_problems):
         kernel = context.kernel_on_manager_of(first, **changes)

@@ -26,6 +26,7 @@ _ENDED = tl.constexpr(3)
 def count_exchange(counters_ptr, layer, IS_COMBINE: tl.constexpr):
     """Add a dispatch or combine to the digest of the order of exchanges; return the digest."""
     order = tl.load(counters_ptr + _ORDER) * ORDER_FACTOR + (2 * layer + IS_COMBINE)
+    tl.debug_barrier()  # every warp loads before one of them stores
     tl.store(counters_ptr + _ORDER, order)
     return order
 
@@ -60,8 +61,8 @@ def count_end(counters_ptr, progress_ptr):
 def new_header(calls_ptr, counters_ptr, layer, tokens, rows, refusal):
     """Count a call of the layer and its dispatch; return the header, (PADDED_FIELDS,) int64."""
     call = tl.load(calls_ptr) + 1
+    order = count_exchange(counters_ptr, layer, False)  # its barrier is also that of `call`
     tl.store(calls_ptr, call)
-    order = count_exchange(counters_ptr, layer, False)
     field = tl.arange(0, PADDED_FIELDS)
     header = tl.where(field == LAYER, layer, 0).to(tl.int64)
     header = tl.where(field == CALL, call, header)

@@ -1,0 +1,43 @@
+"""What exchanges of fixed size launch compiles for sm_90 without races between warps."""
+
+import re
+from typing import Any
+
+import pytest
+from triton.runtime.jit import JITFunction
+
+from modular_kernel.spec.problem import Parallel, Problem
+from modular_kernel.testing.compile.report import record_compiles
+from prepare_finalize.collectives.compile_cases import launch_all
+
+_ORDER = re.compile(
+    r"ld\.global\.b64 \{ (%rd\d+) \}, (\[ %rd\d+ \+ 0 \]);"  # the digest of the order
+    r"(?P<between>(?:(?!ld\.global).)*?)mad\.lo\.s64 \t%rd\d+, \1, 1000003"
+    r"(?P<before_store>.*?)st\.global\.b64 (?:\2)",
+    re.S,
+)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_every_warp_loads_the_order_before_one_stores_it(
+    gathers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warps write the headers for different ranks, with the order that each of them has loaded."""
+    ptx: list[str] = []
+    run = JITFunction.run
+
+    def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = run(self, *args, **kwargs)
+        if self.fn.__name__ == "fill_blocks_kernel":
+            ptx.append(made.asm["ptx"])
+        return made
+
+    monkeypatch.setattr(JITFunction, "run", kept)
+    problem = Problem(64, 256, 128, experts=16, top_k=2, parallel=Parallel(16))
+    with record_compiles("sm_90"):
+        launch_all(problem, gathers=gathers)
+    assert len(ptx) == 3
+    for code in ptx:
+        match = _ORDER.search(code)
+        assert match is not None
+        assert "bar.sync" in match["between"] + match["before_store"]
