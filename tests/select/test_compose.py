@@ -131,7 +131,8 @@ def test_compose_logs_one_line_about_timing(
         choice = compose(PROBLEM, CPU).choice
         compose(PROBLEM, CPU)
         compose(PROBLEM.with_tokens(16), CPU, terms=Terms(budget=0))
-    assert caplog.messages == [
+    # The process also logs once that the interpreter is on, in whichever test comes first.
+    assert [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"] == [
         f"4 token counts: 4 timed ({choice.seconds:.1f} s)",
         "4 token counts: 4 from the cache",
         "5 token counts: 4 from the cache, 1 default (budget of 0 s spent)",
