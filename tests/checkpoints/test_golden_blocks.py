@@ -1,4 +1,4 @@
-"""What bitsandbytes, gguf and torchao wrote (tests/helpers/golden) decodes to what they unpack."""
+"""Test decoding of golden files from bitsandbytes, gguf and torchao (tests/helpers/golden)."""
 
 from pathlib import Path
 

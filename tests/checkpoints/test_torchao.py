@@ -430,7 +430,7 @@ def test_patterns_that_take_long_are_refused() -> None:
 
 
 def test_metadata_of_a_sample_is_that_of_transformers() -> None:
-    """As torchao 0.18 writes it for a parameter, without keys that are not read."""
+    """The metadata equals torchao 0.18's for a parameter, without the keys that are not read."""
     tensors = {"model.layers.0.mlp.experts._down_proj_qdata": torch.ones(4, 64, 96)}
     found = metadata_of(config(by_name({EXPERTS: INT8})), tensors)
     assert json.loads(found["model.layers.0.mlp.experts.down_proj"]) == {

@@ -102,7 +102,7 @@ def test_an_eager_call_with_4_bit_weights_stays_within_its_budget(
 
 
 def test_a_replayed_call_stays_within_its_budget() -> None:
-    """Of a kernel, and of the operator that compiled models call, with C functions."""
+    """Count the calls, C functions included, of a kernel and of the operator of compiled models."""
     pairing = Pairing(Prepare, AddExperts)
     x_TH, weights, routing = inputs(tokens=1)
     ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
@@ -124,10 +124,10 @@ def test_a_replayed_call_stays_within_its_budget() -> None:
 
 # The paths of an H200 whose products are made of TMA: (path, scheme, tokens) -> calls.
 ON_H200 = {
-    ("dequantized", INT4, 8): 220,
-    ("dequantized", MXFP4, 128): 225,
-    ("grouped_w4", INT4, 128): 259,
-    ("grouped_w4", MXFP4, 8): 247,
+    ("dequantized", INT4, 8): 230,
+    ("dequantized", MXFP4, 128): 236,
+    ("grouped_w4", INT4, 128): 269,
+    ("grouped_w4", MXFP4, 8): 257,
 }
 
 
@@ -156,7 +156,7 @@ OVER_RANKS = {
     (ALL2ALL, "TorchExperts"): 318,
     (ALL2ALL, "TritonExperts"): 301,
     (GATHERED, "TritonExperts"): 314,
-    (REPLICATED, "TritonExperts"): 219,
+    (REPLICATED, "TritonExperts"): 235,
     (BATCHED_RANKS, "NaiveBatchedExperts"): 355,
     (BATCHED_RANKS, "BatchedTritonExperts"): 287,
 }

@@ -1,4 +1,4 @@
-"""Calls beside torch.compile's CUDA graphs, on a GPU."""
+"""Kernel calls in a process that also runs CUDA graphs of torch.compile."""
 
 import pytest
 import torch

@@ -503,7 +503,7 @@ def test_check_raises_after_a_call_that_did_not_end(pool: RankPool) -> None:
 
 
 def expire_in_two_threads(rank: int, world: int, group: object) -> tuple[int, bool]:
-    """Let two threads find that a manager has failed; return how often its failure is posted."""
+    """Detect a failure in two threads at once; return how many times it is posted."""
     manager = TorchGroup(group, deadline_s=2.0, checked=False)
     post, find_sentence = manager._board.post, torch_group.first_sentence
     both_failed, posts = threading.Barrier(2), []
