@@ -22,7 +22,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.execution import Execution, Pending
 from modular_kernel.machine import current_machine
-from modular_kernel.plan import CallPlans, Plan, held_bytes
+from modular_kernel.plan import MAX_SHARED_TOKENS, CallPlans, Plan, held_bytes
 from modular_kernel.quant import prepared
 from modular_kernel.replay import modes
 from modular_kernel.spec.problem import Machine, Problem
@@ -86,7 +86,7 @@ class FusedMoEModularKernel(Execution):
             poison=poison,
             auto_prepare=auto_prepare,
         )
-        self._call_plans = CallPlans(problem.tokens if self._may_plan_calls() else 0)
+        self._call_plans = CallPlans(self._max_planned_tokens())
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle a kernel as its two parts and options; `invalid_ids` of the copy starts at 0.
@@ -120,15 +120,18 @@ class FusedMoEModularKernel(Execution):
         declared = all(vars(type(part)).get("replayable", False) for part in parts)
         return declared and type(self) is FusedMoEModularKernel and not self.checked
 
-    def _may_plan_calls(self) -> bool:
-        """Return whether calls may share a workspace.
+    def _max_planned_tokens(self) -> int:
+        """Return the maximum number of tokens of a call that has a plan; 0 if none has one.
 
-        Multi-rank calls may only if they are replayed: otherwise an exchange may still use the
-        workspace of a call that has returned.
+        Calls that are not replayed have one only to share a workspace. Multi-rank calls may not
+        share one: an exchange may still use the workspace of a call that has returned.
         """
         if self.checked or self.poison or type(self) is not FusedMoEModularKernel:
-            return False
-        return self.problem.parallel.world_size == 1 or self.replayable
+            return 0
+        if self.replayable:
+            return self.problem.tokens
+        shared = min(self.problem.tokens, MAX_SHARED_TOKENS)
+        return shared if self.problem.parallel.world_size == 1 else 0
 
     def reserve_workspace(self, tokens: int, device: torch.device | None = None) -> None:
         """Reserve the workspace that calls of up to `tokens` tokens would reserve on first use.
@@ -154,7 +157,9 @@ class FusedMoEModularKernel(Execution):
         The output is a new tensor, `out` if given, or x itself if the problem is inplace. Calls of
         up to 2,048 tokens on one CUDA stream share a workspace that is kept between calls
         (`modular_kernel.plan.held_bytes`). Larger calls, calls captured in a CUDA graph, and calls
-        of a kernel with `checked` or `poison` allocate their own.
+        of a kernel with `checked` or `poison` allocate their own. If both parts are replayable,
+        calls replay the launches of the first call of the same signature, or of the second one for
+        more than 2,048 tokens. Calls with `checked` or `poison`, or in a CUDA graph, do not.
 
         x_TH: (T, H), T <= problem.tokens, unchanged unless inplace. out: (T, H) or (T, K, H).
         Raises an InputError before anything is launched if a tensor does not match.

@@ -3,8 +3,9 @@
 `kernel.plan()` returns a `Plan`. Direct calls, `kernel(x, weights, routing)`, are as fast as calls
 of a plan: `CallPlans` holds plans for them, one for each CUDA stream and each number of tokens
 rounded up to a power of two. Launches on a stream run in order, so these plans share one workspace
-per stream, also across kernels. Calls that must not keep buffers (large ones, and calls captured in
-a CUDA graph) allocate their own.
+per stream, also across kernels. Calls of more than 2,048 tokens allocate their workspace and free
+it when they return; their recordings hold offsets into a workspace instead of addresses. Calls that
+are captured in a CUDA graph are not planned.
 """
 
 import threading
@@ -36,11 +37,13 @@ class BoundCalls(ABC):
     Weights are checked once per ExpertWeights object, and again if the memory of a tensor was
     replaced. If both parts are replayable, the launches of the first call of each signature
     (shapes, strides, dtypes and alignment of all tensors) are recorded, and later calls replay
-    them. Subclasses set `_workspace` and define the output of a call.
+    them. Subclasses set `_workspace`, or override `_workspace_for`, and define the output of a
+    call.
     """
 
     _workspace: Workspace
     _reuses_outputs = False  # whether calls without `out` write to a buffer of earlier calls
+    _keeps_workspace = True  # whether all calls have the workspace at the same address
 
     def __init__(self, kernel: Execution, problem: Problem, device: torch.device) -> None:
         self.kernel, self.problem = kernel, problem
@@ -60,6 +63,10 @@ class BoundCalls(ABC):
     @abstractmethod
     def _checked_output(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return the output of a call without `out`, after x was checked."""
+
+    def _workspace_for(self, tokens: int) -> Workspace:
+        """Return the workspace of a call that runs the parts' host code."""
+        return self._workspace
 
     def _holds_own_output(self, pointers: Sequence[int]) -> bool:
         """Return whether one of the addresses is inside an output buffer that calls reuse."""
@@ -142,7 +149,7 @@ class BoundCalls(ABC):
     def _launch(
         self,
         recorded: recording.RecordedCall,
-        pointers: Sequence[int],
+        pointers: list[int],
         output: torch.Tensor,
         *,
         is_new: bool,
@@ -272,26 +279,30 @@ class BoundCalls(ABC):
         has_out: whether the caller passed `out`.
         """
         kernel, tokens = self.kernel, x_TH.shape[0]
+        workspace = self._workspace_for(tokens)
         if kernel.poison:
-            kernel.poison_output(out, self._workspace.poison())
+            kernel.poison_output(out, workspace.poison())
         if self._makes_output and not has_out:
             kernel.call_counters.add(call_counters.ALLOCATES, tokens)
-            return self._start(x_TH, weights, routing, None).finish()
+            return self._start(x_TH, weights, routing, None, workspace).finish()
         reason = self._why_not_recorded(signature, out)
         if reason:
             kernel.call_counters.add(reason, tokens)
-            return self._start(x_TH, weights, routing, out).finish()
+            return self._start(x_TH, weights, routing, out, workspace).finish()
         kernel.call_counters.add(call_counters.RECORDED, tokens)
         if out is not x_TH:
             inputs = (*inputs, out)
+        if not self._keeps_workspace:
+            inputs = (*inputs, workspace.memory)
         with recording.recording(inputs) as recorder:
-            kernel.finish(self._start(x_TH, weights, routing, out))
+            kernel.finish(self._start(x_TH, weights, routing, out, workspace))
         recorded = recorder.recorded()
         if recorded is not None:
-            recorded = replace(recorded, count=self._replay_counts.cell(tokens))
+            count = self._replay_counts.cell(tokens)
+            recorded = replace(recorded, count=count, workspace_bytes=workspace.nbytes)
         self._recorded.keep(signature, recorded, recorder.refusal_reason)
         if kernel.poison:
-            self._workspace.check_red_zones()
+            workspace.check_red_zones()
         return out
 
     def _why_not_recorded(self, signature: Hashable, out: torch.Tensor) -> str:
@@ -308,8 +319,9 @@ class BoundCalls(ABC):
         weights: ExpertWeights,
         routing: Routing,
         out: torch.Tensor | None,
+        workspace: Workspace,
     ) -> Pending:
-        return self.kernel.start_checked(x_TH, weights, routing, out, self._workspace, at_once=True)
+        return self.kernel.start_checked(x_TH, weights, routing, out, workspace, at_once=True)
 
 
 class Plan(BoundCalls):
@@ -462,10 +474,11 @@ def _current_stream(index: int | None) -> int:
 
 
 MIN_CAPACITY = 16
-# Larger calls are not limited by the host: at 1024 tokens, Qwen3-30B's layer takes 0.35 ms on an
-# H200, and the host code of a call without a plan 0.3 to 1.1 ms.
-MAX_PLANNED_TOKENS = 2048
+# Larger calls need workspaces too large to hold, and take so long that allocating one in each call
+# does not matter: at 1024 tokens, Qwen3-30B's layer takes 0.35 ms on an H200.
+MAX_SHARED_TOKENS = 2048  # of a call in the shared workspace of its stream
 _MAX_PLANS = 128  # per kernel
+_MAX_SEEN = 256  # remembered signatures of large calls that were not recorded yet
 _MAX_STREAMS = 8  # streams whose memory is kept
 _GRANULARITY = 1 << 21  # bytes, as torch's allocator rounds large blocks
 
@@ -596,8 +609,8 @@ class CallPlans:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = min(max_tokens, MAX_PLANNED_TOKENS)
-        self._plans: OrderedDict[tuple[int, int, int], _CallPlan] = OrderedDict()
+        self._max_tokens = max_tokens
+        self._plans: OrderedDict[tuple[int, int, int], _StreamPlan] = OrderedDict()
         self._lock = threading.RLock()
         forks.on_fork(self)
 
@@ -647,37 +660,39 @@ class CallPlans:
         return plan.run(x_TH, weights, routing, out)
 
     def reserve(self, kernel: Execution, device: torch.device, tokens: int) -> None:
-        """Make the plan for calls of `tokens` tokens now, if such calls use one."""
-        if tokens <= self._max_tokens and may_keep_buffers(device):
+        """Make the plan for calls of `tokens` tokens now, if they use the shared workspace."""
+        if tokens <= min(self._max_tokens, MAX_SHARED_TOKENS) and may_keep_buffers(device):
             stream = 0
             if device.type == "cuda":
                 device = torch.device("cuda", device_index(device))
                 stream = torch.cuda.current_stream(device).cuda_stream
             plan = self._find_or_make(kernel, device, stream, tokens)
-            if plan is not None:
+            if isinstance(plan, _CallPlan):
                 plan.bind_unless_busy()
 
     def _find_or_make(
         self, kernel: Execution, device: torch.device, stream: int, tokens: int
-    ) -> "_CallPlan | None":
+    ) -> "_StreamPlan | None":
         if device.type != kernel.machine.device:  # the call's checks will refuse it
             return None
-        index = device_index(device)
-        capacity = min(plan_capacity(tokens), kernel.problem.tokens)
+        index, is_large = device_index(device), tokens > MAX_SHARED_TOKENS
+        # One plan is for all large calls: its recordings do not depend on a workspace.
+        capacity = self._max_tokens if is_large else min(plan_capacity(tokens), self._max_tokens)
         with self._lock:
             candidates = (p for key, p in self._plans.items() if key[:2] == (index, stream))
             plan = next((p for p in candidates if p.problem.tokens == capacity), None)
             if plan is None:
                 problem = kernel.problem.with_tokens(capacity)
-                plan = _CallPlan(kernel, problem, device, stream)
+                cls = _LargeCallPlan if is_large else _CallPlan
+                plan = cls(kernel, problem, device, stream)
             self._plans[index, stream, (tokens - 1).bit_length()] = plan
             while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
         return plan
 
 
-class _CallPlan(BoundCalls):
-    """A plan in shared stream memory, whose calls each return a new tensor."""
+class _StreamPlan(BoundCalls):
+    """A plan for calls on one stream, each of which returns a new tensor."""
 
     def __init__(
         self, kernel: Execution, problem: Problem, device: torch.device, stream: int
@@ -685,9 +700,7 @@ class _CallPlan(BoundCalls):
         super().__init__(kernel, problem, device)
         self._stream = stream
         self._memory = _memories.of(device, stream)
-        self._specs: dict[str, BufferSpec] = kernel.workspace_specs(problem.tokens)
-        self._nbytes = workspace_bytes(self._specs)
-        self._bound = False
+        self._bound = True  # whether a call has a workspace
         self._shapes: dict[torch.Size, tuple[int, ...]] = {}
         with modes.outside_inference_mode():
             self._no_output = torch.empty(0, dtype=problem.dtype, device=device)
@@ -699,7 +712,7 @@ class _CallPlan(BoundCalls):
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run a call. Returns None if the workspace is in use by another call.
+        """Run a call. Returns None if another call on the stream is being issued.
 
         On a GPU, that can only be a call that encloses this one, because this method waits for the
         calls of other threads. On a CPU, it is any other call: calls of several threads run in
@@ -727,28 +740,9 @@ class _CallPlan(BoundCalls):
             except RuntimeError:  # another thread holds it
                 pass
 
-    def bind_unless_busy(self) -> None:
-        """Reserve the memory now, unless the calling thread is in a call that uses it."""
-        with self._memory.lock:
-            if not self._memory.busy and not self._bound:
-                self._bind()
-
     def _bind(self) -> bool:
-        """Place the workspace in the shared memory. Returns False if memory runs out."""
-        try:
-            memory = self._memory.reserve(self._nbytes, self)
-        except torch.OutOfMemoryError:  # the call on its own may need less
-            return False
-        with modes.outside_inference_mode():
-            self._workspace = Workspace(self._specs, self._device, memory=memory)
-        self._bound = True
+        """Reserve the workspace, if it is kept between calls. Returns False if memory runs out."""
         return True
-
-    def release(self) -> None:
-        """Drop the shared memory and everything that holds addresses in it."""
-        self._bound = False
-        vars(self).pop("_workspace", None)
-        self._forget_recorded()
 
     def _output_of(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
         if self.problem.inplace:
@@ -772,3 +766,83 @@ class _CallPlan(BoundCalls):
         if self._makes_output:
             return self._no_output
         return torch.empty(shape, dtype=self.problem.dtype, device=self._device)
+
+
+class _CallPlan(_StreamPlan):
+    """A plan whose workspace is in the shared memory of its stream."""
+
+    def __init__(
+        self, kernel: Execution, problem: Problem, device: torch.device, stream: int
+    ) -> None:
+        super().__init__(kernel, problem, device, stream)
+        self._specs: dict[str, BufferSpec] = kernel.workspace_specs(problem.tokens)
+        self._nbytes = workspace_bytes(self._specs)
+        self._bound = False
+
+    def bind_unless_busy(self) -> None:
+        """Reserve the memory now, unless the calling thread is in a call that uses it."""
+        with self._memory.lock:
+            if not self._memory.busy and not self._bound:
+                self._bind()
+
+    def _bind(self) -> bool:
+        """Place the workspace in the shared memory. Returns False if memory runs out."""
+        try:
+            memory = self._memory.reserve(self._nbytes, self)
+        except torch.OutOfMemoryError:  # the call on its own may need less
+            return False
+        with modes.outside_inference_mode():
+            self._workspace = Workspace(self._specs, self._device, memory=memory)
+        self._bound = True
+        return True
+
+    def release(self) -> None:
+        """Drop the shared memory and everything that holds addresses in it."""
+        self._bound = False
+        vars(self).pop("_workspace", None)
+        self._forget_recorded()
+
+
+class _LargeCallPlan(_StreamPlan):
+    """A plan whose calls each allocate a workspace, which is freed when they return.
+
+    Recorded launches take the address of the workspace as one more input. The first call of each
+    signature is not recorded: a number of tokens that occurs once costs no more than without a
+    plan.
+    """
+
+    _keeps_workspace = False
+
+    def __init__(
+        self, kernel: Execution, problem: Problem, device: torch.device, stream: int
+    ) -> None:
+        super().__init__(kernel, problem, device, stream)
+        self._seen: dict[Hashable, None] = {}  # signatures of calls that were not recorded
+
+    def _workspace_for(self, tokens: int) -> Workspace:
+        return Workspace(self.kernel.workspace_specs(tokens), self._device)
+
+    def _why_not_recorded(self, signature: Hashable, out: torch.Tensor) -> str:
+        reason = super()._why_not_recorded(signature, out)
+        if reason:
+            return reason
+        if signature in self._seen:
+            del self._seen[signature]
+            return ""
+        while len(self._seen) >= _MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
+        self._seen[signature] = None
+        return call_counters.OWN_WORKSPACE
+
+    def _launch(
+        self,
+        recorded: recording.RecordedCall,
+        pointers: list[int],
+        output: torch.Tensor,
+        *,
+        is_new: bool,
+    ) -> None:
+        # Freed on return: the allocator gives the memory to later launches on this stream only.
+        memory = torch.empty(recorded.workspace_bytes, dtype=torch.uint8, device=self._device)
+        pointers.append(memory.data_ptr())
+        super()._launch(recorded, pointers, output, is_new=is_new)

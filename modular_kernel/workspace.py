@@ -153,6 +153,8 @@ class Workspace:
     of FILLS, and `check_red_zones()` raises CorruptionError if a red zone was written. A buffer
     that shares memory is filled again when another one in that memory is taken. fills: source of
     the next fill, shared by the workspaces of several calls; None starts from the first.
+
+    memory: the memory that contains all buffers. nbytes: bytes of it in use.
     """
 
     def __init__(
@@ -169,15 +171,15 @@ class Workspace:
         ranges, self.nbytes = _layout(self._specs, gap)
         if memory is None:
             memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        self._arena = memory
+        self.memory = memory
         self._buffers = {}
         for name, spec in self._specs.items():
             start, stop = ranges[name]
-            self._buffers[name] = self._arena[start:stop].view(spec.dtype)
+            self._buffers[name] = self.memory[start:stop].view(spec.dtype)
         self._shared: _SharedBuffers | None = None
         if not poison:
             return
-        self._red_zones = {name: self._arena[ranges[name][1] :][:gap] for name in self._specs}
+        self._red_zones = {name: self.memory[ranges[name][1] :][:gap] for name in self._specs}
         self._shared = _SharedBuffers(self._specs, self._buffers, self._red_zones, fills or Fills())
         self.poison()
 

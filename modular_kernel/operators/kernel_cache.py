@@ -206,8 +206,7 @@ class KernelCache:
     def warm_up(self, pairing: Pairing, problem: Problem, device: torch.device) -> None:
         """Make the kernel and plan for problem.tokens; such calls then allocate only their outputs.
 
-        Calls so large that they allocate their own workspace have no plan (see
-        `modular_kernel.plan`).
+        Calls of more than 2,048 tokens allocate their workspace, too (see `modular_kernel.plan`).
         """
         problem = _with_tokens(problem, plan_capacity(problem.tokens))
         with current_device(device):

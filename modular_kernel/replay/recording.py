@@ -51,12 +51,14 @@ class RecordedCall:
     kept_tensors: tensors that the launches use besides the inputs; referenced to keep them alive.
     count: a list with one number, the count of replays. A plan replaces it
         (modular_kernel.utils.call_counters).
+    workspace_bytes: size of the workspace that the launches use.
     """
 
     replays: tuple[Replay, ...]
     hook_checks: tuple[HookCheck, ...]
     kept_tensors: tuple[torch.Tensor, ...]
     count: list[int] = field(default_factory=lambda: [0])
+    workspace_bytes: int = 0
 
     def hooks_active(self) -> bool:
         """Return whether a profiler is active, which would miss launches that bypass its hooks."""
@@ -105,13 +107,15 @@ class Recorder(TorchDispatchMode):
     def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return (index of the input, byte offset) of the memory of `tensor`.
 
-        Return None for memory outside all inputs, and keep the tensor alive for replays.
+        Return None for memory outside all inputs, and keep the tensor alive for replays. An empty
+        tensor is not kept, because nothing reads it.
         """
         pointer = tensor.data_ptr()
         for index, (start, stop) in enumerate(self._spans):
             if start <= pointer < stop:
                 return index, pointer - start
-        self._kept_tensors.append(tensor)
+        if tensor.numel():
+            self._kept_tensors.append(tensor)
         return None
 
     def note(self, launch: Any, replayer: Replayer, hooks_active: HookCheck) -> None:

@@ -55,6 +55,15 @@ def test_a_tensor_map_gets_the_address_of_each_call(found: dict[str, Any]) -> No
     assert found["map"] == [[ONE, TWO], asked]
 
 
+@pytest.mark.parametrize(("what", "maps"), [("moved workspace", {}), ("moved map", {"maps": 2})])
+def test_a_workspace_may_be_elsewhere_in_each_call(
+    found: dict[str, Any], what: str, maps: dict[str, int]
+) -> None:
+    """Both launches access it: one graph is made, and then both of its nodes are updated."""
+    asked = {**maps, "graph_launches": 2, "sets": 2, "instantiations": 1}
+    assert found[what] == [[ONE, TWO], [True, True], True, asked]
+
+
 def test_a_single_launch_makes_no_graph(found: dict[str, Any]) -> None:
     assert found["single"] == {"launches": 3}
 

@@ -17,6 +17,7 @@ from experts.triton.dequantized import dequantized_config as dequantized
 from experts.triton.dequantized.dequantized_path import DequantizedPath
 from experts.triton.grouped_w4 import grouped_w4_config as grouped_w4
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
+from modular_kernel import plan
 from modular_kernel.operators.experts import EXPERTS_FORWARD
 from modular_kernel.operators.pairing import Pairing, layer_text
 from modular_kernel.testing.cases.case import Case
@@ -120,6 +121,21 @@ def test_a_replayed_call_stays_within_its_budget() -> None:
         assert kernel.counters()["replayed_calls"] == 2
         assert found <= 55
         assert calls_of_third(lambda: kernel(x_TH, weights, routing)) <= 38
+
+
+def test_a_replayed_call_in_its_own_workspace_stays_within_its_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Count the calls, C functions included, for more tokens than share a workspace."""
+    monkeypatch.setattr(plan, "MAX_SHARED_TOKENS", 4)
+    part = AddExperts(SMALL)
+    kernel = mk.FusedMoEModularKernel(Prepare(SMALL), part, machine=mk.Machine("cpu"))
+    args = inputs(tokens=8)
+    kernel(*args)  # not recorded
+    with torch.no_grad():
+        assert calls_of_third(lambda: kernel(*args)) <= 42
+    assert part.host_calls == 2
+    assert kernel.counters()["replayed_calls"] == 2
 
 
 # The paths of an H200 whose products are made of TMA: (path, scheme, tokens) -> calls.

@@ -100,6 +100,18 @@ def test_a_planned_call_costs_the_host_little(shape: str, quant: str) -> None:
     assert host_us(lambda: plan(*next(calls))) <= MOST_US
 
 
+def test_a_large_call_costs_the_host_a_third_of_its_host_code() -> None:
+    """A call of more than 2,048 tokens, which allocates its workspace and its output."""
+    problem = SHAPES["qwen3_30b"].with_tokens(4096)
+    kernel, inputs = make_kernel(*PAIR, problem), random_inputs(problem, DEVICE)
+    for _ in range(3):
+        kernel(*inputs)
+    assert kernel.counters()["replayed_calls"] == 1
+    slow = host_us(lambda: kernel.start(*inputs).finish())
+    quick = host_us(lambda: kernel(*inputs))
+    assert quick <= slow / 3, (quick, slow)
+
+
 class Unhurried(TritonExperts):
     """Not declared replayable, so its host code runs in every call."""
 

@@ -13,10 +13,10 @@ COUNTERS = ("maps", "launches", "graph_launches", "sets", "instantiations", "dep
 
 
 class Buffer:
-    """Four floats in host memory."""
+    """Floats in host memory, at least four."""
 
     def __init__(self, *values: float) -> None:
-        self.memory = (ctypes.c_float * 4)(*values)
+        self.memory = (ctypes.c_float * max(len(values), 4))(*values)
         self.pointer = ctypes.addressof(self.memory)
 
 
@@ -75,6 +75,25 @@ def make(*, dependent: bool = False, launches: int = 2, mapped: bool = False) ->
     return recorded, between
 
 
+def make_movable(*, mapped: bool = False) -> tuple[Any, Buffer]:
+    """Record the launches of `make` with `between` in a third input, at its second float.
+
+    Return the record and the memory of that input at the time of recording.
+    """
+    memory = Buffer(*[7.0] * 8)
+    between = memory.pointer + 4
+    first = scale((between, 0), 2.0, -3, [(0, 2, 4), (1, 0, 4)])
+    second = scale((0, between), -0.5, 1, [(0, 1, 0), (1, 2, 4)], mapped=mapped)
+    described = (first, second)
+    return replayer.module().pack(0, 3, *replayer.describe(described), described), memory
+
+
+def replay_in(recorded: Any, x: Buffer, out: Buffer, memory: Buffer) -> list[float]:
+    out.memory[:] = [float("nan")] * 4
+    replayer.module().replay(recorded, 7, [x.pointer - 4, out.pointer, memory.pointer])
+    return list(out.memory)
+
+
 def replay(recorded: Any, x: Buffer, out: Buffer, stream: int = 7) -> list[float]:
     out.memory[:] = [float("nan")] * 4
     replayer.module().replay(recorded, stream, [x.pointer - 4, out.pointer])
@@ -115,6 +134,16 @@ def main() -> dict[str, Any]:
     results["dependent"] = [values, counters()]
     boxes, _of_boxes = make(mapped=True)
     results["map"] = [[replay(boxes, x, out) for x in (one, two)], counters()]
+    for name, mapped in (("moved workspace", False), ("moved map", True)):
+        movable, recorded_memory = make_movable(mapped=mapped)
+        memories = [Buffer(*[0.0] * 8) for _ in range(2)]
+        values = [
+            replay_in(movable, x, out, memory)
+            for x, memory in zip((one, two), memories, strict=True)
+        ]
+        written = [memory.memory[0] == 0 != memory.memory[1] for memory in memories]
+        kept = set(recorded_memory.memory) == {7.0}
+        results[name] = [values, written, kept, counters()]
     single, _third = make(launches=1)
     for _ in range(3):
         replay(single, one, out)
