@@ -63,7 +63,11 @@ class Format:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether files have codes that are dequantized, or blocks of codes and scales."""
+        """Whether files store codes that are dequantized on loading, or blocks of GGUF.
+
+        A block of GGUF has the codes and scales of several values. Unpacking either takes several
+        times the memory of what is stored.
+        """
         return bool(self.dequantized) or self.method == "gguf"
 
     @cached_property

@@ -185,10 +185,11 @@ def may_keep_buffers(device: torch.device) -> bool:
 
 
 def in_graph_trees(index: int) -> bool:
-    """Return whether this is a call in the warm-up of torch.compile's CUDA graphs on GPU `index`.
+    """Return whether the current stream of GPU `index` is that of torch.compile's CUDA graphs.
 
-    Inductor runs the warm-up on a stream of its own, on which allocations come from the memory pool
-    of the graphs. Calls on other streams, beside compiled models, are not affected.
+    With mode="reduce-overhead", Inductor warms up and captures a model on this stream. Memory
+    allocated there belongs to the pool of the graphs. Other streams, such as those of eager calls
+    beside a compiled model, are not affected.
     """
     trees = modules.get("torch._inductor.cudagraph_trees")
     if trees is None:

@@ -91,7 +91,7 @@ class Trial:
 
     @cached_property
     def capturable(self) -> bool:
-        """Whether calls of the case must support CUDA graphs on this machine."""
+        """Whether a call of the case can be captured in a CUDA graph on this machine."""
         case = self.case
         if self.machine.device != "cuda" or not case.problem.tokens:
             return False
