@@ -17,7 +17,7 @@ from experts.triton.configs.select import (
     on_device,
 )
 from experts.triton.launch_config import Device, MoEConfig
-from experts.triton.operands import is_n_major
+from experts.triton.operands import any_n_major
 from experts.triton.path import Path, PathCall, WorkspaceCache
 from experts.triton.paths import BUILT_IN, BY_NAME, PATHS, external_paths
 from experts.triton.tuning.space import ConfigSpace
@@ -55,6 +55,7 @@ class TritonExperts(TritonExpertsBase):
         prepares = any(BY_NAME[name].prepared_configs(problem) for name in self._paths)
         self._prepared_options = (False, True) if prepares else (False,)  # values of `prepared`
         self._workspace_cache = WorkspaceCache()
+        self._quantized = problem.scheme.quantized
         # A call without adapters uses the paths and launches of the same problem without LoRA.
         without_lora = None if problem.adapters is None else replace(problem, lora="none")
         self._without_adapters = None if without_lora is None else TritonExperts(without_lora)
@@ -183,26 +184,34 @@ class TritonExperts(TritonExpertsBase):
 
     def _config(self, x_TH: torch.Tensor, weights: ExpertWeights) -> MoEConfig:
         """Return the configuration of a call, whose path supports the strides of these tensors."""
-        prepared = self._reads_prepared(weights, len(x_TH))
-        config = choose_config(self.problem, len(x_TH), tuple(self._paths), prepared=prepared)
-        if not self._accepts(self._paths[config.path], x_TH, weights):
-            paths = tuple(
-                n for n, path in self._paths.items() if self._accepts(path, x_TH, weights)
+        paths, tokens = self._paths, len(x_TH)
+        prepared = self._reads_prepared(weights, tokens)
+        config = choose_config(self.problem, tokens, tuple(paths), prepared=prepared)
+        # An override is used as it is, even with a path that is not fast.
+        n_major = not self._quantized and any_n_major(weights) and not is_overridden()
+        path = paths[config.path]
+        if not path.supports_tensors(weights, x_TH) or (
+            n_major and not path.is_fast(weights, tokens)
+        ):
+            accepted = tuple(
+                name
+                for name, path in paths.items()
+                if path.supports_tensors(weights, x_TH)
+                and (not n_major or path.is_fast(weights, tokens))
             )
-            config = choose_config(self.problem, len(x_TH), paths, prepared=prepared)
-        return config_for_strides(self._paths[config.path], config, weights)
-
-    @staticmethod
-    def _accepts(path: Path, x_TH: torch.Tensor, weights: ExpertWeights) -> bool:
-        """Return whether a call may use the path. An override may name one that is not fast."""
-        if not path.supports_tensors(weights, x_TH):
-            return False
-        return path.is_fast(weights, len(x_TH)) or is_overridden()
+            config = choose_config(self.problem, tokens, accepted, prepared=prepared)
+            path = paths[config.path]
+        if not n_major:
+            return config
+        return path.config_for_strides(config, weights, current_lookup().device)
 
 
 def config_for_strides(path: Path, config: MoEConfig, weights: ExpertWeights) -> MoEConfig:
-    """Return the configuration for the strides of `weights`; an override is used as it is."""
-    if not (is_n_major(weights.w1) or is_n_major(weights.w2)) or is_overridden():
+    """Return the configuration of unquantized weights for their strides.
+
+    An override is used as it is.
+    """
+    if not any_n_major(weights) or is_overridden():
         return config
     return path.config_for_strides(config, weights, current_lookup().device)
 

@@ -87,13 +87,13 @@ class GemmOperands:
 
     @cached_property
     def n_major(self) -> bool:
-        """Whether w is unquantized and contiguous along N instead of K."""
+        """Whether w is unquantized and N-major: its stride along N (rows) is 1, not along K."""
         return not self.scheme.quantized and is_n_major(self.w)
 
     @cached_property
     def adjacent_up(self) -> bool:
-        """Whether the gate and up weights of each column are adjacent in memory."""
-        return self.n_major and self.step == 2 and self.up_row == 1
+        """Whether w is N-major with interleaved gate and up rows, which one tile loads together."""
+        return self.step == 2 and self.up_row == 1 and self.n_major
 
     def arguments(
         self, tile: LaunchConfig, precision: str, a_scale: torch.Tensor | None
@@ -179,6 +179,11 @@ def is_n_major(w: torch.Tensor) -> bool:
     """
     _, stride_n, stride_k = w.stride()
     return stride_n == 1 and stride_k != 1
+
+
+def any_n_major(weights: ExpertWeights) -> bool:
+    """Return whether w1 or w2 is contiguous along N."""
+    return is_n_major(weights.w1) or is_n_major(weights.w2)
 
 
 def _row_scales(a_scale: torch.Tensor | None, unused: torch.Tensor) -> dict[str, object]:

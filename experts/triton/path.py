@@ -157,7 +157,8 @@ class Path(ABC):
     def is_fast(self, weights: ExpertWeights, tokens: int) -> bool:
         """Return whether the path is a good choice for weights of these strides.
 
-        If not, a call without an override uses another path.
+        If not, a call without an override uses another path. Called only for unquantized weights of
+        which w1 or w2 is contiguous along N.
         """
         return True
 
@@ -167,7 +168,7 @@ class Path(ABC):
         """Return the launches to use in place of those of `config` for weights of these strides.
 
         Heuristics and tuned files are for weights whose K is contiguous. The result has the same
-        path and block_m, so it fits the same workspace.
+        path and block_m, so it fits the same workspace. Called for the same weights as `is_fast`.
         """
         return config
 
