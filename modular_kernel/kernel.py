@@ -143,7 +143,7 @@ class FusedMoEModularKernel(Execution):
         device = available_device(self.machine.device if device is None else device)
         self._call_plans.reserve(self, device, tokens)
 
-    @modes.untraced
+    @modes.untraced_layer_call
     def __call__(
         self,
         x_TH: torch.Tensor,
@@ -169,7 +169,7 @@ class FusedMoEModularKernel(Execution):
             return output
         return self._check_and_start(x_TH, weights, routing, out, at_once=True).finish()
 
-    @modes.untraced
+    @modes.untraced_layer_call
     def start(
         self,
         x_TH: torch.Tensor,

@@ -22,13 +22,18 @@ import torch
 from modular_kernel import validate
 from modular_kernel.errors import ConfigurationError, DeviceError, StateError
 from modular_kernel.execution import Execution, Pending
-from modular_kernel.replay import modes, recording, stages
+from modular_kernel.replay import modes, recording
 from modular_kernel.replay.recording import device_index, in_graph_trees, may_keep_buffers
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils import call_counters, forks
 from modular_kernel.utils.tensor_checks import span, wants_gradient
 from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
+
+_C: Any = torch._C
+_is_grad_enabled = torch.is_grad_enabled
+_forward_ad: Any = torch.autograd.forward_ad
+_profiler: Any = torch.autograd.profiler
 
 
 class BoundCalls(ABC):
@@ -51,18 +56,20 @@ class BoundCalls(ABC):
         self._index: int | None = device.index if device.type == "cuda" else None
         self._makes_output = kernel.prepare_finalize.allocates_output and not problem.inplace
         self._has_adapters = problem.adapters is not None
+        # Whether a call without `out` writes to x, or to a buffer that earlier calls returned.
+        self._writes_old_memory = problem.inplace or self._reuses_outputs
         self._stream: int | None = None  # None: the stream that is current in each call
         self._recorded = recording.RecordedCalls()
         self._replay_counts = kernel.call_counters.add_plan()
         kernel.count_invalid_ids_on(device)
 
     @abstractmethod
-    def _output_of(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the output of a call; None for a new shape of x, which is then checked."""
+    def _new_output(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Return the output of a call without `out` that is not in place, after x was checked."""
 
-    @abstractmethod
-    def _checked_output(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return the output of a call without `out`, after x was checked."""
+    def _output_of(self, recorded: recording.RecordedCall, x_TH: torch.Tensor) -> torch.Tensor:
+        """Return the output of a replayed call without `out`."""
+        return x_TH if self.problem.inplace else self._new_output(x_TH)
 
     def _workspace_for(self, tokens: int) -> Workspace:
         """Return the workspace of a call that runs the parts' host code."""
@@ -80,22 +87,19 @@ class BoundCalls(ABC):
     def _forget_recorded(self) -> None:
         self._recorded = recording.RecordedCalls()
 
-    def _call(
+    def _check_and_run(
         self,
         x_TH: torch.Tensor,
         weights: ExpertWeights,
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run one call: replay its recording if possible, else check and run it."""
-        output = self._replay(x_TH, weights, routing, out)
-        if output is not None:
-            return output
+        """Check and run a call that `_replay` did not run; replay it if that is possible now."""
         bound, output = self._check_or_refuse(x_TH, weights, routing, out)
         inputs = _tensors(x_TH, routing)
         signature, _ = recording.signature_and_pointers(inputs, bound)
         key = signature, None if out is None else self._layout_of(out, x_TH)
-        if self._recorded.find(key) is not None:  # only the weights or the shape's output were new
+        if self._recorded.find(key) is not None:  # only the weights were new
             replayed = self._replay(x_TH, weights, routing, out)
             if replayed is not None:
                 return replayed
@@ -109,7 +113,7 @@ class BoundCalls(ABC):
             has_out=out is not None,
         )
 
-    def _replay(
+    def _replay(  # noqa: C901 (runs in every call; a function for each check would take longer)
         self,
         x_TH: torch.Tensor,
         weights: ExpertWeights,
@@ -135,15 +139,31 @@ class BoundCalls(ABC):
             out_layout = None if out is None else self._layout_of(out, x_TH)
         except (RuntimeError, TypeError):  # a tensor without memory or strides, or no tensor
             return None
-        # All other inputs of the checks are in the signature or covered by `_may_replay`.
+        # All other inputs of the checks are in the signature or covered by what follows.
         recorded = self._recorded.find(((bound.signature, layout), out_layout))
-        if recorded is None or not self._may_replay(recorded, inputs, pointers, bound, out):
+        if recorded is None or 0 in pointers:  # unknown, or the memory of a tensor was freed
             return None
-        output = self._output_of(x_TH, out)
-        if output is not None:
+        if _profiler._is_profiler_enabled:  # stages are measured
+            return None
+        for is_active in recorded.hook_checks:  # a profiler would miss the launches
+            if is_active():
+                return None
+        if (out is not None or self._writes_old_memory) and self._overlaps(
+            inputs, pointers, bound, out
+        ):
+            return None
+        if _is_grad_enabled() or _forward_ad._current_level >= 0:
+            tensors = (*inputs, *bound.tensors)
+            if wants_gradient(tensors if out is None else (*tensors, out)):
+                return None
+        if out is None:
+            output = self._output_of(recorded, x_TH)
             if output is not x_TH:
                 pointers.append(output.data_ptr())
-            self._launch(recorded, pointers, output, is_new=output is not x_TH and out is None)
+        else:
+            output = out
+            pointers.append(output.data_ptr())
+        self._launch(recorded, pointers, output, out is not None)
         return output
 
     def _launch(
@@ -151,13 +171,12 @@ class BoundCalls(ABC):
         recorded: recording.RecordedCall,
         pointers: list[int],
         output: torch.Tensor,
-        *,
-        is_new: bool,
+        has_out: bool,
     ) -> None:
         """Launch everything recorded.
 
-        is_new: whether `output` is no argument of the call. If the plan does not reuse its outputs
-        either, no graph can have saved it, and its version is not incremented.
+        has_out: whether the caller passed `out`. If not, and if calls write no old memory either,
+        no graph can have saved the output, and its version is not incremented.
         """
         if self.kernel.poison:
             self.kernel.poison_output(output, self._workspace.poison())
@@ -165,7 +184,7 @@ class BoundCalls(ABC):
         for replay in recorded.replays:
             replay(stream, pointers)
         recorded.count[0] += 1
-        if self._reuses_outputs or not is_new:
+        if has_out or self._writes_old_memory:
             torch.autograd.graph.increment_version(output)
         if self.kernel.poison:
             self._workspace.check_red_zones(replayed=True)
@@ -187,39 +206,26 @@ class BoundCalls(ABC):
         layout, _ = recording.layout_and_pointers((out,))
         return type(out), layout
 
-    def _may_replay(
+    def _overlaps(
         self,
-        recorded: recording.RecordedCall,
         inputs: tuple[torch.Tensor, ...],
         pointers: Sequence[int],
         bound: recording.CheckedWeights,
         out: torch.Tensor | None,
     ) -> bool:
-        """Return whether conditions outside the signature allow a recording to be replayed.
-
-        They do not if the memory of a tensor was freed, if the output overlaps an input, if a
-        gradient would be lost, or while stages are profiled or a profiler's launch hooks are
-        active.
+        """Return whether the output of a call may overlap an input, or `out` is not allowed.
 
         inputs: x and the tensors of the routing.
         """
-        if 0 in pointers:
-            return False
         inplace = self.problem.inplace
+        if out is None and not inplace:
+            return self._holds_own_output(pointers[: len(inputs)])
         if out is not None and (inplace or out.is_neg()):
-            return False
-        if out is not None or inplace:
-            read, written = (inputs, out) if out is not None else (inputs[1:], inputs[0])
-            start, stop = span(written)
-            spans = (*map(span, read), *bound.spans)
-            if any(start < other_stop and other_start < stop for other_start, other_stop in spans):
-                return False
-        elif self._reuses_outputs and self._holds_own_output(pointers[: len(inputs)]):
-            return False
-        tensors = (*inputs, *bound.tensors)
-        if wants_gradient(tensors if out is None else (*tensors, out)):
-            return False
-        return not (stages.profiling() or recorded.hooks_active())
+            return True
+        read, written = (inputs, out) if out is not None else (inputs[1:], inputs[0])
+        start, stop = span(written)
+        spans = (*map(span, read), *bound.spans)
+        return any(start < other_stop and other_start < stop for other_start, other_stop in spans)
 
     def _check_or_refuse(
         self,
@@ -254,11 +260,12 @@ class BoundCalls(ABC):
             raise DeviceError("x", got=x_TH.device, need=need)
         bound = self.kernel.check_weights(weights, x_TH)
         self.kernel.check_call(x_TH, weights, routing, out)
-        output = self._output_of(x_TH, out)
-        if output is None:
-            output = self._checked_output(x_TH)
-        if out is None and not self.problem.inplace:
-            self._check_own_output(x_TH, routing, output)
+        if self.problem.inplace:
+            return bound, x_TH
+        if out is not None:
+            return bound, out
+        output = self._new_output(x_TH)
+        self._check_own_output(x_TH, routing, output)
         return bound, output
 
     def _run(
@@ -282,9 +289,10 @@ class BoundCalls(ABC):
         workspace = self._workspace_for(tokens)
         if kernel.poison:
             kernel.poison_output(out, workspace.poison())
-        if self._makes_output and not has_out:
+        if self._makes_output:  # a recording would be of calls with `out` only
             kernel.call_counters.add(call_counters.ALLOCATES, tokens)
-            return self._start(x_TH, weights, routing, None, workspace).finish()
+            output = out if has_out else None
+            return self._start(x_TH, weights, routing, output, workspace).finish()
         reason = self._why_not_recorded(signature, out)
         if reason:
             kernel.call_counters.add(reason, tokens)
@@ -298,8 +306,13 @@ class BoundCalls(ABC):
             kernel.finish(self._start(x_TH, weights, routing, out, workspace))
         recorded = recorder.recorded()
         if recorded is not None:
-            count = self._replay_counts.cell(tokens)
-            recorded = replace(recorded, count=count, workspace_bytes=workspace.nbytes)
+            is_like_x = x_TH.shape == out.shape and x_TH.dtype is out.dtype
+            recorded = replace(
+                recorded,
+                count=self._replay_counts.cell(tokens),
+                workspace_bytes=workspace.nbytes,
+                output_like_x=is_like_x and x_TH.is_contiguous(),
+            )
         self._recorded.keep(signature, recorded, recorder.refusal_reason)
         if kernel.poison:
             workspace.check_red_zones()
@@ -379,7 +392,7 @@ class Plan(BoundCalls):
         """Bytes of workspace held, excluding the output."""
         return self._workspace.nbytes
 
-    @modes.untraced
+    @modes.untraced_layer_call
     def __call__(
         self,
         x_TH: torch.Tensor,
@@ -402,17 +415,18 @@ class Plan(BoundCalls):
                 raise StateError("a plan", got="a call within its own call", need=need)
             self._busy = True
             try:
-                return self._call(x_TH, weights, routing, out)
+                output = self._replay(x_TH, weights, routing, out)
+                if output is None:
+                    output = self._check_and_run(x_TH, weights, routing, out)
+                return output
             finally:
                 self._busy = False
 
-    def _output_of(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
-        if self.problem.inplace:
-            return x_TH
-        return self._outputs.rows.get(x_TH.shape) if out is None else out
-
-    def _checked_output(self, x_TH: torch.Tensor) -> torch.Tensor:
-        output = self._outputs.rows[x_TH.shape] = self._outputs.buffer[: x_TH.shape[0]]
+    def _new_output(self, x_TH: torch.Tensor) -> torch.Tensor:
+        rows, tokens = self._outputs.rows, x_TH.shape[0]
+        output = rows.get(tokens)
+        if output is None:
+            output = rows[tokens] = self._outputs.buffer[:tokens]
         return output
 
     def _holds_own_output(self, pointers: Sequence[int]) -> bool:
@@ -441,13 +455,13 @@ class Plan(BoundCalls):
 class _Outputs(threading.local):
     """The output buffer of the calling thread.
 
-    buffer: the whole buffer. rows: views of `buffer`, keyed by the shape of x.
+    buffer: the whole buffer. rows: views of `buffer`, by the number of tokens.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         with modes.outside_inference_mode():
             self.buffer = torch.empty(shape, dtype=dtype, device=device)
-        self.rows: dict[torch.Size, torch.Tensor] = {}
+        self.rows: dict[int, torch.Tensor] = {}
         self._start, self._stop = span(self.buffer)
 
     def holds(self, pointers: Sequence[int]) -> bool:
@@ -481,8 +495,6 @@ _MAX_PLANS = 128  # per kernel
 _MAX_SEEN = 256  # remembered signatures of large calls that were not recorded yet
 _MAX_STREAMS = 8  # streams whose memory is kept
 _GRANULARITY = 1 << 21  # bytes, as torch's allocator rounds large blocks
-
-_C: Any = torch._C
 
 
 def plan_capacity(tokens: int) -> int:
@@ -639,10 +651,10 @@ class CallPlans:
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Run a call on its plan. Returns None if the call must allocate its own workspace."""
-        if not self._max_tokens or type(x_TH) not in _TENSOR_TYPES or not x_TH.dim():
+        if not self._max_tokens or type(x_TH) not in _TENSOR_TYPES:
             return None
-        tokens, index, stream = x_TH.shape[0], -1, 0
-        if tokens > self._max_tokens or kernel.experts.is_overridden():
+        shape, index, stream = x_TH.shape, -1, 0
+        if not shape or shape[0] > self._max_tokens or kernel.experts.is_overridden():
             return None
         if x_TH.is_cuda:
             index = x_TH.get_device()
@@ -652,9 +664,9 @@ class CallPlans:
             # The default stream, 0, cannot be captured and is not that of graph trees.
             if stream and (_C._cuda_isCurrentStreamCapturing() or in_graph_trees(index)):
                 return None
-        plan = self._plans.get((index, stream, (tokens - 1).bit_length()))
+        plan = self._plans.get((index, stream, (shape[0] - 1).bit_length()))
         if plan is None:
-            plan = self._find_or_make(kernel, x_TH.device, stream, tokens)
+            plan = self._find_or_make(kernel, x_TH.device, stream, shape[0])
             if plan is None:
                 return None
         return plan.run(x_TH, weights, routing, out)
@@ -701,7 +713,7 @@ class _StreamPlan(BoundCalls):
         self._stream = stream
         self._memory = _memories.of(device, stream)
         self._bound = True  # whether a call has a workspace
-        self._shapes: dict[torch.Size, tuple[int, ...]] = {}
+        self._waits = self._index is not None  # for the calls of other threads
         with modes.outside_inference_mode():
             self._no_output = torch.empty(0, dtype=problem.dtype, device=device)
 
@@ -723,13 +735,16 @@ class _StreamPlan(BoundCalls):
             return None
         acquired = False
         try:
-            acquired = lock.acquire(blocking=self._index is not None)
+            acquired = lock.acquire(self._waits)
             if not acquired:
                 return None
             memory.busy = True
             if not self._bound and not self._bind():
                 return None
-            return self._call(x_TH, weights, routing, out)
+            output = self._replay(x_TH, weights, routing, out)
+            if output is None:
+                output = self._check_and_run(x_TH, weights, routing, out)
+            return output
         finally:
             # Do not call anything before the release: a KeyboardInterrupt can arrive whenever a
             # call returns, and must not leave the lock held.
@@ -744,27 +759,17 @@ class _StreamPlan(BoundCalls):
         """Reserve the workspace, if it is kept between calls. Returns False if memory runs out."""
         return True
 
-    def _output_of(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+    def _output_of(self, recorded: recording.RecordedCall, x_TH: torch.Tensor) -> torch.Tensor:
         if self.problem.inplace:
             return x_TH
-        if out is not None:
-            return out
-        shape_of_x = x_TH.shape
-        shape = self._shapes.get(shape_of_x)
-        if shape is None:
-            return None
-        if shape == shape_of_x and x_TH.is_contiguous() and x_TH.dtype is self.problem.dtype:
+        if recorded.output_like_x:
             return torch.empty_like(x_TH)  # half the time of torch.empty
-        return self._new_output(shape)
+        return self._new_output(x_TH)
 
-    def _checked_output(self, x_TH: torch.Tensor) -> torch.Tensor:
-        tokens = 0 if self._makes_output else x_TH.shape[0]
-        shape = self._shapes[x_TH.shape] = (tokens, *self.problem.output_shape[1:])
-        return self._new_output(shape)
-
-    def _new_output(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def _new_output(self, x_TH: torch.Tensor) -> torch.Tensor:
         if self._makes_output:
             return self._no_output
+        shape = (x_TH.shape[0], *self.problem.output_shape[1:])
         return torch.empty(shape, dtype=self.problem.dtype, device=self._device)
 
 
@@ -839,10 +844,9 @@ class _LargeCallPlan(_StreamPlan):
         recorded: recording.RecordedCall,
         pointers: list[int],
         output: torch.Tensor,
-        *,
-        is_new: bool,
+        has_out: bool,
     ) -> None:
         # Freed on return: the allocator gives the memory to later launches on this stream only.
         memory = torch.empty(recorded.workspace_bytes, dtype=torch.uint8, device=self._device)
         pointers.append(memory.data_ptr())
-        super()._launch(recorded, pointers, output, is_new=is_new)
+        super()._launch(recorded, pointers, output, has_out)

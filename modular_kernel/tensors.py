@@ -124,6 +124,13 @@ class ExpertWeights:
     w2_tile_scales: torch.Tensor | None = None
 
 
+class FixedWeights(ExpertWeights):
+    """Weights whose tensors nobody but their maker holds: memory and layout stay as they are.
+
+    A kernel checks them once, while the tensors of other weights are compared in every call.
+    """
+
+
 @dataclass(frozen=True)
 class DispatchedRouting:
     """Routing of the rows received by this rank; not the caller's routing.

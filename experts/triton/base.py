@@ -31,8 +31,7 @@ class TritonExpertsBase(PickledByProblem, PermuteExpertsUnpermute):
         lora=True,
     )
 
-    def is_overridden(self) -> bool:
-        return select.is_context_active()
+    is_overridden = staticmethod(select.is_context_active)  # called in every call
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:

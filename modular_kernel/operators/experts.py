@@ -72,7 +72,9 @@ def experts(
     """
     weights = _find_prepared(params, fields, layer, pairing) if _prepared else None
     if weights is None:
-        weights = _bind_weights(params, fields)
+        weights = _weights_cache.find(params, fields) if params else None
+        if weights is None:
+            weights = _bind_weights(params, fields)
     return pairing_of(pairing).run(layer, x_TH, weights, Routing(weights_TK, ids_TK))
 
 

@@ -130,9 +130,11 @@ class KernelsBySize:
             dtype = kernel.prepare_finalize.topk_indices_dtype() or kernel.problem.ids_dtype
             self._kernels[(tokens - 1).bit_length()] = weakref.ref(kernel), dtype
         else:
-            dtype = entry[1]
-            self._cache.mark_used(kernel)
-        return kernel(x_TH, weights, _with_ids_of(dtype, routing))
+            dtype, cache = entry[1], self._cache
+            cache._last_use[id(kernel)] = cache._next_use()  # as mark_used does, without a call
+        if dtype is not None and routing.topk_ids_TK.dtype is not dtype:
+            routing = _with_ids_of(dtype, routing)
+        return kernel(x_TH, weights, routing)
 
 
 class KernelCache:

@@ -3,15 +3,14 @@
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 
-from modular_kernel.tensors import ExpertWeights
+from modular_kernel.tensors import ExpertWeights, FixedWeights
 
-# Used with map(), in every call: a third faster than a loop.
-_pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
-_dtype, _version = attrgetter("dtype"), attrgetter("_version")
+# Of a tensor: id, pointer, shape, stride, dtype and version. The version is None for inference
+# tensors, which have no counter.
+_Facts = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, int | None]
 
 
 @dataclass(frozen=True)
@@ -20,14 +19,12 @@ class _Entry:
 
     first: first tensor of the call.
     key: of the caller.
-    facts: see `_facts`.
-    tracked: whether no tensor is an inference tensor, which has no version counter.
+    facts: of each tensor.
     """
 
     first: "weakref.ref[torch.Tensor]"
     key: Hashable
-    facts: list[Hashable]
-    tracked: bool
+    facts: tuple[_Facts, ...]
     weights: ExpertWeights
 
 
@@ -47,30 +44,43 @@ class WeightsCache:
         first = tensors[0]
         entry = self._entries.get(id(first))
         if (
-            entry is not None
-            and entry.first() is first
-            and entry.key == key
-            and entry.facts == _facts(tensors, tracked=entry.tracked)
+            entry is None
+            or entry.first() is not first
+            or entry.key != key
+            or len(tensors) != len(entry.facts)
         ):
-            return entry.weights
-        return None
+            return None
+        for tensor, (number, pointer, shape, stride, dtype, version) in zip(
+            tensors, entry.facts, strict=True
+        ):
+            if (
+                id(tensor) != number
+                or tensor.data_ptr() != pointer
+                or tensor.shape != shape
+                or tensor.stride() != stride
+                or tensor.dtype is not dtype
+                or (version is not None and tensor._version != version)
+            ):
+                return None
+        return entry.weights
 
     def add(
         self, tensors: Sequence[torch.Tensor], key: Hashable, weights: ExpertWeights
     ) -> ExpertWeights:
-        """Add weights that were made from detached aliases of these tensors, and return them."""
+        """Add weights that were made from detached aliases of these tensors, and return them.
+
+        The aliases must not be held elsewhere.
+        """
+        weights = FixedWeights(**vars(weights))
         first, entries = tensors[0], self._entries
         number = id(first)
-        tracked = not any(tensor.is_inference() for tensor in tensors)
+        facts = tuple(map(_facts, tensors))
         alive = weakref.ref(first, lambda _: entries.pop(number, None))
-        entries[number] = _Entry(alive, key, _facts(tensors, tracked=tracked), tracked, weights)
+        entries[number] = _Entry(alive, key, facts, weights)
         return weights
 
 
-def _facts(tensors: Sequence[torch.Tensor], *, tracked: bool) -> list[Hashable]:
-    """Return the identity, layout, dtype and version of all tensors."""
-    layout = *map(_pointer, tensors), *map(_size, tensors), *map(_stride, tensors)
-    facts = [*map(id, tensors), *layout, *map(_dtype, tensors)]
-    if tracked:
-        return [*facts, *map(_version, tensors)]
-    return [*facts, *(0 if tensor.is_inference() else tensor._version for tensor in tensors)]
+def _facts(tensor: torch.Tensor) -> _Facts:
+    version = None if tensor.is_inference() else tensor._version
+    place = id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride()
+    return *place, tensor.dtype, version

@@ -50,6 +50,22 @@ def untraced(function: F) -> F:
     return cast("F", call)
 
 
+def untraced_layer_call(function: F) -> F:
+    """Do what `untraced` does for a method (x_TH, weights, routing, *, out=None).
+
+    The explicit signature saves the host time of packing and unpacking the arguments.
+    """
+
+    @wraps(function)
+    def call(self: Any, x_TH: Any, weights: Any, routing: Any, *, out: Any = None) -> Any:
+        if is_compiling() or _is_finalizing() or _C._len_torch_function_stack():
+            return isolated(self, x_TH, weights, routing, out=out)
+        return function(self, x_TH, weights, routing, out=out)
+
+    isolated = untraced(function)
+    return cast("F", call)
+
+
 def run_outside_function_modes(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Run an eager call outside torch function modes, such as that of torch.set_default_device.
 

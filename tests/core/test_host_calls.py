@@ -1,6 +1,7 @@
 """Function calls per call on the host, without replay and in a replay, excluding kernels."""
 
 from collections import Counter
+from operator import le
 
 import pytest
 import torch
@@ -102,8 +103,13 @@ def test_an_eager_call_with_4_bit_weights_stays_within_its_budget(
     assert sum(found.values()) <= most(PACKED[call]), found.most_common(20)
 
 
+def assert_within(found: tuple[int, int], limits: tuple[int, int]) -> None:
+    """Compare the numbers of Python and of C functions, each with its limit."""
+    assert all(map(le, found, limits)), (found, limits)
+
+
 def test_a_replayed_call_stays_within_its_budget() -> None:
-    """Count the calls, C functions included, of a kernel and of the operator of compiled models."""
+    """Count the functions of a kernel's call and of the operator of compiled models."""
     pairing = Pairing(Prepare, AddExperts)
     x_TH, weights, routing = inputs(tokens=1)
     ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
@@ -119,21 +125,21 @@ def test_a_replayed_call_stays_within_its_budget() -> None:
         found = calls_of_third(operator)
         (kernel,) = pairing.kernels.values()
         assert kernel.counters()["replayed_calls"] == 2
-        assert found <= 55
-        assert calls_of_third(lambda: kernel(x_TH, weights, routing)) <= 38
+        assert_within(found, (16, 42))
+        assert_within(calls_of_third(lambda: kernel(x_TH, weights, routing)), (11, 30))
 
 
 def test_a_replayed_call_in_its_own_workspace_stays_within_its_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Count the calls, C functions included, for more tokens than share a workspace."""
+    """Count the functions of a call of more tokens than share a workspace."""
     monkeypatch.setattr(plan, "MAX_SHARED_TOKENS", 4)
     part = AddExperts(SMALL)
     kernel = mk.FusedMoEModularKernel(Prepare(SMALL), part, machine=mk.Machine("cpu"))
     args = inputs(tokens=8)
     kernel(*args)  # not recorded
     with torch.no_grad():
-        assert calls_of_third(lambda: kernel(*args)) <= 42
+        assert_within(calls_of_third(lambda: kernel(*args)), (12, 33))
     assert part.host_calls == 2
     assert kernel.counters()["replayed_calls"] == 2
 

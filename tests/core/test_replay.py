@@ -127,6 +127,23 @@ def test_another_dtype_in_the_same_memory_is_checked_again() -> None:
         plan(*args)
 
 
+def test_another_layout_in_the_same_memory_is_checked_again() -> None:
+    """Of w1, (4, 16, 16): fewer experts, which changes the shape only, or other strides."""
+    plan, part = planned()
+    args = inputs()
+    weights = args[1]
+    for _ in range(2):
+        assert_right(plan(*args), args)
+    whole = weights.w1.data
+    weights.w1.data = whole[:3]
+    with pytest.raises(ShapeError, match="w1"):
+        plan(*args)
+    weights.w1.data = whole.transpose(1, 2)  # valid, with a recording of its own
+    for _ in range(2):
+        assert_right(plan(*args), args)
+    assert part.host_calls == 2
+
+
 def test_weights_are_checked_once_and_not_kept_alive() -> None:
     plan, _ = planned()
     x_TH, weights, routing = inputs()

@@ -21,6 +21,7 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
+from modular_kernel.replay.recording import RecordedCall
 from modular_kernel.spec.lora import AdapterSpec, slots_from_sequences
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
@@ -180,8 +181,10 @@ def test_a_plan_requires_slots_before_it_replays(monkeypatch: pytest.MonkeyPatch
     plan = mk.make_kernel(*PAIR, PROBLEM, machine=Machine()).plan()
     i = make_inputs(PROBLEM, "uniform", CPU, variation=InputVariation(slot_pattern="without"))
     plan(i.x_TH, i.weights, i.routing)
-    monkeypatch.setattr(plan._recorded, "find", lambda _signature: "a recording")
-    monkeypatch.setattr(plan, "_may_replay", lambda *_: pytest.fail("it was to be replayed"))
+    recorded = RecordedCall((), (), ())
+    monkeypatch.setattr(plan._recorded, "replayable", True)
+    monkeypatch.setattr(plan._recorded, "find", lambda _signature: recorded)
+    monkeypatch.setattr(plan, "_launch", lambda *_: pytest.fail("it was to be replayed"))
     with pytest.raises(RoutingError, match="adapters: got None"):
         plan(i.x_TH, i.weights, replace(i.routing, adapters_T=None))
 
