@@ -118,17 +118,20 @@ class FusedMoEModularKernel(Execution):
         """
         parts = (self.prepare_finalize, self.experts)
         declared = all(vars(type(part)).get("replayable", False) for part in parts)
+        declared = declared and self.prepare_finalize.may_replay()
         return declared and type(self) is FusedMoEModularKernel and not self.checked
 
     def _may_plan_calls(self) -> bool:
         """Return whether calls may share a workspace.
 
         Multi-rank calls may only if they are replayed: otherwise an exchange may still use the
-        workspace of a call that has returned.
+        workspace of a call that has returned. On a CPU, no call is.
         """
         if self.checked or self.poison or type(self) is not FusedMoEModularKernel:
             return False
-        return self.problem.parallel.world_size == 1 or self.replayable
+        if self.problem.parallel.world_size == 1:
+            return True
+        return self.replayable and self.machine.device == "cuda"
 
     def reserve_workspace(self, tokens: int, device: torch.device | None = None) -> None:
         """Reserve the workspace that calls of up to `tokens` tokens would reserve on first use.

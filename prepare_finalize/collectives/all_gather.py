@@ -50,6 +50,7 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
     and each rank sends problem.tokens rows, of which those beyond T have no experts.
     """
 
+    replayable = True
     gathers = True
     prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
 

@@ -61,6 +61,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
     more rows for a rank, the call fails on all ranks.
     """
 
+    replayable = True
     requires = replace(
         CONTIGUOUS,
         padding=Rows.UNDEFINED,

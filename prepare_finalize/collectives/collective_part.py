@@ -168,6 +168,12 @@ class CollectivePart(RowsPart):
     def dispatch_shape(self, tokens: int) -> DispatchShape:
         return ContiguousShape(self.buffer_rows, self.problem.top_k)
 
+    def may_replay(self) -> bool:
+        return self.fixed is not None
+
+    def may_record(self) -> bool:
+        return self.fixed is not None and self.fixed.is_established
+
     def check(self) -> None:
         if self.fixed is not None:
             self.fixed.check()

@@ -14,6 +14,7 @@ import torch
 
 from modular_kernel.contracts import Call
 from modular_kernel.errors import CommunicationError, StateError
+from modular_kernel.replay.recording import repeat_in_replays
 from prepare_finalize.common.agreement import FIELD_MESSAGES, Layer, agree, refusal_name
 from prepare_finalize.common.device_status import (
     CALL,
@@ -75,21 +76,27 @@ class DeviceAgreement:
         in a CUDA graph.
         """
         layer, manager = self.layer, self.layer.manager
-        self.raise_failure()
-        if not self.is_established:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise StateError(
-                    "first call of a layer over ranks",
-                    got="a call that is captured in a CUDA graph",
-                    need="a call before the capture, in which ranks agree on the layer",
-                )
-            no_rows = [0] * (layer.counts or manager.world_size)
-            agree(layer, call, tokens=tokens, rows_W=no_rows, device=device)
-            status = _status(manager, device)
-            self._counter = CallCounter(status, layer.number)
-            self._limits = status.limits(self._capacity)
+        if self.is_established:
+            self._begin_call()
+            repeat_in_replays(self._begin_call)
             return manager.step
-        return self.next_step()
+        self.raise_failure()
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "first call of a layer over ranks",
+                got="a call that is captured in a CUDA graph",
+                need="a call before the capture, in which ranks agree on the layer",
+            )
+        no_rows = [0] * (layer.counts or manager.world_size)
+        agree(layer, call, tokens=tokens, rows_W=no_rows, device=device)
+        status = _status(manager, device)
+        self._counter = CallCounter(status, layer.number)
+        self._limits = status.limits(self._capacity)
+        return manager.step
+
+    def _begin_call(self) -> None:
+        self.raise_failure()
+        self.next_step()
 
     def next_step(self) -> int:
         """Return the step of a further call."""

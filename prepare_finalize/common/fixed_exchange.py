@@ -1,5 +1,6 @@
 """FixedExchange: dispatch and combine in blocks of a fixed size, without row counts on the host."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ from prepare_finalize.common.blocks import (
 )
 from prepare_finalize.common.device_agreement import DeviceAgreement
 from prepare_finalize.common.device_status import FIELDS, NOT_REFUSED
+from prepare_finalize.common.repeated_exchange import RepeatedExchange
 from prepare_finalize.common.torch_group import Exchange
 
 
@@ -48,7 +50,7 @@ class FixedCall(FixedBuffers):
     """A call of a FixedExchange, from `send` to `combine`."""
 
     step: int
-    exchange: Exchange
+    dispatch: RepeatedExchange
 
     @cached_property
     def sum_RH(self) -> torch.Tensor:
@@ -141,22 +143,25 @@ class FixedExchange:
             header_F=buffers.header_F,
             refusal=refusal,
         )
-        received_WB = blocks_SB[-ranks.world_size :]
-        if self.gathers:
-            exchange = manager.all_gather(
-                received_WB.flatten(), received_WB[ranks.rank], step=step, phase="dispatch"
-            )
-        else:
-            sent_WB = blocks_SB[: ranks.world_size]
-            exchange = manager.exchange_blocks(received_WB, sent_WB, step=step, phase="dispatch")
-        return FixedCall(**vars(buffers), step=step, exchange=exchange)
+        dispatch = RepeatedExchange(manager, self._dispatch_of(blocks_SB))
+        dispatch.start(step)
+        return FixedCall(**vars(buffers), step=step, dispatch=dispatch)
+
+    def _dispatch_of(self, blocks_SB: torch.Tensor) -> Callable[[int], Exchange]:
+        """Return a function that starts the exchange of these blocks in a step."""
+        manager, world = self.layer.manager, self._ranks.world_size
+        received_WB = blocks_SB[-world:]
+        if not self.gathers:
+            return manager.block_exchange(received_WB, blocks_SB[:world], phase="dispatch")
+        received_B, own_B = received_WB.flatten(), received_WB[self._ranks.rank]
+        return lambda step: manager.all_gather(received_B, own_B, step=step, phase="dispatch")
 
     def receive(self, sent: FixedCall, out: ReceivedColumns) -> torch.Tensor:
         """Make the stream wait for the rows and read them; verify their headers on the device.
 
         Returns the activations, (R, H), a view of the received blocks.
         """
-        sent.exchange.wait_on_stream()
+        sent.dispatch.wait()
         received_WB = sent.blocks_SB[-self._ranks.world_size :]
         read_blocks(
             Blocks(received_WB, sent.layout, self._ranks, self._ranks.rank),
@@ -171,13 +176,16 @@ class FixedExchange:
         """Send `sent.sum_RH` back to the ranks of the tokens, and sum those of each token."""
         sums_SRH = sent.sums_SRH
         ranks = self._ranks
-        self.layer.manager.exchange_blocks(
+        manager = self.layer.manager
+        start_exchange = manager.block_exchange(
             sums_SRH[ranks.world_size :].view(torch.uint8),
             sums_SRH[: ranks.world_size].view(torch.uint8),
             rows=sent.layout.rows,
-            step=sent.step,
             phase="combine",
-        ).wait_on_stream()
+        )
+        exchange = RepeatedExchange(manager, start_exchange)
+        exchange.start(sent.step)
+        exchange.wait()
         own_block = ranks.rank + (0 if self._skips_own else ranks.world_size)
         sum_blocks(
             BlockSums(sums_SRH, ranks, first_block=ranks.world_size, own_block=own_block),
@@ -185,6 +193,11 @@ class FixedExchange:
             sent.row_of_token_WT,
             self._agreement.counter,
         )
+
+    @property
+    def is_established(self) -> bool:
+        """Whether all ranks have agreed on the layer."""
+        return self._agreement.is_established
 
     def check(self) -> None:
         """Wait for the device; raise CommunicationError if a call failed."""
@@ -228,7 +241,7 @@ class FixedExchange:
                 )
             buffers = FixedBuffers(layout, blocks_SB, row_of_token_WT, header_F, sums_SRH)
             sent = self._send(no_rows, buffers, step, refusal_index(error))
-            sent.exchange.wait_on_stream()
+            sent.dispatch.wait()
             headers_WF = layout.section(sent.blocks_SB[-world:], "header")
             self._agreement.status.verify(headers_WF, sent.header_F, self._agreement.limits)
             self.combine(sent, sent.sums_SRH.new_empty(0, problem.hidden))
