@@ -9,7 +9,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from modular_kernel.replay.launch import record
-from modular_kernel.replay.recording import Recorder, Replay, pause_recording
+from modular_kernel.replay.recording import Recorder, Replay, pause_recording, recorder
 
 
 def _tensor_at(address: int, like: torch.Tensor) -> torch.Tensor:
@@ -59,6 +59,8 @@ def interpreted_replays() -> Iterator[None]:
     record_launch, run = record.record_launch, InterpretedFunction.run
 
     def run_paused(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder() is None:
+            return run(self, *args, **kwargs)
         with pause_recording():  # the interpreter uses torch operations itself
             return run(self, *args, **kwargs)
 
