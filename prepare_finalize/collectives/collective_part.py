@@ -110,8 +110,9 @@ class CollectivePart(RowsPart):
         call: Call,
     ) -> tuple[FixedCall, torch.Tensor | None]:
         """Send blocks of fixed size; return the exchange, and scales that are not in the rows."""
-        step = fixed.begin(call, len(x_TH), x_TH.device)
+        layout = self._layouts[dispatches_quantized(self.problem, call)]
         local_amax = self.local_amax(x_TH, call)
+        step = fixed.begin(call, len(x_TH), x_TH.device, layout, amax=local_amax is not None)
         if local_amax is not None:  # in the first call, agreeing has already notified peers
             call.peers_notified = True
         amax = None if local_amax is None else fixed.reduce_amax(local_amax, step)
@@ -121,7 +122,6 @@ class CollectivePart(RowsPart):
             number_pairs(pairs)
             numbers_TK, weights_TK = pairs.numbers_TK, pairs.weights_TK
         values, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call, amax=amax)
-        layout = self._layouts[dispatches_quantized(self.problem, call)]
         rows = SentRows(
             values,
             scale if layout.scales else None,

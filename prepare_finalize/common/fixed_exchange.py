@@ -78,7 +78,7 @@ class FixedExchange:
         problem, manager = layer.problem, layer.manager
         self._ranks = Ranks(manager.rank, manager.world_size, slots_of(problem.placement))
         self._skips_own = manager.device == "cuda"
-        # What the refusal of a call has to exchange; known from the layer's first call.
+        # Of the last call: what the refusal of a call has to exchange.
         self._layout: BlockLayout | None = None
         self._reduces_amax = False
 
@@ -101,13 +101,23 @@ class FixedExchange:
             specs["row_of_token"] = BufferSpec((world, problem.tokens), torch.int32)
         return specs
 
-    def begin(self, call: Call, tokens: int, device: torch.device) -> int:
-        """Begin a call of T = `tokens` and return its step; see `DeviceAgreement.begin`."""
-        return self._agreement.begin(call, tokens, device)
+    def begin(
+        self, call: Call, tokens: int, device: torch.device, layout: BlockLayout, *, amax: bool
+    ) -> int:
+        """Begin a call of T = `tokens` and return its step; see `DeviceAgreement.begin`.
+
+        layout: of its blocks. amax: whether `reduce_amax` follows.
+        """
+        self._layout, self._reduces_amax = layout, amax
+        return self._agreement.begin(call, tokens, device, self._sizes(layout))
+
+    def _sizes(self, layout: BlockLayout) -> tuple[int, ...]:
+        """Return what determines the sizes of the exchanges of a call."""
+        sum_bytes = layout.block_rows * layout.hidden * self.layer.problem.dtype.itemsize
+        return self.gathers, self._reduces_amax, layout.nbytes, sum_bytes
 
     def reduce_amax(self, amax: torch.Tensor, step: int) -> torch.Tensor:
         """Return the maximum over all ranks of `amax`, (1,) float32."""
-        self._reduces_amax = True
         self._agreement.counter.begin()
         manager = self.layer.manager
         amax_W = amax.new_empty(manager.world_size)
@@ -116,7 +126,7 @@ class FixedExchange:
 
     def send(self, rows: SentRows, layout: BlockLayout, call: Call, step: int) -> FixedCall:
         """Send the rows of a call that has begun."""
-        self._layout, take, world = layout, call.workspace.take, self._ranks.world_size
+        take, world = call.workspace.take, self._ranks.world_size
         blocks_SB = take("blocks", (world if self.gathers else 2 * world, layout.nbytes))
         row_of_token_WT = None
         if not self.gathers:
@@ -208,14 +218,14 @@ class FixedExchange:
 
         Returns False, without an exchange, if ranks have not agreed on the layer yet.
         """
-        if self._layout is None:
+        if self._layout is None or not self.is_established:
             return False
         manager, problem, layout = self.layer.manager, self.layer.problem, self._layout
         if manager.is_capturing():  # other ranks see that the call does not arrive
             return True
         world, device = manager.world_size, torch.device(manager.device)
         with suppress(CommunicationError, UnsupportedError):  # the manager is closed
-            step = self._agreement.next_step()
+            step = self._agreement.next_step(self._sizes(layout))
             if self._reduces_amax:
                 self.reduce_amax(torch.zeros(1, dtype=torch.float32, device=device), step)
             k = problem.top_k
