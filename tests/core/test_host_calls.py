@@ -177,7 +177,8 @@ def test_an_eager_call_over_two_ranks_stays_within_its_budget(
         assert sum(found.values()) <= most(OVER_RANKS[call]), found.most_common(20)
 
 
-# Parts -> calls of a replay on each of two ranks over gloo. Six are for tensors that are not aligned.
+# Parts -> calls of a replay on each of two ranks over gloo, up to six of which are for tensors
+# that are not aligned.
 REPLAYED_OVER_RANKS = {
     GATHERED: 71,
     ALL2ALL: 71,
