@@ -1,20 +1,23 @@
 """CollectivePart: base of the parts that exchange packed rows over torch.distributed."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
 
-from modular_kernel.contracts import Call
+from modular_kernel.contracts import Call, Receiver
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops.expert_slots import number_pairs
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
+    Dispatched,
     DispatchShape,
     ExpertWeights,
+    Handle,
     Routing,
 )
 from modular_kernel.workspace import BufferSpec
@@ -101,7 +104,43 @@ class CollectivePart(RowsPart):
             specs["rows_scale"] = BufferSpec((rows, scales), torch.float32)
         return specs
 
-    def send_fixed(
+    def send(
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        self.manager.check_device(x_TH.device)
+        fixed = self.fixed
+        if fixed is None:
+            return self.send_counted(x_TH, routing, weights, call)
+        sent, scale = self._send_fixed(fixed, x_TH, routing, weights, call)
+
+        def receive() -> tuple[Dispatched, Handle]:
+            received = self._receive_fixed(fixed, sent, scale, call)
+            weights_RK = received.routing.topk_weights_TK
+            unapplied_RK = None if self.problem.apply_router_weight_on_input else weights_RK
+            return self.fixed_handle(received, sent, unapplied_RK, call)
+
+        return receive
+
+    @abstractmethod
+    def send_counted(
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        """Exchange row counts on the host, then start the exchange of as many rows."""
+
+    @abstractmethod
+    def fixed_handle(
+        self,
+        received: ContiguousTokens,
+        sent: FixedCall,
+        weights_RK: torch.Tensor | None,
+        call: Call,
+    ) -> tuple[Dispatched, Handle]:
+        """Return rows of an exchange of fixed size in the experts' format, and the call's handle.
+
+        weights_RK: router weights still to apply, or None.
+        """
+
+    def _send_fixed(
         self,
         fixed: FixedExchange,
         x_TH: torch.Tensor,
@@ -132,7 +171,7 @@ class CollectivePart(RowsPart):
         )
         return fixed.send(rows, layout, call, step), None if layout.scales else scale
 
-    def receive_fixed(
+    def _receive_fixed(
         self, fixed: FixedExchange, sent: FixedCall, scale: torch.Tensor | None, call: Call
     ) -> ContiguousTokens:
         """Return the received rows; rows without a token have the ids -1.
