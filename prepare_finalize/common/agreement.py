@@ -6,7 +6,7 @@ none refuses it.
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ _REFUSALS = (
 )
 FIELD_MESSAGES = {
     "order": "a different order of earlier exchanges",
-    "others": "another dtype, scheme, placement, activation, pairing, adapters or size of blocks",
+    "others": "another dtype, scheme, placement, activation, pairing or adapters",
 }
 
 
@@ -125,7 +125,8 @@ def agree_on_sizes(layer: Layer, sizes: Sequence[int], step: int) -> None:
     fields = [row[: len(local_fields)] for row in table]
     _raise_if_refused(manager, fields, [row[-1] for row in table], step)
     if len({row[-1] for row in fields}) > 1:
-        _check_same_fields(manager, fields, step)
+        messages = {"others": "blocks of another size, or the first call of a layer"}
+        _check_same_fields(manager, fields, step, FIELD_MESSAGES | messages)
 
 
 def _gather(manager: TorchGroup, sent: torch.Tensor, step: int) -> list[list[int]]:
@@ -213,7 +214,12 @@ def _raise_if_refused(
     raise manager.disagreement("; ".join(refused), need, step=step, peers=peers)
 
 
-def _check_same_fields(manager: TorchGroup, fields: list[list[int]], step: int) -> None:
+def _check_same_fields(
+    manager: TorchGroup,
+    fields: list[list[int]],
+    step: int,
+    messages: Mapping[str, str] = FIELD_MESSAGES,
+) -> None:
     local_fields = fields[manager.rank]
     if fields.count(local_fields) == len(fields):
         return
@@ -222,7 +228,7 @@ def _check_same_fields(manager: TorchGroup, fields: list[list[int]], step: int) 
     for name, *values in zip(_FIELDS, *fields, strict=True):
         if len(set(values)) > 1:
             by_rank = f"{name} {', '.join(map(str, values))} by rank"
-            differences.append(FIELD_MESSAGES.get(name, by_rank))
+            differences.append(messages.get(name, by_rank))
     got = "; ".join(differences)
     need = "one layer, call, pairing, step and order"
     raise manager.disagreement(got, need, step=step, peers=peers)

@@ -10,6 +10,7 @@ import torch
 from modular_kernel.contracts import Call
 from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.ops.expert_slots import slots_of
+from modular_kernel.replay.recording import unrecorded
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import Layer, refusal_index
 from prepare_finalize.common.blocks import (
@@ -121,7 +122,8 @@ class FixedExchange:
         self._agreement.counter.begin()
         manager = self.layer.manager
         amax_W = amax.new_empty(manager.world_size)
-        manager.all_gather(amax_W, amax, step=step, phase="counts").wait_on_stream()
+        with unrecorded():  # the call is not replayed, but threads of gloo must not record
+            manager.all_gather(amax_W, amax, step=step, phase="counts").wait_on_stream()
         return amax_W.amax().reshape(1)  # NaN if any is, unlike the maximum of an all-reduce
 
     def send(self, rows: SentRows, layout: BlockLayout, call: Call, step: int) -> FixedCall:

@@ -584,6 +584,7 @@ def test_layers_of_other_sizes_raise_on_every_rank(
         else:
             assert error.startswith("CommunicationError: ranks of one call")
             assert "layer 1, 2" in error
+            assert case == "first call" or "blocks of another size" in error
     for index, layer in enumerate(layers):
         outputs = [outputs[index] for _, outputs in reports]
         assert layer.compare(outputs).ok
