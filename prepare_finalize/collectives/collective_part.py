@@ -45,9 +45,13 @@ class CollectivePart(RowsPart):
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
         from prepare_finalize.collectives.compile_cases import launch_all, problems
 
+        calls = {"": partial(launch_all, shares_block=True)}
+        if not cls.gathers:
+            calls[", a block for each rank"] = partial(launch_all, shares_block=False)
         return {
-            str(problem): partial(launch_all, problem, gathers=cls.gathers)
+            f"{problem}{suffix}": partial(call, problem)
             for problem in problems()
+            for suffix, call in calls.items()
         }
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
@@ -149,7 +153,8 @@ class CollectivePart(RowsPart):
         call: Call,
     ) -> tuple[FixedCall, torch.Tensor | None]:
         """Send blocks of fixed size; return the exchange, and scales that are not in the rows."""
-        layout = self._layouts[dispatches_quantized(self.problem, call)]
+        quantizes = dispatches_quantized(self.problem, call)
+        layout = self._layouts[quantizes]
         local_amax = self.local_amax(x_TH, call)
         step = fixed.begin(call, len(x_TH), x_TH.device, layout, amax=local_amax is not None)
         if local_amax is not None:  # in the first call, agreeing has already notified peers
@@ -160,16 +165,24 @@ class CollectivePart(RowsPart):
             pairs = self.pairs(routing, call, join=False)
             number_pairs(pairs)
             numbers_TK, weights_TK = pairs.numbers_TK, pairs.weights_TK
-        values, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call, amax=amax)
+        buffers, out = fixed.take_buffers(layout, call), None
+        x_in_place = quantizes and fixed.shares_block
+        if x_in_place:
+            own_scale = buffers.own_section("scale")[: len(x_TH)] if layout.scales else None
+            out = buffers.own_section("x")[: len(x_TH)], own_scale
+        values, scale = quantize_tokens(
+            x_TH, self.problem, weights=weights, call=call, amax=amax, out=out
+        )
         rows = SentRows(
             values,
-            scale if layout.scales else None,
+            scale if layout.scales and not x_in_place else None,
             numbers_TK,
             weights_TK,
             routing.slots_T if layout.adapters else None,
             call.invalid_ids,
         )
-        return fixed.send(rows, layout, call, step), None if layout.scales else scale
+        sent = fixed.send(rows, buffers, call, step, x_in_place=x_in_place)
+        return sent, None if layout.scales else scale
 
     def _receive_fixed(
         self, fixed: FixedExchange, sent: FixedCall, scale: torch.Tensor | None, call: Call

@@ -33,14 +33,17 @@ def problems() -> tuple[Problem, ...]:
     return problems_with(_CHANGES)
 
 
-def launch_all(problem: Problem, *, gathers: bool) -> None:
-    """Launch every kernel of a call, for quantized rows if the scheme has them."""
+def launch_all(problem: Problem, *, shares_block: bool) -> None:
+    """Launch every kernel of a call, for quantized rows if the scheme has them.
+
+    shares_block: see `FixedExchange`.
+    """
     layout = layouts_of(problem, problem.tokens)[problem.scheme.dispatched_quantized]
     world, tokens, k = problem.parallel.world_size, problem.tokens, problem.top_k
     ranks = Ranks(problem.parallel.rank, world, slots_of(problem.placement))
     status = DeviceStatus(world, META)
     counter, header_F = CallCounter(status, 1), empty(len(FIELDS), dtype=torch.int64)
-    row_of_token_WT = None if gathers else empty(world, tokens)
+    row_of_token_WT = None if shares_block else empty(world, tokens)
     rows = SentRows(
         empty(tokens, problem.hidden, dtype=layout.dtype),
         empty(tokens, layout.scales, dtype=torch.float32) if layout.scales else None,
@@ -62,6 +65,9 @@ def launch_all(problem: Problem, *, gathers: bool) -> None:
     fill_blocks(few, blocks, row_of_token_WT=row_of_token_WT, **outputs)
     fill_blocks(rows, blocks, row_of_token_WT=row_of_token_WT, **outputs)
     fill_blocks(replace(rows, adapters_T=None), blocks, row_of_token_WT=row_of_token_WT, **outputs)
+    if shares_block and problem.scheme.dispatched_quantized:
+        in_place = replace(rows, scale_TG=None)
+        fill_blocks(in_place, blocks, row_of_token_WT=None, x_in_place=True, **outputs)
     num_rows = world * layout.block_rows
     columns = ReceivedColumns(
         problem.e,

@@ -181,6 +181,7 @@ def fill_blocks(
     counter: CallCounter,
     header_F: torch.Tensor,
     refusal: int = NOT_REFUSED,
+    x_in_place: bool = False,
 ) -> None:
     """Write the rows of a call and its header to blocks; count the call in `counter`.
 
@@ -188,13 +189,14 @@ def fill_blocks(
         if it has none. None writes all tokens to the block for this rank only.
     header_F: (F,) int64, gets the header; each block gets it with its own number of rows.
     refusal: see `device_status.FIELDS`.
+    x_in_place: whether the activations are in the block already, so that only the rest is written.
 
     Rows of a block are in the order of tokens. Tokens beyond its capacity are left out. Rows after
     the last one are unchanged. One launch on a GPU.
     """
     layout, ranks = blocks.layout, blocks.ranks
     if not use_triton(blocks.bytes_SB):
-        _fill_blocks_ref(sent, blocks, row_of_token_WT, counter, header_F, refusal)
+        _fill_blocks_ref(sent, blocks, row_of_token_WT, counter, header_F, refusal, x_in_place)
         return
     from prepare_finalize.common.kernels.blocks import fill_blocks_kernel
 
@@ -224,6 +226,7 @@ def fill_blocks(
         WORLD=ranks.world_size,
         PADDED=next_power_of_2(ranks.world_size),
         GATHERS=gathers,
+        HAS_X=not x_in_place,
         ROWS=shape.rows,
         BLOCK=shape.block,
         SPLITS=shape.splits,
@@ -315,6 +318,7 @@ def _fill_blocks_ref(
     counter: CallCounter,
     header_F: torch.Tensor,
     refusal: int,
+    x_in_place: bool,
 ) -> None:
     """Torch reference of `fill_blocks`."""
     layout, ranks, device = blocks.layout, blocks.ranks, blocks.bytes_SB.device
@@ -322,7 +326,9 @@ def _fill_blocks_ref(
     is_slot = (numbers_TK >= 0) & (numbers_TK < ranks.world_size * ranks.slots)
     sent.invalid_ids.add_((~is_slot & (numbers_TK != -1)).sum().to(torch.int32))
     numbers_TK = torch.where(is_slot, numbers_TK, -1).to(torch.int32)
-    columns = {"x": sent.x_TH, "numbers": numbers_TK, "weights": sent.weights_TK}
+    columns = {"numbers": numbers_TK, "weights": sent.weights_TK}
+    if not x_in_place:
+        columns["x"] = sent.x_TH
     if layout.scales and sent.scale_TG is not None:
         columns["scale"] = sent.scale_TG
     if layout.adapters:

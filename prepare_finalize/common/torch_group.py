@@ -197,7 +197,7 @@ class TorchGroup:
 
         It sends block `sent[r]` to each other rank r, and receives its block in `received[r]`.
 
-        received, sent: (W, ...), contiguous. rows: number of rows of each block that are needed;
+        received, sent: (W, ...); each block is contiguous, and over gloo the tensor. rows: number of rows of each block that are needed;
         None: all. Over NCCL, only those are exchanged, and none with this rank itself. gloo
         exchanges everything.
         """

@@ -47,6 +47,9 @@ def call_layers(rank: int, world: int, group: object, layers: tuple[Layer, ...],
         kernel, given = layer.kernel(rank, manager), layer.inputs_of(rank)
         results.append((kernel(given.x_TH, given.weights, given.routing), kernel.invalid_ids))
         kernel.prepare_finalize.check()
+        if manager.device_status is not None:
+            begun, ended = manager.device_status.progress()
+            assert begun == ended > 0
     return results
 
 
@@ -80,6 +83,20 @@ def test_outputs_match_the_oracle(pool: RankPool, part: str) -> None:
             layers.append(layer_of(part, uneven, dtype=BF16, quant=quant))
     if part != REPLICATED:
         layers.append(layer_of(part, uneven, dtype=BF16, quant="fp8_w8a8_tensor"))
+    assert_exact(pool, layers)
+
+
+@pytest.mark.parametrize("part", [ALL2ALL, BATCHED])
+def test_a_block_for_each_rank_matches_the_oracle(pool: RankPool, part: str) -> None:
+    world = pool.world_size
+    uneven = tuple(range(3, 3 + world))
+    bound = {"max_received": world * max(uneven)}  # below world * problem.tokens
+    routings = ("uniform", "skips", "out_of_range", "duplicates", "all_to_one")
+    layers = [layer_of(part, uneven, routing=routing, **bound) for routing in routings]
+    linear = Placement.linear(world + 3, world)
+    copies = linear.with_copies({0: (world - 1,), world + 2: tuple(range(world - 1))})
+    layers.append(layer_of(part, uneven, copies, experts=copies.experts, **bound))
+    layers.append(layer_of(part, uneven, dtype=BF16, quant="fp8_w8a8_channel", **bound))
     assert_exact(pool, layers)
 
 
