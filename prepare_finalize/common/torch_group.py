@@ -197,9 +197,10 @@ class TorchGroup:
 
         It sends block `sent[r]` to each other rank r, and receives its block in `received[r]`.
 
-        received, sent: (W, ...); each block is contiguous, and over gloo the tensor. rows: number of rows of each block that are needed;
-        None: all. Over NCCL, only those are exchanged, and none with this rank itself. gloo
-        exchanges everything.
+        received: (W, ...), contiguous.
+        sent: (W, ...). Over NCCL, blocks may be the same memory. Over gloo, it is contiguous.
+        rows: number of rows of each block that are needed; None means all. Over NCCL, only those
+            are exchanged, and none with this rank itself. gloo exchanges everything.
         """
         if self.device == "cpu":
             ones = [1] * self.world_size
