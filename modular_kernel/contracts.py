@@ -9,7 +9,8 @@ finalize; the handle carries it, so two batches may be in flight.
 `replayable = True` in a part's own class body promises that all device work of a call is launched
 through `modular_kernel.replay.launch`, and that the launches depend only on shapes, strides, dtypes
 and alignment. A plan then replays them without calling the part. Torch operations and interpreted
-Triton kernels are detected and not replayed; launches by other libraries are not detected.
+Triton kernels are detected and not replayed; launches by other libraries are not detected. A part
+over ranks passes its collectives to `modular_kernel.replay.recording.repeat_in_replays`.
 """
 
 import math
@@ -247,6 +248,17 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         None if only the kernel's own problem.tokens limits a call.
         """
         return self.requires.max_tokens
+
+    def may_replay(self) -> bool:
+        """Return whether calls of this instance may be replayed, if its class is `replayable`."""
+        return True
+
+    def may_record(self) -> bool:
+        """Return whether the next call may be recorded, if `may_replay`.
+
+        It may not if it does work that its replays do not repeat, such as an agreement of ranks.
+        """
+        return True
 
     def num_dispatchers(self) -> int:
         """Return the number of ranks that may send tokens to this one."""

@@ -343,6 +343,10 @@ class Execution:
             part.abandon(_as_exception(error))
             raise
 
+    def abandon(self, error: BaseException) -> None:
+        """Notify the other ranks that a started call failed with `error` or was interrupted."""
+        self.prepare_finalize.abandon(_as_exception(error))
+
     def _expert_output(
         self, tokens: Dispatched, handle: Handle, pending: "Pending"
     ) -> torch.Tensor:

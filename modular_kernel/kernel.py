@@ -118,20 +118,23 @@ class FusedMoEModularKernel(Execution):
         """
         parts = (self.prepare_finalize, self.experts)
         declared = all(vars(type(part)).get("replayable", False) for part in parts)
+        declared = declared and self.prepare_finalize.may_replay()
         return declared and type(self) is FusedMoEModularKernel and not self.checked
 
     def _max_planned_tokens(self) -> int:
         """Return the maximum number of tokens of a call that has a plan; 0 if none has one.
 
         Calls that are not replayed have one only to share a workspace. Multi-rank calls may not
-        share one: an exchange may still use the workspace of a call that has returned.
+        share one: an exchange may still use the workspace of a call that has returned. A replay may
+        not have a workspace of its own either: its exchanges are between tensors of the recording.
+        On a CPU, no multi-rank call is replayed.
         """
         if self.checked or self.poison or type(self) is not FusedMoEModularKernel:
             return 0
-        if self.replayable:
-            return self.problem.tokens
         shared = min(self.problem.tokens, MAX_SHARED_TOKENS)
-        return shared if self.problem.parallel.world_size == 1 else 0
+        if self.problem.parallel.world_size > 1:
+            return shared if self.replayable and self.machine.device == "cuda" else 0
+        return self.problem.tokens if self.replayable else shared
 
     def reserve_workspace(self, tokens: int, device: torch.device | None = None) -> None:
         """Reserve the workspace that calls of up to `tokens` tokens would reserve on first use.

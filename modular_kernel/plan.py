@@ -181,8 +181,12 @@ class BoundCalls(ABC):
         if self.kernel.poison:
             self.kernel.poison_output(output, self._workspace.poison())
         stream = _current_stream(self._index) if self._stream is None else self._stream
-        for replay in recorded.replays:
-            replay(stream, pointers)
+        try:
+            for replay in recorded.replays:
+                replay(stream, pointers)
+        except BaseException as error:  # other ranks must not wait for an interrupted call
+            self.kernel.abandon(error)
+            raise
         recorded.count[0] += 1
         if has_out or self._writes_old_memory:
             torch.autograd.graph.increment_version(output)
@@ -324,6 +328,8 @@ class BoundCalls(ABC):
             return call_counters.NOT_DECLARED
         if not self._recorded.is_new(signature):
             return self._recorded.why_refused(signature) or call_counters.OBSERVED
+        if not self.kernel.prepare_finalize.may_record():
+            return call_counters.FIRST_OF_LAYER
         return call_counters.NO_TOKENS if out.numel() == 0 else ""
 
     def _start(

@@ -11,6 +11,7 @@ sinks return must be zero.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -57,7 +58,7 @@ class Numbering:
         """Make the numbering of a placement, for ids on `device`."""
         return cls(placement, placement.tables(device), first_token, sinks)
 
-    @property
+    @cached_property
     def slots(self) -> int:
         return slots_of(self.placement)
 
@@ -66,7 +67,7 @@ class Numbering:
         """Slots and sinks of each rank."""
         return self.slots + self.sinks
 
-    @property
+    @cached_property
     def is_linear(self) -> bool:
         """Whether ranks have equal blocks of experts, so that ids determine the numbers."""
         equal_blocks = self.slots * self.placement.world_size == self.placement.experts

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from modular_kernel.tensors import ExpertWeights, FixedWeights
 from modular_kernel.utils.tensor_checks import is_dense, span
@@ -43,8 +43,8 @@ _recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", de
 class RecordedCall:
     """The recorded launches of one signature.
 
-    replays: each replays adjacent launches, in order.
-    hook_checks: see `hooks_active`.
+    replays: each replays adjacent launches, or runs host code between them, in order.
+    hook_checks: see `hooks_active`; also other conditions under which the call is not replayed.
     kept_tensors: tensors that the launches use besides the inputs; referenced to keep them alive.
     count: a list with one number, the count of replays. A plan replaces it
         (modular_kernel.utils.call_counters).
@@ -128,6 +128,14 @@ class Recorder(TorchDispatchMode):
         if hooks_active not in self._hook_checks:
             self._hook_checks.append(hooks_active)
 
+    def note_step(self, step: Callable[[], object]) -> None:
+        """Record host code that every replay runs, after the launches recorded so far."""
+        self._launches.append((_replay_steps, step))
+
+    def note_obstacle(self, is_present: HookCheck) -> None:
+        """Record a condition under which later calls run the parts' host code, not a replay."""
+        self._hook_checks.append(is_present)
+
     def recorded(self) -> RecordedCall | None:
         """Return the recorded call; None if it cannot be replayed."""
         if self.refusal_reason:
@@ -137,6 +145,16 @@ class Recorder(TorchDispatchMode):
             for replayer, launches in groupby(self._launches, key=itemgetter(0))
         )
         return RecordedCall(replays, tuple(self._hook_checks), tuple(self._kept_tensors))
+
+
+def _replay_steps(steps: Sequence[Callable[[], object]], inputs: int) -> Replay:
+    """Return a function that runs host code in order; a Replayer."""
+
+    def replay(stream: int, pointers: Sequence[int]) -> None:
+        for step in steps:
+            step()
+
+    return replay
 
 
 # recorder(): the active Recorder of this thread, or None. Called for every launch.
@@ -155,6 +173,24 @@ def recording(inputs: Sequence[torch.Tensor]) -> Iterator[Recorder]:
         _recorder.reset(token)
 
 
+def repeat_in_replays(step: Callable[[], object]) -> None:
+    """If this thread records a call, run `step` at this point in every replay of it.
+
+    For host code that launches nothing by itself, such as a collective. The caller runs the code of
+    the recorded call, with `unrecorded` around torch operations.
+    """
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.note_step(step)
+
+
+def replay_unless(is_present: HookCheck) -> None:
+    """If this thread records a call, do not replay it while `is_present()` is true."""
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.note_obstacle(is_present)
+
+
 @contextmanager
 def pause_recording() -> Iterator[None]:
     """Ignore torch operations inside the block, which only observe the call."""
@@ -167,6 +203,19 @@ def pause_recording() -> Iterator[None]:
         yield
     finally:
         recorder.paused = False
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Hide the torch operations of the block from the recorder of this thread, if there is one.
+
+    Also those that threads of torch run for it, as gloo does.
+    """
+    if _recorder.get() is None:
+        yield
+        return
+    with _disable_current_modes():
+        yield
 
 
 def capturing(device: torch.device) -> bool:

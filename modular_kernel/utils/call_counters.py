@@ -17,6 +17,7 @@ OWN_WORKSPACE = "own workspace"
 ALLOCATES = "a part allocates its output"
 NOT_DECLARED = "a part is not replayable"
 NO_TOKENS = "no tokens"
+FIRST_OF_LAYER = "first call of a layer over ranks"
 OBSERVED = "profiled, or an output overlaps an input"
 
 

@@ -9,12 +9,18 @@ from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.replay import stages
 from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.spec.problem import Rows
-from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.tensors import (
+    ContiguousTokens,
+    Dispatched,
+    ExpertWeights,
+    Handle,
+    Routing,
+)
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.collective_part import CollectivePart
 from prepare_finalize.collectives.requirements import CONTIGUOUS
 from prepare_finalize.common.agreement import agree
-from prepare_finalize.common.fixed_exchange import FixedCall, FixedExchange
+from prepare_finalize.common.fixed_exchange import FixedCall
 from prepare_finalize.common.group_part import PartHandle
 from prepare_finalize.common.tokens import token_specs, weight_and_reduce
 
@@ -50,6 +56,7 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
     and each rank sends problem.tokens rows, of which those beyond T have no experts.
     """
 
+    replayable = True
     gathers = True
     prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
 
@@ -68,15 +75,7 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
             "returned": BufferSpec((world * max_tokens, problem.hidden), problem.dtype),
         }
 
-    def send(
-        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
-    ) -> Receiver:
-        self.manager.check_device(x_TH.device)
-        if self.fixed is not None:
-            return self._send_fixed(self.fixed, x_TH, routing, weights, call)
-        return self._send_counted(x_TH, routing, weights, call)
-
-    def _send_counted(
+    def send_counted(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
     ) -> Receiver:
         """Send as many rows as the rank with the largest T has, after exchanging T."""
@@ -112,27 +111,14 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
 
         return receive
 
-    def _send_fixed(
+    def fixed_handle(
         self,
-        fixed: FixedExchange,
-        x_TH: torch.Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
+        received: ContiguousTokens,
+        sent: FixedCall,
+        weights_RK: torch.Tensor | None,
         call: Call,
-    ) -> Receiver:
-        """Send problem.tokens rows. Nothing is read on the host."""
-        sent, scale = self.send_fixed(fixed, x_TH, routing, weights, call)
-
-        def receive() -> tuple[Dispatched, Handle]:
-            received = self.receive_fixed(fixed, sent, scale, call)
-            weights_RK = received.routing.topk_weights_TK
-            if self.problem.apply_router_weight_on_input:
-                weights_RK = None
-            return received, AllGatherHandle(
-                self, call, sent.step, (), weights_RK, sent.sum_RH, sent
-            )
-
-        return receive
+    ) -> tuple[Dispatched, Handle]:
+        return received, AllGatherHandle(self, call, sent.step, (), weights_RK, sent.sum_RH, sent)
 
     def _locate(self, ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the ranks and slots of pairs; all ranks select the same copies."""

@@ -20,7 +20,7 @@ from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.collective_part import CollectivePart
 from prepare_finalize.collectives.requirements import CONTIGUOUS
 from prepare_finalize.common.agreement import Agreement, agree, check_max_received
-from prepare_finalize.common.fixed_exchange import FixedCall, FixedExchange
+from prepare_finalize.common.fixed_exchange import FixedCall
 from prepare_finalize.common.group_part import PartHandle
 from prepare_finalize.common.tokens import token_specs, weight_and_reduce
 
@@ -61,6 +61,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
     more rows for a rank, the call fails on all ranks.
     """
 
+    replayable = True
     requires = replace(
         CONTIGUOUS,
         padding=Rows.UNDEFINED,
@@ -84,15 +85,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
             "returned": BufferSpec((max_sent, problem.hidden), problem.dtype),
         }
 
-    def send(
-        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
-    ) -> Receiver:
-        self.manager.check_device(x_TH.device)
-        if self.fixed is not None:
-            return self._send_fixed(self.fixed, x_TH, routing, weights, call)
-        return self._send_counted(x_TH, routing, weights, call)
-
-    def _send_counted(
+    def send_counted(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
     ) -> Receiver:
         """Send just the rows that each rank needs, after exchanging their counts."""
@@ -142,28 +135,17 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
 
         return receive
 
-    def _send_fixed(
+    def fixed_handle(
         self,
-        fixed: FixedExchange,
-        x_TH: torch.Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
+        received: ContiguousTokens,
+        sent: FixedCall,
+        weights_RK: torch.Tensor | None,
         call: Call,
-    ) -> Receiver:
-        """Send a block of fixed size to each rank. Nothing is read on the host."""
-        sent, scale = self.send_fixed(fixed, x_TH, routing, weights, call)
-
-        def receive() -> tuple[Dispatched, Handle]:
-            received = self.receive_fixed(fixed, sent, scale, call)
-            weights_RK = received.routing.topk_weights_TK
-            if self.problem.apply_router_weight_on_input:
-                weights_RK = None
-            handle = All2AllHandle(
-                self, call, sent.step, (), (), True, None, weights_RK, sent.sum_RH, sent
-            )
-            return self.arrange(received, handle)
-
-        return receive
+    ) -> tuple[Dispatched, Handle]:
+        handle = All2AllHandle(
+            self, call, sent.step, (), (), True, None, weights_RK, sent.sum_RH, sent
+        )
+        return self.arrange(received, handle)
 
     def _locate(
         self, ids_TK: torch.Tensor

@@ -42,6 +42,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
     of every rank.
     """
 
+    replayable = True
     requires = replace(
         TorchAll2AllPrepareAndFinalize.requires,
         activation_format=ActivationFormat.BATCHED_EXPERTS,

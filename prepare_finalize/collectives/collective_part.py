@@ -1,20 +1,23 @@
 """CollectivePart: base of the parts that exchange packed rows over torch.distributed."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
 
-from modular_kernel.contracts import Call
+from modular_kernel.contracts import Call, Receiver
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops.expert_slots import number_pairs
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
+    Dispatched,
     DispatchShape,
     ExpertWeights,
+    Handle,
     Routing,
 )
 from modular_kernel.workspace import BufferSpec
@@ -42,9 +45,13 @@ class CollectivePart(RowsPart):
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
         from prepare_finalize.collectives.compile_cases import launch_all, problems
 
+        calls = {"": partial(launch_all, shares_block=True)}
+        if not cls.gathers:
+            calls[", a block for each rank"] = partial(launch_all, shares_block=False)
         return {
-            str(problem): partial(launch_all, problem, gathers=cls.gathers)
+            f"{problem}{suffix}": partial(call, problem)
             for problem in problems()
+            for suffix, call in calls.items()
         }
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
@@ -101,7 +108,43 @@ class CollectivePart(RowsPart):
             specs["rows_scale"] = BufferSpec((rows, scales), torch.float32)
         return specs
 
-    def send_fixed(
+    def send(
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        self.manager.check_device(x_TH.device)
+        fixed = self.fixed
+        if fixed is None:
+            return self.send_counted(x_TH, routing, weights, call)
+        sent, scale = self._send_fixed(fixed, x_TH, routing, weights, call)
+
+        def receive() -> tuple[Dispatched, Handle]:
+            received = self._receive_fixed(fixed, sent, scale, call)
+            weights_RK = received.routing.topk_weights_TK
+            unapplied_RK = None if self.problem.apply_router_weight_on_input else weights_RK
+            return self.fixed_handle(received, sent, unapplied_RK, call)
+
+        return receive
+
+    @abstractmethod
+    def send_counted(
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        """Exchange row counts on the host, then start the exchange of as many rows."""
+
+    @abstractmethod
+    def fixed_handle(
+        self,
+        received: ContiguousTokens,
+        sent: FixedCall,
+        weights_RK: torch.Tensor | None,
+        call: Call,
+    ) -> tuple[Dispatched, Handle]:
+        """Return rows of an exchange of fixed size in the experts' format, and the call's handle.
+
+        weights_RK: router weights still to apply, or None.
+        """
+
+    def _send_fixed(
         self,
         fixed: FixedExchange,
         x_TH: torch.Tensor,
@@ -110,8 +153,10 @@ class CollectivePart(RowsPart):
         call: Call,
     ) -> tuple[FixedCall, torch.Tensor | None]:
         """Send blocks of fixed size; return the exchange, and scales that are not in the rows."""
-        step = fixed.begin(call, len(x_TH), x_TH.device)
+        quantizes = dispatches_quantized(self.problem, call)
+        layout = self._layouts[quantizes]
         local_amax = self.local_amax(x_TH, call)
+        step = fixed.begin(call, len(x_TH), x_TH.device, layout, amax=local_amax is not None)
         if local_amax is not None:  # in the first call, agreeing has already notified peers
             call.peers_notified = True
         amax = None if local_amax is None else fixed.reduce_amax(local_amax, step)
@@ -120,19 +165,26 @@ class CollectivePart(RowsPart):
             pairs = self.pairs(routing, call, join=False)
             number_pairs(pairs)
             numbers_TK, weights_TK = pairs.numbers_TK, pairs.weights_TK
-        values, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call, amax=amax)
-        layout = self._layouts[dispatches_quantized(self.problem, call)]
+        buffers, out = fixed.take_buffers(layout, call), None
+        x_in_place = quantizes and fixed.shares_block
+        if x_in_place:
+            own_scale = buffers.own_section("scale")[: len(x_TH)] if layout.scales else None
+            out = buffers.own_section("x")[: len(x_TH)], own_scale
+        values, scale = quantize_tokens(
+            x_TH, self.problem, weights=weights, call=call, amax=amax, out=out
+        )
         rows = SentRows(
             values,
-            scale if layout.scales else None,
+            scale if layout.scales and not x_in_place else None,
             numbers_TK,
             weights_TK,
             routing.slots_T if layout.adapters else None,
             call.invalid_ids,
         )
-        return fixed.send(rows, layout, call, step), None if layout.scales else scale
+        sent = fixed.send(rows, buffers, call, step, x_in_place=x_in_place)
+        return sent, None if layout.scales else scale
 
-    def receive_fixed(
+    def _receive_fixed(
         self, fixed: FixedExchange, sent: FixedCall, scale: torch.Tensor | None, call: Call
     ) -> ContiguousTokens:
         """Return the received rows; rows without a token have the ids -1.
@@ -167,6 +219,12 @@ class CollectivePart(RowsPart):
 
     def dispatch_shape(self, tokens: int) -> DispatchShape:
         return ContiguousShape(self.buffer_rows, self.problem.top_k)
+
+    def may_replay(self) -> bool:
+        return self.fixed is not None
+
+    def may_record(self) -> bool:
+        return self.fixed is not None and self.fixed.is_established
 
     def check(self) -> None:
         if self.fixed is not None:

@@ -19,16 +19,10 @@ from prepare_finalize.common.blocks import (
     read_blocks,
     sum_blocks,
 )
+from prepare_finalize.common.compile_cases import META, empty, problems_with
 from prepare_finalize.common.device_status import FIELDS, NOT_REFUSED, CallCounter, DeviceStatus
 
-_META = torch.device("meta")
-_BASE = Problem(64, 7168, 2048, experts=8, top_k=8, parallel=Parallel(2, rank=1))
 _CHANGES: tuple[dict[str, Any], ...] = (
-    {},
-    {"tokens": 4096, "parallel": Parallel(4, rank=3)},
-    {"quant": "fp8_w8a8_block"},
-    {"quant": "fp8_w8a8_channel", "tokens": 1024},
-    {"quant": "int8_w8a8_block:block=96x96", "hidden": 2880},
     {"dtype": torch.float32, "lora": "adapters=4,rank=16"},
     {"top_k": MAX_TOP_K, "experts": 64, "parallel": Parallel(16)},
 )
@@ -36,68 +30,70 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 
 def problems() -> tuple[Problem, ...]:
     """Return problems that together cover every variant of the launches."""
-    return tuple(replace(_BASE, **change) for change in _CHANGES)
+    return problems_with(_CHANGES)
 
 
-def launch_all(problem: Problem, *, gathers: bool) -> None:
-    """Launch every kernel of a call, for quantized rows if the scheme has them."""
+def launch_all(problem: Problem, *, shares_block: bool) -> None:
+    """Launch every kernel of a call, for quantized rows if the scheme has them.
+
+    shares_block: see `FixedExchange`.
+    """
     layout = layouts_of(problem, problem.tokens)[problem.scheme.dispatched_quantized]
     world, tokens, k = problem.parallel.world_size, problem.tokens, problem.top_k
     ranks = Ranks(problem.parallel.rank, world, slots_of(problem.placement))
-    status = DeviceStatus(world, _META)
-    counter, header_F = CallCounter(status, 1), _empty(len(FIELDS), dtype=torch.int64)
-    row_of_token_WT = None if gathers else _empty(world, tokens)
+    status = DeviceStatus(world, META)
+    counter, header_F = CallCounter(status, 1), empty(len(FIELDS), dtype=torch.int64)
+    row_of_token_WT = None if shares_block else empty(world, tokens)
     rows = SentRows(
-        _empty(tokens, problem.hidden, dtype=layout.dtype),
-        _empty(tokens, layout.scales, dtype=torch.float32) if layout.scales else None,
-        _empty(tokens, k),
-        _empty(tokens, k, dtype=torch.float32),
-        _empty(tokens) if layout.adapters else None,
-        _empty(1),
+        empty(tokens, problem.hidden, dtype=layout.dtype),
+        empty(tokens, layout.scales, dtype=torch.float32) if layout.scales else None,
+        empty(tokens, k),
+        empty(tokens, k, dtype=torch.float32),
+        empty(tokens) if layout.adapters else None,
+        empty(1),
     )
-    blocks = Blocks(_empty(2 * world, layout.nbytes, dtype=torch.uint8), layout, ranks, ranks.rank)
+    blocks = Blocks(empty(2 * world, layout.nbytes, dtype=torch.uint8), layout, ranks, ranks.rank)
     outputs: dict[str, Any] = {"counter": counter, "header_F": header_F}
     counter.begin()
     few = replace(
         rows,
         x_TH=rows.x_TH[:1],
         scale_TG=None if rows.scale_TG is None else rows.scale_TG[:1],
-        numbers_TK=_empty(1, k, dtype=torch.int64),
+        numbers_TK=empty(1, k, dtype=torch.int64),
         weights_TK=rows.weights_TK[:1],
     )
     fill_blocks(few, blocks, row_of_token_WT=row_of_token_WT, **outputs)
     fill_blocks(rows, blocks, row_of_token_WT=row_of_token_WT, **outputs)
     fill_blocks(replace(rows, adapters_T=None), blocks, row_of_token_WT=row_of_token_WT, **outputs)
+    if shares_block and problem.scheme.dispatched_quantized:
+        in_place = replace(rows, scale_TG=None)
+        fill_blocks(in_place, blocks, row_of_token_WT=None, x_in_place=True, **outputs)
     num_rows = world * layout.block_rows
     columns = ReceivedColumns(
         problem.e,
-        _empty(num_rows, k),
-        _empty(num_rows, k, dtype=torch.float32),
-        _empty(num_rows, layout.scales, dtype=torch.float32) if layout.scales else None,
-        _empty(num_rows) if layout.adapters else None,
+        empty(num_rows, k),
+        empty(num_rows, k, dtype=torch.float32),
+        empty(num_rows, layout.scales, dtype=torch.float32) if layout.scales else None,
+        empty(num_rows) if layout.adapters else None,
     )
-    limits = _empty(4, dtype=torch.int64)
+    limits = empty(4, dtype=torch.int64)
     received = replace(blocks, bytes_SB=blocks.bytes_SB[world:])
     read_blocks(received, columns, status=status, header_F=header_F, limits=limits)
-    sums_SRH = _empty(2 * world, layout.block_rows, problem.hidden, dtype=problem.dtype)
-    out_TH = _empty(tokens, problem.hidden, dtype=problem.dtype)
+    sums_SRH = empty(2 * world, layout.block_rows, problem.hidden, dtype=problem.dtype)
+    out_TH = empty(tokens, problem.hidden, dtype=problem.dtype)
     sum_blocks(BlockSums(sums_SRH, ranks, world, 0), out_TH, row_of_token_WT, counter)
 
 
 def launch_headers(problem: Problem) -> None:
     """Launch the kernels of a call that sends no rows."""
     world, shape = problem.parallel.world_size, (problem.tokens, problem.hidden)
-    status = DeviceStatus(world, _META)
-    counter, header_F = CallCounter(status, 1), _empty(len(FIELDS), dtype=torch.int64)
+    status = DeviceStatus(world, META)
+    counter, header_F = CallCounter(status, 1), empty(len(FIELDS), dtype=torch.int64)
     counter.write_header(header_F, problem.tokens, refusal=NOT_REFUSED)
-    headers_WF = _empty(world, len(FIELDS), dtype=torch.int64)
-    status.verify(headers_WF, header_F, _empty(4, dtype=torch.int64))
-    pairs = _empty(problem.tokens, problem.top_k)
+    headers_WF = empty(world, len(FIELDS), dtype=torch.int64)
+    status.verify(headers_WF, header_F, empty(4, dtype=torch.int64))
+    pairs = empty(problem.tokens, problem.top_k)
     ranks = Ranks(problem.parallel.rank, world, problem.e)
     keep_local(pairs, torch.empty_like(pairs, dtype=torch.float32), ranks, problem.e)
-    sums = BlockSums(_empty(1, *shape, dtype=torch.float32), Ranks(0, 1, 0), 0, 0)
-    sum_blocks(sums, _empty(*shape, dtype=problem.dtype), None, counter)
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=_META)
+    sums = BlockSums(empty(1, *shape, dtype=torch.float32), Ranks(0, 1, 0), 0, 0)
+    sum_blocks(sums, empty(*shape, dtype=problem.dtype), None, counter)

@@ -10,9 +10,11 @@ import torch
 from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.ops.expert_slots import number_pairs
+from modular_kernel.ops.reduce import weight_and_sum
 from modular_kernel.replay import stages
+from modular_kernel.replay.recording import repeat_in_replays
 from modular_kernel.spec.placement import pairs_to_slots
-from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.problem import Problem, Reduce
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.requirements import CONTIGUOUS
@@ -21,15 +23,15 @@ from prepare_finalize.common.blocks import BlockSums, Ranks, keep_local, sum_blo
 from prepare_finalize.common.device_agreement import DeviceAgreement
 from prepare_finalize.common.device_status import FIELDS, NOT_REFUSED, TOKENS
 from prepare_finalize.common.group_part import AgreeingPart, PartHandle
+from prepare_finalize.common.repeated_exchange import RepeatedExchange
 from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_and_reduce
-from prepare_finalize.common.torch_group import Exchange
 
 
 @dataclass(frozen=True)
 class _HeaderExchange:
     """An exchange of headers: headers_WF (W, F) int64, as received, and own_F, as sent."""
 
-    exchange: Exchange
+    exchange: RepeatedExchange
     headers_WF: torch.Tensor
     own_F: torch.Tensor
 
@@ -59,6 +61,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     T differs between ranks then fails when the all-reduce reaches its deadline.
     """
 
+    replayable = True
     prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
 
     requires = replace(CONTIGUOUS, replicated_input=True, deterministic=False)
@@ -90,6 +93,12 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
             "tokens_sum": BufferSpec((tokens, self.problem.hidden), torch.float32),
             "headers": BufferSpec(((world + 1) * len(FIELDS),), torch.int64),
         }
+
+    def may_replay(self) -> bool:
+        return self._device_agreement is not None
+
+    def may_record(self) -> bool:
+        return self._device_agreement is not None and self._device_agreement.is_established
 
     def check(self) -> None:
         if self._device_agreement is not None:
@@ -172,7 +181,11 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         """
         received, header = headers[: -len(FIELDS)], headers[-len(FIELDS) :]
         agreement.counter.write_header(header, tokens, refusal=refusal)
-        exchange = self.manager.all_gather(received, header, step=step, phase="dispatch")
+        manager = self.manager
+        exchange = RepeatedExchange(
+            manager, lambda step: manager.all_gather(received, header, step=step, phase="dispatch")
+        )
+        exchange.start(step)
         return _HeaderExchange(exchange, received.view(-1, len(FIELDS)), header)
 
     def _verify_headers(self, agreement: DeviceAgreement, sent: _HeaderExchange) -> None:
@@ -183,6 +196,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         agreement.status.verify(sent.headers_WF, sent.own_F, agreement.limits)
         if self.manager.device == "cpu":
             agreement.raise_failure()
+            repeat_in_replays(agreement.raise_failure)
 
     def _local_pairs(
         self, routing: Routing, call: Call, first_token: int
@@ -226,24 +240,34 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     ) -> None:
         part_handle = self.check_handle(handle, ReplicatedHandle)
         sum_TH = part_handle.call.workspace.take("tokens_sum", tuple(out.shape))
-        weight_and_reduce(
-            expert_output, part_handle.topk_weights_TK, self.problem, reduce=reduce, out=sum_TH
-        )
-        agreement, headers = self._device_agreement, part_handle.headers
+        weights_TK, agreement = part_handle.topk_weights_TK, self._device_agreement
+        if agreement is not None and reduce.kind is Reduce.NOOP:
+            # A launch, unlike a copy by torch, can be replayed.
+            weight_and_sum(expert_output[:, None], None, scale=1.0, out=sum_TH)
+        else:
+            weight_and_reduce(expert_output, weights_TK, self.problem, reduce=reduce, out=sum_TH)
         with stages.stage(stages.COMBINE):
-            if agreement is not None and headers is not None:
-                headers.exchange.wait_on_stream()
-                self._verify_headers(agreement, headers)
-            if out.numel():  # the same on every rank, since T is
-                reduction = self.manager.all_reduce(sum_TH, step=part_handle.step, phase="combine")
-                if agreement is None:
-                    reduction.wait()
-                else:
-                    reduction.wait_on_stream()
-            if agreement is None:
-                out.copy_(sum_TH)
-            else:
+            if agreement is not None and part_handle.headers is not None:
+                self._all_reduce_fixed(agreement, part_handle.headers, part_handle.step, sum_TH)
                 self._end_call(agreement, sum_TH, out)
+                return
+            if out.numel():  # the same on every rank, since T is
+                self.manager.all_reduce(sum_TH, step=part_handle.step, phase="combine").wait()
+            out.copy_(sum_TH)
+
+    def _all_reduce_fixed(
+        self, agreement: DeviceAgreement, headers: _HeaderExchange, step: int, sum_TH: torch.Tensor
+    ) -> None:
+        """Verify the headers of all ranks, and sum over ranks, without waiting on the host."""
+        manager = self.manager
+        headers.exchange.wait()
+        self._verify_headers(agreement, headers)
+        if sum_TH.numel():
+            reduction = RepeatedExchange(
+                manager, lambda step: manager.all_reduce(sum_TH, step=step, phase="combine")
+            )
+            reduction.start(step)
+            reduction.wait()
 
     def _end_call(
         self, agreement: DeviceAgreement, sum_TH: torch.Tensor, out_TH: torch.Tensor

@@ -5,7 +5,8 @@ none refuses it.
 """
 
 import hashlib
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,9 +92,7 @@ def agree(
     ).to(device)
     if amax is not None:
         sent[-2:-1] = amax.view(torch.int32)
-    received = torch.empty(manager.world_size * sent.numel(), dtype=torch.int64, device=device)
-    manager.all_gather(received, sent, step=step, phase="counts").wait()
-    table = received.view(manager.world_size, -1).tolist()
+    table = _gather(manager, sent, step)
     fields = [row[: len(local_fields)] for row in table]
     counts = [row[len(local_fields) : -1] for row in table]
     _raise_if_refused(manager, fields, [row[-1] for row in table], step)
@@ -105,6 +104,37 @@ def agree(
     return Agreement(
         step, next(zip(*counts, strict=True)), rows_WW, float(amax_bits.view(torch.float32).max())
     )
+
+
+def agree_on_sizes(layer: Layer, sizes: Sequence[int], step: int) -> None:
+    """Check on a CPU that all ranks exchange tensors of the same sizes in a call.
+
+    gloo ends the process if they do not. Equal sizes imply nothing else: the headers of a call are
+    compared afterwards. A rank may also make the first call of a layer, or refuse its call: what is
+    exchanged has the form of `agree`, which compares it with the same result.
+
+    sizes: whatever determines the sizes of the call's exchanges.
+
+    Raises CommunicationError on every rank, before any row is sent.
+    """
+    manager = layer.manager
+    local_fields = _fields(layer, step, -1 - zlib.crc32(repr(tuple(sizes)).encode()))
+    no_counts = [0] * (2 + (layer.counts or manager.world_size))
+    sent = torch.tensor([*local_fields, *no_counts, -1], dtype=torch.int64, device="cpu")
+    table = _gather(manager, sent, step)
+    fields = [row[: len(local_fields)] for row in table]
+    _raise_if_refused(manager, fields, [row[-1] for row in table], step)
+    if len({row[-1] for row in fields}) > 1:
+        messages = {"others": "blocks of another size, or the first call of a layer"}
+        _check_same_fields(manager, fields, step, FIELD_MESSAGES | messages)
+
+
+def _gather(manager: TorchGroup, sent: torch.Tensor, step: int) -> list[list[int]]:
+    """Return the integers that each rank sends."""
+    received = sent.new_empty(manager.world_size * sent.numel())
+    manager.all_gather(received, sent, step=step, phase="counts").wait()
+    table: list[list[int]] = received.view(manager.world_size, -1).tolist()
+    return table
 
 
 def refuse(layer: Layer, error: Exception) -> None:
@@ -184,7 +214,12 @@ def _raise_if_refused(
     raise manager.disagreement("; ".join(refused), need, step=step, peers=peers)
 
 
-def _check_same_fields(manager: TorchGroup, fields: list[list[int]], step: int) -> None:
+def _check_same_fields(
+    manager: TorchGroup,
+    fields: list[list[int]],
+    step: int,
+    messages: Mapping[str, str] = FIELD_MESSAGES,
+) -> None:
     local_fields = fields[manager.rank]
     if fields.count(local_fields) == len(fields):
         return
@@ -193,7 +228,7 @@ def _check_same_fields(manager: TorchGroup, fields: list[list[int]], step: int) 
     for name, *values in zip(_FIELDS, *fields, strict=True):
         if len(set(values)) > 1:
             by_rank = f"{name} {', '.join(map(str, values))} by rank"
-            differences.append(FIELD_MESSAGES.get(name, by_rank))
+            differences.append(messages.get(name, by_rank))
     got = "; ".join(differences)
     need = "one layer, call, pairing, step and order"
     raise manager.disagreement(got, need, step=step, peers=peers)

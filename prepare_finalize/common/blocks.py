@@ -9,6 +9,7 @@ place. Its rows that are not activations have no experts.
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -180,6 +181,7 @@ def fill_blocks(
     counter: CallCounter,
     header_F: torch.Tensor,
     refusal: int = NOT_REFUSED,
+    x_in_place: bool = False,
 ) -> None:
     """Write the rows of a call and its header to blocks; count the call in `counter`.
 
@@ -187,45 +189,26 @@ def fill_blocks(
         if it has none. None writes all tokens to the block for this rank only.
     header_F: (F,) int64, gets the header; each block gets it with its own number of rows.
     refusal: see `device_status.FIELDS`.
+    x_in_place: whether the activations are in the block already, so that only the rest is written.
 
     Rows of a block are in the order of tokens. Tokens beyond its capacity are left out. Rows after
     the last one are unchanged. One launch on a GPU.
     """
     layout, ranks = blocks.layout, blocks.ranks
     if not use_triton(blocks.bytes_SB):
-        _fill_blocks_ref(sent, blocks, row_of_token_WT, counter, header_F, refusal)
+        _fill_blocks_ref(sent, blocks, row_of_token_WT, counter, header_F, refusal, x_in_place)
         return
     from prepare_finalize.common.kernels.blocks import fill_blocks_kernel
 
-    tokens, hidden = sent.x_TH.shape
-    integer = _SAME_SIZE[layout.dtype.itemsize]
-    x_TH, gathers = sent.x_TH.view(integer), row_of_token_WT is None
-    scales = layout.scales if sent.scale_TG is not None else 0
-    num_blocks = 1 if gathers else ranks.world_size
-    block = min(_MAX_BLOCK // layout.dtype.itemsize, next_power_of_2(hidden))
-    rows = _rows_per_program(tokens, num_blocks, blocks.bytes_SB.device)
-    programs = -(-tokens // rows)
-    # Few tokens: split rows, so that more programs share the work.
-    splits = -(-hidden // block) if rows == 1 and tokens <= _SPLIT_TOKENS else 1
-    section = {name: blocks.section(name) for name in layout.sections}
-    x_SRH = section["x"].view(integer)
+    tokens, gathers = len(sent.x_TH), row_of_token_WT is None
     block_k = next_power_of_2(layout.top_k)
+    shape = _fill_shape(sent, 1 if gathers else ranks.world_size, layout)
     launch(
         fill_blocks_kernel,
-        (1 + programs * splits * num_blocks,),
-        x_ptr=x_TH,
-        scale_ptr=x_TH if sent.scale_TG is None else sent.scale_TG,
-        numbers_ptr=sent.numbers_TK,
-        weights_ptr=sent.weights_TK,
-        adapters_ptr=x_TH if sent.adapters_T is None else sent.adapters_T,
-        invalid_ptr=sent.invalid_ids,
+        (shape.programs,),
+        **_sent_arguments(sent, layout),
+        **_section_arguments(blocks),
         row_of_token_ptr=header_F if row_of_token_WT is None else row_of_token_WT,
-        x_blocks_ptr=x_SRH,
-        scale_blocks_ptr=section["scale"] if scales else x_SRH,
-        numbers_blocks_ptr=section["numbers"],
-        weights_blocks_ptr=section["weights"],
-        adapters_blocks_ptr=section["adapters"] if layout.adapters else x_SRH,
-        header_blocks_ptr=section["header"],
         header_ptr=header_F,
         **counter.arguments(),
         layer=counter.layer,
@@ -237,32 +220,43 @@ def fill_blocks(
         own_block=blocks.own_block,
         slots=ranks.slots,
         num_numbers=ranks.world_size * ranks.slots,
-        stride_x=x_TH.stride(0),
-        stride_scale=0 if sent.scale_TG is None else sent.scale_TG.stride(0),
-        stride_numbers=sent.numbers_TK.stride(0),
-        stride_weights=sent.weights_TK.stride(0),
-        x_block=x_SRH.stride(0),
-        word_block=section["numbers"].stride(0),
-        header_block=section["header"].stride(0),
-        HIDDEN=hidden,
-        SCALES=scales,
-        BLOCK_S=next_power_of_2(max(1, scales)),
+        HIDDEN=layout.hidden,
         TOP_K=layout.top_k,
         BLOCK_K=block_k,
         WORLD=ranks.world_size,
         PADDED=next_power_of_2(ranks.world_size),
         GATHERS=gathers,
-        ADAPTERS="none" if not layout.adapters else "slots" if sent.adapters_T is not None else
-        "nobody",
-        ROWS=rows,
-        BLOCK=block,
-        SPLITS=splits,
+        HAS_X=not x_in_place,
+        ROWS=shape.rows,
+        BLOCK=shape.block,
+        SPLITS=shape.splits,
         SCAN=max(16, min(_SCAN_PAIRS // block_k, next_power_of_2(tokens))),
         NUM_FIELDS=len(FIELDS),
         COUNT_BEGIN=counter.take_begin(),
-        num_warps=8 if rows > 1 else 4,
+        num_warps=8 if shape.rows > 1 else 4,
         **pdl_arguments(),
-    )  # fmt: skip
+    )
+
+
+class _FillShape(NamedTuple):
+    """Grid and tile of the launch of `fill_blocks`: tokens and columns per program, and splits.
+
+    splits: number of programs that share the columns of a row.
+    """
+
+    programs: int
+    rows: int
+    block: int
+    splits: int
+
+
+def _fill_shape(sent: SentRows, num_blocks: int, layout: BlockLayout) -> _FillShape:
+    tokens, hidden = sent.x_TH.shape
+    block = min(_MAX_BLOCK // layout.dtype.itemsize, next_power_of_2(hidden))
+    rows = _rows_per_program(tokens, num_blocks, sent.x_TH.device)
+    # Few tokens: split rows, so that more programs share the work.
+    splits = -(-hidden // block) if rows == 1 and tokens <= _SPLIT_TOKENS else 1
+    return _FillShape(1 + -(-tokens // rows) * splits * num_blocks, rows, block, splits)
 
 
 def _rows_per_program(tokens: int, blocks: int, device: torch.device) -> int:
@@ -273,6 +267,50 @@ def _rows_per_program(tokens: int, blocks: int, device: torch.device) -> int:
     return min(8, next_power_of_2(max(1, tokens * blocks // (8 * sms))))
 
 
+def _sent_arguments(sent: SentRows, layout: BlockLayout) -> dict[str, object]:
+    """Return the arguments of `fill_blocks_kernel` for the rows that it reads."""
+    x_TH, scale_TG, adapters_T = (
+        sent.x_TH.view(_SAME_SIZE[layout.dtype.itemsize]),
+        sent.scale_TG,
+        sent.adapters_T,
+    )
+    scales = 0 if scale_TG is None else layout.scales
+    slots = "slots" if adapters_T is not None else "nobody"
+    return {
+        "x_ptr": x_TH,
+        "scale_ptr": x_TH if scale_TG is None else scale_TG,
+        "numbers_ptr": sent.numbers_TK,
+        "weights_ptr": sent.weights_TK,
+        "adapters_ptr": x_TH if adapters_T is None else adapters_T,
+        "invalid_ptr": sent.invalid_ids,
+        "stride_x": x_TH.stride(0),
+        "stride_scale": 0 if scale_TG is None else scale_TG.stride(0),
+        "stride_numbers": sent.numbers_TK.stride(0),
+        "stride_weights": sent.weights_TK.stride(0),
+        "SCALES": scales,
+        "BLOCK_S": next_power_of_2(max(1, scales)),
+        "ADAPTERS": slots if layout.adapters else "none",
+    }
+
+
+def _section_arguments(blocks: Blocks) -> dict[str, object]:
+    """Return the arguments of `fill_blocks_kernel` for the blocks that it writes."""
+    layout = blocks.layout
+    x_SRH = blocks.section("x").view(_SAME_SIZE[layout.dtype.itemsize])
+    numbers_SRK, headers_SF = blocks.section("numbers"), blocks.section("header")
+    return {
+        "x_blocks_ptr": x_SRH,
+        "scale_blocks_ptr": blocks.section("scale") if layout.scales else x_SRH,
+        "numbers_blocks_ptr": numbers_SRK,
+        "weights_blocks_ptr": blocks.section("weights"),
+        "adapters_blocks_ptr": blocks.section("adapters") if layout.adapters else x_SRH,
+        "header_blocks_ptr": headers_SF,
+        "x_block": x_SRH.stride(0),
+        "word_block": numbers_SRK.stride(0),
+        "header_block": headers_SF.stride(0),
+    }
+
+
 def _fill_blocks_ref(
     sent: SentRows,
     blocks: Blocks,
@@ -280,6 +318,7 @@ def _fill_blocks_ref(
     counter: CallCounter,
     header_F: torch.Tensor,
     refusal: int,
+    x_in_place: bool,
 ) -> None:
     """Torch reference of `fill_blocks`."""
     layout, ranks, device = blocks.layout, blocks.ranks, blocks.bytes_SB.device
@@ -287,7 +326,9 @@ def _fill_blocks_ref(
     is_slot = (numbers_TK >= 0) & (numbers_TK < ranks.world_size * ranks.slots)
     sent.invalid_ids.add_((~is_slot & (numbers_TK != -1)).sum().to(torch.int32))
     numbers_TK = torch.where(is_slot, numbers_TK, -1).to(torch.int32)
-    columns = {"x": sent.x_TH, "numbers": numbers_TK, "weights": sent.weights_TK}
+    columns = {"numbers": numbers_TK, "weights": sent.weights_TK}
+    if not x_in_place:
+        columns["x"] = sent.x_TH
     if layout.scales and sent.scale_TG is not None:
         columns["scale"] = sent.scale_TG
     if layout.adapters:

@@ -14,7 +14,14 @@ import torch
 
 from modular_kernel.contracts import Call
 from modular_kernel.errors import CommunicationError, StateError
-from prepare_finalize.common.agreement import FIELD_MESSAGES, Layer, agree, refusal_name
+from modular_kernel.replay.recording import repeat_in_replays, unrecorded
+from prepare_finalize.common.agreement import (
+    FIELD_MESSAGES,
+    Layer,
+    agree,
+    agree_on_sizes,
+    refusal_name,
+)
 from prepare_finalize.common.device_status import (
     CALL,
     FIELDS,
@@ -67,34 +74,49 @@ class DeviceAgreement:
         """The status of the calls of the layer's manager."""
         return self.counter.status
 
-    def begin(self, call: Call, tokens: int, device: torch.device) -> int:
+    def begin(
+        self, call: Call, tokens: int, device: torch.device, sizes: tuple[int, ...] = ()
+    ) -> int:
         """Begin a call of T = `tokens` and return its step.
 
         The first call of the layer agrees on the host. Raises what `agree` raises there, the error
         of an earlier call that failed on the device, and StateError if the first call is captured
-        in a CUDA graph.
+        in a CUDA graph. On a CPU, later calls raise what `agree_on_sizes` does.
+
+        sizes: see `agree_on_sizes`.
         """
         layer, manager = self.layer, self.layer.manager
-        self.raise_failure()
-        if not self.is_established:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise StateError(
-                    "first call of a layer over ranks",
-                    got="a call that is captured in a CUDA graph",
-                    need="a call before the capture, in which ranks agree on the layer",
-                )
-            no_rows = [0] * (layer.counts or manager.world_size)
-            agree(layer, call, tokens=tokens, rows_W=no_rows, device=device)
-            status = _status(manager, device)
-            self._counter = CallCounter(status, layer.number)
-            self._limits = status.limits(self._capacity)
-            return manager.step
-        return self.next_step()
+        if self.is_established:
 
-    def next_step(self) -> int:
-        """Return the step of a further call."""
+            def begin_call() -> None:
+                self.raise_failure()
+                self.next_step(sizes)
+
+            repeat_in_replays(begin_call)
+            self.raise_failure()
+            call.peers_notified = manager.device == "cpu"  # by the exchange of sizes
+            return self.next_step(sizes)
+        self.raise_failure()
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "first call of a layer over ranks",
+                got="a call that is captured in a CUDA graph",
+                need="a call before the capture, in which ranks agree on the layer",
+            )
+        no_rows = [0] * (layer.counts or manager.world_size)
+        agree(layer, call, tokens=tokens, rows_W=no_rows, device=device)
+        status = _status(manager, device)
+        self._counter = CallCounter(status, layer.number)
+        self._limits = status.limits(self._capacity)
+        return manager.step
+
+    def next_step(self, sizes: tuple[int, ...] = ()) -> int:
+        """Return the step of a further call, of exchanges of these sizes; see `agree_on_sizes`."""
         layer = self.layer
         step = layer.manager.next_step(layer.number, layer.calls + 1)
+        if layer.manager.device == "cpu":
+            with unrecorded():
+                agree_on_sizes(layer, sizes, step)
         layer.calls += 1
         return step
 

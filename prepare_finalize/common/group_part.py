@@ -94,6 +94,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         self._owns_manager = not has_manager
         self.manager = manager if has_manager else self.manager_class(group)
         self._tables: dict[torch.device, PlacementTables] = {}
+        self._numberings: dict[tuple[torch.device, int], Numbering] = {}
         self._check_hosts()
 
     def _check_hosts(self) -> None:
@@ -139,7 +140,12 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 
         sinks: additional numbers per rank, for skipped pairs (`modular_kernel.ops.expert_slots`).
         """
-        return Numbering(self.problem.placement, self.tables(device), self.manager.rank, sinks)
+        numbering = self._numberings.get((device, sinks))
+        if numbering is None:
+            placement, tables = self.problem.placement, self.tables(device)
+            numbering = Numbering(placement, tables, self.manager.rank, sinks)
+            self._numberings[device, sinks] = numbering
+        return numbering
 
     def pair_specs(self, tokens: int) -> dict[str, BufferSpec]:
         """Return the buffers that `pairs` takes."""

@@ -11,6 +11,7 @@ from modular_kernel.ops.slots_and_quantize import number_and_quantize
 from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem, Reduce
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import DispatchedRouting, ExpertRows, ExpertWeights
 from modular_kernel.workspace import BufferSpec
 from topk_reduce import TopKWeightAndReduceContiguous
@@ -45,16 +46,26 @@ def quantize_tokens(
     weights: ExpertWeights,
     call: Call,
     amax: float | torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the tokens to dispatch and their scales: quantized, or unchanged with None as scales.
 
-    Takes the buffers of `token_specs`. amax: maximum absolute value over the tokens of all ranks,
-    if they share one scale; a number, or (1,) float32.
+    Takes the buffers of `token_specs`.
+
+    amax: maximum absolute value over the tokens of all ranks, if they share one scale; a number, or
+        (1,) float32.
+    out: tensors that the quantized tokens and their scales are written to instead of buffers. With
+        None as scales, those are in a buffer.
     """
     if not dispatches_quantized(problem, call):
         return x_TH, None
+    quantized = _take_buffers(x_TH, problem, weights, call)
+    if out is not None:
+        q_TH, scale = out
+        quantized = replace(quantized, q_RK=q_TH, scale=quantized.scale if scale is None else scale)
     with stages.stage(stages.QUANTIZE_INPUT):
-        return _quantize(x_TH, problem, weights, call, amax)
+        _quantize(x_TH, problem.scheme, quantized, amax)
+    return quantized.q_RK, quantized.scale
 
 
 def number_and_quantize_tokens(
@@ -84,12 +95,10 @@ def _take_buffers(
 
 def _quantize(
     x_TH: torch.Tensor,
-    problem: Problem,
-    weights: ExpertWeights,
-    call: Call,
+    scheme: QuantScheme,
+    out: QuantizedRows,
     amax: float | torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scheme, out = problem.scheme, _take_buffers(x_TH, problem, weights, call)
+) -> None:
     if amax is not None:
         if isinstance(amax, torch.Tensor):
             max_abs = amax.to(out.scale.dtype, copy=True)
@@ -100,7 +109,6 @@ def _quantize(
         out.scale.copy_(max_abs.clamp_(min=MIN_SCALE))
         scheme = replace(scheme, static=True)
     quantize_rows(x_TH, scheme, out=out)
-    return out.q_RK, out.scale
 
 
 def weight_and_reduce(

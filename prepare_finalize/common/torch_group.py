@@ -190,36 +190,32 @@ class TorchGroup:
             phase,
         )
 
-    def exchange_blocks(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        *,
-        rows: int | None = None,
-        step: int,
-        phase: str,
-    ) -> "Exchange":
-        """Send block `sent[r]` to each other rank r, and receive its block in `received[r]`.
+    def block_exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, *, rows: int | None = None, phase: str
+    ) -> "Callable[[int], Exchange]":
+        """Return a function that starts an exchange of blocks in the step that it is called with.
 
-        received, sent: (W, ...), contiguous. rows: number of rows of each block that are needed;
-        None: all. Over NCCL, only those are exchanged, and none with this rank itself. gloo
-        exchanges everything.
+        It sends block `sent[r]` to each other rank r, and receives its block in `received[r]`.
+
+        received: (W, ...), contiguous.
+        sent: (W, ...). Over NCCL, blocks may be the same memory. Over gloo, it is contiguous.
+        rows: number of rows of each block that are needed; None means all. Over NCCL, only those
+            are exchanged, and none with this rank itself. gloo exchanges everything.
         """
         if self.device == "cpu":
             ones = [1] * self.world_size
-            return self.all_to_all(
+            return lambda step: self.all_to_all(
                 received, sent, output_splits=ones, input_splits=ones, step=step, phase=phase
             )
         received_blocks, sent_blocks = (
             [blocks[r, : 0 if r == self.rank else rows] for r in range(self.world_size)]
             for blocks in (received, sent)
         )
-        return self._start(
-            lambda: self._communicator.group.alltoall(received_blocks, sent_blocks),
-            (received, sent),
-            step,
-            phase,
-        )
+
+        def launch() -> Any:
+            return self._communicator.group.alltoall(received_blocks, sent_blocks)
+
+        return lambda step: self._start(launch, (received, sent), step, phase)
 
     def all_reduce(self, tensor: torch.Tensor, *, step: int, phase: str) -> "Exchange":
         """Sum over ranks, in place."""

@@ -12,6 +12,7 @@ from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import MAX_TOP_K, Parallel, Problem
 from modular_kernel.tensors import Routing
 from modular_kernel.workspace import Workspace
+from prepare_finalize.common.compile_cases import META, empty, problems_with
 from prepare_finalize.symm_mem.launch import (
     Slot,
     SymmetricExchange,
@@ -19,14 +20,7 @@ from prepare_finalize.symm_mem.launch import (
     sections,
 )
 
-META = torch.device("meta")
-_BASE = Problem(64, 7168, 2048, experts=8, top_k=8, parallel=Parallel(2, rank=1))
 _CHANGES: tuple[dict[str, Any], ...] = (
-    {},
-    {"tokens": 4096, "parallel": Parallel(4, rank=3)},
-    {"quant": "fp8_w8a8_block"},
-    {"quant": "fp8_w8a8_channel", "tokens": 1024},
-    {"quant": "int8_w8a8_block:block=96x96", "hidden": 2880},
     {"quant": "fp8_w8a8_tensor:static=true"},
     {"parallel": Parallel(2, Placement.linear(8, 2))},
     {"lora": "adapters=4,rank=16"},
@@ -37,46 +31,42 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 
 def problems() -> tuple[Problem, ...]:
     """Return problems that together cover every variant of the launches."""
-    return tuple(replace(_BASE, **change) for change in _CHANGES)
+    return problems_with(_CHANGES)
 
 
 def launch_all(problem: Problem) -> None:
     """Launch a dispatch that waits, one that does not, its arrival kernel, and a combine."""
     views: dict[str, Any] = {
-        name: _empty(*section.shape, dtype=section.dtype)
+        name: empty(*section.shape, dtype=section.dtype)
         for name, section in sections(problem).items()
     }
     views.setdefault("scale_RG", None)
-    slot = Slot(**views, dispatches=_empty(2), combines=_empty(2))
+    slot = Slot(**views, dispatches=empty(2), combines=empty(2))
     manager: Any = SimpleNamespace(
         rank=problem.parallel.rank,
         world_size=problem.parallel.world_size,
-        failed=_empty(1),
-        status=_empty(1, dtype=torch.int64),
+        failed=empty(1),
+        status=empty(1, dtype=torch.int64),
         timeout_ns=10**10,
     )
-    tokens, deltas = problem.tokens, _empty(manager.world_size, dtype=torch.int64)
-    exchange = SymmetricExchange(manager, problem, slot, deltas, _empty(tokens), tokens)
-    x = _empty(tokens, problem.hidden, dtype=problem.dtype)
+    tokens, deltas = problem.tokens, empty(manager.world_size, dtype=torch.int64)
+    exchange = SymmetricExchange(manager, problem, slot, deltas, empty(tokens), tokens)
+    x = empty(tokens, problem.hidden, dtype=problem.dtype)
     routing = Routing(
-        _empty(tokens, problem.top_k, dtype=torch.float32), _empty(tokens, problem.top_k)
+        empty(tokens, problem.top_k, dtype=torch.float32), empty(tokens, problem.top_k)
     )
-    tables, call = problem.placement.tables(META), Call(Workspace({}, META), _empty(1))
+    tables, call = problem.placement.tables(META), Call(Workspace({}, META), empty(1))
     quantized = None
     if problem.scheme.dispatched_quantized and not quantizes_in_dispatch(
         problem.scheme, problem.hidden
     ):
-        scale = _empty(1, dtype=torch.float32)
+        scale = empty(1, dtype=torch.float32)
         if slot.scale_RG is not None:
-            scale = _empty(tokens, slot.scale_RG.shape[1], dtype=torch.float32)
-        quantized = QuantizedRows(_empty(tokens, problem.hidden, dtype=slot.x_RH.dtype), scale)
+            scale = empty(tokens, slot.scale_RG.shape[1], dtype=torch.float32)
+        quantized = QuantizedRows(empty(tokens, problem.hidden, dtype=slot.x_RH.dtype), scale)
     exchange.send(x, routing, tables, call, quantized=quantized, wait=True)
     if slot.adapters_R is not None:
-        routing = replace(routing, adapters_T=_empty(tokens))
+        routing = replace(routing, adapters_T=empty(tokens))
     exchange.send(x, routing, tables, call, quantized=quantized, wait=False)
     exchange.receive()
     exchange.combine(x)
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=META)

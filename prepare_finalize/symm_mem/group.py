@@ -11,6 +11,7 @@ a machine share memory through files. Allocating a heap is collective: every ran
 do it, in the same order.
 """
 
+import ctypes
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -111,6 +112,8 @@ class SharedMemory(ABC):
         self.failed = torch.zeros(1, dtype=torch.int32, device=current_device)
         pinned = current_device.type == "cuda"
         self.status = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        # Every call reads it twice; this takes less time than an element of the tensor does.
+        self._status_word = ctypes.c_int64.from_address(self.status.data_ptr())
 
     @property
     def timeout_ns(self) -> int:
@@ -185,6 +188,10 @@ class SharedMemory(ABC):
         self.step += 1
         return self.step
 
+    def log_launch(self, phase: str, nbytes: int) -> None:
+        """Add an exchange of the last step to the log. Nothing waits for its end."""
+        self.last_calls.end(self.last_calls.begin(self.step, phase, nbytes), "launched")
+
     def check_open(self) -> None:
         """Raise an error if the manager is destroyed or a wait is known to have failed.
 
@@ -193,7 +200,7 @@ class SharedMemory(ABC):
         check_process(self._generation)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
-        if self._failure is None and (word := int(self.status[0])):
+        if self._failure is None and (word := self._status_word.value):
             self._failure = self._error_from_status(word)
         if self._failure is not None:
             raise self._failure

@@ -14,6 +14,7 @@ from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.quantize import QuantizedRows, quantize_rows, quantize_specs, take_quantized
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.replay import stages
+from modular_kernel.replay.recording import repeat_in_replays, replay_unless
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
@@ -74,6 +75,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         asynchronous=True,
         graph_capturable=True,
     )
+    replayable = True
     manager_class = SymmetricGroup
     keeps_expert_output = True
 
@@ -89,6 +91,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
                 self._slots.append(_new_slot(views, heap.deltas_W.device))
 
         self._heap = self.manager.heap(_IN_FLIGHT * nbytes, layer_signature(problem), initialize)
+        self.tables(self._heap.deltas_W.device)  # made here, so that the first call can be recorded
         self._free = list(range(_IN_FLIGHT))
         self._finalizers: dict[int, weakref.finalize[..., SymmMemHandle]] = {}
 
@@ -154,11 +157,20 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     ) -> tuple[Dispatched, SymmMemHandle]:
         problem, manager = self.problem, self.manager
         manager.check_device(x_TH.device)
-        step = manager.next_step()
+        manager.next_step()
         if not self._free:
             need = f"at most {_IN_FLIGHT}: finish one first"
             raise UnsupportedError("calls in flight", got=_IN_FLIGHT + 1, need=need)
         index = self._free[0]  # removed below, once a handle exists that releases it
+        # A call uses the first free slot, which is the same on every rank.
+        replay_unless(lambda: index not in self._free[:1])
+        nbytes = x_TH.nbytes
+
+        def begin_again() -> None:
+            manager.next_step()
+            manager.log_launch("dispatch", nbytes)
+
+        repeat_in_replays(begin_again)
         slot = self._slots[index]
         rank_bits_T = call.workspace.take("sent", (problem.tokens,))
         tokens = x_TH.shape[0]
@@ -168,7 +180,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         quantized = (
             self._quantize(x_TH, weights, call) if self._quantizes_before_dispatch() else None
         )
-        manager.last_calls.end(manager.last_calls.begin(step, "dispatch", x_TH.nbytes), "launched")
+        manager.log_launch("dispatch", nbytes)
         tables = self.tables(x_TH.device)
         quantizes = quantizes_in_dispatch(problem.scheme, problem.hidden)
         with stages.stage(stages.QUANTIZE_DISPATCH if quantizes else stages.DISPATCH):
@@ -215,12 +227,17 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
             weight_and_reduce(
                 expert_output, part_handle.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
             )
-        record = manager.last_calls.begin(manager.step, "combine", y_RH.nbytes)
+        nbytes = y_RH.nbytes
         with stages.stage(stages.COMBINE):
             part_handle.exchange.combine(out)
-        manager.last_calls.end(record, "launched")
+
+        def end_call() -> None:
+            manager.log_launch("combine", nbytes)
+            manager.check_open()  # raises a failure that is already known
+
+        repeat_in_replays(end_call)
         self._finalizers.pop(part_handle.slot_index)()
-        manager.check_open()  # raises a failure that is already known
+        end_call()
 
 
 def _new_slot(views: dict[str, torch.Tensor], device: torch.device) -> Slot:

@@ -5,7 +5,12 @@ from operator import le
 
 import pytest
 import torch
-from call_counts import calls_of_third, functions_of_rank, functions_of_third
+from call_counts import (
+    calls_of_third,
+    functions_of_rank,
+    functions_of_replay,
+    functions_of_third,
+)
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 from ep_layers import BATCHED as BATCHED_RANKS
 from grouped_products import H200
@@ -192,3 +197,22 @@ def test_an_eager_call_over_two_ranks_stays_within_its_budget(
     layer = Layer(part, (7, 7) if part == REPLICATED else (7, 5), experts_part=experts)
     for found in ranks.run(functions_of_rank, layer):
         assert sum(found.values()) <= most(OVER_RANKS[call]), found.most_common(20)
+
+
+# Parts -> calls of a replay on each of two ranks over gloo, up to six of which are for tensors
+# that are not aligned.
+REPLAYED_OVER_RANKS = {
+    GATHERED: 71,
+    ALL2ALL: 71,
+    BATCHED_RANKS: 71,
+    REPLICATED: 74,
+    "SymmMemPrepareAndFinalize": 40,
+}
+
+
+@pytest.mark.parametrize("part", REPLAYED_OVER_RANKS)
+def test_a_replayed_call_over_two_ranks_stays_within_its_budget(ranks: RankPool, part: str) -> None:
+    experts = "BatchedTritonExperts" if part == BATCHED_RANKS else "TritonExperts"
+    layer = Layer(part, (7, 7) if part == REPLICATED else (7, 5), experts_part=experts)
+    for found in ranks.run(functions_of_replay, layer):
+        assert sum(found.values()) <= REPLAYED_OVER_RANKS[part], found.most_common(40)

@@ -3,10 +3,12 @@
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from ep_layers import Layer
+from interpreted_replays import interpreted_replays
 
 import modular_kernel as mk
 
@@ -65,4 +67,18 @@ def functions_of_rank(rank: int, world: int, group: object, layer: Layer) -> Cou
     inputs = layer.inputs_of(rank)
     counts = functions_of_third(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
     kernel.prepare_finalize.destroy()
+    return counts
+
+
+def functions_of_replay(rank: int, world: int, group: object, layer: Layer) -> Counter[str]:
+    """Count the functions that a replayed call of a plan enters on one rank."""
+    with interpreted_replays():
+        problem = replace(layer.problem(rank), graph=True)
+        kernel = mk.make_kernel(layer.part, layer.experts_part, problem, group=group)
+        plan, inputs = kernel.plan(), layer.inputs_of(rank)
+        arguments = inputs.x_TH, inputs.weights, inputs.routing
+        plan(*arguments)
+        counts = functions_of_third(lambda: plan(*arguments))
+        assert kernel.counters()["replayed_calls"] >= 2
+        kernel.prepare_finalize.destroy()
     return counts

@@ -76,7 +76,7 @@ _EXCHANGE_STEPS = (
     "torch_group.TorchGroup.all_gather",
     "torch_group.TorchGroup.all_reduce",
     "torch_group.TorchGroup.all_to_all",
-    "torch_group.TorchGroup.exchange_blocks",
+    "torch_group.TorchGroup.block_exchange",
     "torch_group.TorchGroup.send_refusal",
 )
 

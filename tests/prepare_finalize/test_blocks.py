@@ -102,7 +102,13 @@ def sent_rows(layout: BlockLayout, world: int, tokens: int, dtype=torch.int32) -
 
 
 def fill(
-    rows: SentRows, layout: BlockLayout, ranks: Ranks, *, gathers: bool, reference: bool
+    rows: SentRows,
+    layout: BlockLayout,
+    ranks: Ranks,
+    *,
+    gathers: bool,
+    reference: bool,
+    x_in_place: bool = False,
 ) -> tuple[Blocks, torch.Tensor | None, torch.Tensor, SentRows]:
     """Fill blocks of bytes 0x5A; return them, the rows of tokens, the header and the rows."""
     rows = replace(rows, invalid_ids=torch.zeros(1, dtype=torch.int32))
@@ -117,7 +123,12 @@ def fill(
     with prefer_torch_reference(enabled=reference):
         assert use_triton(bytes_SB) is not reference
         fill_blocks(
-            rows, blocks, row_of_token_WT=row_of_token_WT, counter=counter, header_F=header_F
+            rows,
+            blocks,
+            row_of_token_WT=row_of_token_WT,
+            counter=counter,
+            header_F=header_F,
+            x_in_place=x_in_place,
         )
     assert status.progress() == (1, 0)
     assert int(counter.calls) == 1
@@ -238,6 +249,17 @@ def test_numbers_of_a_broken_exchange_give_valid_slots(sent: int, reference: boo
     blocks.section("numbers")[0, 0] = 2 * SLOTS  # of no rank
     columns = read(blocks, blocks.section("header")[0].clone(), reference=reference)
     assert ((columns.slots_RK >= -1) & (columns.slots_RK < SLOTS - 1)).all()
+
+
+@layouts
+def test_activations_in_place_are_unchanged(layout: BlockLayout) -> None:
+    rows = sent_rows(layout, 2, layout.rows)
+    for reference in (False, True):
+        options = {"gathers": True, "reference": reference}
+        written, _, _, _ = fill(rows, layout, Ranks(1, 2, SLOTS), **options)
+        in_place, _, _, _ = fill(rows, layout, Ranks(1, 2, SLOTS), x_in_place=True, **options)
+        written.section("x")[written.own_block].view(torch.uint8).fill_(0x5A)
+        assert torch.equal(in_place.bytes_SB, written.bytes_SB)
 
 
 @worlds

@@ -47,6 +47,9 @@ def call_layers(rank: int, world: int, group: object, layers: tuple[Layer, ...],
         kernel, given = layer.kernel(rank, manager), layer.inputs_of(rank)
         results.append((kernel(given.x_TH, given.weights, given.routing), kernel.invalid_ids))
         kernel.prepare_finalize.check()
+        if manager.device_status is not None:
+            begun, ended = manager.device_status.progress()
+            assert begun == ended > 0
     return results
 
 
@@ -80,6 +83,20 @@ def test_outputs_match_the_oracle(pool: RankPool, part: str) -> None:
             layers.append(layer_of(part, uneven, dtype=BF16, quant=quant))
     if part != REPLICATED:
         layers.append(layer_of(part, uneven, dtype=BF16, quant="fp8_w8a8_tensor"))
+    assert_exact(pool, layers)
+
+
+@pytest.mark.parametrize("part", [ALL2ALL, BATCHED])
+def test_a_block_for_each_rank_matches_the_oracle(pool: RankPool, part: str) -> None:
+    world = pool.world_size
+    uneven = tuple(range(3, 3 + world))
+    bound = {"max_received": world * max(uneven)}  # below world * problem.tokens
+    routings = ("uniform", "skips", "out_of_range", "duplicates", "all_to_one")
+    layers = [layer_of(part, uneven, routing=routing, **bound) for routing in routings]
+    linear = Placement.linear(world + 3, world)
+    copies = linear.with_copies({0: (world - 1,), world + 2: tuple(range(world - 1))})
+    layers.append(layer_of(part, uneven, copies, experts=copies.experts, **bound))
+    layers.append(layer_of(part, uneven, dtype=BF16, quant="fp8_w8a8_channel", **bound))
     assert_exact(pool, layers)
 
 
@@ -528,3 +545,63 @@ def expire_in_two_threads(rank: int, world: int, group: object) -> tuple[int, bo
 
 def test_one_of_two_threads_determines_the_failed_ranks(pool: RankPool) -> None:
     assert pool.run(expire_in_two_threads) == [(1, True)] * pool.world_size
+
+
+def call_layers_of_other_sizes(
+    rank: int, world: int, group: object, layers: tuple[Layer, Layer], case: str
+) -> tuple[str, list[torch.Tensor]]:
+    """Call another layer on rank 1 than on the others; return the error, and later outputs."""
+    manager = TorchGroup(group, deadline_s=5.0, checked=False)
+    kernels = [layer.kernel(rank, manager) for layer in layers]
+    inputs = [layer.inputs_of(rank) for layer in layers]
+
+    def call(index: int, x_TH: torch.Tensor | None = None) -> torch.Tensor:
+        given = inputs[index]
+        x_TH = given.x_TH if x_TH is None else x_TH
+        return kernels[index](x_TH, given.weights, given.routing)
+
+    call(0)
+    if case == "later call":
+        call(1)
+    other_x_TH = inputs[1].x_TH.double() if case == "refusal" else None
+    errors = []
+    try:
+        call(1, other_x_TH) if rank == 1 else call(0)
+    except ModularKernelError as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    outputs = [call(0), call(1)]
+    for kernel in kernels:
+        kernel.prepare_finalize.check()
+    return "".join(errors), outputs
+
+
+# Later calls of replicated tokens exchange headers of one size, and compare them in the call.
+@pytest.mark.parametrize(
+    ("parts", "case"),
+    [
+        (parts, case)
+        for parts in (*((part, part) for part in ALL_PARTS), (GATHERED, ALL2ALL))
+        for case in ("first call", "later call", "refusal")
+        if (parts[0], case) != (REPLICATED, "later call")
+    ],
+)
+def test_layers_of_other_sizes_raise_on_every_rank(
+    pool: RankPool, parts: tuple[str, str], case: str
+) -> None:
+    """A decoding and a prefill layer: gloo would end the process."""
+    world = pool.world_size
+    layers = layer_of(parts[0], (2,) * world), layer_of(parts[1], (9,) * world)
+    reports = pool.run(call_layers_of_other_sizes, layers, case)
+    for rank, (error, _) in enumerate(reports):
+        if case == "refusal" and rank == 1:
+            assert error.startswith("DtypeError")
+        elif case == "refusal":
+            assert error.startswith("CommunicationError: ranks of one call")
+            assert "rank 1 refused its call 1 of layer 2 with DtypeError" in error
+        else:
+            assert error.startswith("CommunicationError: ranks of one call")
+            assert "layer 1, 2" in error
+            assert case == "first call" or "blocks of another size" in error
+    for index, layer in enumerate(layers):
+        outputs = [outputs[index] for _, outputs in reports]
+        assert layer.compare(outputs).ok

@@ -98,9 +98,9 @@ def fill_blocks_kernel(
     stride_x, stride_scale, stride_numbers, stride_weights, x_block, word_block, header_block,
     HIDDEN: tl.constexpr, SCALES: tl.constexpr, BLOCK_S: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, GATHERS: tl.constexpr,
-    ADAPTERS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    SCAN: tl.constexpr, NUM_FIELDS: tl.constexpr, COUNT_BEGIN: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
+    HAS_X: tl.constexpr, ADAPTERS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, SCAN: tl.constexpr, NUM_FIELDS: tl.constexpr,
+    COUNT_BEGIN: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Write the rows of a call and its header to the blocks to send; see `blocks.fill_blocks`.
 
@@ -109,7 +109,8 @@ def fill_blocks_kernel(
 
     *_blocks_ptr: the sections of block 0. x_block, word_block, header_block: strides between
         blocks, in elements of x, of 4 bytes and of 8 bytes.
-    x_ptr: integers of the itemsize of x. PADDED: WORLD rounded up to a power of two.
+    x_ptr: integers of the itemsize of x. HAS_X: whether to write x.
+    PADDED: WORLD rounded up to a power of two.
     GATHERS: all tokens are written to own_block only. ADAPTERS: "none" if rows have no adapter
         slot, "slots", or "nobody" for a call without adapters.
     SCAN: tokens that are read at a time to count the rows before those of a program.
@@ -175,7 +176,7 @@ def fill_blocks_kernel(
                 scale = tl.load(scale_ptr + token * stride_scale + s, mask=is_scale)
                 out = block * word_block + row * SCALES + s
                 tl.store(scale_blocks_ptr + out, scale, mask=is_scale)
-        for start in range(split * BLOCK, HIDDEN, SPLITS * BLOCK):
+        for start in range(split * BLOCK, HIDDEN if HAS_X else 0, SPLITS * BLOCK):
             column = start + tl.arange(0, BLOCK)[None, :]
             mask = is_row & (column < HIDDEN)
             x = tl.load(x_ptr + token * stride_x + column, mask=mask)

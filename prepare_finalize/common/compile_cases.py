@@ -1,0 +1,29 @@
+"""Problems and meta tensors for `mk compile`, shared by parts whose kernels need several ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from modular_kernel.spec.problem import Parallel, Problem
+
+META = torch.device("meta")
+_BASE = Problem(64, 7168, 2048, experts=8, top_k=8, parallel=Parallel(2, rank=1))
+_CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"tokens": 4096, "parallel": Parallel(4, rank=3)},
+    {"quant": "fp8_w8a8_block"},
+    {"quant": "fp8_w8a8_channel", "tokens": 1024},
+    {"quant": "int8_w8a8_block:block=96x96", "hidden": 2880},
+)
+
+
+def problems_with(changes: Sequence[Mapping[str, Any]]) -> tuple[Problem, ...]:
+    """Return problems of every kind of launch shape and scale, and one for each of `changes`."""
+    return tuple(replace(_BASE, **change) for change in (*_CHANGES, *changes))
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Return a meta tensor."""
+    return torch.empty(shape, dtype=dtype, device=META)

@@ -1,0 +1,216 @@
+"""Replayed calls over ranks, in exchanges of fixed size: launches and collectives in order."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ep_layers import ALL2ALL, BATCHED, GATHERED, REPLICATED, Layer
+from interpreted_replays import interpreted_replays
+
+from modular_kernel.errors import CommunicationError, ModularKernelError, UnsupportedError
+from modular_kernel.plan import Plan
+from modular_kernel.spec.placement import Placement
+from modular_kernel.testing.ranks.pool import RankPool
+from prepare_finalize import SymmetricGroup, TorchGroup
+
+SYMMETRIC = "SymmMemPrepareAndFinalize"
+EXPERTS = {BATCHED: "BatchedTritonExperts"}
+FIXED = (REPLICATED, GATHERED, ALL2ALL, BATCHED)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2, grace=15) as ranks:
+        yield ranks
+
+
+def manager_of(part: str, group: object, **options) -> TorchGroup | SymmetricGroup:
+    if part == SYMMETRIC:
+        return SymmetricGroup(group, **options)
+    return TorchGroup(group, checked=False, **options)
+
+
+def layer_of(part: str, seed: int = 0, **fields) -> Layer:
+    tokens = (4, 4) if part == REPLICATED else (4, 3)
+    experts = EXPERTS.get(part, "TritonExperts")
+    return Layer(part, tokens, experts_part=experts, seed=seed, fields=fields)
+
+
+def replay_calls(rank: int, world: int, group: object, layers: list[Layer]):
+    """Call a plan of the first layer with the inputs of all; return outputs and counters."""
+    with interpreted_replays():
+        manager = manager_of(layers[0].part, group)
+        plan = layers[0].kernel(rank, manager).plan()
+        outputs = []
+        for layer in layers:
+            given = layer.inputs_of(rank)
+            outputs.append(plan(given.x_TH, given.weights, given.routing).clone())
+        plan.kernel.prepare_finalize.check()
+        return outputs, plan.kernel.counters(), plan.kernel.invalid_ids
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
+@pytest.mark.parametrize("part", [*FIXED, SYMMETRIC])
+def test_replays_match_the_oracle(pool: RankPool, part: str, quant: str) -> None:
+    dtype = torch.float32 if quant == "none" else torch.bfloat16
+    layers = [layer_of(part, seed, quant=quant, dtype=dtype) for seed in range(5)]
+    reports = pool.run(replay_calls, layers)
+    for index, layer in enumerate(layers):
+        comparison = layer.compare([outputs[index] for outputs, *_ in reports])
+        assert comparison.ok, (index, comparison)
+    for _, counters, invalid in reports:
+        first = {} if part == SYMMETRIC else {"first call of a layer over ranks": 1}
+        assert counters["fallback_calls"] == first
+        assert counters["recorded_calls"] == 1
+        assert counters["replayed_calls"] == 4 - len(first)
+        assert invalid == 0
+
+
+def test_a_placement_with_copies_is_replayed(pool: RankPool) -> None:
+    """Its numbers are made by a launch of their own."""
+    fields = {"experts": 5, "top_k": 2}
+    copies = Placement.linear(5, 2).with_copies({0: (1,), 4: (0,)})
+    layers = [
+        Layer(ALL2ALL, (4, 3), copies, "out_of_range", "TritonExperts", seed, fields=fields)
+        for seed in range(4)
+    ]
+    reports = pool.run(replay_calls, layers)
+    for index, layer in enumerate(layers):
+        comparison = layer.compare([outputs[index] for outputs, *_ in reports])
+        assert comparison.ok, (index, comparison)
+    for rank, (_, counters, invalid) in enumerate(reports):
+        assert counters["replayed_calls"] == 2
+        assert invalid == sum(layer.invalid(rank) for layer in layers)
+
+
+def replayed_plan(rank: int, group: object, layer: Layer, **options) -> tuple[Plan, tuple]:
+    """Return a plan whose calls are replayed, and the arguments of its calls."""
+    plan, given = (
+        layer.kernel(rank, manager_of(layer.part, group, **options)).plan(),
+        layer.inputs_of(rank),
+    )
+    arguments = given.x_TH, given.weights, given.routing
+    for _ in range(4):
+        plan(*arguments)
+    assert plan.kernel.counters()["replayed_calls"] >= 2
+    return plan, arguments
+
+
+def refuse_in_replay(rank: int, world: int, group: object, layer: Layer) -> list[str]:
+    """Refuse a call on rank 1 that the others replay; return what this call and two more raise."""
+    with interpreted_replays():
+        plan, (x_TH, *others) = replayed_plan(rank, group, layer, deadline_s=5.0)
+        raised = []
+        for x in (x_TH.double() if rank == 1 else x_TH, x_TH, x_TH):
+            try:
+                out = plan(x, *others)
+                raised.append("NaN" if out.isnan().all() else "")
+            except ModularKernelError as error:
+                raised.append(f"{type(error).__name__}: {error}")
+        return raised
+
+
+@pytest.mark.parametrize("part", FIXED)
+def test_a_refusal_reaches_ranks_that_replay(pool: RankPool, part: str) -> None:
+    refused = "rank 1 refused its call 5 of layer 1 with DtypeError"
+    for rank, errors in enumerate(pool.run(refuse_in_replay, layer_of(part))):
+        if rank == 1:
+            assert errors[0].startswith("DtypeError")
+        elif part == REPLICATED:  # raises before the all-reduce on a CPU
+            errors.insert(0, errors[0])
+        else:
+            assert errors[0] == "NaN"
+        assert refused in errors[1]
+        assert "a manager that failed before" in errors[2]
+
+
+def interrupt_replay(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
+    """Interrupt a replay on rank 1 between its launches and the combine."""
+    with interpreted_replays():
+        plan, arguments = replayed_plan(rank, group, layer, deadline_s=20.0)
+        manager = plan.kernel.prepare_finalize.manager
+        start = manager._start
+
+        def start_unless_combine(launch, tensors, step, phase):
+            if phase == "combine":
+                raise KeyboardInterrupt
+            return start(launch, tensors, step, phase)
+
+        if rank == 1:
+            manager._start = start_unless_combine
+        started = time.monotonic()
+        try:
+            plan(*arguments)
+        except (CommunicationError, KeyboardInterrupt) as error:
+            return type(error).__name__, time.monotonic() - started
+        return "", 0.0
+
+
+@pytest.mark.parametrize("part", FIXED)
+def test_an_interrupted_replay_is_reported_at_once(pool: RankPool, part: str) -> None:
+    reports = pool.run(interrupt_replay, layer_of(part))
+    assert [name for name, _ in reports] == ["CommunicationError", "KeyboardInterrupt"]
+    assert all(seconds < 10 for _, seconds in reports)
+
+
+def log_of_replays(rank: int, world: int, group: object, layer: Layer) -> tuple[list, list, str]:
+    """Return the last exchanges of two replays, and the error of a call after `destroy`."""
+    with interpreted_replays():
+        plan, arguments = replayed_plan(rank, group, layer)
+        manager = plan.kernel.prepare_finalize.manager
+        step = manager.step
+        for _ in range(2):
+            plan(*arguments)
+        records = [(r["step"] - step, r["phase"]) for r in manager.last_calls._records]
+        states = [r["state"] for r in manager.last_calls._records]
+        manager.destroy()
+        try:
+            plan(*arguments)
+        except UnsupportedError as error:
+            return records, states, str(error)
+        return records, states, ""
+
+
+@pytest.mark.parametrize("part", [*FIXED, SYMMETRIC])
+def test_replays_are_logged_and_need_an_open_manager(pool: RankPool, part: str) -> None:
+    for records, states, error in pool.run(log_of_replays, layer_of(part)):
+        # On a CPU, ranks compare sizes before they exchange blocks.
+        phases = ("dispatch", "combine") if part == SYMMETRIC else ("counts", "dispatch", "combine")
+        wanted = [(step, phase) for step in (1, 2) for phase in phases]
+        assert records[-len(wanted) :] == wanted
+        assert set(states[-len(wanted) :]) == {"launched" if part == SYMMETRIC else "done"}
+        assert "a destroyed manager" in error
+
+
+def replay_beside_a_started_call(rank: int, world: int, group: object, layer: Layer):
+    """Call a plan while a started call uses the slot of its recording; return all outputs."""
+    with interpreted_replays():
+        plan, arguments = replayed_plan(rank, group, layer)
+        kernel = plan.kernel
+        outputs = [plan(*arguments).clone()]
+        pending = kernel.start(*arguments)
+        outputs.append(plan(*arguments).clone())
+        outputs += [pending.finish(), plan(*arguments).clone()]
+        kernel.prepare_finalize.check()
+        return outputs, kernel.counters()["replayed_calls"]
+
+
+def test_a_slot_in_use_is_not_replayed_into(pool: RankPool) -> None:
+    for outputs, replayed in pool.run(replay_beside_a_started_call, layer_of(SYMMETRIC)):
+        assert all(torch.equal(out, outputs[0]) for out in outputs)
+        assert replayed == 3 + 2
+
+
+def declarations(rank: int, world: int, group: object, layer: Layer):
+    """Return whether kernels of a counted and of a fixed exchange are replayable."""
+    checked, fixed = TorchGroup(group), TorchGroup(group, checked=False)
+    kernels = [layer.kernel(rank, manager) for manager in (checked, fixed)]
+    return [kernel.replayable for kernel in kernels], [k._call_plans.capacities for k in kernels]
+
+
+@pytest.mark.parametrize("part", FIXED)
+def test_calls_with_counted_rows_are_not_replayed(pool: RankPool, part: str) -> None:
+    for replayable, plans in pool.run(declarations, layer_of(part)):
+        assert replayable == [False, True]
+        assert plans == [(), ()]
