@@ -36,7 +36,6 @@ class Layer:
 
     - number: index of the layer, starting at 1, in order of creation; the same on every rank.
     - calls: number of calls on which all ranks have agreed.
-    - counts: number of row counts that each rank sends; 0 means world_size, one per destination.
     - on_device: whether ranks agree on the device after the first call; see `device_agreement`.
     """
 
@@ -44,7 +43,6 @@ class Layer:
     problem: Problem
     number: int
     calls: int = 0
-    counts: int = 0
     on_device: bool = False
 
 
@@ -87,8 +85,9 @@ def agree(
     step = manager.next_step(layer.number, layer.calls + 1)
     call.peers_notified = True
     local_fields = _fields(layer, step, _other_properties(layer, call))
+    padding = [0] * (manager.max_counts - len(rows_W))
     sent = torch.tensor(
-        [*local_fields, tokens, *rows_W, 0, -1], dtype=torch.int64, device="cpu"
+        [*local_fields, tokens, *rows_W, *padding, 0, -1], dtype=torch.int64, device="cpu"
     ).to(device)
     if amax is not None:
         sent[-2:-1] = amax.view(torch.int32)
@@ -100,7 +99,7 @@ def agree(
     _check_counts(manager, counts, problem.tokens, step)
     layer.calls += 1
     amax_bits = torch.tensor([row[-1] for row in counts], dtype=torch.int32, device="cpu")
-    rows_WW = tuple(tuple(row[1:-1]) for row in counts)
+    rows_WW = tuple(tuple(row[1 : 1 + len(rows_W)]) for row in counts)
     return Agreement(
         step, next(zip(*counts, strict=True)), rows_WW, float(amax_bits.view(torch.float32).max())
     )
@@ -119,7 +118,7 @@ def agree_on_sizes(layer: Layer, sizes: Sequence[int], step: int) -> None:
     """
     manager = layer.manager
     local_fields = _fields(layer, step, -1 - zlib.crc32(repr(tuple(sizes)).encode()))
-    no_counts = [0] * (2 + (layer.counts or manager.world_size))
+    no_counts = [0] * (2 + manager.max_counts)
     sent = torch.tensor([*local_fields, *no_counts, -1], dtype=torch.int64, device="cpu")
     table = _gather(manager, sent, step)
     fields = [row[: len(local_fields)] for row in table]
@@ -149,7 +148,7 @@ def refuse(layer: Layer, error: Exception) -> None:
     try:
         step = manager.next_step(layer.number, layer.calls + 1)
         local_fields = _fields(layer, step, 0)
-        no_counts = [0] * (2 + (layer.counts or manager.world_size))
+        no_counts = [0] * (2 + manager.max_counts)
         fields = [*local_fields, *no_counts, refusal_index(error)]
         sent = torch.tensor(fields, dtype=torch.int64, device="cpu").to(manager.device)
         manager.send_refusal(sent, step=step, reason=type(error).__name__)

@@ -103,7 +103,7 @@ class DeviceAgreement:
                 got="a call that is captured in a CUDA graph",
                 need="a call before the capture, in which ranks agree on the layer",
             )
-        no_rows = [0] * (layer.counts or manager.world_size)
+        no_rows = [0] * manager.world_size
         agree(layer, call, tokens=tokens, rows_W=no_rows, device=device)
         status = _status(manager, device)
         self._counter = CallCounter(status, layer.number)

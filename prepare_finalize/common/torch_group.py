@@ -88,6 +88,9 @@ class TorchGroup:
         self.device = supported_device(process_group, device)
         self.step = 0
         self.layers = 0
+        # Largest number of row counts that a rank sends in a call of any layer. Calls of all layers
+        # exchange as many, because gloo ends the process if sizes differ.
+        self.max_counts = self.world_size
         self.hosts = Hosts((0,), ("",))  # until they are found
         self._calls_by_step: dict[int, tuple[int, int]] = {}  # step -> (layer, call)
         self._refusal: Exchange | None = None

@@ -98,7 +98,8 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         geometry = Geometry(
             manager.rank, manager.world_size, per_host, chunks, -(-tokens // chunks)
         )
-        self._geometry, self.layer.counts = geometry, geometry.counts
+        self._geometry = geometry
+        manager.max_counts = max(manager.max_counts, geometry.counts)
         host_slots = problem.placement.slots[
             geometry.host * per_host : (geometry.host + 1) * per_host
         ]

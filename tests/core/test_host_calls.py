@@ -202,10 +202,10 @@ def test_an_eager_call_over_two_ranks_stays_within_its_budget(
 # Parts -> calls of a replay on each of two ranks over gloo, up to six of which are for tensors
 # that are not aligned.
 REPLAYED_OVER_RANKS = {
-    GATHERED: 71,
-    ALL2ALL: 71,
-    BATCHED_RANKS: 71,
-    REPLICATED: 74,
+    GATHERED: 73,
+    ALL2ALL: 73,
+    BATCHED_RANKS: 73,
+    REPLICATED: 76,
     "SymmMemPrepareAndFinalize": 40,
 }
 

@@ -340,3 +340,92 @@ def test_interpreted_kernels_are_not_replayed(machine: Machine) -> None:
     for _ in range(3):
         assert torch.equal(plan(*args), want)
     assert set(plan._recorded._recorded.values()) <= {None}
+
+
+class StepExperts(AddExperts):
+    """Runs host code before, between and after its launches, and lists what runs."""
+
+    replayable = True
+
+    def __init__(self, problem: Any) -> None:
+        super().__init__(problem)
+        self.steps: list[str] = []
+        self.busy = False
+
+    def apply(self, tokens: Any, **arguments: Any) -> None:
+        recording.replay_unless(lambda: self.busy)
+        self.run_step("before")
+        super().apply(tokens, **arguments)
+        self.run_step("after")
+
+    def launch(self, tensors: Sequence[torch.Tensor], count: int) -> None:
+        super().launch(tensors, count)
+        self.run_step(f"launched to {tensors[0].data_ptr():x}")
+
+    def run_step(self, name: str) -> None:
+        def step() -> None:
+            with recording.unrecorded():
+                torch.zeros(1).add_(1)
+            self.steps.append(name)
+
+        step()
+        recording.repeat_in_replays(step)
+
+
+def test_a_replay_runs_host_code_between_launches() -> None:
+    plan, part = planned(experts=StepExperts)
+    first = inputs(seed=1)
+    assert_right(plan(*first), first)
+    recorded = list(part.steps)
+    assert recorded[0] == "before"
+    assert recorded[-1] == "after"
+    assert len(recorded) == 4
+    for seed in (2, 3):
+        args = inputs(seed=seed)
+        assert_right(plan(*args), args)
+    assert part.host_calls == 1
+    assert part.steps == 3 * recorded
+
+
+def test_an_obstacle_makes_a_call_run_host_code() -> None:
+    plan, part = planned(experts=StepExperts)
+    args = inputs()
+    plan(*args)
+    for busy, host_calls in ((False, 1), (True, 2), (True, 3), (False, 3)):
+        part.busy = busy
+        assert_right(plan(*args), args)
+        assert part.host_calls == host_calls
+
+
+def test_an_error_in_a_replay_is_reported_to_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, part = planned(experts=StepExperts)
+    args, reported = inputs(), []
+    monkeypatch.setattr(plan.kernel.prepare_finalize, "abandon", reported.append)
+    plan(*args)
+    monkeypatch.setattr(part, "steps", None)  # host code of the replay fails
+    with pytest.raises(AttributeError):
+        plan(*args)
+    assert [type(error) for error in reported] == [AttributeError]
+
+
+def test_the_first_calls_of_a_part_need_not_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, part = planned()
+    answers = [False, False, True]
+    monkeypatch.setattr(plan.kernel.prepare_finalize, "may_record", lambda: answers.pop(0))
+    args = inputs()
+    for host_calls in (1, 2, 3, 3):
+        assert_right(plan(*args), args)
+        assert part.host_calls == host_calls
+    counters = plan.kernel.counters()
+    assert counters["fallback_calls"] == {"first call of a layer over ranks": 2}
+    assert (counters["recorded_calls"], counters["replayed_calls"]) == (1, 1)
+
+
+def test_an_instance_may_decline_to_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, part = planned()
+    monkeypatch.setattr(plan.kernel.prepare_finalize, "may_replay", lambda: False)
+    assert not plan.kernel.replayable
+    args = inputs()
+    for host_calls in (1, 2):
+        assert_right(plan(*args), args)
+        assert part.host_calls == host_calls

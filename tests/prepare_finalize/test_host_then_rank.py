@@ -17,6 +17,7 @@ from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import CommunicationError, ModularKernelError
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
+from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import RankTrial, build_kernel
 from prepare_finalize import HostThenRankGroup
@@ -256,3 +257,37 @@ def test_shared_memory_files_are_removed(four: RankPool) -> None:
     before = in_memory()
     four.run(made, "aabb", PART, 2)
     assert left_in_memory(before) == set()
+
+
+def call_other_layer(rank: int, world: int, group: object, ids: str, other: str) -> tuple[str, int]:
+    """Call another layer on rank 1 than on the others; return the error and the counts' number."""
+    simulated(rank, ids)
+    manager, kernels = HostThenRankGroup(group, deadline_s=5.0), []
+    for part, tokens in ((PART, 4), (other, 9)):
+        parallel = Parallel(world, "linear", rank, ranks_per_host=ids.count("a"))
+        problem = Problem(
+            tokens, 32, 16, experts=8, top_k=2, dtype=torch.float32, parallel=parallel
+        )
+        kernels.append((make_kernel(part, "TorchExperts", problem, group=manager), problem))
+
+    def call(index: int) -> torch.Tensor:
+        kernel, problem = kernels[index]
+        x_TH, weights, routing = random_inputs(problem.with_tokens(3), torch.device("cpu"))
+        return kernel(x_TH, weights, routing)
+
+    try:
+        call(rank == 1)
+    except CommunicationError as error:
+        assert all(bool(call(index).isfinite().all()) for index in (0, 1))
+        return str(error), manager.max_counts
+    return "", manager.max_counts
+
+
+@pytest.mark.parametrize("other", [PART, "TorchAll2AllPrepareAndFinalize"])
+def test_layers_with_another_number_of_counts_raise_on_every_rank(
+    four: RankPool, other: str
+) -> None:
+    """A layer for decoding has fewer chunks than one for prefill."""
+    for error, max_counts in four.run(call_other_layer, "aabb", other):
+        assert "layer 1, 2, 1, 1 by rank" in error
+        assert max_counts > 4
