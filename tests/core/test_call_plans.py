@@ -29,7 +29,7 @@ from modular_kernel.errors import (
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import StreamMemories, StreamMemory, held_bytes
 from modular_kernel.replay.recording import in_graph_trees
-from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.random_inputs import random_inputs
 
@@ -80,6 +80,46 @@ def test_out_and_inplace() -> None:
         assert kernel(*args) is args[0]
         assert_right(args[0], (before, *args[1:]))
     assert part.host_calls == 1
+
+
+def test_outputs_of_replays_have_the_shape_and_layout_of_the_first() -> None:
+    """Also those of an x whose rows are apart, and those that keep top-k."""
+    kernel, part = recorded_kernel()
+    x_TH, *rest = inputs()
+    x_TH = torch.cat([x_TH, x_TH], dim=1)[:, : x_TH.shape[1]]
+    for _ in range(3):
+        out = kernel(x_TH, *rest)
+        assert out.is_contiguous()
+        assert out.shape == x_TH.shape
+    assert part.host_calls == 1
+    problem = replace(SMALL, combine=Combine.TOPK_UNWEIGHTED)
+    kernel, part = recorded_kernel(problem)
+    for _ in range(3):
+        assert kernel(*inputs()).shape == (4, 2, 16)
+    assert part.host_calls == 1
+
+
+def test_replays_increment_the_version_of_tensors_that_the_caller_holds() -> None:
+    kernel, _ = recorded_kernel()
+    args = inputs()
+    out = torch.empty_like(args[0])
+    versions = [kernel(*args, out=out)._version for _ in range(3)]
+    assert versions == [1, 2, 3]
+    kernel, _ = recorded_kernel(replace(SMALL, inplace=True))
+    before = args[0]._version
+    for _ in range(3):
+        kernel(*args)
+    assert args[0]._version == before + 3
+
+
+def test_memory_that_was_freed_after_a_replay_is_refused() -> None:
+    kernel, _ = recorded_kernel()
+    args = inputs()
+    for _ in range(2):
+        kernel(*args)
+    args[0].untyped_storage().resize_(0)
+    with pytest.raises(LayoutError, match="x: got 0 bytes of memory"):
+        kernel(*args)
 
 
 def test_an_output_that_overlaps_an_input_is_refused_after_a_replay_too() -> None:
