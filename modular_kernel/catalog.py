@@ -173,7 +173,7 @@ class Catalog:
             )
         planned_part = next((entry for entry in self.planned if entry.name == name_or_class), None)
         if planned_part is not None:
-            need = f"an available part; this one is planned: {planned_part.why}"
+            need = f"an available part; this one is planned: {planned_part.blocked_on}"
             raise UnknownPartError(f"{kind} part", got=repr(name_or_class), need=need)
         names = self.names(kind)
         nearest = difflib.get_close_matches(name_or_class, names, n=3, cutoff=0.4)

@@ -215,7 +215,7 @@ def explain_pair(verdict: "Verdict") -> tuple[str, ...]:
 def _hidden_nan(requires: "ExpertsRequirements", problem: "Problem") -> tuple[str, ...]:
     """Return a note if a NaN in the weights may become a finite value, as the experts declare."""
     kind = problem.act.kind
-    if kind not in requires.hides_nan:
+    if kind not in requires.nan_clamping_activations:
         return ()
     return (f"a NaN in weights, scales or biases is clamped to the limit of {kind}",)
 

@@ -80,7 +80,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         devices=frozenset({"cuda"}),
         min_arch=(9, 0),
         packages=("pplx_kernels",),
-        packages_from="https://github.com/perplexityai/pplx-kernels",
+        packages_source_url="https://github.com/perplexityai/pplx-kernels",
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         top_k=(1, MAX_TOP_K),  # pplx-kernels 2bd6e30 loops over any K in its intranode kernels
         hidden_multiple=8,

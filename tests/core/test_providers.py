@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.compatibility.rules import unavailable
+from modular_kernel.compatibility.rules import judge_part
 from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.machine import current_machine
 from modular_kernel.select import cache_keys
@@ -95,7 +95,7 @@ def test_the_machine_states_which_package_it_found(site: Path) -> None:
         packages=("swift_gemm",),
         providers=(WANTED,),
     )
-    (rejection,) = unavailable("Fast", requires, machine)
+    (rejection,) = judge_part("Fast", requires, machine)
     assert str(rejection) == (
         "[package] Fast / machine: got another swift_gemm 0.1: no api.py, "
         "need swift_gemm 2 or newer (its install script)"

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from modular_kernel.catalog import Offer, build_catalog, load_catalog
-from modular_kernel.compatibility.rules import judge, unavailable
+from modular_kernel.compatibility.rules import judge, judge_part
 from modular_kernel.machine import current_machine
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.stress.fuzz.junk import junk, shorten
@@ -108,7 +108,7 @@ def _verdict_fault(catalog: Any, problem_fields: dict[str, Any]) -> str:
     """Check all pairings, which must not raise; return what is wrong with a verdict, or ""."""
     problem, machine = Problem(**problem_fields), current_machine()
     for part in catalog.parts:
-        unavailable(part.name, part.cls.requires, machine)
+        judge_part(part.name, part.cls.requires, machine)
     for pf in catalog.names("prepare_finalize"):
         for experts in catalog.names("experts"):
             parts = catalog.prepare_finalize(pf), catalog.experts(experts)
