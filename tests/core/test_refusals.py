@@ -238,7 +238,7 @@ CASES = (
     Case("activation", "problem.activation", UP_FIRST, "silu", EX_P, "up rows", "gate rows first"),
     Case("activation", "ex.up_first", True, False, EX_P, "gate rows first", "up rows first"),
     Case("bias", "ex.bias", False, True, EX_P, "b1 and b2", "no biases", {"problem.bias": True}),
-    Case("padding", "pf.padding", Rows.UNDEFINED, Rows.ZERO, PAIR, "padding rows with undefined values",
+    Case("padding", "pf.padding", Rows.UNDEFINED, Rows.ZERO, PAIR, "padding rows with undefined",
          "padding rows that are zero", {"ex.skips_padding": False}),
     Case("invalid_rows", "ex.invalid_rows", Rows.UNDEFINED, Rows.ZERO, PAIR, "undefined rows",
          "zero rows", {"ex.reduce": Reduce.CONTIGUOUS}),

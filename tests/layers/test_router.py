@@ -266,7 +266,11 @@ def test_bad_specs(fields: dict[str, Any], message: str) -> None:
         ({}, 1025, "router experts: got 1025"),
         ({"zero_experts": 3}, 0, "router experts: got 0"),
         ({"groups": 3, "topk_groups": 2}, 8, "router experts: got 8, need groups = 3 of one size"),
-        ({"groups": 4, "topk_groups": 2}, 4, "router experts: got 4, need .* 2 or more each"),
+        (
+            {"groups": 4, "topk_groups": 2},
+            4,
+            "router experts: got 4, need .* with at least 2 experts each",
+        ),
         (
             {"groups": 4, "top_k": 4},
             12,
