@@ -36,9 +36,9 @@ from modular_kernel.layers.routing import (
     check_router,
     check_selection_bias,
     flatten_logits,
+    get_router_spec,
     normalize_routing,
-    spec_of,
-    top_k_of,
+    resolve_top_k,
 )
 from modular_kernel.layers.weight_loading import ExpertLoader, make_expert_params_mapping
 from modular_kernel.operators.experts import EXPERTS_FORWARD, use_prepared
@@ -199,7 +199,7 @@ class FusedMoE(ExpertParameters):
             intermediate=_split(intermediate_size, parallel.tp[1], quant).width,
             experts=num_experts,
             local_experts=len(placement.slots[ep_rank]) if uses_expert_map else None,
-            top_k=top_k_of(top_k, router, num_experts),
+            top_k=resolve_top_k(top_k, router, num_experts),
             dtype=parse_dtype(params_dtype or torch.get_default_dtype()),
             quant=quant,
             activation=act,
@@ -353,7 +353,7 @@ class FusedMoE(ExpertParameters):
             got, need = getattr(checkpoint_problem, field), getattr(self.problem, field)
             if got != need:
                 raise ConfigurationError(f"{field} of the checkpoint", got=got, need=need)
-        spec = spec_of(self.router)
+        spec = get_router_spec(self.router)
         if spec is not None:
             check_router(loaded.router, spec)
         self.set_weights(loaded.weights)
@@ -376,7 +376,7 @@ class FusedMoE(ExpertParameters):
         if last - first < self.problem.intermediate:
             share += f", padded to {self.problem.intermediate}"
         slots = ", ".join(f"{e} -> {self.local_expert(e)}" for e in range(self.num_experts))
-        name, spec = "?" if self.layer_id is None else self.layer_id, spec_of(self.router)
+        name, spec = "?" if self.layer_id is None else self.layer_id, get_router_spec(self.router)
         reduction = "summed over ranks here" if self._groups else "not summed over ranks here"
         kernel, device = self._exchange_kernel, next(self.parameters()).device
         pairing = self.prepare_finalize, self.experts if kernel is None else type(kernel.experts)

@@ -9,7 +9,7 @@ from torch import nn
 
 from modular_kernel.errors import DtypeError, StateError, UnsupportedError, WeightsError
 from modular_kernel.layers.module_state import move_without_cast, state_is_loaded
-from modular_kernel.layers.parallel import GROUPS, LayerParallel
+from modular_kernel.layers.parallel import GROUP_FIELDS, LayerParallel
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.operators.pairing import layer_text
 from modular_kernel.quant import prepared
@@ -419,7 +419,7 @@ class ExpertParameters(nn.Module):
 
         Raises UnsupportedError for a layer with process groups, which belong to one process.
         """
-        groups = [name for name in GROUPS if getattr(self.parallel, name) is not None]
+        groups = [name for name in GROUP_FIELDS if getattr(self.parallel, name) is not None]
         if groups:
             need = "its state_dict, loaded into a layer made with the groups of the other process"
             raise UnsupportedError(

@@ -35,7 +35,7 @@ from modular_kernel.layers.rank_share import (
     Move,
     Share,
     destination,
-    padded_parts,
+    find_padding,
 )
 from modular_kernel.replay import modes
 from modular_kernel.spec.quantization import QuantScheme
@@ -339,7 +339,7 @@ class ExpertLoader:
         if self.share.padding and target.dtype in FLOATS and stored.role in ("w", "bias"):
             if stored.role == "bias" and shard == "w2":
                 return
-            target[stored.slices(*padded_parts(shard, self.share))] = 0
+            target[stored.slices(*find_padding(shard, self.share))] = 0
 
     def _copy_scalar(
         self, target: torch.Tensor, loaded: torch.Tensor, stored: StoredTensor, shard: str
@@ -397,7 +397,7 @@ class ExpertLoader:
             return
         for shard in self.share.shards:
             if (shard == "w2") == (matrix == "w2"):
-                rows, columns = padded_parts(shard, self.share)
+                rows, columns = find_padding(shard, self.share)
                 tensor[(slice(None), *stored.whole_slices(rows, columns))] = value[stored.role]
 
     def _stored_zero_point(self) -> int:

@@ -92,9 +92,7 @@ def make_too_few_groups_error(intermediate: int, ranks: int, unit: int) -> Confi
     """Return the error that there are more ranks than groups of columns."""
     groups = _ceil_div(intermediate, unit)
     what = "column" if unit == 1 else f"group of {unit} columns"
-    need = (
-        f"at most {groups}, because each rank holds a whole {what} of intermediate={intermediate}"
-    )
+    need = f"at most {groups}: each rank holds a whole {what} of intermediate={intermediate}"
     return ConfigurationError("tp: ranks", got=ranks, need=need)
 
 

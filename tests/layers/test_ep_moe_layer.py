@@ -194,7 +194,7 @@ def test_bad_input(options: dict[str, Any], message: str) -> None:
 
 def by_group(rank: int, world: int, group: Any) -> tuple[int, int]:
     layer = EPMoE(E, K, H, I, tp_group=group)
-    with pytest.raises(ConfigurationError, match="tp_size: got 3, need 2, as tp_group has it"):
+    with pytest.raises(ConfigurationError, match="tp_size: got 3, need 2, as in tp_group"):
         EPMoE(E, K, H, I, tp_group=group, tp_size=3)
     return layer.start_expert_id, layer.end_expert_id
 

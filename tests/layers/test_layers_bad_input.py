@@ -23,8 +23,8 @@ from modular_kernel.layers.router import Router, RouterSpec, select_experts
 from modular_kernel.spec.placement import Placement
 
 BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"top_k": None, "router": None}, "top_k: got None, need K, because there is no router"),
-    ({"top_k": 2}, "top_k: got 2, need 3, the router's"),
+    ({"top_k": None, "router": None}, "top_k: got None, need a number, because there is no router"),
+    ({"top_k": 2}, "top_k: got 2, need 3, as in the router"),
     ({"top_k": 9, "router": None}, "top_k: got 9, need 1 to 8, the experts"),
     ({"top_k": 2.5, "router": None}, "top_k: got 2.5, need an int"),
     ({"placement": "evil"}, "placement: got 'evil', need a Placement or None"),
@@ -50,7 +50,7 @@ BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"prepare_finalize": "NoSuchPart"}, "prepare_finalize part: got 'NoSuchPart'"),
     ({"router": RouterSpec(K, selection_bias=True)}, "selection_bias: got None, need a tensor if"),
     ({"selection_bias": torch.zeros(E)}, "selection_bias: got a tensor, need a tensor if and only"),
-    ({"router": Router(RouterSpec(K), H, 9)}, "router num_experts: got 9, need 8, the layer's"),
+    ({"router": Router(RouterSpec(K), H, 9)}, "router num_experts: got 9, need 8, as in the layer"),
     ({"router": 3}, "router: got 3, need a Router or a RouterSpec or None"),
     ({"device": "gpus"}, "device: got 'gpus', need a torch device"),
     ({"layer_id": "a"}, "layer_id: got 'a', need an int or None"),
