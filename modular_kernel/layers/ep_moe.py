@@ -51,8 +51,8 @@ class EPMoE(FusedMoE):
     - use_fp8_w8a8: whether the scheme is one of fp8_w8a8.
     - activation_scheme: "dynamic", "static" or None.
     - quant_method: an object whose `process_weights_after_loading(layer)` the engine calls after it
-      has loaded the weights. None for schemes other than unquantized, and float8 with one scale
-      per expert or per block.
+      has loaded the weights. None unless the scheme is unquantized, or float8 with one scale per
+      expert or per block.
 
     Raises ConfigurationError for arguments that contradict each other.
     """

@@ -105,7 +105,7 @@ def test_bad_calls() -> None:
         (given, (x_TH, (weights[:, :0], ids[:, :0])), {}, ShapeError, "with K of 1 or more"),
         (given, (x_TH, (weights, ids.float())), {}, DtypeError, "topk_ids: got float32"),
         (given, (x_TH, (weights, ids)), {"token_ids": ids[:, 0]}, ConfigurationError,
-         "token_ids: got a tensor, need None without a router"),
+         "token_ids: got a tensor, need None, because the layer has no router"),
         (given, (x_TH.clone().requires_grad_(), (weights, ids)), {}, UnsupportedError, "gradients"),
     )  # fmt: skip
     for one, arguments, options, kind, message in cases:

@@ -152,7 +152,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="layer: got 4"):
         manager.prepare_moe_lora_batch(BATCH, 4)
     for change in (lambda: manager.evict("a"), lambda: manager.prepare_moe_lora_batch(BATCH, 3)):
-        with pytest.raises(StateError, match="got not loaded, need a loaded one: none"):
+        with pytest.raises(StateError, match="got not loaded, need a loaded adapter: none"):
             change()
     with pytest.raises(ConfigurationError, match="forward_batch: got None"):
         manager.prepare_moe_lora_batch(None, 3)  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def test_outputs_of_ranks_add_up(kind: str, tp: int, tmp_path: Path) -> None:
         line = next(text for text in layer.describe().splitlines() if text.startswith("TP rank"))
         count, width = int(line.split()[5]), layer.problem.intermediate
         padded = f", padded to {width}" if count < width else ""
-        assert line == f"TP rank {t} of {tp}: {count} of {size} intermediate values{padded}"
+        assert line == f"TP rank {t} of {tp}: {count} of {size} intermediate columns{padded}"
         held += count
         total += layer(x.float(), (weights, ids)).double()
     assert held == size
