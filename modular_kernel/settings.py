@@ -188,12 +188,12 @@ def vllm_plugin() -> str:
     return os.environ.get("MK_VLLM", "").strip() or "1"
 
 
-def disables_fused_func() -> bool:
+def are_fused_operations_disabled() -> bool:
     """Return whether SGLANG_CI_DISABLE_MOE_FUSED_FUNC disables fused operations of MoE runners."""
     return os.environ.get("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "0") == "1"
 
 
-def disables_sglang_plugin() -> bool:
+def is_sglang_plugin_disabled() -> bool:
     """Return whether MK_SGLANG=0 keeps this package out of SGLang."""
     value = os.environ.get("MK_SGLANG", "1").strip().lower()
     return value in ("0", "false", "off", "no")

@@ -11,7 +11,7 @@ from modular_kernel.spec.router import (
 )
 
 
-def by_experts(topk_output: StandardTopKOutput, num_experts: int) -> TritonKernelTopKOutput:
+def to_expert_major(topk_output: StandardTopKOutput, num_experts: int) -> TritonKernelTopKOutput:
     """Sort pairs by expert, stably. Pairs with ids outside [0, num_experts) get no row.
 
     Of topk_output, only the weights (T, K) float32 and ids (T, K) are read. Raise ShapeError if
@@ -36,8 +36,8 @@ def by_experts(topk_output: StandardTopKOutput, num_experts: int) -> TritonKerne
     return TritonKernelTopKOutput(data, Permutation(pair, row), Permutation(row, pair))
 
 
-def by_tokens(topk_output: TritonKernelTopKOutput) -> StandardTopKOutput:
-    """Undo `by_experts`; skipped pairs have id -1 and weight 0."""
+def to_token_major(topk_output: TritonKernelTopKOutput) -> StandardTopKOutput:
+    """Undo `to_expert_major`; skipped pairs have id -1 and weight 0."""
     data, gather, _ = topk_output
     top_k, pairs = data.n_expts_act, gather.src_indx.numel()
     if data.expt_hist is None:

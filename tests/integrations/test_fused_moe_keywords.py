@@ -142,7 +142,7 @@ def test_sizes_in_the_config_change_nothing() -> None:
         ({"hidden_size": 63}, ShapeError, "x: got 64 hidden values, need hidden_size = 63"),
         ({"intermediate_size_per_partition": 31}, ShapeError,
          "w2: got 32 intermediate values, need intermediate_size_per_partition = 31"),
-        ({"num_fused_shared_experts": 5}, ConfigurationError, "got 5, need <= 4, the experts"),
+        ({"num_fused_shared_experts": 5}, ConfigurationError, "got 5, need <= 4, the number"),
         ({"num_fused_shared_experts": -1}, ConfigurationError, "num_fused_shared_experts: got -1"),
         ({"layer_id": "3"}, ConfigurationError, "layer_id: got '3', need an int or None"),
         ({"expert_map": torch.tensor(1)}, ShapeError, r"expert_map: got \(\), need \(E,\)"),
@@ -173,7 +173,7 @@ def test_chunks_have_a_default() -> None:
     facts = ("none", "silu", False, 1.0, Combine.SUM, False, 64 * 1024)
     for tokens, chunk in ((1, None), (65536, None), (65537, 65536), (131073, 65536)):
         x_TH = torch.empty(tokens, H)
-        assert module.kernel_for(x_TH, weights, routing, facts).problem.chunk_tokens == chunk
+        assert module.get_kernel(x_TH, weights, routing, facts).problem.chunk_tokens == chunk
 
 
 @pytest.mark.parametrize("chunk", [3, 4])

@@ -241,15 +241,27 @@ BAD_SPECS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"renormalize": 1}, "router renormalize: got 1, need True or False"),
     ({"eps": 1e-20}, "router eps: got 1e-20, need renormalize=True"),
     ({"floor": 0.1}, "router floor: got 0.1, need renormalize=True"),
-    ({"eps": -1.0, "renormalize": True}, "router eps: got -1.0, need 0, or 1.18e-38 to 1"),
-    ({"eps": 1e300, "renormalize": True}, "router eps: got 1e\\+300, need 0, or 1.18e-38 to 1"),
-    ({"floor": 1.5, "renormalize": True}, "router floor: got 1.5, need 0, or 1.18e-38 to 1"),
-    ({"eps": 1e-60, "renormalize": True}, "router eps: got 1e-60, need 0, or 1.18e-38 to 1"),
+    (
+        {"eps": -1.0, "renormalize": True},
+        "router eps: got -1.0, need 0, or a float32 from 1.18",
+    ),
+    (
+        {"eps": 1e300, "renormalize": True},
+        "router eps: got 1e\\+300, need 0, or a float32 from 1.18",
+    ),
+    (
+        {"floor": 1.5, "renormalize": True},
+        "router floor: got 1.5, need 0, or a float32 from 1.18",
+    ),
+    (
+        {"eps": 1e-60, "renormalize": True},
+        "router eps: got 1e-60, need 0, or a float32 from 1.18",
+    ),
     ({"floor": float("nan"), "renormalize": True}, "router floor: got nan"),
-    ({"table": True, "groups": 2}, "router table: got groups, need a table without groups"),
-    ({"table": True, "selection_bias": True}, "router table: got selection_bias"),
+    ({"table": True, "groups": 2}, "router table: got a table and groups, need no groups"),
+    ({"table": True, "selection_bias": True}, "router table: got a table and selection_bias"),
     ({"zero_experts": -1}, "router zero_experts: got -1"),
-    ({"zero_experts": 2, "groups": 2}, "router groups: got 2, need groups = 1 where"),
+    ({"zero_experts": 2, "groups": 2}, "router groups: got 2, need groups = 1, because"),
 )
 
 
@@ -262,10 +274,14 @@ def test_bad_specs(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "experts", "message"),
     [
-        ({}, 1, "router experts: got 1, need top_k = 2 to 1024 columns"),
+        ({}, 1, "router experts: got 1, need from top_k = 2 to 1024 columns"),
         ({}, 1025, "router experts: got 1025"),
         ({"zero_experts": 3}, 0, "router experts: got 0"),
-        ({"groups": 3, "topk_groups": 2}, 8, "router experts: got 8, need groups = 3 of one size"),
+        (
+            {"groups": 3, "topk_groups": 2},
+            8,
+            "got 8, need groups = 3 of equal size",
+        ),
         (
             {"groups": 4, "topk_groups": 2},
             4,
@@ -274,7 +290,7 @@ def test_bad_specs(fields: dict[str, Any], message: str) -> None:
         (
             {"groups": 4, "top_k": 4},
             12,
-            "router groups: got 4 of 3, need top_k = 4 experts or more",
+            "router groups: got 4 groups of 3, need at least top_k = 4 experts",
         ),
     ],
 )
