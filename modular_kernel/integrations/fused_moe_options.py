@@ -232,9 +232,8 @@ def split_options(
     for name, value in remaining.items():
         if name not in _OPTIONS:
             similar = difflib.get_close_matches(name, _OPTIONS, n=1)
-            need = f"one of {', '.join(sorted(_OPTIONS))}"
-            if similar:
-                need += f" (did you mean {similar[0]}?)"
+            names = ", ".join(sorted(_OPTIONS))
+            need = f"{similar[0]}, or another of {names}" if similar else f"one of {names}"
             raise ConfigurationError("keyword", got=repr(name), need=need)
         expect(name, value, _OPTIONS[name])
     for name, other in _ALIASES.items():

@@ -160,7 +160,7 @@ def test_unsupported_records() -> None:
     _, weights, _ = layer(BASE)
     with pytest.raises(UnsupportedError, match="use_mxfp8: got True, need False"):
         translation.convert_quant_info(their_info(weights, use_mxfp8=True))
-    with pytest.raises(UnsupportedError, match="quant_info: got MarlinMoeQuantInfo, need a Triton"):
+    with pytest.raises(UnsupportedError, match="quant_info: got MarlinMoeQuantInfo, need Triton"):
         translation.convert_quant_info(make_dataclass("MarlinMoeQuantInfo", [])())
 
 

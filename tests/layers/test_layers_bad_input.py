@@ -136,7 +136,7 @@ def test_bad_weights() -> None:
 
 def test_bad_routers() -> None:
     for options, message in (
-        ({"vocabulary": 5}, "vocabulary: got 5, need a number if the router has a table"),
+        ({"vocabulary": 5}, "vocabulary: got 5, need a number if the spec has a table"),
         ({"spec": RouterSpec(2, table=True)}, "vocabulary: got None, need a number if"),
         ({"num_experts": 1}, "router experts: got 1"),
         ({"spec": 2}, "router: got 2, need a RouterSpec"),
@@ -151,7 +151,9 @@ def test_bad_routers() -> None:
     with pytest.raises(ConfigurationError, match="router zero_experts: got 2, need route or"):
         select_experts(torch.zeros(3, 6), RouterSpec(2, zero_experts=2))
     layer = layer_of(Sample(), router=Router(RouterSpec(K), H, E), selection_bias=None)
-    with pytest.raises(ConfigurationError, match="routing: got Tensor, need None: the layer has"):
+    with pytest.raises(
+        ConfigurationError, match="routing: got Tensor, need None, because the layer has"
+    ):
         layer(torch.zeros(3, H), torch.zeros(3, E))
 
 
