@@ -56,7 +56,7 @@ def test_configurations_have_the_fields_that_are_read(cls: type, names: tuple[st
 def test_oracles_have_the_replaced_functions(name: str) -> None:
     oracle = version.ORACLES[name]
     module = import_module(oracle.module)
-    assert oracle.missing(module) == []
+    assert oracle.find_missing(module) == []
     for function in oracle.select_functions + oracle.later_functions:
         assert hasattr(getattr(module, function), hooks.ORIGINAL_ATTRIBUTE), function
 
@@ -154,7 +154,7 @@ def test_an_explicit_backend_of_vllm_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
     oracle = version.ORACLES["fp8"]
     config = type("Config", (), {"moe_backend": "marlin"})()
-    assert oracle.offer("select_fp8_moe_backend", {"config": config}) is None
+    assert oracle.handle("select_fp8_moe_backend", {"config": config}) is None
 
 
 def test_a_moved_name_leaves_vllm_unchanged(
