@@ -20,7 +20,7 @@ from modular_kernel.cli.options import (
 )
 from modular_kernel.cli.ranks import with_launcher
 from modular_kernel.cli.tables import fit_table
-from modular_kernel.text import counted, layers_text
+from modular_kernel.text import counted, format_layers
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
@@ -86,7 +86,7 @@ def check(
             output.line(f"{options.model}: {checkpoint}, {source}")
         for layers, problem, verdicts in judged:
             if layers is not None:
-                output.line(f"{layers_text(layers)}: {problem.quant}")
+                output.line(f"{format_layers(layers)}: {problem.quant}")
             if single:
                 _print_verdict(verdicts[0])
             else:

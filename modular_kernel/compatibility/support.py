@@ -20,7 +20,7 @@ from modular_kernel.spec.problem import (
     Reduce,
     Rows,
 )
-from modular_kernel.text import counted, notebook_html, printable
+from modular_kernel.text import counted, printable, render_notebook_html
 from modular_kernel.utils.argument_checks import Count
 from modular_kernel.utils.optional_imports import describe_error
 from modular_kernel.utils.package_probes import PackageProbe
@@ -305,7 +305,7 @@ class Verdict:
         """Return the rejections as an HTML table, for notebooks."""
         rows = ((r.rule, " / ".join(r.parties), r.got, r.need, r.hint) for r in self.rejections)
         caption = f"{str(self).splitlines()[0]}, {self.problem}"
-        return notebook_html(caption, ("rule", "parties", "got", "need", "hint"), rows)
+        return render_notebook_html(caption, ("rule", "parties", "got", "need", "hint"), rows)
 
     def __str__(self) -> str:
         if self.ok:

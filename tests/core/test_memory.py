@@ -192,7 +192,7 @@ def test_an_output_that_overlaps_an_input_is_refused(name: str) -> None:
     told = _refused(ConfigurationError, problem, replace(args, out=out), "out")
     assert f"got memory of {name}, need separate memory" in told
     inplace = replace(problem, inplace=True)
-    _refused(ConfigurationError, inplace, replace(args, x=out), "x of an inplace call")
+    _refused(ConfigurationError, inplace, replace(args, x=out), "x of an in-place call")
 
 
 def _dual(tensor: torch.Tensor) -> torch.Tensor:

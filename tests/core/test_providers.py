@@ -107,6 +107,6 @@ def test_a_cached_choice_is_for_the_version_that_is_found(
 ) -> None:
     """A copy inside another package has no metadata of its own."""
     put(site, "engine/third_party/swift_gemm", version="2.5.0", api=RIGHT)
-    monkeypatch.setattr(cache_keys, "probes_of", lambda catalog: (WANTED,))
+    monkeypatch.setattr(cache_keys, "collect_probes", lambda catalog: (WANTED,))
     assert cache_keys._version("swift_gemm") == "2.5.0"
     assert cache_keys._version("no_such_package") == "none"

@@ -239,9 +239,9 @@ def test_batched_calls(part: str) -> None:
 def run(code: str, **variables: str) -> str:
     """Run a program in a process with only the standard library's environment and this checkout."""
     root = str(Path(__file__).parents[2])
-    from modular_kernel.settings import child_environment
+    from modular_kernel.settings import make_child_environment
 
-    environment = child_environment(interpreted=False) | {"PYTHONPATH": root} | variables
+    environment = make_child_environment(interpreted=False) | {"PYTHONPATH": root} | variables
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )

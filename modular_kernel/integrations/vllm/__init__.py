@@ -7,7 +7,7 @@ Code that depends on the version of vLLM is in one module per supported minor ve
 import logging
 from importlib import import_module
 
-from modular_kernel.settings import vllm_plugin
+from modular_kernel.settings import read_vllm_setting
 
 __all__ = ["register"]
 
@@ -25,7 +25,7 @@ def register() -> None:
     and parts are not imported until vLLM builds a MoE layer.
     """
     try:
-        if vllm_plugin() == "0":
+        if read_vllm_setting() == "0":
             return
         version: str = import_module("vllm").__version__
         name = MODULE_BY_VERSION.get(_parse_minor_version(version))

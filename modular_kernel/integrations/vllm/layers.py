@@ -13,7 +13,7 @@ from modular_kernel.compatibility.rules import judge
 from modular_kernel.errors import IncompatibleError, UnsupportedError
 from modular_kernel.integrations.runner_dispatched import ReceivedBatches
 from modular_kernel.operators.kernel_cache import NO_EP
-from modular_kernel.settings import vllm_plugin
+from modular_kernel.settings import read_vllm_setting
 from modular_kernel.spec.problem import ActivationFormat, ActivationSpec, Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 
@@ -200,7 +200,7 @@ def list_candidate_parts(machine: Machine) -> tuple[str, ...]:
     On a CPU, parts are tried only if MK_VLLM names them, because vLLM's own kernels are faster than
     plain torch parts.
     """
-    setting = vllm_plugin()
+    setting = read_vllm_setting()
     if setting == "0":
         return ()
     if setting == "1":

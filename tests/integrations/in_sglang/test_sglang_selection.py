@@ -12,14 +12,14 @@ import sglang_program
 
 from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunnerConfig
 from modular_kernel.integrations.sglang import MODULE_BY_VERSION, register, v0_5_23
-from modular_kernel.settings import child_environment
+from modular_kernel.settings import make_child_environment
 
 PROGRAM = Path(sglang_program.__file__)
 
 
 def selected(backend: str, **variables: str) -> dict[str, Any]:
     """Run the program in a new process, and return its output."""
-    environment = child_environment(interpreted=True) | variables
+    environment = make_child_environment(interpreted=True) | variables
     done = subprocess.run(
         [sys.executable, str(PROGRAM), backend],
         capture_output=True, text=True, env=environment, check=False, timeout=280,

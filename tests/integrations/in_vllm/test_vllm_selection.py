@@ -22,7 +22,7 @@ from vllm_layers import version_module, vllm_layer, vllm_process
 
 from modular_kernel.integrations import vllm as plugin
 from modular_kernel.integrations.vllm import hooks
-from modular_kernel.settings import child_environment
+from modular_kernel.settings import make_child_environment
 from modular_kernel.spec.problem import Problem
 
 BASE = Problem(tokens=17, hidden=64, intermediate=32, experts=4, top_k=2)
@@ -122,7 +122,7 @@ def test_disabled_vllm_is_not_changed() -> None:
     """It selects the same class before and after the plugin is called."""
     # The child finds the helpers, which pytest put on the path, and this checkout.
     variables = {"MK_VLLM": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment = child_environment(interpreted=False) | variables
+    environment = make_child_environment(interpreted=False) | variables
     command = [sys.executable, "-c", PROGRAM]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
