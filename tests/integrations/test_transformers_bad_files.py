@@ -87,7 +87,7 @@ BAD: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "a dtype of integers": (("bf16",), config(torch_dtype=..., dtype="int8"),
                             "dtype: got torch.int8, need a floating-point dtype of at least 16"),
     "a dtype of 8 bits": (("bf16",), config(torch_dtype=..., dtype="float8_e4m3fn"),
-                          "dtype: got torch.float8_e4m3fn, need a floating dtype"),
+                          "dtype: got torch.float8_e4m3fn, need a floating-point dtype"),
     "an unknown activation": (BOTH, config(hidden_act="x"), "'?x'?"),
     "an empty quantization_config": (
         BOTH, config(quantization_config={}), "got {}, need an object with quant_method"),

@@ -37,7 +37,7 @@ HALF = {
     "scales of a projection": (
         "awq",
         gone("o_proj.scales"),
-        r"0.self_attn.o_proj.qweight: got qweight of int32 and no scales",
+        r"0.self_attn.o_proj.qweight: got qweight of int32 without scales",
     ),
     "the head": ("bf16", gone("lm_head.weight"), "no lm_head.weight, need all tensors"),
     "an expert's matrix": (

@@ -228,7 +228,7 @@ def test_layers_that_the_model_class_ignores_are_ignored(
     """By `_keys_to_ignore_on_load_unexpected`, if its number does not exclude it."""
     from modular_kernel.integrations.transformers import pretrained
 
-    monkeypatch.setattr(pretrained, "_num_layers", lambda config: None)
+    monkeypatch.setattr(pretrained, "_get_num_layers", lambda config: None)
     kinds = {1: "awq"}
     written = write(tmp_path, kinds, AWQ, family="deepseek_v3", extra={61: "awq"})
     check(written, kinds)

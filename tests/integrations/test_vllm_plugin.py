@@ -340,7 +340,7 @@ def install(oracle: FakeOracle, monkeypatch: pytest.MonkeyPatch) -> None:
     version = ModuleType("fake_version")
     version.ORACLES = {"fp8": oracle}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_version", version)
-    hooks._install_into("fp8", "fake_version")
+    hooks._replace_functions("fp8", "fake_version")
 
 
 def test_functions_are_replaced_everywhere_and_once(
@@ -384,7 +384,7 @@ def test_nothing_is_replaced_if_something_is_missing(
         oracle.later_functions = ("third",)
     if gone == "the module of the version":
         monkeypatch.setitem(sys.modules, "fake_version", None)
-        hooks._install_into("fp8", "fake_version")
+        hooks._replace_functions("fp8", "fake_version")
     else:
         install(oracle, monkeypatch)
     assert (vars(owner), vars(user)) == before

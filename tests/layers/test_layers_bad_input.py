@@ -146,7 +146,7 @@ def test_bad_routers() -> None:
     router = Router(RouterSpec(2), H, E)
     with pytest.raises(ShapeError, match=r"x of the router: got \(3, 5\), need \(T, H\) with"):
         router(torch.zeros(3, 5))
-    with pytest.raises(DtypeError, match="x of the router: got int64, need floats"):
+    with pytest.raises(DtypeError, match="x of the router: got int64, need a floating-point dtype"):
         router(torch.zeros(3, H, dtype=torch.int64))
     with pytest.raises(ConfigurationError, match="router zero_experts: got 2, need route or"):
         select_experts(torch.zeros(3, 6), RouterSpec(2, zero_experts=2))

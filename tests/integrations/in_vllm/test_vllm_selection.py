@@ -166,7 +166,7 @@ def test_a_moved_name_leaves_vllm_unchanged(
     monkeypatch.setattr(module, "select_int8_moe_backend", original)
     monkeypatch.delattr(module, "Int8MoeBackend")
     logging.getLogger("vllm").propagate = True
-    hooks._install_into("int8", version.__name__)
+    hooks._replace_functions("int8", version.__name__)
     assert module.select_int8_moe_backend is original
     (line,) = [m for m in caplog.messages if "layers of int8" in m]
     assert "Int8MoeBackend.TRITON" in line
