@@ -8,7 +8,7 @@ import torch
 
 from modular_kernel.contracts import Call
 from modular_kernel.errors import CommunicationError, UnsupportedError
-from modular_kernel.ops.expert_slots import slots_of
+from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import Layer, refusal_index
 from prepare_finalize.common.blocks import (
@@ -74,7 +74,9 @@ class FixedExchange:
         self.layer, self.rows, self.gathers = layer, rows, gathers
         self._agreement = DeviceAgreement(layer, rows=rows)
         problem, manager = layer.problem, layer.manager
-        self._ranks = Ranks(manager.rank, manager.world_size, slots_of(problem.placement))
+        self._ranks = Ranks(
+            manager.rank, manager.world_size, count_slots_per_rank(problem.placement)
+        )
         self._skips_own = manager.device == "cuda"
         # What the refusal of a call has to exchange; known from the layer's first call.
         self._layout: BlockLayout | None = None

@@ -9,7 +9,7 @@ import torch
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
-from modular_kernel.ops.expert_slots import slots_of
+from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.ops.zero_padding import zero_rows
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, STORAGE
@@ -255,7 +255,9 @@ def num_sinks(problem: Problem) -> int:
 
 def _shape(problem: Problem) -> PplxShape:
     row, scales = _row_bytes(problem)
-    slots = problem.parallel.world_size * (slots_of(problem.placement) + num_sinks(problem))
+    slots = problem.parallel.world_size * (
+        count_slots_per_rank(problem.placement) + num_sinks(problem)
+    )
     # The library requires at least one token.
     return PplxShape(max(1, problem.tokens), slots, problem.top_k, problem.hidden, row, scales)
 

@@ -19,7 +19,7 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.ops import route as module
-from modular_kernel.ops.route import INVALID, Routed, RouterTensors, route
+from modular_kernel.ops.route import INVALID_ID, Routed, RouterTensors, route
 from modular_kernel.spec.router import RouterSpec
 
 path = kernel_and_torch(module)
@@ -176,8 +176,8 @@ def test_a_table_determines_the_experts(dtype: torch.dtype, order: Any) -> None:
     routed = checked(spec, logits, tensors, token_ids_T=words.to(dtype).to(DEVICE))
     ids = routed.routing.topk_ids_TK.tolist()
     assert ids[0] == table[0].tolist()
-    assert (ids[2][1], ids[3][0], ids[4][2], ids[8][1]) == (-1, INVALID, INVALID, -1)
-    assert ids[5:8] == [[INVALID] * 3] * 3
+    assert (ids[2][1], ids[3][0], ids[4][2], ids[8][1]) == (-1, INVALID_ID, INVALID_ID, -1)
+    assert ids[5:8] == [[INVALID_ID] * 3] * 3
 
 
 @pytest.mark.usefixtures("path")

@@ -132,7 +132,9 @@ def test_bad_input_and_no_tokens() -> None:
     places = PLACES.int().to(DEVICE)
     for text in ("fp8_w8a8_tensor", "none", "int8_w8a16_channel"):
         bad, out = QuantScheme.parse(text), buffers(scheme, ROWS, 45)
-        with pytest.raises(ConfigurationError, match="need quantized activations with a scale per"):
+        with pytest.raises(
+            ConfigurationError, match="need quantized activations with a static scale"
+        ):
             permute_and_quantize(x_TH, places, None, bad, out=out)
     with pytest.raises(ShapeError, match=r"quantized rows: got \(12, 44\), need \(12, 45\)"):
         permute_and_quantize(x_TH, places, None, scheme, out=buffers(scheme, ROWS, 44))

@@ -278,7 +278,7 @@ def test_skipped_pairs_are_neither_read_nor_written(
 def test_rows_past_a_count_are_neither_read_nor_written(
     text: str, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantize, "_MAX_PROGRAMS", programs)
+    monkeypatch.setattr(quantize, "_MAX_BATCHED_PROGRAMS", programs)
     monkeypatch.setattr(quantize, "_MAX_PARTIALS", programs)
     monkeypatch.setattr(quantize_tiles, "_TILE", 128)
     scheme = QuantScheme.parse(text)

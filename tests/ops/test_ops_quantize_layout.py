@@ -62,7 +62,9 @@ def test_column_major_scales_and_streamed_tiles(
     for along_rows in (False, True):
         out = zeros(scheme, 33, columns, segments, along_rows)
         with monkeypatch.context() as within:
-            within.setattr(quantize_tiles, "_STREAMED", streamed if along_rows else 1 << 23)
+            within.setattr(
+                quantize_tiles, "_MIN_STREAMED_VALUES", streamed if along_rows else 1 << 23
+            )
             if act == "none":
                 quantize_rows(x, scheme, out=out, valid_rows=BatchedRows(counts_e))
             else:
@@ -102,5 +104,5 @@ def test_tiles_of_large_layers() -> None:
 
 
 def large(rows: int, columns: int, segments: int = 1) -> quantize_tiles.Tiles:
-    plain = quantize_tiles.row_tiles(segments, rows, 128, 8192)
-    return quantize_tiles.group_tiles(plain, columns, 128)
+    plain = quantize_tiles.tile_rows(segments, rows, 128, 8192)
+    return quantize_tiles.tile_groups(plain, columns, 128)
