@@ -1,4 +1,4 @@
-"""The one home of metadata: name, version, packages, requirements, entry points. No logic."""
+"""All metadata of the package: name, version, packages, requirements and entry points."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.11",
-    # Four packages and what lies below them; tests, tools and docs stay out by not being named.
+    # Only these four packages and their subpackages are installed, without tests, tools and docs.
     packages=find_packages(
         include=[
             "modular_kernel",
@@ -62,30 +62,30 @@ setup(
     },
     include_package_data=False,
     zip_safe=False,
-    # torch pins the triton that it was built with; docs/versions.md says what was seen of each
-    # triton in this range, and how. There is none for macOS and Windows: the plain torch parts run
-    # there.
+    # torch pins the version of triton that it was built with. docs/versions.md describes which
+    # versions in this range were tested, and how. There is no triton for macOS and Windows, where
+    # only the plain torch parts run.
     install_requires=[
         "torch>=2.11",
         "numpy>=1.26",
         "triton>=3.6,<3.10; platform_system == 'Linux'",
-        "safetensors>=0.6.1",  # the first release with E8M0; it needs nothing itself
+        "safetensors>=0.6.1",  # the first release with E8M0; has no requirements
         "click>=8.4.2",
         "rich>=13.7",
-        "jinja2>=3.1",  # torch needs it, too
+        "jinja2>=3.1",  # also required by torch
     ],
-    # Only what can be installed from the package index by name. DeepEP (deep_ep) and pplx-kernels
-    # (pplx_kernels) are built from their own sources against the torch at hand: a name here would
-    # fetch somebody else's package, and a source URL would make every resolver that looks at all
-    # extras at once build them. The parts that wrap them say what they miss.
+    # Only packages that can be installed from the package index by name. DeepEP (deep_ep) and
+    # pplx-kernels (pplx_kernels) are built from source against the installed torch. Their names on
+    # the index could belong to unrelated packages, and with a source URL, every resolver that
+    # considers all extras would build them. The parts that wrap them report missing packages.
     extras_require={
         "transformers": ["transformers>=5.23"],
-        # The versions that the plugin knows; with another one, it stays off.
+        # The versions that the plugin supports. With another version, it does nothing.
         "vllm": ["vllm>=0.33,<0.34"],
-        # NVIDIA's license, 330 MB. Its name is not that of the package on the index called cutlass.
+        # 330 MB, with NVIDIA's license. The package called cutlass on the index is another one.
         "cutlass": ["nvidia-cutlass-dsl>=4.8.1,<4.9", "apache-tvm-ffi>=0.1.15"],
         "bench": ["matplotlib>=3.8"],
-        "sglang": ["sglang==0.5.23"],  # it pins torch and transformers
+        "sglang": ["sglang==0.5.23"],  # pins torch and transformers
         "interpreter": ["ml_dtypes>=0.5"],
         "test": [
             "pytest>=8",
@@ -106,16 +106,16 @@ setup(
     },
     entry_points={
         "console_scripts": ["mk = modular_kernel.cli.main:run"],
-        # vLLM calls it in each of its processes.
+        # vLLM calls this in each of its processes.
         "vllm.general_plugins": ["modular_kernel = modular_kernel.integrations.vllm:register"],
-        # A third party's parts come in the same way, under a name of their own.
+        # Third parties register their parts in the same group, with other names.
         "modular_kernel.parts": [
             "prepare_finalize = prepare_finalize:COMPONENTS",
             "experts = experts:COMPONENTS",
             "topk_reduce = topk_reduce:COMPONENTS",
         ],
         "sglang.srt.plugins": ["modular_kernel = modular_kernel.integrations.sglang:register"],
-        # Names that `mk list` says are not there yet.
+        # Parts that `mk list` lists as planned.
         "modular_kernel.planned": [
             "prepare_finalize = prepare_finalize:PLANNED",
             "experts = experts:PLANNED",

@@ -18,8 +18,8 @@ from modular_kernel.catalog import this_machine
 RANKS, TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2, 6, 32, 48, 8, 2
 
 
-def whole_layer(device: torch.device) -> tuple[mk.ExpertWeights, torch.Tensor, mk.Routing]:
-    """Draw the weights of all experts and the tokens of both ranks, the same on each rank."""
+def make_layer(device: torch.device) -> tuple[mk.ExpertWeights, torch.Tensor, mk.Routing]:
+    """Return random weights of all experts and tokens of both ranks, equal on all ranks."""
     random = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
     w1 = draw(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5  # gate rows first, then up rows
@@ -33,16 +33,16 @@ def whole_layer(device: torch.device) -> tuple[mk.ExpertWeights, torch.Tensor, m
 def run(rank: int, store: str) -> None:
     """Run one rank, with half of the experts and half of the tokens."""
     torch.set_num_threads(1)
-    on_gpus = torch.cuda.device_count() >= RANKS
-    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
-    if on_gpus:
+    use_gpus = torch.cuda.device_count() >= RANKS
+    device = torch.device("cuda", rank) if use_gpus else torch.device("cpu")
+    if use_gpus:
         torch.cuda.set_device(device)
-    backend = "nccl" if on_gpus else "gloo"
-    machine = this_machine(device="cuda" if on_gpus else "cpu")  # "cpu" also with a single GPU
+    backend = "nccl" if use_gpus else "gloo"
+    machine = this_machine(device="cuda" if use_gpus else "cpu")  # "cpu" even with a single GPU
     dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=RANKS)
 
-    weights, x_TH, routing = whole_layer(device)
-    alone = mk.Problem(
+    weights, x_TH, routing = make_layer(device)
+    whole_problem = mk.Problem(
         tokens=RANKS * TOKENS,
         hidden=HIDDEN,
         intermediate=INTERMEDIATE,
@@ -50,7 +50,9 @@ def run(rank: int, store: str) -> None:
         top_k=TOP_K,
         dtype=torch.float32,
     )
-    reference = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", alone, machine=machine)
+    reference = mk.make_kernel(
+        "MoEPrepareAndFinalizeNoEP", "TorchExperts", whole_problem, machine=machine
+    )
     expected_TH = reference(x_TH, weights, routing)
 
     problem = mk.Problem(

@@ -26,10 +26,10 @@ from modular_kernel.runner import (
     Stages,
     check_stage_result,
     format_key,
-    fused_op,
-    keep_fused_part,
-    keep_part,
-    stages_of,
+    get_fused_op,
+    get_stages,
+    register_fused_part,
+    register_part,
 )
 from modular_kernel.spec.problem import ActivationFormat, Combine, Machine, Problem, Reduce
 from modular_kernel.tensors import (
@@ -152,7 +152,7 @@ def make_experts(
     Raise UnknownPartError if a stage is not registered, and ConfigurationError for an unknown
     field.
     """
-    stages = stages_of(backend, format)
+    stages = get_stages(backend, format)
     check_name(name)
     unknown = sorted(requires.keys() - _REQUIREMENT_FIELDS)
     if unknown:
@@ -162,7 +162,7 @@ def make_experts(
     namespace = {"requires": declared, "stages": stages, "__module__": stages.core.__module__}
     namespace["__doc__"] = f"Stages of backend {backend!r} for {format!r} tokens."
     part = type(name, (AssembledExperts,), namespace)
-    keep_part(part, stages)
+    register_part(part, stages)
     return part
 
 
@@ -173,7 +173,7 @@ def make_fused_experts(name: str, a2a_backend: str, backend: str) -> type[Permut
     no operation is registered, and ConfigurationError if the registered one is a part rather than a
     function, or if its staged part was not made by `make_experts`.
     """
-    op = fused_op(a2a_backend, backend)
+    op = get_fused_op(a2a_backend, backend)
     check_name(name)
     subject = f"fused operation {format_key((a2a_backend, backend))}"
     if isinstance(op.run, type):
@@ -190,7 +190,7 @@ def make_fused_experts(name: str, a2a_backend: str, backend: str) -> type[Permut
         "__doc__": f"Fused operation equivalent to {op.unfused.__name__}.",
     }
     part = type(name, (FusedExperts,), namespace)
-    keep_fused_part(part, op)
+    register_fused_part(part, op)
     return part
 
 

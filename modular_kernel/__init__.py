@@ -1,7 +1,7 @@
 """Fused Mixture-of-Experts layers, composed of interchangeable and verified parts.
 
-Public names are imported on first use, so that `mk --help` does not import torch. If transformers
-is installed, the experts implementation "modular_kernel" is registered with it.
+Public names are imported on first use, so that `mk --help` does not import torch. When transformers
+is imported, the experts implementation "modular_kernel" is registered with it.
 """
 
 from importlib import import_module
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
     from modular_kernel.tensors import ExpertWeights, Routing
 
-_MODULE_OF = {
+_MODULE_BY_NAME = {
     "check": "catalog",
     "check_all": "catalog",
     "make_kernel": "catalog",
@@ -57,7 +57,7 @@ _MODULE_OF = {
     "Problem": "spec.problem",
 }
 
-__all__ = [  # noqa: RUF022 (same order as _MODULE_OF)
+__all__ = [  # noqa: RUF022 (same order as _MODULE_BY_NAME)
     "check",
     "check_all",
     "make_kernel",
@@ -90,9 +90,9 @@ def __getattr__(name: str) -> object:
             return metadata.version("modular-kernel")
         except metadata.PackageNotFoundError:  # a source checkout that is not installed
             return "unknown"
-    if name not in _MODULE_OF:
+    if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'modular_kernel' has no attribute {name!r}")
-    return getattr(import_module(f"modular_kernel.{_MODULE_OF[name]}"), name)
+    return getattr(import_module(f"modular_kernel.{_MODULE_BY_NAME[name]}"), name)
 
 
 def __dir__() -> list[str]:
@@ -100,13 +100,12 @@ def __dir__() -> list[str]:
 
 
 def _register_with_transformers() -> None:
-    """Make our experts known to transformers, if its release has an interface for them."""
+    """Register our experts implementation, if this version of transformers supports it."""
     try:
         import_module("modular_kernel.integrations.transformers.register").register_default()
-    except ImportError:  # the release is too old; it raises its own error for the unknown name
+    except ImportError:  # too old; transformers raises its own error for the unknown name
         return
 
 
-# Every model of transformers imports this module. By then, everything that the integration needs
-# is imported.
+# Every model of transformers imports this module, after everything that the integration needs.
 call_after_import("transformers.modeling_utils", _register_with_transformers)

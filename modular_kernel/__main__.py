@@ -1,4 +1,4 @@
-"""Entry point of `python -m modular_kernel VERB`, the same as `mk VERB`."""
+"""Entry point of `python -m modular_kernel VERB`, which is equivalent to `mk VERB`."""
 
 from modular_kernel.cli.main import run
 

@@ -1,8 +1,8 @@
 """Catalog of parts: discovery through entry points, and lookup by name.
 
-A package provides parts in the entry-point group "modular_kernel.parts"; each entry point names a
-tuple of classes. Built-in parts are registered the same way. Only `load_catalog` reads the entry
-points and has side effects; everything else is pure.
+A package provides parts in the entry-point group "modular_kernel.parts". Each entry point names a
+tuple of classes. Built-in parts are registered in the same way. `load_catalog` imports the entry
+points of all installed packages.
 """
 
 import difflib
@@ -35,7 +35,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import current_machine
-from modular_kernel.runner import unused_registrations
+from modular_kernel.runner import find_unused_registrations
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine, Problem, Reduce
 from modular_kernel.text import printable
@@ -66,11 +66,13 @@ P = TypeVar("P")
 
 
 @dataclass(frozen=True)
-class Offer:
+class PartSource:
     """An entry point that is not imported yet.
 
-    origin: its distribution and its value. load: imports and returns the object that it names.
-    is_builtin: True for this distribution's own entry points, whose import needs no deadline.
+    name: name of the entry point.
+    origin: its distribution and its value.
+    load: imports and returns the object that the entry point names.
+    is_builtin: whether it belongs to this distribution. Its import then has no deadline.
     """
 
     name: str
@@ -81,7 +83,10 @@ class Offer:
 
 @dataclass(frozen=True)
 class Part:
-    """A part class. origin: the entry point that provides it."""
+    """A part class.
+
+    origin: the entry point that provides the class.
+    """
 
     name: str
     kind: Kind
@@ -90,8 +95,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Broken:
-    """An entry point, or a class that it names, that cannot be used. error: the reason."""
+class BrokenEntry:
+    """An entry point that cannot be used, or one of the classes that it names.
+
+    error: why it cannot be used.
+    """
 
     name: str
     origin: str
@@ -103,13 +111,13 @@ class Catalog:
     """All usable parts, all failures, and the parts that are planned but not implemented."""
 
     parts: tuple[Part, ...]
-    broken: tuple[Broken, ...] = ()
+    broken: tuple[BrokenEntry, ...] = ()
     planned: tuple[PlannedPart, ...] = ()
 
     def names(self, kind: Kind) -> tuple[str, ...]:
-        """Return the unambiguous part names of one kind, in discovery order.
+        """Return the names of parts of one kind, in discovery order.
 
-        A name claimed by several classes is left out. Raises ConfigurationError if no entry point
+        A name that several classes have is omitted. Raises ConfigurationError if no entry point
         provides parts.
         """
         self.require_parts()
@@ -117,7 +125,7 @@ class Catalog:
         return tuple(name for name in dict.fromkeys(names) if names.count(name) == 1)
 
     def duplicates(self) -> dict[str, tuple[str, ...]]:
-        """Return name -> origins for every name that more than one class claims."""
+        """Return the origins of each name that more than one class has."""
         claims: dict[str, list[str]] = {}
         for part in self.parts:
             claims.setdefault(part.name, []).append(part.origin)
@@ -133,24 +141,22 @@ class Catalog:
             raise ConfigurationError("parts", got=f"no entry point of {GROUP}", need=need)
 
     def require_pairs(self) -> None:
-        """Raise BrokenPartError if no usable part of a kind is left because parts are broken.
-
-        The error lists every failure.
-        """
+        """Raise BrokenPartError, with every failure, if no part of a kind can be used."""
         self.require_parts()
         kinds: tuple[Kind, ...] = ("prepare_finalize", "experts")
         if self.broken and not all(self.names(kind) for kind in kinds):
-            raise BrokenPartError("parts", got=self._describe_failures(), need="parts to pair")
+            need = "at least one usable part of each kind"
+            raise BrokenPartError("parts", got=self._describe_failures(), need=need)
 
     def _describe_failures(self) -> str:
         return "; ".join(f"{b.name} from {b.origin}: {b.error}" for b in self.broken)
 
     def prepare_finalize(self, part: str | type[PrepareAndFinalize]) -> type[PrepareAndFinalize]:
-        """Return the PrepareAndFinalize with this name; a class is returned unchanged."""
+        """Return the PrepareAndFinalize class with this name. A class is returned unchanged."""
         return self._get("prepare_finalize", part)
 
     def experts(self, part: str | type[PermuteExpertsUnpermute]) -> type[PermuteExpertsUnpermute]:
-        """Return the experts part with this name; a class is returned unchanged."""
+        """Return the experts class with this name. A class is returned unchanged."""
         return self._get("experts", part)
 
     def _get(self, kind: Kind, name_or_class: str | type[P]) -> type[P]:
@@ -165,7 +171,8 @@ class Catalog:
             return matches[0].cls
         if matches:
             origins = " and ".join(part.origin for part in matches)
-            raise DuplicatePartError(f"part {name_or_class!r}", got=origins, need="one origin")
+            need = "a name that only one installed package provides"
+            raise DuplicatePartError(f"part {name_or_class!r}", got=origins, need=need)
         failures = [b for b in self.broken if name_or_class in (b.name, b.origin)]
         if failures:
             raise BrokenPartError(
@@ -173,7 +180,7 @@ class Catalog:
             )
         planned_part = next((entry for entry in self.planned if entry.name == name_or_class), None)
         if planned_part is not None:
-            need = f"an available part; this one is planned: {planned_part.why}"
+            need = f"an available part; {name_or_class} is planned: {planned_part.blocked_on}"
             raise UnknownPartError(f"{kind} part", got=repr(name_or_class), need=need)
         names = self.names(kind)
         nearest = difflib.get_close_matches(name_or_class, names, n=3, cutoff=0.4)
@@ -189,31 +196,30 @@ class Catalog:
         raise UnknownPartError(f"{kind} part", got=repr(name_or_class), need=need)
 
 
-def build_catalog(offers: Iterable[Offer]) -> Catalog:
-    """Load every offer. A failing offer or class becomes a Broken entry; the others still load."""
+def build_catalog(sources: Iterable[PartSource]) -> Catalog:
+    """Import all sources. A source or class that fails becomes a BrokenEntry."""
     parts: list[Part] = []
-    broken: list[Broken] = []
-    for offer in offers:
-        # A third-party package can fail in any way on import; that must not affect the others.
+    broken: list[BrokenEntry] = []
+    for source in sources:
+        # A third-party package can fail in any way on import, which must not affect other packages.
         try:
-            classes = _check_classes(_load_offer(offer))
+            classes = _check_classes(_load_source(source))
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            broken.append(Broken(offer.name, offer.origin, describe_error(error)))
+            broken.append(BrokenEntry(source.name, source.origin, describe_error(error)))
             continue
         for cls in classes:
             try:
-                parts.append(_make_part(cls, offer))
+                parts.append(_make_part(cls, source))
             except Exception as error:  # noqa: BLE001  reading a declaration may run code
-                broken.append(
-                    Broken(_class_name(cls) or offer.name, offer.origin, describe_error(error))
-                )
+                name = _get_class_name(cls) or source.name
+                broken.append(BrokenEntry(name, source.origin, describe_error(error)))
     return Catalog(tuple(parts), tuple(broken))
 
 
-def _load_offer(offer: Offer) -> object:
-    if offer.is_builtin:
-        return offer.load()
-    return load_with_deadline(offer.load, read_settings().import_deadline_s, offer.origin)
+def _load_source(source: PartSource) -> object:
+    if source.is_builtin:
+        return source.load()
+    return load_with_deadline(source.load, read_settings().import_deadline_s, source.origin)
 
 
 def _check_classes(value: object) -> tuple[type, ...]:
@@ -222,18 +228,21 @@ def _check_classes(value: object) -> tuple[type, ...]:
     return value
 
 
-def _class_name(cls: type) -> str:
-    """Return a class's name, which its metaclass cannot override; "" if it is no identifier."""
+def _get_class_name(cls: type) -> str:
+    """Return the name of a class, or "" if the name is not an identifier.
+
+    A metaclass cannot override this name.
+    """
     name = type.__dict__["__name__"].__get__(cls)
     return name if name.isidentifier() else ""
 
 
-def _make_part(cls: type, offer: Offer) -> Part:
-    """Build the Part for a class.
+def _make_part(cls: type, source: PartSource) -> Part:
+    """Return the Part for a class.
 
-    Raises ConfigurationError if the class lacks the declaration its kind requires.
+    Raises ConfigurationError if the class does not have the declaration that its kind requires.
     """
-    name = _class_name(cls)
+    name = _get_class_name(cls)
     if not name:
         raise ConfigurationError("part", got=repr(cls)[:200], need="a name that is an identifier")
     kind = next((kind for kind, base in _BASES.items() if issubclass(cls, base)), None)
@@ -246,30 +255,30 @@ def _make_part(cls: type, offer: Offer) -> Part:
         declared = getattr(cls, "requires", None)
         expect(f"{name}.requires", declared, _REQUIREMENTS[kind])
         check_fields(declared, f"{name}.requires.")
-    return Part(name, kind, cls, offer.origin)
+    return Part(name, kind, cls, source.origin)
 
 
 @cache
 def load_catalog() -> Catalog:
-    """Return the parts of every installed package. Entry points are read once per process.
+    """Return the parts of all installed packages. Entry points are read once per process.
 
-    Backend stages registered without their counterparts are listed as broken.
+    A backend stage that was registered without its counterparts is listed as broken.
     """
     entries = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     # An editable and a regular install of one distribution list the same entry point twice.
     unique = {(entry.name, entry.value): entry for entry in entries}
-    catalog = build_catalog(_make_offer(entry) for entry in unique.values())
-    broken = (*catalog.broken, *broken_stages())
+    catalog = build_catalog(_make_source(entry) for entry in unique.values())
+    broken = (*catalog.broken, *list_broken_stages())
     return replace(catalog, broken=broken, planned=_load_planned())
 
 
-def broken_stages() -> tuple[Broken, ...]:
+def list_broken_stages() -> tuple[BrokenEntry, ...]:
     """Return the backend stages that were registered without their counterparts."""
-    return tuple(Broken(r.name, r.origin, r.missing) for r in unused_registrations())
+    return tuple(BrokenEntry(r.name, r.origin, r.missing) for r in find_unused_registrations())
 
 
 def _load_planned() -> tuple[PlannedPart, ...]:
-    """Return the parts this distribution plans but does not implement, ordered by name."""
+    """Return the parts that this distribution plans but does not implement, ordered by name."""
     entries = {(entry.name, entry.value): entry for entry in entry_points(group=PLANNED_GROUP)}
     packages = {package for package in OWN_PACKAGES if shadow_of(package) is None}
     own_entries = [entry for _, entry in sorted(entries.items()) if entry.module in packages]
@@ -278,7 +287,7 @@ def _load_planned() -> tuple[PlannedPart, ...]:
     )
 
 
-def _make_offer(entry: EntryPoint) -> Offer:
+def _make_source(entry: EntryPoint) -> PartSource:
     package, _, attribute = entry.value.partition(":")
     is_builtin = package in OWN_PACKAGES and attribute == "COMPONENTS"
 
@@ -289,25 +298,29 @@ def _make_offer(entry: EntryPoint) -> Offer:
 
     distribution = entry.dist.name if entry.dist else "unknown"
     origin = printable(f"{distribution} ({entry.value})", max_chars=_MAX_ORIGIN_CHARS)
-    return Offer(printable(entry.name, max_chars=_MAX_ORIGIN_CHARS), origin, load, is_builtin)
+    return PartSource(printable(entry.name, max_chars=_MAX_ORIGIN_CHARS), origin, load, is_builtin)
 
 
-def packages_of(catalog: Catalog) -> frozenset[str]:
-    """Return every optional package that a part requires."""
+def collect_packages(catalog: Catalog) -> frozenset[str]:
+    """Return the optional packages that parts require."""
     declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
     return frozenset(p for requires in declared if requires for p in requires.packages)
 
 
-def probes_of(catalog: Catalog) -> tuple[PackageProbe, ...]:
+def collect_probes(catalog: Catalog) -> tuple[PackageProbe, ...]:
     """Return the probes of all parts, for packages that share their name with other packages."""
     declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
     return tuple(dict.fromkeys(p for requires in declared if requires for p in requires.providers))
 
 
 def this_machine(*, device: Literal["cuda", "cpu"] | None = None) -> Machine:
-    """Describe this machine, including which of the parts' packages are installed."""
+    """Return this machine, including the packages of parts that are installed.
+
+    device: "cpu" returns this machine without its GPU. None prefers the GPU.
+    """
     catalog = load_catalog()
-    return current_machine(packages_of(catalog), device=device, probes=probes_of(catalog))
+    packages, probes = collect_packages(catalog), collect_probes(catalog)
+    return current_machine(packages, device=device, probes=probes)
 
 
 def needs_triton(
@@ -326,7 +339,10 @@ def check(
     problem: Problem,
     machine: Machine | None = None,
 ) -> Verdict:
-    """Judge one pair of parts, given as names or classes. machine: None means this machine.
+    """Return whether a pair of parts supports a problem on a machine, and if not, why.
+
+    prepare_finalize, experts: names or classes of the parts.
+    machine: None means this machine.
 
     >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
     >>> hopper = Machine("cuda", (9, 0), frozenset({"triton"}))
@@ -335,12 +351,12 @@ def check(
     (False, ['format', 'reduce'])
     """
     catalog = load_catalog()
-    pf, ex = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
-    return judge(pf, ex, problem, this_machine() if machine is None else machine)
+    parts = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
+    return judge(*parts, problem, this_machine() if machine is None else machine)
 
 
 def check_all(problem: Problem, machine: Machine | None = None) -> Verdicts:
-    """Judge every PrepareAndFinalize with every experts part.
+    """Return the verdict of `check` for every PrepareAndFinalize with every experts part.
 
     >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
     >>> [verdict.pairing for verdict in check_all(problem, Machine("cpu")) if verdict.ok][0]
@@ -348,11 +364,11 @@ def check_all(problem: Problem, machine: Machine | None = None) -> Verdicts:
     """
     catalog = load_catalog()
     machine = this_machine() if machine is None else machine
-    expect("problem", problem, Problem)  # also if there are no pairs to judge
+    expect("problem", problem, Problem)  # `check` is not called if there are no pairs
     return Verdicts(
-        check(pf, ex, problem, machine)
-        for pf in catalog.names("prepare_finalize")
-        for ex in catalog.names("experts")
+        check(prepare_finalize, experts, problem, machine)
+        for prepare_finalize in catalog.names("prepare_finalize")
+        for experts in catalog.names("experts")
     )
 
 
@@ -367,9 +383,14 @@ def make_kernel(  # noqa: PLR0913 (the arguments of a kernel, and the group of i
     poison: bool = False,
     auto_prepare: bool | None = None,
 ) -> FusedMoEModularKernel:
-    """Build both parts and compose them; raise IncompatibleError with every reason if refused.
+    """Construct two parts and compose them to a kernel.
 
-    group: the process group of a multi-rank layer. Other arguments: see FusedMoEModularKernel.
+    prepare_finalize, experts: names or classes of the parts.
+    group: process group of a multi-rank layer.
+    machine: None means this machine.
+
+    FusedMoEModularKernel describes the other arguments. Raises IncompatibleError, with every
+    reason, if the parts do not support the problem.
 
     >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
     >>> parts = "MoEPrepareAndFinalizeNoEP", "TorchExperts"
@@ -378,10 +399,10 @@ def make_kernel(  # noqa: PLR0913 (the arguments of a kernel, and the group of i
     """
     expect("checked", checked, bool)
     expect("poison", poison, bool)
-    process_status.log_once(process_status.states_without_replay())
+    process_status.log_once(process_status.get_states_without_replay())
     machine = this_machine() if machine is None else machine
     verdict = check(prepare_finalize, experts, problem, machine)
-    if not verdict.ok:  # before a constructor touches a vendor library
+    if not verdict.ok:  # raise before a constructor imports a vendor library
         raise IncompatibleError(verdict.pairing, verdict.rejections)
     catalog = load_catalog()
     pf_part = catalog.prepare_finalize(prepare_finalize)(problem, group)

@@ -1,16 +1,17 @@
-"""Abstract interfaces of the three parts that form a fused MoE layer.
+"""Abstract interfaces of the parts that form a fused MoE layer.
 
     PrepareAndFinalize.prepare -> PermuteExpertsUnpermute.apply -> PrepareAndFinalize.finalize
 
 The class body of a part declares its capabilities (`requires = ...`), its constructor binds kernels
-or a vendor library, and its methods compute. No state is kept on `self` between prepare and
-finalize; the handle carries it, so two batches may be in flight.
+or a vendor library, and its methods compute. A part keeps no state on `self` between prepare and
+finalize. The handle carries the state of a call, so that two batches may be in flight.
 
 `replayable = True` in a part's own class body promises that all device work of a call is launched
 through `modular_kernel.replay.launch`, and that the launches depend only on shapes, strides, dtypes
-and alignment. A plan then replays them without calling the part. Torch operations and interpreted
-Triton kernels are detected and not replayed; launches by other libraries are not detected. A part
-over ranks passes its collectives to `modular_kernel.replay.recording.repeat_in_replays`.
+and alignment. A plan then replays the launches without calling the part. Torch operations and
+interpreted Triton kernels are detected and are not replayed; launches by other libraries are not
+detected. A part over ranks passes its collectives to
+`modular_kernel.replay.recording.repeat_in_replays`.
 """
 
 import math
@@ -41,12 +42,13 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
-Choice = Hashable  # the launch configurations of a part; only its Tunable knows their type
+# The launch configurations of one part, which are opaque except to the part's Tunable.
+Choice = Hashable
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Time of one call and of its stages (those in `Tunable.stages`), in seconds."""
+    """Time of one call and of each of its stages (`Tunable.stages`), in seconds."""
 
     seconds: float
     stages: Mapping[str, float] = field(default_factory=dict)
@@ -56,7 +58,8 @@ class StageTimes:
 class TunedChoice:
     """The fastest choice for one token count.
 
-    untuned_seconds: time of the untuned choice; None if it could not be timed.
+    seconds: time of a call with the choice.
+    untuned_seconds: time of a call with the untuned choice; None if it could not be timed.
     """
 
     choice: Choice
@@ -65,15 +68,15 @@ class TunedChoice:
 
 
 class Tunable(ABC):
-    """Search space over the launches of one part, for one problem and any token count.
+    """Search space of launch configurations of one part, for one problem and any token count.
 
-    A choice is active inside `using(choice)`, in the current thread. Kernels and plans must be made
-    and called there.
+    A choice is active inside `using(choice)`, in the current thread. Kernels and plans must be
+    created and called there.
 
     Tuning has two steps. First, every candidate is compiled and screened: its output is checked,
-    and a few calls are timed by stage. From those times the part selects a few finalists, which may
-    combine the stages of different candidates, so that nothing new is compiled. Whole calls of the
-    finalists are then timed against the untuned choice.
+    and the stages of a few calls are timed. From these times, the part selects a few finalists. A
+    finalist may combine the stages of different candidates, which does not compile anything new.
+    Second, whole calls of the finalists are timed against the untuned choice.
     """
 
     stages: tuple[str, ...] = ()
@@ -81,14 +84,15 @@ class Tunable(ABC):
     def for_prepared_weights(self, device_name: str | None = None) -> "Tunable | None":
         """Return the search space for calls with prepared weights, which is tuned separately.
 
-        None if these experts prepare no weights. device_name: a GPU whose choices the result can
-        explain; None means this machine's.
+        Returns None if the part does not prepare weights.
+
+        device_name: GPU for which `explain` describes launches; None means this machine's GPU.
         """
         return None
 
     @abstractmethod
     def untuned(self, tokens: int) -> Choice:
-        """Return the choice that the part uses when nothing was tuned."""
+        """Return the choice that the part uses without tuned configurations."""
 
     @abstractmethod
     def candidates(self, tokens: int) -> Sequence[Choice]:
@@ -96,15 +100,15 @@ class Tunable(ABC):
 
     @abstractmethod
     def finalists(self, tokens: int, times: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
-        """Return the few choices with the best measured times.
+        """Return a few choices that should be fastest, given the times of the first step.
 
-        times: times of the candidates and of the untuned choice. Candidates that failed or were
-        skipped for lack of time are missing.
+        times: times of the candidates and of the untuned choice. Candidates that failed, or that
+            were skipped for lack of time, are missing.
         """
 
     @abstractmethod
     def using(self, choice: Choice) -> AbstractContextManager[None]:
-        """Use `choice` inside the block, for every token count."""
+        """Return a context manager that makes calls use `choice`, for every token count."""
 
     @abstractmethod
     def as_json(self, choice: Choice) -> Mapping[str, object]:
@@ -119,11 +123,17 @@ class Tunable(ABC):
 
     @abstractmethod
     def save(self, best: Mapping[int, TunedChoice], folder: Path) -> Path:
-        """Write all of `best` atomically to the file that the part reads from `folder`."""
+        """Write `best` atomically to the file that the part reads from `folder`.
+
+        best: the fastest choice for each token count.
+        """
 
     @abstractmethod
     def explain(self, tokens: int, device_name: str | None = None) -> str:
-        """Describe the launch, its source and the reason, for this machine or the named GPU."""
+        """Describe which launch is used, where it comes from and why.
+
+        device_name: name of a GPU; None means this machine.
+        """
 
 
 Receiver = Callable[[], tuple[Dispatched, Handle]]  # waits for the dispatch of one call
@@ -131,7 +141,12 @@ Receiver = Callable[[], tuple[Dispatched, Handle]]  # waits for the dispatch of 
 
 @dataclass(frozen=True)
 class PathInfo:
-    """A path of an experts part. origin: the package it comes from. error: why it is unusable."""
+    """A path of an experts part, that is, one of several implementations in the same part.
+
+    name: name of the path.
+    origin: the package that provides it.
+    error: why it cannot be used; "" if it can.
+    """
 
     name: str
     origin: str
@@ -158,76 +173,87 @@ class PartDeclarations:
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        """Return rejections by rules that `requires` cannot express.
+        """Return a rejection for each violated rule that `requires` cannot express.
 
-        Each rule applies to this part alone and is named after it.
+        Such a rule applies only to this part, and its name begins with the name of the part.
         """
         return ()
 
     @classmethod
     def explained(cls, problem: Problem) -> tuple[str, ...]:
-        """Return lines that describe which implementation each call of `problem` uses, if any."""
+        """Return lines that describe which implementation calls of `problem` use; may be empty."""
         return ()
 
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
-        """Inside the block, in this thread, choose launches as if running on `machine`."""
+        """Return a context manager in which launches are chosen as if running on `machine`.
+
+        It applies to the current thread.
+        """
         return nullcontext()
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return named calls with meta tensors, for `mk compile`.
+        """Return functions that call kernels with meta tensors, by name, for `mk compile`.
 
-        They launch the kernels that a single-rank layer does not reach.
+        They cover the kernels that a single-rank layer does not launch.
         """
         return {}
 
 
 class PrepareAndFinalize(PartDeclarations, ABC):
-    """Quantizes and dispatches before the experts, and combines after them.
+    """Quantizes and dispatches tokens before the experts, and combines the rows after them.
 
-    problem: the problem of the layer. group: the process group of a multi-rank layer.
+    problem: the problem of the layer.
+    group: the process group of a multi-rank layer.
     """
 
     requires: ClassVar[PrepareFinalizeRequirements]
-    keeps_expert_output: ClassVar[bool] = False  # e.g. in memory that other ranks read
-    allocates_output: ClassVar[bool] = False  # see `combined`
-    # `prepare` is cheaper than `prepare_no_receive` followed by its receiver.
+    # Whether the part owns the buffer of the experts' output, for example if other ranks read it.
+    keeps_expert_output: ClassVar[bool] = False
+    # Whether the part can allocate the output of the layer (`combined`).
+    allocates_output: ClassVar[bool] = False
+    # Whether `prepare` is faster than `prepare_no_receive` followed by its receiver.
     prepares_at_once: ClassVar[bool] = False
-    capacity_multiple: int = 1  # of rows per expert (batched), if `requires.rounds_capacity`
+    # Rows per expert are a multiple of this, in the batched format (`requires.rounds_capacity`).
+    capacity_multiple: int = 1
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         self.problem = problem
         self.group = group
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle and copy.
+        """Return the state to pickle or copy.
 
-        Raises UnsupportedError if the part has a process group: connections to other ranks belong
-        to the process that opened them.
+        Raises UnsupportedError if the part has a process group, because connections to other ranks
+        belong to the process that opened them.
         """
         if self.group is not None or self.problem.parallel.world_size > 1:
-            got = "a part that holds a process group"
-            need = "a part constructed in each process with that process's group"
+            got = "a part that has a process group"
+            need = "a part without a process group; construct the part in each process"
             raise UnsupportedError(f"pickle or copy of {type(self).__name__}", got=got, need=need)
         return self.__dict__
 
     def round_capacity(self, multiple: int) -> None:
         """Round each expert's capacity to a multiple of `multiple`.
 
-        Called when a kernel is composed, before any buffer is sized, if `requires.rounds_capacity`.
+        If `requires.rounds_capacity`, this is called when a kernel is composed, before any buffer
+        is sized.
         """
         self.capacity_multiple = math.lcm(self.capacity_multiple, multiple)
 
     def rounded(self, rows: int) -> int:
-        """Return `rows` rounded up to the capacity multiple."""
+        """Return `rows` rounded up to a multiple of `capacity_multiple`."""
         return -(-rows // self.capacity_multiple) * self.capacity_multiple
 
     def check_machine(self, machine: Machine) -> None:  # a no-op unless overridden
-        """Raise InputError if the part (for example its process group) cannot run on `machine`."""
+        """Raise InputError if the part, for example its process group, cannot run on `machine`."""
 
     def destroy(self) -> None:  # a no-op unless overridden
-        """Free the process group's resources, on all ranks. The part is unusable afterwards."""
+        """Free resources that are shared with other ranks. Every rank must call this method.
+
+        The part cannot be used afterwards.
+        """
 
     @property
     def activation_format(self) -> ActivationFormat:
@@ -235,17 +261,17 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         return self.requires.activation_format
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """Return the dtype required of top-k ids; None if int32 and int64 are both accepted.
+        """Return the only dtype of top-k ids that is accepted, or None for int32 and int64.
 
-        It applies where Problem.ids_dtype is unset; another dtype raises DtypeError. If both are
-        accepted, the part converts ids as its library needs.
+        If Problem.ids_dtype is not set, ids of another dtype raise DtypeError. If both dtypes are
+        accepted, the part converts ids to the dtype that its library needs.
         """
         return self.requires.topk_indices_dtype
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Return the maximum number of tokens of one call; more raise CapacityError.
+        """Return the maximum number of tokens of a call, or None if only problem.tokens limits it.
 
-        None if only the kernel's own problem.tokens limits a call.
+        A call with more tokens raises CapacityError.
         """
         return self.requires.max_tokens
 
@@ -261,7 +287,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         return True
 
     def num_dispatchers(self) -> int:
-        """Return the number of ranks that may send tokens to this one."""
+        """Return the number of ranks that may send tokens to this rank."""
         return self.problem.parallel.world_size
 
     def has_prepare_no_receive(self) -> bool:
@@ -272,7 +298,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     def dispatch_shape(self, tokens: int) -> DispatchShape:
         """Return the largest dispatch that this rank may receive in a call of `tokens` tokens.
 
-        Other ranks may pass up to problem.tokens in that call.
+        Other ranks may pass up to problem.tokens tokens in the same call.
         """
 
     @abstractmethod
@@ -283,42 +309,45 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: "Call"
     ) -> tuple[Dispatched, Handle]:
-        """Quantize and dispatch x_TH (T, H), which is read only. T may be 0.
+        """Quantize and dispatch x_TH. Returns (dispatched tokens, handle for finalize).
 
-        Only expert_map and the static input scales may be read from `weights`.
+        x_TH: (T, H), which must not be modified. T may be 0.
+        weights: only expert_map and the static input scales may be read.
+        call: state of the call.
         """
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: "Call"
     ) -> Receiver:
-        """Start `prepare` and return its receiver.
+        """Start `prepare`. Returns a function that waits for the dispatch and returns its result.
 
-        Raises UnsupportedError unless the part is declared asynchronous.
+        Raises UnsupportedError unless `requires.asynchronous` is True.
         """
         name = type(self).__name__
-        raise UnsupportedError("prepare_no_receive", got=name, need="a part declared asynchronous")
+        need = "a part with requires.asynchronous = True"
+        raise UnsupportedError("prepare_no_receive", got=name, need=need)
 
     def expert_output(self, handle: Handle) -> torch.Tensor:
-        """Return the buffer that this call's experts write, if `keeps_expert_output`."""
+        """Return the buffer that this call's experts write to, if `keeps_expert_output` is True."""
         name = type(self).__name__
-        need = "a part that keeps the experts' output"
+        need = "a part with keeps_expert_output = True"
         raise UnsupportedError("expert_output", got=name, need=need)
 
     def refuse(self, error: Exception) -> None:  # a no-op in single-rank parts
         """Notify the other ranks, without waiting, that this rank refuses its call with `error`.
 
-        Called before the call has exchanged anything. The other ranks raise CommunicationError, and
-        all ranks stay usable.
+        This is called before the call has exchanged anything. The other ranks raise
+        CommunicationError, and all ranks remain usable.
         """
 
     def abandon(self, error: Exception) -> None:  # a no-op in single-rank parts
         """Shut down, and notify the other ranks that a started call failed with `error`.
 
-        Not called for a CommunicationError, which all ranks detect.
+        This is not called for a CommunicationError, because all ranks detect it.
         """
 
     def check(self) -> None:  # a no-op in parts that raise synchronously
-        """Synchronize, and raise device-side errors of calls that have already returned."""
+        """Synchronize, and raise the errors that calls have detected on the device."""
 
     @abstractmethod
     def finalize(
@@ -329,21 +358,21 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        """Combine into `out`, (T, H) or (T, K, H), applying `reduce`.
+        """Combine the experts' output, and write the result to `out`, (T, H) or (T, K, H).
 
-        A part applies its own reduction if `reduce` delegates. `handle` must come from the prepare
-        of the same call.
+        handle: the handle from `prepare` of the same call.
+        reduce: the reduction to apply. If its kind is DELEGATE, the part applies its own reduction.
         """
 
     def combined(
         self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
     ) -> torch.Tensor:
-        """Combine as `finalize` does, but return a newly allocated tensor.
+        """Combine like `finalize`, but return a newly allocated tensor.
 
-        Called for parts with `allocates_output`, whose library allocates its results, if the caller
-        passes no `out`. This saves a copy.
+        If `allocates_output` is True and the caller does not pass `out`, this method is called
+        instead of `finalize`. It saves a copy for libraries that allocate their results.
         """
-        need = "a part that allocates its output"
+        need = "a part with allocates_output = True"
         raise UnsupportedError("combined", got=type(self).__name__, need=need)
 
 
@@ -351,7 +380,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
     """Permute, GEMM 1, activation, GEMM 2, unpermute; optionally weight and reduce."""
 
     requires: ClassVar[ExpertsRequirements]
-    # The staged part that this fused part must match; the test harness compares the two.
+    # The staged part whose results this fused part must equal. The test harness compares the two.
     unfused: ClassVar["type[PermuteExpertsUnpermute] | None"] = None
 
     def __init__(self, problem: Problem) -> None:
@@ -359,14 +388,14 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
 
     @classmethod
     def tunable(cls, problem: Problem) -> Tunable | None:
-        """Return the launch search space for `mk tune`; None if there is nothing to tune."""
+        """Return the search space for `mk tune`, or None if there is nothing to tune."""
         return None
 
     @classmethod
     def paths(cls) -> tuple[PathInfo, ...]:
-        """Return the paths from tokens to output, for `mk list`; () for a part with a single path.
+        """Return the part's paths, for `mk list`; () for a part with a single path.
 
-        Paths of other packages are included, also those that cannot be used.
+        Paths from other packages are included, even if they cannot be used.
         """
         return ()
 
@@ -384,44 +413,51 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
         return self.requires.expert_map
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
-        """Return whether these experts may quantize a dispatch of at most `shape` themselves.
+        """Return whether the experts should quantize a dispatch of at most `shape` themselves.
 
-        The dispatch is then unquantized. `apply` must also accept quantized input, unless
-        `requires.quantizes_input` is set.
+        If so, the dispatch is not quantized. `apply` must also accept quantized input, unless
+        `requires.quantizes_input` is True.
         """
         return self.requires.quantizes_input
 
     @abstractmethod
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        """Return buffers and output for a dispatch of at most `shape`; monotone in `shape`."""
+        """Return the buffers and the output for a dispatch of at most `shape`.
+
+        A larger `shape` must not need smaller buffers.
+        """
 
     @abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """Return the reduction that finalize must apply to the output; NoOp if none is left."""
+        """Return the reduction that finalize must apply to the output."""
 
     def prepared_specs(self) -> Mapping[str, BufferSpec]:
-        """Return specs of what `prepare` derives from weights, by ExpertWeights field."""
+        """Return the specs of the tensors that `prepare` derives, by field of ExpertWeights."""
         return {}
 
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
-        """Derive prepared weights: write every element of `out`, as `prepared_specs` declares.
+        """Derive prepared tensors from weights.
 
-        weights: checked, and read only. `apply` then receives `out` in its weights. Its output
-        without them must be as accurate, but may differ bitwise.
+        `apply` then gets the prepared tensors in its `weights`. Without prepared tensors, its
+        output must be as accurate, but need not be bitwise equal.
+
+        weights: weights that were checked, and must not be modified.
+        out: the tensors that `prepared_specs` declares. Every element must be written.
         """
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        """Return the values that a call with these tensors rounds; None if this is not declared.
+        """Return which values a call with these tensors rounds, or None if it is not declared.
 
-        x_TH: (T, H) tokens of one call, or of one chunk of it. `mk test` verifies the declaration:
-        an additional or missing rounding changes the output.
+        `mk test` verifies the declaration, because any other rounding changes the output.
+
+        x_TH: (T, H) tokens of a call, or of a chunk of a call.
         """
         return None
 
     def is_overridden(self) -> bool:
-        """Return whether a `with` block currently overrides the launches (tiles).
+        """Return whether a `with` block currently overrides the launch configurations.
 
-        Calls inside such a block allocate their own workspace, because shared workspaces were sized
+        Calls in such a block allocate their own workspaces, because shared workspaces were sized
         without the override.
         """
         return False
@@ -429,9 +465,10 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
     def path_name(self, x_TH: torch.Tensor, weights: ExpertWeights) -> str:
         """Return the name of the path that a call with these tensors takes; "" for a single path.
 
-        x_TH: (T, H) tokens of one call, or of one chunk of it. A part with several paths calls
-        `path_log.log_path` on each; `mk test` compares the paths its cases enter with the reachable
-        ones.
+        A part with several paths also calls `path_log.log_path` on each path. `mk test` compares
+        the paths that its cases take with the paths that can be taken.
+
+        x_TH: (T, H) tokens of a call, or of a chunk of a call.
         """
         return ""
 
@@ -444,19 +481,20 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
         workspace: Workspace,
         output: torch.Tensor,
     ) -> None:
-        """Write `output`, of the shape declared for this dispatch. Inputs are read only.
+        """Compute the experts, and write `output`, whose shape `workspace_shapes` declares.
 
-        Never called with zero rows. `requires.invalid_rows` defines the rows of skipped pairs. If
-        the part declares inplace, `output` may alias the memory of `tokens`; it may then be written
-        only after the last token was read.
+        Inputs must not be modified. This is never called with zero rows. `requires.invalid_rows`
+        defines the content of rows of skipped pairs. If `requires.inplace` is True, `output` may
+        share the memory of `tokens`. It must then be written only after the last token has been
+        read.
         """
 
 
 class PickledByProblem:
     """Mixin that pickles and copies an experts part as its class and problem.
 
-    For parts whose constructor binds kernels or a library, which cannot be pickled. A subclass with
-    other constructor arguments, or with more state, overrides `__reduce__`.
+    It is for parts that cannot be pickled because their constructors bind kernels or a library. A
+    subclass with other constructor arguments, or with more state, must override `__reduce__`.
     """
 
     problem: Problem
@@ -466,12 +504,14 @@ class PickledByProblem:
 
 
 class Call:
-    """State of one kernel call besides the caller's tensors.
+    """State of one kernel call, in addition to the caller's tensors.
 
-    workspace: buffers declared by both parts. invalid_ids: int32 (1,) count of ids outside [-1, E),
-    shared by all calls of a kernel and only incremented. defer_quant: dispatch activations
-    unquantized, because the experts quantize them. pairing: names of the kernel's parts, which must
-    agree across ranks. peers_notified: set by a part once other ranks may have learned of the call.
+    workspace: the buffers that both parts declare.
+    invalid_ids: (1,) int32, number of ids outside [-1, E). All calls of a kernel share this tensor,
+        and only increment it.
+    defer_quant: whether to dispatch unquantized activations, because the experts quantize them.
+    pairing: names of the kernel's parts, which must be the same on all ranks.
+    peers_notified: whether other ranks may know of the call; set by the part.
     """
 
     __slots__ = ("defer_quant", "invalid_ids", "pairing", "peers_notified", "workspace")

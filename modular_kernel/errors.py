@@ -1,7 +1,8 @@
 """Exceptions that the toolkit raises on purpose.
 
-A user's mistake raises a subclass of `ModularKernelError` that states the subject, what it got and
-what it needs, before anything is launched. `assert` is reserved for internal invariants.
+A user's mistake raises a subclass of `ModularKernelError` before anything is launched. The message
+names the invalid value, and says what was found and what is needed. `assert` is reserved for
+internal invariants.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from modular_kernel.text import counted, printable
 
 
 class ModularKernelError(Exception):
-    """Base of every error raised on purpose. Picklable, so that errors can cross processes."""
+    """Base class of all errors that the toolkit raises on purpose. They can be pickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # Do not call the class: a subclass's constructor arguments are not in `args`.
@@ -20,7 +21,9 @@ class ModularKernelError(Exception):
 class InputError(ModularKernelError, ValueError):
     """A value that the caller passed is not valid.
 
-    what: the name of the value. got: the value, or what is wrong with it. need: what is valid.
+    what: name of the value.
+    got: the value, or what is wrong with it.
+    need: which values are valid.
     """
 
     def __init__(self, what: str, *, got: object, need: object) -> None:
@@ -31,19 +34,19 @@ class InputError(ModularKernelError, ValueError):
 
 
 class ConfigurationError(InputError):
-    """A declared option or problem field is wrong, or two of them contradict each other."""
+    """An option or a field of the problem is invalid, or two of them contradict each other."""
 
 
 class ShapeError(InputError):
-    """A tensor has the wrong rank or shape, or two tensors disagree."""
+    """A tensor has a wrong number of dimensions or a wrong shape, or two shapes do not match."""
 
 
 class DtypeError(InputError):
-    """A tensor has a dtype that the declared problem does not allow."""
+    """A tensor has a dtype that the problem does not allow."""
 
 
 class DeviceError(InputError):
-    """A tensor is on another device than its peers or the kernel."""
+    """A tensor is on another device than the kernel or the other tensors."""
 
 
 class LayoutError(InputError):
@@ -51,45 +54,45 @@ class LayoutError(InputError):
 
 
 class RoutingError(InputError):
-    """Top-k ids are outside [-1, experts) in checked mode, or routing does not fit the weights."""
+    """Top-k ids are outside [-1, experts) in checked mode, or a routing is otherwise invalid."""
 
 
 class WeightsError(InputError):
-    """Expert weights do not match the declared problem (scales, biases, placement)."""
+    """Expert weights, or their scales or biases, do not match the problem."""
 
 
 class CapacityError(InputError):
-    """More tokens than a plan, a part or a buffer was made for, or more adapters than slots."""
+    """A plan, part or buffer has no room for so many tokens, or all adapter slots are in use."""
 
 
 class UnsupportedError(InputError):
-    """A method was called that the part declares unsupported."""
+    """A method, option or format is not supported."""
 
 
 class StateError(InputError):
-    """An object was used in the wrong state, for example a call was finished twice, or a plan was
+    """An object is in the wrong state, for example if a call is finished twice, or if a plan is
     called from within its own call."""
 
 
 class CorruptionError(ModularKernelError):
     """A part wrote outside its workspace (red zones are checked in poison mode), or an interpreted
-    kernel accessed memory that none of its launch arguments covers."""
+    kernel accessed memory that does not belong to any of its arguments."""
 
 
 class UnknownPartError(InputError):
-    """No part has this name; `need` lists the nearest names."""
+    """No part has this name. `need` lists the valid names."""
 
 
 class DuplicatePartError(InputError):
-    """Two packages provide a part under the same name, so the name cannot be used."""
+    """Several packages provide a part with the same name, so the name cannot be used."""
 
 
 class BrokenPartError(InputError):
-    """The entry point that should provide parts failed to import; `got` is its error."""
+    """The entry point that provides a part failed to import. `got` is the error."""
 
 
 class IncompatibleError(ModularKernelError, ValueError):
-    """A pairing was refused; `rejections` holds every violated rule, not only the first."""
+    """A pairing does not support the problem. `rejections` has an entry for each violated rule."""
 
     def __init__(self, pairing: str, rejections: Sequence[object]) -> None:
         self.pairing, self.rejections = pairing, tuple(rejections)
@@ -99,12 +102,14 @@ class IncompatibleError(ModularKernelError, ValueError):
 
 
 class CommunicationError(ModularKernelError):
-    """Ranks of an exchange were late, disappeared, or disagreed.
+    """Ranks of an exchange were late, disappeared, or made different calls.
 
-    rank: the rank that raised. phase: "construct", "counts", "dispatch" or "combine". step: number
-    of the call among all calls of the manager. layer: number of the layer among those that share
-    the manager. call: number of the call among those of its layer. All three count from 1; layer
-    and call are 0 if unknown. peers: ranks that may be at fault, () if unknown.
+    rank: the rank that raised the error.
+    phase: "construct", "counts", "dispatch" or "combine".
+    step: number of the call among all calls of the manager, from 1.
+    layer: number of the layer among the layers that share the manager, from 1; 0 if unknown.
+    call: number of the call among the calls of its layer, from 1; 0 if unknown.
+    peers: ranks that may have caused the error; () if unknown.
     """
 
     def __init__(

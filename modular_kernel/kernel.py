@@ -27,7 +27,7 @@ from modular_kernel.quant import prepared
 from modular_kernel.replay import modes
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing, check_weight_tensors
-from modular_kernel.text import notebook_html
+from modular_kernel.text import render_notebook_html
 from modular_kernel.utils.argument_checks import Count, available_device, expect
 from modular_kernel.utils.call_counters import OWN_WORKSPACE
 from modular_kernel.workspace import Workspace
@@ -107,7 +107,7 @@ class FusedMoEModularKernel(Execution):
 
     def _repr_html_(self) -> str:
         """Return `repr` as HTML, for notebooks."""
-        return notebook_html(f"{self.pairing}, {self.problem} on {self.machine}")
+        return render_notebook_html(f"{self.pairing}, {self.problem} on {self.machine}")
 
     @property
     def replayable(self) -> bool:

@@ -1,4 +1,4 @@
-"""Detection of this machine as a frozen `Machine`, and the switch to torch reference operations."""
+"""Detects this machine (`Machine`), and lets operations prefer their torch references."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,8 +16,8 @@ from modular_kernel.utils.package_probes import PackageProbe, probe_all
 _torch_reference: ContextVar[bool] = ContextVar("torch_reference", default=False)
 
 
-def importable(packages: Iterable[str]) -> frozenset[str]:
-    """Return those of `packages` that can be found, without importing them."""
+def find_importable(packages: Iterable[str]) -> frozenset[str]:
+    """Return the packages that can be found. Does not import them."""
     available = set()
     for package in packages:
         try:
@@ -29,10 +29,10 @@ def importable(packages: Iterable[str]) -> frozenset[str]:
 
 
 def interpreted_since_import() -> bool | None:
-    """Return whether triton was imported with its interpreter enabled; None if not imported yet.
+    """Return whether triton was imported with its interpreter enabled, or None if not imported.
 
-    Triton reads TRITON_INTERPRET while it defines its own functions. After a later change, a
-    process has functions of both kinds, which cannot call each other.
+    Triton reads TRITON_INTERPRET when it defines its own functions. If the variable changes later,
+    the process has interpreted and compiled functions, which cannot call each other.
     """
     standard = sys.modules.get("triton.language.standard")
     function = getattr(standard, "cdiv", None)
@@ -45,16 +45,16 @@ def current_machine(
     device: Literal["cuda", "cpu"] | None = None,
     probes: Iterable[PackageProbe] = (),
 ) -> Machine:
-    """Describe this machine.
+    """Return a description of this machine.
 
     packages: names of packages to look for in addition to triton and ml_dtypes.
-    probes: for packages that share their name with other packages.
-    device: "cpu" describes this machine's CPU even if a GPU is present; None prefers the GPU.
+    device: "cpu" describes this machine without its GPU. None prefers the GPU.
+    probes: probes for packages that share their name with other packages.
     """
     probes = tuple(probes)
     confirmed, others = probe_all(probes)
     by_name = {"triton", "ml_dtypes", *packages} - {probe.name for probe in probes}
-    available, mismatched = importable(by_name) | confirmed, tuple(sorted(others.items()))
+    available, mismatched = find_importable(by_name) | confirmed, tuple(sorted(others.items()))
     if device != "cpu" and torch.cuda.is_available():
         arch = torch.cuda.get_device_capability()
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -76,7 +76,7 @@ def current_machine(
 
 
 def _cuda_version() -> tuple[int, int] | None:
-    """Return the CUDA version that torch was built for; None for another kind of GPU."""
+    """Return the CUDA version that torch was built for, or None if torch was built without CUDA."""
     parts = (torch.version.cuda or "").split(".")
     numbers = [int(part) for part in parts[:2] if part.isdecimal()]
     return (numbers[0], numbers[1]) if len(numbers) == 2 else None
@@ -84,9 +84,11 @@ def _cuda_version() -> tuple[int, int] | None:
 
 @contextmanager
 def prefer_torch_reference(*, enabled: bool = True) -> Iterator[None]:
-    """Inside the block, run CPU operations by their torch references, even when interpreting.
+    """Run operations on a CPU with their torch references inside the block, even when interpreting.
 
-    For timing plain-torch parts as a user runs them. enabled: False makes the block a no-op.
+    This makes it possible to time plain torch parts as users run them.
+
+    enabled: if False, the block changes nothing.
     """
     token = _torch_reference.set(_torch_reference.get() or enabled)
     try:
@@ -95,6 +97,6 @@ def prefer_torch_reference(*, enabled: bool = True) -> Iterator[None]:
         _torch_reference.reset(token)
 
 
-def torch_reference_preferred() -> bool:
+def is_torch_reference_preferred() -> bool:
     """Return whether `prefer_torch_reference` is active in this context."""
     return _torch_reference.get()

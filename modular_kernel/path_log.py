@@ -1,6 +1,7 @@
 """Log of the paths that calls of an experts part take, for the test harness.
 
-A part that has several paths from tokens to output calls `log_path` once it has chosen one.
+A path is one of several implementations in the same part. A part with paths calls `log_path` when
+it has chosen one.
 """
 
 from collections.abc import Iterator
@@ -14,14 +15,19 @@ from modular_kernel.tensors import ExpertWeights
 
 @dataclass(frozen=True)
 class EnteredPath:
-    """One call: the name of its path, the part's problem, and the call's weights."""
+    """The path of one call.
+
+    path: name of the path.
+    problem: problem of the part.
+    weights: weights of the call.
+    """
 
     path: str
     problem: Problem
     weights: ExpertWeights
 
 
-_log: ContextVar[list[EnteredPath] | None] = ContextVar("paths entered", default=None)
+_log: ContextVar[list[EnteredPath] | None] = ContextVar("entered paths", default=None)
 
 
 def log_path(path: str, problem: Problem, weights: ExpertWeights) -> None:
@@ -33,9 +39,9 @@ def log_path(path: str, problem: Problem, weights: ExpertWeights) -> None:
 
 @contextmanager
 def record_paths() -> Iterator[list[EnteredPath]]:
-    """Collect the paths that calls inside the block take, in this thread.
+    """Return a list of the paths that calls take inside the block, in this thread.
 
-    A replayed call of a plan runs no host code of the part, so it is not logged.
+    A replayed call of a plan is not logged, because it does not run host code of the part.
     """
     log: list[EnteredPath] = []
     token = _log.set(log)

@@ -1,7 +1,8 @@
-"""Status of process-wide settings that affect users, each with a reason.
+"""State of process-wide settings that affect users, such as launch replay and the interpreter.
 
-`mk doctor` and `mk profile` show all of them. A status with a reason is also logged once (logger
-modular_kernel.process_status), as a warning if something requested or expected is not the case.
+`mk doctor` and `mk profile` show all states. A state that has a reason is also logged once, by the
+logger "modular_kernel.process_status". It is logged as a warning if it is not what the user
+requested or expects.
 """
 
 import logging
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.machine import importable, interpreted_since_import
-from modular_kernel.settings import c_compiler, read_settings, unknown_variables
+from modular_kernel.machine import find_importable, interpreted_since_import
+from modular_kernel.settings import find_c_compiler, find_unknown_variables, read_settings
 from modular_kernel.text import printable
 from modular_kernel.utils.optional_imports import OWN_PACKAGES, shadow_of
 
@@ -22,8 +23,10 @@ _LOGGED: set["ProcessState"] = set()
 class ProcessState:
     """The state of one setting.
 
-    word: the state in one word, such as "on". why: the reason, if another state would be better for
-    the user; otherwise "". loud: whether to log it as a warning.
+    name: name of the setting.
+    word: the state in one word, such as "on".
+    why: the reason for the state, if another state would be better for the user; otherwise "".
+    loud: whether to log the state as a warning.
     """
 
     name: str
@@ -35,7 +38,7 @@ class ProcessState:
         return f"{self.word}: {self.why}" if self.why else self.word
 
 
-def replay() -> ProcessState:
+def get_replay_state() -> ProcessState:
     """Return whether plans replay their launches: "on" or "off"."""
     from modular_kernel.replay.launch.launch import why_not_replayed  # noqa: PLC0415  imports triton
 
@@ -47,15 +50,15 @@ def replay() -> ProcessState:
     )
 
 
-def interpreter() -> ProcessState:
+def get_interpreter_state() -> ProcessState:
     """Return whether Triton kernels are interpreted on the CPU: "on" or "off"."""
     requested, imported = read_settings().triton_interpret, interpreted_since_import()
-    missing = sorted({"triton", "ml_dtypes"} - importable(("triton", "ml_dtypes")))
+    missing = sorted({"triton", "ml_dtypes"} - find_importable(("triton", "ml_dtypes")))
     reason = ""
     if requested and missing:
         reason = f"{' and '.join(missing)} cannot be imported"
     elif requested and imported is False:
-        reason = "TRITON_INTERPRET was set after triton was imported: set it before"
+        reason = "TRITON_INTERPRET was set after triton was imported; set it before the import"
     elif not requested and imported:
         reason = (
             "TRITON_INTERPRET was unset after triton was imported: kernels are still interpreted"
@@ -74,8 +77,8 @@ def interpreter() -> ProcessState:
     )
 
 
-def packages() -> ProcessState:
-    """Return whether the part packages are this distribution's: "ours" or "shadowed"."""
+def get_packages_state() -> ProcessState:
+    """Return whether the packages with parts belong to this distribution: "ours" or "shadowed"."""
     shadows = {package: shadow_of(package) for package in OWN_PACKAGES}
     reason = ", ".join(
         f"{package} by {path}" for package, path in shadows.items() if path is not None
@@ -85,24 +88,24 @@ def packages() -> ProcessState:
     return ProcessState("packages", "ours")
 
 
-def compiler() -> ProcessState:
+def get_compiler_state() -> ProcessState:
     """Return whether a C compiler, needed to build Triton launchers, is "found" or "missing"."""
-    if c_compiler() is not None:
+    if find_c_compiler() is not None:
         return ProcessState("C compiler", "found")
-    reason = "no CC, gcc or clang: triton cannot build launchers, so plans cannot replay"
+    reason = "no CC, gcc or clang: triton cannot build launchers, so plans cannot replay launches"
     return ProcessState("C compiler", "missing", reason, loud=_on_gpu())
 
 
-def caches() -> ProcessState:
+def get_caches_state() -> ProcessState:
     """Return whether measurements and compiled files are cached: "kept" or "off"."""
     if read_settings().cache_dir is not None:
         return ProcessState("caches", "kept")
     return ProcessState("caches", "off", "no home directory; set MK_CACHE_DIR")
 
 
-def variables() -> ProcessState:
+def get_variables_state() -> ProcessState:
     """Return whether all MK_ environment variables are recognized: "known" or "unknown"."""
-    unknown = unknown_variables()
+    unknown = find_unknown_variables()
     if not unknown:
         return ProcessState("variables", "known")
     reason = ", ".join(
@@ -112,14 +115,20 @@ def variables() -> ProcessState:
     return ProcessState("variables", "unknown", printable(reason, max_chars=500), loud=True)
 
 
-def all_states() -> tuple[ProcessState, ...]:
+def get_all_states() -> tuple[ProcessState, ...]:
     """Return all states of this process. If replay is possible, this compiles cuda_replay.c."""
-    return replay(), *states_without_replay()
+    return get_replay_state(), *get_states_without_replay()
 
 
-def states_without_replay() -> tuple[ProcessState, ...]:
-    """Return all states except replay, which is logged when a plan first records a launch."""
-    return interpreter(), packages(), compiler(), caches(), variables()
+def get_states_without_replay() -> tuple[ProcessState, ...]:
+    """Return all states except that of replay, which is logged when a plan records a launch."""
+    return (
+        get_interpreter_state(),
+        get_packages_state(),
+        get_compiler_state(),
+        get_caches_state(),
+        get_variables_state(),
+    )
 
 
 def log_once(states: tuple[ProcessState, ...]) -> None:

@@ -1,7 +1,7 @@
-"""Registries for MoE runner backends, as in SGLang: their stages and fused operations.
+"""Registries of the stages and fused operations of MoE runner backends. The names follow SGLang.
 
-A backend has three stages: pre-permute makes its input, the core runs the two GEMMs, and
-post-permute writes the output.
+A backend has three stages: pre-permute makes the input of the core, the core runs the two GEMMs,
+and post-permute writes the output.
 
     @register_core("toy")
     class ToyCore(MoeRunnerCore[ToyState]): ...
@@ -11,9 +11,9 @@ post-permute writes the output.
     def toy_to_standard(result: ToyOutput, call: RunnerCall[ToyState]) -> None: ...
 
 `experts.staged.make_experts("ToyExperts", "toy", "standard", ...)` builds an experts part from the
-stages. A package provides that part like any other; nothing else needs to be registered. A fused
-operation computes the three stages in one. It names the staged part that it replaces (`unfused`),
-and the test harness verifies that both give equal results.
+stages. A package provides this part like any other part; nothing else needs to be registered. A
+fused operation computes all three stages at once. It names the staged part that it replaces
+(`unfused`), and the test harness verifies that the results of both are equal.
 """
 
 from abc import ABC, abstractmethod
@@ -30,7 +30,7 @@ from modular_kernel.tensors import Dispatched, DispatchShape, ExpertWeights
 from modular_kernel.utils.argument_checks import expect, format_value
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# Activation formats by the names that SGLang and vLLM have for dispatch formats. In
+# The activation format of each dispatch format, under the names that SGLang and vLLM use. In
 # "deepep_normal", rows have local expert ids; in "deepep_ll", they are grouped by expert.
 FORMATS: Mapping[str, ActivationFormat] = {
     "standard": ActivationFormat.STANDARD,
@@ -46,16 +46,19 @@ T = TypeVar("T")
 
 @dataclass
 class NoState:
-    """State of a backend whose stages share nothing except their results."""
+    """State of a backend whose stages share only their results."""
 
 
 @dataclass(frozen=True)
 class RunnerCall(Generic[S]):
-    """Arguments of one call, shared by its stages. Stages keep no state between calls.
+    """Arguments of one call, which its stages share. Stages must not keep state between calls.
 
-    tokens: the dispatched tokens, read only. output: the tensor that post-permute writes, in the
-    part's declared shape. workspace: the buffers that the core declares. state: an instance of the
-    core's `state` type, created for each call.
+    tokens: the dispatched tokens, which must not be modified.
+    weights: weights of the experts.
+    problem: problem of the part.
+    workspace: the buffers that the core declares.
+    output: the tensor that post-permute writes, in the shape that the part declares.
+    state: an instance of the core's `state` type, created for each call.
     """
 
     tokens: Dispatched
@@ -67,7 +70,7 @@ class RunnerCall(Generic[S]):
 
 
 class RunnerInput(ABC):
-    """Input of a backend's core; the result of its pre-permute."""
+    """Input of a backend's core, which its pre-permute returns."""
 
     @property
     @abstractmethod
@@ -76,7 +79,7 @@ class RunnerInput(ABC):
 
 
 class RunnerOutput(ABC):
-    """Output of a backend's core, passed to its post-permute."""
+    """Output of a backend's core, which is passed to its post-permute."""
 
     @property
     @abstractmethod
@@ -85,7 +88,10 @@ class RunnerOutput(ABC):
 
 
 class MoeRunnerCore(ABC, Generic[S]):
-    """The two GEMMs of a backend. state: the class of `RunnerCall.state`."""
+    """Computes the two GEMMs of a backend.
+
+    state: the class of `RunnerCall.state`.
+    """
 
     state: ClassVar[type[Any]] = NoState
 
@@ -102,7 +108,7 @@ class MoeRunnerCore(ABC, Generic[S]):
 
     @abstractmethod
     def run(self, runner_input: Any, call: RunnerCall[S]) -> RunnerOutput:
-        """Run GEMM 1, activation and GEMM 2. Rows keep the order of pre-permute's result."""
+        """Run GEMM 1, the activation and GEMM 2. Output rows have the order of input rows."""
 
 
 PrePermute = Callable[[RunnerCall[Any]], RunnerInput]
@@ -113,10 +119,10 @@ Implementation = FusedFunction | type[PermuteExpertsUnpermute]
 
 @dataclass(frozen=True)
 class FusedOp:
-    """One operation that replaces a backend's three stages.
+    """An operation that replaces the three stages of a backend.
 
-    run: a function that writes call.output, or a complete experts part. unfused: the staged part
-    that it replaces.
+    run: a function that writes call.output, or a complete experts part.
+    unfused: the staged part that the operation replaces.
     """
 
     a2a_backend: str
@@ -138,7 +144,12 @@ class Stages:
 
 @dataclass(frozen=True)
 class UnusedRegistration:
-    """A registration that no part can use. missing: what it lacks, in words."""
+    """A registration that no part can use.
+
+    name: backend, and the dispatch format of a stage.
+    origin: where the function or class is defined.
+    missing: what is missing, as text.
+    """
 
     name: str
     origin: str
@@ -146,9 +157,9 @@ class UnusedRegistration:
 
 
 class _Registry(Generic[T]):
-    """Values registered under pairs of names, each pair at most once.
+    """Values that are registered under pairs of names. A pair can be registered only once.
 
-    kind: what the values are, for error messages.
+    kind: kind of the values, for error messages.
     """
 
     def __init__(self, kind: str) -> None:
@@ -157,10 +168,10 @@ class _Registry(Generic[T]):
         self._sources: dict[Key, object] = {}
 
     def add(self, key: Key, value: T, source: object) -> None:
-        """Register `value`. Raises DuplicatePartError, with both origins, if the key is taken.
+        """Register `value`. Raises DuplicatePartError, with both origins, if the key is registered.
 
         source: the function or class that defines the value. If its module is imported again, the
-        new value replaces the old one.
+            new value replaces the old one.
         """
         for name in key:
             expect(f"{self.kind} name", name, str)
@@ -168,41 +179,48 @@ class _Registry(Generic[T]):
                 raise ConfigurationError(f"{self.kind} name", got="''", need="a non-empty string")
         previous = self._sources.get(key)
         if previous is not None and not _is_reimport(previous, source):
-            got = f"{origin_of(previous)} and {origin_of(source)}"
-            raise DuplicatePartError(f"{self.kind} {format_key(key)}", got=got, need="one origin")
+            got = f"{format_origin(previous)} and {format_origin(source)}"
+            need = "a single registration"
+            raise DuplicatePartError(f"{self.kind} {format_key(key)}", got=got, need=need)
         self.entries[key], self._sources[key] = value, source
 
     def get(self, key: Key) -> T:
-        """Return the value of the key. Raises UnknownPartError, which lists the registered keys."""
+        """Return the value of a key. Raises UnknownPartError, which lists the registered keys."""
         value = self.entries.get(key)
         if value is None:
             registered = ", ".join(format_key(known_key) for known_key in sorted(self.entries))
-            need = f"one of {registered}" if registered else "a registered one: there is none"
+            need = f"one of {registered}" if registered else f"a registered {self.kind}"
             raise UnknownPartError(self.kind, got=format_key(key), need=need)
         return value
 
     def origin(self, key: Key) -> str:
-        """Return where the key's value was defined."""
-        return origin_of(self._sources[key])
+        """Return where the value of a key is defined."""
+        return format_origin(self._sources[key])
 
 
 class FusedOpPool:
-    """Fused operations by (all2all backend, runner backend)."""
+    """Registered fused operations, by (all2all backend, runner backend).
+
+    ops: the operations.
+    parts: the parts that were built from the operations.
+    """
 
     def __init__(self) -> None:
         self.ops = _Registry[FusedOp]("fused operation")
-        self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}  # parts built from the operations
+        self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}
 
     def get_fused_func(self, a2a_backend: str, runner_backend: str) -> FusedOp | None:
-        """Return the fused operation; None if none is registered."""
+        """Return the fused operation, or None if none is registered."""
         return self.ops.entries.get((a2a_backend, runner_backend))
 
 
 class PermuteMethodPool:
     """Registered stages.
 
-    pre: by (format, backend). post: by (backend, format). cores: by (backend, "core"). parts: the
-    parts built from them, by (backend, format).
+    pre: pre-permutes by (format, backend).
+    post: post-permutes by (backend, format).
+    cores: cores by (backend, "core").
+    parts: the parts that were built from stages, by (backend, format).
     """
 
     def __init__(self) -> None:
@@ -211,14 +229,14 @@ class PermuteMethodPool:
         self.cores = _Registry[type[MoeRunnerCore[Any]]]("core")
         self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}
 
-    def stages_of(self, backend: str, format: str) -> Stages:
-        """Return the three stages. Raises UnknownPartError for the first that is missing."""
+    def get_stages(self, backend: str, format: str) -> Stages:
+        """Return the three stages. Raises UnknownPartError if one is missing."""
         check_format(format)
         pre = self.pre.get((format, backend))
         core = self.cores.get((backend, "core"))
         return Stages(backend, format, pre, core, self.post.get((backend, format)))
 
-    def unused(self) -> Iterable[UnusedRegistration]:
+    def find_unused(self) -> Iterable[UnusedRegistration]:
         """Yield every stage whose counterparts are missing."""
         for format, backend in self.pre.entries:
             name, origin = f"{backend} {format}", self.pre.origin((format, backend))
@@ -226,14 +244,14 @@ class PermuteMethodPool:
                 yield UnusedRegistration(
                     name, origin, f"a pre-permute without post-permute {backend, format}"
                 )
-            yield from self._without_core(name, origin, backend)
+            yield from self._check_core(name, origin, backend)
         for backend, format in self.post.entries:
             name, origin = f"{backend} {format}", self.post.origin((backend, format))
             if (format, backend) not in self.pre.entries:
                 yield UnusedRegistration(
                     name, origin, f"a post-permute without pre-permute {format, backend}"
                 )
-                yield from self._without_core(name, origin, backend)
+                yield from self._check_core(name, origin, backend)
         permuted = {backend for _, backend in self.pre.entries} | {b for b, _ in self.post.entries}
         for key in self.cores.entries:
             if key[0] not in permuted:
@@ -241,7 +259,7 @@ class PermuteMethodPool:
                     key[0], self.cores.origin(key), f"a core without permutes of {key[0]!r}"
                 )
 
-    def _without_core(self, name: str, origin: str, backend: str) -> Iterable[UnusedRegistration]:
+    def _check_core(self, name: str, origin: str, backend: str) -> Iterable[UnusedRegistration]:
         if (backend, "core") not in self.cores.entries:
             yield UnusedRegistration(name, origin, f"a permute without core {backend!r}")
 
@@ -253,7 +271,10 @@ PERMUTES = PermuteMethodPool()
 def register_pre_permute(
     dispatch_format: str, runner_backend: str
 ) -> Callable[[PrePermute], PrePermute]:
-    """Register the function that makes a backend's input from tokens in a format of FORMATS."""
+    """Return a decorator that registers the function which makes the input of a backend's core.
+
+    dispatch_format: a key of FORMATS.
+    """
     check_format(dispatch_format)
 
     def register(pre: PrePermute) -> PrePermute:
@@ -266,7 +287,10 @@ def register_pre_permute(
 def register_post_permute(
     runner_backend: str, combine_format: str
 ) -> Callable[[PostPermute], PostPermute]:
-    """Register the function that writes the part's output from a backend's result."""
+    """Return a decorator that registers the function which writes the output of a backend's part.
+
+    combine_format: a key of FORMATS.
+    """
     check_format(combine_format)
 
     def register(post: PostPermute) -> PostPermute:
@@ -280,7 +304,7 @@ C = TypeVar("C", bound=type[MoeRunnerCore[Any]])
 
 
 def register_core(runner_backend: str) -> Callable[[C], C]:
-    """Register the core class of a backend."""
+    """Return a decorator that registers the core class of a backend."""
 
     def register(core: C) -> C:
         _check_class(f"core {runner_backend!r}", core, MoeRunnerCore)
@@ -296,11 +320,11 @@ F = TypeVar("F", bound=Implementation)
 def register_fused_func(
     a2a_backend: str, runner_backend: str, *, unfused: type[PermuteExpertsUnpermute]
 ) -> Callable[[F], F]:
-    """Register an operation that replaces the stages of `unfused`.
+    """Return a decorator that registers an operation which replaces the stages of `unfused`.
 
-    It is used for tokens that `a2a_backend` dispatches. The operation is a function that takes a
-    RunnerCall of that part's core and writes call.output, or an experts part with the same
-    requirements as `unfused`. Raises ConfigurationError if the requirements differ.
+    The operation is a function that takes a RunnerCall and writes call.output, or an experts part
+    with the same requirements as `unfused`. It is used for tokens that `a2a_backend` dispatches.
+    Raises ConfigurationError if the requirements differ.
     """
     _check_class("unfused", unfused, PermuteExpertsUnpermute)
 
@@ -332,33 +356,33 @@ def _check_declared(
     if differences:
         what = f"{part.__name__}.requires"
         raise ConfigurationError(
-            what, got=f"other {differences}", need=f"what {unfused.__name__} declares"
+            what, got=f"different {differences}", need=f"the values of {unfused.__name__}"
         )
 
 
-def stages_of(backend: str, format: str) -> Stages:
-    """Return a backend's stages. Raises UnknownPartError for the first that is missing."""
-    return PERMUTES.stages_of(backend, format)
+def get_stages(backend: str, format: str) -> Stages:
+    """Return the stages of a backend. Raises UnknownPartError if one is missing."""
+    return PERMUTES.get_stages(backend, format)
 
 
-def fused_op(a2a_backend: str, runner_backend: str) -> FusedOp:
+def get_fused_op(a2a_backend: str, runner_backend: str) -> FusedOp:
     """Return a fused operation. Raises UnknownPartError if none is registered."""
     return FUSED.ops.get((a2a_backend, runner_backend))
 
 
-def keep_part(part: type[PermuteExpertsUnpermute], stages: Stages) -> None:
-    """Keep the part built from a backend's stages, for lookup by backend and format."""
+def register_part(part: type[PermuteExpertsUnpermute], stages: Stages) -> None:
+    """Register the part that was built from a backend's stages, under its backend and format."""
     PERMUTES.parts[stages.backend, stages.format] = part
 
 
-def keep_fused_part(part: type[PermuteExpertsUnpermute], op: FusedOp) -> None:
-    """Keep the part built from a fused function, for lookup by its two backends."""
+def register_fused_part(part: type[PermuteExpertsUnpermute], op: FusedOp) -> None:
+    """Register the part that was built from a fused function, under its two backends."""
     FUSED.parts[op.a2a_backend, op.runner_backend] = part
 
 
-def unused_registrations() -> tuple[UnusedRegistration, ...]:
+def find_unused_registrations() -> tuple[UnusedRegistration, ...]:
     """Return every registration that no part can use."""
-    return tuple(dict.fromkeys(PERMUTES.unused()))
+    return tuple(dict.fromkeys(PERMUTES.find_unused()))
 
 
 def check_format(format: object) -> None:
@@ -369,48 +393,55 @@ def check_format(format: object) -> None:
 
 
 def check_stage_result(what: str, value: object, kind: type, stages: Stages) -> None:
-    """Raise ConfigurationError unless a stage's result is a `kind` of the right backend."""
+    """Raise ConfigurationError unless the result of a stage has the right class and backend.
+
+    what: name of the result, for the message.
+    kind: the required class.
+    """
     if not isinstance(value, kind):
         got = type(value).__name__
         raise ConfigurationError(f"{what} of {stages.backend!r}", got=got, need=kind.__name__)
     backend = value.runner_backend  # type: ignore[attr-defined]
     if backend != stages.backend:
         what = f"{what} of {stages.backend!r}"
-        raise ConfigurationError(what, got=f"one of {backend!r}", need=f"one of {stages.backend!r}")
+        got, need = f"a result of {backend!r}", f"a result of {stages.backend!r}"
+        raise ConfigurationError(what, got=got, need=need)
 
 
-def origin_of(source: Any) -> str:
-    """Return where a function or class is defined, as module:name:line."""
-    code = _code(source)
+def format_origin(source: Any) -> str:
+    """Return where a function or class is defined, as "module:name:line"."""
+    code = _get_code(source)
     line = "" if code is None else f":{code.co_firstlineno}"
     name = getattr(source, "__qualname__", type(source).__name__)
     return f"{getattr(source, '__module__', 'unknown')}:{name}{line}"
 
 
 def format_key(key: Key) -> str:
-    """Format a key for a message."""
+    """Return a key as text, for a message."""
     return f"({key[0]!r}, {key[1]!r})"
 
 
-def _code(source: Any) -> Any:
-    """Return the code object of a function, or of a class's `run` or `apply`."""
+def _get_code(source: Any) -> Any:
+    """Return the code object of a function, or of the method `run` or `apply` of a class."""
     if isinstance(source, type):
         source = vars(source).get("run") or vars(source).get("apply")
     return getattr(source, "__code__", None)
 
 
 def _is_reimport(old: Any, new: Any) -> bool:
-    """Return whether `new` is the same source as `old`, from a repeated import of its module."""
+    """Return whether `new` is the same function or class as `old`, from a repeated import."""
     names = [(s.__module__, getattr(s, "__qualname__", "")) for s in (old, new)]
     if old is new or names[0] != names[1]:
         return old is new
-    codes = _code(old), _code(new)
+    codes = _get_code(old), _get_code(new)
     if None in codes:
         return True
-    return codes[0].co_firstlineno == codes[1].co_firstlineno or _globals(old) is not _globals(new)
+    return codes[0].co_firstlineno == codes[1].co_firstlineno or _get_globals(
+        old
+    ) is not _get_globals(new)
 
 
-def _globals(source: Any) -> object:
+def _get_globals(source: Any) -> object:
     if isinstance(source, type):
         source = vars(source).get("run") or vars(source).get("apply")
     return getattr(source, "__globals__", None)

@@ -1,4 +1,4 @@
-"""Environment variables. No other module reads or writes the environment."""
+"""Reads and sets environment variables. No other module accesses the environment."""
 
 import difflib
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from modular_kernel.errors import ConfigurationError
 
-# Every environment variable of this package.
+# All environment variables of this package.
 VARIABLES = (
     "MK_CACHE_DIR",
     "MK_CONFIG_DIR",
@@ -24,19 +24,19 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings from the environment.
+    """Settings from the environment. Reading them does not create directories.
 
-    triton_interpret: TRITON_INTERPRET is set, so Triton kernels run in the CPU interpreter.
-    cache_dir: MK_CACHE_DIR, or the user's cache directory; not created here. None if neither is
-        set; nothing is cached then.
-    config_dir: MK_CONFIG_DIR, or the user's configuration directory, for tuned tiles; not created
-        here. None if neither is set.
-    deadline_s: MK_DEADLINE_S, default 10: seconds that an exchange between ranks may take, unless
-        its manager sets another deadline.
-    host_id: MK_HOST_ID, or "": name of this process's host. Ranks with different names treat each
-        other as remote, which lets one machine simulate several hosts.
-    import_deadline_s: MK_IMPORT_DEADLINE_S, default 60: seconds that importing a package's parts
-        may take.
+    triton_interpret: TRITON_INTERPRET, whether Triton kernels run in the CPU interpreter.
+    cache_dir: MK_CACHE_DIR, or the user's cache directory. None if neither is known; then nothing
+        is cached.
+    config_dir: MK_CONFIG_DIR, or the user's configuration directory, for tuned configurations. None
+        if neither is known.
+    deadline_s: MK_DEADLINE_S, 10 by default. Number of seconds that an exchange between ranks may
+        take, unless its manager sets another deadline.
+    host_id: MK_HOST_ID, "" by default. Name of this process's host. Ranks with different host names
+        treat each other as remote, so that one machine can simulate several hosts.
+    import_deadline_s: MK_IMPORT_DEADLINE_S, 60 by default. Number of seconds that importing the
+        parts of a package may take.
     """
 
     triton_interpret: bool
@@ -48,7 +48,7 @@ class Settings:
 
 
 def read_settings() -> Settings:
-    """Read the settings from the environment; the result is frozen."""
+    """Read the settings from the environment."""
     interpret = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
     return Settings(
         triton_interpret=interpret,
@@ -62,11 +62,13 @@ def read_settings() -> Settings:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The process group that a launcher such as torchrun started this process in.
+    """This process's position among the processes that a launcher such as torchrun has started.
 
-    local_rank: rank among this host's processes, also the index of its GPU. local_world_size:
-    number of processes on this host, if the launcher sets it. address: host:port of the
-    rendezvous store.
+    rank: rank of this process.
+    world_size: number of processes.
+    local_rank: rank among the processes on this host, which is also the index of its GPU.
+    local_world_size: number of processes on this host; None if the launcher does not set it.
+    address: host:port of the rendezvous store.
     """
 
     rank: int
@@ -77,7 +79,7 @@ class Launcher:
 
     @property
     def ranks_per_host(self) -> int | None:
-        """Ranks per host; None if all ranks share one host, or hosts have unequal numbers."""
+        """Number of ranks per host, or None if there is one host or hosts have unequal numbers."""
         local = self.local_world_size
         return None if local in (None, self.world_size) or self.world_size % local else local
 
@@ -87,11 +89,11 @@ _REQUIRED_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def read_launcher() -> Launcher | None:
-    """Read the launcher's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+    """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Returns None if RANK and WORLD_SIZE are unset. Raises ConfigurationError if the variables are
-    incomplete, not integers, or out of range. LOCAL_RANK defaults to RANK; LOCAL_WORLD_SIZE is
-    optional.
+    LOCAL_RANK defaults to RANK, and LOCAL_WORLD_SIZE is optional. Returns None if RANK and
+    WORLD_SIZE are not set. Raises ConfigurationError if variables are missing, not integers, or out
+    of range.
     """
     if not (os.environ.get("RANK") or os.environ.get("WORLD_SIZE")):
         return None
@@ -99,11 +101,11 @@ def read_launcher() -> Launcher | None:
     if missing:
         got = f"no {', '.join(missing)}"
         names = ", ".join(_REQUIRED_VARIABLES)
-        need = f"{names}, as a launcher sets them, or none of RANK and WORLD_SIZE"
-        raise ConfigurationError("launcher's variables", got=got, need=need)
+        need = f"{names}, which launchers set; or unset RANK and WORLD_SIZE"
+        raise ConfigurationError("variables of the launcher", got=got, need=need)
     world_size = _read_int("WORLD_SIZE", 1, None)
     rank = _read_int("RANK", 0, world_size)
-    # With port 0, rank 0 would bind an arbitrary free port that the other ranks cannot know.
+    # Port 0 is refused, because rank 0 would bind a free port that the other ranks do not know.
     address = f"{os.environ['MASTER_ADDR']}:{_read_int('MASTER_PORT', 1, 1 << 16)}"
     variable = "LOCAL_WORLD_SIZE"
     local_world_size = _read_int(variable, 1, world_size + 1) if os.environ.get(variable) else None
@@ -113,7 +115,7 @@ def read_launcher() -> Launcher | None:
 
 
 def _read_int(name: str, start: int, end: int | None) -> int:
-    """Read an integer variable; ConfigurationError unless it is in [start, end)."""
+    """Read an integer variable. Raises ConfigurationError unless it is in [start, end)."""
     text = os.environ[name]
     is_integer = len(text) <= _MAX_DIGITS and text.isascii() and text.isdecimal()
     number = int(text) if is_integer else -1
@@ -124,9 +126,13 @@ def _read_int(name: str, start: int, end: int | None) -> int:
 
 
 def _user_folder(variable: str, xdg_variable: str, home_subfolder: str) -> Path | None:
-    """Return the folder that `variable` names, else this package's subfolder of the user folder.
+    """Return the folder that `variable` names, or this package's subfolder of the user's folder.
 
-    Returns None if there is no user folder either.
+    Returns None if there is no such folder.
+
+    variable: name of an environment variable of this package.
+    xdg_variable: name of an environment variable that holds the user's folder.
+    home_subfolder: the user's folder relative to the home directory, if xdg_variable is not set.
     """
     if os.environ.get(variable):
         return Path(os.environ[variable])
@@ -138,17 +144,17 @@ def _user_folder(variable: str, xdg_variable: str, home_subfolder: str) -> Path 
         return None
 
 
-def c_compiler() -> str | None:
-    """Return the C compiler that triton would use: CC, else gcc, else clang; None if missing."""
+def find_c_compiler() -> str | None:
+    """Return the path of the C compiler that triton uses, or None: CC, else gcc, else clang."""
     from_env = os.environ.get("CC")
     names = (from_env,) if from_env else ("gcc", "clang")
     return next((path for path in map(shutil.which, names) if path), None)
 
 
-def unknown_variables() -> dict[str, str]:
-    """Return unrecognized variables that begin with MK_.
+def find_unknown_variables() -> dict[str, str]:
+    """Return the unknown environment variables that begin with MK_.
 
-    The value is the closest known variable, or "".
+    The value of each is the most similar known variable, or "".
     """
     unknown = [v for v in os.environ if v.startswith("MK_") and v not in VARIABLES]
     matches = {v: difflib.get_close_matches(v, VARIABLES, n=1, cutoff=0.6) for v in sorted(unknown)}
@@ -156,59 +162,60 @@ def unknown_variables() -> dict[str, str]:
 
 
 def _read_seconds(name: str, default: float) -> float:
-    """Read a number of seconds; ConfigurationError unless it is finite and above 0."""
+    """Read a number of seconds. Raises ConfigurationError unless it is finite and above 0."""
     text = os.environ.get(name) or str(default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ConfigurationError(name, got=text, need="seconds > 0")
+        raise ConfigurationError(name, got=text, need="a number of seconds > 0")
     return seconds
 
 
 def nvshmem_uses_ibgda() -> bool:
     """Return whether NVSHMEM is configured to reach peers over InfiniBand from the GPU (IBGDA).
 
-    Libraries set the variable while they are in use, so it is read on every call.
+    The variable is read in every call, because libraries set it while they are in use.
     """
     return os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "1").lower() not in ("0", "false", "off", "n")
 
 
-def deepep_disables_gin() -> bool:
-    """Return whether DeepEP v2 is configured not to use NCCL GIN (RDMA)."""
+def is_deepep_gin_disabled() -> bool:
+    """Return whether EP_DISABLE_GIN disables NCCL GIN (RDMA) in DeepEP v2."""
     return os.environ.get("EP_DISABLE_GIN", "0") not in ("", "0")
 
 
-def vllm_plugin() -> str:
-    """Return MK_VLLM, default "1": "0" disables the plugin for vLLM, and "1" enables it.
+def read_vllm_setting() -> str:
+    """Return MK_VLLM, "1" by default: "0" disables the plugin for vLLM, and "1" enables it.
 
-    Any other value enables it with the experts parts that it names, separated by commas.
+    Any other value enables the plugin with the experts parts that the value names, separated by
+    commas.
     """
     return os.environ.get("MK_VLLM", "").strip() or "1"
 
 
-def disables_fused_func() -> bool:
+def are_fused_operations_disabled() -> bool:
     """Return whether SGLANG_CI_DISABLE_MOE_FUSED_FUNC disables fused operations of MoE runners."""
     return os.environ.get("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "0") == "1"
 
 
-def disables_sglang_plugin() -> bool:
-    """Return whether MK_SGLANG=0 keeps this package out of SGLang."""
+def is_sglang_plugin_disabled() -> bool:
+    """Return whether MK_SGLANG disables the plugin for SGLang."""
     value = os.environ.get("MK_SGLANG", "1").strip().lower()
     return value in ("0", "false", "off", "no")
 
 
 @contextmanager
 def use_deadline(seconds: float) -> Iterator[None]:
-    """Set MK_DEADLINE_S to `seconds` inside the block, for managers that parts create."""
+    """Set MK_DEADLINE_S to `seconds` inside the block, for the managers that parts create in it."""
     with _set_variable("MK_DEADLINE_S", str(seconds)):
         yield
 
 
 @contextmanager
 def use_host_id(name: str) -> Iterator[None]:
-    """Set MK_HOST_ID to `name` inside the block, for managers created there."""
+    """Set MK_HOST_ID to `name` inside the block, for the managers that parts create in it."""
     with _set_variable("MK_HOST_ID", name):
         yield
 
@@ -236,24 +243,27 @@ def _set_variable(variable: str, value: str) -> Iterator[None]:
 
 
 def hide_gpus() -> None:
-    """Hide all GPUs from this process. Effective only before CUDA is first used."""
+    """Hide all GPUs from this process. This has an effect only before CUDA is used."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def enable_interpreter() -> None:
-    """Enable Triton's CPU interpreter. Effective only before triton is first imported.
+    """Enable Triton's CPU interpreter. This has an effect only before triton is imported.
 
-    Triton reads TRITON_INTERPRET when kernels are defined, so a command that finds no GPU calls
-    this before anything else.
+    Commands call this function first if there is no GPU, because Triton reads TRITON_INTERPRET when
+    kernels are defined.
     """
     os.environ["TRITON_INTERPRET"] = "1"
-    # One BLAS thread: the interpreter's small matmuls run several times slower with more.
+    # The interpreter's small matmuls are several times slower with more than one BLAS thread.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def child_environment(*, interpreted: bool) -> dict[str, str]:
-    """Return the environment for a child process with or without Triton's interpreter."""
+def make_child_environment(*, interpreted: bool) -> dict[str, str]:
+    """Return the environment for a child process, with one BLAS thread.
+
+    interpreted: whether to enable Triton's interpreter in the child process.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     return environment | threads | ({"TRITON_INTERPRET": "1"} if interpreted else {})

@@ -1,14 +1,18 @@
-"""Tensors passed between parts, and the shape legend.
+"""The tensors that are passed to parts and between parts, and the letters for their dimensions.
 
-    T tokens of this rank     H hidden size         I intermediate size per rank
-    E experts of the model    e experts here        K top-k
-    N rows of w1: 2I if the activation is gated, else I
-    R routed rows
-    C capacity: rows reserved per expert in the batched format
-    P routed pairs, P = T * K; pair p = t * K + k
+    T  tokens of this rank
+    H  hidden size
+    I  intermediate size per rank
+    E  experts of the model
+    e  experts on this rank
+    K  top-k: experts per token
+    N  rows of w1: 2I if the activation is gated, else I
+    R  routed rows
+    C  capacity: rows reserved per expert in the batched format
+    P  routed pairs: P = T * K, and pair p = t * K + k
 
-The suffix of a name is its shape: `x_TH` is (T, H), `w1_eNH` is (e, N, H). The only id that means
-"skip this pair" is -1; adapters translate other sentinels.
+The suffix of a name is its shape: `x_TH` is (T, H), and `w1_eNH` is (e, N, H). An id of -1 skips a
+pair. Integrations translate the sentinels of other libraries to -1.
 """
 
 from collections.abc import Mapping
@@ -24,15 +28,15 @@ from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
 
 @dataclass(frozen=True)
 class Routing:
-    """Routing of the caller's own tokens.
+    """Routing of the tokens that the caller passes.
 
-    topk_weights_TK: (T, K) float32. The weight of a pair that this rank skips (-1, an id out of
-        range, or an expert of another rank) is not read and may be NaN.
-    topk_ids_TK: (T, K) int32 or int64, global expert ids; -1 skips the pair. A token may select an
-        expert twice; both pairs count.
-    adapters_T: (T,) int32 adapter slot of each token, -1 for none. "none" if no token of the call
-        has an adapter; the call then runs like a layer without adapters. None only if the problem
-        has no adapters.
+    topk_weights_TK: (T, K) float32. The weight of a skipped pair is not read and may be NaN. A rank
+        skips a pair if its id is -1 or out of range, or if its expert is on another rank.
+    topk_ids_TK: (T, K) int32 or int64, global expert ids. -1 skips the pair. A token may select an
+        expert twice; both pairs are computed.
+    adapters_T: (T,) int32, adapter slot of each token, or -1 for no adapter. "none" if no token of
+        the call has an adapter; the call then runs like a call of a layer without adapters. None if
+        and only if the problem has no adapters.
     """
 
     topk_weights_TK: torch.Tensor
@@ -41,17 +45,20 @@ class Routing:
 
     @property
     def slots_T(self) -> torch.Tensor | None:
-        """Adapter slots of the tokens; None if no token has an adapter."""
+        """The adapter slots of the tokens, or None if no token has an adapter."""
         return self.adapters_T if isinstance(self.adapters_T, torch.Tensor) else None
 
     def of(self, tokens: torch.Tensor | slice) -> "Routing":
-        """Return the routing of selected tokens: a slice, (N,) indices, or a (T,) mask."""
+        """Return the routing of selected tokens.
+
+        tokens: a slice, (N,) indices, or a (T,) mask.
+        """
         slots_T = self.slots_T
         weights_TK = check_tensor("topk_weights", self.topk_weights_TK)
         ids_TK = check_tensor("topk_ids", self.topk_ids_TK)
         if ids_TK.dim() != 2 or weights_TK.shape != ids_TK.shape:
             got = f"{tuple(weights_TK.shape)} and {tuple(ids_TK.shape)}"
-            raise ShapeError("topk_weights and topk_ids", got=got, need="one shape, (T, K)")
+            raise ShapeError("topk_weights and topk_ids", got=got, need="the same shape, (T, K)")
         if slots_T is not None and check_tensor("adapters", slots_T).shape != ids_TK.shape[:1]:
             raise ShapeError("adapters", got=tuple(slots_T.shape), need=tuple(ids_TK.shape[:1]))
         if not isinstance(tokens, slice):
@@ -60,44 +67,52 @@ class Routing:
         return Routing(weights_TK[tokens], ids_TK[tokens], slots)
 
 
-def _check_indices(tokens: object, tokens_in_call: int) -> None:
-    """Check the shape and dtype of indices or a mask. Reading values would synchronize."""
+def _check_indices(tokens: object, num_tokens: int) -> None:
+    """Check the shape and dtype of indices or a mask. Checking values would synchronize."""
     index = check_tensor("tokens", tokens)
     if index.dtype not in (torch.bool, torch.int32, torch.int64):
-        raise DtypeError("tokens", got=index.dtype, need="int32 or int64 indices, or bool")
-    if index.dim() != 1 or (index.dtype is torch.bool and len(index) != tokens_in_call):
+        raise DtypeError("tokens", got=index.dtype, need="int32 or int64 indices, or a bool mask")
+    if index.dim() != 1 or (index.dtype is torch.bool and len(index) != num_tokens):
         raise ShapeError(
-            "tokens", got=tuple(index.shape), need=f"(N,) indices, or a ({tokens_in_call},) mask"
+            "tokens", got=tuple(index.shape), need=f"(N,) indices, or a ({num_tokens},) mask"
         )
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Weights of the e experts on this rank, with scales and biases.
+    """Weights of the e experts on this rank, with biases, scales and adapters.
 
-    w1: (e, N, H), gate rows first (alternating with up if the activation is interleaved).
-    w2: (e, H, I). Both may be strided views, such as a transposed checkpoint tensor.
-    b1: (e, N), b2: (e, H), float32 or the problem's dtype.
-    expert_map: (E,) int32, global id -> row of w1 and w2, or -1 if the expert is on another rank.
-        Other values skip too, and raise WeightsError in checked mode.
-    *_scale, *_zero_point: see `modular_kernel.quant.quantized_weights.weight_specs`; None if
-        unquantized. An a1_scale or a2_scale that is not positive, or has no finite inverse, raises
-        WeightsError in checked mode.
+    w1: (e, N, H). Gate rows come first, or gate and up rows alternate if the activation is
+        interleaved. May be a strided view, such as a transposed checkpoint tensor.
+    w2: (e, H, I). May be a strided view.
+    b1: (e, N), float32 or the problem's dtype.
+    b2: (e, H), float32 or the problem's dtype.
+    expert_map: (E,) int32, the row of w1 and w2 for each global id, or -1 if the expert is on
+        another rank. Other values also skip the expert, and raise WeightsError in checked mode.
     w1_order: (e, H) int32, for act-order schemes: the column of x that each column of w1
-        multiplies. Each column must occur once. Values out of range read 0 for x, and raise
+        multiplies. Each column must occur once. Values out of range read 0 instead of x, and raise
         WeightsError in checked mode. `load_experts` returns a valid order, and permutes the rows of
         w1 to match the columns of w2.
-    *_global_scale: for nvfp4, one scale per matrix: (e, 2) for gate and up, (e, 1) otherwise.
-    lora_*: L adapters, in the problem's dtype for every scheme; None without adapters.
-        lora_a13: (L, e, 2R, H), R rows of gate, then R rows of up; (L, e, R, H) if gate and up
-            share them or there is no gate. lora_b13: (L, e, N, R), rows ordered as in w1.
-        lora_a2: (L, e, R, I). lora_b2: (L, e, H, R). e is 1 in lora_a13 and lora_b2 if the experts
-            share them. An adapter's scaling is folded into its B. Beyond its rank, A and B are
-            zero; all values are finite. Strides are free except that the last dimension is
-            contiguous.
-    *_tiles, *_tile_scales: int32, copies of 4-bit w1 and w2 in the layout that some GEMMs read
-        (experts.triton.grouped_w4.layout), from `kernel.prepare_weights`. None if they are derived
-        in each call.
+    a1_scale, a2_scale: static activation scales. A scale that is not positive, or has no finite
+        inverse, raises WeightsError in checked mode.
+    lora_a13: (L, e, 2R, H), with R rows for gate, then R rows for up; (L, e, R, H) if gate and up
+        share one A, or if there is no gate.
+    lora_b13: (L, e, N, R), with rows in the order of w1.
+    lora_a2: (L, e, R, I).
+    lora_b2: (L, e, H, R).
+
+    `modular_kernel.quant.quantized_weights.weight_specs` describes the scales, zero points and
+    global scales of each scheme. They are None if the scheme does not have them. nvfp4 has one
+    global scale per matrix: (e, 2) for gate and up, and (e, 1) otherwise.
+
+    The lora_* tensors hold L adapters, and have the problem's dtype for every scheme; they are None
+    without adapters. In lora_a13 and lora_b2, e is 1 if the experts share them. An adapter's
+    scaling is folded into its B. A and B are zero beyond the adapter's rank, and all values are
+    finite. The last dimension must be contiguous; other strides are arbitrary.
+
+    The tensors *_tiles and *_tile_scales are int32 copies of 4-bit w1 and w2 in the layout that
+    some GEMMs read (`experts.triton.grouped_w4.layout`). `kernel.prepare_weights` creates them. If
+    they are None, they are derived in each call.
     """
 
     w1: torch.Tensor
@@ -133,13 +148,17 @@ class FixedWeights(ExpertWeights):
 
 @dataclass(frozen=True)
 class DispatchedRouting:
-    """Routing of the rows received by this rank; not the caller's routing.
+    """Routing of the rows that this rank has received.
 
-    topk_weights_TK: float32, or None if weights were already applied or are carried elsewhere.
-    topk_ids_TK: int32 or int64 in `space`; expert_map turns global ids into local ones.
-    num_experts: ids are valid in [0, num_experts).
-    invalid_ids: int32 (1,), incremented by the number of ids outside [-1, num_experts).
-    adapters_T: int32 adapter slot of each row, -1 for none; None if no row has one.
+    topk_weights_TK: (T, K) float32; None if the weights were already applied, or if the handle
+        carries them.
+    topk_ids_TK: (T, K) int32 or int64.
+    space: whether topk_ids_TK are global or local ids.
+    num_experts: ids in [0, num_experts) are valid.
+    expert_map: maps global ids to local ids; None if ids are not mapped.
+    invalid_ids: (1,) int32, which is incremented by the number of ids outside [-1, num_experts).
+    adapters_T: (T,) int32, adapter slot of each row, or -1 for no adapter; None if no row has an
+        adapter.
     """
 
     topk_weights_TK: torch.Tensor | None
@@ -153,12 +172,14 @@ class DispatchedRouting:
 
 @dataclass(frozen=True)
 class ContiguousTokens:
-    """Tokens in STANDARD format. x_TH: (T, H), every row a real token, contiguous if quantized.
+    """Tokens in STANDARD format.
 
-    scale: None if unquantized, else float32: (1,) per tensor, (T, 1) per token, or
-    (T, ceil(H / g)) per group of g values of a token. The value is x * scale.
-    unquantized_TH: (T, H) in the problem's dtype, in addition to quantized rows, if adapters read
-    them.
+    x_TH: (T, H). Every row is a token. Contiguous if quantized.
+    routing: routing of the tokens.
+    scale: float32 scale of quantized tokens, whose values are x * scale: (1,) per tensor, (T, 1)
+        per token, or (T, ceil(H / g)) per group of g values of a token. None if unquantized.
+    unquantized_TH: (T, H) in the problem's dtype, if tokens are quantized and adapters need
+        unquantized tokens.
     """
 
     x_TH: torch.Tensor
@@ -183,7 +204,7 @@ class ContiguousTokens:
 
     @property
     def plain_TH(self) -> torch.Tensor:
-        """(T, H) unquantized tokens, as adapters read them."""
+        """The unquantized tokens (T, H), which adapters read."""
         return self.x_TH if self.unquantized_TH is None else self.unquantized_TH
 
 
@@ -193,13 +214,17 @@ def _slice_rows(rows: torch.Tensor | None, start: int, stop: int) -> torch.Tenso
 
 @dataclass(frozen=True)
 class BatchedTokens:
-    """Tokens in BATCHED_EXPERTS format. x_eCH: (e, C, H); counts_e: (e,) int32.
+    """Tokens in BATCHED_EXPERTS format.
 
-    Rows 0 to counts_e[i] - 1 of expert i are tokens. The other rows and their scales are undefined
-    and never read. scale: None if unquantized, else float32 of any strides: (1,) per tensor, (e, C,
-    1) per row, or (e, C, ceil(H / g)) per group of g values of a row.
-    adapters_eC: (e, C) int32 adapter slot of each row, -1 for none; None if no row has one.
-    unquantized_eCH: as in ContiguousTokens.
+    x_eCH: (e, C, H). The first counts_e[i] rows of expert i are tokens. The other rows and their
+        scales are undefined and never read.
+    counts_e: (e,) int32, number of tokens of each expert.
+    scale: float32 scale of quantized rows, with any strides: (1,) per tensor, (e, C, 1) per row, or
+        (e, C, ceil(H / g)) per group of g values of a row. None if unquantized.
+    adapters_eC: (e, C) int32, adapter slot of each row, or -1 for no adapter; None if no row has an
+        adapter.
+    unquantized_eCH: (e, C, H) in the problem's dtype, if rows are quantized and adapters need
+        unquantized rows.
     """
 
     x_eCH: torch.Tensor
@@ -210,7 +235,7 @@ class BatchedTokens:
 
     @property
     def plain_eCH(self) -> torch.Tensor:
-        """(e, C, H) unquantized rows, as adapters read them."""
+        """The unquantized rows (e, C, H), which adapters read."""
         return self.x_eCH if self.unquantized_eCH is None else self.unquantized_eCH
 
 
@@ -219,7 +244,7 @@ Dispatched = ContiguousTokens | BatchedTokens
 
 @dataclass(frozen=True)
 class ContiguousShape:
-    """Worst case of a dispatch in STANDARD format: T rows with K ids each."""
+    """Largest dispatch in STANDARD format: T rows with K ids each."""
 
     tokens: int
     top_k: int
@@ -227,7 +252,7 @@ class ContiguousShape:
 
 @dataclass(frozen=True)
 class BatchedShape:
-    """Worst case of a dispatch in BATCHED_EXPERTS format: e experts with C rows each."""
+    """Largest dispatch in BATCHED_EXPERTS format: e experts with C rows each."""
 
     experts: int
     capacity: int
@@ -240,16 +265,17 @@ DispatchShape = ContiguousShape | BatchedShape
 class ExpertRows:
     """Input of a TopKWeightAndReduce.
 
-    rows: (T, H), (T, K, H) or (e, C, H), as the experts wrote them.
-    row_of_pair_TK: (T, K) int32, row of each pair in the flattened (e * C, H) rows, -1 for a
-        skipped pair; None if pair p is row p.
-    topk_weights_TK: the caller's (T, K) float32; None if weights were applied on the input.
-    scale: the routed scaling factor still to be applied.
-    routing: the routing of the rows, with invalid ids already counted, if pair p is row p.
-        Weights of pairs that it skips are not read. None if such rows are 0.
+    rows: output of the experts, (T, H), (T, K, H) or (e, C, H).
+    row_of_pair_TK: (T, K) int32, row of each pair in the rows flattened to (e * C, H), or -1 for a
+        skipped pair. None if row p holds pair p.
+    topk_weights_TK: (T, K) float32, the caller's router weights; None if the weights were applied
+        to the input.
+    scale: the routed scaling factor, if it must still be applied.
+    routing: the routing of the rows, if row p holds pair p. Invalid ids have already been counted,
+        and the weights of skipped pairs are not read. None if rows of skipped pairs are 0.
     num_local: number of experts on this rank.
-    checked: True if the tensors come from a kernel and are valid; otherwise the reducer checks
-        them.
+    checked: True if the tensors come from a kernel and are known to be valid. If False, the reducer
+        checks them.
     """
 
     rows: torch.Tensor
@@ -263,11 +289,14 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class Handle:
-    """Data passed from one prepare to its own finalize; each PrepareAndFinalize has a subclass."""
+    """Data that `prepare` passes to `finalize` of the same call.
+
+    Each PrepareAndFinalize has its own subclass.
+    """
 
 
 def check_weight_tensors(weights: ExpertWeights, *, meta: bool = False) -> None:
-    """Call `check_tensor` on every tensor of expert weights; all except w1 and w2 may be None."""
+    """Call `check_tensor` on every tensor of expert weights. All except w1 and w2 may be None."""
     optional = vars(weights).keys() - {"w1", "w2"}
     check_tensors(vars(weights), optional=optional, meta=meta)
 
@@ -279,8 +308,9 @@ _UNLOADED_INDEX = -1
 def fill_with_sentinel(name: str, tensor: torch.Tensor) -> None:
     """Fill a new parameter with the values that `check_loaded` treats as not loaded.
 
-    NaN for floats of 16 bits or more and for one-byte scales; -1 for indices. Other integers and
-    float8 values are left unchanged, because layers that have them also have scales.
+    These values are NaN for floating-point numbers of at least 16 bits and for one-byte scales, and
+    -1 for indices. Other integers and float8 values are not changed, because layers with such
+    parameters also have scales.
     """
     if tensor.itemsize == 1:
         if name.endswith("_scale"):
@@ -292,14 +322,14 @@ def fill_with_sentinel(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_loaded(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise StateError, with names, for tensors that still hold the values of `fill_with_sentinel`.
+    """Raise StateError, with names, if tensors still hold the values of `fill_with_sentinel`.
 
-    Reads the first and last value of each row of the first dimension (an expert); the row counts as
-    loaded once both were written. Synchronizes once. Nothing is checked while a CUDA graph is
-    captured, nor for tensors without memory.
+    Only the first and the last value of each expert (index of the first dimension) are read. The
+    check synchronizes once. Nothing is checked during the capture of a CUDA graph, or for tensors
+    without memory.
     """
     unloaded = {
-        name: mask for name, t in tensors.items() if (mask := _unloaded(name, t)) is not None
+        name: mask for name, t in tensors.items() if (mask := _find_unloaded(name, t)) is not None
     }
     if not unloaded:
         return
@@ -313,12 +343,15 @@ def check_loaded(tensors: Mapping[str, torch.Tensor]) -> None:
     rows = unloaded[unset_names[0]].nonzero().flatten().tolist()
     row_list = ", ".join(map(str, rows[:4])) + (", ..." if len(rows) > 4 else "")
     got = f"nothing loaded into {', '.join(unset_names)} (rows {row_list} of {unset_names[0]})"
-    need = "load, set_weights, load_state_dict or weight_loader; or mark_loaded if NaN is intended"
+    need = (
+        "loaded weights; call load, set_weights, load_state_dict or weight_loader, or call "
+        "mark_loaded if NaN is intended"
+    )
     raise StateError("weights", got=got, need=need)
 
 
-def _unloaded(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a mask of rows that were not loaded; None if the values cannot show it."""
+def _find_unloaded(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a mask of rows that were not loaded, or None if the values do not show it."""
     if tensor.is_meta or not tensor.dim() or not tensor.numel():
         return None
     if tensor.itemsize == 1 and not name.endswith("_scale"):
@@ -337,9 +370,9 @@ def _unloaded(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def check_divisors(what: str, scale: torch.Tensor) -> None:
-    """Raise WeightsError unless values can be divided by each of these activation scales.
+    """Raise WeightsError unless all activation scales are positive and have finite inverses.
 
-    Kernels multiply by the inverse, which is infinite below 2^-128. Synchronizes.
+    Kernels multiply by the inverse, which is infinite for scales below 2^-128. Synchronizes.
     """
     bad = ~((scale > 0) & scale.isfinite() & (1 / scale).isfinite())
     if bool(bad.any()):
@@ -350,9 +383,11 @@ def check_divisors(what: str, scale: torch.Tensor) -> None:
 def check_lead(what: str, tensor: torch.Tensor, lead: tuple[int, ...], last: str) -> None:
     """Raise ShapeError if the leading dimensions of `tensor` differ from those of x.
 
-    tensor: (..., last), or (T, last). lead: leading dimensions of x, before H. last: name of the
-    last dimension.
+    what: name of the tensor.
+    tensor: (..., last), or (T, last).
+    lead: leading dimensions of x, that is, all except H.
+    last: name of the last dimension.
     """
     if tensor.dim() > 2 and tuple(tensor.shape[:-1]) != lead:
-        need = f"({', '.join(map(str, lead))}, {last}) like x, or (T, {last})"
+        need = f"({', '.join(map(str, lead))}, {last}) as x, or (T, {last})"
         raise ShapeError(what, got=tuple(tensor.shape), need=need)

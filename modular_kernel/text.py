@@ -1,7 +1,7 @@
-"""Safe display of untrusted text: downloaded files, and names and messages of packages.
+"""Formatting of messages: untrusted text, counts with nouns, ranges of numbers, and HTML.
 
-Control characters could recolor, clear or forge lines of a terminal or a log; bidirectional marks
-could reorder words.
+Text from downloaded files or other packages is untrusted: control characters could recolor, clear
+or forge lines of a terminal or a log, and bidirectional marks could reorder words.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,11 +9,13 @@ from html import escape
 
 
 def printable(text: object, *, max_chars: int | None = None, keep_lines: bool = False) -> str:
-    """Return str(text) with every non-printable character replaced by its escape, as "\\x1b".
+    """Return str(text) with every non-printable character replaced by an escape such as "\\x1b".
 
-    This covers control characters, bidirectional marks, separators other than the space, lone
-    surrogates and unassigned code points. max_chars: a longer text is cut there and ends in "...".
-    keep_lines: keep line breaks and tabs, for our own text around untrusted text.
+    Non-printable are control characters, bidirectional marks, separators other than the space, lone
+    surrogates and unassigned code points.
+
+    max_chars: maximum number of characters. A longer text is cut and ends with "...".
+    keep_lines: do not replace line breaks and tabs, for our own text that contains untrusted text.
     """
     string = str(text)
     if max_chars is not None and len(string) > max_chars:
@@ -24,10 +26,10 @@ def printable(text: object, *, max_chars: int | None = None, keep_lines: bool = 
     return "".join(c if c.isprintable() or c in allowed else _escape(c) for c in string)
 
 
-def notebook_html(
+def render_notebook_html(
     caption: str, columns: Sequence[str] = (), rows: Iterable[Sequence[object]] = ()
 ) -> str:
-    """Return an object's HTML for notebooks: a caption, and a table if there are rows."""
+    """Return the HTML of an object in a notebook: a caption, and a table if there are rows."""
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows
     )
@@ -37,22 +39,22 @@ def notebook_html(
 
 
 def counted(number: int, noun: str) -> str:
-    """Return the number with its noun, in the plural unless it is 1: "1 case", "2 cases"."""
-    return f"{number} {plural(noun, number)}"
+    """Return a number with its noun, such as "1 case" or "2 cases"."""
+    return f"{number} {pluralize(noun, number)}"
 
 
-def counted_list(numbers: Sequence[int], noun: str) -> str:
-    """Return the numbers with one noun, singular only for a single 1: "1 case", "1, 2 cases"."""
-    return f"{', '.join(map(str, numbers))} {noun if [*numbers] == [1] else plural(noun, 0)}"
+def format_counts(numbers: Sequence[int], noun: str) -> str:
+    """Return numbers with one noun, such as "1 case" or "1, 2 cases"."""
+    return f"{', '.join(map(str, numbers))} {noun if [*numbers] == [1] else pluralize(noun, 0)}"
 
 
-def plural(noun: str, number: int) -> str:
-    """Return the noun in the plural unless the number is 1: "rank", "ranks"."""
+def pluralize(noun: str, number: int) -> str:
+    """Return the noun in the pluralize, or in the singular if the number is 1."""
     return noun if number == 1 else f"{noun}s"
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as ranges, such as "0 to 3, 7"."""
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as text with ranges, such as "0 to 3, 7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -63,11 +65,11 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
 
 
-def layers_text(layers: Sequence[int] | None) -> str:
-    """Return sorted numbers of layers, such as "layers 3 to 60"; None means every layer."""
+def format_layers(layers: Sequence[int] | None) -> str:
+    """Return sorted layer numbers as text, such as "layers 3 to 60". None means every layer."""
     if layers is None:
         return "every layer"
-    return f"{plural('layer', len(layers))} {ranges(layers)}"
+    return f"{pluralize('layer', len(layers))} {format_ranges(layers)}"
 
 
 def _escape(character: str) -> str:

@@ -1,7 +1,7 @@
-"""Checks of a call's tensors against the declared problem, before anything is launched.
+"""Checks of a call's tensors against the problem, before anything is launched.
 
-Only shapes, dtypes, devices and strides are read, so nothing synchronizes. The checks marked "for
-checked mode" read values.
+Most checks read only shapes, dtypes, devices and strides, and therefore do not synchronize. Checks
+"for checked mode" read values, and synchronize.
 """
 
 import torch
@@ -39,7 +39,7 @@ ADAPTER_TENSORS = {
 }
 
 
-def rows_of(x_TH: object) -> int:
+def count_tokens(x_TH: object) -> int:
     """Return T. Raises ShapeError unless x is a dense (T, H) tensor."""
     check_strided("x", x_TH)
     assert isinstance(x_TH, torch.Tensor)
@@ -49,7 +49,7 @@ def rows_of(x_TH: object) -> int:
 
 
 def check_dense(x_TH: object, routing: Routing, out: object) -> None:
-    """Check that x, the routing tensors and `out` are strided, not sparse; `out` may be None."""
+    """Check that x, the routing tensors and `out` are strided, not sparse. `out` may be None."""
     if type(routing) is Routing and routing.adapters_T is None and out is None:
         for tensor in (x_TH, routing.topk_weights_TK, routing.topk_ids_TK):
             if not is_dense(tensor):
@@ -73,18 +73,18 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
 def check_adapters_present(routing: Routing, problem: Problem) -> None:
     """Check that routing.adapters_T is set if and only if the problem has adapters.
 
-    For a call without adapters it must be "none", so that forgotten adapters raise an error.
+    In a call without adapters it must be "none", so that forgotten adapters raise an error.
     """
     has_adapters = routing.adapters_T is not None
     if has_adapters != (problem.adapters is not None):
-        got, need = "None", f'(T,) int32 slots of lora={problem.lora}, or "none"'
+        got, need = "None", f'(T,) int32 slots for lora={problem.lora}, or "none"'
         if has_adapters:
-            got, need = "slots", "None: the problem has no adapters"
+            got, need = "slots", "None, because the problem has no adapters"
         raise RoutingError("adapters", got=got, need=need)
 
 
 def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None) -> None:
-    """Check that x, the routing tensors and `out` have storage: no meta or fake tensors."""
+    """Check that x, the routing tensors and `out` have storage, unlike meta and fake tensors."""
     check_storage("x", x_TH)
     check_storage("topk_weights", routing.topk_weights_TK)
     check_storage("topk_ids", routing.topk_ids_TK)
@@ -121,13 +121,15 @@ def _check_device(what: str, tensor: torch.Tensor, need: torch.device) -> None:
 
 
 def _device_error(what: str, tensor: torch.Tensor, need: torch.device) -> DeviceError:
-    return DeviceError(what, got=tensor.device, need=f"{need}, where x is")
+    return DeviceError(what, got=tensor.device, need=f"{need}, as x")
 
 
 def check_input(x_TH: torch.Tensor, problem: Problem, device_type: str) -> None:
-    """Check that x is (T, H) of the problem's dtype, on the kernel's device.
+    """Check the shape (T, H), the dtype, the device and the strides of x.
 
     T must be at most problem.tokens.
+
+    device_type: device type of the kernel.
     """
     if x_TH.dim() != 2 or x_TH.shape[1] != problem.hidden:
         raise ShapeError("x", got=tuple(x_TH.shape), need=f"(T, H) with H = {problem.hidden}")
@@ -141,7 +143,8 @@ def check_input(x_TH: torch.Tensor, problem: Problem, device_type: str) -> None:
             "x", got=f"strides {x_TH.stride()}", need="contiguous rows (stride(-1) == 1)"
         )
     if problem.inplace and not x_TH.is_contiguous():
-        raise LayoutError("x of an inplace call", got=f"strides {x_TH.stride()}", need="contiguous")
+        got = f"strides {x_TH.stride()}"
+        raise LayoutError("x of an in-place call", got=got, need="a contiguous tensor")
 
 
 def check_routing(
@@ -150,7 +153,10 @@ def check_routing(
     problem: Problem,
     ids_dtype: torch.dtype | None = None,
 ) -> None:
-    """Check that weights (float32) and ids (integer) are contiguous (T, K), on x's device."""
+    """Check that weights (float32) and ids (integer) are contiguous (T, K), on the device of x.
+
+    ids_dtype: the only dtype of ids that the part accepts; None accepts any.
+    """
     need = (x_TH.shape[0], problem.top_k)
     for what, tensor in (
         ("topk_weights", routing.topk_weights_TK),
@@ -165,7 +171,8 @@ def check_routing(
     weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
     if weights_TK.dtype is not torch.float32:
         raise _dtype_error("topk_weights", weights_TK, torch.float32)
-    required = ids_dtype or problem.ids_dtype  # a rule checks that they are equal if both are set
+    # If both are set, they are equal: a compatibility rule checks this.
+    required = ids_dtype or problem.ids_dtype
     allowed = _ID_DTYPES if required is None else (required,)
     if ids_TK.dtype not in allowed:
         raise _dtype_error("topk_ids", ids_TK, *allowed)
@@ -238,7 +245,13 @@ def check_static_scales(weights: ExpertWeights) -> None:
 def _describe_out_of_range(
     values: torch.Tensor, start: int, end: int, what: str, preposition: str = "at"
 ) -> str:
-    """Describe how many values are outside [start, end), and the first of them; "" if none is."""
+    """Return the number of values outside [start, end) and the first such value, as text.
+
+    Returns "" if all values are inside.
+
+    what: noun for a value.
+    preposition: preposition before the position of the value.
+    """
     bad = (values < start) | (values >= end)
     if not bool(bad.any()):
         return ""
@@ -250,10 +263,10 @@ def _describe_out_of_range(
 
 
 def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
-    """Check that w1, w2, scales, biases and expert_map match the problem exactly.
+    """Check that w1, w2, scales, biases, expert_map and adapters match the problem.
 
-    Unquantized w1 is (e, N, H) and w2 is (e, H, I); for the other schemes see
-    `modular_kernel.quant.quantized_weights`.
+    Unquantized w1 is (e, N, H) and w2 is (e, H, I). `modular_kernel.quant.quantized_weights`
+    describes the tensors of other schemes.
     """
     if not isinstance(weights, ExpertWeights):
         raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
@@ -285,25 +298,25 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
 
 
 def _check_adapters(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
-    """Check the adapter matrices. The last dimension is contiguous; other strides are free."""
+    """Check the adapter matrices. Their last dimension must be contiguous."""
     spec = problem.adapters
     if spec is None:
         present = [name for name in ADAPTER_TENSORS if getattr(weights, name) is not None]
         if present:
-            need = "none: the problem has no adapters"
+            need = "no adapters, as the problem declares"
             raise WeightsError("adapters", got=", ".join(present), need=need)
         return
     sizes = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
     for name, shape in spec.shapes(*sizes).items():
         tensor: torch.Tensor | None = getattr(weights, name)
         if tensor is None:
-            raise WeightsError(name, got="None", need=f"{shape}, of lora={problem.lora}")
+            raise WeightsError(name, got="None", need=f"{shape} for lora={problem.lora}")
         _check_shape(name, tensor, shape, ADAPTER_TENSORS[name])
         _check_dtype(name, tensor, problem.dtype)
         _check_device(name, tensor, x_TH.device)
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             got = f"strides {tensor.stride()}"
-            raise LayoutError(name, got=got, need="its last dimension contiguous")
+            raise LayoutError(name, got=got, need="a contiguous last dimension")
 
 
 def _check_no_scales(weights: ExpertWeights) -> None:
@@ -321,7 +334,7 @@ def _check_optional(
     x_TH: torch.Tensor,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    """Check that a tensor is present if and only if it is required, and its layout if it is."""
+    """Check that a tensor is given if and only if it is required, and check a given tensor."""
     if (tensor is not None) != required:
         got, need = ("a tensor", "None") if tensor is not None else ("None", f"{shape}")
         raise WeightsError(what, got=got, need=f"{need}, as the problem declares")
@@ -340,7 +353,8 @@ def check_out(out: torch.Tensor, x_TH: torch.Tensor, problem: Problem) -> None:
     If the problem is inplace, out must be x.
     """
     if problem.inplace and out is not x_TH:
-        raise ConfigurationError("out", got="a tensor", need="None: inplace writes to x")
+        need = "None, because problem.inplace writes to x"
+        raise ConfigurationError("out", got="a tensor", need=need)
     tokens = x_TH.shape[0]
     middle = () if problem.combine is Combine.SUM else (problem.top_k,)
     _check_shape("out", out, (tokens, *middle, problem.hidden), "(T, [K,] H)")
@@ -358,11 +372,13 @@ def check_no_overlap(
     *,
     inplace: bool,
 ) -> None:
-    """Check that the tensor a call writes (`out`, or x if inplace) shares no memory with inputs.
+    """Check that the tensor that a call writes does not share memory with its inputs.
 
     A kernel may write output elements before it has read all inputs.
+
+    output: `out`, or x if `inplace`.
     """
-    what = "x of an inplace call" if inplace else "out"
+    what = "x of an in-place call" if inplace else "out"
     inputs: dict[str, torch.Tensor | None] = {} if inplace else {"x": x_TH}
     inputs |= {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
     inputs["adapters"] = routing.slots_T
@@ -370,12 +386,12 @@ def check_no_overlap(
     for name, tensor in inputs.items():
         if tensor is not None and overlap(output, tensor):
             need = "separate memory" + (", or inplace=True" if name == "x" else "")
-            raise ConfigurationError(what, got=f"memory of {name}", need=need)
+            raise ConfigurationError(what, got=f"the memory of {name}", need=need)
 
 
 def check_no_grad(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, out: torch.Tensor | None
 ) -> None:
-    """Raise if a tensor requires a gradient: kernels are forward only and would drop it."""
+    """Raise an error if a tensor requires grad, because kernels do not compute gradients."""
     call = {"x": x_TH, "topk_weights": routing.topk_weights_TK, "out": out}
     check_no_gradients(call | vars(weights))

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experts.triton.configs.select import on_device
 from experts.triton.launch_config import Device
-from modular_kernel.catalog import load_catalog, make_kernel, packages_of, this_machine
-from modular_kernel.machine import importable
+from modular_kernel.catalog import collect_packages, load_catalog, make_kernel, this_machine
+from modular_kernel.machine import find_importable
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing.compile.cases import compile_call
 from modular_kernel.testing.compile.report import CompileRecord
@@ -46,7 +46,7 @@ def invariance_table() -> str:
 
 def cost_table() -> str:
     """Return the Markdown table of TritonExperts' launches with and without batch invariance."""
-    packages = importable({"triton", *packages_of(load_catalog())})
+    packages = find_importable({"triton", *collect_packages(load_catalog())})
     machine = Machine("cuda", (9, 0), packages, name="NVIDIA H200")
     layer = Problem(tokens=1, hidden=1024, intermediate=512, experts=8, top_k=2)
     rows: list[tuple[object, ...]] = [COLUMNS, ("---",) * len(COLUMNS)]

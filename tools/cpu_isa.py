@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from modular_kernel.settings import child_environment
+from modular_kernel.settings import make_child_environment
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 # (value of ONEDNN_MAX_CPU_ISA, required flags in /proc/cpuinfo, value of ATEN_CPU_CAPABILITY).
@@ -56,7 +56,7 @@ def environment(name=None):
 
     name: entry of ISAS to limit it to; None means no limit.
     """
-    env = child_environment(interpreted=False)
+    env = make_child_environment(interpreted=False)
     capability = {isa: torch_capability for isa, _, torch_capability in ISAS}.get(name)
     if capability is None:
         return env

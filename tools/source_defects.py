@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.settings import child_environment
+from modular_kernel.settings import make_child_environment
 
 prepare_host()
 
@@ -127,7 +127,7 @@ def test_outcome(mutant: Mutant | None) -> str:
             (copy / mutant.path.relative_to(ROOT)).write_text(mutant.text(), encoding="utf-8")
         tests = sorted(str(path) for path in (copy / "tests/ops").glob("test_ops_*.py"))
         arguments = ["-m", "pytest", "-q", "-x", "--whole", "-p", "no:cacheprovider", *tests]
-        child = child_environment(interpreted=True) | {"PYTHONPATH": str(copy)}
+        child = make_child_environment(interpreted=True) | {"PYTHONPATH": str(copy)}
         process = subprocess.run(
             [sys.executable, *arguments],
             cwd=copy,

@@ -89,7 +89,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         whole_blocks=True,
         quantizes_input=True,
         library_allocates=True,
-        hides_nan=NAN_CLAMPING_ACTIVATIONS,
+        nan_clamping_activations=NAN_CLAMPING_ACTIVATIONS,
     )
 
     def __init__(self, problem: Problem) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from experts.triton.launch_config import Device, LaunchConfig
 from modular_kernel.compatibility.support import Rejection
-from modular_kernel.ops.activation import activation_constants, up_rows
+from modular_kernel.ops.activation import activation_constants, get_gate_up_layout
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ContiguousTokens, ExpertWeights
@@ -238,7 +238,7 @@ def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Re
 def gemm1_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
     """Return the operands of GEMM 1: h = act(x W1^T), with K = H and I output columns."""
     spec = problem.act
-    step, up_row = up_rows(spec, problem.intermediate)
+    step, up_row = get_gate_up_layout(spec, problem.intermediate)
     return GemmOperands(
         w=weights.w1,
         scale=weights.w1_scale,

@@ -30,7 +30,7 @@ from modular_kernel.quant.nvfp4 import GROUP
 from modular_kernel.quant.scale_tiles import ceil_div
 from modular_kernel.spec.intermediate_split import (
     columns_per_unit,
-    too_few_groups,
+    make_too_few_groups_error,
 )
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import Count, expect
@@ -173,7 +173,7 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
     for fitted, unit in zip(candidates, units, strict=True):
         if ceil_div(intermediate, unit) >= world:
             return fitted
-    raise too_few_groups(intermediate, world, min(units))
+    raise make_too_few_groups_error(intermediate, world, min(units))
 
 
 def _fit_equal_shares(scheme: QuantScheme, intermediate: int, world: int) -> QuantScheme | None:

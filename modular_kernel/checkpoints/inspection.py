@@ -39,7 +39,7 @@ from modular_kernel.models.router_config import router_of_config
 from modular_kernel.spec.intermediate_split import split_intermediate
 from modular_kernel.spec.problem import ActivationSpec, dtype_name
 from modular_kernel.spec.router import RouterSpec
-from modular_kernel.text import layers_text, ranges
+from modular_kernel.text import format_layers, format_ranges
 from modular_kernel.utils.argument_checks import expect
 
 
@@ -67,7 +67,7 @@ class CheckpointInfo:
         formats.
         """
         if layer not in self.layers:
-            need = f"one with experts: {ranges(sorted(self.layers))}"
+            need = f"one with experts: {format_ranges(sorted(self.layers))}"
             raise ConfigurationError(f"checkpoint {self.files.path}: layer", got=layer, need=need)
         format = self._format(layer)
         source = self._source(layer, format)
@@ -91,7 +91,7 @@ class CheckpointInfo:
         for layer in own or sorted(self.layers):
             by_format.setdefault(str(self.source(layer).format), []).append(layer)
         if len(by_format) > 1:
-            texts = [f"{layers_text(layers)} {name}" for name, layers in by_format.items()]
+            texts = [f"{format_layers(layers)} {name}" for name, layers in by_format.items()]
             got = f"None, and several formats ({'; '.join(texts[:4])})"
             raise ConfigurationError(
                 f"checkpoint {self.files.path}: layer", got=got, need="the layer's number"
@@ -190,7 +190,7 @@ class LayerGroup:
 
     def __str__(self) -> str:
         size = f"{self.nbytes / 2**30:.1f} GiB" if self.nbytes >= 2**28 else f"{self.nbytes} bytes"
-        return f"{layers_text(self.layers)} {_format_text(self.format)}, {size}"
+        return f"{format_layers(self.layers)} {_format_text(self.format)}, {size}"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from modular_kernel.cli.options import (
 )
 from modular_kernel.cli.ranks import with_launcher
 from modular_kernel.cli.tables import fit_table
-from modular_kernel.text import counted, layers_text
+from modular_kernel.text import counted, format_layers
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
@@ -86,7 +86,7 @@ def check(
             output.line(f"{options.model}: {checkpoint}, {source}")
         for layers, problem, verdicts in judged:
             if layers is not None:
-                output.line(f"{layers_text(layers)}: {problem.quant}")
+                output.line(f"{format_layers(layers)}: {problem.quant}")
             if single:
                 _print_verdict(verdicts[0])
             else:
@@ -215,7 +215,7 @@ def explain_pair(verdict: "Verdict") -> tuple[str, ...]:
 def _hidden_nan(requires: "ExpertsRequirements", problem: "Problem") -> tuple[str, ...]:
     """Return a note if a NaN in the weights may become a finite value, as the experts declare."""
     kind = problem.act.kind
-    if kind not in requires.hides_nan:
+    if kind not in requires.nan_clamping_activations:
         return ()
     return (f"a NaN in weights, scales or biases is clamped to the limit of {kind}",)
 

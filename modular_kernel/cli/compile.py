@@ -65,9 +65,9 @@ def compile_kernels(
 
 def _kernels() -> list[str]:
     """Return the names of all kernels; raise ConfigurationError if triton is not installed."""
-    from modular_kernel.machine import importable
+    from modular_kernel.machine import find_importable
 
-    if not importable({"triton"}):
+    if not find_importable({"triton"}):
         raise ConfigurationError("mk compile", got="no triton", need="the package triton")
     from modular_kernel.testing.compile.kernels_defined import defined_kernels
 

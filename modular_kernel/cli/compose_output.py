@@ -59,14 +59,14 @@ def _interpreter_note(choice: "Choice") -> str:
 
     Returns "" if the interpreter is on or cannot be used.
     """
-    from modular_kernel.machine import importable
+    from modular_kernel.machine import find_importable
     from modular_kernel.select.candidates import find_candidates
 
     current, packages = choice.machine, ("triton", "ml_dtypes")
     if (
         current.device != "cpu"
         or current.interpreter
-        or importable(packages) != frozenset(packages)
+        or find_importable(packages) != frozenset(packages)
     ):
         return ""
     tokens, machine = (choice.problem.tokens,), replace(current, interpreter=True)

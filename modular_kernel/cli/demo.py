@@ -258,11 +258,11 @@ def _available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
     Other reasons for a refusal are not expected, and make the demo fail.
     """
     from modular_kernel.catalog import load_catalog
-    from modular_kernel.compatibility.rules import unavailable
+    from modular_kernel.compatibility.rules import judge_part
 
     catalog = load_catalog()
     parts = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
-    reasons = [r for part in parts for r in unavailable(part.__name__, part.requires, machine)]
+    reasons = [r for part in parts for r in judge_part(part.__name__, part.requires, machine)]
     if reasons:
         output.note(f"not run: {prepare_finalize} x {experts}: {'; '.join(map(str, reasons))}")
     return not reasons

@@ -12,7 +12,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.utils.package_probes import version_of
 
 if TYPE_CHECKING:
-    from modular_kernel.catalog import Broken
+    from modular_kernel.catalog import BrokenEntry
     from modular_kernel.compatibility.support import Requirements
     from modular_kernel.process_status import ProcessState
 
@@ -78,7 +78,7 @@ class DoctorReport:
     topology: str | None
     packages: list[Package]
     interpreter: bool
-    broken: "tuple[Broken, ...]"
+    broken: "tuple[BrokenEntry, ...]"
     states: "tuple[ProcessState, ...]"
 
 
@@ -90,7 +90,7 @@ def doctor(as_json: AsJson = None) -> None:
     prepare_host()
     from modular_kernel.catalog import load_catalog, this_machine
     from modular_kernel.measure.environment import nvidia_smi
-    from modular_kernel.process_status import all_states
+    from modular_kernel.process_status import get_all_states
 
     report = DoctorReport(
         versions=_versions(),
@@ -100,7 +100,7 @@ def doctor(as_json: AsJson = None) -> None:
         packages=_packages(),
         interpreter=this_machine().interpreter,
         broken=load_catalog().broken,
-        states=all_states(),
+        states=get_all_states(),
     )
     output.print_result(report, as_json, lambda: _print_text(report))
     try:
@@ -162,14 +162,14 @@ def _peer_access() -> list[list[bool]]:
 
 
 def _packages() -> list[Package]:
-    from modular_kernel.catalog import load_catalog, packages_of, probes_of
-    from modular_kernel.machine import importable
+    from modular_kernel.catalog import collect_packages, collect_probes, load_catalog
+    from modular_kernel.machine import find_importable
     from modular_kernel.utils.package_probes import find
 
     catalog = load_catalog()
-    names = sorted({*_EXTRAS, *packages_of(catalog)})
-    present = importable(names)
-    probed = {provider.name: find(provider) for provider in probes_of(catalog)}
+    names = sorted({*_EXTRAS, *collect_packages(catalog)})
+    present = find_importable(names)
+    probed = {provider.name: find(provider) for provider in collect_probes(catalog)}
     packages = []
     for name in names:
         dependents = [p for p in catalog.parts if name in _required_packages(p.cls)]

@@ -73,10 +73,10 @@ class MachineOptions:
         described: whether options describe the machine, so that --packages has another default.
         Raises ConfigurationError for an unknown package.
         """
-        from modular_kernel.catalog import load_catalog, packages_of
+        from modular_kernel.catalog import collect_packages, load_catalog
         from modular_kernel.perf_model.machines import BASE_PACKAGES, parse_packages
 
-        known = packages_of(load_catalog())
+        known = collect_packages(load_catalog())
         if self.packages is not None:
             return parse_packages(self.packages, known)
         if cluster is not None and cluster.packages is not None:

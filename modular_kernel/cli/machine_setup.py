@@ -34,10 +34,10 @@ def prepare_host(*, quiet: bool = False) -> None:
 
 def _triton_status() -> str:
     """Describe how Triton kernels run on a machine without a GPU."""
-    from modular_kernel.machine import importable
+    from modular_kernel.machine import find_importable
 
     packages = ("triton", "ml_dtypes")
-    missing = [name for name in packages if name not in importable(packages)]
+    missing = [name for name in packages if name not in find_importable(packages)]
     if not missing:
         return "no CUDA device here: Triton kernels run in Triton's CPU interpreter"
     need = "pip install 'modular-kernel[interpreter]'"

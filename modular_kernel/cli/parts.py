@@ -70,10 +70,10 @@ def _requires(part: "Part") -> "Requirements | None":
 
 
 def _unavailable_reasons(part: "Part", machine: "Machine") -> "tuple[Rejection, ...]":
-    from modular_kernel.compatibility.rules import unavailable
+    from modular_kernel.compatibility.rules import judge_part
 
     requires = _requires(part)
-    return unavailable(part.name, requires, machine) if requires is not None else ()
+    return judge_part(part.name, requires, machine) if requires is not None else ()
 
 
 def _record(part: "Part", machine: "Machine") -> dict[str, object]:
@@ -102,7 +102,7 @@ def _print_text(catalog: "Catalog", machine: "Machine", where: str) -> None:
         output.line(f"\n{kind}")
         for part in (part for part in catalog.parts if part.kind == kind):
             output.line("\n      ".join(["  " + part.name, *_describe(part, machine)]))
-    planned = [(part.name, part.kind, part.why) for part in catalog.planned]
+    planned = [(part.name, part.kind, part.blocked_on) for part in catalog.planned]
     output.table(("planned, not yet implemented", "kind", "why"), planned)
     rows = [(broken.name, broken.origin, broken.error) for broken in catalog.broken]
     paths = dict.fromkeys(path for part in catalog.parts for path in _paths(part))
@@ -162,11 +162,11 @@ def _accepted_types(requires: "Requirements") -> str:
 
 
 def _devices_and_packages(requires: "Requirements") -> str:
-    from modular_kernel.compatibility.support import archs_text
+    from modular_kernel.compatibility.support import format_archs
 
     devices = sorted(requires.devices)
     if requires.min_arch is not None and "cuda" in devices:
         devices[devices.index("cuda")] = f"cuda >= {requires.min_arch[0]}.{requires.min_arch[1]}"
     if requires.archs is not None and "cuda" in devices:
-        devices[devices.index("cuda")] = f"cuda {archs_text(requires.archs)}"
+        devices[devices.index("cuda")] = f"cuda {format_archs(requires.archs)}"
     return ", ".join([*devices, *requires.packages])

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from modular_kernel.cli import output
-from modular_kernel.text import counted, layers_text
+from modular_kernel.text import counted, format_layers
 
 if TYPE_CHECKING:
     from modular_kernel.cli.plan import Case
@@ -124,7 +124,7 @@ def _title(case: "Case") -> str:
     ranks, tokens = problem.parallel.world_size, counted(problem.tokens, "token")
     in_all = f", {ranks * problem.tokens} in all" if ranks > 1 else ""
     where = f"on each of {ranks} ranks" if ranks > 1 else "on one GPU"
-    layers = "" if case.layers is None else f"{layers_text(case.layers)} ({problem.quant}): "
+    layers = "" if case.layers is None else f"{format_layers(case.layers)} ({problem.quant}): "
     return f"{layers}{case.phase} on {case.name}, {tokens} {where}{in_all}"
 
 

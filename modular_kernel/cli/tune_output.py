@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.text import counted, counted_list
+from modular_kernel.text import counted, format_counts
 
 if TYPE_CHECKING:
     from modular_kernel.contracts import Choice, Tunable
@@ -200,7 +200,7 @@ def print_text(
     if files:
         output.line(f"saved in {files[-1]}")
     if remaining:
-        numbers = counted_list(remaining, "token")
+        numbers = format_counts(remaining, "token")
         output.line(
             f"budget exhausted; not tuned: {numbers}. Run the same command again to continue"
         )

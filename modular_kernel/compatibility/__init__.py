@@ -1,1 +1,1 @@
-"""Compatibility: declared capabilities of parts, rules that judge a pair, and verdicts."""
+"""Compatibility of parts: declared capabilities, the rules that check a pair, and verdicts."""

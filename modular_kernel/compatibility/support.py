@@ -1,7 +1,7 @@
-"""What parts declare (`Requirements`), and what judging a pair returns (`Verdict`).
+"""Requirements and capabilities that parts declare, and the verdict on a pair of parts.
 
-`modular_kernel.compatibility.rules.judge` evaluates the declarations. Its `Verdict` holds every
-violated rule as a `Rejection`, not only the first.
+`modular_kernel.compatibility.rules.judge` checks the declarations (`Requirements`) of two parts
+against a problem and a machine. It returns a `Verdict` with one `Rejection` for each violation.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from modular_kernel.spec.problem import (
     Reduce,
     Rows,
 )
-from modular_kernel.text import counted, notebook_html, printable
+from modular_kernel.text import counted, printable, render_notebook_html
 from modular_kernel.utils.argument_checks import Count
 from modular_kernel.utils.optional_imports import describe_error
 from modular_kernel.utils.package_probes import PackageProbe
@@ -35,23 +35,26 @@ class Requirements:
 
     activation_format: format that prepare returns and the experts accept.
     devices: supported device types.
-    triton: uses Triton kernels, so a CPU needs the interpreter.
-    min_arch: minimum compute capability. archs: the only supported ones, None for any.
-    packages: names of the optional packages that it imports.
-    providers: probes that recognize a package by its files, for names that several packages share.
-    packages_from: URL of the packages' source, if no package index has them.
-    packages_extra: extra of this distribution that installs the packages, if their distribution has
-        another name.
+    triton: the part uses Triton kernels, so a CPU needs Triton's interpreter.
+    min_arch: minimum compute capability, such as (9, 0).
+    archs: the only supported compute capabilities; None supports any from min_arch on.
+    packages: names of the optional packages that the part imports.
+    providers: probes that recognize a package by its files, for import names that several packages
+        share.
+    packages_source_url: URL of the source code of `packages`, if no package index has them.
+    packages_extra: extra of modular-kernel that installs `packages`, if their distributions have
+        other names than the packages.
     dtypes: supported dtypes of the problem.
     top_k: minimum and maximum K.
-    hidden_multiple: H must be a multiple of this. hidden_sizes: the only supported H, None for any.
+    hidden_multiple: H must be a multiple of this.
+    hidden_sizes: the only supported H; None supports any.
     inplace: the output may overwrite x.
     graph_capturable: a call does not synchronize or allocate, and has no data-dependent shapes.
     deterministic: equal input gives bitwise equal output.
-    batch_invariant: if the problem requests it, the output of a token is bitwise equal to that of a
-        call with only this token. This includes the part's reducers.
-    lora: supports adapters. A PrepareAndFinalize dispatches their slots with the tokens; experts
-        add their deltas in both GEMMs.
+    batch_invariant: if the problem requests it, the output for a token is bitwise equal to the
+        output of a call with only that token. This includes the part's reducers.
+    lora: the part supports LoRA adapters. A PrepareAndFinalize dispatches the adapter slots with
+        the tokens; experts add the LoRA deltas in both GEMMs.
     """
 
     activation_format: ActivationFormat
@@ -61,7 +64,7 @@ class Requirements:
     archs: frozenset[tuple[int, int]] | None = None
     packages: tuple[str, ...] = ()
     providers: tuple[PackageProbe, ...] = ()
-    packages_from: str = ""
+    packages_source_url: str = ""
     packages_extra: str = ""
     dtypes: frozenset[torch.dtype] = ALL_DTYPES
     top_k: tuple[int, int] = (1, MAX_TOP_K)
@@ -74,12 +77,12 @@ class Requirements:
     lora: bool = False
 
     def install_hint(self, package: str) -> str:
-        """Return instructions to install one of `packages`."""
+        """Return a command or an instruction that installs one of `packages`."""
         for probe in self.providers:
             if probe.name == package:
                 return probe.source
-        if self.packages_from:
-            return f"build {package} from {self.packages_from}, not from a package index"
+        if self.packages_source_url:
+            return f"build {package} from {self.packages_source_url}, not from a package index"
         if self.packages_extra:
             return f"pip install 'modular-kernel[{self.packages_extra}]'"
         return f"pip install {package}"
@@ -89,34 +92,36 @@ class Requirements:
 class PrepareFinalizeRequirements(Requirements):
     """Declarations of a PrepareAndFinalize.
 
-    reduces: the experts' Reduce kinds that finalize can handle.
-    keep_topk: can return (T, K, H).
-    topk_indices_dtype: the only id dtype it accepts, or None.
-    localizes_ids: its dispatch produces local ids, or none, so experts need no expert_map.
-    multiplies_input: if the router weight applies to the input, prepare multiplies x by it (K = 1
-        only).
-    padding: content of rows without a token, None if there are none.
-    dispatch_schemes: schemes whose activations it quantizes before dispatch.
-    can_defer_quant: can leave quantization to the experts.
-    scale_layout: layout of the scales it dispatches.
-    world_sizes: minimum and maximum world size (None: no bound).
+    reduces: values of the experts' `reduce` that finalize supports.
+    keep_topk: the output can be (T, K, H), that is, not summed over top-k.
+    topk_indices_dtype: the only dtype of ids that the part accepts; None accepts any.
+    localizes_ids: the dispatch produces local expert ids, or no ids at all, so the experts do not
+        need an expert_map.
+    multiplies_input: if the router weight applies to the input, prepare multiplies x by it, which
+        requires K = 1.
+    padding: content of rows without a token; None if there are no such rows.
+    dispatch_schemes: schemes whose activations the part quantizes before dispatch.
+    can_defer_quant: the part can leave quantization to the experts.
+    scale_layout: layout of the scales that the part dispatches.
+    world_sizes: minimum and maximum world size; a maximum of None is no limit.
     one_host: all ranks must be on one host, because they share its memory.
-    ranks_per_host: maximum number of ranks per host. full_hosts: if there are several hosts, each
-        must have exactly that many ranks.
+    ranks_per_host: maximum number of ranks per host.
+    full_hosts: if there are several hosts, each must have exactly ranks_per_host ranks.
     graph_across_hosts: graph_capturable also holds with several hosts.
-    graph_on_request: graph_capturable holds for problems with `graph` only.
-    linear_placement: supports only linear placements with equally many experts on each rank. If
-        False, the part looks up experts in Problem.placement and supports any placement.
-    max_tokens: maximum number of tokens of a call, None for any.
-    asynchronous: implements `prepare_no_receive`.
-    replicated_input: every rank passes the same tokens and routing and gets the full output;
-        otherwise each rank passes its own tokens, in any number.
-    received_by_library: in every call, including planned and captured ones, a library allocates the
-        received rows with torch's allocator, because only the library knows their number.
-    bounds_received: its buffers can be sized for Problem.max_received rows.
-    capacity_unit: in the batched format each expert has capacity for T tokens of every rank, with T
-        rounded up to a multiple of this.
-    rounds_capacity: also rounds the capacity to the experts' multiple.
+    graph_on_request: graph_capturable holds only for problems with `graph`.
+    linear_placement: the part supports only linear placements with equally many experts on each
+        rank. If False, it looks up experts in Problem.placement and supports any placement.
+    max_tokens: maximum number of tokens of a call; None is no limit.
+    asynchronous: the part implements `prepare_no_receive`.
+    replicated_input: every rank passes the same tokens and routing, and gets the full output. If
+        False, each rank passes its own tokens, in any number.
+    received_by_library: in every call, including planned and captured calls, a library allocates
+        the received rows with torch's allocator, because only the library knows their number.
+    bounds_received: the part's buffers can be sized for Problem.max_received rows.
+    capacity_unit: in the batched format, each expert has capacity for T tokens of every rank, where
+        T is rounded up to a multiple of this.
+    rounds_capacity: the part also rounds the capacity up to a multiple of the experts'
+        `capacity_multiple`.
     """
 
     reduces: frozenset[Reduce]
@@ -152,28 +157,32 @@ class PrepareFinalizeRequirements(Requirements):
 class ExpertsRequirements(Requirements):
     """Declarations of a PermuteExpertsUnpermute.
 
-    reduce: the reduction it leaves to finalize.
-    keep_topk: can leave (T, K, H) rows unreduced.
-    activations: supported kinds. interleaved: supports interleaved gate and up rows.
-    up_first: requires a gated w1 with its up rows first; otherwise gate rows first.
-    bias: supports b1 and b2.
-    weight_on_input: can apply the router weight in GEMM 1.
-    expert_map: supports ExpertWeights.expert_map.
+    reduce: the reduction that the experts leave to finalize.
+    keep_topk: the experts can leave (T, K, H) rows unreduced.
+    activations: supported values of ActivationSpec.kind.
+    interleaved: the experts support interleaved gate and up rows.
+    up_first: a gated w1 must have its up rows first. If False, its gate rows must be first.
+    bias: the experts support b1 and b2.
+    weight_on_input: the experts can apply the router weight in GEMM 1.
+    expert_map: the experts support ExpertWeights.expert_map.
     chunking: calls may be split along their tokens.
     invalid_rows: content of output rows of skipped pairs.
-    skips_padding: never reads rows without a token.
-    schemes: supported quantization schemes. quantizes_input: expects unquantized activations.
-    scale_layout: layout of the activation scales it reads.
+    skips_padding: the experts never read rows without a token.
+    schemes: names of the supported quantization schemes.
+    quantizes_input: the experts take unquantized activations and quantize them.
+    scale_layout: layout of the activation scales that the experts read.
     whole_blocks: H and I must be multiples of the scheme's group.
     intermediate_multiple: I must be a multiple of this.
-    min_tokens: minimum T. max_experts: maximum E, None for any.
-    max_elements: bound on T * K * max(N, H) if offsets are 32-bit, None if 64-bit.
-    blocks: supported (rows, depth) of weight blocks in block schemes, None for any.
+    min_tokens: minimum T.
+    max_experts: maximum E; None is no limit.
+    max_elements: limit of T * K * max(N, H), for parts with 32-bit offsets; None for parts with
+        64-bit offsets.
+    blocks: supported (rows, columns) of weight blocks in block schemes; None supports any.
     capacity_multiple: in the batched format, an expert's capacity must be a multiple of this.
-    library_allocates: in every call, including planned and captured ones, a library allocates with
-        torch's allocator.
-    hides_nan: activations for which a library's clamp turns a NaN in weights, scales or biases into
-        the limit. A NaN in x or in a router weight is still propagated.
+    library_allocates: in every call, including planned and captured calls, a library allocates
+        with torch's allocator.
+    nan_clamping_activations: activations for which a library's clamp turns a NaN in weights, scales
+        or biases into the limit. A NaN in x or in a router weight is still propagated.
     tf32: float32 GEMMs may use TF32.
     """
 
@@ -199,22 +208,33 @@ class ExpertsRequirements(Requirements):
     blocks: frozenset[tuple[int, int]] | None = None
     capacity_multiple: Count = 1
     library_allocates: bool = False
-    hides_nan: frozenset[str] = frozenset()
+    nan_clamping_activations: frozenset[str] = frozenset()
     tf32: bool = False
 
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """A part that is planned but not implemented. why: what it is waiting for."""
+    """A part that is planned but not implemented.
+
+    kind: "prepare_finalize" or "experts".
+    blocked_on: what must exist before the part can be implemented.
+    """
 
     name: str
     kind: str
-    why: str
+    blocked_on: str
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """One violated rule. parties: what conflicts: names of parts, "problem", "machine"."""
+    """One violated rule.
+
+    rule: name of the rule.
+    parties: the conflicting inputs: names of parts, "problem" or "machine".
+    got: what was found.
+    need: what the rule requires.
+    hint: what the user can do; may be empty.
+    """
 
     rule: str
     parties: tuple[str, ...]
@@ -229,32 +249,35 @@ class Rejection:
 
 
 @dataclass(frozen=True)
-class Pairing:
+class RuleInput:
     """Input of a rule: the declarations of two parts, a problem and a machine."""
 
-    pf_name: str
-    pf: PrepareFinalizeRequirements
-    ex_name: str
-    ex: ExpertsRequirements
+    prepare_finalize_name: str
+    prepare_finalize: PrepareFinalizeRequirements
+    experts_name: str
+    experts: ExpertsRequirements
     problem: Problem
     machine: Machine
 
     def parts(self) -> tuple[tuple[str, Requirements], ...]:
-        """Return names and requirements of both parts, for rules that apply to each."""
-        return (self.pf_name, self.pf), (self.ex_name, self.ex)
+        """Return (name, requirements) of both parts, for rules that apply to each."""
+        return (
+            (self.prepare_finalize_name, self.prepare_finalize),
+            (self.experts_name, self.experts),
+        )
 
     @property
-    def names(self) -> tuple[str, str]:
-        return self.pf_name, self.ex_name
+    def part_names(self) -> tuple[str, str]:
+        return self.prepare_finalize_name, self.experts_name
 
 
-Violations = Iterator[Rejection]  # of one rule and one pairing
-RuleFunction = Callable[[Pairing], Violations]
+Violations = Iterator[Rejection]  # what one rule yields for one pairing
+RuleFunction = Callable[[RuleInput], Violations]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Judgment of one pairing. It is true if the pairing is valid, that is, without rejections."""
+    """The result of `judge` for one pairing. It is truthy if there are no rejections."""
 
     prepare_finalize: str
     experts: str
@@ -274,15 +297,15 @@ class Verdict:
         return f"{self.prepare_finalize} x {self.experts}"
 
     def __repr__(self) -> str:
-        """Return the verdict in one line; see `rejections` for the reasons."""
+        """Return the pairing, the problem and the violated rules in one line."""
         rules = ", ".join(dict.fromkeys(rejection.rule for rejection in self.rejections))
         return f"<{self.pairing}, {self.problem}: {f'refused: {rules}' if rules else 'valid'}>"
 
     def _repr_html_(self) -> str:
-        """Return the reasons as an HTML table, for notebooks."""
+        """Return the rejections as an HTML table, for notebooks."""
         rows = ((r.rule, " / ".join(r.parties), r.got, r.need, r.hint) for r in self.rejections)
         caption = f"{str(self).splitlines()[0]}, {self.problem}"
-        return notebook_html(caption, ("rule", "parties", "got", "need", "hint"), rows)
+        return render_notebook_html(caption, ("rule", "parties", "got", "need", "hint"), rows)
 
     def __str__(self) -> str:
         if self.ok:
@@ -297,7 +320,7 @@ class Verdicts(tuple[Verdict, ...]):
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        """Return an HTML grid of pairings; each cell is ok or the violated rules."""
+        """Return an HTML grid of pairings; each cell shows "ok" or the violated rules."""
         names = dict.fromkeys(verdict.experts for verdict in self)
         cells = {(v.prepare_finalize, v.experts): v for v in self}
         head = "".join(f"<th>{escape(name)}</th>" for name in ("", *names))
@@ -319,10 +342,11 @@ def _cell_text(verdict: Verdict | None) -> str:
 def collect_rejections(
     part: str, get_rejections: Callable[[], Iterable[object]]
 ) -> tuple[Rejection, ...]:
-    """Return the rejections of a part's own rules.
+    """Return the rejections that a part's `extra_rejections` returns.
 
-    If the part's code raises or returns something else, this returns one rejection that reports it,
-    so that other pairings can still be judged.
+    part: class name of the part.
+    get_rejections: calls `extra_rejections`. If it raises, or returns anything but rejections, the
+        result is one rejection that reports this, so that other pairings can still be judged.
     """
     try:
         returned = tuple(get_rejections())
@@ -335,11 +359,11 @@ def collect_rejections(
         if len(rejections) == len(returned):
             return rejections
         got = repr(returned)[:200]
-    need = "extra_rejections to return rejections"
+    need = "a tuple of Rejection objects from extra_rejections"
     return (Rejection("extra_rejections", (part,), got, need),)
 
 
-def archs_text(archs: frozenset[tuple[int, int]]) -> str:
+def format_archs(archs: frozenset[tuple[int, int]]) -> str:
     """Return compute capabilities as text, such as "9.0 or 10.0"."""
     return " or ".join(f"{major}.{minor}" for major, minor in sorted(archs))
 

@@ -1,1 +1,1 @@
-"""Interfaces to other libraries: transformers, vLLM, SGLang, and functions under their names."""
+"""Interfaces to transformers, vLLM and SGLang, and functions with the names of their APIs."""

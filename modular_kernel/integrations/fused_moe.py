@@ -4,10 +4,11 @@
     y_TH = fused_experts(x_TH, w1, w2, topk_output, use_fp8_w8a8=True, block_shape=[128, 128],
                          w1_scale=w1_scale, w2_scale=w2_scale)
 
-They run kernels of `make_kernel` with MoEPrepareAndFinalizeNoEP and TritonExperts, or TorchExperts
-if Triton is not available. torch.compile traces them as torch.ops.modular_kernel.
-outplace_fused_experts and inplace_fused_experts, without a graph break; eager calls skip torch's
-dispatcher. Calls share workspaces as described in `FusedMoEModularKernel.__call__`.
+Both functions run kernels with MoEPrepareAndFinalizeNoEP and TritonExperts, or TorchExperts if
+Triton is not available. torch.compile traces a call as the operator
+`torch.ops.modular_kernel.outplace_fused_experts` or `inplace_fused_experts`, without a graph break.
+Eager calls skip torch's dispatcher. Calls share workspaces, as `FusedMoEModularKernel.__call__`
+describes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,10 +22,10 @@ from modular_kernel.errors import ConfigurationError, LayoutError, ShapeError
 from modular_kernel.integrations.fused_moe_kernels import (
     FIELDS,
     check_config,
-    global_experts_of,
-    kernel_for,
-    values_per_element,
-    weights_of,
+    count_global_experts,
+    count_values_per_element,
+    get_kernel,
+    make_weights,
 )
 from modular_kernel.integrations.fused_moe_options import (
     MoeRunnerConfig,
@@ -71,15 +72,18 @@ def fused_experts(
 ) -> torch.Tensor:
     """Compute the experts' output, (..., H), or (..., K, H) with no_combine.
 
-    hidden_states: (..., H). The result is written to it if inplace.
-    w1, w2: (E, N, H) and (E, H, I), or packed.
-    topk_output: the router weights, (..., K), float32 or a 16-bit dtype, which is converted, and
-        the expert ids, (..., K), of which -1 skips a pair. Further values are ignored.
-    moe_runner_config: its `inplace` is True by default. Without a config, the call is not inplace.
-    options: see `Options`. Raises ConfigurationError for other keywords.
+    hidden_states: (..., H). With `inplace`, the result is written to this tensor.
+    w1: (E, N, H), or packed.
+    w2: (E, H, I), or packed.
+    topk_output: (weights, ids, ...). The router weights are (..., K), float32 or a 16-bit dtype,
+        which is converted to float32. The expert ids are (..., K); -1 skips a pair. Further values
+        are ignored.
+    moe_runner_config: settings of the layer. Note that its `inplace` is True by default. Without a
+        config, the call is not in place.
+    options: keywords that `Options` lists.
 
-    Raises every InputError of `FusedMoEModularKernel`, and IncompatibleError if no part supports
-    the problem.
+    Raises ConfigurationError for an unknown keyword, every InputError of `FusedMoEModularKernel`,
+    and IncompatibleError if no part supports the problem.
     """
     config, quantization = split_options(moe_runner_config, options)
     call = (hidden_states, w1, w2, topk_output, config, quantization)
@@ -109,28 +113,28 @@ def _fused_experts(
         check_no_gradients(dict(zip(names, (hidden_states, *weights), strict=True)))
     x_TH = _flatten(hidden_states, inplace=config.inplace)
     lead = tuple(hidden_states.shape[:-1])
-    weights_TK, ids_TK = topk_tensors(
+    weights_TK, ids_TK = flatten_topk_output(
         topk_output, config, lead, hidden_states.device, check_memory=not eager
     )
     if config.inplace and config.no_combine:
-        need = "inplace=False: (T, K, H) does not fit into x"
-        raise ConfigurationError("inplace", got="no_combine=True", need=need)
+        need = "inplace=False, because a (T, K, H) output does not fit into x"
+        raise ConfigurationError("inplace", got="True with no_combine=True", need=need)
     check_backend(config, "triton")
     quant = quant_of(options)
-    check_config(config, x_TH, w1, w2, options, depth=values_per_element(quant))
+    check_config(config, x_TH, w1, w2, options, values_per_element=count_values_per_element(quant))
     settings = (
         quant,
-        _activation_text(config) if is_compiling() else _cached_activation_text(config),
+        _format_activation(config) if is_compiling() else _format_activation_cached(config),
         config.apply_router_weight_on_input,
         config.scale,
     )
     arguments = (x_TH, w1, w2, weights_TK, ids_TK, extras, *settings)
-    direct = eager and _may_skip_dispatcher((weights_TK, ids_TK))
+    skips_dispatcher = eager and _may_skip_dispatcher((weights_TK, ids_TK))
     if config.inplace:
-        run = _run_in_place if direct else inplace_fused_experts
+        run = _run_in_place if skips_dispatcher else inplace_fused_experts
         run(*arguments, config.chunk_tokens)
         return hidden_states
-    run_new = _run if direct else outplace_fused_experts
+    run_new = _run if skips_dispatcher else outplace_fused_experts
     output: torch.Tensor = run_new(*arguments, config.combine.value, config.chunk_tokens)
     if hidden_states.dim() == 2:
         return output
@@ -147,19 +151,20 @@ def fused_moe(
     renormalize: bool = False,
     **options: Unpack[Options],
 ) -> torch.Tensor:
-    """Run `fused_experts` with the top_k experts of a softmax over gating_output (..., E).
+    """Route tokens with a softmax over logits, then run `fused_experts`.
 
-    gating_output: logits (..., E); top_k is then required. Or a router's result, as topk_output of
-        `fused_experts`.
+    gating_output: logits (..., E), which require `top_k`; or the result of a router, like the
+        topk_output of `fused_experts`.
     renormalize: scale the K weights of a token to sum to 1.
-    Other arguments: see `fused_experts`.
+
+    `fused_experts` describes the other arguments.
     """
     config, quantization = split_options(moe_runner_config, options)
     expect("renormalize", renormalize, bool)
     if isinstance(gating_output, list | tuple):
         if renormalize:
-            need = "the router's logits, not its top-k weights and ids"
-            raise ConfigurationError("renormalize", got="True", need=need)
+            need = "False, or logits as gating_output"
+            raise ConfigurationError("renormalize", got="True with weights and ids", need=need)
         return _fused_experts(hidden_states, w1, w2, gating_output, config, quantization)
     need = "logits (..., E), or (weights, ids)"
     if not isinstance(gating_output, torch.Tensor):
@@ -170,22 +175,22 @@ def fused_moe(
     top_k, experts = config.top_k, gating_output.shape[-1]
     max_top_k = min(experts, MAX_TOP_K)
     if top_k is None or not 1 <= top_k <= max_top_k:
-        need = f"1 to {max_top_k}: at most {experts} experts and {MAX_TOP_K}"
+        need = f"1 to {max_top_k}, the smaller of {experts} experts and {MAX_TOP_K}"
         raise ConfigurationError("top_k", got=top_k, need=need)
     if config.num_fused_shared_experts:
-        need = "0, or a routing: a softmax cannot select shared experts"
+        need = "0, or weights and ids as gating_output: a softmax cannot select shared experts"
         number = config.num_fused_shared_experts
         raise ConfigurationError("num_fused_shared_experts", got=number, need=need)
     if config.routing_method_type is not None:
-        need = "None, or a routing: experts are selected from logits by softmax and top_k"
+        need = "None, or weights and ids as gating_output: logits are routed by softmax and top_k"
         got = config.routing_method_type
         raise ConfigurationError("routing_method_type", got=got, need=need)
-    if getattr(w1, "ndim", 0) == 3 and experts != global_experts_of(
-        w1, quantization
-    ):  # else raised later
-        need = f"(..., E) with E = {global_experts_of(w1, quantization)}, the experts"
+    # `_fused_experts` raises the error for a w1 that does not have three dimensions.
+    if getattr(w1, "ndim", 0) == 3 and experts != count_global_experts(w1, quantization):
+        num_experts = count_global_experts(w1, quantization)
+        need = f"(..., E) with E = {num_experts}, the number of experts"
         raise ShapeError("gating_output", got=tuple(gating_output.shape), need=need)
-    lead = tuple(getattr(hidden_states, "shape", ())[:-1])  # checked later
+    lead = tuple(getattr(hidden_states, "shape", ())[:-1])  # `_fused_experts` checks x
     check_lead("gating_output", gating_output, lead, "E")
     logits_TE = gating_output.reshape(-1, experts)
     routing = route(logits_TE, RouterSpec(top_k, renormalize=renormalize)).routing
@@ -194,24 +199,28 @@ def fused_moe(
     return modes.run_outside_function_modes(_fused_experts, *call)
 
 
-def _activation_text(config: MoeRunnerConfig) -> str:
+def _format_activation(config: MoeRunnerConfig) -> str:
     return str(config.activation_spec())
 
 
-_cached_activation_text = lru_cache(maxsize=256)(_activation_text)  # not traced by torch.compile
+# torch.compile cannot trace the cache.
+_format_activation_cached = lru_cache(maxsize=256)(_format_activation)
 
 
 def _flatten(hidden_states: torch.Tensor, *, inplace: bool) -> torch.Tensor:
-    """Return x as (T, H). If inplace, the result shares the memory of x."""
+    """Return x as (T, H).
+
+    inplace: require that the result shares the memory of x.
+    """
     if hidden_states.dim() <= 2:
         return hidden_states
     if inplace and not hidden_states.is_contiguous():
         got = f"strides {hidden_states.stride()}"
-        raise LayoutError("x of an inplace call", got=got, need="contiguous")
+        raise LayoutError("x of an in-place call", got=got, need="a contiguous tensor")
     return hidden_states.reshape(-1, hidden_states.shape[-1])
 
 
-def topk_tensors(
+def flatten_topk_output(
     topk_output: Sequence[torch.Tensor | None],
     config: MoeRunnerConfig,
     lead: tuple[int, ...] | None = None,
@@ -221,15 +230,15 @@ def topk_tensors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the router's weights, as float32, and its ids, both flattened to (T, K).
 
-    lead: the leading dimensions of x, which the ids must also have. device: the device of x, on
-    which both must be. None skips these checks. check_memory: False if the kernel's call will check
-    that both have memory.
+    lead: leading dimensions of x, which the ids must also have. None skips this check.
+    device: device of x, on which the weights and ids must be. None skips this check.
+    check_memory: check that the weights and ids have memory. False if the kernel checks it.
     """
     values = topk_output if isinstance(topk_output, list | tuple) else ()
     weights_TK, ids_TK = (*values, None, None)[:2]
     if not isinstance(weights_TK, torch.Tensor) or not isinstance(ids_TK, torch.Tensor):
         got = [type(value).__name__ for value in values] or type(topk_output).__name__
-        raise ConfigurationError("topk_output", got=got, need="weights and ids, both (T, K)")
+        raise ConfigurationError("topk_output", got=got, need="(weights, ids), both (T, K)")
     if check_memory or not (_has_memory(weights_TK) and _has_memory(ids_TK)):
         named = {"topk_weights": weights_TK, "topk_ids": ids_TK}
         check_tensors(named, device=device, meta=True)
@@ -257,10 +266,10 @@ _functorch_interpreter: Callable[[], object] = torch._C._functorch.peek_interpre
 
 
 def _may_skip_dispatcher(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether a call can skip the operator and call its function, which is faster.
+    """Return whether a call can skip torch's dispatcher, which saves time.
 
-    False under torch.compile, a dispatch mode or a function transform, and for tensor subclasses,
-    meta tensors and tensors that are not dense.
+    This is False under torch.compile, a dispatch mode or a function transform, and for tensor
+    subclasses, meta tensors and tensors that are not dense.
     """
     if (
         is_compiling()
@@ -275,7 +284,7 @@ def _may_skip_dispatcher(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 # ------------------------------------------------------------------------------ torch operators
-# extras: the fields of an ExpertWeights, in the order of FIELDS.
+# extras: tensors of an ExpertWeights, in the order of FIELDS.
 
 
 def _fake_output(hidden_states, w1, w2, topk_weights, topk_ids, extras, *settings):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN002, ANN202
@@ -301,9 +310,9 @@ def _run(  # noqa: PLR0913 (the arguments of the operator)
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
     routing = Routing(topk_weights, topk_ids)
-    weights = weights_of(w1, w2, extras, quant)
+    weights = make_weights(w1, w2, extras, quant)
     kernel_options = (quant, activation, on_input, scale, Combine(combine), False, chunk_tokens)
-    return kernel_for(hidden_states, weights, routing, kernel_options)(
+    return get_kernel(hidden_states, weights, routing, kernel_options)(
         hidden_states, weights, routing
     )
 
@@ -325,9 +334,9 @@ def _run_in_place(  # noqa: PLR0913 (as the operator below)
     chunk_tokens: int | None = None,
 ) -> None:
     routing = Routing(topk_weights, topk_ids)
-    weights = weights_of(w1, w2, extras, quant)
+    weights = make_weights(w1, w2, extras, quant)
     kernel_options = (quant, activation, on_input, scale, Combine.SUM, True, chunk_tokens)
-    kernel_for(hidden_states, weights, routing, kernel_options)(hidden_states, weights, routing)
+    get_kernel(hidden_states, weights, routing, kernel_options)(hidden_states, weights, routing)
 
 
 inplace_fused_experts = torch.library.custom_op(

@@ -1,4 +1,4 @@
-"""Cache of the kernels behind `fused_experts` and `fused_moe`, one per problem and device."""
+"""Kernels for `fused_experts`, `fused_moe` and `MoeRunner`, cached by problem and device."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,9 +18,9 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils.tensor_checks import check_tensor
 
 DEFAULT_PARTS: tuple[Experts, ...] = ("TritonExperts", "TorchExperts")
-_MIN_CAPACITY = 16
+_MIN_TOKENS = 16  # smallest number of tokens that a kernel is created for
 _VALUES_PER_ELEMENT = {name: values_per_word(scheme) for name, scheme in QUANT_SCHEMES.items()}
-# Fields of ExpertWeights after w1 and w2 -> keywords of `Quantization`.
+# The keyword of `Quantization` for each field of ExpertWeights after w1 and w2.
 FIELDS = {
     "b1": "b1",
     "b2": "b2",
@@ -41,21 +41,22 @@ def check_config(
     w2: torch.Tensor,
     options: Quantization,
     *,
-    depth: int,
+    values_per_element: int,
 ) -> None:
     """Raise ShapeError or DtypeError for a tensor that does not match the config.
 
-    depth: number of values in an element of w1 and w2.
+    values_per_element: number of weights in an element of w1 and w2.
     """
     for what, tensor in (("w1", w1), ("w2", w2)):
         if tensor.dim() != 3:
             raise ShapeError(what, got=tuple(tensor.shape), need="3 dimensions")
-    experts = global_experts_of(w1, options)
+    experts = count_global_experts(w1, options)
+    intermediate = w2.shape[2] * values_per_element
     sizes = (
         ("w1", "num_experts", experts, "experts"),
         ("w1", "num_local_experts", w1.shape[0], "local experts"),
         ("x", "hidden_size", x_TH.shape[-1] if x_TH.dim() else 0, "hidden values"),
-        ("w2", "intermediate_size_per_partition", w2.shape[2] * depth, "intermediate values"),
+        ("w2", "intermediate_size_per_partition", intermediate, "intermediate values"),
     )
     for what, name, got, unit in sizes:
         need = getattr(config, name)
@@ -63,35 +64,35 @@ def check_config(
             raise ShapeError(what, got=f"{got} {unit}", need=f"{name} = {need}")
     shared = config.num_fused_shared_experts or 0
     if shared > experts:
-        need = f"<= {experts}, the experts"
+        need = f"<= {experts}, the number of experts"
         raise ConfigurationError("num_fused_shared_experts", got=shared, need=need)
     dtype = config.params_dtype
     if dtype is not None and w1.is_floating_point() and w1.itemsize > 1 and w1.dtype is not dtype:
         raise DtypeError("w1", got=w1.dtype, need=f"params_dtype = {dtype}")
 
 
-def values_per_element(quant: str) -> int:
-    """Return the number of values in an element of w1 and w2.
+def count_values_per_element(quant: str) -> int:
+    """Return the number of weights in an element of w1 and w2.
 
     The scheme is not parsed, because torch.compile traces this function but not the parser.
     """
     return VALUES if "repacked=true" in quant else _VALUES_PER_ELEMENT[quant.split(":")[0]]
 
 
-def global_experts_of(w1: torch.Tensor, options: Quantization) -> int:
-    """Return E over all ranks: the length of expert_map if given, else the experts of w1."""
+def count_global_experts(w1: torch.Tensor, options: Quantization) -> int:
+    """Return E of all ranks: the length of expert_map if given, else the experts in w1."""
     expert_map = options.get("expert_map")
     if expert_map is not None and expert_map.dim() != 1:
         raise ShapeError("expert_map", got=tuple(expert_map.shape), need="(E,)")
     return w1.shape[0] if expert_map is None else expert_map.shape[0]
 
 
-def weights_of(
+def make_weights(
     w1: torch.Tensor, w2: torch.Tensor, extras: Sequence[torch.Tensor | None], quant: str
 ) -> ExpertWeights:
-    """Return ExpertWeights, with scales in the shape that kernels require.
+    """Return ExpertWeights with scales in the shape that kernels require.
 
-    extras: the fields after w1 and w2, in the order of FIELDS.
+    extras: the tensors of the other fields, in the order of FIELDS.
     """
     fields = dict(zip(FIELDS, extras, strict=True))
     for name in ("w1_scale", "w2_scale", "a1_scale", "a2_scale"):
@@ -102,42 +103,45 @@ def weights_of(
 
 
 def _reshape_scale(name: str, scale: torch.Tensor, quant: str) -> torch.Tensor:
-    """Return a scale in the shape that kernels require, contiguous if it has fewer than 3 dims."""
+    """Return a scale in the shape that kernels require.
+
+    The result is contiguous if it has fewer than three dimensions.
+    """
     dims, is_weight_scale = scale.dim(), name in ("w1_scale", "w2_scale")
     is_column = is_weight_scale and "_channel" in quant and dims == 3 and scale.shape[2] == 1
     is_scalar = dims == 0 and not is_weight_scale
     if not (is_column or is_scalar) and (dims > 2 or scale.is_contiguous()):
         return scale
-    check_tensor(name, scale, meta=True)  # a view or copy needs its memory
+    check_tensor(name, scale, meta=True)  # views and copies require memory
     if is_scalar:
         return scale.reshape(1)
     return (scale[:, :, 0] if is_column else scale).contiguous()
 
 
-# Arguments of a Problem: quant, activation, apply_router_weight_on_input, routed_scaling_factor,
-# combine, inplace, chunk_tokens.
+# Fields of a Problem: quant, activation, apply_router_weight_on_input, routed_scaling_factor,
+# combine, inplace and chunk_tokens.
 KernelOptions = tuple[str, str, bool, float, Combine, bool, int | None]
 
 
-def kernel_for(
+def get_kernel(
     x_TH: torch.Tensor,
     weights: ExpertWeights,
     routing: Routing,
     kernel_options: KernelOptions,
     parts: tuple[Experts, ...] = DEFAULT_PARTS,
 ) -> FusedMoEModularKernel:
-    """Return the kernel for a call. Its number of tokens is rounded up to a power of two.
+    """Return the kernel for a call, which is created for the next power of two of its tokens.
 
-    parts: experts parts; the first that supports the problem is used.
+    parts: experts parts, of which the first that supports the problem is used.
     """
-    depth = values_per_element(kernel_options[0])
-    _check_sizes(x_TH, weights, depth, kernel_options[1])
+    values_per_element = count_values_per_element(kernel_options[0])
+    _check_sizes(x_TH, weights, values_per_element, kernel_options[1])
     expert_map, e = weights.expert_map, weights.w1.shape[0]
     tokens, hidden = x_TH.shape
     sizes = (
-        max(_MIN_CAPACITY, 1 << (tokens - 1).bit_length()),
+        max(_MIN_TOKENS, 1 << (tokens - 1).bit_length()),
         hidden,
-        weights.w2.shape[2] * depth,
+        weights.w2.shape[2] * values_per_element,
         e if expert_map is None else expert_map.shape[0],
         routing.topk_ids_TK.shape[1],
         None if expert_map is None else e,
@@ -145,30 +149,34 @@ def kernel_for(
     bias = weights.b1 is not None or weights.b2 is not None
     chunk = kernel_options[-1]
     if chunk is not None and sizes[0] <= chunk:
-        kernel_options = (*kernel_options[:-1], None)  # no call of this kernel is split
+        kernel_options = (*kernel_options[:-1], None)  # calls of this kernel are never split
     return _make_kernel(sizes, x_TH.dtype, bias, kernel_options, x_TH.device, parts)
 
 
-def _check_sizes(x_TH: torch.Tensor, weights: ExpertWeights, depth: int, activation: str) -> None:
-    """Raise ShapeError for the one tensor of x, w1 and w2 that does not match the two others."""
+def _check_sizes(
+    x_TH: torch.Tensor, weights: ExpertWeights, values_per_element: int, activation: str
+) -> None:
+    """Raise ShapeError for the tensor among x, w1 and w2 that does not match the other two."""
     w1, w2 = weights.w1, weights.w2
     for what, tensor, dims in (("x", x_TH, 2), ("w1", w1, 3), ("w2", w2, 3)):
         if tensor.dim() != dims:
             raise ShapeError(what, got=tuple(tensor.shape), need=f"{dims} dimensions")
     (e, rows, h1), (e2, h2, i) = w1.shape, w2.shape
-    h, h1, i = x_TH.shape[1], h1 * depth, i * depth
+    h, h1, i = x_TH.shape[1], h1 * values_per_element, i * values_per_element
     if h != h1 == h2:
-        raise ShapeError("x", got=tuple(x_TH.shape), need=f"(T, H) with H = {h1}, as w1 and w2")
+        need = f"(T, H) with H = {h1}, as in w1 and w2"
+        raise ShapeError("x", got=tuple(x_TH.shape), need=need)
     if h1 != h:
-        need = f"(E, N, H{_divided_by(depth)}) with H = {h}, as x"
+        need = f"(E, N, H{_format_divisor(values_per_element)}) with H = {h}, as in x"
         raise ShapeError("w1", got=tuple(w1.shape), need=need)
     if (e2, h2) != (e, h):
-        need = f"(E, H, I{_divided_by(depth)}) with E = {e}, as w1, and H = {h}, as x"
+        columns = f"I{_format_divisor(values_per_element)}"
+        need = f"(E, H, {columns}) with E = {e}, as in w1, and H = {h}, as in x"
         raise ShapeError("w2", got=tuple(w2.shape), need=need)
     gated = _is_gated(activation)
     if rows != i * (1 + gated):
-        got = f"{tuple(w1.shape)} and {tuple(w2.shape)}"
-        need = f"N = {'2I' if gated else 'I'} for {activation}: w1 has N = {rows}, w2 I = {i}"
+        got = f"{tuple(w1.shape)} and {tuple(w2.shape)}, that is, N = {rows} and I = {i}"
+        need = f"N = {'2I' if gated else 'I'} for {activation}"
         raise ShapeError("w1 and w2", got=got, need=need)
 
 
@@ -177,8 +185,8 @@ def _is_gated(activation: str) -> bool:
     return ActivationSpec.parse(activation).gated
 
 
-def _divided_by(depth: int) -> str:
-    return "" if depth == 1 else f" / {depth}"
+def _format_divisor(divisor: int) -> str:
+    return "" if divisor == 1 else f" / {divisor}"
 
 
 @lru_cache(maxsize=256)
@@ -190,7 +198,7 @@ def _make_kernel(
     device: torch.device,
     parts: tuple[Experts, ...],
 ) -> FusedMoEModularKernel:
-    """Create a kernel. There is one per device, because a kernel counts invalid ids there."""
+    """Create a kernel. Each device has its own, because a kernel counts invalid ids on a device."""
     tokens, hidden, intermediate, experts, top_k, local_experts = sizes
     quant, activation, on_input, scale, combine, inplace, chunk_tokens = kernel_options
     problem = Problem(

@@ -1,4 +1,4 @@
-"""Selection of parts by all2all backend and quantization, in functions named as in vLLM.
+"""Functions that select parts by all2all backend and problem, with the names that vLLM uses.
 
 part    = maybe_make_prepare_finalize(problem, "deepep_low_latency", group)
 experts = select_gemm_impl(problem, part)
@@ -16,7 +16,7 @@ from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.utils.argument_checks import expect
 
-# All2all backend (vLLM's name if it exists there) -> prepare/finalize part.
+# The prepare/finalize part of each all2all backend. The names are those of vLLM, where it has one.
 ALL2ALL: Mapping[str, str] = {
     "naive": "ReplicatedEPPrepareAndFinalize",
     "allgather_reducescatter": "AllGatherReduceScatterPrepareAndFinalize",
@@ -29,19 +29,19 @@ ALL2ALL: Mapping[str, str] = {
     "deepep_v2": "DeepEPV2PrepareAndFinalize",
     "flashinfer_cutlass": "FlashInferCutlassMoEPrepareAndFinalize",
 }
-# Preferred experts parts, in this order, before all others.
+# Experts parts that are preferred to all others, in this order.
 _PREFERRED = ("TritonExperts", "BatchedTritonExperts", "TorchExperts", "NaiveBatchedExperts")
 
 
 def maybe_make_prepare_finalize(
     problem: Problem, all2all_backend: str | None = None, group: object | None = None
 ) -> PrepareAndFinalize | None:
-    """Return the prepare/finalize part of an all2all backend; None for a single rank.
+    """Return the prepare/finalize part of an all2all backend, or None for a single rank.
 
-    Raises ConfigurationError for an unknown name, or for several ranks without a name;
+    Raises ConfigurationError for an unknown backend, or for several ranks without a backend, and
     UnknownPartError if the part is not installed.
     """
-    part = _part_of(problem, all2all_backend)
+    part = _select_prepare_finalize(problem, all2all_backend)
     return None if part == NO_EP else load_catalog().prepare_finalize(part)(problem, group)
 
 
@@ -50,18 +50,22 @@ def select_gemm_impl(
     prepare_finalize: PrepareAndFinalize | None = None,
     machine: Machine | None = None,
 ) -> PermuteExpertsUnpermute:
-    """Return an experts part that supports the problem with a prepare/finalize part.
+    """Return an experts part that supports the problem together with a prepare/finalize part.
 
-    prepare_finalize: None means MoEPrepareAndFinalizeNoEP. Raises IncompatibleError with the
-    reasons of every part of that activation format, if none supports the problem. To select the
-    fastest part instead, see `modular_kernel.compose`.
+    `modular_kernel.compose` selects the fastest part instead.
+
+    prepare_finalize: None means MoEPrepareAndFinalizeNoEP.
+    machine: None means this machine.
+
+    If no part supports the problem, raises IncompatibleError with the reasons for every part that
+    has the activation format of prepare_finalize.
     """
     expect("problem", problem, Problem)
     expect("prepare_finalize", prepare_finalize, PrepareAndFinalize | None)
     expect("machine", machine, Machine | None)
     catalog = load_catalog()
     kind = type(prepare_finalize) if prepare_finalize else catalog.prepare_finalize(NO_EP)
-    return catalog.experts(_experts_of(problem, kind, catalog, machine))(problem)
+    return catalog.experts(_select_experts(problem, kind, catalog, machine))(problem)
 
 
 def init_prepare_finalize(
@@ -70,14 +74,17 @@ def init_prepare_finalize(
     group: object | None = None,
     machine: Machine | None = None,
 ) -> FusedMoEModularKernel:
-    """Combine the backend's prepare/finalize part with the experts of `select_gemm_impl`."""
+    """Return a kernel of the backend's prepare/finalize part and a supported experts part.
+
+    The arguments are those of `maybe_make_prepare_finalize` and `select_gemm_impl`.
+    """
     catalog = load_catalog()
-    kind = catalog.prepare_finalize(_part_of(problem, all2all_backend))
-    experts = _experts_of(problem, kind, catalog, machine)
+    kind = catalog.prepare_finalize(_select_prepare_finalize(problem, all2all_backend))
+    experts = _select_experts(problem, kind, catalog, machine)
     return make_kernel(kind, experts, problem, group=group, machine=machine)
 
 
-def _part_of(problem: Problem, all2all_backend: str | None) -> str:
+def _select_prepare_finalize(problem: Problem, all2all_backend: str | None) -> str:
     expect("problem", problem, Problem)
     expect("all2all_backend", all2all_backend, str | None)
     if all2all_backend is not None and all2all_backend not in ALL2ALL:
@@ -87,12 +94,12 @@ def _part_of(problem: Problem, all2all_backend: str | None) -> str:
     if world_size == 1:
         return NO_EP
     if all2all_backend is None:
-        need = f"one of {', '.join(ALL2ALL)}, for {world_size} ranks"
+        need = f"one of {', '.join(ALL2ALL)}, because there are {world_size} ranks"
         raise ConfigurationError("all2all_backend", got=None, need=need)
     return ALL2ALL[all2all_backend]
 
 
-def _experts_of(
+def _select_experts(
     problem: Problem,
     prepare_finalize: type[PrepareAndFinalize],
     catalog: Catalog,

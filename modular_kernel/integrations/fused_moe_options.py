@@ -1,4 +1,4 @@
-"""Keyword arguments of `fused_experts` and `fused_moe`, and their conversion to a problem."""
+"""Keyword arguments of `fused_experts` and `fused_moe`, and their conversion to Problem fields."""
 
 import difflib
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from modular_kernel.spec.problem import ActivationSpec, Combine, Size
 from modular_kernel.utils.argument_checks import Count, check_fields, expect
 
 CHUNK_TOKENS = 64 * 1024
-_UNGATED_FORMS = ("silu", "gelu", "gelu_tanh")
+_KINDS_WITH_UNGATED_FORM = ("silu", "gelu", "gelu_tanh")
 
 
 @dataclass(frozen=True)
@@ -21,28 +21,29 @@ class MoeRunnerConfig:
 
     num_experts, num_local_experts, hidden_size, intermediate_size_per_partition, top_k: if set,
         the tensors must have these sizes.
-    layer_id, layer: number and module of the layer. Both have no effect.
-    num_fused_shared_experts: number of shared experts among the experts; the caller's routing
-        assigns them to every token. Not supported with logits. None means 0.
+    layer_id, layer: number and module of the layer. They have no effect.
+    num_fused_shared_experts: how many of the experts are shared. The caller's routing must assign
+        these to every token. Not supported with logits. None means 0.
     params_dtype: if set, the dtype that unquantized weights must have.
-    routing_method_type: how the router selects experts. It has no effect if the caller passes a
-        routing, and is not supported with logits.
-    runner_backend: None, or the backend in use: a name, or an object with the name as its `value`.
+    routing_method_type: how the router selects experts. It has no effect if the caller passes
+        weights and ids, and is not supported with logits.
+    runner_backend: None, or the backend in use, as a name or as an object whose `value` is the
+        name.
     activation: "silu", "gelu" (erf), "gelu_tanh", "situ", or any other ActivationSpec.
-    is_gated: False selects the ungated form of silu, gelu or gelu_tanh. Activations that never have
-        a gate ignore it.
+    is_gated: False selects the ungated form of silu, gelu or gelu_tanh. It has no effect on
+        activations that never have a gate.
     inplace: overwrite x with the output.
-    no_combine: return outputs (T, K, H), neither weighted nor scaled; requires inplace=False.
-    no_combine_keep_router_weight: weight these outputs with the router's weights.
-    routed_scaling_factor: None means 1.
+    no_combine: return (T, K, H) outputs, neither weighted nor scaled. Requires inplace=False.
+    no_combine_keep_router_weight: with no_combine, multiply the outputs by the router weights.
+    routed_scaling_factor: factor of the output. None means 1.
     gemm1_alpha, gemm1_clamp_limit: with silu, both together select gpt-oss's swiglu_oai, and the
         limit alone selects swiglu_clamp_after. With situ, they are its alpha and its limit.
-    gemm1_beta: the value that swiglu_oai adds to up; only 1 is supported.
+    gemm1_beta: the value that swiglu_oai adds to up. Only 1 is supported.
     swiglu_limit: with silu, selects swiglu_clamp_before with this limit.
-    gate_up_interleaved: for swiglu_oai: whether w1's rows alternate gate and up.
-    use_tp_all_gather_activation, silu_mul_keep_fp32: not supported.
-    chunk_tokens: maximum number of tokens computed at once; None never splits. SGLang has no such
-        field.
+    gate_up_interleaved: with swiglu_oai, whether the rows of w1 alternate gate and up.
+    use_tp_all_gather_activation, silu_mul_keep_fp32: must be False.
+    chunk_tokens: maximum number of tokens that are computed at once. None never splits a call.
+        SGLang does not have this field.
 
     Raises ConfigurationError if a field has another type, and UnsupportedError if a field that is
     not supported is True.
@@ -78,15 +79,15 @@ class MoeRunnerConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.use_tp_all_gather_activation:
-            need = "False: layers gather activations before the call"
+            need = "False, because layers gather activations before the call"
             raise UnsupportedError("use_tp_all_gather_activation", got=True, need=need)
         if self.silu_mul_keep_fp32:
-            need = "False: a part decides the dtype between activation and quantization"
+            need = "False, because a part decides the dtype between activation and quantization"
             raise UnsupportedError("silu_mul_keep_fp32", got=True, need=need)
 
     @property
     def combine(self) -> Combine:
-        """Form of the output."""
+        """The form of the output, as in Problem.combine."""
         if not self.no_combine:
             return Combine.SUM
         if self.no_combine_keep_router_weight:
@@ -95,7 +96,7 @@ class MoeRunnerConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of the output. It is 1 with no_combine: the caller then sums and scales."""
+        """The factor of the output. With no_combine it is 1, because the caller sums and scales."""
         factor = self.routed_scaling_factor
         return 1.0 if factor is None or self.no_combine else float(factor)
 
@@ -107,20 +108,21 @@ class MoeRunnerConfig:
         alpha, limit = self.gemm1_alpha, self.gemm1_clamp_limit
         name = str(self.activation)
         if self.gemm1_beta is not None and (self.gemm1_beta != 1 or alpha is None):
-            need = "None, or 1 with gemm1_alpha: swiglu_oai adds 1 to up"
+            need = "None, or 1 together with gemm1_alpha, because swiglu_oai adds 1 to up"
             raise ConfigurationError("gemm1_beta", got=self.gemm1_beta, need=need)
         if not self.is_gated:
-            return self._ungated(name)
+            return self._select_ungated(name)
         modifiers = (alpha, limit, self.swiglu_limit)
         if modifiers == (None, None, None):
             return ActivationSpec.parse(self.activation)
         if self.swiglu_limit is not None and modifiers[:2] != (None, None):
-            got, need = "gemm1_alpha or gemm1_clamp_limit too", "one of the two rules"
+            got = f"{self.swiglu_limit} with gemm1_alpha or gemm1_clamp_limit"
+            need = "either swiglu_limit, or gemm1_alpha and gemm1_clamp_limit"
             raise ConfigurationError("swiglu_limit", got=got, need=need)
         if name == "situ" and self.swiglu_limit is None:
             return ActivationSpec("situ", 4.0 if alpha is None else alpha, limit)
         if name != "silu":
-            need = "silu with gemm1_alpha, gemm1_clamp_limit or swiglu_limit"
+            need = "silu, because gemm1_alpha, gemm1_clamp_limit or swiglu_limit is set"
             raise ConfigurationError("activation", got=self.activation, need=need)
         if self.swiglu_limit is not None:
             return ActivationSpec("swiglu_clamp_before", limit=self.swiglu_limit)
@@ -128,28 +130,31 @@ class MoeRunnerConfig:
             return ActivationSpec("swiglu_clamp_after", limit=limit)
         return ActivationSpec("swiglu_oai", alpha, limit, interleaved=self.gate_up_interleaved)
 
-    def _ungated(self, name: str) -> ActivationSpec:
+    def _select_ungated(self, name: str) -> ActivationSpec:
         for option in ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit"):
             if getattr(self, option) is not None:
                 need = "None, because is_gated is False"
                 raise ConfigurationError(option, got=getattr(self, option), need=need)
-        if name in _UNGATED_FORMS:
+        if name in _KINDS_WITH_UNGATED_FORM:
             return ActivationSpec(f"{name}_no_mul")
         spec = ActivationSpec.parse(self.activation)
         if spec.gated:
-            need = f"one of {', '.join(_UNGATED_FORMS)}, or an activation without a gate"
+            need = f"one of {', '.join(_KINDS_WITH_UNGATED_FORM)}, or an activation without a gate"
             raise ConfigurationError("activation with is_gated=False", got=name, need=need)
         return spec
 
 
 class Quantization(TypedDict, total=False):
-    """Quantization flags (at most one use_*) and tensors, under the names of vLLM and SGLang.
+    """Quantization flags and tensors, with the names that vLLM and SGLang use.
 
+    At most one of the use_* flags may be True.
+
+    per_channel_quant: weights have one scale per row.
     block_shape: [rows, columns] of a block for w8a8, or [0, g] for groups of g columns.
-    per_channel_quant: one scale per row. w1_zp, w2_zp: zero points.
+    w1_zp, w2_zp: zero points.
 
     Tensors have the shapes of `ExpertWeights`. Channel scales may also be (E, N, 1), and a static
-    activation scale may be (). Scales with one or two dimensions may have any strides.
+    activation scale may also be (). Scales with one or two dimensions may have any strides.
     """
 
     use_fp8_w8a8: bool
@@ -170,7 +175,9 @@ class Quantization(TypedDict, total=False):
 
 
 class Options(Quantization, total=False):
-    """Quantization, and any field of MoeRunnerConfig, which overrides the config's value.
+    """Keywords of `fused_experts`: those of `Quantization`, and all fields of MoeRunnerConfig.
+
+    A field of MoeRunnerConfig overrides the value in the config.
 
     w1_bias, w2_bias: aliases of b1 and b2.
     """
@@ -214,10 +221,10 @@ _ALIASES = {"w1_bias": "b1", "w2_bias": "b2"}
 def split_options(
     config: MoeRunnerConfig | None, options: Options
 ) -> tuple[MoeRunnerConfig, Quantization]:
-    """Split keywords into fields of the config, which they override, and quantization options.
+    """Return the config with the fields that keywords override, and the quantization options.
 
     Without a config, inplace is False unless a keyword sets it. Raises ConfigurationError for an
-    unknown keyword or for a value of another type.
+    unknown keyword, or for a value of the wrong type.
     """
     expect("moe_runner_config", config, MoeRunnerConfig | None)
     config = _OUT_OF_PLACE if config is None else config
@@ -225,13 +232,15 @@ def split_options(
     for name, value in remaining.items():
         if name not in _OPTIONS:
             similar = difflib.get_close_matches(name, _OPTIONS, n=1)
-            need = f"{f'{similar[0]}? ' if similar else ''}One of {', '.join(sorted(_OPTIONS))}"
+            names = ", ".join(sorted(_OPTIONS))
+            need = f"{similar[0]}, or another of {names}" if similar else f"one of {names}"
             raise ConfigurationError("keyword", got=repr(name), need=need)
         expect(name, value, _OPTIONS[name])
     for name, other in _ALIASES.items():
         if remaining.get(name) is not None:
             if remaining.get(other) is not None:
-                raise ConfigurationError(name, got=f"{other} too", need="one of the two")
+                got = f"both {name} and {other}"
+                raise ConfigurationError(name, got=got, need=f"either {name} or {other}")
             remaining[other] = remaining[name]
         remaining.pop(name, None)
     changes = {name: remaining.pop(name) for name in _CONFIG_FIELDS if name in remaining}
@@ -249,9 +258,9 @@ def check_backend(config: MoeRunnerConfig, backend: str) -> None:
 
 
 def quant_of(options: Quantization) -> str:
-    """Return the scheme that the flags select, as for Problem.quant.
+    """Return the quantization scheme that the flags select, as in Problem.quant.
 
-    Raises ConfigurationError if they contradict each other or are incomplete.
+    Raises ConfigurationError if the flags contradict each other or are incomplete.
     """
     flags = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16")
     used = [flag.removeprefix("use_") for flag in flags if options.get(flag)]
@@ -263,29 +272,32 @@ def quant_of(options: Quantization) -> str:
     if not used:
         if block or channels:
             got = "block_shape" if block else "per_channel_quant"
-            raise ConfigurationError("quantization", got=got, need="a use_* flag, too")
+            need = "a use_* flag in addition"
+            raise ConfigurationError("quantization", got=got, need=need)
         return "none"
     if block and channels:
-        raise ConfigurationError("per_channel_quant", got="block_shape too", need="one of the two")
+        got, need = "per_channel_quant and block_shape", "only one of them"
+        raise ConfigurationError("quantization", got=got, need=need)
     weight_only = used[0].endswith("a16")
     if block and (block[0] == 0) != weight_only:
-        need = "[0, group]" if weight_only else "[bn, bk], both above 0"
+        need = "[0, group]" if weight_only else "[bn, bk], both > 0"
         raise ConfigurationError(f"block_shape of {used[0]}", got=list(block), need=need)
-    return _weight_only(used[0], block, options) if weight_only else _w8a8(used[0], block, options)
+    select = _select_weight_only if weight_only else _select_w8a8
+    return select(used[0], block, options)
 
 
-def _w8a8(name: str, block: Sequence[int] | None, options: Quantization) -> str:
+def _select_w8a8(name: str, block: Sequence[int] | None, options: Quantization) -> str:
     if block:
         return f"{name}_block:block={block[0]}x{block[1]}"
     if options.get("per_channel_quant"):
         return f"{name}_channel"
     if name == "int8_w8a8":
-        need = "per_channel_quant or block_shape: only float8 supports one scale per tensor"
+        need = "per_channel_quant or block_shape, because int8 does not support this"
         raise ConfigurationError(name, got="one scale per tensor", need=need)
     return f"{name}_tensor" + (":static=true" if options.get("a1_scale") is not None else "")
 
 
-def _weight_only(name: str, block: Sequence[int] | None, options: Quantization) -> str:
+def _select_weight_only(name: str, block: Sequence[int] | None, options: Quantization) -> str:
     if block:
         zeros = ",zero_points=true" if options.get("w1_zp") is not None else ""
         return f"{name}_group:group={block[1]}{zeros}"

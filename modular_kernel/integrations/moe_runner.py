@@ -3,10 +3,10 @@
     runner = MoeRunner("triton", MoeRunnerConfig(num_experts=8, top_k=2, inplace=False))
     combine_input = runner.run(StandardDispatchOutput(x_TH, topk_output), MoeQuantInfo(w13, w2))
 
-The backend name selects an experts part; of registered stages, a fused operation if there is one.
-An argument that is not supported raises an error that names it. torch.compile and torch.export
-trace a call in the standard format as `torch.ops.modular_kernel.experts`; other formats break the
-graph.
+The name of the backend selects an experts part. If stages are registered under the name, a fused
+operation of these stages is preferred. An argument that is not supported raises an error that names
+it. torch.compile and torch.export trace a call in the standard format as the operator
+`torch.ops.modular_kernel.experts`; calls in other formats break the graph.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -25,13 +25,13 @@ from modular_kernel.errors import (
     ShapeError,
     UnsupportedError,
 )
-from modular_kernel.integrations.fused_moe import topk_tensors
+from modular_kernel.integrations.fused_moe import flatten_topk_output
 from modular_kernel.integrations.fused_moe_kernels import (
     FIELDS,
     check_config,
-    kernel_for,
-    values_per_element,
-    weights_of,
+    count_values_per_element,
+    get_kernel,
+    make_weights,
 )
 from modular_kernel.integrations.fused_moe_options import (
     MoeRunnerConfig,
@@ -40,10 +40,10 @@ from modular_kernel.integrations.fused_moe_options import (
     quant_of,
 )
 from modular_kernel.integrations.runner_backends import (
-    A2A,
+    A2A_BACKENDS,
     BACKENDS,
+    find_parts,
     has_stages,
-    parts_of,
     switches,
 )
 from modular_kernel.integrations.runner_checks import check_dispatched
@@ -62,10 +62,10 @@ from modular_kernel.integrations.runner_formats import (
 from modular_kernel.operators.experts import traced_experts
 from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.operators.pairing import Pairing, layer_text_from_sizes
-from modular_kernel.ops.routing_data import by_tokens
+from modular_kernel.ops.routing_data import to_token_major
 from modular_kernel.replay import modes
 from modular_kernel.runner import FORMATS, FUSED, PERMUTES
-from modular_kernel.settings import disables_fused_func
+from modular_kernel.settings import are_fused_operations_disabled
 from modular_kernel.spec.problem import (
     DTYPES,
     ActivationFormat,
@@ -89,7 +89,7 @@ __all__ = ["BACKENDS", "MoeQuantInfo", "MoeRunner", "MoeRunnerConfig", "switches
 
 # Backends that require a TritonKernelTopKOutput instead of a StandardTopKOutput.
 _SORTED_BACKENDS = frozenset({"triton_kernel"})
-_FIELDS = tuple(field.name for field in fields(ExpertWeights))
+_WEIGHT_FIELDS = tuple(field.name for field in fields(ExpertWeights))
 _BATCHED = "BatchedPrepareAndFinalize"
 _PADDED_SCHEMES = ("none", "fp8_w8a8_tensor", "fp8_w8a8_channel")
 
@@ -98,12 +98,15 @@ _PADDED_SCHEMES = ("none", "fp8_w8a8_tensor", "fp8_w8a8_channel")
 class MoeQuantInfo:
     """Weights of this rank's experts, and their quantization.
 
-    w13_weight: (e, N, H). w2_weight: (e, H, I). Other tensors are those of `ExpertWeights`, with
-        "13" in place of "1" and "_zp" in place of "_zero_point".
-    use_*, per_channel_quant, block_shape: see `Quantization`.
-    expert_map: (E,) int32 for global ids. If None, ids are local.
+    The names of tensors are those of `ExpertWeights`, with "13" instead of "1" and "_zp" instead of
+    "_zero_point". `Quantization` describes the flags.
+
+    w13_weight: (e, N, H).
+    w2_weight: (e, H, I).
+    expert_map: (E,) int32, which maps global ids to local ids. If None, ids are local.
     quant: name of a scheme, instead of the use_* flags.
-    use_triton_kernels: w13_weight is (e, H, N) and w2_weight (e, I, H).
+    use_triton_kernels: whether the weights are transposed: w13_weight (e, H, N), w2_weight
+        (e, I, H).
     """
 
     w13_weight: torch.Tensor
@@ -135,7 +138,7 @@ class MoeQuantInfo:
         object.__setattr__(self, "_parsed_quant", parsed)
 
     def options(self) -> Quantization:
-        """Return the fields under the keywords of `fused_experts`."""
+        """Return the fields as keywords of `fused_experts`."""
         flags = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16")
         options: dict[str, Any] = {f"use_{flag}": getattr(self, f"use_{flag}") for flag in flags}
         unchanged = (
@@ -153,16 +156,16 @@ class MoeQuantInfo:
         return options  # type: ignore[return-value]
 
     def scheme(self) -> str:
-        """Return the scheme, as for Problem.quant.
+        """Return the quantization scheme, as in Problem.quant.
 
-        Raises ConfigurationError if `quant` and the flags contradict each other.
+        Raises ConfigurationError if both `quant` and a flag are given.
         """
         from_flags = quant_of(self.options())
         if self.quant is None:
             return from_flags
         if from_flags != "none":
             raise ConfigurationError(
-                "quant", got=f"{self.quant} and {from_flags}", need="one of the two"
+                "quant", got=f"{self.quant} and {from_flags}", need="either quant or a use_* flag"
             )
         scheme: str = self._parsed_quant  # type: ignore[attr-defined]
         return scheme
@@ -176,17 +179,17 @@ class MoeRunner:
 
     runner_backend: a name in BACKENDS, the name of registered stages, or the name of an experts
         part.
-    config: its sizes must match the tensors. With `inplace`, hidden_states are overwritten if they
-        have the problem's dtype.
-    fused: whether to use fused operations. False uses the stages instead, for example to compare
-        their results, and raises UnsupportedError if there are none. None means True, or False if
-        SGLANG_CI_DISABLE_MOE_FUSED_FUNC=1 is set and there are stages.
+    config: settings of the layer. Its sizes must match the tensors. With `inplace`, hidden_states
+        are overwritten if they have the problem's dtype.
+    fused: True uses fused operations. False uses the stages instead, for example to compare the
+        results, and raises UnsupportedError if the backend has no stages. None means True, unless
+        SGLANG_CI_DISABLE_MOE_FUSED_FUNC=1 is set and the backend has stages.
     padding: whether weights have additional columns after H and I, which are not read.
-    quant: name of a scheme. The constructor raises UnsupportedError if no part of the backend
-        supports it, and, if the config has all sizes, IncompatibleError if the backend does not
-        support the layer. If None, calls raise these errors.
+    quant: name of the quantization scheme. If it is given, the constructor raises UnsupportedError
+        if no part of the backend supports the scheme, and IncompatibleError if the config has all
+        sizes and the backend does not support the layer. If None, calls raise these errors.
     dtype: dtype of the results for quantized rows.
-    fast_act, aiter: True is not supported.
+    fast_act, aiter: must be False.
     """
 
     def __init__(  # noqa: PLR0913  (one keyword for each switch of the field)
@@ -206,16 +209,17 @@ class MoeRunner:
         for name, value in {"padding": padding, "fast_act": fast_act, "aiter": aiter}.items():
             expect(name, value, bool)
         if fast_act:
-            need = "False: parts choose by themselves whether to fuse activation and quantization"
+            need = "False, because parts decide whether to fuse activation and quantization"
             raise UnsupportedError("fast_act", got=fast_act, need=need)
         if aiter:
-            raise UnsupportedError("aiter", got=aiter, need="False: it is a library for AMD GPUs")
+            need = "False, because aiter is a library for AMD GPUs"
+            raise UnsupportedError("aiter", got=aiter, need=need)
         self.runner_backend, self.config, self.dtype = runner_backend, config, parse_dtype(dtype)
         load_catalog()  # registers the stages and fused operations
         if fused is None:
-            fused = not (disables_fused_func() and has_stages(runner_backend))
+            fused = not (are_fused_operations_disabled() and has_stages(runner_backend))
         self.fused, self.padding = fused, padding
-        self._parts = parts_of(runner_backend, fused=fused)
+        self._parts = find_parts(runner_backend, fused=fused)
         check_backend(config, runner_backend)
         self._pairings = {part: str(Pairing(NO_EP, part)) for part in self._parts.values()}
         self.quant = None if quant is None else str(QuantScheme.parse(quant))
@@ -223,7 +227,7 @@ class MoeRunner:
             self._check_quant(self.quant)
 
     def _check_quant(self, quant: str) -> None:
-        """Raise an error if no part supports the scheme, or the layer if its sizes are known."""
+        """Raise an error if no part supports the scheme, or the layer if the sizes are known."""
         if None not in self._sizes():
             verdicts = self.verdicts(quant).values()
             refused = [verdict for verdict in verdicts if not verdict.ok]
@@ -238,9 +242,9 @@ class MoeRunner:
     def run(self, dispatch_output: DispatchOutput, quant_info: MoeQuantInfo) -> CombineInput:
         """Run the experts on dispatched tokens, and return the result in the same format.
 
-        Raises ConfigurationError if the backend has no part for the format, or requires another
-        kind of router output; every InputError of a kernel's call; IncompatibleError if the part
-        does not support the layer.
+        Raises ConfigurationError if the backend has no part for the format, or if it requires
+        another kind of router output; IncompatibleError if the part does not support the layer; and
+        every InputError of a kernel call.
         """
         format = expect_format(dispatch_output, *self._parts)
         check_dispatched(dispatch_output)
@@ -252,19 +256,21 @@ class MoeRunner:
         check_no_gradients(tensors | {"hidden_states": dispatch_output.hidden_states})
         quant = quant_info.scheme()
         if self.quant is not None and quant != self.quant:
-            raise ConfigurationError("quant_info", got=quant, need=f"{self.quant}, the runner's")
+            raise ConfigurationError(
+                "quant_info", got=quant, need=f"{self.quant}, as in the runner"
+            )
         part = self._parts[format]
         if isinstance(dispatch_output, StandardDispatchOutput):
-            routing = self._routing_of(dispatch_output.topk_output)
+            routing = self._convert_routing(dispatch_output.topk_output)
             rows = self._run_standard(
                 dispatch_output.hidden_states, routing, quant_info, quant, part
             )
             return StandardCombineInput(rows)
         if self.config.no_combine:
-            need = "False: the dispatcher's combine sums over top-k"
+            need = "False, because the dispatcher's combine sums over top-k"
             raise ConfigurationError(f"no_combine of {format}", got=True, need=need)
         if quant_info.expert_map is not None:
-            need = "None: the dispatcher's ids are local"
+            need = "None, because the dispatcher's ids are local"
             raise ConfigurationError(f"expert_map of {format}", got="a tensor", need=need)
         if isinstance(dispatch_output, DeepEPNormalDispatchOutput):
             received = dispatch_output
@@ -281,7 +287,10 @@ class MoeRunner:
         return DeepEPLLCombineInput(rows, dispatch_output.topk_ids, weights)
 
     def verdicts(self, quant: str = "none", tokens: int = 1) -> dict[str, Verdict]:
-        """Return the verdict on each format's part for the config's layer, by format.
+        """Return, by dispatch format, whether the part for the format supports the config's layer.
+
+        quant: name of the quantization scheme.
+        tokens: number of tokens.
 
         Raises ConfigurationError unless the config has all sizes.
         """
@@ -306,15 +315,15 @@ class MoeRunner:
         """Describe the part of each dispatch format, and why it can or cannot run."""
         lines = [f"backend {self.runner_backend}, quant {quant}"]
         for format, verdict in self.verdicts(quant, tokens).items():
-            op = FUSED.get_fused_func(A2A[format], self.runner_backend)
+            op = FUSED.get_fused_func(A2A_BACKENDS[format], self.runner_backend)
             description = "without stages"
             if op is not None and FORMATS[format] is op.unfused.requires.activation_format:
                 staged = self._parts[format] is op.unfused
-                description = "staged" if staged else f"fused, in place of {op.unfused.__name__}"
+                description = "staged" if staged else f"fused, instead of {op.unfused.__name__}"
             elif (self.runner_backend, format) in PERMUTES.parts:
                 description = "staged"
             lines.append(f"{format}: {self._parts[format].__name__}, {description}; {verdict}")
-        lines += [f"{format}: no part" for format in A2A if format not in self._parts]
+        lines += [f"{format}: no part" for format in A2A_BACKENDS if format not in self._parts]
         return "\n".join(lines)
 
     def _sizes(self) -> tuple[Any, ...]:
@@ -326,18 +335,21 @@ class MoeRunner:
             config.top_k,
         )
 
-    def _routing_of(self, topk_output: object) -> Routing:
-        """Return the routing. Raises ConfigurationError unless it is of the backend's kind."""
+    def _convert_routing(self, topk_output: object) -> Routing:
+        """Return a router's output as a Routing.
+
+        Raises ConfigurationError if the backend requires another kind of router output.
+        """
         is_sorted = isinstance(topk_output, TritonKernelTopKOutput)
         if is_sorted != (self.runner_backend in _SORTED_BACKENDS):
             names = ("StandardTopKOutput", "TritonKernelTopKOutput")
             what = f"topk_output of backend {self.runner_backend!r}"
             raise ConfigurationError(what, got=names[is_sorted], need=names[not is_sorted])
         if isinstance(topk_output, TritonKernelTopKOutput):
-            topk_output = by_tokens(topk_output)
-        return Routing(*topk_tensors(topk_output, self.config))  # type: ignore[arg-type]
+            topk_output = to_token_major(topk_output)
+        return Routing(*flatten_topk_output(topk_output, self.config))  # type: ignore[arg-type]
 
-    def _weights(self, info: MoeQuantInfo, quant: str, hidden: int) -> ExpertWeights:
+    def _make_weights(self, info: MoeQuantInfo, quant: str, hidden: int) -> ExpertWeights:
         w13, w2, options = info.w13_weight, info.w2_weight, info.options()
         for name, tensor in (("w13_weight", w13), ("w2_weight", w2)):
             if tensor.dim() != 3:
@@ -348,23 +360,31 @@ class MoeRunner:
             if quant.split(":")[0] not in _PADDED_SCHEMES:
                 need = " or ".join(_PADDED_SCHEMES)
                 raise UnsupportedError("padding", got=quant, need=need)
-            depth = w13.shape[1] // (2 if self.config.activation_spec().gated else 1)
-            if w13.shape[2] < hidden or w2.shape[2] < depth:
-                got = f"{w13.shape[2]} and {w2.shape[2]} columns"
-                raise ShapeError("padded weights", got=got, need=f">= {hidden} and >= {depth}")
-            w13, w2 = w13[:, :, :hidden], w2[:, :, :depth]
+            intermediate = w13.shape[1] // (2 if self.config.activation_spec().gated else 1)
+            if w13.shape[2] < hidden or w2.shape[2] < intermediate:
+                got = f"{w13.shape[2]} columns in w13 and {w2.shape[2]} in w2"
+                need = f">= {hidden} and >= {intermediate}"
+                raise ShapeError("padded weights", got=got, need=need)
+            w13, w2 = w13[:, :, :hidden], w2[:, :, :intermediate]
         extras = [options.get(name) for name in FIELDS.values()]
-        weights = weights_of(w13, w2, extras, quant)  # type: ignore[arg-type]
+        weights = make_weights(w13, w2, extras, quant)  # type: ignore[arg-type]
         scales = info.w13_global_scale, info.w2_global_scale
         return replace(weights, w1_global_scale=scales[0], w2_global_scale=scales[1])
 
-    def _checked_weights(self, info: MoeQuantInfo, quant: str, x: torch.Tensor) -> ExpertWeights:
-        """Return the weights, checked against the config's sizes."""
-        weights, config = self._weights(info, quant, x.shape[-1]), self.config
+    def _make_checked_weights(
+        self, info: MoeQuantInfo, quant: str, x: torch.Tensor
+    ) -> ExpertWeights:
+        """Return the weights, after checking them against the config's sizes."""
+        weights, config = self._make_weights(info, quant, x.shape[-1]), self.config
         if info.expert_map is None and config.num_local_experts is not None:
             config = replace(config, num_experts=config.num_local_experts)  # local ids
         check_config(
-            config, x, weights.w1, weights.w2, info.options(), depth=values_per_element(quant)
+            config,
+            x,
+            weights.w1,
+            weights.w2,
+            info.options(),
+            values_per_element=count_values_per_element(quant),
         )
         return weights
 
@@ -376,14 +396,14 @@ class MoeRunner:
         quant: str,
         part: type[PermuteExpertsUnpermute],
     ) -> torch.Tensor:
-        """Return (T, H), or (T, K, H), from a kernel without token exchange."""
+        """Run a kernel without token exchange. Returns (T, H), or (T, K, H) with no_combine."""
         config = self.config
         if config.inplace and config.no_combine:
-            need = "inplace=False: (T, K, H) does not fit into x"
-            raise ConfigurationError("inplace", got="no_combine=True", need=need)
-        weights = self._checked_weights(info, quant, x_TH)
+            need = "inplace=False, because a (T, K, H) output does not fit into x"
+            raise ConfigurationError("inplace", got="True with no_combine=True", need=need)
+        weights = self._make_checked_weights(info, quant, x_TH)
         if is_compiling():
-            return self._trace(x_TH, routing, weights, quant, part)
+            return self._run_operator(x_TH, routing, weights, quant, part)
         kernel_options = (
             quant,
             str(config.activation_spec()),
@@ -393,9 +413,9 @@ class MoeRunner:
             config.inplace,
             config.chunk_tokens,
         )
-        return kernel_for(x_TH, weights, routing, kernel_options, (part,))(x_TH, weights, routing)
+        return get_kernel(x_TH, weights, routing, kernel_options, (part,))(x_TH, weights, routing)
 
-    def _trace(
+    def _run_operator(
         self,
         x_TH: torch.Tensor,
         routing: Routing,
@@ -403,15 +423,16 @@ class MoeRunner:
         quant: str,
         part: type[PermuteExpertsUnpermute],
     ) -> torch.Tensor:
-        """Return the same as `_run_standard`, by the operator that torch.compile can trace."""
+        """Compute what `_run_standard` does, with the operator that torch.compile can trace."""
         config, expert_map = self.config, weights.expert_map
         weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
         if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):
-            got, need = "x or topk_weights that require grad", "torch.no_grad() or inference_mode()"
+            got = "x or topk_weights that require grad"
+            need = "a call under torch.no_grad() or torch.inference_mode()"
             raise UnsupportedError("gradients", got=got, need=need)
         local_experts = weights.w1.shape[0]
         experts = local_experts if expert_map is None else expert_map.shape[0]
-        intermediate = weights.w2.shape[2] * values_per_element(quant)
+        intermediate = weights.w2.shape[2] * count_values_per_element(quant)
         layer = layer_text_from_sizes(
             (x_TH.shape[1], intermediate, experts, ids_TK.shape[1]),
             x_TH.dtype,
@@ -425,7 +446,7 @@ class MoeRunner:
             combine=config.combine.name,
             chunk_tokens=config.chunk_tokens,
         )
-        names = [name for name in _FIELDS if getattr(weights, name) is not None]
+        names = [name for name in _WEIGHT_FIELDS if getattr(weights, name) is not None]
         params = [getattr(weights, name) for name in names]
         rows = traced_experts(
             x_TH, ids_TK, weights_TK, params, ",".join(names), layer, self._pairings[part]
@@ -439,20 +460,24 @@ class MoeRunner:
         quant: str,
         part: type[PermuteExpertsUnpermute],
     ) -> torch.Tensor:
-        """Return the experts' output for received rows."""
+        """Run the experts on the rows that an external dispatcher has received."""
         if is_compiling():
-            reason = f"rows of {received.format} are not traced: the graph breaks at MoeRunner.run"
+            reason = (
+                f"a call in the format {received.format} is not traced: the graph breaks at "
+                "MoeRunner.run"
+            )
             return modes.run_untraced(self._run_received, reason, received, info, quant, part)
         x, scale, ids = received.hidden_states, received.hidden_states_scale, received.topk_ids
-        weights = self._checked_weights(info, quant, x)
+        weights = self._make_checked_weights(info, quant, x)
         batched = isinstance(received, DeepEPLLDispatchOutput)
         if batched and len(x) != len(weights.w1):
-            raise ShapeError("hidden_states", got=f"{len(x)} experts", need=len(weights.w1))
-        config, depth = self.config, values_per_element(quant)
+            need = f"{len(weights.w1)} experts, as in w13_weight"
+            raise ShapeError("hidden_states", got=f"{len(x)} experts", need=need)
+        config = self.config
         problem = Problem(
             tokens=x.shape[-2],
             hidden=x.shape[-1],
-            intermediate=weights.w2.shape[2] * depth,
+            intermediate=weights.w2.shape[2] * count_values_per_element(quant),
             experts=weights.w1.shape[0],
             top_k=ids.shape[1],
             dtype=x.dtype if x.dtype in DTYPES.values() else self.dtype,
@@ -464,8 +489,8 @@ class MoeRunner:
         )
         if isinstance(received, DeepEPLLDispatchOutput):
             return run_received(part, problem, BatchedTokens(x, received.masked_m, scale), weights)
-        counter = torch.zeros(1, dtype=torch.int32, device=x.device)
+        invalid_count = torch.zeros(1, dtype=torch.int32, device=x.device)
         routing = DispatchedRouting(
-            received.topk_weights, ids, IdSpace.LOCAL, problem.experts, None, counter
+            received.topk_weights, ids, IdSpace.LOCAL, problem.experts, None, invalid_count
         )
         return run_received(part, problem, ContiguousTokens(x, routing, scale), weights)

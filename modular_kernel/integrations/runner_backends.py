@@ -1,4 +1,4 @@
-"""Experts parts by backend name and dispatch format, and options from SGLang's environment."""
+"""Experts parts of `MoeRunner`'s backends, and options from SGLang's environment variables."""
 
 from collections.abc import Mapping
 
@@ -10,8 +10,8 @@ from modular_kernel.spec.problem import ActivationFormat
 from modular_kernel.utils.argument_checks import expect
 
 _STANDARD, _BATCHED = ActivationFormat.STANDARD, ActivationFormat.BATCHED_EXPERTS
-# Backend (SGLang's name if it exists there) -> experts part by activation format. Registered stages
-# add further backends.
+# The experts part of each backend, by activation format. The names of backends are those of SGLang,
+# where it has one. Registered stages add further backends.
 BACKENDS: Mapping[str, Mapping[ActivationFormat, str]] = {
     "triton": {_STANDARD: "TritonExperts", _BATCHED: "BatchedTritonExperts"},
     "triton_kernel": {_STANDARD: "TritonKernelsExperts"},
@@ -20,9 +20,9 @@ BACKENDS: Mapping[str, Mapping[ActivationFormat, str]] = {
     "cutlass": {_STANDARD: "CutlassExpertsFP8", _BATCHED: "BatchedCutlassExpertsFP8"},
     "torch": {_STANDARD: "TorchExperts", _BATCHED: "NaiveBatchedExperts"},
 }
-# Dispatch format -> all2all backend, as in the keys of fused operations.
-A2A = {"standard": "none", "deepep_normal": "deepep", "deepep_ll": "deepep"}
-# SGLang's environment variables -> (option of MoeRunner, its value for "1").
+# The all2all backend of each dispatch format, as in the keys of fused operations.
+A2A_BACKENDS = {"standard": "none", "deepep_normal": "deepep", "deepep_ll": "deepep"}
+# For each of SGLang's environment variables: the option of MoeRunner, and its value for "1".
 SWITCHES: Mapping[str, tuple[str, bool]] = {
     "SGLANG_CI_DISABLE_MOE_FUSED_FUNC": ("fused", False),
     "SGLANG_MOE_PADDING": ("padding", True),
@@ -31,22 +31,24 @@ SWITCHES: Mapping[str, tuple[str, bool]] = {
 }
 
 
-def parts_of(backend: str, *, fused: bool) -> dict[str, type[PermuteExpertsUnpermute]]:
+def find_parts(backend: str, *, fused: bool) -> dict[str, type[PermuteExpertsUnpermute]]:
     """Return a backend's part for each dispatch format that it supports.
 
-    Raises UnknownPartError for an unknown name; UnsupportedError if `fused` is False and there are
-    no stages.
+    fused: whether to prefer fused operations. If False, only parts with stages are returned.
+
+    Raises UnknownPartError for an unknown name, and UnsupportedError if `fused` is False and there
+    are no stages.
     """
     expect("runner_backend", backend, str)
     parts: dict[str, type[PermuteExpertsUnpermute]] = {}
     staged = False
-    for format, a2a in A2A.items():
+    for format, a2a in A2A_BACKENDS.items():
         part, op = PERMUTES.parts.get((backend, format)), FUSED.get_fused_func(a2a, backend)
         if op is not None and op.unfused.requires.activation_format is FORMATS[format]:
             part = FUSED.parts.get((a2a, backend), op.unfused) if fused else op.unfused
         staged |= part is not None
         if part is None and fused:
-            part = _part_named(backend, FORMATS[format])
+            part = _find_part(backend, FORMATS[format])
         if part is not None:
             parts[format] = part
     if parts:
@@ -61,9 +63,9 @@ def parts_of(backend: str, *, fused: bool) -> dict[str, type[PermuteExpertsUnper
 
 
 def has_stages(backend: str) -> bool:
-    """Return whether the backend has stages, that is, parts with fused=False."""
+    """Return whether the backend has stages, which fused=False runs."""
     try:
-        return bool(parts_of(backend, fused=False))
+        return bool(find_parts(backend, fused=False))
     except (UnsupportedError, UnknownPartError):
         return False
 
@@ -72,10 +74,10 @@ def _is_known(backend: str) -> bool:
     return backend in BACKENDS or backend in load_catalog().names("experts")
 
 
-def _part_named(backend: str, format: ActivationFormat) -> type[PermuteExpertsUnpermute] | None:
-    """Return the backend's part for a format; None if there is none.
+def _find_part(backend: str, format: ActivationFormat) -> type[PermuteExpertsUnpermute] | None:
+    """Return the backend's part for a format, or None if it has none.
 
-    backend: a name in BACKENDS, or the name of a part.
+    backend: a name in BACKENDS, or the name of an experts part.
     """
     catalog = load_catalog()
     name = BACKENDS.get(backend, {}).get(format, backend)
@@ -88,7 +90,9 @@ def _part_named(backend: str, format: ActivationFormat) -> type[PermuteExpertsUn
 def switches(environment: Mapping[str, str]) -> dict[str, bool]:
     """Return the options of `MoeRunner` that SGLang's environment variables set.
 
-    Other variables are ignored. Raises ConfigurationError for a value that is not 0 or 1.
+    environment: names and values of environment variables. Other variables are ignored.
+
+    Raises ConfigurationError for a value that is not 0 or 1.
     """
     expect("environment", environment, Mapping)
     options: dict[str, bool] = {}

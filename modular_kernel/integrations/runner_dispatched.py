@@ -1,7 +1,7 @@
-"""Runs an experts part on rows from an external dispatcher.
+"""Runs an experts part on rows that an external dispatcher has received.
 
-ReceivedRows and ReceivedBatches declare what such a dispatcher does, for compatibility checks. They
-never run.
+ReceivedRows and ReceivedBatches declare, for compatibility checks, what such a dispatcher does.
+They are never called.
 """
 
 from functools import lru_cache
@@ -32,7 +32,7 @@ from modular_kernel.workspace import Workspace
 
 
 class ReceivedRows(PrepareAndFinalize):
-    """Rows (R, H) with local ids, as in the format "deepep_normal"."""
+    """Declares a dispatcher of (R, H) rows with local ids, as in the format "deepep_normal"."""
 
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
@@ -45,7 +45,10 @@ class ReceivedRows(PrepareAndFinalize):
 
 
 class ReceivedBatches(PrepareAndFinalize):
-    """Rows (e, C, H), as in the format "deepep_ll"; the combiner weights and sums the output."""
+    """Declares a dispatcher of (e, C, H) rows, as in the format "deepep_ll".
+
+    Its combine weights and sums the output.
+    """
 
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.BATCHED_EXPERTS,
@@ -68,7 +71,7 @@ _DISPATCHERS = {
 def _make_experts(
     part: type[PermuteExpertsUnpermute], problem: Problem, device: str
 ) -> PermuteExpertsUnpermute:
-    """Create the part for a problem. Raises IncompatibleError with every reason if refused."""
+    """Create an experts part for a problem. Raises IncompatibleError if it is not supported."""
     dispatch = _DISPATCHERS[part.requires.activation_format]
     machine = this_machine(device="cpu" if device == "cpu" else None)
     verdict = judge(dispatch, part, problem, machine)  # type: ignore[type-abstract]
@@ -85,14 +88,15 @@ def run_received(
     tokens: Dispatched,
     weights: ExpertWeights,
 ) -> torch.Tensor:
-    """Return (R, H) weighted sums for contiguous tokens, or (e, C, H) rows for batches.
+    """Run an experts part on received rows.
 
-    The rows of batches are not weighted. Raises an InputError for a tensor that does not match the
-    problem, and IncompatibleError if the part does not support it.
+    Returns the weighted sums, (R, H), for ContiguousTokens, or the unweighted rows, (e, C, H), for
+    BatchedTokens. Raises an InputError for a tensor that does not match the problem, and
+    IncompatibleError if the part does not support the problem.
     """
     batched = isinstance(tokens, BatchedTokens)
     x = tokens.x_eCH if isinstance(tokens, BatchedTokens) else tokens.x_TH
-    _check(x, tokens.scale, problem)
+    _check_rows(x, tokens.scale, problem)
     validate.check_weights(weights, x, problem)
     experts = _make_experts(part, problem, x.device.type)
     if isinstance(tokens, BatchedTokens):
@@ -113,7 +117,7 @@ def run_received(
 def _weight_and_reduce(
     rows: torch.Tensor, tokens: ContiguousTokens, experts: PermuteExpertsUnpermute
 ) -> torch.Tensor:
-    """Return the experts' output, weighted and summed if the experts have not done so."""
+    """Weight and sum the experts' output over top-k, if the experts have not done so."""
     reduce, problem, routing = (
         experts.finalize_weight_and_reduce_impl(),
         experts.problem,
@@ -131,7 +135,7 @@ def _weight_and_reduce(
     return out
 
 
-def _check(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> None:
+def _check_rows(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> None:
     """Check the dtype and sizes of rows and of their scales."""
     scheme = problem.scheme
     dtype = STORAGE[scheme.activation] if scheme.dispatched_quantized else problem.dtype
@@ -139,13 +143,16 @@ def _check(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> Non
         raise DtypeError(f"hidden_states for {problem.quant}", got=x.dtype, need=dtype)
     if x.shape[-1] != problem.hidden or not x.is_contiguous():
         got = f"{tuple(x.shape)}, strides {x.stride()}"
-        raise ShapeError("hidden_states", got=got, need=f"(..., {problem.hidden}), contiguous")
+        need = f"a contiguous (..., {problem.hidden})"
+        raise ShapeError("hidden_states", got=got, need=need)
     if not scheme.dispatched_quantized:
         if scale is not None:
-            raise ShapeError("hidden_states_scale", got=tuple(scale.shape), need="None")
+            need = f"None, because rows are not quantized with {problem.quant}"
+            raise ShapeError("hidden_states_scale", got=tuple(scale.shape), need=need)
         return
     if scale is None:
-        raise ShapeError("hidden_states_scale", got=None, need=f"scales of {problem.quant} rows")
+        need = f"the scales of the {problem.quant} rows"
+        raise ShapeError("hidden_states_scale", got=None, need=need)
     if scheme.activation_granularity == "tensor":
         shape: tuple[int, ...] = (1,)
     else:

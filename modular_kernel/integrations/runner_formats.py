@@ -1,8 +1,10 @@
-"""Inputs of `MoeRunner`, which a token dispatcher produces, and its outputs (combine inputs).
+"""Inputs of `MoeRunner` (dispatch outputs) and its outputs (combine inputs), in three formats.
 
-There are three formats: "standard" is (T, H) tokens with their routing; "deepep_normal" is received
-rows with local ids; "deepep_ll" is received rows grouped by expert, with counts. The output has the
-format of the input.
+- "standard": (T, H) tokens with their routing.
+- "deepep_normal": received rows with local expert ids.
+- "deepep_ll": received rows grouped by expert, with counts.
+
+The combine input has the format of the dispatch output. Names follow SGLang.
 """
 
 from typing import Any, NamedTuple, TypeGuard
@@ -14,7 +16,11 @@ from modular_kernel.spec.router import StandardTopKOutput, TritonKernelTopKOutpu
 
 
 class StandardDispatchOutput(NamedTuple):
-    """Tokens (T, H) and their routing: a router's output, or (weights, ids), both (T, K)."""
+    """Tokens and their routing.
+
+    hidden_states: (T, H).
+    topk_output: the output of a router, or (weights, ids), both (T, K).
+    """
 
     hidden_states: torch.Tensor
     topk_output: StandardTopKOutput | TritonKernelTopKOutput | tuple[torch.Tensor | None, ...]
@@ -26,10 +32,13 @@ class StandardDispatchOutput(NamedTuple):
 
 
 class DeepEPNormalDispatchOutput(NamedTuple):
-    """Rows (R, H) that this rank has received.
+    """Rows that this rank has received.
 
-    hidden_states_scale: None for unquantized rows, else like `ContiguousTokens.scale`.
-    topk_ids: (R, K) local ids, -1 for experts of other ranks. topk_weights: (R, K) float32.
+    hidden_states: (R, H).
+    hidden_states_scale: scales of quantized rows, as in `ContiguousTokens.scale`; None if the rows
+        are not quantized.
+    topk_ids: (R, K) local ids, with -1 for experts of other ranks.
+    topk_weights: (R, K) float32.
     num_recv_tokens_per_expert: not used.
     """
 
@@ -46,11 +55,15 @@ class DeepEPNormalDispatchOutput(NamedTuple):
 
 
 class DeepEPLLDispatchOutput(NamedTuple):
-    """Rows grouped by expert, (e, C, H).
+    """Received rows, grouped by expert.
 
-    hidden_states_scale: None for unquantized rows, else like `BatchedTokens.scale`.
-    topk_ids, topk_weights: (T, K) routing of this rank's tokens, returned for the combine.
-    masked_m: (e,) int32, number of valid rows of each expert. expected_m: not used.
+    hidden_states: (e, C, H).
+    hidden_states_scale: scales of quantized rows, as in `BatchedTokens.scale`; None if the rows are
+        not quantized.
+    topk_ids, topk_weights: (T, K), the routing of this rank's tokens, which is passed on to the
+        combine.
+    masked_m: (e,) int32, number of valid rows of each expert.
+    expected_m: not used.
     """
 
     hidden_states: torch.Tensor
@@ -67,7 +80,7 @@ class DeepEPLLDispatchOutput(NamedTuple):
 
 
 class StandardCombineInput(NamedTuple):
-    """Weighted sums (T, H), or outputs (T, K, H) with no_combine: see `MoeRunnerConfig`."""
+    """Output of the layer: weighted sums (T, H), or (T, K, H) with MoeRunnerConfig.no_combine."""
 
     hidden_states: torch.Tensor
 
@@ -78,7 +91,10 @@ class StandardCombineInput(NamedTuple):
 
 
 class DeepEPNormalCombineInput(NamedTuple):
-    """Rows (R, H), each the weighted sum over this rank's experts."""
+    """Rows for the combine. Each is the weighted sum over this rank's experts.
+
+    hidden_states: (R, H).
+    """
 
     hidden_states: torch.Tensor
     topk_ids: torch.Tensor
@@ -91,7 +107,11 @@ class DeepEPNormalCombineInput(NamedTuple):
 
 
 class DeepEPLLCombineInput(NamedTuple):
-    """Unweighted rows (e, C, H); topk_weights include the routed scaling factor."""
+    """Unweighted rows for the combine, which weights and sums them.
+
+    hidden_states: (e, C, H).
+    topk_weights: (T, K), including the routed scaling factor.
+    """
 
     hidden_states: torch.Tensor
     topk_ids: torch.Tensor
@@ -105,7 +125,7 @@ class DeepEPLLCombineInput(NamedTuple):
 
 DispatchOutput = StandardDispatchOutput | DeepEPNormalDispatchOutput | DeepEPLLDispatchOutput
 CombineInput = StandardCombineInput | DeepEPNormalCombineInput | DeepEPLLCombineInput
-DISPATCHES = (StandardDispatchOutput, DeepEPNormalDispatchOutput, DeepEPLLDispatchOutput)
+DISPATCH_OUTPUTS = (StandardDispatchOutput, DeepEPNormalDispatchOutput, DeepEPLLDispatchOutput)
 
 
 def format_is_standard(
@@ -130,9 +150,12 @@ def format_is_deepep_ll(
 
 
 def expect_format(value: object, *formats: str) -> str:
-    """Return the format of a dispatch output. Raises ConfigurationError unless `formats` has it."""
+    """Return the format of a dispatch output.
+
+    Raises ConfigurationError unless the format is one of `formats`.
+    """
     need = " or ".join(formats)
-    if not isinstance(value, DISPATCHES):
+    if not isinstance(value, DISPATCH_OUTPUTS):
         got = f"{type(value).__name__}, which is not a dispatch output"
         raise ConfigurationError("dispatch format", got=got, need=need)
     if value.format not in formats:

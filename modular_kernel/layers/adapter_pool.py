@@ -1,4 +1,4 @@
-"""AdapterPool: the LoRA adapters of one layer, in slots of tensors whose addresses never change.
+"""AdapterPool: the LoRA adapters of one layer, in tensors whose addresses never change.
 
 pool = AdapterPool(problem, device)
 slot = pool.load("mine", load_adapter("adapter/", 3, problem))
@@ -54,20 +54,20 @@ def _reporting_out_of_memory(label: str, needed: int, device: torch.device | str
 class AdapterPool:
     """The adapter slots of a layer: L slots of rank R, as in `problem.lora`. Free slots are zero.
 
-    Adapters are copied into the same memory, so kernels, plans and captured graphs that use
-    `weights` read the new values. Copies run on the current stream: a call on another stream that
-    uses the slot must wait for it.
+    Adapters are copied into existing memory, so kernels, plans and captured graphs that use
+    `weights` read the new values. Copies run on the current stream. A call on another stream that
+    uses the slot must wait for the current stream.
 
-    Threads may load and evict concurrently; a lock serializes them. A kernel call does not take the
-    lock, so evict an adapter only when no call uses its slot any more.
+    Threads may load and evict concurrently; a lock serializes them. Kernel calls do not take the
+    lock, so evict an adapter only when no call uses its slot anymore.
     """
 
     def __init__(self, problem: Problem, device: torch.device | str = "cpu") -> None:
-        """Allocate the tensors, zeros in the problem's dtype.
+        """Allocate the tensors, which are zero and have the problem's dtype.
 
         Raises ConfigurationError for a problem without adapters, DeviceError for a device that is
-        not available or has no memory (meta), CapacityError with the required bytes if memory is
-        insufficient.
+        not available or has no memory (meta), and CapacityError, with the required bytes, if memory
+        is insufficient.
         """
         expect("problem", problem, Problem)
         expect("device", device, torch.device | str)
@@ -103,7 +103,7 @@ class AdapterPool:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """Renew the lock in a forked child: a thread of the parent may have held it."""
+        """Replace the lock in a forked child, because a thread of the parent may have held it."""
         forks.reset_lock(self._lock)
 
     @property
@@ -130,21 +130,24 @@ class AdapterPool:
         present = [name for name in self._tensors if getattr(base, name) is not None]
         if present:
             raise WeightsError(
-                "base weights", got=", ".join(present), need="none: the pool has them"
+                "base weights", got=", ".join(present), need="no adapters: the pool supplies them"
             )
         return replace(base, **self._tensors)
 
     def load(self, name: str, adapter: Adapter) -> int:
         """Copy an adapter into a free slot, and return the slot.
 
-        name: up to 256 characters, not loaded yet. adapter: its rank may be smaller than the
-        pool's; the rest of the slot stays zero. Its tensors are on the pool's device or the CPU.
-        Their values are checked, which synchronizes with the device.
+        name: name of the adapter, 1 to 256 characters. It must not be loaded.
+        adapter: an adapter whose rank is at most the pool's. If its rank is smaller, the rest of
+            the slot stays zero. Its tensors are on the pool's device or on the CPU.
 
-        Raises StateError for a name that is loaded, or during stream capture; CapacityError without
-        a free slot or without memory for the copy; WeightsError for a rank above the pool's or for
-        values that are not finite; ShapeError, DtypeError, DeviceError or LayoutError for tensors
-        that do not match. After any exception, including KeyboardInterrupt, the pool is unchanged.
+        The values of the tensors are checked, which synchronizes with the device.
+
+        Raises StateError for a name that is already loaded, or during stream capture; CapacityError
+        if there is no free slot or no memory for the copy; WeightsError for a rank above the pool's
+        or for values that are not finite; ShapeError, DtypeError, DeviceError or LayoutError for
+        tensors that do not match. After any exception, including KeyboardInterrupt, the pool is
+        unchanged.
         """
         with self._lock:
             return self._load(name, adapter)
@@ -162,7 +165,10 @@ class AdapterPool:
         free = [slot for slot in range(self._spec.adapters) if slot not in used]
         if not free:
             got = f"{self._spec.adapters} slots, all of them in use"
-            need = f"a free one, {self.slot_bytes} bytes on {self.device}: evict, or a larger pool"
+            need = (
+                f"a free slot of {self.slot_bytes} bytes on {self.device}; evict an adapter, or "
+                "create a larger pool"
+            )
             raise CapacityError(f"adapter {name!r}", got=got, need=need)
         rank = self._check_adapter(name, adapter)
         self._zero_dirty_slots()
@@ -184,7 +190,9 @@ class AdapterPool:
         return slot
 
     def evict(self, name: str) -> None:
-        """Free the slot of an adapter and zero it. Tokens that still use the slot get no adapter.
+        """Free the slot of an adapter and zero it.
+
+        Tokens that still select the slot are computed without an adapter.
 
         Raises StateError for a name that is not loaded, or during stream capture.
         """
@@ -195,7 +203,7 @@ class AdapterPool:
         self.check_change(name)
         if name not in self._slots:
             loaded = ", ".join(sorted(self._slots)[:8]) or "none"
-            need = f"a loaded one: {loaded}"
+            need = f"a loaded adapter: {loaded}"
             raise StateError(f"adapter {name!r}", got="not loaded", need=need)
         self._dirty_slots.add(self._slots[name])
         del self._slots[name]
@@ -211,7 +219,7 @@ class AdapterPool:
             self._dirty_slots.discard(slot)
 
     def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of one adapter of this rank."""
+        """Return the shape of each tensor of an adapter of this rank, by field name."""
         problem = self._problem
         sizes = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
         shapes = replace(self._spec, rank=rank).shapes(*sizes)
@@ -225,7 +233,8 @@ class AdapterPool:
             raise ConfigurationError("name of an adapter", got=len(name), need=need)
         if capturing(self.device):
             got = "a stream that is being captured"
-            raise StateError(f"adapter {name!r}", got=got, need="a change outside of captures")
+            need = "a stream that is not being captured; change adapters between captures"
+            raise StateError(f"adapter {name!r}", got=got, need=need)
 
     def _check_adapter(self, name: str, adapter: Adapter) -> int:
         """Check an adapter's tensors and return its rank."""
@@ -240,7 +249,7 @@ class AdapterPool:
         for key, shape in self._shapes(rank).items():
             label, tensor = f"adapter {name!r}: {key}", tensors[key]
             if tuple(tensor.shape) != shape:
-                raise ShapeError(label, got=tuple(tensor.shape), need=f"{shape}, of rank {rank}")
+                raise ShapeError(label, got=tuple(tensor.shape), need=f"{shape} for rank {rank}")
             if tensor.dtype is not self._problem.dtype:
                 raise DtypeError(label, got=tensor.dtype, need=self._problem.dtype)
             if tensor.device not in (self.device, torch.device("cpu")):
@@ -248,7 +257,7 @@ class AdapterPool:
         for key, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
                 got = "values that are not finite"
-                raise WeightsError(f"adapter {name!r}: {key}", got=got, need="finite ones")
+                raise WeightsError(f"adapter {name!r}: {key}", got=got, need="finite values")
         return rank
 
     def _slot_view(self, name: str, slot: int, rank: int) -> torch.Tensor:
@@ -256,12 +265,12 @@ class AdapterPool:
         tensor = self._tensors[name][slot]
         if "_a" not in name:
             return tensor[:, :, :rank]
-        halves = tensor.shape[1] // self._spec.rank
-        return tensor.view(len(tensor), halves, self._spec.rank, -1)[:, :, :rank]
+        num_matrices = tensor.shape[1] // self._spec.rank
+        return tensor.view(len(tensor), num_matrices, self._spec.rank, -1)[:, :, :rank]
 
     def _split_gate_up(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Reshape a tensor to the shape of `_slot_view`: A has a dimension for gate and up."""
+        """Reshape a tensor to the shape of `_slot_view`. An A gets a dimension for gate and up."""
         if "_a" not in name:
             return tensor
-        halves = self._shapes(1)[name][1]
-        return tensor.reshape(len(tensor), halves, -1, tensor.shape[-1])
+        num_matrices = self._shapes(1)[name][1]
+        return tensor.reshape(len(tensor), num_matrices, -1, tensor.shape[-1])

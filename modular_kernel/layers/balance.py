@@ -1,10 +1,10 @@
-"""Load balancing of experts over ranks: count pairs, compute a placement, list the weight moves.
+"""Load balancing of experts across ranks.
 
-    load = count(topk_ids, 256)                          # summed over calls and over ranks
+    load = count(topk_ids, 256)                          # then sum it over calls and ranks
     new = rebalance(load.tolist(), [36] * 8, old)        # 288 slots: 32 copies of hot experts
     for move in moves(old, new): ...                     # the weights to transfer
 
-These functions are pure: they move no weights and do not communicate.
+These functions only compute: they do not move weights or communicate.
 """
 
 import heapq
@@ -24,7 +24,10 @@ from modular_kernel.utils.tensor_checks import check_tensor
 def count(topk_ids: torch.Tensor, experts: int) -> torch.Tensor:
     """Return the number of (token, expert) pairs per expert, (experts,) int64, on the ids' device.
 
-    topk_ids: (T, K) int32 or int64; ids outside [0, experts) are not counted. Does not synchronize.
+    topk_ids: (T, K) int32 or int64. Ids outside [0, experts) are not counted.
+    experts: E, the number of experts.
+
+    Does not synchronize with the device.
     """
     expect("experts", experts, Experts)
     check_tensor("topk_ids", topk_ids)
@@ -41,8 +44,11 @@ def rank_loads(
 ) -> tuple[float, ...]:
     """Return the load of each rank if all ranks send equally many pairs, to the nearest copies.
 
-    The copies of an expert on one host share the pairs that this host sends. A host without a copy
-    distributes its pairs over all copies. ranks_per_host: None for a single host.
+    The pairs that a host sends to an expert are divided equally among the copies on that host, or
+    among all copies if the host has no copy.
+
+    load: load of each expert, in any unit.
+    ranks_per_host: number of ranks on each host; None if all ranks are on one host.
 
     >>> placement = Placement(((0, 1), (0, 2), (0, 3), (4, 5)))
     >>> rank_loads([12, 0, 0, 0, 0, 0], placement)
@@ -79,15 +85,18 @@ def rebalance(
 ) -> Placement:
     """Return a placement of len(load) experts that balances the load of the ranks.
 
+    If there are more slots than experts, each extra slot gets a copy of the expert with the highest
+    load per copy. Then the copies are assigned in order of decreasing load, each to the rank with
+    the lowest load so far (longest processing time first).
+
     load: load of each expert, in any unit, for example the number of pairs from `count`.
-    slots: the maximum number of experts of each rank. Extra slots replicate the expert with the
-        highest load per copy. Copies are then assigned in order of decreasing load, each to the
-        rank with the least load (longest processing time first).
+    slots: the maximum number of experts of each rank.
     old: the current placement. An expert that stays on its rank keeps its slot, if the rank still
         has that slot.
-    hosts, groups: number of hosts and of expert groups. With several hosts, each host gets the same
-        number of whole groups, and copies of an expert stay on one host, so that a token whose
-        router selects few groups is sent to few hosts.
+    hosts: number of hosts. With several hosts, each host gets the same number of whole groups, and
+        the copies of an expert stay on one host, so that a token whose router selects few groups is
+        sent to few hosts.
+    groups: number of expert groups of the router.
 
     Raises ConfigurationError if there are fewer slots than experts, overall or on a host, or if
     ranks, groups or experts do not divide evenly.
@@ -109,7 +118,7 @@ def rebalance(
         ranks = len(sizes) // hosts
         host_slots = sizes[host * ranks : (host + 1) * ranks]
         if not experts or not len(experts) <= sum(host_slots):
-            need = f">= {max(len(experts), 1)}, the experts"
+            need = f">= {max(len(experts), 1)}, the number of experts"
             name = "slots of all ranks" if hosts == 1 else f"slots of host {host}"
             raise ConfigurationError(name, got=sum(host_slots), need=need)
         host_load = [load[expert] for expert in experts]
@@ -126,7 +135,10 @@ def rebalance(
 
 
 def _assign_to_hosts(load: Sequence[float], ranks: int, hosts: int, groups: int) -> list[list[int]]:
-    """Assign experts to hosts in whole groups, the heaviest group to the least loaded host."""
+    """Assign whole groups of experts to hosts, in order of decreasing load.
+
+    Each group goes to the host with the lowest load so far. Returns the experts of each host.
+    """
     expect("hosts", hosts, Count)
     expect("groups", groups, Count)
     if hosts == 1:
@@ -158,9 +170,10 @@ class Move:
 def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
     """Return the transfers that turn `old` into `new`, ordered by target.
 
-    A source is on the target's own rank if possible, else on the rank that has sent the fewest
-    experts so far. Sources are slots of `old`: read all of them before writing any. Raises
-    ConfigurationError if the placements differ in their numbers of experts or ranks.
+    The source of a transfer is on the target's own rank if possible, else on the rank that has sent
+    the fewest experts so far. Sources are slots of `old`, so read all of them before writing to
+    any slot. Raises ConfigurationError if the placements differ in their numbers of experts or
+    ranks.
 
     >>> moves(Placement.linear(4, 2), Placement.round_robin(4, 2))
     (Move(expert=2, source=(1, 0), target=(0, 1)), Move(expert=1, source=(0, 1), target=(1, 0)))
@@ -188,7 +201,8 @@ def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
 
 def _check_load(load: object) -> None:
     if not isinstance(load, Sequence) or isinstance(load, str | bytes):
-        raise ConfigurationError("load", got=type(load).__name__, need="a list: pass .tolist()")
+        need = "a list; pass `.tolist()` of a tensor"
+        raise ConfigurationError("load", got=type(load).__name__, need=need)
     for expert, amount in enumerate(load):
         expect(f"load of expert {expert}", amount, float)
         if not 0 <= amount < math.inf:
@@ -216,9 +230,9 @@ def _assign_copies(
     """Assign copies to ranks in order of decreasing load, each to the rank with the least load."""
     rank_experts: list[list[int]] = [[] for _ in sizes]
     loads = [0.0] * len(sizes)
-    shares = [amount / n for amount, n in zip(load, copies, strict=True)]
+    copy_loads = [amount / n for amount, n in zip(load, copies, strict=True)]
     copies_to_assign = [expert for expert, n in enumerate(copies) for _ in range(n)]
-    for expert in sorted(copies_to_assign, key=lambda expert: (-shares[expert], expert)):
+    for expert in sorted(copies_to_assign, key=lambda expert: (-copy_loads[expert], expert)):
         free = [rank for rank, size in enumerate(sizes) if len(rank_experts[rank]) < size]
         rank = min(
             (rank for rank in free if expert not in rank_experts[rank]),
@@ -226,10 +240,10 @@ def _assign_copies(
             default=None,
         )
         if rank is None:
-            rank = _free_a_slot(expert, rank_experts, loads, shares, free)
-        if rank is not None:  # else no rank can take the copy, and a slot stays free
+            rank = _free_a_slot(expert, rank_experts, loads, copy_loads, free)
+        if rank is not None:  # otherwise no rank can take the copy, and a slot stays free
             rank_experts[rank].append(expert)
-            loads[rank] += shares[expert]
+            loads[rank] += copy_loads[expert]
     return rank_experts
 
 
@@ -237,12 +251,13 @@ def _free_a_slot(
     expert: int,
     rank_experts: list[list[int]],
     loads: list[float],
-    shares: Sequence[float],
+    copy_loads: Sequence[float],
     free: Sequence[int],
 ) -> int | None:
-    """Move an expert from a full rank to a free slot, and return the rank that has a free slot now.
+    """Make a slot free on a rank that does not hold `expert`, and return that rank.
 
-    The ranks in `free` already hold `expert`.
+    Another expert of that rank moves to one of the ranks in `free`, which have free slots but
+    already hold `expert`. Returns None if no such move is possible.
     """
     for rank in range(len(rank_experts)):
         if expert in rank_experts[rank]:
@@ -252,8 +267,8 @@ def _free_a_slot(
             if target is not None:
                 rank_experts[rank].remove(other)
                 rank_experts[target].append(other)
-                loads[rank] -= shares[other]
-                loads[target] += shares[other]
+                loads[rank] -= copy_loads[other]
+                loads[target] += copy_loads[other]
                 return rank
     return None
 

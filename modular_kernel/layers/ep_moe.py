@@ -1,8 +1,8 @@
-"""EPMoE, a FusedMoE with the argument names of SGLang's EPMoE, without token exchange.
+"""EPMoE, a FusedMoE with the argument names of SGLang's EPMoE.
 
 layer = EPMoE(256, 8, 7168, 2048, use_grouped_topk=True, num_expert_group=8, topk_group=4,
               tp_size=8, tp_rank=rank, correction_bias=bias)
-part_TH = layer(x_TH, router_logits)    # a partial sum: add those of all ranks
+part_TH = layer(x_TH, router_logits)    # a partial sum, to be summed over the ranks
 """
 
 from pathlib import Path
@@ -24,28 +24,35 @@ from modular_kernel.utils.argument_checks import Count, expect
 
 
 class EPMoE(FusedMoE):
-    """Expert parallelism without exchange: each rank gets all tokens and returns a partial sum.
+    """Expert parallelism without token exchange: each rank gets all tokens, returns a partial sum.
 
-    A rank holds a contiguous block of experts, and computes the (token, expert) pairs of these. The
-    caller sums over the ranks.
+    A rank holds a contiguous block of experts, and computes the (token, expert) pairs of these
+    experts. The caller sums the outputs of all ranks.
 
     num_experts: E of the whole model, a multiple of the number of ranks.
-    tp_rank, tp_size: this rank and the number of ranks; default to those of tp_group, else to 0 and
-        1. tp_group: process group of the ranks.
-
+    top_k: K.
+    hidden_size: H.
+    intermediate_size: I of a whole expert.
+    tp_group: process group of the ranks.
+    tp_rank: this rank. Defaults to its rank in tp_group, or to 0 without a group.
+    tp_size: number of ranks. Defaults to the size of tp_group, or to 1 without a group.
     renormalize: scale the K weights of a token to sum to 1.
     use_grouped_topk: select experts from the best topk_group of num_expert_group groups. Without
-        correction_bias, scores are softmax, and a group is ranked by its best expert. With
-        correction_bias (E,), scores are sigmoid, and a group is ranked by the sum of its two best.
+        correction_bias, scores are a softmax, and a group is ranked by its best expert. With
+        correction_bias (E,), scores are sigmoids, and a group is ranked by the sum of its two best
+        experts.
     quant_config: as for FusedMoE; or an object with an `activation_scheme` of "dynamic" or
-        "static", which means float8 with one scale per expert, or per block if it has a
+        "static", which means float8 with one scale per expert, or per block if the object has a
         `weight_block_size`.
     experts: the experts part. GroupedGemmExperts needs Triton.
 
-    Attributes for engines, in addition to the arguments: use_fp8_w8a8; activation_scheme
-    ("dynamic", "static" or None); quant_method, whose `process_weights_after_loading(layer)` the
-    engine calls after it has loaded weights. quant_method is None for schemes other than float8
-    with one scale per expert or per block.
+    In addition to the arguments, the layer has these attributes for engines:
+
+    - use_fp8_w8a8: whether the scheme is one of fp8_w8a8.
+    - activation_scheme: "dynamic", "static" or None.
+    - quant_method: an object whose `process_weights_after_loading(layer)` the engine calls after it
+      has loaded the weights. None unless the scheme is unquantized, or float8 with one scale per
+      expert or per block.
 
     Raises ConfigurationError for arguments that contradict each other.
     """
@@ -79,16 +86,16 @@ class EPMoE(FusedMoE):
         expect("tp_rank", tp_rank, int | None)
         expect("num_expert_group", num_expert_group, Count | None)
         expect("topk_group", topk_group, Count | None)
-        parallel = _parallel(tp_size, tp_rank, tp_group)
+        parallel = _make_parallel(tp_size, tp_rank, tp_group)
         if num_experts % parallel.ep[1]:
             need = f"a multiple of tp_size = {parallel.ep[1]}"
             raise ConfigurationError("num_experts", got=num_experts, need=need)
         groups = num_expert_group, topk_group
-        router = _router(
+        router = _make_router_spec(
             top_k, renormalize, groups if use_grouped_topk else None, correction_bias is not None
         )
         if not use_grouped_topk and groups != (None, None):
-            need = "None, or use_grouped_topk=True"
+            need = "None, because use_grouped_topk is False"
             raise ConfigurationError("num_expert_group, topk_group", got=groups, need=need)
         super().__init__(
             num_experts,
@@ -131,33 +138,35 @@ class EPMoE(FusedMoE):
     def from_config(
         cls, checkpoint: str | Path, layer: int | None = None, **options: Any
     ) -> FusedMoE:
-        """Raise UnsupportedError: use FusedMoE.from_config instead."""
+        """Not supported: raises UnsupportedError. Use FusedMoE.from_config instead."""
         need = "FusedMoE.from_config(..., parallel=LayerParallel(ep=(tp_rank, tp_size)))"
         raise UnsupportedError("from_config of EPMoE", got=str(checkpoint)[:80], need=need)
 
 
-def _parallel(tp_size: int | None, tp_rank: int | None, tp_group: object | None) -> LayerParallel:
+def _make_parallel(
+    tp_size: int | None, tp_rank: int | None, tp_group: object | None
+) -> LayerParallel:
     if tp_group is None:
         return LayerParallel(ep=(tp_rank or 0, 1 if tp_size is None else tp_size))
     parallel = LayerParallel(ep_group=tp_group)
     position = tp_rank, tp_size
     for name, value, need in zip(("tp_rank", "tp_size"), position, parallel.ep, strict=True):
         if value not in (None, need):
-            raise ConfigurationError(name, got=value, need=f"{need}, as tp_group has it")
+            raise ConfigurationError(name, got=value, need=f"{need}, as in tp_group")
     return parallel
 
 
-def _router(
+def _make_router_spec(
     top_k: int, renormalize: bool, groups: tuple[int | None, int | None] | None, has_bias: bool
 ) -> RouterSpec:
     if groups is None:
         if has_bias:
-            need = "None, or use_grouped_topk=True"
+            need = "None, because use_grouped_topk is False"
             raise ConfigurationError("correction_bias", got="a tensor", need=need)
         return RouterSpec(top_k, renormalize=renormalize)
     num_groups, topk_groups = groups
     if num_groups is None or topk_groups is None:
-        need = "both, because use_grouped_topk is set"
+        need = "two numbers, because use_grouped_topk is True"
         raise ConfigurationError("num_expert_group, topk_group", got=groups, need=need)
     return RouterSpec(
         top_k,

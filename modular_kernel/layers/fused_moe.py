@@ -1,12 +1,12 @@
-"""FusedMoE, an nn.Module of one layer's experts, with or without its router.
+"""FusedMoE, an nn.Module for the experts of one layer, with or without its router.
 
     layer = FusedMoE(128, 2048, 768, top_k=8, router=RouterSpec(8, renormalize=True))
     layer.set_weights(weights)              # or `layer.load(...)`, or `layer.weight_loader(...)`
     y_TH = layer(x_TH, router_logits)
 
 The experts can be distributed over expert-parallel (EP) and tensor-parallel (TP) ranks. Layers of
-one shape share kernels and plans. Each call returns a newly allocated tensor. After `warm_up` with
-every number of tokens in use, a call can be captured in a CUDA graph.
+the same shape share kernels and plans. Each call returns a newly allocated tensor. After `warm_up`
+with every number of tokens in use, a call can be captured in a CUDA graph.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,9 +36,9 @@ from modular_kernel.layers.routing import (
     check_router,
     check_selection_bias,
     flatten_logits,
+    get_router_spec,
     normalize_routing,
-    spec_of,
-    top_k_of,
+    resolve_top_k,
 )
 from modular_kernel.layers.weight_loading import ExpertLoader, make_expert_params_mapping
 from modular_kernel.operators.experts import EXPERTS_FORWARD, use_prepared
@@ -70,7 +70,7 @@ from modular_kernel.utils.tensor_checks import check_tensor
 RoutingLike = Routing | tuple[torch.Tensor | None, ...] | torch.Tensor | None
 # (x_TH, routing) -> (output of the experts, output of the shared experts or None)
 ComputeExperts = Callable[[torch.Tensor, Routing], tuple[torch.Tensor, torch.Tensor | None]]
-# Shared by all layers of the process, so that layers of one shape use the same buffers.
+# Shared by all layers of the process, so that layers of the same shape use the same buffers.
 _plan_cache = KernelCache()
 # Constructor arguments that `from_config` reads from the checkpoint.
 CHECKPOINT_OPTIONS = frozenset(
@@ -86,13 +86,14 @@ CHECKPOINT_OPTIONS = frozenset(
         "routed_scaling_factor",
     }
 )
-_NOT_TRACED_OVER_RANKS = (
+# Reasons for which torch.compile does not trace a call.
+_COMMUNICATES = (
     "a FusedMoE that exchanges tokens or sums over ranks is not traced: the graph breaks at its "
-    "call. Without prepare_finalize and reduce_results it is an operator"
+    "call. Without prepare_finalize and reduce_results, it is traced as an operator"
 )
-_NO_GRADIENTS = "a FusedMoE with x or router weights that require grad is not traced"
-_OTHER_DTYPE = "a FusedMoE with x of another dtype than params_dtype is not traced"
-_NOT_TRACED_REPLACED = (
+_REQUIRES_GRAD = "a FusedMoE is not traced if x or the router weights require grad"
+_WRONG_DTYPE = "a FusedMoE is not traced if x has another dtype than params_dtype"
+_PARTS_REPLACED = (
     "a FusedMoE whose problem, prepare_finalize or experts was replaced is not traced: the graph "
     "breaks at its call"
 )
@@ -102,32 +103,39 @@ class FusedMoE(ExpertParameters):
     """The experts of one layer, or this rank's share of them.
 
     num_experts: E of the whole model.
-    intermediate_size: I of a whole expert. Each TP rank holds I / TP columns. If that is not an
-        integer, or would split a quantization group, ranks hold whole groups, and smaller shares
-        are padded with zero weights to the same size, problem.intermediate.
+    hidden_size: H.
+    intermediate_size: I of a whole expert. Each TP rank holds I / TP columns. If I / TP is not an
+        integer, or would split a quantization group, each rank holds whole groups instead, and
+        ranks with fewer columns are padded with zero weights to the same number of columns,
+        problem.intermediate.
     layer_id: number of the layer, used by `describe` and as the default of `load`.
     top_k: K. Defaults to the router's K.
     quant_config: the quantization_config of a checkpoint, for `weight_loader`; or the name of a
         scheme, as in Problem.quant; or None for unquantized weights.
-    router: a Router, which the layer applies to x; or a RouterSpec, and `forward` takes logits; or
-        None, and `forward` takes a routing.
-    selection_bias: (E + zero experts,), required where a RouterSpec has a selection bias.
-    shared_experts: module applied to x (T, H); its output is added. With an asynchronous
-        prepare/finalize part it runs between dispatch and combine.
-    shared_partial: True if shared_experts returns a partial sum of this rank, as the experts do.
-        False if it returns the complete output on every rank, which is then added once.
+    params_dtype: dtype of unquantized weights and of x. Defaults to torch's default dtype.
+    router: a Router, which the layer applies to x; a RouterSpec, with which `forward` takes logits;
+        or None, with which `forward` takes a routing.
+    selection_bias: (E + zero experts,), required if a RouterSpec has a selection bias.
+    shared_experts: module that is applied to x (T, H), and whose output is added. With an
+        asynchronous prepare/finalize part, it runs between dispatch and combine.
+    shared_partial: True if shared_experts returns this rank's partial sum, as the experts do. False
+        if it returns the complete output on every rank; the output is then added once.
     parallel: this rank's position and its process groups.
-    reduce_results: all-reduce the partial sums over ranks. If False, a rank returns its own.
-    prepare_finalize: a prepare/finalize part that exchanges at most max_tokens per rank over
-        ep_group; its output is complete over EP. None exchanges no tokens, and every EP rank must
-        be called with all of them.
-    placement: the experts of each EP rank. None assigns them in contiguous blocks.
-    experts: None selects TritonExperts on a GPU.
+    reduce_results: whether to all-reduce the partial sums of the ranks. If False, a rank returns
+        its own partial sum.
+    prepare_finalize: a prepare/finalize part that exchanges the tokens of the EP ranks over
+        ep_group, and sums over them. None exchanges no tokens; every EP rank must then be called
+        with all tokens.
+    experts: the experts part. None selects TritonExperts on a GPU.
+    placement: the experts of each EP rank. None assigns contiguous blocks of experts.
+    max_tokens: maximum number of tokens of one rank in a call; required by a prepare/finalize part
+        that spans ranks.
+    prefix: name of the layer in messages and profiles.
 
     The parameters are w13_weight (e, 2I, H) with the gate rows first, w2_weight (e, H, I), and
-    those that the scheme and `bias` add (see PARAMETERS). Floats are NaN until they are loaded; a
-    call before that raises StateError. Gradients are not supported. `ExpertParameters` describes
-    moves and casts.
+    others that depend on the scheme and on `bias` (see PARAMETERS). Floating-point parameters are
+    NaN until they are loaded, and a call raises StateError until then. Gradients are not supported.
+    `ExpertParameters` describes moves and casts.
 
     torch.compile and torch.export trace a layer that does not communicate with other ranks as two
     operators, the router and `torch.ops.modular_kernel.experts_forward`. The shared experts are
@@ -183,7 +191,7 @@ class FusedMoE(ExpertParameters):
         spans_ranks, (ep_rank, ep_size) = _spans_ranks(prepare_finalize), parallel.ep
         placement = resolve_placement(placement, num_experts, ep_size, over_ranks=spans_ranks)
         sums_ep = ep_size > 1 and not spans_ranks
-        # One rank with experts in another order needs a map, too.
+        # A single rank whose experts have another order needs a map, too.
         uses_expert_map = sums_ep or not (spans_ranks or placement.is_linear)
         act = ActivationSpec.parse(activation)
         if act.up_first:
@@ -199,7 +207,7 @@ class FusedMoE(ExpertParameters):
             intermediate=_split(intermediate_size, parallel.tp[1], quant).width,
             experts=num_experts,
             local_experts=len(placement.slots[ep_rank]) if uses_expert_map else None,
-            top_k=top_k_of(top_k, router, num_experts),
+            top_k=resolve_top_k(top_k, router, num_experts),
             dtype=parse_dtype(params_dtype or torch.get_default_dtype()),
             quant=quant,
             activation=act,
@@ -247,27 +255,29 @@ class FusedMoE(ExpertParameters):
     ) -> "FusedMoE":
         """Create the layer that a checkpoint describes, without its weights; `load` reads them.
 
-        checkpoint: a config.json, or a folder that has one. Tensors are not needed.
-        layer: number of the layer, which becomes layer_id. None sets no layer_id; all layers with
-            experts must then have the same scheme.
-        quantize: a scheme for unquantized files. Pass the same one to `load`.
+        checkpoint: a config.json, or a folder with a config.json. Tensors are not needed.
+        layer: number of the layer, which becomes layer_id. None sets no layer_id, and requires that
+            all layers with experts have the same scheme.
+        quantize: a scheme to quantize unquantized files to. Pass the same scheme to `load`.
         options: other arguments of the constructor. `router` or `top_k` replaces the checkpoint's
-            router. params_dtype defaults to the checkpoint's dtype, else to bfloat16.
+            router. params_dtype defaults to the checkpoint's dtype, or to bfloat16 if the
+            checkpoint has none.
 
-        The checkpoint determines the sizes, activation, biases, scheme, router (as a RouterSpec),
-        and routed_scaling_factor, which the layer applies. If the router has a selection bias and
-        none is passed, `layer.selection_bias` is NaN, and calls raise StateError until it is copied
-        into it.
+        The checkpoint determines the sizes, activation, biases, scheme, router (as a RouterSpec)
+        and routed_scaling_factor. If the router has a selection bias and no bias is passed,
+        `layer.selection_bias` is NaN, and calls raise StateError until the bias has been copied to
+        it.
 
         Raises ConfigurationError for an unknown model_type; for an unknown router, unless `router`
-        or `top_k` is given; for an option that the checkpoint determines; and, like `load_experts`,
-        for `quantize`.
+        or `top_k` is given; for an option that the checkpoint determines; and for a `quantize` that
+        `load_experts` refuses.
         """
         expect("checkpoint", checkpoint, str | Path)
         expect("layer", layer, int | None)
         scheme = scheme_to_quantize(quantize)
         for name in sorted(options.keys() & CHECKPOINT_OPTIONS):
-            got, need = f"{name}={str(options[name])[:80]}", "no value: the checkpoint sets it"
+            got = f"{name}={str(options[name])[:80]}"
+            need = f"no {name}, because the checkpoint determines it"
             raise ConfigurationError("option of from_config", got=got, need=need)
         parallel = options.get("parallel")
         expect("parallel", parallel, LayerParallel | None)
@@ -285,7 +295,7 @@ class FusedMoE(ExpertParameters):
         if options.keys().isdisjoint({"router", "top_k"}):
             if config.router is None:
                 got = f"model_type {config.model_type!r}, whose router is unknown"
-                raise ConfigurationError("router", got=got, need="router= or top_k=")
+                raise ConfigurationError("router", got=got, need="the argument router or top_k")
             options["router"] = config.router
             bias_unset = config.router.selection_bias and options.get("selection_bias") is None
             if bias_unset:
@@ -318,19 +328,24 @@ class FusedMoE(ExpertParameters):
         *,
         quantize: QuantScheme | str | None = None,
     ) -> None:
-        """Load this rank's share of one layer of a checkpoint, as `load_experts` does.
+        """Load this rank's share of one layer of a checkpoint, with `load_experts`.
 
-        layer: number of the layer; None uses layer_id. quantize: the layer's scheme, if the files
-        are unquantized and are to be quantized to it; None loads the files as they are.
+        The tensors of the router are not read.
+
+        checkpoint: a folder or file, as for `load_experts`.
+        layer: number of the layer; None uses layer_id.
+        quantize: the layer's scheme, to quantize unquantized files while loading; None loads the
+            files as they are.
 
         Raises ConfigurationError if the checkpoint's sizes, scheme, activation, biases or
-        routed_scaling_factor differ from the layer's, or its router, if the layer has one, selects
-        or weights experts differently. Also raises every error of `load_experts`. On an error
-        nothing is loaded. The router's own tensors are not read.
+        routed_scaling_factor differ from the layer's, or if the layer has a router that differs
+        from the checkpoint's router. Also raises every error of `load_experts`. If an error is
+        raised, nothing is loaded.
         """
         layer_number = self.layer_id if layer is None else layer
         if layer_number is None:
-            raise ConfigurationError("layer", got=None, need="the layer's number, or a layer_id")
+            need = "the number of the layer, because the layer was created without a layer_id"
+            raise ConfigurationError("layer", got=None, need=need)
         loaded = load_experts(
             checkpoint,
             layer_number,
@@ -342,7 +357,8 @@ class FusedMoE(ExpertParameters):
             quantize_inputs=self.problem.scheme.scales_by_expert,
             quantize=quantize,
         )
-        if loaded.intermediate != self.intermediate_size:  # their shares may be padded to one width
+        # Compared here, because shares of different sizes may be padded to the same width.
+        if loaded.intermediate != self.intermediate_size:
             raise ConfigurationError(
                 "intermediate_size of the checkpoint",
                 got=loaded.intermediate,
@@ -353,13 +369,13 @@ class FusedMoE(ExpertParameters):
             got, need = getattr(checkpoint_problem, field), getattr(self.problem, field)
             if got != need:
                 raise ConfigurationError(f"{field} of the checkpoint", got=got, need=need)
-        spec = spec_of(self.router)
+        spec = get_router_spec(self.router)
         if spec is not None:
             check_router(loaded.router, spec)
         self.set_weights(loaded.weights)
 
     def local_expert(self, expert_id: int) -> int:
-        """Return the slot of an expert on this rank, or -1 if another rank holds it."""
+        """Return the slot of an expert on this rank, or -1 if this rank does not hold it."""
         expect("expert_id", expert_id, int)
         if not 0 <= expert_id < self.num_experts:
             need = f"0 to {self.num_experts - 1}"
@@ -372,12 +388,12 @@ class FusedMoE(ExpertParameters):
         (ep_rank, ep_size), (tp_rank, tp_size) = self.parallel.ep, self.parallel.tp
         local_experts = len(self.placement.slots[ep_rank])
         first, last = _split(self.intermediate_size, tp_size, self.problem.quant).columns(tp_rank)
-        share = f"{last - first} of {self.intermediate_size} intermediate values"
+        share = f"{last - first} of {self.intermediate_size} intermediate columns"
         if last - first < self.problem.intermediate:
             share += f", padded to {self.problem.intermediate}"
         slots = ", ".join(f"{e} -> {self.local_expert(e)}" for e in range(self.num_experts))
-        name, spec = "?" if self.layer_id is None else self.layer_id, spec_of(self.router)
-        reduction = "summed over ranks here" if self._groups else "not summed over ranks here"
+        name, spec = "?" if self.layer_id is None else self.layer_id, get_router_spec(self.router)
+        reduction = "summed over ranks" if self._groups else "not summed over ranks"
         kernel, device = self._exchange_kernel, next(self.parameters()).device
         pairing = self.prepare_finalize, self.experts if kernel is None else type(kernel.experts)
         return "\n".join(
@@ -386,7 +402,7 @@ class FusedMoE(ExpertParameters):
                 f"EP rank {ep_rank} of {ep_size}: {local_experts} of {self.num_experts} experts",
                 f"TP rank {tp_rank} of {tp_size}: {share}",
                 f"global -> local: {slots}",
-                f"router: {'none, routing is given' if spec is None else spec}",
+                f"router: {'none, the caller passes the routing' if spec is None else spec}",
                 f"parts: {describe_pairing(pairing, self.problem, device)}; output {reduction}",
             ]
         )
@@ -404,17 +420,19 @@ class FusedMoE(ExpertParameters):
         *,
         token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the layer's output, in the shape (..., H) of hidden_states.
+        """Return the layer's output, (..., H), with the shape of hidden_states.
 
-        routing: None if the layer has a Router; logits (..., E) if it has a RouterSpec; else a
-        Routing or (weights, ids, ...), each (..., K). token_ids: required if the router has a
-        table.
+        hidden_states: (..., H).
+        routing: None if the layer has a Router; logits (..., E) if it has a RouterSpec; otherwise a
+            Routing or (weights, ids, ...), each (..., K).
+        token_ids: (...), required if the router has a table.
 
         Raises an InputError before any kernel is launched if a tensor does not match.
         """
-        if is_compiling() and self._why_untraced():
+        if is_compiling() and self._find_untraced_reason():
+            reason = self._find_untraced_reason()
             return modes.run_untraced(
-                self.forward, self._why_untraced(), hidden_states, routing, token_ids=token_ids
+                self.forward, reason, hidden_states, routing, token_ids=token_ids
             )
         call = (self.computed, hidden_states, routing)
         if self.shared_experts is None:
@@ -430,7 +448,7 @@ class FusedMoE(ExpertParameters):
         *,
         token_ids: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run `forward` with `computed` in place of the method that computes the experts."""
+        """Run `forward`, but call `computed` instead of the method that computes the experts."""
         check_tensor("x", hidden_states)
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.problem.hidden:
             need = f"(..., H) with H = {self.problem.hidden}"
@@ -440,9 +458,9 @@ class FusedMoE(ExpertParameters):
         if token_ids is not None:
             check_tensor("token_ids", token_ids)
         token_ids_T = None if token_ids is None else token_ids.reshape(-1)
-        routed = self._routed(x_TH, routing, token_ids_T, tuple(hidden_states.shape[:-1]))
+        routed = self._route(x_TH, routing, token_ids_T, tuple(hidden_states.shape[:-1]))
         y_TH, shared_TH = computed(x_TH, routed.routing)
-        if routed.identity_T is not None and self._adds_once():
+        if routed.identity_T is not None and self._adds_complete_terms():
             factor = routed.identity_T[:, None] * self.problem.routed_scaling_factor
             y_TH += factor * x_TH
         if shared_TH is None:
@@ -451,7 +469,7 @@ class FusedMoE(ExpertParameters):
             all_reduce(y_TH, self._groups)
             y_TH += shared_TH
         else:
-            if self.shared_partial or self._adds_once():
+            if self.shared_partial or self._adds_complete_terms():
                 y_TH += shared_TH
             all_reduce(y_TH, self._groups)
         return y_TH if flat else y_TH.view(hidden_states.shape)
@@ -459,55 +477,55 @@ class FusedMoE(ExpertParameters):
     def warm_up(self, *tokens: int) -> None:
         """Create the kernels and plans for calls with these numbers of tokens.
 
-        Not for layers whose prepare/finalize part spans ranks.
+        This is not needed for layers whose prepare/finalize part spans ranks.
         """
         device = next(self.parameters()).device
         for number in tokens:
             problem = self.problem.with_tokens(number)
-            _plan_cache.warm_up(self._pairing(device), problem, device)
+            _plan_cache.warm_up(self._select_pairing(device), problem, device)
 
     def prepare_weights(self) -> None:
-        """Prepare the weights (FusedMoEModularKernel.prepare_weights). Call it after loading.
+        """Prepare the weights after loading (FusedMoEModularKernel.prepare_weights).
 
-        On a GPU, the first call prepares the weights by default; calling this method checks more.
-        If a parameter is replaced, the prepared tensors are dropped. Raises StateError as `weights`
-        does.
+        On a GPU, the first call of the layer prepares the weights by default, with fewer checks
+        than this method. If a parameter is replaced, the prepared tensors are dropped. Raises
+        StateError if `weights` does.
         """
         weights, kernel = self.plain_weights(), self._exchange_kernel
         device = weights.w2.device
         with current_device(device):
             if kernel is None:
-                kernel = _plan_cache.kernel(self._pairing(device), self.problem, device)
+                kernel = _plan_cache.kernel(self._select_pairing(device), self.problem, device)
             self.keep_prepared(kernel.prepare_weights(weights))
         if self._layer_text:
             use_prepared(self.weights(), self._layer_text, self._traced_pairing)
 
     def counters(self) -> dict[str, object]:
-        """Return the calls and tokens of this layer so far, for monitoring.
+        """Return the numbers of calls and tokens of this layer so far, for monitoring.
 
-        Calls of a compiled or exported graph are counted by their kernels only. Calls of several
-        threads at once may be counted as one.
+        Calls of a compiled or exported graph are counted only by the kernels (`kernels`). If
+        threads call the layer concurrently, several calls may be counted as one.
         """
         calls, tokens = self._counts
         return {"calls": calls, "tokens": tokens}
 
     def kernels(self) -> list[FusedMoEModularKernel]:
-        """Return the kernels that calls of this layer have used, which other layers may share."""
+        """Return the kernels that calls of this layer have used. Other layers may share them."""
         if self._exchange_kernel is not None:
             return [self._exchange_kernel]
         entries = tuple(self._kernels_by_device.values())
         return [kernel for _, by_size in entries for kernel in by_size.kernels()]
 
     def destroy(self) -> None:
-        """Release the resources of a part that spans ranks.
+        """Release the resources of a prepare/finalize part that spans ranks.
 
-        Collective; the layer cannot run afterwards.
+        Every rank must call this method. The layer cannot be called afterwards.
         """
         if self._exchange_kernel is not None:
             part = self._exchange_kernel.prepare_finalize
             getattr(part, "destroy", lambda: None)()
 
-    def _routed(
+    def _route(
         self,
         x_TH: torch.Tensor,
         routing: RoutingLike,
@@ -517,7 +535,7 @@ class FusedMoE(ExpertParameters):
         router = self.router
         if isinstance(router, Router):
             if routing is not None:
-                need = "None: the layer has a Router of its own"
+                need = "None, because the layer has a Router"
                 raise ConfigurationError("routing", got=type(routing).__name__, need=need)
             return router.routed(x_TH, token_ids_T, ids_dtype=self._ids_dtype)
         if router is not None:
@@ -530,7 +548,8 @@ class FusedMoE(ExpertParameters):
                 ids_dtype=self._ids_dtype,
             )
         if token_ids_T is not None:
-            raise ConfigurationError("token_ids", got="a tensor", need="None without a router")
+            need = "None, because the layer has no router"
+            raise ConfigurationError("token_ids", got="a tensor", need=need)
         return Routed(normalize_routing(routing, lead))
 
     def computed(
@@ -540,19 +559,20 @@ class FusedMoE(ExpertParameters):
         *,
         adapters: tuple[Problem, ExpertWeights] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the experts' output, newly allocated, and that of the shared experts or None.
+        """Return (output of the experts, newly allocated; output of the shared experts, or None).
 
-        adapters: the problem and weights that replace the layer's, with LoRA adapters. Only for
-        layers on one rank.
+        adapters: a problem and weights with LoRA adapters, to use instead of the layer's. Only for
+            layers whose prepare/finalize part does not span ranks.
         """
         if is_compiling():
-            return self._traced(x_TH, routing)
+            return self._run_operator(x_TH, routing)
         weights, kernel, shared = self.weights(), self._exchange_kernel, self.shared_experts
         if self._groups:
             self.parallel.check_process()  # before anything is launched
         if kernel is None:
             problem, weights = adapters or (self.problem, weights)
-            y_TH = self._kernels(x_TH.device, problem).run(x_TH, weights, routing, self._counts)
+            kernels = self._get_kernels(x_TH.device, problem)
+            y_TH = kernels.run(x_TH, weights, routing, self._counts)
             return y_TH, None if shared is None else shared(x_TH)
         self._counts[0] += 1
         self._counts[1] += x_TH.shape[0]
@@ -562,7 +582,7 @@ class FusedMoE(ExpertParameters):
             shared_TH = None
             try:
                 shared_TH = None if shared is None else shared(x_TH)
-            finally:  # even if that raises: the other ranks wait for this one
+            finally:  # even if shared_experts raises, because the other ranks wait for this rank
                 y_TH = pending.finish()
         return y_TH, shared_TH
 
@@ -576,28 +596,28 @@ class FusedMoE(ExpertParameters):
         self._bias_unloaded = False
         return RouterTensors(bias)
 
-    def _why_untraced(self) -> str:
+    def _find_untraced_reason(self) -> str:
         """Return why torch.compile cannot trace a call as an operator, or "" if it can."""
         if self._exchange_kernel is not None or self._groups:
-            return _NOT_TRACED_OVER_RANKS
+            return _COMMUNICATES
         if self._described_problem is not self.problem:
-            return _NOT_TRACED_REPLACED
+            return _PARTS_REPLACED
         prepare_finalize, experts = self._traced_parts
         same = prepare_finalize == self.prepare_finalize and experts == self.experts
-        return "" if same else _NOT_TRACED_REPLACED
+        return "" if same else _PARTS_REPLACED
 
-    def _traced(
+    def _run_operator(
         self, x_TH: torch.Tensor, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the same as `computed`, by the operator that torch.compile can trace."""
+        """Compute what `computed` does, with the operator that torch.compile can trace."""
         weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
-        why = ""
+        reason = ""
         if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):
-            why = _NO_GRADIENTS
+            reason = _REQUIRES_GRAD
         elif x_TH.dtype != self.problem.dtype:
-            why = _OTHER_DTYPE
-        if why:  # the eager call raises its error; torch 2.11 cannot raise it in a graph
-            return modes.run_untraced(self.computed, why, x_TH, routing)
+            reason = _WRONG_DTYPE
+        if reason:  # the eager call raises its error; torch 2.11 cannot raise it in a graph
+            return modes.run_untraced(self.computed, reason, x_TH, routing)
         params, fields = self.operands()
         y_TH: torch.Tensor = EXPERTS_FORWARD(
             x_TH.contiguous(),
@@ -611,11 +631,14 @@ class FusedMoE(ExpertParameters):
         shared = self.shared_experts
         return y_TH, None if shared is None else shared(x_TH)
 
-    def _adds_once(self) -> bool:
-        """Return whether this rank adds the terms that all ranks have, which the sum has once."""
+    def _adds_complete_terms(self) -> bool:
+        """Return whether this rank adds the terms that every rank has completely.
+
+        Only one of the ranks whose outputs are summed may add them.
+        """
         return self.parallel.tp[0] == 0 and (self.parallel.ep[0] == 0 or not self._sums_over_ep)
 
-    def _pairing(self, device: torch.device, problem: Problem | None = None) -> Pairing:
+    def _select_pairing(self, device: torch.device, problem: Problem | None = None) -> Pairing:
         experts = self.experts
         if experts is None:
             problem = problem or self.problem
@@ -626,18 +649,18 @@ class FusedMoE(ExpertParameters):
             self._default_experts[device] = problem, experts
         return self.prepare_finalize, experts
 
-    def _kernels(self, device: torch.device, problem: Problem) -> KernelsBySize:
-        """Return the kernels of calls on a device, looked up again if the layer was changed."""
+    def _get_kernels(self, device: torch.device, problem: Problem) -> KernelsBySize:
+        """Return the kernels for calls on a device, and look them up if the layer was changed."""
         parts = self.prepare_finalize, self.experts
         entry = self._kernels_by_device.get(device)
         if entry is None or entry[0] != parts or entry[1].problem is not problem:
-            pairing = self._pairing(device, problem)
+            pairing = self._select_pairing(device, problem)
             entry = parts, _plan_cache.kernels_by_size(pairing, problem, device)
             self._kernels_by_device[device] = entry
         return entry[1]
 
     def _make_exchange_kernel(self, max_tokens: int | None) -> FusedMoEModularKernel:
-        """Create the kernel of a part that spans ranks.
+        """Create the kernel for a prepare/finalize part that spans ranks.
 
         All ranks must create their layers in the same order.
         """
@@ -648,18 +671,21 @@ class FusedMoE(ExpertParameters):
         device = torch.device(kind)
         machine = machine_of("cuda" if kind == "cuda" else "cpu")
         return make_kernel(
-            *self._pairing(device), self.problem, group=self.parallel.ep_group, machine=machine
+            *self._select_pairing(device),
+            self.problem,
+            group=self.parallel.ep_group,
+            machine=machine,
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle or copy. The copy looks up its own kernels."""
+        """Return the state to pickle or copy. A copy looks up its own kernels."""
         return super().__getstate__() | {"_kernels_by_device": {}, "_counts": [0, 0]}
 
     def _dtype_after(self, fn: Callable[..., torch.Tensor]) -> torch.dtype:
         dtype = super()._dtype_after(fn)
         if self._exchange_kernel is not None and dtype is not self.problem.dtype:
-            got = f"{dtype_name(dtype)} for a layer over ranks"
-            need = f"{dtype_name(self.problem.dtype)}, which its buffers are made for"
+            got = f"{dtype_name(dtype)} for a layer that exchanges tokens between ranks"
+            need = f"{dtype_name(self.problem.dtype)}, because its buffers have that dtype"
             raise UnsupportedError("cast of a layer", got=got, need=need)
         return dtype
 
@@ -675,8 +701,10 @@ def _make_loader(
 ) -> tuple[ExpertLoader | None, str]:
     """Return the loader of a checkpoint's tensors, and the name of this rank's scheme.
 
-    make_share: creates this rank's Share. The loader is None if quant_config is only a scheme's
-    name, which does not determine a checkpoint format.
+    The loader is None if quant_config is the name of a scheme, because a scheme does not determine
+    a checkpoint format.
+
+    make_share: creates this rank's Share.
     """
     if isinstance(quant_config, str):
         return None, quant_config

@@ -6,9 +6,9 @@
     info = manager.prepare_moe_lora_batch(ForwardBatch(("mine", None), seg_indptr), 3)
     y_TH = adapted(x_TH, router_logits, moe_lora_info=info)
 
-The two modes compute different functions. "merged", the default, applies LoRA to the projections
-inside the experts, as PEFT trains it. "parallel_delta" adds a separate branch in parallel with the
-experts (`modular_kernel.ops.moe_lora`).
+A LoRAManager has one of two modes, which compute different functions. "merged", the default, adds
+LoRA deltas to the projections inside the experts, as PEFT trains them. "parallel_delta" adds a
+separate branch in parallel with the experts (`modular_kernel.ops.moe_lora`).
 """
 
 import math
@@ -48,10 +48,11 @@ Mode = Literal["merged", "parallel_delta"]
 
 @dataclass(frozen=True, eq=False)
 class MoELoRALayer:
-    """The factors of one adapter for one layer, and the scaling of their product.
+    """The matrices A and B of one adapter for one layer, and the scaling of B A.
 
-    scaling: 1 for the result of `load_adapter`, whose B is already scaled. In mode "merged" it is
-    applied to each projection, in "parallel_delta" once to the branch.
+    factors: the matrices.
+    scaling: factor of B A. It is 1 for the result of `load_adapter`, whose B is already scaled. In
+        mode "merged", it is applied to each projection; in "parallel_delta", once to the branch.
     """
 
     factors: Adapter
@@ -71,7 +72,8 @@ class MoELoRALayer:
         check_tensors(vars(self.factors))
         for name, factor in vars(self.factors).items():
             if not factor.is_floating_point():
-                raise DtypeError(name, got=dtype_name(factor.dtype), need="a floating dtype")
+                need = "a floating-point dtype"
+                raise DtypeError(name, got=dtype_name(factor.dtype), need=need)
         if self.scaling == 1.0:
             return self.factors
         b13, b2 = self.factors.lora_b13, self.factors.lora_b2
@@ -84,12 +86,13 @@ class MoELoRALayer:
 
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:
-    """The sequences of one call.
+    """The sequences of one call and their adapters.
 
-    lora_ids: adapter name of each sequence, or None. seg_indptr: (S + 1,) integers, on the same
-    device as the layers: the first token of each sequence, then the end of the last one.
+    lora_ids: adapter name of each of the S sequences, or None for no adapter.
+    seg_indptr: (S + 1,) integers on the device of the layers: the first token of each sequence,
+        then the end of the last sequence.
 
-    Raises ConfigurationError for invalid names, DtypeError unless seg_indptr is a tensor,
+    Raises ConfigurationError for invalid names, DtypeError unless seg_indptr is a tensor, and
     ShapeError for another length.
     """
 
@@ -101,20 +104,22 @@ class ForwardBatch:
         check_tensor("seg_indptr", self.seg_indptr)
         if self.seg_indptr.shape != (len(self.lora_ids) + 1,):
             size = len(self.lora_ids) + 1
-            got, need = tuple(self.seg_indptr.shape), f"({size},): one more than lora_ids"
+            got = tuple(self.seg_indptr.shape)
+            need = f"({size},), one element more than lora_ids"
             raise ShapeError("seg_indptr", got=got, need=need)
 
 
 class LoRAManager:
-    """Named adapters, each in the same slot of every layer's pool.
+    """Loads named adapters, each into the same slot of every layer's pool.
 
-    problem: the problem of the layers, such as `FusedMoE.problem`; all layers have the same.
-    lora: number of slots and rank, as in Problem.lora.
+    problem: the problem of all layers, such as `FusedMoE.problem`.
+    lora: number of slots and maximum rank, as in Problem.lora.
     layers: ids of one or more layers.
-    mode: "merged" or "parallel_delta". The latter has one A for gate and up, and requires
-        a13=shared, activation silu, and rows of w1 that are not interleaved.
+    device: device of the layers.
+    mode: "merged" or "parallel_delta". "parallel_delta" has one A for gate and up; it requires
+        a13=shared, activation silu, and gate and up rows that are not interleaved.
 
-    Raises ConfigurationError for other arguments, and the DeviceError and CapacityError of
+    Raises ConfigurationError for invalid arguments, and the DeviceError and CapacityError of
     `AdapterPool`.
 
     Threads may load, evict and prepare batches concurrently; a lock serializes them.
@@ -141,7 +146,8 @@ class LoRAManager:
                 False,
             )
             if not spec.a13_shared or not is_plain_silu:
-                got, need = f"{spec}, {problem.activation}", "a13=shared, and activation silu"
+                got = f"{spec}, {problem.activation}"
+                need = "a13=shared, and activation silu without interleaved rows"
                 raise ConfigurationError("parallel_delta", got=got, need=need)
         ids = expect_each("layers", layers, int)
         if not ids or len(set(ids)) < len(ids):
@@ -177,17 +183,19 @@ class LoRAManager:
 
     @property
     def has_moe_lora(self) -> bool:
-        """True if an adapter is loaded."""
+        """Whether any adapter is loaded."""
         return bool(self._slots)
 
     def load(self, name: str, layers: Mapping[int, MoELoRALayer]) -> int:
-        """Load an adapter into one slot of all layers, and return the slot.
+        """Load an adapter into the same slot of all layers, and return the slot.
 
-        In layers that are missing from `layers` the slot is filled with zeros. Raises every error
-        of `AdapterPool.load`; ConfigurationError for an unknown layer; WeightsError for a scaling
-        that float32 does not represent; StateError if a pool was changed without the manager, so
-        that slots differ between layers. After any exception, including KeyboardInterrupt, the
-        pools are unchanged.
+        name: name of the adapter, 1 to 256 characters. It must not be loaded.
+        layers: the adapter's matrices by layer id. In layers that are missing, the slot is zero.
+
+        Raises every error of `AdapterPool.load`; ConfigurationError for an unknown layer;
+        WeightsError for a scaling that float32 cannot represent; StateError if a pool was changed
+        without the manager, so that slots differ between layers. After any exception, including
+        KeyboardInterrupt, the pools are unchanged.
         """
         expect(f"adapter {name!r}", layers, Mapping)
         for layer, adapter_layer in layers.items():
@@ -216,7 +224,7 @@ class LoRAManager:
             }
             slot, *others = set(slots.values())
             if others:
-                need = "one slot: load and evict only through LoRAManager"
+                need = "the same slot in every layer; load and evict only through LoRAManager"
                 raise StateError(f"adapter {name!r}: slots by layer", got=slots, need=need)
             for layer, factors in layers.items():
                 self._ranks[layer][slot] = factors.rank
@@ -255,7 +263,8 @@ class LoRAManager:
     ) -> MoELoRABatchInfo | None:
         """Return the `moe_lora_info` of a layer's call, or None if no sequence has an adapter.
 
-        Its ranks and scalings are the manager's own tensors, which loading modifies in place.
+        The ranks and scalings in the result are the manager's own tensors, which `load` modifies in
+        place.
         """
         self._pool_of(layer_id)
         expect("forward_batch", forward_batch, ForwardBatch)
@@ -273,10 +282,8 @@ class LoRAManager:
         for name, slot in zip(names, slots, strict=True):
             pool_slot = -1 if name is None else self.pools[layer_id].slots.get(name)
             if pool_slot != slot:
-                got, need = (
-                    f"slot {pool_slot}",
-                    f"slot {slot}: load and evict only through LoRAManager",
-                )
+                got = f"slot {pool_slot}"
+                need = f"slot {slot}; load and evict only through LoRAManager"
                 raise StateError(f"adapter {name!r}: pool of layer {layer_id}", got=got, need=need)
         return slots
 
@@ -293,7 +300,7 @@ class LoRAManager:
     def _slot(self, name: str) -> int:
         expect("name of an adapter", name, str)
         if name not in self._slots:
-            need = f"a loaded one: {', '.join(sorted(self._slots)[:8]) or 'none'}"
+            need = f"a loaded adapter: {', '.join(sorted(self._slots)[:8]) or 'none'}"
             raise StateError(f"adapter {name!r}", got="not loaded", need=need)
         return self._slots[name]
 
@@ -320,7 +327,7 @@ class LoRAManager:
 
 
 def _fits_float32(number: float) -> bool:
-    """Return whether float32 represents a number without underflow to 0 or overflow."""
+    """Return whether a number, rounded to float32, neither overflows nor becomes 0."""
     try:
         rounded = struct.unpack("f", struct.pack("f", number))[0]
     except OverflowError:
@@ -329,7 +336,7 @@ def _fits_float32(number: float) -> bool:
 
 
 class LoRABackend:
-    """The four buffers of one layer's parallel branch, as views of a pool."""
+    """The matrices of one layer's parallel branch, as four views of an AdapterPool's tensors."""
 
     def __init__(self, pool: AdapterPool) -> None:
         expect("pool", pool, AdapterPool)
@@ -342,7 +349,8 @@ class LoRABackend:
         assert b2 is not None
         if a13.shape[2] != a2.shape[2]:
             got = f"lora_a13 with {a13.shape[2]} rows, lora_a2 with rank {a2.shape[2]}"
-            raise ConfigurationError("pool", got=got, need="one A for gate and up: a13=shared")
+            need = "one A for gate and up, that is, a13=shared"
+            raise ConfigurationError("pool", got=got, need=need)
         experts = a2.shape[1]
         self.moe_gate_up_a_buffer = a13.expand(-1, experts, -1, -1)
         self.moe_gate_up_b_buffer = b13
@@ -357,7 +365,10 @@ class LoRABackend:
         moe_lora_info: MoELoRABatchInfo,
         output: torch.Tensor,
     ) -> torch.Tensor:
-        """Add the branch to `output` in place, and return it; see `ops.moe_lora.run_moe_lora`."""
+        """Add the branch to `output` in place, and return `output`.
+
+        `modular_kernel.ops.moe_lora.run_moe_lora` describes the arguments.
+        """
         return run_moe_lora(
             hidden_states,
             topk_ids,
@@ -374,12 +385,13 @@ class LoRABackend:
 class FusedMoEWithLoRA(nn.Module):
     """A FusedMoE whose tokens may have adapters. A call without adapters runs the base layer.
 
-    base_layer: its layer_id must be in manager.pools, its problem must equal the manager's except
-    for lora and tokens, and its prepare/finalize part must not span ranks.
+    base_layer: the layer. Its layer_id must be in manager.pools, its problem must equal the
+        manager's except for lora and tokens, and its prepare/finalize part must not span ranks.
+    manager: the manager of the layer's adapters.
 
     If experts are sharded, the adapters' contribution is part of this rank's partial sum. In mode
-    "parallel_delta", the branch is weighted by the routing and routed_scaling_factor, as the
-    experts' output is.
+    "parallel_delta", the branch is weighted by the routing and by routed_scaling_factor, like the
+    experts' output.
     """
 
     def __init__(self, base_layer: FusedMoE, manager: LoRAManager) -> None:
@@ -387,7 +399,7 @@ class FusedMoEWithLoRA(nn.Module):
         expect("base_layer", base_layer, FusedMoE)
         expect("manager", manager, LoRAManager)
         if base_layer.layer_id is None or base_layer.layer_id not in manager.pools:
-            need = f"one of the manager's, {sorted(manager.pools)[:8]}"
+            need = f"a layer of the manager: {sorted(manager.pools)[:8]}"
             raise ConfigurationError("layer_id", got=base_layer.layer_id, need=need)
         if base_layer.problem.parallel.world_size > 1:
             got, need = "a part that exchanges tokens between ranks", "world_size 1"
@@ -395,7 +407,7 @@ class FusedMoEWithLoRA(nn.Module):
         spec = manager.problem.adapters
         problem = replace(base_layer.problem, lora=str(spec))
         if problem.with_tokens(1) != manager.problem.with_tokens(1):
-            need = f"the manager's, {manager.problem}"
+            need = f"the problem of the manager, {manager.problem}"
             raise ConfigurationError("problem of the layer", got=str(problem), need=need)
         self.base_layer, self.layer_id = base_layer, base_layer.layer_id
         self._manager, self._problem = manager, problem
@@ -408,11 +420,13 @@ class FusedMoEWithLoRA(nn.Module):
         moe_lora_info: MoELoRABatchInfo | None = None,
         token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the layer's output including the adapters of its tokens.
+        """Return the layer's output, including the contribution of the adapters.
 
-        moe_lora_info: result of the manager's `prepare_moe_lora_batch`; its seg_indptr indexes the
-        tokens of hidden_states.view(-1, H). For other arguments and errors see
-        `FusedMoE.forward` and `run_moe_lora`.
+        moe_lora_info: result of the manager's `prepare_moe_lora_batch`, or None for no adapters.
+            Its seg_indptr indexes the tokens of hidden_states.view(-1, H).
+
+        `FusedMoE.forward` and `modular_kernel.ops.moe_lora.run_moe_lora` describe the other
+        arguments and the errors.
         """
         base = self.base_layer
         expect("moe_lora_info", moe_lora_info, MoELoRABatchInfo | None)
@@ -422,7 +436,7 @@ class FusedMoEWithLoRA(nn.Module):
         if is_compiling():
             return modes.run_untraced(
                 self.forward,
-                "a FusedMoEWithLoRA with adapters is not traced: the graph breaks at its call",
+                "a FusedMoEWithLoRA call with adapters is not traced: the graph breaks at the call",
                 hidden_states,
                 routing,
                 moe_lora_info=moe_lora_info,
@@ -433,7 +447,7 @@ class FusedMoEWithLoRA(nn.Module):
         )
 
     def counters(self) -> dict[str, object]:
-        """Return the counters of the base layer, and the number of its loaded adapters."""
+        """Return the counters of the base layer, and the number of loaded adapters."""
         loaded = self._manager.pools[self.layer_id].slots
         return {**self.base_layer.counters(), "adapters": len(loaded)}
 

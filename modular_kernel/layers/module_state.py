@@ -1,4 +1,4 @@
-"""Helpers for modules: moving tensors without a cast, and checking what a state_dict loads."""
+"""Helpers for nn.Module subclasses: move tensors without casting them, and check a state_dict."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -11,13 +11,21 @@ from modular_kernel.tensors import check_loaded
 
 
 def move_without_cast(fn: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Move a tensor as `fn` does, without a cast. fn: the function of `nn.Module._apply`."""
+    """Move a tensor to the device that `fn` moves to, but do not cast it.
+
+    fn: the function that `nn.Module._apply` gets.
+    """
     probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     return fn(tensor) if probe.dtype is tensor.dtype else tensor.to(probe.device)
 
 
 def state_is_loaded(names: Collection[str], state_dict: Mapping[str, Any], prefix: str) -> bool:
-    """Return whether a state_dict has all named tensors, and none of them is unloaded itself."""
+    """Return whether a state_dict has all named tensors, with values that were loaded.
+
+    Values that mark a tensor as not loaded, such as NaN, may have been saved.
+
+    prefix: prefix of the module's names in the state_dict.
+    """
     tensors = dict[str, torch.Tensor]()
     for name in names:
         tensor = state_dict.get(prefix + name)

@@ -11,18 +11,23 @@ from modular_kernel.spec.placement import Placement
 from modular_kernel.utils import forks
 from modular_kernel.utils.argument_checks import Count, expect, format_value
 
-RankPosition = tuple[int, int]  # rank and number of ranks
-GROUPS = ("ep_group", "tp_group", "group")  # fields of LayerParallel
+RankPosition = tuple[int, int]  # (rank, number of ranks)
+GROUP_FIELDS = ("ep_group", "tp_group", "group")  # fields of LayerParallel with process groups
 
 
 @dataclass(frozen=True)
 class LayerParallel:
-    """A rank's position. EP ranks hold different experts; TP ranks hold slices of them along I.
+    """A rank's position in expert parallelism (EP) and tensor parallelism (TP).
 
-    ep, tp: (rank, number of ranks). Default to those of the groups, else to (0, 1).
-    ep_group, tp_group: process groups of the EP and TP ranks; None if the caller reduces the
-        outputs of the ranks.
-    group: process group of all EP x TP ranks, so that a sum over both takes a single all-reduce.
+    EP ranks hold different experts. TP ranks hold slices of experts along I.
+
+    ep: (rank, number of ranks) in expert parallelism. Defaults to the position in ep_group, or to
+        (0, 1) without a group.
+    tp: (rank, number of ranks) in tensor parallelism. Defaults to the position in tp_group, or to
+        (0, 1) without a group.
+    ep_group: process group of the EP ranks; None if the caller sums the outputs of the ranks.
+    tp_group: process group of the TP ranks; None if the caller sums the outputs of the ranks.
+    group: process group of all EP x TP ranks, with which a sum over both takes one all-reduce.
     """
 
     ep: RankPosition = (0, 1)
@@ -42,36 +47,37 @@ class LayerParallel:
         if self.group is not None:
             _, size = _position_in_group("", self.group)
             if size != ranks:
-                raise ConfigurationError("group's size", got=size, need=f"{ranks}, EP x TP")
+                need = f"{ranks}, the number of EP ranks times the number of TP ranks"
+                raise ConfigurationError("size of group", got=size, need=need)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle or copy. Raises UnsupportedError with a process group."""
-        groups = [
-            name for name in ("ep_group", "tp_group", "group") if getattr(self, name) is not None
-        ]
+        """Return the state to pickle or copy. Raises UnsupportedError if there are groups."""
+        groups = [name for name in GROUP_FIELDS if getattr(self, name) is not None]
         if groups:
             need = (
-                "a layer created in each process with its own groups, "
-                "which then loads this one's state_dict"
+                "no process groups; create the layer in each process with its own groups, and load "
+                "this layer's state_dict"
             )
             raise UnsupportedError("pickle or copy of a layer", got=", ".join(groups), need=need)
         return self.__dict__
 
     def check_process(self) -> None:
         """Raise StateError in a process that was forked after the groups were created."""
-        need = "a spawned process, with groups of its own"
+        need = "a spawned process that creates its own groups"
         forks.check_process(self._fork_generation, "process groups of a layer", need)
 
     @property
     def first(self) -> bool:
-        """True if this is rank 0 of both EP and TP."""
+        """Whether this is rank 0 of both EP and TP."""
         return self.ep[0] == self.tp[0] == 0
 
     def groups(self, *, ep: bool) -> tuple[object, ...]:
         """Return the process groups to all-reduce over.
 
-        ep: whether to reduce over EP ranks in addition to TP ranks. Groups of one rank are omitted.
-        Raises ConfigurationError if there are other ranks but no group.
+        Groups of one rank are omitted. Raises ConfigurationError if there are several ranks but no
+        group.
+
+        ep: whether to reduce over EP ranks in addition to TP ranks.
         """
         required = [("tp", self.tp, self.tp_group)]
         if ep:
@@ -92,7 +98,7 @@ def all_reduce(tensor: torch.Tensor, groups: tuple[object, ...]) -> None:
         try:
             dist.all_reduce(tensor, group=_process_group(group))
         except RuntimeError as error:
-            got, need = str(error).splitlines()[0][:200], "every rank of the group"
+            got, need = str(error).splitlines()[0][:200], "a call on every rank of the group"
             raise CommunicationError(
                 "all-reduce of a layer", got=got, need=need, rank=dist.get_rank(), phase="combine"
             ) from error
@@ -109,7 +115,7 @@ def _check_position(name: str, position: RankPosition, group: object | None) -> 
     position_in_group = _position_in_group(name, group)
     if position_in_group[0] < 0:
         raise ConfigurationError(
-            f"{name}_group", got="a group without this rank", need="one with it"
+            f"{name}_group", got="a group without this rank", need="a group with this rank"
         )
     if position not in ((0, 1), position_in_group):
         raise ConfigurationError(
@@ -129,36 +135,40 @@ def _position_in_group(name: str, group: object) -> RankPosition:
     Raises ConfigurationError for an object that is not a process group.
     """
     try:
-        return _rank(group), _size(group)
+        return _get_rank(group), _get_size(group)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         got = f"{format_value(group)} ({str(error).splitlines()[0][:120]})"
         what = f"{name}_group" if name else "group"
-        raise ConfigurationError(what, got=got, need="a process group of torch") from None
+        raise ConfigurationError(what, got=got, need="a torch process group") from None
 
 
-def _rank(group: object) -> int:
+def _get_rank(group: object) -> int:
     return int(dist.get_rank(_process_group(group)))
 
 
-def _size(group: object) -> int:
+def _get_size(group: object) -> int:
     return int(dist.get_world_size(_process_group(group)))
 
 
 def resolve_placement(
     placement: Placement | None, experts: int, ranks: int, *, over_ranks: bool
 ) -> Placement:
-    """Return a layer's placement: contiguous blocks by default.
+    """Return a layer's placement of experts on EP ranks.
 
-    over_ranks: whether the prepare/finalize part spans ranks. Raises ConfigurationError if the
-    placement has another number of experts or ranks than the layer, or if it has copies of experts
-    and `over_ranks` is False.
+    placement: the given placement; None places contiguous blocks in rank order.
+    experts: E of the layer.
+    ranks: number of EP ranks.
+    over_ranks: whether the prepare/finalize part spans ranks.
+
+    Raises ConfigurationError if the placement has another number of experts or ranks than the
+    layer, or if it has copies of experts and `over_ranks` is False.
     """
     if placement is None:
         return Placement.linear(experts, ranks)
     if (placement.experts, placement.world_size) != (experts, ranks):
         got = f"{placement.experts} experts on {placement.world_size} ranks"
-        raise ConfigurationError("placement", got=got, need=f"{experts} on {ranks}")
+        raise ConfigurationError("placement", got=got, need=f"{experts} experts on {ranks} ranks")
     if placement.has_copies and not over_ranks:
-        need = "a prepare/finalize part that spans ranks and sends each pair to one copy"
-        raise ConfigurationError("placement", got="copies", need=need)
+        need = "no copies, or a prepare/finalize part that exchanges tokens between ranks"
+        raise ConfigurationError("placement", got="copies of experts", need=need)
     return placement

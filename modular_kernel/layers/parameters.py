@@ -9,7 +9,7 @@ from torch import nn
 
 from modular_kernel.errors import DtypeError, StateError, UnsupportedError, WeightsError
 from modular_kernel.layers.module_state import move_without_cast, state_is_loaded
-from modular_kernel.layers.parallel import GROUPS, LayerParallel
+from modular_kernel.layers.parallel import GROUP_FIELDS, LayerParallel
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.operators.pairing import layer_text
 from modular_kernel.quant import prepared
@@ -22,7 +22,7 @@ from modular_kernel.tensors import ExpertWeights, check_loaded, fill_with_sentin
 from modular_kernel.utils.argument_checks import available_device, expect
 from modular_kernel.utils.tensor_checks import check_local, check_tensor
 
-# Field of ExpertWeights -> parameter that holds it.
+# The parameter that holds each field of ExpertWeights.
 PARAMETERS = {
     "w1": "w13_weight",
     "w2": "w2_weight",
@@ -39,22 +39,27 @@ PARAMETERS = {
     "a2_scale": "w2_input_scale",
 }
 
-_READY = "modular_kernel_ready"  # key in the metadata of a state_dict
+_READY_KEY = "modular_kernel_ready"  # in the metadata of a state_dict
 
 
 class ExpertParameters(nn.Module):
     """One rank's share of a layer's experts, as the parameters that PARAMETERS lists.
 
-    problem: the problem of this rank. placement: the experts of each EP rank. parallel: this rank's
-    position. device: device of the parameters; floats are NaN until they are loaded. loader: loader
-    of the checkpoint's format; None if `quant_config` is only a scheme's name. For a quantized
-    format, the parameters have the checkpoint's layout until `process_weights_after_loading`.
+    problem: the problem of this rank.
+    placement: the experts of each EP rank.
+    parallel: this rank's position.
+    loader: loader of the checkpoint's format; None if the layer was created with the name of a
+        scheme. With a quantized format, the parameters have the checkpoint's layout until
+        `process_weights_after_loading`.
+    device: device of the parameters. Floating-point parameters are NaN until they are loaded.
 
-    Moves and casts (`to`, `cuda`, `half`, `bfloat16`, `float`): the quantized tensors of a scheme
-    (codes, scales, zero points, orders) are moved but never cast. Unquantized weights and biases
-    are cast, and problem.dtype becomes their dtype. For a quantized layer, problem.dtype becomes
-    the dtype of the cast. If parameters moved, their prepared weights are dropped. A cast to an
-    unsupported dtype raises DtypeError before anything changes.
+    Moves and casts (`to`, `cuda`, `half`, `bfloat16`, `float`) have these effects:
+
+    - Quantized tensors (codes, scales, zero points and orders) are moved but never cast.
+    - Unquantized weights and biases are moved and cast.
+    - problem.dtype becomes the dtype of the cast.
+    - If parameters moved, their prepared weights are dropped.
+    - A cast to an unsupported dtype raises DtypeError before anything changes.
     """
 
     expert_map: torch.Tensor | None
@@ -87,15 +92,16 @@ class ExpertParameters(nn.Module):
             self._fill_unloaded()
         expert_map = placement.expert_map(parallel.ep[0], device) if problem.expert_map else None
         self.register_buffer("expert_map", expert_map, persistent=False)
-        # b2 is not split over TP ranks: rank 0 adds it, the others use zeros.
+        # b2 is not split over TP ranks: rank 0 adds it, and the other ranks use zeros.
         zeros = None
         if problem.bias and parallel.tp[0] > 0:
             zeros = torch.zeros(self.specs()["b2"].shape, dtype=problem.dtype, device=device)
         self.register_buffer("_no_bias", zeros, persistent=False)
+        # (identities of the tensors, ExpertWeights of these tensors)
         self._bound: tuple[tuple[object, ...], ExpertWeights] | None = None
-        self._unloaded = True  # until the first call has checked, see `weights`
+        self._unloaded = True  # whether `weights` must check that all tensors are loaded
         self._names: tuple[Problem | None, dict[str, str]] = None, {}
-        self._describe()
+        self._store_operator_arguments()
 
     def weight_loader(
         self,
@@ -105,7 +111,7 @@ class ExpertParameters(nn.Module):
         shard_id: str,
         expert_id: int,
     ) -> None:
-        """Copy this rank's share of one tensor of a checkpoint, as `ExpertLoader` does.
+        """Copy this rank's share of one checkpoint tensor (`ExpertLoader.weight_loader`).
 
         Every parameter also has this method as its attribute `weight_loader`. Raises
         UnsupportedError if the layer was created with the name of a scheme instead of a
@@ -119,7 +125,7 @@ class ExpertParameters(nn.Module):
     def process_weights_after_loading(self) -> None:
         """Convert the tensors that `weight_loader` has loaded to the layout of the kernels.
 
-        Raises WeightsError, and changes nothing, if a tensor of this rank is missing.
+        If a tensor of this rank is missing, raises WeightsError and changes nothing.
         """
         self.set_weights(
             self._checkpoint_loader("process_weights_after_loading").expert_weights(self)
@@ -127,7 +133,7 @@ class ExpertParameters(nn.Module):
 
     def _checkpoint_loader(self, method: str) -> ExpertLoader:
         if self._loader is None:
-            need = "quant_config: a checkpoint's quantization_config, or None"
+            need = "a checkpoint's quantization_config, or None"
             raise UnsupportedError(method, got=f"quant_config={self.problem.quant!r}", need=need)
         return self._loader
 
@@ -143,11 +149,12 @@ class ExpertParameters(nn.Module):
         return specs
 
     def set_weights(self, weights: ExpertWeights) -> None:
-        """Use tensors of this rank's share as parameters, without a copy.
+        """Use the tensors of `weights` as parameters, without copying them.
 
-        weights: as `load_experts` returns them, that is, of this rank's experts and split along I.
-        Raises WeightsError, and changes nothing, if a tensor is missing, superfluous, or of another
-        shape or dtype.
+        weights: this rank's experts and columns of I, as `load_experts` returns them.
+
+        If a tensor is missing, unexpected, or has another shape or dtype, raises WeightsError and
+        changes nothing.
         """
         expect("weights", weights, ExpertWeights)
         specs, tensors = self.specs(), vars(weights)
@@ -170,14 +177,14 @@ class ExpertParameters(nn.Module):
                 # Unquantized parameters keep the checkpoint's shape and can be loaded again.
                 self._loader.mark(parameter, self.weight_loader)
             parameters[PARAMETERS[field]] = parameter
-        # One step, so that an interrupt leaves either the former parameters or these.
+        # Update in one step, so that an interrupt leaves either the old or the new parameters.
         vars(self).update(_parameters=parameters, _ready=True, _bound=None, _unloaded=False)
 
     def mark_loaded(self) -> None:
-        """Skip the check for unloaded parameters.
+        """Skip the check that parameters are loaded.
 
-        Needed only for weights that are meant to contain NaN in the first or last value of an
-        expert, which the check cannot distinguish from parameters that were not loaded.
+        This is needed only for weights that are meant to have a NaN as the first or last value of
+        an expert. The check cannot distinguish them from parameters that were not loaded.
         """
         self._unloaded = False
 
@@ -187,7 +194,7 @@ class ExpertParameters(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if metadata is not None:
-            metadata[_READY] = self._ready
+            metadata[_READY_KEY] = self._ready
 
     @modes.outside_inference_mode()
     def _load_from_state_dict(
@@ -197,13 +204,13 @@ class ExpertParameters(nn.Module):
         local_metadata: dict[str, Any],
         *others: Any,
     ) -> None:
-        """Load the state of a layer like this one, in the checkpoint's layout or in the kernels'.
+        """Load the state of a layer like this one, in the layout of the checkpoint or of kernels.
 
-        Tensors in the kernels' layout make this layer ready, as `set_weights` does. If both layouts
-        have equal shapes and dtypes, the metadata of the state decides.
+        If the tensors have the layout of the kernels, they are set with `set_weights`. If both
+        layouts have the same shapes and dtypes, the metadata of the state tells which one it is.
         """
         if not self._ready:
-            self._load_if_ready(state_dict, prefix, bool(local_metadata.get(_READY, False)))
+            self._load_if_ready(state_dict, prefix, bool(local_metadata.get(_READY_KEY, False)))
         if self._ready:
             self._match_scale_dtypes(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
@@ -219,7 +226,7 @@ class ExpertParameters(nn.Module):
     ) -> None:
         """Set copies of the state's tensors as weights if they have the layout of the kernels.
 
-        is_marked_ready: whether the metadata of the state says so.
+        is_marked_ready: whether the metadata of the state says that they have this layout.
         """
         device, tensors = next(self.parameters()).device, {}
         for field, spec in self.specs().items():
@@ -236,7 +243,7 @@ class ExpertParameters(nn.Module):
             self.set_weights(ExpertWeights(**copies))
 
     def _match_scale_dtypes(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Give 16-bit scales the dtype that they have in the state: loading must not round them."""
+        """Give 16-bit scales the dtype that they have in the state, so that loading is exact."""
         for field, spec in self.specs().items():
             name, tensor = PARAMETERS[field], state_dict.get(prefix + PARAMETERS[field])
             current = getattr(self, name)
@@ -249,12 +256,14 @@ class ExpertParameters(nn.Module):
                 self.register_parameter(name, nn.Parameter(empty, False))
 
     def weights(self) -> ExpertWeights:
-        """Return the parameters as kernels take them.
+        """Return the parameters as the ExpertWeights that kernels take.
 
-        The same object is returned until a parameter is replaced. Raises StateError while the
-        parameters have the checkpoint's layout or were not loaded, LayoutError for a DTensor. The
-        values of a layer whose parameters were written by hand are checked once, which
-        synchronizes; after the loading methods and `load_state_dict` there is nothing to check.
+        The same object is returned until a parameter is replaced. If parameters were not loaded
+        with a method of this class or `load_state_dict`, the first call checks that their values
+        were set, which synchronizes.
+
+        Raises StateError if the parameters have the checkpoint's layout or were not loaded, and
+        LayoutError for a DTensor.
         """
         if not self._ready:
             raise _not_ready_error()
@@ -266,19 +275,20 @@ class ExpertParameters(nn.Module):
         return self._bound[1]
 
     def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Check that no tensor is a DTensor, and that all were loaded."""
+        """Check that no tensor is a DTensor, and that all tensors were loaded."""
         parameters = {PARAMETERS.get(field, field): tensor for field, tensor in tensors.items()}
         for name, tensor in parameters.items():
             check_local(name, tensor)
         if self._unloaded:
-            parameters.pop("expert_map", None)  # not loaded, and -1 for experts of other ranks
+            parameters.pop("expert_map", None)  # its -1 means an expert of another rank
             check_loaded(parameters)
             self._unloaded = next(iter(parameters.values())).is_meta
 
     def operands(self) -> tuple[list[torch.Tensor], str]:
-        """Return the `params` and `fields` of the operator `experts`, as torch.compile traces them.
+        """Return the arguments `params` and `fields` of the operator `experts`.
 
-        Raises the errors of `weights`. Checks that need values are left to the operator.
+        Can be traced by torch.compile. Raises the errors of `weights`, except that the operator
+        checks the values.
         """
         if not self._ready:
             raise _not_ready_error()
@@ -288,8 +298,8 @@ class ExpertParameters(nn.Module):
         plain, checked = self._operand_fields
         return operands, checked if self._unloaded else plain
 
-    def _describe(self) -> None:
-        """Store the layer's constant arguments of the operator `experts`, for torch.compile."""
+    def _store_operator_arguments(self) -> None:
+        """Store the constant arguments of the operator `experts`, for torch.compile."""
         names = self._names_by_field()
         self._operand_names = tuple(names.values())
         checked = [field if field == "expert_map" else f"{field}:loaded" for field in names]
@@ -306,7 +316,7 @@ class ExpertParameters(nn.Module):
         return self.weights()
 
     def keep_prepared(self, weights: ExpertWeights) -> None:
-        """Make `weights` return these: the same parameters, with prepared tensors."""
+        """Make `weights` return the given object: the same parameters, with prepared tensors."""
         assert self._bound is not None
         self._bound = self._bound[0], weights
 
@@ -315,15 +325,15 @@ class ExpertParameters(nn.Module):
         parameters, tensors = self._parameters, {}
         for field, name in self._names_by_field().items():
             tensor = parameters.get(name)
-            tensors[field] = self._other_tensor(name) if tensor is None else tensor
+            tensors[field] = self._get_tensor_attribute(name) if tensor is None else tensor
         return tensors
 
-    def _other_tensor(self, name: str) -> torch.Tensor:
-        """Return a buffer, or a parameter that torch computes; StateError if there is none."""
+    def _get_tensor_attribute(self, name: str) -> torch.Tensor:
+        """Return a buffer, or a parameter that torch computes. Raises StateError if missing."""
         tensor: object = getattr(self, name, None)
         if not isinstance(tensor, torch.Tensor):
             got = "None" if tensor is None else type(tensor).__name__
-            raise StateError(name, got=got, need="a parameter, as set_weights registers it")
+            raise StateError(name, got=got, need="a parameter; call set_weights to register it")
         return tensor
 
     def _names_by_field(self) -> dict[str, str]:
@@ -339,7 +349,7 @@ class ExpertParameters(nn.Module):
         return names
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
-        """Move or cast the layer; see the class."""
+        """Move or cast the layer, as the class docstring describes."""
         dtype = self._dtype_after(fn)
         moved_tensors = [tensor for name, tensor in self._own_tensors() if not self._is_cast(name)]
         was_meta = next(self.parameters(recurse=False)).is_meta
@@ -356,7 +366,7 @@ class ExpertParameters(nn.Module):
         if dtype is not self.problem.dtype:
             self.problem = replace(self.problem, dtype=dtype)
             self._widen_scales()
-            self._describe()
+            self._store_operator_arguments()
         if was_meta and not next(self.parameters(recurse=False)).is_meta:
             self._reset_after_to_empty()
         self._drop_prepared_if_moved()
@@ -367,7 +377,7 @@ class ExpertParameters(nn.Module):
         return [(name, tensor) for name, tensor in tensors if tensor is not None]
 
     def _is_cast(self, name: str) -> bool:
-        """Return whether a cast applies to a tensor: to unquantized weights and to biases."""
+        """Return whether casts apply to a tensor. They apply to unquantized weights and biases."""
         if not self._ready and self._loader is not None:
             shape_dtype = self._loader.shapes().get(name)
             return shape_dtype is not None and shape_dtype[1] is None
@@ -375,7 +385,7 @@ class ExpertParameters(nn.Module):
         return name in (*plain, "w13_bias", "w2_bias", "_no_bias")
 
     def _dtype_after(self, fn: Callable[..., torch.Tensor]) -> torch.dtype:
-        """Return the layer's dtype after `fn`. Raises DtypeError if layers do not support it."""
+        """Return the layer's dtype after `fn`. Raises DtypeError for an unsupported dtype."""
         device = next(self.parameters(recurse=False)).device
         dtype = fn(torch.empty(0, dtype=self.problem.dtype, device=device)).dtype
         if dtype is not self.problem.dtype and dtype not in DTYPES.values():
@@ -419,9 +429,9 @@ class ExpertParameters(nn.Module):
 
         Raises UnsupportedError for a layer with process groups, which belong to one process.
         """
-        groups = [name for name in GROUPS if getattr(self.parallel, name) is not None]
+        groups = [name for name in GROUP_FIELDS if getattr(self.parallel, name) is not None]
         if groups:
-            need = "its state_dict, loaded into a layer made with the groups of the other process"
+            need = "no process groups; create the layer in each process and load its state_dict"
             raise UnsupportedError(
                 "torch.save or copy of a layer", got=" and ".join(groups), need=need
             )
@@ -429,7 +439,7 @@ class ExpertParameters(nn.Module):
 
 
 def _not_ready_error() -> StateError:
-    need = "process_weights_after_loading, or set_weights, before a call"
+    need = "parameters in the kernels' layout; call process_weights_after_loading or set_weights"
     return StateError("weights", got="parameters in the checkpoint's layout", need=need)
 
 

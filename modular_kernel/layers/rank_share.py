@@ -12,17 +12,24 @@ from modular_kernel.spec.problem import Parallel
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import Count, check_fields, expect
 
+# Shard ids, as checkpoint loaders of engines name them.
 SHARDS = ("w1", "w2", "w3")  # gate, down, up
-FUSED = "w13"  # gate and up
+FUSED = "w13"  # gate and up in one tensor
 
 
 @dataclass(frozen=True)
 class Share:
     """The experts that one rank holds, and the columns of I that it holds of each.
 
-    experts, hidden, intermediate: sizes of the whole layer. ep, tp: (rank, number of ranks).
-    placement: the experts of each EP rank. gated: w1 has gate and up rows. interleaved: these rows
-    alternate. quant: the scheme of a rank's weights, whose groups and packed words are not split.
+    experts: E of the whole layer.
+    hidden: H.
+    intermediate: I of the whole layer.
+    ep: (rank, number of ranks) in expert parallelism.
+    tp: (rank, number of ranks) in tensor parallelism.
+    placement: the experts of each EP rank.
+    gated: whether w1 has gate and up rows.
+    interleaved: whether gate and up rows alternate.
+    quant: quantization scheme of the rank's weights. Its groups and packed words are not split.
     """
 
     experts: Experts
@@ -50,7 +57,7 @@ class Share:
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
-        """The global ids of this rank's experts, in the order of the parameters' rows."""
+        """The global ids of this rank's experts, in the order of their local slots."""
         parallel = Parallel(self.ep[1], self.placement, self.ep[0])
         return parallel.place(self.experts).slots[self.ep[0]]
 
@@ -63,12 +70,12 @@ class Share:
 
     @property
     def width(self) -> int:
-        """I of this rank's weights, including padding."""
+        """The number of columns of I in this rank's weights, including padding."""
         return self.split.width
 
     @property
     def columns(self) -> Range:
-        """The columns [first, last) of I that this rank holds."""
+        """(first, last): this rank holds the columns [first, last) of I."""
         return self.split.columns(self.tp[0])
 
     @property
@@ -78,7 +85,7 @@ class Share:
         return self.width - (last - first)
 
     def local_expert(self, expert: int) -> int:
-        """Return the row of a global expert id, or -1 if another rank holds it."""
+        """Return the local slot of a global expert id, or -1 if this rank does not hold it."""
         if type(expert) is not int or not 0 <= expert < self.experts:
             raise ConfigurationError("expert_id", got=expert, need=f"in [0, {self.experts})")
         return self.slots.index(expert) if expert in self.slots else -1
@@ -88,8 +95,11 @@ class Share:
 class Move:
     """A copy of part of one projection into a parameter.
 
-    slot: index of the expert in the parameter. rows, columns: destination within that expert's
-    matrix. source_rows, source_columns: source within the loaded matrix.
+    Ranges are (first, last), where last is exclusive.
+
+    slot: index of the expert in the parameter.
+    rows, columns: destination within the expert's matrix.
+    source_rows, source_columns: source within the loaded matrix.
     """
 
     slot: int
@@ -100,11 +110,14 @@ class Move:
 
 
 def destination(expert: int, shard: str, share: Share) -> Move | None:
-    """Return the destination of one projection of an expert, or None if another rank holds it.
+    """Return where one projection of an expert is copied to, or None if another rank holds it.
 
-    shard: "w1" (gate) goes to rows [0, c) of w13 and "w3" (up) to rows [w, w + c), where c is the
-        number of this rank's columns of I, and w is c plus the padding. "w2" (down) is split along
-        its columns. With interleaved rows, gate and up are loaded as one matrix, "w13".
+    expert: global id of the expert.
+    shard: "w1" (gate), "w2" (down) or "w3" (up); "w13" for gate and up in one matrix, if their rows
+        are interleaved.
+
+    Let c be the number of columns of I that this rank holds, and w the number including padding.
+    Gate goes to rows [0, c) of w13 and up to rows [w, w + c). Down goes to columns [0, c) of w2.
 
     Raises ConfigurationError for any other shard.
     """
@@ -126,10 +139,10 @@ def destination(expert: int, shard: str, share: Share) -> Move | None:
     return Move(slot, (start, start + count), hidden, source, hidden)
 
 
-def padded_parts(shard: str, share: Share) -> tuple[Range, Range]:
-    """Return the row range and the column range of the padding in one projection's matrix.
+def find_padding(shard: str, share: Share) -> tuple[Range, Range]:
+    """Return (rows, columns), the ranges of the padding in one projection's matrix.
 
-    Padding is along one dimension; the range of the other dimension is the whole matrix.
+    Only one dimension is padded; the range of the other dimension covers the whole matrix.
     """
     count, width, hidden = share.width - share.padding, share.width, (0, share.hidden)
     if shard == FUSED:

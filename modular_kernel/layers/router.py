@@ -1,4 +1,4 @@
-"""`Router` selects experts from x, with a linear gate; `select_experts` does so from logits.
+"""`Router` selects experts from x, with a linear gate; `select_experts` selects them from logits.
 
 router = Router(RouterSpec(8, renormalize=True), hidden_size=2048, num_experts=128)
 weights, ids, logits = router(x_TH)
@@ -36,12 +36,16 @@ def select_experts(
 ) -> StandardTopKOutput:
     """Select K experts per token with `route`; return (weights, ids, logits).
 
-    router_logits: (T, E). See `route` for the other arguments. Raises ConfigurationError if the
-    spec has zero experts, whose weight a StandardTopKOutput cannot hold.
+    router_logits: (T, E). `route` describes the other arguments.
+
+    Raises ConfigurationError if the spec has zero experts, because a StandardTopKOutput cannot hold
+    their weight.
     """
     expect("router", spec, RouterSpec)
     if spec.zero_experts:
-        need = "route or FusedMoE: StandardTopKOutput cannot hold the weight of zero experts"
+        need = (
+            "0; use `route` or FusedMoE, because StandardTopKOutput has no weight of zero experts"
+        )
         raise ConfigurationError("router zero_experts", got=spec.zero_experts, need=need)
     routed = route(router_logits, spec, tensors, token_ids_T=token_ids, ids_dtype=ids_dtype)
     routing = routed.routing
@@ -51,12 +55,17 @@ def select_experts(
 class Router(nn.Module):
     """A linear gate from x (T, H) to logits, followed by the selection of K experts per token.
 
-    Parameters: weight (E + zero experts, H); bias, if `bias`; e_score_correction_bias, float32, if
-    the spec has a selection bias. Buffer: tid2eid (vocabulary, K) int64, if the spec has a table.
-    Before they are loaded, parameters are NaN and the table is -1; a call then raises StateError.
+    The module has these parameters and buffers. Z is the number of zero experts.
 
-    dtype: dtype of the gate; x is cast to it. vocabulary: number of token ids, required for a spec
-    with a table.
+    - weight, (E + Z, H): the linear gate.
+    - bias, (E + Z,): if `bias` is True.
+    - e_score_correction_bias, (E + Z,) float32: if the spec has a selection bias.
+    - tid2eid, a buffer of (vocabulary, K) int64: if the spec has a table.
+
+    Until they are loaded, parameters are NaN and the table is -1, and a call raises StateError.
+
+    vocabulary: number of token ids; required if the spec has a table.
+    dtype: dtype of the gate. x is cast to it.
     """
 
     weight: nn.Parameter
@@ -83,7 +92,7 @@ class Router(nn.Module):
         expect("bias", bias, bool)
         expect("vocabulary", vocabulary, Count | None)
         if (vocabulary is not None) != spec.table:
-            need = "a number if the router has a table, else None"
+            need = "a number if the spec has a table, else None"
             raise ConfigurationError("vocabulary", got=vocabulary, need=need)
         device = available_device(
             torch.get_default_device() if device is None else device, meta=True
@@ -105,10 +114,10 @@ class Router(nn.Module):
         if vocabulary is not None:
             table = torch.full((vocabulary, spec.top_k), -1, dtype=torch.int64, device=device)
         self.register_buffer("tid2eid", table)
-        self._unloaded = True  # until the first call has checked
+        self._unloaded = True  # whether the next call must check that all tensors are loaded
 
     def mark_loaded(self) -> None:
-        """Skip the check for unloaded parameters, for a gate that is meant to contain NaN."""
+        """Skip the check that parameters are loaded, for a gate that is meant to contain NaN."""
         self._unloaded = False
 
     def extra_repr(self) -> str:
@@ -116,10 +125,11 @@ class Router(nn.Module):
         return f"{self.spec}, num_experts={self.num_experts}"
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return logits (T, E + zero experts) in the gate's dtype, also under autocast."""
+        """Return logits (T, E + zero experts) in the gate's dtype, even under autocast."""
         check_tensor("x of the router", x_TH)
         if not x_TH.is_floating_point():
-            raise DtypeError("x of the router", got=dtype_name(x_TH.dtype), need="floats")
+            need = "a floating-point dtype"
+            raise DtypeError("x of the router", got=dtype_name(x_TH.dtype), need=need)
         if x_TH.dim() != 2 or x_TH.shape[1] != self.weight.shape[1]:
             need = f"(T, H) with H = {self.weight.shape[1]}"
             raise ShapeError("x of the router", got=tuple(x_TH.shape), need=need)
@@ -179,7 +189,10 @@ class Router(nn.Module):
         *,
         ids_dtype: torch.dtype = torch.int32,
     ) -> Routed:
-        """Return the routing of x (T, H), including the weight of zero experts."""
+        """Return the routing of x (T, H), and the weight of the zero experts.
+
+        token_ids: (T,), required if the spec has a table.
+        """
         return route(
             self.logits(x_TH),
             self.spec,
@@ -191,5 +204,8 @@ class Router(nn.Module):
     def forward(
         self, x_TH: torch.Tensor, token_ids: torch.Tensor | None = None
     ) -> StandardTopKOutput:
-        """Return (weights, ids, logits). token_ids: (T,), required if the spec has a table."""
+        """Return (weights, ids, logits) for x (T, H).
+
+        token_ids: (T,), required if the spec has a table.
+        """
         return select_experts(self.logits(x_TH), self.spec, self.tensors(), token_ids=token_ids)

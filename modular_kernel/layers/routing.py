@@ -1,4 +1,4 @@
-"""Checks of the routing, logits and router that are passed to a layer."""
+"""Checks of the router, logits and routing that are passed to a FusedMoE."""
 
 import torch
 
@@ -11,8 +11,8 @@ from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.tensor_checks import check_strided, check_tensor
 
 
-def spec_of(router: Router | RouterSpec | None) -> RouterSpec | None:
-    """Return the RouterSpec of a router, or None without a router."""
+def get_router_spec(router: Router | RouterSpec | None) -> RouterSpec | None:
+    """Return the RouterSpec of a router, or None if there is no router."""
     return router.spec if isinstance(router, Router) else router
 
 
@@ -21,8 +21,10 @@ def check_selection_bias(
 ) -> None:
     """Check that a selection bias is given if and only if a RouterSpec requires one.
 
-    selection_bias: (E + zero experts,). Raises ConfigurationError for a missing or unexpected bias,
-    ShapeError for a wrong shape.
+    selection_bias: (E + zero experts,), or None.
+    experts: E.
+
+    Raises ConfigurationError for a missing or unexpected bias, and ShapeError for a wrong shape.
     """
     required = isinstance(router, RouterSpec) and router.selection_bias
     if (selection_bias is not None) != required:
@@ -37,42 +39,44 @@ def check_selection_bias(
 
 
 def check_router(checkpoint_spec: RouterSpec | None, layer_spec: RouterSpec) -> None:
-    """Raise ConfigurationError if the checkpoint's router routes differently from the layer's.
+    """Raise ConfigurationError if the checkpoint's router differs from the layer's router.
 
-    checkpoint_spec: None if the checkpoint's router is unknown; nothing is compared then.
+    checkpoint_spec: None if the checkpoint's router is unknown. Then nothing is compared.
     """
     if checkpoint_spec is None:
         return
     names = router_differences(checkpoint_spec, layer_spec)
     if names:
         if "groups" in names and "topk_groups" not in names:
-            names = (*names, "topk_groups")  # the two together define the candidates
+            names = (*names, "topk_groups")  # report both, because they act together
         got, need = (
             ", ".join(f"{name}={getattr(spec, name)!r}" for name in names)
             for spec in (checkpoint_spec, layer_spec)
         )
-        raise ConfigurationError("router of the checkpoint", got=got, need=f"{need}, the layer's")
+        need = f"{need}, as in the layer's router"
+        raise ConfigurationError("router of the checkpoint", got=got, need=need)
 
 
-def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int) -> int:
-    """Return K: that of the router if there is one, else `top_k`.
+def resolve_top_k(top_k: int | None, router: Router | RouterSpec | None, experts: int) -> int:
+    """Return K, the router's top_k if there is a router, else `top_k`.
 
     Raises ConfigurationError if K exceeds the number of experts, or if `top_k`, the router and the
     layer do not match.
     """
-    spec = spec_of(router)
+    spec = get_router_spec(router)
     if spec is None:
         if top_k is None:
-            raise ConfigurationError("top_k", got=None, need="K, because there is no router")
+            raise ConfigurationError("top_k", got=None, need="a number, because there is no router")
         expect("top_k", top_k, int)
         if not 1 <= top_k <= experts:
-            raise ConfigurationError("top_k", got=top_k, need=f"1 to {experts}, the experts")
+            need = f"1 to {experts}, the number of experts"
+            raise ConfigurationError("top_k", got=top_k, need=need)
         return top_k
     if isinstance(router, Router) and router.num_experts != experts:
-        need = f"{experts}, the layer's"
+        need = f"{experts}, as in the layer"
         raise ConfigurationError("router num_experts", got=router.num_experts, need=need)
     if top_k not in (None, spec.top_k):
-        raise ConfigurationError("top_k", got=top_k, need=f"{spec.top_k}, the router's")
+        raise ConfigurationError("top_k", got=top_k, need=f"{spec.top_k}, as in the router")
     spec.columns(experts)
     return spec.top_k
 
@@ -80,8 +84,11 @@ def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int
 def flatten_logits(routing: object, columns: int, lead: tuple[int, ...]) -> torch.Tensor:
     """Return logits (..., E) as (T, E).
 
-    lead: the leading dimensions of x, all but H. Raises ConfigurationError unless `routing` is a
-    tensor, ShapeError for a wrong shape.
+    routing: what the caller passed as logits.
+    columns: the required size of the last dimension.
+    lead: the leading dimensions of x, that is, all except H.
+
+    Raises ConfigurationError unless `routing` is a tensor, and ShapeError for a wrong shape.
     """
     if not isinstance(routing, torch.Tensor):
         need = "the router's logits (..., E)"
@@ -99,8 +106,11 @@ def flatten_logits(routing: object, columns: int, lead: tuple[int, ...]) -> torc
 def normalize_routing(routing: object, lead: tuple[int, ...]) -> Routing:
     """Return a caller's routing as contiguous (T, K) tensors. 16-bit weights become float32.
 
-    lead: the leading dimensions of x, all but H. The routing has the same leading dimensions, or
-    only T. Raises ConfigurationError for an unknown type, ShapeError for mismatched shapes.
+    routing: a Routing, or (weights, ids), each (..., K). The leading dimensions are those of x, or
+        only T.
+    lead: the leading dimensions of x, that is, all except H.
+
+    Raises ConfigurationError for an unknown type, and ShapeError if shapes do not match.
     """
     if isinstance(routing, Routing):
         weights, ids = routing.topk_weights_TK, routing.topk_ids_TK
@@ -113,7 +123,7 @@ def normalize_routing(routing: object, lead: tuple[int, ...]) -> Routing:
     check_tensor("topk_ids", ids)
     if weights.dim() < 2 or weights.shape != ids.shape or not weights.shape[-1]:
         got = f"{tuple(weights.shape)} and {tuple(ids.shape)}"
-        need = "one shape, (..., K) with K of 1 or more"
+        need = "the same shape, (..., K) with K of 1 or more"
         raise ShapeError("topk_weights and topk_ids", got=got, need=need)
     check_lead("topk_weights and topk_ids", ids, lead, "K")
     if weights.dtype in (torch.bfloat16, torch.float16):

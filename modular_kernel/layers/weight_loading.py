@@ -1,14 +1,15 @@
-"""Weight loading for engines: create the parameters, then call a loader per checkpoint tensor.
+"""Weight loading for engines: create a layer's parameters, then load the checkpoint's tensors.
 
     loader = ExpertLoader(Share(experts=8, hidden=64, intermediate=128, ep=(0, 2)))
     loader.create_weights(layer, torch.bfloat16)            # layer.w13_weight, layer.w2_weight, ...
     for parameter, weight, expert, shard in make_expert_params_mapping("w1", "w2", "w3", 8):
         ...                                                 # as in the engine's load_weights
         loader.weight_loader(param, loaded, name, shard, expert)
-    weights = loader.expert_weights(layer)                  # as a kernel takes them
+    weights = loader.expert_weights(layer)                  # ExpertWeights for a kernel
 
-Parameters have the shapes of the checkpoint's format, so every format of
-`modular_kernel.checkpoints` can be loaded. `rank_share.destination` computes where a tensor goes.
+The parameters have the shapes of the checkpoint's format, so that every format of
+`modular_kernel.checkpoints` can be loaded. `rank_share.destination` computes where in a parameter a
+tensor goes.
 """
 
 from collections import abc
@@ -35,7 +36,7 @@ from modular_kernel.layers.rank_share import (
     Move,
     Share,
     destination,
-    padded_parts,
+    find_padding,
 )
 from modular_kernel.replay import modes
 from modular_kernel.spec.quantization import QuantScheme
@@ -48,18 +49,21 @@ WeightLoader = Callable[[torch.nn.Parameter, torch.Tensor, str, str, int], None]
 
 _BIAS = StoredTensor("bias", "bias", (Dim("N"),), FLOATS)
 _SCALE_TOLERANCE = 1e-5  # allowed difference between the input scales of an expert's gate and up
-_MATRIX_SCALES = ("scale", "global_scale")
-_SCALES = ("scale", "global_scale", "a_scale")
-_INITIAL_SCALE = 1.0  # value before loading
+_MATRIX_SCALE_ROLES = ("scale", "global_scale")
+_SCALE_ROLES = ("scale", "global_scale", "a_scale")
+_INITIAL_SCALE = 1.0  # value of scales before they are loaded
 
 
 def make_expert_params_mapping(
     ckpt_gate_proj_name: str, ckpt_down_proj_name: str, ckpt_up_proj_name: str, num_experts: int
 ) -> ParamsMapping:
-    """Return (parameter's prefix, checkpoint's prefix, expert, shard) for every projection.
+    """Return (parameter prefix, checkpoint prefix, expert, shard) for every projection.
 
-    An engine finds the parameter of a tensor by replacing the checkpoint's prefix in the tensor's
-    name with the parameter's prefix.
+    An engine finds the parameter of a checkpoint tensor by replacing the checkpoint prefix in the
+    tensor's name with the parameter prefix.
+
+    ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name: names of the projections in the
+        checkpoint.
     """
     expect("num_experts", num_experts, Count)
     names = (ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name)
@@ -71,14 +75,13 @@ def make_expert_params_mapping(
 
 
 class ExpertLoader:
-    """Loader of the parameters of one layer's experts.
+    """Creates and loads the parameters of one layer's experts.
 
-    share: the experts and the part of each that this rank holds.
-    format: the checkpoint's format, from `format_of`; None if it is unquantized.
-    bias: whether projections have a bias. b2 is loaded on the first TP rank, and is zero on the
-        others.
-    transposed: whether parameters have the shapes (e, H, 2I) and (e, I, H); for unquantized formats
-        only.
+    share: the experts that this rank holds, and its part of each.
+    format: the checkpoint's format, from `format_of`; None if the checkpoint is unquantized.
+    bias: whether projections have a bias. b2 is loaded on TP rank 0 and is zero on other TP ranks.
+    transposed: whether parameters have the shapes (e, H, 2I) and (e, I, H). Only for unquantized
+        formats.
     """
 
     def __init__(
@@ -100,15 +103,15 @@ class ExpertLoader:
         matrix_scales = [
             stored
             for stored in self.format.stored
-            if stored.role in _MATRIX_SCALES and not stored.dims
+            if stored.role in _MATRIX_SCALE_ROLES and not stored.dims
         ]
         if share.interleaved and matrix_scales:
-            need = "gate rows first: per-projection scales are fused by rows"
+            need = "gate rows first, because this format has one scale for gate and one for up"
             raise ConfigurationError("interleaved", got=str(self.format), need=need)
         if transposed and self.format.scheme.quantized:
             raise ConfigurationError("transposed", got=str(self.format), need="no quantization")
         if self.format.scheme.act_order or self.format.scheme.scales_by_expert:
-            need = "no act-order, and 16- or 8-bit inputs; `load_experts` supports the others"
+            need = "a format without act-order and 4-bit activations; use `load_experts` for these"
             raise ConfigurationError("quant_config", got=str(self.format), need=need)
         self.scheme = fit(self.format, share.intermediate, world=share.tp[1], gated=share.gated)
         self.share = replace(share, quant=str(self.scheme))
@@ -120,34 +123,34 @@ class ExpertLoader:
             stored.name: stored for stored in (*self._rank_format.stored, *biases)
         }
         self._loaded: set[tuple[str, str, int]] = set()
-        # Input scales of the experts of all ranks, and those set since the last `expert_weights`.
+        # Input scales of the experts of all ranks, and the keys set since `expert_weights` ran.
         self._input_scales: dict[tuple[str, int, str], float] = {}
         self._scales_since_build: set[tuple[str, int, str]] = set()
 
     def _check_gate_up_packing(self) -> None:
-        """Raise ConfigurationError if gate and up rows would share a packed word."""
+        """Raise ConfigurationError if gate rows and up rows would share a packed word."""
         dims = [
             (stored, dim) for stored in self.format.stored for dim in stored.dims if dim.indivisible
         ]
         for stored, dim in dims if self.share.gated else ():
             if dim.axis == "N" and self.share.width % dim.step:
-                need = f"a multiple of {dim.step} on a rank: {stored.name} packs {dim.step} rows"
+                need = f"a multiple of {dim.step} per rank: {stored.name} packs {dim.step} rows"
                 raise ConfigurationError("intermediate", got=self.share.width, need=need)
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """Return the shape and dtype of every parameter, by name. None means the layer's dtype."""
+        """Return (shape, dtype) of every parameter, by name. None means the layer's dtype."""
         share, shapes = self.share, {}
-        halves = 2 if share.gated else 1
-        sizes = {"w13": (halves * share.width, share.hidden), "w2": (share.hidden, share.width)}
+        w13_rows = (2 if share.gated else 1) * share.width
+        sizes = {"w13": (w13_rows, share.hidden), "w2": (share.hidden, share.width)}
         for name, matrix in sizes.items():
             for tensor in self._parameter_specs.values():
                 shape = tensor.shape(*matrix)
-                per_projection = tensor.role in _MATRIX_SCALES and not tensor.dims
+                per_projection = tensor.role in _MATRIX_SCALE_ROLES and not tensor.dims
                 if per_projection and name == "w13" and share.gated:
-                    shape = (2,)  # one per projection, until they are fused
+                    shape = (2,)  # one per projection, until `expert_weights` fuses them
                 if tensor.role == "w" and self.transposed:
                     shape = shape[::-1]
-                # Of several dtypes of a scale, the first is float32, which is exact for all.
+                # If a scale can have several dtypes, the first is float32, which holds all exactly.
                 layer_dtype = tensor.role == "bias" or not self.scheme.quantized
                 dtype = None if layer_dtype else tensor.dtypes[0]
                 shapes[f"{name}_{tensor.name}"] = ((len(share.slots), *shape), dtype)
@@ -162,11 +165,14 @@ class ExpertLoader:
         device: torch.device | str | None = None,
         weight_loader: WeightLoader | None = None,
     ) -> None:
-        """Register the parameters on `layer`: w13_weight, w2_weight, and those of the format.
+        """Register the parameters on `layer`: w13_weight, w2_weight, and others of the format.
 
-        Each has the attributes `weight_loader` (by default this loader's) and `quant_method`, which
-        is "tensor", "channel", "block" or "group" for a scale and "" otherwise. Scales are
-        initialized to 1, all else to 0. dtype: dtype of unquantized weights and biases.
+        Every parameter has the attributes `weight_loader` and `quant_method`. `quant_method` is
+        "tensor", "channel", "block" or "group" for a scale, and "" otherwise. Scales are
+        initialized to 1, and all other parameters to 0.
+
+        dtype: dtype of unquantized weights and biases.
+        weight_loader: the attribute `weight_loader`; None uses the method of this loader.
         """
         expect("layer", layer, torch.nn.Module)
         expect("dtype", dtype, torch.dtype)
@@ -181,7 +187,7 @@ class ExpertLoader:
         }
         for name, (shape, fixed_dtype) in self.shapes().items():
             data = torch.zeros(shape, dtype=fixed_dtype or dtype, device=device)
-            if roles[name] in _SCALES and data.is_floating_point():
+            if roles[name] in _SCALE_ROLES and data.is_floating_point():
                 data.fill_(_INITIAL_SCALE)
             parameter = torch.nn.Parameter(data, requires_grad=False)
             kind = self.scheme.granularity if roles[name] == "scale" else ""
@@ -190,7 +196,11 @@ class ExpertLoader:
 
     @staticmethod
     def mark(parameter: torch.nn.Parameter, loader: WeightLoader, kind: str = "") -> None:
-        """Set the attributes that engines read from a parameter. kind: value of `quant_method`."""
+        """Set the attributes that engines read from a parameter.
+
+        loader: the attribute `weight_loader`.
+        kind: the attribute `quant_method`.
+        """
         parameter.quant_method = kind  # type: ignore[attr-defined]
         parameter.weight_loader = loader  # type: ignore[attr-defined]
 
@@ -204,16 +214,16 @@ class ExpertLoader:
     ) -> None:
         """Copy this rank's share of one checkpoint tensor to its destination in a parameter.
 
-        param: a parameter from `create_weights`.
-        loaded_weight: the whole tensor of one projection of one expert. For shard "w13", that is
-            gate and up in one tensor: gate rows first, or alternating if the layer's rows are.
-        weight_name: a name that ends with that of the parameter or of the tensor, such as
-            "w13_weight_scale".
-        shard_id: "w1" (gate), "w2" (down), "w3" (up) or "w13".
-        expert_id: global id. Tensors of experts on other ranks are skipped.
+        param: a parameter that `create_weights` registered.
+        loaded_weight: the whole tensor of one projection of one expert. For shard "w13", the tensor
+            has gate and up: gate rows first, or alternating rows if share.interleaved.
+        weight_name: a name that ends with the name of the parameter or of the checkpoint tensor,
+            such as "w13_weight_scale".
+        shard_id: "w1" (gate), "w2" (down), "w3" (up) or "w13" (gate and up).
+        expert_id: global id of the expert. Tensors of experts on other ranks are skipped.
 
-        Raises ConfigurationError for an unknown shard, name or expert, ShapeError and DtypeError
-        for a tensor that does not match the format, WeightsError if the input scales of gate and up
+        Raises ConfigurationError for an unknown shard, name or expert; ShapeError or DtypeError for
+        a tensor that does not match the format; and WeightsError if the input scales of gate and up
         differ.
         """
         expect("weight_name", weight_name, str)
@@ -250,7 +260,7 @@ class ExpertLoader:
         self._loaded.add((stored.name, shard_id, move.slot))
 
     def _sizes(self, shard: str) -> tuple[int, int]:
-        """Return (N, K) of a shard's whole matrix."""
+        """Return (N, K), the size of a shard's whole matrix."""
         width, hidden = self.share.intermediate, self.share.hidden
         return {"w2": (hidden, width), FUSED: (2 * width, hidden)}.get(shard, (width, hidden))
 
@@ -259,7 +269,7 @@ class ExpertLoader:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tensors of gate and of up: halves along the rows, or the same tensor twice.
 
-        Raises ConfigurationError if a scale covers rows of both.
+        Raises ConfigurationError if one scale covers both gate rows and up rows.
         """
         need, width = stored.shape(*self._sizes(FUSED)), self.share.intermediate
         stored.check(name, tuple(loaded.shape), loaded.dtype, need)
@@ -268,7 +278,7 @@ class ExpertLoader:
             return loaded, loaded
         if width % stored.dims[dim].step:
             step = stored.dims[dim].step
-            need_rows = f"a multiple of {step}: each value of {stored.name} covers {step} rows"
+            need_rows = f"a multiple of {step}, the rows per value of {stored.name}"
             raise ConfigurationError(f"{name}: gate rows", got=width, need=need_rows)
         first, second = loaded.reshape(need).chunk(2, dim)
         return first, second
@@ -276,9 +286,9 @@ class ExpertLoader:
     def expert_weights(self, layer: torch.nn.Module) -> ExpertWeights:
         """Create the kernel's weights from the parameters of `layer`.
 
-        Packed integers stay packed. The per-tensor scales of gate and up become one: the larger
-        one, to which the weights of the other projection are rounded again. Raises WeightsError
-        with the name of a tensor that was not loaded.
+        Packed integers stay packed. If gate and up have per-tensor scales, the larger of the two
+        becomes their common scale, and the weights of the other projection are requantized to it.
+        Raises WeightsError, which names a missing tensor, unless all tensors were loaded.
         """
         expect("layer", layer, torch.nn.Module)
         self._check_complete()
@@ -303,8 +313,8 @@ class ExpertLoader:
         return ExpertWeights(**fields)  # type: ignore[arg-type]
 
     def _stored_tensor(self, weight_name: str) -> StoredTensor:
-        last = weight_name.rpartition(".")[2]
-        name = last.removeprefix("w13_").removeprefix("w2_")
+        last_component = weight_name.rpartition(".")[2]
+        name = last_component.removeprefix("w13_").removeprefix("w2_")
         for stored in self._stored:
             if name in (stored.name, *stored.aliases):
                 return stored
@@ -319,7 +329,7 @@ class ExpertLoader:
         move: Move,
         sizes: tuple[int, int],
     ) -> None:
-        """Copy this rank's rows and columns, converted to the group size of this rank's scheme."""
+        """Copy this rank's rows and columns, and convert them to this rank's group size."""
         stored.check_cut(stored.name, move.source_rows, move.source_columns, sizes)
         source = cut([stored], {stored.name: loaded}, move.source_rows, move.source_columns)
         converted = convert_share(
@@ -333,24 +343,27 @@ class ExpertLoader:
         target[slices] = converted[stored.name].to(target.dtype)
 
     def _clear_padding(self, target: torch.Tensor, stored: StoredTensor, shard: str) -> None:
-        """Zero the padding of unquantized weights and biases; `expert_weights` fills the rest."""
+        """Zero the padding of unquantized weights and biases.
+
+        `expert_weights` fills the padding of other tensors.
+        """
         if stored.role == "w" and self.transposed:
             target = target.mT
         if self.share.padding and target.dtype in FLOATS and stored.role in ("w", "bias"):
             if stored.role == "bias" and shard == "w2":
                 return
-            target[stored.slices(*padded_parts(shard, self.share))] = 0
+            target[stored.slices(*find_padding(shard, self.share))] = 0
 
     def _copy_scalar(
         self, target: torch.Tensor, loaded: torch.Tensor, stored: StoredTensor, shard: str
     ) -> None:
-        per_projection = stored.role in _MATRIX_SCALES and target.dim()
+        per_projection = stored.role in _MATRIX_SCALE_ROLES and target.dim()
         (target[0 if shard == "w1" else 1] if per_projection else target).copy_(loaded)
 
     def _set_input_scale(
         self, stored: StoredTensor, matrix: str, expert: int, shard: str, value: float
     ) -> None:
-        """Store one scale. Raises WeightsError if it differs from that of the other projection."""
+        """Store an input scale. Raises WeightsError if the scales of gate and up differ."""
         other = (matrix, expert, {"w1": "w3", "w3": "w1"}.get(shard, ""))
         if (
             other in self._scales_since_build
@@ -397,11 +410,11 @@ class ExpertLoader:
             return
         for shard in self.share.shards:
             if (shard == "w2") == (matrix == "w2"):
-                rows, columns = padded_parts(shard, self.share)
+                rows, columns = find_padding(shard, self.share)
                 tensor[(slice(None), *stored.whole_slices(rows, columns))] = value[stored.role]
 
     def _stored_zero_point(self) -> int:
-        """Return an int32 word whose zero points are all in the middle of the range."""
+        """Return a packed int32 word in which every zero point is the middle of its range."""
         bits = 4 if self.scheme.packed else 8
         point = (1 << (bits - 1)) - (self.format.method == "gptq" and self.format.minus_one)
         word = sum(point << shift for shift in range(0, 32, bits))
@@ -418,7 +431,8 @@ class ExpertLoader:
         ]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            got, need = f"no {missing[0]}{more}", "every tensor of every expert of this rank"
+            got = f"no {missing[0]}{more}"
+            need = "all tensors of this rank's experts, loaded with weight_loader"
             raise WeightsError("experts", got=got, need=need)
 
 
@@ -428,10 +442,11 @@ def _parameter(layer: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def checkpoint_config(quant_config: object) -> str | abc.Mapping[str, object] | None:
-    """Return `quant_config` as a quantization_config, the name of a scheme, or None.
+    """Return a quantization_config, the name of a scheme, or None.
 
-    quant_config: one of these, or an object with an `activation_scheme` of "dynamic" or "static",
-        which means float8 with one scale per matrix, or per block if it has a `weight_block_size`.
+    quant_config: any of these, which is returned as it is; or an object with an `activation_scheme`
+        of "dynamic" or "static", which means float8 with one scale per matrix, or per block if the
+        object has a `weight_block_size`.
 
     Raises ConfigurationError for other objects.
     """
@@ -446,7 +461,7 @@ def checkpoint_config(quant_config: object) -> str | abc.Mapping[str, object] | 
     return {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": block}
 
 
-def _fp8_config(name: str) -> dict[str, object]:
+def _make_fp8_config(name: str) -> dict[str, object]:
     """Return the quantization_config of a float8 scheme with scales per matrix or per block."""
     scheme = QuantScheme.parse(name)
     if not scheme.name.startswith("fp8_w8a8") or scheme.granularity not in ("tensor", "block"):
@@ -457,7 +472,7 @@ def _fp8_config(name: str) -> dict[str, object]:
 
 
 class UnquantizedEPMoEMethod:
-    """Create the parameters of experts in the layer's dtype."""
+    """Creates the parameters of unquantized experts. The interface follows SGLang."""
 
     format: Format | None = None
 
@@ -470,13 +485,13 @@ class UnquantizedEPMoEMethod:
         params_dtype: torch.dtype,
         weight_loader: WeightLoader,
     ) -> None:
-        """Register w13_weight (e, 2I, H), w2_weight (e, H, I), and the scales of the format."""
+        """Register w13_weight (e, 2I, H), w2_weight (e, H, I), and the format's scales, if any."""
         share = Share(num_experts_per_partition, hidden_size, intermediate_size)
         create = ExpertLoader(share, self.format).create_weights
         create(layer, params_dtype, weight_loader=weight_loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Convert the tensors that a layer's `weight_loader` has loaded to the kernels' layout.
+        """Convert the tensors that `layer.weight_loader` has loaded to the kernels' layout.
 
         Raises UnsupportedError unless the layer is an EPMoE or another FusedMoE, and WeightsError
         if a tensor is missing.
@@ -485,22 +500,23 @@ class UnquantizedEPMoEMethod:
         process = getattr(layer, "process_weights_after_loading", None)
         if process is None:
             need = "an EPMoE or another FusedMoE"
-            what = "layer of process_weights_after_loading"
+            what = "layer for process_weights_after_loading"
             raise UnsupportedError(what, got=type(layer).__name__, need=need)
         process()
 
 
 class Fp8EPMoEMethod(UnquantizedEPMoEMethod):
-    """Create the parameters of float8 experts, with one scale per matrix or per block.
+    """Creates the parameters of float8 experts, with one scale per matrix or per block.
 
-    quant_config: as for EPMoE: the quantization_config of a checkpoint, an object with an
-    `activation_scheme`, or the name of a scheme. With one scale per matrix, w13_weight_scale is
-    (e, 2), for gate and up. With static activation scales, w13_input_scale and w2_input_scale are
-    (e,), initialized to 1.
+    With one scale per matrix, w13_weight_scale is (e, 2), for gate and up. With static activation
+    scales, w13_input_scale and w2_input_scale are (e,), initialized to 1.
+
+    quant_config: the quantization_config of a checkpoint, an object with an `activation_scheme`, or
+        the name of a scheme, as for EPMoE.
     """
 
     def __init__(self, quant_config: object) -> None:
         config = checkpoint_config(quant_config)
-        self.format = format_of(_fp8_config(config) if isinstance(config, str) else config)
+        self.format = format_of(_make_fp8_config(config) if isinstance(config, str) else config)
         if self.format.scheme.weight != "float8_e4m3fn":
             raise ConfigurationError("quant_config", got=str(self.format), need="a float8 format")

@@ -16,7 +16,7 @@ from modular_kernel.models.expert_layouts import LAYOUTS, ExpertLayout
 from modular_kernel.models.module_quantization import ModuleQuantization, common_value
 from modular_kernel.models.quantization_config import config_error, scheme_of
 from modular_kernel.models.torchao_config import METHOD
-from modular_kernel.text import layers_text
+from modular_kernel.text import format_layers
 
 Config = dict[str, Any]
 _MAX_LAYERS = 4096
@@ -37,7 +37,7 @@ class LayerScheme:
     scheme: str
 
     def __str__(self) -> str:
-        return f"{layers_text(self.layers)}: {self.scheme}"
+        return f"{format_layers(self.layers)}: {self.scheme}"
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:

@@ -3,32 +3,31 @@
 import torch
 
 from modular_kernel.errors import ShapeError
-from modular_kernel.ops.permute import hidden_block
+from modular_kernel.ops.permute import hidden_block_size
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import ActivationSpec
 
 
-def up_rows(spec: ActivationSpec, intermediate: int) -> tuple[int, int]:
-    """Return (step, offset).
-
-    The gate of value i is in column i * step, and its up value is `offset` columns later.
-    """
+def get_gate_up_layout(spec: ActivationSpec, intermediate: int) -> tuple[int, int]:
+    """Return (step, offset): gate i is in column i * step, and up i is `offset` columns later."""
     if not spec.gated:
         return 1, 0
     return (2, 1) if spec.interleaved else (1, intermediate)
 
 
 def activation_constants(spec: ActivationSpec) -> dict[str, object]:
-    """Return the constexpr arguments of the device function `activate`."""
+    """Return the constexpr arguments that the device function `activate` requires."""
     return {"KIND": spec.kind, "ALPHA": spec.alpha or 0.0, "LIMIT": spec.limit or 0.0}
 
 
 def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Tensor) -> None:
-    """Write out_RI = act(x_RN), computed in float32 and rounded once.
+    """Compute out_RI = act(x_RN) in float32, and round once.
 
-    x_RN (R, N) and out_RI (R, I) have contiguous rows; N is 2I if the activation is gated, else I.
-    Raise ShapeError if the shapes do not match.
+    x_RN: (R, N) with contiguous rows. N is 2I if the activation is gated, else I.
+    out_RI: (R, I) with contiguous rows.
+
+    Raises ShapeError if the shapes do not match.
     """
     rows, intermediate = out_RI.shape
     need = (rows, intermediate * (2 if spec.gated else 1))
@@ -41,8 +40,8 @@ def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Ten
         return
     from modular_kernel.ops.kernels.activation import activation_kernel
 
-    step, offset = up_rows(spec, intermediate)
-    block = hidden_block(intermediate)
+    step, offset = get_gate_up_layout(spec, intermediate)
+    block = hidden_block_size(intermediate)
     launch(
         activation_kernel,
         (rows, -(-intermediate // block)),

@@ -1,4 +1,4 @@
-"""moe_align_block_size: sort pairs by expert, stably, and pad each expert to whole blocks."""
+"""moe_align_block_size: a stable sort of pairs by expert, padded to blocks for each expert."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,21 +26,22 @@ from modular_kernel.utils.tensor_checks import check_tensor
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _FILL_BLOCKS = 8  # number of blocks whose experts and padding one program writes
-# Limits of the single launch, in which every program counts all pairs by comparing each pair with
-# every bin.
+# Limits for using a single launch, in which every program counts all pairs by comparing each pair
+# with every bin.
 _MAX_SINGLE_LAUNCH_PAIRS = 4096
 _MAX_COMPARISONS = 1 << 20
 
 
 @dataclass(frozen=True)
 class AlignedPairs:
-    """Pairs in blocks of one expert each.
+    """Pairs in blocks. All pairs of a block have the same expert.
 
-    sorted_token_ids: (P,) int32, pair indices (token = pair // K), in pair order within an expert.
-        T * K marks padding, and everything from num_tokens_post_padded on.
-    expert_ids: (ceil(P / block_size),) int32, the local expert of each block; -1 for blocks of
-        skipped pairs, which come first, and for blocks past the end.
-    num_tokens_post_padded: (1,) int32, the number of positions in use, padding included.
+    sorted_token_ids: (P,) int32, index of the pair in each position (token = pair // K). Pairs of
+        an expert keep their order. T * K marks padding, and all positions from
+        num_tokens_post_padded on.
+    expert_ids: (ceil(P / block_size),) int32, the local expert of each block. It is -1 for blocks
+        of skipped pairs, which come first, and for unused blocks at the end.
+    num_tokens_post_padded: (1,) int32, the number of positions in use, including padding.
     """
 
     sorted_token_ids: torch.Tensor
@@ -48,11 +49,10 @@ class AlignedPairs:
     num_tokens_post_padded: torch.Tensor
 
 
-def aligned_length(numel: int, block_size: int, num_local: int) -> int:
+def compute_aligned_length(numel: int, block_size: int, num_local: int) -> int:
     """Return P, the maximum length of sorted_token_ids for numel pairs.
 
-    The pairs need at most numel blocks; with many pairs, every expert has at most one partial
-    block.
+    The pairs occupy at most numel blocks, and every expert has at most one partial block.
     """
     if numel < num_local + 1:
         return numel * block_size
@@ -61,7 +61,7 @@ def aligned_length(numel: int, block_size: int, num_local: int) -> int:
 
 def align_specs(numel: int, block_size: int, num_local: int) -> Mapping[str, BufferSpec]:
     """Return the workspace buffers of `align`."""
-    length = aligned_length(numel, block_size, num_local)
+    length = compute_aligned_length(numel, block_size, num_local)
     return {
         "align_sorted": BufferSpec((length,), torch.int32),
         "align_experts": BufferSpec((-(-length // block_size),), torch.int32),
@@ -78,11 +78,14 @@ def align(
     workspace: Workspace,
     ignore_invalid: bool = False,
 ) -> AlignedPairs:
-    """Align the pairs of `routing`, using workspace buffers declared by `align_specs`.
+    """Align the pairs of `routing` in workspace buffers that `align_specs` declares.
 
-    If ignore_invalid, skipped pairs are omitted; otherwise they get blocks with expert -1. On a
-    GPU, few pairs take one launch, in which every program counts all of them. Otherwise there are
-    three launches: count, scan, place.
+    On a GPU, this takes one launch for few pairs, in which every program counts all pairs, and
+    otherwise three launches (count, scan, place).
+
+    block_size: number of pairs per block, a power of two.
+    num_local: number of local experts.
+    ignore_invalid: omit skipped pairs. If False, they get blocks with expert -1.
     """
     numel = routing.topk_ids_TK.numel()
     specs = align_specs(numel, block_size, num_local)
@@ -134,15 +137,15 @@ def moe_align_block_size(
     ignore_invalid: bool = False,
     checked: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return sorted_token_ids, expert_ids and num_tokens_post_padded, as in `AlignedPairs`.
-
-    Raise ShapeError, DtypeError or another InputError for invalid arguments.
+    """Return (sorted_token_ids, expert_ids, num_tokens_post_padded), as in `AlignedPairs`.
 
     topk_ids_TK: (T, K) int32 or int64 in [-1, num_experts).
-    block_size: pairs per block, a power of two.
-    expert_map: (num_experts,) int32, from ids to local ids or -1.
-    ignore_invalid: omit skipped pairs instead of giving them blocks with expert -1.
-    checked: raise RoutingError for an id out of range instead of skipping it.
+    block_size: number of pairs per block, a power of two.
+    expert_map: (num_experts,) int32, the local id of each id, or -1.
+    ignore_invalid: omit skipped pairs. If False, they get blocks with expert -1.
+    checked: raise RoutingError for an id out of range. If False, such a pair is skipped.
+
+    Raises ShapeError, DtypeError or another InputError for invalid arguments.
     """
     check_tensor("topk_ids", topk_ids_TK)
     for what, number in (("block_size", block_size), ("num_experts", num_experts)):
@@ -155,7 +158,7 @@ def moe_align_block_size(
         raise DtypeError("topk_ids", got=topk_ids_TK.dtype, need="int32 or int64")
     if block_size & (block_size - 1):
         raise ShapeError("block_size", got=block_size, need="a power of two")
-    length = aligned_length(topk_ids_TK.numel(), block_size, num_experts)
+    length = compute_aligned_length(topk_ids_TK.numel(), block_size, num_experts)
     if length > MAX_INT32:
         raise CapacityError("aligned pairs", got=length, need=f"<= {MAX_INT32}")
     if expert_map is not None:
@@ -164,15 +167,15 @@ def moe_align_block_size(
     if checked and bool(is_invalid.any()):
         got = int(topk_ids_TK[is_invalid][0])
         raise RoutingError("topk_ids", got=got, need=f"-1 or 0 to {num_experts - 1}")
-    counter = torch.zeros(1, dtype=torch.int32, device=topk_ids_TK.device)
+    invalid_count = torch.zeros(1, dtype=torch.int32, device=topk_ids_TK.device)
     routing = DispatchedRouting(
-        None, topk_ids_TK.contiguous(), IdSpace.GLOBAL, num_experts, expert_map, counter
+        None, topk_ids_TK.contiguous(), IdSpace.GLOBAL, num_experts, expert_map, invalid_count
     )
     specs = align_specs(topk_ids_TK.numel(), block_size, num_experts)
     workspace = Workspace(specs, topk_ids_TK.device)
     if topk_ids_TK.numel() == 0:
         empty = torch.empty(0, dtype=torch.int32, device=topk_ids_TK.device)
-        return empty, empty.clone(), torch.zeros_like(counter)
+        return empty, empty.clone(), torch.zeros_like(invalid_count)
     aligned = align(
         routing,
         block_size=block_size,
@@ -189,26 +192,27 @@ def _check_expert_map(expert_map: torch.Tensor, num_experts: int, device: torch.
         raise DtypeError("expert_map", got=expert_map.dtype, need="int32")
     if tuple(expert_map.shape) != (num_experts,) or not expert_map.is_contiguous():
         got = f"{tuple(expert_map.shape)}, strides {expert_map.stride()}"
-        raise ShapeError("expert_map", got=got, need=f"({num_experts},), contiguous")
+        raise ShapeError("expert_map", got=got, need=f"a contiguous ({num_experts},)")
     if expert_map.device != device:
-        raise DeviceError("expert_map", got=expert_map.device, need=f"{device}, where ids are")
+        raise DeviceError("expert_map", got=expert_map.device, need=f"{device}, as topk_ids")
 
 
 def batched_moe_align_block_size(
     counts_e: torch.Tensor, capacity: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run `moe_align_block_size` on batched rows, where i * capacity + c is row c of expert i.
+    """Run `moe_align_block_size` on batched rows, where row c of expert i is i * capacity + c.
 
     In the sorted rows, e * capacity marks padding.
 
-    counts_e: (e,) int32 or int64, the rows of each expert in use, clamped to `capacity`. Other rows
-        are omitted.
-    block_size: rows per block, a power of two.
+    counts_e: (e,) int32 or int64, number of rows of each expert in use, at most `capacity`. Other
+        rows are omitted.
+    capacity: number of rows of each expert.
+    block_size: number of rows per block, a power of two.
     """
     check_tensor("counts", counts_e)
     expect("capacity", capacity, int)
     if counts_e.dim() != 1 or counts_e.numel() == 0:
-        raise ShapeError("counts", got=tuple(counts_e.shape), need="(e,), e > 0")
+        raise ShapeError("counts", got=tuple(counts_e.shape), need="(e,) with e > 0")
     if counts_e.dtype not in (torch.int32, torch.int64):
         raise DtypeError("counts", got=counts_e.dtype, need="int32 or int64")
     if capacity < 0:
@@ -231,7 +235,7 @@ def align_ref(
     ignore_invalid: bool,
     out: AlignedPairs,
 ) -> None:
-    """Torch reference of `align`: one expert after the other."""
+    """Torch reference of `align`. It handles one expert after the other."""
     ids = local_ids(routing, num_local).flatten()
     out.sorted_token_ids.fill_(ids.numel())
     out.expert_ids.fill_(-1)

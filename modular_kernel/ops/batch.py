@@ -22,15 +22,15 @@ def assign_rows(
     counts_e: torch.Tensor,
     scratch: torch.Tensor,
 ) -> None:
-    """Assign a row to each pair: expert * capacity + position among the expert's tokens, in order.
+    """Assign row expert * capacity + i to the pairs of the i-th token of each expert.
 
-    capacity: rows of each expert. T is always enough, because pairs of one token with the same
-        expert share a row.
-    row_of_pair_TK: (T, K) int32, gets the row of each pair, -1 if it is skipped.
-    counts_e: (e,) int32, gets the number of rows of each expert.
-    scratch: see `assign_rows_scratch`.
+    Pairs of a token with the same expert share a row. On a GPU, this takes three launches (count,
+    scan, assign). For T = 0, only the counts are set to zero.
 
-    On a GPU, there are three launches: count, scan, assign. For T = 0 only the counts are zeroed.
+    capacity: number of rows of each expert; T is always sufficient.
+    row_of_pair_TK: output, (T, K) int32, the row of each pair, or -1 if the pair is skipped.
+    counts_e: output, (e,) int32, number of rows of each expert.
+    scratch: buffer that `assign_rows_scratch` declares.
     """
     num_local = counts_e.numel()
     if row_of_pair_TK.numel() == 0:
@@ -62,11 +62,11 @@ def assign_rows_ref(
     row_of_pair_TK: torch.Tensor,
     counts_e: torch.Tensor,
 ) -> None:
-    """Torch reference of `assign_rows`, without a loop over experts."""
+    """Torch reference of `assign_rows`. It handles all experts at once."""
     num_local = counts_e.numel()
     ids_TK = local_ids(routing, num_local)
-    # has_row[t, i]: token t has a row at expert i. Its position is the number of earlier such
-    # tokens.
+    # has_row[t, i] is 1 if token t has a row at expert i. The position of the row is the number of
+    # earlier tokens with a row at this expert.
     has_row = torch.zeros(ids_TK.shape[0], num_local + 1, dtype=torch.int64, device=ids_TK.device)
     has_row.scatter_(1, torch.where(ids_TK < 0, num_local, ids_TK), 1)
     has_row = has_row[:, :num_local]

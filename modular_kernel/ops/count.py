@@ -1,4 +1,4 @@
-"""Counting of pairs per expert, in chunks of pairs; shared by align, batch and sort."""
+"""Counts of pairs per expert, in chunks of pairs, for the operations in align, batch and sort."""
 
 from dataclasses import dataclass
 
@@ -9,25 +9,26 @@ from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec
 
-CHUNK = 128  # pairs per program, which compares each pair of its chunk with every other
-_SCAN_BLOCK = 1024  # maximum chunks per step of a scan
+# Number of pairs per program, which compares each pair of its chunk with every other pair.
+CHUNK = 128
+_SCAN_BLOCK = 1024  # maximum number of chunks per step of a scan
 
 
 def next_power_of_2(value: int) -> int:
-    """Return the smallest power of two >= value; 1 for value < 1."""
+    """Return the smallest power of two >= value, or 1 for value < 1."""
     return 1 << max(0, value - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class PairCounts:
-    """The results of the counting kernels, views of one int32 buffer.
+    """The results of the counting kernels, as views of one int32 buffer.
 
-    A bucket holds the pairs of one expert: bucket 0 skipped pairs, bucket i + 1 those of expert i.
+    Bucket 0 holds skipped pairs, and bucket i + 1 the pairs of expert i.
 
-    totals: (e + 1,), the pairs in each bucket.
-    prefix: (e + 1, chunks), the pairs in each bucket in earlier chunks.
-    num_chunks: chunks of CHUNK pairs.
-    bins: `num_bins` of the counted experts.
+    totals: (e + 1,), number of pairs in each bucket.
+    prefix: (e + 1, chunks), number of pairs of each bucket that are in earlier chunks.
+    num_chunks: number of chunks of CHUNK pairs.
+    bins: `num_bins` for the counted experts.
     """
 
     totals: torch.Tensor
@@ -73,9 +74,10 @@ def count_pairs(
 ) -> PairCounts:
     """Count pairs per expert and chunk, and scan over chunks, in two launches.
 
-    scratch: see `counts_spec`.
-    dedupe: count several pairs of one token with the same expert once.
-    counts_e: (e,) int32, gets the count of each expert, or None.
+    num_local: number of local experts.
+    scratch: buffer that `counts_spec` declares.
+    dedupe: count several pairs of a token with the same expert only once.
+    counts_e: output, (e,) int32, number of pairs of each expert; may be None.
     """
     from modular_kernel.ops.kernels.count import count_pairs_kernel, scan_counts_kernel
 
@@ -114,9 +116,9 @@ def count_pairs(
 
 
 def local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
-    """Torch reference of `load_local_ids`: (T, K) int64 local ids, -1 if skipped.
+    """Torch reference of `load_local_ids`: return local ids, (T, K) int64, -1 for skipped pairs.
 
-    Add the number of ids outside [-1, num_experts) to routing.invalid_ids.
+    Also adds the number of ids outside [-1, num_experts) to routing.invalid_ids.
     """
     ids = routing.topk_ids_TK
     invalid = (ids < -1) | (ids >= routing.num_experts)
@@ -125,7 +127,7 @@ def local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
 
 
 def uncounted_local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
-    """Return `local_ids` without counting invalid ids."""
+    """Return the same as `local_ids`, but do not count invalid ids."""
     ids = routing.topk_ids_TK.long()
     local = torch.where((ids >= 0) & (ids < routing.num_experts), ids, -1)
     if routing.expert_map is not None and routing.space is IdSpace.GLOBAL:

@@ -1,13 +1,13 @@
 """number_pairs: renumber experts for libraries that expect equal contiguous blocks per rank.
 
-Such a library expects the same number of experts on each rank, in rank order. Any placement can be
-mapped to that form: every rank gets as many numbers as the rank with the most experts has slots,
-and an expert's number is rank * numbers_per_rank + slot. Numbers without an expert receive no
+Such a library expects the same number of experts on each rank, in rank order. To map an arbitrary
+placement to this form, every rank gets as many numbers as the rank with the most experts has slots.
+The number of an expert is rank * numbers_per_rank + slot. Numbers without an expert never receive
 tokens.
 
-A library that sends exactly K rows per token cannot skip a pair. For such a library, each rank has
-additional numbers after its slots, called sinks, which receive the dropped pairs. The rows that
-sinks return must be zero.
+Some libraries send exactly K rows per token, so they cannot skip a pair. For these libraries, each
+rank has additional numbers after its slots, called sinks, which receive the dropped pairs. The rows
+that sinks return must be zero.
 """
 
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.placement import Placement, PlacementTables, pairs_to_slots
 from modular_kernel.tensors import Routing
 
-_WARP_PAIRS = 32  # pairs per warp, one per lane
+_PAIRS_PER_WARP = 32  # one per lane
 
 
-def slots_of(placement: Placement) -> int:
-    """Return the number of slots per rank: the maximum number of experts on a rank."""
+def count_slots_per_rank(placement: Placement) -> int:
+    """Return the number of slots per rank, which is the maximum number of experts on a rank."""
     return max(map(len, placement.slots))
 
 
@@ -35,10 +35,11 @@ def slots_of(placement: Placement) -> int:
 class Numbering:
     """The numbering of the experts of a placement.
 
-    tables: the tables of the placement.
-    first_token: copy (t + first_token) % R of an expert with R copies takes the pair of token t.
-        The first sink of a token is on rank first_token modulo the number of ranks.
-    sinks: the number of sinks per rank.
+    placement: the placement.
+    tables: the placement as tensors.
+    first_token: offset of token indices. Of the R copies of an expert, copy (t + first_token) % R
+        gets the pairs of token t. The first sink of a token is on rank first_token % world_size.
+    sinks: number of sinks per rank.
     """
 
     placement: Placement
@@ -55,21 +56,21 @@ class Numbering:
         *,
         sinks: int = 0,
     ) -> "Numbering":
-        """Make the numbering of a placement, for ids on `device`."""
+        """Return the numbering of a placement, for ids on `device`."""
         return cls(placement, placement.tables(device), first_token, sinks)
 
     @cached_property
     def slots(self) -> int:
-        return slots_of(self.placement)
+        return count_slots_per_rank(self.placement)
 
     @property
     def numbers_per_rank(self) -> int:
-        """Slots and sinks of each rank."""
+        """Number of slots and sinks of each rank."""
         return self.slots + self.sinks
 
     @cached_property
     def is_linear(self) -> bool:
-        """Whether ranks have equal blocks of experts, so that ids determine the numbers."""
+        """Whether ranks have contiguous blocks of equally many experts, without copies."""
         equal_blocks = self.slots * self.placement.world_size == self.placement.experts
         return equal_blocks and self.placement.is_linear
 
@@ -78,19 +79,20 @@ class Numbering:
 class Pairs:
     """The input and output of `number_pairs`.
 
-    A pair that is skipped or has an invalid id is dropped.
+    A pair that is skipped or has an invalid id is dropped. If there are sinks, which requires
+    `join`, a dropped pair gets the number of a sink instead of -1. The sinks of a token are all
+    different, and on consecutive ranks.
 
-    numbers_TK: (T, K) int32 or int64, contiguous, gets the number of each pair's expert, -1 if it
-        is dropped.
-    weights_TK: (T, K) float32, contiguous, gets the router weight times `factor`, 0 if the pair is
-        dropped.
-    invalid_ids: (1,) int32, incremented by the number of ids outside [-1, E).
-    join: make the numbers of a token unique: its first pair with an expert gets the sum of the
-        weights of all of them, and the others are dropped.
-    factor: multiplies the weights.
-
-    With sinks, which need `join`, a dropped pair gets the number of a sink instead of -1: those of
-    a token are different, and on consecutive ranks.
+    routing: input, the routing of the tokens.
+    numbering: input, the numbering of the experts.
+    numbers_TK: output, (T, K) int32 or int64, contiguous, the number of the expert of each pair, or
+        -1 if the pair is dropped.
+    weights_TK: output, (T, K) float32, contiguous, the router weight times `factor`, or 0 if the
+        pair is dropped.
+    invalid_ids: output, (1,) int32, which is incremented by the number of ids outside [-1, E).
+    join: whether to make the numbers of a token unique. If a token has several pairs with the same
+        expert, the first pair gets the sum of their weights, and the other pairs are dropped.
+    factor: factor of the weights.
     """
 
     routing: Routing
@@ -103,7 +105,7 @@ class Pairs:
 
 
 def number_pairs(pairs: Pairs) -> None:
-    """Write the outputs of `pairs`. One launch on a GPU; none for T = 0."""
+    """Compute the outputs of `pairs`, in one launch on a GPU. Nothing is launched for T = 0."""
     check_pairs(pairs)
     if pairs.numbers_TK.numel() == 0:
         return
@@ -112,7 +114,7 @@ def number_pairs(pairs: Pairs) -> None:
         return
     from modular_kernel.ops.kernels.expert_slots import number_pairs_kernel
 
-    arguments, programs = pair_arguments(pairs, 1)
+    arguments, programs = make_pair_arguments(pairs, 1)
     launch(number_pairs_kernel, (programs,), num_warps=1, **arguments, **pdl_arguments())
 
 
@@ -123,15 +125,16 @@ def check_pairs(pairs: Pairs) -> None:
         if tuple(output.shape) != shape:
             raise ShapeError(f"{name} of pairs", got=tuple(output.shape), need=shape)
     if pairs.numbering.sinks and not pairs.join:
-        raise ConfigurationError("sinks", got="join=False", need="join=True")
+        need = "join=True, because there are sinks"
+        raise ConfigurationError("join of pairs", got="join=False", need=need)
 
 
-def pair_arguments(pairs: Pairs, warps: int) -> tuple[dict[str, object], int]:
-    """Return kernel arguments for programs of `warps` warps, and the number of programs."""
+def make_pair_arguments(pairs: Pairs, warps: int) -> tuple[dict[str, object], int]:
+    """Return (kernel arguments, number of programs) for programs of `warps` warps."""
     routing, numbering = pairs.routing, pairs.numbering
     tokens, top_k = routing.topk_ids_TK.shape
     homes_ER2, lanes = numbering.tables.homes_ER2, next_power_of_2(top_k)
-    block_t = max(1, _WARP_PAIRS * warps // lanes)
+    block_t = max(1, _PAIRS_PER_WARP * warps // lanes)
     arguments: dict[str, object] = {
         "ids_ptr": routing.topk_ids_TK,
         "weights_ptr": routing.topk_weights_TK,
@@ -170,16 +173,16 @@ def number_pairs_ref(pairs: Pairs) -> None:
     drop_TK, weights_TK = numbers_TK < 0, routing.topk_weights_TK
     if pairs.join:
         same_TKK = numbers_TK[:, :, None] == numbers_TK[:, None, :]
-        # The weight of a skipped pair is undefined and must not enter the sum of another pair.
+        # The weight of a skipped pair is undefined, so it must not be added to other weights.
         weights_TK = torch.where(same_TKK, weights_TK[:, None, :], 0).sum(2)
         drop_TK = drop_TK | same_TKK.tril(-1).any(2)
-    dropped = _sinks(drop_TK, numbering) if numbering.sinks else -1
+    dropped = _assign_sinks(drop_TK, numbering) if numbering.sinks else -1
     pairs.numbers_TK.copy_(torch.where(drop_TK, dropped, numbers_TK))
     pairs.weights_TK.copy_((weights_TK * pairs.factor).masked_fill(drop_TK, 0))
     pairs.invalid_ids.add_(invalid)
 
 
-def _sinks(drop_TK: torch.Tensor, numbering: Numbering) -> torch.Tensor:
+def _assign_sinks(drop_TK: torch.Tensor, numbering: Numbering) -> torch.Tensor:
     """Return the numbers of sinks for the dropped pairs of each token, (T, K)."""
     world_size, index_TK = numbering.placement.world_size, drop_TK.cumsum(1) - 1
     rank_TK = (index_TK + numbering.first_token) % world_size

@@ -1,8 +1,8 @@
-"""nvfp4 quantization of rows for block-scaled GEMMs, with scales in the tiled layout they read.
+"""nvfp4 quantization of rows for block-scaled GEMMs, with scales in their tiled layout.
 
-Tiles are as in `SortedPairs.tiles`: experts, first rows, end rows, then the number of tiles. A tile
-has up to 128 rows of one expert, whose scales are stored together as in
-`modular_kernel.quant.scale_layout`.
+A list of tiles has the format of `SortedPairs.tiles`: experts, first rows, end rows, and at the end
+the number of tiles. A tile has up to 128 rows of one expert. The scales of a tile are stored
+together (`modular_kernel.quant.scale_layout`).
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
-from modular_kernel.ops.activation import activation_constants, gated_activation_ref, up_rows
+from modular_kernel.ops.activation import (
+    activation_constants,
+    gated_activation_ref,
+    get_gate_up_layout,
+)
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.quant import nvfp4, scale_layout
 from modular_kernel.quant.scale_tiles import pack_pairs
@@ -20,8 +24,8 @@ from modular_kernel.spec.problem import ActivationSpec, dtype_name
 from modular_kernel.workspace import BufferSpec, Workspace
 
 TILE_M = scale_layout.ROWS
-_COLUMNS = 256  # columns per program
-_PARTS = 4  # programs per tile, each with a quarter of its rows
+_COLUMNS_PER_PROGRAM = 256
+_PROGRAMS_PER_TILE = 4  # each handles a quarter of the rows
 _DTYPES = {
     "rows": torch.uint8,
     "scales": torch.uint8,
@@ -33,10 +37,10 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Fp4Rows:
-    """Quantized rows.
+    """Rows that are quantized to nvfp4.
 
-    q_RK: (R, K / 2) uint8, two e2m1 values per byte, the even one in the low nibble.
-    scale: (max_tiles, bytes) uint8, the e4m3 scales of the rows of each tile.
+    q_RK: (R, K / 2) uint8, two e2m1 values per byte, the even value in the low nibble.
+    scale: (max_tiles, bytes) uint8, the e4m3 scales of each tile.
     """
 
     q_RK: torch.Tensor
@@ -44,7 +48,7 @@ class Fp4Rows:
 
 
 def fp4_specs(prefix: str, rows: int, columns: int, max_tiles: int) -> dict[str, BufferSpec]:
-    """Return the workspace buffers of `take_fp4`. Sizes never decrease with rows and tiles."""
+    """Return the specs of the buffers of `take_fp4`. Sizes grow with rows and max_tiles."""
     _, size = scale_layout.tiled_shape(TILE_M, columns // nvfp4.GROUP)
     return {
         f"{prefix}_q": BufferSpec((rows, columns // 2), torch.uint8),
@@ -53,7 +57,7 @@ def fp4_specs(prefix: str, rows: int, columns: int, max_tiles: int) -> dict[str,
 
 
 def take_fp4(workspace: Workspace, prefix: str, rows: int, columns: int, max_tiles: int) -> Fp4Rows:
-    """Take views of the buffers declared by `fp4_specs`."""
+    """Return views of the workspace buffers that `fp4_specs` declares."""
     specs = fp4_specs(prefix, rows, columns, max_tiles)
     return Fp4Rows(*(workspace.take(name, spec.shape) for name, spec in specs.items()))
 
@@ -67,17 +71,21 @@ def quantize_tiles(
     source_R: torch.Tensor | None = None,
     act: ActivationSpec | None = None,
 ) -> None:
-    """Quantize the rows of every tile: x[r], x[source_R[r]], or act(x[r]) in the dtype of x.
+    """Quantize the rows of every tile, in one launch on a GPU.
 
-    x: (T, N) of 16- or 32-bit floats, with contiguous rows; N is 2 K before a gated activation,
-        else K.
-    tiles: (3 * max_tiles + 1,) int32.
+    Row r is x[r], or x[source_R[r]] with source_R, or act(x[r]), rounded to the dtype of x, with
+    act. Rows that do not belong to a tile are not changed. In the last tile of an expert, the
+    scales of rows past the end are 0.
+
+    x: (T, N) 16-bit or 32-bit floating-point values, with contiguous rows. N is 2 K before a gated
+        activation, else K.
+    tiles: (3 * max_tiles + 1,) int32, the list of tiles.
     scale_e: (e,) float32, the global scale of each expert.
-    source_R: (R,) int32, the row of x of each row, or None.
-    act: an activation to apply first, or None.
+    out: output, the quantized rows.
+    source_R: (R,) int32, the row of x that each row is read from; None means the same row.
+    act: an activation to apply before quantization, or None.
 
-    Rows outside all tiles are left unchanged. Scales of a tile's rows past the expert's end are 0.
-    Raise ShapeError, LayoutError or DtypeError for invalid arguments. One launch on a GPU.
+    Raises ShapeError, LayoutError or DtypeError for invalid arguments.
     """
     columns = 2 * out.q_RK.shape[1]
     max_tiles = _check(x, tiles, scale_e, out, source_R, act)
@@ -91,10 +99,10 @@ def quantize_tiles(
     constants: dict[str, object] = {"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0}
     step, offset = 1, 0
     if act is not None:
-        constants, (step, offset) = activation_constants(act), up_rows(act, columns)
+        constants, (step, offset) = activation_constants(act), get_gate_up_layout(act, columns)
     launch(
         quantize_tiles_kernel,
-        (_PARTS * max_tiles, -(-columns // _COLUMNS)),
+        (_PROGRAMS_PER_TILE * max_tiles, -(-columns // _COLUMNS_PER_PROGRAM)),
         x_ptr=x,
         source_ptr=tiles if source_R is None else source_R,
         tiles_ptr=tiles,
@@ -121,7 +129,7 @@ def _check(
     source_R: torch.Tensor | None,
     act: ActivationSpec | None,
 ) -> int:
-    """Check the arguments of `quantize_tiles`; return the maximum number of tiles."""
+    """Check the arguments of `quantize_tiles`. Returns the maximum number of tiles."""
     (rows, half), max_tiles = out.q_RK.shape, tiles.numel() // 3
     columns = 2 * half
     width = 2 * columns if act is not None and act.gated else columns
@@ -131,7 +139,7 @@ def _check(
     if x.shape[1] != width:
         raise ShapeError("rows to quantize", got=tuple(x.shape), need=f"(T, N) with N = {width}")
     if source_R is None and len(x) < rows:
-        raise ShapeError("rows to quantize", got=len(x), need=f"{rows} or more")
+        raise ShapeError("rows to quantize", got=len(x), need=f"at least {rows}")
     if tuple(out.scale.shape) != (max_tiles, size):
         got = tuple(out.scale.shape)
         raise ShapeError("scales of tiles", got=got, need=(max_tiles, size))
@@ -157,7 +165,7 @@ def _check_vectors(
     for name, tensor in vectors.items():
         if tensor.dim() != 1 or not tensor.is_contiguous():
             got = f"{tuple(tensor.shape)}, strides {tensor.stride()}"
-            raise LayoutError(name, got=got, need="one dimension, contiguous")
+            raise LayoutError(name, got=got, need="one contiguous dimension")
     for name, tensor in ({"rows": out.q_RK, "scales": out.scale} | vectors).items():
         dtype = _DTYPES[name]
         if tensor.dtype is not dtype:
@@ -173,7 +181,7 @@ def quantize_tiles_ref(
     source_R: torch.Tensor | None = None,
     act: ActivationSpec | None = None,
 ) -> None:
-    """Torch reference of `quantize_tiles`: one tile after the other."""
+    """Torch reference of `quantize_tiles`. It handles one tile after the other."""
     for tile, (expert, first, end) in enumerate(list_tiles(tiles)):
         rows = slice(first, min(first + TILE_M, end))
         values = x[rows] if source_R is None else x[source_R[rows].long()]
@@ -185,7 +193,7 @@ def quantize_tiles_ref(
 
 
 def list_tiles(tiles: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return the expert, first row and end row of every tile. Synchronizes with the GPU."""
+    """Return (expert, first row, end row) of every tile. Synchronizes with the GPU."""
     count, max_tiles = int(tiles[-1]), tiles.numel() // 3
     return [tuple(tile) for tile in tiles[: 3 * max_tiles].view(3, -1)[:, :count].T.tolist()]
 
@@ -200,10 +208,12 @@ def tiled_scale_spec(experts: int, rows: int, groups: int) -> BufferSpec:
 
 
 def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
-    """Convert contiguous one-byte scales (e, N, G) to blocks of 128 rows, in one launch.
+    """Convert scales of weights to the tiled layout, in blocks of 128 rows, in one launch.
 
-    `out` is (e * blocks, bytes) uint8, contiguous. Raise ShapeError, LayoutError or DtypeError for
-    invalid arguments.
+    scale_eNG: (e, N, G), a one-byte dtype, contiguous.
+    out: output, (e * blocks, bytes) uint8, contiguous.
+
+    Raises ShapeError, LayoutError or DtypeError for invalid arguments.
     """
     experts, rows, groups = scale_eNG.shape
     blocks, size = scale_layout.tiled_shape(rows, groups)
@@ -235,16 +245,16 @@ def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def batched_tile_specs(experts: int, capacity: int) -> dict[str, BufferSpec]:
-    """Return the buffer of `make_batched_tiles`."""
+    """Return the spec of the buffer of `make_batched_tiles`."""
     tiles = experts * -(-capacity // TILE_M)
     return {"batched_tiles": BufferSpec((3 * tiles + 1,), torch.int32)}
 
 
 def make_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspace) -> torch.Tensor:
-    """Return the int32 tiles of batched rows (e, C): the first counts_e[i] rows of each expert i.
+    """Return the list of tiles of batched rows (e, C), int32, in one launch on a GPU.
 
-    The tiles of an expert start at its first row and never extend into the rows of the next. One
-    launch on a GPU.
+    The tiles cover the first counts_e[i] rows of each expert i. They start at the expert's first
+    row, and never contain rows of the next expert.
     """
     experts = counts_e.numel()
     (name, spec), *_ = batched_tile_specs(experts, capacity).items()

@@ -1,4 +1,4 @@
-"""mask_unwritten_pairs: mask the pairs of received rows that were not written."""
+"""mask_unwritten_pairs: mask the pairs of rows that were not received and are undefined."""
 
 import torch
 
@@ -7,7 +7,7 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 
-_BLOCK = 256  # pairs per program, two per lane
+_PAIRS_PER_PROGRAM = 256  # two per lane
 
 
 def mask_unwritten_pairs(
@@ -18,25 +18,25 @@ def mask_unwritten_pairs(
     out_ids_RK: torch.Tensor,
     out_weights_RK: torch.Tensor,
 ) -> None:
-    """Copy the ids and weights of the first `count` rows; mask the others, which are undefined.
+    """Copy the ids and weights of the first `count` rows, and mask the other rows.
 
-    Masked pairs get id -1 and weight 0. Weights are also 0 wherever an id is negative.
+    Masked pairs get id -1 and weight 0. The weight of a pair with a negative id is also set to 0.
+    This takes one launch on a GPU. Nothing is launched for R = 0.
 
     ids_RK: (R, K) integers, contiguous.
     weights_RK: (R, K) float32, contiguous.
-    count: one integer, on the same device.
-    out_ids_RK: (R, K) int32, contiguous.
-    out_weights_RK: (R, K) float32, contiguous.
+    count: number of rows that were received, a tensor with one integer on the same device.
+    out_ids_RK: output, (R, K) int32, contiguous.
+    out_weights_RK: output, (R, K) float32, contiguous.
 
-    One launch on a GPU; none for R = 0. Raise ShapeError if shapes differ or a tensor is not
-    contiguous.
+    Raises ShapeError if shapes differ or a tensor is not contiguous.
     """
     shape = tuple(ids_RK.shape)
     outputs = {"weights": weights_RK, "masked ids": out_ids_RK, "masked weights": out_weights_RK}
     for name, tensor in outputs.items():
         if tuple(tensor.shape) != shape or not (tensor.is_contiguous() and ids_RK.is_contiguous()):
             got = f"{tuple(tensor.shape)}, strides {tensor.stride()} and {ids_RK.stride()}"
-            raise ShapeError(name, got=got, need=f"{shape}, contiguous like the ids")
+            raise ShapeError(name, got=got, need=f"a contiguous {shape}, and contiguous ids")
     if ids_RK.numel() == 0:
         return
     if not use_triton(ids_RK):
@@ -49,7 +49,7 @@ def mask_unwritten_pairs(
     pairs = ids_RK.numel()
     launch(
         mask_unwritten_pairs_kernel,
-        (-(-pairs // _BLOCK),),
+        (-(-pairs // _PAIRS_PER_PROGRAM),),
         ids_ptr=ids_RK,
         weights_ptr=weights_RK,
         count_ptr=count,
@@ -57,7 +57,7 @@ def mask_unwritten_pairs(
         out_weights_ptr=out_weights_RK,
         num_pairs=pairs,
         TOP_K=shape[1],
-        BLOCK=_BLOCK,
+        BLOCK=_PAIRS_PER_PROGRAM,
         **pdl_arguments(),
     )
 

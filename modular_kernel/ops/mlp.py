@@ -1,4 +1,4 @@
-"""Both GEMMs of each expert in plain torch, for parts that loop over experts."""
+"""The two GEMMs and the activation of experts in plain torch, for parts that loop over experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +20,14 @@ from modular_kernel.utils.matmul import compact, matmul
 class ExpertTokens:
     """The rows of one local expert.
 
+    expert: the local expert.
     x_RH: (R, H) in the problem's dtype, or quantized.
-    scale: of quantized rows: (R, 1), (R, G) or (1,).
-    row_weights_R: (R,) float32, multiplies GEMM 1 before its bias (the router weight on the input).
-    slots_R: (R,), the adapter slot of each row, -1 for none; None if no row has an adapter.
-    plain_RH: (R, H) unquantized rows that adapters read; None if no row has an adapter.
+    scale: scale of quantized rows, (R, 1), (R, G) or (1,); None if unquantized.
+    row_weights_R: (R,) float32, router weights that apply to the input. They multiply the result of
+        GEMM 1 before its bias.
+    slots_R: (R,), the adapter slot of each row, or -1 for no adapter; None if no row has an
+        adapter.
+    plain_RH: (R, H) unquantized rows, which adapters read; None if no row has an adapter.
     """
 
     expert: int
@@ -38,29 +41,34 @@ class ExpertTokens:
 def expert_mlps(
     tokens: Sequence[ExpertTokens], weights: ExpertWeights, problem: Problem
 ) -> list[torch.Tensor]:
-    """Return the (R, H) output rows of each entry of `tokens`, in the problem's dtype.
+    """Return the output rows of each entry of `tokens`, (R, H) in the problem's dtype.
 
-    The result of a GEMM, after router weight and bias, is rounded once to the problem's dtype; the
-    result of GEMM 1 may stay float32 (`mlp_roundings`). The activation is computed in float32.
-    Schemes that quantize activations quantize h per row, or with one scale for all rows of
-    `tokens`; nvfp4_w4a4 also quantizes x. The delta of an adapter is computed from unquantized rows
-    and added before a GEMM result is rounded.
+    - The result of GEMM 2, with its bias, is rounded once to the problem's dtype. The result of
+      GEMM 1 is rounded once or stays float32 (`mlp_roundings`).
+    - The activation is computed in float32.
+    - Schemes that quantize activations quantize h per row, or with one scale for all rows of
+      `tokens`. nvfp4_w4a4 also quantizes x.
+    - The delta of an adapter is computed from unquantized rows, and added before the result of a
+      GEMM is rounded.
     """
     with stages.stage(stages.GEMM1):
-        hidden = [_hidden(rows, weights, problem) for rows in tokens]
+        hidden = [_compute_hidden(rows, weights, problem) for rows in tokens]
     unquantized = hidden
     if hidden and problem.scheme.quantizes_activations:
         with stages.stage(stages.QUANTIZE):
             hidden = _quantize_hidden(tokens, hidden, weights, problem)
     with stages.stage(stages.GEMM2):
         return [
-            _output(rows, h_RI, plain_RI, weights, problem)
+            _compute_output(rows, h_RI, plain_RI, weights, problem)
             for rows, h_RI, plain_RI in zip(tokens, hidden, unquantized, strict=True)
         ]
 
 
 def mlp_roundings(weights: ExpertWeights, problem: Problem, *, row_weights: bool) -> Roundings:
-    """Return where `expert_mlps` rounds, given whether rows come with router weights."""
+    """Return where `expert_mlps` rounds.
+
+    row_weights: whether router weights apply to the input.
+    """
     scheme = problem.scheme
     unquantized_activations = not scheme.quantizes_activations
     no_additions = weights.b1 is None and not row_weights
@@ -70,17 +78,17 @@ def mlp_roundings(weights: ExpertWeights, problem: Problem, *, row_weights: bool
     )
 
 
-def _hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> torch.Tensor:
+def _compute_hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> torch.Tensor:
     """Compute GEMM 1 and the activation, (R, H) -> (R, I), rounded to the problem's dtype."""
     x_RH = rows.x_RH
     if rows.scale is not None:
         x_RH = dequantize_rows(x_RH, rows.scale, problem.scheme)
     elif problem.scheme.scales_by_expert:
-        x_RH = _nvfp4_round_trip(x_RH, weights.a1_scale, rows.expert)
+        x_RH = _round_to_nvfp4(x_RH, weights.a1_scale, rows.expert)
     is_final = weights.b1 is None and rows.row_weights_R is None
-    w1_NH = _matrix(weights, "w1", rows.expert, problem)
-    deltas = _deltas(rows, rows.plain_RH, weights.lora_a13, weights.lora_b13, problem)
-    h_RN = _product(x_RH, w1_NH, deltas, is_final=is_final)
+    w1_NH = _get_matrix(weights, "w1", rows.expert, problem)
+    deltas = _compute_deltas(rows, rows.plain_RH, weights.lora_a13, weights.lora_b13, problem)
+    h_RN = _multiply(x_RH, w1_NH, deltas, is_final=is_final)
     if rows.row_weights_R is not None:
         h_RN = h_RN * rows.row_weights_R[:, None]
     if weights.b1 is not None:
@@ -88,26 +96,27 @@ def _hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> tor
     return gated_activation_ref(h_RN, problem.act).to(problem.dtype)
 
 
-def _output(
+def _compute_output(
     rows: ExpertTokens,
     h_RI: torch.Tensor,
     plain_RI: torch.Tensor,
     weights: ExpertWeights,
     problem: Problem,
 ) -> torch.Tensor:
-    """Compute GEMM 2, (R, I) -> (R, H), where plain_RI is h before quantization."""
-    w2_HI = _matrix(weights, "w2", rows.expert, problem)
-    deltas = _deltas(rows, plain_RI, weights.lora_a2, weights.lora_b2, problem)
-    y_RH = _product(h_RI, w2_HI, deltas, is_final=weights.b2 is None)
+    """Compute GEMM 2, (R, I) -> (R, H), rounded to the problem's dtype.
+
+    plain_RI: h before quantization.
+    """
+    w2_HI = _get_matrix(weights, "w2", rows.expert, problem)
+    deltas = _compute_deltas(rows, plain_RI, weights.lora_a2, weights.lora_b2, problem)
+    y_RH = _multiply(h_RI, w2_HI, deltas, is_final=weights.b2 is None)
     if weights.b2 is not None:
         y_RH = y_RH + weights.b2[rows.expert].float()
     return y_RH.to(problem.dtype)
 
 
-def _nvfp4_round_trip(
-    x_RK: torch.Tensor, scale_e: torch.Tensor | None, expert: int
-) -> torch.Tensor:
-    """Quantize rows of one expert to nvfp4 and back; return float32."""
+def _round_to_nvfp4(x_RK: torch.Tensor, scale_e: torch.Tensor | None, expert: int) -> torch.Tensor:
+    """Quantize rows of one expert to nvfp4, and dequantize them to float32."""
     assert scale_e is not None
     expert_scale = scale_e[expert]
     codes, scale = nvfp4.quantize(x_RK, 1 / expert_scale)
@@ -120,10 +129,10 @@ def _quantize_hidden(
     weights: ExpertWeights,
     problem: Problem,
 ) -> list[torch.Tensor]:
-    """Quantize h and dequantize it again; return float32."""
+    """Quantize h, and dequantize it to float32."""
     if problem.scheme.scales_by_expert:
         pairs = zip(tokens, hidden, strict=True)
-        return [_nvfp4_round_trip(h_RI, weights.a2_scale, rows.expert) for rows, h_RI in pairs]
+        return [_round_to_nvfp4(h_RI, weights.a2_scale, rows.expert) for rows, h_RI in pairs]
     all_rows = torch.cat(hidden).float()
     static = weights.a2_scale if problem.scheme.static else None
     q, scale = quantize_values(all_rows, problem.scheme, static)
@@ -131,10 +140,11 @@ def _quantize_hidden(
     return list(torch.split(values, [len(h_RI) for h_RI in hidden]))
 
 
-def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
-    """Return one expert's w1 or w2, dequantized if necessary.
+def _get_matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
+    """Return w1 or w2 of one expert, dequantized if necessary.
 
-    Dequantized values are float32 if activations are quantized, else in the problem's dtype.
+    Dequantized values are float32 if activations are quantized, and otherwise have the problem's
+    dtype.
     """
     weight: torch.Tensor = getattr(weights, name)
     scheme = problem.scheme
@@ -144,17 +154,18 @@ def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) ->
     return values if scheme.quantizes_activations else values.to(problem.dtype)
 
 
-Deltas = list[tuple[torch.Tensor, torch.Tensor]]  # (r,) bool mask of rows, and their (r, N) delta
+# For each adapter: the mask of its rows, (R,) bool, and the delta of these rows, (r, N).
+Deltas = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def _deltas(
+def _compute_deltas(
     rows: ExpertTokens,
     plain_RK: torch.Tensor | None,
     a_LeRK: torch.Tensor | None,
     b_LeNR: torch.Tensor | None,
     problem: Problem,
 ) -> Deltas:
-    """Return B (A x) in float32 for each adapter that occurs, with A x in the problem's dtype."""
+    """Return B (A x) in float32 for each adapter in use. A x is rounded to the problem's dtype."""
     slots_R = rows.slots_R
     if slots_R is None or plain_RK is None or a_LeRK is None or b_LeNR is None:
         return []
@@ -178,18 +189,18 @@ def _deltas(
     return deltas
 
 
-def _product(
+def _multiply(
     a: torch.Tensor, matrix: torch.Tensor, deltas: Deltas, *, is_final: bool
 ) -> torch.Tensor:
-    """Return a @ matrix.T plus the deltas of the rows, added in float32.
+    """Return a @ matrix.T plus the deltas, which are added in float32.
 
-    If is_final, nothing else will be added, so the result has the dtype of the operands; otherwise
-    it is float32, unrounded. Rows without a delta are bitwise the same as in a call without deltas.
+    Rows without a delta are bitwise equal to those of a call without deltas.
+
+    is_final: whether nothing else will be added. The result then has the dtype of the operands;
+        otherwise it is float32.
     """
-    a, matrix = compact(a), compact(matrix)  # once for all following products
-    product = matmul(a, matrix.T) if is_final else matmul(a.float(), matrix.float().T)
+    a, matrix = compact(a), compact(matrix)  # once for all following matmuls
+    result = matmul(a, matrix.T) if is_final else matmul(a.float(), matrix.float().T)
     for selected, delta in deltas:
-        product[selected] = (matmul(a[selected].float(), matrix.float().T) + delta).to(
-            product.dtype
-        )
-    return product
+        result[selected] = (matmul(a[selected].float(), matrix.float().T) + delta).to(result.dtype)
+    return result

@@ -3,11 +3,13 @@
     info = MoELoRABatchInfo(weight_indices, lora_ranks, scalings)
     run_moe_lora(x_TH, ids_TK, weights_TK, info, gate_up_a, gate_up_b, down_a, down_b, output)
 
-adds scaling * sum over k of weight[t, k] * down_B down_A (silu(gate) * up), where gate and up are
-gate_up_B gate_up_A x. This is not the usual LoRA, which adds B A to each projection inside the
-experts (`Problem.lora`; `modular_kernel.spec.lora`). The branch does not interact with the experts'
-weights, and its output is zero if one of its projections is zero. A PEFT checkpoint therefore has
-almost no effect here. Use this operation only for adapters that were trained in this form.
+adds, for each token t, scaling * sum over k of weight[t, k] * down_B down_A (silu(gate) * up),
+where gate and up are gate_up_B gate_up_A x.
+
+This is not the usual LoRA, which adds B A to each projection inside the experts (`Problem.lora`,
+`modular_kernel.spec.lora`). The branch does not interact with the weights of the experts, and its
+output is zero if one of its projections is zero. A PEFT checkpoint therefore has almost no effect
+here. Use this operation only for adapters that were trained in this form.
 """
 
 from dataclasses import dataclass
@@ -42,9 +44,9 @@ BUFFERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 _INTEGERS = (torch.int32, torch.int64)
 _Size = Annotated[int, Between(0, MAX_INT32)]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# Maximum of pairs x blocks of H for which "auto" chooses "fused". This is an estimate, not a
-# measurement: repeating the first steps for every block then costs about as much as three launches
-# of 5 us.
+# Maximum number of pairs x blocks of H for which "auto" chooses "fused". This is an estimate, not a
+# measurement: at this number, repeating the first steps for every block takes about as long as
+# three launches of 5 us.
 _MAX_FUSED_PROGRAMS = 512
 
 
@@ -52,16 +54,17 @@ _MAX_FUSED_PROGRAMS = 512
 class MoELoRABatchInfo:
     """The adapters of a batch, and the adapter slot of each token.
 
-    All tensors are on one device; their values are not read on the host. Raise DtypeError,
-    ShapeError or DeviceError for tensors that do not match.
+    All tensors are on the same device. Their values are not read on the host.
 
-    weight_indices: int32 or int64, the slot of each token (T,), or of each sequence (S,) if
-        seg_indptr is given. -1 or any other value outside 0..L - 1 means no adapter.
-    lora_ranks: int32 or int64, the rank of each adapter (L,), or (L, E) if experts differ; 0 for an
-        empty slot. Only that many rows of A and columns of B are read.
-    scalings: (L,) float32.
-    seg_indptr: (S + 1,) int32 or int64, ascending. Sequence s has tokens seg_indptr[s] to
-        seg_indptr[s + 1] - 1.
+    weight_indices: int32 or int64, the slot of each token, (T,), or the slot of each sequence,
+        (S,), if seg_indptr is given. -1 or any other value outside [0, L) means no adapter.
+    lora_ranks: int32 or int64, the rank of each adapter, (L,), or (L, E) if it depends on the
+        expert; 0 for an empty slot. Only this number of rows of A and columns of B is read.
+    scalings: (L,) float32, the factor of each adapter.
+    seg_indptr: (S + 1,) int32 or int64, ascending. Sequence s consists of the tokens
+        [seg_indptr[s], seg_indptr[s + 1]).
+
+    Raises DtypeError, ShapeError or DeviceError for tensors that do not match.
     """
 
     weight_indices: torch.Tensor
@@ -76,7 +79,7 @@ class MoELoRABatchInfo:
             if tensor.dtype not in need:
                 raise DtypeError(name, got=tensor.dtype, need=" or ".join(map(str, need)))
             if tensor.device != self.weight_indices.device:
-                need_device = f"{self.weight_indices.device}, where weight_indices are"
+                need_device = f"{self.weight_indices.device}, as weight_indices"
                 raise DeviceError(name, got=tensor.device, need=need_device)
         for name, tensor in tensors.items():
             dims = (1, 2) if name == "lora_ranks" else (1,)
@@ -84,16 +87,16 @@ class MoELoRABatchInfo:
                 need_shape = "(L,) or (L, E)" if name == "lora_ranks" else "one dimension"
                 raise ShapeError(name, got=tuple(tensor.shape), need=need_shape)
         if len(self.scalings) != len(self.lora_ranks):
-            need_shape = f"({len(self.lora_ranks)},), as lora_ranks"
+            need_shape = f"({len(self.lora_ranks)},), as many as lora_ranks"
             raise ShapeError("scalings", got=tuple(self.scalings.shape), need=need_shape)
 
     def _check_tensors(self) -> dict[str, torch.Tensor]:
-        """Check that the tensors can be read; return those that are not None."""
+        """Check that the tensors can be read. Returns the tensors that are not None, by name."""
         check_tensors(vars(self), optional=("seg_indptr",))
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def slots_of(self, tokens: int) -> torch.Tensor:
-        """Return the slot of each token, (T,) int32; raise ShapeError if T does not match."""
+        """Return the slot of each token, (T,) int32. Raises ShapeError if T does not match."""
         expect("tokens", tokens, Annotated[int, Between(0, MAX_INT32)])
         self._check_tensors()
         if self.seg_indptr is not None:
@@ -101,7 +104,7 @@ class MoELoRABatchInfo:
         if self.weight_indices.shape != (tokens,):
             got, need = tuple(self.weight_indices.shape), f"({tokens},), or seg_indptr"
             raise ShapeError("weight_indices", got=got, need=need)
-        int32_bounds = -(1 << 31), (1 << 31) - 1  # an int64 must not wrap to a valid slot
+        int32_bounds = -(1 << 31), (1 << 31) - 1  # a large int64 must not wrap to a valid slot
         return self.weight_indices.clamp(*int32_bounds).to(torch.int32).contiguous()
 
 
@@ -118,21 +121,25 @@ def run_moe_lora(  # noqa: PLR0913 (names and order follow SGLang)
     *,
     strategy: Strategy = "auto",
 ) -> torch.Tensor:
-    """Add the parallel branch of each token's adapter to `output`, in place, and return it.
+    """Add the parallel branch of each token's adapter to `output`, in place, and return `output`.
 
-    Raise an InputError that names the tensor before anything is launched, and UnsupportedError if
-    gradients are required.
-
-    hidden_states, output: (T, H) float32, float16 or bfloat16. Rows of tokens without an adapter or
-        expert are not changed.
-    topk_ids: (T, K) int32 or int64, local ids. Pairs with an id outside 0..E - 1 are skipped.
-    topk_weights: (T, K) float32; weights of skipped pairs are not read.
-    gate_up_a_buffer, gate_up_b_buffer, down_a_buffer, down_b_buffer: (L, E, R, H), (L, E, 2I, R)
-        with gate rows first, (L, E, R, I), and (L, E, H, R), in the dtype of hidden_states; R <=
-        256, any strides with a contiguous last dimension. Only adapters in use are read.
+    hidden_states: (T, H) float32, float16 or bfloat16.
+    topk_ids: (T, K) int32 or int64, local ids. Pairs with an id outside [0, E) are skipped.
+    topk_weights: (T, K) float32. Weights of skipped pairs are not read.
+    gate_up_a_buffer: (L, E, R, H) with R <= 256.
+    gate_up_b_buffer: (L, E, 2I, R), with gate rows first.
+    down_a_buffer: (L, E, R, I).
+    down_b_buffer: (L, E, H, R).
+    output: (T, H). Rows of tokens without an adapter or without an expert are not changed.
     strategy: "staged" launches four kernels over pairs grouped by adapter and expert; "fused"
         launches one kernel with a program per token and block of H; "auto" chooses with
         `should_use_fused_kernel`. Without triton, the computation runs in torch.
+
+    The four buffers and output have the dtype of hidden_states. The last dimension of a buffer must
+    be contiguous; other strides are arbitrary. Only adapters in use are read.
+
+    Raises an InputError that names the tensor before anything is launched, and UnsupportedError if
+    gradients are required.
     """
     expect("strategy", strategy, Strategy)
     expect("moe_lora_info", moe_lora_info, MoELoRABatchInfo)
@@ -156,11 +163,12 @@ def should_use_fused_kernel(
 ) -> bool:
     """Return whether strategy "auto" uses the fused kernel, which it does for few pairs.
 
-    The fused kernel repeats the first steps for each block of H. The threshold is an estimate;
-    where the strategies take the same time was not measured.
+    The fused kernel repeats the first steps for each block of H. The threshold is an estimate, and
+    was not measured.
 
     hidden_shape: (T, H).
     topk_shape: (T, K).
+    max_rank: R.
     """
     _check_sizes(hidden_shape, topk_shape, max_rank)
     blocks = -(-hidden_shape[1] // fused_block(max_rank))
@@ -170,7 +178,7 @@ def should_use_fused_kernel(
 def explain_strategy(
     hidden_shape: tuple[int, ...], topk_shape: tuple[int, ...], max_rank: int = 16
 ) -> str:
-    """Return the strategy that "auto" chooses for a call, and the reason."""
+    """Return the strategy that "auto" chooses for a call, and the reason, as text."""
     _check_sizes(hidden_shape, topk_shape, max_rank)
     pairs = topk_shape[0] * topk_shape[1]
     blocks = -(-hidden_shape[1] // fused_block(max_rank))
@@ -205,7 +213,7 @@ def _check(
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
         if tensor.device != x.device:
-            need = f"{x.device}, where hidden_states are"
+            need = f"{x.device}, as hidden_states"
             raise DeviceError(name, got=tensor.device, need=need)
     for name, shape in _shapes(x, ids, info, buffers).items():
         if tuple(tensors[name].shape) != shape:
@@ -213,7 +221,7 @@ def _check(
     for name, tensor in tensors.items():
         _check_values(name, tensor, x.dtype)
     if info.weight_indices.device != x.device:
-        need = f"{x.device}, where hidden_states are"
+        need = f"{x.device}, as hidden_states"
         raise DeviceError("moe_lora_info", got=info.weight_indices.device, need=need)
     info.slots_of(len(x))
     check_no_gradients(tensors)
@@ -222,16 +230,17 @@ def _check(
 
 
 def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Check a tensor's dtype and layout."""
+    """Check the dtype and the strides of a tensor."""
     dtypes = {"topk_ids": _INTEGERS, "topk_weights": (torch.float32,), "hidden_states": _FLOATS}
     allowed = dtypes.get(name, (dtype,))
     if tensor.dtype not in allowed:
         raise DtypeError(name, got=tensor.dtype, need=" or ".join(map(str, allowed)))
-    # Ids and weights are copied if not contiguous; a last dimension of 1 has no stride.
+    # Ids and weights are copied if they are not contiguous. The stride of a dimension of size 1
+    # does not matter.
     is_copied = name in ("topk_ids", "topk_weights")
     if not is_copied and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         got = f"strides {tensor.stride()}"
-        raise LayoutError(name, got=got, need="the last dimension contiguous")
+        raise LayoutError(name, got=got, need="a contiguous last dimension")
     if name == "output" and len(tensor) > 1 and tensor.stride(0) < tensor.shape[1]:
         raise LayoutError(name, got=f"strides {tensor.stride()}", need="rows that do not overlap")
 
@@ -251,7 +260,7 @@ def _shapes(
     intermediate = buffers[2].shape[3]
     if not 0 < rank <= 256 or 0 in (slots, experts, intermediate, top_k):
         got = f"{tuple(buffers[0].shape)}, K = {top_k}, I = {intermediate}"
-        raise ShapeError("gate_up_a_buffer", got=got, need="no empty dimension, R at most 256")
+        raise ShapeError("gate_up_a_buffer", got=got, need="no empty dimension, and R <= 256")
     ranks = tuple(info.lora_ranks.shape)
     if ranks not in ((slots,), (slots, experts)):
         raise ShapeError("lora_ranks", got=ranks, need=f"({slots},) or {(slots, experts)}")

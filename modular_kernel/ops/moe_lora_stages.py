@@ -1,12 +1,12 @@
-"""The steps of the parallel LoRA branch, one function each, with their torch references.
+"""The steps of the parallel LoRA branch (`modular_kernel.ops.moe_lora`), one function each.
 
     u_TKR = moe_lora_a(x_TH, gate_up_a, batch)                   # u = A13 x
     h_TKI = moe_lora_gate_up_b(u_TKR, gate_up_b, batch)          # h = silu(B_gate u) * (B_up u)
     v_TKR = moe_lora_a(h_TKI, down_a, batch)                     # v = A2 h
     moe_lora_down_combine(v_TKR, down_b, batch, weights_TK, scalings_L, out_TH)
 
-`moe_lora_fused` does all four in one launch. Sums are float32; u, h and v are rounded to x's dtype.
-Arguments must have been checked by `modular_kernel.ops.moe_lora.run_moe_lora`.
+`moe_lora_fused` does all four steps in one launch. Sums are float32, and u, h and v are rounded to
+the dtype of x. `modular_kernel.ops.moe_lora.run_moe_lora` must have checked the arguments.
 """
 
 from collections.abc import Iterator
@@ -19,24 +19,25 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.utils.matmul import matmul
 
-BLOCK_T = 16  # pairs or tokens per program: the minimum rows of a tensor core product
-_BLOCK_R, _BLOCK_I = 32, 64  # maximum ranks per step, and columns of h per program
-# By element size in bytes: elements per step along the depth of a product, and columns of the
-# output per program.
-_DEPTH, _OUT = {2: 64, 4: 32}, {2: 128, 4: 64}
-_MIN_R = 16
-# Elements of a matrix that a program of the fused kernel holds at once, and its maximum columns.
-_FUSED_TILE, _MAX_FUSED_BLOCK = 4096, 256
+BLOCK_T = 16  # pairs or tokens per program, the minimum number of rows of an MMA operand
+_MAX_BLOCK_R = 32  # maximum number of ranks per step
+_MIN_BLOCK_R = 16  # minimum number of ranks per step
+_BLOCK_I = 64  # columns of h per program
+# By element size in bytes:
+_BLOCK_K = {2: 64, 4: 32}  # elements per step along K
+_BLOCK_OUT = {2: 128, 4: 64}  # columns of the output per program
+_FUSED_TILE = 4096  # elements of a matrix that a program of the fused kernel holds at once
+_MAX_FUSED_BLOCK = 256  # maximum number of columns of that matrix
 
 
 @dataclass(frozen=True)
 class PairBatch:
     """The adapter and the expert of each pair.
 
-    ids_TK: (T, K) int32 or int64, contiguous; values outside 0 to E - 1 are skipped.
-    slots_T: (T,) int32; values outside 0 to L - 1 have no adapter.
-    ranks_LE: (L, E) integers, any strides; a rank <= 0 adds nothing.
-    order_P: (T K,), the order in which programs process pairs; None means their own order.
+    ids_TK: (T, K) int32 or int64, contiguous. Pairs with an id outside [0, E) are skipped.
+    slots_T: (T,) int32. Tokens with a slot outside [0, L) have no adapter.
+    ranks_LE: (L, E) integers, with any strides. An adapter with a rank <= 0 adds nothing.
+    order_P: (T * K,), the order in which programs process pairs; None means ascending order.
     """
 
     ids_TK: torch.Tensor
@@ -44,10 +45,11 @@ class PairBatch:
     ranks_LE: torch.Tensor
     order_P: torch.Tensor | None = None
 
-    def keys(self) -> torch.Tensor:
-        """Return the key of each pair, slot * E + expert, (T, K) int64; L * E if it adds nothing.
+    def compute_keys(self) -> torch.Tensor:
+        """Return the key of each pair, slot * E + expert, (T, K) int64.
 
-        Does not synchronize, and output shapes do not depend on values.
+        A pair without an adapter has the key L * E. Does not synchronize, and the output shape does
+        not depend on values.
         """
         slots, experts = self.ranks_LE.shape
         slots_T1, ids_TK = self.slots_T[:, None].long(), self.ids_TK.long()
@@ -56,15 +58,15 @@ class PairBatch:
         ranks = self.ranks_LE.flatten()[torch.where(valid, keys_TK, 0)]
         return torch.where(valid & (ranks > 0), keys_TK, slots * experts)
 
-    def grouped(self) -> "PairBatch":
-        """Return a batch with pairs ordered by key, so that pairs of a program share matrices."""
-        order_P = self.keys().flatten().argsort(stable=True)
+    def group_by_key(self) -> "PairBatch":
+        """Return a batch with pairs sorted by key, so that pairs of a program share matrices."""
+        order_P = self.compute_keys().flatten().argsort(stable=True)
         return PairBatch(self.ids_TK, self.slots_T, self.ranks_LE, order_P)
 
     def iter_keys(self) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-        """Yield pairs, slot, expert and rank of each key that occurs, for the torch references."""
+        """Yield (pairs, slot, expert, rank) of each key in use, for the torch references."""
         slots, experts = self.ranks_LE.shape
-        keys_P = self.keys().flatten()
+        keys_P = self.compute_keys().flatten()
         keys: torch.Tensor = torch.unique(keys_P)
         for key in keys.tolist():
             if key < slots * experts:
@@ -77,7 +79,7 @@ class PairBatch:
                 )
 
     def arguments(self) -> dict[str, object]:
-        """Return the arguments common to all kernels."""
+        """Return the arguments that all kernels have in common."""
         return {
             "ids_ptr": self.ids_TK,
             "slots_ptr": self.slots_T,
@@ -100,9 +102,11 @@ class PairBatch:
 
 
 def moe_lora_a(x: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch.Tensor:
-    """Return A[slot, expert, :rank] x of every pair, (T, K, R); 0 beyond the rank or without a key.
+    """Return A[slot, expert, :rank] x for every pair, (T, K, R).
 
-    x: (T, D), or (T, K, D) with one row per pair; contiguous rows.
+    Values beyond the rank of an adapter, and of pairs without an adapter, are 0.
+
+    x: (T, D), or (T, K, D) with one row per pair. Rows are contiguous.
     a_LERD: (L, E, R, D).
     """
     (tokens, top_k), (_, _, max_rank, depth) = batch.ids_TK.shape, a_LERD.shape
@@ -126,7 +130,7 @@ def moe_lora_a(x: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch
         stride_x=x_XD.stride(0),
         X_TOP_K=batch.ids_TK.numel() // len(x_XD),
         BLOCK_R=block,
-        BLOCK_K=_DEPTH[x.itemsize],
+        BLOCK_K=_BLOCK_K[x.itemsize],
         PRECISION="ieee",
         **_strides("a", a_LERD, "r"),
         **batch.pair_arguments(),
@@ -135,7 +139,10 @@ def moe_lora_a(x: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch
 
 
 def _moe_lora_a_ref(x_XD: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch.Tensor:
-    """Torch reference of `moe_lora_a`; x is (T, D) or (T K, D)."""
+    """Torch reference of `moe_lora_a`.
+
+    x_XD: (T, D) or (T * K, D).
+    """
     tokens, top_k = batch.ids_TK.shape
     out_PR = x_XD.new_zeros(tokens * top_k, a_LERD.shape[2])
     for pairs, slot, expert, rank in batch.iter_keys():
@@ -146,10 +153,10 @@ def _moe_lora_a_ref(x_XD: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) 
 
 
 def moe_lora_gate_up_b(u_TKR: torch.Tensor, b_LENR: torch.Tensor, batch: PairBatch) -> torch.Tensor:
-    """Return silu(B_gate u) * (B_up u) of every pair, (T, K, I); 0 for pairs without a key.
+    """Return silu(B_gate u) * (B_up u) for every pair, (T, K, I); 0 for pairs without an adapter.
 
     u_TKR: (T, K, R), contiguous.
-    b_LENR: (L, E, 2I, R), gate rows first.
+    b_LENR: (L, E, 2I, R), with gate rows first.
     """
     intermediate, max_rank = b_LENR.shape[2] // 2, b_LENR.shape[3]
     out_TKI = u_TKR.new_empty(*u_TKR.shape[:2], intermediate)
@@ -159,7 +166,7 @@ def moe_lora_gate_up_b(u_TKR: torch.Tensor, b_LENR: torch.Tensor, batch: PairBat
         return _moe_lora_gate_up_b_ref(u_TKR, b_LENR, batch)
     from modular_kernel.ops.kernels.moe_lora import moe_lora_gate_up_b_kernel
 
-    # Float32 products are not computed on tensor cores, and triton 3.9 spills with more columns.
+    # Float32 matmuls do not use tensor cores, and triton 3.9 spills registers with more columns.
     block = _BLOCK_I if b_LENR.itemsize == 2 else _BLOCK_I // 2
     launch(
         moe_lora_gate_up_b_kernel,
@@ -200,15 +207,15 @@ def moe_lora_down_combine(
     scalings_L: torch.Tensor,
     out_TH: torch.Tensor,
 ) -> None:
-    """Add sum over k of weights[t, k] * scaling of t's slot * (B[slot, expert] v[t, k]) to out[t].
+    """Add sum over k of weights[t, k] * scaling[slot] * (B[slot, expert] v[t, k]) to out[t].
+
+    slot is the adapter slot of token t. The sum is computed in float32 and rounded once.
 
     v_TKR: (T, K, R), contiguous.
     b_LEHR: (L, E, H, R).
-    weights_TK: (T, K) float32, contiguous; weights of pairs without a key are not read.
+    weights_TK: (T, K) float32, contiguous. Weights of pairs without an adapter are not read.
     scalings_L: (L,) float32.
-    out_TH: (T, H), contiguous rows; rows of tokens without a key are not changed.
-
-    The sum is float32 and rounded once.
+    out_TH: (T, H), with contiguous rows. Rows of tokens without an adapter are not changed.
     """
     if out_TH.numel() == 0:
         return
@@ -218,7 +225,7 @@ def moe_lora_down_combine(
     from modular_kernel.ops.kernels.moe_lora import moe_lora_down_combine_kernel
 
     (tokens, hidden), max_rank = out_TH.shape, b_LEHR.shape[3]
-    block = _OUT[out_TH.itemsize]
+    block = _BLOCK_OUT[out_TH.itemsize]
     launch(
         moe_lora_down_combine_kernel,
         (-(-tokens // BLOCK_T), -(-hidden // block)),
@@ -234,7 +241,7 @@ def moe_lora_down_combine(
         BLOCK_T=BLOCK_T,
         BLOCK_H=block,
         BLOCK_R=_rank_block(max_rank),
-        # Avoids register spills: with 16-bit dtypes on triton 3.9, with 32-bit ones on 3.6.
+        # Avoids register spills of triton 3.9 with 16-bit dtypes, and of 3.6 with 32-bit dtypes.
         num_warps=8 if out_TH.itemsize == 2 else 4,
         PRECISION="ieee",
         **_strides("b", b_LEHR, "n"),
@@ -273,12 +280,14 @@ def moe_lora_staged(
 ) -> None:
     """Add the result of all four steps to out (T, H), with one launch per step.
 
-    Unlike in `moe_lora_fused`, the first three steps run only once per pair.
+    Unlike in `moe_lora_fused`, the first three steps are computed only once per pair.
+
+    matrices: as for `moe_lora_fused`.
     """
     if batch.ids_TK.numel() == 0:
         return
     a13, b13, a2, b2 = matrices
-    batch = batch.grouped()
+    batch = batch.group_by_key()
     u_TKR = moe_lora_a(x_TH, a13, batch)
     h_TKI = moe_lora_gate_up_b(u_TKR, b13, batch)
     v_TKR = moe_lora_a(h_TKI, a2, batch)
@@ -293,11 +302,13 @@ def moe_lora_fused(
     scalings_L: torch.Tensor,
     out_TH: torch.Tensor,
 ) -> None:
-    """Add the result of all four steps to out (T, H) in one launch.
+    """Add the result of all four steps to out (T, H), in one launch.
 
-    `matrices` are A (L, E, R, H), B (L, E, 2I, R), A (L, E, R, I) and B (L, E, H, R). Every program
-    repeats the first three steps for its block of H, so this is efficient for few tokens only.
-    Without triton, the torch references of the steps run.
+    Every program repeats the first three steps for its block of H, so this is efficient only for
+    few tokens. Without triton, the torch references of the steps run.
+
+    matrices: A of gate and up (L, E, R, H), B of gate and up (L, E, 2I, R), A of down (L, E, R, I)
+        and B of down (L, E, H, R).
     """
     if out_TH.numel() == 0:
         return
@@ -340,15 +351,15 @@ def moe_lora_fused(
 
 
 def fused_block(max_rank: int) -> int:
-    """Return the columns of H per program of the fused kernel."""
-    return min(_MAX_FUSED_BLOCK, max(_MIN_R, _FUSED_TILE // next_power_of_2(max_rank)))
+    """Return the number of columns of H per program of the fused kernel."""
+    return min(_MAX_FUSED_BLOCK, max(_MIN_BLOCK_R, _FUSED_TILE // next_power_of_2(max_rank)))
 
 
 def _rank_block(max_rank: int) -> int:
-    return min(_BLOCK_R, max(_MIN_R, next_power_of_2(max_rank)))
+    return min(_MAX_BLOCK_R, max(_MIN_BLOCK_R, next_power_of_2(max_rank)))
 
 
 def _strides(name: str, matrices: torch.Tensor, row: str) -> dict[str, int]:
-    """Return the stride arguments of a matrix buffer: those of its slots, experts and rows."""
+    """Return the strides of a buffer's slots, experts and rows, as kernel arguments."""
     names = (f"stride_{name}{dim}" for dim in ("l", "e", row))
     return dict(zip(names, matrices.stride(), strict=False))

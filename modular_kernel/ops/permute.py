@@ -1,4 +1,4 @@
-"""permute_tokens: copy each token to the rows of its pairs."""
+"""permute_tokens: copy each token to the output row of each of its (token, expert) pairs."""
 
 import torch
 
@@ -9,8 +9,8 @@ from modular_kernel.replay.launch.runtime import use_triton
 _MAX_BLOCK_H = 1024
 
 
-def hidden_block(hidden: int) -> int:
-    """Return the columns per program of the kernels that move rows."""
+def hidden_block_size(hidden: int) -> int:
+    """Return the number of columns that one program of the row-copy kernels handles."""
     return min(_MAX_BLOCK_H, next_power_of_2(hidden))
 
 
@@ -23,16 +23,17 @@ def permute_tokens(
     scale_TG: torch.Tensor | None = None,
     scale_rows_RG: torch.Tensor | None = None,
 ) -> None:
-    """Set rows_RH[row_of_pair_TK[t, k]] = x_TH[t], times weights_TK[t, k] if given, rounded once.
+    """Set rows_RH[row_of_pair_TK[t, k]] = x_TH[t].
 
-    Scales, if given, are copied in the same launch.
+    If weights are given, multiply by weights_TK[t, k] in float32, and round once to the dtype of
+    x_TH. If scales are given, copy them in the same launch.
 
-    x_TH: (T, H), contiguous rows.
-    row_of_pair_TK: (T, K) int32, -1 to skip a pair.
+    x_TH: (T, H), with contiguous rows.
+    row_of_pair_TK: (T, K) int32; -1 skips the pair.
     weights_TK: (T, K) float32, or None.
-    rows_RH: (R, H), contiguous. Rows without a pair are left unchanged.
+    rows_RH: output, (R, H), contiguous. Rows without a pair are not changed.
     scale_TG: (T, G) float32, contiguous, the scales of x_TH; or None.
-    scale_rows_RG: (R, G) float32, any strides, gets the scales of rows_RH; or None.
+    scale_rows_RG: output, (R, G) float32 with any strides, the scales of rows_RH; or None.
     """
     tokens, hidden = x_TH.shape
     if tokens == 0:
@@ -44,7 +45,7 @@ def permute_tokens(
         return
     from modular_kernel.ops.kernels.rows import permute_tokens_kernel
 
-    block = hidden_block(hidden)
+    block = hidden_block_size(hidden)
     scale_rows = rows_RH if scale_rows_RG is None else scale_rows_RG
     groups = 0 if scale_TG is None else scale_TG.shape[1]
     launch(
@@ -76,7 +77,10 @@ def permute_tokens_ref(
     *,
     rows_RH: torch.Tensor,
 ) -> None:
-    """Torch reference of `permute_tokens`, without scales, which can be moved like other rows."""
+    """Torch reference of `permute_tokens`, without scales.
+
+    To copy scales, call it a second time with the scales as x_TH.
+    """
     token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
     values = x_TH[token]
     if weights_TK is not None:

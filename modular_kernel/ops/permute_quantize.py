@@ -1,4 +1,4 @@
-"""permute_and_quantize: quantize each token and write it to the rows of its pairs."""
+"""permute_and_quantize: quantize each token, and write it to the row of each of its pairs."""
 
 import torch
 
@@ -12,8 +12,8 @@ from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.quantization import QuantScheme
 
-_TILE = 2048  # columns per program, unless a group has more
-_MAX_BLOCK = 8192  # maximum columns held at once; a longer group is read again for each pair
+_COLUMNS_PER_PROGRAM = 2048  # unless a group has more
+_MAX_BLOCK_C = 8192  # maximum columns held at once; a longer group is read again for each pair
 
 
 def permute_and_quantize(
@@ -24,21 +24,22 @@ def permute_and_quantize(
     *,
     out: QuantizedRows,
 ) -> None:
-    """Quantize x_TH as `quantize_rows`, and permute the result to the rows of `out`, in one launch.
+    """Quantize x_TH like `quantize_rows`, and permute the result to rows of `out`, in one launch.
 
-    x_TH: (T, H), contiguous rows.
-    row_of_pair_TK: (T, K) int32, -1 to skip a pair.
-    weights_TK: (T, K) float32, multiplied into x in float32 first, or None. Pairs that share a row
-        must have equal weights.
-    scheme: its scales are per token or per group, or static. A dynamic scale per tensor depends on
-        all values and raises ConfigurationError.
-    out: R rows, with scales in either layout of `QuantizedRows`. Rows without a pair are not
-        written.
+    x_TH: (T, H), with contiguous rows.
+    row_of_pair_TK: (T, K) int32; -1 skips the pair.
+    weights_TK: (T, K) float32, factors of x that are applied in float32 before quantization; or
+        None. Pairs that share a row must have equal weights.
+    scheme: quantization scheme, with scales that are static, per token or per group.
+    out: output, R rows with scales in either layout of `QuantizedRows`. Rows without a pair are not
+        changed.
+
+    Raises ConfigurationError for a dynamic per-tensor scale, because it depends on all values.
     """
     if scheme.activation_granularity == "none" or (
         scheme.activation_granularity == "tensor" and not scheme.static
     ):
-        need = "quantized activations with a scale per token, per group, or static"
+        need = "quantized activations with a static scale, or a scale per token or group"
         raise ConfigurationError("permute_and_quantize", got=str(scheme), need=need)
     tokens, hidden = x_TH.shape
     check_quantized(out.q_RK.shape[0], hidden, scheme, out)
@@ -53,9 +54,9 @@ def permute_and_quantize(
 
     is_dynamic = not scheme.static
     group = min(hidden, scheme.group[-1] if scheme.group else hidden)
-    block = min(next_power_of_2(group), _MAX_BLOCK)
+    block = min(next_power_of_2(group), _MAX_BLOCK_C)
     groups = -(-hidden // group)
-    groups_per_program = min(next_power_of_2(groups), max(1, _TILE // block))
+    groups_per_program = min(next_power_of_2(groups), max(1, _COLUMNS_PER_PROGRAM // block))
     launch(
         permute_and_quantize_kernel,
         (tokens * -(-groups // groups_per_program),),
@@ -80,7 +81,7 @@ def permute_and_quantize(
         BLOCK_G=groups_per_program,
         BLOCK_C=block,
         BLOCK_K=next_power_of_2(row_of_pair_TK.shape[1]),
-        num_warps=8 if block > _TILE else 4,
+        num_warps=8 if block > _COLUMNS_PER_PROGRAM else 4,
         **pdl_arguments(),
     )
 
@@ -93,14 +94,14 @@ def permute_and_quantize_ref(
     *,
     out: QuantizedRows,
 ) -> None:
-    """Torch reference of `permute_and_quantize`: expand to pairs, quantize, then move."""
+    """Torch reference of `permute_and_quantize`. It quantizes a copy of x for each pair."""
     token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
     values = x_TH[token].float()
     if weights_TK is not None:
         values = values * weights_TK[token, slot, None]
     q, scale = quantize_values(values, scheme, out.scale if scheme.static else None)
     row_of_pair = row_of_pair_TK[token, slot][:, None]
-    # As bytes, because torch cannot assign float8 values by index.
+    # Copy bytes, because torch cannot assign float8 values by index.
     bytes_RH = out.q_RK.view(torch.uint8)
     permute_tokens_ref(q.view(torch.uint8), row_of_pair, None, rows_RH=bytes_RH)
     if not scheme.static:

@@ -2,8 +2,8 @@
 
     scale = max(amax / L, 2^-33)    q = x * (1 / scale), clamped to [-L, L], rounded to nearest even
 
-L is 448 for float8_e4m3fn and 127 for int8. Both divisions round to nearest, so the kernel and the
-torch reference agree bit for bit on finite values. To dequantize, multiply: q * scale.
+L is 448 for float8_e4m3fn and 127 for int8. Both divisions round to nearest, so that the kernel and
+the torch reference are bitwise equal for finite values. The dequantized value is q * scale.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,18 @@ import torch
 
 from modular_kernel.compatibility.support import Rejection
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.ops.activation import activation_constants, gated_activation_ref, up_rows
+from modular_kernel.ops.activation import (
+    activation_constants,
+    gated_activation_ref,
+    get_gate_up_layout,
+)
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.quantize_tiles import group_tiles, row_tiles
+from modular_kernel.ops.quantize_tiles import tile_groups, tile_rows
 from modular_kernel.ops.valid_rows import (
     BatchedRows,
     ValidRows,
-    segments_of,
-    source_arguments,
+    get_segments,
+    make_source_arguments,
     valid_row_mask,
 )
 from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX, STORAGE
@@ -32,22 +36,21 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 _ACTIVATIONS = ("float8_e4m3fn", "int8")
 _CHUNK = 1024  # columns per program with a per-tensor scale
-# Maximum programs: of a per-tensor amax, and over batched rows, most of which hold no token. There
-# are more if there are more experts.
-_MAX_PARTIALS = 1024
-_MAX_PROGRAMS = 8192
+# Maximum numbers of programs, unless there are more experts:
+_MAX_PARTIALS = 1024  # that compute a per-tensor amax
+_MAX_BATCHED_PROGRAMS = 8192  # for batched rows, most of which do not hold a token
 
 
 @dataclass(frozen=True)
 class QuantizedRows:
     """Quantized rows. All tensors are contiguous.
 
-    q_RK: (R, K) float8_e4m3fn or int8, written by the quantization.
-    scale: float32: (R, 1) per token; (R, G) per group of g columns, G = ceil(K / g); (1,) per
-        tensor. Read if the scheme is static, else written.
-    partials: float32 scratch for a dynamic per-tensor scale, else None.
-    along_rows: scales are stored as (e, G, R / e) for e segments of rows, so that those of adjacent
-        rows are adjacent.
+    q_RK: output, (R, K) float8_e4m3fn or int8.
+    scale: float32, (R, 1) per token, (R, G) per group of g columns with G = ceil(K / g), or (1,)
+        per tensor. It is an input if the scheme is static, and an output otherwise.
+    partials: float32 scratch buffer for a dynamic per-tensor scale; None for other schemes.
+    along_rows: whether scales are stored as (e, G, R / e) for e segments of rows, so that the
+        scales of adjacent rows are adjacent.
     """
 
     q_RK: torch.Tensor
@@ -57,14 +60,17 @@ class QuantizedRows:
 
     @property
     def scale_of_rows(self) -> torch.Tensor:
-        """A view of the scales as (R, G), (e, C, G) for several segments, or (1,)."""
+        """A view of the scales as (R, G), as (e, C, G) for several segments, or as (1,)."""
         if not self.along_rows:
             return self.scale
         return self.scale[0].T if len(self.scale) == 1 else self.scale.mT
 
 
 def quantize_rejections(part: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-    """Return why `quantize_rows` cannot serve `part` on the machine; empty if it can."""
+    """Return the reasons why a part cannot use `quantize_rows` on the machine; empty if it can.
+
+    part: name of the part.
+    """
     fp8 = problem.scheme.activation == "float8_e4m3fn"
     if not fp8 or machine.arch is None or machine.arch >= (8, 9):
         return ()
@@ -75,10 +81,11 @@ def quantize_rejections(part: str, problem: Problem, machine: Machine) -> tuple[
 def quantize_specs(
     prefix: str, scheme: QuantScheme, rows: int, columns: int, *, segments: int = 1
 ) -> dict[str, BufferSpec]:
-    """Return the specs of the buffers that `take_quantized` takes from the workspace.
+    """Return the specs of the buffers of `take_quantized`. Sizes grow with rows and segments.
 
-    `segments` is the number of experts for batched rows, else 1. Sizes never decrease with rows or
-    segments.
+    prefix: prefix of the names of the buffers.
+    rows, columns: number of rows and columns to quantize.
+    segments: number of experts for batched rows, else 1.
     """
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
@@ -109,10 +116,11 @@ def take_quantized(
     static_scale: torch.Tensor | None = None,
     along_rows: bool = False,
 ) -> QuantizedRows:
-    """Take views of the buffers of `quantize_specs`, for `shape` (rows, columns).
+    """Return views of the workspace buffers that `quantize_specs` declares.
 
-    static_scale: (1,) float32 for a static scheme, otherwise None.
-    along_rows: the layout of the scales, see `QuantizedRows`; ignored for a per-tensor scale.
+    shape: (rows, columns).
+    static_scale: (1,) float32 for a static scheme, else None.
+    along_rows: layout of the scales, as in `QuantizedRows`. It has no effect on a per-tensor scale.
     """
     assert (static_scale is not None) == scheme.static
     specs = quantize_specs(prefix, scheme, *shape, segments=segments)
@@ -134,12 +142,16 @@ def quantize_rows(
     valid_rows: ValidRows = None,
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
-    """Quantize x_RK (R, K), whose rows are contiguous, by `scheme` into `out`.
+    """Quantize the rows of x_RK, and write the result to `out`.
 
-    valid_rows: the rows that hold a token; None means all. Other rows are neither read nor written.
-    row_weights_R: (R,) float32, multiplied into x in float32 before quantization, or None.
+    This takes one launch on a GPU, or two for a dynamic per-tensor scale. Nothing is launched for
+    zero rows.
 
-    On a GPU, there is one launch, or two for a dynamic per-tensor scale; none for zero rows.
+    x_RK: (R, K), with contiguous rows.
+    valid_rows: the rows that hold a token; None means all rows. Other rows are neither read nor
+        written.
+    row_weights_R: (R,) float32, factors of x that are applied in float32 before quantization; or
+        None.
     """
     check_quantized(x_RK.shape[0], x_RK.shape[1], scheme, out)
     if x_RK.numel() == 0:
@@ -148,7 +160,7 @@ def quantize_rows(
         quantize_rows_ref(x_RK, scheme, out=out, valid_rows=valid_rows, row_weights_R=row_weights_R)
         return
     identity = {"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0, "STEP": 1, "up_offset": 0}
-    source = source_arguments(x_RK, valid_rows, row_weights_R)
+    source = make_source_arguments(x_RK, valid_rows, row_weights_R)
     num_partials = 0
     if _needs_partials(scheme):
         num_partials = _launch_amax(x_RK, out, valid_rows, source)
@@ -163,15 +175,18 @@ def activation_and_quantize(
     out: QuantizedRows,
     valid_rows: ValidRows = None,
 ) -> None:
-    """Run `gated_activation`, round to x's dtype, and `quantize_rows` the result, in one launch.
+    """Run `gated_activation` and `quantize_rows` in one launch.
 
-    x_RN is (R, N), where N is twice the columns of `out` if the activation is gated. The result is
-    bitwise that of the two separate operations. Raise ConfigurationError for a dynamic per-tensor
-    scale, because it depends on all values.
+    The result is bitwise equal to the result of the two separate operations, with the activation
+    rounded to the dtype of x. Raises ConfigurationError for a dynamic per-tensor scale, because it
+    depends on all values.
+
+    x_RN: (R, N), with contiguous rows. N is twice the number of columns of `out` if the activation
+        is gated.
     """
     rows, intermediate = out.q_RK.shape
     if _needs_partials(scheme):
-        need = "a scale per token, per group, or static"
+        need = "a static scale, or a scale per token or group"
         raise ConfigurationError("activation_and_quantize", got=str(scheme), need=need)
     width = intermediate * (2 if spec.gated else 1)
     if tuple(x_RN.shape) != (rows, width):
@@ -182,9 +197,9 @@ def activation_and_quantize(
     if not use_triton(x_RN):
         activation_and_quantize_ref(x_RN, spec, scheme, out=out, valid_rows=valid_rows)
         return
-    step, offset = up_rows(spec, intermediate)
+    step, offset = get_gate_up_layout(spec, intermediate)
     constants = {**activation_constants(spec), "STEP": step, "up_offset": offset}
-    source = source_arguments(x_RN, valid_rows, None)
+    source = make_source_arguments(x_RN, valid_rows, None)
     _launch_quantize(x_RN, scheme, out, valid_rows, 0, source | constants)
 
 
@@ -222,16 +237,16 @@ def _columns_per_scale(scheme: QuantScheme, columns: int) -> int:
 def _launch_amax(
     x_RK: torch.Tensor, out: QuantizedRows, valid_rows: ValidRows, source: dict[str, object]
 ) -> int:
-    """Write the maximum of each program to out.partials; return the number of programs."""
+    """Write the maximum of each program to out.partials. Returns the number of programs."""
     from modular_kernel.ops.kernels.quantize import amax_kernel
 
     rows, columns = x_RK.shape
     assert out.partials is not None
-    tiles = row_tiles(*segments_of(rows, valid_rows), min(columns, _CHUNK), _MAX_PARTIALS)
+    tiles = tile_rows(*get_segments(rows, valid_rows), min(columns, _CHUNK), _MAX_PARTIALS)
     programs = tiles.segments * tiles.programs_per_segment
     assert programs <= out.partials.numel()
     arguments = {"partials_ptr": out.partials, "num_columns": columns, "up_offset": 0}
-    launch(amax_kernel, (programs,), **arguments, **tiles.rows(), **source)
+    launch(amax_kernel, (programs,), **arguments, **tiles.row_kernel_arguments(), **source)
     return programs
 
 
@@ -245,10 +260,10 @@ def _launch_quantize(
 ) -> None:
     from modular_kernel.ops.kernels.quantize import quantize_rows_kernel
 
-    # Only contiguous rows of 16-bit values with 16-byte alignment are copied with cp.async, and
-    # only then do 8 programs fit on an SM.
+    # Rows are copied with cp.async only if they are contiguous, 16-byte aligned and have 16-bit
+    # values. Only then do 8 programs fit on an SM.
     allow_streaming = arguments["STEP"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
-    tiles, programs = tile_arguments(scheme, out, valid_rows, allow_streaming=allow_streaming)
+    tiles, programs = make_tile_arguments(scheme, out, valid_rows, allow_streaming=allow_streaming)
     launch(
         quantize_rows_kernel,
         (programs,),
@@ -261,23 +276,25 @@ def _launch_quantize(
     )
 
 
-def tile_arguments(
+def make_tile_arguments(
     scheme: QuantScheme, out: QuantizedRows, valid_rows: ValidRows, *, allow_streaming: bool = False
 ) -> tuple[dict[str, object], int]:
-    """Return the kernel arguments for outputs, tiles and num_warps, and the number of programs.
+    """Return (kernel arguments, number of programs) for a quantization kernel.
 
-    `allow_streaming` allows software-pipelined loads of large inputs (`group_tiles`).
+    The arguments are those for the outputs, the tiles and num_warps.
+
+    allow_streaming: whether to allow software-pipelined loads of large inputs (`tile_groups`).
     """
     rows, columns = out.q_RK.shape
     computed = scheme.activation_granularity != "tensor"
     group = _columns_per_scale(scheme, columns) if computed else min(columns, _CHUNK)
     group = min(group, columns)
     groups = -(-columns // group)
-    max_programs = _MAX_PROGRAMS if isinstance(valid_rows, BatchedRows) else rows
-    segments, capacity = segments_of(rows, valid_rows)
-    tiles = row_tiles(segments, capacity, group, max_programs)
+    max_programs = _MAX_BATCHED_PROGRAMS if isinstance(valid_rows, BatchedRows) else rows
+    segments, capacity = get_segments(rows, valid_rows)
+    tiles = tile_rows(segments, capacity, group, max_programs)
     if allow_streaming:
-        tiles = group_tiles(tiles, columns, group)
+        tiles = tile_groups(tiles, columns, group)
     if out.along_rows and len(out.scale) != segments:
         raise ShapeError("segments of scales", got=len(out.scale), need=segments)
     return {
@@ -295,7 +312,7 @@ def tile_arguments(
         "STAGES": tiles.stages,
         "BLOCK_G": tiles.block_g,
         "num_warps": tiles.num_warps,
-        **tiles.rows(),
+        **tiles.row_kernel_arguments(),
     }, segments * tiles.programs_per_segment * -(-groups // tiles.block_g)
 
 
@@ -303,7 +320,10 @@ def tile_arguments(
 
 
 def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Return q * scale, float32 (R, K), with scales as in `QuantizedRows`."""
+    """Return q * scale, float32 (R, K).
+
+    scale: as in `QuantizedRows`.
+    """
     if scheme.activation_granularity == "group":
         columns = q_RK.shape[1]
         scale = scale.repeat_interleave(min(_columns_per_scale(scheme, columns), columns), 1)[
@@ -315,7 +335,7 @@ def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme
 def quantize_values(
     values_RK: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize all rows of float32 values; return q (R, K) and scales as in `QuantizedRows`."""
+    """Quantize all rows of float32 values. Returns (q, scale), as in `QuantizedRows`."""
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
     rows, columns = values_RK.shape
@@ -329,9 +349,10 @@ def quantize_values(
         else:
             group = min(_columns_per_scale(scheme, columns), columns)
             padded = torch.nn.functional.pad(magnitude, (0, -columns % group))
-            # The size is given instead of -1, because there may be no rows.
+            # -1 does not work as a size if there are no rows.
             amax = padded.view(rows, padded.shape[1] // group, group).amax(2)
-        # Divide by a tensor, because on a GPU torch turns division by a number into multiplication.
+        # Divide by a tensor, because on a GPU torch replaces division by a number with
+        # multiplication.
         scale = (amax / amax.new_tensor(qmax)).clamp(min=MIN_SCALE)
     inverse = 1 / scale
     if scheme.activation_granularity == "group":
@@ -376,7 +397,7 @@ def _write_quantized(
     values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: QuantizedRows
 ) -> None:
     q, scale = quantize_values(values, scheme, out.scale if scheme.static else None)
-    # As bytes, because torch cannot assign a single float8 value through a mask.
+    # Assign bytes, because torch cannot assign a single float8 value through a mask.
     out.q_RK.view(torch.uint8)[keep] = q.view(torch.uint8)
     if scheme.activation_granularity == "tensor" and not scheme.static:
         out.scale.copy_(scale)

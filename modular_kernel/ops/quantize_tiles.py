@@ -1,30 +1,32 @@
-"""Tiling of rows for the quantization kernels, and distribution of tiles over programs."""
+"""Tile sizes of the quantization kernels, and the numbers of programs that share the tiles."""
 
 from dataclasses import dataclass
 
 from modular_kernel.ops.count import next_power_of_2
 
-_TILE = 2048  # values of a tile, unless a group has more
-_WARP_TILE = 512  # values per warp
-_MAX_BLOCK = 16384  # maximum columns of a tile; a longer group is read twice
-# Large inputs are streamed with software-pipelined loads. A tile then has adjacent groups of a few
-# rows, there are as many programs as an H200 runs concurrently, and each program prefetches its
-# next tiles.
-_STREAMED = 1 << 23  # minimum number of values to stream
-_STREAM_COLUMNS = 1024  # maximum columns of a tile
+_VALUES_PER_TILE = 2048  # unless a group has more
+_VALUES_PER_WARP = 512
+_MAX_BLOCK_C = 16384  # maximum number of columns of a tile; a longer group is read twice
+# Large inputs are streamed with software-pipelined loads. Then a tile has several adjacent groups
+# of a few rows, there are as many programs as an H200 can run at the same time, and each program
+# prefetches its next tiles.
+_MIN_STREAMED_VALUES = 1 << 23
+_STREAM_COLUMNS = 1024  # maximum number of columns of a tile
 _STREAM_PROGRAMS = 1056  # 8 on each of 132 SMs
 _STREAM_STAGES = 3
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Tiles of `segments` segments of `capacity` rows.
+class TileConfig:
+    """Tile sizes of a quantization kernel, and the number of its programs.
 
-    programs_per_segment: programs per segment and range of columns.
-    block_r: rows of a tile.
-    block_c: maximum columns of a group.
-    block_g: groups of a tile.
-    stages: stages of the software pipeline: tiles that a program loads or computes at a time.
+    segments: number of segments of rows.
+    capacity: number of rows of each segment.
+    programs_per_segment: number of programs per segment and range of columns.
+    block_r: number of rows of a tile.
+    block_c: maximum number of columns of a group.
+    block_g: number of groups of a tile.
+    stages: number of stages of the software pipeline, that is, tiles in flight per program.
     """
 
     segments: int
@@ -35,7 +37,7 @@ class Tiles:
     block_g: int = 1
     stages: int = 1
 
-    def rows(self) -> dict[str, int]:
+    def row_kernel_arguments(self) -> dict[str, int]:
         """Return the arguments of a kernel that iterates over rows."""
         return {
             "capacity": self.capacity,
@@ -47,35 +49,45 @@ class Tiles:
     @property
     def num_warps(self) -> int:
         values = self.block_r * self.block_g * self.block_c
-        return min(16, max(4, values // _WARP_TILE))
+        return min(16, max(4, values // _VALUES_PER_WARP))
 
 
-def row_tiles(segments: int, capacity: int, group: int, max_programs: int) -> Tiles:
-    """Return tiles of one group of columns each.
+def tile_rows(segments: int, capacity: int, group: int, max_programs: int) -> TileConfig:
+    """Return tile sizes for tiles that have one group of columns each.
 
-    There are at most max_programs programs, or one per segment if that is more. A program handles
-    every `programs_per_segment`-th tile of its segment.
+    A program handles every `programs_per_segment`-th tile of its segment.
+
+    segments: number of segments of rows.
+    capacity: number of rows of each segment.
+    group: number of columns that share a scale.
+    max_programs: maximum number of programs, unless there are more segments.
     """
-    block_c = min(_MAX_BLOCK, next_power_of_2(group))
-    block_r = max(1, min(next_power_of_2(capacity), _TILE // block_c))
+    block_c = min(_MAX_BLOCK_C, next_power_of_2(group))
+    block_r = max(1, min(next_power_of_2(capacity), _VALUES_PER_TILE // block_c))
     programs_per_segment = max(1, min(-(-capacity // block_r), max_programs // segments))
-    return Tiles(segments, capacity, programs_per_segment, block_r, block_c)
+    return TileConfig(segments, capacity, programs_per_segment, block_r, block_c)
 
 
-def group_tiles(base: Tiles, columns: int, group: int) -> Tiles:
-    """Return tiles for streaming rows of `columns` columns, of which `group` share a scale.
+def tile_groups(base: TileConfig, columns: int, group: int) -> TileConfig:
+    """Return tile sizes for streaming rows, with several groups per tile.
 
-    Return `base` for small inputs, and for several segments, one of which may hold all rows.
+    Returns `base` for small inputs, and for more than one segment, because one of the segments may
+    hold all valid rows.
+
+    columns: number of columns of a row.
+    group: number of columns that share a scale.
     """
     capacity, groups = base.capacity, -(-columns // group)
-    is_small = groups == 1 or capacity * columns < _STREAMED
+    is_small = groups == 1 or capacity * columns < _MIN_STREAMED_VALUES
     full_groups = group == base.block_c <= _STREAM_COLUMNS
     if is_small or not full_groups or base.segments > 1:
         return base
-    # The largest power of two that divides the number of groups, so that no lane is idle.
+    # The largest power of two that divides the number of groups leaves no lane idle.
     groups_per_tile = min(groups & -groups, _STREAM_COLUMNS // group)
-    block_r = max(1, _TILE // (groups_per_tile * group))
+    block_r = max(1, _VALUES_PER_TILE // (groups_per_tile * group))
     programs_per_segment = max(
         1, min(-(-capacity // block_r), _STREAM_PROGRAMS * groups_per_tile // groups)
     )
-    return Tiles(1, capacity, programs_per_segment, block_r, group, groups_per_tile, _STREAM_STAGES)
+    return TileConfig(
+        1, capacity, programs_per_segment, block_r, group, groups_per_tile, _STREAM_STAGES
+    )

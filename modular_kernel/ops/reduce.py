@@ -1,10 +1,10 @@
-"""Unpermute operations: weight, sum or gather the rows of each token's pairs, in float32."""
+"""Unpermute operations: weight, sum or gather the rows of each token's pairs. Sums are float32."""
 
 import torch
 
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
 from modular_kernel.ops.count import id_arguments, uncounted_local_ids
-from modular_kernel.ops.permute import hidden_block
+from modular_kernel.ops.permute import hidden_block_size
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
@@ -27,9 +27,10 @@ def weight_and_sum(
 
     rows_TKH: (T, K, H), contiguous.
     weights_TK: (T, K) float32; None means 1.
-    out: (T, H).
-    routing: if given, rows of pairs that it skips, and of pairs whose expert is not one of this
-        rank's num_local experts, are not read. Otherwise every row is summed.
+    out: output, (T, H).
+    routing: if given, only rows of pairs whose expert is on this rank are read and summed. None
+        sums all rows.
+    num_local: number of experts on this rank.
     """
     if out.numel() == 0:
         return
@@ -37,23 +38,23 @@ def weight_and_sum(
         keep = None if routing is None else uncounted_local_ids(routing, num_local) >= 0
         weight_and_sum_ref(rows_TKH, weights_TK, scale=scale, out=out, keep_TK=keep)
         return
-    source, ids = _source(rows_TKH, routing, num_local)
+    source, ids = _make_source(rows_TKH, routing, num_local)
     _launch_sum(rows_TKH, weights_TK, rows_TKH.shape[1], scale, out, source, ids)
 
 
-def _source(
+def _make_source(
     index: torch.Tensor, routing: DispatchedRouting | None, num_local: int
 ) -> tuple[str, dict[str, object]]:
-    """Return the constexpr SOURCE for rows in the order of pairs, and the arguments it needs."""
+    """Return SOURCE, and the kernel arguments that it requires, for rows in the order of pairs."""
     if routing is None:
-        return "all", _index_arguments(index)
+        return "all", _make_index_arguments(index)
     ids = id_arguments(routing, num_local)
     ids["index_ptr"] = ids.pop("ids_ptr")
     return "ids", ids
 
 
-def _index_arguments(index: torch.Tensor) -> dict[str, object]:
-    """Return the arguments of a kernel that reads no ids; it may read the table `index`."""
+def _make_index_arguments(index: torch.Tensor) -> dict[str, object]:
+    """Return the arguments of a kernel that does not read ids, but may read the table `index`."""
     return {
         "index_ptr": index,
         "map_ptr": index,
@@ -68,8 +69,11 @@ def moe_sum_reduce(
 ) -> None:
     """Compute out_TH = routed_scaling_factor * rows_TKH.sum(1), accumulated in float32.
 
-    rows_TKH (T, K, H) and out_TH (T, H) have one floating dtype, are contiguous and do not share
-    memory. Raise an InputError for a tensor that violates this.
+    rows_TKH: (T, K, H), a floating-point dtype, contiguous.
+    out_TH: output, (T, H), the dtype of rows_TKH, contiguous. It must not share memory with
+        rows_TKH.
+
+    Raises an InputError for invalid tensors.
     """
     expect("routed_scaling_factor", routed_scaling_factor, float)
     check_tensor("rows", rows_TKH)
@@ -81,7 +85,7 @@ def moe_sum_reduce(
         raise ShapeError("out", got=tuple(out_TH.shape), need=need)
     if not rows_TKH.is_floating_point() or out_TH.dtype is not rows_TKH.dtype:
         got = f"{dtype_name(rows_TKH.dtype)} rows, {dtype_name(out_TH.dtype)} out"
-        raise DtypeError("rows and out", got=got, need="one floating dtype")
+        raise DtypeError("rows and out", got=got, need="the same floating-point dtype")
     for what, tensor in (("rows", rows_TKH), ("out", out_TH)):
         if not tensor.is_contiguous():
             raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
@@ -99,7 +103,10 @@ def gather_weight_and_sum(
 ) -> None:
     """Compute out[t] = scale * sum over k of weights_TK[t, k] * rows_RH[row_of_pair_TK[t, k]].
 
-    Pairs with row -1 are skipped. weights_TK None means 1.
+    rows_RH: (R, H).
+    row_of_pair_TK: (T, K) int32; -1 skips the pair.
+    weights_TK: (T, K) float32; None means 1.
+    out: output, (T, H).
     """
     if out.numel() == 0:
         return
@@ -108,7 +115,7 @@ def gather_weight_and_sum(
         rows = rows_RH[row_of_pair_TK.clamp(min=0).long()]
         weight_and_sum_ref(rows, weights_TK, scale=scale, out=out, keep_TK=keep)
         return
-    ids = _index_arguments(row_of_pair_TK)
+    ids = _make_index_arguments(row_of_pair_TK)
     _launch_sum(rows_RH, weights_TK, row_of_pair_TK.shape[1], scale, out, "rows", ids)
 
 
@@ -124,7 +131,7 @@ def _launch_sum(
     from modular_kernel.ops.kernels.rows import weight_and_sum_kernel
 
     tokens, hidden = out.shape
-    block = hidden_block(hidden)
+    block = hidden_block_size(hidden)
     launch(
         weight_and_sum_kernel,
         (tokens * -(-hidden // block),),
@@ -152,7 +159,10 @@ def gather_rows(
 ) -> None:
     """Compute out[t, k] = scale * weights_TK[t, k] * rows_RH[row_of_pair_TK[t, k]].
 
-    The result is 0 for row -1. weights_TK None means 1.
+    rows_RH: (R, H).
+    row_of_pair_TK: (T, K) int32. For -1, the output is 0.
+    weights_TK: (T, K) float32; None means 1.
+    out: output, (T, K, H).
     """
     if out.numel() == 0:
         return
@@ -161,7 +171,7 @@ def gather_rows(
         rows = rows_RH[row_of_pair_TK.clamp(min=0).long()]
         out.copy_(_apply_weights(rows, weights_TK, scale, keep))
         return
-    _launch_gather(rows_RH, weights_TK, scale, out, "rows", _index_arguments(row_of_pair_TK))
+    _launch_gather(rows_RH, weights_TK, scale, out, "rows", _make_index_arguments(row_of_pair_TK))
 
 
 def scale_rows(
@@ -175,9 +185,14 @@ def scale_rows(
 ) -> None:
     """Compute out = scale * weights_TK * rows_TKH, with zero rows for skipped pairs.
 
-    `out` may be `rows_TKH`; nothing is launched if it would not change. If `routing` is given,
-    weights of pairs that it skips, and of pairs whose expert is not one of this rank's num_local
-    experts, are not read. Otherwise all weights must be finite.
+    Nothing is launched if `out` is `rows_TKH` and would not change.
+
+    rows_TKH: (T, K, H).
+    weights_TK: (T, K) float32; None means 1.
+    out: output, (T, K, H); may be `rows_TKH`.
+    routing: if given, only weights of pairs whose expert is on this rank are read. If None, all
+        weights must be finite.
+    num_local: number of experts on this rank.
     """
     if out.numel() == 0 or (weights_TK is None and scale == 1.0 and out is rows_TKH):
         return
@@ -185,7 +200,7 @@ def scale_rows(
         keep = None if routing is None else uncounted_local_ids(routing, num_local) >= 0
         out.copy_(_apply_weights(rows_TKH, weights_TK, scale, keep))
         return
-    source, ids = _source(rows_TKH, routing, num_local)
+    source, ids = _make_source(rows_TKH, routing, num_local)
     _launch_gather(rows_TKH, weights_TK, scale, out, source, ids)
 
 
@@ -200,7 +215,7 @@ def _launch_gather(
     from modular_kernel.ops.kernels.rows import gather_rows_kernel
 
     hidden = out.shape[-1]
-    block = hidden_block(hidden)
+    block = hidden_block_size(hidden)
     launch(
         gather_rows_kernel,
         (out.numel() // hidden, -(-hidden // block)),
@@ -236,5 +251,8 @@ def weight_and_sum_ref(
     out: torch.Tensor,
     keep_TK: torch.Tensor | None = None,
 ) -> None:
-    """Torch reference of `weight_and_sum`, where keep_TK has the pairs to sum; None means all."""
+    """Torch reference of `weight_and_sum`.
+
+    keep_TK: (T, K) bool, the pairs to sum; None means all pairs.
+    """
     out.copy_(_apply_weights(rows_TKH, weights_TK, 1.0, keep_TK).sum(1) * scale)

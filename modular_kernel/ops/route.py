@@ -1,10 +1,10 @@
-"""route: choose K experts per token from router logits, and their weights, in one launch.
+"""route: select K experts per token from router logits, and compute their weights, in one launch.
 
     routed = route(logits_TE, RouterSpec(8, renormalize=True))
     routed.routing                      # the Routing that a kernel takes
 
-Logits of any dtype are converted to float32 first. See `modular_kernel.spec.router` for the rules.
-Under torch.compile and torch.export a call is one operator, torch.ops.modular_kernel.route.
+`modular_kernel.spec.router.RouterSpec` describes the rules. Logits are converted to float32 first.
+Under torch.compile and torch.export, a call is one operator, torch.ops.modular_kernel.route.
 """
 
 import json
@@ -38,23 +38,25 @@ from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64)
-_LANES = 512  # logits per program of one warp, if there are enough tokens
-_FEW_TOKENS = 1024  # up to this many tokens, each program handles one
+_LOGITS_PER_PROGRAM = 512  # for one warp, if there are enough tokens
+_MAX_TOKENS_ONE_PER_PROGRAM = 1024  # up to this number of tokens, each program handles one token
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _MAX_LOADED_LOCATIONS = 1 << 12  # maximum size of _loaded_locations
 _launches = ReplayedOperation()
-INVALID = -2  # id of a pair with an invalid table entry or token id; kernels count it
+# Id of a pair whose table entry or token id is invalid. Kernels skip such a pair and count it.
+INVALID_ID = -2
 
 
 @dataclass(frozen=True)
 class RouterTensors:
-    """The tensors that a router has in addition to its spec; None unless the spec requires them.
+    """The tensors that a router needs in addition to its spec, on the device of the logits.
 
-    bias_E: (E + zero experts,) float32 or a 16-bit type, the selection bias, on the logits' device.
-    table_VK: (V, K) int32 or int64, contiguous, the experts of each token id, on the logits'
-        device.
-    unloaded: parameters of the router that may not have been loaded. If one has not, a call that
-        torch.compile has traced raises StateError. Eager calls do not check them.
+    bias_E: (E + zero experts,) float32, float16 or bfloat16, the selection bias; None unless the
+        spec requires it.
+    table_VK: (V, K) int32 or int64, contiguous, the experts of each token id; None unless the spec
+        requires it.
+    unloaded: parameters of the router that may not have been loaded. A call that torch.compile has
+        traced raises StateError if one of them has not been loaded. Eager calls do not check them.
     """
 
     bias_E: torch.Tensor | None = None
@@ -64,10 +66,11 @@ class RouterTensors:
 
 @dataclass(frozen=True)
 class Routed:
-    """A routing, and the share of each token that zero experts return unchanged.
+    """The result of `route`.
 
-    identity_T is (T,) float32, the total weight of a token's zero experts: x times identity_T must
-    be added to the output. It is None if the spec has no zero experts.
+    routing: the routing of the tokens.
+    identity_T: (T,) float32, the total weight of each token's zero experts, which return x itself:
+        x times identity_T must be added to the output. None if the spec has no zero experts.
     """
 
     routing: Routing
@@ -82,15 +85,18 @@ def route(
     token_ids_T: torch.Tensor | None = None,
     ids_dtype: torch.dtype = torch.int32,
 ) -> Routed:
-    """Choose top_k experts per token and compute their weights.
+    """Select top_k experts per token, and compute their weights.
 
-    logits_TE: (T, E + zero experts) float32 or a 16-bit type, contiguous rows.
-    token_ids_T: (T,) int32 or int64, if the spec has a table. An invalid token id or table entry
-        gives the id -2, which kernels skip and count.
-    ids_dtype: torch.int32 or torch.int64.
+    Nothing is launched for T = 0.
 
-    No launch for T = 0. Raise InputError for invalid arguments, also for those that require
-    gradients.
+    logits_TE: (T, E + zero experts) float32, float16 or bfloat16, with contiguous rows.
+    spec: rules for selecting and weighting experts.
+    tensors: tensors that the spec requires.
+    token_ids_T: (T,) int32 or int64, required if the spec has a table. A pair with an invalid token
+        id or table entry gets the id -2, which kernels skip and count.
+    ids_dtype: dtype of the ids, torch.int32 or torch.int64.
+
+    Raises InputError for invalid arguments, and for tensors that require grad.
     """
     tensors = RouterTensors() if tensors is None else tensors
     _check(logits_TE, spec, tensors, token_ids_T, ids_dtype)
@@ -142,7 +148,7 @@ def _route_eager(
 
 def _fake_routing(logits_TE, bias_E, table_VK, token_ids_T, unloaded, spec, wide_ids):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
     """Return empty tensors with the shapes and dtypes of the outputs of `route_op`."""
-    parsed_spec, tokens = spec_of_text(spec), logits_TE.shape[0]
+    parsed_spec, tokens = parse_spec(spec), logits_TE.shape[0]
     shape = (tokens, parsed_spec.top_k)
     return (
         logits_TE.new_empty(shape, dtype=torch.float32),
@@ -161,11 +167,14 @@ def route_op(
     spec: str,
     wide_ids: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return weights (T, K), ids (T, K) (int64 if wide_ids), and identity (T,), or (0,) if unused.
+    """Return (weights (T, K), ids (T, K), identity (T,), or (0,) without zero experts).
 
-    `spec` is a string from `spec_text`. Raise the errors of `route`.
+    spec: a string from `format_spec`.
+    wide_ids: whether ids are int64 instead of int32.
+
+    Raises the errors of `route`.
     """
-    parsed_spec = spec_of_text(spec)
+    parsed_spec = parse_spec(spec)
     tensors = RouterTensors(bias_E, table_VK)
     _check_loaded_once(unloaded)
     ids_dtype = torch.int64 if wide_ids else torch.int32
@@ -184,21 +193,21 @@ def _route_traced(
     token_ids_T: torch.Tensor | None,
     ids_dtype: torch.dtype,
 ) -> Routed:
-    """Add a call to the traced graph, as one operator."""
+    """Call the operator, which torch.compile adds to the graph."""
     weights_TK, ids_TK, identity_T = torch.ops.modular_kernel.route.default(
         logits_TE,
         tensors.bias_E,
         tensors.table_VK,
         token_ids_T,
         list(tensors.unloaded),
-        spec_text(spec),
+        format_spec(spec),
         ids_dtype is torch.int64,
     )
     return Routed(Routing(weights_TK, ids_TK), identity_T if spec.zero_experts else None)
 
 
-def spec_text(spec: RouterSpec) -> str:
-    """Serialize a spec to JSON, with operations that torch.compile can trace."""
+def format_spec(spec: RouterSpec) -> str:
+    """Return a spec as JSON, using only operations that torch.compile can trace."""
     numbers = [
         f'"{name}": {index(value)}'
         for name, value in (
@@ -229,8 +238,8 @@ def spec_text(spec: RouterSpec) -> str:
 
 
 @lru_cache(maxsize=256)
-def spec_of_text(text: str) -> RouterSpec:
-    """Parse a string from `spec_text`. Raise ConfigurationError for any other."""
+def parse_spec(text: str) -> RouterSpec:
+    """Parse a string from `format_spec`. Raises ConfigurationError for any other string."""
     try:
         return RouterSpec(**json.loads(text))
     except (ValueError, TypeError) as error:
@@ -240,14 +249,14 @@ def spec_of_text(text: str) -> RouterSpec:
         raise ConfigurationError("router spec", got=text[:80], need=need) from None
 
 
-# The storages, which a freed tensor's successor at the same address does not share.
+# Weak references to storages, because a new tensor may have the address of a freed tensor.
 _loaded_locations = dict[tuple[object, ...], StorageWeakRef]()
 
 
 def _check_loaded_once(tensors: Sequence[torch.Tensor]) -> None:
     """Raise StateError for parameters that are not loaded.
 
-    Memory that was found loaded is not checked again while its storage lives.
+    Memory that was found to be loaded is not checked again while its storage exists.
     """
     storages, cache = [storage_of(tensor) for tensor in tensors], _loaded_locations
     locations = [
@@ -275,7 +284,11 @@ def _launch(
     tokens, columns = logits_TE.shape
     size = columns // spec.groups
     block_g, block_s = next_power_of_2(spec.groups), next_power_of_2(size)
-    block_t = 1 if tokens <= _FEW_TOKENS else max(1, _LANES // (block_g * block_s))
+    block_t = (
+        1
+        if tokens <= _MAX_TOKENS_ONE_PER_PROGRAM
+        else max(1, _LOGITS_PER_PROGRAM // (block_g * block_s))
+    )
     weights_TK, ids_TK = routed.routing.topk_weights_TK, routed.routing.topk_ids_TK
     launch(
         route_kernel,
@@ -329,14 +342,14 @@ def route_ref(
     token_ids_T: torch.Tensor | None,
     routed: Routed,
 ) -> None:
-    """Torch reference of the kernel: write the results to `routed`."""
+    """Torch reference of the kernel. It writes the results to `routed`."""
     not_nan_TE = ~logits_TE.isnan()
     # Clamp infinities to the largest finite values, so that a difference of logits is never NaN.
     logits_TE = logits_TE.float().masked_fill(~not_nan_TE, 0).clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
     score_first = spec.order == "score_first"
-    scores_TE = _scores(logits_TE, not_nan_TE, spec) if score_first else logits_TE
+    scores_TE = _compute_scores(logits_TE, not_nan_TE, spec) if score_first else logits_TE
     if spec.table:
-        ids_TK = _from_table(spec, tensors, token_ids_T, logits_TE.shape[1])
+        ids_TK = _read_table(spec, tensors, token_ids_T, logits_TE.shape[1])
         not_nan_TK = not_nan_TE.gather(1, ids_TK.clamp(min=0))
         ids_TK = torch.where((ids_TK >= 0) & ~not_nan_TK, -1, ids_TK)
     else:
@@ -344,11 +357,11 @@ def route_ref(
         if tensors.bias_E is not None:
             choice = choice + tensors.bias_E.float()
         choice = choice.masked_fill(~not_nan_TE | choice.isnan(), -torch.inf)
-        ids_TK = _top_ids(_mask_other_groups(choice, spec), spec.top_k)
+        ids_TK = _find_top_ids(_mask_other_groups(choice, spec), spec.top_k)
     chosen_TK = ids_TK >= 0
     weights_TK = scores_TE.gather(1, ids_TK.clamp(min=0))
     if not score_first:
-        weights_TK = _scores(weights_TK, chosen_TK, spec)
+        weights_TK = _compute_scores(weights_TK, chosen_TK, spec)
     weights_TK = weights_TK.masked_fill(~chosen_TK, 0)
     if spec.renormalize:
         divisor = (weights_TK.sum(1, keepdim=True) + spec.eps).clamp(min=spec.floor)
@@ -364,8 +377,8 @@ def route_ref(
     routed.routing.topk_ids_TK.copy_(ids_TK)
 
 
-def _scores(logits: torch.Tensor, not_nan: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """Return the score of each logit; softmax is over not_nan logits only."""
+def _compute_scores(logits: torch.Tensor, not_nan: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Return the score of each logit. A softmax covers only the logits in `not_nan`."""
     if spec.score == "sigmoid":
         return logits.sigmoid()
     if spec.score == "sqrtsoftplus":
@@ -377,16 +390,16 @@ def _scores(logits: torch.Tensor, not_nan: torch.Tensor, spec: RouterSpec) -> to
 
 
 def _mask_other_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """Return `choice` with -inf outside each token's best groups."""
+    """Return `choice`, with -inf for experts outside the best groups of each token."""
     if spec.topk_groups == spec.groups:
         return choice
     by_group = choice.view(len(choice), spec.groups, -1)
     best = by_group.amax(2)
     if spec.group_score == "top2":
         second = by_group.topk(2, 2).values[..., 1]
-        # Halved, because the sum of two values may overflow.
+        # Half of the sum, because the sum of two values may overflow.
         best = best / 2 + torch.where(second > -torch.inf, second, 0) / 2
-    best_groups = _top_ids(best, spec.topk_groups)
+    best_groups = _find_top_ids(best, spec.topk_groups)
     group = torch.where(
         best_groups >= 0, best_groups, spec.groups
     )  # the extra column collects missing groups
@@ -394,16 +407,16 @@ def _mask_other_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     return by_group.masked_fill(~mask[:, :-1, None], -torch.inf).flatten(1)
 
 
-def _top_ids(choice: torch.Tensor, count: int) -> torch.Tensor:
+def _find_top_ids(choice: torch.Tensor, count: int) -> torch.Tensor:
     """Return the ids of the `count` largest values of each row.
 
-    On ties, the lower id comes first. The id of a value of -inf is -1.
+    If values are equal, the lower id comes first. The id of a value of -inf is -1.
     """
     values, ids = choice.sort(dim=1, descending=True, stable=True)
     return torch.where(values[:, :count] > -torch.inf, ids[:, :count], -1)
 
 
-def _from_table(
+def _read_table(
     spec: RouterSpec, tensors: RouterTensors, token_ids_T: torch.Tensor | None, columns: int
 ) -> torch.Tensor:
     table_VK = tensors.table_VK
@@ -412,10 +425,10 @@ def _from_table(
     token_id_T = token_ids_T.long()
     valid_T = (token_id_T >= 0) & (token_id_T < table_VK.shape[0])
     if not table_VK.shape[0]:
-        return token_id_T.new_full((len(token_id_T), spec.top_k), INVALID)
+        return token_id_T.new_full((len(token_id_T), spec.top_k), INVALID_ID)
     ids = table_VK[torch.where(valid_T, token_id_T, 0)].long()
     invalid = ~valid_T[:, None] | (ids < -1) | (ids >= columns)
-    return ids.masked_fill(invalid, INVALID)
+    return ids.masked_fill(invalid, INVALID_ID)
 
 
 def _check(
@@ -461,10 +474,11 @@ def _check_optional(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Check a tensor that must be given if, and only if, the spec requires it."""
+    """Check a tensor that must be given if and only if the spec requires it."""
     if not required:
         if tensor is not None:
-            raise ConfigurationError(what, got="a tensor", need="None: the router's spec has none")
+            need = "None, because the router's spec does not use it"
+            raise ConfigurationError(what, got="a tensor", need=need)
         return
     check_tensor(what, tensor)
     assert tensor is not None
@@ -472,7 +486,7 @@ def _check_optional(
         raise ShapeError(what, got=tuple(tensor.shape), need=shape)
     _check_dtype(what, tensor, dtypes)
     if tensor.device != device:
-        raise DeviceError(what, got=tensor.device, need=f"{device}, where the logits are")
+        raise DeviceError(what, got=tensor.device, need=f"{device}, as the logits")
     if not tensor.is_contiguous():
         raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
 

@@ -1,4 +1,4 @@
-"""Conversion between routing by token and routing by expert, with the names of triton_kernels."""
+"""Convert between token-major and expert-major routing. Field names follow triton_kernels."""
 
 import torch
 
@@ -11,16 +11,17 @@ from modular_kernel.spec.router import (
 )
 
 
-def by_experts(topk_output: StandardTopKOutput, num_experts: int) -> TritonKernelTopKOutput:
-    """Sort pairs by expert, stably. Pairs with ids outside [0, num_experts) get no row.
+def to_expert_major(topk_output: StandardTopKOutput, num_experts: int) -> TritonKernelTopKOutput:
+    """Sort pairs by expert, stably. Pairs with ids outside [0, num_experts) do not get a row.
 
-    Of topk_output, only the weights (T, K) float32 and ids (T, K) are read. Raise ShapeError if
-    their shapes differ.
+    topk_output: only its weights, (T, K) float32, and ids, (T, K), are read.
+
+    Raises ShapeError if the shapes of weights and ids differ.
     """
     weights_TK, ids_TK = topk_output[:2]
     if ids_TK.dim() != 2 or weights_TK.shape != ids_TK.shape:
         got = f"{tuple(weights_TK.shape)} and {tuple(ids_TK.shape)}"
-        raise ShapeError("topk_weights and topk_ids", got=got, need="(T, K) both")
+        raise ShapeError("topk_weights and topk_ids", got=got, need="both of shape (T, K)")
     ids = ids_TK.flatten().long()
     ids = ids.where((ids >= 0) & (ids < num_experts), num_experts)
     order = ids.argsort(stable=True)
@@ -36,17 +37,17 @@ def by_experts(topk_output: StandardTopKOutput, num_experts: int) -> TritonKerne
     return TritonKernelTopKOutput(data, Permutation(pair, row), Permutation(row, pair))
 
 
-def by_tokens(topk_output: TritonKernelTopKOutput) -> StandardTopKOutput:
-    """Undo `by_experts`; skipped pairs have id -1 and weight 0."""
+def to_token_major(topk_output: TritonKernelTopKOutput) -> StandardTopKOutput:
+    """Convert the result of `to_expert_major` back. Skipped pairs have id -1 and weight 0."""
     data, gather, _ = topk_output
     top_k, pairs = data.n_expts_act, gather.src_indx.numel()
     if data.expt_hist is None:
         raise ConfigurationError(
-            "routing_data.expt_hist", got=None, need="(E,) rows of each expert"
+            "routing_data.expt_hist", got=None, need="the number of rows of each expert, (E,)"
         )
     if top_k < 1 or pairs % top_k or data.gate_scal.numel() != pairs:
         got = f"{pairs} pairs, {data.gate_scal.numel()} gates, K = {top_k}"
-        raise ShapeError("routing_data", got=got, need="T * K pairs and as many gates")
+        raise ShapeError("routing_data", got=got, need="T * K pairs, and a gate for each pair")
     rows = torch.arange(pairs, device=gather.src_indx.device)
     expert = torch.searchsorted(data.expt_hist.cumsum(0), rows, right=True)
     valid = gather.src_indx >= 0

@@ -3,12 +3,12 @@
 import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError
-from modular_kernel.ops.expert_slots import Pairs, check_pairs, number_pairs, pair_arguments
+from modular_kernel.ops.expert_slots import Pairs, check_pairs, make_pair_arguments, number_pairs
 from modular_kernel.ops.quantize import (
     QuantizedRows,
     check_quantized,
+    make_tile_arguments,
     quantize_rows,
-    tile_arguments,
 )
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
@@ -19,17 +19,20 @@ from modular_kernel.spec.quantization import QuantScheme
 def number_and_quantize(
     x_TH: torch.Tensor, scheme: QuantScheme, pairs: Pairs, *, out: QuantizedRows
 ) -> None:
-    """Run `number_pairs` on `pairs`, and `quantize_rows` of their tokens x_TH (T, H) into `out`.
+    """Run `number_pairs` on `pairs` and `quantize_rows` on their tokens, in one launch on a GPU.
 
-    A dynamic per-tensor scale depends on all values and raises ConfigurationError. One launch on a
-    GPU; none for T = 0.
+    Nothing is launched for T = 0. Raises ConfigurationError for a dynamic per-tensor scale, because
+    such a scale depends on all values.
+
+    x_TH: (T, H).
+    out: output, the quantized tokens.
     """
     if scheme.activation_granularity == "tensor" and not scheme.static:
-        need = "a scale per token, per group, or static"
+        need = "a static scale, or a scale per token or group"
         raise ConfigurationError("number_and_quantize", got=str(scheme), need=need)
     tokens = len(pairs.routing.topk_ids_TK)
     if len(x_TH) != tokens:
-        raise ShapeError("tokens", got=len(x_TH), need=f"{tokens}, as many as rows of ids")
+        raise ShapeError("tokens", got=len(x_TH), need=f"{tokens}, as in the routing")
     check_pairs(pairs)
     check_quantized(tokens, x_TH.shape[1], scheme, out)
     if tokens == 0:
@@ -40,10 +43,10 @@ def number_and_quantize(
         return
     from modular_kernel.ops.kernels.slots_and_quantize import number_and_quantize_kernel
 
-    tiles, quantize_programs = tile_arguments(scheme, out, None)
+    tiles, quantize_programs = make_tile_arguments(scheme, out, None)
     warps = tiles["num_warps"]
     assert isinstance(warps, int)
-    pair_args, pair_programs = pair_arguments(pairs, warps)
+    pair_args, pair_programs = make_pair_arguments(pairs, warps)
     launch(
         number_and_quantize_kernel,
         (pair_programs + quantize_programs,),

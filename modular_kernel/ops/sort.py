@@ -1,4 +1,4 @@
-"""sort_pairs: assign a row to each pair, grouped by expert without padding, and tile the rows."""
+"""sort_pairs: assign a row to each pair, grouped by expert without padding, and list row tiles."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,15 +16,17 @@ _TILES_PER_PROGRAM = 64  # tiles that a program writes
 
 @dataclass(frozen=True)
 class SortedPairs:
-    """Rows of pairs that are sorted by expert, and tiles of these rows.
+    """Rows of pairs that are sorted by expert, and the tiles of these rows.
 
-    row_of_pair_TK: (T, K) int32, the row of each pair, -1 if it is skipped. Rows are grouped by
-        expert without gaps; pairs of an expert keep their order.
-    token_of_row: (T * K,) int32, the token of each row's pair; undefined past the last row.
-    tiles: (3 * max_tiles + 1,) int32: three arrays of max_tiles values (local expert, first row,
-        end row of the expert), then the number of tiles. A tile has at most block_m rows of one
-        expert. Values past the number of tiles are undefined.
-    starts: (e + 1,) int32, the first row of each expert, then the number of rows.
+    row_of_pair_TK: (T, K) int32, the row of each pair, or -1 if the pair is skipped. Rows are
+        grouped by expert without gaps. Pairs of an expert keep their order.
+    token_of_row: (T * K,) int32, the token of the pair in each row. Values past the last row are
+        undefined.
+    tiles: (3 * max_tiles + 1,) int32: three arrays of max_tiles values, which hold the local
+        expert, the first row of the tile and the end row of the expert, followed by the number of
+        tiles. A tile has at most block_m rows of one expert. Values past the number of tiles are
+        undefined.
+    starts: (e + 1,) int32, the first row of each expert, followed by the number of rows.
     """
 
     row_of_pair_TK: torch.Tensor
@@ -39,12 +41,17 @@ class SortedPairs:
 
 
 def max_tile_count(numel: int, block_m: int, num_local: int) -> int:
-    """Return the maximum number of tiles of block_m rows for numel pairs and num_local experts."""
+    """Return the maximum number of tiles.
+
+    numel: number of pairs.
+    block_m: maximum number of rows of a tile.
+    num_local: number of local experts.
+    """
     return min(numel, num_local + numel // block_m)
 
 
 def sort_specs(tokens: int, top_k: int, block_m: int, num_local: int) -> Mapping[str, BufferSpec]:
-    """Return the workspace buffers of `sort_pairs`."""
+    """Return the specs of the workspace buffers of `sort_pairs`."""
     numel = tokens * top_k
     tiles = max_tile_count(numel, block_m, num_local)
     return {
@@ -59,10 +66,13 @@ def sort_specs(tokens: int, top_k: int, block_m: int, num_local: int) -> Mapping
 def sort_pairs(
     routing: DispatchedRouting, *, block_m: int, num_local: int, workspace: Workspace
 ) -> SortedPairs:
-    """Sort the pairs of `routing`, T > 0, into buffers declared by `sort_specs`.
+    """Sort the pairs of `routing` into workspace buffers that `sort_specs` declares.
 
-    block_m, the maximum rows of a tile, is a power of two. On a GPU, there are three launches:
-    count, scan, place.
+    On a GPU, this takes three launches (count, scan, place).
+
+    routing: a routing with T > 0.
+    block_m: maximum number of rows of a tile, a power of two.
+    num_local: number of local experts.
     """
     tokens, top_k = routing.topk_ids_TK.shape
     specs = sort_specs(tokens, top_k, block_m, num_local)
@@ -101,7 +111,7 @@ def sort_pairs(
 def sort_pairs_ref(
     routing: DispatchedRouting, block_m: int, num_local: int, *, out: SortedPairs
 ) -> None:
-    """Torch reference of `sort_pairs`: one expert after the other."""
+    """Torch reference of `sort_pairs`. It handles one expert after the other."""
     ids = local_ids(routing, num_local).flatten()
     rows = out.row_of_pair_TK.view(-1)
     rows.fill_(-1)

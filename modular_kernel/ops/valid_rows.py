@@ -1,4 +1,4 @@
-"""Selection of the activation rows that hold a token."""
+"""Descriptions of which activation rows hold a token, and the kernel arguments for them."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,10 @@ from modular_kernel.tensors import DispatchedRouting
 
 @dataclass(frozen=True)
 class PairRows:
-    """Row p is pair p of `routing`. It holds a token if the pair's expert is one of num_local."""
+    """Row p is pair p of `routing`. It holds a token if the pair's expert is on this rank.
+
+    num_local: number of experts on this rank.
+    """
 
     routing: DispatchedRouting
     num_local: int
@@ -18,7 +21,10 @@ class PairRows:
 
 @dataclass(frozen=True)
 class BatchedRows:
-    """Rows of (e, C, K). The first counts_e[i] of expert i hold tokens; counts_e is (e,) int32."""
+    """Rows (e, C, K), of which the first counts_e[i] rows of expert i hold tokens.
+
+    counts_e: (e,) int32.
+    """
 
     counts_e: torch.Tensor
 
@@ -26,10 +32,10 @@ class BatchedRows:
 ValidRows = PairRows | BatchedRows | None
 
 
-def source_arguments(
+def make_source_arguments(
     x: torch.Tensor, valid_rows: ValidRows, row_weights_R: torch.Tensor | None
 ) -> dict[str, object]:
-    """Return the kernel arguments for the input rows: which hold a token, and their weights."""
+    """Return the kernel arguments for the input rows, their weights, and which rows are valid."""
     ids: dict[str, object] = {"num_experts": 0, "num_local": 0, "HAS_MAP": False}
     source = "all"
     if isinstance(valid_rows, PairRows):
@@ -48,16 +54,16 @@ def source_arguments(
     }
 
 
-def segments_of(rows: int, valid_rows: ValidRows) -> tuple[int, int]:
-    """Return the number of segments of `rows` rows, and the rows in each."""
+def get_segments(rows: int, valid_rows: ValidRows) -> tuple[int, int]:
+    """Return (number of segments, rows per segment) of `rows` rows."""
     segments = valid_rows.counts_e.numel() if isinstance(valid_rows, BatchedRows) else 1
     return segments, rows // segments
 
 
 def valid_row_mask(x: torch.Tensor, valid_rows: ValidRows) -> torch.Tensor:
-    """Return a mask of the rows that hold a token, (R,) bool."""
+    """Return a mask, (R,) bool, of the rows that hold a token."""
     if isinstance(valid_rows, PairRows):
-        # Do not count invalid ids here; they are counted when pairs are sorted.
+        # Discard the count of invalid ids, because they are counted when pairs are sorted.
         uncounted = torch.zeros_like(valid_rows.routing.invalid_ids)
         routing = replace(valid_rows.routing, invalid_ids=uncounted)
         return local_ids(routing, valid_rows.num_local).flatten() >= 0

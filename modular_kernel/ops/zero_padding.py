@@ -1,4 +1,7 @@
-"""zero_rows: zero received rows that no expert computes, such as those of sinks."""
+"""zero_rows: zero the received rows that no expert computes, such as rows that are sent to a sink.
+
+A sink is a number without an expert (`modular_kernel.ops.expert_slots`).
+"""
 
 import torch
 
@@ -8,24 +11,26 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 
-_PARTS = 32  # maximum programs per segment; most of them find no rows
-_MAX_BLOCK = 4096  # maximum columns per write
+_MAX_PROGRAMS_PER_SEGMENT = 32  # most of them do not find any rows
+_MAX_BLOCK_H = 4096  # maximum number of columns per write
 
 
 def zero_rows(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
-    """Zero the first counts_S[s] rows of each segment s of x_SCH; leave the others unchanged.
+    """Zero the first counts_S[s] rows of each segment s of x_SCH, in one launch on a GPU.
+
+    Nothing is launched if x_SCH is empty.
 
     x_SCH: (S, C, H), contiguous.
     counts_S: (S,) int32, at most C, contiguous.
 
-    One launch on a GPU; none if x_SCH is empty. Raise ShapeError for other shapes or strides.
+    Raises ShapeError for other shapes or strides.
     """
     segments, capacity, hidden = x_SCH.shape
     if tuple(counts_S.shape) != (segments,):
         raise ShapeError("counts of rows", got=tuple(counts_S.shape), need=(segments,))
     if not (x_SCH.is_contiguous() and counts_S.is_contiguous()):
         got = f"strides {x_SCH.stride()} and {counts_S.stride()}"
-        raise ShapeError("rows to zero", got=got, need="contiguous, as their counts")
+        raise ShapeError("rows to zero", got=got, need="contiguous rows and contiguous counts")
     if x_SCH.numel() == 0:
         return
     if not use_triton(x_SCH):
@@ -33,7 +38,7 @@ def zero_rows(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
         return
     from modular_kernel.ops.kernels.zero_padding import zero_rows_kernel
 
-    programs_per_segment = min(capacity, _PARTS)
+    programs_per_segment = min(capacity, _MAX_PROGRAMS_PER_SEGMENT)
     launch(
         zero_rows_kernel,
         (segments, programs_per_segment),
@@ -42,7 +47,7 @@ def zero_rows(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
         capacity=capacity,
         hidden=hidden,
         programs_per_segment=programs_per_segment,
-        BLOCK_H=min(next_power_of_2(hidden), _MAX_BLOCK),
+        BLOCK_H=min(next_power_of_2(hidden), _MAX_BLOCK_H),
         **pdl_arguments(),
     )
 

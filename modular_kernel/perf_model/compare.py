@@ -29,7 +29,7 @@ from modular_kernel.perf_model.experts_time import FITTED, MEASURED, PART, exper
 from modular_kernel.perf_model.hardware import Cluster, Link
 from modular_kernel.perf_model.load import ONE_GROUP, Groups, rank_load
 from modular_kernel.spec.problem import Parallel, Problem
-from modular_kernel.text import plural
+from modular_kernel.text import pluralize
 from modular_kernel.utils import json_files
 
 PUBLISHED = "mk-published/1"
@@ -146,7 +146,7 @@ def summaries(comparisons: Sequence[Compared]) -> list[Summary]:
         world = compared.cell.problem.parallel.world_size
         kind = "fitted" if compared.cell.fitted else "predicted"
         mode = ", eager" if compared.cell.eager else ""
-        groups.setdefault(f"{world:3} {plural('GPU', world)}, {kind}{mode}", []).append(compared)
+        groups.setdefault(f"{world:3} {pluralize('GPU', world)}, {kind}{mode}", []).append(compared)
     return [_summary(quantity, groups[quantity]) for quantity in sorted(groups)]
 
 

@@ -7,7 +7,7 @@ tokens of all ranks.
 
 from dataclasses import dataclass, replace
 
-from modular_kernel.catalog import load_catalog, packages_of
+from modular_kernel.catalog import collect_packages, load_catalog
 from modular_kernel.compatibility.support import Verdict
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.perf_model.exchange_time import (
@@ -106,7 +106,7 @@ def complete_machines(cluster: Cluster) -> tuple[Machine, ...]:
 
     The first has deep_ep 1 and the second deep_ep 2, which share a module name.
     """
-    packages = packages_of(load_catalog()) | BASE_PACKAGES
+    packages = collect_packages(load_catalog()) | BASE_PACKAGES
     return cluster.machine(packages), cluster.machine(packages - {OF_DEEP_EP_1})
 
 

@@ -58,7 +58,7 @@ from modular_kernel.select.inputs import weight_bytes
 from modular_kernel.select.process_group import GroupRanks, SingleProcess
 from modular_kernel.spec.problem import Machine, Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.text import plural
+from modular_kernel.text import pluralize
 
 _CYCLES_PER_S = 2.0e9  # upper bound of GPU clocks
 _HOST_MARGIN = 3.0  # host time of a profiled eager call over that of an unprofiled one, at most
@@ -185,7 +185,7 @@ def _check_memory(problem: Problem, device: torch.device, group: Any) -> None:
     if not all(fits):
         free = min(count for count in ranks.all_gather(free) if count is not None)
         raise CapacityError(
-            f"weights of {sharing} {plural('rank', sharing)} that share memory",
+            f"weights of {sharing} {pluralize('rank', sharing)} that share memory",
             got=gigabytes(need * sharing),
             need=f"at most {gigabytes(free)}, the free memory",
         )

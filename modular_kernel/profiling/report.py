@@ -11,7 +11,7 @@ from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.roofline import Peaks, Roofline, roofline_of, work_of
 from modular_kernel.measure.routing_patterns import Load
 from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_floor, stage_works
-from modular_kernel.process_status import ProcessState, all_states
+from modular_kernel.process_status import ProcessState, get_all_states
 from modular_kernel.profiling.chrome import Trace, barrier_spread_us
 from modular_kernel.profiling.events import UNATTRIBUTED, CallTimes, calls_of, median_call
 from modular_kernel.profiling.record import EndToEndTime, Memory, PairRecord, ProfileJob, RankRecord
@@ -180,7 +180,7 @@ def profile_of(
         pairs,
         max(differences, default=None),
         tuple(_missing(pairs, machine, first.link)),
-        all_states(),
+        get_all_states(),
     )
 
 

@@ -1,12 +1,12 @@
-"""Reference implementation of the layer in plain torch; shares no code with any part.
+"""Reference implementations of the layer in plain PyTorch, which share no code with any part.
 
 - `oracle` computes in float64 from the dequantized weights.
-- `recipe` rounds as plain torch does in the problem's dtype, and quantizes activations if the
-  scheme does. Its distance from the oracle bounds the error of a correct part.
-- `bitwise_reference` rounds exactly where a part declares that it rounds, so the two differ only by
-  the order of float32 sums.
+- `recipe` rounds where plain PyTorch rounds in the problem's dtype, and quantizes activations if
+  the scheme does. A correct part may deviate from the oracle about as much as `recipe` does.
+- `bitwise_reference` rounds exactly where a part declares that it rounds, so its output differs
+  from the part's output only because of the order of float32 sums.
 
-All three run the same loop over experts, `_moe`, each with its own arithmetic.
+All three call `_compute_layer`, each with its own `_Arithmetic`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,64 +16,78 @@ from functools import partial
 import torch
 
 from modular_kernel.reference.adapters import Adapters
-from modular_kernel.reference.nvfp4 import nvfp4_round_trip
-from modular_kernel.reference.weights import matrix
+from modular_kernel.reference.nvfp4 import round_to_nvfp4
+from modular_kernel.reference.weights import dequantize_matrix
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights, Routing
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
-# (rows (R, K), local expert of each row, (R,) int64, -1 for none) -> quantized rows (R, K)
+# (rows (R, K); local expert of each row, (R,) int64, -1 for none) -> quantized rows (R, K)
 QuantizeRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# (rows (R, K), matrix (N, K)) -> rows @ matrix.T, (R, N)
+Matmul = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Lower bound of scales computed from activations, so that a row of zeros has a valid one.
+# Lower bound of scales computed from activations, so that the scale of a row of zeros is not 0.
 _MIN_SCALE = 2.0**-33
 
 
 @dataclass(frozen=True)
 class _Arithmetic:
-    """Arithmetic of one reference: dtypes and roundings.
+    """Arithmetic of one reference: the dtype of sums, and a function for each rounding.
 
-    dtype: of every sum.
+    dtype: dtype of every sum.
     round_to_dtype: rounds to the problem's dtype.
-    weight: rounds a dequantized weight.
-    operand: rounds an operand of a GEMM as tensor cores do.
-    x, h: quantize activations as GEMM 1 and GEMM 2 read them.
-    gate_up, rows: round the results of GEMM 1 and of GEMM 2.
-    weighted: rounds x times router weights.
-    product: maps rows (R, K) and a matrix (N, K) to (R, N).
+    round_weight: rounds a dequantized weight.
+    round_operand: rounds an operand of a GEMM as tensor cores do.
+    quantize_x: quantizes the rows that GEMM 1 reads.
+    quantize_h: quantizes the rows that GEMM 2 reads.
+    round_gate_up: rounds the results of GEMM 1.
+    round_rows: rounds the results of GEMM 2.
+    round_weighted_x: rounds x times a router weight.
+    matmul: multiplies rows (R, K) by the transpose of a matrix (N, K).
     """
 
     dtype: torch.dtype
     round_to_dtype: Rounding
-    weight: Rounding
-    operand: Rounding
-    x: QuantizeRows
-    h: QuantizeRows
-    gate_up: Rounding
-    rows: Rounding
-    weighted: Rounding
-    product: Product
+    round_weight: Rounding
+    round_operand: Rounding
+    quantize_x: QuantizeRows
+    quantize_h: QuantizeRows
+    round_gate_up: Rounding
+    round_rows: Rounding
+    round_weighted_x: Rounding
+    matmul: Matmul
 
 
-_ROUNDINGS = ("round_to_dtype", "weight", "operand", "gate_up", "rows", "weighted")
+_ROUNDINGS = (
+    "round_to_dtype",
+    "round_weight",
+    "round_operand",
+    "round_gate_up",
+    "round_rows",
+    "round_weighted_x",
+)
 
 
 def oracle(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, problem: Problem
 ) -> torch.Tensor:
-    """Return the exact output, (T, H) or (T, K, H), float64.
+    """Return the output without rounding, (T, H) or (T, K, H), float64.
 
-    Pairs are skipped if their id is outside [0, E) or of an expert on another rank. Their router
-    weights are not read.
+    A pair is skipped if its id is outside [0, E) or belongs to an expert on another rank. The
+    router weight of a skipped pair is not read.
     """
-    no_rounding = dict.fromkeys(_ROUNDINGS, _exact)
+    no_rounding = dict.fromkeys(_ROUNDINGS, _keep_exact)
     exact = _Arithmetic(
-        dtype=torch.float64, product=_product, x=_exact_rows, h=_exact_rows, **no_rounding
+        dtype=torch.float64,
+        matmul=_matmul,
+        quantize_x=_keep_exact_rows,
+        quantize_h=_keep_exact_rows,
+        **no_rounding,
     )
-    return _moe(x_TH, weights, routing, problem, exact, weights_after_gemm1=False)
+    return _compute_layer(x_TH, weights, routing, problem, exact, weights_after_gemm1=False)
 
 
 def recipe(
@@ -84,24 +98,25 @@ def recipe(
     *,
     input_weighted: bool = False,
 ) -> torch.Tensor:
-    """Return the output of plain torch in the problem's dtype, as float64.
+    """Return the output that plain PyTorch computes in the problem's dtype, as float64.
 
-    Products accumulate in float32. These are rounded to the problem's dtype: x times the router
-    weight (if it goes on the input), GEMM 1 with its bias, the activation, GEMM 2 with its bias,
-    and the result. With tf32, operands of both GEMMs lose their last 13 mantissa bits, as in
-    Hopper's tensor cores.
+    GEMMs accumulate in float32. The following values are rounded to the problem's dtype: x times
+    the router weight (if the weight applies to the input), the results of GEMM 1 and its bias, of
+    the activation, and of GEMM 2 and its bias, and the output. With tf32, the operands of both
+    GEMMs lose their last 13 mantissa bits, as in Hopper's tensor cores.
 
     If the scheme does not quantize activations, dequantized weights are rounded to the problem's
-    dtype. If it does, x and h are quantized: with one scale for x and one for h of all valid pairs,
-    with one per row, or with one per group of a row. nvfp4 has one per expert in addition.
+    dtype. If it does, x and h are quantized. Depending on the scheme, one scale covers all valid
+    pairs, a row, or a group of a row; nvfp4 also has a scale per expert.
 
-    input_weighted: if activations are quantized, a router weight on the input multiplies x before
-        that. Otherwise it multiplies the results of GEMM 1.
+    input_weighted: for router weights that apply to the input and schemes that quantize
+        activations: if True, the weight multiplies x before x is quantized; if False, it multiplies
+        the results of GEMM 1.
     """
     quantizes = problem.scheme.quantizes_activations
     arithmetic = _make_arithmetic(weights, problem, Roundings(weights=not quantizes, gate_up=True))
     weights_after_gemm1 = quantizes and not input_weighted
-    return _moe(
+    return _compute_layer(
         x_TH, weights, routing, problem, arithmetic, weights_after_gemm1=weights_after_gemm1
     ).double()
 
@@ -115,15 +130,16 @@ def bitwise_reference(
     *,
     input_weighted: bool,
 ) -> torch.Tensor:
-    """Return the output that a part rounding as `roundings` must produce, in the problem's dtype.
+    """Return the output of a part that rounds as `roundings` declares, in the problem's dtype.
 
-    Its shape is (T, H) or (T, K, H). It is computed as one chunk, even if the problem splits calls.
+    The output is (T, H) or (T, K, H). It is computed in one chunk, even if the problem splits
+    calls.
 
-    input_weighted: a router weight on the input multiplies x itself, before it is quantized.
-        Otherwise it multiplies the results of GEMM 1, before the bias.
+    input_weighted: for router weights that apply to the input: if True, the weight multiplies x
+        before x is quantized; if False, it multiplies the results of GEMM 1, before the bias.
     """
     arguments = x_TH, weights, routing, problem, roundings
-    return bitwise_references(*arguments, input_weighted=input_weighted, jitters=(None,))[0]
+    return bitwise_references(*arguments, input_weighted=input_weighted, generators=(None,))[0]
 
 
 def bitwise_references(
@@ -134,52 +150,54 @@ def bitwise_references(
     roundings: Roundings,
     *,
     input_weighted: bool,
-    jitters: Sequence[torch.Generator | None],
+    generators: Sequence[torch.Generator | None],
 ) -> torch.Tensor:
-    """Return the bitwise reference of one call for each of `jitters`, (number of jitters, T, ...).
+    """Return several bitwise references of a call, (len(generators), T, ...).
 
-    All are computed as one call with repeated tokens.
+    Each is randomly perturbed, as if its float32 sums had another order. All are computed in one
+    call with repeated tokens.
 
-    jitters: each perturbs every product randomly, by as much as another order of its float32 sums
-        may; None perturbs nothing.
+    generators: random number generator of each perturbation; None does not perturb.
     """
-    copies, tokens = len(jitters), len(x_TH)
-    product = partial(_float32_product, jitters=jitters)
-    arithmetic = _make_arithmetic(weights, problem, roundings, product, copies=copies)
-    repeated = routing.of(torch.arange(tokens, device=x_TH.device).repeat(copies))
-    x_TH = x_TH.repeat(copies, 1)
-    value = _moe(
+    num_copies, num_tokens = len(generators), len(x_TH)
+    matmul = partial(_matmul_float32, generators=generators)
+    arithmetic = _make_arithmetic(weights, problem, roundings, matmul, num_copies=num_copies)
+    repeated = routing.of(torch.arange(num_tokens, device=x_TH.device).repeat(num_copies))
+    x_TH = x_TH.repeat(num_copies, 1)
+    value = _compute_layer(
         x_TH, weights, repeated, problem, arithmetic, weights_after_gemm1=not input_weighted
     )
-    return value.to(problem.dtype).view(copies, tokens, *value.shape[1:])
+    return value.to(problem.dtype).view(num_copies, num_tokens, *value.shape[1:])
 
 
 def _make_arithmetic(
     weights: ExpertWeights,
     problem: Problem,
     roundings: Roundings,
-    product: Product | None = None,
-    copies: int = 1,
+    matmul: Matmul | None = None,
+    num_copies: int = 1,
 ) -> _Arithmetic:
     """Return float32 arithmetic that rounds to the problem's dtype where `roundings` declares.
 
-    product: the product of a bitwise reference. Such a reference also quantizes by reciprocals of
-        scales, as the parts do. None makes the arithmetic of `recipe`.
-    copies: number of repeated calls. A scale of all pairs is computed for each copy separately.
+    matmul: the matrix product of a bitwise reference. A bitwise reference also quantizes by
+        multiplying by reciprocals of scales, as the parts do. None returns the arithmetic of
+        `recipe`.
+    num_copies: number of copies of a call whose tokens are concatenated. A scale of all pairs is
+        computed for each copy separately.
     """
-    scheme, reciprocal = problem.scheme, product is not None
+    scheme, reciprocal = problem.scheme, matmul is not None
 
     def round_to_dtype(value: torch.Tensor) -> torch.Tensor:
         return value.to(problem.dtype).to(torch.float32)
 
-    def quantized(
+    def quantize(
         rows: torch.Tensor, experts_R: torch.Tensor, *, static_scale: torch.Tensor | None
     ) -> torch.Tensor:
         if scheme.scales_by_expert and static_scale is not None:
-            return nvfp4_round_trip(rows, experts_R, static_scale, reciprocal=reciprocal)
-        calls = rows.chunk(copies) if copies > 1 else (rows,)
+            return round_to_nvfp4(rows, experts_R, static_scale, reciprocal=reciprocal)
+        copies = rows.chunk(num_copies) if num_copies > 1 else (rows,)
         return torch.cat(
-            [_round_trip(r, scheme, static_scale, reciprocal=reciprocal) for r in calls]
+            [_round_to_scheme(copy, scheme, static_scale, reciprocal=reciprocal) for copy in copies]
         )
 
     quantizes = scheme.quantizes_activations
@@ -187,53 +205,57 @@ def _make_arithmetic(
     return _Arithmetic(
         torch.float32,
         round_to_dtype=round_to_dtype,
-        weight=round_to_dtype if roundings.weights else _exact,
-        operand=_drop_13_bits if tf32 and not quantizes else _exact,
-        x=partial(quantized, static_scale=weights.a1_scale) if quantizes else _exact_rows,
-        h=partial(quantized, static_scale=weights.a2_scale) if quantizes else _exact_rows,
-        gate_up=round_to_dtype if roundings.gate_up else _exact,
-        rows=round_to_dtype if roundings.rows else _exact,
-        weighted=_exact if scheme.dispatched_quantized else round_to_dtype,
-        product=product or _product,
+        round_weight=round_to_dtype if roundings.weights else _keep_exact,
+        round_operand=_drop_13_bits if tf32 and not quantizes else _keep_exact,
+        quantize_x=(
+            partial(quantize, static_scale=weights.a1_scale) if quantizes else _keep_exact_rows
+        ),
+        quantize_h=(
+            partial(quantize, static_scale=weights.a2_scale) if quantizes else _keep_exact_rows
+        ),
+        round_gate_up=round_to_dtype if roundings.gate_up else _keep_exact,
+        round_rows=round_to_dtype if roundings.rows else _keep_exact,
+        round_weighted_x=_keep_exact if scheme.dispatched_quantized else round_to_dtype,
+        matmul=matmul or _matmul,
     )
 
 
-def _product(a_RK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
-    return _contiguous(a_RK) @ _contiguous(b_NK).T
+def _matmul(a_RK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
+    return _copy_contiguous(a_RK) @ _copy_contiguous(b_NK).T
 
 
-def _contiguous(matrix: torch.Tensor) -> torch.Tensor:
+def _copy_contiguous(matrix: torch.Tensor) -> torch.Tensor:
     """Copy a matrix so that its rows have no gaps, which float32 GEMMs on some CPUs would read."""
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
-def _float32_product(
-    a_RK: torch.Tensor, b_NK: torch.Tensor, *, jitters: Sequence[torch.Generator | None]
+def _matmul_float32(
+    a_RK: torch.Tensor, b_NK: torch.Tensor, *, generators: Sequence[torch.Generator | None]
 ) -> torch.Tensor:
     """Return a @ b.T, computed in float64 and rounded to float32.
 
-    jitters: one for each copy of the rows. Each perturbs its copy before rounding, within the error
-        bound of float32 sums.
+    generators: one for each copy of the rows. Each perturbs its copy before rounding, within the
+        error bound of float32 sums; None does not perturb.
     """
     a_RK, b_NK = a_RK.double(), b_NK.double()
     exact = a_RK @ b_NK.T
-    if any(jitter is not None for jitter in jitters):
-        bound = (a_RK.abs() @ b_NK.abs().T) * 2.0**-24
-        copies = (matrix.chunk(len(jitters)) for matrix in (exact, bound))
-        for jitter, values, bounds in zip(jitters, *copies, strict=True):
-            if jitter is not None:
+    if any(generator is not None for generator in generators):
+        error_bound = (a_RK.abs() @ b_NK.abs().T) * 2.0**-24
+        copies = (matrix.chunk(len(generators)) for matrix in (exact, error_bound))
+        for generator, values, bounds in zip(generators, *copies, strict=True):
+            if generator is not None:
                 noise = torch.randn(
-                    values.shape, generator=jitter, dtype=torch.float64, device="cpu"
+                    values.shape, generator=generator, dtype=torch.float64, device="cpu"
                 )
                 values += noise.to(values.device) * bounds
     return exact.float()
 
 
-def _exact(value: torch.Tensor) -> torch.Tensor:
+def _keep_exact(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _exact_rows(rows: torch.Tensor, experts_R: torch.Tensor) -> torch.Tensor:
+def _keep_exact_rows(rows: torch.Tensor, experts_R: torch.Tensor) -> torch.Tensor:
     return rows
 
 
@@ -241,7 +263,7 @@ def _drop_13_bits(value: torch.Tensor) -> torch.Tensor:
     return (value.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-def _moe(
+def _compute_layer(
     x_TH: torch.Tensor,
     weights: ExpertWeights,
     routing: Routing,
@@ -252,10 +274,12 @@ def _moe(
 ) -> torch.Tensor:
     """Compute the layer, (T, H) or (T, K, H), in the dtype of `arithmetic`.
 
-    weights_after_gemm1: input router weights multiply GEMM 1's results instead of x.
+    weights_after_gemm1: router weights that apply to the input multiply the results of GEMM 1
+        instead of x.
     """
-    dtype, round_to_dtype, operand = arithmetic.dtype, arithmetic.round_to_dtype, arithmetic.operand
-    ids = _local_ids(routing, weights, problem)
+    dtype, round_to_dtype = arithmetic.dtype, arithmetic.round_to_dtype
+    round_operand = arithmetic.round_operand
+    ids = _map_to_local_ids(routing, weights, problem)
     is_local = (ids >= 0) & (ids < weights.w1.shape[0])
     local = torch.where(is_local, ids, -1).flatten()
     router = torch.where(is_local, routing.topk_weights_TK.to(dtype), 0)
@@ -263,66 +287,67 @@ def _moe(
     x = x_TH.to(dtype)
     if on_input and not weights_after_gemm1:
         x_TKH = torch.where(is_local[..., None], x[:, None] * router[..., None], 0.0)
-        x_TKH = arithmetic.x(arithmetic.weighted(x_TKH).flatten(0, 1), local).view_as(x_TKH)
+        weighted_x = arithmetic.round_weighted_x(x_TKH).flatten(0, 1)
+        x_TKH = arithmetic.quantize_x(weighted_x, local).view_as(x_TKH)
     elif problem.scheme.scales_by_expert:
         x_TKH = x[:, None].expand(-1, ids.shape[1], -1)
-        x_TKH = arithmetic.x(x_TKH.flatten(0, 1), local).view_as(x_TKH)
+        x_TKH = arithmetic.quantize_x(x_TKH.flatten(0, 1), local).view_as(x_TKH)
     else:
-        x_TKH = arithmetic.x(x, local)[:, None].expand(-1, ids.shape[1], -1)
-    # Only experts that have tokens.
+        x_TKH = arithmetic.quantize_x(x, local)[:, None].expand(-1, ids.shape[1], -1)
+    # Only experts that have tokens are computed.
     used_experts = sorted(set(local[local >= 0].tolist()))
     pairs = [(expert, (ids == expert).nonzero(as_tuple=True)) for expert in used_experts]
     h_TKI = torch.zeros(*ids.shape, problem.intermediate, dtype=dtype, device=x.device)
     adapters = Adapters(
         weights,
         routing,
-        product=arithmetic.product,
-        round_operand=operand,
-        round_result=round_to_dtype,
+        matmul=arithmetic.matmul,
+        round_operand=round_operand,
+        round_u=round_to_dtype,
     )
     for expert, (token, slot) in pairs:
-        w1 = arithmetic.weight(matrix(weights, "w1", expert, problem, dtype))
+        w1 = arithmetic.round_weight(dequantize_matrix(weights, "w1", expert, problem, dtype))
         x_RH = x_TKH[token, slot]
         if weights.w1_order is not None:
             order = weights.w1_order[expert].long()
             in_range = (order >= 0) & (order < x_RH.shape[1])  # a column out of range reads 0
             x_RH = torch.where(in_range, x_RH[:, order.where(in_range, 0)], 0.0)
-        h = arithmetic.product(operand(x_RH), operand(w1))
+        h = arithmetic.matmul(round_operand(x_RH), round_operand(w1))
         unquantized = x[token]
         if on_input and not weights_after_gemm1:
             unquantized = round_to_dtype(unquantized * router[token, slot, None])
-        h = h + adapters.of_w1(unquantized, token, expert, problem.act)
+        h = h + adapters.compute_w1_delta(unquantized, token, expert, problem.act)
         if on_input and weights_after_gemm1:
             h = h * router[token, slot, None]
         if weights.b1 is not None:
             h = h + weights.b1[expert].to(dtype)
-        h_TKI[token, slot] = round_to_dtype(activation(arithmetic.gate_up(h), problem.act))
+        h_TKI[token, slot] = round_to_dtype(activation(arithmetic.round_gate_up(h), problem.act))
     unquantized_TKI = h_TKI
     # Rows of skipped pairs are zero and do not affect any maximum.
-    h_TKI = arithmetic.h(h_TKI.flatten(0, 1), local).view_as(h_TKI)
+    h_TKI = arithmetic.quantize_h(h_TKI.flatten(0, 1), local).view_as(h_TKI)
     rows_TKH = torch.zeros(*ids.shape, problem.hidden, dtype=dtype, device=x.device)
     for expert, (token, slot) in pairs:
-        w2 = arithmetic.weight(matrix(weights, "w2", expert, problem, dtype))
-        y = arithmetic.product(operand(h_TKI[token, slot]), operand(w2))
-        y = y + adapters.of_w2(unquantized_TKI[token, slot], token, expert)
+        w2 = arithmetic.round_weight(dequantize_matrix(weights, "w2", expert, problem, dtype))
+        y = arithmetic.matmul(round_operand(h_TKI[token, slot]), round_operand(w2))
+        y = y + adapters.compute_w2_delta(unquantized_TKI[token, slot], token, expert)
         if weights.b2 is not None:
             y = y + weights.b2[expert].to(dtype)
-        rows_TKH[token, slot] = arithmetic.rows(y)
+        rows_TKH[token, slot] = arithmetic.round_rows(y)
     return round_to_dtype(_combine(rows_TKH, router, problem))
 
 
-def _round_trip(
+def _round_to_scheme(
     rows: torch.Tensor,
     scheme: QuantScheme,
     static_scale: torch.Tensor | None,
     *,
     reciprocal: bool = False,
 ) -> torch.Tensor:
-    """Round float32 rows (R, K) to the nearest values of the scheme.
+    """Round float32 rows (R, K) to the nearest values that the scheme can represent.
 
-    static_scale: the scale; None computes it.
-    reciprocal: multiply by the float32 reciprocal of the scale instead of dividing. Many 16-bit
-        values are exactly between two 8-bit values, so the choice decides how they round.
+    static_scale: the given scale; None computes scales from the rows.
+    reciprocal: multiply by the float32 reciprocal of the scale instead of dividing by the scale.
+        This matters because many 16-bit values lie exactly between two 8-bit values.
     """
     if rows.numel() == 0:
         return rows
@@ -358,7 +383,7 @@ def _combine(rows_TKH: torch.Tensor, router: torch.Tensor, problem: Problem) -> 
     return rows_TKH if problem.combine is Combine.TOPK_WEIGHTED else rows_TKH.sum(1)
 
 
-def _local_ids(routing: Routing, weights: ExpertWeights, problem: Problem) -> torch.Tensor:
+def _map_to_local_ids(routing: Routing, weights: ExpertWeights, problem: Problem) -> torch.Tensor:
     """Return the local expert of each pair, (T, K) int64, negative if the pair is skipped."""
     ids = routing.topk_ids_TK.long()
     valid = (ids >= 0) & (ids < problem.experts)
@@ -369,12 +394,15 @@ def _local_ids(routing: Routing, weights: ExpertWeights, problem: Problem) -> to
 
 
 def activation(value: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
-    """Apply the activation, (R, N) -> (R, I). It does not use the code of ActivationSpec."""
+    """Apply an activation to the results of GEMM 1, (R, N) -> (R, I).
+
+    The formulas are written independently of every part.
+    """
     if spec.kind == "relu2":
         return value.clamp(min=0).square()
     if not spec.gated:
         return _pointwise_activation(value, spec.kind.removesuffix("_no_mul"))
-    gate, up = _gate_and_up(value, spec)
+    gate, up = _split_gate_up(value, spec)
     if spec.kind == "situ":
         assert spec.alpha is not None
         if spec.limit is not None:
@@ -396,7 +424,7 @@ def activation(value: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     return gate / (1 + torch.exp(-spec.alpha * gate)) * (up + 1)
 
 
-def _gate_and_up(value: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_gate_up(value: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
     if spec.interleaved:
         return value[:, 0::2], value[:, 1::2]
     first, second = value.chunk(2, dim=1)

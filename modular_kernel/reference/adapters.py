@@ -1,4 +1,4 @@
-"""Reference LoRA deltas of both GEMMs, in the arithmetic of `modular_kernel.reference`."""
+"""Reference for the LoRA deltas of both GEMMs, with roundings that the caller chooses."""
 
 from collections.abc import Callable
 
@@ -8,16 +8,19 @@ from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.tensors import ExpertWeights, Routing
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (R, K), (N, K) -> (R, N)
+Matmul = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (R, K), (N, K) -> (R, N)
 
 
 class Adapters:
-    """LoRA deltas B (A x) of a call; 0 for tokens without an adapter.
+    """Computes the LoRA deltas B (A x) of a call, which are 0 for tokens without an adapter.
 
-    u = A x is rounded to the problem's dtype; x and h are unquantized.
+    x and h are unquantized.
 
-    round_operand, product: see `operand` and `product` of the arithmetic.
-    round_result: rounds u.
+    weights: the weights with the adapters' matrices.
+    routing: the call's routing, with the adapter slot of each token.
+    matmul: multiplies rows (R, K) by the transpose of a matrix (N, K).
+    round_operand: rounds an operand of a matrix product.
+    round_u: rounds u = A x.
     """
 
     def __init__(
@@ -25,45 +28,51 @@ class Adapters:
         weights: ExpertWeights,
         routing: Routing,
         *,
-        product: Product,
+        matmul: Matmul,
         round_operand: Rounding,
-        round_result: Rounding,
+        round_u: Rounding,
     ) -> None:
         self._weights, self._slots_T = weights, routing.slots_T
-        self._product, self._round_operand, self._round_result = (
-            product,
-            round_operand,
-            round_result,
-        )
+        self._matmul, self._round_operand, self._round_u = matmul, round_operand, round_u
 
-    def of_w1(
+    def compute_w1_delta(
         self, x_RH: torch.Tensor, token: torch.Tensor, expert: int, act: ActivationSpec
     ) -> torch.Tensor | float:
-        """Return the delta of GEMM 1, (R, N), for rows (R, H) of tokens (R,) at one expert."""
+        """Return the delta of GEMM 1 for rows of one expert, (R, N).
+
+        x_RH: (R, H), unquantized.
+        token: (R,), the token of each row.
+        """
         a, b = self._weights.lora_a13, self._weights.lora_b13
         if a is None or b is None or self._slots_T is None:
             return 0.0
         rank, num_rows = b.shape[3], b.shape[2]
         if a.shape[2] == rank:  # one A for gate and up, or no gate
-            return self._delta(x_RH, a, b, token, expert)
+            return self._compute_delta(x_RH, a, b, token, expert)
         gates, ups = slice(0, num_rows // 2), slice(num_rows // 2, None)
         if act.interleaved:
             gates, ups = slice(0, None, 2), slice(1, None, 2)
         out = x_RH.new_zeros(len(x_RH), num_rows)
         for rows_slice, rank_slice in ((gates, slice(0, rank)), (ups, slice(rank, None))):
-            out[:, rows_slice] = self._delta(
+            out[:, rows_slice] = self._compute_delta(
                 x_RH, a[:, :, rank_slice], b[:, :, rows_slice], token, expert
             )
         return out
 
-    def of_w2(self, h_RI: torch.Tensor, token: torch.Tensor, expert: int) -> torch.Tensor | float:
-        """Return the delta of GEMM 2, (R, H), for rows (R, I) of tokens (R,) at one expert."""
+    def compute_w2_delta(
+        self, h_RI: torch.Tensor, token: torch.Tensor, expert: int
+    ) -> torch.Tensor | float:
+        """Return the delta of GEMM 2 for rows of one expert, (R, H).
+
+        h_RI: (R, I), unquantized.
+        token: (R,), the token of each row.
+        """
         a, b = self._weights.lora_a2, self._weights.lora_b2
         if a is None or b is None or self._slots_T is None:
             return 0.0
-        return self._delta(h_RI, a, b, token, expert)
+        return self._compute_delta(h_RI, a, b, token, expert)
 
-    def _delta(
+    def _compute_delta(
         self,
         rows_RK: torch.Tensor,
         a_LeRK: torch.Tensor,
@@ -80,8 +89,8 @@ class Adapters:
             selected = slots == slot
             a = a_LeRK[slot, expert % a_LeRK.shape[1]].to(out.dtype)
             b = b_LeNR[slot, expert % b_LeNR.shape[1]].to(out.dtype)
-            u = self._round_result(
-                self._product(self._round_operand(rows_RK[selected]), self._round_operand(a))
+            u = self._round_u(
+                self._matmul(self._round_operand(rows_RK[selected]), self._round_operand(a))
             )
-            out[selected] = self._product(self._round_operand(u), self._round_operand(b))
+            out[selected] = self._matmul(self._round_operand(u), self._round_operand(b))
         return out

@@ -1,4 +1,4 @@
-"""Reference dequantization of weights, bit by bit; shares no code with any part."""
+"""Reference for the dequantization of weights, which shares no code with any part."""
 
 from math import prod
 
@@ -9,19 +9,22 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 
 
-def matrix(
+def dequantize_matrix(
     weights: ExpertWeights, name: str, expert: int, problem: Problem, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return w1 or w2 of one expert, dequantized, (N, K) in `dtype`."""
+    """Return a weight matrix of one expert, dequantized, (N, K) in `dtype`.
+
+    name: "w1" or "w2".
+    """
     scheme = problem.scheme
     codes: torch.Tensor = getattr(weights, name)[expert]
     if not scheme.quantized:
         return codes.to(dtype)
-    rows, depth = codes.shape[0], codes.shape[1] * (2 if scheme.packed else 1)
-    n = torch.arange(rows, device=codes.device)[:, None]
-    k = torch.arange(depth, device=codes.device)[None, :]
+    num_rows, num_columns = codes.shape[0], codes.shape[1] * (2 if scheme.packed else 1)
+    n = torch.arange(num_rows, device=codes.device)[:, None]
+    k = torch.arange(num_columns, device=codes.device)[None, :]
     if scheme.packed:
-        codes = code_at(codes, n, k, scheme)
+        codes = unpack_codes(codes, n, k, scheme)
     scale: torch.Tensor = getattr(weights, f"{name}_scale")[expert]
     if scheme.granularity == "channel":
         scale = scale[n]
@@ -31,7 +34,7 @@ def matrix(
         scale = scale[n, k // scheme.group[0]]
     if scheme.weight == "float4_e2m1":
         global_scale = getattr(weights, f"{name}_global_scale")
-        scales = _e2m1_scales(
+        scales = _list_e2m1_scales(
             scale, None if global_scale is None else global_scale[expert], n, problem
         )
         return prod((s.to(dtype) for s in scales), start=_decode_e2m1(codes.to(dtype)))
@@ -47,22 +50,24 @@ def matrix(
     return value * scale.to(dtype)
 
 
-def _e2m1_scales(
+def _list_e2m1_scales(
     scale: torch.Tensor, global_scale: torch.Tensor | None, n: torch.Tensor, problem: Problem
 ) -> tuple[torch.Tensor, ...]:
-    """Return the scales that multiply e2m1 values of rows n, in order of multiplication.
+    """Return the scales that multiply the e2m1 values of rows n, in order of multiplication.
 
-    global_scale: of gate and up, or of one matrix; None for E8M0 scales.
+    scale: scale of the group of each value.
+    global_scale: (2,) for gate and up, or (1,) for one matrix; None if group scales are E8M0.
     """
     if global_scale is None:
         return (torch.exp2(scale.double() - 127).where(scale != 255, torch.nan),)
-    count = len(global_scale)
-    return scale, global_scale[n % count if problem.act.interleaved else n * count // len(n)]
+    num_matrices = len(global_scale)
+    matrix_index = n % num_matrices if problem.act.interleaved else n * num_matrices // len(n)
+    return scale, global_scale[matrix_index]
 
 
-# For each pair of a repacked word: the stored bits whose XOR gives bits 0 to 3 of a code, counted
-# from bit 0 of the half word that holds the code. Bit 18 of the upper half is outside the word and
-# counts as 0.
+# A repacked 32-bit word holds four pairs of codes, the even code of each pair in its lower half.
+# For each pair and each bit, 0 to 3, of a code: the stored bits whose XOR is that bit, counted
+# from bit 0 of the half word. Bit 18 of the upper half is outside the word and counts as 0.
 _REPACKED_BITS = (
     ((6,), (7,), (8,), (15,)),
     ((3,), (4,), (5,), (12,)),
@@ -71,10 +76,14 @@ _REPACKED_BITS = (
 )
 
 
-def code_at(
+def unpack_codes(
     codes: torch.Tensor, n: torch.Tensor, k: torch.Tensor, scheme: QuantScheme
 ) -> torch.Tensor:
-    """Return the 4-bit codes at rows n and columns k of one expert's weights."""
+    """Return the 4-bit codes at rows n and columns k of one expert's weights.
+
+    codes: (N, K / 2) uint8.
+    n, k: integer tensors that broadcast against each other.
+    """
     if not scheme.repacked:
         return codes[n, k // 2] >> (4 * (k % 2)) & 15
     code = torch.zeros_like(n + k)

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 
 from modular_kernel.catalog import Part
-from modular_kernel.compatibility.rules import unavailable
+from modular_kernel.compatibility.rules import judge_part
 from modular_kernel.compatibility.support import (
     ALL_ACTIVATIONS,
     ALL_DTYPES,
     Requirements,
-    archs_text,
+    format_archs,
     format_sorted,
 )
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
@@ -101,7 +101,7 @@ def _required_text(requires: Requirements) -> str:
     if requires.min_arch is not None:
         texts.append("compute capability {}.{} or more".format(*requires.min_arch))
     if requires.archs is not None:
-        texts.append(f"compute capability {archs_text(requires.archs)}")
+        texts.append(f"compute capability {format_archs(requires.archs)}")
     texts += requires.packages
     sizes = getattr(requires, "world_sizes", None)
     if sizes is not None:
@@ -127,7 +127,7 @@ def _accepted_text(requires: Requirements) -> str:
     activations = getattr(requires, "activations", ALL_ACTIVATIONS)
     if activations != ALL_ACTIVATIONS:
         texts.append(f"activations {format_sorted(activations)}")
-    hidden: frozenset[str] = getattr(requires, "hides_nan", frozenset())
+    hidden: frozenset[str] = getattr(requires, "nan_clamping_activations", frozenset())
     if hidden:
         texts.append(f"may hide a NaN in weights with {format_sorted(hidden)}")
     return "; ".join(texts)
@@ -165,7 +165,7 @@ def _machines(matrix: Matrix) -> tuple[Block, ...]:
 def _availability(part: Part, machine: Machine) -> str:
     with_packages = with_required_packages(machine, part.cls)
     return _format_rules(
-        r.rule for r in unavailable(part.name, _requirements_of(part), with_packages)
+        r.rule for r in judge_part(part.name, _requirements_of(part), with_packages)
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from modular_kernel.catalog import load_catalog, probes_of
+from modular_kernel.catalog import collect_probes, load_catalog
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.utils.package_probes import find, version_of
@@ -72,7 +72,7 @@ def _part_versions() -> tuple[tuple[str, str, str], ...]:
 @cache
 def _version(name: str) -> str:
     """Return the version of a distribution or import package, or "none"."""
-    for probe in probes_of(load_catalog()):  # may find a copy inside another package
+    for probe in collect_probes(load_catalog()):  # may find a copy inside another package
         if probe.name == name and (version := find(probe).version):
             return version
     spellings = (name, name.replace("_", "-"), name.replace("_", ""))

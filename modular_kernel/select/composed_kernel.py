@@ -18,9 +18,9 @@ from modular_kernel.select.choice import Choice
 from modular_kernel.select.record import Pair, Segment
 from modular_kernel.spec.problem import Machine, Size
 from modular_kernel.tensors import ExpertWeights, Routing, check_weight_tensors
-from modular_kernel.text import notebook_html
+from modular_kernel.text import render_notebook_html
 from modular_kernel.utils.argument_checks import expect_each
-from modular_kernel.validate import rows_of
+from modular_kernel.validate import count_tokens
 
 _SEED = 5
 
@@ -58,7 +58,7 @@ class ComposedKernel:
             )
             first = kernel_range.last + 1
         caption = f"composed, {self.problem} on {self.choice.machine}"
-        return notebook_html(caption, ("tokens", "prepare_finalize", "experts"), rows)
+        return render_notebook_html(caption, ("tokens", "prepare_finalize", "experts"), rows)
 
     @property
     def pairing(self) -> str:
@@ -87,7 +87,7 @@ class ComposedKernel:
 
         max_tokens: see ComposedKernel.
         """
-        kernel_range = self.kernel_ranges[self._lookup.index(rows_of(x_TH), max_tokens)]
+        kernel_range = self.kernel_ranges[self._lookup.index(count_tokens(x_TH), max_tokens)]
         return kernel_range.kernel(x_TH, weights, routing, out=out)
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
@@ -150,7 +150,7 @@ class ComposedPlan:
         max_tokens: int | None = None,
     ) -> torch.Tensor:
         """Run a call like Plan.__call__. max_tokens: see ComposedKernel."""
-        plan = self.plans[self._lookup.index(rows_of(x_TH), max_tokens)]
+        plan = self.plans[self._lookup.index(count_tokens(x_TH), max_tokens)]
         return plan(x_TH, weights, routing, out=out)
 
     def warm_up(self, weights: ExpertWeights, tokens: Iterable[int] | None = None) -> int:

@@ -1,1 +1,1 @@
-"""Specifications as frozen data: the problem, quantization, routing, placement and LoRA."""
+"""Specifications as frozen dataclasses: the problem, quantization, routing, placement and LoRA."""

@@ -1,11 +1,11 @@
-"""Division of the intermediate size over tensor-parallel ranks.
+"""Division of the intermediate size I among tensor-parallel ranks.
 
     split = split_intermediate(2880, 8, QuantScheme.parse("mxfp4_w4a16"))
     split.width, split.columns(0), split.columns(7)     # 384, (0, 384), (2528, 2880)
 
-The weights of all ranks have the same width, so that all ranks run the same kernel. Shares end at
-boundaries of quantization groups, so that stored codes and scales do not change. A rank that holds
-fewer columns than the width is padded with zero weights.
+The weights of all ranks have the same number of columns (the width), so that all ranks run the same
+kernel. A rank's columns end at a boundary of a quantization group, so that stored codes and scales
+do not change. If a rank holds fewer columns than the width, its weights are padded with zeros.
 """
 
 from dataclasses import dataclass
@@ -14,18 +14,20 @@ from math import lcm
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.quantization import QuantScheme
 
-# The width of padded shares is a multiple of the first of these that leaves columns for every rank.
-# 16 values of one byte or more satisfy the alignment of TMA and of vector loads.
+# If weights are padded, the width is a multiple of the first of these for which every rank holds
+# columns. 16 values of at least one byte each satisfy the alignment of TMA and of vector loads.
 _ALIGNMENTS = (16, 8, 4, 2, 1)
 _VALUES_PER_WORD = {"uint4": 8, "uint8": 4}  # in a packed int32
 
 
 @dataclass(frozen=True)
 class IntermediateSplit:
-    """The columns of I of each tensor-parallel rank.
+    """The columns of I that each tensor-parallel rank holds.
 
-    unit: number of columns that must stay on one rank. width: number of columns in the weights of
-    each rank, including padding.
+    intermediate: I.
+    ranks: number of tensor-parallel ranks.
+    unit: number of adjacent columns that must stay on one rank.
+    width: number of columns in the weights of each rank, including padding.
     """
 
     intermediate: int
@@ -34,7 +36,7 @@ class IntermediateSplit:
     width: int
 
     def columns(self, rank: int) -> tuple[int, int]:
-        """Return the columns [first, last) of I that a rank holds."""
+        """Return (first, last): the rank holds the columns [first, last) of I."""
         units, extra = divmod(_ceil_div(self.intermediate, self.unit), self.ranks)
         first, last = (each * units + min(each, extra) for each in (rank, rank + 1))
         return first * self.unit, min(last * self.unit, self.intermediate)
@@ -48,7 +50,7 @@ class IntermediateSplit:
 def columns_per_unit(scheme: QuantScheme, intermediate: int) -> int:
     """Return how many adjacent columns of I share a scale or a packed word and must not be split.
 
-    If one group covers all columns, it may be split: each share then has a group with that scale.
+    A group that covers all columns may be split: each rank then has one group with the same scale.
     """
     word = _VALUES_PER_WORD.get(scheme.weight, 1)
     if scheme.weight == "int8" and not scheme.quantizes_activations:
@@ -60,13 +62,17 @@ def columns_per_unit(scheme: QuantScheme, intermediate: int) -> int:
 
 
 def split_intermediate(intermediate: int, ranks: int, scheme: QuantScheme) -> IntermediateSplit:
-    """Divide I over tensor-parallel ranks.
+    """Divide I among tensor-parallel ranks.
 
-    Equal shares are used if they split neither a group nor a packed word. Otherwise each rank gets
-    whole groups, some ranks one more than others, and the width is the size of the largest share.
-    If there are fewer groups than ranks, equal shares split groups, which `formats.fit` refuses for
-    stored weights. Raises ConfigurationError if there are fewer groups than ranks and the columns
-    do not divide evenly.
+    - If an equal division splits neither a group nor a packed word, all ranks get equally many
+      columns.
+    - Otherwise, each rank gets whole groups. Some ranks get one group more than others, and the
+      width is the largest number of columns of a rank.
+    - If there are fewer groups than ranks, but the columns divide evenly, the equal division is
+      used although it splits groups. `formats.fit` refuses it for stored weights.
+
+    Raises ConfigurationError if there are fewer groups than ranks and the columns do not divide
+    evenly.
     """
     unit, (share, remainder) = columns_per_unit(scheme, intermediate), divmod(intermediate, ranks)
     if not remainder and (ranks == 1 or share % unit == 0):
@@ -79,11 +85,11 @@ def split_intermediate(intermediate: int, ranks: int, scheme: QuantScheme) -> In
             return IntermediateSplit(intermediate, ranks, padded_unit, width)
     if not remainder:
         return IntermediateSplit(intermediate, ranks, share, share)
-    raise too_few_groups(intermediate, ranks, unit)
+    raise make_too_few_groups_error(intermediate, ranks, unit)
 
 
-def too_few_groups(intermediate: int, ranks: int, unit: int) -> ConfigurationError:
-    """Return the error for more ranks than groups of columns."""
+def make_too_few_groups_error(intermediate: int, ranks: int, unit: int) -> ConfigurationError:
+    """Return the error that there are more ranks than groups of columns."""
     groups = _ceil_div(intermediate, unit)
     what = "column" if unit == 1 else f"group of {unit} columns"
     need = f"at most {groups}: each rank holds a whole {what} of intermediate={intermediate}"

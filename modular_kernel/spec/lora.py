@@ -1,9 +1,10 @@
-"""LoRA adapters of a layer: number of slots, maximum rank, and sharing of their matrices.
+"""Specification of a layer's LoRA adapters: slots, maximum rank, shared matrices, and tensors.
 
     AdapterSpec.parse("adapters=4,rank=32,a13=shared")
 
-Each expert computes w1 x + B13 (A13 x), before the activation, and w2 h + B2 (A2 h), with the
-matrices of the token's adapter. See `modular_kernel.tensors.ExpertWeights` for their layout.
+Each expert computes w1 x + B13 (A13 x) before the activation, and w2 h + B2 (A2 h) after it, with
+the matrices of the token's adapter. `modular_kernel.tensors.ExpertWeights` describes the layout of
+these matrices.
 """
 
 import re
@@ -38,9 +39,10 @@ _NEED = "none, or adapters=L,rank=R[,a13=shared][,outer=shared], each option onc
 class AdapterSpec:
     """Adapter slots of a layer.
 
-    adapters: L, the number of slots that tokens can select. rank: R, the largest rank of an
-    adapter. a13_shared: gate and up share one A, (R, H), instead of R rows each. outer_shared: all
-    experts share the A of w1 and the B of w2.
+    adapters: L, the number of slots that tokens can select.
+    rank: R, the largest rank of an adapter.
+    a13_shared: gate and up share one A of shape (R, H), instead of having R rows each.
+    outer_shared: all experts share the A of w1 and the B of w2.
     """
 
     adapters: Annotated[int, Between(1, MAX_ADAPTERS)]
@@ -75,7 +77,8 @@ class AdapterSpec:
     ) -> dict[str, tuple[int, ...]]:
         """Return the shape of each adapter tensor of ExpertWeights, by field name.
 
-        experts: e, the experts on this rank. w1_rows: N, twice `intermediate` if gated.
+        experts: e, the number of experts on this rank.
+        w1_rows: N, the number of rows of w1: twice `intermediate` if gated.
         """
         slots, rank = self.adapters, self.rank
         outer = 1 if self.outer_shared else experts
@@ -88,7 +91,7 @@ class AdapterSpec:
         }
 
     def slot_numel(self, experts: int, w1_rows: int, hidden: int, intermediate: int) -> int:
-        """Return the number of elements in one slot; arguments as in `shapes`."""
+        """Return the number of elements in one slot. The arguments are those of `shapes`."""
         shapes = self.shapes(experts, w1_rows, hidden, intermediate)
         return sum(prod(shape[1:]) for shape in shapes.values())
 
@@ -109,10 +112,14 @@ def _parse(text: str) -> AdapterSpec:
 class Adapter:
     """One adapter of rank r for one layer: the `ExpertWeights` tensors without the slot dimension.
 
-    lora_a13: (e, 2r, H), r rows of gate, then r rows of up; (e, r, H) if gate and up share them or
-    there is no gate. lora_b13: (e, N, r), rows ordered as in w1. lora_a2: (e, r, I). lora_b2:
-    (e, H, r). e is 1 in lora_a13 and lora_b2 if the experts share them. The adapter's scaling is
-    folded into lora_b13 and lora_b2.
+    lora_a13: (e, 2r, H), with r rows for gate, then r rows for up; (e, r, H) if gate and up share
+        one A, or if there is no gate.
+    lora_b13: (e, N, r), with rows in the order of w1.
+    lora_a2: (e, r, I).
+    lora_b2: (e, H, r).
+
+    If the experts share lora_a13 and lora_b2, the first dimension of these is 1. The adapter's
+    scaling is folded into lora_b13 and lora_b2.
     """
 
     lora_a13: torch.Tensor
@@ -123,17 +130,21 @@ class Adapter:
     def share(
         self, rank: int, ranks: int, *, gated: bool = True, quant: QuantScheme | str = "none"
     ) -> "Adapter":
-        """Return the shard of one tensor-parallel rank. The results of all shards add up.
+        """Return one tensor-parallel rank's shard of the adapter. The shards' results add up.
 
-        A of w1 and B of w2 are replicated. B of w1 is split by rows, separately for gate and up;
-        A of w2 is split by columns. Each rank gets the same columns of I as in its weights, padded
-        with zeros if the weights are padded (`spec.intermediate_split`).
+        The A of w1 and the B of w2 are replicated. The B of w1 is split along its rows, separately
+        for gate and up, and the A of w2 along its columns. A rank's shard covers the same columns
+        of I as its weights, and is padded with zeros if they are (`spec.intermediate_split`).
 
+        rank: this tensor-parallel rank.
+        ranks: number of tensor-parallel ranks.
         gated: whether w1 has gate rows before up rows. False if it has no gate, or if gate and up
-        rows are interleaved; the rows are then split in one piece. quant: the scheme of the layer's
-        weights, `layer.problem.quant`. Raises ConfigurationError if there are more ranks than
-        columns, and DtypeError or ShapeError if a tensor is not a valid adapter, or if the rows of
-        lora_b13 do not match `gated`.
+            rows are interleaved; the rows are then split in one piece.
+        quant: quantization scheme of the layer's weights, `layer.problem.quant`.
+
+        Raises ConfigurationError if there are more ranks than columns, and DtypeError or ShapeError
+        if a tensor does not belong to a valid adapter or if the rows of lora_b13 do not match
+        `gated`.
         """
         expect("gated", gated, bool)
         check_tensors(vars(self))
@@ -170,13 +181,14 @@ def slots_from_sequences(
 ) -> torch.Tensor:
     """Return `Routing.adapters_T`, (T,) int32, for tokens packed sequence by sequence.
 
-    starts_S1: (S + 1,) integers, ascending from 0. Sequence s has the tokens starts[s] to
-    starts[s + 1] - 1, possibly none. slots_S: (S,) integers, adapter slot of each sequence, -1 for
-    none. tokens: T; tokens after the last sequence have no adapter.
+    starts_S1: (S + 1,) integers, ascending from 0. Sequence s consists of the tokens
+        [starts[s], starts[s + 1]), and may be empty.
+    slots_S: (S,) integers, the adapter slot of each sequence, or -1 for no adapter.
+    tokens: T. Tokens after the last sequence have no adapter.
 
-    Does not synchronize and can be captured in a CUDA graph. The values of starts are therefore
-    checked on the CPU only. Raises ConfigurationError, DtypeError, ShapeError or DeviceError for
-    invalid arguments.
+    This function does not synchronize and can be captured in a CUDA graph. Therefore, the values of
+    starts_S1 are checked only if they are on the CPU. Raises ConfigurationError, DtypeError,
+    ShapeError or DeviceError for invalid arguments.
     """
     for what, tensor in (("starts of sequences", starts_S1), ("slots of sequences", slots_S)):
         check_tensor(what, tensor)
@@ -195,7 +207,8 @@ def slots_from_sequences(
         if starts[0] or starts[-1] > tokens or bool((starts[1:] < starts[:-1]).any()):
             need = f"ascending from 0, up to {tokens} tokens"
             raise ConfigurationError("starts of sequences", got=starts[:8].tolist(), need=need)
-    # int64: a narrow type may not hold every token or -1, and must not wrap to a valid slot.
+    # Compute in int64: a narrower dtype may not be able to hold -1 or every token index, and an
+    # out-of-range slot must not wrap around to a valid one.
     token_T = torch.arange(tokens, device=starts_S1.device)
     sequence_T = torch.searchsorted(starts_S1[1:].long().contiguous(), token_T, right=True)
     slots_S = slots_S.long().clamp(-(1 << 31), (1 << 31) - 1)

@@ -1,10 +1,10 @@
-"""Placement of experts on ranks, as data.
+"""Placement of experts on ranks, and the assignment of (token, expert) pairs to copies of experts.
 
     Placement.linear(10, 4).slots          ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9))
     Placement.round_robin(6, 2).slots      ((0, 2, 4), (1, 3, 5))
     Placement.from_eplb(phy2log, ranks=8)  from EPLB's map; `to_eplb` is the inverse
 
-An expert may have copies on several ranks; each pair goes to one of them.
+An expert may have copies on several ranks. Each (token, expert) pair goes to one of the copies.
 
     Placement.linear(4, 2).with_copies({3: (0,)})                         rank 0 also holds expert 3
     Placement.linear(4, 2).with_copies({0: (1,), 1: (1,)}).without([0])   rank 1 alone holds all
@@ -30,15 +30,16 @@ from modular_kernel.utils.argument_checks import (
     expect_each,
 )
 
-# Bounded because tables on the host have one entry per expert.
+# The number of experts is limited because tables on the host have one entry per expert.
 Experts = Annotated[int, Between(1, 2**20 - 1)]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Experts of each rank.
+    """The experts of each rank.
 
-    slots[r][s] is the expert in slot s of rank r; its weights are w1[s] and w2[s].
+    slots: slots[r][s] is the expert in slot s of rank r. On that rank, its weights are w1[s] and
+        w2[s].
 
     Raises ConfigurationError unless every expert in [0, experts) is on at least one rank, every
     rank holds at least one expert, and no rank holds an expert twice.
@@ -115,7 +116,9 @@ class Placement:
         )
 
     def with_copies(self, copies: Mapping[int, Sequence[int]]) -> "Placement":
-        """Also hold expert i on each rank of copies[i], in slots after the existing ones.
+        """Return a placement that also has expert i on each rank of copies[i].
+
+        The copies are in slots after the existing ones.
 
         >>> Placement.linear(4, 2).with_copies({0: [1]}).slots
         ((0, 1), (2, 3, 0))
@@ -130,10 +133,10 @@ class Placement:
         return Placement(tuple(map(tuple, slots)))
 
     def without(self, ranks: Sequence[int]) -> "Placement":
-        """Return the placement that is left without some ranks. The others are renumbered in order.
+        """Return the placement without the given ranks. The other ranks are renumbered in order.
 
-        Raises ConfigurationError, naming the experts, if an expert has no copy left, or if no rank
-        is left.
+        Raises ConfigurationError if no rank remains, or if an expert has no copy on the remaining
+        ranks. The message names these experts.
 
         >>> Placement.linear(4, 3).with_copies({0: [2], 1: [1]}).without([0]).slots
         ((2, 1), (3, 0))
@@ -155,9 +158,11 @@ class Placement:
     ) -> "Placement":
         """Make a placement from one layer's row of EPLB's physical-to-logical map.
 
-        physical_to_logical: the logical expert of each physical one, in rank order, with equally
-        many per rank; pass `.tolist()` of a tensor. join: keep one copy of an expert that EPLB
-        placed twice on a rank. If False, such an expert raises ConfigurationError.
+        physical_to_logical: the logical expert of each physical expert, in rank order, with equally
+            many physical experts per rank. Pass `.tolist()` of a tensor.
+        ranks: number of ranks.
+        join: if EPLB placed an expert twice on a rank, keep one copy. If False, such an expert
+            raises ConfigurationError.
 
         >>> Placement.from_eplb([0, 1, 2, 0], 2).slots
         ((0, 1), (2, 0))
@@ -175,7 +180,7 @@ class Placement:
         return cls(tuple(tuple(dict.fromkeys(row)) if join else row for row in rows))
 
     def to_eplb(self) -> "EplbMaps":
-        """Return EPLB's three maps of one layer.
+        """Return the placement as EPLB's three maps of one layer.
 
         Raises ConfigurationError if the ranks hold different numbers of experts.
         """
@@ -202,17 +207,17 @@ class Placement:
 
     @cached_property
     def has_copies(self) -> bool:
-        """Whether some expert has several copies, which share its pairs round-robin."""
+        """Whether some expert has several copies. The copies get its pairs round-robin."""
         return sum(map(len, self.slots)) > self.experts
 
     @cached_property
     def is_linear(self) -> bool:
-        """Whether this is the placement of `linear`."""
+        """Whether this placement equals `Placement.linear` of the same sizes."""
         return self == Placement.linear(self.experts, self.world_size)
 
     @cached_property
     def locations(self) -> "tuple[Locations, ...]":
-        """For each expert, the (rank, slot) of its copies, in rank order."""
+        """The (rank, slot) of every copy of each expert, in rank order."""
         locations: list[list[tuple[int, int]]] = [[] for _ in range(self.experts)]
         for rank, slots in enumerate(self.slots):
             for slot, expert in enumerate(slots):
@@ -222,8 +227,8 @@ class Placement:
     def expert_map(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return (experts,) int32: the slot of each expert on `rank`, -1 if it is on another rank.
 
-        If experts have copies, use `pairs_to_slots` instead: with these maps, every rank that holds
-        an expert would compute all of its pairs.
+        If experts have copies, use `pairs_to_slots` instead: with expert maps, every rank that
+        holds a copy of an expert would compute all of its pairs.
         """
         expect("rank", rank, Annotated[int, Between(0, self.world_size - 1)])
         target = available_device(device, meta=True)
@@ -238,7 +243,7 @@ class Placement:
         """Return the placement as tensors for `pairs_to_slots`.
 
         tiers: sets of ranks, nearest first (`rank_tiers`). A pair goes to a copy of its expert in
-        the first set that has one. () uses all copies equally.
+            the first set that has a copy. With (), pairs are spread over all copies.
         """
         target = available_device(device, meta=True)
         for ranks in expect_each("tiers", tiers, Sequence):
@@ -260,7 +265,7 @@ Locations = tuple[tuple[int, int], ...]
 def rank_tiers(rank: int, ranks_per_host: int | None = None) -> tuple[Sequence[int], ...]:
     """Return sets of ranks, nearest first: `rank` alone, then all ranks of its host.
 
-    ranks_per_host: number of ranks on each host; None leaves out the second set.
+    ranks_per_host: number of ranks on each host. If None, only the first set is returned.
     """
     expect("rank", rank, Annotated[int, Between(0, MAX_INT32)])
     expect("ranks of a host", ranks_per_host, Count | None)
@@ -280,10 +285,12 @@ def _nearest(locations: Locations, tiers: Sequence[Sequence[int]]) -> Locations:
 
 @dataclass(frozen=True)
 class EplbMaps:
-    """EPLB's maps of one layer, int64.
+    """EPLB's maps of one layer, as int64 tensors. P is the number of physical experts.
 
-    physical_to_logical: (P,). logical_to_physical: (E, R), -1 if an expert has fewer than R copies.
-    logical_count: (E,), number of copies.
+    physical_to_logical: (P,), the logical expert of each physical expert.
+    logical_to_physical: (E, R), the physical experts of each logical expert. Rows of experts with
+        fewer than R copies end with -1.
+    logical_count: (E,), the number of copies of each logical expert.
     """
 
     physical_to_logical: torch.Tensor
@@ -295,8 +302,8 @@ class EplbMaps:
 class PlacementTables:
     """A placement as tensors.
 
-    homes_ER2: (E, R, 2) int32, the (rank, slot) of up to R copies of each expert. copies_E: (E,)
-    int32, the number of copies.
+    homes_ER2: (E, R, 2) int32, the (rank, slot) of up to R copies of each expert.
+    copies_E: (E,) int32, the number of copies of each expert.
     """
 
     homes_ER2: torch.Tensor
@@ -310,15 +317,19 @@ def pairs_to_slots(
     first_token: int = 0,
     together: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Assign each pair to a copy of its expert. Returns (rank_TK, slot_TK, number of invalid ids).
+    """Assign each pair to a copy of its expert. Returns (rank_TK, slot_TK, num_invalid).
 
-    topk_ids_TK: (T, K) int32 or int64, logical experts. -1 skips the pair. Other ids outside [0, E)
-    are invalid and are skipped, too. rank_TK and slot_TK are int64, -1 for skipped pairs; the
-    number of invalid ids is int32 (1,).
+    Pair k of token t goes to copy (t + k + first_token) % R of the R copies of its expert in
+    `tables`. This spreads the pairs of a token, and ranks with the same tokens make the same
+    assignment.
 
-    Of the R copies in `tables`, copy (t + k + first_token) % R gets pair k of token t. This spreads
-    the pairs of a token, and ranks with the same tokens make the same assignment. together: use
-    copy (t + first_token) % R instead, so that fewer ranks need the row of a token.
+    topk_ids_TK: (T, K) int32 or int64, ids of logical experts. -1 skips the pair. Other ids outside
+        [0, E) are invalid and skip the pair, too.
+    first_token: offset that is added to the index of each token.
+    together: use copy (t + first_token) % R instead, so that fewer ranks need the row of a token.
+
+    rank_TK and slot_TK are (T, K) int64, with -1 for skipped pairs. num_invalid is (1,) int32, the
+    number of invalid ids.
     """
     expect("topk_ids", topk_ids_TK, torch.Tensor)
     expect("placement tables", tables, PlacementTables)

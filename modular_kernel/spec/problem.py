@@ -1,4 +1,4 @@
-"""Problem specification: what a layer computes and on which machine. Pure data and enums."""
+"""Specification of one MoE layer (`Problem`) and of the machine that computes it (`Machine`)."""
 
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
@@ -24,7 +24,7 @@ from modular_kernel.utils.argument_checks import (
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Size = Annotated[int, Between(0, MAX_INT32)]
 ByteCount = Annotated[int, Between(1, 2**63 - 1)]
-# Maximum K of the router and of the built-in parts. Parts over libraries may declare a smaller one.
+# Maximum K of the router and of the built-in parts. Parts that wrap a library may support less.
 MAX_TOP_K = 32
 _DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
@@ -58,9 +58,9 @@ class ActivationFormat(Enum):
 class Reduce(Enum):
     """Reduction (router weights and sum over top-k) that the experts leave to finalize."""
 
-    NOOP = "noop"  # nothing is left: the experts' output is (T, H)
-    CONTIGUOUS = "contiguous"  # over rows (T, K, H)
-    NAIVE_BATCHED = "naive_batched"  # over rows (e, C, H)
+    NOOP = "noop"  # none: the experts' output is (T, H)
+    CONTIGUOUS = "contiguous"  # the experts' output is (T, K, H)
+    NAIVE_BATCHED = "naive_batched"  # the experts' output is (e, C, H)
     DELEGATE = "delegate"  # the PrepareAndFinalize chooses its own reduction
 
 
@@ -80,7 +80,7 @@ class Rows(Enum):
 
 
 class IdSpace(Enum):
-    """Numbering of top-k ids: all experts of the model, or those of this rank."""
+    """Numbering of top-k ids: among all experts of the model, or among the experts of this rank."""
 
     GLOBAL = "global"
     LOCAL = "local"
@@ -96,11 +96,14 @@ _OPTIONAL_LIMIT_KINDS = ("gelu", "gelu_tanh", "situ")
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """Activation between the two GEMMs. g and u are the gate and up values, L the limit.
+    """Activation between the two GEMMs.
+
+    g and u are the gate and up values, v is the value of an ungated activation, and L is the limit.
 
     silu                 silu(g) * u
-    gelu                 gelu(g) * u, exact (erf); with L, gelu(g') * u' as in swiglu_oai
-    gelu_tanh            gelu(g) * u, tanh approximation; L as for gelu
+    gelu                 gelu(g) * u, exact (erf); with L, gelu(g') * u' with the g' and u' of
+                         swiglu_oai
+    gelu_tanh            gelu(g) * u, tanh approximation; with L, like gelu
     swiglu_oai           g' sigmoid(alpha g') (u' + 1) with g' = min(g, L), u' = clamp(u, -L, L),
                          as in gpt-oss
     swiglu_clamp_after   min(silu(g), L) * clamp(u, -L, L): the limit acts after silu
@@ -108,11 +111,16 @@ class ActivationSpec:
     situ                 alpha tanh(g / alpha) sigmoid(g) * u'' with u'' = L tanh(u / L), or u
                          without L: SwiGLU with soft caps
     relu2                max(v, 0)^2, ungated: w1 has I rows, not 2I
-    silu_no_mul          silu(v), ungated; gelu_no_mul and gelu_tanh_no_mul likewise
+    silu_no_mul          silu(v), ungated
+    gelu_no_mul          gelu(v), ungated, exact
+    gelu_tanh_no_mul     gelu(v), ungated, tanh approximation
 
+    kind: one of the names above.
+    alpha: required for swiglu_oai and situ; None for every other kind.
+    limit: L. Required for the swiglu_* kinds, optional for gelu, gelu_tanh and situ.
     interleaved: the rows of w1 alternate gate, up, gate, up, ... instead of all gate rows first.
-    The default, here and in `parse`, matches published checkpoints: True for swiglu_oai without
-    up_first, as in gpt-oss, and False for every other kind.
+        The default, here and in `parse`, matches published checkpoints: True for swiglu_oai without
+        up_first, as in gpt-oss, and False for every other kind.
     up_first: all up rows come before the gate rows; see `modular_kernel.quant.row_order`.
     """
 
@@ -133,12 +141,14 @@ class ActivationSpec:
             raise ConfigurationError("activation", got=self.kind, need=need)
         if (self.alpha is not None) != (self.kind in _ALPHA_KINDS):
             kinds = " or ".join(_ALPHA_KINDS)
-            need = "a value" if self.alpha is None else f"alpha only with {kinds}"
+            need = "a number" if self.alpha is None else f"alpha=None; only {kinds} have alpha"
             raise ConfigurationError(f"activation {self.kind} alpha", got=self.alpha, need=need)
         has_limit, needs_limit = self.limit is not None, self.kind.startswith("swiglu")
         if has_limit != needs_limit and not (has_limit and self.kind in _OPTIONAL_LIMIT_KINDS):
             kinds = ", ".join(_OPTIONAL_LIMIT_KINDS)
-            need = "a value" if needs_limit else f"a limit only with a swiglu_* rule, {kinds}"
+            need = "a number"
+            if not needs_limit:
+                need = f"limit=None; only swiglu_* kinds, {kinds} have a limit"
             raise ConfigurationError(f"activation {self.kind} limit", got=self.limit, need=need)
         if self.limit is not None and not self.limit > 0:
             raise ConfigurationError("activation limit", got=self.limit, need="a finite value > 0")
@@ -159,9 +169,9 @@ class ActivationSpec:
     def parse(cls, text: "str | ActivationSpec") -> "ActivationSpec":
         """Parse `kind[:option=value,...]`, the format of `str()`.
 
-        Defaults: for `swiglu_oai`, those of gpt-oss (alpha 1.702, limit 7, interleaved rows); limit
-        7 for the two `swiglu_clamp_*` kinds; alpha 4 for `situ`. Raises ConfigurationError for any
-        other text.
+        Defaults: `swiglu_oai` has the values of gpt-oss (alpha 1.702, limit 7, interleaved rows),
+        the two `swiglu_clamp_*` kinds have limit 7, and `situ` has alpha 4. Raises
+        ConfigurationError for any other text.
         """
         if isinstance(text, ActivationSpec):
             return text
@@ -196,7 +206,7 @@ class ActivationSpec:
 
 @lru_cache(maxsize=64)
 def _linear_placement(experts: int, world_size: int) -> Placement:
-    """Return the linear placement. Cached, because many problems differ only in their tokens."""
+    """Return the linear placement. Cached, because many problems differ only in `tokens`."""
     return Placement.linear(experts, world_size)
 
 
@@ -204,9 +214,12 @@ def _linear_placement(experts: int, world_size: int) -> Placement:
 class Parallel:
     """Distribution of the experts over ranks.
 
-    placement: a Placement, or "linear": each rank has a block of E / world_size experts, and the
-    first ranks have one more if there is a remainder. rank: this rank. ranks_per_host: number of
-    ranks on each host; ranks are numbered host by host. None if all ranks are on one host.
+    world_size: number of ranks.
+    placement: a Placement; or "linear", which gives each rank a contiguous block of E / world_size
+        experts, and the first ranks one more if there is a remainder.
+    rank: this rank.
+    ranks_per_host: number of ranks on each host, if ranks are numbered host by host. None if all
+        ranks are on one host.
     """
 
     world_size: Count = 1
@@ -252,29 +265,34 @@ class Parallel:
 class Problem:
     """Specification of one MoE layer. `modular_kernel.tensors` explains the shape letters.
 
-    tokens: T, the maximum number of tokens of one rank in one call; buffers are sized for it.
-    hidden, intermediate, experts, top_k: H, I (per rank), E (over all ranks), K.
+    tokens: T, the maximum number of tokens of one rank in one call. Buffers are sized for it.
+    hidden: H, the hidden size.
+    intermediate: I, the intermediate size of an expert on this rank.
+    experts: E, the number of experts of all ranks.
+    top_k: K, the number of experts per token.
     dtype: torch.float32, torch.float16 or torch.bfloat16, or its name.
     quant: name of a quantization scheme (modular_kernel.spec.quantization).
     activation: an ActivationSpec, or its text form such as "silu" (`ActivationSpec.parse`).
     local_experts: e, the number of experts whose weights this rank holds; None derives it from
         `parallel`.
     ids_dtype: dtype of the router's ids (torch.int32 or torch.int64); None allows both.
-    bias: whether weights have b1 and b2. expert_map: whether they have an expert_map.
-    apply_router_weight_on_input: multiply x by the router weight before GEMM 1, instead of the
-        output; b1 is added unweighted.
-    routed_scaling_factor: factor of the combined output, applied once.
+    bias: whether the weights have b1 and b2.
+    expert_map: whether the weights have an expert_map.
+    apply_router_weight_on_input: apply the router weight to x before GEMM 1 instead of to the
+        output. b1 is then added unweighted.
+    routed_scaling_factor: factor that is applied once to the combined output.
     combine: whether the output is summed over top-k.
     inplace: write the result to x and return x.
     fp32_precision: compute float32 GEMMs in full float32 ("ieee") or with TF32 tensor cores.
     chunk_tokens: split calls into chunks of at most this many tokens; None never splits.
     max_received: maximum number of rows that a rank may receive in a call; None means
         world_size * tokens.
-    graph, deterministic, asynchronous: properties that the pairing must have: calls can be captured
-        in a CUDA graph, equal input gives equal bits, dispatch overlaps other work.
-    batch_invariant: the output bits of a token must not depend on the other tokens of its call, on
-        their number or order, on chunk_tokens, or on `tokens`.
-    lora: "none", or the slots for adapters that the tokens of a call may select:
+    graph: require that calls can be captured in a CUDA graph.
+    deterministic: require that equal input gives bitwise equal output.
+    batch_invariant: require that the output bits of a token do not depend on the other tokens of
+        its call, on their number or order, on chunk_tokens, or on `tokens`.
+    asynchronous: require that dispatch can overlap with other work.
+    lora: "none", or the adapter slots that the tokens of a call may select:
         "adapters=L,rank=R[,a13=shared][,outer=shared]" (modular_kernel.spec.lora).
     parallel: distribution of the experts over ranks.
 
@@ -374,11 +392,11 @@ class Problem:
         return (self.tokens, self.top_k, self.hidden)
 
     def with_tokens(self, tokens: int) -> "Problem":
-        """Return the same layer with another number of tokens."""
+        """Return a copy of this problem with another number of tokens."""
         return replace(self, tokens=tokens)
 
     def __repr__(self) -> str:
-        """Return an expression that recreates this problem; default fields are omitted."""
+        """Return an expression that recreates this problem, without fields that have defaults."""
         arguments = []
         for field_ in fields(self):
             value = getattr(self, field_.name)
@@ -410,11 +428,13 @@ class Problem:
 class Machine:
     """The machine that a pairing runs on, described or detected (`modular_kernel.machine`).
 
-    device: "cuda" or "cpu". arch: compute capability such as (9, 0); None on a CPU.
-    packages: optional packages that can be imported. interpreter: run Triton kernels in Triton's
-        CPU interpreter.
-    others: (name, reason) of installed packages that have the name of an optional package but are
-        different projects.
+    device: "cuda" or "cpu".
+    arch: compute capability such as (9, 0); None on a CPU.
+    packages: optional packages that can be imported.
+    interpreter: whether Triton kernels run in Triton's CPU interpreter.
+    name: name of the GPU.
+    others: (name, reason) of each installed package that has the name of an optional package but
+        belongs to a different project.
     cuda: CUDA version that torch was built for, such as (12, 8); None if unknown.
     memory: GPU memory in bytes; None if unknown or on a CPU.
     """

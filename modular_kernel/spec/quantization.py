@@ -21,15 +21,17 @@ class QuantScheme:
     scale: element type of weight scales. "float" is float32 or the problem's dtype; for integer
         weights it is float16 or bfloat16, whichever is the problem's dtype. With float8_e4m3fn,
         each matrix (gate, up, down) also has a float32 scale.
-    zero_points: weights are unsigned, with a zero point per group. If False, the zero point is the
-        middle of the range.
-    act_order: columns of w1 and w2 are sorted by group (GPTQ's desc_act) instead of in the order of
-        x and h. `w1_order` maps the columns of w1 to those of x, and the rows of w1 are in the
-        order of the columns of w2.
-    static: activation scales are given (a1_scale, a2_scale) instead of computed per call. For e2m1
-        activations, each expert has one for x and one for h; scales of groups are still computed.
-    repacked: words of eight e2m1 weights hold their bits in an order that takes fewer
-        instructions to unpack: `modular_kernel.quant.repacking`.
+    group: see `granularity`.
+    zero_points: each group of unsigned weights has a zero point. If False, the zero point of
+        unsigned weights is the middle of their range.
+    act_order: columns of w1 and w2 are sorted by group (GPTQ's desc_act) instead of having the
+        order of x and h. `w1_order` maps the columns of w1 to the columns of x. The rows of w1 have
+        the order of the columns of w2.
+    static: activation scales are given (a1_scale, a2_scale) instead of computed per call. With e2m1
+        activations, each expert has a given scale for x and one for h, and the scales of groups are
+        still computed.
+    repacked: the bits of eight e2m1 weights are arranged in their 32-bit word so that unpacking
+        takes fewer instructions (`modular_kernel.quant.repacking`).
     """
 
     name: str
@@ -52,17 +54,17 @@ class QuantScheme:
 
     @cached_property
     def quantizes_activations(self) -> bool:
-        """Whether the left operands are quantized too (w8a8)."""
+        """Whether the left operands of the GEMMs are quantized, as in w8a8."""
         return self.activation != "none"
 
     @cached_property
     def dispatched_quantized(self) -> bool:
-        """Whether rows may be quantized before dispatch; False if scales are per expert."""
+        """Whether activations are quantized, with scales that can be computed before dispatch."""
         return self.quantizes_activations and not self.scales_by_expert
 
     @cached_property
     def scales_by_expert(self) -> bool:
-        """Whether rows are quantized after dispatch, because each expert has its own scale."""
+        """Whether each expert has its own activation scale. Rows are quantized after dispatch."""
         return self.activation == "float4_e2m1"
 
     @cached_property
@@ -79,7 +81,7 @@ class QuantScheme:
 
     @cached_property
     def packed(self) -> bool:
-        """Whether a byte holds two weights of a row: low nibble first, unless repacked."""
+        """Whether a byte holds two weights of a row. Unless repacked, the low nibble is first."""
         return self.weight in ("uint4", "float4_e2m1")
 
     @classmethod
@@ -100,10 +102,10 @@ class QuantScheme:
         return _parse(text)
 
     def _checked(self) -> "QuantScheme":
-        """Return this scheme. Raises ConfigurationError if `parse` cannot return an equal one."""
+        """Return this scheme. Raises ConfigurationError unless its text form parses to it."""
         if self.name in QUANT_SCHEMES and QuantScheme.parse(str(self)) == self:
             return self
-        raise ConfigurationError("quant", got=repr(self), need="a scheme that parse() can return")
+        raise ConfigurationError("quant", got=repr(self), need="a scheme that parse() returns")
 
     def _with_option(self, key: str, value: str) -> "QuantScheme":
         has_integer_weights = self.weight in ("uint8", "uint4")
@@ -123,7 +125,7 @@ class QuantScheme:
         if key == "repacked" and self.name == "mxfp4_w4a16" and value in ("true", "false"):
             return replace(self, repacked=value == "true")
         options = "block=NxK, group=G, zero_points=true, static=true or repacked=true"
-        need = f"an option this scheme has: {options}"
+        need = f"an option that this scheme supports, among {options}"
         raise ConfigurationError(f"quant {self.name}", got=f"{key}={value}"[:80], need=need)
 
     def __str__(self) -> str:

@@ -1,4 +1,7 @@
-"""Declaration of where an experts part rounds, so that tests can detect any other rounding."""
+"""`Roundings`: the declaration of where an experts part rounds intermediate values.
+
+Tests compare a part with a reference that rounds only there, so they detect any other rounding.
+"""
 
 from dataclasses import dataclass
 
@@ -7,12 +10,14 @@ from dataclasses import dataclass
 class Roundings:
     """Whether a part rounds intermediate values to the problem's dtype.
 
-    weights: dequantized weights, before the GEMMs. gate_up: results of GEMM 1 with bias, before
-    the activation; otherwise they stay float32. rows: results of GEMM 2, before router weights and
-    the sum over top-k; otherwise these use the float32 results.
+    weights: round dequantized weights before the GEMMs.
+    gate_up: round the results of GEMM 1, including the bias, before the activation. If False, they
+        stay float32.
+    rows: round the results of GEMM 2 before they are weighted and summed over top-k. If False, they
+        stay float32.
 
-    Always rounded: h, before it is quantized or multiplied, and the layer's output. Never rounded:
-    router weights, scales, and partial sums of GEMMs and of top-k, which are float32.
+    A part always rounds h, before it is quantized or multiplied, and the layer's output. It never
+    rounds router weights, scales, or partial sums of GEMMs and of top-k, which are float32.
     """
 
     weights: bool = False

@@ -18,7 +18,7 @@ T = TypeVar("T")
 def logged(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
     """Yield the items, and log the number of finished ones every five seconds.
 
-    what: name of what is processed. unit: name of its items, in the plural.
+    what: name of what is processed. unit: name of its items, in the pluralize.
     """
     start = last = time.monotonic()
     for done, item in enumerate(items):

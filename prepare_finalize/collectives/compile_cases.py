@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel.ops.expert_slots import slots_of
+from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.spec.problem import MAX_TOP_K, Parallel, Problem
 from prepare_finalize.collectives.block_layouts import layouts_of
 from prepare_finalize.common.blocks import (
@@ -40,7 +40,7 @@ def launch_all(problem: Problem, *, shares_block: bool) -> None:
     """
     layout = layouts_of(problem, problem.tokens)[problem.scheme.dispatched_quantized]
     world, tokens, k = problem.parallel.world_size, problem.tokens, problem.top_k
-    ranks = Ranks(problem.parallel.rank, world, slots_of(problem.placement))
+    ranks = Ranks(problem.parallel.rank, world, count_slots_per_rank(problem.placement))
     status = DeviceStatus(world, META)
     counter, header_F = CallCounter(status, 1), empty(len(FIELDS), dtype=torch.int64)
     row_of_token_WT = None if shares_block else empty(world, tokens)

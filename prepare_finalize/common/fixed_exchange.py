@@ -9,7 +9,7 @@ import torch
 
 from modular_kernel.contracts import Call
 from modular_kernel.errors import CommunicationError, UnsupportedError
-from modular_kernel.ops.expert_slots import slots_of
+from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.replay.recording import unrecorded
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import Layer, refusal_index
@@ -88,7 +88,9 @@ class FixedExchange:
         self.shares_block = gathers or rows >= layer.problem.tokens
         self._agreement = DeviceAgreement(layer, rows=rows)
         problem, manager = layer.problem, layer.manager
-        self._ranks = Ranks(manager.rank, manager.world_size, slots_of(problem.placement))
+        self._ranks = Ranks(
+            manager.rank, manager.world_size, count_slots_per_rank(problem.placement)
+        )
         self._skips_own = manager.device == "cuda"
         # Of the last call: what the refusal of a call has to exchange.
         self._layout: BlockLayout | None = None

@@ -27,7 +27,7 @@ from modular_kernel.errors import (
     DeviceError,
     UnsupportedError,
 )
-from modular_kernel.settings import deepep_disables_gin, nvshmem_uses_ibgda
+from modular_kernel.settings import is_deepep_gin_disabled, nvshmem_uses_ibgda
 from modular_kernel.utils import forks
 from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.deepep.arguments import high_throughput_arguments, low_latency_arguments
@@ -261,8 +261,8 @@ class DeepEPGroup:
 
     def _make_elastic(self, tokens: int, hidden: int, top_k: int) -> Any:
         buffer_class = load_deepep(2).ElasticBuffer
-        self._check_network({"EP_DISABLE_GIN": "1" if deepep_disables_gin() else "0"})
-        if len(self.hosts) > 1 and deepep_disables_gin():
+        self._check_network({"EP_DISABLE_GIN": "1" if is_deepep_gin_disabled() else "0"})
+        if len(self.hosts) > 1 and is_deepep_gin_disabled():
             need = "EP_DISABLE_GIN=0: hosts reach each other through NCCL's GIN alone"
             raise ConfigurationError("DeepEP's elastic buffer", got="EP_DISABLE_GIN=1", need=need)
         # The library uses NCCL's communicator, which the first collective creates.

@@ -39,7 +39,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         devices=frozenset({"cuda"}),
         min_arch=HOPPER,
         packages=("deep_ep", "deep_ep_cpp"),
-        packages_from="https://github.com/deepseek-ai/DeepEP",
+        packages_source_url="https://github.com/deepseek-ai/DeepEP",
         dtypes=BF16,
         top_k=(1, 32),
         hidden_multiple=256,  # a warp sums 32 x 16 bytes of a row at a time

@@ -65,7 +65,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         devices=frozenset({"cuda"}),
         min_arch=HOPPER,
         packages=("deep_ep", "deep_ep_cpp"),
-        packages_from="https://github.com/deepseek-ai/DeepEP",
+        packages_source_url="https://github.com/deepseek-ai/DeepEP",
         dtypes=BF16,
         top_k=(1, 11),
         hidden_sizes=_HIDDEN,

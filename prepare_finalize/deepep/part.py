@@ -12,7 +12,7 @@ import torch
 
 from modular_kernel.compatibility.support import Rejection
 from modular_kernel.contracts import TopKWeightAndReduce
-from modular_kernel.ops.expert_slots import slots_of
+from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import Handle
 from modular_kernel.workspace import BufferSpec
@@ -51,7 +51,7 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         load_deepep(self.generation)
         super().__init__(problem, group)
-        self.num_slots = slots_of(problem.placement)
+        self.num_slots = count_slots_per_rank(problem.placement)
         self.manager.agree(_common_properties(type(self).__name__, problem))
         self.make_buffer()
 
@@ -65,7 +65,7 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
             need = "a scale of each token or group, or a static one"
             hint = "this library does not reduce the maximum over ranks before a dispatch"
             rejections.append(Rejection("dispatch_quant", parties, got, need, hint))
-        slots, max_slots = slots_of(problem.placement), cls.max_slots(problem)
+        slots, max_slots = count_slots_per_rank(problem.placement), cls.max_slots(problem)
         if max_slots is not None and slots > max_slots:
             need = f"<= {max_slots} experts on a rank"
             rejections.append(Rejection("max_experts", parties, f"{slots} on one", need))

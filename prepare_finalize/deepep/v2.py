@@ -45,7 +45,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         devices=frozenset({"cuda"}),
         min_arch=HOPPER,
         packages=("deep_ep",),
-        packages_from="https://github.com/deepseek-ai/DeepEP",
+        packages_source_url="https://github.com/deepseek-ai/DeepEP",
         dtypes=BF16,
         top_k=(1, 32),
         hidden_multiple=256,

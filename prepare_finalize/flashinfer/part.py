@@ -8,7 +8,7 @@ import torch
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
-from modular_kernel.ops.expert_slots import slots_of
+from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.replay import stages
@@ -85,7 +85,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
-        self.num_slots = slots_of(problem.placement)
+        self.num_slots = count_slots_per_rank(problem.placement)
         self._shape = _shape(problem)
         self.manager.agree({name: getattr(problem, name) for name in _SHARED})
         self.manager.reserve(self._shape)
@@ -215,7 +215,7 @@ def _shape(problem: Problem) -> AlltoAllShape:
     row = problem.hidden * problem.dtype.itemsize
     return AlltoAllShape(
         max(1, problem.tokens),
-        problem.parallel.world_size * slots_of(problem.placement),
+        problem.parallel.world_size * count_slots_per_rank(problem.placement),
         problem.top_k,
         row + scales + 8 * problem.top_k,
         row,

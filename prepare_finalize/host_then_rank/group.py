@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import _register_process_group as register_proce
 from torch._C._distributed_c10d import _unregister_process_group as unregister_process_group
 
 from modular_kernel.errors import CommunicationError, ConfigurationError
-from modular_kernel.text import plural
+from modular_kernel.text import pluralize
 from prepare_finalize.common.torch_group import TorchGroup
 from prepare_finalize.rendezvous.failure_log import LastCalls
 from prepare_finalize.rendezvous.hosts import Hosts
@@ -169,7 +169,7 @@ class HostThenRankGroup(TorchGroup):
         if missing is None:
             return
         record = self.last_calls.begin(step, phase, nbytes)
-        ranks = f"{plural('rank', len(missing))} {', '.join(map(str, missing))}"
+        ranks = f"{pluralize('rank', len(missing))} {', '.join(map(str, missing))}"
         no_flag = f"no flag from {ranks} of this host"
         reason = no_flag if missing else "a rank of this host ended the wait"
         record["awaited"] = missing

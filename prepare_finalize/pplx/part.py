@@ -9,7 +9,7 @@ import torch
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
-from modular_kernel.ops.expert_slots import slots_of
+from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.ops.zero_padding import zero_rows
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, STORAGE
@@ -80,7 +80,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         devices=frozenset({"cuda"}),
         min_arch=(9, 0),
         packages=("pplx_kernels",),
-        packages_from="https://github.com/perplexityai/pplx-kernels",
+        packages_source_url="https://github.com/perplexityai/pplx-kernels",
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         top_k=(1, MAX_TOP_K),  # pplx-kernels 2bd6e30 loops over any K in its intranode kernels
         hidden_multiple=8,
@@ -255,7 +255,9 @@ def num_sinks(problem: Problem) -> int:
 
 def _shape(problem: Problem) -> PplxShape:
     row, scales = _row_bytes(problem)
-    slots = problem.parallel.world_size * (slots_of(problem.placement) + num_sinks(problem))
+    slots = problem.parallel.world_size * (
+        count_slots_per_rank(problem.placement) + num_sinks(problem)
+    )
     # The library requires at least one token.
     return PplxShape(max(1, problem.tokens), slots, problem.top_k, problem.hidden, row, scales)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import CommunicationError, UnsupportedError
-from modular_kernel.text import plural
+from modular_kernel.text import pluralize
 from modular_kernel.utils import forks
 from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.rendezvous.connect import (
@@ -218,7 +218,7 @@ class SharedMemory(ABC):
         """
         bits = (word >> 32) & 0xFFFFFF
         peers = [rank for rank in range(self.world_size) if bits >> rank & 1]
-        ranks = f"{plural('rank', len(peers))} {', '.join(map(str, peers))}"
+        ranks = f"{pluralize('rank', len(peers))} {', '.join(map(str, peers))}"
         got = f"no flag of call {word & 0xFFFFFFFF} from {ranks}"
         need = f"every rank within {self.deadline_s:g} s"
         return self._error(got, need, _PHASES[word >> 56], peers)

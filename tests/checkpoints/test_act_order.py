@@ -162,7 +162,7 @@ def test_a_share_of_columns_is_refused(tmp_path: Path) -> None:
 def test_a_loader_of_single_tensors_refuses_it() -> None:
     config = ACT_ORDER_FORMATS["gptq, act-order"].config
     assert format_of(config).scheme.act_order
-    with pytest.raises(ConfigurationError, match=r"act_order.* `load_experts` supports"):
+    with pytest.raises(ConfigurationError, match=r"act_order.* use `load_experts` for"):
         FusedMoE(4, 128, 256, top_k=2, quant_config=config)
 
 

@@ -22,7 +22,7 @@ from modular_kernel.models.gguf_header import read_header
 from modular_kernel.quant.quantized_weights import dequantized_weights
 from modular_kernel.testing.checkpoints.gguf import ARCHITECTURES, file_bytes, write_gguf
 from modular_kernel.testing.checkpoints.samples import Sample
-from modular_kernel.text import layers_text
+from modular_kernel.text import format_layers
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 INT4, INT8 = "int4_w4a16_group:group=32", "int8_w8a16_group:group=32"
@@ -212,7 +212,7 @@ def test_layers_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     pair = ("--pf-type", PAIR[0], "--experts-type", PAIR[1])
     ended = run_mk(capsys, "check", *pair, "--model", str(path))
     assert (ended.code, ended.out.count("valid")) == (0, 3)
-    assert f"{layers_text((2, 3))} in {INT4} (gguf)" in ended.out
+    assert f"{format_layers((2, 3))} in {INT4} (gguf)" in ended.out
     ended = run_mk(capsys, "plan", "--model", str(path), "--quant", INT4, "--world-size", "1")
     assert ended.code == 0, ended.err
 

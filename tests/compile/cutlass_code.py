@@ -8,10 +8,10 @@ import pytest
 import triton
 
 from experts import CutlassExpertsFP8
-from modular_kernel.machine import importable
+from modular_kernel.machine import find_importable
 
 PACKAGES = CutlassExpertsFP8.requires.packages
-MISSING = not importable(PACKAGES) >= {*PACKAGES}
+MISSING = not find_importable(PACKAGES) >= {*PACKAGES}
 _TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 

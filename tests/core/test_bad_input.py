@@ -186,7 +186,7 @@ FACTS: tuple[tuple[str, Callable[[], object], str, str, str], ...] = (
      "numbers"),
     ("alpha", lambda: ActivationSpec("silu", alpha=1.0), "activation silu alpha", "1.0", "only"),
     ("no_limit", lambda: ActivationSpec("swiglu_clamp_after"),
-     "activation swiglu_clamp_after limit", "None", "a value"),
+     "activation swiglu_clamp_after limit", "None", "a number"),
     ("limit", lambda: ActivationSpec("swiglu_clamp_after", limit=-1.0), "activation limit", "-1",
      "> 0"),
     ("interleaved", lambda: ActivationSpec("relu2", interleaved=True), "activation interleaved",

@@ -13,7 +13,7 @@ import pytest
 
 from modular_kernel.replay.launch import build, cuda_replay
 from modular_kernel.replay.launch.build import BuildError, module_of
-from modular_kernel.settings import c_compiler
+from modular_kernel.settings import find_c_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
@@ -156,10 +156,10 @@ def test_the_error_of_a_failing_compiler_is_reported(
 
 def test_a_missing_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "/nowhere/cc")
-    assert c_compiler() is None
+    assert find_c_compiler() is None
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(source.parent))
-    assert c_compiler() is None
+    assert find_c_compiler() is None
     with pytest.raises(BuildError, match="no C compiler found"):
         module_of(source, "mk_answer", ())
 

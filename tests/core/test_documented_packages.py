@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.catalog import load_catalog, packages_of
+from modular_kernel.catalog import collect_packages, load_catalog
 from modular_kernel.cli import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def test_packages_of_doctor_are_needed_by_a_part_or_imported() -> None:
     """A package that no part needs must be imported somewhere, because doctor states what it is
     used for.
     """
-    needed = packages_of(load_catalog())
+    needed = collect_packages(load_catalog())
     extras = set(doctor._EXTRAS)
     assert extras & needed == set(), "the catalog says it already"
     assert extras <= imported()
@@ -74,7 +74,7 @@ def extras() -> dict[str, list[str]]:
 @pytest.mark.share(2)
 @pytest.mark.parametrize("extra", sorted(set(extras()) - TOOLS))
 def test_packages_of_extras_are_needed_by_a_part_or_imported(extra: str) -> None:
-    wanted = imported() | packages_of(load_catalog())
+    wanted = imported() | collect_packages(load_catalog())
     for requirement in extras()[extra]:
         name = re.split(r"[<>=;\s\[]", requirement)[0]
         assert IMPORTED_AS.get(name, name) in wanted

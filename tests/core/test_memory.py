@@ -190,9 +190,9 @@ def test_an_output_that_overlaps_an_input_is_refused(name: str) -> None:
     args = _with(args, name, inside.copy_(read))
     out = room[:count].view(args.x.shape)
     told = _refused(ConfigurationError, problem, replace(args, out=out), "out")
-    assert f"got memory of {name}, need separate memory" in told
+    assert f"got the memory of {name}, need separate memory" in told
     inplace = replace(problem, inplace=True)
-    _refused(ConfigurationError, inplace, replace(args, x=out), "x of an inplace call")
+    _refused(ConfigurationError, inplace, replace(args, x=out), "x of an in-place call")
 
 
 def _dual(tensor: torch.Tensor) -> torch.Tensor:
@@ -237,7 +237,7 @@ def test_a_replayed_call_checks_weights_and_output() -> None:
     plan(x_TH, weights, routing)
     assert own._version > before
     inside = weights.w1.view(-1)[: x_TH.numel()].view(x_TH.shape)
-    with pytest.raises(ConfigurationError, match="out: got memory of w1"):
+    with pytest.raises(ConfigurationError, match="out: got the memory of w1"):
         plan(x_TH, weights, routing, out=inside)
     few = Routing(routing.topk_weights_TK[1:], routing.topk_ids_TK[1:])
     plan(x_TH[1:], weights, few)

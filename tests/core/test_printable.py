@@ -13,7 +13,7 @@ from run_mk import run_mk
 
 from modular_kernel.compatibility.support import Rejection
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.text import counted_list, plural, printable
+from modular_kernel.text import format_counts, pluralize, printable
 
 # Color, clear, title with its bell, 8-bit CSI, overrides and isolates of direction, a forged line,
 # a line separator, no width, a lone surrogate.
@@ -131,7 +131,7 @@ def _tokens_uncounted(path: Path) -> bool:
 
 
 def test_no_text_has_an_optional_plural() -> None:
-    """Texts use `counted` and `plural` rather than "case(s)"."""
+    """Texts use `counted` and `pluralize` rather than "case(s)"."""
     root = Path(__file__).resolve().parents[2]
     folders = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce", "tools", "examples")
     paths = [path for folder in folders for path in (root / folder).rglob("*.py")]
@@ -144,7 +144,11 @@ def test_no_text_has_an_optional_plural() -> None:
     ]
     assert found == []
     assert [path.name for path in paths if _tokens_uncounted(path)] == []
-    assert [counted_list(n, "token") for n in ((1,), (16,), (1, 16))] == [
+    assert [format_counts(n, "token") for n in ((1,), (16,), (1, 16))] == [
         *("1 token", "16 tokens", "1, 16 tokens")
     ]
-    assert (plural("rank", 1), plural("rank", 0), plural("rank", 2)) == ("rank", "ranks", "ranks")
+    assert (pluralize("rank", 1), pluralize("rank", 0), pluralize("rank", 2)) == (
+        "rank",
+        "ranks",
+        "ranks",
+    )

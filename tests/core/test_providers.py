@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.compatibility.rules import unavailable
+from modular_kernel.compatibility.rules import judge_part
 from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.machine import current_machine
 from modular_kernel.select import cache_keys
@@ -95,7 +95,7 @@ def test_the_machine_states_which_package_it_found(site: Path) -> None:
         packages=("swift_gemm",),
         providers=(WANTED,),
     )
-    (rejection,) = unavailable("Fast", requires, machine)
+    (rejection,) = judge_part("Fast", requires, machine)
     assert str(rejection) == (
         "[package] Fast / machine: got another swift_gemm 0.1: no api.py, "
         "need swift_gemm 2 or newer (its install script)"
@@ -107,6 +107,6 @@ def test_a_cached_choice_is_for_the_version_that_is_found(
 ) -> None:
     """A copy inside another package has no metadata of its own."""
     put(site, "engine/third_party/swift_gemm", version="2.5.0", api=RIGHT)
-    monkeypatch.setattr(cache_keys, "probes_of", lambda catalog: (WANTED,))
+    monkeypatch.setattr(cache_keys, "collect_probes", lambda catalog: (WANTED,))
     assert cache_keys._version("swift_gemm") == "2.5.0"
     assert cache_keys._version("no_such_package") == "none"

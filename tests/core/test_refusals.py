@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from modular_kernel.catalog import check, make_kernel
-from modular_kernel.compatibility.rules import RULES, judge, unavailable
+from modular_kernel.compatibility.rules import RULES, judge, judge_part
 from modular_kernel.compatibility.support import (
     ExpertsRequirements,
     PrepareFinalizeRequirements,
@@ -238,8 +238,8 @@ CASES = (
     Case("activation", "problem.activation", UP_FIRST, "silu", EX_P, "up rows", "gate rows first"),
     Case("activation", "ex.up_first", True, False, EX_P, "gate rows first", "up rows first"),
     Case("bias", "ex.bias", False, True, EX_P, "b1 and b2", "no biases", {"problem.bias": True}),
-    Case("padding", "pf.padding", Rows.UNDEFINED, Rows.ZERO, PAIR, "undefined padding rows",
-         "zero padding rows", {"ex.skips_padding": False}),
+    Case("padding", "pf.padding", Rows.UNDEFINED, Rows.ZERO, PAIR, "padding rows with undefined",
+         "padding rows that are zero", {"ex.skips_padding": False}),
     Case("invalid_rows", "ex.invalid_rows", Rows.UNDEFINED, Rows.ZERO, PAIR, "undefined rows",
          "zero rows", {"ex.reduce": Reduce.CONTIGUOUS}),
     Case("invalid_rows", "ex.reduce", Reduce.DELEGATE, Reduce.NOOP, PAIR, "undefined rows", "zero"),
@@ -269,10 +269,10 @@ CASES = (
     Case("batch_invariant", "pf.batch_invariant", False, True, PF_P, "depend on the other tokens",
          "batch_invariant", ALONE),
     Case("batch_invariant", "problem.quant", "fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true",
-         (("problem",),), "one activation scale, computed from all tokens", "static",
+         (("problem",),), "which computes one activation scale from all tokens", "static",
          ALONE | {"ex.schemes": {"fp8_w8a8_tensor"}}),
     Case("batch_invariant", "problem.parallel", Parallel(2, COPIES), Parallel(2),
-         (("problem",),), "expert copies", "one rank", ALONE | {"pf.localizes_ids": True}),
+         (("problem",),), "copies of experts", "one rank", ALONE | {"pf.localizes_ids": True}),
     Case("asynchronous", "pf.asynchronous", False, True, PF_P, "no prepare_no_receive",
          "prepare_no_receive", {"problem.asynchronous": True}),
     Case("lora", "ex.lora", False, True, EX_P, LORA, "no adapters", {"problem.lora": LORA}),
@@ -356,16 +356,16 @@ def test_a_pairing_is_refused_before_construction() -> None:
 
 def test_an_unavailable_part_states_every_reason() -> None:
     requires = replace(OPEN["ex"], triton=True, min_arch=(10, 0), packages=("cutlass", "deep_ep"))
-    on_cpu = unavailable(EX, requires, CPU)
+    on_cpu = judge_part(EX, requires, CPU)
     assert [r.rule for r in on_cpu] == ["device", "package", "package"]
-    on_gpu = unavailable(EX, requires, OPEN["machine"])
+    on_gpu = judge_part(EX, requires, OPEN["machine"])
     assert [(r.rule, r.need) for r in on_gpu] == [
         ("arch", ">= 10.0"),
         ("package", "cutlass"),
         ("package", "deep_ep"),
     ]
-    assert unavailable(EX, OPEN["ex"], OPEN["machine"]) == ()
-    assert [r.need for r in unavailable(PF, replace(OPEN["pf"], packages=("x",)), CPU)] == ["x"]
+    assert judge_part(EX, OPEN["ex"], OPEN["machine"]) == ()
+    assert [r.need for r in judge_part(PF, replace(OPEN["pf"], packages=("x",)), CPU)] == ["x"]
 
 
 def test_the_hint_for_a_package_that_is_not_on_an_index_names_its_sources() -> None:
@@ -394,6 +394,6 @@ def test_every_declared_requirement_is_read() -> None:
                 if isinstance(node, ast.Attribute):
                     read.add(node.attr)
                 elif isinstance(node, ast.Constant) and path != support:
-                    read.add(str(node.value))  # names that `required_property` passes to getattr
+                    read.add(str(node.value))  # names that `make_property_rule` passes to getattr
     for declared in (PrepareFinalizeRequirements, ExpertsRequirements):
         assert {field.name for field in fields(declared)} <= read

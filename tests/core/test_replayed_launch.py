@@ -53,27 +53,27 @@ def test_launches_with_unknown_parameters_are_not_replayed(
 def test_the_reason_for_disabled_replay_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
     triton_versions = pytest.importorskip("modular_kernel.replay.launch.triton_versions")
-    from modular_kernel.process_status import replay
+    from modular_kernel.process_status import get_replay_state
     from modular_kernel.replay.launch import launch
 
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)  # mk has set it
-    assert str(replay()) == "off: no NVIDIA GPU"
+    assert str(get_replay_state()) == "off: no NVIDIA GPU"
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
-    assert str(replay()) == "off: TRITON_INTERPRET is 1: nothing is compiled"
+    assert str(get_replay_state()) == "off: TRITON_INTERPRET is 1: nothing is compiled"
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
-    assert str(replay()) == "off: no NVIDIA GPU"
+    assert str(get_replay_state()) == "off: no NVIDIA GPU"
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launch.cuda_replay, "why_no_module", lambda: "no C compiler found")
-    assert str(replay()) == "off: no C compiler found"
+    assert str(get_replay_state()) == "off: no C compiler found"
     monkeypatch.setattr(launch.cuda_replay, "why_no_module", lambda: "")
-    assert str(replay()) == "on"
+    assert str(get_replay_state()) == "on"
     for release in triton_versions.REPLAYED:
         monkeypatch.setattr(triton_versions, "RELEASE", release)
-        assert str(replay()) == "on"
+        assert str(get_replay_state()) == "on"
     for release in ("3.5", "3.10", "4.0"):
         monkeypatch.setattr(triton_versions, "RELEASE", release)
-        assert str(replay()).startswith("off: launchers of triton")
+        assert str(get_replay_state()).startswith("off: launchers of triton")
     monkeypatch.setattr(launch, "HAS_TRITON", False)
-    assert str(replay()) == "off: triton is not installed"
+    assert str(get_replay_state()) == "off: triton is not installed"

@@ -29,14 +29,14 @@ log = logging.getLogger("modular_kernel.process_status")
 log.addHandler(Lines())
 log.setLevel(logging.INFO)
 import modular_kernel as mk
-from modular_kernel.process_status import all_states
+from modular_kernel.process_status import get_all_states
 problem = mk.Problem(tokens=2, hidden=32, intermediate=32, experts=2, top_k=1)
 for _ in range(2):
     try:
         mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
     except mk.ModularKernelError as error:
         lines.append(f"refused: {error}")
-print(json.dumps([{s.name: str(s) for s in all_states()}, lines]))
+print(json.dumps([{s.name: str(s) for s in get_all_states()}, lines]))
 """
 
 
@@ -149,7 +149,7 @@ def test_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MK_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", none)
-    assert process_status.caches() == ProcessState(
+    assert process_status.get_caches_state() == ProcessState(
         "caches", "off", "no home directory; set MK_CACHE_DIR"
     )
 
@@ -159,11 +159,11 @@ def test_replay_off_is_a_warning_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(launch, "why_not_replayed", lambda: "launchers of triton 9.9 are unknown")
     for gpu in (True, False):
         monkeypatch.setattr(process_status, "_on_gpu", lambda gpu=gpu: gpu)
-        assert process_status.replay() == ProcessState(
+        assert process_status.get_replay_state() == ProcessState(
             "replay", "off", "launchers of triton 9.9 are unknown", loud=gpu
         )
     monkeypatch.setattr(launch, "why_not_replayed", lambda: "")
-    assert str(process_status.replay()) == "on"
+    assert str(process_status.get_replay_state()) == "on"
 
 
 def test_a_triton_without_replay_is_logged_once_when_a_launch_is_recorded(

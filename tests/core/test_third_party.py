@@ -14,7 +14,7 @@ from third_party import install, mk, tutorial_parts
 
 from experts import NaiveBatchedExperts, TorchExperts
 from modular_kernel import catalog as catalogs
-from modular_kernel.catalog import Catalog, Offer, build_catalog
+from modular_kernel.catalog import Catalog, PartSource, build_catalog
 from modular_kernel.compatibility.rules import judge
 from modular_kernel.errors import BrokenPartError, DuplicatePartError
 from modular_kernel.machine import current_machine
@@ -124,7 +124,7 @@ def test_a_name_of_ours_claimed_by_another_package(
 
 
 def catalog_of(*offers: tuple[str, str, Callable[[], object]]) -> Catalog:
-    return build_catalog(Offer(*offer) for offer in offers)
+    return build_catalog(PartSource(*offer) for offer in offers)
 
 
 def failing(error: BaseException) -> Callable[[], object]:
@@ -186,8 +186,9 @@ def test_an_import_that_calls_exit_does_not_end_the_program(error: BaseException
 
 
 def test_ctrl_c_during_the_import_of_our_parts_is_raised() -> None:
+    source = PartSource("experts", "ours", failing(KeyboardInterrupt()), is_builtin=True)
     with pytest.raises(KeyboardInterrupt):
-        build_catalog([Offer("experts", "ours", failing(KeyboardInterrupt()), is_builtin=True)])
+        build_catalog([source])
 
 
 def test_an_import_that_hangs_is_reported_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,7 +260,7 @@ def test_every_name_of_the_table_exists_or_is_planned(
 ) -> None:
     catalog = load_catalog()
     there = {*catalog.names("prepare_finalize"), *catalog.names("experts")}
-    planned = {one.name: one.why for one in catalog.planned}
+    planned = {one.name: one.blocked_on for one in catalog.planned}
     assert set(SEED.split()) <= there | set(planned)
     assert not there & set(planned)
     text = run_mk(capsys, "list").out

@@ -39,7 +39,7 @@ def on_host(
     layer: FusedMoE, x: torch.Tensor, logits: torch.Tensor
 ) -> tuple[ExpertWeights, Routing]:
     """The layer's weights, and how it routes a call."""
-    routed, w = layer._routed(x, logits, None, (12,)).routing, layer.weights()
+    routed, w = layer._route(x, logits, None, (12,)).routing, layer.weights()
     weights = ExpertWeights(w.w1.detach().cpu(), w.w2.detach().cpu())
     return weights, Routing(routed.topk_weights_TK.cpu(), routed.topk_ids_TK.cpu())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
-from modular_kernel.compatibility.rules import unavailable
+from modular_kernel.compatibility.rules import judge_part
 from modular_kernel.quant.row_order import up_rows_first
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing import Case, prove
@@ -49,7 +49,7 @@ ALL = [(name, quant) for name, (_, quants) in PARTS.items() for quant in quants]
 
 def available(name: str) -> None:
     """Skip where the part cannot run, and say why."""
-    reasons = unavailable(name, load_catalog().experts(name).requires, this_machine())
+    reasons = judge_part(name, load_catalog().experts(name).requires, this_machine())
     if reasons:
         pytest.skip("; ".join(map(str, reasons)))
 

@@ -131,7 +131,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, depth: int = 0) -> None:
 
 def batch_of(c: Call, *, grouped: bool) -> PairBatch:
     batch = PairBatch(c.ids, c.info.slots_of(len(c.x)), c.info.lora_ranks)
-    return batch.grouped() if grouped else batch
+    return batch.group_by_key() if grouped else batch
 
 
 def kernels_and_twins() -> Any:

@@ -86,11 +86,11 @@ def check_calls(
     kernel = make_kernel(*pair, problem, machine=machine, poison=True)
     counts.kernels += 1
     counts.schemes.add(problem.quant)
-    hides_nan = problem.act.kind in kernel.experts.requires.hides_nan
+    clamps_nan = problem.act.kind in kernel.experts.requires.nan_clamping_activations
     # Problems with adapters only test the adapters, since other problems test the other arguments.
     names = nan_arguments(problem) if problem.adapters is None else ADAPTER_TENSORS
     for name in names:
-        if hides_nan and name not in ("x", "topk_weights"):
+        if clamps_nan and name not in ("x", "topk_weights"):
             continue
         case = Case(*pair, problem, variation=InputVariation(nan=name))
         sample = Sample(case, device, tokens=problem.tokens, seed_offset=0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.ops.route import INVALID, Routed, RouterTensors
+from modular_kernel.ops.route import INVALID_ID, Routed, RouterTensors
 from modular_kernel.spec.router import RouterSpec
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -119,9 +119,9 @@ def _ids_of_table(token_id: int, tensors: RouterTensors, row: Row) -> list[int]:
     assert tensors.table_VK is not None
     rows, top_k = tensors.table_VK.shape
     if not 0 <= token_id < rows:
-        return [INVALID] * top_k
+        return [INVALID_ID] * top_k
     ids = [int(i) for i in tensors.table_VK[token_id].tolist()]
-    ids = [i if -1 <= i < len(row.logits) else INVALID for i in ids]
+    ids = [i if -1 <= i < len(row.logits) else INVALID_ID for i in ids]
     return [-1 if i >= 0 and row.logits[i] is None else i for i in ids]
 
 

@@ -67,7 +67,7 @@ class Awq(AutoAWQConfig):
 
 def version_module() -> ModuleType:
     """Return the plugin's module for this version of vLLM."""
-    name = plugin.VERSIONS[plugin._minor(vllm.__version__)]
+    name = plugin.MODULE_BY_VERSION[plugin._parse_minor_version(vllm.__version__)]
     return import_module(f"modular_kernel.integrations.vllm.{name}")
 
 

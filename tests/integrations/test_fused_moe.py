@@ -194,7 +194,7 @@ BAD_FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"use_int8_w8a16": True, "block_shape": ()}, r"block_shape: got \[\], need \[bn, bk\], or"),
     ({"block_shape": []}, r"block_shape: got \[\], need \[bn, bk\], or"),
     ({"use_fp8_w8a8": True, "block_shape": [-128, 128]}, "got block=-128x128"),
-    ({"use_fp8_w8a8": True, "block_shape": [64, 64], "per_channel_quant": True}, "one of the two"),
+    ({"use_fp8_w8a8": True, "block_shape": [64, 64], "per_channel_quant": True}, "only one of"),
 )
 
 

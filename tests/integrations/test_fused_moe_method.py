@@ -59,7 +59,7 @@ def select_of(problem: Problem, part: type, machine: Machine) -> str:
     here."""
     from modular_kernel.integrations import fused_moe_method
 
-    return fused_moe_method._experts_of(problem, part, load_catalog(), machine)
+    return fused_moe_method._select_experts(problem, part, load_catalog(), machine)
 
 
 def test_selected_experts_support_the_problem() -> None:

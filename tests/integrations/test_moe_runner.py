@@ -21,7 +21,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.integrations import fused_moe_options
 from modular_kernel.integrations.moe_runner import BACKENDS, MoeRunner, MoeRunnerConfig, switches
-from modular_kernel.integrations.runner_backends import parts_of
+from modular_kernel.integrations.runner_backends import find_parts
 from modular_kernel.reference import oracle
 from modular_kernel.spec.problem import Combine
 
@@ -36,21 +36,21 @@ def test_fused_and_staged_parts_compute_the_same(backend: str, fused: bool) -> N
         "triton": (StagedTritonExperts, TritonExperts),
         "toy": (ToyExperts, FusedToyExperts),
     }
-    assert parts_of(backend, fused=fused)["standard"] is names[backend][fused]
+    assert find_parts(backend, fused=fused)["standard"] is names[backend][fused]
 
 
 def test_backends_are_usual_names_registered_ones_and_parts() -> None:
     for backend in ("triton", "triton_kernel", "deep_gemm", "cutlass", "torch"):
-        parts = parts_of(backend, fused=True)
+        parts = find_parts(backend, fused=True)
         named = {part.__name__ for part in parts.values()}
         assert named == set(BACKENDS[backend].values())
-    assert parts_of("torch", fused=True)["standard"] is TorchExperts
-    assert parts_of("TorchExperts", fused=True) == {
+    assert find_parts("torch", fused=True)["standard"] is TorchExperts
+    assert find_parts("TorchExperts", fused=True) == {
         "standard": TorchExperts,
         "deepep_normal": TorchExperts,
     }
-    assert set(parts_of("triton", fused=True)) == {"standard", "deepep_normal", "deepep_ll"}
-    assert set(parts_of("triton", fused=False)) == {"standard"}
+    assert set(find_parts("triton", fused=True)) == {"standard", "deepep_normal", "deepep_ll"}
+    assert set(find_parts("triton", fused=False)) == {"standard"}
     with pytest.raises(UnknownPartError, match=r"runner backend: got 'cuda', need one of .*triton"):
         MoeRunner("cuda", OUT)
     for backend in ("torch", "TorchExperts"):
@@ -178,7 +178,7 @@ def test_unsupported_configs_are_refused_at_construction() -> None:
 
 def test_explain_states_which_part_runs_and_why_others_do_not() -> None:
     told = MoeRunner("triton", SIZES, dtype=torch.float32).explain()
-    assert "standard: TritonExperts, fused, in place of StagedTritonExperts; " in told
+    assert "standard: TritonExperts, fused, instead of StagedTritonExperts; " in told
     assert "deepep_ll: BatchedTritonExperts, without stages; " in told
     told = MoeRunner("toy", SIZES, fused=False).explain("int8_w8a8_channel")
     assert "standard: ToyExperts, staged; MoEPrepareAndFinalizeNoEP x ToyExperts: refused" in told

@@ -144,7 +144,7 @@ def test_fields_without_an_effect_change_nothing() -> None:
 
 def test_logits_need_no_routing_method() -> None:
     x_TH, weights, _ = layer(BASE)
-    with pytest.raises(ConfigurationError, match="routing_method_type: got 1, need None, or a"):
+    with pytest.raises(ConfigurationError, match="routing_method_type: got 1, need None, or w"):
         fused_moe(x_TH, weights.w1, weights.w2, torch.ones(T, E), top_k=K, routing_method_type=1)
 
 

@@ -94,7 +94,7 @@ def test_an_input_of_another_backend_is_refused_with_both_names(made: str) -> No
     register_core("x")(Core)
     kernel = make_kernel(NO_EP, make_experts("X", "x", "standard"), PROBLEM)
     words = {
-        "toys": "pre-permute of 'x': got one of 'toys', need one of 'x'",
+        "toys": "pre-permute of 'x': got a result of 'toys', need a result of 'x'",
         "none": "pre-permute of 'x': got Tensor, need RunnerInput",
     }
     with pytest.raises(ConfigurationError, match=words[made]):

@@ -16,7 +16,7 @@ from modular_kernel.integrations.runner_formats import (
     StandardDispatchOutput,
 )
 from modular_kernel.ops.quantize import quantize_values
-from modular_kernel.ops.routing_data import by_experts, by_tokens
+from modular_kernel.ops.routing_data import to_expert_major, to_token_major
 from modular_kernel.reference import oracle
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.router import RoutingData, StandardTopKOutput
@@ -28,7 +28,7 @@ def test_routing_by_experts_round_trip(device: str) -> None:
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(-1, E, (9, 3), generator=g, dtype=torch.int32).to(device)
     weights = torch.rand(9, 3, generator=g).to(device)
-    found = by_experts(StandardTopKOutput(weights, ids, None), E)
+    found = to_expert_major(StandardTopKOutput(weights, ids, None), E)
     data, gather, scatter = found
     assert isinstance(data, RoutingData)
     assert (data.n_expts_act, data.n_expts_tot) == (3, E)
@@ -39,7 +39,7 @@ def test_routing_by_experts_round_trip(device: str) -> None:
     assert not data.gate_scal[len(pairs) :].any()
     assert torch.equal(gather.dst_indx[pairs], torch.arange(len(pairs), device=device).int())
     assert (scatter.src_indx, scatter.dst_indx) == (gather.dst_indx, gather.src_indx)
-    back = by_tokens(found)
+    back = to_token_major(found)
     assert torch.equal(back.topk_ids, ids)
     assert torch.equal(back.topk_weights, weights.masked_fill(ids < 0, 0))
 
@@ -51,13 +51,13 @@ def test_both_metadata_types_are_made_from_a_tuple() -> None:
     data = RoutingData(*(1, one.flatten()))
     assert (data.n_expts_act, data.gate_scal.shape) == (1, (2,))
     with pytest.raises(ConfigurationError, match="expt_hist"):
-        by_tokens(by_experts((one, two), 1)._replace(routing_data=data))  # type: ignore[arg-type]
+        to_token_major(to_expert_major((one, two), 1)._replace(routing_data=data))  # type: ignore[arg-type]
 
 
 def test_a_backend_accepts_one_routing_format(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TH, weights, routing = layer(BASE)
     plain = standard(x_TH, routing)
-    found = StandardDispatchOutput(x_TH, by_experts(plain.topk_output, E))  # type: ignore[arg-type]
+    found = StandardDispatchOutput(x_TH, to_expert_major(plain.topk_output, E))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError) as caught:
         MoeRunner("torch", OUT).run(found, info_of(weights))
     assert (caught.value.got, caught.value.need) == (
@@ -121,7 +121,9 @@ def test_triton_kernels_with_its_stand_in() -> None:
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
     runner = MoeRunner("triton_kernel", OUT)
     runner._parts = {"standard": TritonKernels}
-    topk = by_experts(StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, None), E)
+    topk = to_expert_major(
+        StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, None), E
+    )
     stored = replace(weights, w1=weights.w1.mT.contiguous(), w2=weights.w2.mT.contiguous())
     got = runner.run(StandardDispatchOutput(x_TH, topk), info_of(stored, use_triton_kernels=True))
     close(got.hidden_states, oracle(x_TH, weights, routing, problem), 0.02)

@@ -18,7 +18,7 @@ from toy_backend import ToyExperts, ToyInput, ToyOutput
 from experts import TorchExperts
 from experts.staged import make_experts
 from modular_kernel import runner
-from modular_kernel.catalog import broken_stages, check, make_kernel
+from modular_kernel.catalog import check, list_broken_stages, make_kernel
 from modular_kernel.errors import ConfigurationError, DuplicatePartError, UnknownPartError
 from modular_kernel.runner import (
     MoeRunnerCore,
@@ -129,7 +129,7 @@ def test_a_module_imported_again_replaces_its_registrations(
     monkeypatch.setitem(sys.modules, "again_toy", sys)  # taken away again afterwards
     first = imported("again_toy", SOURCE, tmp_path)
     second = imported("again_toy", "# a line more\n" + SOURCE, tmp_path)
-    assert runner.stages_of("toy", "standard").core is second.ToyCore is not first.ToyCore
+    assert runner.get_stages("toy", "standard").core is second.ToyCore is not first.ToyCore
     with pytest.raises(DuplicatePartError, match=r"again_toy:ToyCore:\d+ and test_runner_stages"):
         register_core("toy")(Core)
 
@@ -148,19 +148,19 @@ def test_two_classes_of_one_name_in_a_module_are_different(tmp_path: Path) -> No
 @pytest.mark.usefixtures("pools")
 def test_an_unregistered_key_is_reported_with_the_registered_ones() -> None:
     with pytest.raises(UnknownPartError) as caught:
-        runner.stages_of("x", "standard")
+        runner.get_stages("x", "standard")
     assert str(caught.value) == (
-        "pre-permute: got ('standard', 'x'), need a registered one: there is none"
+        "pre-permute: got ('standard', 'x'), need a registered pre-permute"
     )
     register_pre_permute("standard", "x")(pre)
     register_pre_permute("deepep_ll", "y")(pre)
     with pytest.raises(UnknownPartError, match=r"core: got \('x', 'core'\)"):
-        runner.stages_of("x", "standard")
+        runner.get_stages("x", "standard")
     with pytest.raises(UnknownPartError) as caught:
-        runner.stages_of("y", "standard")
+        runner.get_stages("y", "standard")
     assert caught.value.need == "one of ('deepep_ll', 'y'), ('standard', 'x')"
     with pytest.raises(UnknownPartError, match="fused operation"):
-        runner.fused_op("none", "x")
+        runner.get_fused_op("none", "x")
     assert runner.FUSED.get_fused_func("none", "x") is None
 
 
@@ -199,18 +199,20 @@ def test_an_incomplete_pair_is_reported(given: str) -> None:
     for kind in kinds:
         register, source, _ = REGISTER[kind]
         register(source)  # type: ignore[arg-type]
-    found = [broken for broken in broken_stages() if lacks in broken.error]
+    found = [broken for broken in list_broken_stages() if lacks in broken.error]
     assert len(found) == 1
     assert found[0].name.startswith("x")
     assert found[0].origin.startswith("test_runner_stages:")
     for kind in ("pre-permute", "post-permute", "core"):
         register, source, _ = REGISTER[kind]
         register(source)  # type: ignore[arg-type]
-    assert broken_stages() == ()
+    assert list_broken_stages() == ()
 
 
 def test_our_pairs_are_complete() -> None:
-    assert [half for half in runner.unused_registrations() if not half.name.startswith("x")] == []
+    assert [
+        half for half in runner.find_unused_registrations() if not half.name.startswith("x")
+    ] == []
 
 
 @pytest.mark.usefixtures("stages")

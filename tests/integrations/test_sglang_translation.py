@@ -17,8 +17,8 @@ from modular_kernel.integrations.moe_runner import MoeRunnerConfig
 from modular_kernel.integrations.sglang import translation
 from modular_kernel.integrations.sglang.layer_runner import (
     LayerRunner,
-    backend_on,
-    unsupported_call,
+    find_unsupported_reason,
+    select_backend,
 )
 from modular_kernel.reference import oracle
 from modular_kernel.spec.problem import ActivationSpec
@@ -68,15 +68,15 @@ def test_fields_of_the_config_are_read_by_name() -> None:
         runner_backend=backend, params_dtype=torch.bfloat16, gemm1_alpha=1.7, gemm1_clamp_limit=7.0,
         no_combine=True, inplace=False, routed_scaling_factor=2.5, num_fused_shared_experts=0,
     )  # fmt: skip
-    ours = translation.runner_config(theirs)
+    ours = translation.convert_runner_config(theirs)
     for name in SGLANG_FIELDS.keys() - {"layer", "runner_backend"}:
         assert getattr(ours, name) == getattr(theirs, name), name
     assert (ours.layer, ours.runner_backend) == (None, None)
-    assert translation.runner_config(TheirConfig()) == MoeRunnerConfig()
+    assert translation.convert_runner_config(TheirConfig()) == MoeRunnerConfig()
 
 
 def test_rows_interleaved_by_sglang() -> None:
-    ours = translation.runner_config(TheirConfig(), interleaved=True)
+    ours = translation.convert_runner_config(TheirConfig(), interleaved=True)
     assert ours.activation_spec() == ActivationSpec(interleaved=True)
 
 
@@ -93,7 +93,7 @@ def test_values_of_the_config_that_no_part_supports(
     given: dict[str, Any], error: type[ModularKernelError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        translation.runner_config(TheirConfig(**given))
+        translation.convert_runner_config(TheirConfig(**given))
 
 
 def test_an_unknown_field_must_have_its_default() -> None:
@@ -101,14 +101,14 @@ def test_an_unknown_field_must_have_its_default() -> None:
     newer = make_dataclass(
         "MoeRunnerConfig", [(name, Any, field(default=value)) for name, value in fields]
     )
-    assert translation.runner_config(newer()) == MoeRunnerConfig()
-    assert translation.runner_config(newer(clip_rows=0)) == MoeRunnerConfig()
+    assert translation.convert_runner_config(newer()) == MoeRunnerConfig()
+    assert translation.convert_runner_config(newer(clip_rows=0)) == MoeRunnerConfig()
     for given in ({"moe_topology": "ring"}, {"clip_rows": 1}):
         (name,) = given
-        with pytest.raises(ConfigurationError, match=f"MoeRunnerConfig.{name}: got .*its default"):
-            translation.runner_config(newer(**given))
+        with pytest.raises(ConfigurationError, match=f"MoeRunnerConfig.{name}: got .*the default"):
+            translation.convert_runner_config(newer(**given))
     with pytest.raises(ConfigurationError, match=r"TritonMoeQuantInfo.use_new_layout: got True"):
-        translation.quant_info(their_info(layer(BASE)[1], use_new_layout=True))
+        translation.convert_quant_info(their_info(layer(BASE)[1], use_new_layout=True))
 
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -148,7 +148,7 @@ def test_flags_of_the_record_give_the_scheme(quant: str) -> None:
     problem = replace(BASE, quant=quant, routed_scaling_factor=2.0)
     x_TH, weights, routing = layer(problem)
     theirs = their_info(weights, **FLAGS[quant])
-    info, interleaved = translation.quant_info(theirs)
+    info, interleaved = translation.convert_quant_info(theirs)
     assert (info.scheme(), interleaved) == (quant, False)
     config = TheirConfig(routed_scaling_factor=2.0, inplace=False, num_experts=E)
     runner = LayerRunner(config, pytest.fail)
@@ -159,21 +159,25 @@ def test_flags_of_the_record_give_the_scheme(quant: str) -> None:
 def test_unsupported_records() -> None:
     _, weights, _ = layer(BASE)
     with pytest.raises(UnsupportedError, match="use_mxfp8: got True, need False"):
-        translation.quant_info(their_info(weights, use_mxfp8=True))
-    with pytest.raises(UnsupportedError, match="quant_info: got MarlinMoeQuantInfo, need a Triton"):
-        translation.quant_info(make_dataclass("MarlinMoeQuantInfo", [])())
+        translation.convert_quant_info(their_info(weights, use_mxfp8=True))
+    with pytest.raises(UnsupportedError, match="quant_info: got MarlinMoeQuantInfo, need Triton"):
+        translation.convert_quant_info(make_dataclass("MarlinMoeQuantInfo", [])())
 
 
 def test_unsupported_calls() -> None:
     x_TH, _, routing = layer(BASE)
     given = dispatched(x_TH, routing)
-    assert unsupported_call(given) is None
+    assert find_unsupported_reason(given) is None
     other = SimpleNamespace(value="deepep_ll")
-    assert unsupported_call(replace(given, format=other)) == (
+    assert find_unsupported_reason(replace(given, format=other)) == (
         "dispatch format: got deepep_ll, need standard"
     )
-    assert "hidden_states_scale" in str(unsupported_call(replace(given, hidden_states_scale=x_TH)))
-    bypassed = unsupported_call(replace(given, topk_output=SimpleNamespace(router_logits=x_TH)))
+    assert "hidden_states_scale" in str(
+        find_unsupported_reason(replace(given, hidden_states_scale=x_TH))
+    )
+    bypassed = find_unsupported_reason(
+        replace(given, topk_output=SimpleNamespace(router_logits=x_TH))
+    )
     assert bypassed == "topk_output: got SimpleNamespace, need topk_weights and topk_ids"
 
 
@@ -199,10 +203,10 @@ def test_the_first_call_decides_for_the_layer(caplog: pytest.LogCaptureFixture) 
 
 def test_a_cpu_without_the_interpreter_runs_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert backend_on(torch.device("cpu")) == "triton"
+    assert select_backend(torch.device("cpu")) == "triton"
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert backend_on(torch.device("cpu")) == "torch"
-    assert backend_on(torch.device("cuda")) == "triton"
+    assert select_backend(torch.device("cpu")) == "torch"
+    assert select_backend(torch.device("cuda")) == "triton"
 
 
 def test_without_sglang_the_entry_function_raises_nothing(

@@ -85,9 +85,9 @@ BAD: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "a size that is text": (BOTH, config(hidden_size="x"), "hidden_size' expected int, got str"),
     "an unknown dtype": (BOTH, config(torch_dtype=..., dtype="x"), "config.json: got Attribute"),
     "a dtype of integers": (("bf16",), config(torch_dtype=..., dtype="int8"),
-                            "dtype: got torch.int8, need a floating dtype of 16 bits or more"),
+                            "dtype: got torch.int8, need a floating-point dtype of at least 16"),
     "a dtype of 8 bits": (("bf16",), config(torch_dtype=..., dtype="float8_e4m3fn"),
-                          "dtype: got torch.float8_e4m3fn, need a floating dtype"),
+                          "dtype: got torch.float8_e4m3fn, need a floating-point dtype"),
     "an unknown activation": (BOTH, config(hidden_act="x"), "'?x'?"),
     "an empty quantization_config": (
         BOTH, config(quantization_config={}), "got {}, need an object with quant_method"),
@@ -108,9 +108,9 @@ BAD: dict[str, tuple[tuple[str, ...], Change, str]] = {
                 "got OSError: Error no file named model.safetensors"),
     "float8 of no format": (
         ("bf16",), as_dtype(HEAD, torch.float8_e4m3fn),
-        "lm_head.weight: got float8_e4m3fn, and no quantization_config, need an unquantized"),
+        "lm_head.weight: got float8_e4m3fn without a quantization_config, need an unquantized"),
     "integers of no format": (
-        ("bf16",), as_dtype(EXPERT, torch.int8), "w1.weight: got int8, and no quantization_config"),
+        ("bf16",), as_dtype(EXPERT, torch.int8), "w1.weight: got int8 without a quantization_"),
 }  # fmt: skip
 CASES = [(name, kind) for name, (kinds, _, _) in BAD.items() for kind in kinds]
 
@@ -127,7 +127,9 @@ def test_unreadable_files_are_refused(name: str, kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "int32", "nothing"])
 def test_an_unknown_dtype_is_refused(dtype: Any, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "bf16")
-    with pytest.raises(InputError, match=r"dtype: got .*, need a floating dtype of 16 bits"):
+    with pytest.raises(
+        InputError, match=r"dtype: got .*, need a floating-point dtype of at least 16 bits"
+    ):
         from_pretrained(tmp_path, experts_implementation=register(), dtype=dtype)
 
 

@@ -209,7 +209,7 @@ CONTRADICTIONS = {
     "one dtype of two": (lambda m: new(m, "down_proj", lambda w: w.bfloat16()), "w2"),
     "on no device": (lambda m: m.to("meta"), "meta"),
     "a matrix less": (lambda m: new(m, "down_proj", lambda w: w[:-1]), "w2"),
-    "no gate of ours": (flag("act_fn", torch.nn.Tanh()), "computes something else"),
+    "no gate of ours": (flag("act_fn", torch.nn.Tanh()), "computes another function"),
 }
 
 

@@ -37,9 +37,9 @@ HALF = {
     "scales of a projection": (
         "awq",
         gone("o_proj.scales"),
-        r"0.self_attn.o_proj.qweight: got qweight of int32 and no scales",
+        r"0.self_attn.o_proj.qweight: got qweight of int32 without scales",
     ),
-    "the head": ("bf16", gone("lm_head.weight"), "no lm_head.weight, need every tensor"),
+    "the head": ("bf16", gone("lm_head.weight"), "no lm_head.weight, need all tensors"),
     "an expert's matrix": (
         "bf16",
         gone("0.w2.weight"),
@@ -77,7 +77,7 @@ def test_packed_files_without_a_quantization_config_are_refused(tmp_path) -> Non
     write(tmp_path, "mixtral", "awq")
     config = json.loads((tmp_path / "config.json").read_text())
     for given, match in (
-        (None, "qweight: got int32, and no quantization_config"),
+        (None, "qweight: got int32 without a quantization_config"),
         ("awq", "need an object"),
         ([], "an object"),
     ):

@@ -176,7 +176,7 @@ def test_a_quantized_weight_that_the_config_excludes_is_refused(tmp_path: Path) 
     write(tmp_path, kinds, quantization, attention={0: "awq"})
     message = (
         r"layers.0.self_attn.o_proj.qweight: got qweight of int32, "
-        "need an unquantized weight, as in its quantization_config"
+        "need an unquantized weight, as the quantization_config"
     )
     with pytest.raises(WeightsError, match=message):
         loaded(tmp_path)
@@ -189,8 +189,8 @@ def test_a_quantized_weight_without_scales_is_refused(tmp_path: Path) -> None:
     tensors = {name: t for name, t in load_file(path).items() if "o_proj.scales" not in name}
     save_file(tensors, path, {"format": "pt"})
     message = (
-        r"o_proj.qweight: got qweight of int32 and no scales, "
-        r"need a weight of int4\S+ \(awq\), as in its quantization_config"
+        r"o_proj.qweight: got qweight of int32 without scales, "
+        r"need a weight of int4\S+ \(awq\), as the quantization_config"
     )
     with pytest.raises(WeightsError, match=message):
         loaded(tmp_path)
@@ -228,7 +228,7 @@ def test_layers_that_the_model_class_ignores_are_ignored(
     """By `_keys_to_ignore_on_load_unexpected`, if its number does not exclude it."""
     from modular_kernel.integrations.transformers import pretrained
 
-    monkeypatch.setattr(pretrained, "_num_layers", lambda config: None)
+    monkeypatch.setattr(pretrained, "_get_num_layers", lambda config: None)
     kinds = {1: "awq"}
     written = write(tmp_path, kinds, AWQ, family="deepseek_v3", extra={61: "awq"})
     check(written, kinds)

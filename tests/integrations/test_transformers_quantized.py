@@ -23,7 +23,7 @@ from modular_kernel.checkpoints.loading import load_experts
 from modular_kernel.cli.demo_models import small_model
 from modular_kernel.errors import ConfigurationError, InputError, UnsupportedError
 from modular_kernel.integrations.transformers import from_pretrained, register, registration
-from modular_kernel.integrations.transformers.modules import is_dispatched, tensors_of
+from modular_kernel.integrations.transformers.modules import is_dispatched, read_tensors
 from modular_kernel.operators.experts import EXPERTS
 from modular_kernel.testing.checkpoints import samples as checkpoint_samples
 from modular_kernel.testing.checkpoints.formats import StoredMatrix
@@ -232,11 +232,11 @@ def test_whole_models_are_one_graph_and_pass_opcheck(name, kind, tmp_path) -> No
             exact = written.exact(input_ids=ids, use_cache=False).logits
         assert (eager.double() - exact).norm() / exact.norm() <= 0.1
     module = modules(model)[0]
-    tensors = tuple(tensor.detach() for tensor in tensors_of(module))
+    tensors = tuple(tensor.detach() for tensor in read_tensors(module))
     x = torch.randn(5, model.config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
     values, chosen = torch.randn(5, 8, device=DEVICE).topk(3)
     ours = registration()
-    fields, layer = ours.constants(module, tensors, x.dtype, 3)
+    fields, layer = ours.compute_constants(module, tensors, x.dtype, 3)
     given = (x, chosen, values.softmax(-1), list(tensors), fields, layer, str(ours.pairing))
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     checks.append("test_aot_dispatch_dynamic")
@@ -388,7 +388,7 @@ def test_arguments_of_the_caller_are_used_and_not_changed(tmp_path) -> None:
     for auto_class in (None, "AutoModel", object()):
         with pytest.raises(ConfigurationError, match=r"^auto_class: .*need a class with"):
             from_pretrained("model", auto_class=auto_class)
-    with pytest.raises(ConfigurationError, match="need a folder, or a model's name"):
+    with pytest.raises(ConfigurationError, match="need a folder, or the name of a model"):
         from_pretrained(tmp_path / "no folder here")
     missing = r"got no-such-name \(LocalEntryNotFoundError\), need a folder, a model in the cache"
     with pytest.raises(ConfigurationError, match=missing):
@@ -443,6 +443,6 @@ def test_quantized_files_are_not_quantized_again(tmp_path: Path) -> None:
 def test_gguf_files_are_refused_with_what_reads_them(tmp_path) -> None:
     register()
     with pytest.raises(
-        UnsupportedError, match=r"a GGUF file, need a folder of safetensors: .*FusedMoE"
+        UnsupportedError, match=r"a GGUF file, need a folder of safetensors files.*FusedMoE"
     ):
         from_pretrained(tmp_path / "model-Q4_0.gguf")

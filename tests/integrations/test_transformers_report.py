@@ -120,16 +120,16 @@ def test_gradients_of_enabled_modules_equal_their_own(case) -> None:
 def test_every_module_of_a_model_has_a_row() -> None:
     model = small_model("mixtral", "float32", DEVICE)
     assert [row.why for row in report(model)] == [
-        "experts_implementation is 'eager', which is not one of ours"
+        "experts_implementation is 'eager', which modular_kernel has not registered"
     ] * 2
     model.set_experts_implementation(register(*OURS))
     rows = report(model)
     assert [row.name for row in rows] == [f"model.layers.{n}.mlp.experts" for n in (0, 1)]
     assert all(row.served and str(row).endswith("served") for row in rows)
-    assert "trains" in report(model.train())[0].why
+    assert "training mode" in report(model.train())[0].why
     model.eval().model.layers[1].mlp.experts.act_fn = torch.nn.ReLU()
     assert [row.served for row in report(model)] == [True, False]
-    assert "computes something else" in report(model)[1].why
+    assert "computes another function" in report(model)[1].why
 
 
 def test_rows_state_what_the_next_call_does() -> None:
@@ -179,7 +179,7 @@ def test_the_default_on_a_cpu_is_grouped_mm(compiled) -> None:
         model.set_experts_implementation(name)
         assert torch.equal(run(input_ids=ids).logits, want)
     assert not registration(name).kernels
-    assert all("grouped_mm runs, which is faster" in row.why for row in report(model))
+    assert all("grouped_mm runs, because it is faster" in row.why for row in report(model))
 
 
 @pytest.mark.parametrize("ask", [report, serve])

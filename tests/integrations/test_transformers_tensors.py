@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from modular_kernel.cli.demo_models import small_model
 from modular_kernel.errors import InputError
 from modular_kernel.integrations.transformers import register, registration
-from modular_kernel.integrations.transformers.modules import is_dispatched, tensors_of
+from modular_kernel.integrations.transformers.modules import is_dispatched, read_tensors
 
 NAMES = ("hidden_states", "top_k_index", "top_k_weights")
 
@@ -22,7 +22,7 @@ NAMES = ("hidden_states", "top_k_index", "top_k_weights")
 def _made() -> tuple[Any, list[torch.Tensor]]:
     model = small_model("qwen3_moe", "float32", "cpu").eval()
     experts = next(module for module in model.modules() if is_dispatched(module))
-    hidden = tensors_of(experts)[1].shape[1]
+    hidden = read_tensors(experts)[1].shape[1]
     ids = torch.tensor([[0, 1], [2, 0], [1, 2]])
     return experts, [torch.randn(3, hidden), ids, torch.rand(3, 2)]
 
@@ -61,6 +61,6 @@ def test_freed_parameters_are_refused(run: Any) -> None:
     experts, call = _made()
     with torch.no_grad():
         run(experts, *call)
-        tensors_of(experts)[0].untyped_storage().resize_(0)
+        read_tensors(experts)[0].untyped_storage().resize_(0)
         with pytest.raises(InputError, match="gate_up_proj: got 0 bytes"):
             run(experts, *call)

@@ -16,12 +16,12 @@ from modular_kernel.integrations import vllm as plugin
 from modular_kernel.integrations.vllm import hooks, layers
 from modular_kernel.integrations.vllm.calls import BatchedCalls, StandardCalls
 from modular_kernel.integrations.vllm.layers import (
-    activation_of,
-    operand_of,
-    scheme_of,
-    weight_only_scheme,
+    make_activation,
+    make_operand,
+    select_scheme,
+    select_weight_only_scheme,
 )
-from modular_kernel.integrations.vllm.weights import expert_weights
+from modular_kernel.integrations.vllm.weights import convert_weights
 from modular_kernel.quant.quantized_weights import quantize_weights
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.problem import ActivationSpec, Machine, Problem
@@ -82,24 +82,25 @@ UNKNOWN = (
 
 @pytest.mark.parametrize(("weight", "activation", "scheme"), SCHEMES)
 def test_keys_name_a_scheme(weight: Any, activation: Any, scheme: str) -> None:
-    assert scheme_of(operand_of(weight), operand_of(activation)) == scheme
+    assert select_scheme(make_operand(weight), make_operand(activation)) == scheme
 
 
 @pytest.mark.parametrize(("weight", "activation"), UNKNOWN)
 def test_other_keys_are_refused(weight: Any, activation: Any) -> None:
     with pytest.raises(UnsupportedError, match="quantization: got"):
-        scheme_of(operand_of(weight), operand_of(activation))
+        select_scheme(make_operand(weight), make_operand(activation))
 
 
 def test_weight_only_schemes() -> None:
-    assert weight_only_scheme(4, 128, zero_points=False) == "int4_w4a16_group"
+    assert select_weight_only_scheme(4, 128, zero_points=False) == "int4_w4a16_group"
     assert (
-        weight_only_scheme(4, 32, zero_points=True) == "int4_w4a16_group:group=32,zero_points=true"
+        select_weight_only_scheme(4, 32, zero_points=True)
+        == "int4_w4a16_group:group=32,zero_points=true"
     )
-    assert weight_only_scheme(8, 64, zero_points=False) == "int8_w8a16_group:group=64"
+    assert select_weight_only_scheme(8, 64, zero_points=False) == "int8_w8a16_group:group=64"
     for bits, group, act_order in ((3, 32, False), (4, -1, False), (4, 33, False), (4, 32, True)):
         with pytest.raises(UnsupportedError):
-            weight_only_scheme(bits, group, zero_points=False, act_order=act_order)
+            select_weight_only_scheme(bits, group, zero_points=False, act_order=act_order)
 
 
 ACTIVATIONS = (
@@ -134,24 +135,24 @@ UNKNOWN_ACTIVATIONS = (
 
 @pytest.mark.parametrize(("name", "options", "spec"), ACTIVATIONS)
 def test_activations(name: str, options: dict[str, float], spec: str) -> None:
-    assert activation_of(name, **options) == ActivationSpec.parse(spec)
+    assert make_activation(name, **options) == ActivationSpec.parse(spec)
 
 
 @pytest.mark.parametrize(("name", "options"), UNKNOWN_ACTIVATIONS)
 def test_other_activations_are_refused(name: str, options: dict[str, float]) -> None:
     with pytest.raises(UnsupportedError, match="activation: got"):
-        activation_of(name, **options)
+        make_activation(name, **options)
 
 
 def test_parts_follow_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Machine("cuda", (9, 0))
     monkeypatch.delenv("MK_VLLM", raising=False)
-    assert layers.part_names(gpu) == layers.DEFAULT_PARTS
-    assert layers.part_names(CPU) == ()
+    assert layers.list_candidate_parts(gpu) == layers.DEFAULT_PARTS
+    assert layers.list_candidate_parts(CPU) == ()
     monkeypatch.setenv("MK_VLLM", "0")
-    assert layers.part_names(gpu) == ()
+    assert layers.list_candidate_parts(gpu) == ()
     monkeypatch.setenv("MK_VLLM", "TorchExperts, NaiveBatchedExperts")
-    assert layers.part_names(CPU) == ("TorchExperts", "NaiveBatchedExperts")
+    assert layers.list_candidate_parts(CPU) == ("TorchExperts", "NaiveBatchedExperts")
 
 
 def test_the_compatibility_check_selects_parts() -> None:
@@ -170,14 +171,14 @@ def test_scales_are_reshaped() -> None:
     problem = Problem(9, 64, 32, 4, 2, quant="fp8_w8a8_channel")
     w1, w2 = torch.zeros(4, 64, 64, dtype=E4M3), torch.zeros(4, 64, 32, dtype=E4M3)
     per_expert, per_row = torch.arange(4.0), torch.rand(4, 64, 1)
-    weights = expert_weights(problem, w1, w2, w1_scale=per_expert, w2_scale=per_row, a1_scale=None)
+    weights = convert_weights(problem, w1, w2, w1_scale=per_expert, w2_scale=per_row, a1_scale=None)
     assert weights.w1_scale is not None
     assert weights.w2_scale is not None
     assert torch.equal(weights.w1_scale, per_expert[:, None].expand(4, 64))
     assert weights.w2_scale.data_ptr() == per_row.data_ptr()
     assert weights.w1.data_ptr() == w1.data_ptr()
     with pytest.raises(ShapeError, match="w1_scale: got"):
-        expert_weights(problem, w1, w2, w1_scale=torch.rand(4, 2), w2_scale=per_row)
+        convert_weights(problem, w1, w2, w1_scale=torch.rand(4, 2), w2_scale=per_row)
 
 
 def layer(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
@@ -238,9 +239,9 @@ def test_batched_calls(part: str) -> None:
 def run(code: str, **variables: str) -> str:
     """Run a program in a process with only the standard library's environment and this checkout."""
     root = str(Path(__file__).parents[2])
-    from modular_kernel.settings import child_environment
+    from modular_kernel.settings import make_child_environment
 
-    environment = child_environment(interpreted=False) | {"PYTHONPATH": root} | variables
+    environment = make_child_environment(interpreted=False) | {"PYTHONPATH": root} | variables
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
@@ -339,7 +340,7 @@ def install(oracle: FakeOracle, monkeypatch: pytest.MonkeyPatch) -> None:
     version = ModuleType("fake_version")
     version.ORACLES = {"fp8": oracle}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_version", version)
-    hooks._install_into("fp8", "fake_version")
+    hooks._replace_functions("fp8", "fake_version")
 
 
 def test_functions_are_replaced_everywhere_and_once(
@@ -383,7 +384,7 @@ def test_nothing_is_replaced_if_something_is_missing(
         oracle.later_functions = ("third",)
     if gone == "the module of the version":
         monkeypatch.setitem(sys.modules, "fake_version", None)
-        hooks._install_into("fp8", "fake_version")
+        hooks._replace_functions("fp8", "fake_version")
     else:
         install(oracle, monkeypatch)
     assert (vars(owner), vars(user)) == before

@@ -213,7 +213,7 @@ def test_a_name_can_be_loaded_once() -> None:
     pool.load("a", adapter())
     with pytest.raises(StateError, match="adapter 'a': got loaded in slot 0"):
         unchanged(pool, "a", adapter(seed=1))
-    with pytest.raises(StateError, match="adapter 'b': got not loaded, need a loaded one: a"):
+    with pytest.raises(StateError, match="adapter 'b': got not loaded, need a loaded adapter: a"):
         pool.evict("b")
     for name in ("", "x" * 257, 7, None):
         with pytest.raises(ConfigurationError, match="name of an adapter"):

@@ -125,7 +125,7 @@ def test_one_token_reaches_every_copy(top_k: int) -> None:
     ("call", "message"),
     [
         (lambda: rebalance([1.0, 2.0, 3.0], [1, 1]), "slots of all ranks: got 2, need >= 3"),
-        (lambda: rebalance([], [1]), "slots of all ranks: got 1, need >= 1, the experts"),
+        (lambda: rebalance([], [1]), "slots of all ranks: got 1, need >= 1, the number of experts"),
         (lambda: rebalance([1.0], []), "slots of all ranks: got 0"),
         (lambda: rebalance([1.0], [0]), "slots: got 0 among them, need each an int >= 1"),
         (lambda: rebalance([1.0, -1.0], [2]), "load of expert 1: got -1.0, need >= 0"),
@@ -143,7 +143,7 @@ def test_one_token_reaches_every_copy(top_k: int) -> None:
         ),
         (
             lambda: rebalance([1.0] * 6, [4, 2], hosts=2, groups=2),
-            "slots of host 1: got 2, need >= 3, the experts",
+            "slots of host 1: got 2, need >= 3, the number of experts",
         ),
         (lambda: rebalance([1.0] * 2, [2], hosts=0), "hosts: got 0"),
         (lambda: rebalance({1.0}, [2]), "load: got set, need a list"),

@@ -130,7 +130,10 @@ def test_other_dtypes_are_refused_before_anything_changes() -> None:
 def test_a_cast_of_a_layer_with_an_exchange_is_refused() -> None:
     layer = layer_of(Sample())
     layer._exchange_kernel = object()
-    with pytest.raises(UnsupportedError, match="got float16 for a layer over ranks, need float32"):
+    with pytest.raises(
+        UnsupportedError,
+        match="got float16 for a layer that exchanges tokens between ranks, need float32",
+    ):
         layer.half()
     assert layer.w2_weight.dtype is torch.float32
 

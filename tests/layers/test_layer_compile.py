@@ -21,7 +21,7 @@ from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.router import Router, RouterSpec
 from modular_kernel.machine import prefer_torch_reference
-from modular_kernel.ops.route import RouterTensors, route, spec_of_text, spec_text
+from modular_kernel.ops.route import RouterTensors, format_spec, parse_spec, route
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.random_inputs import random_inputs
 
@@ -415,8 +415,8 @@ def test_an_exported_program_runs_in_another_process(kind: str, strict: bool, tm
 @pytest.mark.parametrize("name", FAMILIES)
 def test_opcheck_of_route_passes(name: str) -> None:
     sample = Sample(FAMILIES[name])
-    spec = spec_text(sample.router)
-    assert spec_of_text(spec) == sample.router
+    spec = format_spec(sample.router)
+    assert parse_spec(spec) == sample.router
     arguments = (sample.logits, sample.selection_bias, None, None, [], spec, False)
     torch.library.opcheck(torch.ops.modular_kernel.route.default, arguments)
     got = torch.ops.modular_kernel.route(*arguments[:-1], True)

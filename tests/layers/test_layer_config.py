@@ -123,7 +123,7 @@ def test_load_refuses_a_router_that_differs_from_the_checkpoint(tmp_path) -> Non
     write(tmp_path, "qwen3_moe", "fp32", intermediate=I)
     state_more(tmp_path, norm_topk_prob=False)
     documented = RouterSpec(K, renormalize=True)
-    match = "router of the checkpoint: got renormalize=False, need renormalize=True, the layer's"
+    match = "router of the checkpoint: got renormalize=False, need renormalize=True, as in"
     for router in (documented, Router(documented, H, E)):
         layer = layer_with(router)
         with pytest.raises(ConfigurationError, match=match):

@@ -91,7 +91,7 @@ def test_batches_of_routing_have_the_shape_of_x() -> None:
     weights = torch.rand(5, 1, K)
     want = layer(x, (weights, ids))
     assert torch.equal(layer(x, (weights.view(5, K), ids.view(5, K))), want)
-    need = r"got \(1, 5, 2\), need \(5, 1, K\) like x, or \(T, K\)"
+    need = r"got \(1, 5, 2\), need \(5, 1, K\) as x, or \(T, K\)"
     with pytest.raises(ShapeError, match=need):
         layer(x, (weights.view(1, 5, K), ids.view(1, 5, K)))
     routed = layer_of("fp32", LayerParallel(), top_k=None, router=RouterSpec(K))

@@ -168,11 +168,11 @@ def test_describe_states_where_experts_are() -> None:
     for piece in (
         "layer 5: T1-H32-I48-E8-K3",
         "EP rank 1 of 4: 2 of 8 experts",
-        "TP rank 0 of 1: 48 of 48 intermediate values",
+        "TP rank 0 of 1: 48 of 48 intermediate columns",
         "0 -> -1, 1 -> -1, 2 -> 0, 3 -> 1, 4 -> -1",
         "router: RouterSpec(top_k=3",
         "parts: MoEPrepareAndFinalizeNoEP, TorchExperts (default on cpu); ",
-        "output not summed over ranks here",
+        "output not summed over ranks",
     ):
         assert piece in text, text
     assert "layer_id=5, ep=(1, 4), tp=(0, 1)" in repr(layer)

@@ -23,12 +23,12 @@ from modular_kernel.layers.router import Router, RouterSpec, select_experts
 from modular_kernel.spec.placement import Placement
 
 BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"top_k": None, "router": None}, "top_k: got None, need K, because there is no router"),
-    ({"top_k": 2}, "top_k: got 2, need 3, the router's"),
-    ({"top_k": 9, "router": None}, "top_k: got 9, need 1 to 8, the experts"),
+    ({"top_k": None, "router": None}, "top_k: got None, need a number, because there is no router"),
+    ({"top_k": 2}, "top_k: got 2, need 3, as in the router"),
+    ({"top_k": 9, "router": None}, "top_k: got 9, need 1 to 8, the number of experts"),
     ({"top_k": 2.5, "router": None}, "top_k: got 2.5, need an int"),
     ({"placement": "evil"}, "placement: got 'evil', need a Placement or None"),
-    ({"num_experts": 2}, "router experts: got 2, need top_k = 3 to 1024"),
+    ({"num_experts": 2}, "router experts: got 2, need from top_k = 3 to 1024"),
     ({"intermediate_size": 3, "parallel": LayerParallel(tp=(0, 5))},
      "tp: ranks: got 5, need at most 3: each rank holds a whole column of intermediate=3"),
     ({"intermediate_size": 3, "parallel": LayerParallel(tp=(0, 5)), "quant_config": "none"},
@@ -43,14 +43,14 @@ BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"parallel": LayerParallel(tp=(0, 2)), "reduce_results": True},
      "reduce_results: got tp of 2 ranks, need tp_group"),
     ({"parallel": LayerParallel(ep=(0, 9))}, "placement: experts: got 8"),
-    ({"placement": Placement.linear(8, 2)}, "placement: got 8 experts on 2 ranks, need 8 on 1"),
+    ({"placement": Placement.linear(8, 2)}, "placement: got 8 experts on 2 ranks, need 8 experts"),
     ({"placement": Placement.linear(8, 2).with_copies({0: (1,)}),
-      "parallel": LayerParallel(ep=(0, 2))}, "placement: got copies, need a prepare/finalize part"),
+      "parallel": LayerParallel(ep=(0, 2))}, "placement: got copies of experts, need no copies"),
     ({"prepare_finalize": "TorchAll2AllPrepareAndFinalize"}, "max_tokens: got None, need the max"),
     ({"prepare_finalize": "NoSuchPart"}, "prepare_finalize part: got 'NoSuchPart'"),
     ({"router": RouterSpec(K, selection_bias=True)}, "selection_bias: got None, need a tensor if"),
     ({"selection_bias": torch.zeros(E)}, "selection_bias: got a tensor, need a tensor if and only"),
-    ({"router": Router(RouterSpec(K), H, 9)}, "router num_experts: got 9, need 8, the layer's"),
+    ({"router": Router(RouterSpec(K), H, 9)}, "router num_experts: got 9, need 8, as in the layer"),
     ({"router": 3}, "router: got 3, need a Router or a RouterSpec or None"),
     ({"device": "gpus"}, "device: got 'gpus', need a torch device"),
     ({"layer_id": "a"}, "layer_id: got 'a', need an int or None"),
@@ -105,7 +105,7 @@ def test_bad_calls() -> None:
         (given, (x_TH, (weights[:, :0], ids[:, :0])), {}, ShapeError, "with K of 1 or more"),
         (given, (x_TH, (weights, ids.float())), {}, DtypeError, "topk_ids: got float32"),
         (given, (x_TH, (weights, ids)), {"token_ids": ids[:, 0]}, ConfigurationError,
-         "token_ids: got a tensor, need None without a router"),
+         "token_ids: got a tensor, need None, because the layer has no router"),
         (given, (x_TH.clone().requires_grad_(), (weights, ids)), {}, UnsupportedError, "gradients"),
     )  # fmt: skip
     for one, arguments, options, kind, message in cases:
@@ -136,7 +136,7 @@ def test_bad_weights() -> None:
 
 def test_bad_routers() -> None:
     for options, message in (
-        ({"vocabulary": 5}, "vocabulary: got 5, need a number if the router has a table"),
+        ({"vocabulary": 5}, "vocabulary: got 5, need a number if the spec has a table"),
         ({"spec": RouterSpec(2, table=True)}, "vocabulary: got None, need a number if"),
         ({"num_experts": 1}, "router experts: got 1"),
         ({"spec": 2}, "router: got 2, need a RouterSpec"),
@@ -146,12 +146,14 @@ def test_bad_routers() -> None:
     router = Router(RouterSpec(2), H, E)
     with pytest.raises(ShapeError, match=r"x of the router: got \(3, 5\), need \(T, H\) with"):
         router(torch.zeros(3, 5))
-    with pytest.raises(DtypeError, match="x of the router: got int64, need floats"):
+    with pytest.raises(DtypeError, match="x of the router: got int64, need a floating-point dtype"):
         router(torch.zeros(3, H, dtype=torch.int64))
     with pytest.raises(ConfigurationError, match="router zero_experts: got 2, need route or"):
         select_experts(torch.zeros(3, 6), RouterSpec(2, zero_experts=2))
     layer = layer_of(Sample(), router=Router(RouterSpec(K), H, E), selection_bias=None)
-    with pytest.raises(ConfigurationError, match="routing: got Tensor, need None: the layer has"):
+    with pytest.raises(
+        ConfigurationError, match="routing: got Tensor, need None, because the layer has"
+    ):
         layer(torch.zeros(3, H), torch.zeros(3, E))
 
 

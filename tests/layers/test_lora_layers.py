@@ -55,7 +55,7 @@ def test_merged_mode_equals_merged_weights(halves: int) -> None:
     adapted, manager = made(layer, "merged", halves)
     x, logits = call()
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
-    routing = layer._routed(x, logits, None, (12,)).routing
+    routing = layer._route(x, logits, None, (12,)).routing
     weights = layer.weights()
     want = reference.oracle(x, weights, routing, layer.problem)
     for rows, rank, scaling in ((slice(0, 4), 5, 0.5), (slice(9, 12), 3, 2.0)):
@@ -76,7 +76,7 @@ def test_parallel_mode_adds_only_the_branch() -> None:
     info = manager.prepare_moe_lora_batch(BATCH, 3)
     assert info is not None
     got = adapted(x, logits, moe_lora_info=info)
-    routing = layer._routed(x, logits, None, (12,)).routing
+    routing = layer._route(x, logits, None, (12,)).routing
     want = layer(x, logits)
     for rows, rank, scaling in ((range(4), 5, 0.5), (range(9, 12), 3, 2.0)):
         a = adapter(rank, rank)
@@ -152,7 +152,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="layer: got 4"):
         manager.prepare_moe_lora_batch(BATCH, 4)
     for change in (lambda: manager.evict("a"), lambda: manager.prepare_moe_lora_batch(BATCH, 3)):
-        with pytest.raises(StateError, match="got not loaded, need a loaded one: none"):
+        with pytest.raises(StateError, match="got not loaded, need a loaded adapter: none"):
             change()
     with pytest.raises(ConfigurationError, match="forward_batch: got None"):
         manager.prepare_moe_lora_batch(None, 3)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from modular_kernel.checkpoints import format_of
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
-from modular_kernel.layers.rank_share import Move, Share, destination, padded_parts
+from modular_kernel.layers.rank_share import Move, Share, destination, find_padding
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import write
@@ -86,7 +86,7 @@ def test_outputs_of_ranks_add_up(kind: str, tp: int, tmp_path: Path) -> None:
         line = next(text for text in layer.describe().splitlines() if text.startswith("TP rank"))
         count, width = int(line.split()[5]), layer.problem.intermediate
         padded = f", padded to {width}" if count < width else ""
-        assert line == f"TP rank {t} of {tp}: {count} of {size} intermediate values{padded}"
+        assert line == f"TP rank {t} of {tp}: {count} of {size} intermediate columns{padded}"
         held += count
         total += layer(x.float(), (weights, ids)).double()
     assert held == size
@@ -165,9 +165,9 @@ def test_destinations_of_a_padded_shard() -> None:
     assert destination(0, "w1", share) == Move(0, (0, 64), hidden, (96, 160), hidden)
     assert destination(0, "w3", share) == Move(0, (96, 160), hidden, (96, 160), hidden)
     assert destination(0, "w2", share) == Move(0, hidden, (0, 64), hidden, (96, 160))
-    assert padded_parts("w1", share) == ((64, 96), hidden)
-    assert padded_parts("w3", share) == ((160, 192), hidden)
-    assert padded_parts("w2", share) == (hidden, (64, 96))
+    assert find_padding("w1", share) == ((64, 96), hidden)
+    assert find_padding("w3", share) == ((160, 192), hidden)
+    assert find_padding("w2", share) == (hidden, (64, 96))
     mixed = Share(2, 64, 288, tp=(1, 4), quant="mxfp4_w4a16", interleaved=True)
     assert destination(0, "w13", mixed) == Move(0, (0, 128), hidden, (192, 320), hidden)
-    assert padded_parts("w13", mixed) == ((128, 192), hidden)
+    assert find_padding("w13", mixed) == ((128, 192), hidden)

@@ -19,7 +19,7 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.ops import route as module
-from modular_kernel.ops.route import INVALID, Routed, RouterTensors, route
+from modular_kernel.ops.route import INVALID_ID, Routed, RouterTensors, route
 from modular_kernel.spec.router import RouterSpec
 
 path = kernel_and_torch(module)
@@ -176,8 +176,8 @@ def test_a_table_determines_the_experts(dtype: torch.dtype, order: Any) -> None:
     routed = checked(spec, logits, tensors, token_ids_T=words.to(dtype).to(DEVICE))
     ids = routed.routing.topk_ids_TK.tolist()
     assert ids[0] == table[0].tolist()
-    assert (ids[2][1], ids[3][0], ids[4][2], ids[8][1]) == (-1, INVALID, INVALID, -1)
-    assert ids[5:8] == [[INVALID] * 3] * 3
+    assert (ids[2][1], ids[3][0], ids[4][2], ids[8][1]) == (-1, INVALID_ID, INVALID_ID, -1)
+    assert ids[5:8] == [[INVALID_ID] * 3] * 3
 
 
 @pytest.mark.usefixtures("path")
@@ -241,15 +241,27 @@ BAD_SPECS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"renormalize": 1}, "router renormalize: got 1, need True or False"),
     ({"eps": 1e-20}, "router eps: got 1e-20, need renormalize=True"),
     ({"floor": 0.1}, "router floor: got 0.1, need renormalize=True"),
-    ({"eps": -1.0, "renormalize": True}, "router eps: got -1.0, need 0, or 1.18e-38 to 1"),
-    ({"eps": 1e300, "renormalize": True}, "router eps: got 1e\\+300, need 0, or 1.18e-38 to 1"),
-    ({"floor": 1.5, "renormalize": True}, "router floor: got 1.5, need 0, or 1.18e-38 to 1"),
-    ({"eps": 1e-60, "renormalize": True}, "router eps: got 1e-60, need 0, or 1.18e-38 to 1"),
+    (
+        {"eps": -1.0, "renormalize": True},
+        "router eps: got -1.0, need 0, or a float32 from 1.18",
+    ),
+    (
+        {"eps": 1e300, "renormalize": True},
+        "router eps: got 1e\\+300, need 0, or a float32 from 1.18",
+    ),
+    (
+        {"floor": 1.5, "renormalize": True},
+        "router floor: got 1.5, need 0, or a float32 from 1.18",
+    ),
+    (
+        {"eps": 1e-60, "renormalize": True},
+        "router eps: got 1e-60, need 0, or a float32 from 1.18",
+    ),
     ({"floor": float("nan"), "renormalize": True}, "router floor: got nan"),
-    ({"table": True, "groups": 2}, "router table: got groups, need a table without groups"),
-    ({"table": True, "selection_bias": True}, "router table: got selection_bias"),
+    ({"table": True, "groups": 2}, "router table: got a table and groups, need no groups"),
+    ({"table": True, "selection_bias": True}, "router table: got a table and selection_bias"),
     ({"zero_experts": -1}, "router zero_experts: got -1"),
-    ({"zero_experts": 2, "groups": 2}, "router groups: got 2, need groups = 1 where"),
+    ({"zero_experts": 2, "groups": 2}, "router groups: got 2, need groups = 1, because"),
 )
 
 
@@ -262,15 +274,23 @@ def test_bad_specs(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "experts", "message"),
     [
-        ({}, 1, "router experts: got 1, need top_k = 2 to 1024 columns"),
+        ({}, 1, "router experts: got 1, need from top_k = 2 to 1024 columns"),
         ({}, 1025, "router experts: got 1025"),
         ({"zero_experts": 3}, 0, "router experts: got 0"),
-        ({"groups": 3, "topk_groups": 2}, 8, "router experts: got 8, need groups = 3 of one size"),
-        ({"groups": 4, "topk_groups": 2}, 4, "router experts: got 4, need .* 2 or more each"),
+        (
+            {"groups": 3, "topk_groups": 2},
+            8,
+            "got 8, need groups = 3 of equal size",
+        ),
+        (
+            {"groups": 4, "topk_groups": 2},
+            4,
+            "router experts: got 4, need .* with at least 2 experts each",
+        ),
         (
             {"groups": 4, "top_k": 4},
             12,
-            "router groups: got 4 of 3, need top_k = 4 experts or more",
+            "router groups: got 4 groups of 3, need at least top_k = 4 experts",
         ),
     ],
 )

@@ -8,7 +8,12 @@ import torch
 from modular_kernel.errors import DtypeError, RoutingError, ShapeError
 from modular_kernel.ops import align as align_module
 from modular_kernel.ops import count
-from modular_kernel.ops.align import align, align_specs, aligned_length, moe_align_block_size
+from modular_kernel.ops.align import (
+    align,
+    align_specs,
+    compute_aligned_length,
+    moe_align_block_size,
+)
 from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import Workspace
@@ -55,7 +60,7 @@ def verify(
     ignore = options.get("ignore_invalid", False)
     order, blocks, length = expected(flat, block, experts, ignore=ignore)
     assert sorted_ids.dtype == expert_ids.dtype == num_post.dtype == torch.int32
-    assert sorted_ids.numel() == aligned_length(ids_TK.numel(), block, experts)
+    assert sorted_ids.numel() == compute_aligned_length(ids_TK.numel(), block, experts)
     assert expert_ids.numel() == -(-sorted_ids.numel() // block)
     assert num_post.tolist() == [length]
     assert sorted_ids[:length].tolist() == order
@@ -191,7 +196,7 @@ def test_bad_input(ids: torch.Tensor, block: int, error: type[Exception]) -> Non
 
 
 def test_few_pairs_reduce_the_output_size() -> None:
-    assert aligned_length(12, 4, 5) == 12 + 6 * 3
-    assert aligned_length(3, 16, 64) == 3 * 16
+    assert compute_aligned_length(12, 4, 5) == 12 + 6 * 3
+    assert compute_aligned_length(3, 16, 64) == 3 * 16
     specs = align_specs(3, 16, 64)
     assert Workspace(specs, torch.device("cpu")).take("align_experts", (3,)).numel() == 3

@@ -56,11 +56,11 @@ def test_shapes_and_strides_are_checked() -> None:
     weights = torch.zeros(4, 2, device=DEVICE)
     out = {"out_ids_RK": ids.int(), "out_weights_RK": weights.clone()}
     count = torch.tensor(2, device=DEVICE)
-    with pytest.raises(ShapeError, match=r"weights: got \(3, 2\), .* need \(4, 2\), contiguous"):
+    with pytest.raises(ShapeError, match=r"weights: got \(3, 2\), .* need a contiguous \(4, 2\)"):
         mask_unwritten_pairs(ids, weights[:3], count, **out)
     with pytest.raises(ShapeError, match="masked ids: got"):
         mask_unwritten_pairs(
             ids, weights, count, **{**out, "out_ids_RK": ids.int().t().contiguous().t()}
         )
-    with pytest.raises(ShapeError, match=r"need \(4, 2\), contiguous"):
+    with pytest.raises(ShapeError, match=r"need a contiguous \(4, 2\)"):
         mask_unwritten_pairs(ids.expand(4, 2)[:, :1].expand(4, 2), weights, count, **out)

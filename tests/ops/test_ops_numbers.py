@@ -68,7 +68,7 @@ def test_every_pair_goes_to_the_rank_of_its_expert(
 ) -> None:
     routing = drawn(placement, 37, 3, dtype)
     got, weights, invalid = run(routing, placement, join=False, factor=2.0)
-    slots, experts = numbers.slots_of(placement), placement.experts
+    slots, experts = numbers.count_slots_per_rank(placement), placement.experts
     seen = set()
     ids, given = routing.topk_ids_TK.tolist(), routing.topk_weights_TK.tolist()
     assert invalid == sum(i < -1 or i >= experts for row in ids for i in row)

@@ -110,5 +110,5 @@ def test_pairs_dropped_by_joining_go_to_sinks() -> None:
         join=False,
         factor=1.0,
     )
-    with pytest.raises(ConfigurationError, match="sinks: got join=False"):
+    with pytest.raises(ConfigurationError, match="join of pairs: got join=False"):
         number_pairs(apart)

@@ -76,8 +76,8 @@ def test_it_equals_both_operations(text: str, columns: int, dtype: torch.dtype) 
 @each_scheme
 def test_long_groups_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
-    monkeypatch.setattr(permute_quantize, "_MAX_BLOCK", 16)
-    monkeypatch.setattr(permute_quantize, "_TILE", 16)
+    monkeypatch.setattr(permute_quantize, "_MAX_BLOCK_C", 16)
+    monkeypatch.setattr(permute_quantize, "_COLUMNS_PER_PROGRAM", 16)
     x_TH = random(5, 77)
     x_TH[:, 70] = 9.0  # the largest lies in the last piece
     out, weights = buffers(scheme, ROWS, 77), torch.ones(5, 3, device=DEVICE)
@@ -90,7 +90,7 @@ def test_long_groups_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPat
 def test_several_groups_per_program(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the last program has fewer groups."""
     scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
-    monkeypatch.setattr(permute_quantize, "_TILE", 64)
+    monkeypatch.setattr(permute_quantize, "_COLUMNS_PER_PROGRAM", 64)
     x_TH = random(5, 24 * 5)
     out = buffers(scheme, ROWS, 24 * 5)
     permute_and_quantize(x_TH, places, None, scheme, out=out)
@@ -132,7 +132,9 @@ def test_bad_input_and_no_tokens() -> None:
     places = PLACES.int().to(DEVICE)
     for text in ("fp8_w8a8_tensor", "none", "int8_w8a16_channel"):
         bad, out = QuantScheme.parse(text), buffers(scheme, ROWS, 45)
-        with pytest.raises(ConfigurationError, match="need quantized activations with a scale per"):
+        with pytest.raises(
+            ConfigurationError, match="need quantized activations with a static scale"
+        ):
             permute_and_quantize(x_TH, places, None, bad, out=out)
     with pytest.raises(ShapeError, match=r"quantized rows: got \(12, 44\), need \(12, 45\)"):
         permute_and_quantize(x_TH, places, None, scheme, out=buffers(scheme, ROWS, 44))

@@ -175,7 +175,7 @@ def test_rows_equal_those_of_the_loop(
 @each_scheme
 def test_long_rows_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More columns per scale than a program reads at once."""
-    monkeypatch.setattr(quantize_tiles, "_MAX_BLOCK", 16)
+    monkeypatch.setattr(quantize_tiles, "_MAX_BLOCK_C", 16)
     monkeypatch.setattr(quantize, "_CHUNK", 16)
     scheme, x = QuantScheme.parse(text), random(7, 91)
     assert_rows_are_the_loops(x, scheme)
@@ -186,7 +186,7 @@ def test_long_rows_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch
 def test_few_programs_share_many_rows(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program computes the maximum over several blocks of rows."""
     monkeypatch.setattr(quantize, "_MAX_PARTIALS", 3)
-    monkeypatch.setattr(quantize_tiles, "_TILE", 64)
+    monkeypatch.setattr(quantize_tiles, "_VALUES_PER_TILE", 64)
     scheme, x = QuantScheme.parse(text), random(29, 30)
     x[27, 29] = 9.0  # in the last block of all
     assert_rows_are_the_loops(x, scheme)
@@ -261,7 +261,7 @@ def poisoned(rows: int, columns: int, valid: list[int], dtype: torch.dtype) -> t
 def test_skipped_pairs_are_neither_read_nor_written(
     text: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantize_tiles, "_TILE", tile)
+    monkeypatch.setattr(quantize_tiles, "_VALUES_PER_TILE", tile)
     scheme = QuantScheme.parse(text)
     routing = pairs([[0, -1, 2], [3, 9, 1], [-1, -1, -1], [1, 1, -7], [0, 3, 2]], 4, [1, -1, 0, 5])
     valid = [0, 2, 12, 14]  # global 0 and 2 are here, as locals 1 and 0; 3's local is too large
@@ -278,9 +278,9 @@ def test_skipped_pairs_are_neither_read_nor_written(
 def test_rows_past_a_count_are_neither_read_nor_written(
     text: str, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantize, "_MAX_PROGRAMS", programs)
+    monkeypatch.setattr(quantize, "_MAX_BATCHED_PROGRAMS", programs)
     monkeypatch.setattr(quantize, "_MAX_PARTIALS", programs)
-    monkeypatch.setattr(quantize_tiles, "_TILE", 128)
+    monkeypatch.setattr(quantize_tiles, "_VALUES_PER_TILE", 128)
     scheme = QuantScheme.parse(text)
     counts, capacity = [3, 0, 11, 1, 10], 11
     valid = [i * capacity + c for i, count in enumerate(counts) for c in range(count)]
@@ -331,7 +331,9 @@ def test_activation_and_quantize_equals_both_operations(
 
 def test_activation_and_quantize_refuses_wrong_arguments() -> None:
     spec, scheme = ActivationSpec("silu"), QuantScheme.parse("fp8_w8a8_tensor")
-    with pytest.raises(ConfigurationError, match="need a scale per token, per group, or static"):
+    with pytest.raises(
+        ConfigurationError, match="need a static scale, or a scale per token or group"
+    ):
         activation_and_quantize(random(2, 8), spec, scheme, out=buffers(scheme, 2, 4))
     scheme = QuantScheme.parse("fp8_w8a8_channel")
     with pytest.raises(ShapeError, match="activation input"):

@@ -48,7 +48,7 @@ def test_column_major_scales_and_streamed_tiles(
     """
     monkeypatch.setattr(quantize_tiles, "_STREAM_COLUMNS", 128)
     monkeypatch.setattr(quantize_tiles, "_STREAM_PROGRAMS", 3)
-    monkeypatch.setattr(quantize_tiles, "_TILE", 256)
+    monkeypatch.setattr(quantize_tiles, "_VALUES_PER_TILE", 256)
     scheme = QuantScheme.parse("fp8_w8a8_block:block=8x32")
     spec = ActivationSpec("silu")
     counts = [7, 0, 11] if streamed else [25]
@@ -62,7 +62,9 @@ def test_column_major_scales_and_streamed_tiles(
     for along_rows in (False, True):
         out = zeros(scheme, 33, columns, segments, along_rows)
         with monkeypatch.context() as within:
-            within.setattr(quantize_tiles, "_STREAMED", streamed if along_rows else 1 << 23)
+            within.setattr(
+                quantize_tiles, "_MIN_STREAMED_VALUES", streamed if along_rows else 1 << 23
+            )
             if act == "none":
                 quantize_rows(x, scheme, out=out, valid_rows=BatchedRows(counts_e))
             else:
@@ -101,6 +103,6 @@ def test_tiles_of_large_layers() -> None:
     assert (odd.block_r, odd.block_g, odd.stages) == (16, 1, 3)
 
 
-def large(rows: int, columns: int, segments: int = 1) -> quantize_tiles.Tiles:
-    plain = quantize_tiles.row_tiles(segments, rows, 128, 8192)
-    return quantize_tiles.group_tiles(plain, columns, 128)
+def large(rows: int, columns: int, segments: int = 1) -> quantize_tiles.TileConfig:
+    plain = quantize_tiles.tile_rows(segments, rows, 128, 8192)
+    return quantize_tiles.tile_groups(plain, columns, 128)

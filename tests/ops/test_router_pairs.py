@@ -18,7 +18,7 @@ from router_oracle import disagreements
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops import route as module
-from modular_kernel.ops.route import Routed, RouterTensors, route, route_op, spec_text
+from modular_kernel.ops.route import Routed, RouterTensors, format_spec, route, route_op
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.cases.covering import Axis
@@ -176,7 +176,7 @@ def call(row: Values, spec: RouterSpec, monkeypatch: pytest.MonkeyPatch) -> tupl
         return route(logits, spec, tensors, token_ids_T=token_ids, ids_dtype=row["ids"]), given
     wide = row["ids"] is torch.int64
     weights, ids, identity = route_op(
-        logits, tensors.bias_E, tensors.table_VK, token_ids, [], spec_text(spec), wide
+        logits, tensors.bias_E, tensors.table_VK, token_ids, [], format_spec(spec), wide
     )
     return Routed(Routing(weights, ids), identity if spec.zero_experts else None), given
 

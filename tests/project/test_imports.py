@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.settings import child_environment
+from modular_kernel.settings import make_child_environment
 
 # Costs more than a tenth of a second each, and judges nothing.
 HEAVY = (
@@ -121,7 +121,7 @@ JUDGING_SECONDS, JUDGING_SHARE = 0.5, 0.4
 def test_verbs_that_only_judge_answer_at_once(tmp_path: Path) -> None:
     """With their bytecode kept, as a user has it; the best of five, as torch's own is."""
     verbs = [["models"], ["list"], ["check"], ["check", "--model", "mixtral-8x7b"], ["plan"]]
-    environment = child_environment(interpreted=False)
+    environment = make_child_environment(interpreted=False)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
     programs = [["-c", "import torch"], *(["-m", "modular_kernel", *verb] for verb in verbs)]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.integrations.vllm import VERSIONS
+from modular_kernel.integrations.vllm import MODULE_BY_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"modular_kernel", "prepare_finalize", "experts", "topk_reduce"}
@@ -235,7 +235,7 @@ def test_the_vllm_extra_is_the_one_that_is_tested(metadata: Message) -> None:
     tested = re.search(r"^VLLM_VERSION \?= ([\d.]+)$", makefile, re.MULTILINE)
     assert tested is not None
     assert tested[1].startswith(f"{least[1]}.")
-    assert tuple(map(int, least[1].split("."))) in VERSIONS
+    assert tuple(map(int, least[1].split("."))) in MODULE_BY_VERSION
 
 
 def test_every_requirement_is_named_not_located(metadata: Message) -> None:

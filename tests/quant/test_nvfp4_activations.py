@@ -15,7 +15,7 @@ from modular_kernel.quant.quantized_weights import (
     static_scale,
     weight_specs,
 )
-from modular_kernel.reference.nvfp4 import nvfp4_round_trip
+from modular_kernel.reference.nvfp4 import round_to_nvfp4
 from modular_kernel.spec.problem import Parallel
 from modular_kernel.spec.quantization import QuantScheme
 
@@ -125,15 +125,15 @@ def test_the_reference_equals_the_quantizer(depth: int) -> None:
     experts = torch.arange(300) % 3
     whole = scale_e[experts][:, None]
     want = nvfp4.dequantize(*nvfp4.quantize(rows, 1 / whole), whole)
-    assert torch.equal(nvfp4_round_trip(rows, experts, scale_e, reciprocal=True), want)
-    divided = nvfp4_round_trip(rows, experts, scale_e, reciprocal=False)
+    assert torch.equal(round_to_nvfp4(rows, experts, scale_e, reciprocal=True), want)
+    divided = round_to_nvfp4(rows, experts, scale_e, reciprocal=False)
     assert float(torch.isclose(divided, want, rtol=1e-6, atol=0).float().mean()) > 0.99
 
 
 def test_nan_stays_nan() -> None:
     rows = torch.full((2, 32), 6.0)
     rows[1, 20] = torch.nan
-    held = nvfp4_round_trip(rows, torch.tensor([0, 0]), torch.ones(1), reciprocal=False)
+    held = round_to_nvfp4(rows, torch.tensor([0, 0]), torch.ones(1), reciprocal=False)
     assert held[1, 16:].isnan().all()
     assert torch.equal(held[1, :16], rows[1, :16])
     assert torch.equal(held[0], rows[0])

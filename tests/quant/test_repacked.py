@@ -11,7 +11,7 @@ from modular_kernel import ExpertWeights, Problem
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.quant.quantized_weights import dequantize, quantize_weights, weight_specs
 from modular_kernel.quant.repacking import repack, unpack_words, unrepack
-from modular_kernel.reference.weights import code_at
+from modular_kernel.reference.weights import unpack_codes
 from modular_kernel.spec.problem import Machine
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing import Case, prove
@@ -43,7 +43,7 @@ def test_bits_are_where_the_reference_reads_them() -> None:
     w = weights(2, 7, 36)
     n, k = torch.arange(7)[:, None], torch.arange(72)[None, :]
     for stored, expected in zip(repack(w), codes(w), strict=True):
-        assert torch.equal(code_at(stored, n, k, REPACKED.scheme), expected.long())
+        assert torch.equal(unpack_codes(stored, n, k, REPACKED.scheme), expected.long())
 
 
 def test_words_unpack_to_pairs_of_bf16() -> None:

@@ -117,7 +117,7 @@ def test_documents_do_not_depend_on_this_machine(monkeypatch: pytest.MonkeyPatch
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("looked at the machine at hand")
 
-    monkeypatch.setattr(machine, "importable", refuse)
+    monkeypatch.setattr(machine, "find_importable", refuse)
     monkeypatch.setattr(machine, "current_machine", refuse)
     monkeypatch.setattr(catalogs, "current_machine", refuse)
     assert generate(catalog, DOCS)

@@ -12,7 +12,7 @@ import torch
 from run_mk import Ended, run_mk
 
 import modular_kernel as mk
-from modular_kernel.catalog import Broken, Catalog, load_catalog, make_kernel
+from modular_kernel.catalog import BrokenEntry, Catalog, load_catalog, make_kernel
 from modular_kernel.errors import (
     BrokenPartError,
     CapacityError,
@@ -69,7 +69,7 @@ def test_missing_parts_raise_the_error_of_their_entry_point(
 ) -> None:
     """As if a file of the user shadowed a package of parts."""
     parts = tuple(part for part in load_catalog().parts if part.kind != kind)
-    failed = Broken(kind, "modular-kernel", f"got /home/me/{kind}.py")
+    failed = BrokenEntry(kind, "modular-kernel", f"got /home/me/{kind}.py")
     monkeypatch.setattr(candidates, "load_catalog", lambda: Catalog(parts, (failed,)))
     with pytest.raises(BrokenPartError, match=f"{kind} from modular-kernel: got /home/me/{kind}"):
         compose(PROBLEM, CPU)

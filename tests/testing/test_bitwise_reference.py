@@ -136,8 +136,10 @@ def test_batched_references_equal_separate_references(quant: str) -> None:
     arguments = inputs.x_TH, inputs.weights, inputs.routing, problem, Roundings()
 
     def perturbed_references(*seeds: int) -> list[torch.Tensor]:
-        jitters = [torch.Generator().manual_seed(seed) if seed else None for seed in seeds]
-        return list(reference.bitwise_references(*arguments, input_weighted=False, jitters=jitters))
+        generators = [torch.Generator().manual_seed(seed) if seed else None for seed in seeds]
+        return list(
+            reference.bitwise_references(*arguments, input_weighted=False, generators=generators)
+        )
 
     separate = [each for seed in (0, 1, 2) for each in perturbed_references(seed)]
     assert torch.equal(torch.stack(perturbed_references(0, 1, 2)), torch.stack(separate))

@@ -150,7 +150,7 @@ def test_invalid_launcher_variables_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str
 ) -> None:
     set_launcher_variables(monkeypatch, VARIABLES | {name: text})
-    with pytest.raises(ConfigurationError, match=name if text else "launcher's variables"):
+    with pytest.raises(ConfigurationError, match=name if text else "variables of the launcher"):
         read_launcher()
 
 

@@ -1,8 +1,8 @@
-"""Rules that decide whether two parts can serve a problem on a machine, and `judge`.
+"""Rules that decide whether two parts can compute a problem on a machine, and `judge`.
 
-A rule is a generator function that takes a `Pairing` and yields a Rejection for each violation. All
-rules always run. To add a rule, write a function, add it to RULES, and add a case that it refuses
-to the tests; they fail if a rule has none.
+A rule is a generator function that takes a `RuleInput` and yields a Rejection for each violation.
+All rules always run, so that a verdict lists every violation. To add a rule, write a function, add
+it to RULES, and add a case that it refuses to the tests. The tests fail if a rule has no such case.
 """
 
 from functools import partial
@@ -17,60 +17,62 @@ from modular_kernel.compatibility.rules import pair
 from modular_kernel.compatibility.rules import problem as problems
 from modular_kernel.compatibility.support import (
     ExpertsRequirements,
-    Pairing,
     PrepareFinalizeRequirements,
     Rejection,
     Requirements,
     RuleFunction,
+    RuleInput,
     Verdict,
     collect_rejections,
 )
 from modular_kernel.spec.problem import Machine, Problem, Reduce
 
 RULES: dict[str, RuleFunction] = {
-    "format": pair.formats,
-    "device": machines.device,
-    "arch": machines.arch,
-    "archs": machines.archs,
-    "package": machines.package,
-    "dtype": problems.dtype,
-    "fp32_precision": problems.fp32_precision,
-    "top_k": problems.top_k,
-    "hidden": problems.hidden,
-    "intermediate": problems.intermediate,
-    "quant": problems.quant,
-    "dispatch_quant": pair.dispatch_quant,
-    "scale_layout": pair.scale_layout,
-    "quant_block": problems.quant_block,
-    "blocks": problems.blocks,
-    "packing": problems.packing,
-    "min_tokens": problems.min_tokens,
-    "max_experts": problems.max_experts,
-    "addressing": problems.addressing,
-    "world_size": problems.world_size,
-    "hosts": problems.hosts,
-    "max_received": problems.max_received,
-    "placement": problems.placement,
-    "capacity": problems.capacity,
-    "capacity_multiple": pair.capacity_multiple,
-    "ids_dtype": problems.ids_dtype,
-    "reduce": pair.reduce,
-    "keep_topk": pair.keep_topk,
-    "router_weight_on_input": pair.router_weight_on_input,
-    "activation": problems.activation,
-    "bias": problems.bias,
-    "padding": pair.padding,
-    "invalid_rows": pair.invalid_rows,
-    "expert_map": pair.expert_map,
-    "chunking": problems.chunking,
-    "inplace": problems.required_property("inplace", lambda problem: problem.inplace, "inplace"),
-    "graph": problems.required_property("graph", lambda problem: problem.graph, "graph_capturable"),
-    "deterministic": problems.required_property(
+    "format": pair.check_formats,
+    "device": machines.check_device,
+    "arch": machines.check_arch,
+    "archs": machines.check_archs,
+    "package": machines.check_package,
+    "dtype": problems.check_dtype,
+    "fp32_precision": problems.check_fp32_precision,
+    "top_k": problems.check_top_k,
+    "hidden": problems.check_hidden,
+    "intermediate": problems.check_intermediate,
+    "quant": problems.check_quant,
+    "dispatch_quant": pair.check_dispatch_quant,
+    "scale_layout": pair.check_scale_layout,
+    "quant_block": problems.check_quant_block,
+    "blocks": problems.check_blocks,
+    "packing": problems.check_packing,
+    "min_tokens": problems.check_min_tokens,
+    "max_experts": problems.check_max_experts,
+    "addressing": problems.check_addressing,
+    "world_size": problems.check_world_size,
+    "hosts": problems.check_hosts,
+    "max_received": problems.check_max_received,
+    "placement": problems.check_placement,
+    "capacity": problems.check_capacity,
+    "capacity_multiple": pair.check_capacity_multiple,
+    "ids_dtype": problems.check_ids_dtype,
+    "reduce": pair.check_reduce,
+    "keep_topk": pair.check_keep_topk,
+    "router_weight_on_input": pair.check_router_weight_on_input,
+    "activation": problems.check_activation,
+    "bias": problems.check_bias,
+    "padding": pair.check_padding,
+    "invalid_rows": pair.check_invalid_rows,
+    "expert_map": pair.check_expert_map,
+    "chunking": problems.check_chunking,
+    "inplace": problems.make_property_rule("inplace", lambda problem: problem.inplace, "inplace"),
+    "graph": problems.make_property_rule(
+        "graph", lambda problem: problem.graph, "graph_capturable"
+    ),
+    "deterministic": problems.make_property_rule(
         "deterministic", lambda p: p.deterministic, "deterministic"
     ),
-    "batch_invariant": problems.batch_invariant,
-    "asynchronous": problems.asynchronous,
-    "lora": problems.lora,
+    "batch_invariant": problems.check_batch_invariant,
+    "asynchronous": problems.check_asynchronous,
+    "lora": problems.check_lora,
 }
 
 
@@ -80,10 +82,13 @@ def judge(
     problem: Problem,
     machine: Machine,
 ) -> Verdict:
-    """Judge one pairing. A pure function of the two declarations, the problem and the machine."""
+    """Return whether two parts can compute `problem` on `machine`, and if not, why.
+
+    The verdict depends only on the arguments: nothing is imported, allocated or launched.
+    """
     expect("problem", problem, Problem)
     expect("machine", machine, Machine)
-    pairing = Pairing(
+    pairing = RuleInput(
         pf.__name__, pf.requires, experts.__name__, experts.requires, problem, machine
     )
     rejections = [r for rule in RULES.values() for r in rule(pairing)]
@@ -94,16 +99,20 @@ def judge(
     return Verdict(pf.__name__, experts.__name__, problem, machine, tuple(rejections))
 
 
-def unavailable(name: str, requires: Requirements, machine: Machine) -> tuple[Rejection, ...]:
-    """Return why a part cannot run on `machine` in any pairing; empty if it can."""
+def judge_part(name: str, requires: Requirements, machine: Machine) -> tuple[Rejection, ...]:
+    """Return the reasons why a part cannot run on `machine` in any pairing; empty if it can.
+
+    name: class name of the part.
+    requires: what the part declares.
+    """
     any_problem, fmt = Problem(1, 1, 1, 1, 1), requires.activation_format
     pf = PrepareFinalizeRequirements(activation_format=fmt, reduces=frozenset(Reduce))
     ex = ExpertsRequirements(activation_format=fmt, reduce=Reduce.NOOP)
     if isinstance(requires, ExpertsRequirements):
-        pairing = Pairing("", pf, name, requires, any_problem, machine)
+        pairing = RuleInput("", pf, name, requires, any_problem, machine)
     else:
         assert isinstance(requires, PrepareFinalizeRequirements)
-        pairing = Pairing(name, requires, "", ex, any_problem, machine)
-    rules = machines.device, machines.arch, machines.archs, machines.package
+        pairing = RuleInput(name, requires, "", ex, any_problem, machine)
+    rules = machines.check_device, machines.check_arch, machines.check_archs, machines.check_package
     rejections = [r for rule in rules for r in rule(pairing)]
     return tuple(r for r in rejections if name in r.parties)

@@ -1,7 +1,7 @@
 """Plugin for SGLang: `--moe-runner-backend modular_kernel` runs its MoE layers on these kernels.
 
 SGLang calls `register` through its entry-point group `sglang.srt.plugins`, in each of its
-processes. The code that depends on SGLang's internals is in one module for each supported version;
+processes. Code that depends on SGLang's internals is in one module per supported version;
 `translation` and `layer_runner` do not import SGLang.
 """
 
@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import version
 
-from modular_kernel.settings import disables_sglang_plugin
+from modular_kernel.settings import is_sglang_plugin_disabled
 
 _LOG = logging.getLogger(__name__)
-# SGLang's version, without a local part -> the module that registers the backend in it.
-VERSIONS: Mapping[str, str] = {"0.5.23": "modular_kernel.integrations.sglang.v0_5_23"}
+# For each supported version of SGLang, without a local part: the module that registers the backend.
+MODULE_BY_VERSION: Mapping[str, str] = {"0.5.23": "modular_kernel.integrations.sglang.v0_5_23"}
 
 
 def register() -> None:
     """Register the backend "modular_kernel" in SGLang.
 
-    It may be called several times, and raises nothing. With MK_SGLANG=0 in the environment it does
-    nothing. If SGLang's version is not in VERSIONS, or its internals are not as expected, it logs
-    one warning, and SGLang runs as if this package were not installed.
+    It can be called more than once and never raises. With MK_SGLANG=0 in the environment, it does
+    nothing. If SGLang's version is not supported, or its internals are not as expected, it logs one
+    warning, and SGLang runs as if this package were not installed.
     """
-    if disables_sglang_plugin():
+    if is_sglang_plugin_disabled():
         return
     try:
         _register()
@@ -35,10 +35,10 @@ def register() -> None:
 
 def _register() -> None:
     installed = version("sglang").split("+")[0]
-    if installed in VERSIONS:
-        import_module(VERSIONS[installed]).install()
+    if installed in MODULE_BY_VERSION:
+        import_module(MODULE_BY_VERSION[installed]).install()
         return
-    supported = ", ".join(VERSIONS)
+    supported = ", ".join(MODULE_BY_VERSION)
     _LOG.warning(
         "SGLang runs without the MoE backend modular_kernel: got SGLang %s, need %s",
         installed,

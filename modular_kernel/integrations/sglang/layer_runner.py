@@ -1,7 +1,7 @@
 """Runs one MoE layer of SGLang on `MoeRunner`, or on SGLang's own runner.
 
-The first call of the layer decides which of the two runs it, and logs one line. This module does
-not import SGLang.
+The first call of the layer determines which of the two runs the layer, and logs one line. This
+module does not import SGLang.
 """
 
 import logging
@@ -24,7 +24,7 @@ class LayerRunner:
 
     config: SGLang's MoeRunnerConfig. It is read in the first call, because SGLang changes it while
         it builds the layer.
-    fallback: SGLang's runner, called with the arguments of `run`.
+    fallback: SGLang's runner. It is called with the arguments of `run`.
     """
 
     def __init__(self, config: Any, fallback: Callable[[Any, Any, Any], Any]) -> None:
@@ -36,11 +36,12 @@ class LayerRunner:
     def run(self, dispatch_output: Any, quant_info: Any, config: Any) -> torch.Tensor | Any:
         """Return the output tensor, or the result of the fallback.
 
-        A call that this package does not support runs on the fallback. If it is the first call, so
-        do all later calls of the layer. Other errors are raised.
+        A call that this package does not support runs on the fallback. If the first call of the
+        layer is not supported, all later calls run on the fallback, too. Errors of supported calls
+        are raised.
         """
         if self.refusal is None:
-            reason = unsupported_call(dispatch_output)
+            reason = find_unsupported_reason(dispatch_output)
             if reason is None and self._runner is not None:
                 return self._run(dispatch_output, quant_info)
             if reason is None:
@@ -50,10 +51,10 @@ class LayerRunner:
 
     def _run_first(self, dispatch_output: Any, quant_info: Any, config: Any) -> torch.Tensor | Any:
         try:
-            info, self._interleaved = translation.quant_info(quant_info)
-            ours = translation.runner_config(config, interleaved=self._interleaved)
+            info, self._interleaved = translation.convert_quant_info(quant_info)
+            our_config = translation.convert_runner_config(config, interleaved=self._interleaved)
             device = dispatch_output.hidden_states.device
-            self._runner = MoeRunner(backend_on(device), ours)
+            self._runner = MoeRunner(select_backend(device), our_config)
             output = self._run(dispatch_output, quant_info)
         except ModularKernelError as error:  # raised before anything is launched
             self._runner = None
@@ -65,7 +66,7 @@ class LayerRunner:
 
     def _run(self, dispatch_output: Any, quant_info: Any) -> torch.Tensor:
         assert self._runner is not None
-        info, interleaved = translation.quant_info(quant_info)
+        info, interleaved = translation.convert_quant_info(quant_info)
         if interleaved != self._interleaved:
             need = f"{self._interleaved}, as in the layer's first call"
             raise UnsupportedError("fuse_swiglu_interleaved", got=interleaved, need=need)
@@ -88,25 +89,25 @@ def log_refusal(layer: object, reason: str) -> None:
     _LOG.warning("MoE layer %s runs on SGLang's triton, not modular_kernel: %s", layer, first_line)
 
 
-def unsupported_call(dispatch_output: Any) -> str | None:
-    """Return why modular_kernel cannot run a call, whatever its weights; None if it can.
+def find_unsupported_reason(dispatch_output: Any) -> str | None:
+    """Return why modular_kernel cannot run a call with any weights, or None if it can.
 
-    A quantized copy of the tokens in `dispatch_output` is ignored: the part quantizes the tokens
-    itself.
+    If `dispatch_output` has a quantized copy of the tokens, the copy is ignored, because the part
+    quantizes the tokens itself.
     """
     format = getattr(dispatch_output.format, "value", dispatch_output.format)
     if format != "standard":
         return f"dispatch format: got {format}, need standard"
     if dispatch_output.hidden_states_scale is not None:
-        return "hidden_states_scale: got a tensor, need None: tokens that are not quantized"
+        return "hidden_states_scale: got a tensor, need None, that is, unquantized tokens"
     topk = dispatch_output.topk_output
     if not hasattr(topk, "topk_ids") or not hasattr(topk, "topk_weights"):
         return f"topk_output: got {type(topk).__name__}, need topk_weights and topk_ids"
     return None
 
 
-def backend_on(device: torch.device) -> str:
-    """Return the backend of `MoeRunner` for a device."""
+def select_backend(device: torch.device) -> str:
+    """Return the name of `MoeRunner`'s backend for a device."""
     if device.type != "cpu" or read_settings().triton_interpret:
         return "triton"
     return "torch"

@@ -1,4 +1,4 @@
-"""Conversion of SGLang's runner config and quantization record to those of `MoeRunner`.
+"""Conversion of SGLang's MoeRunnerConfig and TritonMoeQuantInfo to the arguments of `MoeRunner`.
 
 Fields are read by name, so this module does not import SGLang. An unknown field, or a value that is
 not supported, raises an error that names the field.
@@ -13,48 +13,53 @@ from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.utils.argument_checks import format_value
 
 # Fields of SGLang's config that are ignored: the layer's module, and the backend's name in SGLang.
-_IGNORED = frozenset({"layer", "runner_backend"})
-# Fields of SGLang's TritonMoeQuantInfo without a counterpart of the same name.
+_IGNORED_FIELDS = frozenset({"layer", "runner_backend"})
+# Fields of SGLang's TritonMoeQuantInfo that MoeQuantInfo does not have.
 _MXFP8, _INTERLEAVED = "use_mxfp8", "fuse_swiglu_interleaved"
 
 
-def runner_config(config: Any, *, interleaved: bool = False) -> MoeRunnerConfig:
-    """Return SGLang's MoeRunnerConfig as ours.
+def convert_runner_config(config: Any, *, interleaved: bool = False) -> MoeRunnerConfig:
+    """Convert SGLang's MoeRunnerConfig to ours.
 
-    interleaved: SGLang has permuted w13 so that its rows alternate gate and up. Raises
-    ConfigurationError or UnsupportedError for values that no part supports.
+    interleaved: whether SGLang has permuted w13 so that its rows alternate gate and up.
+
+    Raises ConfigurationError or UnsupportedError for values that no part supports.
     """
     known = {field.name for field in fields(MoeRunnerConfig)}
-    values = _values(config, known, "MoeRunnerConfig")
-    options = {name: value for name, value in values.items() if name not in _IGNORED}
+    values = _read_fields(config, known, "MoeRunnerConfig")
+    options = {name: value for name, value in values.items() if name not in _IGNORED_FIELDS}
     if interleaved:
         kind = options.get("activation", "silu")
         options["activation"] = ActivationSpec(str(kind), interleaved=True)
-    ours = MoeRunnerConfig(**options)
-    ours.activation_spec()
-    return ours
+    our_config = MoeRunnerConfig(**options)
+    our_config.activation_spec()  # raises if the fields contradict each other
+    return our_config
 
 
-def quant_info(info: Any) -> tuple[MoeQuantInfo, bool]:
-    """Return SGLang's TritonMoeQuantInfo as ours, and whether w13's rows are interleaved.
+def convert_quant_info(info: Any) -> tuple[MoeQuantInfo, bool]:
+    """Convert SGLang's TritonMoeQuantInfo to ours.
 
-    Raises UnsupportedError for mxfp8 and for records of another class, and ConfigurationError for
-    an unknown field that is not at its default.
+    Returns (quantization info, whether the rows of w13 are interleaved). Raises UnsupportedError
+    for mxfp8 and for an object of another class, and ConfigurationError for an unknown field that
+    does not have its default value.
     """
     name = type(info).__name__
     if name != "TritonMoeQuantInfo":
-        need = "a TritonMoeQuantInfo: other layouts of weights are not supported"
+        need = "TritonMoeQuantInfo, because other layouts of weights are not supported"
         raise UnsupportedError("quant_info", got=name, need=need)
     known = {field.name for field in fields(MoeQuantInfo)} | {_MXFP8, _INTERLEAVED}
-    values = _values(info, known, name)
+    values = _read_fields(info, known, name)
     if values.pop(_MXFP8, False):
         raise UnsupportedError(_MXFP8, got=True, need="False")
     interleaved = bool(values.pop(_INTERLEAVED, False))
     return MoeQuantInfo(**values), interleaved
 
 
-def _values(record: Any, known: set[str], what: str) -> dict[str, Any]:
-    """Return the known fields. Raises ConfigurationError if another one is not at its default."""
+def _read_fields(record: Any, known: set[str], what: str) -> dict[str, Any]:
+    """Return the values of the known fields of a dataclass instance.
+
+    Raises ConfigurationError if an unknown field does not have its default value.
+    """
     values: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)
@@ -62,7 +67,8 @@ def _values(record: Any, known: set[str], what: str) -> dict[str, Any]:
             values[field.name] = value
         elif not _is_default(field, value):
             got = format_value(value)
-            raise ConfigurationError(f"{what}.{field.name}", got=got, need="its default")
+            need = "the default value, because this field is not supported"
+            raise ConfigurationError(f"{what}.{field.name}", got=got, need=need)
     return values
 
 

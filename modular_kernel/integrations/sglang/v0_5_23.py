@@ -1,10 +1,11 @@
 """Registers the backend "modular_kernel" in SGLang 0.5.23.
 
 SGLang's quantization methods choose the layout of weights by the selected backend, and many create
-`MoeRunner` with a fixed backend. Two hooks therefore treat "modular_kernel" as "triton":
-`is_triton` returns True for it, and `MoeRunner.__init__` replaces "triton" with it. The hooks are
-registered in SGLang's HookRegistry and do nothing if another backend is selected. The backend is a
-runner core, because SGLang registers fused operations only for its own backends.
+`MoeRunner` with a fixed backend. Therefore, two hooks treat "modular_kernel" like "triton":
+`is_triton` also returns True for "modular_kernel", and `MoeRunner.__init__` replaces "triton" with
+"modular_kernel". The hooks are registered in SGLang's HookRegistry, and do nothing if another
+backend is selected. The backend is a runner core, because SGLang registers fused operations only
+for its own backends.
 """
 
 import inspect
@@ -16,34 +17,34 @@ from typing import Any
 from modular_kernel.utils.after_import import call_after_import
 
 _LOG = logging.getLogger("modular_kernel.integrations.sglang")
-NAME = "modular_kernel"
-_RUNNER = "sglang.srt.layers.moe.moe_runner.runner"
-_UTILS = "sglang.srt.layers.moe.utils"
-_INIT_ARGUMENTS = ["self", "runner_backend", "config", "lora_enabled"]
+BACKEND_NAME = "modular_kernel"
+_RUNNER_MODULE = "sglang.srt.layers.moe.moe_runner.runner"
+_UTILS_MODULE = "sglang.srt.layers.moe.utils"
+_INIT_PARAMETERS = ["self", "runner_backend", "config", "lora_enabled"]
 
 
 def install() -> None:
-    """Add the choice to `--moe-runner-backend`, and install the backend.
+    """Add the choice "modular_kernel" to `--moe-runner-backend`, and install the backend.
 
-    The backend is installed when SGLang imports its MoE modules: a launcher process parses
-    arguments before that, and may never import them. Raises an exception if a module or an
-    attribute is missing.
+    The backend is installed when SGLang imports its MoE modules, because a launcher process parses
+    arguments before it imports them, and may never import them. Raises an exception if a module or
+    an attribute is missing.
     """
     from sglang.srt.arg_groups.choices import (
         MOE_RUNNER_BACKEND_CHOICES,
         add_moe_runner_backend_choices,
     )
 
-    if _RUNNER in sys.modules:
+    if _RUNNER_MODULE in sys.modules:
         _install_backend()
     else:
-        call_after_import(_RUNNER, _install_backend_later)
-    if NAME not in MOE_RUNNER_BACKEND_CHOICES:
-        add_moe_runner_backend_choices([NAME])
+        call_after_import(_RUNNER_MODULE, _install_backend_later)
+    if BACKEND_NAME not in MOE_RUNNER_BACKEND_CHOICES:
+        add_moe_runner_backend_choices([BACKEND_NAME])
 
 
 def _install_backend_later() -> None:
-    """Install the backend and its hooks. A failure is logged: it must not fail SGLang's import."""
+    """Install the backend and its hooks. Errors are logged, so that SGLang's import succeeds."""
     try:
         _install_backend()
         from sglang.srt.plugins.hook_registry import HookRegistry
@@ -55,7 +56,10 @@ def _install_backend_later() -> None:
 
 
 def _install_backend() -> None:
-    """Register the core and the hooks, once. SGLang applies the hooks after it loads plugins."""
+    """Register the core and the hooks, if they are not registered.
+
+    SGLang applies the hooks after it has loaded its plugins.
+    """
     from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, FusedOpPool
     from sglang.srt.layers.moe.moe_runner.runner import MoeRunner, register_moe_runner_core
     from sglang.srt.layers.moe.utils import (
@@ -66,33 +70,34 @@ def _install_backend() -> None:
     )
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-    used = (
+    required_functions = (
         get_moe_a2a_backend,
         get_moe_runner_backend,
         FusedOpPool.get_fused_func,
         RegisteredMoeRunnerBackend.is_triton,
     )
-    if not all(callable(function) for function in used):
-        raise TypeError(f"functions of SGLang's MoE runners: got {used}, need callables")
+    if not all(callable(function) for function in required_functions):
+        got = required_functions
+        raise TypeError(f"functions of SGLang's MoE runners: got {got}, need callables")
     arguments = list(inspect.signature(MoeRunner.__init__).parameters)
-    if arguments != _INIT_ARGUMENTS:
-        raise TypeError(f"MoeRunner.__init__: got {arguments}, need {_INIT_ARGUMENTS}")
+    if arguments != _INIT_PARAMETERS:
+        raise TypeError(f"MoeRunner.__init__: got {arguments}, need {_INIT_PARAMETERS}")
     try:
-        resolve_moe_runner_backend(NAME)
+        resolve_moe_runner_backend(BACKEND_NAME)
     except ValueError:
         core = type("ModularKernelRunnerCore", (RunnerCore, DispatchMoeRunnerCore), {})
-        register_moe_runner_core(NAME, core)
+        register_moe_runner_core(BACKEND_NAME, core)
         for target, hook in (
-            (f"{_UTILS}.RegisteredMoeRunnerBackend.is_triton", is_triton),
-            (f"{_RUNNER}.MoeRunner.__init__", init_runner),
+            (f"{_UTILS_MODULE}.RegisteredMoeRunnerBackend.is_triton", is_triton),
+            (f"{_RUNNER_MODULE}.MoeRunner.__init__", init_runner),
         ):
-            source = HookSource(NAME, "modular-kernel")
+            source = HookSource(BACKEND_NAME, "modular-kernel")
             HookRegistry.register(target, hook, HookType.AROUND, source=source)
 
 
 def is_triton(original: Callable[[Any], bool], backend: Any) -> bool:
-    """Return True also for our backend, which reads weights in the layout of triton."""
-    return backend.value == NAME or original(backend)
+    """Return True for our backend, too, because it reads weights in the layout of triton."""
+    return backend.value == BACKEND_NAME or original(backend)
 
 
 def init_runner(
@@ -102,7 +107,7 @@ def init_runner(
     config: Any,
     lora_enabled: bool = False,
 ) -> None:
-    """Replace "triton" with our core in `MoeRunner.__init__`, if our backend is selected."""
+    """Replace the backend "triton" in `MoeRunner.__init__`, if our backend is selected."""
     from sglang.srt.layers.moe.utils import (
         MoeRunnerBackend,
         get_moe_runner_backend,
@@ -110,10 +115,10 @@ def init_runner(
     )
 
     names = runner_backend.value, get_moe_runner_backend().value
-    if runner_backend.is_triton() and NAME in names:
-        reason = _refusal(config, lora_enabled=lora_enabled)
+    if runner_backend.is_triton() and BACKEND_NAME in names:
+        reason = _find_unsupported_reason(config, lora_enabled=lora_enabled)
         if reason is None:
-            runner_backend = resolve_moe_runner_backend(NAME)
+            runner_backend = resolve_moe_runner_backend(BACKEND_NAME)
         else:
             from modular_kernel.integrations.sglang.layer_runner import log_refusal
 
@@ -122,12 +127,12 @@ def init_runner(
     original(runner, runner_backend, config, lora_enabled)
 
 
-def _refusal(config: Any, *, lora_enabled: bool) -> str | None:
-    """Return why modular_kernel cannot run a layer that is being built; None if it may."""
+def _find_unsupported_reason(config: Any, *, lora_enabled: bool) -> str | None:
+    """Return why modular_kernel cannot run a layer that is being built, or None if it may."""
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
     from modular_kernel.errors import ModularKernelError
-    from modular_kernel.integrations.sglang.translation import runner_config
+    from modular_kernel.integrations.sglang.translation import convert_runner_config
 
     if lora_enabled:
         return "lora_enabled: got True, need False"
@@ -135,14 +140,14 @@ def _refusal(config: Any, *, lora_enabled: bool) -> str | None:
     if not all2all.is_none():
         return f"--moe-a2a-backend: got {all2all.value}, need none"
     try:
-        runner_config(config)
+        convert_runner_config(config)
     except ModularKernelError as error:
         return str(error)
     return None
 
 
 class RunnerCore:
-    """Methods of our DispatchMoeRunnerCore. `_install_backend` adds SGLang's base class."""
+    """Methods of our runner core. `_install_backend` adds SGLang's base class."""
 
     def __init__(self, config: Any) -> None:
         from modular_kernel.integrations.sglang.layer_runner import LayerRunner
@@ -152,15 +157,18 @@ class RunnerCore:
 
     @property
     def runner_backend(self) -> Any:
-        """The backend as SGLang represents it."""
+        """SGLang's object for the backend."""
         from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 
-        return resolve_moe_runner_backend(NAME)
+        return resolve_moe_runner_backend(BACKEND_NAME)
 
     def run_from_dispatch(
         self, dispatch_output: Any, quant_info: Any, config: Any, hooks: Any = None
     ) -> Any:
-        """Return SGLang's combine input for a dispatch output. hooks: LoRA hooks, not supported."""
+        """Return SGLang's combine input for a dispatch output.
+
+        hooks: LoRA hooks, which are not supported; must be None.
+        """
         from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
         if hooks is not None:
@@ -172,7 +180,7 @@ class RunnerCore:
 
 
 def run_triton(dispatch_output: Any, quant_info: Any, config: Any) -> Any:
-    """Return what SGLang's triton backend returns for a dispatch output."""
+    """Run SGLang's triton backend on a dispatch output."""
     from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 

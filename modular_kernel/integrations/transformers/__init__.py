@@ -5,18 +5,20 @@
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="modular_kernel")
     model.set_experts_implementation("modular_kernel")            # or later; "eager" to go back
 
-It supports every experts module that transformers dispatches: gate_up_proj (or up_proj) and
-down_proj in one dtype, and FP8Experts. The activation is identified by evaluating it on sample
-values, not by the module's name; a module with an unknown activation raises UnsupportedError.
-Weights are not copied. torch.compile and torch.export trace a call as one operator. `register`
-selects another pairing. In training mode, and by default on a CPU, transformers' grouped_mm runs
-instead.
+All experts modules that transformers dispatches are supported: modules with gate_up_proj (or
+up_proj) and down_proj in one dtype, and FP8Experts. The activation is identified by evaluating it
+on sample values, not by the name of the module's class. A module with an unknown activation raises
+UnsupportedError. Weights are not copied. torch.compile and torch.export trace a call as one
+operator.
+
+`register` selects another pairing. In training mode, and by default on a CPU, transformers'
+grouped_mm runs instead of this package's kernels.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# Earlier releases have the interface but accept only the names of their own implementations.
+# Earlier releases have ExpertsInterface, but accept only the names of their own implementations.
 _MIN_VERSION = (5, 8)
 _NEED = 'transformers >= {}.{}: pip install "modular-kernel[transformers]"'.format(*_MIN_VERSION)
 
@@ -53,12 +55,13 @@ __all__ = [
     "weights_of",
 ]
 
-# `modular_kernel` does this too, but not if it was imported while transformers was being imported.
+# `modular_kernel` also registers the default, unless transformers was being imported meanwhile.
 register_default()
 
 
 def __getattr__(name: str) -> object:
-    # Imported on first use: it imports transformers' model classes, which may import this package.
+    # Import `pretrained` on first use, because it imports transformers' model classes, which may
+    # import this package.
     if name == "from_pretrained":
         pretrained = import_module("modular_kernel.integrations.transformers.pretrained")
         return pretrained.from_pretrained

@@ -13,9 +13,9 @@ from modular_kernel.errors import UnsupportedError
 from modular_kernel.reference import activation
 from modular_kernel.spec.problem import GATED, UNGATED, ActivationSpec
 
-_PROBE_PAIRS = 4096  # sample values of gate and up
+_NUM_PROBE_PAIRS = 4096  # number of sample values of gate and up
 
-# Substrings in the names of attributes that may hold an alpha or a limit.
+# Substrings in the names of attributes that may hold the alpha or the limit of an activation.
 _PARAMETER_WORDS = {"alpha": ("alpha", "beta", "softcap"), "limit": ("limit", "softcap")}
 
 ActivationKey = tuple[object, ...]
@@ -25,67 +25,74 @@ def activation_of(module: torch.nn.Module) -> ActivationSpec:
     """Return the ActivationSpec that computes the same as the module's own activation.
 
     The module's `_apply_gate`, or `act_fn` if it has no gate, is called once with float32 values
-    from -10000 to 10000, more of them near possible limits. Synchronizes with the device. Raises
-    UnsupportedError if no activation matches.
+    between -10000 and 10000, which include values near possible limits. Synchronizes with the
+    device. Raises UnsupportedError if no activation matches.
     """
-    with _disable_current_modes():  # real values are needed, even during tracing
-        return _activation_of(module)
+    with _disable_current_modes():  # compute real values, even during tracing
+        return _identify_activation(module)
 
 
-def _activation_of(module: torch.nn.Module) -> ActivationSpec:
+def _identify_activation(module: torch.nn.Module) -> ActivationSpec:
     gated = getattr(module, "has_gate", True)
-    function: Callable[[torch.Tensor], torch.Tensor] = getattr(module, activation_attribute(module))
-    candidates = dict(zip(_PARAMETER_WORDS, _candidates_by_kind(module), strict=True))
-    probe = _probe(_gate_up_size(module), candidates["limit"])
+    function: Callable[[torch.Tensor], torch.Tensor] = getattr(
+        module, get_activation_attribute(module)
+    )
+    candidates = dict(zip(_PARAMETER_WORDS, _list_numbers_by_parameter(module), strict=True))
+    probe = _make_probe(_get_gate_up_rows(module), candidates["limit"])
     device = next(iter(module.parameters())).device
     try:
         with torch.no_grad():
             values = function(probe.to(device, torch.float32))
             values = values.detach().to("cpu", torch.float64)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        got = f"{activation_attribute(module)} that raised {type(e).__name__}: {e}"
-        raise unsupported_error(module, got, "a function of (rows, columns) values") from e
-    for spec in _candidate_specs(gated, candidates):
+        got = f"{get_activation_attribute(module)} that raised {type(e).__name__}: {e}"
+        raise unsupported_error(
+            module, got, "a function that accepts (rows, columns) values"
+        ) from e
+    for spec in _list_candidate_specs(gated, candidates):
         if _matches(values, probe, spec):
-            # The rows of weights that were loaded packed may be in another order than the module's
-            # code expects; `_mk_interleaved` records it.
+            # If weights were loaded packed, their rows may have another order than the module's
+            # code expects. `_mk_interleaved` stores the order.
             interleaved: bool = getattr(module, "_mk_interleaved", spec.interleaved)
             return replace(spec, interleaved=interleaved)
     need = f"one of {', '.join(GATED if gated else UNGATED)}"
     raise unsupported_error(
-        module, f"{activation_attribute(module)} that computes something else", need
+        module, f"{get_activation_attribute(module)} that computes another function", need
     )
 
 
-def activation_key_of(module: torch.nn.Module) -> ActivationKey:
-    """Return the values that the activation depends on; it is identified again if they change."""
+def read_activation_key(module: torch.nn.Module) -> ActivationKey:
+    """Return the values that determine the activation.
+
+    If they change, the activation must be identified again.
+    """
     gate = getattr(module, "_apply_gate", None)
     return (
         getattr(gate, "__func__", gate),
         getattr(module, "act_fn", None),
-        alpha_and_limit_candidates(module),
+        find_alpha_and_limit_candidates(module),
     )
 
 
-def alpha_and_limit_candidates(
+def find_alpha_and_limit_candidates(
     module: torch.nn.Module,
 ) -> tuple[tuple[tuple[str, ...], float], ...]:
     """Return (path, value) of each attribute that may be the activation's alpha or limit.
 
-    Searches the module and its `act_fn`. Raises UnsupportedError for a tensor, which has a value
-    for each expert.
+    The module and its `act_fn` are searched. Raises UnsupportedError for a tensor, because it may
+    have a different value for each expert.
     """
-    candidates = _numbers_of_attributes(module, ())
+    candidates = _find_numbers(module, ())
     act = vars(module).get("_modules", {}).get("act_fn")
     if act is not None and act._modules:
         for path, inner in act.named_modules():
-            candidates += _numbers_of_attributes(inner, ("act_fn", *filter(None, path.split("."))))
+            candidates += _find_numbers(inner, ("act_fn", *filter(None, path.split("."))))
     elif act is not None:
-        candidates += _numbers_of_attributes(act, ("act_fn",))
+        candidates += _find_numbers(act, ("act_fn",))
     return tuple(candidates)
 
 
-def _numbers_of_attributes(
+def _find_numbers(
     module: torch.nn.Module, path_prefix: tuple[str, ...]
 ) -> list[tuple[tuple[str, ...], float]]:
     candidates = []
@@ -94,28 +101,32 @@ def _numbers_of_attributes(
         if not any(word in qualified_name for words in _PARAMETER_WORDS.values() for word in words):
             continue
         if isinstance(value, torch.Tensor):
-            raise unsupported_error(module, f"{name}, a tensor", "one number for all experts")
+            raise unsupported_error(module, f"a tensor {name}", "one number for all experts")
         if isinstance(value, (int, float)) and isfinite(value) and value > 0:
             candidates.append(((*path_prefix, name), float(value)))
     return candidates
 
 
-def _candidates_by_kind(module: torch.nn.Module) -> Iterator[list[float]]:
-    """Yield the candidates for alpha, then those for the limit."""
-    candidates = [(" ".join(path), value) for path, value in alpha_and_limit_candidates(module)]
+def _list_numbers_by_parameter(module: torch.nn.Module) -> Iterator[list[float]]:
+    """Yield the candidates for alpha, then the candidates for the limit."""
+    candidates = [
+        (" ".join(path), value) for path, value in find_alpha_and_limit_candidates(module)
+    ]
     for words in _PARAMETER_WORDS.values():
         yield [value for name, value in candidates if any(word in name for word in words)]
 
 
-def _gate_up_size(module: torch.nn.Module) -> int:
-    """Return N of the first projection, (e, N, K), or (e, K, N) if it is transposed."""
+def _get_gate_up_rows(module: torch.nn.Module) -> int:
+    """Return N of the projection before the activation, (e, N, K), or (e, K, N) if transposed."""
     gated = getattr(module, "has_gate", True)
     shape = getattr(module, "gate_up_proj" if gated else "up_proj").shape
     packed = hasattr(module, "_mk_interleaved")
     return int(shape[2 if getattr(module, "is_transposed", False) and not packed else 1])
 
 
-def _candidate_specs(gated: bool, candidates: dict[str, list[float]]) -> Iterator[ActivationSpec]:
+def _list_candidate_specs(
+    gated: bool, candidates: dict[str, list[float]]
+) -> Iterator[ActivationSpec]:
     if not gated:
         yield from (ActivationSpec(kind) for kind in UNGATED)
         return
@@ -129,22 +140,26 @@ def _candidate_specs(gated: bool, candidates: dict[str, list[float]]) -> Iterato
                 yield ActivationSpec(kind, alpha, limit, interleaved)
 
 
-def _probe(columns: int, limits: list[float]) -> torch.Tensor:
-    """Return sample values (rows, columns), float64: small and large ones, and some near limits."""
-    kind: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
-    large = torch.logspace(-3, 4, 64, **kind)
+def _make_probe(columns: int, limits: list[float]) -> torch.Tensor:
+    """Return float64 sample values (rows, columns), which include values near `limits`."""
+    options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    all_magnitudes = torch.logspace(-3, 4, 64, **options)
     near_limits = [limit * factor for limit in limits for factor in (0.5, 0.99, 1.0, 1.01, 2.0)]
     positive = torch.cat(
-        [large, torch.linspace(0, 10, 128, **kind), torch.tensor(near_limits, **kind)]
+        [
+            all_magnitudes,
+            torch.linspace(0, 10, 128, **options),
+            torch.tensor(near_limits, **options),
+        ]
     )
     values = torch.cat([positive, -positive]).float().double()
-    shape = (-(-2 * _PROBE_PAIRS // columns), columns)
+    shape = (-(-2 * _NUM_PROBE_PAIRS // columns), columns)
     generator = torch.Generator("cpu").manual_seed(0)  # does not affect the global generator
     return values[torch.randint(len(values), shape, generator=generator, device="cpu")]
 
 
 def _matches(values: torch.Tensor, probe: torch.Tensor, spec: ActivationSpec) -> bool:
-    """Return whether `values` equal `spec` applied to `probe`, within rounding errors.
+    """Return whether `spec` applied to `probe` equals `values`, up to rounding errors.
 
     The absolute tolerance covers the cancellation of 1 + tanh(-x) in float32.
     """
@@ -162,7 +177,7 @@ def _matches(values: torch.Tensor, probe: torch.Tensor, spec: ActivationSpec) ->
     return bool(((values - expected).abs() <= 1e-5 * expected.abs() + 1e-6 * magnitude).all())
 
 
-def activation_attribute(module: torch.nn.Module) -> str:
+def get_activation_attribute(module: torch.nn.Module) -> str:
     """Return the name of the attribute that computes the activation."""
     return "_apply_gate" if getattr(module, "has_gate", True) else "act_fn"
 

@@ -1,8 +1,8 @@
-"""Passes objects to functions with `torch._dynamo.assume_constant_result`.
+"""Passes objects to functions that are decorated with `torch._dynamo.assume_constant_result`.
 
 Since torch 2.12, such functions accept modules. Earlier releases accept only constants, so
-`constant_argument` returns the object's id, and `object_of` looks the object up. In both cases the
-graph is guarded by the identity of the object.
+`make_constant_argument` returns the id of an object, and `resolve_object` looks the object up. In
+both cases, the graph is guarded by the identity of the object.
 """
 
 from typing import Any, TypeVar
@@ -17,8 +17,8 @@ _ACCEPTS_OBJECTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 _objects = WeakValueDictionary[int, Any]()  # by id
 
 
-def constant_argument(value: T) -> T | int:
-    """Return an argument that stands for an object in `assume_constant_result` functions.
+def make_constant_argument(value: T) -> T | int:
+    """Return the argument that represents an object in `assume_constant_result` functions.
 
     value: an object that supports weak references, such as a module.
     """
@@ -31,14 +31,14 @@ def constant_argument(value: T) -> T | int:
     return id(value)
 
 
-def object_of(argument: T | int) -> T:
-    """Return the object that `constant_argument` was called with."""
+def resolve_object(argument: T | int) -> T:
+    """Return the object that `make_constant_argument` returned an argument for."""
     value: T = _objects[argument] if isinstance(argument, int) else argument
     return value
 
 
 def _keep_value(context: ComptimeContext) -> None:
-    """Store the real object behind the traced local variable `value` for `object_of`."""
+    """Store the object that the traced local variable `value` represents, for `resolve_object`."""
     variable: Any = context.get_local("value")._i_will_not_complain_if_bc_breaks_VariableTracker()
     value = variable.realize().value
     _objects[id(value)] = value

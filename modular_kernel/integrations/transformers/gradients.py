@@ -1,4 +1,4 @@
-"""Detection of calls that need gradients, and transformers' grouped_mm as a fallback."""
+"""Detects calls that need gradients, and runs transformers' grouped_mm, which supports them."""
 
 from collections.abc import Sequence
 
@@ -7,24 +7,24 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from modular_kernel.integrations.transformers.modules import FIELDS, is_quantized
 
-Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # x, expert ids and router weights
 
 
 def needs_gradients(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a call must compute gradients of x, router weights or expert weights.
 
-    tensors: the module's tensors as the call reads them. They may not be in `parameters()`, because
-    an adapter can compute an attribute.
+    tensors: x, the router weights, and the module's tensors as the call reads them. A tensor of the
+        module need not be one of its `parameters()`, because an adapter can compute it.
     """
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def runs_grouped_mm(module: torch.nn.Module) -> bool:
-    """Return whether `grouped_mm` can run a module, that is, whether its weights are not packed."""
+def supports_grouped_mm(module: torch.nn.Module) -> bool:
+    """Return whether `grouped_mm` can run a module. It cannot read packed or quantized weights."""
     return not hasattr(module, FIELDS) and not is_quantized(module)
 
 
-def grouped_mm(module: torch.nn.Module, call: Call) -> torch.Tensor:
-    """Run a call of unquantized experts with transformers' grouped matmul."""
+def run_grouped_mm(module: torch.nn.Module, call: Call) -> torch.Tensor:
+    """Run a call of unquantized experts with transformers' grouped_mm."""
     output: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, *call)
     return output

@@ -1,4 +1,4 @@
-"""Weights and problem of an experts module of transformers."""
+"""Reads the weights and the problem of an experts module of transformers."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,13 +15,14 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 
-# Names of attributes that `from_pretrained` and `serve` set to describe a module's tensors: a dict
-# from parameter name to field of `expert_fields`, the scheme, and whether w1 is interleaved.
-FIELDS, QUANT, INTERLEAVED = "_mk_fields", "_mk_quant", "_mk_interleaved"
+# Names of attributes that `from_pretrained` and `serve` set to describe a module's tensors.
+FIELDS = "_mk_fields"  # dict from the name of each parameter to its field of `expert_fields`
+QUANT = "_mk_quant"  # quantization scheme
+INTERLEAVED = "_mk_interleaved"  # whether gate and up rows of w1 alternate
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
-# Attributes that determine how a module's tensors are read.
+# Attributes other than tensors that determine how a module's tensors are read.
 _FLAGS = (
     *("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts"),
     *("block_size", QUANT, INTERLEAVED),
@@ -34,25 +35,25 @@ Names = tuple[str, ...]
 class Layout:
     """How a module's tensors map to ExpertWeights.
 
-    fields: comma-separated fields and conversions, as `expert_fields` parses them. quant: name of
-    the quantization scheme.
+    fields: comma-separated fields and conversions, as `expert_fields` parses them.
+    quant: name of the quantization scheme.
     """
 
     fields: str
     quant: str = "none"
 
 
-def names_of(module: torch.nn.Module) -> Names:
+def list_tensor_names(module: torch.nn.Module) -> Names:
     """Return the names of the attributes that hold the weights.
 
     Raises UnsupportedError for a module with a norm after each expert.
     """
     if getattr(module, "has_post_expert_norm", False):
-        raise unsupported_error(module, "a norm after each expert", "experts without one")
+        raise unsupported_error(module, "a norm after each expert", "experts without a norm")
     packed_fields: dict[str, str] | None = getattr(module, FIELDS, None)
     if packed_fields is not None:
         return tuple(packed_fields)
-    first = first_projection(module)
+    first = get_first_projection(module)
     names: Names = (first, "down_proj")
     if hasattr(module, f"{first}_scale_inv"):
         names += (f"{first}_scale_inv", "down_proj_scale_inv")
@@ -61,41 +62,41 @@ def names_of(module: torch.nn.Module) -> Names:
     return names
 
 
-def layout_of(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Layout:
-    """Return the layout of the tensors of `names_of`, from their shapes and dtypes."""
+def read_layout(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Layout:
+    """Return the layout of the tensors of `list_tensor_names`, from their shapes and dtypes."""
     packed_fields: dict[str, str] | None = getattr(module, FIELDS, None)
     if packed_fields is not None:
         return Layout(",".join(packed_fields.values()), getattr(module, QUANT))
     bias = ",b1,b2" if getattr(module, "has_bias", False) else ""
     transpose = ":t" if getattr(module, "is_transposed", False) else ""
-    if not hasattr(module, f"{first_projection(module)}_scale_inv"):
+    if not hasattr(module, f"{get_first_projection(module)}_scale_inv"):
         return Layout(f"w1{transpose},w2{transpose}{bias}")
     if transpose:
-        raise unsupported_error(module, "float8 weights, transposed", "(e, N, K)")
-    layout = _fp8_layout(module, *tensors[:3])
+        raise unsupported_error(module, "transposed float8 weights", "weights (e, N, K)")
+    layout = _read_fp8_layout(module, *tensors[:3])
     return Layout(layout.fields + bias, layout.quant)
 
 
-def flags_of(module: torch.nn.Module) -> tuple[object, ...]:
-    """Return the non-tensor values that `names_of`, `layout_of` and `problem_of` read.
+def read_flags(module: torch.nn.Module) -> tuple[object, ...]:
+    """Return the attributes other than tensors that determine how the tensors are read.
 
-    They are read from `__dict__`, because looking up a missing attribute of a module is slow.
+    The values are read from `__dict__`, because looking up a missing attribute of a module is slow.
     """
     attributes = module.__dict__
     return tuple([attributes.get(name) for name in _FLAGS])
 
 
-def first_projection(module: torch.nn.Module) -> str:
-    """Return the name of the projection before the activation."""
+def get_first_projection(module: torch.nn.Module) -> str:
+    """Return the attribute name of the projection before the activation."""
     return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
 
 
 def is_dispatched(module: torch.nn.Module) -> bool:
-    """Return whether transformers dispatches the module to the experts implementation."""
+    """Return whether transformers runs the module with the selected experts implementation."""
     return hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate")
 
 
-def layer_of(name: str) -> int | None:
+def parse_layer_number(name: str) -> int | None:
     """Return the layer number in the name of a module or tensor."""
     match = _LAYER_NUMBER.search(name)
     return None if match is None else int(match[1])
@@ -103,26 +104,26 @@ def layer_of(name: str) -> int | None:
 
 def is_quantized(module: torch.nn.Module) -> bool:
     """Return whether the module's weights are quantized."""
-    scaled = hasattr(module, f"{first_projection(module)}_scale_inv")
+    scaled = hasattr(module, f"{get_first_projection(module)}_scale_inv")
     return scaled or getattr(module, QUANT, "none") != "none"
 
 
-def tensors_of(module: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of `names_of`."""
-    return tuple(tensor_of(module, name) for name in names_of(module))
+def read_tensors(module: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that `list_tensor_names` names."""
+    return tuple(read_tensor(module, name) for name in list_tensor_names(module))
 
 
 def weights_of(module: torch.nn.Module) -> ExpertWeights:
     """Return the module's parameters as ExpertWeights, without a copy.
 
-    w1 is (e, N, H) and w2 is (e, H, I); they are views if transposed.
+    w1 is (e, N, H) and w2 is (e, H, I). They are views if the module stores them transposed.
     """
-    tensors = tensors_of(module)
-    return weights_from(tensors, layout_of(module, tensors).fields)
+    tensors = read_tensors(module)
+    return weights_from(tensors, read_layout(module, tensors).fields)
 
 
-def tensor_of(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """Return an attribute. Raises UnsupportedError unless it is a plain tensor."""
+def read_tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """Return a tensor attribute. Raises UnsupportedError unless it is a plain tensor."""
     tensor: object = getattr(module, name, None)
     # A subclass of Tensor may be sharded or quantized, with values that do not match its shape.
     if isinstance(tensor, torch.Tensor) and type(tensor) in _TENSOR_TYPES:
@@ -134,23 +135,24 @@ def tensor_of(module: torch.nn.Module, name: str) -> torch.Tensor:
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
-def problem_of(
+def make_problem_factory(
     module: torch.nn.Module, tensors: Sequence[torch.Tensor], layout: Layout
 ) -> Callable[..., Problem]:
-    """Return a partial Problem without dtype, top_k and activation; its tokens are 1.
+    """Return a function that makes the Problem of a module from dtype, top_k and activation.
 
-    Raises UnsupportedError if the projections do not match each other or the module.
+    `tokens` of the problem is 1. Raises UnsupportedError if the projections do not match each other
+    or the module.
     """
     meta = [torch.empty_like(tensor, device="meta") for tensor in tensors]
     weights = weights_from(meta, layout.fields)
     w1, w2, gated = weights.w1, weights.w2, getattr(module, "has_gate", True)
     per_byte = 2 if QuantScheme.parse(layout.quant).packed else 1
     if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] != w2.shape[2] * per_byte * (1 + gated):
-        got = f"{first_projection(module)} {tuple(w1.shape)} and down_proj {tuple(w2.shape)}"
+        got = f"{get_first_projection(module)} {tuple(w1.shape)} and down_proj {tuple(w2.shape)}"
         raise unsupported_error(module, got, f"(e, {'2I' if gated else 'I'}, H) and (e, H, I)")
     if getattr(module, "num_experts", w1.shape[0]) != w1.shape[0]:
         got = f"num_experts {module.num_experts} and weights of {w1.shape[0]} experts"
-        raise unsupported_error(module, got, "equal numbers")
+        raise unsupported_error(module, got, "weights of num_experts experts")
     return partial(
         Problem,
         tokens=1,
@@ -162,15 +164,15 @@ def problem_of(
     )
 
 
-def _fp8_layout(
+def _read_fp8_layout(
     module: torch.nn.Module, w1: torch.Tensor, w2: torch.Tensor, scale: torch.Tensor
 ) -> Layout:
-    """Return the layout of FP8Experts: float8 with block scales, or mxfp4.
+    """Return the layout of FP8Experts: float8, or mxfp4.
 
-    Gate and up have blocks of their own. If their last blocks are partial, scales are expanded to
-    smaller blocks that divide the rows of each. Without blocks, a projection has one scale, and
-    activations are quantized per row. Static activation scales in the module are ignored, because
-    per-row scales are more accurate.
+    With block scales, gate and up have separate blocks. If their last blocks are partial, scales
+    are expanded to smaller blocks that divide the rows of gate and of up. Without blocks, a
+    projection has one scale, and activations are quantized per row. Static activation scales of the
+    module are ignored, because per-row scales are more accurate.
     """
     if w1.dtype is torch.int8:
         if scale.element_size() > 1:
@@ -191,12 +193,12 @@ def _fp8_layout(
     gated = getattr(module, "has_gate", True)
     if tile == block_rows or scale.shape[1] != -(-rows // block_rows) * (1 + gated):
         return Layout(
-            "w1,w2,w1_scale:float,w2_scale:float", _block_scheme(block_rows, block_columns)
+            "w1,w2,w1_scale:float,w2_scale:float", _format_block_scheme(block_rows, block_columns)
         )
     steps = f"tiles={rows}x{block_rows}x{tile}", f"tiles={hidden}x{block_rows}x{tile}"
     fields = f"w1,w2,w1_scale:float:{steps[0]},w2_scale:float:{steps[1]}"
-    return Layout(fields, _block_scheme(tile, block_columns))
+    return Layout(fields, _format_block_scheme(tile, block_columns))
 
 
-def _block_scheme(rows: int, columns: int) -> str:
+def _format_block_scheme(rows: int, columns: int) -> str:
     return str(QuantScheme.parse(f"fp8_w8a8_block:block={rows}x{columns}"))

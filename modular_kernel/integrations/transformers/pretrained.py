@@ -1,4 +1,4 @@
-"""Loading of transformers models with experts that stay quantized as in their checkpoint.
+"""Loads transformers models whose experts stay quantized as in their checkpoint.
 
     from modular_kernel.integrations.transformers import from_pretrained, register
 
@@ -7,8 +7,8 @@
 
 `load_experts` reads the experts, which run on our kernels. All other quantized weights are
 dequantized while loading. No quantization library is needed. Layers that the model class does not
-have, such as those for multi-token prediction (MTP), are not loaded. The model consists of
-transformers' own modules.
+have, such as layers for multi-token prediction (MTP), are not loaded. The modules of the model are
+transformers' own.
 """
 
 import copy
@@ -66,9 +66,9 @@ from modular_kernel.integrations.transformers.modules import (
     FIELDS,
     INTERLEAVED,
     QUANT,
-    first_projection,
+    get_first_projection,
     is_dispatched,
-    layer_of,
+    parse_layer_number,
 )
 from modular_kernel.integrations.transformers.register import Registration, registration
 from modular_kernel.models.config_file import hf_quant_config
@@ -83,11 +83,11 @@ from modular_kernel.utils.progress import logged
 
 METHOD = "modular_kernel"
 _MAX_CONFIG_BYTES = 1 << 24
-# Of modules that are not experts.
+# Names of weights in modules that are not experts.
 _WEIGHT_NAMES = ("weight", "weight_packed", "qweight", "_weight_qdata", "weight:qdata")
 _EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
-# Errors of transformers for files and options that it refuses.
+# Errors that transformers raises for files and options that it refuses.
 _TRANSFORMERS_ERRORS = (
     OSError,
     ValueError,
@@ -112,17 +112,20 @@ def from_pretrained(
 ) -> Any:
     """Load a model, with or without quantized experts, like `auto_class.from_pretrained`.
 
-    name: a folder, or a model's name on the hub.
-    experts_implementation: a name that was passed to `register`.
-    dtype: dtype of unquantized weights. "auto" uses that of config.json, else bfloat16.
-    device: device of the whole model; experts are loaded to it directly. transformers' device_map
-        needs accelerate.
-    quantize: a scheme to which the experts of an unquantized checkpoint are quantized, as by
-        `load_experts`.
-    kwargs: further arguments of from_pretrained, such as `revision`, `token`, `cache_dir` and
-        `local_files_only`, which apply to the hub.
+    All formats of `load_experts` are supported.
 
-    Supports the formats of `load_experts`. Raises
+    name: a folder, or the name of a model on the hub.
+    experts_implementation: a name that was passed to `register`.
+    dtype: dtype of unquantized weights. "auto" uses the dtype in config.json, or bfloat16 if there
+        is none.
+    auto_class: a class with `from_pretrained`, such as AutoModelForCausalLM.
+    device: device of the whole model. Experts are loaded to it directly. transformers' own option
+        device_map needs accelerate.
+    quantize: a scheme that `load_experts` quantizes the experts of an unquantized checkpoint to.
+    kwargs: further arguments of from_pretrained. `revision`, `token`, `cache_dir` and
+        `local_files_only` apply to the hub.
+
+    Raises
 
     - ConfigurationError for an unknown format or name, and for a config.json or options that
       transformers refuses;
@@ -136,10 +139,10 @@ def from_pretrained(
     _check_class_and_file(auto_class, name)
     registration(experts_implementation)
     scheme = scheme_to_quantize(quantize)
-    folder = _folder(name, kwargs)
-    dtype = _dtype_of(dtype, kwargs.pop("torch_dtype", None))
-    config = _config_of(folder, kwargs.pop("config", None))
-    quantization = _quantization_of(config) or hf_quant_config(folder)
+    folder = _find_folder(name, kwargs)
+    dtype = _select_dtype(dtype, kwargs.pop("torch_dtype", None))
+    config = _load_config(folder, kwargs.pop("config", None))
+    quantization = _get_quantization_config(config) or hf_quant_config(folder)
     target_device = None if device is None else parse_device(device)
     kwargs["experts_implementation"] = experts_implementation
     if quantization is None and scheme is None:
@@ -153,7 +156,9 @@ def from_pretrained(
         return (model, info) if with_info else model
     for option in ("quantization_config", "output_loading_info"):
         if kwargs.pop(option, None):
-            need = "unset: the files or `quantize` define the format; only the model is returned"
+            need = f"no {option}: the files or `quantize` define the format"
+            if option == "output_loading_info":
+                need = f"no {option}: only the model is returned"
             raise UnsupportedError("quantized experts", got=option, need=need)
     distributed = [name for name in _DISTRIBUTED_OPTIONS if kwargs.get(name) is not None]
     if distributed:
@@ -169,49 +174,48 @@ def from_pretrained(
     our_config = {"quant_method": METHOD, "original": original, "checkpoint": str(folder)}
     our_config |= {} if target_device is None else {"device": str(target_device)}
     our_config |= {} if scheme is None else {"quantize": str(scheme)}
-    for each in (config, config.get_text_config()):
-        if hasattr(each, "quantization_config"):
-            del each.quantization_config
+    for owner in (config, config.get_text_config()):
+        if hasattr(owner, "quantization_config"):
+            del owner.quantization_config
     config.quantization_config = our_config
-    generation_config = _generation_config_of(folder)
+    generation_config = _load_generation_config(folder)
     with open_tensors(Path(folder)) as files:
         info = read_checkpoint_info(files)
         for layer in info.layers:
             check_quantizable(str(folder), info.source(layer).format, scheme)
-        state_dict = _other_tensors(files, info, layer_dtype, _num_layers(config))
+        state_dict = _read_other_tensors(files, info, layer_dtype, _get_num_layers(config))
         kwargs |= {"config": config, "state_dict": state_dict, "dtype": layer_dtype}
-        model, _ = _load_checked(_class_of(auto_class, config), folder, None, **kwargs)
+        model, _ = _load_checked(_select_model_class(auto_class, config), folder, None, **kwargs)
     if generation_config is not None:
         model.generation_config = generation_config
     return model if target_device is None else model.to(target_device)
 
 
 def _check_class_and_file(auto_class: Any, name: str | Path) -> None:
-    """Raise a typed error for an auto class that cannot load, and for a GGUF file."""
+    """Raise ConfigurationError for an invalid auto class, and UnsupportedError for a GGUF file."""
     if not callable(getattr(auto_class, "from_pretrained", None)):
         need = "a class with from_pretrained, such as AutoModelForCausalLM"
         raise ConfigurationError("auto_class", got=format_value(auto_class), need=need)
     if is_gguf(Path(name)):
         need = (
-            "a folder of safetensors: transformers reads other tensors of GGUF files as floats "
-            "only; `load_experts` and `FusedMoE.load` read the experts"
+            "a folder of safetensors files, because transformers dequantizes all tensors of a GGUF "
+            "file; use `load_experts` or `FusedMoE.load` to read the experts"
         )
         raise UnsupportedError("checkpoint", got=f"{str(name)[:200]}, a GGUF file", need=need)
 
 
-def _dtype_of(dtype: torch.dtype | str, torch_dtype: torch.dtype | str | None) -> Any:
-    """Return `torch_dtype`, the older name of the argument, if it is given; else `dtype`."""
+def _select_dtype(dtype: torch.dtype | str, torch_dtype: torch.dtype | str | None) -> Any:
+    """Return `torch_dtype`, the older name of the argument, if it is given, else `dtype`."""
     if torch_dtype is None:
         return dtype
     if dtype not in ("auto", torch_dtype):
-        raise ConfigurationError(
-            "torch_dtype", got=torch_dtype, need=f"dtype={dtype}, or one alone"
-        )
+        need = f"dtype={dtype}, or only one of the two arguments"
+        raise ConfigurationError("torch_dtype", got=torch_dtype, need=need)
     return torch_dtype
 
 
-def _config_of(folder: Path, config: Any) -> Any:
-    """Return a copy of the caller's `config`; if it is None, the config of the folder."""
+def _load_config(folder: Path, config: Any) -> Any:
+    """Return a copy of the caller's `config`, or the config of the folder if `config` is None."""
     if config is not None:
         return copy.deepcopy(config)
     try:
@@ -223,7 +227,7 @@ def _config_of(folder: Path, config: Any) -> Any:
         what, got = f"model {folder}/config.json: quantization_config", str(quantization)[:80]
         raise ConfigurationError(what, got=got, need="an object")
     if quantization == {}:
-        need = "an object with quant_method, or none"
+        need = "an object with quant_method, or no quantization_config"
         raise ConfigurationError(
             f"model {folder}/config.json: quantization_config", got="{}", need=need
         )
@@ -231,7 +235,7 @@ def _config_of(folder: Path, config: Any) -> Any:
         return AutoConfig.from_pretrained(folder)
 
 
-def _generation_config_of(folder: Path) -> GenerationConfig | None:
+def _load_generation_config(folder: Path) -> GenerationConfig | None:
     """Return the folder's generation config, or None if it has none."""
     if not (folder / "generation_config.json").exists():
         return None
@@ -254,29 +258,32 @@ def _transformers_errors(what: str) -> Iterator[None]:
 def _check_dtype(source: Any) -> None:
     """Check the dtype that transformers will load unquantized weights in.
 
-    source: the dtype, or a config that may have one. Raises ConfigurationError unless it is None, a
-    dict of dtypes by module, or a floating dtype of 16 bits or more.
+    source: the dtype, or a config that may have a dtype.
+
+    Raises ConfigurationError unless the dtype is None, a dict of dtypes by module, or a
+    floating-point dtype of at least 16 bits.
     """
     requested = source if isinstance(source, str | torch.dtype) else getattr(source, "dtype", None)
     dtype = getattr(torch, requested, None) if isinstance(requested, str) else requested
     if (dtype is None and requested is None) or isinstance(dtype, dict):
         return
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-        need = "a floating dtype of 16 bits or more"
+        need = "a floating-point dtype of at least 16 bits"
         raise ConfigurationError("dtype", got=str(requested)[:80], need=need)
 
 
 def _check_files(folder: Path, options: Mapping[str, Any]) -> None:
-    """Check the safetensors that transformers reads as an unquantized model.
+    """Check the safetensors files that transformers reads as an unquantized model.
 
-    options: arguments of from_pretrained. If they select other files, nothing is checked. Raises
-    WeightsError for an invalid index, for a file that is in the index but not in the folder, and
-    for a quantized weight, whose codes transformers would load as values.
+    options: arguments of from_pretrained. If they select other files, nothing is checked.
+
+    Raises WeightsError for an invalid index, for a file that is in the index but not in the folder,
+    and for a quantized weight, because transformers would load its codes as values.
     """
-    selects_others = options.get("variant") or options.get("subfolder")
+    selects_other_files = options.get("variant") or options.get("subfolder")
     names = ("model.safetensors", f"model{INDEX_SUFFIX}")
     has_files = any((folder / name).is_file() for name in names)
-    if selects_others or options.get("use_safetensors") is False or not has_files:
+    if selects_other_files or options.get("use_safetensors") is False or not has_files:
         return
     with open_tensors(folder) as files:
         paths = set(files.files.values())
@@ -287,20 +294,20 @@ def _check_files(folder: Path, options: Mapping[str, Any]) -> None:
                 continue
             dtype = files.shape_and_dtype(name)[1]
             if dtype not in (*FLOATS, torch.float64):
-                got = f"{dtype_name(dtype)}, and no quantization_config"
+                got = f"{dtype_name(dtype)} without a quantization_config"
                 need = "an unquantized weight, or the quantization_config of its format"
                 raise WeightsError(files.qualified_name(name), got=got, need=need)
 
 
 def _load_checked(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[Any, Any]:
-    """Load a model and its loading info, with errors where transformers would only warn.
+    """Return (model, loading info), and raise errors where transformers would only warn.
 
     Raises WeightsError for a missing tensor, unless it belongs to a head that is not in the
     checkpoint, and ShapeError for a tensor of the wrong shape.
     """
-    any_shape = {"ignore_mismatched_sizes": True}
+    options = {**kwargs, "ignore_mismatched_sizes": True}  # mismatches are raised below
     try:
-        model, info = cls.from_pretrained(name, output_loading_info=True, **{**kwargs, **any_shape})
+        model, info = cls.from_pretrained(name, output_loading_info=True, **options)
     except InputError:
         raise
     except (RuntimeError, SafetensorError, *_TRANSFORMERS_ERRORS) as error:
@@ -315,13 +322,13 @@ def _load_checked(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> t
     missing = sorted(key for key in info["missing_keys"] if key.startswith(prefixes))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        need = "every tensor of the model except those of a new head"
+        need = "all tensors of the model, except for a new head"
         raise WeightsError(str(folder), got=f"no {missing[0]}{more}", need=need)
     return model, info
 
 
-def _folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
-    """Return the folder of a checkpoint, downloaded from the hub unless it is local."""
+def _find_folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
+    """Return the folder of a checkpoint, which is downloaded from the hub unless it is local."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -337,73 +344,73 @@ def _folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
     try:
         return Path(snapshot_download(str(name), allow_patterns=list(_HUB_FILES), **hub_options))
     except HFValidationError:
-        need = "a folder, or a model's name on the hub"
+        need = "a folder, or the name of a model on the hub"
         raise ConfigurationError("checkpoint", got=str(name)[:200], need=need) from None
     except (LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         got = f"{str(name)[:200]} ({type(error).__name__})"
-        need = "a folder, a model in the cache, or one on the hub that can be accessed"
+        need = "a folder, a model in the cache, or a model on the hub that you can access"
         raise ConfigurationError("checkpoint", got=got, need=need) from error
 
 
-def _class_of(auto_class: Any, config: Any) -> Any:
-    """Return the model class of a config.
+def _select_model_class(auto_class: Any, config: Any) -> Any:
+    """Return the model class for a config.
 
-    It is used instead of the auto class, which does not accept a state dict without a name.
+    The auto class cannot be used, because it does not accept a state dict without a name.
     """
     mapping = getattr(auto_class, "_model_mapping", None)
     if mapping is None:
         return auto_class
     if type(config) not in mapping:
-        got, need = type(config).__name__, f"a configuration that {auto_class.__name__} knows"
+        got, need = type(config).__name__, f"a configuration that {auto_class.__name__} supports"
         raise UnsupportedError("config", got=got, need=need)
     cls = mapping[type(config)]
     if isinstance(cls, tuple):
-        named = {each.__name__: each for each in cls}
-        matching = [named[name] for name in config.architectures or () if name in named]
+        by_name = {candidate.__name__: candidate for candidate in cls}
+        matching = [by_name[name] for name in config.architectures or () if name in by_name]
         cls = matching[0] if matching else cls[0]
     return cls
 
 
-def _quantization_of(config: Any) -> Any:
-    for each in (config, config.get_text_config()):
+def _get_quantization_config(config: Any) -> Any:
+    for owner in (config, config.get_text_config()):
         for key in ("quantization_config", "compression_config"):
-            if getattr(each, key, None) is not None:
-                return getattr(each, key)
+            if getattr(owner, key, None) is not None:
+                return getattr(owner, key)
     return None
 
 
 # ------------------------------------------------------------------------- non-expert weights
 
 
-def _num_layers(config: Any) -> int | None:
-    """Return the number of layers of the language model; files may have more."""
+def _get_num_layers(config: Any) -> int | None:
+    """Return the number of layers of the language model. Its files may have more layers."""
     count = getattr(config.get_text_config(), "num_hidden_layers", None)
     return count if type(count) is int else None
 
 
-def _other_tensors(
+def _read_other_tensors(
     files: TensorFiles, info: CheckpointInfo, dtype: torch.dtype, num_layers: int | None
 ) -> dict[str, torch.Tensor]:
-    """Return all tensors except those of experts, dequantized, by their names in the files.
+    """Return all tensors that do not belong to experts, dequantized, by their names in the files.
 
-    num_layers: number of layers of the model. Tensors of further layers that have experts are left
-    out.
+    num_layers: number of layers of the model. Tensors of later layers that have experts are
+        omitted.
     """
     extra = [layer for layer in info.layers if num_layers is not None and layer >= num_layers]
-    names = files.names - set(_expert_keys(info, extra))
+    names = files.names - set(_list_expert_keys(info, extra))
     for layer in extra:
         layout, prefix = info.layers[layer][0]
         prefix = prefix.removesuffix(layout.path)
         names = frozenset(name for name in names if not name.startswith(prefix))
     consumed, dequantized = set[str](), dict[str, torch.Tensor]()
-    for base, format, keys in _quantized(files, info, names):
-        dequantized[f"{base}.weight"] = _dequantized(files, format, keys, dtype)
+    for base, format, keys in _find_quantized_weights(files, info, names):
+        dequantized[f"{base}.weight"] = _read_dequantized(files, format, keys, dtype)
         consumed |= set(keys.values())
     return dequantized | {name: files.read(name, ()) for name in names - consumed}
 
 
-def _expert_keys(info: CheckpointInfo, extra: Collection[int]) -> Iterator[str]:
-    """Yield the keys of the experts' tensors in all layers except `extra`."""
+def _list_expert_keys(info: CheckpointInfo, extra: Collection[int]) -> Iterator[str]:
+    """Yield the names of the experts' tensors in all layers except `extra`."""
     for layer in info.layers:
         if layer in extra:
             continue
@@ -414,13 +421,13 @@ def _expert_keys(info: CheckpointInfo, extra: Collection[int]) -> Iterator[str]:
             yield from (key for key in keys if key is not None)
 
 
-def _quantized(
+def _find_quantized_weights(
     files: TensorFiles, info: CheckpointInfo, names: frozenset[str]
 ) -> Iterator[tuple[str, Format, dict[str, str]]]:
-    """Yield modules with a quantized weight: name, format, and keys of tensors by stored name.
+    """Yield (module, format, names of tensors by stored name) of modules with quantized weights.
 
-    Raises WeightsError for a quantized weight that the quantization_config excludes, or describes
-    as another format.
+    Raises WeightsError for a quantized weight that the quantization_config excludes, or to which it
+    assigns another format.
     """
     for name in sorted(names):
         base, _, last = name.rpartition(".")
@@ -433,7 +440,7 @@ def _quantized(
         weight, *others = format.stored
         keys = {weight.name: name}
         for stored in others:
-            candidates = [f"{base}.{each}" for each in (stored.name, *stored.aliases)]
+            candidates = [f"{base}.{alias}" for alias in (stored.name, *stored.aliases)]
             present = [key for key in candidates if key in names]
             if present:
                 keys[stored.name] = present[0]
@@ -441,9 +448,9 @@ def _quantized(
         has_scale = any(scale in keys for scale in scales)
         if last not in (weight.name, *weight.aliases) or not has_scale:
             got = f"{last} of {dtype_name(files.shape_and_dtype(name)[1])}"
-            got += f" and no {' or '.join(scales)}" if scales and not has_scale else ""
+            got += f" without {' or '.join(scales)}" if scales and not has_scale else ""
             need = "an unquantized weight" if format == UNQUANTIZED else f"a weight of {format}"
-            need += ", as in its quantization_config"
+            need += ", as the quantization_config says"
             raise WeightsError(files.qualified_name(name), got=got, need=need)
         if format.torchao is not None:
             shape, file = files.shape_and_dtype(name)[0], files.files[name].name
@@ -451,10 +458,10 @@ def _quantized(
         yield base, format, keys
 
 
-def _dequantized(
+def _read_dequantized(
     files: TensorFiles, format: Format, keys: Mapping[str, str], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the dequantized weight (N, K) of one module."""
+    """Read and dequantize the weight of one module, (N, K)."""
     matrix = merge(format, [{name: files.read(key, ()) for name, key in keys.items()}], dtype)
     if format.dequantized:
         return matrix.w
@@ -472,7 +479,13 @@ def _dequantized(
 
 
 class Config(QuantizationConfigMixin):
-    """The quantization_config of a model that was loaded by `from_pretrained`."""
+    """The quantization_config of a model that `from_pretrained` has loaded.
+
+    original: the quantization_config of the checkpoint.
+    checkpoint: folder of the checkpoint.
+    device: device of the experts; None uses the device of each layer's other parameters.
+    quantize: scheme to quantize unquantized experts to.
+    """
 
     def __init__(
         self,
@@ -490,30 +503,30 @@ class Config(QuantizationConfigMixin):
 
 
 class Quantizer(HfQuantizer):
-    """A quantizer that excludes experts from transformers' loading and installs packed ones."""
+    """A quantizer that loads the experts, which stay packed, in place of transformers."""
 
     quantization_config: Config
     requires_calibration = False
 
     def is_serializable(self) -> bool:
-        """Return False: the checkpoint already exists."""
+        """Return False, because the checkpoint already exists."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """True: adapters can be trained while the experts are frozen."""
+        """True, because adapters can be trained while the experts are frozen."""
         return True
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         with open_tensors(Path(self.quantization_config.checkpoint)) as files:
             layers = read_checkpoint_info(files).layers
-        modules = _modules_of(model)
+        modules = _find_experts_modules(model)
         expected = {
             layer for layer in layers if layer in modules or not _is_ignored(model, layers, layer)
         }
         if set(modules) != expected:
-            got = f"experts of layers {sorted(expected)}, of which {sorted(modules)} are dispatched"
-            need = "experts that transformers dispatches by experts_implementation"
+            got = f"experts in layers {sorted(expected)}, of which {sorted(modules)} are dispatched"
+            need = "experts that transformers dispatches to experts_implementation"
             raise UnsupportedError(type(model).__name__, got=got, need=need)
         for module in modules.values():
             for name in list(module._parameters):
@@ -524,9 +537,13 @@ class Quantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         options = self.quantization_config
         checkpoint, device_option = options.checkpoint, options.device
-        for number, module in logged(list(_modules_of(model).items()), checkpoint, "layers"):
+        for number, module in logged(
+            list(_find_experts_modules(model).items()), checkpoint, "layers"
+        ):
             device = (
-                _device_of(model, number) if device_option is None else parse_device(device_option)
+                _find_layer_device(model, number)
+                if device_option is None
+                else parse_device(device_option)
             )
             loaded = load_experts(
                 checkpoint, number, dtype=model.dtype, device=device, quantize=options.quantize
@@ -540,14 +557,14 @@ if METHOD not in AUTO_QUANTIZER_MAPPING:
     register_quantizer(METHOD)(Quantizer)
 
 
-def _modules_of(model: torch.nn.Module) -> dict[int, Any]:
+def _find_experts_modules(model: torch.nn.Module) -> dict[int, Any]:
     """Return the experts modules that transformers dispatches, by layer number."""
     modules = dict[int, Any]()
     for name, module in model.named_modules():
-        number = layer_of(name)
+        number = parse_layer_number(name)
         if number is not None and is_dispatched(module):
             if number in modules:
-                got, need = f"two experts modules in layer {number}", "one"
+                got, need = f"two experts modules in layer {number}", "one per layer"
                 raise UnsupportedError(type(model).__name__, got=got, need=need)
             modules[number] = module
     return modules
@@ -556,8 +573,8 @@ def _modules_of(model: torch.nn.Module) -> dict[int, Any]:
 def _is_ignored(
     model: Any, layers: Mapping[int, list[tuple[ExpertLayout, str]]], layer: int
 ) -> bool:
-    """Return whether a model does not have a layer of the files, such as one for MTP."""
-    count = _num_layers(model.config)
+    """Return whether the model ignores a layer of the files, such as a layer for MTP."""
+    count = _get_num_layers(model.config)
     if count is not None and layer >= count:
         return True
     _, prefix = layers[layer][0]
@@ -565,25 +582,26 @@ def _is_ignored(
     return any(re.search(pattern, prefix) for pattern in patterns)
 
 
-def _device_of(model: torch.nn.Module, number: int) -> torch.device:
+def _find_layer_device(model: torch.nn.Module, number: int) -> torch.device:
     """Return the device of a layer's other parameters."""
     for name, parameter in model.named_parameters():
-        if layer_of(name) == number:
+        if parse_layer_number(name) == number:
             return parameter.device
-    raise UnsupportedError(type(model).__name__, got=f"no parameter in layer {number}", need="one")
+    got, need = f"no parameter in layer {number}", "a parameter that determines the device"
+    raise UnsupportedError(type(model).__name__, got=got, need=need)
 
 
 def install_weights(module: torch.nn.Module, loaded: LoadedExperts) -> None:
     """Register loaded weights, which stay packed, as parameters of an experts module.
 
-    w1 becomes `gate_up_proj` or `up_proj`, and w2 becomes `down_proj`. The other tensors are named
-    after these, with the suffixes `_mk_scale`, `_zero_point`, `_global_scale`, `_order`, `_a_scale`
-    and `_bias`.
+    w1 becomes `gate_up_proj` or `up_proj`, and w2 becomes `down_proj`. The names of other tensors
+    consist of the projection's name and one of the suffixes `_mk_scale`, `_zero_point`,
+    `_global_scale`, `_order`, `_a_scale` and `_bias`.
     """
     suffixes = {"": "", "_scale": "_mk_scale"}
     suffixes |= {name: name for name in ("_zero_point", "_global_scale", "_order")}
     fields = {}
-    for number, projection in ((1, first_projection(module)), (2, "down_proj")):
+    for number, projection in ((1, get_first_projection(module)), (2, "down_proj")):
         names = {f"w{number}{field}": f"{projection}{suffix}" for field, suffix in suffixes.items()}
         names |= {f"b{number}": f"{projection}_bias", f"a{number}_scale": f"{projection}_a_scale"}
         for field, name in names.items():
@@ -597,33 +615,33 @@ def install_weights(module: torch.nn.Module, loaded: LoadedExperts) -> None:
     setattr(module, QUANT, str(loaded.problem_fields["quant"]))
     setattr(module, INTERLEAVED, act.interleaved)
     cls: Any = type(module)
-    module.__class__ = _packed_class(cls)
+    module.__class__ = _make_packed_class(cls)
 
 
 @lru_cache
-def _packed_class(cls: Any) -> Any:
-    """Return a subclass of `cls` that refuses other experts implementations.
+def _make_packed_class(cls: Any) -> Any:
+    """Return a subclass of `cls` that refuses experts implementations other than ours.
 
-    Only ours can read packed weights.
+    Only our implementations can read packed weights.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         name = self.config._experts_implementation
         implementation = ALL_EXPERTS_FUNCTIONS.get(name)
         if not isinstance(implementation, Registration):
-            need = "an implementation from `register`: the weights are packed"
+            need = "an implementation from `register`, because the weights are packed"
             raise unsupported_error(self, f"experts_implementation {name!r}", need)
         output: torch.Tensor = implementation(self, *args, **kwargs)
         return output
 
-    def reduced(self: Any, _protocol: Any) -> tuple[Any, ...]:
-        return _empty_instance, (cls,), self.__getstate__()
+    def reduce_ex(self: Any, _protocol: Any) -> tuple[Any, ...]:
+        return _make_empty_instance, (cls,), self.__getstate__()
 
-    body = {"forward": forward, "__reduce_ex__": reduced, "__module__": __name__}
+    body = {"forward": forward, "__reduce_ex__": reduce_ex, "__module__": __name__}
     return type(f"Packed{cls.__name__}", (cls,), body)
 
 
-def _empty_instance(cls: Any) -> Any:
-    """Return an empty instance for unpickling, because generated classes have no import path."""
-    packed = _packed_class(cls)
+def _make_empty_instance(cls: Any) -> Any:
+    """Return an empty instance, for unpickling. Generated classes cannot be imported by name."""
+    packed = _make_packed_class(cls)
     return packed.__new__(packed)

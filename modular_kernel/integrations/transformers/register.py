@@ -1,8 +1,8 @@
-"""Registration of a pairing as an experts implementation of transformers."""
+"""Registers pairings of parts as experts implementations of transformers, and runs their calls."""
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from operator import index
+from operator import index, is_not
 from types import BuiltinFunctionType, MethodType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -15,23 +15,26 @@ from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError, InputError, StateError
 from modular_kernel.integrations.transformers.activations import (
     ActivationKey,
-    activation_key_of,
     activation_of,
+    read_activation_key,
     unsupported_error,
 )
-from modular_kernel.integrations.transformers.constants import constant_argument, object_of
+from modular_kernel.integrations.transformers.constants import (
+    make_constant_argument,
+    resolve_object,
+)
 from modular_kernel.integrations.transformers.gradients import (
-    grouped_mm,
     needs_gradients,
-    runs_grouped_mm,
+    run_grouped_mm,
+    supports_grouped_mm,
 )
 from modular_kernel.integrations.transformers.modules import (
-    flags_of,
-    layout_of,
-    names_of,
-    problem_of,
-    tensor_of,
-    tensors_of,
+    list_tensor_names,
+    make_problem_factory,
+    read_flags,
+    read_layout,
+    read_tensor,
+    read_tensors,
 )
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.operators.expert_fields import tensor_key, weights_from
@@ -43,7 +46,7 @@ from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.tensor_checks import check_strided, check_tensors
 
 Gradients = Literal["fallback", "refuse"]
-_NAMES = ("hidden_states", "top_k_index", "top_k_weights")
+_ARGUMENT_NAMES = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 def register(
@@ -55,15 +58,20 @@ def register(
 ) -> str:
     """Register a pairing as transformers' experts implementation `name`, and return `name`.
 
-    experts: None selects TritonExperts on a GPU. On a CPU, it selects transformers' grouped_mm,
-        which is faster there, and TorchExperts for modules that grouped_mm does not support.
+    Several pairings can be registered under different names. Registering a name again replaces its
+    pairing.
+
+    prepare_finalize: the prepare/finalize part.
+    experts: the experts part. None selects TritonExperts on a GPU. On a CPU, None selects
+        transformers' grouped_mm, which is faster there, and TorchExperts for modules that
+        grouped_mm does not support.
+    name: name of the experts implementation.
     gradients: "fallback" runs transformers' grouped_mm in training mode, because its backward is
-        faster; in eval mode, gradients are computed by torch operations. "refuse" raises
+        faster; in eval mode, torch operations compute the gradients. "refuse" raises
         UnsupportedError for a call in grad mode with an input or weight that requires grad.
 
-    Several pairings can be registered under different names. Registering a name again replaces its
-    pairing. Raises ConfigurationError for another value of gradients, or for a name that
-    transformers itself uses.
+    Raises ConfigurationError for any other value of gradients, or for a name that transformers
+    itself uses.
     """
     expect("prepare_finalize", prepare_finalize, str | type)
     expect("experts", experts, str | type | None)
@@ -80,13 +88,13 @@ def register(
 
 
 def register_default() -> None:
-    """Register the default pairing as "modular_kernel", unless that name is taken."""
+    """Register the default pairing as "modular_kernel", unless that name is registered."""
     if ALL_EXPERTS_FUNCTIONS.get("modular_kernel") is None:
         register()
 
 
 def registration(name: str = "modular_kernel") -> "Registration":
-    """Return the Registration of `name`, with its pairing and the kernels built so far.
+    """Return the Registration of a name, with its pairing and the kernels created so far.
 
     Raises ConfigurationError for a name that is not registered.
     """
@@ -98,22 +106,26 @@ def registration(name: str = "modular_kernel") -> "Registration":
 
 
 @dataclass
-class Layer:
+class ModuleState:
     """Cached state of an experts module.
 
-    activation_key: the values from which its activation was identified. bound: its weights and
-    problem in the last call.
+    activation_key: the values that determine its activation.
+    activation: its activation.
+    bound: its weights and problem in the last call.
     """
 
     activation_key: ActivationKey
     activation: ActivationSpec
-    bound: "Bound | None" = None
+    bound: "BoundWeights | None" = None
 
 
 @dataclass(frozen=True)
-class Bound:
-    """Weights of a module. Valid while `key` is unchanged.
+class BoundWeights:
+    """Weights of an experts module, and the arguments that describe them to the operator.
 
+    key: dtype, top_k, and the state of the module. The object is valid while the key is unchanged.
+    tensors: the module's tensors.
+    weights: the tensors as ExpertWeights.
     fields, layer: arguments of the operator `experts`.
     """
 
@@ -125,17 +137,20 @@ class Bound:
 
 
 class Registration:
-    """One pairing, and a cache entry for each module that uses it, for the module's lifetime."""
+    """A registered pairing, which transformers calls as an experts implementation.
+
+    The state of each module that uses it is cached while the module exists.
+    """
 
     def __init__(self, pairing: Pairing, gradients: Gradients) -> None:
         self.pairing = pairing
         self.pairing_text = str(pairing)
         self.gradients = gradients
-        self.layers: WeakKeyDictionary[torch.nn.Module, Layer] = WeakKeyDictionary()
+        self.layers: WeakKeyDictionary[torch.nn.Module, ModuleState] = WeakKeyDictionary()
 
     @property
     def kernels(self) -> MutableMapping[Any, FusedMoEModularKernel]:
-        """The kernels built so far."""
+        """The kernels created so far."""
         return self.pairing.kernels
 
     def __call__(
@@ -145,36 +160,39 @@ class Registration:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the forward of an experts module, with the signature that transformers calls.
+        """Run the forward of an experts module. Returns a new (T, H) tensor like hidden_states.
 
-        hidden_states: (T, H). top_k_index: (T, K); ids past the last expert are skipped.
-        top_k_weights: (T, K), any float dtype. Returns a new (T, H) tensor like hidden_states.
+        module: the experts module.
+        hidden_states: (T, H).
+        top_k_index: (T, K). Ids past the last expert are skipped.
+        top_k_weights: (T, K), any floating-point dtype.
         """
         call = (hidden_states, top_k_index, top_k_weights)
         names: tuple[str, ...]
-        why = ""
+        reason = ""
         if torch.compiler.is_compiling():
-            names, why = _names(constant_argument(module), flags_of(module))
+            names, reason = _find_tensor_names(make_constant_argument(module), read_flags(module))
         else:
-            for what, tensor in zip(_NAMES, call, strict=True):
+            for what, tensor in zip(_ARGUMENT_NAMES, call, strict=True):
                 check_strided(what, tensor)
-            names = names_of(module)
-        tensors = tuple([_attribute(module, (name,)) for name in names])
+            names = list_tensor_names(module)
+        tensors = tuple([_get_attribute(module, (name,)) for name in names])
         if any(map(_is_not_tensor, tensors)):
             if not torch.compiler.is_compiling():
-                tensors_of(module)  # raises
-            why = "an attribute that is not a tensor"
-        if why:
-            return self._run_eagerly(why, module, call)
+                read_tensors(module)  # raises
+            reason = "an attribute that is not a tensor"
+        if reason:
+            return self._run_eagerly(reason, module, call)
         needed = needs_gradients((hidden_states, top_k_weights, *tensors))
         if needed and self.gradients == "refuse":
             raise unsupported_error(module, "a call that needs gradients", "torch.no_grad()")
-        # In training, activation checkpointing runs the forward first without gradients.
+        # Do not decide by `needed`: activation checkpointing first runs the forward without
+        # gradients.
         trains = module.training and self.gradients == "fallback"
-        if (trains or self.is_slower_on(hidden_states.device)) and _runs_grouped_mm(
-            constant_argument(module)
+        if (trains or self.is_slower_on(hidden_states.device)) and _supports_grouped_mm(
+            make_constant_argument(module)
         ):
-            return grouped_mm(module, call)
+            return run_grouped_mm(module, call)
         return self.forward(module, call, names, tensors, as_operator=needed)
 
     def is_slower_on(self, device: torch.device) -> bool:
@@ -183,15 +201,16 @@ class Registration:
 
     def _run_eagerly(
         self,
-        why: str,
+        reason: str,
         module: torch.nn.Module,
         call: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Break the graph and run the call eagerly, which raises errors with their usual messages.
 
-        With fullgraph=True, torch raises an error with the reason `why` instead.
+        reason: why the call cannot be traced. With fullgraph=True, torch raises an error with this
+            reason instead.
         """
-        torch._dynamo.graph_break(msg=why)
+        torch._dynamo.graph_break(msg=reason)
         outside = torch._dynamo.disable(self.__call__)  # type: ignore[no-untyped-call]
         result: torch.Tensor = outside(module, *call)
         return result
@@ -207,12 +226,13 @@ class Registration:
     ) -> torch.Tensor:
         """Run a call on the pairing.
 
-        as_operator: call the operator, which supports gradients, even if nothing is traced.
+        names, tensors: names and values of the module's tensors.
+        as_operator: call the operator, which supports gradients, even if the call is not traced.
         """
         x_TH, ids_TK, weights_TK = normalize_call(module, call, tensors[0].shape[0])
         if torch.compiler.is_compiling():
             return self._trace(module, (x_TH, ids_TK, weights_TK), tensors)
-        bound = self._bound(module, names, x_TH.dtype, ids_TK.shape[1])
+        bound = self._bind_weights(module, names, x_TH.dtype, ids_TK.shape[1])
         if as_operator:
             texts = bound.fields, bound.layer, self.pairing_text
             result: torch.Tensor = EXPERTS(x_TH, ids_TK, weights_TK, list(tensors), *texts)
@@ -227,60 +247,66 @@ class Registration:
     ) -> torch.Tensor:
         """Run the call as one operator in a traced graph.
 
-        Shapes come from the traced tensors, because those of sharded parameters differ from the
-        module's.
+        Shapes are those of the traced tensors, because the shapes of sharded parameters differ from
+        those of the module.
         """
         x_TH, ids_TK, weights_TK = call
         shapes = tuple([tuple(tensor.shape) for tensor in tensors])
         dtypes = tuple([tensor.dtype for tensor in tensors])
         devices = tuple([tensor.device for tensor in tensors])
         top_k = index(ids_TK.shape[1])  # specializes a symbol of dynamic shapes
-        metadata, flags = (shapes, dtypes, devices), flags_of(module)
-        owner, experts = constant_argument(self), constant_argument(module)
-        constants = _constants(owner, experts, metadata, x_TH.dtype, x_TH.device, top_k, flags)
+        metadata, flags = (shapes, dtypes, devices), read_flags(module)
+        owner, experts = make_constant_argument(self), make_constant_argument(module)
+        constants = _compute_constants(
+            owner, experts, metadata, x_TH.dtype, x_TH.device, top_k, flags
+        )
         if isinstance(constants, str):
             return self._run_eagerly(constants, module, call)
         fields, layer, numbers, functions = constants
-        # The checks become guards of the graph, which is valid only for these values.
+        # These checks become guards of the graph, because it is valid only for these values.
         for path, function in functions:
-            value = _function(module, path)
+            value = _get_function(module, path)
             if value is None or (function is not None and id(value) != function):
-                raise StateError("experts module", got=f"another {path}", need="as traced")
+                need = f"the {path} of the traced call"
+                raise StateError("experts module", got=f"another {path}", need=need)
         for path, value in numbers:
-            if _attribute(module, path) != value:
-                raise StateError("experts module", got=f"another {path[-1]}", need="as traced")
-        texts = fields, layer, _text(owner)
+            if _get_attribute(module, path) != value:
+                need = f"the {path[-1]} of the traced call"
+                raise StateError("experts module", got=f"another {path[-1]}", need=need)
+        texts = fields, layer, _get_pairing_text(owner)
         return traced_experts(x_TH, ids_TK, weights_TK, list(tensors), *texts)
 
-    def _bound(
+    def _bind_weights(
         self, module: torch.nn.Module, names: tuple[str, ...], dtype: torch.dtype, top_k: int
-    ) -> Bound:
-        tensors = tuple([tensor_of(module, name) for name in names])
-        layer = self._layer(module)
-        key = (dtype, top_k, layer.activation, flags_of(module), tuple(map(tensor_key, tensors)))
+    ) -> BoundWeights:
+        tensors = tuple([read_tensor(module, name) for name in names])
+        layer = self._get_module_state(module)
+        key = (dtype, top_k, layer.activation, read_flags(module), tuple(map(tensor_key, tensors)))
         bound = layer.bound
-        if bound is None or bound.key != key or any(map(_is_other, bound.tensors, tensors)):
+        if bound is None or bound.key != key or any(map(is_not, bound.tensors, tensors)):
             check_tensors(dict(zip(names, tensors, strict=True)))
-            layout = layout_of(module, tensors)
-            problem = problem_of(module, tensors, layout)(
+            layout = read_layout(module, tensors)
+            problem = make_problem_factory(module, tensors, layout)(
                 dtype=dtype, top_k=top_k, activation=layer.activation
             )
             weights = weights_from(tensors, layout.fields)
-            bound = layer.bound = Bound(key, tensors, weights, layout.fields, layer_text(problem))
+            bound = layer.bound = BoundWeights(
+                key, tensors, weights, layout.fields, layer_text(problem)
+            )
         return bound
 
     def activation(self, module: torch.nn.Module) -> ActivationSpec:
-        """Return the activation between the module's projections, determined once."""
-        return self._layer(module).activation
+        """Return the activation between the module's projections, which is cached."""
+        return self._get_module_state(module).activation
 
-    def _layer(self, module: torch.nn.Module) -> Layer:
-        activation_key = activation_key_of(module)
+    def _get_module_state(self, module: torch.nn.Module) -> ModuleState:
+        activation_key = read_activation_key(module)
         layer = self.layers.get(module)
         if layer is None or layer.activation_key != activation_key:
-            layer = self.layers[module] = Layer(activation_key, activation_of(module))
+            layer = self.layers[module] = ModuleState(activation_key, activation_of(module))
         return layer
 
-    def constants(
+    def compute_constants(
         self,
         module: torch.nn.Module,
         tensors: tuple[torch.Tensor, ...],
@@ -289,11 +315,11 @@ class Registration:
     ) -> tuple[str, str]:
         """Return the arguments `fields` and `layer` of the operator `experts`.
 
-        tensors: the module's weights, or meta tensors of their shapes and dtypes.
+        tensors: the module's weights, or meta tensors with their shapes and dtypes.
         """
-        layout = layout_of(module, tensors)
-        problem = problem_of(module, tensors, layout)(
-            dtype=dtype, top_k=top_k, activation=self._layer(module).activation
+        layout = read_layout(module, tensors)
+        problem = make_problem_factory(module, tensors, layout)(
+            dtype=dtype, top_k=top_k, activation=self._get_module_state(module).activation
         )
         return layout.fields, layer_text(problem)
 
@@ -301,12 +327,14 @@ class Registration:
 def normalize_call(
     module: torch.nn.Module, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor], experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x, ids and weights as kernels require them.
+    """Return x, ids and router weights as kernels require them.
 
-    Ids past the last expert become -1, and weights become float32. All are contiguous.
+    Ids past the last expert become -1, weights become float32, and all tensors are contiguous.
+
+    experts: number of experts of the module.
     """
     x_TH, ids_TK, weights_TK = call
-    check_tensors(dict(zip(_NAMES, call, strict=True)))
+    check_tensors(dict(zip(_ARGUMENT_NAMES, call, strict=True)))
     # Releases without the attribute may also pass ids of experts on other ranks.
     if getattr(module, "_is_expert_parallel", True):
         ids_TK = ids_TK.masked_fill(ids_TK >= experts, -1)
@@ -317,28 +345,28 @@ def normalize_call(
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _names(
+def _find_tensor_names(
     module: torch.nn.Module | int, _flags: tuple[object, ...]
 ) -> tuple[tuple[str, ...], str]:
     """Return (names of the weights, ""), or ((), reason) if the module is not supported."""
     try:
-        return names_of(object_of(module)), ""
+        return list_tensor_names(resolve_object(module)), ""
     except InputError as error:
         return (), str(error)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _runs_grouped_mm(module: torch.nn.Module | int) -> bool:
-    return runs_grouped_mm(object_of(module))
+def _supports_grouped_mm(module: torch.nn.Module | int) -> bool:
+    return supports_grouped_mm(resolve_object(module))
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _text(registration: Registration | int) -> str:
-    return object_of(registration).pairing_text
+def _get_pairing_text(registration: Registration | int) -> str:
+    return resolve_object(registration).pairing_text
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _constants(
+def _compute_constants(
     registration: Registration | int,
     module: torch.nn.Module | int,
     metadata: tuple[tuple[Any, ...], ...],
@@ -347,51 +375,54 @@ def _constants(
     top_k: int,
     _flags: tuple[object, ...],
 ) -> tuple[object, ...] | str:
-    """Return (fields, layer, numbers, functions), or the reason why a call is not traced.
+    """Return (fields, layer, numbers, functions), or the reason why a call cannot be traced.
 
-    fields and layer are arguments of the operator. They depend on the attributes in numbers (path,
-    value) and functions (name, id).
+    fields and layer are arguments of the operator. They are valid while the module's attributes
+    equal those in numbers, (path, value), and functions, (name, id).
+
+    metadata: shapes, dtypes and devices of the traced tensors.
     """
-    registration, module = object_of(registration), object_of(module)
+    registration, module = resolve_object(registration), resolve_object(module)
     shapes, dtypes, devices = metadata
-    tensors = tuple(map(_meta, shapes, dtypes))
+    tensors = tuple(map(_make_meta_tensor, shapes, dtypes))
     try:
-        for name, tensor_device in zip(names_of(module), devices, strict=True):
+        for name, tensor_device in zip(list_tensor_names(module), devices, strict=True):
             if tensor_device != device:
                 raise unsupported_error(
-                    module, f"{name} on {tensor_device}", f"on {device}, where x is"
+                    module, f"{name} on {tensor_device}", f"{name} on {device}, as x"
                 )
-        activation_key: ActivationKey = activation_key_of(module)
-        texts = registration.constants(module, tensors, dtype, top_k)
+        activation_key: ActivationKey = read_activation_key(module)
+        texts = registration.compute_constants(module, tensors, dtype, top_k)
     except InputError as error:
         return str(error)
     paths = [path for path in ("_apply_gate", "act_fn") if hasattr(module, path)]
-    functions = tuple([(path, _id_in_graph(_function(module, path))) for path in paths])
+    functions = tuple([(path, _get_traceable_id(_get_function(module, path))) for path in paths])
     return (*texts, activation_key[2], functions)
 
 
-def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _make_meta_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _id_in_graph(function: object) -> int | None:
-    """Return the id of a function, or None if it is built in.
+def _get_traceable_id(function: object) -> int | None:
+    """Return the id of a function, or None if it is a built-in function.
 
-    Dynamo of torch 2.11 does not trace `id` of such a function. Reading it adds a guard, too.
+    Dynamo of torch 2.11 does not trace `id` of a built-in function. Reading the attribute already
+    adds a guard.
     """
     return None if isinstance(function, BuiltinFunctionType) else id(function)
 
 
-def _function(module: torch.nn.Module, name: str) -> object:
-    """Return an attribute. For a method, return its function.
+def _get_function(module: torch.nn.Module, name: str) -> object:
+    """Return an attribute, or the underlying function if the attribute is a method.
 
-    Each access to a method creates a new object, which cannot be compared by identity.
+    Each access to a method creates a new object, so methods cannot be compared by identity.
     """
-    attribute = _attribute(module, (name,))
+    attribute = _get_attribute(module, (name,))
     return attribute.__func__ if isinstance(attribute, MethodType) else attribute
 
 
-def _attribute(module: torch.nn.Module, path: tuple[str, ...]) -> Any:
+def _get_attribute(module: torch.nn.Module, path: tuple[str, ...]) -> Any:
     value: Any = module
     for name in path:
         value = getattr(value, name, None)
@@ -400,7 +431,3 @@ def _attribute(module: torch.nn.Module, path: tuple[str, ...]) -> Any:
 
 def _is_not_tensor(value: object) -> bool:
     return not isinstance(value, torch.Tensor)
-
-
-def _is_other(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is not other

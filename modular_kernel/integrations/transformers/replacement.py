@@ -1,4 +1,4 @@
-"""Makes experts modules that transformers does not dispatch use the experts implementation."""
+"""Replaces experts modules that transformers does not dispatch, so that they run on our kernels."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -8,11 +8,11 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from modular_kernel.integrations.transformers.modules import FIELDS, QUANT
-from modular_kernel.integrations.transformers.peft_experts import serve_wrapped
+from modular_kernel.integrations.transformers.peft_experts import replace_wrappers
 from modular_kernel.integrations.transformers.register import Registration
 from modular_kernel.utils.argument_checks import expect
 
-# Attributes that transformers' decorator sets on a module.
+# Attributes that transformers' decorator for experts sets on a module, with their defaults.
 _FLAGS = {
     "has_gate": True,
     "has_bias": False,
@@ -26,24 +26,25 @@ _FLAGS = {
 def serve(model: torch.nn.Module) -> tuple[str, ...]:
     """Make the modules of REPLACED, and experts that PEFT wraps, use the experts implementation.
 
-    A module remains the same object with the same weights. Only its class is replaced, by a
-    subclass that runs the original forward if another experts implementation is selected. PEFT
-    multiplies the factors of an adapter in each call; here they are applied one after the other.
+    A module remains the same object with the same weights. Only its class is replaced by a
+    subclass, which runs the original forward if another experts implementation is selected. PEFT
+    multiplies the two factors of an adapter with each other in each call; after this function, the
+    factors are applied to the activations one after the other.
 
     Returns the names of the modules. Raises ConfigurationError unless `model` is a module.
     """
     expect("model", model, torch.nn.Module)
     names = []
     for name, module in list(model.named_modules()):
-        make = REPLACED.get(type(module).__name__)
-        if make is not None:
-            make(module, _config_of(model, name))
+        replace = REPLACED.get(type(module).__name__)
+        if replace is not None:
+            replace(module, _find_config(model, name))
             names.append(name)
-    return (*names, *serve_wrapped(model))
+    return (*names, *replace_wrappers(model))
 
 
-def _config_of(model: torch.nn.Module, name: str) -> Any:
-    """Return the config of the nearest enclosing module that has one."""
+def _find_config(model: torch.nn.Module, name: str) -> Any:
+    """Return the config of the nearest enclosing module that has a config."""
     parts = name.split(".")
     for end in range(len(parts), -1, -1):
         config = getattr(model.get_submodule(".".join(parts[:end])), "config", None)
@@ -59,17 +60,17 @@ def _set_flags(module: Any, config: Any, **flags: object) -> None:
 
 def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
     cls: Any = type(module)
-    module.__class__ = _subclass_with(cls, forward)
+    module.__class__ = _make_subclass(cls, forward)
 
 
 @lru_cache
-def _subclass_with(cls: Any, forward: Callable[..., Any]) -> Any:
+def _make_subclass(cls: Any, forward: Callable[..., Any]) -> Any:
     gate = getattr(cls, "_apply_gate", _default_apply_gate)
     body = {"forward": forward, "_apply_gate": gate, "__module__": __name__, "_original_class": cls}
     return type(f"Served{cls.__name__}", (cls,), body)
 
 
-def _our_registration(module: Any) -> Registration | None:
+def _get_registration(module: Any) -> Registration | None:
     implementation = ALL_EXPERTS_FUNCTIONS.get(module.config._experts_implementation or "eager")
     return implementation if isinstance(implementation, Registration) else None
 
@@ -83,7 +84,7 @@ def _replace_step(module: Any, config: Any) -> None:
 
 
 def _step_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    registration = _our_registration(self)
+    registration = _get_registration(self)
     output: torch.Tensor = (
         self._original_class.forward(self, *args, **kwargs)
         if registration is None
@@ -93,7 +94,7 @@ def _step_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _replace_longcat(module: Any, config: Any) -> None:
-    """Replace LongCat's experts, the last of which are the identity (zero experts).
+    """Replace LongCat's experts. The last experts are zero experts, which compute the identity.
 
     w1 has unused rows for the zero experts.
     """
@@ -109,7 +110,7 @@ def _replace_longcat(module: Any, config: Any) -> None:
 def _longcat_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    registration, call = _our_registration(self), (hidden_states, top_k_index, top_k_weights)
+    registration, call = _get_registration(self), (hidden_states, top_k_index, top_k_weights)
     output: torch.Tensor
     if registration is None or self.training:
         output = self._original_class.forward(self, *call)
@@ -122,18 +123,18 @@ def _longcat_forward(
 
 
 def _replace_llama4(module: Any, config: Any) -> None:
-    """Replace a block whose router weights scale the input of the experts.
+    """Replace a block that multiplies the input of the experts by the router weights.
 
-    Each (token, expert) pair becomes a token with K = 1.
+    Each (token, expert) pair is passed to the experts as a token with K = 1.
     """
     _set_flags(module.experts, config, is_transposed=True)
     cls: Any = type(module.experts)
-    module.experts.__class__ = _subclass_with(cls, cls.forward)
+    module.experts.__class__ = _make_subclass(cls, cls.forward)
     _set_forward(module, _llama4_forward)
 
 
 def _llama4_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    registration = _our_registration(self.experts)
+    registration = _get_registration(self.experts)
     outputs: tuple[torch.Tensor, torch.Tensor]
     if registration is None:
         outputs = self._original_class.forward(self, hidden_states)
@@ -147,6 +148,7 @@ def _llama4_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
     return self.shared_expert(x_TH) + routed, logits
 
 
+# For each class name of an experts module: the function that replaces a module, given its config.
 REPLACED: dict[str, Callable[[Any, Any], None]] = {
     "Llama4TextMoe": _replace_llama4,
     "LongcatFlashExperts": _replace_longcat,

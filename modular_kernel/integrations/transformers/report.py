@@ -1,4 +1,4 @@
-"""Report of a model's experts modules that run on our kernels, with reasons for the others."""
+"""Reports which experts modules of a model run on our kernels, and why the others do not."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,14 +7,14 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from modular_kernel.errors import IncompatibleError, InputError
-from modular_kernel.integrations.transformers.gradients import needs_gradients, runs_grouped_mm
-from modular_kernel.integrations.transformers.modules import is_dispatched, tensors_of
+from modular_kernel.integrations.transformers.gradients import needs_gradients, supports_grouped_mm
+from modular_kernel.integrations.transformers.modules import is_dispatched, read_tensors
 from modular_kernel.integrations.transformers.register import Registration
 from modular_kernel.integrations.transformers.replacement import REPLACED
 from modular_kernel.utils.argument_checks import expect
 
-# Experts that are neither dispatched by transformers nor replaced by `serve`, by class name.
-_OTHERS = {
+# Why experts are neither dispatched by transformers nor replaced by `serve`, by class name.
+_NOT_SUPPORTED = {
     "DbrxExperts": "has separate gate and up weights and a transposed w2, which would be copied",
     "JetMoeMoE": "sorts tokens in its router and adds a bias of its own",
     "JetMoeMoA": "has experts in attention",
@@ -25,7 +25,12 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One experts module. why: the reason why it does not run on our kernels; "" if it does."""
+    """One experts module.
+
+    name: name of the module in the model.
+    kind: class name of the module.
+    why: why the module does not run on our kernels; "" if it does.
+    """
 
     name: str
     kind: str
@@ -33,7 +38,7 @@ class Row:
 
     @property
     def served(self) -> bool:
-        """True if the next forward runs on our kernels, in the grad mode of the report."""
+        """Whether the next forward, in the grad mode of the report, runs on our kernels."""
         return not self.why
 
     def __str__(self) -> str:
@@ -43,7 +48,7 @@ class Row:
 def report(model: torch.nn.Module) -> tuple[Row, ...]:
     """Return a row for each experts module of a model, in the model's order.
 
-    The model does not run; only its activation functions are evaluated, on small tensors. Raises
+    The model does not run. Only its activation functions are evaluated, on small tensors. Raises
     ConfigurationError unless `model` is a module.
     """
     expect("model", model, torch.nn.Module)
@@ -51,45 +56,45 @@ def report(model: torch.nn.Module) -> tuple[Row, ...]:
     for name, module in model.named_modules():
         kind = type(module).__name__
         if is_dispatched(module):
-            rows.append(Row(name, kind, _why_not_served(module)))
+            rows.append(Row(name, kind, _find_reason(module)))
         elif kind in REPLACED:
             rows.append(
                 Row(name, kind, "transformers does not dispatch it; serve(model) replaces it")
             )
-        elif kind in _OTHERS:
+        elif kind in _NOT_SUPPORTED:
             rows.append(
-                Row(name, kind, f"transformers does not dispatch it, and it {_OTHERS[kind]}")
+                Row(name, kind, f"transformers does not dispatch it, and it {_NOT_SUPPORTED[kind]}")
             )
     return tuple(rows)
 
 
-def _why_not_served(module: Any) -> str:
+def _find_reason(module: Any) -> str:
     name = module.config._experts_implementation
     implementation = ALL_EXPERTS_FUNCTIONS.get(name) if name is not None else None
     if not isinstance(implementation, Registration):
-        return f"experts_implementation is {name!r}, which is not one of ours"
-    if implementation.is_slower_on(_device(module)) and runs_grouped_mm(module):
-        need = 'register("MoEPrepareAndFinalizeNoEP", "TorchExperts") selects ours'
-        return f"on a CPU transformers' grouped_mm runs, which is faster; {need}"
-    if module.training and implementation.gradients == "fallback" and runs_grouped_mm(module):
-        return "it trains: transformers' grouped_mm runs; call model.eval()"
+        return f"experts_implementation is {name!r}, which modular_kernel has not registered"
+    if implementation.is_slower_on(_get_device(module)) and supports_grouped_mm(module):
+        advice = 'register("MoEPrepareAndFinalizeNoEP", "TorchExperts") selects modular_kernel'
+        return f"on a CPU, transformers' grouped_mm runs, because it is faster; {advice}"
+    if module.training and implementation.gradients == "fallback" and supports_grouped_mm(module):
+        return "it is in training mode, so transformers' grouped_mm runs; call model.eval()"
     if module.training and hasattr(module, "_original_class"):
-        return "it trains: its own forward runs; call model.eval()"
+        return "it is in training mode, so its own forward runs; call model.eval()"
     try:
-        tensors = tensors_of(module)
+        tensors = read_tensors(module)
         if any(tensor.is_meta for tensor in tensors):
             return "its weights are not loaded"
         if implementation.gradients == "refuse" and needs_gradients(tensors):
             return "gradients are refused, and its weights require grad; use torch.no_grad()"
         dtype = next((t.dtype for t in tensors if t.dtype in _DTYPES), torch.bfloat16)
-        _, layer = implementation.constants(module, tensors, dtype, 1)
+        _, layer = implementation.compute_constants(module, tensors, dtype, 1)
         implementation.pairing.check(layer, tensors[0].device)
     except (InputError, IncompatibleError) as error:
         return " ".join(str(error).split())
     return ""
 
 
-def _device(module: torch.nn.Module) -> torch.device:
+def _get_device(module: torch.nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("meta"))
 
 

@@ -1,7 +1,7 @@
 """Runs one layer's experts in a workspace that vLLM provides.
 
-Before each call, vLLM asks for the size of the workspace and passes memory of at least that size.
-All layers share it, and its address does not change in CUDA graphs.
+Before each call, vLLM asks for the size of the workspace, and then passes memory of at least that
+size. All layers share this memory. Its address does not change in CUDA graphs.
 """
 
 from dataclasses import replace
@@ -22,10 +22,11 @@ from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
 
 
 class StandardCalls:
-    """Calls with the layer's tokens and their routing: from x (T, H) to the layer's output (T, H).
+    """Runs calls with tokens and their routing, from x (T, H) to the layer's output (T, H).
 
-    problem: the layer. Its `tokens` and `top_k` are replaced by those of each call. part: name of
-    the experts part.
+    problem: the problem of the layer. `tokens` and `top_k` are replaced by those of each call.
+    part: name of the experts part.
+    machine: the machine that vLLM runs on.
     """
 
     def __init__(self, problem: Problem, part: str, machine: Machine) -> None:
@@ -33,17 +34,17 @@ class StandardCalls:
         self._kernels: dict[tuple[int, int], FusedMoEModularKernel] = {}
 
     def kernel(self, tokens: int, top_k: int) -> FusedMoEModularKernel:
-        """Return the kernel for calls with this number of tokens and of experts per token."""
+        """Return the kernel for calls with this number of tokens and this K."""
         key = plan_capacity(tokens), top_k
         kernel = self._kernels.get(key)
         if kernel is None:
             problem = replace(self.problem, tokens=key[0], top_k=top_k)
-            kernel = _kernel(problem, self.part, self.machine, _device(self.machine))
+            kernel = _make_kernel(problem, self.part, self.machine, _get_device(self.machine))
             self._kernels[key] = kernel
         return kernel
 
     def workspace_bytes(self, tokens: int, top_k: int) -> int:
-        """Return the bytes of workspace that a call needs."""
+        """Return the size of the workspace that a call needs, in bytes."""
         return workspace_bytes(self.kernel(tokens, top_k).workspace_specs(tokens))
 
     @modes.untraced
@@ -58,8 +59,9 @@ class StandardCalls:
     ) -> None:
         """Write the layer's output to `out`.
 
-        memory: uint8, at least `workspace_bytes` long. Raises an InputError before anything is
-        launched if a tensor does not match.
+        memory: uint8, at least `workspace_bytes` long.
+
+        Raises an InputError before anything is launched if a tensor does not match.
         """
         tokens, top_k = routing.topk_ids_TK.shape
         kernel = self.kernel(tokens, top_k)
@@ -69,18 +71,18 @@ class StandardCalls:
 
 
 class BatchedCalls:
-    """Calls with rows grouped by expert: from x (e, C, H) to unweighted rows (e, C, H)."""
+    """Runs calls with rows grouped by expert, from x (e, C, H) to unweighted rows (e, C, H)."""
 
     def __init__(self, problem: Problem, part: str) -> None:
         self.problem, self.part = problem, part
-        self._experts = _batched_experts(problem, part)
+        self._experts = _make_batched_experts(problem, part)
         self._checked: ExpertWeights | None = None
 
     def _specs(self, experts: int, capacity: int) -> dict[str, BufferSpec]:
         return self._experts.workspace_shapes(BatchedShape(experts, capacity)).buffers()
 
     def workspace_bytes(self, experts: int, capacity: int) -> int:
-        """Return the bytes of workspace of a call with `capacity` rows for each expert."""
+        """Return the size of the workspace of a call with `capacity` rows per expert, in bytes."""
         return workspace_bytes(self._specs(experts, capacity))
 
     @modes.untraced
@@ -95,8 +97,9 @@ class BatchedCalls:
     ) -> None:
         """Write the experts' rows to `out`.
 
-        memory: uint8, at least `workspace_bytes` long. Raises an InputError if a weight does not
-        match.
+        memory: uint8, at least `workspace_bytes` long.
+
+        Raises an InputError if a weight does not match.
         """
         x_eCH = tokens.x_eCH
         if weights is not self._checked:
@@ -106,26 +109,26 @@ class BatchedCalls:
         self._experts.apply(tokens, weights=weights, workspace=workspace, output=out)
 
 
-def _device(machine: Machine) -> torch.device:
+def _get_device(machine: Machine) -> torch.device:
     if machine.device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 @lru_cache(maxsize=256)
-def _kernel(
+def _make_kernel(
     problem: Problem, part: str, machine: Machine, device: torch.device
 ) -> FusedMoEModularKernel:
-    """Create the kernel of a device. Layers of the same sizes share it.
+    """Create the kernel for a device. Layers of the same sizes share a kernel.
 
-    4-bit weights are not prepared: vLLM may load new weights into the same memory, and CUDA graphs
-    would still read the prepared copies of the old ones.
+    4-bit weights are not prepared, because vLLM may load new weights into the same memory, and CUDA
+    graphs would still read prepared copies of the old weights.
     """
     kernel = make_kernel(NO_EP, part, problem, machine=machine, auto_prepare=False)
-    kernel.count_invalid_ids_on(device)  # not while a CUDA graph is captured
+    kernel.count_invalid_ids_on(device)  # allocates, so it must not run during graph capture
     return kernel
 
 
 @lru_cache(maxsize=256)
-def _batched_experts(problem: Problem, part: str) -> PermuteExpertsUnpermute:
+def _make_batched_experts(problem: Problem, part: str) -> PermuteExpertsUnpermute:
     return load_catalog().experts(part)(problem)

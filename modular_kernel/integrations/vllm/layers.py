@@ -13,11 +13,11 @@ from modular_kernel.compatibility.rules import judge
 from modular_kernel.errors import IncompatibleError, UnsupportedError
 from modular_kernel.integrations.runner_dispatched import ReceivedBatches
 from modular_kernel.operators.kernel_cache import NO_EP
-from modular_kernel.settings import vllm_plugin
+from modular_kernel.settings import read_vllm_setting
 from modular_kernel.spec.problem import ActivationFormat, ActivationSpec, Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 
-# Parts on a GPU, unless MK_VLLM names others.
+# Parts that are tried on a GPU, unless MK_VLLM names others.
 DEFAULT_PARTS = ("TritonExperts", "BatchedTritonExperts")
 _TENSOR, _TOKEN, _CHANNEL = (-1, -1), (1, -1), (-1, 1)  # values of Operand.group
 # vLLM's SWIGLUOAI and SWIGLUSTEP use these constants, and ignore the configuration.
@@ -37,8 +37,9 @@ class Operand:
     """Quantization of weights or activations.
 
     element: "fp8" (e4m3), "int8", "mxfp4", "nvfp4", or vLLM's name of another element type.
-    group: rows and columns that one scale covers; -1 means all of them. static: the scale is given,
-    not computed in each call. symmetric: there are no zero points.
+    group: (rows, columns) that one scale covers. -1 means all rows or all columns.
+    static: whether the scale is given instead of computed in each call.
+    symmetric: whether there are no zero points.
     """
 
     element: str
@@ -51,12 +52,12 @@ class Operand:
         return f"{kind} {'' if self.symmetric else 'asymmetric '}{self.element} {self.group}"
 
 
-def operand_of(key: Any) -> Operand | None:
-    """Return the operand that a `QuantKey` of vLLM describes; None for None (unquantized)."""
+def make_operand(key: Any) -> Operand | None:
+    """Convert a `QuantKey` of vLLM to an Operand. None means unquantized."""
     if key is None:
         return None
     element, scale = str(key.dtype).removeprefix("torch."), str(key.scale.dtype)
-    if element == "uint8":  # pairs of 4-bit values; the scales tell the formats apart
+    if element == "uint8":  # pairs of 4-bit values, whose format depends on the dtype of scales
         element = {"torch.uint8": "mxfp4", "torch.float8_e4m3fn": "nvfp4"}.get(scale, element)
     elif element == "float8_e4m3fn" and scale == "torch.float32":
         element = "fp8"
@@ -66,18 +67,18 @@ def operand_of(key: Any) -> Operand | None:
     return Operand(element, (row, column), key.scale.static, key.symmetric)
 
 
-def scheme_of(weight: Operand | None, activation: Operand | None) -> str:
-    """Return the quantization scheme of a layer, as for Problem.quant.
+def select_scheme(weight: Operand | None, activation: Operand | None) -> str:
+    """Return the quantization scheme of a layer, as in Problem.quant.
 
-    Raises UnsupportedError if no scheme has these operands. For int4 and int8 weights in groups
-    with 16-bit activations, see `weight_only_scheme`.
+    `select_weight_only_scheme` does this for int4 and int8 weights with group scales. Raises
+    UnsupportedError if no scheme has these operands.
     """
     if weight is None and activation is None:
         return "none"
     if weight is not None and weight.static and weight.symmetric:
         scheme = None
         if weight.element == "fp8":
-            scheme = _fp8_scheme(weight.group, activation)
+            scheme = _select_fp8_scheme(weight.group, activation)
         elif weight == Operand("int8", _CHANNEL, static=True):
             tokens = Operand("int8", _TOKEN, static=False)
             scheme = {tokens: "int8_w8a8_channel", None: "int8_w8a16_channel"}.get(activation)
@@ -86,17 +87,17 @@ def scheme_of(weight: Operand | None, activation: Operand | None) -> str:
         if scheme is not None:
             return scheme
     got = f"{weight or '16-bit'} weights, {activation or '16-bit'} activations"
-    raise UnsupportedError("quantization", got=got, need="a scheme of modular_kernel")
+    raise UnsupportedError("quantization", got=got, need="a scheme that modular_kernel supports")
 
 
-def _fp8_scheme(group: tuple[int, int], activation: Operand | None) -> str | None:
+def _select_fp8_scheme(group: tuple[int, int], activation: Operand | None) -> str | None:
     """Return the scheme of e4m3 weights with float32 scales."""
     if group in (_TENSOR, _CHANNEL):
         granularity = "tensor" if group == _TENSOR else "channel"
         if activation is None:
             return f"fp8_w8a16_{granularity}"
         if activation == Operand("fp8", _TOKEN, static=False):
-            return "fp8_w8a8_channel"  # a tensor's scale is repeated for each channel
+            return "fp8_w8a8_channel"  # a per-tensor scale is repeated for each channel
         if group == _TENSOR and activation == Operand("fp8", _TENSOR, static=False):
             return "fp8_w8a8_tensor"
         if group == _TENSOR and activation == Operand("fp8", _TENSOR, static=True):
@@ -107,31 +108,35 @@ def _fp8_scheme(group: tuple[int, int], activation: Operand | None) -> str | Non
     option = "" if group == (128, 128) else f":block={group[0]}x{group[1]}"
     if activation is None:
         return f"fp8_w8a16_block{option}"
-    # vLLM's key has 128 columns even if groups of activations are as wide as a weight block.
+    # vLLM's key says 128 columns even if groups of activations are as wide as a weight block.
     allowed = Operand("fp8", (1, 128), static=False), Operand("fp8", (1, group[1]), static=False)
     return f"fp8_w8a8_block{option}" if activation in allowed else None
 
 
-def weight_only_scheme(
+def select_weight_only_scheme(
     bits: int, group_size: int, *, zero_points: bool, act_order: bool = False
 ) -> str:
     """Return the scheme of int4 or int8 weights with a scale per group and 16-bit activations.
 
-    Raises UnsupportedError for other widths, for one scale per row (group_size -1), and for act
-    order.
+    bits: width of a weight.
+    group_size: number of columns that share a scale; -1 means one scale per row.
+    act_order: whether the columns are sorted by group.
+
+    Raises UnsupportedError for other widths, for one scale per row, and for act_order.
     """
     if bits not in (4, 8):
         raise UnsupportedError("weight bits", got=bits, need="4 or 8")
     if group_size < 2 or group_size % 2:
         raise UnsupportedError("group_size", got=group_size, need="an even number of columns")
     if act_order:
-        raise UnsupportedError("act order", got="columns sorted by group", need="columns in order")
+        need = "columns in their original order"
+        raise UnsupportedError("act order", got="columns sorted by group", need=need)
     name = "int4_w4a16_group" if bits == 4 else "int8_w8a16_group"
     options = f":group={group_size}" + (",zero_points=true" if zero_points else "")
     return str(QuantScheme.parse(name + options))
 
 
-def activation_of(
+def make_activation(
     name: str,
     *,
     limit: float | None = None,
@@ -142,9 +147,13 @@ def activation_of(
 ) -> ActivationSpec:
     """Return the activation that vLLM computes for a value of its `MoEActivation`.
 
-    limit, alpha, beta: the layer's clamp limit, factor in the sigmoid, and number added to the up
-    values; None if the configuration has none. situ_beta, situ_linear_beta: alpha and limit of
-    situ. Raises UnsupportedError for an activation that no part computes.
+    name: the value of the MoEActivation.
+    limit: the layer's clamp limit; None if it is not configured.
+    alpha: the factor in the sigmoid; None if it is not configured.
+    beta: the number that is added to up values; None if it is not configured.
+    situ_beta, situ_linear_beta: alpha and limit of situ.
+
+    Raises UnsupportedError for an activation that no part computes.
     """
     if name in _ACTIVATIONS_WITHOUT_OPTIONS:
         return ActivationSpec(_ACTIVATIONS_WITHOUT_OPTIONS[name])
@@ -154,43 +163,44 @@ def activation_of(
         has_limit = situ_linear_beta is not None and situ_linear_beta > 0
         return ActivationSpec("situ", situ_beta, situ_linear_beta if has_limit else None)
     if name == "silu":  # vLLM ignores alpha and beta
-        return ActivationSpec("silu") if limit is None else _clamped(limit)
+        return ActivationSpec("silu") if limit is None else _make_clamped_silu(limit)
     got = f"{name}, limit {limit}, alpha {alpha}, beta {beta}"
     if name == "swigluoai":
         if limit in (None, 7) and alpha in (None, _OAI_ALPHA) and beta in (None, 1):
             return ActivationSpec("swiglu_oai", _OAI_ALPHA, _SWIGLU_LIMIT, interleaved=True)
-        need = f"vLLM's constants {_SWIGLU_LIMIT}, {_OAI_ALPHA} and 1"
+        need = f"limit {_SWIGLU_LIMIT}, alpha {_OAI_ALPHA} and beta 1, vLLM's constants"
         raise UnsupportedError("activation", got=got, need=need)
     if name == "swigluoai_uninterleave" and limit is not None:
         factor, added = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
         if added == 1:
             return ActivationSpec("swiglu_oai", factor, limit, interleaved=False)
         if (factor, added) == (1, 0):
-            return _clamped(limit)
-    raise UnsupportedError("activation", got=got, need="one that modular_kernel computes")
+            return _make_clamped_silu(limit)
+    need = "an activation that modular_kernel supports"
+    raise UnsupportedError("activation", got=got, need=need)
 
 
-def _clamped(limit: float) -> ActivationSpec:
+def _make_clamped_silu(limit: float) -> ActivationSpec:
     return ActivationSpec("swiglu_clamp_before", limit=limit)
 
 
-def local_problem(problem: Problem) -> Problem:
-    """Return the problem of this rank's experts alone, for rows that a dispatcher has sent."""
+def make_local_problem(problem: Problem) -> Problem:
+    """Return the problem of this rank's experts, for rows that a dispatcher has sent to them."""
     return replace(problem, experts=problem.e, local_experts=None, expert_map=False)
 
 
-def machine_of(device: str) -> Machine:
-    """Return this machine with its GPU or, for device "cpu", without it."""
+def describe_machine(device: str) -> Machine:
+    """Return this machine with its GPU, or without it if device is "cpu"."""
     return this_machine(device="cpu" if device == "cpu" else "cuda")
 
 
-def part_names(machine: Machine) -> tuple[str, ...]:
-    """Return the names of the experts parts to try for vLLM's layers; () leaves them to vLLM.
+def list_candidate_parts(machine: Machine) -> tuple[str, ...]:
+    """Return the names of the experts parts to try for vLLM's layers. () leaves all layers to vLLM.
 
-    On a CPU, vLLM's own kernels are faster than plain torch parts, so parts are used only if
-    MK_VLLM names them.
+    On a CPU, parts are tried only if MK_VLLM names them, because vLLM's own kernels are faster than
+    plain torch parts.
     """
-    setting = vllm_plugin()
+    setting = read_vllm_setting()
     if setting == "0":
         return ()
     if setting == "1":
@@ -201,20 +211,21 @@ def part_names(machine: Machine) -> tuple[str, ...]:
 def select_part(problem: Problem, names: Sequence[str], machine: Machine, *, batched: bool) -> str:
     """Return the first of the named experts parts that supports the layer.
 
-    batched: vLLM passes rows grouped by expert. Raises UnsupportedError if no named part has the
-    format, UnknownPartError for an unknown name, and IncompatibleError with every reason why the
-    last part does not support the layer.
+    batched: whether vLLM passes rows grouped by expert.
+
+    Raises UnsupportedError if no named part has the format, UnknownPartError for an unknown name,
+    and IncompatibleError, with the reasons for the last part, if no part supports the layer.
     """
     format = ActivationFormat.BATCHED_EXPERTS if batched else ActivationFormat.STANDARD
     catalog = load_catalog()
     parts = {name: catalog.experts(name) for name in names}
     candidates = [n for n, part in parts.items() if part.requires.activation_format is format]
     if not candidates:
-        need = f"an experts part of the {format.value} format; MK_VLLM can name one"
+        need = f"an experts part for the {format.value} format; name one with MK_VLLM"
         raise UnsupportedError("parts", got=", ".join(names) or "none", need=need)
     for name in candidates:
         if batched:
-            verdict = judge(ReceivedBatches, parts[name], local_problem(problem), machine)  # type: ignore[type-abstract]
+            verdict = judge(ReceivedBatches, parts[name], make_local_problem(problem), machine)  # type: ignore[type-abstract]
         else:
             verdict = check(NO_EP, name, problem, machine)
         if verdict.ok:

@@ -1,19 +1,20 @@
-"""Support for vLLM 0.26: its differences from 0.33.
+"""Support for vLLM 0.26, based on the module for 0.33.
 
-Layers with int4 or int8 weights and group scales run on vLLM's own kernels, because the function
-that selects their experts does not receive the group size.
+Layers with int4 or int8 weights and group scales run on vLLM's own kernels, because in 0.26 the
+function that selects their experts does not receive the group size.
 """
 
 from dataclasses import replace
 
 from modular_kernel.integrations.vllm import v0_33
 
-_LATER_EXCHANGES = ("use_moonep_kernels", "use_passthrough_all2all")
-_LATER_FIELDS = ("activation_situ_beta", "activation_situ_linear_beta")
-REFUSED_EXCHANGES = tuple(e for e in v0_33.REFUSED_EXCHANGES if e not in _LATER_EXCHANGES)
+# Attributes that vLLM has only after 0.26.
+_NEWER_EXCHANGES = ("use_moonep_kernels", "use_passthrough_all2all")
+_NEWER_FIELDS = ("activation_situ_beta", "activation_situ_linear_beta")
 
-CONFIG_FIELDS = tuple(f for f in v0_33.CONFIG_FIELDS if f not in _LATER_FIELDS)
-PARALLEL_FIELDS = tuple(f for f in v0_33.PARALLEL_FIELDS if f not in _LATER_EXCHANGES)
+REFUSED_EXCHANGES = tuple(e for e in v0_33.REFUSED_EXCHANGES if e not in _NEWER_EXCHANGES)
+CONFIG_FIELDS = tuple(f for f in v0_33.CONFIG_FIELDS if f not in _NEWER_FIELDS)
+PARALLEL_FIELDS = tuple(f for f in v0_33.PARALLEL_FIELDS if f not in _NEWER_EXCHANGES)
 QUANT_FIELDS = v0_33.QUANT_FIELDS
 
 
@@ -29,7 +30,7 @@ class BatchedExperts(v0_33.BatchedExperts):
     refused_exchanges = REFUSED_EXCHANGES
 
 
-experts_class = v0_33.experts_class
+make_experts_class = v0_33.make_experts_class
 
 ORACLES = {
     name: replace(oracle, bases=(StandardExperts, BatchedExperts))

@@ -1,7 +1,7 @@
 """Support for vLLM 0.33: its oracles, and experts classes with its interface.
 
-For a layer that our parts support, an oracle returns one of our experts classes, together with a
-backend of vLLM that keeps weights in the layout of the checkpoint (the plain backend).
+For a layer that our parts support, an oracle returns one of our experts classes, together with the
+plain backend: a backend of vLLM that keeps weights in the layout of the checkpoint.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,15 +31,15 @@ from modular_kernel.errors import UnsupportedError
 from modular_kernel.integrations.vllm import layers
 from modular_kernel.integrations.vllm.calls import BatchedCalls, StandardCalls
 from modular_kernel.integrations.vllm.hooks import log_once
-from modular_kernel.integrations.vllm.weights import expert_weights
+from modular_kernel.integrations.vllm.weights import convert_weights
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import BatchedTokens, ExpertWeights, Routing
 
 Arguments = dict[str, Any]
-_FOLDER = "vllm.model_executor.layers.fused_moe.oracle"
+_ORACLE_PACKAGE = "vllm.model_executor.layers.fused_moe.oracle"
 
-# Attributes that a layer's FusedMoEConfig (CONFIG_FIELDS), its moe_parallel_config
-# (PARALLEL_FIELDS) and its FusedMoEQuantConfig (QUANT_FIELDS) must have, which a test checks.
+# Attributes that vLLM's classes must have, which a test checks: CONFIG_FIELDS of FusedMoEConfig,
+# PARALLEL_FIELDS of its moe_parallel_config, and QUANT_FIELDS of FusedMoEQuantConfig.
 CONFIG_FIELDS = (
     "activation",
     "activation_situ_beta",
@@ -58,6 +58,7 @@ CONFIG_FIELDS = (
     "swiglu_beta",
     "swiglu_limit",
 )
+# Attributes of moe_parallel_config that select an exchange which our experts do not support.
 REFUSED_EXCHANGES = (
     "use_deepep_v2_kernels",
     "use_fi_nvl_one_sided_kernels",
@@ -92,26 +93,29 @@ QUANT_FIELDS = (
 # ------------------------------------------------------------------------------------ problems
 
 
-def _machine() -> Machine | None:
-    """Return the machine that vLLM runs on; None if it is neither a CUDA GPU nor a CPU."""
+def _describe_machine() -> Machine | None:
+    """Return the machine that vLLM runs on, or None if it is neither a CUDA GPU nor a CPU."""
     if current_platform.is_cuda():
-        return layers.machine_of("cuda")
-    return layers.machine_of("cpu") if current_platform.is_cpu() else None
+        return layers.describe_machine("cuda")
+    return layers.describe_machine("cpu") if current_platform.is_cpu() else None
 
 
-def layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Problem:
+def make_layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Problem:
     """Return the Problem of a layer.
 
-    config: its FusedMoEConfig. quant_config: its FusedMoEQuantConfig, whose activation options take
-    precedence, as in vLLM; None while a class is selected. Raises ConfigurationError or
-    UnsupportedError for a layer that a Problem cannot describe.
+    config: the layer's FusedMoEConfig.
+    scheme: quantization scheme.
+    quant_config: the layer's FusedMoEQuantConfig, whose activation options take precedence, as in
+        vLLM. None while an experts class is selected, because it does not exist yet.
+
+    Raises ConfigurationError or UnsupportedError for a layer that a Problem cannot describe.
     """
     sources = {"limit": "gemm1_clamp_limit", "alpha": "gemm1_alpha", "beta": "gemm1_beta"}
     options = {}
     for option, name in sources.items():
         value = getattr(quant_config, name, None)
         options[option] = getattr(config, f"swiglu_{option}") if value is None else value
-    activation = layers.activation_of(
+    activation = layers.make_activation(
         config.activation.value,
         **options,
         situ_beta=getattr(config, "activation_situ_beta", None),  # not in 0.26
@@ -138,8 +142,8 @@ def layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Problem
 
 
 @cache
-def experts_class(base: type, scheme: str, part: str) -> Any:
-    """Return a subclass of StandardExperts or BatchedExperts that runs a part with a scheme."""
+def make_experts_class(base: type, scheme: str, part: str) -> Any:
+    """Return a subclass of StandardExperts or BatchedExperts for one part and scheme."""
     members = {"scheme": scheme, "part": part, "__module__": base.__module__}
     return type(f"ModularKernel{part}", (base,), members)
 
@@ -147,8 +151,9 @@ def experts_class(base: type, scheme: str, part: str) -> Any:
 class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     """Experts of one layer, from tokens and their routing to the layer's output.
 
-    scheme, part: quantization scheme, and name of the experts part; set by `experts_class`.
-    refused_exchanges: attributes of a FusedMoEParallelConfig, see `_supports_parallel_config`.
+    scheme: quantization scheme, which `make_experts_class` sets.
+    part: name of the experts part, which `make_experts_class` sets.
+    refused_exchanges: attributes of FusedMoEParallelConfig that must not be True.
     """
 
     scheme = "none"
@@ -159,19 +164,20 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         super().__init__(moe_config, quant_config, *args, **kwargs)
         self._sources: tuple[Any, ...] = ()
         self._weights: ExpertWeights | None = None
-        # vLLM creates the experts after it has loaded the weights, so all sizes are final.
-        self._calls = self._make_calls(layer_problem(moe_config, self.scheme, quant_config))
+        # All sizes are final, because vLLM creates the experts after it has loaded the weights.
+        self._calls = self._make_calls(make_layer_problem(moe_config, self.scheme, quant_config))
 
     @staticmethod
     def activation_format() -> Any:
         """Return the layout of the rows that `prepare` passes on."""
         return FusedMoEActivationFormat.Standard
 
-    # These return True because the layer is checked before the class is offered to vLLM.
+    # The following methods return True, because `Oracle.handle` checks the layer before it returns
+    # the class.
 
     @staticmethod
     def _supports_current_device() -> bool:
-        return _machine() is not None
+        return _describe_machine() is not None
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
@@ -189,39 +195,39 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     def _supports_parallel_config(cls, moe_parallel_config: Any) -> bool:
         """Refuse EPLB, and exchanges that quantize rows before they send them.
 
-        EPLB writes new weights and scales in place, but converted scales are copies.
+        EPLB is refused because it writes new scales in place, but our converted scales are copies.
         """
         refused = ("enable_eplb", *cls.refused_exchanges)
         return not any(getattr(moe_parallel_config, name) for name in refused)
 
     @staticmethod
     def _supports_batch_invariance() -> bool:
-        return True  # `layer_problem` requires it of the part
+        return True  # the problem from `make_layer_problem` requires batch invariance
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """True: `prepare` leaves quantization to the experts, which fuse it."""
+        """True, because the experts quantize rows in their own kernels."""
         return True
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        """Return the reduction that is left to `finalize`: none."""
+        """Return the reduction that `finalize` must apply: none."""
         return TopKWeightAndReduceNoOP()
 
     def _make_calls(self, problem: Problem) -> Any:
-        machine = _machine()
-        assert machine is not None  # else the class would not have been offered
+        machine = _describe_machine()
+        assert machine is not None  # otherwise `Oracle.handle` would not have returned the class
         return StandardCalls(problem, self.part, machine)
 
-    def _expert_weights(
+    def _convert_weights_once(
         self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None
     ) -> ExpertWeights:
-        """Return the layer's weights, converted on first use."""
-        known = self._sources
+        """Return the layer's weights. They are converted when they are first used or replaced."""
+        sources = self._sources
         if self._weights is None or not all(
-            new is old for new, old in zip((w1, w2, expert_map), known, strict=True)
+            new is old for new, old in zip((w1, w2, expert_map), sources, strict=True)
         ):
             quant = self.quant_config
-            self._weights = expert_weights(
+            self._weights = convert_weights(
                 self._calls.problem,
                 w1,
                 w2,
@@ -279,12 +285,12 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Write the layer's output; see vLLM's class for the arguments."""
-        if apply_router_weight_on_input:  # `prepare` has already multiplied the tokens by them
+        """Write the layer's output. The base class describes the arguments."""
+        if apply_router_weight_on_input:  # `prepare` has already multiplied the tokens by weights
             topk_weights = torch.ones_like(topk_weights)
         self._calls(
             hidden_states,
-            self._expert_weights(w1, w2, expert_map),
+            self._convert_weights_once(w1, w2, expert_map),
             Routing(topk_weights.float().contiguous(), topk_ids.contiguous()),
             memory=workspace2.view(torch.uint8),
             out=output,
@@ -292,7 +298,7 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
 
 
 class BatchedExperts(StandardExperts):
-    """Experts of one layer for rows grouped by expert; `finalize` weights and sums their output."""
+    """Experts of one layer, for rows grouped by expert. `finalize` weights and sums the output."""
 
     @staticmethod
     def activation_format() -> Any:
@@ -301,15 +307,15 @@ class BatchedExperts(StandardExperts):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """False: `prepare` quantizes rows before it sends them."""
+        """False, because `prepare` quantizes rows before it sends them."""
         return False
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        """Return the reduction that is left to `finalize`: its own."""
+        """Return the reduction that `finalize` must apply: its own."""
         return TopKWeightAndReduceDelegate()
 
     def _make_calls(self, problem: Problem) -> Any:
-        return BatchedCalls(layers.local_problem(problem), self.part)
+        return BatchedCalls(layers.make_local_problem(problem), self.part)
 
     def workspace_shapes(  # noqa: PLR0913 (vLLM's)
         self,
@@ -322,7 +328,10 @@ class BatchedExperts(StandardExperts):
         expert_tokens_meta: Any,
         activation: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of two workspaces and of the output; M: rows for each expert."""
+        """Return the shapes of two workspaces and of the output.
+
+        M: number of rows of each expert.
+        """
         nbytes = self._calls.workspace_bytes(local_num_experts, M)
         return (0,), self._workspace_shape(nbytes), (local_num_experts, M, K)
 
@@ -344,10 +353,10 @@ class BatchedExperts(StandardExperts):
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Write the rows of the experts, not weighted; see vLLM's class for the arguments."""
+        """Write the unweighted rows of the experts. The base class describes the arguments."""
         self._calls(
             BatchedTokens(hidden_states, expert_tokens_meta.expert_num_tokens, a1q_scale),
-            self._expert_weights(w1, w2, None),
+            self._convert_weights_once(w1, w2, None),
             memory=workspace2.view(torch.uint8),
             out=output,
         )
@@ -356,64 +365,68 @@ class BatchedExperts(StandardExperts):
 # ------------------------------------------------------------------------------------- oracles
 
 
-def _scheme_of_keys(arguments: Arguments) -> str:
+def _select_scheme_by_keys(arguments: Arguments) -> str:
     keys = arguments.get("weight_key"), arguments.get("activation_key")
-    return layers.scheme_of(*map(layers.operand_of, keys))
+    return layers.select_scheme(*map(layers.make_operand, keys))
 
 
-def _scheme_of_groups(arguments: Arguments) -> str:
-    """Return the scheme of int4 or int8 weights in groups, read from vLLM's quantization config."""
+def _select_group_scheme(arguments: Arguments) -> str:
+    """Return the scheme of int4 or int8 weights with group scales, from a quantization config."""
     quant, zero_points = arguments["quant_config"], arguments["may_have_zp"]
     act_order = False
-    if _is_a(quant, "QuantizationArgs"):  # compressed-tensors
+    if _is_instance_of(quant, "QuantizationArgs"):  # compressed-tensors
         bits, group, act_order = quant.num_bits, quant.group_size, quant.actorder == "group"
-    elif _is_a(quant, "AutoGPTQConfig") or _is_a(quant, "AutoAWQConfig"):
+    elif _is_instance_of(quant, "AutoGPTQConfig") or _is_instance_of(quant, "AutoAWQConfig"):
         bits, group = quant.weight_bits, quant.group_size
         act_order = getattr(quant, "desc_act", False)
-    elif _is_a(quant, "MoeWNA16Config"):
+    elif _is_instance_of(quant, "MoeWNA16Config"):
         config, bits, group = arguments["config"], quant.weight_bits, quant.group_size
         sizes = config.hidden_dim, config.intermediate_size_per_partition
         while group > 1 and any(size % group for size in sizes):
-            group //= 2  # vLLM's method does the same, and repeats the scales
+            group //= 2  # as in vLLM's method, which then repeats the scales
     else:
         got, need = type(quant).__name__, "GPTQ, AWQ or compressed-tensors"
         raise UnsupportedError("quant_config", got=got, need=need)
     group = -1 if group is None else group
-    return layers.weight_only_scheme(bits, group, zero_points=zero_points, act_order=act_order)
+    return layers.select_weight_only_scheme(
+        bits, group, zero_points=zero_points, act_order=act_order
+    )
 
 
-def _is_a(value: object, name: str) -> bool:
+def _is_instance_of(value: object, name: str) -> bool:
     """Return whether a value is an instance of a class with this name, without importing it."""
     return any(cls.__name__ == name for cls in type(value).__mro__)
 
 
-def _scheme_of_mxfp4(arguments: Arguments) -> str:
+def _select_mxfp4_scheme(arguments: Arguments) -> str:
     """Return mxfp4_w4a16. Raises UnsupportedError if quantized activations are requested."""
-    resolve = import_module(f"{_FOLDER}.mxfp4")._resolve_activation_key  # users can override it
+    resolve = import_module(
+        f"{_ORACLE_PACKAGE}.mxfp4"
+    )._resolve_activation_key  # users can override it
     activation = resolve(arguments.get("activation_key"))
     if activation is not None:
         need = "16-bit activations"
-        raise UnsupportedError("activations", got=layers.operand_of(activation), need=need)
+        raise UnsupportedError("activations", got=layers.make_operand(activation), need=need)
     return "mxfp4_w4a16"
 
 
-def _scheme_of_nvfp4(arguments: Arguments) -> str:
-    """Return nvfp4_w4a16; on sm_100 and newer, the scheme of the activations' key.
+def _select_nvfp4_scheme(arguments: Arguments) -> str:
+    """Return nvfp4_w4a16 on GPUs before sm_100, which have no MMA for 4-bit activations.
 
-    Older GPUs have no MMA for 4-bit activations.
+    On sm_100 and newer, return the scheme that the keys of weights and activations describe.
     """
     weight, activation = (
-        layers.operand_of(arguments[f"{x}_key"]) for x in ("weight", "activation")
+        layers.make_operand(arguments[f"{x}_key"]) for x in ("weight", "activation")
     )
-    machine = _machine()
+    machine = _describe_machine()
     if machine is not None and machine.arch is not None and machine.arch >= (10, 0):
-        return layers.scheme_of(weight, activation)
+        return layers.select_scheme(weight, activation)
     four_bits = layers.Operand("nvfp4", (1, 16), static=False)
-    return layers.scheme_of(weight, None if activation == four_bits else activation)
+    return layers.select_scheme(weight, None if activation == four_bits else activation)
 
 
 def _make_group_kernel(arguments: Arguments) -> Any | None:
-    """Return the kernel of a layer with our experts; vLLM's function supports only its own.
+    """Return the kernel of a layer with our experts, which vLLM's function does not support.
 
     Returns None for vLLM's experts.
     """
@@ -436,12 +449,12 @@ def _make_group_kernel(arguments: Arguments) -> Any | None:
 
 
 def _convert_awq(arguments: Arguments) -> tuple[Any, ...] | None:
-    """Convert AWQ's tensors to the plain layout, because vLLM does not do so for this backend.
+    """Convert AWQ's tensors to the layout of the plain backend, which vLLM does not do.
 
-    Returns None for other formats, and for backends whose tensors vLLM converts.
+    Returns None for other formats and other backends, whose tensors vLLM converts.
     """
     quant, plain = arguments["quant_config"], arguments["backend"].name == "TRITON"
-    if not plain or not _is_a(quant, "AutoAWQConfig"):
+    if not plain or not _is_instance_of(quant, "AutoAWQConfig"):
         return None
     converted = [
         from_awq(
@@ -458,7 +471,7 @@ def _convert_awq(arguments: Arguments) -> tuple[Any, ...] | None:
 
 
 def _keep_nvfp4(arguments: Arguments) -> tuple[Any, ...] | None:
-    """Return the tensors of a layer with our experts unchanged; None for vLLM's experts."""
+    """Return the tensors of a layer with our experts unchanged. Returns None for vLLM's experts."""
     experts_cls = getattr(arguments["layer"].quant_method, "experts_cls", None)
     if experts_cls is None or not issubclass(experts_cls, StandardExperts):
         return None
@@ -469,18 +482,21 @@ def _keep_nvfp4(arguments: Arguments) -> tuple[Any, ...] | None:
 
 @dataclass(frozen=True)
 class Oracle:
-    """See `modular_kernel.integrations.vllm.hooks.Oracle`.
+    """An implementation of `modular_kernel.integrations.vllm.hooks.Oracle`.
 
+    name: name of the module in vLLM's folder `oracle`.
+    select_functions: names of functions that select a backend and an experts class for a layer.
     config: name of the parameter of select_functions that holds the layer's FusedMoEConfig.
     backends: name of the enum of backends.
-    plain: name of the backend whose weights keep the layout of the checkpoint.
+    plain: name of the plain backend, whose weights keep the layout of the checkpoint.
     requested: values of --moe-backend for which our parts are tried. With any other value, the user
         has chosen one of vLLM's backends.
-    scheme: returns the quantization scheme from the arguments of a select function, or raises
+    scheme: returns the quantization scheme, given the arguments of a select function, or raises
         UnsupportedError.
-    handlers: replacements of later_functions. They return None for layers with vLLM's own experts.
-    used: other names that are needed from the module.
-    bases: classes of standard and of batched experts.
+    handlers: a replacement for each of later_functions. It returns None for layers with vLLM's own
+        experts.
+    used: other names that the module must have.
+    bases: classes of standard experts and of batched experts.
     """
 
     name: str
@@ -489,7 +505,7 @@ class Oracle:
     backends: str
     plain: str = "TRITON"
     requested: tuple[str, ...] = ("auto", "triton")
-    scheme: Callable[[Arguments], str] = _scheme_of_keys
+    scheme: Callable[[Arguments], str] = _select_scheme_by_keys
     handlers: Mapping[str, Callable[[Arguments], Any | None]] = field(default_factory=dict)
     used: tuple[str, ...] = ()
     bases: tuple[type, type] = (StandardExperts, BatchedExperts)
@@ -497,15 +513,15 @@ class Oracle:
     @property
     def module(self) -> str:
         """Full name of the module."""
-        return f"{_FOLDER}.{self.name}"
+        return f"{_ORACLE_PACKAGE}.{self.name}"
 
     @property
     def later_functions(self) -> tuple[str, ...]:
-        """Functions that vLLM calls for a layer after it has selected the layer's class."""
+        """Names of functions that vLLM calls for a layer after it has selected its class."""
         return tuple(self.handlers)
 
-    def missing(self, module: ModuleType) -> Sequence[str]:
-        """Return what the oracle relies on and this vLLM does not have."""
+    def find_missing(self, module: ModuleType) -> Sequence[str]:
+        """Return the required names that this version of vLLM does not have."""
         missing = [name for name in self.used if not hasattr(module, name)]
         if not hasattr(getattr(module, self.backends, None), self.plain):
             missing.append(f"{self.backends}.{self.plain}")
@@ -517,30 +533,30 @@ class Oracle:
         ]
         return missing
 
-    def offer(self, function: str, arguments: Arguments) -> Any | None:
-        """Return the result of a function for a layer that our parts support; None otherwise.
+    def handle(self, function: str, arguments: Arguments) -> Any | None:
+        """Return the result of a function if the layer runs on our parts, else None.
 
-        The result of a select function is the plain backend and our experts class. Raises
-        ModularKernelError with the reason if our parts do not support the layer.
+        The result of a select function is (plain backend, our experts class). A select function
+        raises ModularKernelError with the reason if our parts do not support the layer.
         """
         if function in self.handlers:
             return self.handlers[function](arguments)
         config = arguments[self.config]
-        machine = _machine()
-        names = () if machine is None else layers.part_names(machine)
+        machine = _describe_machine()
+        names = () if machine is None else layers.list_candidate_parts(machine)
         if machine is None or not names or config.moe_backend not in self.requested:
             return None
         scheme = self.scheme(arguments)
-        problem = layer_problem(config, scheme)
+        problem = make_layer_problem(config, scheme)
         batched = config.moe_parallel_config.use_batched_activation_format
         part = layers.select_part(problem, names, machine, batched=batched)
-        experts = experts_class(self.bases[batched], scheme, part)
+        experts = make_experts_class(self.bases[batched], scheme, part)
         keys = arguments.get("weight_key"), arguments.get("activation_key")
         format = experts.activation_format()
         supported, reason = experts.is_supported_config(experts, config, *keys, format)
         if not supported:
-            raise UnsupportedError("layer", got=reason, need="options that these experts support")
-        log_once(f"modular_kernel serves {problem} with {part}")
+            raise UnsupportedError("layer", got=reason, need="options that our experts support")
+        log_once(f"modular_kernel runs {problem} with {part}")
         backends = getattr(import_module(self.module), self.backends)
         return backends[self.plain], experts
 
@@ -563,7 +579,7 @@ ORACLES = {
             ("select_wna16_moe_backend",),
             "config",
             "WNA16MoEBackend",
-            scheme=_scheme_of_groups,
+            scheme=_select_group_scheme,
             handlers={
                 "make_wna16_moe_kernel": _make_group_kernel,
                 "convert_to_wna16_moe_kernel_format": _convert_awq,
@@ -576,7 +592,7 @@ ORACLES = {
             "Mxfp4MoeBackend",
             "EMULATION",
             ("auto",),
-            _scheme_of_mxfp4,
+            _select_mxfp4_scheme,
             used=("_resolve_activation_key",),
         ),
         Oracle(
@@ -586,7 +602,7 @@ ORACLES = {
             "NvFp4MoeBackend",
             "EMULATION",
             ("auto",),
-            _scheme_of_nvfp4,
+            _select_nvfp4_scheme,
             {"convert_to_nvfp4_moe_kernel_format": _keep_nvfp4},
         ),
     )

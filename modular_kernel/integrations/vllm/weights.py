@@ -1,8 +1,8 @@
-"""Converts vLLM's tensors of a layer to ExpertWeights, after vLLM has processed them.
+"""Converts a layer's tensors to ExpertWeights, after vLLM has processed them.
 
-They are those of a plain backend, which keeps the layout of the checkpoint: w13 (e, N, H), gate
-rows first, and w2 (e, H, I), packed along rows. Tensors whose layout already matches are not
-copied.
+The tensors belong to vLLM's plain backend, which keeps the layout of the checkpoint: w13 is
+(e, N, H) with gate rows first, w2 is (e, H, I), and both are packed along rows. Tensors whose
+layout already matches are not copied.
 """
 
 import torch
@@ -13,7 +13,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 
 
-def expert_weights(
+def convert_weights(
     problem: Problem,
     w1: torch.Tensor,
     w2: torch.Tensor,
@@ -23,12 +23,13 @@ def expert_weights(
     expert_map: torch.Tensor | None = None,
     **extras: torch.Tensor | None,
 ) -> ExpertWeights:
-    """Return the weights of `problem`'s scheme.
+    """Return the weights in the layout that the scheme of `problem` requires.
 
     extras: w1_scale, w2_scale, w1_zero_point, w2_zero_point, a1_scale, a2_scale, w1_global_scale
-    and w2_global_scale as vLLM stores them. Those that the scheme does not use are ignored, because
-    vLLM computes some of them for every scheme. Raises ShapeError for a tensor that cannot be
-    reshaped or repeated to the shape that the scheme requires.
+        and w2_global_scale as vLLM stores them. Tensors that the scheme does not use are ignored,
+        because vLLM computes some of these tensors for every scheme.
+
+    Raises ShapeError for a tensor that cannot be reshaped or repeated to the required shape.
     """
     fields: dict[str, torch.Tensor] = {}
     for name, spec in weight_specs(problem).items():
@@ -46,10 +47,10 @@ def expert_weights(
 
 
 def _reshape_or_repeat(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a scale or zero point in this shape: reshaped, or one value per expert repeated."""
+    """Reshape a scale or zero point to this shape, or repeat one value per expert."""
     if tensor.numel() == _numel(shape):
         return tensor.reshape(shape).contiguous()
-    if tensor.numel() == shape[0]:  # one value for each expert
+    if tensor.numel() == shape[0]:  # one value per expert
         ones = (1,) * (len(shape) - 1)
         return tensor.reshape(shape[0], *ones).expand(shape).contiguous()
     raise ShapeError(name, got=tuple(tensor.shape), need=shape)

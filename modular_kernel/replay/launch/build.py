@@ -10,7 +10,7 @@ from types import ModuleType
 
 from modular_kernel.errors import ModularKernelError
 from modular_kernel.replay.launch.compiled_files import build_cached, find_cached, key_of
-from modular_kernel.settings import c_compiler
+from modular_kernel.settings import find_c_compiler
 from modular_kernel.text import printable
 
 _TIMEOUT_SECONDS = 120.0  # timeout of the compiler, which usually takes one or two
@@ -37,7 +37,7 @@ def module_of(
     release: version of the library that owns include_dirs. Part of the cache key, because headers
         may change with it.
     """
-    compiler = c_compiler()
+    compiler = find_c_compiler()
     flags = (*_FLAGS, *(f"-I{folder}" for folder in (*include_dirs, *_python_include_dirs())))
     facts = (release, compiler, *flags, _SUFFIX, platform.machine(), *platform.libc_ver())
     stem = f"{name}-{key_of(*facts, files=(source,))}"

@@ -11,10 +11,10 @@ from types import ModuleType
 
 import torch
 
-from modular_kernel.machine import importable, torch_reference_preferred
+from modular_kernel.machine import find_importable, is_torch_reference_preferred
 
-HAS_TRITON = "triton" in importable({"triton"})
-HAS_INTERPRETER = HAS_TRITON and "ml_dtypes" in importable({"ml_dtypes"})
+HAS_TRITON = "triton" in find_importable({"triton"})
+HAS_INTERPRETER = HAS_TRITON and "ml_dtypes" in find_importable({"ml_dtypes"})
 
 
 def patch_interpreter() -> bool:
@@ -51,7 +51,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
         return False
     if tensor.is_cuda or tensor.is_meta:
         return True
-    if torch_reference_preferred():
+    if is_torch_reference_preferred():
         return False
     return patch_interpreter()
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from modular_kernel.catalog import check_all, load_catalog, make_kernel, packages_of
+from modular_kernel.catalog import check_all, collect_packages, load_catalog, make_kernel
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.machine import importable
+from modular_kernel.machine import find_importable
 from modular_kernel.ops.activation import gated_activation
 from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
 from modular_kernel.ops.mask_unwritten import mask_unwritten_pairs
@@ -256,7 +256,7 @@ def _no_bar(total: int) -> Iterator[Callable[[], None]]:
 def _machine(target: str) -> Machine:
     """Return a GPU of the architecture `target` with the installed packages."""
     arch = int(target.removeprefix("sm_"))
-    packages = importable({"triton", *packages_of(load_catalog())})
+    packages = find_importable({"triton", *collect_packages(load_catalog())})
     return Machine("cuda", (arch // 10, arch % 10), packages)
 
 

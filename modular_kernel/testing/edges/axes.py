@@ -173,9 +173,9 @@ def _other_values(
 @cache
 def _packages() -> tuple[str, ...]:
     """Return the packages that some part may require."""
-    from modular_kernel.catalog import load_catalog, packages_of
+    from modular_kernel.catalog import collect_packages, load_catalog
 
-    return tuple(sorted(packages_of(load_catalog())))
+    return tuple(sorted(collect_packages(load_catalog())))
 
 
 @cache

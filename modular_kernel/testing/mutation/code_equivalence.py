@@ -21,7 +21,7 @@ from hashlib import sha256
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.settings import child_environment
+from modular_kernel.settings import make_child_environment
 from modular_kernel.testing.mutation.patched_module import part_packages, patch_modules, reattach
 from modular_kernel.testing.mutation.scope import imports_of
 from modular_kernel.testing.mutation.source import Edit, Mutant, Source
@@ -125,7 +125,7 @@ def _compile(mutants: Sequence[Mutant], modules: frozenset[str], target: str) ->
     process = subprocess.run(
         [sys.executable, "-m", __name__],
         input=pickle.dumps((tuple(mutants), modules, target)),
-        env=child_environment(interpreted=False) | settings,
+        env=make_child_environment(interpreted=False) | settings,
         stdout=subprocess.PIPE,
         check=True,
     )

@@ -140,8 +140,8 @@ def perturbed_references(
     """Return the bitwise reference, then `num_perturbed` outputs with perturbed sums."""
     i = sample.global_pristine  # over ranks, these are CPU tensors
     # Each generator perturbs the sums of one reference at random.
-    jitters = [None, *(torch.Generator().manual_seed(seed) for seed in range(num_perturbed))]
-    parts = [torch.stack([sample.empty_output()[:0].to(i.x_TH.device)] * len(jitters))]
+    generators = [None, *(torch.Generator().manual_seed(seed) for seed in range(num_perturbed))]
+    parts = [torch.stack([sample.empty_output()[:0].to(i.x_TH.device)] * len(generators))]
     chunks = _chunks(sample) if i is sample.pristine else [slice(None)]
     for chunk, rounding in zip(chunks, roundings, strict=True):
         parts.append(
@@ -152,7 +152,7 @@ def perturbed_references(
                 sample.global_problem,
                 rounding,
                 input_weighted=sample.input_weighted,
-                jitters=jitters,
+                generators=generators,
             )
         )
     return list(torch.cat(parts, 1)[:, sample.local_tokens].to(sample.device))

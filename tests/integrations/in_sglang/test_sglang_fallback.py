@@ -41,7 +41,7 @@ BUILT: dict[str, tuple[dict[str, Any], str]] = {
     "silu_rounded": ({"activation": "silu_rounded"}, "activation: got silu_rounded, need one of"),
     "swiglu_limit twice": (
         {"swiglu_limit": 10.0, "gemm1_clamp_limit": 7.0},
-        "swiglu_limit: got gemm1_alpha or gemm1_clamp_limit too",
+        "swiglu_limit: got 10.0 with gemm1_alpha or gemm1_clamp_limit",
     ),
     "beta": ({"gemm1_beta": 0.5}, "gemm1_beta: got 0.5"),
 }

@@ -58,7 +58,7 @@ SCHEMES: dict[str, Callable[[], Any]] = {
 def test_a_layer_returns_our_output(
     quant: str, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(layer_runner, "backend_on", lambda device: backend)
+    monkeypatch.setattr(layer_runner, "select_backend", lambda device: backend)
     problem = replace(BASE, quant=quant)
     inputs = layer_inputs(problem)
     layer = fused_moe(problem, SCHEMES[quant]())

@@ -11,15 +11,15 @@ import pytest
 import sglang_program
 
 from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunnerConfig
-from modular_kernel.integrations.sglang import VERSIONS, register, v0_5_23
-from modular_kernel.settings import child_environment
+from modular_kernel.integrations.sglang import MODULE_BY_VERSION, register, v0_5_23
+from modular_kernel.settings import make_child_environment
 
 PROGRAM = Path(sglang_program.__file__)
 
 
 def selected(backend: str, **variables: str) -> dict[str, Any]:
     """Run the program in a new process, and return its output."""
-    environment = child_environment(interpreted=True) | variables
+    environment = make_child_environment(interpreted=True) | variables
     done = subprocess.run(
         [sys.executable, str(PROGRAM), backend],
         capture_output=True, text=True, env=environment, check=False, timeout=280,
@@ -116,13 +116,13 @@ def test_a_fused_operation_still_cannot_have_a_registered_name() -> None:
     from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
 
     with pytest.raises(ValueError, match="modular_kernel"):
-        FusedOpPool.register_fused_func("none", v0_5_23.NAME, lambda *arguments: None)
+        FusedOpPool.register_fused_func("none", v0_5_23.BACKEND_NAME, lambda *arguments: None)
 
 
 def test_the_installed_version_is_a_tested_one() -> None:
     from importlib.metadata import version
 
-    assert version("sglang") in VERSIONS
+    assert version("sglang") in MODULE_BY_VERSION
 
 
 def facts_of(record: type) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def test_batched_experts(part: str) -> None:
     version = version_module()
     x_TH, weights, routing = tensors(BASE)
     config = vllm_layer(BASE).moe_config
-    experts = version.experts_class(version.BatchedExperts, "none", part)(
+    experts = version.make_experts_class(version.BatchedExperts, "none", part)(
         config, FusedMoEQuantConfig.make(), max_num_tokens=BASE.tokens, num_dispatchers=1
     )
     prepare = BatchedPrepareAndFinalize(

@@ -10,7 +10,7 @@ from vllm_layers import free_store
 from vllm_ranks import CASES, WORLD_SIZE, tensors
 
 from modular_kernel.reference import oracle, recipe
-from modular_kernel.settings import child_environment
+from modular_kernel.settings import make_child_environment
 from modular_kernel.testing.verify.compare import compare
 
 PROGRAM = Path(__file__).parents[2] / "helpers" / "vllm_ranks.py"
@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).parents[2] / "helpers" / "vllm_ranks.py"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with the outputs of all cases."""
     folder, store = tmp_path_factory.mktemp("ranks"), free_store()
-    environment = child_environment(interpreted=True) | {"MK_VLLM": "TritonExperts"}
+    environment = make_child_environment(interpreted=True) | {"MK_VLLM": "TritonExperts"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), str(rank), store, str(folder)],

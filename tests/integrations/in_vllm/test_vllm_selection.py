@@ -22,7 +22,7 @@ from vllm_layers import version_module, vllm_layer, vllm_process
 
 from modular_kernel.integrations import vllm as plugin
 from modular_kernel.integrations.vllm import hooks
-from modular_kernel.settings import child_environment
+from modular_kernel.settings import make_child_environment
 from modular_kernel.spec.problem import Problem
 
 BASE = Problem(tokens=17, hidden=64, intermediate=32, experts=4, top_k=2)
@@ -56,7 +56,7 @@ def test_configurations_have_the_fields_that_are_read(cls: type, names: tuple[st
 def test_oracles_have_the_replaced_functions(name: str) -> None:
     oracle = version.ORACLES[name]
     module = import_module(oracle.module)
-    assert oracle.missing(module) == []
+    assert oracle.find_missing(module) == []
     for function in oracle.select_functions + oracle.later_functions:
         assert hasattr(getattr(module, function), hooks.ORIGINAL_ATTRIBUTE), function
 
@@ -122,7 +122,7 @@ def test_disabled_vllm_is_not_changed() -> None:
     """It selects the same class before and after the plugin is called."""
     # The child finds the helpers, which pytest put on the path, and this checkout.
     variables = {"MK_VLLM": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment = child_environment(interpreted=False) | variables
+    environment = make_child_environment(interpreted=False) | variables
     command = [sys.executable, "-c", PROGRAM]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
@@ -154,7 +154,7 @@ def test_an_explicit_backend_of_vllm_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
     oracle = version.ORACLES["fp8"]
     config = type("Config", (), {"moe_backend": "marlin"})()
-    assert oracle.offer("select_fp8_moe_backend", {"config": config}) is None
+    assert oracle.handle("select_fp8_moe_backend", {"config": config}) is None
 
 
 def test_a_moved_name_leaves_vllm_unchanged(
@@ -166,7 +166,7 @@ def test_a_moved_name_leaves_vllm_unchanged(
     monkeypatch.setattr(module, "select_int8_moe_backend", original)
     monkeypatch.delattr(module, "Int8MoeBackend")
     logging.getLogger("vllm").propagate = True
-    hooks._install_into("int8", version.__name__)
+    hooks._replace_functions("int8", version.__name__)
     assert module.select_int8_moe_backend is original
     (line,) = [m for m in caplog.messages if "layers of int8" in m]
     assert "Int8MoeBackend.TRITON" in line

@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from modular_kernel.catalog import Offer, build_catalog, load_catalog
-from modular_kernel.compatibility.rules import judge, unavailable
+from modular_kernel.catalog import PartSource, build_catalog, load_catalog
+from modular_kernel.compatibility.rules import judge, judge_part
 from modular_kernel.machine import current_machine
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.stress.fuzz.junk import junk, shorten
@@ -75,19 +75,19 @@ def entry_points(case: PackagesCase) -> FuzzOutcome:
     or else checking its parts must not raise.
     """
     good = load_catalog()
-    broken_offers = [_offer(package, index) for index, package in enumerate(case.broken)]
-    offers = [offer for offer, _, _ in broken_offers]
-    descriptions = ", ".join(description for _, description, _ in broken_offers)
+    broken_sources = [_make_source(package, index) for index, package in enumerate(case.broken)]
+    sources = [source for source, _, _ in broken_sources]
+    descriptions = ", ".join(description for _, description, _ in broken_sources)
     parts = tuple(part.cls for part in good.parts if part.name in _GOOD)
-    index = case.index % (len(offers) + 1)
-    offers.insert(index, Offer("good", "good (good:PARTS)", lambda: parts))
+    index = case.index % (len(sources) + 1)
+    sources.insert(index, PartSource("good", "good (good:PARTS)", lambda: parts))
 
     def call() -> str:
-        catalog = build_catalog(offers)
+        catalog = build_catalog(sources)
         names = [part.name for part in catalog.parts]
         if not set(_GOOD) <= set(names):
             return f"only {names}"
-        unusable = {name for _, _, broken in broken_offers for name in broken}
+        unusable = {name for _, _, broken in broken_sources for name in broken}
         if unusable & set(names):
             return f"usable: {sorted(unusable & set(names))}"
         if any(not text.isprintable() for b in catalog.broken for text in (b.name, b.error)):
@@ -108,7 +108,7 @@ def _verdict_fault(catalog: Any, problem_fields: dict[str, Any]) -> str:
     """Check all pairings, which must not raise; return what is wrong with a verdict, or ""."""
     problem, machine = Problem(**problem_fields), current_machine()
     for part in catalog.parts:
-        unavailable(part.name, part.cls.requires, machine)
+        judge_part(part.name, part.cls.requires, machine)
     for pf in catalog.names("prepare_finalize"):
         for experts in catalog.names("experts"):
             parts = catalog.prepare_finalize(pf), catalog.experts(experts)
@@ -128,7 +128,7 @@ def _base(role: str) -> Any:
     return getattr(catalog, role)(_BASES[role])
 
 
-def _offer(package: BrokenPackage, index: int) -> tuple[Offer, str, tuple[str, ...]]:
+def _make_source(package: BrokenPackage, index: int) -> tuple[PartSource, str, tuple[str, ...]]:
     """Return an entry point, its description, and the names of parts that must not be usable."""
     kind, value = package.kind, package.value
     name = f"theirs{index}"
@@ -139,20 +139,20 @@ def _offer(package: BrokenPackage, index: int) -> tuple[Offer, str, tuple[str, .
         def load() -> object:
             raise make_error()
 
-        return Offer(name, origin, load), f"raises {shorten(make_error())}", ()
+        return PartSource(name, origin, load), f"raises {shorten(make_error())}", ()
     if kind == "offers":
-        return Offer(name, origin, lambda: value), f"offers {shorten(value)}", ()
+        return PartSource(name, origin, lambda: value), f"offers {shorten(value)}", ()
     base, label = _base(package.role), f"Theirs{index}"
     if kind == "requires":  # junk instead of all requirements
         part = type(label, (base,), {"requires": value})
-        return Offer(name, origin, lambda: (part,)), f"requires={shorten(value)}", (label,)
+        return PartSource(name, origin, lambda: (part,)), f"requires={shorten(value)}", (label,)
     if kind == "field":
         requires = run_or_outcome("", lambda: replace(base.requires, **{package.field: value}))
         part = type(label, (base,), {"requires": requires})
         description = f"requires.{package.field}={shorten(value)}"
-        return Offer(name, origin, lambda: (part,)), description, ()
+        return PartSource(name, origin, lambda: (part,)), description, ()
     part = type(label, (base,), {"extra_rejections": classmethod(lambda *_: value)})
-    return Offer(name, origin, lambda: (part,)), f"extra_rejections gives {shorten(value)}", ()
+    return PartSource(name, origin, lambda: (part,)), f"extra_rejections gives {shorten(value)}", ()
 
 
 _CASES = st.builds(

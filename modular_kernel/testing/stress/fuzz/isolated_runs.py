@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from modular_kernel.settings import child_environment
+from modular_kernel.settings import make_child_environment
 from modular_kernel.testing.stress.fuzz.outcome import BAD, CRASH, GOOD, HANG
 
 _START_TIMEOUT_S = 120.0  # timeout in seconds for a process to start and import
@@ -87,7 +87,7 @@ def _run_process(report: FuzzReport, numbers: range, deadline_s: float) -> int:
     words = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
     words += ["calls" if report.interpreted else "", report.only]
     # All tensors are on the CPU, so hide GPUs.
-    environment = child_environment(interpreted=report.interpreted)
+    environment = make_child_environment(interpreted=report.interpreted)
     environment["CUDA_VISIBLE_DEVICES"] = ""
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment

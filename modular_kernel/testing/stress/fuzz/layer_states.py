@@ -240,7 +240,7 @@ _NAMES = (
 _USES: dict[str, Callable[[], object]] = {
     "settings": read_settings,
     "launcher": lambda: import_name("modular_kernel.settings:read_launcher")(),
-    "unknown": lambda: import_name("modular_kernel.settings:unknown_variables")(),
+    "unknown": lambda: import_name("modular_kernel.settings:find_unknown_variables")(),
     "kernel": lambda: samples.kernel()(*_arguments()),
     "compose": lambda: import_name(f"{_AUTOTUNE}:compose")(
         PROBLEM, terms=import_name(f"{_AUTOTUNE}:Terms")(budget=0.0)
