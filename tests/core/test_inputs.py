@@ -16,10 +16,10 @@ from modular_kernel.testing.cases.inputs import (
     ROUTINGS,
     Inputs,
     InputVariation,
+    choose_fill,
+    count_invalid_ids,
     fenced,
     fences_intact,
-    fill_of,
-    invalid_count,
     make_inputs,
 )
 from modular_kernel.testing.cases.lists import BASE, Case, axes, command
@@ -197,7 +197,7 @@ def test_skips_include_a_token_with_all_pairs_skipped() -> None:
     ids = ids_of("skips", replace(BASE, top_k=8))
     assert (ids == -1).all(1).nonzero().flatten().tolist() == [BASE.tokens // 2]
     assert bool((ids_of("skips") >= 0).all(1).any())
-    assert invalid_count(made(BASE, "skips").routing, BASE) == 0
+    assert count_invalid_ids(made(BASE, "skips").routing, BASE) == 0
 
 
 def test_all_skipped() -> None:
@@ -208,7 +208,7 @@ def test_invalid_ids_are_below_and_above_the_range_and_counted() -> None:
     ids = ids_of("out_of_range")
     low, high = int((ids < -1).sum()), int((ids >= BASE.experts).sum())
     assert min(low, high) > 0
-    assert invalid_count(made(BASE, "out_of_range").routing, BASE) == low + high
+    assert count_invalid_ids(made(BASE, "out_of_range").routing, BASE) == low + high
     assert int(ids.min()) == -(2**31)
     assert int(ids.max()) == 2**31 - 1
 
@@ -269,7 +269,7 @@ def test_reading_past_an_input_returns_guard_values() -> None:
             tensor = inputs.tensors()[name]
             past = tensor.storage_offset() + tensor.numel()
             found = float(tensor.as_strided((1,), (1,), past))
-            assert repr(found) == repr(fill_of(seed).real)
+            assert repr(found) == repr(choose_fill(seed).real)
             seen.add(repr(found))
     assert len(seen) == 3
 
@@ -319,7 +319,7 @@ def test_ids_beyond_int32_equal_valid_ids_in_their_low_bits() -> None:
     far = (ids < -(2**31)) | (ids >= 2**31)
     low = ids[far].to(torch.int32)
     assert bool(((low >= 0) & (low < MANY.experts)).any())
-    assert invalid_count(routing, MANY) == int(far.sum()) > 0
+    assert count_invalid_ids(routing, MANY) == int(far.sum()) > 0
     with pytest.raises(ConfigurationError, match="int64"):
         made(replace(MANY, ids_dtype=torch.int32), "beyond_int32")
 

@@ -142,7 +142,7 @@ def test_problems_that_pass_are_computed_correctly(pf: str, experts: str) -> Non
     assert len(cases) >= 2
     for case in cases:
         trial = Trial(case, machine)
-        comparison = trial.first.compare(trial.eager)
+        comparison = trial.first.compare(trial.eager_output)
         assert comparison.ok, f"{case}: {comparison}"
 
 

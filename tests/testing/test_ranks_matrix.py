@@ -192,13 +192,13 @@ def test_refusals_name_the_placement() -> None:
 
 def check_replay_inputs(trial: RankTrial) -> Iterator[str]:
     """Check that inputs for graph replays have the shapes of the first call, but other values."""
-    first = trial.first_again()
-    for sample, expected in trial.replayed:
+    first = trial.copy_first_sample()
+    for sample, expected in trial.expected_replays:
         yield from sample.compare(expected).problems
         for name, tensor in sample.inputs.tensors().items():
             if tensor.shape != first.inputs.tensors()[name].shape:
                 yield f"{name} has another shape"
-    replay, _ = trial.replayed[0]
+    replay, _ = trial.expected_replays[0]
     if torch.equal(replay.inputs.x_TH, first.inputs.x_TH):
         yield "the same values"
 

@@ -133,11 +133,11 @@ def _draw_many(source: SoakInputSource) -> list[SoakInputs]:
 
 
 def test_compare_with_oracle_finds_wrong_rows(sources: list[SoakInputSource]) -> None:
-    from modular_kernel.testing.verify.over_ranks import recipe_over_ranks
+    from modular_kernel.testing.verify.over_ranks import compute_recipe_across_ranks
 
     problem = sources[0].problem
     inputs = sources[0].draw_inputs((5, 3))
-    correct = recipe_over_ranks(inputs.global_inputs, problem)[:5].to(problem.dtype)
+    correct = compute_recipe_across_ranks(inputs.global_inputs, problem)[:5].to(problem.dtype)
     share, wrong = compare_with_oracle(inputs, correct, problem)
     assert (share < 0.6, wrong) == (True, "")
     for spoil in (lambda out: out[4].mul_(1.05), lambda out: out[2].fill_(float("nan"))):
@@ -150,7 +150,7 @@ def test_compare_with_oracle_finds_wrong_rows(sources: list[SoakInputSource]) ->
         many, torch.device("cpu"), random.Random(3), replicated=False, ids_dtype=torch.int64
     )
     many_inputs = source.draw_inputs((64, 0))
-    out = recipe_over_ranks(many_inputs.global_inputs, many).to(many.dtype)
+    out = compute_recipe_across_ranks(many_inputs.global_inputs, many).to(many.dtype)
     assert compare_with_oracle(many_inputs, out, many)[1] == ""
     out[9] *= 1.04  # a small share of the output
     assert compare_with_oracle(many_inputs, out, many)[1].endswith("1 rows far off")

@@ -136,7 +136,7 @@ def make_inputs(
     `variation` says otherwise.
     """
     generator = torch.Generator().manual_seed(seed)
-    memory = FencedMemory(device, int(variation.layout == "shifted"), fill_of(seed))
+    memory = FencedMemory(device, int(variation.layout == "shifted"), choose_fill(seed))
     expert_map = random_expert_map(problem, generator)
     router = routing_with_values(
         _router(problem, routing, expert_map, generator), problem, expert_map, variation.values
@@ -180,7 +180,7 @@ def _check_nan(problem: Problem, nan: str) -> None:
             raise ConfigurationError("nan", got=name, need=f"some of {', '.join(allowed)}")
 
 
-def invalid_count(routing: Routing, problem: Problem) -> int:
+def count_invalid_ids(routing: Routing, problem: Problem) -> int:
     """Return the number of ids outside [-1, E)."""
     ids = routing.topk_ids_TK
     return int(((ids < -1) | (ids >= problem.experts)).sum())
@@ -196,7 +196,7 @@ def routes_any_pair(problem: Problem, routing: str, seed: int) -> bool:
     return bool((valid_ids >= 0 if expert_map is None else expert_map[valid_ids] >= 0).any())
 
 
-def fill_of(seed: int) -> Fill:
+def choose_fill(seed: int) -> Fill:
     """Return the fill around the tensors of a call; it differs between the calls of a case.
 
     With seed 0, the third call of a case, whose tensors have gaps, is the one with NaN.

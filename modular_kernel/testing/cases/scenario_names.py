@@ -24,23 +24,25 @@ def supported_scenarios(part: type[PrepareAndFinalize], machine: Machine) -> tup
 
     For parts without scenarios, `stress.fault_matrix` only checks that all ranks exit in time.
     """
-    if machine.device != "cpu" or manager_class(part) is None:
+    if machine.device != "cpu" or find_manager_class(part) is None:
         return ()
     if part.requires.packages not in ((), ("triton",)):
         return ()
     return tuple(
-        name for name in SCENARIOS if counts_calls(part) or name in _SCENARIOS_WITHOUT_COUNTERS
+        name
+        for name in SCENARIOS
+        if exchanges_call_numbers(part) or name in _SCENARIOS_WITHOUT_COUNTERS
     )
 
 
-def counts_calls(part: type[PrepareAndFinalize]) -> bool:
+def exchanges_call_numbers(part: type[PrepareAndFinalize]) -> bool:
     """Return whether ranks exchange layer and call numbers before anything else."""
-    return hasattr(manager_class(part), "next_layer")
+    return hasattr(find_manager_class(part), "next_layer")
 
 
 def shares_memory(part: type[PrepareAndFinalize]) -> bool:
     """Return whether ranks use shared memory; they then compare problems at construction."""
-    return hasattr(manager_class(part), "heap")
+    return hasattr(find_manager_class(part), "heap")
 
 
 def prefers_near_copies(part: type[PrepareAndFinalize]) -> bool:
@@ -49,9 +51,9 @@ def prefers_near_copies(part: type[PrepareAndFinalize]) -> bool:
     False for a part without a manager, and for one that sets `prefer_local_copies` itself. A part
     that inherits the value is tested.
     """
-    return manager_class(part) is not None and "prefer_local_copies" not in vars(part)
+    return find_manager_class(part) is not None and "prefer_local_copies" not in vars(part)
 
 
-def manager_class(part: type[PrepareAndFinalize]) -> Any:
+def find_manager_class(part: type[PrepareAndFinalize]) -> Any:
     """Return the class of a part's manager, which owns its communicator; None if it has none."""
     return getattr(part, "manager_class", None)

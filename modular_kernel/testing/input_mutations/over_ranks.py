@@ -13,11 +13,11 @@ from modular_kernel.testing.input_mutations.rank_operators import (
 )
 from modular_kernel.testing.input_mutations.run import Kill, first_or_none
 from modular_kernel.testing.ranks.external_launcher import AnyRanks
-from modular_kernel.testing.verify.checks import CHECKS, plan_reused
+from modular_kernel.testing.verify.checks import CHECKS, check_plan_reused
 from modular_kernel.testing.verify.over_ranks import machine_of, prove_ranks
 
 # The first checks. They make half of the calls, and suffice to kill a mutant.
-EARLY_CHECKS = CHECKS[: CHECKS.index(plan_reused) + 1]
+EARLY_CHECKS = CHECKS[: CHECKS.index(check_plan_reused) + 1]
 
 __all__ = ["RANK_MUTANTS", "RankMutant", "sensitivity_ranks"]
 

@@ -23,8 +23,8 @@ from modular_kernel.testing.mutation.scope import known_imports
 from modular_kernel.testing.mutation.source import Mutant
 from modular_kernel.testing.ranks.closing import Closeable
 from modular_kernel.testing.ranks.pool import DIED, NO_ANSWER, RankError, RankPool
-from modular_kernel.testing.verify.checks import numeric
-from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, faults, prove_unchecked
+from modular_kernel.testing.verify.checks import check_numeric
+from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, check_faults, prove_unchecked
 
 Result = TypeVar("Result")
 
@@ -131,7 +131,7 @@ class Ranks(Closeable):
         assert isinstance(case, RankCase)
         timeout, run_timeout = self._timeouts(case)
         build = rank_tasks.build_with_deadline(timeout)
-        first_checks = (numeric, faults) if case.fault else (numeric,)
+        first_checks = (check_numeric, check_faults) if case.fault else (check_numeric,)
         seconds = 0.0
         for checks in (first_checks, RANK_CHECKS):  # most failures occur in the first call
             run_timeout *= len(checks)

@@ -11,7 +11,7 @@ from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, make_inputs
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
-from modular_kernel.testing.verify.over_ranks import recipe_over_ranks
+from modular_kernel.testing.verify.over_ranks import compute_recipe_across_ranks
 
 _CPU = torch.device("cpu")
 _SKEWS = (0.0, 0.5, 1.2, 4.0)  # probabilities of experts are proportional to rank ** -skew
@@ -126,7 +126,9 @@ def compare_with_oracle(
     global_exact = oracle(
         global_inputs.x_TH, global_inputs.weights, global_inputs.routing, global_problem
     ).double()
-    recipe_error_T = (recipe_over_ranks(global_inputs, problem) - global_exact).norm(dim=1)
+    recipe_error_T = (compute_recipe_across_ranks(global_inputs, problem) - global_exact).norm(
+        dim=1
+    )
     output, exact = out.cpu().double(), global_exact[inputs.local_tokens]
     local_recipe_error = recipe_error_T[inputs.local_tokens]
     if output.shape != exact.shape or not bool(output.isfinite().all()):

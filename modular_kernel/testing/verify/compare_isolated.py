@@ -13,7 +13,12 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.cases.hostile import token_groups
-from modular_kernel.testing.verify.compare import FACTOR, VALUE_FACTOR, Comparison, compare
+from modular_kernel.testing.verify.compare import (
+    MAX_ERROR_RATIO,
+    MAX_VALUE_ERROR_RATIO,
+    Comparison,
+    compare,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class RecipeErrors:
         return cls(worst, worst_row, worst_value)
 
 
-NO_ERRORS = RecipeErrors()
+NO_RECIPE_ERRORS = RecipeErrors()
 
 
 def compare_by_group(
@@ -57,7 +62,7 @@ def compare_by_group(
     problem: Problem,
     values: str,
     *,
-    recipe_errors: RecipeErrors = NO_ERRORS,
+    recipe_errors: RecipeErrors = NO_RECIPE_ERRORS,
 ) -> Comparison:
     """Compare `out` as `compare` does, but each group of `token_groups(values, ...)` separately."""
     groups = token_groups(values, len(exact))
@@ -70,19 +75,21 @@ def compare_by_group(
     )
     # `recipe_errors` is measured on ordinary tokens, so it also serves calls that have none.
     typical = max(
-        result.bound, FACTOR * recipe_errors.recipe_error, float(torch.finfo(problem.dtype).eps)
+        result.bound,
+        MAX_ERROR_RATIO * recipe_errors.recipe_error,
+        float(torch.finfo(problem.dtype).eps),
     )
     problems = [*result.problems]
     for group in range(1, int(groups.max()) + 1):
         tokens = groups == group
-        if not _is_unconstrained(problem, values):
+        if not _is_unchecked(problem, values):
             args = out[tokens], exact[tokens], recipe[tokens], problem
             messages = _check_group(*args, recipe_errors, typical)
             problems += [f"tokens of values={values}: {message}" for message in messages]
     return replace(result, problems=tuple(problems))
 
 
-def _is_unconstrained(problem: Problem, values: str) -> bool:
+def _is_unchecked(problem: Problem, values: str) -> bool:
     """Return whether the outputs of huge or infinite tokens are not checked."""
     if values == "nan_token":
         return False
@@ -105,9 +112,11 @@ def _check_group(
     args = out[is_finite], exact[is_finite], recipe[is_finite], problem
     messages = list(compare(*args, **vars(recipe_errors)).problems)
     output, expected = out[~is_finite].double().flatten(0, -2), exact[~is_finite].flatten(0, -2)
-    unit = expected.square().mean(1, keepdim=True).sqrt()
+    token_rms = expected.square().mean(1, keepdim=True).sqrt()
     # If the oracle is NaN, the comparison is false, so a finite value is wrong.
-    is_wrong = output.isfinite() & ~((output - expected).abs() <= VALUE_FACTOR * typical * unit)
+    is_wrong = output.isfinite() & ~(
+        (output - expected).abs() <= MAX_VALUE_ERROR_RATIO * typical * token_rms
+    )
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
         actual, expected_value = float(output[row, column]), float(expected[row, column])

@@ -6,7 +6,7 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.verify.compare import Comparison, compare
-from modular_kernel.testing.verify.compare_isolated import NO_ERRORS, RecipeErrors
+from modular_kernel.testing.verify.compare_isolated import NO_RECIPE_ERRORS, RecipeErrors
 
 
 def compare_with_nan(
@@ -15,7 +15,7 @@ def compare_with_nan(
     recipe: torch.Tensor,
     problem: Problem,
     *,
-    recipe_errors: RecipeErrors = NO_ERRORS,
+    recipe_errors: RecipeErrors = NO_RECIPE_ERRORS,
 ) -> Comparison:
     """Compare `out`, (T, H) or (T, K, H): NaN where `recipe` is NaN, correct everywhere else.
 

@@ -63,18 +63,20 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
         raise
     except Exception as build_error:  # noqa: BLE001 (a third-party part may raise anything)
         seconds = time.perf_counter() - start
-        return Proof(case, machine, math.inf, 0.0, (raised_finding("build", build_error),), seconds)
+        return Proof(
+            case, machine, math.inf, 0.0, (format_raised_error("build", build_error),), seconds
+        )
     trial = Trial(case, machine, build)
     # The launch cache skips interpreted launches that repeat an earlier one.
     with launch_cache(), record_paths() as entered_paths:
         failures = tuple(dict.fromkeys(findings(trial)))
-    error, bound = _accuracy(trial)
+    error, bound = _measure_accuracy(trial)
     seconds = time.perf_counter() - start
     ids = trial.first.invalid_ids
-    return Proof(case, machine, error, bound, failures, seconds, ids, _cells(entered_paths))
+    return Proof(case, machine, error, bound, failures, seconds, ids, _collect_cells(entered_paths))
 
 
-def _cells(entered_paths: Iterable[EnteredPath]) -> frozenset[PathCell]:
+def _collect_cells(entered_paths: Iterable[EnteredPath]) -> frozenset[PathCell]:
     """Return the path cells of all entered calls."""
     cells = (cells_of(call.path, call.problem, call.weights) for call in entered_paths)
     return frozenset[PathCell]().union(*cells)
@@ -86,26 +88,31 @@ def findings(trial: Trial) -> Iterator[str]:
         yield from _run(check, trial)
 
 
-def _accuracy(trial: Trial) -> tuple[float, float]:
+def _measure_accuracy(trial: Trial) -> tuple[float, float]:
     """Return error and bound of the first call, or (inf, 0) if it did not complete."""
     if "first_call" not in trial.__dict__:
         return math.inf, 0.0
-    comparison = trial.first.compare(trial.eager)
+    comparison = trial.first.compare(trial.eager_output)
     return comparison.error, comparison.bound
 
 
 def _run(check: Check, trial: Trial) -> Iterator[str]:
     """Yield the findings of one check."""
-    name = check.__name__
+    name = name_check(check)
     try:
         for finding in check(trial):
             yield f"{name}: {finding}"
     # A faulty part may raise anything; report it as a finding and run the remaining checks.
     except Exception as error:  # noqa: BLE001
-        yield raised_finding(name, error)
+        yield format_raised_error(name, error)
 
 
-def raised_finding(check: str, error: Exception) -> str:
+def name_check(check: Check) -> str:
+    """Return the name of a check in findings: that of its function without "check_"."""
+    return check.__name__.removeprefix("check_")
+
+
+def format_raised_error(check: str, error: Exception) -> str:
     """Return the finding for a check that raised `error`."""
     if isinstance(error, CorruptionError):
         return f"red_zones: {error}"

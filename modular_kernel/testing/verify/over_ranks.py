@@ -31,7 +31,7 @@ from modular_kernel.testing.cases.inputs import (
     FencedMemory,
     Inputs,
     InputVariation,
-    fill_of,
+    choose_fill,
     make_inputs,
 )
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
@@ -42,13 +42,13 @@ from modular_kernel.testing.verify.checks import CHECKS, Check, Findings
 from modular_kernel.testing.verify.compare import Comparison, compare
 from modular_kernel.testing.verify.compare_isolated import RecipeErrors
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
-from modular_kernel.testing.verify.one_process import Proof, raised_finding
+from modular_kernel.testing.verify.one_process import Proof, format_raised_error, name_check
 from modular_kernel.testing.verify.rank_differences import (
-    AGREES,
-    dispatch_difference,
-    keep_first_dispatch,
-    local_output,
-    output_difference,
+    DISPATCH_AGREES,
+    compute_local_output,
+    describe_dispatch_difference,
+    describe_output_difference,
+    record_first_dispatch,
 )
 from modular_kernel.testing.verify.sample import NUM_RECIPE_TOKENS, Sample
 from modular_kernel.testing.verify.scenario_context import ScenarioContext
@@ -105,7 +105,7 @@ class RankSample(Sample):
 
     def _make(self, variation: InputVariation | None = None) -> Inputs:
         global_inputs = self.global_inputs if variation is None else self._global_inputs(variation)
-        memory = FencedMemory(self.device, fill=fill_of(self.seed))
+        memory = FencedMemory(self.device, fill=choose_fill(self.seed))
         return inputs_of_rank(
             global_inputs, self.local_tokens, self.problem, memory, strided=self.strided
         )
@@ -129,12 +129,12 @@ class RankSample(Sample):
     @cached_property
     def global_exact(self) -> torch.Tensor:
         """The oracle's output for the tokens of all ranks."""
-        return self._reference(reference.oracle, self.global_inputs.routing)
+        return self._compute_reference(reference.oracle, self.global_inputs.routing)
 
     @cached_property
     def global_recipe(self) -> torch.Tensor:
         """The output of plain torch over ranks for the tokens of all ranks."""
-        return recipe_over_ranks(self.global_inputs, self.problem)
+        return compute_recipe_across_ranks(self.global_inputs, self.problem)
 
     def compare(self, out: torch.Tensor) -> Comparison:
         """Compare `out` with the oracle.
@@ -170,18 +170,18 @@ class RankSample(Sample):
         routing = replace(inputs.routing, adapters_T=adapters_T)
         inputs = Inputs(inputs.x_TH, layer.weights, routing)
         exact = reference.oracle(inputs.x_TH, inputs.weights, routing, problem)
-        recipe = recipe_over_ranks(inputs, replace(self.problem, chunk_tokens=None))
+        recipe = compute_recipe_across_ranks(inputs, replace(self.problem, chunk_tokens=None))
         num_rows = int((self.exact != 0).flatten(1).any(1).sum())
         return RecipeErrors.measure(exact, recipe, min(NUM_RECIPE_TOKENS, max(1, num_rows)))
 
-    def _reference(self, function: Reference, routing: Routing) -> torch.Tensor:
+    def _compute_reference(self, function: Reference, routing: Routing) -> torch.Tensor:
         """Apply `function` to all tokens and all experts."""
         return function(
             self.global_inputs.x_TH, self.global_inputs.weights, routing, self.global_problem
         )
 
 
-def recipe_over_ranks(global_inputs: Inputs, problem: Problem) -> torch.Tensor:
+def compute_recipe_across_ranks(global_inputs: Inputs, problem: Problem) -> torch.Tensor:
     """Compute the recipe over ranks for all tokens: (T, H) or (T, K, H), float64.
 
     problem: that of any rank.
@@ -221,7 +221,7 @@ class RankTrial(Trial):
         self.other = sample(counts=half, seed_offset=2, strided=True)
         self._sample_like_first = partial(sample, counts=counts)
 
-    def first_again(self) -> Sample:
+    def copy_first_sample(self) -> Sample:
         return self._sample_like_first(seed_offset=0)
 
     @cached_property
@@ -244,13 +244,13 @@ class RankTrial(Trial):
         return RankSample(changed, first.rank, first.device, counts=first.counts, seed_offset=0)
 
     @property
-    def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
+    def expected_replays(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
         # A graph has a fixed number of tokens, so `second`, which has others, cannot be replayed.
         sample = self._sample_like_first(seed_offset=3)
-        return (sample, call(self.kernel, sample)), (self.first, self.eager)
+        return (sample, call(self.kernel, sample)), (self.first, self.eager_output)
 
 
-def faults(trial: Trial) -> Findings:
+def check_faults(trial: Trial) -> Findings:
     """Check that every call of the fault scenario has its expected outcome on this rank."""
     assert isinstance(trial, RankTrial)
     for index, (outcome, expected) in enumerate(trial.scenario_outcomes, 1):
@@ -260,7 +260,7 @@ def faults(trial: Trial) -> Findings:
 
 
 # The checks of one process, and the fault scenarios.
-RANK_CHECKS: tuple[Check, ...] = (*CHECKS, faults)
+RANK_CHECKS: tuple[Check, ...] = (*CHECKS, check_faults)
 
 
 @dataclass(frozen=True)
@@ -315,19 +315,19 @@ def run_checks(
     def build_on_rank(rank_case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
         kernels.append(build(rank_case, machine, poison, group))
         if len(kernels) == 1 and checks and checks[0] is CHECKS[0]:
-            received.append(keep_first_dispatch(kernels[0]))
+            received.append(record_first_dispatch(kernels[0]))
         return kernels[-1]
 
     trial = RankTrial(case, rank, machine, build_on_rank)
     findings: list[str] = []
     for check in checks:
-        name = check.__name__
+        name = name_check(check)
         try:
             for finding in check(trial):
                 findings.append(f"{name}: {finding}")
         except Exception as error:
-            raise CheckError("\n".join([*findings, raised_finding(name, error)])) from error
-    comparison = trial.first.compare(trial.eager)
+            raise CheckError("\n".join([*findings, format_raised_error(name, error)])) from error
+    comparison = trial.first.compare(trial.eager_output)
     unique = tuple(dict.fromkeys(findings))
     # Not done after a check raised: destroying a part may wait for peers that never get here.
     for kernel in kernels:
@@ -348,14 +348,14 @@ def _with_differences(
     inputs, problem = sample.global_inputs, sample.problem
     try:
         weighted = sample.input_weighted
-        dispatch = dispatch_difference(received, inputs, problem, input_weighted=weighted)
+        dispatch = describe_dispatch_difference(received, inputs, problem, input_weighted=weighted)
     except Exception as error:  # noqa: BLE001  a part may return anything
         dispatch = f"dispatch: cannot be compared, {type(error).__name__}: {error}"
     if not any(finding.startswith("numeric: ") for finding in report.findings):
         return replace(report, dispatch=dispatch)
-    local_only = local_output(inputs, problem, sample.local_tokens, sample.global_problem)
-    output = output_difference(trial.eager, sample.exact, local_only)
-    return replace(report, dispatch=dispatch, output=output or AGREES)
+    local_only = compute_local_output(inputs, problem, sample.local_tokens, sample.global_problem)
+    output = describe_output_difference(trial.eager_output, sample.exact, local_only)
+    return replace(report, dispatch=dispatch, output=output or DISPATCH_AGREES)
 
 
 def prove_ranks(
@@ -404,14 +404,16 @@ def prove_unchecked(
     except RankError as error:
         reports = error.results
         for rank, text in error.failures.items():
-            failures += [f"rank {rank}: {line}" for line in _findings_of(text)]
+            failures += [f"rank {rank}: {line}" for line in _extract_findings(text)]
     for rank, report in sorted(reports.items()):
         failures += [f"rank {rank}: {finding}" for finding in report.findings]
     failures += _first_difference(reports)
     seconds = time.perf_counter() - start
     complete = len(reports) == case.world_size
     worst = (
-        max(reports.values(), key=_error_ratio) if complete else RankReport((), math.inf, 0.0, 0)
+        max(reports.values(), key=_compute_error_ratio)
+        if complete
+        else RankReport((), math.inf, 0.0, 0)
     )
     invalid_ids = sum(report.invalid_ids for report in reports.values())
     return Proof(case, machine, worst.error, worst.bound, tuple(failures), seconds, invalid_ids)
@@ -434,12 +436,12 @@ def machine_of(pool: AnyRanks) -> Machine:
     return this_machine(device="cpu" if pool.backend == "gloo" else "cuda")
 
 
-def _error_ratio(report: RankReport) -> float:
+def _compute_error_ratio(report: RankReport) -> float:
     """Return error over bound; infinity if the bound is 0."""
     return report.error / report.bound if report.bound else math.inf
 
 
-def _findings_of(failure: str) -> list[str]:
+def _extract_findings(failure: str) -> list[str]:
     """Return the findings in a failed rank's message, or the error that ended it."""
     findings_text = failure.partition(f"{CheckError.__name__}: ")[2]
     if findings_text:

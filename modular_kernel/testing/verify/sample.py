@@ -12,8 +12,8 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import (
     Inputs,
     InputVariation,
+    count_invalid_ids,
     fenced,
-    invalid_count,
     make_inputs,
 )
 from modular_kernel.testing.verify.compare import Comparison
@@ -55,7 +55,7 @@ class Sample:
         self.seed = 1000 * case.seed + seed_offset
         self.inputs = self._make()
         self.pristine = self._make()
-        self.invalid_ids = invalid_count(self.pristine.routing, self.problem)
+        self.invalid_ids = count_invalid_ids(self.pristine.routing, self.problem)
 
     def _make(self, variation: InputVariation | None = None) -> Inputs:
         return make_inputs(
@@ -84,13 +84,13 @@ class Sample:
 
     @cached_property
     def exact(self) -> torch.Tensor:
-        i = self.pristine
-        return reference.oracle(i.x_TH, i.weights, i.routing, self.problem)
+        inputs = self.pristine
+        return reference.oracle(inputs.x_TH, inputs.weights, inputs.routing, self.problem)
 
     @cached_property
     def recipe(self) -> torch.Tensor:
-        i = self.pristine
-        args = i.x_TH, i.weights, i.routing, self.problem
+        inputs = self.pristine
+        args = inputs.x_TH, inputs.weights, inputs.routing, self.problem
         return reference.recipe(*args, input_weighted=self.input_weighted)
 
     def compare(self, out: torch.Tensor) -> Comparison:

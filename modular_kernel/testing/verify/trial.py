@@ -83,7 +83,7 @@ class Trial:
         return self.first, self.second, self.other
 
     @cached_property
-    def deterministic(self) -> bool:
+    def is_deterministic(self) -> bool:
         """Whether both parts guarantee equal bits for equal inputs."""
         catalog, case = load_catalog(), self.case
         pf, ex = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
@@ -101,15 +101,15 @@ class Trial:
         graph = replace(case.problem, graph=True)
         return check(case.prepare_finalize, case.experts, graph, self.machine).ok
 
-    def first_again(self) -> Sample:
+    def copy_first_sample(self) -> Sample:
         """Return a copy of the inputs of the first call, which the caller may overwrite."""
         case = self.case
         return Sample(case, self.first.device, tokens=case.problem.tokens, seed_offset=0)
 
     @property
-    def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
+    def expected_replays(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
         """(sample, expected output) of each replay of a graph captured with `first`'s tokens."""
-        return (self.second, self.planned_second), (self.first, self.eager)
+        return (self.second, self.planned_second), (self.first, self.eager_output)
 
     @cached_property
     def kernel(self) -> FusedMoEModularKernel:
@@ -125,7 +125,7 @@ class Trial:
         return FirstCallResult(output, self.kernel.count_invalid_ids() - before, tuple(races))
 
     @property
-    def eager(self) -> torch.Tensor:
+    def eager_output(self) -> torch.Tensor:
         """The output of the first call."""
         return self.first_call.output
 
@@ -146,8 +146,8 @@ class Trial:
         sample = self.first
         x_TH, inplace = sample.x_TH(), sample.problem.inplace
         target = x_TH if inplace else sample.empty_output()
-        i = sample.inputs
-        output = self.plan(x_TH, i.weights, i.routing, out=None if inplace else target)
+        inputs = sample.inputs
+        output = self.plan(x_TH, inputs.weights, inputs.routing, out=None if inplace else target)
         return OutCallResult(output.clone(), output is target, fences_intact(target))
 
     @cached_property
@@ -178,8 +178,8 @@ class Trial:
 
 def call(kernel: FusedMoEModularKernel | Plan, sample: Sample) -> torch.Tensor:
     """Call with a sample. Returns a copy, because the next call may reuse the output's memory."""
-    i = sample.inputs
-    return kernel(sample.x_TH(), i.weights, i.routing).clone()
+    inputs = sample.inputs
+    return kernel(sample.x_TH(), inputs.weights, inputs.routing).clone()
 
 
 def start(kernel: FusedMoEModularKernel, sample: Sample) -> Pending:
