@@ -1,10 +1,10 @@
-"""Compare a part with a bitwise reference, which detects a single undeclared rounding.
+"""Compare a part with a bitwise reference, to detect even a single undeclared rounding.
 
 The reference multiplies the same numbers as the part and rounds exactly where the part declares a
-rounding. It differs only in the order of float32 sums, which occasionally moves a value across the
-midpoint between two 16-bit numbers. The tolerance is the fraction of values that change when the
-reference's own sums are perturbed at random. An undeclared rounding (of router weights, partial
-sums or weights) changes at least a quarter of all values.
+rounding. The two differ only in the order of float32 sums, which occasionally moves a value across
+the midpoint between two 16-bit numbers. The tolerance is derived from the fraction of values that
+change when the sums of the reference are perturbed at random. An undeclared rounding (of router
+weights, partial sums or weights) changes at least a quarter of all values.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,13 @@ from modular_kernel.testing.cases.hostile import token_groups
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial
 
-# Minimum tolerance for the median row. In all 16-bit cases of the built-in parts, no value of the
-# median row differed (triton 3.6 interpreted, torch 2.13, CPU).
+# Minimum tolerance for the fraction of differing values in the median row. In all 16-bit cases of
+# the built-in parts, no value of the median row differed (triton 3.6 interpreted, torch 2.13, CPU).
 MIN_MEDIAN_TOLERANCE = 0.03
 TOLERANCE_FACTOR = 3.0  # tolerance, relative to the fraction of the perturbed reference
-# One changed value of h changes up to this fraction of its row. If it is the largest of its
-# row, it also changes the 8-bit scale and thus nearly all outputs. Such rows are rare.
+# A single changed value of h affects at most this fraction of the outputs of its row, unless it is
+# the largest value of the row: then the 8-bit scale changes, and with it nearly all outputs. Such
+# rows are rare.
 ROW_MISMATCH_LIMIT = 0.125
 OUTLIER_ROW_INTERVAL = 8  # one row in eight, plus one, may exceed ROW_MISMATCH_LIMIT
 _NUM_PERTURBED = 3  # perturbed references per call
@@ -60,13 +61,13 @@ def _is_comparable(trial: Trial) -> bool:
     """Return whether roundings alone can explain a difference from the bitwise reference."""
     problem, scheme = trial.case.problem, trial.case.problem.scheme
     if problem.adapters is not None and trial.case.variation.slot_pattern == "without":
-        return False  # such a call rounds like a layer without adapters
+        return False  # the call uses no adapters, so it rounds like a layer without adapters
     if problem.dtype.itemsize != 2:
-        return False  # the tolerance of `compare` is as strict for float32
+        return False  # for float32, `compare` is already as strict
     if problem.parallel.world_size > 1:
         # Each rank rounds its partial sum of a token before the sums are added, so only a token
-        # with one expert has no additional rounding. A per-tensor scale of h is computed by each
-        # rank, and equals the reference's only if one rank computes all pairs.
+        # with one expert has no additional rounding. Each rank computes its own per-tensor scale of
+        # h, which equals the scale of the reference only if one rank computes all pairs.
         has_one_partial_sum = problem.top_k == 1 and problem.chunk_tokens is None
         has_dynamic_tensor_scale = scheme.activation_granularity == "tensor" and not scheme.static
         if not has_one_partial_sum or (
@@ -74,7 +75,7 @@ def _is_comparable(trial: Trial) -> bool:
         ):
             return False
     if problem.chunk_tokens and scheme.activation_granularity == "tensor" and not scheme.static:
-        return False  # x has one scale for the call, h one for each chunk
+        return False  # x has one scale for the whole call, but h has one for each chunk
     # GPU tensor cores accumulate fp8 products with fewer bits than float32.
     return scheme.activation != "float8_e4m3fn" or trial.machine.device != "cuda"
 
@@ -82,10 +83,12 @@ def _is_comparable(trial: Trial) -> bool:
 def check_mismatches(
     mismatches: torch.Tensor, perturbed: torch.Tensor, roundings: list[Roundings]
 ) -> Iterator[str]:
-    """Yield a message where more values differ than the perturbed reference allows.
+    """Yield a message for each limit, derived from the perturbed references, that is exceeded.
 
-    mismatches: per row, the fraction of values that differ from the reference. perturbed: the same for the
-    perturbed reference.
+    mismatches: (rows,), the fraction of each row's values that differ from the reference.
+    perturbed: (rows of all perturbed references,), the fraction of each row's values that differ
+        between a perturbed reference and the unperturbed one.
+    roundings: the roundings of the reference, which the messages name.
     """
     if not mismatches.numel():
         return
@@ -114,12 +117,12 @@ def check_mismatches(
 
 
 def list_declared_roundings(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:
-    """Return the variants of roundings that the call of `sample` may have.
+    """Return all roundings that the part may apply in the call on `sample`.
 
-    A variant is a list with one entry per chunk. On one rank there is one variant. Over ranks, the
-    roundings of a row depend on how many rows its rank received, so there is a variant for each
-    number of rows from 0 to the tokens of all ranks. Returns None if the part declares no
-    roundings.
+    Each element of the returned list is a variant: a list with the roundings of each chunk. On one
+    rank there is a single variant. With multiple ranks, the roundings of a row depend on how many
+    rows its rank received, so there is a variant for each number of rows from 0 to the total number
+    of tokens. Returns None if the part declares no roundings.
     """
     experts, inputs = trial.kernel.experts, sample.pristine
     if inputs is sample.global_pristine:
@@ -141,7 +144,7 @@ def list_declared_roundings(trial: Trial, sample: Sample) -> list[list[Roundings
 
 
 def compute_bitwise_reference(sample: Sample, roundings: list[Roundings]) -> torch.Tensor:
-    """Return the expected output of the call of `sample`, exact up to the order of sums."""
+    """Return the expected output of the call on `sample`, bitwise up to summation order."""
     (output,) = compute_perturbed_references(sample, roundings, 0)
     return output
 
@@ -149,8 +152,8 @@ def compute_bitwise_reference(sample: Sample, roundings: list[Roundings]) -> tor
 def compute_perturbed_references(
     sample: Sample, roundings: list[Roundings], num_perturbed: int
 ) -> list[torch.Tensor]:
-    """Return the bitwise reference, then `num_perturbed` outputs with perturbed sums."""
-    inputs = sample.global_pristine  # over ranks, these are CPU tensors
+    """Return the bitwise reference, followed by `num_perturbed` outputs with perturbed sums."""
+    inputs = sample.global_pristine  # with multiple ranks, these are CPU tensors
     # Each generator perturbs the sums of one reference at random.
     jitters = [None, *(torch.Generator().manual_seed(seed) for seed in range(num_perturbed))]
     parts = [torch.stack([sample.empty_output()[:0].to(inputs.x_TH.device)] * len(jitters))]
@@ -177,12 +180,16 @@ def _split_into_chunks(sample: Sample) -> list[slice]:
 
 
 def mismatch_fraction(output: torch.Tensor, reference_output: torch.Tensor) -> torch.Tensor:
-    """Return the fraction of differing values of each row, (T,) or (T, K)."""
+    """Return the fraction of each row's values that differ, (T,) or (T, K)."""
     return 1 - (output == reference_output).double().mean(-1)
 
 
 def find_comparable_rows(sample: Sample, reference_output: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the rows that are nonzero, finite and from tokens with ordinary values."""
+    """Return a mask of the rows that are nonzero, finite and belong to ordinary tokens.
+
+    The mask is (T,) for a reference output (T, H), and (T, K) for (T, K, H). See `token_groups` for
+    the tokens that are ordinary.
+    """
     groups = token_groups(sample.variation.values, len(reference_output))
     is_ordinary = (groups == 0).to(reference_output.device)
     is_usable = (reference_output != 0).any(-1) & reference_output.isfinite().all(-1)

@@ -1,6 +1,7 @@
-"""Steps of the fault scenario "misunderstood" in which all ranks make the same calls.
+"""Checks for the "misunderstood" fault scenario in which all ranks make the same calls.
 
-They exceed limits of shared memory, and check that pairs go to the nearest copy of an expert.
+They reject tensors on an unsupported device, exceed the number of calls in flight that fits in
+shared memory, and check that (token, expert) pairs go to the nearest copy of an expert.
 """
 
 from collections.abc import Sequence
@@ -37,12 +38,12 @@ def check_meta_tokens_rejected(
 
 
 def move_routing(device: torch.device, routing: Routing) -> Routing:
-    """Return the routing on another device, without adapters."""
+    """Return a copy of the routing on another device, without adapters."""
     return Routing(routing.topk_weights_TK.to(device), routing.topk_ids_TK.to(device))
 
 
 def check_in_flight_limit(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
-    """Start one call more than fits in shared memory: every rank refuses it and recovers."""
+    """Start one call more than fits in shared memory. Every rank must refuse it and recover."""
     if not shares_memory(context.part):
         return
     pending = [context.start(kernel) for _ in range(_MAX_IN_FLIGHT)]
@@ -54,7 +55,10 @@ def check_in_flight_limit(context: ScenarioContext, kernel: FusedMoEModularKerne
 
 
 def _check_nested_call(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-    """Run a second call between dispatch and experts of the first. They must not share buffers."""
+    """Run a second call between the dispatch and the experts of a first call.
+
+    The output of the first call is correct only if the two calls do not share buffers.
+    """
     apply = kernel.experts.apply
 
     def apply_after_another(tokens: Any, **kwargs: Any) -> None:
@@ -69,9 +73,9 @@ def _check_nested_call(context: ScenarioContext, kernel: FusedMoEModularKernel) 
 def check_nearest_copies(context: ScenarioContext, manager: object) -> Outcomes:
     """Check that each pair is computed by the nearest copy of its expert.
 
-    If every rank has all experts, no pair may leave its rank. If every host has all experts, no
-    pair may leave its host. Any copy gives the correct output, so the check counts the pairs that
-    each rank computes.
+    If every rank has all experts, no (token, expert) pair may leave its rank. If every host has all
+    experts, no pair may leave its host. Any copy gives the correct output, so the check counts the
+    pairs that each rank computes.
     """
     if not prefers_near_copies(context.part):
         return
@@ -94,7 +98,10 @@ def check_nearest_copies(context: ScenarioContext, manager: object) -> Outcomes:
 def _check_ranks_compute_own_pairs(
     context: ScenarioContext, manager: object, placement: Placement, ranks: Sequence[int]
 ) -> Outcomes:
-    """Check that `ranks`, which include this one, compute exactly the pairs of their tokens."""
+    """Check that `ranks` together compute exactly the pairs of their own tokens.
+
+    ranks: a group of ranks that includes this one.
+    """
     placed_context = context.for_changed_problem(
         parallel=replace(context.case.problem.parallel, placement=placement, rank=0)
     )

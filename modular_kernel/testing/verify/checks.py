@@ -1,12 +1,14 @@
 """Checks of a pairing: one small generator per property, yielding a message for each violation.
 
-Accuracy: three different calls match the oracle. Properties: inputs are unchanged, `out` is written
-and returned, invalid ids are counted, programs do not race, equal calls give equal bits, concurrent
-and planned calls do not affect each other, and a plan can be captured and allocates nothing.
+Findings call a check by the name of its function without "check_". The checks of accuracy compare
+three different calls with the oracle. Other checks require that inputs are unchanged, `out` is
+written and returned, invalid ids are counted, programs do not race, equal calls give equal bits,
+concurrent and planned calls do not affect each other, and a plan can be captured and allocates
+nothing.
 
 The buffers of every kernel are poisoned before each call, so that a read of unwritten memory causes
-an error. The fill alternates between calls: NaN and huge integers; or large finite values, and ids
-of experts, slots and rows that are valid but wrong.
+an error. The fill alternates between calls. One fill consists of NaN and huge integers. The other
+consists of large finite values, and of ids of experts, slots and rows that are valid but wrong.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +34,10 @@ Check = Callable[[Trial], Findings]
 def compare_outputs(
     trial: Trial, sample: Sample, actual: torch.Tensor, expected: torch.Tensor
 ) -> Findings:
-    """Compare bits if the pairing is deterministic; otherwise compare `actual` with the oracle."""
+    """Compare two outputs of `sample` bitwise if the pairing is deterministic.
+
+    Otherwise, compare `actual` with the oracle.
+    """
     if not trial.is_deterministic:
         yield from sample.compare(actual).problems
     elif actual.shape != expected.shape:
@@ -57,15 +62,15 @@ def check_invalid_ids(trial: Trial) -> Findings:
 
 
 def check_races(trial: Trial) -> Findings:
-    """Check for races between programs of a launch, which only the interpreter detects."""
+    """Check that the programs of a launch do not race. Only the interpreter detects races."""
     yield from trial.first_call.races
 
 
 def check_staged_reference(trial: Trial) -> Findings:
-    """Compare a fused part with the staged part that it replaces.
+    """Compare a fused experts part with the staged part that it replaces.
 
-    Each part may differ from the oracle by the bound of `numeric`. Two independent errors of that
-    size add up to sqrt(2) times the bound, which is the tolerance between the parts.
+    Each part may differ from the oracle by the bound of `check_numeric`. Two independent errors of
+    that size add up to sqrt(2) times the bound, which is the tolerance between the parts.
     """
     experts = type(trial.kernel.experts)
     if experts.unfused is None:
@@ -100,12 +105,12 @@ def check_staged_reference(trial: Trial) -> Findings:
 
 
 def check_numeric_planned(trial: Trial) -> Findings:
-    """Check that a planned call on other values is correct."""
+    """Check that a planned call on values other than those of the first call is correct."""
     yield from trial.second.compare(trial.planned_second).problems
 
 
 def check_plan_reused(trial: Trial) -> Findings:
-    """Check that a plan keeps no state of its last call: its bits equal those of the kernel."""
+    """Check that a plan keeps no state of its last call, by comparing it with the kernel."""
     yield from compare_outputs(trial, trial.first, trial.planned.output, trial.eager_output)
 
 
@@ -118,12 +123,12 @@ def check_out_given(trial: Trial) -> Findings:
 
 
 def check_interleaved(trial: Trial) -> Findings:
-    """Check that a call in flight is not affected by one that starts later and finishes first."""
+    """Check that a call in flight is not affected by a call that starts later and ends first."""
     yield from compare_outputs(trial, trial.first, trial.interleaved[0], trial.eager_output)
 
 
 def check_interleaved_kernels(trial: Trial) -> Findings:
-    """Check that interleaved calls of kernels of two problems do not affect each other."""
+    """Check that interleaved calls of two kernels, for different problems, are independent."""
     if not trial.case.interleaved_calls:
         return
     kernel, sample = trial.neighbor
@@ -139,7 +144,7 @@ def check_numeric_strided(trial: Trial) -> Findings:
 
 
 def check_plan_shrunk(trial: Trial) -> Findings:
-    """Check that a plan gives the kernel's bits for fewer tokens than in its previous call."""
+    """Check that a planned call with fewer tokens than the previous one equals an eager call."""
     yield from compare_outputs(trial, trial.other, trial.planned_other, trial.interleaved[1])
 
 
@@ -159,7 +164,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_graph_replay(trial: Trial) -> Findings:
-    """On a GPU: check that a captured plan replayed on new values equals a direct call."""
+    """On a GPU, check that a captured plan, replayed on new values, equals an eager call."""
     if not trial.capturable:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()
@@ -186,10 +191,11 @@ def check_graph_replay(trial: Trial) -> Findings:
 
 
 def check_no_allocation(trial: Trial) -> Findings:
-    """On a GPU: check that a planned call allocates nothing.
+    """On a GPU, check that a planned call allocates nothing.
 
-    Skipped if a part declares that its library allocates. Also skipped for parts over a library if
-    weights have a layout other than "plain", because these parts copy the weights in every call.
+    Skipped if a part declares that its library allocates. Also skipped for parts that wrap a
+    library if the weights have a layout other than "plain", because these parts then copy the
+    weights in every call.
     """
     catalog, case = load_catalog(), trial.case
     pf, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)

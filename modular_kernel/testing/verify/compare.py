@@ -1,7 +1,8 @@
 """Compare an output with the float64 oracle, with a tolerance derived from the case.
 
-The allowed error is that of plain torch running the same declared recipe in the same dtype, plus a
-quarter. Both errors are measured against the float64 oracle on the case at hand.
+The recipe is the sequence of roundings that the scheme declares. The allowed error is 1.25 times
+the error of plain torch operations that follow the same recipe in the same dtype. Both errors are
+measured against the float64 oracle, on the inputs of the case.
 """
 
 import math
@@ -11,15 +12,15 @@ import torch
 
 from modular_kernel.spec.problem import Combine, Problem, dtype_name
 
-# Allowed RMS error, relative to the recipe's. Rounding errors depend on the order of summation, in
-# the recipe as in a part; a quarter covers that, and every defect is larger.
+# Allowed RMS error, relative to the recipe's. Rounding errors depend on the order of summation,
+# both in the recipe and in a part. A quarter more covers this, and every defect is larger.
 MAX_ERROR_RATIO = 1.25
 # Allowed error of a row and of a value, relative to the median row. A defect in one place (a tail,
 # one expert, one token) affects few rows or values, and an average over all rows would hide it.
 MAX_ROW_ERROR_RATIO = 4.0
 MAX_VALUE_ERROR_RATIO = 12.0
-# Absolute tolerance for float32 recipes. Their error comes from the order of sums alone, and may be
-# smaller in torch by chance. The unit roundoff, 6e-8, times sqrt(fan-in), over two products, stays
+# Added to each bound, for float32 recipes. Their error comes from the order of sums alone, and may
+# be smaller in torch by chance. The unit roundoff, 6e-8, times sqrt(fan-in), for two GEMMs, stays
 # below 1e-6 for the shapes of the cases. The smallest defect, gelu's tanh approximation instead of
 # erf, causes an error of 2e-4.
 MIN_ERROR_BOUND = 1e-6
@@ -27,11 +28,17 @@ MIN_ERROR_BOUND = 1e-6
 
 @dataclass(frozen=True)
 class Comparison:
-    """Error of an output against the oracle and the allowed bounds; all are relative.
+    """Errors of an output, measured against the oracle, and their bounds. All are relative.
 
-    error: root mean square over all values. worst_row: error of the row with the largest ratio of
-    error to bound, relative to that row. worst_value: largest error of one value, relative to its
-    row's root mean square. problems: messages, empty if the output is correct.
+    Attributes:
+        error: norm of the error of all values, relative to the norm of the output.
+        bound: maximum allowed `error`.
+        worst_row: error of the row with the largest ratio of error to bound, relative to the norm
+            of that row.
+        row_bound: maximum allowed `worst_row`.
+        worst_value: largest error of one value, relative to the root mean square of its row.
+        value_bound: maximum allowed `worst_value`.
+        problems: messages; empty if the output is correct.
     """
 
     error: float
@@ -59,11 +66,15 @@ def compare(
 ) -> Comparison:
     """Compare `out`, (T, H) or (T, K, H), with the float64 tensors `exact` and `recipe`.
 
-    Rows that are zero in `exact` (every pair skipped) must be exactly zero, of either sign.
+    Rows that are zero in `exact`, because all of their pairs are skipped, must be exactly zero, of
+    either sign.
 
-    recipe_error: lower bound of the recipe's relative error, for outputs with few tokens: its error
-    over more tokens of the same layer. recipe_row_error, recipe_value_error: the same for the worst
-    row and the worst value; used for quantized problems only.
+    recipe_error: lower bound of the recipe's relative error. For outputs with few tokens, pass the
+        error of the recipe on more tokens of the same layer.
+    recipe_row_error: lower bound of the recipe's error of the worst row; used only for quantized
+        problems.
+    recipe_value_error: lower bound of the recipe's error of the worst value; used only for
+        quantized problems.
     """
     mismatches = _check_shape(out, exact, problem)
     if mismatches:
@@ -98,7 +109,10 @@ def _check_shape(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tu
 
 
 def _check_finite_and_zero(output: torch.Tensor, is_zero: torch.Tensor) -> tuple[str, ...]:
-    """Return messages for values that are not finite, and for nonzero rows where `is_zero`."""
+    """Return messages for values that are not finite, and for rows that should be zero.
+
+    is_zero: (rows,) bool, the rows that should be zero.
+    """
     problems = []
     is_invalid = ~output.isfinite()
     if bool(is_invalid.any()):
@@ -125,15 +139,16 @@ def _compare_rows(
     min_row_error: float | None,
     min_value_error: float,
 ) -> Comparison:
-    """Compare rows that are not zero. index: their row numbers in the output.
+    """Compare the rows that are not zero.
 
+    index: numbers of these rows in the output.
     min_recipe_error, min_row_error, min_value_error: lower bounds of the recipe's errors, as in
-    `compare`. min_row_error is None unless the problem is quantized.
+        `compare`. min_row_error is None unless the problem is quantized.
 
     One large activation makes the quantization step of its whole group coarse, and a value beyond
-    the range of a static scale is clipped, in the recipe as in a part. So for quantized problems,
-    the error of a row may also be a quarter larger than the recipe's in that row, and that of a
-    value twice the recipe's largest.
+    the range of a static scale is clipped, both in the recipe and in a part. Therefore, in
+    quantized problems, the error of a row may also be up to 1.25 times the recipe's error in that
+    row, and the error of a value up to twice the recipe's largest error of a value.
     """
     exact_norm = exact.norm()
     error = float((output - exact).norm() / exact_norm)

@@ -1,10 +1,11 @@
-"""Compare calls in which some tokens are huge or not finite and must not affect the others.
+"""Compare the outputs of calls with huge or non-finite tokens, which must not affect other tokens.
 
-- Ordinary tokens are compared by the rule of `compare`, without the others.
-- Huge tokens with a finite recipe are compared by the same rule, within their group. Where the
-  recipe overflows, a value must be correct or not finite. If the activation has a limit, they are
-  not checked: the result then depends only on the sign of the gate, which any rounding may flip.
-- The values of a NaN token must not be finite. Those of an infinite token are not checked.
+- Ordinary tokens are compared by the rule of `compare`, separately from all others.
+- Huge tokens for which the recipe is finite are compared by the same rule, within their group.
+  Where the recipe overflows, a value must be correct or not finite. If the activation has a limit,
+  huge tokens are not checked, because their output then depends only on the sign of the gate, which
+  any rounding may flip.
+- The output of a NaN token must not be finite. The output of an infinite token is not checked.
 """
 
 from dataclasses import dataclass, replace
@@ -23,10 +24,12 @@ from modular_kernel.testing.verify.compare import (
 
 @dataclass(frozen=True)
 class RecipeErrors:
-    """Largest errors of the recipe over several calls with few tokens.
+    """Largest errors of the recipe in several calls with few tokens.
 
-    recipe_error: of a call, relative. recipe_row_error: of a row, relative. recipe_value_error: of
-    a value, relative to its row's root mean square.
+    Attributes:
+        recipe_error: largest relative error of a call.
+        recipe_row_error: largest relative error of a row.
+        recipe_value_error: largest error of a value, relative to the root mean square of its row.
     """
 
     recipe_error: float = 0.0
@@ -35,7 +38,10 @@ class RecipeErrors:
 
     @classmethod
     def measure(cls, exact: torch.Tensor, recipe: torch.Tensor, tokens: int) -> "RecipeErrors":
-        """Measure the errors of many tokens, (T, H) or (T, K, H), split into calls of `tokens`."""
+        """Measure the errors of many tokens, split into calls of `tokens` tokens.
+
+        exact, recipe: (T, H) or (T, K, H) float64.
+        """
         worst = worst_row = worst_value = 0.0
         for start in range(0, len(exact), tokens):
             expected, actual = exact[start : start + tokens], recipe[start : start + tokens]
@@ -64,7 +70,10 @@ def compare_by_group(
     *,
     recipe_errors: RecipeErrors = NO_RECIPE_ERRORS,
 ) -> Comparison:
-    """Compare `out` as `compare` does, but each group of `token_groups(values, ...)` separately."""
+    """Compare `out` like `compare`, but each group of tokens separately.
+
+    values: the kind of input values, which determines the groups (see `token_groups`).
+    """
     groups = token_groups(values, len(exact))
     if out.shape != exact.shape or not bool((groups > 0).any()):
         return compare(out, exact, recipe, problem, **vars(recipe_errors))
@@ -73,7 +82,8 @@ def compare_by_group(
     result = compare(
         out[is_ordinary], exact[is_ordinary], recipe[is_ordinary], problem, **vars(recipe_errors)
     )
-    # `recipe_errors` is measured on ordinary tokens, so it also serves calls that have none.
+    # `recipe_errors` is measured on ordinary tokens of other calls, so it also holds for calls
+    # without ordinary tokens.
     typical = max(
         result.bound,
         MAX_ERROR_RATIO * recipe_errors.recipe_error,
@@ -90,7 +100,7 @@ def compare_by_group(
 
 
 def _is_unchecked(problem: Problem, values: str) -> bool:
-    """Return whether the outputs of huge or infinite tokens are not checked."""
+    """Return whether the outputs of the huge or infinite tokens are not checked."""
     if values == "nan_token":
         return False
     return values == "inf_token" or problem.act.limit is not None
@@ -113,7 +123,7 @@ def _check_group(
     messages = list(compare(*args, **vars(recipe_errors)).problems)
     output, expected = out[~is_finite].double().flatten(0, -2), exact[~is_finite].flatten(0, -2)
     token_rms = expected.square().mean(1, keepdim=True).sqrt()
-    # If the oracle is NaN, the comparison is false, so a finite value is wrong.
+    # If the oracle is NaN, the comparison is false, and a finite value counts as wrong.
     is_wrong = output.isfinite() & ~(
         (output - expected).abs() <= MAX_VALUE_ERROR_RATIO * typical * token_rms
     )

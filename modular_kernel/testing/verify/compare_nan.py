@@ -1,4 +1,7 @@
-"""Compare calls whose arguments hold a NaN, which must reach exactly the expected outputs."""
+"""Compare the outputs of calls with a NaN in their arguments.
+
+The NaN must reach every output value that depends on it, and no other.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +20,7 @@ def compare_with_nan(
     *,
     recipe_errors: RecipeErrors = NO_RECIPE_ERRORS,
 ) -> Comparison:
-    """Compare `out`, (T, H) or (T, K, H): NaN where `recipe` is NaN, correct everywhere else.
+    """Check that `out`, (T, H) or (T, K, H), is NaN where `recipe` is, and correct elsewhere.
 
     The other arguments are those of `compare`.
     """

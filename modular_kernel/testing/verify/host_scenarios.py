@@ -1,6 +1,6 @@
-"""Steps of the fault scenario "misunderstood" that assign ranks to hosts.
+"""Checks for the "misunderstood" fault scenario that assign ranks to hosts.
 
-The environment variable MK_HOST_ID lets ranks of one machine act as ranks of several hosts.
+The environment variable MK_HOST_ID lets ranks on one machine act as if they were on several hosts.
 """
 
 import json
@@ -22,10 +22,10 @@ from modular_kernel.testing.verify.scenario_context import (
 
 
 def check_host_assignment(context: ScenarioContext) -> Iterator[tuple[str, str]]:
-    """Put all ranks on one host, then each rank on a separate host.
+    """Check parts with all ranks on one host, then with each rank on a separate host.
 
-    The first step is skipped if the problem has several hosts, the second if the part supports only
-    one host.
+    The first check is skipped if the problem has several hosts, the second if the part supports
+    only one host.
     """
     ranks, requires = context.world_size, context.part.requires
     if context.case.problem.parallel.hosts > 1:
@@ -57,10 +57,10 @@ def check_host_assignment(context: ScenarioContext) -> Iterator[tuple[str, str]]
 def check_host_records(
     context: ScenarioContext, kernel: FusedMoEModularKernel
 ) -> Iterator[tuple[str, str]]:
-    """Check the records of the memory that the manager shares within a host, if it has any.
+    """Check the allocation records of the memory that the manager shares within a host.
 
-    All memory must be allocated outside of calls. Each record must be "done", or refused because
-    ranks use different layers.
+    All memory must be allocated outside of calls. Each record must have the state "done", or be
+    refused because ranks use different layers. Nothing is checked if the manager shares no memory.
     """
     host_manager = getattr(get_manager(kernel.prepare_finalize), "host_memory", None)
     if host_manager is None:
@@ -79,9 +79,11 @@ def check_host_records(
 def _declare_ranks_per_host(
     context: ScenarioContext, manager: Any, extra: int, **requirements: Any
 ) -> tuple[str, str]:
-    """Make the part with a limit on ranks per host: the actual number plus `extra`.
+    """Construct the part with a changed `ranks_per_host` requirement; every rank must get an error.
 
-    Every rank must get the error. To exceed the limit of a real part, nine ranks would be needed.
+    The requirement is changed because nine ranks would be needed to exceed that of a real part.
+
+    extra: the requirement is the actual number of ranks per host plus `extra`.
     requirements: further requirements to change, such as full_hosts.
     """
     ranks_per_host = context.world_size // len(manager.hosts) + extra
@@ -96,7 +98,7 @@ def _declare_ranks_per_host(
 
 
 def _use_separate_hosts(context: ScenarioContext) -> Iterator[tuple[str, str]]:
-    """Put each rank on a separate host and check that errors name the hosts."""
+    """Put each rank on a separate host, and check that errors name the hosts."""
     with use_host_id(f"host{context.rank}"):
         manager = find_manager_class(context.part)(None)
     ranks = range(context.world_size)

@@ -28,15 +28,15 @@ def make_subset_call(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> Su
 
 
 def make_reversed_call(tokens: int) -> list[torch.Tensor]:
-    """Return the token indices of one call on all tokens in reverse order, in a list."""
+    """Return the token indices of a single call on all tokens in reverse order, as a list."""
     return [torch.arange(tokens).flip(0)]
 
 
 def split_doubling(tokens: int, max_tokens: int | None = None) -> list[torch.Tensor]:
-    """Split the tokens into calls on 1, 2, 4, ... tokens. Return the token indices of each call.
+    """Split the tokens into calls on 1, 2, 4, ... tokens; return the token indices of each call.
 
-    max_tokens: maximum number of tokens of any rank, so that all ranks make the same number of
-    calls; the last calls may have no tokens. None means `tokens`.
+    max_tokens: maximum number of tokens of any rank; None means `tokens`. It makes all ranks make
+        the same number of calls, of which the last ones may have no tokens.
     """
     parts, start, size = [], 0, 1
     while start < (tokens if max_tokens is None else max_tokens):
@@ -48,7 +48,10 @@ def split_doubling(tokens: int, max_tokens: int | None = None) -> list[torch.Ten
 def call_in_parts(
     call: SubsetCall, parts: list[torch.Tensor], template: torch.Tensor
 ) -> torch.Tensor:
-    """Call on each of `parts`; return all rows in token order, in a tensor like `template`."""
+    """Call on each of `parts`, (n,) token indices; return all output rows in token order.
+
+    template: a tensor with the shape, dtype and device of the result.
+    """
     out = torch.empty_like(template)
     for part in parts:
         out[part.to(out.device)] = call(part)
@@ -67,7 +70,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_batch_invariant(trial: Trial) -> Iterator[str]:
-    """Check, if the problem requires it, that a token's bits do not depend on its call."""
+    """Check that output bits of a token do not depend on its call, if the problem requires that."""
     if not trial.case.problem.batch_invariant:
         return
     for description, rows in run_regrouped_calls(trial):
@@ -79,8 +82,8 @@ def check_batch_invariant(trial: Trial) -> Iterator[str]:
 def run_regrouped_calls(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
     """Repeat the trial's first call with its tokens split or ordered differently.
 
-    Yields (description, output rows) of each. Every rank makes the same number of calls, whatever
-    its number of tokens.
+    Yields (description, output rows) for each way. All ranks make the same number of calls,
+    regardless of how many tokens they have.
     """
     inputs, expected = trial.first.pristine, trial.eager_output
     tokens, max_tokens = len(expected), trial.case.problem.tokens
@@ -104,9 +107,10 @@ def run_regrouped_calls(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def make_rechunked_kernel(trial: Trial) -> FusedMoEModularKernel | None:
-    """Return a kernel with chunks of a third of the tokens, or without the case's chunks.
+    """Make a kernel that splits calls into other chunks than the case.
 
-    None if the pairing refuses it.
+    If the case has no chunks, a chunk has a third of the tokens; otherwise, the kernel has no
+    chunks. Returns None if the pairing refuses this.
     """
     case, third = trial.case, -(-trial.case.problem.tokens // 3) or 1
     chunk = third if case.problem.chunk_tokens is None else None
@@ -117,6 +121,6 @@ def make_rechunked_kernel(trial: Trial) -> FusedMoEModularKernel | None:
 
 
 def _make_changed_kernel(trial: Trial, **changes: int | None) -> FusedMoEModularKernel:
-    """Return the poisoned kernel of the case's problem with `changes`."""
+    """Make a kernel, with poisoned buffers, of the case's problem with `changes`."""
     problem = replace(trial.case.problem, **changes)  # type: ignore[arg-type]
     return trial.build(replace(trial.case, problem=problem), trial.machine, True)

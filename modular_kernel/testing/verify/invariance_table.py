@@ -1,6 +1,7 @@
 """Measure for which parts and schemes a token's output bits depend on the other tokens of its call.
 
-The table has a row per experts part, for problems with and without `batch_invariant`.
+The table has two rows per experts part: without and with `batch_invariant`. Its columns are schemes
+and dtypes.
 """
 
 from collections.abc import Iterator
@@ -29,9 +30,15 @@ COLUMNS: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class InvarianceRow:
-    """Number of rows whose bits depend on the call, of one pairing in one column.
+    """The measurement of one pairing in one column of the table.
 
-    num_changed: out of `num_tokens`; None if the pairing refuses the problem.
+    Attributes:
+        prepare_finalize, experts: names of the parts.
+        column: one of COLUMNS.
+        batch_invariant: whether the problem requires batch invariance.
+        num_changed: number of output rows whose bits depend on the call; None if the pairing
+            refuses the problem.
+        num_tokens: number of output rows.
     """
 
     prepare_finalize: str
@@ -47,9 +54,10 @@ class InvarianceRow:
 
 
 def measure_invariance(machine: Machine, layer: Problem = LAYER) -> Iterator[InvarianceRow]:
-    """Yield every pairing on one rank in every column, without and with `batch_invariant`.
+    """Measure every pairing on one rank in every column, without and with `batch_invariant`.
 
-    Pairings that refuse `layer` itself are left out; refused columns have num_changed=None.
+    Pairings that refuse `layer` itself are left out. If a pairing refuses the problem of a column,
+    its num_changed is None.
     """
     catalog = load_catalog()
     for pf in catalog.names("prepare_finalize"):
@@ -68,7 +76,7 @@ def measure_invariance(machine: Machine, layer: Problem = LAYER) -> Iterator[Inv
 
 
 def count_call_dependent_rows(case: Case, machine: Machine) -> int:
-    """Count the tokens whose output bits differ in any of `run_regrouped_calls`."""
+    """Count the tokens whose output bits change in any of the `run_regrouped_calls`."""
     trial = Trial(case, machine)
     expected = as_bytes(trial.eager_output)
     is_changed = torch.zeros(len(expected), dtype=torch.bool, device=expected.device)
@@ -78,7 +86,7 @@ def count_call_dependent_rows(case: Case, machine: Machine) -> int:
 
 
 def format_markdown(table_rows: list[InvarianceRow]) -> str:
-    """Return a Markdown table with two lines per part: without and with `batch_invariant`."""
+    """Format a Markdown table with two lines per part: without and with `batch_invariant`."""
     columns = list(dict.fromkeys(row.column for row in table_rows))
     lines = [
         f"| experts | `batch_invariant` | {' | '.join(columns)} |",

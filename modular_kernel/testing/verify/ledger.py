@@ -1,7 +1,7 @@
 """Check the ledger: a checked-in list of pairings that must pass, with a minimum number of cases.
 
-A compatibility rule that rejects too much removes cases, and the suite still passes. The ledger
-detects this. For each kind of machine, it lists pairings and how many cases each must pass.
+If a compatibility rule rejects too much, cases disappear and the suite still passes. The ledger
+detects this: for each kind of machine, it lists the pairings and how many cases each must pass.
 
     # machine         prepare_finalize            experts         cases
     cpu               MoEPrepareAndFinalizeNoEP   TorchExperts    100
@@ -80,8 +80,8 @@ def list_unmet_entries(
 ) -> tuple[str, ...]:
     """Return a message for each pairing with fewer cases in `counts` than the ledger requires.
 
-    Only lines for machines of `kind` apply. A pairing that has cases but no line in the ledger is
-    reported, too, because the loss of its cases would go unnoticed.
+    Only ledger lines for machines of `kind` apply. A pairing that has cases but no line in the
+    ledger is reported, too, because nobody would notice if its cases disappeared.
     """
     entries = [entry for entry in ledger if entry.machine == kind]
     too_few = [
@@ -91,7 +91,7 @@ def list_unmet_entries(
     ]
     listed = {entry.pairing for entry in entries}
     unlisted = [
-        f"{kind}: {' x '.join(pairing)}: {count} cases and no line in the ledger"
+        f"{kind}: {' x '.join(pairing)}: {count} cases, but no line in the ledger"
         for pairing, count in counts.items()
         if count and pairing not in listed
     ]

@@ -1,6 +1,6 @@
-"""Run every check on one case; report failures, accuracy, and a command to repeat it.
+"""Run every check on one case on one rank; report failures, accuracy, and a command to repeat it.
 
-Used by the test suite, by `mk test` and by authors of parts.
+The test suite, `mk test` and authors of parts use `prove`.
 """
 
 import math
@@ -23,9 +23,13 @@ from modular_kernel.testing.verify.trial import Build, Trial, build_kernel
 class Proof:
     """Result of one case.
 
-    error, bound: relative root mean square error of the first call, and its limit. failures: one
-    line "check: finding" for each failure, empty if the case passed. invalid_ids: number of invalid
-    ids in the first call. cells: the code paths entered, for parts with several paths.
+    Attributes:
+        error: relative root mean square error of the first call.
+        bound: maximum allowed `error`.
+        failures: one line "check: finding" for each failure; empty if the case passed.
+        seconds: wall-clock time of all checks.
+        invalid_ids: number of invalid ids in the first call.
+        cells: the path cells that the calls entered, for experts parts with several code paths.
     """
 
     case: Case
@@ -53,7 +57,8 @@ class Proof:
 def prove(case: Case, machine: Machine | None = None, build: Build = build_kernel) -> Proof:
     """Run all checks on a case. Raise IncompatibleError if the pairing is refused for this case.
 
-    machine: None means the current one. build: makes the kernel from (case, machine, poison).
+    machine: the machine to run on; None means the current one.
+    build: makes the kernel from (case, machine, poison).
     """
     machine = machine or this_machine()
     start = time.perf_counter()
@@ -83,13 +88,13 @@ def _collect_cells(entered_paths: Iterable[EnteredPath]) -> frozenset[PathCell]:
 
 
 def findings(trial: Trial) -> Iterator[str]:
-    """Yield the failures of every check in order; a check that raises has failed."""
+    """Yield the failures of every check in order. A check that raises an error has failed."""
     for check in CHECKS:
         yield from _run(check, trial)
 
 
 def _measure_accuracy(trial: Trial) -> tuple[float, float]:
-    """Return error and bound of the first call, or (inf, 0) if it did not complete."""
+    """Return the error and bound of the first call, or (inf, 0) if the call did not complete."""
     if "first_call" not in trial.__dict__:
         return math.inf, 0.0
     comparison = trial.first.compare(trial.eager_output)
@@ -113,7 +118,7 @@ def name_check(check: Check) -> str:
 
 
 def format_raised_error(check: str, error: Exception) -> str:
-    """Return the finding for a check that raised `error`."""
+    """Format the finding for a check that raised `error`."""
     if isinstance(error, CorruptionError):
         return f"red_zones: {error}"
     return f"{check}: raised {type(error).__name__}: {error}"

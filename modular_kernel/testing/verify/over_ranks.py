@@ -1,13 +1,13 @@
 """Run the checks of a case on all ranks in parallel.
 
 Each rank compares the output of its tokens with the float64 oracle of the whole layer. All ranks
-make the same calls in the same order. A rank whose check raises stops there, because its peers may
-never reach the next call.
+make the same calls in the same order. A rank stops at the first check that raises an error, because
+its peers may never reach the next call.
 
-The recipe that determines the tolerance is plain torch over ranks. Each rank computes the pairs of
-its experts by the recipe of one rank, weights and sums them in float32, and rounds the partial sum
-to the problem's dtype, in which it is communicated. The partial sums are added in float32 and
-rounded again. So there is one more rounding for each partial sum than in the recipe of one rank.
+The recipe that determines the tolerance models several ranks in plain torch. Each rank computes the
+pairs of its experts like the recipe of a single rank, weights and sums them in float32, and rounds
+the partial sum to the problem's dtype, in which it is communicated. The partial sums are added in
+float32 and rounded again. Thus each partial sum is rounded once more than with a single rank.
 """
 
 import math
@@ -62,7 +62,7 @@ _CPU = torch.device("cpu")
 
 
 class RankSample(Sample):
-    """One rank's share of one call. counts: number of tokens of every rank."""
+    """One rank's share of one call. counts: the number of tokens of each rank."""
 
     def __init__(
         self,
@@ -133,14 +133,14 @@ class RankSample(Sample):
 
     @cached_property
     def global_recipe(self) -> torch.Tensor:
-        """The output of plain torch over ranks for the tokens of all ranks."""
+        """The recipe's output for the tokens of all ranks."""
         return compute_recipe_across_ranks(self.global_inputs, self.problem)
 
     def compare(self, out: torch.Tensor) -> Comparison:
         """Compare `out` with the oracle.
 
-        The recipe's error is measured over the tokens of all ranks, since one rank may have too
-        few, and over more tokens of the same layer if all ranks together have too few.
+        The recipe's error is measured on the tokens of all ranks, because a single rank may have
+        too few. If the comparison fails, the error is measured on more tokens of the same layer.
         """
         exact, recipe = self.global_exact, self.global_recipe
         if self.variation.nan:
@@ -158,7 +158,10 @@ class RankSample(Sample):
 
     @cached_property
     def recipe_errors(self) -> RecipeErrors:
-        """The recipe's errors over more tokens of the same layer, for calls of few tokens."""
+        """The errors of the recipe, measured on more tokens of the same layer.
+
+        In a call with few tokens, the error of the recipe may be small by chance.
+        """
         problem = self.case.global_problem.with_tokens(NUM_RECIPE_TOKENS)
         inputs = make_inputs(problem, "uniform", _CPU, seed=self.seed)
         layer = self.global_inputs
@@ -182,9 +185,10 @@ class RankSample(Sample):
 
 
 def compute_recipe_across_ranks(global_inputs: Inputs, problem: Problem) -> torch.Tensor:
-    """Compute the recipe over ranks for all tokens: (T, H) or (T, K, H), float64.
+    """Compute the recipe of a call across ranks: (T, H) or (T, K, H) float64, for all tokens.
 
-    problem: that of any rank.
+    global_inputs: the tokens of all ranks and the weights of all experts.
+    problem: the problem of any rank.
     """
     routing, tokens = global_inputs.routing, len(global_inputs.x_TH)
     one_rank = replace(problem, parallel=Parallel(), local_experts=None, expert_map=False)
@@ -204,7 +208,7 @@ def compute_recipe_across_ranks(global_inputs: Inputs, problem: Problem) -> torc
 
 
 class RankTrial(Trial):
-    """A case as one rank runs it. Each call rotates the token counts by one rank."""
+    """A case as one rank runs it. Each sample rotates the token counts by one rank."""
 
     def __init__(self, case: RankCase, rank: int, machine: Machine, build: Build) -> None:
         self.case, self.machine, self.build = case.of_rank(rank), machine, build
@@ -235,7 +239,10 @@ class RankTrial(Trial):
         )
 
     def _changed_sample(self, changes: Mapping[str, Any]) -> RankSample | None:
-        """Return this rank's share of the first call of a changed layer; None if it is refused."""
+        """Return this rank's sample of the first call of a layer with `changes` to its problem.
+
+        Returns None if the pairing refuses that layer.
+        """
         first = self.first
         assert isinstance(first, RankSample)
         changed = replace(first.case, problem=replace(first.case.problem, **changes))
@@ -245,7 +252,8 @@ class RankTrial(Trial):
 
     @property
     def expected_replays(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
-        # A graph has a fixed number of tokens, so `second`, which has others, cannot be replayed.
+        # A graph has a fixed number of tokens on each rank, and `second` has other numbers, so it
+        # cannot be replayed.
         sample = self._sample_like_first(seed_offset=3)
         return (sample, call(self.kernel, sample)), (self.first, self.eager_output)
 
@@ -259,16 +267,20 @@ def check_faults(trial: Trial) -> Findings:
             return  # later differences follow from this one
 
 
-# The checks of one process, and the fault scenarios.
+# The checks of a single process, then the fault scenarios.
 RANK_CHECKS: tuple[Check, ...] = (*CHECKS, check_faults)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """Findings of one rank; error and bound are those of its first call, as in Proof.
+    """Findings of one rank.
 
-    dispatch, output: one line about what differs from the reference in the first call; "" if it
-    agrees, or if the difference has no simple description.
+    Attributes:
+        findings: one line for each failure.
+        error, bound: relative error of the rank's first call and its limit, as in Proof.
+        invalid_ids: number of invalid ids in the rank's first call.
+        dispatch, output: one line about how the dispatch and the output of the first call differ
+            from the reference; "" if they agree, or if there is no simple description.
     """
 
     findings: tuple[str, ...]
@@ -280,7 +292,7 @@ class RankReport:
 
 
 class CheckError(Exception):
-    """An error raised by a check. The message lists all findings, the last one for the error."""
+    """Raised if a check raises an error. The message lists all findings, that error last."""
 
 
 def build_kernel(
@@ -307,9 +319,12 @@ def run_checks(
     build: RankBuild,
     checks: tuple[Check, ...],
 ) -> RankReport:
-    """Run the checks of a case on one rank of a RankPool. Raise CheckError if a check raises."""
+    """Run the checks of a case on one rank of a RankPool.
+
+    Raises CheckError if a check raises an error.
+    """
     kernels: list[FusedMoEModularKernel] = []
-    # What the experts received in the first call; kept if `numeric` is the first check.
+    # What the experts received in the first call; recorded if `check_numeric` is the first check.
     received: list[list[Dispatched]] = []
 
     def build_on_rank(rank_case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
@@ -329,7 +344,7 @@ def run_checks(
             raise CheckError("\n".join([*findings, format_raised_error(name, error)])) from error
     comparison = trial.first.compare(trial.eager_output)
     unique = tuple(dict.fromkeys(findings))
-    # Not done after a check raised: destroying a part may wait for peers that never get here.
+    # Not done if a check raised, because destroying a part may wait for peers that never get here.
     for kernel in kernels:
         kernel.prepare_finalize.destroy()
     report = RankReport(unique, comparison.error, comparison.bound, trial.first.invalid_ids)
@@ -339,9 +354,10 @@ def run_checks(
 def _with_differences(
     report: RankReport, trial: RankTrial, received: Sequence[Dispatched]
 ) -> RankReport:
-    """Add what differs from the reference.
+    """Return `report` with descriptions of what differs from the reference.
 
-    The dispatch of every rank is compared, because it may cause the wrong output of another rank.
+    The dispatch is compared on every rank, because a wrong dispatch on one rank may cause a wrong
+    output on another.
     """
     sample = trial.first
     assert isinstance(sample, RankSample)
@@ -367,14 +383,17 @@ def prove_ranks(
     checks: Sequence[Check] = RANK_CHECKS,
     timeout: float = 300,
 ) -> Proof:
-    """Run the checks on every rank.
+    """Run the checks of a case on every rank of a pool.
 
-    pool: has case.world_size ranks. machine: None means the current one with the pool's backend.
-    build: makes a rank's kernel from (case, machine, poison, group); must be picklable. checks: run
-    in this order. timeout: seconds after which a rank that does not answer counts as failed.
+    pool: a pool with case.world_size ranks.
+    machine: the machine to run on; None means the current one with the device of the pool's
+        backend.
+    build: makes a rank's kernel from (case, machine, poison, group); must be picklable.
+    checks: the checks, in the order in which they run.
+    timeout: seconds after which a rank that does not respond counts as failed.
 
-    Raises ConfigurationError if the pool's size differs, IncompatibleError if the pairing is
-    refused.
+    Raises ConfigurationError if the pool has another number of ranks, and IncompatibleError if the
+    pairing is refused.
     """
     if pool.world_size != case.world_size:
         need = f"{case.world_size} ranks, as the case says"
@@ -395,7 +414,7 @@ def prove_unchecked(
     checks: Sequence[Check],
     timeout: float,
 ) -> Proof:
-    """Run `prove_ranks` without its validation, for ranks that may run other source code."""
+    """Run `prove_ranks` without validation, for ranks whose source code may have been mutated."""
     start = time.perf_counter()
     failures: list[str] = []
     try:
@@ -420,7 +439,7 @@ def prove_unchecked(
 
 
 def _first_difference(reports: Mapping[int, RankReport]) -> list[str]:
-    """Return a line about what differs, if an output is wrong: the first wrong dispatch, if any."""
+    """If an output is wrong, return one line about the first difference: a dispatch, if any."""
     wrong = {rank: report for rank, report in reports.items() if report.output}
     if not wrong:
         return []
@@ -437,12 +456,12 @@ def machine_of(pool: AnyRanks) -> Machine:
 
 
 def _compute_error_ratio(report: RankReport) -> float:
-    """Return error over bound; infinity if the bound is 0."""
+    """Return the ratio of error to bound; infinity if the bound is 0."""
     return report.error / report.bound if report.bound else math.inf
 
 
 def _extract_findings(failure: str) -> list[str]:
-    """Return the findings in a failed rank's message, or the error that ended it."""
+    """Extract the findings from a failed rank's message, or else the error that ended the rank."""
     findings_text = failure.partition(f"{CheckError.__name__}: ")[2]
     if findings_text:
         return findings_text.splitlines()

@@ -1,4 +1,7 @@
-"""Steps of the fault scenario "misunderstood" in which rank 1 uses another problem."""
+"""Checks for the "misunderstood" fault scenario: the Problem of rank 1 differs from its peers'.
+
+Rank 1 builds its layer from a changed Problem, and every rank must report the mismatch.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +18,7 @@ from modular_kernel.testing.verify.scenario_context import (
 
 NEED_SAME_CALL = "one layer, call, pairing, step and order"
 
-# Properties that must agree on all ranks; rank 1 changes them one at a time.
+# Fields of Problem that must agree on all ranks. Rank 1 changes them one set at a time.
 PROBLEM_CHANGES: tuple[dict[str, Any], ...] = (
     {"routed_scaling_factor": 2.0},
     {"intermediate": 48},
@@ -27,12 +30,15 @@ PROBLEM_CHANGES: tuple[dict[str, Any], ...] = (
     {"quant": "int8_w8a16_channel"},
 )
 
-# (outcome, expected outcome) of each call.
+# Yields (outcome, expected outcome) for each call.
 Outcomes = Iterator[tuple[str, str]]
 
 
 def check_problem_mismatch(context: ScenarioContext, first: FusedMoEModularKernel) -> Outcomes:
-    """Call a layer that has another problem on rank 1. The call fails on all ranks."""
+    """Call a layer whose Problem on rank 1 differs from the other ranks.
+
+    The call must fail on every rank. first: a layer whose manager the changed layers use.
+    """
     got = "another dtype, scheme, placement, activation, pairing or adapters"
     changed_problems = context.supported_changes(PROBLEM_CHANGES)
     for index, (changes, inputs) in enumerate(changed_problems):
@@ -58,7 +64,10 @@ def check_problem_mismatch(context: ScenarioContext, first: FusedMoEModularKerne
 def check_problem_mismatch_at_construction(
     context: ScenarioContext, first: FusedMoEModularKernel
 ) -> Outcomes:
-    """Check the same for ranks that share memory, which report it when the part is constructed."""
+    """Like `check_problem_mismatch`, but for parts whose ranks share memory.
+
+    These parts report the mismatch at construction, not in a call.
+    """
     peers = context.peers if context.is_faulty_rank else (FAULTY_RANK,)
     expected = context.expected_error_text(
         "ranks that share buffers", "", "", (0, 0, 0), peers, "construct"

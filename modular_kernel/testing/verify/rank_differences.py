@@ -1,8 +1,9 @@
-"""Describe why a case over ranks fails: placement, received counts, rows, weights or scales.
+"""Describe why a case with several ranks fails: placement, counts, rows, weights or scales.
 
-A wrong output does not tell which step is wrong. So each rank keeps what its experts received in
-the first call, and compares it with the reference dispatch: the (token, expert) pairs whose expert
-is on this rank. If that agrees, the output itself is examined. Every result is one line of text.
+A wrong output does not show which step is wrong. Therefore, each rank keeps a copy of what its
+experts received in the first call, and compares it with the reference dispatch: the (token, expert)
+pairs whose expert is on this rank. If they agree, the output itself is examined. Every result is
+one line of text.
 """
 
 import copy
@@ -20,7 +21,7 @@ from modular_kernel.spec.problem import IdSpace, Problem
 from modular_kernel.tensors import BatchedTokens, ContiguousTokens, Dispatched
 from modular_kernel.testing.cases.inputs import Inputs
 
-# Maximum relative difference between a received row and the token it is taken for.
+# Maximum relative difference between a received row and the token that it is identified with.
 _ROW_TOLERANCE, _QUANTIZED_ROW_TOLERANCE = 1e-6, 0.25
 _OUTPUT_TOLERANCE = 0.05  # maximum relative difference of outputs that are equal up to rounding
 DISPATCH_AGREES = (
@@ -30,11 +31,14 @@ DISPATCH_AGREES = (
 
 @dataclass(frozen=True)
 class ReceivedPairs:
-    """The (token, expert) pairs that a rank computes.
+    """The P (token, expert) pairs that a rank computes.
 
-    x_PH: rows, float64. expert_P: local experts. weight_P: router weights; None if the experts do
-    not receive them. token_P: in the reference, indices among the tokens of all ranks; otherwise
-    row indices in the received tensor.
+    Attributes:
+        x_PH: the row of each pair, float64.
+        expert_P: the local expert of each pair.
+        weight_P: the router weight of each pair; None if the experts do not receive the weights.
+        token_P: in the reference, the index of each token among the tokens of all ranks; otherwise,
+            the index of each row in the received tensor.
     """
 
     x_PH: torch.Tensor
@@ -46,7 +50,8 @@ class ReceivedPairs:
 def record_first_dispatch(kernel: FusedMoEModularKernel) -> list[Dispatched]:
     """Return a list that the kernel's first call fills with copies of what its experts receive.
 
-    Empty if nothing arrived; several entries if the call is split into chunks.
+    The list remains empty if the experts receive nothing, and has one element per chunk if the call
+    is split into chunks.
     """
     received: list[Dispatched] = []
     experts: Any = kernel.experts
@@ -75,11 +80,15 @@ def describe_dispatch_difference(
     *,
     input_weighted: bool = False,
 ) -> str:
-    """Compare what this rank's experts received with the reference; "" if it agrees.
+    """Compare what this rank's experts received with the reference.
 
-    inputs: of all ranks. problem: that of this rank. input_weighted: whether the part multiplies x
-    by the router weight. Nothing is compared if experts have copies, because a pair may go to any
-    of them, or if the values are packed or not finite.
+    Returns a description of the first difference, or "". Nothing is compared if experts have
+    copies, because a pair may go to any copy, or if the values are packed or not finite.
+
+    received: one element per chunk of the call.
+    inputs: the inputs of all ranks.
+    problem: the problem of this rank.
+    input_weighted: whether the part multiplies x by the router weight.
     """
     if problem.placement.has_copies:
         return ""
@@ -109,9 +118,11 @@ def describe_dispatch_difference(
 def describe_output_difference(
     out: torch.Tensor, exact: torch.Tensor, local_only: torch.Tensor
 ) -> str:
-    """Describe a wrong output of a rank in one line; "" if it has no simple description.
+    """Describe a wrong output of a rank in one line.
 
-    local_only: the output of this rank's experts alone, for its tokens.
+    Returns "" if the output is correct, or if there is no simple description.
+
+    local_only: the output for this rank's tokens, computed from this rank's experts alone.
     """
     if out.shape != exact.shape or not out.numel():
         return ""
@@ -149,7 +160,7 @@ def compute_local_output(
 def _compute_reference_pairs(
     inputs: Inputs, problem: Problem, placement: Placement, *, input_weighted: bool = False
 ) -> ReceivedPairs:
-    """Return the pairs that this rank must compute with `placement`."""
+    """Return the pairs that this rank must compute under `placement`."""
     routing = inputs.routing
     rank_TK, slot_TK, _ = pairs_to_slots(routing.topk_ids_TK, placement.tables())
     token_P, k_P = (rank_TK == problem.parallel.rank).nonzero(as_tuple=True)
@@ -165,7 +176,7 @@ def _get_row_length(tokens: Dispatched) -> int:
 
 
 def _extract_received_pairs(tokens: Dispatched, problem: Problem) -> ReceivedPairs:
-    """Return the pairs that the experts received, in either activation format."""
+    """Extract the pairs from what the experts received, in either activation format."""
     if isinstance(tokens, BatchedTokens):
         x_eCH = _dequantize(tokens.x_eCH, tokens.scale, problem)
         capacity = torch.arange(x_eCH.shape[1])
@@ -185,7 +196,10 @@ def _extract_received_pairs(tokens: Dispatched, problem: Problem) -> ReceivedPai
 
 
 def _dequantize(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> torch.Tensor:
-    """Return received rows in float64 on the CPU. scale: per row or per group of columns."""
+    """Dequantize received rows to float64 on the CPU.
+
+    scale: one per row, one per group of columns, or None.
+    """
     values = x.float().double().cpu()
     if scale is None:
         return values
@@ -204,7 +218,7 @@ def _count_pairs(expert_P: torch.Tensor, problem: Problem) -> list[int]:
 def _describe_count_difference(
     counts: list[int], reference_counts: list[int], inputs: Inputs, problem: Problem
 ) -> str:
-    """Describe wrong counts of pairs; recognize another placement or order of experts."""
+    """Describe wrong counts of pairs. Recognizes another placement, and another expert order."""
     numbers = f"{counts} pairs for the local experts, the reference has {reference_counts}"
     parallel = problem.parallel
     if not problem.placement.is_linear:
@@ -225,7 +239,7 @@ def _describe_row_difference(
     *,
     quantized: bool,
 ) -> str:
-    """Compare rows with the most similar ones of the reference, then their experts and weights."""
+    """Compare each row with the most similar reference row, then their experts and weights."""
     is_finite = x_PH.isfinite().all(1)
     if not bool(is_finite.all()):
         return f"activations: received row {int((~is_finite).nonzero()[0])} is not finite"
@@ -264,11 +278,11 @@ def _describe_row_difference(
 def _sort_weights(
     token_P: torch.Tensor, expert_P: torch.Tensor, weight_P: torch.Tensor
 ) -> list[tuple[int, int, float]]:
-    """Return (token, local expert, router weight) of each pair, sorted."""
+    """Return the sorted (token, local expert, router weight) of all pairs."""
     return sorted(zip(token_P.tolist(), expert_P.tolist(), weight_P.tolist(), strict=True))
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether outputs are equal up to rounding, and not zero."""
+    """Return whether two outputs are equal up to rounding, and nonzero."""
     size = expected.norm()
     return bool((actual - expected).norm() <= _OUTPUT_TOLERANCE * size) and bool(size > 0)

@@ -1,4 +1,4 @@
-"""What a fault scenario of `scenarios` uses on one rank: its case, calls, and expected errors."""
+"""State and helpers of a fault scenario on one rank: its case, its calls, and expected errors."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +27,15 @@ _DIGITS = re.compile(r"[0-9a-f]{8,}")
 
 @dataclass(frozen=True)
 class ScenarioContext:
-    """A case on one rank, and functions to make its kernels and calls in a fault scenario.
+    """A case on one rank, with methods that make its kernels and calls in a fault scenario.
 
-    sample: this rank's share of a correct call. build: makes a kernel of a case over the group.
-    changed_sample: returns this rank's share of a call of a layer with the given problem changes,
-    or None if the pairing does not support that layer.
+    Attributes:
+        case: the case, whose problem is that of this rank.
+        machine: the machine that the parts are made for.
+        sample: this rank's inputs and expected output of a correct call.
+        build: makes the kernel of a (case, machine, poison) in the process group.
+        changed_sample: maps changed fields of Problem to this rank's sample of a call of the
+            changed layer, or to None if the pairing does not support that layer.
     """
 
     case: Case
@@ -71,13 +75,14 @@ class ScenarioContext:
     def make_kernel_on_manager_of(
         self, kernel: FusedMoEModularKernel, **changes: Any
     ) -> FusedMoEModularKernel:
-        """Make another layer on the manager of `kernel`; `changes` apply on rank 1 only."""
+        """Make another layer with the manager of `kernel`; `changes` apply on rank 1 only."""
         return self.make_kernel_on(get_manager(kernel.prepare_finalize), **changes)
 
     def for_changed_problem(self, **changes: Any) -> "ScenarioContext | None":
-        """Return the context of another layer, changed on all ranks; None where it is refused.
+        """Return the context of a layer whose problem is changed on all ranks.
 
-        If `parallel` is among the changes, it is that of rank 0.
+        Returns None if the pairing refuses that layer. If `parallel` is among the changes, it must
+        be the value of rank 0.
         """
         sample = self.changed_sample(changes)
         if sample is None:
@@ -87,7 +92,7 @@ class ScenarioContext:
         return replace(self, case=replace(self.case, problem=problem), sample=sample)
 
     def make_kernel_on(self, manager: object, **changes: Any) -> FusedMoEModularKernel:
-        """Make a layer on a manager; `changes` apply on rank 1 only."""
+        """Make a layer with the given manager; `changes` apply on rank 1 only."""
         problem = self.case.problem
         if changes and self.is_faulty_rank:
             problem = replace(problem, **changes)
@@ -97,9 +102,10 @@ class ScenarioContext:
     def supported_changes(
         self, candidates: Sequence[Mapping[str, Any]]
     ) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
-        """Return the supported ones of `candidates`, each with the tensors of such a call.
+        """Return (changes, tensors) for each of `candidates` that the pairing supports.
 
-        A candidate that does not change the problem is left out.
+        tensors: the arguments of a call of the changed layer. Candidates that do not change the
+        problem are left out.
         """
         supported, problem = [], self.case.problem
         for changes in candidates:
@@ -117,7 +123,7 @@ class ScenarioContext:
         return supported
 
     def call(self, kernel: FusedMoEModularKernel, **changes: Any) -> torch.Tensor:
-        """Call the kernel and return a copy of the output; `changes` replace inputs on rank 1."""
+        """Call the kernel; return a copy of its output. `changes` replace arguments on rank 1."""
         inputs = self.sample.inputs
         kwargs: dict[str, Any] = {"x_TH": self.sample.x_TH(), "weights": inputs.weights}
         kwargs["routing"] = inputs.routing
@@ -129,26 +135,29 @@ class ScenarioContext:
         return out
 
     def start(self, kernel: FusedMoEModularKernel, x_TH: torch.Tensor | None = None) -> Pending:
-        """Start a call and leave it in flight, on the sample's tokens or on `x_TH`."""
+        """Start a call on `x_TH`, or on the sample's tokens if None, and leave it in flight."""
         inputs = self.sample.inputs
         return kernel.start(
             self.sample.x_TH() if x_TH is None else x_TH, inputs.weights, inputs.routing
         )
 
     def make_correct_call(self, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-        """Make a correct call on all ranks; return its outcome and the expected outcome."""
+        """Make a correct call on all ranks; return (outcome, expected outcome)."""
         return capture_outcome(lambda: self.compare(self.call(kernel))), CORRECT
 
     def compare(self, out: torch.Tensor) -> str:
-        """Compare the output of the sample's call with the oracle; return "right" or problems."""
+        """Compare the output of the sample's call with the oracle.
+
+        Returns "right", or the problems as text.
+        """
         return "; ".join(self.sample.compare(out).problems) or CORRECT
 
     def expected_counts_error(
         self, got: str, need: str, *, layer: int, call: int, step: int
     ) -> str:
-        """Return the text of the expected error of an exchange of call numbers.
+        """Return the text of the error expected in the phase that exchanges call numbers.
 
-        The error names the ranks to inspect as its peers: rank 1, and on rank 1 all other ranks.
+        The peers of the error are the ranks to inspect: rank 1 or, on rank 1, all other ranks.
         """
         peers = self.peers if self.is_faulty_rank else (FAULTY_RANK,)
         return self.expected_error_text(
@@ -164,9 +173,9 @@ class ScenarioContext:
         peers: tuple[int, ...],
         phase: str,
     ) -> str:
-        """Return the text of the expected error.
+        """Return the text of a CommunicationError that this rank is expected to raise.
 
-        position: layer, call and step. Layer 0 means that the error names no layer.
+        position: layer, call and step numbers. Layer 0 means that the error names no layer.
         """
         layer, call, step = position
         text = f"{subject}, call {call} of layer {layer}" if layer else subject
@@ -195,7 +204,10 @@ def capture_outcome(call: Callable[[], str]) -> str:
 
 
 def format_error(error: CommunicationError) -> str:
-    """Return an error as text with layer and call, and without times, digests and host names."""
+    """Format an error with its fields, but without times, digests and host names.
+
+    The fields are rank, phase, step, layer, call and peers.
+    """
     fields = error.rank, error.phase, error.step, error.layer, error.call, error.peers
     return _HOST_NAMES.sub("", _DIGITS.sub("#", _SECONDS.sub("N s", f"{fields} {error}")))
 

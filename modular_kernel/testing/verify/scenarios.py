@@ -1,8 +1,9 @@
 """Fault scenarios in which ranks make inconsistent calls, and the error expected on each rank.
 
 A rank case may name a fault scenario (`cases.scenario_names`), in which rank 1 causes the fault.
-Depending on the scenario, the group then recovers or stays unusable. The outcome of every call on
-every rank is compared with the expected text, including layer, call and step numbers.
+Depending on the scenario, the group then recovers or stays unusable. Each scenario is a generator
+that makes calls and yields (outcome, expected outcome) pairs. An outcome is a text: "right" for a
+correct output, else the error, with the layer, call and step numbers that it names.
 """
 
 import json
@@ -49,13 +50,16 @@ from modular_kernel.testing.verify.scenario_context import (
 from modular_kernel.testing.verify.wait_scenarios import run_absent_rank, run_late_rank
 
 DEFAULT_HISTORY = 1024  # exchanges that a manager records by default
-NUM_NAMED_STEPS = 64  # steps for which errors still name layer and call
+NUM_NAMED_STEPS = 64  # errors name layer and call for this many of the last steps
 _FAILED_CALL = "broke off its call: RuntimeError"
 _SECONDS = re.compile(r"\d+(\.\d+)? s")
 
 
 def run_inconsistent_calls(context: ScenarioContext) -> Outcomes:
-    """Have rank 1 refuse calls, call another layer, then change the problem. All ranks recover."""
+    """Make rank 1 refuse calls, then call another layer, then use another Problem.
+
+    After each fault, all ranks must make correct calls again.
+    """
     first = context.make_kernel()
     if not exchanges_call_numbers(context.part):
         yield from _inconsistent_problems(context, first)
@@ -88,7 +92,8 @@ def run_inconsistent_calls(context: ScenarioContext) -> Outcomes:
         if shares_memory(context.part)
         else check_problem_mismatch
     )(context, first)
-    # Ranks that share memory report another problem when the part is made, not in a call.
+    # Ranks that share memory report a mismatched problem when the part is constructed, not in a
+    # call, so the mismatches take no steps.
     step = 8 if shares_memory(context.part) else 9 + len(context.supported_changes(PROBLEM_CHANGES))
     if context.part.requires.replicated_input:
         yield _pass_fewer_tokens(context, first, step)
@@ -103,7 +108,7 @@ def run_inconsistent_calls(context: ScenarioContext) -> Outcomes:
 
 
 def _claim_rank_0(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-    """Make a kernel for rank 0 on rank 1. Only rank 1 gets an error, before any exchange."""
+    """On rank 1, make a kernel for rank 0. Only rank 1 gets an error, before any exchange."""
     if not context.is_faulty_rank:
         return CORRECT, CORRECT
     as_rank_0 = replace(context.case.problem.parallel, rank=0)
@@ -113,7 +118,7 @@ def _claim_rank_0(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tu
 
 
 def _pass_meta_tensors(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-    """Pass tensors on rank 1 that are on a device which the group does not support."""
+    """On rank 1, pass tensors on a device that the group does not support."""
     meta, inputs = torch.device("meta"), context.sample.inputs
     weights = {f.name: getattr(inputs.weights, f.name) for f in fields(inputs.weights)}
     meta_weights: dict[str, Any] = {
@@ -133,7 +138,7 @@ def _pass_meta_tensors(context: ScenarioContext, kernel: FusedMoEModularKernel) 
 
 
 def _raise_in_prepare(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-    """Make the part of rank 1 raise an unexpected error before it has sent anything."""
+    """Make the part of rank 1 raise an unexpected error before it sends anything."""
     part: Any = kernel.prepare_finalize
     if context.is_faulty_rank:
         part.prepare = part.prepare_no_receive = _raise_error
@@ -150,7 +155,7 @@ def _raise_in_prepare(context: ScenarioContext, kernel: FusedMoEModularKernel) -
 def _pass_fewer_tokens(
     context: ScenarioContext, kernel: FusedMoEModularKernel, step: int
 ) -> tuple[str, str]:
-    """Pass fewer tokens on rank 1, though the part needs the same number on all ranks."""
+    """On rank 1, pass fewer tokens to a part that needs the same number on all ranks."""
     inputs, tokens = context.sample.inputs, len(context.sample.inputs.x_TH)
     fewer = replace(
         inputs.routing,
@@ -168,7 +173,7 @@ def _pass_fewer_tokens(
 
 
 def _use_explicit_manager(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
-    """Use a manager that the caller makes, with options other than the defaults."""
+    """Check a manager that the caller creates, with options that differ from the defaults."""
     yield _count_records(kernel), str(DEFAULT_HISTORY)
     deadline_s = get_manager(kernel.prepare_finalize).deadline_s
     options = {"deadline_s": deadline_s, "device": context.machine.device, "history": 3}
@@ -197,7 +202,7 @@ def _use_explicit_manager(context: ScenarioContext, kernel: FusedMoEModularKerne
 
 
 def _count_records(kernel: FusedMoEModularKernel) -> str:
-    """Record one exchange more than the default history holds; return how many were kept."""
+    """Record one exchange more than the default history holds; return how many are kept."""
     records = get_manager(kernel.prepare_finalize).last_calls
     for _ in range(DEFAULT_HISTORY + 1):
         records.begin(0, "construct", 0)
@@ -210,9 +215,9 @@ def _check_gpu_machine(kernel: FusedMoEModularKernel, machine: Machine) -> str:
 
 
 def _inconsistent_problems(context: ScenarioContext, first: FusedMoEModularKernel) -> Outcomes:
-    """Run the scenario on parts whose ranks exchange no call numbers.
+    """Run `run_inconsistent_calls` for parts whose ranks do not exchange call numbers.
 
-    They share memory, and compare problems when the part is constructed.
+    The ranks of these parts share memory, and compare their problems when the part is constructed.
     """
     yield context.make_correct_call(first)
     yield check_records(context, first, refused_steps={}, last=1), CORRECT
@@ -224,9 +229,10 @@ def _inconsistent_problems(context: ScenarioContext, first: FusedMoEModularKerne
 
 
 def run_failing_experts(context: ScenarioContext) -> Outcomes:
-    """Make the experts of rank 1 raise. The other ranks get an error at once and in later calls.
+    """Make the experts of rank 1 raise an error.
 
-    A call of another layer that was in flight gets the same error.
+    The other ranks must get an error at once, and again in every later call. A call of another
+    layer that is in flight at that time must get the same error.
     """
     kernel = context.make_kernel()
     other_layer = context.make_kernel_on_manager_of(kernel)
@@ -295,7 +301,10 @@ def _call_failing_experts(
     *,
     position: tuple[int, int, int],
 ) -> tuple[str, str]:
-    """Make a call in which rank 1's experts raise. position: layer, call and step."""
+    """Make a call in which the experts of rank 1 raise an error.
+
+    position: layer, call and step numbers that the error must name.
+    """
     if context.is_faulty_rank:
         kernel.experts.apply = _raise_error  # type: ignore[method-assign]
     start, deadline_s = time.monotonic(), get_manager(kernel.prepare_finalize).deadline_s
@@ -311,7 +320,7 @@ def _call_failing_experts(
 
 
 def _check_last_record(context: ScenarioContext, kernel: FusedMoEModularKernel) -> str:
-    """Return "right" if the last record is the exchange that failed in step 4, else the record."""
+    """Return "right" if the last record is the failed exchange of step 4, else that record."""
     lines = get_manager(kernel.prepare_finalize).last_calls.json_lines().splitlines()
     record = json.loads(lines[-1])
     actual = record["phase"], record["step"], record["bytes"], record["state"]
@@ -331,15 +340,16 @@ def check_records(
     *,
     last: int,
 ) -> str:
-    """Return what is wrong with the manager's records of exchanges, or "right".
+    """Return "right" if the manager recorded the exchanges correctly, else what is wrong.
 
-    refused_steps: step -> name of the error that rank 1 raised. last: the last step.
+    refused_steps: maps each step that rank 1 refused to the name of the error that it raised.
+    last: number of the last step.
     """
     manager = get_manager(kernel.prepare_finalize)
     records = [json.loads(line) for line in manager.last_calls.json_lines().splitlines()]
     now, phases = time.time(), ["construct", "counts", "dispatch", "combine"]
     positions = [(record["step"], phases.index(record["phase"])) for record in records]
-    # Step 0 is the construction, which may have several exchanges.
+    # Step 0 is the construction of the part, which may have several exchanges.
     calls = [position for position in positions if position[0]]
     max_records = max((calls.count(position) for position in calls), default=1)
     max_chunks = getattr(context.part, "max_chunks", 1)  # exchanges per call and phase
@@ -366,10 +376,11 @@ def check_records(
 def _expected_records(
     context: ScenarioContext, kernel: FusedMoEModularKernel, last: int
 ) -> set[tuple[int, str]]:
-    """Return (step, phase) of the required records: counts of each step, rows of successful calls.
+    """Return the (step, phase) of every required record.
 
-    The first and the last call succeed. Rows that are moved through the memory of a host have no
-    record.
+    The exchange of counts is recorded in each step, and the exchanges of rows in the successful
+    calls, of which the first and the last call are certain. Rows moved through host shared memory
+    are not recorded.
     """
     expected = {
         (step, "counts") for step in range(1, last + 1) if exchanges_call_numbers(context.part)
@@ -382,7 +393,7 @@ def _expected_records(
 
 
 def run_finished_out_of_order(context: ScenarioContext) -> Outcomes:
-    """Finish two calls in reverse order on rank 1. The next call reports it."""
+    """On rank 1, finish two calls in reverse order. The next call must report this."""
     kernel = context.make_kernel()
     pending = [context.start(kernel) for _ in range(2)]
     for call in reversed(pending) if context.is_faulty_rank else pending:
@@ -402,8 +413,8 @@ _SCENARIOS: dict[str, Callable[[ScenarioContext], Outcomes]] = {
 
 
 def run_scenario(fault: str, context: ScenarioContext) -> tuple[tuple[str, str], ...]:
-    """Run a fault scenario; return (outcome, expected outcome) of every call.
+    """Run the fault scenario named `fault`; return (outcome, expected outcome) of every call.
 
-    Runs to the end even after a mismatch, because other ranks wait for this one.
+    The scenario runs to the end even after a mismatch, because other ranks wait for this one.
     """
     return tuple(_SCENARIOS[fault](context))

@@ -21,17 +21,18 @@ from modular_kernel.testing.verify.scenario_context import (
 )
 
 DEADLINE_S = 1.5  # deadline of scenarios in which all ranks have connected
-_SHORT_DEADLINE_S = 0.5  # deadline of scenarios in which they never connect
-_SHORT_DELAY_S = 0.6  # a delay within the deadline
-_GRACE_S = 2.0  # time after the deadline until no rank waits any more
-# The reason in an error if the manager polls the library, as it does on a GPU.
+_SHORT_DEADLINE_S = 0.5  # deadline of scenarios in which one rank never connects
+_SHORT_DELAY_S = 0.6  # a delay within DEADLINE_S
+_GRACE_S = 2.0  # this long after the deadline, no rank is still waiting
+# The reason in the error of a manager that polls the library, as managers do on a GPU.
 _POLL_TIMEOUT = "the exchange did not end in time"
 
 
 def run_late_rank(context: ScenarioContext) -> Outcomes:
     """Make rank 1 late, first within the deadline and then beyond it.
 
-    Within the deadline, the other ranks wait. Beyond it, they report rank 1, and it reports them.
+    Within the deadline, the other ranks must wait. Beyond it, they must report rank 1, and rank 1
+    must report them.
     """
     kernel, has_counts = (
         context.make_kernel_with_deadline(DEADLINE_S),
@@ -90,8 +91,8 @@ def run_late_rank(context: ScenarioContext) -> Outcomes:
 def _start_alone(context: ScenarioContext) -> Callable[[], tuple[str, str]]:
     """Start an exchange on rank 0 alone, and return a function that waits for it.
 
-    Call the function after the deadline, and after the period in which other ranks may report
-    errors. It must still read their reports.
+    The function must be called after the deadline, when the period in which other ranks may report
+    errors is over, too. It checks that the exchange still reads their reports.
     """
     manager = find_manager_class(context.part)(None, deadline_s=DEADLINE_S)
     if context.rank:
@@ -110,7 +111,7 @@ def _start_alone(context: ScenarioContext) -> Callable[[], tuple[str, str]]:
 
 
 def _check_reason(message: str) -> str:
-    """Return "right" if the error quotes a readable reason from the library, else a message."""
+    """Return "right" if the error quotes a readable reason from the library, else what is wrong."""
     reason = message.partition("; after N s: ")[2].partition(", need")[0]
     if reason == _POLL_TIMEOUT:
         return "the error quotes no reason from the library, although the library has a deadline"
@@ -119,9 +120,10 @@ def _check_reason(message: str) -> str:
 
 
 def run_absent_rank(context: ScenarioContext) -> Outcomes:
-    """Make a kernel on all ranks except rank 1, then on all ranks.
+    """Construct a kernel on all ranks except rank 1, which must fail, then on all ranks.
 
-    With shared memory, rank 1 first makes a manager together with the others.
+    For parts with shared memory, all ranks first create a manager together, and rank 1 is absent
+    only when the others construct a kernel with this manager.
     """
     if shares_memory(context.part):
         manager = find_manager_class(context.part)(None, deadline_s=_SHORT_DEADLINE_S)
@@ -153,7 +155,7 @@ def run_absent_rank(context: ScenarioContext) -> Outcomes:
 
 
 def _fail_before_sending_host(context: ScenarioContext) -> tuple[str, str]:
-    """Make rank 1 fail after it has connected with the others, before it sends its host name."""
+    """Make rank 1 fail after it has connected to the others, but before it sends its host name."""
     manager_type = find_manager_class(context.part)
     if context.is_faulty_rank:
         manager_type = type(manager_type.__name__, (manager_type,), {"_find_hosts": _raise_lost})
@@ -171,7 +173,7 @@ def _raise_lost(*_: object) -> None:
 
 
 def check_absent_rank_0(context: ScenarioContext, deadline_s: float) -> Outcomes:
-    """Make a call on all ranks except rank 0. They report rank 0 like any other absent rank."""
+    """Make a call on all ranks except rank 0. They must report rank 0 like any absent rank."""
     kernel = context.make_kernel_with_deadline(deadline_s)
     yield context.make_correct_call(kernel)
     dist.barrier()

@@ -1,4 +1,8 @@
-"""Check that tokens and layers without adapters have the same bits and memory as without LoRA."""
+"""Check that LoRA support costs nothing when it is unused.
+
+The output of tokens without an adapter must be bitwise independent of the adapters of other tokens,
+and layers without adapters must not allocate LoRA workspace.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +17,11 @@ from modular_kernel.validate import ADAPTER_TENSORS
 
 
 def check_without_adapters(trial: Trial) -> Iterator[str]:
-    """Check that tokens without an adapter are not affected by adapters.
+    """Check that adapters do not affect tokens without an adapter.
 
-    Their bits do not depend on the adapters of other tokens, or on the matrices of unused slots. A
-    call without any adapter gives the bits of `_output_without_adapters`. A layer without adapters
-    allocates no workspace for them.
+    Outputs of these tokens must be bitwise independent of other tokens' adapters and of the
+    matrices in unused slots. A call without any adapter must be bitwise equal to
+    `_output_without_adapters`. A layer without adapters must not allocate workspace for adapters.
     """
     case, inputs = trial.case, trial.first.inputs
     if case.problem.adapters is None:
@@ -27,7 +31,8 @@ def check_without_adapters(trial: Trial) -> Iterator[str]:
             if specs[name].numel:
                 yield f"{specs[name].nbytes} bytes of {name} in a layer without adapters"
     slots_T = inputs.routing.slots_T
-    # Depends on the problem's tokens, not the rank's, so that all ranks make the same calls.
+    # This depends on the tokens of the problem, not of the rank, so that all ranks make the same
+    # calls.
     if case.problem.adapters is None or not trial.is_deterministic or not case.problem.tokens:
         return
     if slots_T is None:
@@ -37,7 +42,7 @@ def check_without_adapters(trial: Trial) -> Iterator[str]:
         return
     scheme = case.problem.scheme
     if scheme.activation_granularity == "tensor" and not scheme.static:
-        return  # all tokens share the scale of h, so adapters affect every token
+        return  # all tokens share the scale of h, so an adapter of one token affects every token
     none_T = torch.full_like(slots_T, -1)
     output = trial.kernel(
         trial.first.x_TH(), inputs.weights, replace(inputs.routing, adapters_T=none_T)
@@ -51,15 +56,15 @@ def check_without_adapters(trial: Trial) -> Iterator[str]:
 def check_alternating_adapters(trial: Trial) -> Iterator[str]:
     """Check that planned calls with and without adapters leave nothing in each other's buffers.
 
-    A call without adapters has the bits of `_output_without_adapters`; a following call with
-    adapters has the bits of the first call.
+    A call without adapters must be bitwise equal to `_output_without_adapters`, and a subsequent
+    call with adapters must be bitwise equal to the first call.
     """
     case, inputs = trial.case, trial.first.inputs
     slots_T = inputs.routing.slots_T
     if case.problem.adapters is None or not trial.is_deterministic or not case.problem.tokens:
         return
     if slots_T is None:
-        return  # calls without adapters are compared by `without_adapters`
+        return  # `check_without_adapters` compares calls without adapters
     expected = _output_without_adapters(trial)
     plan = trial.plan
     plan(trial.first.x_TH(), inputs.weights, inputs.routing)
@@ -79,9 +84,9 @@ def check_alternating_adapters(trial: Trial) -> Iterator[str]:
 def _output_without_adapters(trial: Trial) -> torch.Tensor:
     """Return the output that the first call has if no token has an adapter.
 
-    It is that of a layer without adapters, unless rows travel between ranks. Each row then has a
-    slot, -1 for none, since tokens of other ranks may have adapters, and experts may take another
-    path. In that case it is the output of an eager call of the layer with adapters.
+    Without communication, this is the output of a layer built without LoRA. If rows are exchanged
+    between ranks, every row carries an adapter slot (-1 for none), which may select another code
+    path in the experts. The reference is then an eager call of the LoRA layer.
     """
     case, inputs = trial.case, trial.first.inputs
     part = load_catalog().prepare_finalize(case.prepare_finalize)
