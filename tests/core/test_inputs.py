@@ -10,10 +10,9 @@ import torch
 from modular_kernel import reference
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Combine, Problem
-from modular_kernel.testing.cases.hostile import VALUES, token_groups, unsupported_reason
 from modular_kernel.testing.cases.inputs import (
     LAYOUTS,
-    ROUTINGS,
+    ROUTING_KINDS,
     Inputs,
     InputVariation,
     choose_fill,
@@ -22,11 +21,16 @@ from modular_kernel.testing.cases.inputs import (
     fences_intact,
     make_inputs,
 )
-from modular_kernel.testing.cases.lists import BASE, Case, axes, command
+from modular_kernel.testing.cases.lists import BASE, Case, command, list_axis_variants
+from modular_kernel.testing.cases.value_kinds import (
+    VALUES,
+    assign_token_groups,
+    find_unsupported_reason,
+)
 from modular_kernel.validate import check_input, check_routing, check_weights
 
 CPU = torch.device("cpu")
-VARIANTS = axes(BASE)
+VARIANTS = list_axis_variants(BASE)
 ACTIVATIONS = tuple(dict.fromkeys(problem.act for problem, _ in VARIANTS))
 MANY = replace(BASE, tokens=200, hidden=128, intermediate=256)
 
@@ -223,7 +227,7 @@ def test_skipped_pairs_have_router_weights_that_would_change_the_output(routing:
         assert bool(of_kind.any())
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", ROUTING_KINDS)
 @pytest.mark.parametrize("tokens", [0, 1, 2])
 def test_every_kind_of_routing_for_few_tokens(routing: str, tokens: int) -> None:
     assert made(BASE.with_tokens(tokens), routing).routing.topk_ids_TK.shape == (tokens, 2)
@@ -332,14 +336,14 @@ def test_inputs_include_extreme_values(values: str, dtype: torch.dtype) -> None:
     if values == "ties":  # of activations that are quantized
         problem = replace(problem, quant="fp8_w8a8_channel")
     faintest = values == "faint" and dtype is torch.float16
-    assert (unsupported_reason(problem, values) is not None) is faintest
+    assert (find_unsupported_reason(problem, values) is not None) is faintest
     inputs = made(problem, "uniform", variation=InputVariation(values=values))
     if faintest:  # as the reason says
         assert not bool(inputs.x_TH.any())
         return
     recipe = reference.recipe(inputs.x_TH, inputs.weights, inputs.routing, problem)
     finite = recipe.isfinite().all(1)
-    groups = token_groups(values, problem.tokens)
+    groups = assign_token_groups(values, problem.tokens)
     assert bool(finite[groups == 0].all())
     assert (groups > 0).any() == (values in ("large", "nan_token", "inf_token"))
     if values == "large":

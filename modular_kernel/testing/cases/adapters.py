@@ -46,7 +46,7 @@ def draw_slots(
     return slots_T.to(torch.int32)
 
 
-def rank_of(slot: int, rank: int) -> int:
+def choose_rank(slot: int, rank: int) -> int:
     """Return the rank of a slot's adapter, cycling through `rank`, two thirds of it, and 1."""
     return max(1, (rank, rank * 2 // 3, 1)[slot % 3])
 
@@ -70,7 +70,7 @@ def make_adapters(
     used_slots = set(slots_T.tolist()) if isinstance(slots_T, torch.Tensor) else set()
     a13, b13, a2, b2 = (matrices[name] for name in shapes)
     for slot in range(spec.adapters):
-        rank = rank_of(slot, spec.rank)
+        rank = choose_rank(slot, spec.rank)
         for a in (a13, a2):  # (e, halves of R rows, K)
             halves = a[slot].view(a.shape[1], -1, spec.rank, a.shape[-1])
             halves[:, :, rank:] = 0

@@ -12,7 +12,7 @@ class Case:
     """One test case: a pairing by name, a problem, a kind of routing, and a seed.
 
     prepare_finalize, experts: names of the two parts in the catalog. routing: one of
-    `inputs.ROUTINGS`. variation: memory layout and values of the tensors. interleaved_calls:
+    `inputs.ROUTING_KINDS`. variation: memory layout and values of the tensors. interleaved_calls:
     whether calls of a second kernel, for another problem, are interleaved with those of the first.
     """
 
@@ -40,7 +40,7 @@ class Case:
             "values": (self.variation.values, ORDINARY.values),
             "named": (self.variation.slot_pattern, ORDINARY.slot_pattern),
             "nan": (self.variation.nan, ORDINARY.nan),
-            "own-scales": (self.variation.own_scales, False),
+            "own-scales": (self.variation.has_short_scales, False),
             "by-turns": (self.interleaved_calls, False),
         }
         return {name: value for name, (value, default) in options.items() if value != default}

@@ -5,7 +5,7 @@ import torch
 from modular_kernel.spec.problem import Problem
 
 
-def random_expert_map(problem: Problem, generator: torch.Generator) -> torch.Tensor | None:
+def draw_expert_map(problem: Problem, generator: torch.Generator) -> torch.Tensor | None:
     """Return a map of e random experts to local rows in random order, -1 elsewhere; or None."""
     if not problem.expert_map:
         return None
@@ -15,7 +15,7 @@ def random_expert_map(problem: Problem, generator: torch.Generator) -> torch.Ten
     return expert_map
 
 
-def with_other_skip_values(expert_map: torch.Tensor, num_local: int) -> torch.Tensor:
+def replace_skip_values(expert_map: torch.Tensor, num_local: int) -> torch.Tensor:
     """Return the map with values other than -1 for remote experts.
 
     Any value outside [0, num_local) must be skipped like -1.

@@ -14,9 +14,9 @@ from modular_kernel.catalog import check, load_catalog
 from modular_kernel.spec.problem import ActivationSpec, Combine, Machine, Problem
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import InputVariation
-from modular_kernel.testing.cases.nan import nan_problems
-from modular_kernel.testing.cases.path_coverage import external_path_cases, path_cases
-from modular_kernel.testing.cases.row_order import in_row_order
+from modular_kernel.testing.cases.nan import list_nan_problems
+from modular_kernel.testing.cases.path_coverage import list_external_path_cases, list_path_cases
+from modular_kernel.testing.cases.row_order import apply_part_row_order
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
 _PEAK_VALUES = InputVariation(values="peaks")
@@ -25,21 +25,31 @@ _BASE = Problem(tokens=5, hidden=48, intermediate=16, experts=1, top_k=1, dtype=
 HandpickedCase = tuple[Problem, str, InputVariation]  # the second value is the kind of routing
 
 
-def handpicked_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, ...]:
+def list_handpicked_cases(
+    prepare_finalize: str, experts: str, machine: Machine
+) -> tuple[Case, ...]:
     """Return the hand-picked cases that a pairing supports on a machine."""
     # The interpreter's time is proportional to the depth, so interpreted parts get shorter rows.
     interpreted = "triton" in load_catalog().experts(experts).requires.packages
-    small = (*_few_tokens(), *_packed_weights(), *_copied_rows(), *_min_scales(), *_ties())
-    small = (*small, *_thresholds())
-    long_rows = _long_rows(16400 if interpreted else 32800)
-    nan = ((problem, "uniform", InputVariation(nan=names)) for problem, names in nan_problems())
-    paths = (
-        *path_cases(experts),
-        *external_path_cases(prepare_finalize, experts, machine),
+    small = (
+        *_list_few_token_cases(),
+        *_list_packed_cases(),
+        *_list_copied_row_cases(),
+        *_list_min_scale_cases(),
+        *_list_tie_cases(),
     )
-    selected = (*_groups(), *_tensor_scales(), *small, *long_rows, *nan, *paths)
+    small = (*small, *_list_threshold_cases())
+    long_rows = _list_long_row_cases(16400 if interpreted else 32800)
+    nan = (
+        (problem, "uniform", InputVariation(nan=names)) for problem, names in list_nan_problems()
+    )
+    paths = (
+        *list_path_cases(experts),
+        *list_external_path_cases(prepare_finalize, experts, machine),
+    )
+    selected = (*_list_group_cases(), *_list_tensor_scale_cases(), *small, *long_rows, *nan, *paths)
     candidates = (
-        (in_row_order(p, experts), routing, variation) for p, routing, variation in selected
+        (apply_part_row_order(p, experts), routing, variation) for p, routing, variation in selected
     )
     return tuple(
         Case(prepare_finalize, experts, problem, routing, variation=variation)
@@ -48,7 +58,7 @@ def handpicked_cases(prepare_finalize: str, experts: str, machine: Machine) -> t
     )
 
 
-def _groups() -> Iterator[HandpickedCase]:
+def _list_group_cases() -> Iterator[HandpickedCase]:
     """Yield groups of activations whose size is not a power of two.
 
     They are smaller than the block of columns of a program. The last case has more groups than one
@@ -69,7 +79,7 @@ def _groups() -> Iterator[HandpickedCase]:
     yield many, "uniform", InputVariation()
 
 
-def _tensor_scales() -> Iterator[HandpickedCase]:
+def _list_tensor_scale_cases() -> Iterator[HandpickedCase]:
     """Yield schemes with one scale for all tokens, and more columns or rows than a program reads.
 
     If the scale is computed, the largest value of x is the first one of the last token. With a
@@ -83,7 +93,7 @@ def _tensor_scales() -> Iterator[HandpickedCase]:
     yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", InputVariation()
 
 
-def _min_scales() -> Iterator[HandpickedCase]:
+def _list_min_scale_cases() -> Iterator[HandpickedCase]:
     """Yield values so small that the computed scale is clamped to its minimum.
 
     The activation is about linear at 0. With the other activations, h would underflow to 0.
@@ -94,7 +104,7 @@ def _min_scales() -> Iterator[HandpickedCase]:
     yield replace(faint, quant="fp8_w8a8_tensor"), "uniform", InputVariation(values="faint")
 
 
-def _thresholds() -> Iterator[HandpickedCase]:
+def _list_threshold_cases() -> Iterator[HandpickedCase]:
     """Yield sizes above the thresholds at which host code switches to another implementation.
 
     Calls with fewer tokens are below the thresholds. The sums are long enough that adding in
@@ -115,7 +125,7 @@ def _thresholds() -> Iterator[HandpickedCase]:
     )
 
 
-def _ties() -> Iterator[HandpickedCase]:
+def _list_tie_cases() -> Iterator[HandpickedCase]:
     """Yield x at midpoints between values of the quantized dtype.
 
     Only these distinguish rounding half to even from rounding half up. Parts may quantize few and
@@ -138,7 +148,7 @@ def _ties() -> Iterator[HandpickedCase]:
         yield replace(many_tokens, quant=quant, dtype=_FP16), "skips", ties
 
 
-def _few_tokens() -> Iterator[HandpickedCase]:
+def _list_few_token_cases() -> Iterator[HandpickedCase]:
     """Yield a few tokens over many experts, which some parts process one by one.
 
     In the cases with blocks, the first up row is not at the start of a block of scales. In the last
@@ -154,7 +164,7 @@ def _few_tokens() -> Iterator[HandpickedCase]:
     yield ragged, "uniform", InputVariation()
 
 
-def _packed_weights() -> Iterator[HandpickedCase]:
+def _list_packed_cases() -> Iterator[HandpickedCase]:
     """Yield packed weights of several experts with biases, for specialized kernels."""
     packed = replace(_BASE, hidden=128, intermediate=64, experts=5, top_k=2, bias=True)
     zeros = replace(packed, quant="int4_w4a16_group:group=32,zero_points=true")
@@ -188,7 +198,7 @@ def _packed_weights() -> Iterator[HandpickedCase]:
     yield replace(top_22, quant="mxfp4_w4a16"), "skips", InputVariation()
 
 
-def _copied_rows() -> Iterator[HandpickedCase]:
+def _list_copied_row_cases() -> Iterator[HandpickedCase]:
     """Yield top-k rows longer than one program copies, and layers with T = H = I = 1."""
     unreduced = replace(_BASE, tokens=2, hidden=1040, experts=2, top_k=2, routed_scaling_factor=2.5)
     yield replace(unreduced, combine=Combine.TOPK_WEIGHTED), "skips", InputVariation()
@@ -198,7 +208,7 @@ def _copied_rows() -> Iterator[HandpickedCase]:
     yield unreduced, "uniform", InputVariation()
 
 
-def _long_rows(hidden: int) -> Iterator[HandpickedCase]:
+def _list_long_row_cases(hidden: int) -> Iterator[HandpickedCase]:
     """Yield rows of x with one scale each, of `hidden` values, more than one program holds.
 
     Also rows of h so long that their largest value is mostly beyond the first 16384 values, which

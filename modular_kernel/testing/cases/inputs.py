@@ -24,24 +24,24 @@ from modular_kernel.reference import activation
 from modular_kernel.spec.problem import ActivationSpec, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.adapters import SLOT_PATTERNS, draw_slots, make_adapters
-from modular_kernel.testing.cases.expert_maps import random_expert_map, with_other_skip_values
-from modular_kernel.testing.cases.hostile import (
-    TIED_SCALE,
-    VALUES,
-    routing_with_values,
-    x_with_values,
-)
+from modular_kernel.testing.cases.expert_maps import draw_expert_map, replace_skip_values
 from modular_kernel.testing.cases.nan import (
-    insert_nan,
-    nan_arguments,
+    insert_nan_into_weights,
+    insert_nan_into_x,
+    list_nan_arguments,
     route_to_distinct_experts,
     split_names,
-    x_with_nan,
 )
-from modular_kernel.testing.cases.quantized import short_scale_dtype
+from modular_kernel.testing.cases.quantized import choose_short_scale_dtype
+from modular_kernel.testing.cases.value_kinds import (
+    TIED_SCALE,
+    VALUES,
+    apply_values_to_routing,
+    apply_values_to_x,
+)
 from modular_kernel.workspace import FILLS, Fill, poison_tensor
 
-ROUTINGS = (
+ROUTING_KINDS = (
     "uniform",  # distinct experts, each as likely as the others
     "all_to_one",  # every token to the same K experts, which get T rows each
     "zipf",  # expert r as likely as r ** -1.2
@@ -63,7 +63,7 @@ LAYOUTS = (
 # Ranges covered by the static scales of x and of h. Their ratio must not be a power of two:
 # otherwise float8 rounds equally with either scale, and swapping the scales goes unnoticed.
 _X_RANGE, _H_RANGE = 5.0, 37.0
-_FENCE = 256  # bytes; keeps every tensor as aligned as a separate allocation
+_FENCE_BYTES = 256  # bytes; keeps every tensor as aligned as a separate allocation
 _BIAS_STD = 0.5
 # Router weights of pairs without an expert, used cyclically: the contract allows any value there.
 _UNUSED_WEIGHTS = (math.nan, 7.0, math.inf, -math.inf)
@@ -81,7 +81,7 @@ class InputVariation:
 
     layout: str = "plain"
     values: str = "ordinary"
-    own_scales: bool = False
+    has_short_scales: bool = False
     slot_pattern: str = "mixed"
     nan: str = ""
 
@@ -136,45 +136,48 @@ def make_inputs(
     `variation` says otherwise.
     """
     generator = torch.Generator().manual_seed(seed)
-    memory = FencedMemory(device, int(variation.layout == "shifted"), choose_fill(seed))
-    expert_map = random_expert_map(problem, generator)
-    router = routing_with_values(
-        _router(problem, routing, expert_map, generator), problem, expert_map, variation.values
+    fence = FencedMemory(device, int(variation.layout == "shifted"), choose_fill(seed))
+    expert_map = draw_expert_map(problem, generator)
+    drawn_routing = apply_values_to_routing(
+        _draw_routing(problem, routing, expert_map, generator),
+        problem,
+        expert_map,
+        variation.values,
     )
     use_int64 = strided or routing == "beyond_int32"
     ids_dtype = problem.ids_dtype or (torch.int64 if use_int64 else torch.int32)
     x_TH = torch.randn(problem.tokens, problem.hidden, generator=generator)
-    x_TH = x_with_values(x_TH, problem, variation.values).to(problem.dtype)
+    x_TH = apply_values_to_x(x_TH, problem, variation.values).to(problem.dtype)
     if variation.nan:
         _check_nan(problem, variation.nan)
-        router = route_to_distinct_experts(router, problem, variation.nan)
-        x_TH = x_with_nan(x_TH, problem, variation.nan)
+        drawn_routing = route_to_distinct_experts(drawn_routing, problem, variation.nan)
+        x_TH = insert_nan_into_x(x_TH, problem, variation.nan)
     has_gaps = strided or variation.layout in ("transposed", "spaced")
-    weights = _expert_weights(
-        problem, expert_map, generator, memory, strided=strided, variation=variation
+    weights = _make_weights(
+        problem, expert_map, generator, fence, strided=strided, variation=variation
     )
     if strided and expert_map is not None:
-        weights = replace(weights, expert_map=memory(with_other_skip_values(expert_map, problem.e)))
+        weights = replace(weights, expert_map=fence(replace_skip_values(expert_map, problem.e)))
     slots_T = draw_slots(problem, variation.slot_pattern, generator)
     matrices = make_adapters(
         problem, slots_T, generator, with_gaps=strided or variation.layout == "spaced"
     )
     inputs = Inputs(
-        with_gaps(x_TH, memory) if has_gaps and not problem.inplace else memory(x_TH),
-        replace(weights, **{name: _copy_to(t, memory) for name, t in matrices.items()}),
+        copy_with_gaps(x_TH, fence) if has_gaps and not problem.inplace else fence(x_TH),
+        replace(weights, **{name: _copy_to(t, fence) for name, t in matrices.items()}),
         Routing(
-            memory(router.topk_weights_TK),
-            memory(router.topk_ids_TK.to(ids_dtype)),
-            memory(slots_T) if isinstance(slots_T, torch.Tensor) else slots_T,
+            fence(drawn_routing.topk_weights_TK),
+            fence(drawn_routing.topk_ids_TK.to(ids_dtype)),
+            fence(slots_T) if isinstance(slots_T, torch.Tensor) else slots_T,
         ),
     )
-    insert_nan(inputs.weights, inputs.routing, problem, variation.nan)
+    insert_nan_into_weights(inputs.weights, inputs.routing, problem, variation.nan)
     return inputs
 
 
 def _check_nan(problem: Problem, nan: str) -> None:
     """Raise ConfigurationError unless all tensors named in `nan` can hold a NaN."""
-    allowed = nan_arguments(problem)
+    allowed = list_nan_arguments(problem)
     for name in split_names(nan):
         if name not in allowed:
             raise ConfigurationError("nan", got=name, need=f"some of {', '.join(allowed)}")
@@ -190,8 +193,8 @@ def count_invalid_ids(routing: Routing, problem: Problem) -> int:
 def routes_any_pair(problem: Problem, routing: str, seed: int) -> bool:
     """Return whether any pair of `make_inputs` with these arguments has a local expert."""
     generator = torch.Generator().manual_seed(seed)
-    expert_map = random_expert_map(problem, generator)
-    ids_TK = _router(problem, routing, expert_map, generator).topk_ids_TK
+    expert_map = draw_expert_map(problem, generator)
+    ids_TK = _draw_routing(problem, routing, expert_map, generator).topk_ids_TK
     valid_ids = ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)]
     return bool((valid_ids >= 0 if expert_map is None else expert_map[valid_ids] >= 0).any())
 
@@ -221,7 +224,7 @@ def fenced(values: torch.Tensor, shift: int = 0, fill: Fill = FILLS[0]) -> torch
 
     shift: number of elements between an aligned address and the start of the copy.
     """
-    pad = _FENCE // values.element_size()
+    pad = _FENCE_BYTES // values.element_size()
     num_padded = -(-values.numel() // pad) * pad
     arena = torch.empty(pad + num_padded + pad + shift, dtype=values.dtype, device=values.device)
     poison_tensor(arena, fill)
@@ -234,31 +237,31 @@ def fences_intact(tensor: torch.Tensor) -> bool:
     """Return whether the fences of a tensor from `fenced` with the first fill are intact."""
     storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     arena = storage.set_(tensor.untyped_storage())
-    pad = _FENCE // tensor.element_size()
+    pad = _FENCE_BYTES // tensor.element_size()
     ends = torch.cat([arena[:pad], arena[pad + tensor.numel() :]])
     expected = torch.full_like(ends, FILLS[0].value(tensor.dtype))
     return torch.equal(ends.view(torch.uint8), expected.view(torch.uint8))
 
 
-def _copy_to(values: torch.Tensor, memory: FencedMemory) -> torch.Tensor:
-    """Copy the whole storage to `memory`; return the view of the copy that equals `values`."""
+def _copy_to(values: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
+    """Copy the whole storage to `fence`; return the view of the copy that equals `values`."""
     if values.is_contiguous():
-        return memory(values)
+        return fence(values)
     storage = values.new_empty(0).set_(values.untyped_storage())
-    return memory(storage).as_strided(values.shape, values.stride())
+    return fence(storage).as_strided(values.shape, values.stride())
 
 
-def with_gaps(x_TH: torch.Tensor, memory: FencedMemory) -> torch.Tensor:
-    """Copy x to `memory` with gaps between rows, filled like the fences."""
-    gap = x_TH.new_full((x_TH.shape[0], 16), memory.fill.real)
-    return memory(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
+def copy_with_gaps(x_TH: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
+    """Copy x to `fence` with gaps between rows, filled like the fences."""
+    gap = x_TH.new_full((x_TH.shape[0], 16), fence.fill.real)
+    return fence(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
 
 
-def _expert_weights(
+def _make_weights(
     problem: Problem,
     expert_map: torch.Tensor | None,
     generator: torch.Generator,
-    memory: FencedMemory,
+    fence: FencedMemory,
     *,
     strided: bool,
     variation: InputVariation,
@@ -270,11 +273,13 @@ def _expert_weights(
     """
     if not problem.scheme.quantized:
         layout = "transposed" if strided else variation.layout
-        return _weights(problem, expert_map, generator, memory, strided=strided, layout=layout)
+        return _make_unquantized_weights(
+            problem, expert_map, generator, fence, strided=strided, layout=layout
+        )
     unquantized = replace(problem, quant="none", dtype=torch.float32)
-    plain_memory = FencedMemory(torch.device("cpu"))
-    weights = _weights(
-        unquantized, expert_map, generator, plain_memory, strided=False, layout="plain"
+    plain_fence = FencedMemory(torch.device("cpu"))
+    weights = _make_unquantized_weights(
+        unquantized, expert_map, generator, plain_fence, strided=False, layout="plain"
     )
     uneven = {name: _make_uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
     scales = {}
@@ -282,23 +287,25 @@ def _expert_weights(
         ranges = {"a1_scale": _X_RANGE, "a2_scale": _H_RANGE}
         scales = {name: static_scale(problem, max_value) for name, max_value in ranges.items()}
         if variation.values == "ties":
-            scales["a1_scale"] = _tied_scale(problem, scales["a1_scale"])
+            scales["a1_scale"] = _make_tied_scale(problem, scales["a1_scale"])
     biases = {name: getattr(weights, name) for name in ("b1", "b2")}
     if strided:
         biases = {n: b if b is None else b.to(problem.dtype) for n, b in biases.items()}
     quantized = quantize_weights(
         replace(weights, **uneven, **scales, **biases),
         problem,
-        scale_dtype=short_scale_dtype(problem) if variation.own_scales else torch.float32,
+        scale_dtype=choose_short_scale_dtype(problem)
+        if variation.has_short_scales
+        else torch.float32,
     )
     tensors = {f.name: getattr(quantized, f.name) for f in fields(quantized)}
-    copies: dict[str, Any] = {n: t if t is None else memory(t) for n, t in tensors.items()}
+    copies: dict[str, Any] = {n: t if t is None else fence(t) for n, t in tensors.items()}
     for name in ("w1", "w2"):
-        copies[name] = _with_layout(tensors[name], variation.layout, memory)
+        copies[name] = _copy_with_layout(tensors[name], variation.layout, fence)
     return ExpertWeights(**copies)
 
 
-def _tied_scale(problem: Problem, static_scale_e: torch.Tensor) -> torch.Tensor:
+def _make_tied_scale(problem: Problem, static_scale_e: torch.Tensor) -> torch.Tensor:
     """Return the static scale of x, a power of two, with which values="ties" are midpoints."""
     tied_scale = TIED_SCALE[problem.scheme.activation]
     if problem.scheme.scales_by_expert:
@@ -308,17 +315,17 @@ def _tied_scale(problem: Problem, static_scale_e: torch.Tensor) -> torch.Tensor:
     return torch.full_like(static_scale_e, tied_scale)
 
 
-def _with_layout(w_eNK: torch.Tensor, layout: str, memory: FencedMemory) -> torch.Tensor:
-    """Copy weights to `memory` in one of LAYOUTS."""
+def _copy_with_layout(w_eNK: torch.Tensor, layout: str, fence: FencedMemory) -> torch.Tensor:
+    """Copy weights to `fence` in one of LAYOUTS."""
     if layout == "transposed":
-        return memory(w_eNK.mT).mT
+        return fence(w_eNK.mT).mT
     if layout != "spaced":
-        return memory(w_eNK)
+        return fence(w_eNK)
     e, rows, depth = w_eNK.shape
     spaced = torch.empty(e, rows + 1, depth + 16, dtype=w_eNK.dtype)
-    poison_tensor(spaced, memory.fill)
+    poison_tensor(spaced, fence.fill)
     spaced[:, :rows, :depth] = w_eNK
-    return memory(spaced)[:, :rows, :depth]
+    return fence(spaced)[:, :rows, :depth]
 
 
 def _make_uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -334,11 +341,11 @@ def _make_uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tenso
     return normalized
 
 
-def _weights(
+def _make_unquantized_weights(
     problem: Problem,
     expert_map: torch.Tensor | None,
     generator: torch.Generator,
-    memory: FencedMemory,
+    fence: FencedMemory,
     *,
     strided: bool,
     layout: str,
@@ -349,17 +356,17 @@ def _weights(
         return (torch.randn(shape, generator=generator) * std).to(dtype)
 
     def matrices(*shape: int, std: float) -> torch.Tensor:
-        return _with_layout(normal(*shape, std=std, dtype=problem.dtype), layout, memory)
+        return _copy_with_layout(normal(*shape, std=std, dtype=problem.dtype), layout, fence)
 
     e, h, i, dtype = problem.e, problem.hidden, problem.intermediate, problem.dtype
     w1 = matrices(e, problem.w1_rows, h, std=h**-0.5)
     w2 = matrices(e, h, i, std=i**-0.5 / _activation_rms(problem.act))
-    fenced_map = None if expert_map is None else memory(expert_map)
+    fenced_map = None if expert_map is None else fence(expert_map)
     if not problem.bias:
         return ExpertWeights(w1, w2, expert_map=fenced_map)
     b1_dtype, b2_dtype = (dtype, torch.float32) if strided else (torch.float32, dtype)
-    b1 = memory(normal(e, problem.w1_rows, std=_BIAS_STD, dtype=b1_dtype))
-    b2 = memory(normal(e, h, std=_BIAS_STD, dtype=b2_dtype))
+    b1 = fence(normal(e, problem.w1_rows, std=_BIAS_STD, dtype=b1_dtype))
+    b2 = fence(normal(e, h, std=_BIAS_STD, dtype=b2_dtype))
     return ExpertWeights(w1, w2, b1, b2, fenced_map)
 
 
@@ -371,7 +378,7 @@ def _activation_rms(spec: ActivationSpec) -> float:
     return float(activation(values, spec).square().mean().sqrt())
 
 
-def _router(
+def _draw_routing(
     problem: Problem, routing: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> Routing:
     """Draw the routing of a call, of one of ROUTINGS. Ids are int64, weights float32."""
@@ -382,7 +389,7 @@ def _router(
         weights_TK = (logits[:, :top_k] / 4).exp()
     else:
         weights_TK = logits.softmax(-1)[:, :top_k]
-    ids_TK = _ids(problem, routing, expert_map, generator)
+    ids_TK = _draw_ids(problem, routing, expert_map, generator)
     unused = (ids_TK < 0) | (ids_TK >= problem.experts)
     unused_weights = torch.tensor(_UNUSED_WEIGHTS)
     # Starting at T, so that cases with a single unused pair do not all use the same weight.
@@ -391,15 +398,15 @@ def _router(
     return Routing(weights_TK, ids_TK)
 
 
-def _ids(
+def _draw_ids(
     problem: Problem, routing: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> torch.Tensor:
     """Return (T, K) int64 expert ids of one of ROUTINGS.
 
     Raise ConfigurationError for an unknown kind, or for ids that int32 cannot hold.
     """
-    if routing not in ROUTINGS:
-        raise ConfigurationError("routing", got=routing, need=f"one of {', '.join(ROUTINGS)}")
+    if routing not in ROUTING_KINDS:
+        raise ConfigurationError("routing", got=routing, need=f"one of {', '.join(ROUTING_KINDS)}")
     if routing == "beyond_int32" and problem.ids_dtype is torch.int32:
         raise ConfigurationError("routing", got=routing, need="int64 ids")
     tokens, top_k, experts = problem.tokens, problem.top_k, problem.experts
@@ -408,24 +415,24 @@ def _ids(
     if routing == "all_to_one":
         first = experts // 2 if expert_map is None else int((expert_map == 0).nonzero()[0])
         return ((first + torch.arange(top_k)) % experts).repeat(tokens, 1)
-    probs = torch.ones(experts)
+    probabilities = torch.ones(experts)
     if routing == "zipf":
-        probs = torch.arange(1, experts + 1).float() ** -1.2
+        probabilities = torch.arange(1, experts + 1).float() ** -1.2
     if routing == "empty_experts" and experts > 1:
-        probs[1::2] = 0
-    ids_TK = _draw(probs, tokens, top_k, generator)
+        probabilities[1::2] = 0
+    ids_TK = _draw_distinct_ids(probabilities, tokens, top_k, generator)
     if routing == "duplicates":
         ids_TK[0::3, -1] = ids_TK[0::3, 0]
         ids_TK[1::3] = ids_TK[1::3, :1]
     elif routing == "skips":
-        _scatter(ids_TK, (-1,), generator)
+        _overwrite_some(ids_TK, (-1,), generator)
         ids_TK[tokens // 2 :][: int(tokens > 1)] = -1
     else:
-        _scatter(ids_TK, _wrong_ids(routing, experts), generator)
+        _overwrite_some(ids_TK, _list_invalid_ids(routing, experts), generator)
     return ids_TK
 
 
-def _wrong_ids(routing: str, experts: int) -> tuple[int, ...]:
+def _list_invalid_ids(routing: str, experts: int) -> tuple[int, ...]:
     """Return the invalid ids of a kind of routing; () if it has none."""
     if routing == "out_of_range":
         return experts, -2, -1, 2**31 - 1, experts + 7, -5, -(2**31)
@@ -435,22 +442,24 @@ def _wrong_ids(routing: str, experts: int) -> tuple[int, ...]:
     return ()
 
 
-def _draw(
+def _draw_distinct_ids(
     probabilities: torch.Tensor, tokens: int, top_k: int, generator: torch.Generator
 ) -> torch.Tensor:
     """Draw (T, K) ids with these probabilities, distinct per row as long as experts remain."""
     if tokens == 0:
         return torch.empty(0, top_k, dtype=torch.int64)
-    distinct = min(top_k, int((probabilities > 0).sum()))
+    num_distinct = min(top_k, int((probabilities > 0).sum()))
     rows = probabilities.expand(tokens, -1)
-    ids = torch.multinomial(rows, distinct, generator=generator)
-    if distinct == top_k:
+    ids = torch.multinomial(rows, num_distinct, generator=generator)
+    if num_distinct == top_k:
         return ids
-    repeated = torch.multinomial(rows, top_k - distinct, replacement=True, generator=generator)
+    repeated = torch.multinomial(rows, top_k - num_distinct, replacement=True, generator=generator)
     return torch.cat([ids, repeated], dim=1)
 
 
-def _scatter(ids_TK: torch.Tensor, values: tuple[int, ...], generator: torch.Generator) -> None:
+def _overwrite_some(
+    ids_TK: torch.Tensor, values: tuple[int, ...], generator: torch.Generator
+) -> None:
     """Overwrite the last id and about 30 % of the others with `values`, used cyclically."""
     if ids_TK.numel() == 0 or not values:
         return

@@ -29,7 +29,7 @@ _SCHEMES = (
 )
 
 
-def batch_invariant_variants(base: Problem) -> Iterator[Variant]:
+def list_batch_invariant_variants(base: Problem) -> Iterator[Variant]:
     """Yield each scheme in bf16; then float32, and options that change where rows are stored."""
     wide = replace(
         base,
@@ -42,13 +42,13 @@ def batch_invariant_variants(base: Problem) -> Iterator[Variant]:
         batch_invariant=True,
     )
 
-    def change(routing: str = "uniform", **changes: Any) -> Variant:
+    def make_variant(routing: str = "uniform", **changes: Any) -> Variant:
         return replace(wide, **changes), routing
 
     for quant in _SCHEMES:
-        yield change(quant=quant)
-    yield change(dtype=torch.float32)
-    yield change("skips", combine=Combine.TOPK_WEIGHTED, bias=True)
-    yield change("zipf", top_k=2, chunk_tokens=8, dtype=torch.float16)
-    yield change("duplicates", top_k=2, apply_router_weight_on_input=True)
-    yield change("out_of_range", expert_map=True, local_experts=1, inplace=True)
+        yield make_variant(quant=quant)
+    yield make_variant(dtype=torch.float32)
+    yield make_variant("skips", combine=Combine.TOPK_WEIGHTED, bias=True)
+    yield make_variant("zipf", top_k=2, chunk_tokens=8, dtype=torch.float16)
+    yield make_variant("duplicates", top_k=2, apply_router_weight_on_input=True)
+    yield make_variant("out_of_range", expert_map=True, local_experts=1, inplace=True)

@@ -32,12 +32,12 @@ class HasPlacement(Protocol):
 Value = TypeVar("Value")
 VariantT = TypeVar("VariantT", bound=HasPlacement)
 
-HIDDEN = (64, 128, 256, 512, 1024, 2048, 2560, 4096, 5120, 6144, 7168, 8192)
-INTERMEDIATE = (128, 256, 512)
+HIDDEN_SIZES = (64, 128, 256, 512, 1024, 2048, 2560, 4096, 5120, 6144, 7168, 8192)
+INTERMEDIATE_SIZES = (128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16)
 # The rules that a change of each axis can satisfy. A part-specific rule, not listed in RULES, can
 # be about anything; the hidden size is tried, since most vendors' kernels restrict it.
-AXES = {
+RULES_BY_AXIS = {
     "hidden": {"hidden", "quant_block"},
     "intermediate": {"intermediate", "quant_block"},
     "dtype": {"dtype"},
@@ -45,35 +45,35 @@ AXES = {
 }
 
 
-def neighbors(variant: VariantT, verdict: Verdict, world_size: int) -> Iterator[VariantT]:
+def list_neighbors(variant: VariantT, verdict: Verdict, world_size: int) -> Iterator[VariantT]:
     """Yield variants with other values of the axes that `verdict` rejects, small changes first.
 
     Yields nothing if `verdict` also rejects something that does not depend on the shape.
     """
     rules = {rejection.rule for rejection in verdict.rejections}
     part_rules = rules - set(RULES)
-    if not rules - part_rules <= set().union(*AXES.values()):
+    if not rules - part_rules <= set().union(*RULES_BY_AXIS.values()):
         return
     problem = variant.problem
-    changed_axes = {axis for axis, axis_rules in AXES.items() if rules & axis_rules}
+    changed_axes = {axis for axis, axis_rules in RULES_BY_AXIS.items() if rules & axis_rules}
     if part_rules:
         changed_axes.add("hidden")
     placements: list[tuple[str, int]] = [(variant.placement, problem.experts)]
     if "placement" in changed_axes:
-        divisible_experts = -(-problem.experts // world_size) * world_size
-        placements.append(("linear", divisible_experts))
+        num_divisible_experts = -(-problem.experts // world_size) * world_size
+        placements.append(("linear", num_divisible_experts))
     dtypes = _with_first(problem.dtype, DTYPES if "dtype" in changed_axes else ())
     intermediate = _with_first(
-        problem.intermediate, INTERMEDIATE if "intermediate" in changed_axes else ()
+        problem.intermediate, INTERMEDIATE_SIZES if "intermediate" in changed_axes else ()
     )
-    hidden = _with_first(problem.hidden, HIDDEN if "hidden" in changed_axes else ())
+    hidden = _with_first(problem.hidden, HIDDEN_SIZES if "hidden" in changed_axes else ())
     for (placement, experts), dtype, i, h in product(placements, dtypes, intermediate, hidden):
         changed = replace(problem, experts=experts, dtype=dtype, intermediate=i, hidden=h)
         if (changed, placement) != (problem, variant.placement):
             yield replace(variant, problem=changed, placement=placement)
 
 
-def difference(before: Problem, after: Problem) -> str:
+def describe_changes(before: Problem, after: Problem) -> str:
     """Return the changes between two problems as text: "hidden 48 -> 2048, experts 5 -> 6"."""
     names = ("hidden", "intermediate", "experts", "dtype")
     fields = [(n, getattr(before, n), getattr(after, n)) for n in names]

@@ -12,20 +12,20 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, with_gaps
+from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, copy_with_gaps
 from modular_kernel.validate import ADAPTER_TENSORS
 
 _SHARED_BY_EXPERTS = ("a1_scale", "a2_scale")
 
 
 def inputs_of_rank(
-    global_inputs: Inputs, tokens: slice, problem: Problem, memory: FencedMemory, *, strided: bool
+    global_inputs: Inputs, tokens: slice, problem: Problem, fence: FencedMemory, *, strided: bool
 ) -> Inputs:
     """Return one rank's inputs: the rows `tokens` and the weights of its experts.
 
     global_inputs: the result of `make_inputs` for the tokens and experts of all ranks. problem:
     that of this rank. strided: the value that was passed to `make_inputs`. Each tensor is copied to
-    `memory` and keeps its layout.
+    `fence` and keeps its layout.
     """
     rank = problem.parallel.rank
     x_TH, routing = global_inputs.x_TH[tokens], global_inputs.routing
@@ -33,18 +33,18 @@ def inputs_of_rank(
     shared = () if problem.scheme.scales_by_expert else _SHARED_BY_EXPERTS
     weights = _select_experts(global_inputs.weights, problem.placement.slots[rank], shared)
     copies: dict[str, Any] = {
-        name: None if tensor is None else _copy_with_layout(tensor, memory)
+        name: None if tensor is None else _copy_with_layout(tensor, fence)
         for name, tensor in weights.items()
     }
     if problem.expert_map:
-        copies["expert_map"] = memory(problem.placement.expert_map(rank))
+        copies["expert_map"] = fence(problem.placement.expert_map(rank))
     return Inputs(
-        with_gaps(x_TH, memory) if has_gaps else memory(x_TH),
+        copy_with_gaps(x_TH, fence) if has_gaps else fence(x_TH),
         ExpertWeights(**copies),
         Routing(
-            memory(routing.topk_weights_TK[tokens]),
-            memory(routing.topk_ids_TK[tokens]),
-            routing.adapters_T if routing.slots_T is None else memory(routing.slots_T[tokens]),
+            fence(routing.topk_weights_TK[tokens]),
+            fence(routing.topk_ids_TK[tokens]),
+            routing.adapters_T if routing.slots_T is None else fence(routing.slots_T[tokens]),
         ),
     )
 
@@ -81,8 +81,8 @@ def _index(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return values[index]
 
 
-def _copy_with_layout(values: torch.Tensor, memory: FencedMemory) -> torch.Tensor:
-    """Copy a tensor to `memory`, transposed in memory if it is."""
+def _copy_with_layout(values: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
+    """Copy a tensor to `fence`, transposed in memory if it is."""
     if values.dim() == 3 and values.stride(-1) != 1:
-        return memory(values.mT).mT
-    return memory(values)
+        return fence(values.mT).mT
+    return fence(values)

@@ -7,7 +7,7 @@ from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.spec.problem import Problem
 
 
-def in_row_order(problem: Problem, experts: type[PermuteExpertsUnpermute] | str) -> Problem:
+def apply_part_row_order(problem: Problem, experts: type[PermuteExpertsUnpermute] | str) -> Problem:
     """Return the problem with gate and up rows in the order that the part supports.
 
     Problems with interleaved rows or with adapters are returned unchanged: they have no other

@@ -119,7 +119,7 @@ def _problem(case: Case, draw: int) -> Case:
         problem = case.problem.with_tokens(few_tokens(case.problem.tokens))
         return replace(case, problem=problem, seed=3 + draw)
     tokens = tuple(map(few_tokens, case.tokens))
-    if case.replicated:
+    if case.is_replicated:
         tokens = (tokens[0],) * len(tokens)
     problem = case.problem.with_tokens(max(tokens))
     return replace(case, problem=problem, tokens=tokens, seed=3 + draw)

@@ -13,7 +13,7 @@ import torch
 
 from modular_kernel import reference
 from modular_kernel.spec.rounding import Roundings
-from modular_kernel.testing.cases.hostile import token_groups
+from modular_kernel.testing.cases.value_kinds import assign_token_groups
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial
 
@@ -187,10 +187,10 @@ def mismatch_fraction(output: torch.Tensor, reference_output: torch.Tensor) -> t
 def find_comparable_rows(sample: Sample, reference_output: torch.Tensor) -> torch.Tensor:
     """Return a mask of the rows that are nonzero, finite and belong to ordinary tokens.
 
-    The mask is (T,) for a reference output (T, H), and (T, K) for (T, K, H). See `token_groups` for
-    the tokens that are ordinary.
+    The mask is (T,) for a reference output (T, H), and (T, K) for (T, K, H). `assign_token_groups`
+    defines the ordinary tokens.
     """
-    groups = token_groups(sample.variation.values, len(reference_output))
+    groups = assign_token_groups(sample.variation.values, len(reference_output))
     is_ordinary = (groups == 0).to(reference_output.device)
     is_usable = (reference_output != 0).any(-1) & reference_output.isfinite().all(-1)
     return is_usable & (is_ordinary if is_usable.dim() == 1 else is_ordinary[:, None])

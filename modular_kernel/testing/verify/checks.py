@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from modular_kernel.catalog import load_catalog, make_kernel
-from modular_kernel.testing.cases.hostile import token_groups
+from modular_kernel.testing.cases.value_kinds import assign_token_groups
 from modular_kernel.testing.verify.bitwise_reference import check_one_rounding
 from modular_kernel.testing.verify.invariance import as_bytes, check_batch_invariant
 from modular_kernel.testing.verify.prepared import check_prepared_weights
@@ -90,7 +90,7 @@ def check_staged_reference(trial: Trial) -> Findings:
     if staged_invalid_ids != trial.first_call.invalid_ids:
         counted = trial.first_call.invalid_ids
         yield f"counted {counted} invalid ids, but the staged part counted {staged_invalid_ids}"
-    is_ordinary = token_groups(trial.case.variation.values, len(staged)) == 0
+    is_ordinary = assign_token_groups(trial.case.variation.values, len(staged)) == 0
     if trial.case.variation.nan:
         is_ordinary &= staged.flatten(1).isfinite().all(1).cpu()
     if trial.eager_output.shape == staged.shape and bool(is_ordinary.any()):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.spec.problem import Problem
-from modular_kernel.testing.cases.hostile import token_groups
+from modular_kernel.testing.cases.value_kinds import assign_token_groups
 from modular_kernel.testing.verify.compare import (
     MAX_ERROR_RATIO,
     MAX_VALUE_ERROR_RATIO,
@@ -72,9 +72,9 @@ def compare_by_group(
 ) -> Comparison:
     """Compare `out` like `compare`, but each group of tokens separately.
 
-    values: the kind of input values, which determines the groups (see `token_groups`).
+    values: the kind of input values, which determines the groups (see `assign_token_groups`).
     """
-    groups = token_groups(values, len(exact))
+    groups = assign_token_groups(values, len(exact))
     if out.shape != exact.shape or not bool((groups > 0).any()):
         return compare(out, exact, recipe, problem, **vars(recipe_errors))
     groups = groups.to(out.device)

@@ -14,7 +14,7 @@ from modular_kernel.path_log import EnteredPath, record_paths
 from modular_kernel.replay.launch.runtime import launch_cache
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case, command
-from modular_kernel.testing.cases.path_coverage import PathCell, cells_of
+from modular_kernel.testing.cases.path_coverage import PathCell, list_cells
 from modular_kernel.testing.verify.checks import CHECKS, Check
 from modular_kernel.testing.verify.trial import Build, Trial, build_kernel
 
@@ -83,7 +83,7 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
 
 def _collect_cells(entered_paths: Iterable[EnteredPath]) -> frozenset[PathCell]:
     """Return the path cells of all entered calls."""
-    cells = (cells_of(call.path, call.problem, call.weights) for call in entered_paths)
+    cells = (list_cells(call.path, call.problem, call.weights) for call in entered_paths)
     return frozenset[PathCell]().union(*cells)
 
 

@@ -86,7 +86,7 @@ class RankSample(Sample):
         return self._global_inputs(self.variation)
 
     def _global_inputs(self, variation: InputVariation) -> Inputs:
-        tokens = self.counts[0] if self.case.replicated else sum(self.counts)
+        tokens = self.counts[0] if self.case.is_replicated else sum(self.counts)
         problem = self.case.global_problem.with_tokens(tokens)
         return make_inputs(
             problem,
@@ -100,7 +100,7 @@ class RankSample(Sample):
     @property
     def local_tokens(self) -> slice:
         """The slice of this rank's tokens among those of all ranks."""
-        start = 0 if self.case.replicated else sum(self.counts[: self.rank])
+        start = 0 if self.case.is_replicated else sum(self.counts[: self.rank])
         return slice(start, start + self.counts[self.rank])
 
     def _make(self, variation: InputVariation | None = None) -> Inputs:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from modular_kernel.spec.problem import Problem
-from modular_kernel.testing.cases.nan import nan_arguments, reaches_other_pairs
+from modular_kernel.testing.cases.nan import list_nan_arguments, reaches_other_pairs
 from modular_kernel.testing.stress.fuzz.calls import CallCase, build_call, call_cases
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
@@ -35,7 +35,7 @@ def nan_values(case: NanCase) -> FuzzOutcome:
     if isinstance(built, FuzzOutcome):
         return built
     kernel, description, inputs = built
-    names = nan_arguments(kernel.problem)
+    names = list_nan_arguments(kernel.problem)
     if kernel.experts.requires.hides_nan or not inputs.x_TH.numel():
         return FuzzOutcome(RIGHT, description)
     nan_names = []

@@ -22,33 +22,33 @@ HANDPICKED_VALUES = ("peaks", "faint", "ties")  # in hand-picked cases only
 
 # Factors of x. With _LARGE the product of gate and up stays finite, except in float16; with
 # _OVERFLOWING it does not.
-_LARGE = {torch.float16: 50.0, torch.bfloat16: 1e12, torch.float32: 1e12}
+_LARGE_FACTOR = {torch.float16: 50.0, torch.bfloat16: 1e12, torch.float32: 1e12}
 # Ratio of the peak to the expected norm of the row. Not representable with few mantissa bits.
-_PEAK = 1.2
-_FAINT = 4e-9
+_PEAK_RATIO = 1.2
+_FAINT_FACTOR = 4e-9
 # Scale of each group of tied values: a power of two, so that division by it is exact.
 TIED_SCALE = {"int8": 2.0**-6, "float8_e4m3fn": 2.0**-7, "float4_e2m1": 2.0**-1}
 _TIED_PEAK = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1": 6.0}
-_OVERFLOWING = {torch.float16: 2e4, torch.bfloat16: 1e30, torch.float32: 1e30}
+_OVERFLOW_FACTOR = {torch.float16: 2e4, torch.bfloat16: 1e30, torch.float32: 1e30}
 
 
-def x_with_values(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor:
+def apply_values_to_x(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor:
     """Return x in float32 with the property named by `values`."""
     tokens = len(x_TH)
     if values == "zero_rows":
         x_TH[0::3] = 0
     elif values == "large":
-        x_TH[0::3] *= _LARGE[problem.dtype]
-        x_TH[2::3] *= _OVERFLOWING[problem.dtype]
+        x_TH[0::3] *= _LARGE_FACTOR[problem.dtype]
+        x_TH[2::3] *= _OVERFLOW_FACTOR[problem.dtype]
     elif tokens and values == "nan_token":
         x_TH[tokens // 2] = torch.nan
     elif tokens and values == "inf_token":
         x_TH[tokens // 2, 0] = torch.inf
     elif values == "faint":
-        x_TH *= _FAINT
+        x_TH *= _FAINT_FACTOR
     elif values == "peaks":
         rows, last_column = torch.arange(tokens), x_TH.shape[1] - 1
-        peaks = _PEAK * x_TH.shape[1] ** 0.5 * (1.0 + rows)
+        peaks = _PEAK_RATIO * x_TH.shape[1] ** 0.5 * (1.0 + rows)
         x_TH[rows, last_column - rows * last_column // max(1, tokens - 1)] = peaks
     elif values == "ties":
         return _nearest_midpoints(x_TH, problem)
@@ -78,7 +78,7 @@ def _nearest_midpoints(x_TH: torch.Tensor, problem: Problem) -> torch.Tensor:
     return torch.copysign(ties * scale, x_TH)
 
 
-def token_groups(values: str, tokens: int) -> torch.Tensor:
+def assign_token_groups(values: str, tokens: int) -> torch.Tensor:
     """Return (T,) group numbers: 0 for ordinary tokens.
 
     Every other group is compared separately, because its tokens would hide errors in the rest.
@@ -91,7 +91,7 @@ def token_groups(values: str, tokens: int) -> torch.Tensor:
     return groups
 
 
-def unsupported_reason(problem: Problem, values: str) -> str | None:
+def find_unsupported_reason(problem: Problem, values: str) -> str | None:
     """Return why these values cannot be checked in `problem`, or None."""
     has_one_scale = problem.scheme.activation_granularity == "tensor"
     if has_one_scale and values in ("large", "nan_token", "inf_token"):
@@ -104,7 +104,7 @@ def unsupported_reason(problem: Problem, values: str) -> str | None:
     return None
 
 
-def routing_with_values(
+def apply_values_to_routing(
     routing: Routing, problem: Problem, expert_map: torch.Tensor | None, values: str
 ) -> Routing:
     """Return the routing with the router weights named by `values`.
