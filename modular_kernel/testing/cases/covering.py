@@ -1,7 +1,7 @@
 """Pairwise covering arrays: few rows that contain every pair of values of two axes.
 
-A `Space` defines which rows are invalid and why, which rows compute anything, and the cost of a
-row. Rows are chosen greedily: several candidates are built value by value, and the one that covers
+A `Space` defines which rows are invalid and why, which rows compute anything, and what a row costs.
+Rows are chosen greedily: several candidates are built value by value, and the candidate that covers
 the most new pairs per cost is taken. Equal spaces give equal rows on every machine.
 """
 
@@ -13,8 +13,8 @@ from itertools import combinations
 from operator import add
 from typing import Any
 
-Row = tuple[int, ...]  # the index of one value for each axis
-Pair = tuple[int, int]  # value ids of two axes, ascending (see Space.value_ids)
+Row = tuple[int, ...]  # for each axis, the index of one of its values
+Pair = tuple[int, int]  # value ids (see Space.value_ids) of two axes, ascending
 
 _NUM_CANDIDATES = 8
 _NUM_EXTRA_CANDIDATES = 8  # drawn if some of _CANDIDATES are invalid
@@ -25,9 +25,11 @@ _MAX_REPAIRS = 6  # maximum number of values that are changed to make an invalid
 class Axis:
     """One property that varies.
 
-    values: the values, the default first. idle: values with which a row computes nothing, such as
-    tokens=0; a row with one covers only the pairs that include it. varies_cost: whether the values
-    differ in cost.
+    Attributes:
+        values: the values, with the default first.
+        idle: values with which a row computes nothing, such as tokens=0. A row with an idle value
+            covers only the pairs that include this value.
+        varies_cost: whether the values differ in cost.
     """
 
     name: str
@@ -38,11 +40,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class Space:
-    """Rows over `axes`.
+    """The rows over `axes`, which of them are valid, and what they cost.
 
-    rejections_of: returns every reason why a row is invalid, none if it is valid. computes: returns
-    whether a valid row computes anything. cost: returns the cost of running a row, positive, in any
-    unit; also called on partial rows.
+    Attributes:
+        axes: the axes.
+        list_rejections: returns every reason why a row is invalid; empty if it is valid.
+        computes: returns whether a valid row computes anything.
+        cost: returns the positive cost of running a row, in any unit. It is also called with rows
+            that are still being built.
     """
 
     axes: tuple[Axis, ...]
@@ -51,12 +56,12 @@ class Space:
     cost: Callable[[Sequence[int]], float]
 
     def value_ids(self, row: Row) -> tuple[int, ...]:
-        """Return the id of each value of `row`: its index among the values of all axes."""
+        """Return the id of each value in `row`: its index among the values of all axes."""
         return tuple(map(add, self.first_value_ids, row))
 
     @cached_property
     def first_value_ids(self) -> tuple[int, ...]:
-        """The id of each axis's first value."""
+        """The id of the first value of each axis."""
         first_value_ids, total = [], 0
         for axis in self.axes:
             first_value_ids.append(total)
@@ -65,7 +70,7 @@ class Space:
 
     @property
     def num_values(self) -> int:
-        """The number of values of all axes."""
+        """The total number of values of all axes."""
         return sum(len(axis.values) for axis in self.axes)
 
     @cached_property
@@ -87,7 +92,7 @@ class Space:
         raise IndexError(value_id)
 
     def pairs(self) -> Iterator[Pair]:
-        """Yield every two values of different axes."""
+        """Yield every pair of values of different axes."""
         bounds = [
             range(start, start + len(axis.values))
             for start, axis in zip(self.first_value_ids, self.axes, strict=True)
@@ -98,8 +103,8 @@ class Space:
     def list_covered_pairs(self, row: Row) -> frozenset[Pair]:
         """Return the pairs that a valid row covers.
 
-        A row that computes something covers all its pairs. Otherwise it covers only the pairs that
-        include one of its idle values.
+        A row that computes something covers all of its pairs. A row that computes nothing covers
+        only the pairs that include one of its idle values.
         """
         ids = self.value_ids(row)
         if self.computes(row):
@@ -110,9 +115,13 @@ class Space:
 
 @dataclass(frozen=True)
 class CoveringArray:
-    """Rows that cover every possible pair of a space; impossible pairs are listed with the reason.
+    """Rows that cover every possible pair of a space.
 
-    idle_pairs: pairs that occur in valid rows, but in none that computes anything.
+    Attributes:
+        space: the space.
+        rows: the rows.
+        impossible: maps each pair that no valid row contains to the reason.
+        idle_pairs: pairs that occur in valid rows, but in no row that computes anything.
     """
 
     space: Space
@@ -137,12 +146,20 @@ def has_valid_row(space: Space) -> bool:
 
 
 def covering_array(space: Space, seed: int = 0) -> CoveringArray:
-    """Draw the rows. There are none if no valid row is found from the default values."""
+    """Draw the rows of a covering array.
+
+    The array has no rows if no valid row can be reached from the default values.
+    """
     return _Builder(space, random.Random(seed)).draw()
 
 
 class _Builder:
-    """Builds one covering array. rows_by_pair: a valid row for each possible pair."""
+    """Builds one covering array.
+
+    Attributes:
+        rejections_by_row: cache of `Space.list_rejections`.
+        rows_by_pair: a valid row for each possible pair.
+    """
 
     def __init__(self, space: Space, rng: random.Random) -> None:
         self.space, self.rng = space, rng
@@ -154,8 +171,8 @@ class _Builder:
         self.axis_by_value_id = [i for i, axis in enumerate(space.axes) for _ in axis.values]
         self.rejections_by_row: dict[Row, Sequence[str]] = {}
         self.rows_by_pair: dict[Pair, Row] = {}
-        # For each value id, a bit set of the ids that are compatible, incompatible, or not yet
-        # covered.
+        # For each value id, bit sets of the value ids that are compatible with it, that are
+        # incompatible, and whose pair with it is not yet covered.
         self.compatible = [0] * space.num_values
         self.incompatible = [-1] * space.num_values
         self.uncovered = [0] * space.num_values
@@ -188,7 +205,7 @@ class _Builder:
         )
 
     def _drop_redundant(self, rows: list[Row]) -> list[Row]:
-        """Drop rows, costly ones first, whose pairs are all covered by other rows."""
+        """Drop rows whose pairs are all covered by other rows, the most costly rows first."""
         covered = {row: self.space.list_covered_pairs(row) for row in rows}
         cover_counts: dict[Pair, int] = {}
         for pairs in covered.values():
@@ -205,7 +222,7 @@ class _Builder:
     # ------------------------------------------------------------------------ impossible pairs
 
     def _find_impossible(self) -> dict[Pair, str]:
-        """Fill `rows_by_pair`; return the pairs that no valid row contains, with their reasons."""
+        """Fill `rows_by_pair`; return the pairs that no valid row contains, and why."""
         space = self.space
         default_row = self.find_default_row()
         if default_row is None:
@@ -253,7 +270,10 @@ class _Builder:
     def _find_row_with(
         self, default_row: Row, value_rows: Sequence[Row | None], axes: list[int], values: list[int]
     ) -> Row | None:
-        """Return a valid row with two values, preferably one that computes something."""
+        """Return a valid row with the given values of two axes, or None.
+
+        A row that computes something is preferred. value_rows: a valid row for each of the values.
+        """
         idle_row = None
         for start in (default_row, *value_rows):
             assert start is not None
@@ -275,7 +295,7 @@ class _Builder:
     def _repair(self, row: Row, fixed: frozenset[int]) -> Row | None:
         """Return `row`, or a similar valid row with the same values of the `fixed` axes, or None.
 
-        Each step makes the one change that leaves the fewest rejections.
+        Each step changes the one value that leaves the fewest rejections.
         """
         for _ in range(_MAX_REPAIRS):
             reasons = len(self._get_rejections(row))
@@ -306,9 +326,9 @@ class _Builder:
     # ------------------------------------------------------------------------------ drawing rows
 
     def _find_best_row(self, pair: Pair) -> Row:
-        """Return a row with `pair` that covers many new pairs per cost: the best of the candidates.
+        """Return the valid candidate with `pair` that covers the most new pairs per cost.
 
-        Falls back to the row in `rows_by_pair`.
+        Returns the row in `rows_by_pair` if no candidate is valid.
         """
         best, best_gain = self.rows_by_pair[pair], 0.0
         num_candidates = 0
@@ -326,10 +346,10 @@ class _Builder:
         return not self.idle.isdisjoint(pair) or self.space.computes(row)
 
     def _count_new_pairs(self, row: Row) -> int:
-        """Return how many uncovered pairs `row` covers.
+        """Return how many uncovered pairs `row` covers, multiplied by two.
 
         Pairs are counted from each value of the row, so every pair counts twice. If the row has
-        idle values, they are counted from these only.
+        idle values, pairs are counted from the idle values only.
         """
         value_ids = self.space.value_ids(row)
         value_bits = _make_bit_set(value_ids)
@@ -339,8 +359,8 @@ class _Builder:
     def _build_candidate(self, pair: Pair) -> Row:
         """Build a row with `pair` from pairwise compatible values.
 
-        For each other axis, in random order, take the value that covers the most new pairs, per
-        cost where the values differ in cost.
+        For each other axis, in random order, choose the value that covers the most new pairs. If
+        the values of the axis differ in cost, choose the value that covers the most per cost.
         """
         row = [0] * self.num_axes  # the default values, until others are chosen
         fixed = {self.axis_by_value_id[value_id]: value_id for value_id in pair}
@@ -373,12 +393,12 @@ class _Builder:
 
 
 def _replace_value(row: Row, axis: int, value: int) -> Row:
-    """Return `row` with another value of `axis`, given by its index."""
+    """Return `row` with another value of `axis`. value: the index of the value."""
     return (*row[:axis], value, *row[axis + 1 :])
 
 
 def _make_bit_set(value_ids: Sequence[int]) -> int:
-    """Return a bit set of `value_ids`."""
+    """Make a bit set of `value_ids`."""
     bits = 0
     for value_id in value_ids:
         bits |= 1 << value_id

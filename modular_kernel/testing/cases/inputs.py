@@ -1,9 +1,9 @@
 """Make the inputs of a case: seeded, scaled so that errors are visible, and fenced.
 
 Scale: x, the gate and up values, and the output rows of every expert have a standard deviation of
-about 1, so that a limit near 1 acts on many values, and an error of one part in a thousand is
-detected. Router weights are positive and very unequal, so that the effect of a wrong, missing or
-doubled weight is much larger than rounding errors.
+about 1, so that an activation clamp near 1 affects many values, and an error of one part in a
+thousand is detected. Router weights are positive and very unequal, so that the effect of a wrong,
+missing or doubled weight is much larger than rounding errors.
 
 Fences: each tensor is a view into a longer one whose ends are filled with one of `workspace.FILLS`.
 An out-of-bounds read changes the output, and `fences_intact` detects an out-of-bounds write. The
@@ -42,41 +42,46 @@ from modular_kernel.testing.cases.value_kinds import (
 from modular_kernel.workspace import FILLS, Fill, poison_tensor
 
 ROUTING_KINDS = (
-    "uniform",  # distinct experts, each as likely as the others
-    "all_to_one",  # every token to the same K experts, which get T rows each
-    "zipf",  # expert r as likely as r ** -1.2
+    "uniform",  # distinct experts, all with the same probability
+    "all_to_one",  # every token is routed to the same K experts, which get T rows each
+    "zipf",  # probability of expert r proportional to r ** -1.2
     "empty_experts",  # every second expert gets no token
     "duplicates",  # most tokens have an expert twice, some K times
-    "skips",  # some ids are -1, and all those of one token
+    "skips",  # some ids are -1, including all ids of one token
     "all_skipped",  # all ids are -1
     "out_of_range",  # ids below -1 and from E upwards, to be skipped and counted
     "beyond_int32",  # out of range, but the low 32 bits are valid ids; int64 only
 )
 # Memory layouts of the tensors of a call.
 LAYOUTS = (
-    "plain",  # contiguous, aligned like a separate allocation
-    "transposed",  # weights contiguous along N; x with gaps between rows
-    "spaced",  # gaps between rows of weights and of x, and between experts' matrices
+    "plain",  # contiguous, and aligned like a separate allocation
+    "transposed",  # weights are contiguous along N; x has gaps between rows
+    "spaced",  # gaps between the rows of weights and of x, and between the matrices of experts
     "shifted",  # contiguous, but one element past an aligned address
 )
 
 # Ranges covered by the static scales of x and of h. Their ratio must not be a power of two:
 # otherwise float8 rounds equally with either scale, and swapping the scales goes unnoticed.
 _X_RANGE, _H_RANGE = 5.0, 37.0
-_FENCE_BYTES = 256  # bytes; keeps every tensor as aligned as a separate allocation
+_FENCE_BYTES = 256  # keeps every tensor as aligned as a separate allocation
 _BIAS_STD = 0.5
-# Router weights of pairs without an expert, used cyclically: the contract allows any value there.
+# Router weights of pairs with an invalid id, used cyclically. The contract allows any value there.
 _UNUSED_WEIGHTS = (math.nan, 7.0, math.inf, -math.inf)
 
 
 @dataclass(frozen=True)
 class InputVariation:
-    """Properties of inputs that the problem leaves open.
+    """Properties of inputs that the problem does not determine.
 
-    layout: one of LAYOUTS. values: one of VALUES. own_scales: use 16-bit scales of weights, if the
-    scheme allows it. slot_pattern: one of SLOT_PATTERNS. nan: names of the arguments that contain a
-    NaN, joined by + (see `cases.nan`); no expert is then used twice. Raises ConfigurationError for
-    unknown values.
+    Raises ConfigurationError for unknown values.
+
+    Attributes:
+        layout: one of LAYOUTS.
+        values: one of VALUES.
+        has_short_scales: whether weight scales are stored in 16 bits, if the scheme allows it.
+        slot_pattern: one of SLOT_PATTERNS.
+        nan: names of the arguments that contain NaN, joined by "+" (see `cases.nan`). If it is not
+            empty, no expert is used twice.
     """
 
     layout: str = "plain"
@@ -130,10 +135,11 @@ def make_inputs(
 ) -> Inputs:
     """Make inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
 
-    strided: as far as the problem allows, use transposed weights, gaps between the rows of x
-    (unless inplace), int64 ids, biases of the other dtype, and invalid values other than -1 for
-    remote experts in the expert map. Otherwise tensors are contiguous and ids int32, unless
-    `variation` says otherwise.
+    routing: one of ROUTING_KINDS.
+    strided: if True, use as far as the problem allows transposed weights, gaps between the rows of
+        x (unless inplace), int64 ids, biases with swapped dtypes (b1 in the problem's dtype, b2 in
+        float32), and values other than -1 for remote experts in the expert map. If False, tensors
+        are contiguous and ids int32, unless `variation` specifies something else.
     """
     generator = torch.Generator().manual_seed(seed)
     fence = FencedMemory(device, int(variation.layout == "shifted"), choose_fill(seed))
@@ -176,7 +182,7 @@ def make_inputs(
 
 
 def _check_nan(problem: Problem, nan: str) -> None:
-    """Raise ConfigurationError unless all tensors named in `nan` can hold a NaN."""
+    """Raise ConfigurationError unless all arguments named in `nan` can hold NaN."""
     allowed = list_nan_arguments(problem)
     for name in split_names(nan):
         if name not in allowed:
@@ -191,7 +197,7 @@ def count_invalid_ids(routing: Routing, problem: Problem) -> int:
 
 @cache
 def routes_any_pair(problem: Problem, routing: str, seed: int) -> bool:
-    """Return whether any pair of `make_inputs` with these arguments has a local expert."""
+    """Return whether `make_inputs` with these arguments routes any pair to a local expert."""
     generator = torch.Generator().manual_seed(seed)
     expert_map = draw_expert_map(problem, generator)
     ids_TK = _draw_routing(problem, routing, expert_map, generator).topk_ids_TK
@@ -200,16 +206,19 @@ def routes_any_pair(problem: Problem, routing: str, seed: int) -> bool:
 
 
 def choose_fill(seed: int) -> Fill:
-    """Return the fill around the tensors of a call; it differs between the calls of a case.
+    """Choose the fill around the tensors of a call; it differs between the calls of a case.
 
-    With seed 0, the third call of a case, whose tensors have gaps, is the one with NaN.
+    With seed 0, NaN is the fill of the third call of a case, the one whose tensors have gaps.
     """
     return FILLS[(seed % 1000 + seed // 1000 + 1) % len(FILLS)]
 
 
 @dataclass(frozen=True)
 class FencedMemory:
-    """Callable that copies a tensor into fenced memory of a device. shift, fill: see `fenced`."""
+    """A callable that copies a tensor into fenced memory on `device`.
+
+    shift, fill: see `fenced`.
+    """
 
     device: torch.device
     shift: int = 0
@@ -234,7 +243,7 @@ def fenced(values: torch.Tensor, shift: int = 0, fill: Fill = FILLS[0]) -> torch
 
 
 def fences_intact(tensor: torch.Tensor) -> bool:
-    """Return whether the fences of a tensor from `fenced` with the first fill are intact."""
+    """Return whether the fences of a tensor are intact. It must be from `fenced` with FILLS[0]."""
     storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     arena = storage.set_(tensor.untyped_storage())
     pad = _FENCE_BYTES // tensor.element_size()
@@ -244,7 +253,7 @@ def fences_intact(tensor: torch.Tensor) -> bool:
 
 
 def _copy_to(values: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
-    """Copy the whole storage to `fence`; return the view of the copy that equals `values`."""
+    """Copy the whole storage into fenced memory; return the view of it that equals `values`."""
     if values.is_contiguous():
         return fence(values)
     storage = values.new_empty(0).set_(values.untyped_storage())
@@ -252,7 +261,7 @@ def _copy_to(values: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
 
 
 def copy_with_gaps(x_TH: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
-    """Copy x to `fence` with gaps between rows, filled like the fences."""
+    """Copy x into fenced memory with gaps between rows, which are filled like the fences."""
     gap = x_TH.new_full((x_TH.shape[0], 16), fence.fill.real)
     return fence(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
 
@@ -266,9 +275,9 @@ def _make_weights(
     strided: bool,
     variation: InputVariation,
 ) -> ExpertWeights:
-    """Make weights of the problem's scheme.
+    """Make weights in the problem's scheme.
 
-    `strided` transposes only unquantized weights. Quantized weights always use
+    Unquantized weights are transposed if `strided`. Quantized weights always use
     `variation.layout`.
     """
     if not problem.scheme.quantized:
@@ -306,17 +315,17 @@ def _make_weights(
 
 
 def _make_tied_scale(problem: Problem, static_scale_e: torch.Tensor) -> torch.Tensor:
-    """Return the static scale of x, a power of two, with which values="ties" are midpoints."""
+    """Return the power-of-two static scale of x for which the values of "ties" are midpoints."""
     tied_scale = TIED_SCALE[problem.scheme.activation]
     if problem.scheme.scales_by_expert:
-        # These are global scales, applied in addition to the computed scales of groups.
+        # These are global scales, which apply in addition to the computed scales of groups.
         experts = len(static_scale_e)
         return static_scale_e.new_tensor([2.0**-8, 2.0**-9]).repeat(experts)[:experts]
     return torch.full_like(static_scale_e, tied_scale)
 
 
 def _copy_with_layout(w_eNK: torch.Tensor, layout: str, fence: FencedMemory) -> torch.Tensor:
-    """Copy weights to `fence` in one of LAYOUTS."""
+    """Copy weights into fenced memory. layout: one of LAYOUTS."""
     if layout == "transposed":
         return fence(w_eNK.mT).mT
     if layout != "spaced":
@@ -329,7 +338,7 @@ def _copy_with_layout(w_eNK: torch.Tensor, layout: str, fence: FencedMemory) -> 
 
 
 def _make_uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Scale experts, rows and blocks of 32 columns unequally, so that a wrong scale is visible."""
+    """Scale experts, rows and blocks of 32 columns unequally, so that a wrong scale is detected."""
     e, rows, depth = w_eNK.shape
 
     def factors(*shape: int) -> torch.Tensor:
@@ -350,7 +359,7 @@ def _make_unquantized_weights(
     strided: bool,
     layout: str,
 ) -> ExpertWeights:
-    """Make weights such that each GEMM's output has a standard deviation of about 1."""
+    """Make weights with which the output of each GEMM has a standard deviation of about 1."""
 
     def normal(*shape: int, std: float, dtype: torch.dtype) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * std).to(dtype)
@@ -381,7 +390,10 @@ def _activation_rms(spec: ActivationSpec) -> float:
 def _draw_routing(
     problem: Problem, routing: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> Routing:
-    """Draw the routing of a call, of one of ROUTINGS. Ids are int64, weights float32."""
+    """Draw the routing of a call for the given kind. Ids are int64, weights float32.
+
+    routing: one of ROUTING_KINDS.
+    """
     tokens, top_k = problem.tokens, problem.top_k
     # K + 1 logits, so that the weights of a row are unequal and do not sum to 1, even for K = 1.
     logits = 1.5 * torch.randn(tokens, top_k + 1, generator=generator)
@@ -392,7 +404,8 @@ def _draw_routing(
     ids_TK = _draw_ids(problem, routing, expert_map, generator)
     unused = (ids_TK < 0) | (ids_TK >= problem.experts)
     unused_weights = torch.tensor(_UNUSED_WEIGHTS)
-    # Starting at T, so that cases with a single unused pair do not all use the same weight.
+    # The offset starts at T, so that cases with a single unused pair do not all use the same
+    # weight.
     offsets = torch.arange(int(unused.sum())) + tokens
     weights_TK[unused] = unused_weights[offsets % len(unused_weights)]
     return Routing(weights_TK, ids_TK)
@@ -401,9 +414,9 @@ def _draw_routing(
 def _draw_ids(
     problem: Problem, routing: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return (T, K) int64 expert ids of one of ROUTINGS.
+    """Draw (T, K) int64 expert ids for the given kind of routing.
 
-    Raise ConfigurationError for an unknown kind, or for ids that int32 cannot hold.
+    Raises ConfigurationError for an unknown kind, or for ids that do not fit in int32.
     """
     if routing not in ROUTING_KINDS:
         raise ConfigurationError("routing", got=routing, need=f"one of {', '.join(ROUTING_KINDS)}")
@@ -433,7 +446,7 @@ def _draw_ids(
 
 
 def _list_invalid_ids(routing: str, experts: int) -> tuple[int, ...]:
-    """Return the invalid ids of a kind of routing; () if it has none."""
+    """Return the invalid ids that a kind of routing contains; () if there are none."""
     if routing == "out_of_range":
         return experts, -2, -1, 2**31 - 1, experts + 7, -5, -(2**31)
     if routing == "beyond_int32":
@@ -445,7 +458,10 @@ def _list_invalid_ids(routing: str, experts: int) -> tuple[int, ...]:
 def _draw_distinct_ids(
     probabilities: torch.Tensor, tokens: int, top_k: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Draw (T, K) ids with these probabilities, distinct per row as long as experts remain."""
+    """Draw (T, K) ids with the given probabilities of experts, (E,).
+
+    The ids of a row are distinct, unless fewer than K experts have a nonzero probability.
+    """
     if tokens == 0:
         return torch.empty(0, top_k, dtype=torch.int64)
     num_distinct = min(top_k, int((probabilities > 0).sum()))

@@ -1,7 +1,7 @@
-"""Batch-invariance cases: each scheme that supports it, with options that reorder rows.
+"""Batch-invariance cases: each scheme that supports it, and options that reorder rows.
 
-Experts get so many rows, and GEMMs are so deep, that a part that selects tiles or the order of a
-sum by the number of tokens gives different bits.
+The experts get so many rows, and K is so large in the GEMMs, that the output bits change if a part
+selects tiles or the order of a sum by the number of tokens.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _SCHEMES = (
 
 
 def list_batch_invariant_variants(base: Problem) -> Iterator[Variant]:
-    """Yield each scheme in bf16; then float32, and options that change where rows are stored."""
+    """Yield variants with each scheme in bf16, in float32, and with options that move rows."""
     wide = replace(
         base,
         tokens=34,

@@ -2,12 +2,12 @@
 
 - full: a pairwise-covering set of cases (`pairwise`), and hand-picked shapes (`handpicked`).
 - smoke: a few cases that together touch every axis.
-- axes: a base problem and variants that change one property, or a few properties that interact.
-  For tests that compare a problem with the base.
+- axes: a base problem, and variants that change one property or a few properties that interact.
+  Tests that compare a problem with the base use this list.
 
 A case consists of a problem, a kind of routing, an input variation and a seed. `command` returns
-the one-line command that repeats it on any machine. Shapes are small, because the interpreter must
-run them, too.
+the one-line command that repeats the case on any machine. Shapes are small, because the interpreter
+must run them, too.
 """
 
 from collections.abc import Iterable, Iterator
@@ -50,9 +50,11 @@ Variant = tuple[Problem, str]
 class Selection:
     """Cases for a pairing.
 
-    cases: valid cases, which the pairing must pass. refused: cases that the rules refuse, with
-    their verdicts. num_covered: number of value pairs that the pairwise cases cover. impossible:
-    (value, value, reason) for each pair of values that no valid case contains.
+    Attributes:
+        cases: valid cases, which the pairing must pass.
+        refused: cases that the rules refuse, with their verdicts.
+        num_covered: number of pairs of axis values that the pairwise cases cover.
+        impossible: (value, value, reason) for each pair of axis values that no valid case contains.
     """
 
     cases: tuple[Case, ...]
@@ -78,8 +80,8 @@ def cases_for(
 ) -> Selection:
     """Return the cases of `level` for a pairing, checked for `machine`.
 
-    With level "full", `Selection.refused` is empty, unless no case is supported: then it contains
-    the base case.
+    With level "full", `Selection.refused` is empty unless no case is supported. In that case, it
+    contains the base case.
     """
     if level == "smoke":
         candidates = (
@@ -104,7 +106,7 @@ def cases_for(
 
 
 def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Selection:
-    """Return the cases of `list_axis_variants(BASE)` for a pairing, checked for `machine`."""
+    """Return the cases of the axis variants of BASE for a pairing, checked for `machine`."""
     candidates = (
         Case(prepare_finalize, experts, apply_part_row_order(problem, experts), routing)
         for problem, routing in list_axis_variants(BASE)
@@ -144,7 +146,7 @@ def _has_valid_case(prepare_finalize: str, experts: str, machine: Machine, level
 
 
 def list_axis_variants(base: Problem) -> tuple[Variant, ...]:
-    """Return `base`, one change for each axis, and small products over axes that interact."""
+    """Return `base`, variants that change one axis each, and small products of interacting axes."""
     groups: tuple[Iterable[Variant], ...] = (
         [(base, "uniform")],
         _vary_tokens(base),
@@ -166,15 +168,15 @@ def list_axis_variants(base: Problem) -> tuple[Variant, ...]:
 
 
 def _make_variant(base: Problem, routing: str = "uniform", **changes: Any) -> Variant:
-    """Return `base` with some fields changed, and the kind of routing."""
+    """Return (problem, kind of routing) for `base` with some fields changed."""
     return replace(base, **changes), routing
 
 
 def _vary_tokens(base: Problem) -> Iterator[Variant]:
-    """Yield 0, 1 and 7 tokens; then token counts T around tile sizes, all routed to one expert.
+    """Yield variants with 0, 1 and 7 tokens, then with token counts around the tile sizes.
 
-    Parts choose tiles by the mean number of rows per expert, so the cases for larger tiles have
-    fewer experts.
+    In the latter, all tokens are routed to one expert. Parts choose tiles by the mean number of
+    rows per expert, so the variants for larger tiles have fewer experts.
     """
     for tokens in (0, 1, 7):
         yield _make_variant(base, tokens=tokens)
@@ -189,7 +191,7 @@ def _vary_tokens(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_dtypes(base: Problem) -> Iterator[Variant]:
-    """Yield the dtypes of activations and of ids."""
+    """Yield variants with other dtypes of activations and of ids."""
     yield _make_variant(base, dtype=_FP16)
     yield _make_variant(base, dtype=_BF16)
     yield _make_variant(base, fp32_precision="tf32")
@@ -199,7 +201,10 @@ def _vary_dtypes(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_activations(base: Problem) -> Iterator[Variant]:
-    """Yield every activation in float32, where rounding does not hide errors; some in 16 bits."""
+    """Yield variants with every activation function, most in float32, some in 16 bits.
+
+    In float32, rounding does not hide errors.
+    """
     common = ("gelu", "gelu_tanh", _SWIGLU_OAI_SPLIT, _CLAMP_AFTER, _CLAMP_BEFORE, "relu2")
     rare = ("situ:alpha=1.5,limit=0.7", "gelu:limit=0.5", "silu_no_mul", "gelu_tanh_no_mul")
     for activation in (*common, *rare, _SWIGLU_OAI, "silu:interleaved=true"):
@@ -219,7 +224,7 @@ def _vary_biases(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_router_weights(base: Problem) -> Iterator[Variant]:
-    """Yield router weights applied to the input, scaling factors, and values of K."""
+    """Yield variants with router weights applied to the input, scaling factors, and other K."""
     on_input = replace(base, apply_router_weight_on_input=True)
     for top_k in (1, 2):
         yield _make_variant(on_input, top_k=top_k)
@@ -242,7 +247,10 @@ def _vary_router_weights(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_combines(base: Problem) -> Iterator[Variant]:
-    """Yield outputs with the top-k dimension kept: weighted and scaled, or neither."""
+    """Yield variants that keep the top-k dimension in the output.
+
+    The output has router weights and scaling applied, or neither.
+    """
     weighted = replace(base, combine=Combine.TOPK_WEIGHTED)
     unweighted = replace(base, combine=Combine.TOPK_UNWEIGHTED)
     for unreduced in (weighted, unweighted):
@@ -262,7 +270,7 @@ def _vary_inplace(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_placements(base: Problem) -> Iterator[Variant]:
-    """Yield random expert maps with remote experts, a single expert, and many experts."""
+    """Yield variants with remote experts, with a single expert, and with many experts."""
     mapped = replace(base, expert_map=True)
     yield _make_variant(mapped)
     yield _make_variant(mapped, local_experts=3)
@@ -276,7 +284,7 @@ def _vary_placements(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_chunks(base: Problem) -> Iterator[Variant]:
-    """Yield token counts around a chunk of 8 tokens; then chunks together with other options."""
+    """Yield variants with token counts around a chunk of 8 tokens, then with other options, too."""
     chunked = replace(base, chunk_tokens=8)
     for tokens in (0, 7, 8, 9, 16):
         yield _make_variant(chunked, tokens=tokens)
@@ -287,7 +295,7 @@ def _vary_chunks(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_adapters(base: Problem) -> Iterator[Variant]:
-    """Yield LoRA cases: ranks that are not a multiple of a block, and shared matrices."""
+    """Yield variants with LoRA ranks that are not a multiple of a block, and shared matrices."""
     with_adapters = replace(base, lora="adapters=3,rank=7")
     yield _make_variant(with_adapters)
     yield _make_variant(with_adapters, "skips", dtype=_BF16, bias=True, activation=_SWIGLU_OAI)
@@ -306,7 +314,7 @@ def _vary_routings(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_shapes(base: Problem) -> Iterator[Variant]:
-    """Yield H and I that are multiples and non-multiples of the tiles."""
+    """Yield variants whose H and I are, and are not, multiples of the tile sizes."""
     for hidden, intermediate in ((128, 64), (16, 32), (17, 19), (33, 47), (130, 96), (72, 136)):
         yield _make_variant(base, hidden=hidden, intermediate=intermediate)
     yield _make_variant(base, hidden=160, intermediate=96, dtype=_BF16, bias=True)

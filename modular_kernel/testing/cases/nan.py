@@ -1,7 +1,7 @@
-"""Cases with NaN in the arguments of a call: which arguments can hold one, and at what position.
+"""Cases with NaN in the arguments of a call: which arguments can hold NaN, and where it is put.
 
-A NaN must reach every output value computed from it, and no other. The values computed from it are
-those that `reference.recipe` makes NaN.
+A NaN must reach every output value that is computed from it, and no other. These are the values
+that are NaN in the output of `reference.recipe`.
 """
 
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ def split_names(nan: str) -> tuple[str, ...]:
 
 
 def list_nan_arguments(problem: Problem) -> tuple[str, ...]:
-    """Return the arguments of a call that can hold a NaN, by the names of `Inputs`.
+    """Return the names, as in `Inputs.tensors`, of the arguments of a call that can hold NaN.
 
-    Besides x and the router weights these are fields of ExpertWeights. E8M0 has a NaN, integers
-    have none.
+    Apart from x and the router weights, these are fields of ExpertWeights. E8M0 scales can hold
+    NaN, integers cannot.
     """
     scheme = problem.scheme
     names = [X_NAME, ROUTER_NAME]
@@ -47,10 +47,10 @@ def list_nan_arguments(problem: Problem) -> tuple[str, ...]:
 
 
 def reaches_other_pairs(name: str, problem: Problem) -> bool:
-    """Return whether a NaN of one pair's operand reaches pairs that do not read that operand.
+    """Return whether NaN in the argument `name` reaches pairs that do not read the NaN itself.
 
-    It does so through a shared scale: a static one of all activations, or one computed from the
-    activations of the whole call.
+    NaN spreads through a shared scale: a static scale of all activations, or a scale computed from
+    the activations of the whole call.
     """
     scheme = problem.scheme
     if scheme.activation_granularity != "tensor":
@@ -62,9 +62,9 @@ def reaches_other_pairs(name: str, problem: Problem) -> bool:
 
 
 def group_nan_arguments(problem: Problem) -> tuple[str, ...]:
-    """Return values of `InputVariation.nan` that together cover each of `list_nan_arguments` once.
+    """Return values of `InputVariation.nan` that together name each of `list_nan_arguments` once.
 
-    Arguments whose NaN stays within its pair share one call; each of the others gets a separate
+    Arguments whose NaN stays within its pair share one call. Each other argument gets a separate
     call.
     """
     names = list_nan_arguments(problem)
@@ -75,15 +75,19 @@ def group_nan_arguments(problem: Problem) -> tuple[str, ...]:
 
 
 def count_pairs_needed(nan: str) -> int:
-    """Return the number of (token, expert) pairs a call needs: one per name, one without NaN."""
+    """Return the number of (token, expert) pairs that a call needs: one per name, one without NaN.
+
+    nan: see `InputVariation.nan`.
+    """
     return len(split_names(nan)) + 1
 
 
 def route_to_distinct_experts(routing: Routing, problem: Problem, nan: str) -> Routing:
     """Return a routing in which no expert occurs twice, as far as there are enough experts.
 
-    The last token (with two tokens or fewer: its last pair) is skipped, with NaN router weights. If
-    `nan` names the router weights, that of one more pair is NaN.
+    The last token is skipped and has NaN router weights. With two tokens or fewer, only the last
+    pair of the last token is skipped. If `nan` names the router weights, the router weight of one
+    more pair is NaN.
     """
     tokens, top_k = problem.tokens, problem.top_k
     order = torch.randperm(problem.experts, generator=torch.Generator().manual_seed(0))
@@ -102,9 +106,10 @@ def route_to_distinct_experts(routing: Routing, problem: Problem, nan: str) -> R
 
 
 def insert_nan_into_x(x_TH: torch.Tensor, problem: Problem, nan: str) -> torch.Tensor:
-    """Return x with a NaN in the first token, if `nan` names x, and in the skipped token.
+    """Return x with NaN in the first token, if `nan` names x, and in the skipped token.
 
-    The skipped token gets none if one scale is computed from all tokens, which would become NaN.
+    If one scale is computed from all tokens, the skipped token gets no NaN, because the scale would
+    become NaN.
     """
     x_TH, tokens, column = x_TH.clone(), len(x_TH), x_TH.shape[1] // 3
     if tokens and X_NAME in split_names(nan):
@@ -120,7 +125,7 @@ def insert_nan_into_x(x_TH: torch.Tensor, problem: Problem, nan: str) -> torch.T
 def insert_nan_into_weights(
     weights: ExpertWeights, routing: Routing, problem: Problem, nan: str
 ) -> None:
-    """Put a NaN into each field of `weights` that `nan` names, for the expert of `_find_pair`."""
+    """Put NaN into each field of `weights` that `nan` names, for the expert of `_find_pair`."""
     ids, slots_T = routing.topk_ids_TK.flatten(), routing.slots_T
     for name in split_names(nan):
         if name in (X_NAME, ROUTER_NAME) or not len(ids):
@@ -145,14 +150,17 @@ def insert_nan_into_weights(
 
 
 def _find_pair(name: str, problem: Problem, nan: str) -> int:
-    """Return the index t * K + k of the pair reserved for a name; token 0 is reserved for x."""
+    """Return the index t * K + k of the pair whose operand gets the NaN of argument `name`.
+
+    Token 0 is reserved for the NaN in x.
+    """
     names = [n for n in split_names(nan) if n != X_NAME]
     first = problem.top_k if X_NAME in split_names(nan) and problem.tokens > 1 else 0
     return (first + names.index(name)) % max(1, problem.tokens * problem.top_k)
 
 
 def _set_nan(tensor: torch.Tensor) -> None:
-    """Set one value to NaN: last in the last dimension, two thirds along the others."""
+    """Set one value to NaN: the last index of the last dimension, 2/3 along the others."""
     index = (*(size * 2 // 3 for size in tensor.shape[:-1]), -1)
     if tensor.dtype is torch.uint8:
         tensor[index] = _E8M0_NAN
@@ -172,7 +180,7 @@ NanProblem = tuple[Problem, str]  # problem, `InputVariation.nan`
 
 
 def list_nan_problems() -> Iterator[NanProblem]:
-    """Yield every scheme with a NaN in each of its arguments, with many tokens and with few."""
+    """Yield each scheme with NaN in each of its arguments, with many tokens and with few."""
     for quant in ("none", *SCHEMES):
         problem = replace(_BASE, quant=quant)
         for nan in group_nan_arguments(problem):
@@ -192,13 +200,13 @@ def list_nan_problems() -> Iterator[NanProblem]:
 
 
 def make_problem_with_token_per_name(problem: Problem, nan: str) -> NanProblem:
-    """Return a problem with one expert per token and one token per name."""
+    """Make a problem with one expert per token and one token per name in `nan`."""
     tokens = count_pairs_needed(nan) + 1
     return replace(problem, tokens=tokens, experts=tokens), nan
 
 
 def make_one_token_problem(problem: Problem) -> NanProblem:
-    """Return a problem with one token whose top-k rows are kept, so that each name has a row."""
+    """Make a problem with one token whose top-k rows are kept, so that each name has a row."""
     nan = "+".join(
         n
         for n in list_nan_arguments(problem)
@@ -210,7 +218,7 @@ def make_one_token_problem(problem: Problem) -> NanProblem:
 
 
 def make_two_token_problem(problem: Problem) -> NanProblem:
-    """Return a problem with two tokens, one with a NaN in x.
+    """Make a problem with two tokens, one of which has NaN in x.
 
     It has so many experts that parts process the tokens one by one.
     """

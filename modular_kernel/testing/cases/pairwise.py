@@ -74,8 +74,8 @@ _CHUNKS: dict[str, Callable[[int], int | None]] = {
 # - hidden, intermediate: multiples and non-multiples of the schemes' blocks, of tiles, and of the
 #   width of loads.
 # - tokens: values around the lower thresholds at which parts change code paths or tile sizes. If
-#   one expert gets all tokens, this is its number of rows.
-# - experts: values around thresholds of the kernels that count and sort.
+#   one expert gets all tokens, this is also the number of rows of that expert.
+# - experts: values around the thresholds of the kernels that count and sort.
 AXES = (
     Axis("quant", ("none", *SCHEMES)),
     Axis("numbers", ((_BF16, "ieee"), (_FP32, "ieee"), (_FP32, "tf32"), (_FP16, "ieee"))),
@@ -102,9 +102,9 @@ AXES = (
     Axis("batch_invariant", (False, True), varies_cost=True),
     Axis("seed", (0, 1, 2)),
 )
-# Only for pairings that support adapters, so that the rows of other pairings do not depend on them.
-# Ranks of adapters: multiples and non-multiples of a block, and more than one block. With three or
-# more adapters, some slots are unused.
+# Axes for pairings that support adapters. They are separate, so that the rows of other pairings do
+# not depend on them. The ranks of adapters are multiples and non-multiples of a block, and span
+# more than one block. With three or more adapters, some slots are unused.
 LORA_AXES = (
     Axis(
         "lora",
@@ -122,7 +122,7 @@ LORA_AXES = (
 _ALL_AXES = (*AXES, *LORA_AXES)
 
 _ONE_RANK = Parallel()
-_ALWAYS_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates")
+_ALWAYS_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates")  # all ids valid
 
 
 @cache
@@ -137,9 +137,9 @@ def _parse_activation(name: str, interleaved: bool) -> ActivationSpec:
 
 
 def build_problem(row: dict[str, Any]) -> Problem:
-    """Return the problem of a row, given as {axis: value}.
+    """Build the problem of a row, given as {axis: value}.
 
-    Raise ConfigurationError if the values make no valid problem.
+    Raises ConfigurationError if the values do not form a valid problem.
     """
     experts, tokens = row["experts"], row["tokens"]
     num_local = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}
@@ -170,7 +170,7 @@ def build_problem(row: dict[str, Any]) -> Problem:
 
 
 def build_case(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
-    """Return the case of a row, given as {axis: value}."""
+    """Build the case of a row, given as {axis: value}."""
     variation = InputVariation(
         row["layout"], row["values"], row["own_scales"], row.get("named", SLOT_PATTERNS[0])
     )
@@ -186,7 +186,7 @@ def build_case(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case
 
 
 def _input_rejections(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
-    """Return why the inputs of a row cannot be made or checked, for any pairing."""
+    """Return the reasons why the inputs of a row cannot be made or checked for any pairing."""
     reasons = []
     if row["routing"] == "beyond_int32" and problem.ids_dtype is torch.int32:
         reasons.append("[routing] beyond_int32: int32 ids hold no such values")
@@ -203,7 +203,7 @@ def _input_rejections(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-# Axes that are not part of the problem. Rows that differ only in these share one check.
+# Axes that do not affect the problem. Rows that differ only in these axes share one check.
 _INPUT_AXES = frozenset({"routing", "layout", "own_scales", "values", "by_turns", "seed", "named"})
 
 
@@ -215,9 +215,9 @@ def _make_problem_getter(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
     return itemgetter(*(i for i, axis in enumerate(axes) if axis.name not in _INPUT_AXES))
 
 
-@lru_cache(maxsize=2**14)  # fits one pairing; most entries serve the next one too
+@lru_cache(maxsize=2**14)  # holds one pairing; the next pairing reuses most entries
 def _build_problem_from_part(part: Row) -> Problem | str:
-    """Return the problem of such a partial row, or the reason why it is invalid."""
+    """Build the problem of a row from its problem axes; return why it is invalid, if it is."""
     named_values = zip(_PROBLEM_AXES, part, strict=False)  # without LORA_AXES the part is shorter
     try:
         return build_problem({axis.name: axis.values[i] for axis, i in named_values})
@@ -226,7 +226,7 @@ def _build_problem_from_part(part: Row) -> Problem | str:
 
 
 def build_space(prepare_finalize: str, experts: str, machine: Machine) -> Space:
-    """Return the space of rows over AXES, checked for a pairing on a machine.
+    """Build the space of rows over AXES whose rejections are those of a pairing on a machine.
 
     LORA_AXES are included if both parts support adapters.
     """
@@ -275,11 +275,11 @@ def _make_getter(*names: str) -> Callable[[Sequence[int]], Row]:
 
 
 def _get_values(part: Row, *names: str) -> tuple[Any, ...]:
-    """Return the values of the axes `names` in such a partial row."""
+    """Return the values of the axes `names`. part: the indices of these values."""
     return tuple(AXES[_AXIS_INDEX[name]].values[i] for name, i in zip(names, part, strict=True))
 
 
-# The axes on which the routing, the blocks of rows, and the work of each block depend.
+# The axes that determine the routing, the number of blocks of rows, and the work per block.
 _ROUTING_AXES = ("tokens", "experts", "top_k", "placement", "routing", "seed")
 _BLOCK_AXES = ("tokens", "top_k", "experts", "placement", "chunks")
 _WORK_AXES = ("numbers", "hidden", "intermediate", "by_turns", "batch_invariant")
@@ -288,7 +288,7 @@ _get_work_part = _make_getter(*_WORK_AXES)
 
 
 def _is_computing(row: Row) -> bool:
-    """Return whether a valid row computes any token-expert pair."""
+    """Return whether a valid row computes any (token, expert) pair."""
     return _computes_any_pair(_get_routing_part(row))
 
 
@@ -307,7 +307,7 @@ def _computes_any_pair(part: Row) -> bool:
 
 
 def estimate_cost(row: Sequence[int]) -> float:
-    """Estimate the seconds that the interpreter takes: blocks of rows times tiles of weights."""
+    """Estimate the interpreter's time in seconds: blocks of rows times tiles of weights."""
     call_seconds, blocks = _estimate_blocks(_get_blocks_part(row))
     calls, tiles = _estimate_work(_get_work_part(row))
     return calls * (call_seconds + blocks * tiles)
@@ -315,7 +315,7 @@ def estimate_cost(row: Sequence[int]) -> float:
 
 @cache
 def _estimate_blocks(part: Row) -> tuple[float, float]:
-    """Return the seconds of a call without tiles, and the seconds per tile of weights."""
+    """Return the fixed seconds of a call, and the additional seconds per tile of weights."""
     tokens, top_k, experts, placement, chunks = _get_values(part, *_BLOCK_AXES)
     num_local = {"one_mapped": 1, "half_mapped": (experts + 1) // 2}.get(placement, experts)
     pairs, chunk_count = tokens * top_k, {"ragged": 3, "one_more": 2}.get(chunks, 1)
@@ -325,7 +325,7 @@ def _estimate_blocks(part: Row) -> tuple[float, float]:
 
 @cache
 def _estimate_work(part: Row) -> tuple[float, int]:
-    """Return the number of calls and the number of weight tiles in each."""
+    """Return the number of calls, and the number of weight tiles in each call."""
     (dtype, _), hidden, intermediate, by_turns, batch_invariant = _get_values(part, *_WORK_AXES)
     tile_size = 32 if dtype is _FP32 or hidden % 16 or intermediate % 16 else 64
     tiles = int(2 * -(-hidden // tile_size) * -(-intermediate // tile_size))
@@ -336,7 +336,7 @@ def _estimate_work(part: Row) -> tuple[float, int]:
 def draw_pairwise_cases(
     prepare_finalize: str, experts: str, machine: Machine
 ) -> tuple[CoveringArray, tuple[Case, ...]]:
-    """Return a pairing's covering array on a machine, and the case of each row in order."""
+    """Draw a pairing's covering array on a machine; return it with the case of each row."""
     array = covering_array(build_space(prepare_finalize, experts, machine))
     return array, tuple(
         build_case(prepare_finalize, experts, _name_values(row)) for row in array.rows

@@ -1,4 +1,4 @@
-"""Quantization cases: every scheme, with ragged sizes and options that affect its scales."""
+"""Quantization cases: every scheme, with ragged sizes and with options that affect its scales."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,7 +39,7 @@ SCHEMES = (
 
 
 def list_quantized_variants(base: Problem) -> Iterator[Variant]:
-    """Yield each scheme in bf16; then some schemes with options that affect them."""
+    """Yield a variant of each scheme in bf16, then variants with options that affect scales."""
     wide = replace(base, hidden=160, intermediate=96, dtype=torch.bfloat16)
 
     def make_variant(quant: str, routing: str = "uniform", **changes: Any) -> Variant:
@@ -74,9 +74,10 @@ def list_quantized_variants(base: Problem) -> Iterator[Variant]:
 
 
 def choose_short_scale_dtype(problem: Problem) -> torch.dtype:
-    """Return a 16-bit dtype for weight scales: the problem's dtype if that has 16 bits.
+    """Choose a 16-bit dtype for weight scales.
 
-    For integer weights and odd top_k the other 16-bit dtype. A float32 problem gives float32.
+    Usually, this is the dtype of the problem. For integer weights and odd top_k, it is the other
+    16-bit dtype. For float32 problems, which have no short scales, it is float32.
     """
     other_dtype = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
     use_other = problem.scheme.weight in IMPLICIT_ZERO_POINT and problem.top_k % 2

@@ -1,7 +1,8 @@
-"""Pairwise-covering cases over ranks: every pair of values of two axes occurs in some row.
+"""Pairwise-covering rows for cases with several ranks.
 
-The rows are drawn once per number of ranks, for the least restrictive parts. `ranks` turns them
-into cases. If another part refuses a row, it gets the nearest supported shape, or no such case.
+Every pair of values of two axes occurs in some row. The rows are drawn once per number of ranks,
+for the least restrictive parts. `ranks` turns them into cases. A part that refuses a row gets a
+case with the nearest supported shape, if there is one.
 """
 
 from dataclasses import replace
@@ -65,7 +66,10 @@ def name_values(row: Row) -> dict[str, Any]:
 
 
 def build_problem(row: Row, world_size: int) -> Problem:
-    """Return a row's problem on one rank. Raise ConfigurationError if it is invalid."""
+    """Build the problem of a row as if it ran on one rank.
+
+    Raises ConfigurationError if the problem is invalid.
+    """
     values = name_values(row)
     return Problem(
         tokens=max(values["tokens"]),
@@ -86,14 +90,14 @@ def build_problem(row: Row, world_size: int) -> Problem:
 
 
 def build_variation(row: Row) -> InputVariation:
-    """Return the input variation of a row."""
+    """Build the input variation of a row."""
     values = name_values(row)
     return InputVariation(values=values["values"], slot_pattern=values["named"])
 
 
 @cache
 def draw_rank_array(world_size: int) -> CoveringArray:
-    """Return the covering array for a number of ranks."""
+    """Draw the covering array for a number of ranks."""
     machine = this_machine(device="cpu")
 
     @cache

@@ -1,6 +1,6 @@
-"""Cases over ranks: a problem, the number of tokens of each rank, and the placement of experts.
+"""Cases with several ranks: a problem, the token count of each rank, and a placement of experts.
 
-As in `lists`, there is a base case, a case with one change per axis, and small products over axes
+As in `lists`, there are a base case, cases that change one axis each, and small products over axes
 that interact. The number of tokens differs between ranks and may be 0. Experts are placed in blocks
 of unequal size, round-robin, or with copies.
 """
@@ -54,7 +54,7 @@ PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {
 def parse_placement(text: str, experts: int, world_size: int) -> Placement:
     """Parse a placement: a name in PLACEMENTS, or the experts of each rank, such as "0,2/1,3".
 
-    Raise ConfigurationError for any other text.
+    Raises ConfigurationError for any other text.
     """
     if text in PLACEMENTS:
         return PLACEMENTS[text](experts, world_size)
@@ -66,7 +66,7 @@ def parse_placement(text: str, experts: int, world_size: int) -> Placement:
 
 
 def placement_name(placement: Placement) -> str:
-    """Return the text that `parse_placement` parses into this placement; a name if it has one."""
+    """Return the text from which `parse_placement` makes this placement; a name if possible."""
     experts, world_size = placement.experts, placement.world_size
     for name, make_placement in PLACEMENTS.items():
         if experts >= world_size > 1 and placement == make_placement(experts, world_size):
@@ -76,11 +76,13 @@ def placement_name(placement: Placement) -> str:
 
 @dataclass(frozen=True)
 class RankCase(Case):
-    """One test case over ranks.
+    """One test case with several ranks.
 
-    problem: that of rank 0; other ranks differ in `parallel.rank` only. `problem.tokens` is the
-    maximum over the ranks. tokens: the number of tokens of each rank in the first call. fault: the
-    fault scenario that is run in addition (see `scenario_names.SCENARIOS`), or "" for none.
+    Attributes:
+        problem: the problem of rank 0. Those of other ranks differ only in `parallel.rank`.
+            `problem.tokens` is the maximum over all ranks.
+        tokens: the number of tokens of each rank in the first call.
+        fault: the fault scenario that is run in addition, one of `scenario_names.SCENARIOS`, or "".
     """
 
     tokens: tuple[int, ...] = ()
@@ -114,7 +116,7 @@ class RankCase(Case):
 
     @property
     def global_problem(self) -> Problem:
-        """The same layer on one rank with every expert."""
+        """The problem of the same layer on a single rank with all experts."""
         one_rank = replace(self.problem, parallel=Parallel(), local_experts=None, expert_map=False)
         return replace(one_rank, max_received=None)
 
@@ -147,9 +149,12 @@ class RankCase(Case):
 
 @dataclass(frozen=True)
 class RankSelection:
-    """The valid cases of a pairing over ranks, and those that the rules refuse, with verdicts.
+    """Cases of a pairing with several ranks.
 
-    replacements: (refused case, case of a supported shape that replaces it).
+    Attributes:
+        cases: the valid cases, which the pairing must pass.
+        refused: the cases that the rules refuse, with their verdicts.
+        replacements: pairs of a refused case and the supported case that replaces it.
     """
 
     cases: tuple[RankCase, ...]
@@ -161,9 +166,14 @@ class RankSelection:
 class Variant:
     """A case without its pairing and number of ranks.
 
-    tokens: number of tokens of each rank, repeated cyclically. With replicated input, every rank
-    passes the maximum. fault, variation: as in RankCase. max_tokens: lower bound of
-    `problem.tokens`, for a problem that allows more tokens than any rank passes.
+    Attributes:
+        problem: the problem as if it ran on one rank.
+        placement: a name in PLACEMENTS.
+        tokens: number of tokens of each rank, repeated cyclically. With replicated input, every
+            rank passes the maximum.
+        routing, fault, variation: as in RankCase.
+        max_tokens: lower bound of `problem.tokens` in the case, to allow more tokens than any rank
+            passes.
     """
 
     problem: Problem
@@ -204,10 +214,11 @@ def rank_cases_for(
     level: Level = "smoke",
     ranks_per_host: int | None = None,
 ) -> RankSelection:
-    """Return every case of `level` for a pairing over `world_size` ranks, checked on `machine`.
+    """Return every case of `level` for a pairing with `world_size` ranks, checked for `machine`.
 
-    A case that is refused for its shape alone is replaced by the nearest supported one.
-    ranks_per_host: None means that all ranks are on one host.
+    A case that is refused only because of its shape is replaced with the nearest supported case.
+
+    ranks_per_host: number of ranks per host; None means that all ranks are on one host.
     """
     cases: list[RankCase] = []
     refused: list[tuple[RankCase, Verdict]] = []
@@ -217,9 +228,9 @@ def rank_cases_for(
     scenarios = ("", *supported_scenarios(part, machine))
     interpreted = "triton" in catalog.experts(experts).requires.packages
     for variant in list_rank_variants(world_size, level):
-        # While one rank interprets such deep GEMMs, the deadline of the other ranks expires.
+        # While one rank interprets GEMMs with such a large K, the deadline of the others expires.
         exceeds_deadline = interpreted and variant.problem.hidden >= _LONG_ROW_SIZE
-        # The same holds if a part passes the padding rows of many ranks to the experts.
+        # It also expires if a part passes the padding rows of many ranks to the experts.
         exceeds_deadline |= (
             bool(variant.max_tokens) and part.requires.padding is not None and world_size > 2
         )
@@ -251,7 +262,7 @@ def rank_cases_for(
 def _place_on_hosts(
     selection: RankSelection, ranks_per_host: int, machine: Machine
 ) -> RankSelection:
-    """Return the selection for ranks on several hosts, checked again."""
+    """Return the cases with their ranks on several hosts, after checking the pairing again."""
     cases, refused = [], list(selection.refused)
     for case in selection.cases:
         parallel = replace(case.problem.parallel, ranks_per_host=ranks_per_host)
@@ -267,7 +278,7 @@ def _place_on_hosts(
 def rank_pairings(
     machine: Machine, world_size: int, level: Level = "smoke"
 ) -> tuple[tuple[str, str], ...]:
-    """Return every pairing in the catalog with a valid case of `level` over `world_size` ranks."""
+    """Return every pairing with a valid case of `level` with `world_size` ranks."""
     catalog = load_catalog()
     return tuple(
         (pf, experts)
@@ -280,7 +291,7 @@ def rank_pairings(
 def list_rank_variants(world_size: int, level: Level) -> tuple[Variant, ...]:
     """Return the variants of `level`.
 
-    The base has 2 * world_size + 1 experts and at most seven tokens per rank.
+    Their base problem has 2 * world_size + 1 experts and at most seven tokens per rank.
     """
     base = replace(BASE, tokens=7, experts=2 * world_size + 1)
     variants = [*_list_smoke_variants(base, world_size)]
@@ -304,7 +315,7 @@ def _make_variant(
 
 
 def _list_smoke_variants(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Yield every placement, zero tokens on some and on all ranks, and each other axis once."""
+    """Yield each placement, calls without tokens on some or all ranks, and other axes once."""
     even = replace(base, experts=2 * world_size)
     on_input = replace(even, apply_router_weight_on_input=True, top_k=1)
     yield _make_variant(base)
@@ -365,7 +376,7 @@ def _list_full_variants(base: Problem, world_size: int) -> Iterator[Variant]:
     for combine in (Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED):
         yield make_variant("skips", combine=combine, routed_scaling_factor=2.5)
     yield make_variant(chunk_tokens=4)
-    # The number of tokens a rank receives if it has the experts of all tokens.
+    # The number of tokens that a rank receives if it has the experts of all tokens.
     total_tokens = sum(UNEVEN_TOKENS[rank % len(UNEVEN_TOKENS)] for rank in range(world_size))
     yield make_variant("all_to_one", max_received=total_tokens)
     yield make_variant("duplicates", inplace=True, dtype=_BF16, top_k=3)
@@ -398,7 +409,7 @@ def _list_full_variants(base: Problem, world_size: int) -> Iterator[Variant]:
 
 
 def _list_pairwise_variants(world_size: int) -> Iterator[Variant]:
-    """Yield the pairwise-covering variants of features of a layer over ranks."""
+    """Yield a variant for each row of the pairwise covering array of `rank_pairs`."""
     for row in rank_pairs.draw_rank_array(world_size).rows:
         values, problem = rank_pairs.name_values(row), rank_pairs.build_problem(row, world_size)
         args = values["placement"], values["tokens"], values["routing"]
@@ -406,9 +417,9 @@ def _list_pairwise_variants(world_size: int) -> Iterator[Variant]:
 
 
 def _list_captured_variants(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Yield problems whose calls can be captured in a CUDA graph.
+    """Yield variants whose calls can be captured in a CUDA graph.
 
-    Parts may then exchange rows in another way, without the host.
+    For these, parts may exchange rows in another way that does not involve the host.
     """
     base = replace(base, graph=True)
     make_variant = partial(_make_variant, base)
@@ -439,7 +450,7 @@ def _list_captured_variants(base: Problem, world_size: int) -> Iterator[Variant]
 
 
 def _list_adapter_variants(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Yield LoRA cases: slots travel with the tokens, matrices are placed with the experts."""
+    """Yield variants with LoRA: slots are sent with tokens, and matrices placed like experts."""
     with_adapters = replace(base, lora="adapters=3,rank=7")
     yield _make_variant(with_adapters, "skips", placement="copies", top_k=3, bias=True)
     yield _make_variant(with_adapters, placement="round_robin", tokens=(0, 9), dtype=_BF16)
@@ -454,10 +465,11 @@ def _list_adapter_variants(base: Problem, world_size: int) -> Iterator[Variant]:
 
 
 def _list_quantized_variants(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Yield shapes and values that are difficult for scales.
+    """Yield variants with shapes and values that are difficult for scales.
 
-    Group sizes that are not a power of two; rows longer than one program holds; one scale for all
-    tokens, determined by a value on one rank; values so small that the scale is clamped.
+    They have group sizes that are not a power of two, rows longer than one program holds, one scale
+    for all tokens that a value on a single rank determines, or values so small that the scale is
+    clamped.
     """
     one_expert_each = replace(base, experts=2 * world_size, top_k=1)
     ragged = replace(one_expert_each, hidden=160, intermediate=136)
@@ -465,7 +477,8 @@ def _list_quantized_variants(base: Problem, world_size: int) -> Iterator[Variant
     yield _make_variant(
         one_expert_each, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32"
     )
-    # problem.tokens is so large that a program reads more of a row at once. Calls pass few tokens.
+    # The calls pass few tokens, but problem.tokens is so large that a program reads a longer part
+    # of a row at once.
     long_rows = replace(one_expert_each, hidden=2080, intermediate=16)
     yield Variant(long_rows, "linear", (3, 1), "uniform", max_tokens=513)
     peaks, faint = InputVariation(values="peaks"), InputVariation(values="faint")
@@ -477,12 +490,12 @@ def _list_quantized_variants(base: Problem, world_size: int) -> Iterator[Variant
     wide_groups = f"fp8_w8a8_block:block=16x{_LONG_ROW_SIZE}"
     for quant, tokens in (("fp8_w8a8_channel", (2, 1)), (wide_groups, (5, 4))):
         yield Variant(replace(long, quant=quant), "linear", tokens, "uniform", variation=peaks)
-    # The only token of all ranks is zero, and so is the maximum that determines the common scale.
+    # The only token of all ranks is zero, and so is the maximum that determines the shared scale.
     zero_input = replace(one_expert_each, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
     yield Variant(
         zero_input, "linear", (1, 0), "uniform", variation=InputVariation(values="zero_rows")
     )
-    # A NaN in a token, in the router weight of a pair, and in the bias of an expert: rows of other
+    # NaN in a token, in the router weight of a pair, and in the bias of an expert. Rows of other
     # ranks must not become NaN.
     for quant in ("none", "int8_w8a8_channel", "fp8_w8a8_block:block=48x64"):
         nan = InputVariation(nan="x+topk_weights+b2")

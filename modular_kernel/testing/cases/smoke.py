@@ -17,8 +17,8 @@ Variant = tuple[Problem, str, InputVariation]
 
 
 def list_smoke_variants(base: Problem) -> tuple[Variant, ...]:
-    """Return cases that touch every axis, then one or two of each family of schemes."""
-    # Router weights of either sign, and NaN for skipped pairs.
+    """Return variants that touch every axis, then one or two for each family of schemes."""
+    # Router weights of both signs, and NaN for skipped pairs.
     signed = (
         replace(base, dtype=_BF16, activation=_SWIGLU_OAI, bias=True),
         "skips",
@@ -52,8 +52,8 @@ def _list_unquantized(base: Problem) -> Iterator[Variant]:
 def _list_quantized(base: Problem) -> Iterator[Variant]:
     """Yield schemes, each with an option that affects its scales: chunks, interleaving, biases.
 
-    Where activations are quantized, x holds midpoints between values of their dtype, because only
-    midpoints reveal how a part rounds.
+    If activations are quantized, x holds midpoints between values of the quantized dtype, because
+    only midpoints reveal how a part rounds.
     """
     few = replace(base, tokens=7, dtype=_BF16)
     chunked = replace(few, chunk_tokens=4)
@@ -88,8 +88,8 @@ def _list_quantized(base: Problem) -> Iterator[Variant]:
     )
     yield replace(few, quant="mxfp4_w4a16", activation=_SWIGLU_OAI, bias=True), "uniform", ORDINARY
     yield replace(few, quant="nvfp4_w4a16", activation=_SWIGLU_OAI), "zipf", ORDINARY
-    # Depths that are multiples of the packed words, which have specialized paths; gate and up are
-    # separate, each with its own global scale.
+    # H and I are multiples of the packed words, for which parts have specialized paths. Gate and up
+    # are not interleaved; each has its own global scale.
     packable = replace(few, hidden=128, intermediate=64)
     yield replace(packable, quant="nvfp4_w4a16", bias=True), "skips", ORDINARY
     yield replace(packable, quant="nvfp4_w4a4", hidden=64), "skips", _TIES
@@ -102,10 +102,10 @@ def _list_quantized(base: Problem) -> Iterator[Variant]:
 
 
 def _list_with_adapters(base: Problem) -> Iterator[Variant]:
-    """Yield adapters: a rank that is not a multiple of a block, shared matrices, unused slots.
+    """Yield layers with adapters.
 
-    Also a call without adapters to a layer that has some, and blocks of scales that rows with and
-    without adapters share.
+    They have a rank that is not a multiple of a block, shared matrices, unused slots, a call
+    without adapters, and blocks of scales that rows with and without adapters share.
     """
     with_adapters = replace(base, tokens=7, dtype=_BF16, lora="adapters=3,rank=7")
     yield replace(with_adapters, bias=True, activation=_SWIGLU_OAI), "skips", ORDINARY
@@ -127,7 +127,7 @@ def _list_with_adapters(base: Problem) -> Iterator[Variant]:
 
 
 def _list_batch_invariant(base: Problem) -> Iterator[Variant]:
-    """Yield batch-invariant problems whose sums take several steps, with and without adapters."""
+    """Yield batch-invariant problems whose sums take several steps, with and without LoRA."""
     wide = replace(base, tokens=9, hidden=160, intermediate=96, batch_invariant=True)
     yield replace(wide, dtype=_BF16, bias=True), "zipf", ORDINARY
     yield replace(wide, lora="adapters=3,rank=7", tokens=5), "skips", ORDINARY
