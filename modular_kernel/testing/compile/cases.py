@@ -65,7 +65,7 @@ _SCHEMES = (
     "nvfp4_w4a16",
     "int4_w4a16_act_order:group=64,zero_points=true",
 )
-_PACKED = ("int4_w4a16_group:zero_points=true", "mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
+_PACKED_SCHEMES = ("int4_w4a16_group:zero_points=true", "mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
 _BASE = Problem(tokens=4, hidden=256, intermediate=256, experts=4, top_k=2)
 
 
@@ -95,7 +95,7 @@ class CompileResult:
     left_out: tuple[SkippedKernel, ...]
 
 
-Cases = Iterator[tuple[str, list[CompileRecord]]]
+CaseLaunches = Iterator[tuple[str, list[CompileRecord]]]
 # Context manager that shows progress over a number of steps; the yielded function completes one.
 ProgressBar = Callable[[int], AbstractContextManager[Callable[[], None]]]
 
@@ -128,7 +128,7 @@ def problems() -> tuple[Problem, ...]:
         replace(problem, activation="silu:interleaved=true") for problem in with_adapters
     ]
     with_adapters += [
-        replace(with_adapters[1], quant=quant) for quant in ("fp8_w8a8_block", _PACKED[0])
+        replace(with_adapters[1], quant=quant) for quant in ("fp8_w8a8_block", _PACKED_SCHEMES[0])
     ]
     # Few tokens with channel and tensor scales, and enough experts for the path without tiles.
     many_experts = replace(with_adapters[0], experts=32)
@@ -136,16 +136,25 @@ def problems() -> tuple[Problem, ...]:
         replace(many_experts, quant=q) for q in ("none", "fp8_w8a8_channel", "fp8_w8a16_tensor")
     ]
     # Paths that the other problems do not take: packed 4-bit words with one token, a depth of 1024.
-    packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED]
+    packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED_SCHEMES]
     deep = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
     quantized = [replace(_BASE, tokens=t, quant=q) for q in _SCHEMES for t in (4, 512)]
     # With many rows per expert, mxfp4 weights are dequantized before the GEMM.
-    quantized += [replace(_BASE, tokens=2048, quant=quant) for quant in _PACKED[1:]]
+    quantized += [replace(_BASE, tokens=2048, quant=quant) for quant in _PACKED_SCHEMES[1:]]
     flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
-    return (*bf16, *fp32, *flags, *quantized, *packed, deep, *with_adapters, *_large_top_k())
+    return (
+        *bf16,
+        *fp32,
+        *flags,
+        *quantized,
+        *packed,
+        deep,
+        *with_adapters,
+        *_list_large_top_k_problems(),
+    )
 
 
-def _large_top_k() -> tuple[Problem, ...]:
+def _list_large_top_k_problems() -> tuple[Problem, ...]:
     """Return problems with large K: one that is not a power of two, and the maximum.
 
     Problems with one token take paths without alignment, whose launches depend on K.
@@ -155,7 +164,7 @@ def _large_top_k() -> tuple[Problem, ...]:
     few = [
         not_power,
         replace(not_power, quant="fp8_w8a8_channel", dtype=torch.float16, bias=True),
-        replace(not_power, quant=_PACKED[0], bias=True),
+        replace(not_power, quant=_PACKED_SCHEMES[0], bias=True),
         replace(not_power, lora="adapters=4,rank=32"),
         replace(largest, dtype=torch.float32),
         replace(largest, quant="fp8_w8a8_block"),
@@ -183,9 +192,9 @@ def compile_all(
     name matches compile all their kernels; other cases, only the kernels whose names match. Only
     kernels with matching names are listed as left out.
     """
-    steps = _steps(_machine(target), target, name_filter)
+    steps = _list_steps(_make_machine(target), target, name_filter)
     rows: dict[str, CompiledRow] = {}
-    with (bar or _no_bar)(len(steps)) as advance:
+    with (bar or _show_no_progress)(len(steps)) as advance:
         if workers > 1:
             row_lists = _run_in_workers(target, name_filter, len(steps), workers)
         else:
@@ -200,22 +209,22 @@ def compile_all(
         for name, kernel in defined_kernels(name_filter).items()
         if name not in compiled_names
     )
-    left_out = (SkippedKernel(k.name, k.module, _skip_reason(k, target)) for k in missing)
+    left_out = (SkippedKernel(k.name, k.module, _find_skip_reason(k, target)) for k in missing)
     return CompileResult(tuple(rows.values()), tuple(left_out))
 
 
-def iter_launches(target: str) -> Cases:
+def iter_launches(target: str) -> CaseLaunches:
     """Yield the launches of each case for `target`, one case after the other."""
-    for step in _steps(_machine(target), target):
+    for step in _list_steps(_make_machine(target), target):
         yield from step()
 
 
-def _run_steps(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[CompiledRow]]:
+def _run_steps(steps: list[Callable[[], CaseLaunches]], target: str) -> Iterator[list[CompiledRow]]:
     for step in steps:
-        yield _check_records(step(), target)
+        yield _check_launches(step(), target)
 
 
-def _check_records(cases: Cases, target: str) -> list[CompiledRow]:
+def _check_launches(cases: CaseLaunches, target: str) -> list[CompiledRow]:
     """Check each kernel. Done in the process that compiled it, because disassembly is slow, too."""
     return [
         CompiledRow(case, record, check(record, _expected_instruction(record, target)))
@@ -235,10 +244,10 @@ def _run_in_workers(
 
 def _run_step(target: str, name_filter: str, index: int) -> list[CompiledRow]:
     """Run one step of `compile_all` in a worker process."""
-    return _check_records(_steps(_machine(target), target, name_filter)[index](), target)
+    return _check_launches(_list_steps(_make_machine(target), target, name_filter)[index](), target)
 
 
-def _skip_reason(kernel: DefinedKernel, target: str) -> str:
+def _find_skip_reason(kernel: DefinedKernel, target: str) -> str:
     """Return why no case launches a kernel for `target`; "" if one should."""
     if kernel.targets and target not in kernel.targets:
         return f"{', '.join(kernel.targets)} only"
@@ -249,18 +258,20 @@ def _skip_reason(kernel: DefinedKernel, target: str) -> str:
 
 
 @contextmanager
-def _no_bar(total: int) -> Iterator[Callable[[], None]]:
+def _show_no_progress(total: int) -> Iterator[Callable[[], None]]:
     yield lambda: None
 
 
-def _machine(target: str) -> Machine:
+def _make_machine(target: str) -> Machine:
     """Return a GPU of the architecture `target` with the installed packages."""
     arch = int(target.removeprefix("sm_"))
     packages = importable({"triton", *packages_of(load_catalog())})
     return Machine("cuda", (arch // 10, arch % 10), packages)
 
 
-def _steps(machine: Machine, target: str, name_filter: str = "") -> list[Callable[[], Cases]]:
+def _list_steps(
+    machine: Machine, target: str, name_filter: str = ""
+) -> list[Callable[[], CaseLaunches]]:
     """Return one step per problem, and one per call of a part or of an operation.
 
     name_filter: see `compile_all`.
@@ -289,7 +300,9 @@ def _steps(machine: Machine, target: str, name_filter: str = "") -> list[Callabl
     ]
 
 
-def _compile_problem(problem: Problem, machine: Machine, target: str, name_filter: str) -> Cases:
+def _compile_problem(
+    problem: Problem, machine: Machine, target: str, name_filter: str
+) -> CaseLaunches:
     """Yield the launches of every valid pairing with a Triton experts part for `problem`."""
     for verdict in check_all(problem, machine):
         experts, case = load_catalog().experts(verdict.experts), f"{verdict.pairing} {problem}"
@@ -301,16 +314,18 @@ def _compile_problem(problem: Problem, machine: Machine, target: str, name_filte
             kernel = make_kernel(
                 verdict.prepare_finalize, verdict.experts, problem, machine=machine
             )
-            yield case, compile_call(kernel, target, _kernel_filter(name_filter, case))
+            yield case, compile_call(kernel, target, _make_kernel_filter(name_filter, case))
 
 
-def _compile_call(name: str, call: Callable[[], object], target: str, name_filter: str) -> Cases:
-    with record_compiles(target, _kernel_filter(name_filter, name)) as records:
+def _compile_call(
+    name: str, call: Callable[[], object], target: str, name_filter: str
+) -> CaseLaunches:
+    with record_compiles(target, _make_kernel_filter(name_filter, name)) as records:
         call()
     yield name, records
 
 
-def _kernel_filter(name_filter: str, case: str) -> Callable[[str], bool]:
+def _make_kernel_filter(name_filter: str, case: str) -> Callable[[str], bool]:
     """Return a filter of kernel names: all kernels of a matching case, else matching kernels."""
     return lambda kernel: name_filter in case or name_filter in kernel
 
@@ -341,7 +356,7 @@ def _launch_activation() -> None:
         gated_activation(torch.empty(rows, width, dtype=_BASE.dtype, device=_META), spec, out)
 
 
-def _pairs(top_k: int) -> Pairs:
+def _make_pairs(top_k: int) -> Pairs:
     placement = Placement.linear(8, 2)
     ids_TK = torch.empty(4, top_k, dtype=torch.int32, device=_META)
     weights_TK = torch.empty(4, top_k, device=_META)
@@ -363,14 +378,14 @@ def _launch_numbering() -> None:
     The parts that use them need several ranks.
     """
     for top_k in (1, 3, 8, 22, MAX_TOP_K):
-        number_pairs(_pairs(top_k))
+        number_pairs(_make_pairs(top_k))
     x = torch.empty(4, _BASE.hidden, dtype=_BASE.dtype, device=_META)
     for text in ("fp8_w8a8_channel", "fp8_w8a8_block"):
         scheme = QuantScheme.parse(text)
         workspace = Workspace(quantize_specs("x", scheme, *x.shape), _META)
         out = take_quantized(workspace, "x", scheme, (4, _BASE.hidden), static_scale=None)
         for top_k in (8, 22, MAX_TOP_K):
-            number_and_quantize(x, scheme, _pairs(top_k), out=out)
+            number_and_quantize(x, scheme, _make_pairs(top_k), out=out)
 
 
 def _launch_mask_unwritten() -> None:

@@ -38,20 +38,20 @@ def defined_kernels(name_filter: str = "") -> dict[str, DefinedKernel]:
 
     name_filter: only kernels whose name contains it.
     """
-    return {name: kernel for name, kernel in _defined().items() if name_filter in name}
+    return {name: kernel for name, kernel in _find_kernels().items() if name_filter in name}
 
 
 @cache
-def _defined() -> dict[str, DefinedKernel]:
+def _find_kernels() -> dict[str, DefinedKernel]:
     roots = {part.cls.__module__.partition(".")[0] for part in load_catalog().parts}
     packages = (
-        name for root in (*roots, "modular_kernel.ops") for name in _packages_of_kernels(root)
+        name for root in (*roots, "modular_kernel.ops") for name in _find_kernel_packages(root)
     )
     kernels = {}
     for package in map(import_module, sorted(packages)):
         if getattr(package, "LANGUAGE", "triton") != "triton":
             continue  # compilers of other languages may not be installed
-        for module, targets in _modules(package, ()):
+        for module, targets in _walk_modules(package, ()):
             for name, value in vars(module).items():
                 is_local = isinstance(value, JITFunction) and value.module == module.__name__
                 if is_local and name.endswith("_kernel"):
@@ -60,18 +60,18 @@ def _defined() -> dict[str, DefinedKernel]:
     return kernels
 
 
-def _packages_of_kernels(root: str) -> Iterator[str]:
+def _find_kernel_packages(root: str) -> Iterator[str]:
     """Yield every package called `kernels` below the package `root`, without importing them."""
     for folder in map(Path, getattr(import_module(root), "__path__", ())):
         for path in folder.rglob("kernels/__init__.py"):
             yield ".".join((root, *path.parent.relative_to(folder).parts))
 
 
-def _modules(
+def _walk_modules(
     module: ModuleType, targets: tuple[str, ...]
 ) -> Iterator[tuple[ModuleType, tuple[str, ...]]]:
     """Yield a module and those below it, each with its TARGETS, or those of the nearest package."""
     targets = tuple(getattr(module, "TARGETS", targets))
     yield module, targets
     for info in pkgutil.iter_modules(getattr(module, "__path__", ())):
-        yield from _modules(import_module(f"{module.__name__}.{info.name}"), targets)
+        yield from _walk_modules(import_module(f"{module.__name__}.{info.name}"), targets)

@@ -45,7 +45,7 @@ FAMILIES = (
 )
 
 # Maximum shared memory of a thread block on sm_90 and sm_100: 227 KiB.
-MAX_SHARED = 232_448
+MAX_SHARED_BYTES = 232_448
 
 # IMAD.MOV is a register move and counted as MOV.
 _INSTRUCTION = re.compile(
@@ -88,7 +88,7 @@ class Instructions(Mapping[str, int]):
 
     @cached_property
     def _counts(self) -> Mapping[str, int]:
-        return _count(self._cubin)
+        return _count_instructions(self._cubin)
 
     @property
     def is_counted(self) -> bool:
@@ -108,7 +108,7 @@ class Instructions(Mapping[str, int]):
 
 
 def check(
-    record: CompileRecord, expect: str | None = None, max_shared: int = MAX_SHARED
+    record: CompileRecord, expect: str | None = None, max_shared: int = MAX_SHARED_BYTES
 ) -> tuple[str, ...]:
     """Return the violations of `record`, () if there are none.
 
@@ -129,7 +129,7 @@ def check(
         ),
         (
             expect is not None and expect not in nonzero,
-            f"no {expect} instruction, found {nonzero or 'none of the families'}",
+            f"no {expect} instruction; the code has {nonzero or 'no instruction of any family'}",
         ),
     )
     return tuple(f"{record}: {reason}" for violated, reason in reasons if violated)
@@ -178,7 +178,7 @@ class NoDevice:
         self.name = target
         self._target = GPUTarget("cuda", int(arch[1]), 32)
         # Properties that host code queries to size a grid, with the values of an H200.
-        properties = {"max_shared_mem": MAX_SHARED, "multiprocessor_count": 132}
+        properties = {"max_shared_mem": MAX_SHARED_BYTES, "multiprocessor_count": 132}
         self.utils = SimpleNamespace(get_device_properties=lambda _device: dict(properties))
 
     def get_current_target(self) -> GPUTarget:
@@ -223,8 +223,8 @@ def _make_recording_run(
         seconds = time.perf_counter() - start
         if kernel is not None:  # a Triton hook may veto a compilation
             kernel = kernel.result() if hasattr(kernel, "result") else kernel
-            config = _constants(self, mock_args, mock_kwargs)
-            records.append(_record(kernel, driver.name, config, seconds))
+            config = _get_constants(self, mock_args, mock_kwargs)
+            records.append(_make_record(kernel, driver.name, config, seconds))
         return kernel
 
     return run
@@ -255,7 +255,7 @@ def _mock_argument(arg: TritonObject) -> TritonObject:
     return arg
 
 
-def _constants(
+def _get_constants(
     kernel: TritonObject, args: tuple[TritonObject, ...], kwargs: dict[str, TritonObject]
 ) -> dict[str, object]:
     """Return the constexpr parameters of `kernel` in this launch, including defaults."""
@@ -275,16 +275,16 @@ def _to_json_value(value: TritonObject) -> object:
     return getattr(value, "__name__", str(value))
 
 
-def _record(
+def _make_record(
     kernel: TritonObject, target: str, config: Mapping[str, object], seconds: float
 ) -> CompileRecord:
     metadata, cubin = kernel.metadata, kernel.asm["cubin"]
-    registers, stack, spill = _resources(cubin)
+    registers, stack, spill = _read_resources(cubin)
     return CompileRecord(
         kernel=metadata.name,
         target=target,
         config=config,
-        dtypes=_element_types(kernel.src.signature),
+        dtypes=_parse_element_types(kernel.src.signature),
         num_warps=metadata.num_warps,
         num_stages=metadata.num_stages,
         shared=metadata.shared,
@@ -296,7 +296,7 @@ def _record(
     )
 
 
-def _element_types(signature: Mapping[str, TritonObject]) -> dict[str, str]:
+def _parse_element_types(signature: Mapping[str, TritonObject]) -> dict[str, str]:
     """Return element types from `{"x_ptr": "*bf16", "x_desc": "tensordesc<bf16[64, 64]>", ...}`."""
     matches = {name: re.match(r"\*k?|tensordesc<", str(kind)) for name, kind in signature.items()}
     return {
@@ -307,7 +307,7 @@ def _element_types(signature: Mapping[str, TritonObject]) -> dict[str, str]:
 
 
 @cache
-def _resources(cubin: bytes) -> tuple[int, int, int]:
+def _read_resources(cubin: bytes) -> tuple[int, int, int]:
     """Return registers, stack bytes and local bytes per thread, from Triton's cuobjdump."""
     text = _run_tool(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin=cubin)
     usage = [tuple(map(int, numbers)) for numbers in _RESOURCES.findall(text)]
@@ -316,7 +316,7 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
 
 
 @cache
-def _count(cubin: bytes) -> Mapping[str, int]:
+def _count_instructions(cubin: bytes) -> Mapping[str, int]:
     # -ndf: without dataflow analysis, this takes a third less time than `cuobjdump -sass`.
     text = _run_tool(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
     counts = Counter(_INSTRUCTION.findall(text))

@@ -6,7 +6,7 @@
         assert not edge.contradiction
 
 The search starts at a problem that the pairing accepts, and changes one field at a time
-(`edges.axes`): a flag, a scheme, or a requirement of a part; or a number, first by the smallest
+(`edges.situations`): a flag, a scheme, or a requirement of a part; or a number, first by the smallest
 step, then up to the last accepted value. An accepted situation and one that a single rule refuses,
 which differ in one field, are an edge of that rule's reason. The search knows no particular rules,
 so it also finds the edges of third-party rules.
@@ -27,19 +27,19 @@ from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase
-from modular_kernel.testing.edges.axes import (
+from modular_kernel.testing.edges.refusal_text import find_contradiction
+from modular_kernel.testing.edges.sites import Site
+from modular_kernel.testing.edges.situations import (
     EdgeSituation,
     NumericField,
-    changed_fields,
-    numeric_fields,
+    list_changed_situations,
+    list_numeric_fields,
 )
-from modular_kernel.testing.edges.refusal_text import contradiction
-from modular_kernel.testing.edges.sites import Site
 
-_START = Problem(tokens=8, hidden=64, intermediate=64, experts=16, top_k=2)
+_START_PROBLEM = Problem(tokens=8, hidden=64, intermediate=64, experts=16, top_k=2)
 _WORLD_SIZES = (1, 2, 4, 8)
 _SHORT_RANGE = 200  # ranges up to this size are always searched to their ends
-_HIDDEN = (64, 128, 256, 512, 1024, 2048, 4096)
+_HIDDEN_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Edge:
     def contradiction(self) -> str:
         """How the text of the refusal contradicts the edge; "" if it does not."""
         refused = self.rejection
-        return contradiction(refused.got, refused.need, self.values, self.field)
+        return find_contradiction(refused.got, refused.need, self.values, self.field)
 
     def __str__(self) -> str:
         step = "" if self.values is None else f" {self.values[0]} passes, {self.values[1]} fails"
@@ -126,7 +126,7 @@ def edges_of(
     problems. start: the first problem to try, whose number of ranks is kept if it is more than one;
     None means a small problem in a scheme that the part supports.
     """
-    base = _find_valid(pf, experts, machine, start or _start_problem(experts.requires))
+    base = _find_valid(pf, experts, machine, start or _make_start_problem(experts.requires))
     edges = Edges(base)
     with _record_sites() as sites:
         bases = [] if base is None else [base]
@@ -151,7 +151,7 @@ def _find_valid(
     arches = [req.min_arch for req in declared if req.min_arch is not None]
     arches += [min(req.archs) for req in declared if req.archs]
     gpu = Machine("cuda", max([(9, 0), *arches]), packages)
-    sizes = (start.hidden, *_HIDDEN, *sorted(pf.requires.hidden_sizes or ()))
+    sizes = (start.hidden, *_HIDDEN_SIZES, *sorted(pf.requires.hidden_sizes or ()))
     is_multi_rank = start.parallel.world_size > 1
     for candidate_machine in (machine, gpu):
         for parallel in (start.parallel,) if is_multi_rank else map(Parallel, _WORLD_SIZES):
@@ -165,11 +165,11 @@ def _find_valid(
     return None
 
 
-def _start_problem(requires: ExpertsRequirements) -> Problem:
+def _make_start_problem(requires: ExpertsRequirements) -> Problem:
     """Return _START with sizes and a scheme that the part supports."""
-    intermediate = math.lcm(_START.intermediate, requires.intermediate_multiple)
-    act = replace(_START.act, up_first=requires.up_first)
-    start = replace(_START, intermediate=intermediate, activation=act)
+    intermediate = math.lcm(_START_PROBLEM.intermediate, requires.intermediate_multiple)
+    act = replace(_START_PROBLEM.act, up_first=requires.up_first)
+    start = replace(_START_PROBLEM, intermediate=intermediate, activation=act)
     if "none" in requires.schemes:
         return start
     return replace(start, quant=min(requires.schemes), dtype=min(requires.dtypes, key=str))
@@ -184,13 +184,13 @@ def _search_around(
     """
     valid = list[EdgeSituation]()
 
-    for name, neighbor in changed_fields(base):
+    for name, neighbor in list_changed_situations(base):
         if not neighbor.verdict.ok:
             _record_edges(edges, sites, name, base, neighbor)
-        elif not isinstance(getattr(*_record_and_field(neighbor, name)), frozenset):
+        elif not isinstance(getattr(*_get_record_and_field(neighbor, name)), frozenset):
             valid.append(neighbor)  # not for smaller required sets, which reveal no further rule
-    for numeric_field in numeric_fields(base):
-        for low, high in _breakpoints(numeric_field, search_far):
+    for numeric_field in list_numeric_fields(base):
+        for low, high in _find_breakpoints(numeric_field, search_far):
             passing, failing = numeric_field.situation_with(low), numeric_field.situation_with(high)
             assert passing is not None
             assert failing is not None
@@ -198,13 +198,13 @@ def _search_around(
     return valid
 
 
-def _record_and_field(situation: EdgeSituation, name: str) -> tuple[object, str]:
+def _get_record_and_field(situation: EdgeSituation, name: str) -> tuple[object, str]:
     """Return the record of a field, and the field's name in it."""
     record_name, _, field_name = name.partition(".")
     return getattr(situation, record_name), field_name
 
 
-def _breakpoints(numeric_field: NumericField, search_far: bool) -> Iterator[tuple[int, int]]:
+def _find_breakpoints(numeric_field: NumericField, search_far: bool) -> Iterator[tuple[int, int]]:
     """Yield (passing, failing) values between which the verdict changes.
 
     These are the start and the next value in each direction. With `search_far`, also the last
@@ -234,12 +234,14 @@ def _breakpoints(numeric_field: NumericField, search_far: bool) -> Iterator[tupl
         while is_refused(numeric_field.start + step) and abs(step) <= numeric_field.start:
             step *= 2
         if search_far or numeric_field.high - numeric_field.low <= _SHORT_RANGE:
-            last = _last_passing(numeric_field, step, passes)
+            last = _find_last_passing(numeric_field, step, passes)
             if last != numeric_field.start and is_refused(last + step):
                 yield last, last + step
 
 
-def _last_passing(numeric_field: NumericField, step: int, passes: Callable[[int], bool]) -> int:
+def _find_last_passing(
+    numeric_field: NumericField, step: int, passes: Callable[[int], bool]
+) -> int:
     """Return the last passing value in steps of `step` from the field's start.
 
     The next value fails or is out of range.
@@ -298,7 +300,7 @@ def _record_sites() -> Iterator[dict[int, Site]]:
         yield sites
 
 
-def case_of(edge: Edge) -> Case | None:
+def make_case(edge: Edge) -> Case | None:
     """Return the case of an edge's accepted situation, a RankCase over several ranks.
 
     Returns None if the situation's requirements differ from those that the parts declare.

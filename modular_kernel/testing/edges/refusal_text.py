@@ -11,7 +11,7 @@ from collections.abc import Callable
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
-def contradiction(got: str, need: str, values: tuple[int, int] | None, field: str) -> str:
+def find_contradiction(got: str, need: str, values: tuple[int, int] | None, field: str) -> str:
     """Return how a refusal contradicts its text, or "" if it does not or cannot be parsed.
 
     values: (passing, failing) values of the edge's field if it is numeric. A required value appears

@@ -26,7 +26,7 @@ from modular_kernel.testing.ranks.pool import NO_ANSWER, Backend, RankError, Ran
 from modular_kernel.utils.host_memory import boot_id
 
 Result = TypeVar("Result")
-_FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05  # shortest and longest pause between polls of the store
+_MIN_POLL_S, _MAX_POLL_S = 0.001, 0.05  # shortest and longest pause between polls of the store
 
 
 class LaunchedRanks(Closeable):
@@ -52,7 +52,9 @@ class LaunchedRanks(Closeable):
         command: str = "",
     ) -> None:
         if backend == "nccl" and torch.cuda.device_count() <= launcher.local_rank:
-            need = f"LOCAL_RANK {launcher.local_rank} among them"
+            need = (
+                f"at least {launcher.local_rank + 1}, because LOCAL_RANK is {launcher.local_rank}"
+            )
             raise ConfigurationError("GPUs", got=torch.cuda.device_count(), need=need)
         if backend == "gloo":
             hide_gpus()
@@ -61,11 +63,11 @@ class LaunchedRanks(Closeable):
         self.ranks_per_host = launcher.ranks_per_host
         self.backend, self.grace = backend, grace
         self._launcher, self._group_timeout = launcher, group_timeout
-        self._generation, self._joined = 0, -1
-        self._run = 0
-        self._lost: dict[int, str] = {}
+        self._generation, self._joined_generation = 0, -1
+        self._exchange_number = 0
+        self._unresponsive_ranks: dict[int, str] = {}
         self._store = self._connect()
-        self._hosts = self._handshake(command)
+        self._hosts = self._exchange_hosts(command)
 
     @property
     def hosts(self) -> int:
@@ -81,8 +83,8 @@ class LaunchedRanks(Closeable):
         or does not answer within `timeout` seconds, raises the same RankError on every rank that
         answers.
         """
-        if self._lost:
-            raise RankError(self._lost, {})
+        if self._unresponsive_ranks:
+            raise RankError(self._unresponsive_ranks, {})
         started = time.monotonic()
         task = f"{function.__module__}.{function.__qualname__}"
         outcome = self._run_local(function, arguments, started)
@@ -95,8 +97,8 @@ class LaunchedRanks(Closeable):
         missing = [rank for rank in range(self.world_size) if rank not in answers]
         if missing:
             after = " after another rank failed" if messages else ""
-            self._lost = dict.fromkeys(missing, f"{NO_ANSWER}{after}")
-            messages |= self._lost
+            self._unresponsive_ranks = dict.fromkeys(missing, f"{NO_ANSWER}{after}")
+            messages |= self._unresponsive_ranks
         if messages:
             self._generation += 1
             raise RankError(messages, results)
@@ -109,11 +111,11 @@ class LaunchedRanks(Closeable):
     def close(self) -> None:
         """Leave the process group; a later run joins a new one."""
         self._announce_exit()
-        if self._joined < 0:
+        if self._joined_generation < 0:
             return
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._joined = -1
+        self._joined_generation = -1
         self._generation += 1
 
     def _connect(self) -> Store:
@@ -130,7 +132,7 @@ class LaunchedRanks(Closeable):
             raise RankError({self.rank: text}, {}) from error
         return PrefixStore("modular_kernel", store)
 
-    def _handshake(self, command: str) -> list[str]:
+    def _exchange_hosts(self, command: str) -> list[str]:
         """Exchange host and command with all ranks; return the host of each rank.
 
         Raise RankError if a rank does not answer, ConfigurationError if commands differ.
@@ -144,7 +146,8 @@ class LaunchedRanks(Closeable):
         if len(set(commands.values())) > 1:
             got = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(commands.items()))
             self._announce_exit()
-            raise ConfigurationError("commands of ranks", got=got, need="one on all ranks")
+            need = "the same command on all ranks"
+            raise ConfigurationError("commands of ranks", got=got, need=need)
         return [messages[rank][1][0] for rank in range(self.world_size)]
 
     def _announce_exit(self) -> None:
@@ -153,11 +156,13 @@ class LaunchedRanks(Closeable):
         Rank 0 may host the store, so it waits up to `grace` seconds for the others' announcements.
         """
         with suppress(RuntimeError):  # the store may have ended
-            self._store.set(self._key("left", self._run, self.rank), "")
-            others = [self._key("left", self._run, rank) for rank in range(1, self.world_size)]
-            end = time.monotonic() + (0 if self.rank or self._lost else self.grace)
+            self._store.set(self._key("left", self._exchange_number, self.rank), "")
+            others = [
+                self._key("left", self._exchange_number, rank) for rank in range(1, self.world_size)
+            ]
+            end = time.monotonic() + (0 if self.rank or self._unresponsive_ranks else self.grace)
             while time.monotonic() < end and not self._store.check(others):
-                time.sleep(_FIRST_POLL_S)
+                time.sleep(_MIN_POLL_S)
 
     def _run_local(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], started: float
@@ -174,7 +179,7 @@ class LaunchedRanks(Closeable):
 
     def _join(self) -> None:
         """Join the process group of the current generation. A failed group is not used again."""
-        if self._joined == self._generation:
+        if self._joined_generation == self._generation:
             return
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -190,7 +195,7 @@ class LaunchedRanks(Closeable):
             timeout=timedelta(seconds=self._group_timeout),
             device_id=device,
         )
-        self._joined = self._generation
+        self._joined_generation = self._generation
 
     def _exchange(
         self, kind: str, message: tuple[bool, Any, str], deadline: float
@@ -200,35 +205,37 @@ class LaunchedRanks(Closeable):
         After a failure of a rank, waits at most group_timeout + grace seconds for the others.
         Raises RankError if the store fails.
         """
-        self._run += 1
+        self._exchange_number += 1
         received: dict[int, Any] = {}
-        pause = _FIRST_POLL_S
+        pause = _MIN_POLL_S
         try:
-            self._store.set(self._key(kind, self._run, self.rank), _pickle(message))  # type: ignore[arg-type]
+            self._store.set(self._key(kind, self._exchange_number, self.rank), _pickle(message))  # type: ignore[arg-type]
             while len(received) < self.world_size and time.monotonic() < deadline:
                 self._poll(kind, received)
                 if any(not is_ok for is_ok, _, _ in received.values()):
                     deadline = min(deadline, time.monotonic() + self._group_timeout + self.grace)
                 if len(received) < self.world_size:
                     time.sleep(pause)
-                    pause = min(2 * pause, _LAST_POLL_S)
-            self._delete_previous(kind, complete=len(received) == self.world_size)
+                    pause = min(2 * pause, _MAX_POLL_S)
+            self._delete_previous_run_message(complete=len(received) == self.world_size)
         except RuntimeError as error:
-            self._lost = {self.rank: f"the store of {self._launcher.address} fails: {error}"}
-            raise RankError(self._lost, {}) from error
+            self._unresponsive_ranks = {
+                self.rank: f"the store at {self._launcher.address} failed: {error}"
+            }
+            raise RankError(self._unresponsive_ranks, {}) from error
         return received
 
     def _poll(self, kind: str, received: dict[int, Any]) -> None:
         """Add the messages that have arrived to `received`."""
         for rank in range(self.world_size):
-            key = self._key(kind, self._run, rank)
+            key = self._key(kind, self._exchange_number, rank)
             if rank not in received and self._store.check([key]):
                 received[rank] = _unpickle(self._store.get(key))
 
-    def _delete_previous(self, kind: str, *, complete: bool) -> None:
+    def _delete_previous_run_message(self, *, complete: bool) -> None:
         """Delete this rank's message of the previous run, which every rank has read by now."""
-        if complete and self._run > 1:
-            self._store.delete_key(self._key("run", self._run - 1, self.rank))
+        if complete and self._exchange_number > 1:
+            self._store.delete_key(self._key("run", self._exchange_number - 1, self.rank))
 
     @staticmethod
     def _key(kind: str, run: int, rank: int) -> str:

@@ -138,7 +138,7 @@ class RankPool(Closeable):
         self.world_size, self.backend, self.grace = world_size, backend, grace
         self.ranks_per_host = ranks_per_host
         self._group_timeout = group_timeout
-        self._mp_context = _mp_context(backend)
+        self._mp_context = _get_mp_context(backend)
         self._folder: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(
             prefix="mk-ranks-"
         )
@@ -181,7 +181,7 @@ class RankPool(Closeable):
             raise
         if failures:
             self._recover(results, failures)
-            raise RankError(self._in_time_order(failures), results)
+            raise RankError(self._sort_by_time(failures), results)
         return [results[rank] for rank in range(self.world_size)]
 
     def collect(self, read: Callable[[int], Result]) -> list[Result]:
@@ -230,7 +230,7 @@ class RankPool(Closeable):
             try:
                 rank.pipe.send_bytes(task)
             except OSError:
-                failures[number] = self._describe_death(number)
+                failures[number] = self._describe_exit(number)
 
     def _collect(
         self, results: dict[int, Result], failures: dict[int, str], deadline: float
@@ -253,7 +253,7 @@ class RankPool(Closeable):
         try:
             is_ok, value = pickle.loads(self._ranks[rank].pipe.recv_bytes())
         except (EOFError, OSError):
-            failures[rank] = self._describe_death(rank)
+            failures[rank] = self._describe_exit(rank)
         # Unpickling a result may raise anything.
         except Exception as error:  # noqa: BLE001
             failures[rank] = f"its result cannot be unpickled: {error!r}"
@@ -263,19 +263,19 @@ class RankPool(Closeable):
             else:
                 self._raised_at[rank], failures[rank] = value
 
-    def _in_time_order(self, failures: Mapping[int, str]) -> dict[int, str]:
+    def _sort_by_time(self, failures: Mapping[int, str]) -> dict[int, str]:
         """Order failures by the time at which they were raised: the first may cause the others."""
         order = sorted(failures, key=lambda rank: self._raised_at.get(rank, math.inf))
         return {rank: failures[rank] for rank in order}
 
-    def _describe_death(self, number: int) -> str:
+    def _describe_exit(self, number: int) -> str:
         process = self._ranks[number].process
         process.join(self.grace)
         code = process.exitcode
         reason = "closed its pipe" if code is None else f"exit code {code}"
         if code is not None and code < 0:
             reason = f"killed by signal {signal.Signals(-code).name}"
-        return f"{DIED}: {reason}\n{self._trace(number)}".rstrip()
+        return f"{DIED}: {reason}\n{self._read_trace(number)}".rstrip()
 
     def _record_unresponsive(self, pending: set[int], failures: dict[int, str]) -> None:
         """Record the ranks that do not answer, with their stack traces."""
@@ -287,10 +287,12 @@ class RankPool(Closeable):
         time.sleep(0.2)  # time to write the traces
         for number in sorted(pending):
             text = f"{NO_ANSWER} after another rank failed" if after_failure else NO_ANSWER
-            trace = self._trace(number) or "(no stack trace: the process does not handle signals)"
+            trace = (
+                self._read_trace(number) or "(no stack trace: the process does not handle signals)"
+            )
             failures[number] = f"{text}\n{trace}"
 
-    def _trace(self, number: int) -> str:
+    def _read_trace(self, number: int) -> str:
         """Return the stack trace that a rank wrote on request or on a crash, or ""."""
         assert self._folder is not None
         path = _trace_path(self._folder.name, number)
@@ -309,7 +311,7 @@ class RankPool(Closeable):
         self._ranks = []
 
 
-def _mp_context(backend: Backend) -> "ForkServerContext | SpawnContext":
+def _get_mp_context(backend: Backend) -> "ForkServerContext | SpawnContext":
     """Return the multiprocessing context that starts ranks.
 
     It never forks this process, in which another thread may hold a lock.
@@ -390,7 +392,7 @@ def _receive_task(pipe: Connection) -> bytes | None:
 def _join(config: _RankConfig, generation: int) -> None:
     """Leave the old process group and join the one of this generation."""
     if read_settings().triton_interpret is not config.interpreter:
-        need = "as it was when this process first started ranks"
+        need = "the value that it had when this process first started ranks"
         raise ConfigurationError("TRITON_INTERPRET", got=f"{config.interpreter} now", need=need)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -50,8 +50,8 @@ class EdgeSituation:
     @cached_property
     def verdict(self) -> Verdict:
         """The verdict on the pairing with these requirements."""
-        pf = _with_requires(self.pf, self.pf_requires)
-        experts = _with_requires(self.experts, self.experts_requires)
+        pf = _make_part(self.pf, self.pf_requires)
+        experts = _make_part(self.experts, self.experts_requires)
         return judge(pf, experts, self.problem, self.machine)
 
     @property
@@ -78,48 +78,52 @@ class NumericField:
     only_decreases: bool = False
 
 
-def _with_requires(cls: Any, requires: object) -> Any:
+def _make_part(cls: Any, requires: object) -> Any:
     """Return the part, or a subclass with these requirements if they differ from the part's."""
-    return cls if cls.requires is requires else _changed_part(cls, requires)
+    return cls if cls.requires is requires else _make_changed_part(cls, requires)
 
 
 @cache
-def _changed_part(cls: Any, requires: object) -> Any:
+def _make_changed_part(cls: Any, requires: object) -> Any:
     return cls if cls.requires == requires else type(cls.__name__, (cls,), {"requires": requires})
 
 
-def changed_fields(base: EdgeSituation) -> Iterator[tuple[str, EdgeSituation]]:
+def list_changed_situations(base: EdgeSituation) -> Iterator[tuple[str, EdgeSituation]]:
     """Yield ("record.field", situation) for every change of one non-numeric field."""
     for record_name in ("problem", "machine", "pf_requires", "experts_requires"):
         record = getattr(base, record_name)
         hints = _type_hints(cast("Any", type(record)))
         for field in fields(record):
             value = getattr(record, field.name)
-            for new_value in _other_values(base, field.name, hints[field.name], value):
-                neighbor = _with_values(base, record_name, **{field.name: new_value})
+            for new_value in _list_other_values(base, field.name, hints[field.name], value):
+                neighbor = _try_replace_values(base, record_name, **{field.name: new_value})
                 if neighbor is not None:
                     yield f"{record_name}.{field.name}", neighbor
-    for neighbor in _other_device(base):
+    for neighbor in _list_other_devices(base):
         yield "machine.device", neighbor
 
 
-def numeric_fields(base: EdgeSituation) -> Iterator[NumericField]:
+def list_numeric_fields(base: EdgeSituation) -> Iterator[NumericField]:
     """Yield the numeric fields of the problem, the machine and the requirements."""
-    yield from _problem_fields(base)
+    yield from _list_problem_fields(base)
     if base.machine.arch is not None:
         major, minor = base.machine.arch
 
         def with_arch(number: int) -> EdgeSituation | None:
-            return _with_values(base, "machine", arch=divmod(number, 10))
+            return _try_replace_values(base, "machine", arch=divmod(number, 10))
 
         yield NumericField("machine.arch", 10 * major + minor, with_arch, 10, 199)
     for record_name in ("pf_requires", "experts_requires"):
         record = getattr(base, record_name)
         for name, kind in _type_hints(cast("Any", type(record))).items():
-            yield from _requirement_fields(base, record_name, name, kind, getattr(record, name))
+            yield from _list_requirement_fields(
+                base, record_name, name, kind, getattr(record, name)
+            )
 
 
-def _with_values(base: EdgeSituation, record_name: str, **values: object) -> EdgeSituation | None:
+def _try_replace_values(
+    base: EdgeSituation, record_name: str, **values: object
+) -> EdgeSituation | None:
     """Return `base` with other values in one record, or None if they are invalid."""
     try:
         return _replace(base, **{record_name: _replace(getattr(base, record_name), **values)})
@@ -130,11 +134,13 @@ def _with_values(base: EdgeSituation, record_name: str, **values: object) -> Edg
 def _replace(record: Record, **values: object) -> Record:
     """Do what `dataclasses.replace` does, in half the time: a search makes about 100,000 calls."""
     values_by_name, cls = vars(record), cast("Any", type(record))
-    return cast("Record", cls(**{name: values_by_name[name] for name in _names(cls)} | values))
+    return cast(
+        "Record", cls(**{name: values_by_name[name] for name in _list_field_names(cls)} | values)
+    )
 
 
 @cache
-def _names(cls: Any) -> tuple[str, ...]:
+def _list_field_names(cls: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(cls))
 
 
@@ -143,13 +149,13 @@ def _type_hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def _other_values(
+def _list_other_values(
     base: EdgeSituation, name: str, annotation: Any, value: object
 ) -> Iterator[object]:
     """Yield the other values of a non-numeric field."""
     base_type = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-    if name in _VALUES:
-        candidates: tuple[object, ...] = tuple(_VALUES[name](base))
+    if name in _CANDIDATE_VALUES:
+        candidates: tuple[object, ...] = tuple(_CANDIDATE_VALUES[name](base))
     elif base_type is bool:
         candidates = (not value,)
     elif get_origin(base_type) is Literal:
@@ -160,7 +166,7 @@ def _other_values(
         members = sorted(value, key=str)
         candidates = tuple(value - {member} for member in members)
         if name == "packages":
-            candidates += tuple(value | {member} for member in _packages())
+            candidates += tuple(value | {member} for member in _list_packages())
     elif name == "packages":
         candidates = ((*base.experts_requires.packages, "no_such_package"),)
     elif any(isinstance(arg, type) and issubclass(arg, Enum) for arg in get_args(base_type)):
@@ -171,7 +177,7 @@ def _other_values(
 
 
 @cache
-def _packages() -> tuple[str, ...]:
+def _list_packages() -> tuple[str, ...]:
     """Return the packages that some part may require."""
     from modular_kernel.catalog import load_catalog, packages_of
 
@@ -179,7 +185,7 @@ def _packages() -> tuple[str, ...]:
 
 
 @cache
-def _schemes() -> tuple[str, ...]:
+def _list_schemes() -> tuple[str, ...]:
     """Return every scheme, alone and with each of its options."""
     schemes = ["none"]
     for name, scheme in QUANT_SCHEMES.items():
@@ -192,13 +198,13 @@ def _schemes() -> tuple[str, ...]:
 
 
 @cache
-def _activations() -> tuple[ActivationSpec, ...]:
+def _list_activations() -> tuple[ActivationSpec, ...]:
     kinds = tuple(ActivationSpec.parse(kind) for kind in GATED + UNGATED)
     orders = ActivationSpec("silu", interleaved=True), ActivationSpec("silu", up_first=True)
     return (*kinds, *orders, ActivationSpec("gelu", limit=2.0, up_first=True))
 
 
-def _parallels(problem: Problem) -> Iterator[object]:
+def _list_parallels(problem: Problem) -> Iterator[object]:
     """Yield the same ranks with other placements of experts."""
     parallel, experts = problem.parallel, problem.experts
     if experts < parallel.world_size:
@@ -212,17 +218,17 @@ def _parallels(problem: Problem) -> Iterator[object]:
 
 
 # Values of fields whose annotation does not determine them.
-_VALUES: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
+_CANDIDATE_VALUES: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
     "dtype": lambda _base: DTYPES.values(),
-    "quant": lambda _base: _schemes(),
+    "quant": lambda _base: _list_schemes(),
     "lora": lambda _base: ("none", "adapters=3,rank=4"),
-    "activation": lambda _base: _activations(),
+    "activation": lambda _base: _list_activations(),
     "ids_dtype": lambda _base: _ID_DTYPES,
     "topk_indices_dtype": lambda _base: _ID_DTYPES,
     "scale_layout": lambda _base: ("row_major", "column_major"),
     "chunk_tokens": lambda base: (None, max(1, base.problem.tokens // 2)),
     "max_received": lambda base: (None, max(1, base.problem.tokens)),
-    "parallel": lambda base: _parallels(base.problem),
+    "parallel": lambda base: _list_parallels(base.problem),
     "hidden_sizes": lambda base: (None, frozenset({base.problem.hidden}), frozenset({1})),
     "blocks": lambda _base: (None, frozenset({(128, 128)}), frozenset({(16, 16)})),
     "cuda": lambda _base: (None, (13, 0), (12, 0)),
@@ -230,7 +236,7 @@ _VALUES: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
 }
 
 
-def _other_device(base: EdgeSituation) -> Iterator[EdgeSituation]:
+def _list_other_devices(base: EdgeSituation) -> Iterator[EdgeSituation]:
     """Yield situations with the other device type and the same software."""
     machine = base.machine
     if machine.device == "cuda":
@@ -241,21 +247,21 @@ def _other_device(base: EdgeSituation) -> Iterator[EdgeSituation]:
         yield replace(base, machine=replace(machine, device="cuda", arch=(9, 0)))
 
 
-def _problem_fields(base: EdgeSituation) -> Iterator[NumericField]:
+def _list_problem_fields(base: EdgeSituation) -> Iterator[NumericField]:
     problem = base.problem
     max_values = {"experts": _MAX_EXPERTS}
     for name in ("tokens", "hidden", "intermediate", "experts", "top_k", "local_experts"):
         value = getattr(problem, name)
 
         def with_value(number: int, name: str = name) -> EdgeSituation | None:
-            return _with_values(base, "problem", **{name: number})
+            return _try_replace_values(base, "problem", **{name: number})
 
         start = problem.e if name == "local_experts" else value
         yield NumericField(f"problem.{name}", start, with_value, 0, max_values.get(name, 2**31 - 1))
     if problem.chunk_tokens is not None:
 
         def with_chunk_tokens(number: int) -> EdgeSituation | None:
-            return _with_values(base, "problem", chunk_tokens=number)
+            return _try_replace_values(base, "problem", chunk_tokens=number)
 
         yield NumericField(
             "problem.chunk_tokens", problem.chunk_tokens, with_chunk_tokens, 1, 2**31 - 1
@@ -266,19 +272,19 @@ def _problem_fields(base: EdgeSituation) -> Iterator[NumericField]:
         fills_hosts = ranks % (parallel.ranks_per_host or 1) == 0
         if parallel.placement != "linear" or not 1 <= ranks <= problem.experts or not fills_hosts:
             return None
-        return _with_values(base, "problem", parallel=replace(parallel, world_size=ranks))
+        return _try_replace_values(base, "problem", parallel=replace(parallel, world_size=ranks))
 
     yield NumericField("problem.world_size", problem.parallel.world_size, with_ranks, 1, _MAX_RANKS)
 
 
-def _requirement_fields(
+def _list_requirement_fields(
     base: EdgeSituation, record_name: str, name: str, kind: Any, value: object
 ) -> Iterator[NumericField]:
     """Yield the numeric field of a required number, or one for each bound of a required range."""
     field = f"{record_name}.{name}"
 
     def with_value(number: int) -> EdgeSituation | None:
-        return _with_values(base, record_name, **{name: number})
+        return _try_replace_values(base, record_name, **{name: number})
 
     if isinstance(value, int) and not isinstance(value, bool):
         minimum = 1 if kind == Count else 0
@@ -291,7 +297,7 @@ def _requirement_fields(
 
             def with_bound(number: int, index: int = index) -> EdgeSituation | None:
                 pair = (*value[:index], number, *value[index + 1 :])
-                return _with_values(base, record_name, **{name: pair})
+                return _try_replace_values(base, record_name, **{name: pair})
 
             start = _UNBOUNDED if bound is None else bound
             yield NumericField(
@@ -301,6 +307,6 @@ def _requirement_fields(
         number = 10 * base.machine.arch[0] + base.machine.arch[1]
 
         def from_arch(number: int) -> EdgeSituation | None:
-            return _with_values(base, record_name, min_arch=divmod(number, 10))
+            return _try_replace_values(base, record_name, min_arch=divmod(number, 10))
 
         yield NumericField(field, number, from_arch, 0, 199)
