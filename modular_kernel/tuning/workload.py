@@ -19,9 +19,9 @@ from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.verify.compare import (
+    FLOAT32_TOLERANCE,
     MAX_ERROR_RATIO,
     MAX_ROW_ERROR_RATIO,
-    MIN_ERROR_BOUND,
     compare,
 )
 
@@ -93,10 +93,10 @@ class TuneWorkload:
         reference = first_output.float().flatten(1)
         error = float(difference.norm() / reference.norm())
         worst_row = float(
-            (difference.norm(dim=1) / reference.norm(dim=1).clamp(min=MIN_ERROR_BOUND)).max()
+            (difference.norm(dim=1) / reference.norm(dim=1).clamp(min=FLOAT32_TOLERANCE)).max()
         )
-        bound = 2 * (MAX_ERROR_RATIO * reference_error + MIN_ERROR_BOUND)
-        row_bound = 2 * MAX_ROW_ERROR_RATIO * (reference_error + MIN_ERROR_BOUND)
+        bound = 2 * (MAX_ERROR_RATIO * reference_error + FLOAT32_TOLERANCE)
+        row_bound = 2 * MAX_ROW_ERROR_RATIO * (reference_error + FLOAT32_TOLERANCE)
         if not error <= bound:
             return f"differs from another correct choice by {error:.2e}, more than {bound:.2e}"
         if not worst_row <= row_bound:

@@ -1,4 +1,4 @@
-"""Find the source lines that can refuse a pairing, in the rules or in a part's own checks."""
+"""Find the source lines (sites) that can refuse a pairing, in the rules or in checks of a part."""
 
 import ast
 import inspect
@@ -13,12 +13,12 @@ Site = tuple[str, int]  # file, line
 
 
 def find_rule_sites() -> frozenset[Site]:
-    """Return the sites in the rules for all pairings."""
+    """Return the sites in the rules that apply to all pairings."""
     return frozenset(_find_sites(RULES.values()))
 
 
 def find_part_sites(part: type[PrepareAndFinalize | PermuteExpertsUnpermute]) -> frozenset[Site]:
-    """Return the sites in a part's `extra_rejections`, in inherited ones, and in what they call."""
+    """Return the sites in a part's own and inherited `extra_rejections`, and in what they call."""
     methods = (vars(cls).get("extra_rejections") for cls in part.__mro__)
     return frozenset(
         _find_sites(getattr(method, "__func__", method) for method in methods if method)
@@ -38,7 +38,7 @@ def _is_frozen(function: FunctionType) -> bool:
 
 
 def _find_reachable_functions(roots: Iterable[object]) -> set[FunctionType]:
-    """Return these functions and all functions that they refer to, except those without source."""
+    """Return `roots` and all functions that they refer to, except functions without source."""
     functions, pending = set[FunctionType](), list(roots)
     while pending:
         candidate = pending.pop()

@@ -1,8 +1,8 @@
-"""Enumerate the situations that differ from a given one in a single field.
+"""Enumerate the situations that differ from a given situation in a single field.
 
-A situation is a pairing with the parts' requirements, a problem and a machine. The fields are those
-of Problem, Machine, and the requirements of both parts. The values of a field are derived from its
-annotation, so that new fields are included automatically.
+A situation consists of a pairing with the requirements of its parts, a problem and a machine. The
+fields are those of Problem, of Machine, and of the requirements of both parts. The values of a
+field are derived from its annotation, so that new fields are included automatically.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.utils.argument_checks import Count
 
 _UNBOUNDED = 2**40  # represents a bound of None
-_MAX_EXPERTS, _MAX_RANKS = 4096, 64  # limits of the search, since a Placement lists all experts
+_MAX_EXPERTS, _MAX_RANKS = 4096, 64  # limits of the search, because a Placement lists all experts
 Record = TypeVar("Record")
 _ID_DTYPES = (None, torch.int32, torch.int64)
 
@@ -37,7 +37,11 @@ _ID_DTYPES = (None, torch.int32, torch.int64)
 class EdgeSituation:
     """A pairing with requirements, a problem and a machine.
 
-    pf, experts: the parts. pf_requires, experts_requires: may differ from what the parts declare.
+    Attributes:
+        pf, experts: the parts.
+        pf_requires, experts_requires: their requirements in this situation, which may differ from
+            what the parts declare.
+        problem, machine: the problem and the machine.
     """
 
     pf: type[PrepareAndFinalize]
@@ -49,7 +53,7 @@ class EdgeSituation:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The verdict on the pairing with these requirements."""
+        """The verdict on the pairing with the requirements of this situation."""
         pf = _make_part(self.pf, self.pf_requires)
         experts = _make_part(self.experts, self.experts_requires)
         return judge(pf, experts, self.problem, self.machine)
@@ -63,11 +67,14 @@ class EdgeSituation:
 
 @dataclass(frozen=True)
 class NumericField:
-    """A numeric field.
+    """A numeric field of a situation.
 
-    field: its name. start: its value in the base situation. situation_with: returns the situation
-    with another value, or None if the value is invalid. low, high: the range of values.
-    only_decreases: whether only values below `start` are tried.
+    Attributes:
+        field: the name, "record.field".
+        start: the value in the base situation.
+        situation_with: returns the situation with another value, or None if the value is invalid.
+        low, high: the range of values that are tried.
+        only_decreases: whether only values below `start` are tried.
     """
 
     field: str
@@ -79,7 +86,7 @@ class NumericField:
 
 
 def _make_part(cls: Any, requires: object) -> Any:
-    """Return the part, or a subclass with these requirements if they differ from the part's."""
+    """Return the part, or a subclass of it with `requires` if the part's requirements differ."""
     return cls if cls.requires is requires else _make_changed_part(cls, requires)
 
 
@@ -124,7 +131,7 @@ def list_numeric_fields(base: EdgeSituation) -> Iterator[NumericField]:
 def _try_replace_values(
     base: EdgeSituation, record_name: str, **values: object
 ) -> EdgeSituation | None:
-    """Return `base` with other values in one record, or None if they are invalid."""
+    """Return `base` with other values in one record, or None if the values are invalid."""
     try:
         return _replace(base, **{record_name: _replace(getattr(base, record_name), **values)})
     except ConfigurationError:
@@ -132,7 +139,7 @@ def _try_replace_values(
 
 
 def _replace(record: Record, **values: object) -> Record:
-    """Do what `dataclasses.replace` does, in half the time: a search makes about 100,000 calls."""
+    """Do the same as `dataclasses.replace` in half the time. A search makes about 100,000 calls."""
     values_by_name, cls = vars(record), cast("Any", type(record))
     return cast(
         "Record", cls(**{name: values_by_name[name] for name in _list_field_names(cls)} | values)
@@ -186,7 +193,7 @@ def _list_packages() -> tuple[str, ...]:
 
 @cache
 def _list_schemes() -> tuple[str, ...]:
-    """Return every scheme, alone and with each of its options."""
+    """Return every scheme, without options and with each of its options."""
     schemes = ["none"]
     for name, scheme in QUANT_SCHEMES.items():
         for option in ("", "block=48x48", "group=48", "zero_points=true", "static=true"):
@@ -205,7 +212,7 @@ def _list_activations() -> tuple[ActivationSpec, ...]:
 
 
 def _list_parallels(problem: Problem) -> Iterator[object]:
-    """Yield the same ranks with other placements of experts."""
+    """Yield other values of `Problem.parallel` with the same number of ranks."""
     parallel, experts = problem.parallel, problem.experts
     if experts < parallel.world_size:
         return
@@ -217,7 +224,7 @@ def _list_parallels(problem: Problem) -> Iterator[object]:
         yield replace(parallel, placement=linear.with_copies({0: (1,)}))
 
 
-# Values of fields whose annotation does not determine them.
+# The values to try for fields whose annotation does not determine them.
 _CANDIDATE_VALUES: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
     "dtype": lambda _base: DTYPES.values(),
     "quant": lambda _base: _list_schemes(),
@@ -237,7 +244,7 @@ _CANDIDATE_VALUES: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
 
 
 def _list_other_devices(base: EdgeSituation) -> Iterator[EdgeSituation]:
-    """Yield situations with the other device type and the same software."""
+    """Yield situations with the other type of device and the same software."""
     machine = base.machine
     if machine.device == "cuda":
         cpu = replace(machine, device="cpu", arch=None)
@@ -280,7 +287,7 @@ def _list_problem_fields(base: EdgeSituation) -> Iterator[NumericField]:
 def _list_requirement_fields(
     base: EdgeSituation, record_name: str, name: str, kind: Any, value: object
 ) -> Iterator[NumericField]:
-    """Yield the numeric field of a required number, or one for each bound of a required range."""
+    """Yield one numeric field for a required number, or one for each bound of a required range."""
     field = f"{record_name}.{name}"
 
     def with_value(number: int) -> EdgeSituation | None:

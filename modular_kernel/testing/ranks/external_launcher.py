@@ -2,9 +2,9 @@
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m modular_kernel test
 
-Every rank runs the same command and the same tasks in the same order. Ranks exchange results
-through the launcher's store, so all of them have the same results and exit with the same status,
-and only rank 0 needs to report.
+Every rank must run the same command, and thus the same tasks in the same order. The ranks exchange
+results through the launcher's store, so all ranks have the same results and exit with the same
+status, and only rank 0 needs to report.
 """
 
 import pickle
@@ -32,14 +32,16 @@ _MIN_POLL_S, _MAX_POLL_S = 0.001, 0.05  # shortest and longest pause between pol
 class LaunchedRanks(Closeable):
     """The ranks of a launcher, including this process, with the interface of `RankPool`.
 
-    launcher: from `read_launcher`. backend: gloo on the CPU, or nccl with GPU LOCAL_RANK.
-    group_timeout: seconds after which a collective that waits for a peer raises. grace: additional
-    seconds for ranks to answer after another one failed. command: the command line of this rank,
-    which must be the same on all ranks.
+    Construction is collective. Raises ConfigurationError if this host has no GPU LOCAL_RANK or if
+    the commands differ, and RankError if the store or a rank does not respond. An unresponsive rank
+    cannot be terminated from this process, so all later runs are refused, and the launcher must be
+    restarted.
 
-    Construction is collective. Raises ConfigurationError if this host has no such GPU or if the
-    commands differ, RankError if the store or a rank does not answer. A rank that does not answer
-    cannot be ended from here: all later runs are refused, and the launcher must be restarted.
+    launcher: the result of `read_launcher`.
+    backend: gloo on the CPU, or nccl with GPU LOCAL_RANK.
+    group_timeout: seconds after which a collective that waits for a peer raises an error.
+    grace: additional seconds for ranks to respond after another rank has failed.
+    command: the command line of this rank, which must be the same on all ranks.
     """
 
     def __init__(
@@ -79,9 +81,9 @@ class LaunchedRanks(Closeable):
     ) -> list[Result]:
         """Run function(rank, world_size, group, *arguments) on every rank; return results by rank.
 
-        Collective: every rank must make the same run. Results must be picklable. If a rank raises
-        or does not answer within `timeout` seconds, raises the same RankError on every rank that
-        answers.
+        Collective: every rank must call `run` with the same function, in the same order. Results
+        must be picklable. If a rank raises an error or does not respond within `timeout` seconds,
+        raises the same RankError on every rank that responds.
         """
         if self._unresponsive_ranks:
             raise RankError(self._unresponsive_ranks, {})
@@ -105,11 +107,11 @@ class LaunchedRanks(Closeable):
         return [results[rank] for rank in range(self.world_size)]
 
     def collect(self, read: Callable[[int], Result], *, timeout: float = 120) -> list[Result]:
-        """Call read(rank) on each rank and return the results by rank. Collective."""
+        """Call read(rank) on each rank; return the results by rank. All ranks must call this."""
         return self.run(_call_read, read, timeout=timeout)
 
     def close(self) -> None:
-        """Leave the process group; a later run joins a new one."""
+        """Leave the process group. A later run joins a new group."""
         self._announce_exit()
         if self._joined_generation < 0:
             return
@@ -119,7 +121,7 @@ class LaunchedRanks(Closeable):
         self._generation += 1
 
     def _connect(self) -> Store:
-        """Return the launcher's store. Raise RankError if it does not answer in time."""
+        """Connect to the launcher's store. Raises RankError if it does not respond in time."""
         from torch.distributed.rendezvous import rendezvous
 
         limit = timedelta(seconds=self._group_timeout)
@@ -135,7 +137,7 @@ class LaunchedRanks(Closeable):
     def _exchange_hosts(self, command: str) -> list[str]:
         """Exchange host and command with all ranks; return the host of each rank.
 
-        Raise RankError if a rank does not answer, ConfigurationError if commands differ.
+        Raises RankError if a rank does not respond, and ConfigurationError if the commands differ.
         """
         message = (True, (_host_name(), command), "")
         messages = self._exchange("meet", message, time.monotonic() + self._group_timeout)
@@ -153,9 +155,10 @@ class LaunchedRanks(Closeable):
     def _announce_exit(self) -> None:
         """Announce that this rank no longer needs the store.
 
-        Rank 0 may host the store, so it waits up to `grace` seconds for the others' announcements.
+        Rank 0 may host the store, so it waits up to `grace` seconds for the announcements of the
+        other ranks.
         """
-        with suppress(RuntimeError):  # the store may have ended
+        with suppress(RuntimeError):  # the store may already be shut down
             self._store.set(self._key("left", self._exchange_number, self.rank), "")
             others = [
                 self._key("left", self._exchange_number, rank) for rank in range(1, self.world_size)
@@ -173,12 +176,12 @@ class LaunchedRanks(Closeable):
             return True, function(self.rank, self.world_size, dist.group.WORLD, *arguments)
         except KeyboardInterrupt:
             raise
-        # The error is sent to the other ranks. Later runs remain possible.
+        # The error is sent to the other ranks, and later runs remain possible.
         except BaseException:  # noqa: BLE001
             return False, (time.monotonic() - started, traceback.format_exc())
 
     def _join(self) -> None:
-        """Join the process group of the current generation. A failed group is not used again."""
+        """Join the process group of the current generation. A failed group is never reused."""
         if self._joined_generation == self._generation:
             return
         if dist.is_initialized():
@@ -200,10 +203,14 @@ class LaunchedRanks(Closeable):
     def _exchange(
         self, kind: str, message: tuple[bool, Any, str], deadline: float
     ) -> dict[int, Any]:
-        """Send `message`; return the messages of all ranks that arrive before the time `deadline`.
+        """Send `message`; return the messages that arrive before `deadline`, by rank.
 
-        After a failure of a rank, waits at most group_timeout + grace seconds for the others.
-        Raises RankError if the store fails.
+        After a rank has failed, waits at most group_timeout + grace seconds for the others. Raises
+        RankError if the store fails.
+
+        kind: prefix of the keys in the store.
+        message: (whether the rank succeeded, value, name of the task).
+        deadline: a `time.monotonic()` value.
         """
         self._exchange_number += 1
         received: dict[int, Any] = {}
@@ -226,14 +233,17 @@ class LaunchedRanks(Closeable):
         return received
 
     def _poll(self, kind: str, received: dict[int, Any]) -> None:
-        """Add the messages that have arrived to `received`."""
+        """Add the messages that have arrived since the last poll to `received`."""
         for rank in range(self.world_size):
             key = self._key(kind, self._exchange_number, rank)
             if rank not in received and self._store.check([key]):
                 received[rank] = _unpickle(self._store.get(key))
 
     def _delete_previous_run_message(self, *, complete: bool) -> None:
-        """Delete this rank's message of the previous run, which every rank has read by now."""
+        """Delete this rank's message of the previous run, which all ranks have read.
+
+        complete: whether all ranks have answered the current run; otherwise nothing is deleted.
+        """
         if complete and self._exchange_number > 1:
             self._store.delete_key(self._key("run", self._exchange_number - 1, self.rank))
 
@@ -252,7 +262,7 @@ def _call_read(
 
 
 def _check_same_run(task: str, is_ok: bool, value: Any, actual: str) -> tuple[bool, Any]:
-    """Return the answer of a rank, or a failure if it ran another function."""
+    """Return the answer of a rank, or a failure if the rank ran another function."""
     if actual != task:
         return False, (0.0, f"ran {actual} instead of {task}: all ranks must run the same command")
     return is_ok, value
@@ -277,6 +287,6 @@ def _unpickle(data: bytes) -> tuple[bool, Any, str]:
 def _host_name() -> str:
     """Return MK_HOST_ID if it is set, else the boot id, else the host name.
 
-    It serves only to count hosts. Parts find out themselves which ranks share memory.
+    It is used only to count hosts. Parts determine on their own which ranks share memory.
     """
     return read_settings().host_id or boot_id()

@@ -23,7 +23,7 @@ MAX_VALUE_ERROR_RATIO = 12.0
 # be smaller in torch by chance. The unit roundoff, 6e-8, times sqrt(fan-in), for two GEMMs, stays
 # below 1e-6 for the shapes of the cases. The smallest defect, gelu's tanh approximation instead of
 # erf, causes an error of 2e-4.
-MIN_ERROR_BOUND = 1e-6
+FLOAT32_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def compare(
         return Comparison(math.inf, 0.0, problems=problems)
     is_nonzero = ~is_zero
     if not bool(is_nonzero.any()):
-        return Comparison(0.0, MIN_ERROR_BOUND)
+        return Comparison(0.0, FLOAT32_TOLERANCE)
     index = is_nonzero.nonzero().flatten()
     min_row_error = recipe_row_error if problem.scheme.quantized else None
     args = output[is_nonzero], exact[is_nonzero], recipe[is_nonzero], index
@@ -160,11 +160,11 @@ def _compare_rows(
     value_errors, recipe_value_errors = (
         (x - exact).abs().amax(1) / row_rms for x in (output, recipe)
     )
-    bound = MAX_ERROR_RATIO * recipe_error + MIN_ERROR_BOUND
+    bound = MAX_ERROR_RATIO * recipe_error + FLOAT32_TOLERANCE
     row_bounds = torch.full_like(
-        row_errors, MAX_ROW_ERROR_RATIO * (median_row_error + MIN_ERROR_BOUND)
+        row_errors, MAX_ROW_ERROR_RATIO * (median_row_error + FLOAT32_TOLERANCE)
     )
-    value_bound = MAX_VALUE_ERROR_RATIO * (median_row_error + MIN_ERROR_BOUND)
+    value_bound = MAX_VALUE_ERROR_RATIO * (median_row_error + FLOAT32_TOLERANCE)
     if min_row_error is not None:
         row_bounds = torch.maximum(
             row_bounds, MAX_ERROR_RATIO * recipe_row_errors.clamp(min=min_row_error)
