@@ -26,7 +26,7 @@ def test_a_device_whose_package_is_not_installed_is_refused() -> None:
 @pytest.mark.parametrize("device", [torch.tensor(3), 2.5, "moon", None])
 def test_count_invalid_ids_on_refuses_an_invalid_device(device: Any) -> None:
     with pytest.raises(ConfigurationError, match="device"):
-        samples.kernel().count_invalid_ids_on(device)
+        samples.make_torch_kernel().count_invalid_ids_on(device)
 
 
 def _nested() -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.ranks.pool import RankError, RankPool
-from modular_kernel.testing.stress.soak import Soak, soak
+from modular_kernel.testing.stress.soak import Soak, run_soak
 from modular_kernel.testing.stress.soak_inputs import (
     SoakInputs,
     SoakInputSource,
@@ -60,7 +60,7 @@ class WrongLastRow(Faulty):
 
 
 def test_a_correct_part_passes(rank_pool: Pool) -> None:
-    first, second = rank_pool(2).run(soak, SHORT)
+    first, second = rank_pool(2).run(run_soak, SHORT)
     assert first.findings == second.findings == ()
     assert first.steps == second.steps == 40
     assert first.checked == 8
@@ -71,13 +71,13 @@ def test_a_correct_part_passes(rank_pool: Pool) -> None:
 
 
 def test_the_time_limit_stops_all_ranks_at_the_same_step(rank_pool: Pool) -> None:
-    first, second = rank_pool(2).run(soak, replace(SHORT, steps=10**6, seconds=0.3))
+    first, second = rank_pool(2).run(run_soak, replace(SHORT, steps=10**6, seconds=0.3))
     assert first.steps == second.steps < 10**5
     assert 0.3 <= first.seconds < 3
 
 
 def test_a_wrong_row_on_one_rank(rank_pool: Pool) -> None:
-    first, second = rank_pool(2).run(soak, replace(SHORT, part=WrongLastRow, steps=10_000))
+    first, second = rank_pool(2).run(run_soak, replace(SHORT, part=WrongLastRow, steps=10_000))
     assert first.findings == ()
     assert first.steps == second.steps < 1000  # stops after five findings
     assert second.findings[0].startswith(f"step {BAD_STEP}")
@@ -86,7 +86,7 @@ def test_a_wrong_row_on_one_rank(rank_pool: Pool) -> None:
 
 def test_memory_that_grows(rank_pool: Pool) -> None:
     job = replace(SHORT, part=Leaks, rss_bytes=16 << 20)
-    first, second = rank_pool(2).run(soak, job)
+    first, second = rank_pool(2).run(run_soak, job)
     assert first.findings == ()
     (finding,) = second.findings
     assert finding.startswith("bytes of the process grew by ")
@@ -94,7 +94,7 @@ def test_memory_that_grows(rank_pool: Pool) -> None:
 
 def test_an_exception_is_reported_with_its_step(rank_pool: Pool) -> None:
     with pytest.raises(RankError, match=f"at step {BAD_STEP} of the soak, by "):
-        rank_pool(2).run(soak, replace(SHORT, part=Faulty))
+        rank_pool(2).run(run_soak, replace(SHORT, part=Faulty))
 
 
 @pytest.fixture

@@ -114,11 +114,11 @@ class SoakReport:
         )
 
 
-def soak(rank: int, world_size: int, group: Any, params: Soak) -> SoakReport:
+def run_soak(rank: int, world_size: int, group: Any, params: Soak) -> SoakReport:
     """Run the soak test on one rank of a RankPool. An error gets a note with the step."""
     run = _Run(rank, world_size, group, params)
     try:
-        report = run.all_steps()
+        report = run.run_all_steps()
         run.close()
         return report
     except Exception as error:
@@ -136,7 +136,7 @@ class _Run:
             torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         )
         self.device, self.step, self.mode = device, 0, "set-up"
-        self.random = random.Random(params.seed)
+        self.rng = random.Random(params.seed)
         self.modes: Counter[str] = Counter()
         self.checked, self.worst = 0, 0.0
         self.findings: list[str] = []
@@ -153,15 +153,15 @@ class _Run:
         self.source = SoakInputSource(
             problem,
             device,
-            self.random,
+            self.rng,
             replicated=requires.replicated_input,
             ids_dtype=part.topk_indices_dtype() or torch.int32,
         )
-        self.wait_for_device: Callable[[], object] | None = getattr(part, "check", None)
-        self.eager = [self.source.draw_inputs() for _ in range(_NUM_EAGER_INPUTS)]
+        self.check_part: Callable[[], object] | None = getattr(part, "check", None)
+        self.eager_inputs = [self.source.draw_inputs() for _ in range(_NUM_EAGER_INPUTS)]
         num_graphs = _NUM_GRAPH_INPUTS if problem.graph else 0
         self._graphs = list[torch.cuda.CUDAGraph]()
-        self.captured = [self._capture() for _ in range(num_graphs)]
+        self.captured_inputs = [self._capture() for _ in range(num_graphs)]
         frequencies = _MODE_WEIGHTS_GRAPH if num_graphs else _MODE_WEIGHTS
         self.mode_choices = [mode for mode, count in frequencies.items() for _ in range(count)]
 
@@ -193,24 +193,24 @@ class _Run:
 
     # -------------------------------------------------------------------------------- steps
 
-    def all_steps(self) -> SoakReport:
+    def run_all_steps(self) -> SoakReport:
         """Run until any rank has reached a limit; return the report."""
         params, started = self.params, time.monotonic()
         warmup_steps = min(params.warmup_steps, max(params.steps // 10, params.check_every))
-        before, last_progress = self._resource_usage(), started
+        before, last_progress = self._measure_resources(), started
         while not self._should_stop(started):
             for _ in range(params.check_every - 1):
                 self._step()
             self._step(redraw=True)
             if self.step <= warmup_steps:
-                before = self._resource_usage()
+                before = self._measure_resources()
             if self.rank == 0 and time.monotonic() - last_progress > _PROGRESS_INTERVAL_S:
                 last_progress = time.monotonic()
                 progress = (
                     f"{self.step} steps, {last_progress - started:.0f} s, {self.checked} checked"
                 )
                 print(progress, file=sys.stderr, flush=True)  # noqa: T201  in a worker process
-        after = self._resource_usage()
+        after = self._measure_resources()
         growth = after[0] - before[0], after[1] - before[1], after[2] - before[2]
         names = "bytes of the GPU", "bytes of the process", "open files and threads"
         max_growth = params.cuda_bytes, params.rss_bytes, 0
@@ -230,23 +230,23 @@ class _Run:
     def _step(self, *, redraw: bool = False) -> None:
         """Make one call. redraw: whether to draw the input set anew and check the output."""
         self.step += 1
-        self.mode = self.random.choice(self.mode_choices)
+        self.mode = self.rng.choice(self.mode_choices)
         self.modes[self.mode] += 1
-        input_sets = self.captured if self.mode == "graph" else self.eager
-        index = self.random.randrange(len(input_sets))
+        input_sets = self.captured_inputs if self.mode == "graph" else self.eager_inputs
+        index = self.rng.randrange(len(input_sets))
         if redraw:
-            self._refresh(input_sets, index)
+            self._redraw_inputs(input_sets, index)
         out = self._call(input_sets[index])
         if not redraw:
             return
-        if self.wait_for_device is not None:
-            self.wait_for_device()
+        if self.check_part is not None:
+            self.check_part()
         worst, message = compare_with_oracle(input_sets[index], out, self.kernel.problem)
         self.checked, self.worst = self.checked + 1, max(self.worst, worst)
         if message:
             self.findings.append(f"step {self.step}, {self.mode}: {message}")
 
-    def _refresh(self, input_sets: list[SoakInputs], index: int) -> None:
+    def _redraw_inputs(self, input_sets: list[SoakInputs], index: int) -> None:
         old = input_sets[index]
         if old.replay is None:
             input_sets[index] = self.source.draw_inputs()
@@ -272,7 +272,7 @@ class _Run:
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group)
         return bool(vote.item())
 
-    def _resource_usage(self) -> tuple[int, int, int]:
+    def _measure_resources(self) -> tuple[int, int, int]:
         """Return allocated GPU bytes, resident bytes, and the number of open files and threads."""
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])

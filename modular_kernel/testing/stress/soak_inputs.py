@@ -87,7 +87,7 @@ class SoakInputSource:
         start = 0 if self._replicated else sum(tokens_W[: parallel.rank])
         local = slice(start, start + tokens_W[parallel.rank])
         generator = torch.Generator().manual_seed(rng.getrandbits(32))
-        routing = self._routing(total, _SKEWS[rng.randrange(len(_SKEWS))], generator)
+        routing = self._draw_routing(total, _SKEWS[rng.randrange(len(_SKEWS))], generator)
         x_TH = torch.randn(total, self.problem.hidden, generator=generator)
         x_TH = x_TH.to(self.problem.dtype)
         local_routing = Routing(
@@ -99,13 +99,13 @@ class SoakInputSource:
             tokens_W, global_inputs, local, x_TH[local].to(self.device, copy=True), local_routing
         )
 
-    def _routing(self, tokens: int, skew: float, generator: torch.Generator) -> Routing:
+    def _draw_routing(self, tokens: int, skew: float, generator: torch.Generator) -> Routing:
         experts, top_k = self.problem.experts, self.problem.top_k
-        probs = torch.arange(1, experts + 1).float() ** -skew
-        probs = probs[torch.randperm(experts, generator=generator)]
+        probabilities = torch.arange(1, experts + 1).float() ** -skew
+        probabilities = probabilities[torch.randperm(experts, generator=generator)]
         ids = torch.empty(0, top_k, dtype=torch.int64)
         if tokens:
-            ids = torch.multinomial(probs.expand(tokens, -1), top_k, generator=generator)
+            ids = torch.multinomial(probabilities.expand(tokens, -1), top_k, generator=generator)
         ids[torch.rand(ids.shape, generator=generator) < _SKIP_PROBABILITY] = -1
         weights = torch.rand(ids.shape, generator=generator) + 0.1
         return Routing(weights, ids.to(self._ids_dtype))
@@ -143,6 +143,9 @@ def compare_with_oracle(
         relative_error * torch.maximum(row_norms, row_norms.mean()) + _EPS
     )
     if error_ratio > 1 or bool(is_wrong_row.any()):
-        message = f"{error_ratio:.2f} of its bound, {int(is_wrong_row.sum())} rows far off"
+        message = (
+            f"the error is {error_ratio:.2f} of its bound; {int(is_wrong_row.sum())} rows exceed "
+            "the bound for rows"
+        )
         return error_ratio, message
     return error_ratio, ""

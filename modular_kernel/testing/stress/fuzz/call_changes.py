@@ -140,7 +140,7 @@ _INVALID: tuple[tuple[str, TensorChange], ...] = (
 )
 _IDS, _WEIGHTS = "topk_ids_TK", "topk_weights_TK"
 
-MUST: tuple[tuple[str, Change], ...] = (
+MUST_BE_REFUSED: tuple[tuple[str, Change], ...] = (
     *((f"x is {name}", _change_x(change)) for name, change in _INVALID),
     *((f"topk_weights: {name}", _change_routing(_WEIGHTS, change)) for name, change in _INVALID),
     *((f"topk_ids: {name}", _change_routing(_IDS, change)) for name, change in _INVALID),
@@ -167,7 +167,7 @@ MUST: tuple[tuple[str, Change], ...] = (
 )  # fmt: skip
 
 # Some of these must be refused unless the tensor is empty.
-MAY: tuple[tuple[str, Change], ...] = (
+MAY_BE_REFUSED: tuple[tuple[str, Change], ...] = (
     ("x negated", _change_x(_negate)),
     ("a weight negated", _change_weight(_negate)),
     ("topk_weights negated", _change_routing(_WEIGHTS, _negate)),
@@ -210,10 +210,10 @@ def require_grad(inputs: CallInputs, problem: Problem, tensor_index: int) -> Cal
 
 
 ALL: tuple[tuple[str, Change, bool], ...] = (
-    *((name, change, True) for name, change in MUST),
+    *((name, change, True) for name, change in MUST_BE_REFUSED),
     ("freed memory", free_tensor, True),
     ("requires grad", require_grad, True),
-    *((name, change, False) for name, change in MAY),
+    *((name, change, False) for name, change in MAY_BE_REFUSED),
 )
 CHANGES: dict[str, tuple[Change, bool]] = {
     name: (change, must_refuse) for name, change, must_refuse in ALL

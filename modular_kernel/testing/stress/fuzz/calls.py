@@ -13,13 +13,13 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.stress.fuzz.call_changes import ALL, CHANGES
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    LATE,
-    RIGHT,
-    TYPED,
-    WRONG,
+    CORRECT,
+    INVALID_ACCEPTED,
+    LATE_ERROR,
+    TYPED_ERROR,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
 from modular_kernel.testing.stress.fuzz.random_problems import (
     CallInputs,
@@ -69,17 +69,17 @@ def call_cases(
 
 def build_call(case: CallCase) -> tuple[FusedMoEModularKernel, str, CallInputs] | FuzzOutcome:
     """Return (kernel, description, inputs), or the outcome if the problem or pairing is refused."""
-    problem = run_or_outcome("a problem", lambda: Problem(**case.fields))
+    problem = run_or_classify("a problem", lambda: Problem(**case.fields))
     if isinstance(problem, FuzzOutcome):
         return problem
     description = f"{' x '.join(case.parts)}, {describe(problem)}"
-    kernel = run_or_outcome(description, lambda: make_kernel(*case.parts, problem))
+    kernel = run_or_classify(description, lambda: make_kernel(*case.parts, problem))
     if isinstance(kernel, FuzzOutcome):
         return kernel
     return kernel, description, make_inputs(kernel.problem, case.inputs)
 
 
-def right_call(case: CallCase) -> FuzzOutcome:
+def check_valid_call(case: CallCase) -> FuzzOutcome:
     """Call a kernel with valid inputs. The output must be correct."""
     built = build_call(case)
     if isinstance(built, FuzzOutcome):
@@ -89,7 +89,7 @@ def right_call(case: CallCase) -> FuzzOutcome:
     return check_call(kernel, inputs, case.mode, description, refusable=False)
 
 
-def changed_call(case: CallCase) -> FuzzOutcome:
+def check_changed_call(case: CallCase) -> FuzzOutcome:
     """Call a kernel with one change of the arguments."""
     built = build_call(case)
     if isinstance(built, FuzzOutcome):
@@ -100,7 +100,7 @@ def changed_call(case: CallCase) -> FuzzOutcome:
     try:
         changed = change(inputs, kernel.problem, case.tensor_index)
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
-        return FuzzOutcome(RIGHT, f"{description}: no such tensor can be made")
+        return FuzzOutcome(CORRECT, f"{description}: no such tensor can be made")
     if changed is None:
         return check_call(kernel, inputs, case.mode, description, refusable=False)
     grad = torch.enable_grad() if case.change == "requires grad" else torch.no_grad()
@@ -108,13 +108,17 @@ def changed_call(case: CallCase) -> FuzzOutcome:
         if not must_refuse:
             return check_call(kernel, changed, case.mode, description, refusable=True)
         started = _record_starts(kernel)
-        result = run_or_outcome(description, lambda: _run_call(kernel, changed, case.mode, started))
+        result = run_or_classify(
+            description, lambda: _run_call(kernel, changed, case.mode, started)
+        )
     if not isinstance(result, FuzzOutcome):
-        return FuzzOutcome(ACCEPTED, description)
-    return FuzzOutcome(LATE, description) if result.kind == TYPED and started else result
+        return FuzzOutcome(INVALID_ACCEPTED, description)
+    return (
+        FuzzOutcome(LATE_ERROR, description) if result.kind == TYPED_ERROR and started else result
+    )
 
 
-def nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
+def check_nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
     """Put NaN into the first token, or into router weights of skipped pairs; check other rows."""
     call, first_token = case
     built = build_call(call)
@@ -122,7 +126,7 @@ def nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
         return built
     kernel, description, inputs = built
     if len(inputs.x_TH) == 0:
-        return FuzzOutcome(RIGHT, description)
+        return FuzzOutcome(CORRECT, description)
     oracle = Oracle(kernel.problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
     rows = slice(None)
     if first_token and kernel.problem.scheme.activation_granularity != "tensor":
@@ -138,16 +142,20 @@ def nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
         router = inputs.routing.topk_weights_TK.masked_fill(skipped, torch.nan)
         inputs = replace(inputs, routing=replace(inputs.routing, topk_weights_TK=router))
         description = f"{description}, router weights of skipped pairs are NaN"
-    result = run_or_outcome(
+    result = run_or_classify(
         description, lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing)
     )
     if isinstance(result, FuzzOutcome):
-        return result if result.kind != TYPED else FuzzOutcome(WRONG, f"{description}: refused")
-    mismatch = oracle.mismatch(result, rows=rows)
+        return (
+            result
+            if result.kind != TYPED_ERROR
+            else FuzzOutcome(WRONG_RESULT, f"{description}: refused")
+        )
+    mismatch = oracle.find_mismatch(result, rows=rows)
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
@@ -167,20 +175,22 @@ def check_call(
     original = replace(inputs, x_TH=inputs.x_TH.clone())
     oracle = Oracle(kernel.problem, original.x_TH, original.weights, original.routing)
     started = _record_starts(kernel)
-    result = run_or_outcome(description, lambda: _run_call(kernel, inputs, mode, started))
+    result = run_or_classify(description, lambda: _run_call(kernel, inputs, mode, started))
     if isinstance(result, FuzzOutcome):
-        if result.kind != TYPED:
+        if result.kind != TYPED_ERROR:
             return result
         if started:
-            return FuzzOutcome(LATE, description)
+            return FuzzOutcome(LATE_ERROR, description)
         return (
-            result if refusable else FuzzOutcome(WRONG, f"{description}: a valid call was refused")
+            result
+            if refusable
+            else FuzzOutcome(WRONG_RESULT, f"{description}: a valid call was refused")
         )
-    mismatch = oracle.mismatch(result)
+    mismatch = oracle.find_mismatch(result)
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
@@ -236,7 +246,11 @@ _NEGATED_MAP = CallCase(
     tensor_index=2,
 )  # fmt: skip
 TARGETS: tuple[Target[Any], ...] = (
-    Target("right_call", 18, call_cases(), right_call, launches=True),
-    Target("changed_call", 23, _CHANGED, changed_call, launches=True, examples=(_NEGATED_MAP,)),
-    Target("nan_call", 5, st.tuples(call_cases(("call",)), chance(50)), nan_call, launches=True),
+    Target("right_call", 18, call_cases(), check_valid_call, launches=True),
+    Target(
+        "changed_call", 23, _CHANGED, check_changed_call, launches=True, examples=(_NEGATED_MAP,)
+    ),
+    Target(
+        "nan_call", 5, st.tuples(call_cases(("call",)), chance(50)), check_nan_call, launches=True
+    ),
 )

@@ -10,11 +10,11 @@ from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.testing.stress.fuzz.junk import JUNK, shorten
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    RIGHT,
-    WRONG,
+    CORRECT,
+    INVALID_ACCEPTED,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
 from modular_kernel.testing.stress.fuzz.random_problems import (
     InputChoices,
@@ -23,7 +23,7 @@ from modular_kernel.testing.stress.fuzz.random_problems import (
     make_inputs,
     problem_fields,
 )
-from modular_kernel.testing.stress.fuzz.target import Target, import_name
+from modular_kernel.testing.stress.fuzz.target import Target, import_object
 
 _MODULE = "modular_kernel.integrations.fused_moe"
 _UNKNOWN_OPTIONS = ("use_fp8", "w2_bias", "b3", "global_num_experts", "use_int4_w4a8", "W1_scale")
@@ -80,9 +80,9 @@ def _junk_arguments(draw: st.DrawFn) -> tuple[str, Any, Any]:
     return kind, draw(st.sampled_from(_OPTIONS)), draw(st.sampled_from(invalid))
 
 
-def fused_experts(case: FusedCase) -> FuzzOutcome:
+def check_fused_experts(case: FusedCase) -> FuzzOutcome:
     """Call `fused_experts` on a random problem, with or without a junk argument."""
-    problem = run_or_outcome("a problem", lambda: _fused_problem(case.fields))
+    problem = run_or_classify("a problem", lambda: _fused_problem(case.fields))
     if isinstance(problem, FuzzOutcome):
         return problem
     inputs = make_inputs(problem, case.inputs)
@@ -112,22 +112,22 @@ def fused_experts(case: FusedCase) -> FuzzOutcome:
     oracle = Oracle(problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
 
     def call() -> torch.Tensor:
-        runner_config = import_name(f"{_MODULE}:MoeRunnerConfig")(**config)
-        result: torch.Tensor = import_name(f"{_MODULE}:fused_experts")(
+        runner_config = import_object(f"{_MODULE}:MoeRunnerConfig")(**config)
+        result: torch.Tensor = import_object(f"{_MODULE}:fused_experts")(
             *arguments, runner_config, **options
         )
         return result
 
-    result = run_or_outcome(description, call)
+    result = run_or_classify(description, call)
     if isinstance(result, FuzzOutcome):
         return result
     if case.junk:
-        return FuzzOutcome(ACCEPTED, description)
-    mismatch = oracle.mismatch(result)
+        return FuzzOutcome(INVALID_ACCEPTED, description)
+    mismatch = oracle.find_mismatch(result)
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
@@ -161,5 +161,5 @@ _CASES = st.builds(
     junk=st.one_of(st.none(), _junk_arguments()),
 )
 TARGETS: tuple[Target[Any], ...] = (
-    Target("fused_experts", 8, _CASES, fused_experts, launches=True),
+    Target("fused_experts", 8, _CASES, check_fused_experts, launches=True),
 )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from modular_kernel.settings import child_environment
-from modular_kernel.testing.stress.fuzz.outcome import BAD, CRASH, GOOD, HANG
+from modular_kernel.testing.stress.fuzz.outcome import CRASH, FAILURE_KINDS, HANG, SUCCESS_KINDS
 
 _START_TIMEOUT_S = 120.0  # timeout in seconds for a process to start and import
 _EXIT_TIMEOUT_S = 2.0  # timeout in seconds for a normal exit
@@ -58,7 +58,9 @@ class FuzzReport:
             if finding.smallest:
                 yield f"    smallest input: {finding.smallest}"
         mode = "interpreted" if self.interpreted else "plain"
-        counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in (*GOOD, *BAD))
+        counts = ", ".join(
+            f"{self.counts[kind]} {kind}" for kind in (*SUCCESS_KINDS, *FAILURE_KINDS)
+        )
         yield f"seed {self.seed}, {mode}: {sum(self.counts.values())} configurations: {counts}"
 
 
@@ -127,5 +129,5 @@ def _read(process: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> N
 def _record(report: FuzzReport, finding: FuzzFinding) -> None:
     report.counts[finding.kind] += 1
     report.by_target[finding.target, finding.kind] += 1
-    if finding.kind not in GOOD:
+    if finding.kind not in SUCCESS_KINDS:
         report.findings.append(finding)

@@ -17,7 +17,7 @@ _DTYPE_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6
 _QUANTIZED_TOLERANCES = {"float8_e4m3fn": 0.25, "int8": 0.12}  # by dtype of quantized activations
 
 
-def tolerance(problem: Problem) -> float:
+def row_tolerance(problem: Problem) -> float:
     """Return the tolerance of a row's error, relative to the norm that `_compute_pair` returns."""
     rounded = 2e-2 if problem.fp32_precision == "tf32" else 0.0
     return max(
@@ -34,7 +34,7 @@ def _unpack_nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
     return pairs.reshape(shape)
 
 
-def matrix(
+def dequantize_matrix(
     stored: torch.Tensor,
     scale: torch.Tensor | None,
     zero: torch.Tensor | None,
@@ -118,10 +118,10 @@ class Oracle:
         self, problem: Problem, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing
     ) -> None:
         self.problem = problem
-        w1 = matrix(
+        w1 = dequantize_matrix(
             weights.w1, weights.w1_scale, weights.w1_zero_point, problem, weights.w1_global_scale
         )
-        w2 = matrix(
+        w2 = dequantize_matrix(
             weights.w2, weights.w2_scale, weights.w2_zero_point, problem, weights.w2_global_scale
         )
         tokens, slots = routing.topk_ids_TK.shape
@@ -175,14 +175,16 @@ class Oracle:
             factor = problem.routed_scaling_factor * (1.0 if on_input else weight)
         return y * factor, norm * abs(factor)
 
-    def mismatch(self, output: torch.Tensor, *, rows: slice | torch.Tensor = slice(None)) -> str:
+    def find_mismatch(
+        self, output: torch.Tensor, *, rows: slice | torch.Tensor = slice(None)
+    ) -> str:
         """Return how `output` differs from the expected output, or "". rows: those to compare."""
         if output.shape != self.expected.shape:
             return f"shape {tuple(output.shape)}, not {tuple(self.expected.shape)}"
         if output.dtype is not self.problem.dtype:
             return f"dtype {output.dtype}"
         error = (output.detach().double() - self.expected)[rows].norm(dim=-1)
-        allowed = tolerance(self.problem) * self.norms[rows] + 1e-7
+        allowed = row_tolerance(self.problem) * self.norms[rows] + 1e-7
         is_wrong = ~(error <= allowed)
         if not bool(is_wrong.any()):
             return ""

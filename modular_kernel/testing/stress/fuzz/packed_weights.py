@@ -8,15 +8,20 @@ from hypothesis import strategies as st
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.stress.fuzz.junk import JUNK, shorten
-from modular_kernel.testing.stress.fuzz.oracle import matrix
+from modular_kernel.testing.stress.fuzz.oracle import dequantize_matrix
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    RIGHT,
-    WRONG,
+    CORRECT,
+    INVALID_ACCEPTED,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
-from modular_kernel.testing.stress.fuzz.target import Target, chance, import_name, seeds
+from modular_kernel.testing.stress.fuzz.target import (
+    Target,
+    chance,
+    import_object,
+    seeds,
+)
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,9 @@ def _packed_cases(draw: st.DrawFn) -> PackedCase:
     )
 
 
-def importers(case: PackedCase) -> FuzzOutcome:
+def check_importer(case: PackedCase) -> FuzzOutcome:
     """Import a random GPTQ or AWQ matrix. Values must be correct, and junk must be refused."""
-    codes, zeros, arguments = _packed(case)
+    codes, zeros, arguments = _pack(case)
     depth, rows = codes.shape
     name = "from_awq" if case.awq else "from_gptq"
     description = f"{name} of {depth} x {rows}, {case.bits} bits, groups of {arguments['group']}"
@@ -74,13 +79,13 @@ def importers(case: PackedCase) -> FuzzOutcome:
         junk_name, value = case.junk
         arguments[junk_name] = value
         description += f" with {junk_name}={shorten(value)}"
-    result = run_or_outcome(
-        description, lambda: import_name(f"modular_kernel.checkpoints:{name}")(**arguments)
+    result = run_or_classify(
+        description, lambda: import_object(f"modular_kernel.checkpoints:{name}")(**arguments)
     )
     if isinstance(result, FuzzOutcome):
-        return result if case.junk else FuzzOutcome(WRONG, f"{description}: refused")
+        return result if case.junk else FuzzOutcome(WRONG_RESULT, f"{description}: refused")
     if case.junk:
-        return FuzzOutcome(ACCEPTED, description)
+        return FuzzOutcome(INVALID_ACCEPTED, description)
     has_zeros = result.zero_point is not None
     quant = (
         f"int{case.bits}_w{case.bits}a16_group:group={case.group}"
@@ -88,15 +93,15 @@ def importers(case: PackedCase) -> FuzzOutcome:
     )
     problem = Problem(1, depth, rows, 1, 1, dtype=torch.float32, quant=quant)
     zero = result.zero_point[None] if has_zeros else None
-    values = matrix(result.w[None], result.scale[None], zero, problem)[0]
+    values = dequantize_matrix(result.w[None], result.scale[None], zero, problem)[0]
     expected = (codes - zeros.repeat_interleave(case.group, 0)) * scales.repeat_interleave(
         case.group, 0
     )
     close = torch.allclose(values.T, expected.double(), rtol=1e-6)
-    return FuzzOutcome(RIGHT, description) if close else FuzzOutcome(WRONG, description)
+    return FuzzOutcome(CORRECT, description) if close else FuzzOutcome(WRONG_RESULT, description)
 
 
-def _packed(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+def _pack(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return codes, zero points, and the importer's arguments."""
     generator, bits = torch.Generator().manual_seed(case.seed), case.bits
     depth, rows = case.group * case.groups, 32 // bits * case.words
@@ -138,4 +143,4 @@ def _pack_words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
     return words.to(torch.int32).movedim(-1, dim)
 
 
-TARGETS: tuple[Target[Any], ...] = (Target("importers", 4, _packed_cases(), importers),)
+TARGETS: tuple[Target[Any], ...] = (Target("importers", 4, _packed_cases(), check_importer),)

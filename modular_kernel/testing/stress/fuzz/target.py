@@ -39,7 +39,7 @@ def chance(percent: int) -> st.SearchStrategy[bool]:
 seeds = st.integers(0, 2**32 - 1)
 
 
-def import_name(path: str) -> Any:
+def import_object(path: str) -> Any:
     """Return the object at "module:name" or "module:class.name".
 
     Used for packages that modular_kernel.testing must not import.

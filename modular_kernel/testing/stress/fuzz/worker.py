@@ -14,13 +14,17 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from modular_kernel.testing.stress.fuzz.outcome import BAD, FuzzOutcome
-from modular_kernel.testing.stress.fuzz.targets import outcome_of, property_of, saved_failures
+from modular_kernel.testing.stress.fuzz.outcome import FAILURE_KINDS, FuzzOutcome
+from modular_kernel.testing.stress.fuzz.targets import (
+    find_saved_failures,
+    get_property,
+    run_configuration,
+)
 
 _SAVED = -1
 
 
-def main(seed: str, first: str, stop: str, calls: str = "", only: str = "") -> None:
+def main(seed: str, first: str, stop: str, calls_mode: str = "", only: str = "") -> None:
     """Print [number, target, kind, description] for each configuration.
 
     The printed kind is that of the outcome, "saved" before the outcomes of number -1, or "smaller"
@@ -28,27 +32,29 @@ def main(seed: str, first: str, stop: str, calls: str = "", only: str = "") -> N
     """
     warnings.simplefilter("ignore")
     seen = set[tuple[str, str]]()
-    with os.fdopen(os.dup(1), "w") as answers:
+    with os.fdopen(os.dup(1), "w") as results:
         os.dup2(2, 1)
         for number in range(int(first), int(stop)):
-            for target, kind, description in _lines(seed, number, bool(calls), only, seen):
-                print(json.dumps([number, target, kind, description]), file=answers, flush=True)
+            for target, kind, description in _run_number(
+                seed, number, bool(calls_mode), only, seen
+            ):
+                print(json.dumps([number, target, kind, description]), file=results, flush=True)
 
 
-def _lines(
+def _run_number(
     seed: str, number: int, calls_only: bool, only: str, seen: set[tuple[str, str]]
 ) -> Iterator[tuple[str, str, str]]:
     if number == _SAVED:
         yield "saved", "saved", ""
-        for target, outcome in saved_failures(calls_only=calls_only, only=only):
+        for target, outcome in find_saved_failures(calls_only=calls_only, only=only):
             yield target, outcome.kind, outcome.description
         return
-    target, outcome = outcome_of(seed, number, calls_only=calls_only, only=only)
+    target, outcome = run_configuration(seed, number, calls_only=calls_only, only=only)
     yield target, outcome.kind, outcome.description
     # Shrink one failure of each kind. The others probably have the same cause.
-    if outcome.kind in BAD and (target, outcome.kind) not in seen:
+    if outcome.kind in FAILURE_KINDS and (target, outcome.kind) not in seen:
         seen.add((target, outcome.kind))
-        for smallest in property_of(target).failures():
+        for smallest in get_property(target).failures():
             yield target, "smaller", _format(smallest)
 
 
