@@ -1,4 +1,4 @@
-"""Run the fault matrix: all fault scenarios of a part, in parallel, with the expected results."""
+"""Run the fault matrix: all fault scenarios of parts, and compare with the expected results."""
 
 import tempfile
 import threading
@@ -24,7 +24,7 @@ from modular_kernel.testing.stress.faults import (
     run_faulty_rank,
 )
 
-# Fields that rank 1 changes, one at a time, in the scenarios of kind "disagrees".
+# Fields of the problem that rank 1 changes, one at a time, in scenarios of kind "disagrees".
 LAYER_CHANGES: tuple[tuple[tuple[str, object], ...], ...] = (
     (("hidden", 4096),),
     (("top_k", 1),),
@@ -37,7 +37,13 @@ _START_TIMEOUT_S = 60.0  # timeout for starting processes and their imports
 
 @dataclass(frozen=True)
 class FaultResult:
-    """Result of a scenario. lost: by rank, why a rank did not report."""
+    """Result of a scenario.
+
+    Attributes:
+        reports: reports of the ranks that reported.
+        lost: maps each other rank to the reason why it did not report.
+        seconds: duration of the scenario.
+    """
 
     scenario: Scenario
     world_size: int
@@ -50,7 +56,7 @@ class FaultResult:
         return tuple(rank for rank in range(self.world_size) if rank != FAULTY_RANK)
 
     def findings(self) -> list[str]:
-        """Return every deviation from the expected result; none if the part handled the fault."""
+        """Return every deviation from the expected result; [] if the part handled the fault."""
         scenario, deviations = self.scenario, []
         expected_lost = {FAULTY_RANK} if scenario.kind == "killed" else set[int]()
         for rank, text in self.lost.items():
@@ -83,7 +89,7 @@ class FaultResult:
 
 
 def list_scenarios(part: str, backend: Backend, *, checked: bool = True) -> tuple[Scenario, ...]:
-    """Return all scenarios of a part: a rank that disappears, raises, or uses another layer.
+    """Return all scenarios of a part, in which rank 1 disappears, raises, or uses another layer.
 
     checked: see `Scenario`.
     """
@@ -103,9 +109,9 @@ def list_scenarios(part: str, backend: Backend, *, checked: bool = True) -> tupl
 
 
 def list_supported_parts(world_size: int, backend: Backend) -> tuple[str, ...]:
-    """Return the parts that support the scenarios' layer over this number of ranks.
+    """Return the parts that support the layer of the scenarios on this number of ranks.
 
-    Parts over third-party libraries are excluded, because they may hang when a rank is lost.
+    Parts that wrap third-party libraries are excluded, because they may hang if a rank is lost.
     """
     catalog = load_catalog()
     machine = this_machine(device="cuda" if backend == "nccl" else "cpu")
@@ -120,9 +126,9 @@ def list_supported_parts(world_size: int, backend: Backend) -> tuple[str, ...]:
 
 
 def run_scenario(scenario: Scenario, pool: RankPool, *, timeout: float = 30.0) -> FaultResult:
-    """Run one scenario on a pool, which is usable again afterwards.
+    """Run one scenario on a pool, which can be used again afterwards.
 
-    A rank that does not answer within `timeout` seconds is ended and reported as lost.
+    timeout: seconds after which a rank that does not answer is killed and reported as lost.
     """
     with tempfile.TemporaryDirectory(prefix="mk-fault-") as folder:
         pids = tuple(pool.run(get_pid, timeout=_START_TIMEOUT_S))
@@ -146,10 +152,13 @@ def run_matrix(
     on_result: Callable[[FaultResult], None] = lambda _: None,
     start_limit_s: float = 300.0,
 ) -> tuple[FaultResult, ...]:
-    """Run every scenario, in `num_pools` pools in parallel, because ranks mostly wait.
+    """Run every scenario. Scenarios that kill processes start first.
 
-    Scenarios that kill processes start first. on_result: called with each result. start_limit_s:
-    scenarios that have not started after this time are reported with all ranks lost.
+    num_pools: number of pools that run scenarios in parallel, which helps because ranks mostly
+        wait.
+    on_result: called with each result.
+    start_limit_s: scenarios that have not started after this many seconds are reported with all
+        ranks lost.
     """
     ordered = sorted(scenarios_to_run, key=lambda scenario: scenario.kind != "killed")
     queue: SimpleQueue[tuple[int, Scenario]] = SimpleQueue()
@@ -198,10 +207,10 @@ def _not_started_result(scenario: Scenario, world_size: int) -> FaultResult:
 
 
 def format_markdown(results: Sequence[FaultResult]) -> str:
-    """Return a Markdown table with one line per scenario.
+    """Format a Markdown table with one line per scenario.
 
-    Columns: part, scenario, seconds until the error of each other rank, the errors of the other
-    ranks and of rank 1, and the findings.
+    The columns are the part, the scenario, the seconds until each other rank raised its error, the
+    errors of the other ranks, the error of rank 1, and the findings.
     """
     header = (
         "part",
@@ -233,7 +242,7 @@ def format_markdown(results: Sequence[FaultResult]) -> str:
 
 
 def format_summary(results: Sequence[FaultResult]) -> str:
-    """Return a one-line summary."""
+    """Format a one-line summary of the results."""
     failed = sum(bool(result.findings()) for result in results)
     seconds = (
         report.seconds

@@ -1,9 +1,9 @@
-"""Soak test: many calls of varied size over ranks, with checks of outputs and memory.
+"""Soak test: many calls of varying size on several ranks, with checks of outputs and memory.
 
 The layer is small, so that many calls can be made. Each step calls the kernel, a plan, or a CUDA
-graph of the plan on one of several input sets. Every `check_every` steps, an input set is drawn
-anew, and the output of that step is compared with the oracle. All ranks draw from the same seed, so
-they agree without communication.
+graph of the plan on one of several input sets. Every `check_every` steps, a new input set is drawn,
+and the output of that step is compared with the oracle. All ranks use the same seed, so they draw
+the same inputs without communication.
 """
 
 import gc
@@ -30,7 +30,7 @@ from modular_kernel.testing.stress.soak_inputs import (
 )
 
 _NUM_EAGER_INPUTS, _NUM_GRAPH_INPUTS = 16, 4  # numbers of input sets
-# Relative frequencies of the modes, with and without CUDA graphs.
+# Relative frequencies of the ways to make a call, with and without CUDA graphs.
 _MODE_WEIGHTS_GRAPH = {"graph": 6, "plan": 3, "kernel": 1}
 _MODE_WEIGHTS = {"plan": 7, "kernel": 3}
 _PREFERRED_EXPERTS = {"cuda": "TritonExperts", "cpu": "TorchExperts"}
@@ -42,12 +42,18 @@ _MAX_FINDINGS = 5
 class Soak:
     """Parameters of a soak test, which ends after `steps` or `seconds`, whichever comes first.
 
-    part: a PrepareAndFinalize. experts: None means experts that are compatible and fast to call.
-    tokens: maximum per rank. hosts: number of simulated hosts. checked: False for a manager whose
-    ranks agree on the host in the first call only. check_every: number of steps between checks.
-    warmup_steps: number of steps, limited to a tenth of the run, after which GPU memory may grow by
-    at most cuda_bytes, resident memory by at most rss_bytes, and the number of open files and
-    threads must not grow.
+    After the warm-up, GPU memory may grow by at most cuda_bytes, resident memory may grow by at
+    most rss_bytes, and the number of open files and threads must not grow.
+
+    Attributes:
+        part: name of a PrepareAndFinalize.
+        experts: name of an experts part; None means one that is compatible and fast to call.
+        tokens: maximum number of tokens per rank.
+        num_experts: number of experts.
+        check_every: number of steps between checks.
+        warmup_steps: number of steps in the warm-up, limited to a tenth of the run.
+        hosts: number of simulated hosts.
+        checked: if False, the ranks check only in the first call on the host that they agree.
     """
 
     part: str
@@ -87,10 +93,14 @@ class Soak:
 class SoakReport:
     """Result of one rank.
 
-    checked: number of outputs that were checked. modes: number of steps by mode. worst: largest
-    error of the checked outputs, relative to its bound. cuda_growth, rss_growth: in bytes.
-    handles_growth: of the number of open files and threads. findings: every deviation from the
-    expected behavior.
+    Attributes:
+        steps: number of steps.
+        checked: number of outputs that were checked.
+        modes: number of steps by the way in which the call was made.
+        worst: largest error of the checked outputs, relative to its bound.
+        cuda_growth, rss_growth: growth of GPU memory and of resident memory in bytes.
+        handles_growth: growth of the number of open files and threads.
+        findings: every deviation from the expected behavior.
     """
 
     steps: int
@@ -115,7 +125,7 @@ class SoakReport:
 
 
 def run_soak(rank: int, world_size: int, group: Any, params: Soak) -> SoakReport:
-    """Run the soak test on one rank of a RankPool. An error gets a note with the step."""
+    """Run the soak test on one rank of a RankPool. If it raises an error, a note names the step."""
     run = _Run(rank, world_size, group, params)
     try:
         report = run.run_all_steps()
@@ -184,7 +194,7 @@ class _Run:
         return inputs
 
     def close(self) -> None:
-        """Reset the graphs, which hold the communicator, and close the part's manager."""
+        """Reset the graphs, which keep the communicator alive, and close the part's manager."""
         for graph in self._graphs:
             graph.reset()
         part: Any = self.kernel.prepare_finalize
@@ -194,7 +204,7 @@ class _Run:
     # -------------------------------------------------------------------------------- steps
 
     def run_all_steps(self) -> SoakReport:
-        """Run until any rank has reached a limit; return the report."""
+        """Make steps until any rank has reached a limit; return the report."""
         params, started = self.params, time.monotonic()
         warmup_steps = min(params.warmup_steps, max(params.steps // 10, params.check_every))
         before, last_progress = self._measure_resources(), started
@@ -228,7 +238,7 @@ class _Run:
         )
 
     def _step(self, *, redraw: bool = False) -> None:
-        """Make one call. redraw: whether to draw the input set anew and check the output."""
+        """Make one call. redraw: whether to draw new inputs and to check the output."""
         self.step += 1
         self.mode = self.rng.choice(self.mode_choices)
         self.modes[self.mode] += 1
@@ -265,7 +275,7 @@ class _Run:
         return call(inputs.x_TH, self.source.weights, inputs.routing)
 
     def _should_stop(self, started: float) -> bool:
-        """Return whether any rank has reached a limit, so that all ranks stop together."""
+        """Return whether any rank has reached a limit. All ranks return the same value."""
         is_late = time.monotonic() - started > self.params.seconds
         is_done = self.step >= self.params.steps or len(self.findings) >= _MAX_FINDINGS
         vote = torch.tensor([float(is_late or is_done)], device=self.device)
@@ -285,7 +295,10 @@ class _Run:
 
 
 def _find_experts(part: str, problem: Problem, machine: Machine) -> str:
-    """Return experts that are compatible with the part. Raise ConfigurationError if none are."""
+    """Return the name of experts that are compatible with the part.
+
+    Raises ConfigurationError if there are none.
+    """
     names = (_PREFERRED_EXPERTS[machine.device], *load_catalog().names("experts"))
     for name in names:
         if check(part, name, problem, machine).ok:

@@ -1,4 +1,4 @@
-"""Run `python -m modular_kernel.testing.stress.fuzz`, which exits with 1 if there are findings."""
+"""Command `python -m modular_kernel.testing.stress.fuzz`; exits with 1 if there are findings."""
 
 import argparse
 import secrets
@@ -13,7 +13,7 @@ _INTERPRETED_INTERVAL = 20  # one configuration in 20 runs with interpreted kern
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the requested configurations and return the exit status."""
+    """Run the requested configurations, print a summary, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m modular_kernel.testing.stress.fuzz")
     parser.add_argument("--count", type=int, default=2000, help="configurations")
     parser.add_argument("--seed", default=secrets.token_hex(4), help="random if omitted")

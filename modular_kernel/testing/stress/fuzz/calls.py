@@ -39,9 +39,13 @@ _MODES = ("call", "call", "plan", "twice", "start", "inference", "default64")
 class CallCase:
     """A kernel and the inputs of one call.
 
-    parts: the pairing. fields: those of the problem. mode: one of _MODES. change: name of a change
-    in `call_changes.ALL`, "" for none. tensor_index: selects the changed tensor if several may be
-    changed.
+    Attributes:
+        parts: the pairing.
+        fields: fields of the problem.
+        inputs: choices of the inputs.
+        mode: how the call is made; one of _MODES.
+        change: name of a change in `call_changes.ALL`; "" for none.
+        tensor_index: selects the changed tensor if several can be changed.
     """
 
     parts: tuple[str, str]
@@ -55,7 +59,7 @@ class CallCase:
 def call_cases(
     modes: tuple[str, ...] = _MODES, changes: tuple[str, ...] = ("",)
 ) -> st.SearchStrategy[CallCase]:
-    """Return a strategy for kernels and inputs."""
+    """Return a strategy for kernels and the inputs of a call."""
     return st.builds(
         CallCase,
         parts=pairings(),
@@ -68,7 +72,7 @@ def call_cases(
 
 
 def build_call(case: CallCase) -> tuple[FusedMoEModularKernel, str, CallInputs] | FuzzOutcome:
-    """Return (kernel, description, inputs), or the outcome if the problem or pairing is refused."""
+    """Make (kernel, description, inputs); return the outcome if problem or pairing is refused."""
     problem = run_or_classify("a problem", lambda: Problem(**case.fields))
     if isinstance(problem, FuzzOutcome):
         return problem
@@ -90,7 +94,10 @@ def check_valid_call(case: CallCase) -> FuzzOutcome:
 
 
 def check_changed_call(case: CallCase) -> FuzzOutcome:
-    """Call a kernel with one change of the arguments."""
+    """Call a kernel with one change of the arguments.
+
+    Depending on the change, the call must be refused, or may be refused or computed correctly.
+    """
     built = build_call(case)
     if isinstance(built, FuzzOutcome):
         return built
@@ -119,7 +126,11 @@ def check_changed_call(case: CallCase) -> FuzzOutcome:
 
 
 def check_nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
-    """Put NaN into the first token, or into router weights of skipped pairs; check other rows."""
+    """Put NaN into the first token, or into the router weights of skipped pairs.
+
+    Rows that do not depend on the NaN must be correct. case: (call, whether the first token is
+    NaN).
+    """
     call, first_token = case
     built = build_call(call)
     if isinstance(built, FuzzOutcome):
@@ -169,7 +180,7 @@ def check_call(
 ) -> FuzzOutcome:
     """Make a call and compare its output with the oracle.
 
-    refusable: whether a typed error is acceptable.
+    refusable: whether a typed error is acceptable, too.
     """
     # Copy x, because an inplace call overwrites it.
     original = replace(inputs, x_TH=inputs.x_TH.clone())
@@ -195,9 +206,9 @@ def check_call(
 
 
 def _record_starts(kernel: FusedMoEModularKernel) -> list[str]:
-    """Return a list to which each call adds an entry once it has passed validation.
+    """Return a list to which each call adds an entry when it has passed validation.
 
-    After that point, no error may blame the caller.
+    After that point, errors must not blame the caller.
     """
     started: list[str] = []
     original = kernel.start_checked
@@ -213,7 +224,7 @@ def _record_starts(kernel: FusedMoEModularKernel) -> list[str]:
 def _run_call(
     kernel: FusedMoEModularKernel, inputs: CallInputs, mode: str, started: list[str]
 ) -> torch.Tensor:
-    """Return the output of one call; in mode "twice", that of the second call of a plan."""
+    """Make one call and return its output. In mode "twice", it is the second call of a plan."""
     arguments = (inputs.x_TH, inputs.weights, inputs.routing)
     if mode == "plan":
         return kernel.plan()(*arguments, out=inputs.out)

@@ -1,4 +1,4 @@
-"""Fuzz targets: loading of valid and damaged checkpoints (safetensors, index, config.json)."""
+"""Fuzz targets: load valid and damaged checkpoints (safetensors, index, config.json)."""
 
 import json
 import tempfile
@@ -94,10 +94,15 @@ _FORMATS: tuple[tuple[str, dict[str, Any] | None, Callable[..., Tensors]], ...] 
 
 @dataclass(frozen=True)
 class CheckpointCase:
-    """A checkpoint and the share of it that is loaded.
+    """A checkpoint, and which part of it is loaded.
 
-    format: index in _FORMATS. ep, tp: (rank, world size) of the share. change: what is changed, ""
-    for nothing. data: draws the change, which depends on the contents of the file.
+    Attributes:
+        format: index in _FORMATS.
+        experts, intermediate: sizes of the layer.
+        seed: seed of the weights.
+        ep, tp: (rank, world size) of expert and tensor parallelism, which determine the part.
+        change: what is changed; "" for nothing.
+        data: draws the change, because it depends on the contents of the file.
     """
 
     format: int
@@ -130,7 +135,7 @@ def _checkpoints(draw: st.DrawFn) -> CheckpointCase:
 def check_checkpoint(case: CheckpointCase) -> FuzzOutcome:
     """Load a checkpoint, unchanged or with one change.
 
-    The result must be correct weights or, if there is a change, a typed error.
+    The weights must be loaded correctly. If there is a change, a typed error is also allowed.
     """
     quant, quantization, to_tensors = _FORMATS[case.format]
     problem = Problem(1, 64, case.intermediate, case.experts, 2, dtype=torch.float32, quant=quant)
@@ -207,7 +212,7 @@ def _make_config(problem: Problem, quantization: dict[str, Any] | None) -> dict[
 
 
 def _write_files(case: CheckpointCase, folder: Path, tensors: Tensors, config: Any) -> str:
-    """Write the files; return a description of the change made, or ""."""
+    """Write the files; return a description of the change, or ""."""
     kind, draw = case.change, case.data.draw
     description = f", {kind} changed" if kind else ""
     text = json.dumps(config)
@@ -261,7 +266,7 @@ def _changed_tensors(draw: st.DrawFn, tensors: Tensors) -> str:
 
 @st.composite
 def _changed_bytes(draw: st.DrawFn, content: bytes) -> tuple[bytes, str]:
-    """Draw the file truncated, extended, or with changed bytes in its length or header."""
+    """Draw the contents truncated, extended, or with changed bytes in the length or header."""
     kind = draw(st.integers(0, 3))
     header = int.from_bytes(content[:8], "little") + 8
     if kind == 0:
@@ -287,9 +292,9 @@ def _changed_header(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 def _find_weights_mismatch(loaded: Any, expected: ExpertWeights | None, problem: Problem) -> str:
-    """Return how the loaded weights differ from the expected ones, or "".
+    """Describe how the loaded weights differ from the expected weights; "" if they do not.
 
-    expected: all weights, to compare values; None if the checkpoint was changed.
+    expected: all weights; None if the checkpoint was changed, so that values are not compared.
     """
     partial_problem, weights = loaded.partial(1)
     if partial_problem.scheme.quantized:
@@ -328,7 +333,7 @@ _DEVICES: tuple[Any, ...] = (
 
 
 def check_load_device(device: Any) -> FuzzOutcome:
-    """Load a checkpoint to some device, which must return the weights or raise a typed error."""
+    """Load a checkpoint to a device. This must return the weights or raise a typed error."""
     problem = Problem(1, 64, 64, 2, 2, dtype=torch.float32)
     weights = _make_weights(problem, 0)
     with tempfile.TemporaryDirectory() as folder:

@@ -36,8 +36,8 @@ _VALUES = (
 def check_command_line(words: list[str]) -> FuzzOutcome:
     """Run `mk list`, `check`, `plan` or `compose` with random options.
 
-    It must exit with 0, 1 or 2, without a traceback. No kernel is launched, because `compose` gets
-    no time to measure.
+    The command must exit with status 0, 1 or 2, without a traceback. No kernel is launched, because
+    `compose` gets a time budget of 0.
     """
     description = f"mk {' '.join(map(repr, words))}"
     status, printed = run_command(words, description)
@@ -61,7 +61,7 @@ def check_file_name(words: list[str]) -> FuzzOutcome:
 
 
 def run_command(words: list[str], description: str) -> tuple[int | FuzzOutcome, str]:
-    """Return the exit status of `mk`, or the outcome if it raises; and what it printed."""
+    """Run `mk`; return its exit status, or the outcome if it raises, and what it printed."""
     printed = io.StringIO()
 
     def call() -> int:

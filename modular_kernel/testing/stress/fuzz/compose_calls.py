@@ -28,7 +28,7 @@ from modular_kernel.testing.stress.fuzz.random_problems import (
 )
 from modular_kernel.testing.stress.fuzz.target import Target, import_object
 
-# Fields of Terms. None of them accepts a value of _INVALID_TYPES.
+# Fields of Terms, which do not accept values of _INVALID_TYPES.
 _TERMS = ("tokens", "budget", "routing", "replicated", "fresh", "on_bucket")
 _INVALID_TYPES = (bytes, list, dict, set, complex)
 
@@ -37,8 +37,13 @@ _INVALID_TYPES = (bytes, list, dict, set, complex)
 class ComposeCase:
     """A call of compose.
 
-    fields: those of the problem. junk: (name of an argument, value), or None. plans: whether to
-    call a plan of the layer.
+    Attributes:
+        fields: fields of the problem.
+        inputs: choices of the inputs.
+        budget: seconds for measurements.
+        tokens: numbers of tokens to measure, modulo the problem's tokens.
+        junk: (name of an argument, value), or None.
+        plans: whether to call a plan of the layer.
     """
 
     fields: dict[str, Any]

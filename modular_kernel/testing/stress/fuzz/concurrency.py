@@ -1,4 +1,4 @@
-"""Fuzz targets: threads that use adapter pools and kernels, forks, and interrupts."""
+"""Fuzz targets: threads that use adapter pools and kernels, forks during calls, and interrupts."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ _TIMEOUT_S = 30.0
 
 
 def _run_threads(functions: list[Callable[[], None]]) -> list[Exception] | None:
-    """Run each function in a thread; return their exceptions, or None if a thread does not end."""
+    """Run each function in a thread; return their exceptions, or None if a thread hangs."""
     errors: list[Exception] = []
     start = threading.Barrier(len(functions))
 
@@ -78,14 +78,18 @@ Program = list[tuple[str, int]]
 
 @dataclass(frozen=True)
 class PoolCase:
-    """Threads that load and evict adapters. manager: whether to use a LoRAManager or a pool."""
+    """Threads that load and evict adapters.
+
+    use_manager: use a LoRAManager if True, an AdapterPool if False.
+    programs: the steps of each thread.
+    """
 
     use_manager: bool
     programs: list[Program]
 
 
 def check_adapter_threads(case: PoolCase) -> FuzzOutcome:
-    """Load and evict adapters from several threads. Then every slot must hold its adapter."""
+    """Load and evict adapters in several threads. Afterwards, each slot must hold its adapter."""
     description = f"{'LoRAManager' if case.use_manager else 'AdapterPool'}, {case.programs}"
     load: Callable[[int], object]
     evict: Callable[[int], object]
@@ -150,7 +154,8 @@ _STEPS = (
 class ThreadCase:
     """Threads that use one kernel, its plan, and a layer.
 
-    parts: the pairing. programs: the steps of each thread, (one of _STEPS, index of the inputs).
+    parts: the pairing.
+    programs: the steps of each thread, (one of _STEPS, index of the inputs).
     """
 
     parts: tuple[str, str]
@@ -224,7 +229,7 @@ def check_interleaved_steps(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one
 
 
 def _run_in_child(function: Callable[[], bytes], timeout_s: float) -> bytes | None:
-    """Return what `function` returns in a forked child; None if the child hangs."""
+    """Run `function` in a forked child; return its result, or None if the child hangs."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -255,8 +260,10 @@ def _run_in_child(function: Callable[[], bytes], timeout_s: float) -> bytes | No
 class ForkCase:
     """Forks while threads make calls.
 
-    steps: the action that each thread repeats. child_action: the action of each forked child.
-    pauses_us: microseconds before each fork.
+    parts: the pairing.
+    steps: the action that each thread repeats.
+    child_action: the action of each forked child.
+    pauses_us: microseconds to wait before each fork.
     """
 
     parts: tuple[str, str]
@@ -266,7 +273,7 @@ class ForkCase:
 
 
 def check_forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for each step)
-    """Fork while threads make calls. The child must not hang, and its output must be correct."""
+    """Fork while threads make calls. Children must not hang, and their output must be correct."""
     inputs = samples.make_call_inputs()
     kernel = samples.make_torch_kernel(PROBLEM, case.parts)
     plan = kernel.plan()
@@ -334,7 +341,11 @@ def check_forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for ea
 
 @dataclass(frozen=True)
 class InterruptCase:
-    """Interrupts of an action. positions: for each, the number of function calls before it."""
+    """Repeated interruptions of one action.
+
+    positions: for each interruption, the index of the function call or return at which it is
+        raised.
+    """
 
     action: str
     parts: tuple[str, str]
@@ -350,7 +361,7 @@ _ERRORS: dict[str, type[BaseException]] = {
 
 
 def check_interrupts(case: InterruptCase) -> FuzzOutcome:
-    """Interrupt an action at a random position. Afterwards, all objects must work as before."""
+    """Interrupt an action at random positions. Afterwards, all objects must work as before."""
     inputs = samples.make_call_inputs()
     kernel = samples.make_torch_kernel(PROBLEM, case.parts)
     plan, layer = kernel.plan(), samples.make_loaded_layer(inputs.weights)
@@ -427,7 +438,7 @@ def _check_after_interrupt(  # noqa: PLR0913 (all that the interrupted action ma
 
 
 def _find_mismatch_after_interrupt(pool: Any) -> str:
-    """Return how the pool is inconsistent, or why a slot cannot be used; "" if all is well."""
+    """Describe how the pool is inconsistent, or why a slot cannot be used; "" if it is correct."""
     if "mine" in pool.slots:
         slot = pool.slots["mine"]
         loaded = pool.weights(samples.make_call_inputs().weights).lora_b2[slot][..., :2]
@@ -442,9 +453,9 @@ def _find_mismatch_after_interrupt(pool: Any) -> str:
 def _run_interrupted(
     action: Callable[[], object], position: int, error: type[BaseException]
 ) -> None:
-    """Run an action, and raise `error` at the `position`-th point where a signal may be handled.
+    """Run an action, and raise `error` at the `position`-th point at which a signal may be handled.
 
-    The interpreter handles signals when a Python function begins and when a C function returns.
+    The interpreter handles signals when a Python function starts and when a C function returns.
     """
     count = 0
 

@@ -35,10 +35,13 @@ _GOOD_PARTS = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize", "TorchE
 
 @dataclass(frozen=True)
 class BrokenPackage:
-    """A package whose entry point raises or offers junk.
+    """A package whose entry point raises an error or provides junk.
 
-    kind: what is wrong with it. value: junk, or an index in _ERROR_FACTORIES. role: that of the
-    part it provides. field: the field of the part's requirements that is junk.
+    Attributes:
+        kind: what is wrong with the package.
+        value: junk, or an index in _ERROR_FACTORIES.
+        role: role of the part that it provides.
+        field: the field of the part's requirements that is junk.
     """
 
     kind: str
@@ -61,7 +64,7 @@ def _broken_packages(draw: st.DrawFn) -> BrokenPackage:
 
 @dataclass(frozen=True)
 class PackagesCase:
-    """Broken packages, the position of a good one among them, and a problem to check."""
+    """Broken packages, the position of a good package among them, and a problem to check."""
 
     broken: list[BrokenPackage]
     index: int
@@ -71,8 +74,8 @@ class PackagesCase:
 def check_entry_points(case: PackagesCase) -> FuzzOutcome:
     """Load up to four broken packages together with a good one.
 
-    The parts of the good package must be in the catalog. A broken package must be listed as broken,
-    or else checking its parts must not raise.
+    The parts of the good package must be in the catalog. Each broken package must be listed as
+    broken, or it must be possible to check its parts without an error.
     """
     good = load_catalog()
     broken_offers = [_make_offer(package, index) for index, package in enumerate(case.broken)]
@@ -105,7 +108,7 @@ def check_entry_points(case: PackagesCase) -> FuzzOutcome:
 
 
 def _find_verdict_defect(catalog: Any, problem_fields: dict[str, Any]) -> str:
-    """Check all pairings, which must not raise; return what is wrong with a verdict, or ""."""
+    """Check all pairings, which must not raise; describe what is wrong with a verdict, or ""."""
     problem, machine = Problem(**problem_fields), current_machine()
     for part in catalog.parts:
         unavailable(part.name, part.cls.requires, machine)
@@ -129,7 +132,7 @@ def _load_base_part(role: str) -> Any:
 
 
 def _make_offer(package: BrokenPackage, index: int) -> tuple[Offer, str, tuple[str, ...]]:
-    """Return an entry point, its description, and the names of parts that must not be usable."""
+    """Make an entry point; return it, its description, and names of parts that must be unusable."""
     kind, value = package.kind, package.value
     name = f"theirs{index}"
     origin = f"{name} ({name}:PARTS)"

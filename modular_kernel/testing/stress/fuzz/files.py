@@ -1,4 +1,4 @@
-"""Fuzz target: tuned launch configurations, cached choices and config.json, valid or damaged."""
+"""Fuzz target: read valid and damaged files of launch configurations, cached choices and models."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 )
 from modular_kernel.testing.stress.fuzz.target import Target, chance, import_object
 
-# Replacements for a JSON value.
+# JSON values that replace other values.
 _JSON_VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 16, 17, 64, 128, 4096, 2**31, 2**63, 10**30, 0.5, 1e308, -0.0,
     "", "x", "64", "silu", "fp8", "aligned", "\x1b[2J", "é" * 500, [], [1], [[[[]]]], {}, {"a": 1},
@@ -41,7 +41,11 @@ _INSERTED_WORDS = (
 
 @dataclass(frozen=True)
 class FileCase:
-    """Text of a file. kind: one of _READERS. is_original: whether nothing was changed."""
+    """The text of a file.
+
+    kind: one of _FILE_KINDS.
+    is_original: whether the text is valid because nothing was changed.
+    """
 
     kind: str
     text: str
@@ -49,7 +53,10 @@ class FileCase:
 
 
 def check_stored_file(case: FileCase) -> FuzzOutcome:
-    """Read a file, unchanged or with up to four changes. Errors must be typed."""
+    """Read a file, unchanged or with up to four changes.
+
+    An unchanged file must be read. For a changed file, any error must be a ModularKernelError.
+    """
     _, read, check = _FILE_KINDS[case.kind]
     changes = "unchanged" if case.is_original else "changed"
     description = f"{case.kind}, {changes}: {case.text[:300]}"
@@ -102,7 +109,7 @@ def changed_json(draw: st.DrawFn, value: Any) -> Any:
 
 @st.composite
 def damaged_text(draw: st.DrawFn, text: str) -> str:
-    """Draw `text` truncated, with an inserted word or character, or with a part repeated."""
+    """Draw `text` truncated, with a part repeated, or with a word or character inserted."""
     positions = st.integers(0, len(text))
     start, stop = sorted((draw(positions), draw(positions)))
     kind = draw(st.integers(0, 3))
@@ -146,9 +153,9 @@ def _read_tiles(text: str) -> Any:
 
 
 def _check_tiles(launch_configs: Any) -> str:
-    """Return why launch configurations are invalid, or "".
+    """Describe why launch configurations are invalid; "" if they are valid.
 
-    Their numbers must be positive and fit into 32 bits, and token counts must be unique.
+    Their numbers must be positive and fit in 32 bits, and token counts must be unique and sorted.
     """
     for steps in (launch_configs.gemm1, launch_configs.gemm2):
         tokens = [number for number, _ in steps]
@@ -208,9 +215,9 @@ def _read_choices(text: str) -> Any:
 
 
 def _check_choices(records: Any) -> str:
-    """Return why records are invalid, or "".
+    """Describe why records are invalid; "" if they are valid.
 
-    Times must be finite, texts printable, and writing and reading must give equal records.
+    Times must be finite and texts printable. Writing and reading must give equal records.
     """
     for record in records:
         if not all(text.isprintable() for text in (*record.versions, *record.versions.values())):
@@ -249,7 +256,7 @@ def _read_model(text: str) -> Any:
 
 
 def _check_model(problem_fields: dict[str, Any]) -> str:
-    """Make a problem from the fields of a model, which may raise a typed error."""
+    """Make a problem from the fields of a model; this may raise a typed error."""
     problem = Problem(tokens=1, **problem_fields)
     return "" if problem.scheme.name and problem.experts >= problem.top_k else "invalid sizes"
 

@@ -46,7 +46,11 @@ _SCHEMES_WITHOUT_FLAG = (
 class FusedCase:
     """A call of fused_experts.
 
-    fields: those of the problem. junk: (kind of argument, its name or position, value), or None.
+    Attributes:
+        fields: fields of the problem.
+        inputs: choices of the inputs.
+        activation_as_text: whether the activation is passed as text.
+        junk: (kind of argument, its name or position, value), or None.
     """
 
     fields: dict[str, Any]
@@ -63,7 +67,8 @@ def _junk_arguments(draw: st.DrawFn) -> tuple[str, Any, Any]:
         return kind, draw(st.sampled_from(_UNKNOWN_OPTIONS)), True
     if kind == "config":
         name = draw(st.sampled_from(_CONFIG))
-        # Flags accept bools only, an activation text; but the factor accepts any finite number.
+        # Flags accept only bools, and the activation accepts text. The factor accepts any finite
+        # number.
         kinds = (int, float, *((ActivationSpec,) if name == "activation" else ()))
         invalid = [v for v in values if not isinstance(v, kinds) and v != "silu"]
         return kind, name, draw(st.sampled_from(invalid))
@@ -132,7 +137,7 @@ def check_fused_experts(case: FusedCase) -> FuzzOutcome:
 
 
 def _fused_problem(fields: dict[str, Any]) -> Problem:
-    """Return a problem that fused_experts can express."""
+    """Make a problem that fused_experts can express."""
     problem = Problem(**fields)
     if problem.scheme.name in _SCHEMES_WITHOUT_FLAG:
         problem = replace(problem, quant="none")

@@ -1,4 +1,4 @@
-"""Fuzz targets: copies of objects, edited state dicts, environment variables and cache folders."""
+"""Fuzz targets: copies of objects, edited state dicts, environment variables, cache folders."""
 
 import copy
 import io
@@ -56,8 +56,11 @@ _COPY_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 class CopyCase:
     """An object and how it is copied.
 
-    name: kind of object. before: steps to make with it before. copies: names in _COPIES, applied
-    one after the other.
+    Attributes:
+        name: kind of object.
+        parts: the pairing.
+        before: what is done with the object before it is copied.
+        copies: names in _COPY_FUNCTIONS, which are applied one after the other.
     """
 
     name: str
@@ -67,7 +70,7 @@ class CopyCase:
 
 
 def check_copies(case: CopyCase) -> FuzzOutcome:
-    """Copy an object in a random state. The copy must give the same output in its own memory."""
+    """Copy an object in a random state. The copy must return the same output in its own memory."""
     inputs = samples.make_call_inputs()
     description = f"{case.copies} of {case.name}, {' x '.join(case.parts)}, after {case.before}"
     kernel = samples.make_torch_kernel(PROBLEM, case.parts)
@@ -149,8 +152,9 @@ _EDITS = (
 class StateCase:
     """A state dict and how it is loaded.
 
-    edits: (one of _EDITS, index of the entry). assign, strict: arguments of load_state_dict. bias:
-    whether the layer has biases.
+    edits: (one of _EDITS, index of the entry) for each edit.
+    assign, strict: arguments of load_state_dict.
+    bias: whether the layer has biases.
     """
 
     edits: list[tuple[str, int]]
@@ -160,7 +164,7 @@ class StateCase:
 
 
 def check_state_dict(case: StateCase) -> FuzzOutcome:
-    """Load an edited state dict. If it is accepted, outputs must agree with the loaded weights."""
+    """Load an edited state dict. If it is accepted, outputs must match the loaded weights."""
     problem = replace(PROBLEM, bias=case.bias)
     inputs = samples.make_call_inputs(0, problem)
     layer = samples.make_loaded_layer(inputs.weights, bias=case.bias)
@@ -273,9 +277,10 @@ def check_environment(case: tuple[dict[str, str], str]) -> FuzzOutcome:
 
 @dataclass(frozen=True)
 class CacheCase:
-    """Damage to the files that `compose` keeps.
+    """Damage to the files in the cache folder of `compose`.
 
-    kind: how files are damaged. data: draws the damage, which depends on the contents of the file.
+    kind: how files are damaged.
+    data: draws the damage, because it depends on the contents of the file.
     """
 
     kind: str
@@ -283,7 +288,7 @@ class CacheCase:
 
 
 def check_cache_folder(case: CacheCase) -> FuzzOutcome:
-    """Compose with damaged files in the cache folder. The output must be correct nevertheless."""
+    """Compose with damaged files in the cache folder. The output must still be correct."""
     description = f"compose with a cache folder: {case.kind}"
     inputs = samples.make_call_inputs()
     terms = import_object(f"{_AUTOTUNE}:Terms")

@@ -22,7 +22,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 from modular_kernel.testing.stress.fuzz.random_problems import CallInputs
 from modular_kernel.testing.stress.fuzz.target import Target
 
-# (tensor, any number) -> a tensor with the same values in other memory; the number varies details.
+# Maps (tensor, amount) to a tensor with the same values in other memory. The amount varies details.
 Layout = Callable[[torch.Tensor, int], torch.Tensor]
 
 
@@ -119,14 +119,17 @@ _ALL = _INVALID | _VALID
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A call with tensors in other memory. changes: (index of the tensor, layout, its number)."""
+    """A call with tensors in other memory.
+
+    changes: (index of the tensor, layout, amount) for each change.
+    """
 
     call: CallCase
     changes: list[tuple[int, str, int]]
 
 
 def check_layouts(case: LayoutCase) -> FuzzOutcome:
-    """Call with tensors in unusual memory: the output must be correct, or the error typed."""
+    """Call with tensors in unusual memory. The output must be correct, or the error typed."""
     built = build_call(case.call)
     if isinstance(built, FuzzOutcome):
         return built
@@ -176,7 +179,11 @@ def _with_tensors(inputs: CallInputs, tensors: dict[str, torch.Tensor]) -> CallI
 
 @dataclass(frozen=True)
 class OverlapCase:
-    """A call whose output shares memory. kind: with what. amount: varies the tensor and bytes."""
+    """A call whose output shares memory with itself or with an argument.
+
+    kind: what the output shares memory with.
+    amount: determines the tensor and the bytes.
+    """
 
     call: CallCase
     kind: str
@@ -184,7 +191,7 @@ class OverlapCase:
 
 
 def check_overlapping_output(case: OverlapCase) -> FuzzOutcome:
-    """Pass an output that shares memory with itself or with an argument, which must be refused."""
+    """Pass an output that shares memory with itself or an argument. It must be refused."""
     built = build_call(case.call)
     if isinstance(built, FuzzOutcome):
         return built

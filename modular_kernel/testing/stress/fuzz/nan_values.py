@@ -1,4 +1,7 @@
-"""Fuzz target: NaN in any argument of a call. It must reach every value computed from it only."""
+"""Fuzz target: put NaN into arguments of a call.
+
+The NaN must reach every output value that depends on it, and no other.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,14 +26,18 @@ from modular_kernel.testing.stress.fuzz.target import Target
 
 @dataclass(frozen=True)
 class NanCase:
-    """A call with NaN. positions: (argument, index in it), modulo the numbers of these."""
+    """A call with NaN in some arguments.
+
+    nan_positions: (argument index, element index) pairs, each taken modulo the number of arguments
+        or elements.
+    """
 
     call: CallCase
     nan_positions: list[tuple[int, int]]
 
 
 def check_nan_values(case: NanCase) -> FuzzOutcome:
-    """Put NaN into up to two arguments, and compare which output values are NaN."""
+    """Put NaN into up to two arguments, and check which output values are NaN."""
     built = build_call(case.call)
     if isinstance(built, FuzzOutcome):
         return built
@@ -76,7 +83,7 @@ def _with_nan(inputs: CallInputs, name: str, element_index: int) -> CallInputs:
 
 
 def _set_nan(tensor: torch.Tensor, element_index: int) -> torch.Tensor:
-    """Return a copy with a NaN. uint8 is E8M0, whose NaN is 255."""
+    """Return a copy with one NaN. uint8 tensors are E8M0 scales, whose NaN is 255."""
     copy = tensor.clone()
     if not copy.numel():
         return copy
@@ -99,7 +106,7 @@ def _find_nan_mismatch(
     lost_nan = expected & ~output.isnan()
     if bool(lost_nan.any()):
         return f"{int(lost_nan.sum())} of {int(expected.sum())} values should be NaN, but are not"
-    # A scale that all tokens share carries the NaN to other tokens.
+    # A scale that all tokens share spreads the NaN to other tokens.
     if any(reaches_other_pairs(name, problem) for name in nan_names):
         return ""
     unexpected_nan = output.isnan() & ~expected

@@ -55,7 +55,7 @@ def _describe_call(index: str, names: tuple[str, ...], **fixed: Any) -> tuple[An
 
 
 _SIZES = {"num_experts": E, "hidden_size": H, "intermediate_size": I, "top_k": K}
-# Functions, each with the names of its arguments that are counts.
+# Each function with the names of those of its arguments that are counts.
 _COUNT_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "Problem": (
         lambda **arguments: replace(PROBLEM, **arguments),
@@ -97,7 +97,7 @@ _MAY_ALLOCATE = ("FusedMoE", "Router", "warm_up", "reserve_workspace", "moe_alig
 
 
 def check_count_arguments(case: tuple[str, dict[int, Any]]) -> FuzzOutcome:
-    """Pass unusual numbers as counts. Only integers may be accepted; errors must be typed."""
+    """Pass unusual numbers as counts. Only integers may be accepted, and errors must be typed."""
     name, values = case
     function, names = _COUNT_FUNCTIONS[name]
     arguments = {names[index % len(names)]: value for index, value in values.items()}
@@ -125,8 +125,9 @@ _VALUES = (0.0, -0.0, 1e-45, -1e-40, 1e-30, 1e4, -1e4, 3e4, 1.0, 2.0**-24, 6e-8,
 class SpecialCase:
     """A call with special values in x.
 
-    values: (index, value) pairs written into x. scale, weights_scale: factors of x and of the
-    router weights.
+    values: (index, value) pairs that are written into x.
+    scale: factor of x.
+    weights_scale: factor of the router weights.
     """
 
     call: CallCase
@@ -136,7 +137,7 @@ class SpecialCase:
 
 
 def check_special_values(case: SpecialCase) -> FuzzOutcome:
-    """Call with denormal, tiny, huge and signed zero values: the output must be that of float64."""
+    """Call with denormal, tiny, huge and signed zero values. The output must match float64."""
     built = build_call(case.call)
     if isinstance(built, FuzzOutcome):
         return built
@@ -184,8 +185,8 @@ def check_special_values(case: SpecialCase) -> FuzzOutcome:
 class PlacementCase:
     """A placement with copies.
 
-    copies: (expert, rank) pairs, modulo the numbers of experts and ranks. seed: of the order of
-    experts, and of the inputs.
+    copies: (expert, rank) pairs, modulo the numbers of experts and ranks.
+    seed: seed of the order of experts and of the inputs.
     """
 
     experts_per_rank: int
@@ -195,7 +196,11 @@ class PlacementCase:
 
 
 def check_placement_map(case: PlacementCase) -> FuzzOutcome:
-    """Place experts with copies: pairs must go to their experts, and outputs of ranks add up."""
+    """Place experts with copies.
+
+    (token, expert) pairs must go to a slot of their expert, and the sum of the outputs of all ranks
+    must be correct.
+    """
     experts = case.experts_per_rank * case.world_size
     order = torch.randperm(experts, generator=torch.Generator().manual_seed(case.seed)).tolist()
     slots = tuple(tuple(order[r :: case.world_size]) for r in range(case.world_size))
@@ -230,7 +235,7 @@ def check_placement_map(case: PlacementCase) -> FuzzOutcome:
 
 def _to_eplb(placement: Placement) -> tuple[list[int], int]:
     width = max(map(len, placement.slots))
-    # EPLB needs the same number of slots on each rank, so repeat a rank's first expert.
+    # EPLB needs the same number of slots on each rank, so repeat the first expert of a rank.
     table = [
         e
         for experts_of_rank in placement.slots

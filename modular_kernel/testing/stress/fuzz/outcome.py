@@ -23,7 +23,8 @@ T = TypeVar("T")
 class FuzzOutcome:
     """Outcome of a call.
 
-    kind: an element of GOOD or BAD. description: the call and, if the kind is in BAD, the defect.
+    kind: an element of SUCCESS_KINDS or FAILURE_KINDS.
+    description: the call and, if the kind is in FAILURE_KINDS, the defect.
     """
 
     kind: str
@@ -31,7 +32,7 @@ class FuzzOutcome:
 
 
 def classify_error(error: Exception) -> str:
-    """Return TYPED or RAW for an exception."""
+    """Return TYPED_ERROR or UNTYPED_ERROR for an exception."""
     return TYPED_ERROR if isinstance(error, InputError | IncompatibleError) else UNTYPED_ERROR
 
 

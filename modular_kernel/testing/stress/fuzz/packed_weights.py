@@ -28,9 +28,15 @@ from modular_kernel.testing.stress.fuzz.target import (
 class PackedCase:
     """A packed matrix of `groups * group` x `32 / bits * words` values of `bits` bits.
 
-    awq: whether it has AWQ's packing or GPTQ's. one_group: whether a single group is given as -1.
-    default_zeros: whether AWQ's zero points are all 8, and may be omitted. omit_zeros: whether they
-    are omitted in that case. junk: (name of an argument, value), or None.
+    Attributes:
+        awq: whether it is packed like AWQ; otherwise, like GPTQ.
+        group: number of rows in a group. groups: number of groups.
+        words: number of int32 words per row.
+        seed: seed of the values.
+        one_group: whether a single group is specified as -1.
+        default_zeros: whether all zero points of AWQ are 8, so that they may be omitted.
+        omit_zeros: whether they are omitted if they are all 8.
+        junk: (name of an argument, value), or None.
     """
 
     awq: bool
@@ -102,7 +108,7 @@ def check_importer(case: PackedCase) -> FuzzOutcome:
 
 
 def _pack(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return codes, zero points, and the importer's arguments."""
+    """Draw codes and zero points, and pack them; return both and the importer's arguments."""
     generator, bits = torch.Generator().manual_seed(case.seed), case.bits
     depth, rows = case.group * case.groups, 32 // bits * case.words
     codes = torch.randint(0, 2**bits, (depth, rows), generator=generator)
@@ -127,14 +133,14 @@ def _pack(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 
 
 def _pack_awq(values: torch.Tensor) -> torch.Tensor:
-    """Pack AWQ's int32 words along the columns: of eight columns, the even ones in the low half."""
+    """Pack int32 words along the columns like AWQ, with the even columns in the low half."""
     eights = values.reshape(len(values), -1, 8)
     order = torch.cat([eights[..., 0::2], eights[..., 1::2]], dim=-1)
     return _pack_words(order.reshape(len(values), -1), 1, 4)
 
 
 def _pack_words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
-    """Pack 32 / bits values per int32 word along `dim`, the first value in the lowest bits."""
+    """Pack 32 / bits values into each int32 word along `dim`, the first one in the lowest bits."""
     parts = 32 // bits
     moved = values.movedim(dim, -1)
     groups = moved.reshape(*moved.shape[:-1], -1, parts).long()

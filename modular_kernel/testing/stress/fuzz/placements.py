@@ -1,4 +1,4 @@
-"""Fuzz target: functions that make or read expert placements, with junk arguments."""
+"""Fuzz target: call functions that make or read expert placements with junk arguments."""
 
 from collections.abc import Callable
 from functools import partial
@@ -57,12 +57,12 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
 
 
 _CALLS_BY_NAME = {name: (call, count) for name, call, count in _CALLS}
-_SKIP_LOADS = ("rank_loads", "rebalance")  # the first argument, loads, may be floats
+_SKIP_LOADS = ("rank_loads", "rebalance")  # their first argument, the loads, may contain floats
 
 
 @st.composite
 def _arguments(draw: st.DrawFn) -> Any:
-    """Draw junk, a plausible number, or several in a list, tuple, dict or list of lists."""
+    """Draw junk, a plausible number, or a list, tuple, dict or list of lists of such values."""
     value = draw(st.one_of(st.integers(-1, 6), junk))
     several = draw(st.lists(st.one_of(st.integers(0, 2), st.just(value)), max_size=3))
     kinds = (value, value, several, tuple(several), [several], (tuple(several),))

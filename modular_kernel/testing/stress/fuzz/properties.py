@@ -1,4 +1,4 @@
-"""Run targets with Hypothesis: one configuration, or saved failures with shrinking."""
+"""Run fuzz targets with Hypothesis: a single configuration, or saved failures with shrinking."""
 
 from collections.abc import Iterator
 from random import Random
@@ -17,8 +17,8 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 )
 from modular_kernel.testing.stress.fuzz.target import Target
 
-# One exception type for each kind of failure. Hypothesis does not shrink a failure to one that
-# raises another type.
+# One exception type for each kind of failure, because Hypothesis does not shrink a failure to one
+# that raises another type.
 _FAILURES: dict[str, type[AssertionError]] = {
     kind: type(kind.title().replace(" ", ""), (AssertionError,), {}) for kind in FAILURE_KINDS
 }
@@ -27,9 +27,9 @@ DATABASE = ".hypothesis/examples"
 
 
 class TargetProperty:
-    """The property that every input of a target has a good outcome.
+    """The property that every input of a target has an outcome in SUCCESS_KINDS.
 
-    database: where failing inputs are saved for later runs; None saves none.
+    database: saves failing inputs for later runs; None means that they are not saved.
     """
 
     def __init__(self, target: Target[Any], database: ExampleDatabase | None = None) -> None:
@@ -39,7 +39,7 @@ class TargetProperty:
         self._fuzz = self._make_test().hypothesis.fuzz_one_input
 
     def _make_test(self, *phases: Phase) -> Any:
-        """Return a new Hypothesis test, since a test accepts settings only once."""
+        """Make a new Hypothesis test, because a test accepts settings only once."""
 
         def holds(case: Any) -> None:
             self.last = run_or_classify(self.target.name, lambda: self.target.check(case))
@@ -62,7 +62,7 @@ class TargetProperty:
     def run(self, rng: Random) -> FuzzOutcome:
         """Run the input that Hypothesis derives from the bytes of `rng`; return its outcome.
 
-        Bytes that do not make an input are skipped. A failing input is saved in the database.
+        Bytes from which no input can be made are skipped. Failing inputs are saved in the database.
         """
         failures = tuple(_FAILURES.values())
         while True:
@@ -73,7 +73,7 @@ class TargetProperty:
                 return self.last
 
     def failures(self) -> Iterator[FuzzOutcome]:
-        """Run the explicit examples, then the saved failures; yield at most one failure, shrunk."""
+        """Run the explicit examples and the saved failures; yield at most one shrunk failure."""
         phases = Phase.explicit, Phase.reuse, Phase.shrink
         try:
             self._make_test(*phases)()
@@ -87,5 +87,5 @@ class TargetProperty:
 
 
 def open_directory_database() -> ExampleDatabase:
-    """Return the database of failing inputs in the working directory."""
+    """Open the database of failing inputs in the working directory."""
     return DirectoryBasedExampleDatabase(DATABASE)

@@ -1,4 +1,4 @@
-"""Public functions with junk in place of any argument, or of any tensor inside an argument."""
+"""Fuzz target: call public functions with junk for arguments or for tensors inside arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -21,12 +21,12 @@ Call = tuple[Callable[..., Any], dict[str, Any]]  # a function and its keyword a
 
 
 def _call_of(path: str, /, **arguments: Any) -> Callable[[], Call]:
-    """Return a function that makes a call of the object at "module:name"."""
+    """Return a factory of calls of the object at "module:name"."""
     return lambda: (import_object(path), {name: _resolve(v) for name, v in arguments.items()})
 
 
 def _resolve(value: Any) -> Any:
-    """Return the value, or what it returns if it is a lambda, which takes no parameters."""
+    """Return the value; if it is a lambda (without parameters), return its result."""
     return value() if callable(value) and getattr(value, "__name__", "") == "<lambda>" else value
 
 
@@ -44,7 +44,7 @@ def _quantized_call() -> Call:
 
 
 def _kernel_call(name: str, *, plan: bool = False) -> Callable[[], Call]:
-    """Return a function that makes a call of a method of a kernel, or of its plan."""
+    """Return a factory of calls of a method of a kernel, or of its plan."""
 
     def make_call() -> Call:
         inputs, kernel = samples.make_call_inputs(), samples.make_torch_kernel()
@@ -59,7 +59,7 @@ def _kernel_call(name: str, *, plan: bool = False) -> Callable[[], Call]:
 
 
 def _method_of(make: Callable[[], Any], method: str, /, **arguments: Any) -> Callable[[], Call]:
-    """Return a function that makes a call of a method of the object that `make` returns."""
+    """Return a factory of calls of a method of the object that `make` returns."""
     return lambda: (getattr(make(), method), {n: _resolve(v) for n, v in arguments.items()})
 
 
@@ -308,7 +308,7 @@ _CALLS: dict[str, Callable[[], Call]] = {
 
 
 def _alter(tensor: torch.Tensor, kind: str) -> Any:
-    """Return a tensor altered in one of _ALTERATIONS."""
+    """Alter a tensor. kind: one of _ALTERATIONS."""
     if not tensor.untyped_storage().nbytes():
         return tensor  # empty, or freed by an earlier change
     if kind == "freed":
@@ -345,7 +345,9 @@ _ALTERATIONS = (
 class JunkCall:
     """A call of a public function.
 
-    changes: (index of an argument or of a tensor in one, junk or one of _ALTERATIONS).
+    name: a key of _CALLS.
+    changes: for each change, the index of an argument or of a tensor in an argument, and junk or
+        one of _ALTERATIONS.
     """
 
     name: str

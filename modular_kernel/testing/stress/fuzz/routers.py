@@ -33,8 +33,14 @@ _TOLERANCE, _ABS_TOLERANCE = 2e-5, 1e-18
 class RouterCase:
     """Arguments of a RouterSpec, and a description of the logits.
 
-    kind: distribution of the logits. special: (position, value) pairs written into them. wide_ids:
-    whether ids are int64. wide_rows: whether NaN follows each row of logits in memory.
+    Attributes:
+        fields: arguments of RouterSpec.
+        experts, tokens, dtype: number of experts, number of tokens, and dtype of the logits.
+        kind: distribution of the logits.
+        special: (position, value) pairs that are written into the logits.
+        seed: seed of the logits.
+        wide_ids: whether ids are int64.
+        wide_rows: whether NaN follows each row of logits in memory.
     """
 
     fields: dict[str, Any]
@@ -119,7 +125,7 @@ def check_router(case: RouterCase) -> FuzzOutcome:
 
 
 def _make_tensors(case: RouterCase) -> tuple[torch.Tensor, Any, Any, Any]:
-    """Return logits, selection bias, table and token ids; the last three may be None."""
+    """Make the logits, selection bias, table and token ids; the last three may be None."""
     generator = torch.Generator().manual_seed(case.seed)
     columns = case.experts + case.fields["zero_experts"]
     logits = torch.randn(case.tokens, columns, generator=generator)
@@ -155,8 +161,8 @@ class _Row:
         self.is_number = [not math.isnan(v) for v in logits]
         self.logits = [0.0 if math.isnan(v) else min(max(v, -_MAX), _MAX) for v in logits]
         self.scores = self._compute_scores(self.logits, self.is_number)
-        # Scores increase with logits, so unless biases or sums of two scores are compared, compare
-        # the logits.
+        # Scores increase with logits. Compare the logits, unless biases or sums of two scores are
+        # compared.
         grouped = spec.topk_groups < spec.groups and spec.group_score == "top2"
         by_score = spec.order == "score_first" and (bias is not None or grouped)
         base = self.scores if by_score else self.logits
@@ -181,7 +187,7 @@ class _Row:
         return [math.sqrt(max(v, 0.0) + math.log1p(math.exp(-abs(v)))) for v in logits]
 
     def find_mismatch(self, ids: list[int], weights: list[float], identity: float) -> str:
-        """Return how the routing of a token differs from the expected one, or ""."""
+        """Describe how the routing of a token differs from the expected routing, or return ""."""
         experts = len(self.logits) - self.spec.zero_experts
         expected = self._select_experts() if self.table_ids is None else self._valid_table_ids()
         selected: list[int] = []

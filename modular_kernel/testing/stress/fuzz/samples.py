@@ -1,4 +1,4 @@
-"""Make small valid objects for the targets: problems, inputs, kernels, layers and adapters."""
+"""Factories for small valid problems, inputs, kernels, layers and adapters, for fuzz targets."""
 
 from typing import Any
 
@@ -24,24 +24,24 @@ LORA_OPTIONS = "adapters=3,rank=4"
 
 
 def draw_floats(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return random float32 values."""
+    """Draw random float32 values with a standard deviation of 1/4."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 4
 
 
 def make_call_inputs(seed: int = 0, problem: Problem = PROBLEM) -> CallInputs:
-    """Return inputs of a call."""
+    """Make the inputs of a call."""
     return make_inputs(problem, InputChoices(seed=seed))
 
 
 def make_torch_kernel(
     problem: Problem = PROBLEM, pair: tuple[str, str] = STANDARD_PAIR
 ) -> FusedMoEModularKernel:
-    """Return a kernel of torch parts."""
+    """Make a kernel from pure PyTorch parts."""
     return make_kernel(*pair, problem)
 
 
 def find_output_mismatch(result: Any, arguments: CallInputs, problem: Problem = PROBLEM) -> str:
-    """Return how a result differs from the expected output of a call, or ""."""
+    """Describe how a result differs from the expected output of a call; "" if it does not."""
     if not isinstance(result, torch.Tensor):
         return f"a {type(result).__name__}"
     return Oracle(problem, arguments.x_TH, arguments.weights, arguments.routing).find_mismatch(
@@ -50,26 +50,26 @@ def find_output_mismatch(result: Any, arguments: CallInputs, problem: Problem = 
 
 
 def make_router_spec(top_k: int = K, **options: Any) -> Any:
-    """Return a RouterSpec."""
+    """Make a RouterSpec with the given options."""
     return import_object("modular_kernel.spec.router:RouterSpec")(top_k, **options)
 
 
 def make_fused_moe(**options: Any) -> Any:
-    """Return a FusedMoE without weights and, by default, without a router."""
+    """Make a FusedMoE without weights and, by default, without a router."""
     defaults: dict[str, Any] = {"top_k": K, "params_dtype": torch.float32}
     make = import_object("modular_kernel.layers.fused_moe:FusedMoE")
     return make(E, H, I, 3, **(defaults | options))
 
 
 def make_loaded_layer(weights: ExpertWeights | None = None, **options: Any) -> Any:
-    """Return a FusedMoE with weights."""
+    """Make a FusedMoE with weights; None means the weights of `make_call_inputs`."""
     layer = make_fused_moe(**options)
     layer.set_weights(make_call_inputs().weights if weights is None else weights)
     return layer
 
 
 def make_adapter(rank: int, seed: int) -> Any:
-    """Return a LoRA adapter whose gate and up have separate matrices."""
+    """Make a LoRA adapter with separate A matrices for the gate and up projections."""
     shapes = (E, 2 * rank, H), (E, 2 * I, rank), (E, rank, I), (E, H, rank)
     make = import_object("modular_kernel.spec.lora:Adapter")
     return make(*(draw_floats(*shape, seed=seed + n) for n, shape in enumerate(shapes)))

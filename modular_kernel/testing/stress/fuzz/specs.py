@@ -59,7 +59,7 @@ def _is_dtype(value: Any) -> bool:
 
 
 def _is_lora(value: Any) -> bool:
-    """Return whether the sizes in `value` are in range. Other errors are not looked for."""
+    """Return whether the sizes in `value` are in range. Other errors are not detected."""
     if isinstance(value, AdapterSpec) or value == "none":
         return True
     words = value.split(",") if isinstance(value, str) else []
@@ -71,8 +71,8 @@ def _is_lora(value: Any) -> bool:
     )
 
 
-# Whether a value is allowed for a field of Problem, by its docstring. An allowed value may still
-# contradict another field.
+# Predicates that return whether the docstring of Problem allows a value for a field. An allowed
+# value may still contradict another field.
 FIELDS: dict[str, Callable[[Any], bool]] = {
     "tokens": _is_count(0),
     **{name: _is_count(1) for name in ("hidden", "intermediate", "experts", "top_k")},
@@ -140,7 +140,7 @@ def check_problem(case: ProblemCase) -> FuzzOutcome:
 
 
 def _use_problem(problem: Problem, description: str, case: ProblemCase) -> FuzzOutcome:
-    """Hash, format and check an accepted problem, and make a kernel of it."""
+    """Hash, format and check an accepted problem, and make a kernel for it."""
     prepare, experts = case.parts
 
     def use_all() -> object:
@@ -150,7 +150,7 @@ def _use_problem(problem: Problem, description: str, case: ProblemCase) -> FuzzO
         str(verdict)
         if case.all_pairings:
             return check_all(problem)
-        # Make only small kernels: a valid problem may need all memory.
+        # Make only small kernels, because a valid problem may need all memory.
         small = problem.tokens * problem.top_k * max(problem.hidden, problem.intermediate) < 2**20
         return make_kernel(prepare, experts, problem) if small else verdict
 

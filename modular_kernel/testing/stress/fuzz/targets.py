@@ -55,10 +55,11 @@ NAMES = tuple(target.name for target in TARGETS)
 
 
 def select_targets(*, calls_only: bool, only: str) -> list[Target[Any]]:
-    """Return the targets to draw from.
+    """Return the targets from which configurations are drawn.
 
     calls_only: whether to use only targets that may launch kernels, for a run with interpreted
-    kernels. only: the name of the only target to use; "" for all.
+        kernels.
+    only: the name of the only target to use; "" means all targets.
     """
     return [
         target
@@ -76,7 +77,7 @@ def get_property(name: str) -> TargetProperty:
 def run_configuration(
     seed: str, number: int, *, calls_only: bool = False, only: str = ""
 ) -> tuple[str, FuzzOutcome]:
-    """Run configuration `number`; return its target's name and its outcome."""
+    """Run configuration `number` of a seed; return the name of its target and its outcome."""
     rng = Random(f"{seed}/{number}")
     targets = select_targets(calls_only=calls_only, only=only)
     (target,) = rng.choices(targets, [target.share for target in targets])
@@ -86,9 +87,9 @@ def run_configuration(
 def find_saved_failures(
     *, calls_only: bool = False, only: str = ""
 ) -> Iterator[tuple[str, FuzzOutcome]]:
-    """Run the explicit examples and saved failures of each target; yield those that still fail.
+    """Run the explicit examples and the saved failures of each target.
 
-    Yields (target's name, outcome), with the input shrunk.
+    Yields (name of the target, outcome of the shrunk input) for each target that still fails.
     """
     for target in select_targets(calls_only=calls_only, only=only):
         for outcome in get_property(target.name).failures():

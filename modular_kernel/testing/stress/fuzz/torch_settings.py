@@ -1,4 +1,4 @@
-"""Calls in settings of the process, changed memory of started calls, and patterns of modules."""
+"""Fuzz targets: calls under torch settings, memory changes of started calls, module patterns."""
 
 import re
 import sys
@@ -104,7 +104,7 @@ def _run_with_adapter(seed: int) -> list[torch.Tensor]:
 
 
 def _with_default_settings(make: Callable[[], Any]) -> Any:
-    """Return inputs, made with torch's initial defaults."""
+    """Make inputs with torch's initial default dtype and device."""
     before = torch.get_default_dtype()
     with _temporarily(torch.set_default_dtype, torch.float32, before), torch.device("cpu"):
         return make()
@@ -137,7 +137,10 @@ _USES: dict[str, Callable[[int], list[torch.Tensor]]] = {
 
 
 def check_torch_settings(case: tuple[str, list[str], int]) -> FuzzOutcome:
-    """Use the package in settings of the process: the numbers are those without them."""
+    """Use the package under unusual settings of torch. They must not change the results.
+
+    case: (what to use, names of the settings, seed).
+    """
     name, names, seed = case
     description = f"{name} with {names}"
     expected = _USES[name](seed)
@@ -169,7 +172,7 @@ def check_torch_settings(case: tuple[str, list[str], int]) -> FuzzOutcome:
 
 @dataclass(frozen=True)
 class StartedCase:
-    """A started call, and what changes the memory of one of its tensors before it is finished."""
+    """A started call, and a change of the memory of one tensor before the call is finished."""
 
     parts: tuple[str, str]
     tensor: str
@@ -178,7 +181,10 @@ class StartedCase:
 
 
 def check_started_call(case: StartedCase) -> FuzzOutcome:
-    """Change the memory of a tensor between start and finish: refused, and the next call right."""
+    """Change the memory of a tensor between start and finish.
+
+    `finish` must raise a typed error, and the next call must be correct.
+    """
     call_inputs, kernel = (
         samples.make_call_inputs(case.seed),
         samples.make_torch_kernel(PROBLEM, case.parts),
@@ -228,7 +234,10 @@ _names = st.text(st.sampled_from("ab.1_"), max_size=18)
 
 
 def check_module_pattern(case: tuple[str, str, str]) -> FuzzOutcome:
-    """Match an entry of a list of modules with a name, as `re` or `fnmatch` does."""
+    """Match an entry of a list of modules with a name; compare with `re` or `fnmatch`.
+
+    case: (kind of entry, text of the entry, name of a module).
+    """
     kind, text, name = case
     description = f"{kind} {text!r} and {name!r}"
     module = "modular_kernel.models.module_matcher"
@@ -243,12 +252,12 @@ def check_module_pattern(case: tuple[str, str, str]) -> FuzzOutcome:
     if kind == "modules":
         parts = name.split(".")
         spans = [(i, j) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
-        stripped = text.strip(".").removesuffix(".*")  # an entry covers what is inside a module
+        stripped = text.strip(".").removesuffix(".*")  # an entry also matches submodules
         allowed = [any(fnmatchcase(".".join(parts[i:j]), stripped) for i, j in spans)]
     else:
         matches = re.compile(text, re.ASCII)
         test = matches.match if kind == "regex" else matches.search
-        # An entry that ends a name also covers everything inside the modules that it matches.
+        # An entry with an end anchor also matches the submodules of the modules that it matches.
         covered = "$" in text and any(map(test, inner))
         allowed = [True, True] if (matched := bool(test(name))) else [matched, bool(covered)]
     return FuzzOutcome(CORRECT if result_or_outcome in allowed else WRONG_RESULT, description)

@@ -24,7 +24,7 @@ from modular_kernel.testing.stress.fuzz.target import Target, import_object, see
 forward_ad: Any = torch.autograd.forward_ad
 func: Any = torch.func
 
-# (x, w1, topk_weights) -> output; router functions take logits as x.
+# Maps (x, w1, topk_weights) to the output. Router functions take logits as x.
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _FUNCTIONS = (
     "kernel",
@@ -39,7 +39,7 @@ _FUNCTIONS = (
 
 
 def _make_function(name: str, inputs: CallInputs) -> Function:
-    """Return a call as a function of its floating-point tensors."""
+    """Make a function that maps the floating-point tensors of a call to its output."""
     weights, routing = inputs.weights, inputs.routing
     if name == "route":
         route = import_object("modular_kernel.ops.route:route")
@@ -77,7 +77,7 @@ _TRANSFORMS = (
 
 
 def check_transform(case: tuple[str, str, int, int]) -> FuzzOutcome:
-    """Call within a function transform. It must not lose a gradient or give a wrong result."""
+    """Call inside a function transform. It must not lose a gradient or return a wrong result."""
     name, transform, argument, seed = case
     inputs = samples.make_call_inputs(seed)
     function = _make_function(name, inputs)
@@ -107,7 +107,7 @@ def check_transform(case: tuple[str, str, int, int]) -> FuzzOutcome:
 def _apply_transform(  # noqa: C901 (one case for each transform)
     transform: str, function: Callable[[torch.Tensor], torch.Tensor], tensor: Any
 ) -> Any:
-    """Return the output, "lost" if a derivative was lost, or None if there is no output."""
+    """Apply a transform; return the output, "lost" if a derivative was lost, or None."""
     if transform == "dual":
         with forward_ad.dual_level():
             output = function(forward_ad.make_dual(tensor, torch.ones_like(tensor)))
@@ -226,7 +226,11 @@ _SUBCLASSES: dict[str, Callable[[torch.Tensor], Any]] = {
 class SubclassCase:
     """A call with some arguments of another class.
 
-    kind: one of _SUBCLASSES. argument_indices: modulo the number of arguments.
+    Attributes:
+        function: what is called.
+        kind: one of _SUBCLASSES.
+        argument_indices: indices of the changed arguments, modulo the number of arguments.
+        seed: seed of the inputs.
     """
 
     function: str
@@ -236,7 +240,7 @@ class SubclassCase:
 
 
 def check_tensor_subclasses(case: SubclassCase) -> FuzzOutcome:
-    """Call with tensors of other classes: the output must be correct, or the error typed."""
+    """Call with tensors of other classes. The output must be correct, or the error typed."""
     inputs = samples.make_call_inputs(case.seed)
     router = samples.make_router_spec(renormalize=True)
     route = import_object("modular_kernel.ops.route:route")

@@ -1,11 +1,13 @@
-"""Worker process that runs configurations: `worker SEED FIRST STOP CALLS TARGET`.
+"""Fuzzing worker that runs random configurations: `worker SEED FIRST STOP CALLS TARGET`.
 
-Runs the configurations FIRST to STOP - 1, and prints one line of JSON for each. Number -1 stands
-for the explicit examples and saved failures of each target. CALLS: "calls" for only the targets
-that may launch kernels, else "". TARGET: the name of the only target, "" for all.
+It runs the configurations FIRST to STOP - 1, and prints one line of JSON for each. Number -1 stands
+for the explicit examples and saved failures of each target.
 
-A failure is printed at once, because shrinking it may crash or hang. It is printed once more with
-the smallest input that was found.
+CALLS: "calls" to run only targets that may launch kernels, "" to run all.
+TARGET: name of the only target to run, "" to run all.
+
+A failure is printed at once, because shrinking it may crash or hang. It is printed again with the
+smallest input that was found.
 """
 
 import json
@@ -27,8 +29,9 @@ _SAVED = -1
 def main(seed: str, first: str, stop: str, calls_mode: str = "", only: str = "") -> None:
     """Print [number, target, kind, description] for each configuration.
 
-    The printed kind is that of the outcome, "saved" before the outcomes of number -1, or "smaller"
-    for a shrunk input. The arguments are those of the command. All other output is discarded.
+    kind is the outcome's kind. It is "saved" for the marker line before the outcomes of number -1,
+    and "smaller" for a shrunk input. All other output to stdout is redirected to stderr. The
+    arguments are those of the command line.
     """
     warnings.simplefilter("ignore")
     seen = set[tuple[str, str]]()
@@ -51,7 +54,7 @@ def _run_number(
         return
     target, outcome = run_configuration(seed, number, calls_only=calls_only, only=only)
     yield target, outcome.kind, outcome.description
-    # Shrink one failure of each kind. The others probably have the same cause.
+    # Shrink one failure of each target and kind. Others probably have the same cause.
     if outcome.kind in FAILURE_KINDS and (target, outcome.kind) not in seen:
         seen.add((target, outcome.kind))
         for smallest in get_property(target).failures():
