@@ -17,7 +17,7 @@ Row = tuple[int, ...]  # for each axis, the index of one of its values
 Pair = tuple[int, int]  # value ids (see Space.value_ids) of two axes, ascending
 
 _NUM_CANDIDATES = 8
-_NUM_EXTRA_CANDIDATES = 8  # drawn if some of _CANDIDATES are invalid
+_NUM_EXTRA_CANDIDATES = 8  # drawn if some of the first _NUM_CANDIDATES are invalid
 _MAX_REPAIRS = 6  # maximum number of values that are changed to make an invalid row valid
 
 

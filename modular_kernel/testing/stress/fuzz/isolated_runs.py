@@ -20,7 +20,7 @@ _WORKER = "modular_kernel.testing.stress.fuzz.worker"
 
 @dataclass(frozen=True)
 class FuzzFinding:
-    """A configuration with an outcome in BAD.
+    """A configuration with an outcome in FAILURE_KINDS.
 
     number: -1 for saved failures and explicit examples.
     """
