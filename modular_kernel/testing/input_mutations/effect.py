@@ -42,7 +42,7 @@ def pop_effect(name: str) -> Effect:
     return _strongest_effect.pop(name, Effect.USED)
 
 
-def pop_effect_over_ranks(name: str, pool: AnyRanks) -> Effect:
+def pop_effect_on_ranks(name: str, pool: AnyRanks) -> Effect:
     """Return and clear the strongest effect on any rank; USED if a rank fails."""
     try:
         return max(pool.run(_pop_on_rank, name))
@@ -54,23 +54,21 @@ def _pop_on_rank(_rank: int, _world_size: int, _group: object, name: str) -> Eff
     return pop_effect(name)
 
 
-def no_effect_reason(effect: Effect) -> str | None:
+def find_no_effect_reason(effect: Effect) -> str | None:
     """Return why a defect has no effect, or None if it has one."""
     return _NO_EFFECT_REASONS.get(effect)
 
 
-def with_recorded_reads(name: str, original: Handle, changed: Handle) -> Handle:
+def record_reads(name: str, original: Handle, changed: Handle) -> Handle:
     """Return the changed handle, which records when a changed field is read."""
-    if _equal(original, changed):
+    if _is_equal(original, changed):
         return original
     record_effect(name, Effect.UNREAD)
-    handle: Handle = _with_read_callback(
-        original, changed, lambda: record_effect(name, Effect.USED)
-    )
+    handle: Handle = _add_read_callback(original, changed, lambda: record_effect(name, Effect.USED))
     return handle
 
 
-def _with_read_callback(original: Any, changed: Any, on_read: Callable[[], None]) -> Any:
+def _add_read_callback(original: Any, changed: Any, on_read: Callable[[], None]) -> Any:
     """Return a copy of `changed` that calls `on_read` when a changed field is read."""
     if type(original) is not type(changed) or not is_dataclass(changed):
         on_read()  # reads of such an object cannot be detected
@@ -78,10 +76,10 @@ def _with_read_callback(original: Any, changed: Any, on_read: Callable[[], None]
     changed_names, changed_children = set[str](), dict[str, Any]()
     for field in fields(changed):
         old_value, new_value = getattr(original, field.name), getattr(changed, field.name)
-        if _equal(old_value, new_value):
+        if _is_equal(old_value, new_value):
             continue
         if is_dataclass(new_value) and type(old_value) is type(new_value):
-            changed_children[field.name] = _with_read_callback(old_value, new_value, on_read)
+            changed_children[field.name] = _add_read_callback(old_value, new_value, on_read)
         else:
             changed_names.add(field.name)
 
@@ -100,7 +98,7 @@ def _with_read_callback(original: Any, changed: Any, on_read: Callable[[], None]
     return copied
 
 
-def _equal(left: Any, right: Any) -> bool:
+def _is_equal(left: Any, right: Any) -> bool:
     """Return whether two values are equal; tensors must also agree in dtype, shape and stride."""
     if left is right:
         return True
@@ -111,7 +109,7 @@ def _equal(left: Any, right: Any) -> bool:
         return same_layout and left.stride() == right.stride() and torch.equal(left, right)
     if is_dataclass(left):
         names = [field.name for field in fields(left)]
-        return all(_equal(getattr(left, name), getattr(right, name)) for name in names)
+        return all(_is_equal(getattr(left, name), getattr(right, name)) for name in names)
     if isinstance(left, tuple | list):
-        return len(left) == len(right) and all(map(_equal, left, right))
+        return len(left) == len(right) and all(map(_is_equal, left, right))
     return bool(left == right)

@@ -32,7 +32,7 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.input_mutations.effect import (
     Effect,
     record_effect,
-    with_recorded_reads,
+    record_reads,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
@@ -259,7 +259,7 @@ class _WrappedPrepareAndFinalize(PrepareAndFinalize):
     ) -> None:
         if self.mutant.handle:
             changed = self.mutant.handle(handle)
-            handle = with_recorded_reads(self.mutant.name, handle, changed)
+            handle = record_reads(self.mutant.name, handle, changed)
         self.part.finalize(expert_output, handle=handle, reduce=reduce, out=out)
 
 

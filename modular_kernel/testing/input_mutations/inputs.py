@@ -10,7 +10,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.input_mutations.inject import CallArguments
 
 
-def with_activation(problem: Problem, **changes: object) -> Problem:
+def change_activation(problem: Problem, **changes: object) -> Problem:
     """Return the problem with some fields of its activation changed."""
     up_first = problem.act.up_first and not changes.get("interleaved")
     spec = replace(problem.act, up_first=up_first, **changes)  # type: ignore[arg-type]
@@ -20,94 +20,96 @@ def with_activation(problem: Problem, **changes: object) -> Problem:
 def replace_activation(problem: Problem) -> Problem:
     """Use silu instead of another activation, and gelu instead of silu."""
     kind = "silu" if problem.act.kind != "silu" else "gelu"
-    return with_activation(problem, kind=kind, limit=None)
+    return change_activation(problem, kind=kind, limit=None)
 
 
 def replace_gelu(problem: Problem) -> Problem:
     """Use gelu by erf instead of its tanh approximation, or vice versa."""
     kind = "gelu" if problem.act.kind == "gelu_tanh" else "gelu_tanh"
-    return with_activation(problem, kind=kind)
+    return change_activation(problem, kind=kind)
 
 
 def swap_clamp_rule(problem: Problem) -> Problem:
     """Apply the limit before silu instead of after it, or vice versa."""
     is_after = problem.act.kind == "swiglu_clamp_after"
-    return with_activation(
+    return change_activation(
         problem, kind="swiglu_clamp_before" if is_after else "swiglu_clamp_after"
     )
 
 
-def _with_ids(args: CallArguments, ids_TK: torch.Tensor) -> CallArguments:
+def _replace_ids(args: CallArguments, ids_TK: torch.Tensor) -> CallArguments:
     ids_TK = ids_TK.to(args.routing.topk_ids_TK.dtype)
     return replace(args, routing=replace(args.routing, topk_ids_TK=ids_TK))
 
 
-def _with_weights(args: CallArguments, weights_TK: torch.Tensor) -> CallArguments:
+def _replace_router_weights(args: CallArguments, weights_TK: torch.Tensor) -> CallArguments:
     weights_TK = weights_TK.contiguous()
     return replace(args, routing=replace(args.routing, topk_weights_TK=weights_TK))
 
 
-def valid_pairs(args: CallArguments) -> torch.Tensor:
+def find_valid_pairs(args: CallArguments) -> torch.Tensor:
     """Return a (T, K) bool mask of the pairs with an id in [0, E)."""
     ids = args.routing.topk_ids_TK
     return (ids >= 0) & (ids < args.problem.experts)
 
 
-def local_ids(args: CallArguments) -> torch.Tensor:
+def find_local_ids(args: CallArguments) -> torch.Tensor:
     """Return the local expert of each pair, (T, K) int64; -1 if its expert is not local."""
-    ids = torch.where(valid_pairs(args), args.routing.topk_ids_TK.long(), -1)
+    ids = torch.where(find_valid_pairs(args), args.routing.topk_ids_TK.long(), -1)
     expert_map = args.weights.expert_map
     return ids if expert_map is None else torch.where(ids < 0, ids, expert_map.long()[ids])
 
 
 def drop_busiest_expert(args: CallArguments) -> CallArguments:
     """Remove all pairs from the local expert with the most pairs."""
-    local = local_ids(args)
+    local = find_local_ids(args)
     if not bool((local >= 0).any()):
         return args
     busiest = local[local >= 0].mode().values
-    return _with_ids(args, args.routing.topk_ids_TK.masked_fill(local == busiest, -1))
+    return _replace_ids(args, args.routing.topk_ids_TK.masked_fill(local == busiest, -1))
 
 
 def use_next_expert(args: CallArguments) -> CallArguments:
     """Route every pair to the expert with the next id."""
     ids = args.routing.topk_ids_TK.long()
-    return _with_ids(args, torch.where(valid_pairs(args), (ids + 1) % args.problem.experts, ids))
+    return _replace_ids(
+        args, torch.where(find_valid_pairs(args), (ids + 1) % args.problem.experts, ids)
+    )
 
 
 def drop_last_slot(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK.clone()
     ids[:, -1] = -1
-    return _with_ids(args, ids)
+    return _replace_ids(args, ids)
 
 
 def wrap_minus_one(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK
-    return _with_ids(args, torch.where(ids == -1, args.problem.experts - 1, ids))
+    return _replace_ids(args, torch.where(ids == -1, args.problem.experts - 1, ids))
 
 
 def wrap_out_of_range(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK.long()
-    wrapped = torch.where(valid_pairs(args) | (ids == -1), ids, ids % args.problem.experts)
-    return _with_ids(args, wrapped)
+    wrapped = torch.where(find_valid_pairs(args) | (ids == -1), ids, ids % args.problem.experts)
+    return _replace_ids(args, wrapped)
 
 
 def skip_uncounted(args: CallArguments) -> CallArguments:
     """Replace invalid ids by -1, so that they are skipped and not counted."""
     ids = args.routing.topk_ids_TK
-    return _with_ids(args, torch.where(valid_pairs(args), ids, -1))
+    return _replace_ids(args, torch.where(find_valid_pairs(args), ids, -1))
 
 
 def count_skips(args: CallArguments) -> CallArguments:
     """Replace -1 by an invalid id, so that skipped pairs are counted."""
     ids = args.routing.topk_ids_TK
-    return _with_ids(args, torch.where(ids == -1, -2, ids))
+    return _replace_ids(args, torch.where(ids == -1, -2, ids))
 
 
 def drop_duplicates(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK
     is_repeated = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(2)
-    return _with_ids(args, ids.masked_fill(is_repeated, -1))
+    return _replace_ids(args, ids.masked_fill(is_repeated, -1))
 
 
 def misread_int64(args: CallArguments) -> CallArguments:
@@ -120,21 +122,21 @@ def misread_int64(args: CallArguments) -> CallArguments:
 
 
 def square_weights(args: CallArguments) -> CallArguments:
-    return _with_weights(args, args.routing.topk_weights_TK.square())
+    return _replace_router_weights(args, args.routing.topk_weights_TK.square())
 
 
 def round_weights(args: CallArguments) -> CallArguments:
     weights_TK = args.routing.topk_weights_TK
-    return _with_weights(args, weights_TK.to(args.problem.dtype).to(weights_TK.dtype))
+    return _replace_router_weights(args, weights_TK.to(args.problem.dtype).to(weights_TK.dtype))
 
 
 def omit_weights(args: CallArguments) -> CallArguments:
-    return _with_weights(args, torch.ones_like(args.routing.topk_weights_TK))
+    return _replace_router_weights(args, torch.ones_like(args.routing.topk_weights_TK))
 
 
 def average_weights(args: CallArguments) -> CallArguments:
     weights_TK = args.routing.topk_weights_TK
-    return _with_weights(args, weights_TK.mean(1, keepdim=True).expand_as(weights_TK))
+    return _replace_router_weights(args, weights_TK.mean(1, keepdim=True).expand_as(weights_TK))
 
 
 def shift_tokens(args: CallArguments) -> CallArguments:
@@ -261,7 +263,7 @@ def freeze_routing(args: CallArguments) -> CallArguments:
     """Use the ids of the previous call in a captured graph."""
     if not torch.cuda.is_current_stream_capturing():
         args.memory["ids"] = args.routing.topk_ids_TK.clone()
-    return _with_ids(args, args.memory["ids"])
+    return _replace_ids(args, args.memory["ids"])
 
 
 def shift_scales(args: CallArguments, dim: int) -> CallArguments:
@@ -281,27 +283,31 @@ def shift_zero_points(args: CallArguments) -> CallArguments:
 
 
 def swap_matrix_scales(args: CallArguments) -> CallArguments:
-    return _replace_weight(args, "w1_global_scale", _field(args, "w1_global_scale").roll(1, 1))
+    return _replace_weight(
+        args, "w1_global_scale", _get_contiguous_field(args, "w1_global_scale").roll(1, 1)
+    )
 
 
 def shift_matrix_scales(args: CallArguments) -> CallArguments:
-    return _replace_weight(args, "w2_global_scale", _field(args, "w2_global_scale").roll(1, 0))
+    return _replace_weight(
+        args, "w2_global_scale", _get_contiguous_field(args, "w2_global_scale").roll(1, 0)
+    )
 
 
-def _field(args: CallArguments, name: str) -> torch.Tensor:
+def _get_contiguous_field(args: CallArguments, name: str) -> torch.Tensor:
     tensor: torch.Tensor = getattr(args.weights, name)
     return tensor.contiguous()
 
 
 def ignore_order(args: CallArguments) -> CallArguments:
     """Multiply the columns of w1 as if they were in the original order (act order)."""
-    order = _field(args, "w1_order")
+    order = _get_contiguous_field(args, "w1_order")
     identity = torch.arange(order.shape[1], dtype=order.dtype, device=order.device)
     return _replace_weight(args, "w1_order", identity.expand_as(order).contiguous())
 
 
 def shift_order(args: CallArguments) -> CallArguments:
-    return _replace_weight(args, "w1_order", _field(args, "w1_order").roll(1, 0))
+    return _replace_weight(args, "w1_order", _get_contiguous_field(args, "w1_order").roll(1, 0))
 
 
 def swap_nibbles(args: CallArguments, names: tuple[str, str]) -> CallArguments:

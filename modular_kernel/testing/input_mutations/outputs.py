@@ -6,7 +6,7 @@ import torch
 
 from modular_kernel.tensors import BatchedTokens, ContiguousTokens, Dispatched, Handle
 from modular_kernel.testing.input_mutations.inject import Arrival, Memory, StartedCall
-from modular_kernel.testing.input_mutations.inputs import local_ids, valid_pairs
+from modular_kernel.testing.input_mutations.inputs import find_local_ids, find_valid_pairs
 
 
 def reuse_output(call: StartedCall) -> None:
@@ -45,7 +45,7 @@ def flip_every_other_call(call: StartedCall) -> None:
         out.view(-1)[:1].view(int_dtype).bitwise_xor_(1)
 
 
-def flip_in_even_calls(call: StartedCall) -> None:
+def flip_for_even_token_count(call: StartedCall) -> None:
     """Flip the last bit of one value in calls of an even number of tokens."""
     if len(call.out) % 2 == 0:
         int_dtype = torch.int32 if call.out.element_size() == 4 else torch.int16
@@ -62,7 +62,7 @@ def shift_experts(tokens: Dispatched) -> Dispatched:
     return replace(tokens, x_eCH=tokens.x_eCH.roll(1, 0), counts_e=tokens.counts_e.roll(1, 0))
 
 
-def leave_skipped_rows(output: torch.Tensor, tokens: Dispatched) -> None:
+def skip_writing_skipped_rows(output: torch.Tensor, tokens: Dispatched) -> None:
     """Write NaN, as if unwritten, to the (T, K, H) rows of pairs without a local expert."""
     assert isinstance(tokens, ContiguousTokens)
     routing = tokens.routing
@@ -84,7 +84,7 @@ def write_zeros(call: StartedCall) -> None:
     call.out.zero_()
 
 
-def leave_last_token(call: StartedCall) -> None:
+def skip_writing_last_token(call: StartedCall) -> None:
     call.out[-1] = call.initial_out[-1]
 
 
@@ -100,11 +100,11 @@ def zero_last_token_of_smaller_plan(call: StartedCall) -> None:
         call.out[-1] = 0
 
 
-def leave_last_column(call: StartedCall) -> None:
+def skip_writing_last_column(call: StartedCall) -> None:
     call.out[..., -1] = call.initial_out[..., -1]
 
 
-def leave_last_chunk(call: StartedCall) -> None:
+def skip_writing_last_chunk(call: StartedCall) -> None:
     chunk = call.arguments.problem.chunk_tokens
     assert chunk is not None
     start = (len(call.out) - 1) // chunk * chunk
@@ -112,8 +112,8 @@ def leave_last_chunk(call: StartedCall) -> None:
         call.out[start:] = call.initial_out[start:]
 
 
-def leave_skipped_tokens(call: StartedCall) -> None:
-    skipped_T = ~valid_pairs(call.arguments).any(1)
+def skip_writing_skipped_tokens(call: StartedCall) -> None:
+    skipped_T = ~find_valid_pairs(call.arguments).any(1)
     call.out[skipped_T] = call.initial_out[skipped_T]
 
 
@@ -129,7 +129,7 @@ def add_unweighted_bias(call: StartedCall) -> None:
     """Add b2 to every pair without multiplying it by the router weight."""
     args = call.arguments
     assert args.weights.b2 is not None
-    local_ids_TK = local_ids(args)
+    local_ids_TK = find_local_ids(args)
     missing_weight = (1 - args.routing.topk_weights_TK) * (local_ids_TK >= 0)
     bias_TKH = args.weights.b2.float()[local_ids_TK.clamp(min=0)] * missing_weight[..., None]
     call.out.add_(bias_TKH.sum(1) * args.problem.routed_scaling_factor)

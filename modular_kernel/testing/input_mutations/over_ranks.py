@@ -5,7 +5,7 @@ from functools import partial
 
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
-from modular_kernel.testing.input_mutations.effect import pop_effect_over_ranks
+from modular_kernel.testing.input_mutations.effect import pop_effect_on_ranks
 from modular_kernel.testing.input_mutations.rank_operators import (
     RANK_MUTANTS,
     RankMutant,
@@ -48,7 +48,7 @@ def sensitivity_ranks(
             proof = prove_ranks(case, pool, machine, build, checks=EARLY_CHECKS)
             failure, effect = (
                 first_or_none(proof.failures),
-                pop_effect_over_ranks(mutant.name, pool),
+                pop_effect_on_ranks(mutant.name, pool),
             )
             kills.append(Kill.from_effect(mutant.name, case, proven[case], failure, effect))
     return tuple(kills)

@@ -60,7 +60,7 @@ def build_on_last_rank(
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
     parallel = case.problem.parallel
     if parallel.rank < parallel.world_size - 1:
-        mutant = _no_defect(name)
+        mutant = _make_no_defect(name)
     return mutant.build(case, machine, poison, group)
 
 
@@ -77,7 +77,7 @@ def _is_busy_on_last_rank(case: RankCase) -> bool:
     return _has_many_pairs(case) and is_even and case.tokens[-1] > 0
 
 
-def _weighted(case: RankCase) -> bool:
+def _uses_router_weights(case: RankCase) -> bool:
     return _has_many_pairs(case) and case.problem.combine is not Combine.TOPK_UNWEIGHTED
 
 
@@ -92,7 +92,7 @@ def _has_idle_rank(case: RankCase) -> bool:
     return _has_many_pairs(case) and 0 in case.tokens
 
 
-def _no_defect(name: str) -> CallMutant:
+def _make_no_defect(name: str) -> CallMutant:
     """Return a mutant that changes nothing."""
     return CallMutant(name, "nothing", lambda _p, _r: True)
 
@@ -100,7 +100,7 @@ def _no_defect(name: str) -> CallMutant:
 def _on_all_ranks(
     name: str, arguments: Callable[[CallArguments], CallArguments]
 ) -> Callable[[Problem], CallMutant]:
-    return lambda _problem: replace(_no_defect(name), arguments=arguments)
+    return lambda _problem: replace(_make_no_defect(name), arguments=arguments)
 
 
 def _on_last_rank(
@@ -110,7 +110,7 @@ def _on_last_rank(
 
     def make_mutant(problem: Problem) -> CallMutant:
         is_last = problem.parallel.rank == problem.parallel.world_size - 1
-        return replace(_no_defect(name), **(make_fields(problem) if is_last else {}))
+        return replace(_make_no_defect(name), **(make_fields(problem) if is_last else {}))
 
     return make_mutant
 
@@ -178,7 +178,7 @@ def _roll_counts(tokens: Dispatched) -> Dispatched:
     return replace(tokens, counts_e=tokens.counts_e.roll(1))
 
 
-def _double(_problem: Problem) -> dict[str, Any]:
+def _double_rows(_problem: Problem) -> dict[str, Any]:
     def rows(output: torch.Tensor, _tokens: Dispatched) -> None:
         output.mul_(2)
 
@@ -201,11 +201,11 @@ def _reuse_rows(_problem: Problem) -> dict[str, Any]:
 
     def dispatched(tokens: Dispatched) -> Dispatched:
         """Return the rows of the previous call, as many as it had."""
-        history.append(_copy(tokens))
+        history.append(_copy_tokens(tokens))
         if len(history) < 2:
             return tokens
-        previous, current = history[-2], _copy(tokens)
-        old, new = _rows(previous), _rows(current)
+        previous, current = history[-2], _copy_tokens(tokens)
+        old, new = _get_rows(previous), _get_rows(current)
         overlap = tuple(slice(min(a, b)) for a, b in zip(old.shape, new.shape, strict=True))
         new[overlap] = old[overlap]
         return current
@@ -213,11 +213,11 @@ def _reuse_rows(_problem: Problem) -> dict[str, Any]:
     return {"dispatched": dispatched}
 
 
-def _rows(tokens: Dispatched) -> torch.Tensor:
+def _get_rows(tokens: Dispatched) -> torch.Tensor:
     return tokens.x_eCH if isinstance(tokens, BatchedTokens) else tokens.x_TH
 
 
-def _copy(tokens: Dispatched) -> Dispatched:
+def _copy_tokens(tokens: Dispatched) -> Dispatched:
     if isinstance(tokens, BatchedTokens):
         return replace(tokens, x_eCH=tokens.x_eCH.clone())
     return replace(tokens, x_TH=tokens.x_TH.clone())
@@ -235,19 +235,19 @@ def _skip_when_idle(_problem: Problem) -> CallMutant:
         if is_idle[-1]:
             output.zero_()
 
-    return replace(_no_defect("idle_rank_rests"), arguments=arguments, rows=rows)
+    return replace(_make_no_defect("idle_rank_rests"), arguments=arguments, rows=rows)
 
 
 RANK_MUTANTS: tuple[RankMutant, ...] = (
     RankMutant(
         "rank_block_offset",
-        "expert ids are shifted by one rank's block",
+        "expert ids are shifted by the number of experts of a rank",
         _has_many_pairs,
         _on_all_ranks("rank_block_offset", shift_by_a_rank),
     ),
     RankMutant(
         "last_expert_lost",
-        "the last expert of each rank gets nothing",
+        "the last expert of each rank gets no rows",
         _has_many_pairs,
         _on_all_ranks("last_expert_lost", drop_last_experts),
     ),
@@ -261,14 +261,14 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
     RankMutant(
         "weights_on_both_sides",
         "the router weight is applied by the experts and again by the combine",
-        _weighted,
+        _uses_router_weights,
         _on_all_ranks("weights_on_both_sides", square_weights),
     ),
     RankMutant(
         "contribution_twice",
-        "what the last rank adds is added twice",
+        "the contribution of the last rank is added twice",
         _is_busy_on_last_rank,
-        _on_last_rank("contribution_twice", _double),
+        _on_last_rank("contribution_twice", _double_rows),
     ),
     RankMutant(
         "rows_reordered",
@@ -278,7 +278,7 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
     ),
     RankMutant(
         "stale_rows",
-        "the last rank computes rows of the call before",
+        "the last rank computes the rows of the previous call",
         _is_busy_on_last_rank,
         _on_last_rank("stale_rows", _reuse_rows),
     ),

@@ -10,7 +10,7 @@ from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.lists import cases_by_axes, cases_for
 from modular_kernel.testing.input_mutations.adapters import ADAPTER_MUTANTS
-from modular_kernel.testing.input_mutations.effect import Effect, no_effect_reason, pop_effect
+from modular_kernel.testing.input_mutations.effect import Effect, find_no_effect_reason, pop_effect
 from modular_kernel.testing.input_mutations.inject import CallMutant
 from modular_kernel.testing.input_mutations.operators import MUTANTS as PLAIN_MUTANTS
 from modular_kernel.testing.input_mutations.quantized import SCALE_MUTANTS
@@ -42,7 +42,7 @@ class Kill:
         cls, mutant: str, case: Case, unsound: str | None, failure: str | None, effect: Effect
     ) -> "Kill":
         """Make the result from a mutant's first failure and its effect."""
-        reason = no_effect_reason(effect)
+        reason = find_no_effect_reason(effect)
         if reason is None:
             return cls(mutant, case, unsound, failure)
         # A failure without any effect is a failure without the mutant.
@@ -81,7 +81,7 @@ def sensitivity(
         candidates = [case for case in smoke if mutant.occurs(case, machine)]
         if len(candidates) < cases_each:
             candidates = [case for case in full if mutant.occurs(case, machine)]
-        for case in _spread(candidates, cases_each):
+        for case in _select_evenly(candidates, cases_each):
             if case not in proven:
                 proven[case] = first_or_none(prove(case, machine).failures)
             failure = first_or_none(findings(Trial(case, machine, mutant.build)))
@@ -95,7 +95,7 @@ def first_or_none(failures: Iterable[str]) -> str | None:
     return next(iter(failures), None)
 
 
-def _spread(cases: list[Case], count: int) -> list[Case]:
+def _select_evenly(cases: list[Case], count: int) -> list[Case]:
     """Return `count` of the cases, evenly spaced from the first to the last."""
     if len(cases) <= count:
         return cases
