@@ -81,15 +81,15 @@ def test_findings_for_a_part_that_handles_a_fault_wrongly() -> None:
     bad = {
         "rank 2: raised no error": replace(good, error=""),
         "rank 2: raised AssertionError": replace(good, error="AssertionError"),
-        "rank 2: names (0,)": replace(good, peers=(0,)),
-        "rank 2: in counts": replace(good, phase="counts"),
+        "rank 2: the error names the peers (0,)": replace(good, peers=(0,)),
+        "rank 2: the error is in phase 'counts'": replace(good, phase="counts"),
         "rank 2: took 3.1 s": replace(good, seconds=3.1),
     }
     for text, report in bad.items():
         (found,) = findings(killed, dead, good, report)
         assert found.startswith(text)
     (found,) = findings(late, {}, good, replace(good, error=""), good)
-    assert found == "rank 1: raised no error"
+    assert found == "rank 1: raised no error, although it caused the fault"
     (found,) = findings(late, {}, good, good, replace(good, usable_again=False))
     assert "is not usable afterwards" in found
     (found,) = findings(killed, {**dead, 2: "did not answer"}, good)

@@ -81,7 +81,7 @@ def test_a_wrong_row_on_one_rank(rank_pool: Pool) -> None:
     assert first.findings == ()
     assert first.steps == second.steps < 1000  # stops after five findings
     assert second.findings[0].startswith(f"step {BAD_STEP}")
-    assert "1 rows far off" in second.findings[0]
+    assert "1 rows exceed the bound for rows" in second.findings[0]
 
 
 def test_memory_that_grows(rank_pool: Pool) -> None:
@@ -153,6 +153,8 @@ def test_compare_with_oracle_finds_wrong_rows(sources: list[SoakInputSource]) ->
     out = compute_recipe_across_ranks(many_inputs.global_inputs, many).to(many.dtype)
     assert compare_with_oracle(many_inputs, out, many)[1] == ""
     out[9] *= 1.04  # a small share of the output
-    assert compare_with_oracle(many_inputs, out, many)[1].endswith("1 rows far off")
+    assert compare_with_oracle(many_inputs, out, many)[1].endswith(
+        "1 rows exceed the bound for rows"
+    )
     swapped = correct[[1, 0, 2, 3, 4]]
     assert compare_with_oracle(inputs, swapped, problem)[0] > 10

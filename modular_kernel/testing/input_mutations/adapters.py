@@ -15,7 +15,7 @@ def _replace_slots(args: CallArguments, slots_T: torch.Tensor) -> CallArguments:
 
 
 def _get_slots(args: CallArguments) -> torch.Tensor:
-    """Return the slots as (T,) int32; all -1 for a call without adapters."""
+    """Return the adapter slots, (T,) int32; all -1 for a call without adapters."""
     slots_T = args.routing.slots_T
     if slots_T is None:
         return torch.full((len(args.x_TH),), -1, dtype=torch.int32, device=args.x_TH.device)
@@ -49,14 +49,14 @@ def scale_again(args: CallArguments) -> CallArguments:
 
 
 def fill_beyond_rank(args: CallArguments) -> CallArguments:
-    """Replace zeros by 0.25, in particular the padding beyond an adapter's rank."""
+    """Replace zeros with 0.25, in particular in the padding beyond an adapter's rank."""
     for name in ("lora_a13", "lora_a2", "lora_b13", "lora_b2"):
         args = _change_weight(args, name, lambda m: torch.where(m == 0, 0.25, m))
     return args
 
 
 def use_gate_b_for_up(args: CallArguments) -> CallArguments:
-    """Add B of the gate rows to the up values too."""
+    """Use the gate rows of B for the up projection, too."""
     interleaved = args.problem.act.interleaved
 
     def use_gate_rows(b_LeNR: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def use_gate_b_for_up(args: CallArguments) -> CallArguments:
 
 
 def use_gate_a_for_up(args: CallArguments) -> CallArguments:
-    """Use the gate rows of A for the up projection too."""
+    """Use the gate rows of A for the up projection, too."""
 
     def use_gate_rows(a_LeRH: torch.Tensor) -> torch.Tensor:
         return a_LeRH[:, :, : a_LeRH.shape[2] // 2].repeat(1, 1, 2, 1)
@@ -77,7 +77,7 @@ def use_gate_a_for_up(args: CallArguments) -> CallArguments:
 
 
 def shift_a2(args: CallArguments) -> CallArguments:
-    """Give each expert the previous expert's A of the second GEMM."""
+    """Give each expert the A matrix of the previous expert in the second GEMM."""
     return _change_weight(args, "lora_a2", lambda a: a.roll(1, 1))
 
 
@@ -90,7 +90,7 @@ def _change_weight(
 
 
 def _mixes_adapters_and_none(problem: Problem, routing: str) -> bool:
-    """Return whether tokens with and tokens without an adapter are certainly computed."""
+    """Return whether tokens with an adapter and tokens without one are certainly computed."""
     return (
         problem.adapters is not None
         and when.routes_all_pairs(problem, routing)

@@ -1,4 +1,4 @@
-"""Conditions under which a defect must be visible: problem, kind of routing and pairing."""
+"""Conditions on the problem, the kind of routing and the pairing for a defect to be visible."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ Applies = Callable[[Problem, str], bool]
 PF = PrepareFinalizeRequirements
 EX = ExpertsRequirements
 
-# Kinds of routing in which some pairs have no expert.
+# Kinds of routing in which some pairs are skipped.
 _PARTIAL_ROUTINGS = ("skips", "out_of_range", "beyond_int32", "all_skipped")
 
 
@@ -20,7 +20,7 @@ def has_tokens(problem: Problem, _routing: str) -> bool:
 
 
 def has_routed_pair(problem: Problem, routing: str) -> bool:
-    """Return whether some pair certainly has a local expert."""
+    """Return whether at least one pair certainly has a local expert."""
     is_partial = problem.expert_map or routing in _PARTIAL_ROUTINGS
     return routing != "all_skipped" and problem.tokens >= (7 if is_partial else 1)
 
@@ -40,15 +40,15 @@ def uses_router_weights(problem: Problem, routing: str) -> bool:
 
 
 def uses_scaling(problem: Problem, routing: str) -> bool:
-    """Return whether the scaling factor affects the output and is not 1."""
+    """Return whether the routed scaling factor is not 1 and affects the output."""
     is_unscaled = problem.routed_scaling_factor == 1 or problem.combine is Combine.TOPK_UNWEIGHTED
     return has_routed_pair(problem, routing) and not is_unscaled
 
 
 def has_activation(*kinds: str, exact: bool = False) -> Applies:
-    """Return a condition on the kind of activation.
+    """Make a condition on the kind of activation.
 
-    exact: also require float32 in ieee precision, where rounding hides nothing.
+    exact: whether to require float32 in ieee precision, too, in which rounding hides no defect.
     """
 
     def applies(problem: Problem, routing: str) -> bool:
@@ -61,30 +61,30 @@ def has_activation(*kinds: str, exact: bool = False) -> Applies:
 
 
 def clamps_many_values(problem: Problem, routing: str) -> bool:
-    """Return whether the limit acts on many values of the inputs."""
+    """Return whether the activation limit clamps many values."""
     return has_routed_pair(problem, routing) and (problem.act.limit or 9) <= 2
 
 
 def requires_batch_invariance(problem: Problem, routing: str) -> bool:
-    """Return whether batch invariance is required and the number of tokens is even, but not 0."""
+    """Return whether batch invariance is required, with an even number of tokens other than 0."""
     is_even = problem.tokens % 2 == 0
     return problem.batch_invariant and has_tokens(problem, routing) and is_even
 
 
 def both(condition: Applies, problem_condition: Callable[[Problem], bool]) -> Applies:
-    """Return the condition that `condition` and `problem_condition` both hold."""
+    """Make the condition that both `condition` and `problem_condition` hold."""
     return lambda problem, routing: condition(problem, routing) and problem_condition(problem)
 
 
 def has_routing(*routings: str) -> Applies:
-    """Return the condition that there are tokens, with one of these kinds of routing."""
+    """Make the condition that there are tokens, and that the routing is of one of these kinds."""
     return lambda problem, routing: problem.tokens > 0 and routing in routings
 
 
 def reads_remote_pairs(problem: Problem, routing: str) -> bool:
     """Return whether finalize certainly reads the row of a pair that has no local expert.
 
-    On one rank, it does so only if it returns unweighted top-k rows.
+    On a single rank, this is the case only if finalize returns unweighted top-k rows.
     """
     is_one_rank = problem.parallel.world_size == 1
     if problem.tokens < 7 or (is_one_rank and problem.combine is not Combine.TOPK_UNWEIGHTED):
@@ -97,7 +97,7 @@ def is_batched_pair(pf: PF, _ex: EX) -> bool:
 
 
 def reads_every_row(_pf: PF, ex: EX) -> bool:
-    """Return whether finalize reads the rows of all pairs from the experts' output."""
+    """Return whether finalize reads the rows of all pairs in the output of the experts."""
     standard = ex.activation_format is ActivationFormat.STANDARD
     return standard and ex.reduce in (Reduce.CONTIGUOUS, Reduce.DELEGATE)
 

@@ -1,7 +1,8 @@
-"""Record whether an injected defect had any effect. One without is neither killed nor a survivor.
+"""Record whether an injected defect had any effect.
 
-Changes of arguments, rows or results always have an effect. A changed problem, handle or set of
-tokens may be equal to the original, and a changed field of a handle may never be read.
+A defect without effect is neither killed nor a survivor. Changes of arguments, rows or results
+always have an effect. A changed problem, handle or set of tokens may be equal to the original, and
+a changed field of a handle may never be read.
 """
 
 import copy
@@ -33,17 +34,17 @@ _strongest_effect: dict[str, Effect] = {}  # by the name of the defect, in this 
 
 
 def record_effect(name: str, effect: Effect) -> None:
-    """Record an effect, unless a stronger one is recorded."""
+    """Record an effect of the defect `name`, unless a stronger effect is already recorded."""
     _strongest_effect[name] = max(effect, _strongest_effect.get(name, Effect.NONE))
 
 
 def pop_effect(name: str) -> Effect:
-    """Return and clear the recorded effect of a defect; USED if none is recorded."""
+    """Return and clear the recorded effect of a defect; USED if no effect is recorded."""
     return _strongest_effect.pop(name, Effect.USED)
 
 
 def pop_effect_on_ranks(name: str, pool: AnyRanks) -> Effect:
-    """Return and clear the strongest effect on any rank; USED if a rank fails."""
+    """Return and clear the strongest effect of a defect on any rank; USED if a rank fails."""
     try:
         return max(pool.run(_pop_on_rank, name))
     except RankError:
@@ -55,12 +56,15 @@ def _pop_on_rank(_rank: int, _world_size: int, _group: object, name: str) -> Eff
 
 
 def find_no_effect_reason(effect: Effect) -> str | None:
-    """Return why a defect has no effect, or None if it has one."""
+    """Return why a defect has no effect, or None if it has an effect."""
     return _NO_EFFECT_REASONS.get(effect)
 
 
 def record_reads(name: str, original: Handle, changed: Handle) -> Handle:
-    """Return the changed handle, which records when a changed field is read."""
+    """Return a copy of the changed handle that records when a changed field is read.
+
+    name: the name of the defect. Returns `original` if both handles are equal.
+    """
     if _is_equal(original, changed):
         return original
     record_effect(name, Effect.UNREAD)
@@ -91,7 +95,7 @@ def _add_read_callback(original: Any, changed: Any, on_read: Callable[[], None])
     copied, cls = copy.copy(changed), type(changed)
     for name, value in changed_children.items():
         object.__setattr__(copied, name, value)
-    # Make it an instance of a subclass, so that isinstance checks and methods still work.
+    # Make the copy an instance of a subclass, so that isinstance checks and methods still work.
     object.__setattr__(
         copied, "__class__", type(cls.__name__, (cls,), {"__getattribute__": getattribute})
     )
@@ -99,7 +103,7 @@ def _add_read_callback(original: Any, changed: Any, on_read: Callable[[], None])
 
 
 def _is_equal(left: Any, right: Any) -> bool:
-    """Return whether two values are equal; tensors must also agree in dtype, shape and stride."""
+    """Return whether two values are equal. Tensors must also agree in dtype, shape and strides."""
     if left is right:
         return True
     if type(left) is not type(right):

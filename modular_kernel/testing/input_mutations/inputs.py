@@ -1,4 +1,4 @@
-"""Defects in the problem and the arguments of a call, one function each."""
+"""Defects in the problem and in the arguments of a call, one function each."""
 
 import math
 from dataclasses import replace
@@ -18,13 +18,13 @@ def change_activation(problem: Problem, **changes: object) -> Problem:
 
 
 def replace_activation(problem: Problem) -> Problem:
-    """Use silu instead of another activation, and gelu instead of silu."""
+    """Use silu instead of any other activation, and gelu instead of silu."""
     kind = "silu" if problem.act.kind != "silu" else "gelu"
     return change_activation(problem, kind=kind, limit=None)
 
 
 def replace_gelu(problem: Problem) -> Problem:
-    """Use gelu by erf instead of its tanh approximation, or vice versa."""
+    """Use the tanh approximation of gelu instead of exact gelu, or vice versa."""
     kind = "gelu" if problem.act.kind == "gelu_tanh" else "gelu_tanh"
     return change_activation(problem, kind=kind)
 
@@ -54,7 +54,7 @@ def find_valid_pairs(args: CallArguments) -> torch.Tensor:
 
 
 def find_local_ids(args: CallArguments) -> torch.Tensor:
-    """Return the local expert of each pair, (T, K) int64; -1 if its expert is not local."""
+    """Return the local expert of each pair, (T, K) int64; -1 if the expert is not local."""
     ids = torch.where(find_valid_pairs(args), args.routing.topk_ids_TK.long(), -1)
     expert_map = args.weights.expert_map
     return ids if expert_map is None else torch.where(ids < 0, ids, expert_map.long()[ids])
@@ -95,13 +95,13 @@ def wrap_out_of_range(args: CallArguments) -> CallArguments:
 
 
 def skip_uncounted(args: CallArguments) -> CallArguments:
-    """Replace invalid ids by -1, so that they are skipped and not counted."""
+    """Replace invalid ids with -1, so that they are skipped and not counted."""
     ids = args.routing.topk_ids_TK
     return _replace_ids(args, torch.where(find_valid_pairs(args), ids, -1))
 
 
 def count_skips(args: CallArguments) -> CallArguments:
-    """Replace -1 by an invalid id, so that skipped pairs are counted."""
+    """Replace -1 with an invalid id, so that skipped pairs are counted."""
     ids = args.routing.topk_ids_TK
     return _replace_ids(args, torch.where(ids == -1, -2, ids))
 
@@ -169,12 +169,12 @@ def swap_gate_and_up(args: CallArguments) -> CallArguments:
 
 
 def omit_last_h(args: CallArguments) -> CallArguments:
-    """Omit the last value of the contraction of GEMM 1."""
+    """Omit the last of the H products in each sum of GEMM 1."""
     return _replace_weight(args, "w1", _zero_last_column(args.weights.w1))
 
 
 def omit_last_i(args: CallArguments) -> CallArguments:
-    """Omit the last value of the contraction of GEMM 2."""
+    """Omit the last of the I products in each sum of GEMM 2."""
     return _replace_weight(args, "w2", _zero_last_column(args.weights.w2))
 
 
@@ -189,7 +189,7 @@ def omit_bias(args: CallArguments, name: str) -> CallArguments:
 
 
 def multiply_bias_by_weight(args: CallArguments) -> CallArguments:
-    """Multiply b1 by the mean router weight, as if it were applied after the bias."""
+    """Multiply b1 by the mean router weight, as if weights were applied after adding the bias."""
     assert args.weights.b1 is not None
     mean = args.routing.topk_weights_TK.mean().to(args.weights.b1.dtype)
     return _replace_weight(args, "b1", args.weights.b1 * mean)
@@ -225,7 +225,7 @@ def _replace_weight(args: CallArguments, name: str, tensor: torch.Tensor) -> Cal
 
 
 def reuse_tokens(args: CallArguments) -> CallArguments:
-    """Use the rows of x of the previous call, as many as it had."""
+    """Replace the first rows of x with those of the previous call."""
     previous = args.memory.get("x")
     args.memory["x"] = args.x_TH.clone()
     if previous is None:
@@ -237,7 +237,7 @@ def reuse_tokens(args: CallArguments) -> CallArguments:
 
 
 def reuse_routing(args: CallArguments) -> CallArguments:
-    """Use the first routing with the same number of tokens, as if it were cached by its shape."""
+    """Use the first routing with the same number of tokens, as if routing were cached by shape."""
     tokens = len(args.x_TH)
     routing = args.memory.setdefault(f"routing of {tokens}", args.routing)
     return replace(args, routing=routing)
@@ -300,7 +300,7 @@ def _get_contiguous_field(args: CallArguments, name: str) -> torch.Tensor:
 
 
 def ignore_order(args: CallArguments) -> CallArguments:
-    """Multiply the columns of w1 as if they were in the original order (act order)."""
+    """Ignore the column order of w1 (act order)."""
     order = _get_contiguous_field(args, "w1_order")
     identity = torch.arange(order.shape[1], dtype=order.dtype, device=order.device)
     return _replace_weight(args, "w1_order", identity.expand_as(order).contiguous())
@@ -311,7 +311,7 @@ def shift_order(args: CallArguments) -> CallArguments:
 
 
 def swap_nibbles(args: CallArguments, names: tuple[str, str]) -> CallArguments:
-    """Exchange the two 4-bit halves of every byte of the weights `names`."""
+    """Exchange the two 4-bit halves of every byte in the fields `names` of the weights."""
     for name in names:
         packed = getattr(args.weights, name)
         args = _replace_weight(args, name, (packed >> 4) | (packed << 4))

@@ -1,4 +1,7 @@
-"""Input mutations of memory and state: unwritten, overwritten, stale or wrongly returned values."""
+"""Mutants that misuse memory or state.
+
+Values are not written, overwritten, stale, or returned wrongly.
+"""
 
 from functools import partial
 

@@ -1,7 +1,7 @@
 """The input mutations that the checks must detect. Each is a defect that real kernels have had.
 
-`conditions` defines when a defect must be visible. `inputs`, `outputs` and `memory` define what it
-does.
+`conditions` defines when a defect must be visible. `inputs` and `outputs` implement the defects.
+`memory` lists those that misuse memory.
 """
 
 from dataclasses import replace

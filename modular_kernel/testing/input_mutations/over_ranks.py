@@ -1,4 +1,4 @@
-"""Run the input mutations over ranks: the checks must detect each one in every pairing."""
+"""Run the input mutations with several ranks: the checks must detect each one in every pairing."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from modular_kernel.testing.ranks.external_launcher import AnyRanks
 from modular_kernel.testing.verify.checks import CHECKS, check_plan_reused
 from modular_kernel.testing.verify.over_ranks import machine_of, prove_ranks
 
-# The first checks. They make half of the calls, and suffice to kill a mutant.
+# The first checks, which make half of the calls and are sufficient to kill the mutants.
 EARLY_CHECKS = CHECKS[: CHECKS.index(check_plan_reused) + 1]
 
 __all__ = ["RANK_MUTANTS", "RankMutant", "sensitivity_ranks"]
@@ -31,7 +31,7 @@ def sensitivity_ranks(
     cases_each: int = 1,
     proven: dict[Case, str | None] | None = None,
 ) -> tuple[Kill, ...]:
-    """Run each mutant that can occur in the pairing over the pool's ranks, on smoke cases.
+    """Run each mutant that can occur in the pairing on the ranks of a pool, on smoke cases.
 
     The other arguments and the result are those of `sensitivity`.
     """

@@ -1,4 +1,4 @@
-"""Input mutations of scales, zero points and packing, which only quantized cases detect."""
+"""Input mutations of scales, zero points and packing, which are visible only in quantized cases."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ def _has_scale_per_row(problem: Problem) -> bool:
 
 
 def _has_several_groups(problem: Problem) -> bool:
-    """Return whether both GEMMs have more than one group along their depth."""
+    """Return whether both GEMMs have more than one group along K."""
     group = problem.scheme.group
     return bool(group) and min(problem.hidden, problem.intermediate) > group[-1]
 

@@ -1,6 +1,6 @@
-"""Run the input mutations: the checks must detect each one in every pairing where it can occur.
+"""Run the input mutations: the checks must detect each one in every pairing in which it can occur.
 
-The checks are those that `prove` runs. If a mutant survives, the checks have a gap.
+The checks are those of `prove`. If a mutant survives, the checks have a gap.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,9 +26,13 @@ __all__ = ["MUTANTS", "CallMutant", "Kill", "sensitivity"]
 class Kill:
     """Result of one mutant in one case.
 
-    unsound: first failure of the kernel without the mutant; None if it passes. killed_by: first
-    failure with the mutant; None if there is none. nothing: why the mutant has no effect in this
-    case; such a mutant is neither killed nor a survivor. None if it has an effect.
+    Attributes:
+        mutant: name of the mutant.
+        case: the case.
+        unsound: first failure of the kernel without the mutant; None if the kernel passes.
+        killed_by: first failure with the mutant; None if all checks pass.
+        nothing: why the mutant has no effect in this case, so that it is neither killed nor a
+            survivor; None if it has an effect.
     """
 
     mutant: str
@@ -68,10 +72,12 @@ def sensitivity(
     cases_each: int = 2,
     proven: dict[Case, str | None] | None = None,
 ) -> tuple[Kill, ...]:
-    """Run each mutant that can occur in the pairing, and return which check killed it.
+    """Run each mutant that can occur in the pairing; return which check killed it.
 
-    cases_each: maximum number of cases per mutant. proven: first failure of each case without a
-    mutant, None if it passes; cases that are not in it are run and added.
+    mutants: the mutants to run.
+    cases_each: maximum number of cases per mutant.
+    proven: maps cases to their first failure without a mutant, or to None if they pass. Cases that
+        are not in it are run and added to it.
     """
     proven = {} if proven is None else proven
     smoke = cases_for(prepare_finalize, experts, machine, "smoke").cases
@@ -96,7 +102,7 @@ def first_or_none(failures: Iterable[str]) -> str | None:
 
 
 def _select_evenly(cases: list[Case], count: int) -> list[Case]:
-    """Return `count` of the cases, evenly spaced from the first to the last."""
+    """Select `count` cases, evenly spaced from the first to the last."""
     if len(cases) <= count:
         return cases
     last = len(cases) - 1
