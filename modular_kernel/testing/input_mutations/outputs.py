@@ -20,7 +20,7 @@ def reuse_output(call: StartedCall) -> None:
 
 
 def receive_latest(arrived: Arrival, memory: Memory) -> "LatestArrival":
-    """Keep the dispatched tokens in the part instead of the handle, so a later call replaces them."""
+    """Keep the dispatched tokens in the part, not the handle. A later call replaces them."""
     memory["arrived"] = arrived
     return LatestArrival(memory)
 
