@@ -92,7 +92,7 @@ def draw_problems(
 
     def add_problem(case: Case) -> None:
         draw = num_drawn[case] = num_drawn.get(case, 0) + 1
-        problems.append((_problem(case, draw), entries_by_case[case]))
+        problems.append((_draw_problem(case, draw), entries_by_case[case]))
         for index in entries_by_case[case]:
             counts[index] += 1
 
@@ -108,7 +108,7 @@ def draw_problems(
     return problems
 
 
-def _problem(case: Case, draw: int) -> Case:
+def _draw_problem(case: Case, draw: int) -> Case:
     """Return a similar problem with few tokens. Ranks without tokens have none there, either."""
     generator = random.Random(f"{case}|{draw}")
 

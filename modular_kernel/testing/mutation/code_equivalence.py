@@ -23,7 +23,7 @@ from typing import Any
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import child_environment
 from modular_kernel.testing.mutation.patched_module import part_packages, patch_modules, reattach
-from modular_kernel.testing.mutation.scope import imports_of
+from modular_kernel.testing.mutation.scope import list_imports
 from modular_kernel.testing.mutation.source import Edit, Mutant, Source
 
 # Replaces the mutant in a third compilation: the kernels that fail are those that contain its line.
@@ -65,11 +65,11 @@ def same_code(mutants: Sequence[Mutant], target: str = "sm_90") -> CodeCompariso
     unchanged = _compile_unchanged(modules, target)
     num_reached = []
     for mutant in mutants:
-        broken = replace(mutant, edit=replace(mutant.edit, new=_break_edit(mutant.edit)))
+        broken = replace(mutant, edit=replace(mutant.edit, new=_make_breaking_text(mutant.edit)))
         num_reached.append(
-            len(_differing_launches(unchanged, _compile((broken,), modules, target)))
+            len(_find_differing_launches(unchanged, _compile((broken,), modules, target)))
         )
-    differing = _differing_launches(unchanged, _compile(mutants, modules, target))
+    differing = _find_differing_launches(unchanged, _compile(mutants, modules, target))
     return CodeComparison(tuple(num_reached), len(differing))
 
 
@@ -85,12 +85,12 @@ def _compile_unchanged(modules: frozenset[str], target: str) -> Code:
 
 
 @cache
-def _cache_folder() -> tempfile.TemporaryDirectory[str]:
+def _get_cache_folder() -> tempfile.TemporaryDirectory[str]:
     """Return the folder of compiled kernels, removed with this process."""
     return tempfile.TemporaryDirectory()
 
 
-def _break_edit(edit: Edit) -> str:
+def _make_breaking_text(edit: Edit) -> str:
     """Return a replacement with which no kernel that contains the line compiles.
 
     It is valid Python wherever the replacement of `edit` is.
@@ -112,7 +112,7 @@ def _is_in_kernel(mutant: Mutant) -> bool:
     return False
 
 
-def _differing_launches(expected: Code, actual: Code) -> set[tuple[str, str]]:
+def _find_differing_launches(expected: Code, actual: Code) -> set[tuple[str, str]]:
     """Return the entries of `expected` that differ in `actual`. Both list the same launches."""
     assert [kernel for kernel, _ in expected] == [kernel for kernel, _ in actual]
     return {before for before, after in zip(expected, actual, strict=True) if before != after}
@@ -121,7 +121,7 @@ def _differing_launches(expected: Code, actual: Code) -> set[tuple[str, str]]:
 def _compile(mutants: Sequence[Mutant], modules: frozenset[str], target: str) -> Code:
     """Return the code of each launch of a kernel that uses one of `modules`."""
     # Line numbers must not affect the compiled code.
-    settings = {"TRITON_CACHE_DIR": _cache_folder().name, "TRITON_DISABLE_LINE_INFO": "1"}
+    settings = {"TRITON_CACHE_DIR": _get_cache_folder().name, "TRITON_DISABLE_LINE_INFO": "1"}
     process = subprocess.run(
         [sys.executable, "-m", __name__],
         input=pickle.dumps((tuple(mutants), modules, target)),
@@ -143,7 +143,7 @@ def _main() -> None:
     original_run, launches = jit.run, list[tuple[str, str]]()
 
     def record_run(self: Any, *args: object, **kwargs: object) -> None:
-        if modules.isdisjoint(_import_closure(self.fn.__module__)):
+        if modules.isdisjoint(_find_import_closure(self.fn.__module__)):
             return
         # A mutant may make the compiler raise anything, which counts as a difference.
         try:
@@ -160,7 +160,7 @@ def _main() -> None:
 
 
 @cache
-def _import_closure(module: str) -> frozenset[str]:
+def _find_import_closure(module: str) -> frozenset[str]:
     """Return the module and all modules of this project that it imports, directly or indirectly."""
     project_roots = {"modular_kernel", *part_packages()}
     reached, pending = set[str](), [module]
@@ -168,7 +168,9 @@ def _import_closure(module: str) -> frozenset[str]:
         name = pending.pop()
         if name not in reached:
             reached.add(name)
-            pending += [n for n in imports_of(name) if n.split(".", maxsplit=1)[0] in project_roots]
+            pending += [
+                n for n in list_imports(name) if n.split(".", maxsplit=1)[0] in project_roots
+            ]
     return frozenset(reached)
 
 

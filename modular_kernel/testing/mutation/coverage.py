@@ -51,12 +51,12 @@ class Coverage:
 
     def executing(self, mutant: Mutant) -> tuple[CaseCoverage, ...]:
         """Return the cases that execute a line of a mutant."""
-        file, lines = str(mutant.path), _lines(mutant)
+        file, lines = str(mutant.path), _list_lines(mutant)
         return tuple(c for c in self.cases if not c.lines.get(file, frozenset()).isdisjoint(lines))
 
     def loads(self, mutant: Mutant) -> bool:
         """Return whether an import or the selection of cases executes a line of a mutant."""
-        return not self.loading.get(str(mutant.path), frozenset()).isdisjoint(_lines(mutant))
+        return not self.loading.get(str(mutant.path), frozenset()).isdisjoint(_list_lines(mutant))
 
 
 def merge_coverage(coverages: Iterable[Coverage]) -> Coverage:
@@ -79,7 +79,7 @@ def merge_lines(line_maps: Iterable[Mapping[str, Collection[int]]]) -> dict[str,
     return merged
 
 
-def _lines(mutant: Mutant) -> set[int]:
+def _list_lines(mutant: Mutant) -> set[int]:
     return {line for first, last in mutant.spans for line in range(first, last + 1)}
 
 
@@ -101,7 +101,7 @@ def cover(
         with trace_lines(files) as (lines, loaded):
             cases, machine = case_list(pairs, level)
         send({"lines": as_lists(lines), "loaded": as_lists(loaded)})
-        for case in _filter(cases, selected):
+        for case in _select_cases(cases, selected):
             start = time.perf_counter()
             with trace_lines(files) as (lines, loaded):
                 bits = digest(case, machine)
@@ -110,7 +110,7 @@ def cover(
             send({"digest": bits, "seconds": seconds, **line_lists})
 
     child = ChildProcess(work, _CASE_TIMEOUT_S)
-    cases = _filter(case_list(pairs, level)[0], selected)
+    cases = _select_cases(case_list(pairs, level)[0], selected)
     covered = []
     loading: dict[str, frozenset[int]] = {}
     for index, message in enumerate(child):
@@ -127,7 +127,7 @@ def cover(
     return Coverage(loading, tuple(covered), error)
 
 
-def _filter(cases: Iterable[Case], selected: Collection[Case] | None) -> tuple[Case, ...]:
+def _select_cases(cases: Iterable[Case], selected: Collection[Case] | None) -> tuple[Case, ...]:
     return tuple(case for case in cases if selected is None or case in selected)
 
 
@@ -139,7 +139,7 @@ def trace_lines(files: set[str]) -> Iterator[tuple[LineSets, LineSets]]:
     attributed to a case, because a module is imported only once, by the first case that needs it.
     """
     call_lines, import_lines = LineSets(), LineSets()
-    lines_of: dict[CodeType, set[int]] = {}
+    lines_by_code: dict[CodeType, set[int]] = {}
 
     def trace_call(frame: FrameType, _event: str, _: object) -> Any:
         file = frame.f_code.co_filename
@@ -148,9 +148,9 @@ def trace_lines(files: set[str]) -> Iterator[tuple[LineSets, LineSets]]:
         is_import = _is_importing(frame, files)
         code = frame.f_code
         executed = (import_lines if is_import else call_lines).setdefault(file, set())
-        if code not in lines_of:
-            lines_of[code] = {line for _, _, line in code.co_lines() if line is not None}
-        if lines_of[code] <= executed:
+        if code not in lines_by_code:
+            lines_by_code[code] = {line for _, _, line in code.co_lines() if line is not None}
+        if lines_by_code[code] <= executed:
             return None  # every line has been recorded, so run without tracing
 
         def trace_line(frame: FrameType, event: str, _: object) -> Any:

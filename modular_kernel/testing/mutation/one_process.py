@@ -12,7 +12,7 @@ from modular_kernel.testing.mutation.case_steps import CaseListing, run_cases
 from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage, cover
 from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, MutantOutcome, OutcomeTracker
-from modular_kernel.testing.mutation.patched_module import dependents, patch_modules, reattach
+from modular_kernel.testing.mutation.patched_module import find_dependents, patch_modules, reattach
 from modular_kernel.testing.mutation.source import Mutant
 
 _CASE_TIMEOUT_S = 600.0  # timeout for a case without a mutant
@@ -34,7 +34,7 @@ class OneProcess:
     def run_mutant(
         self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
     ) -> MutantOutcome:
-        dependents({mutant.module})  # fills the cache of imports once for all children
+        find_dependents({mutant.module})  # fills the cache of imports once for all children
         tracker = OutcomeTracker(mutant, cases)
         child = ChildProcess(lambda send: _run_in_child(mutant, cases, listing, send), GRACE_S)
         for message in child:
@@ -52,7 +52,7 @@ class OneProcess:
         return failure
 
     def digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]:
-        dependents({mutant.module for mutant in mutants})
+        find_dependents({mutant.module for mutant in mutants})
         child = ChildProcess(lambda send: _send_digests(cases, mutants, send), _DIGEST_TIMEOUT_S)
         return (message["digest"] for message in child)
 

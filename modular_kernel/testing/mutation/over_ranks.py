@@ -18,8 +18,8 @@ from modular_kernel.testing.mutation.case_steps import CaseListing, run_cases
 from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage, merge_lines
 from modular_kernel.testing.mutation.forked_worker import ChildExit
 from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome, OutcomeTracker
-from modular_kernel.testing.mutation.patched_module import dependents
-from modular_kernel.testing.mutation.scope import known_imports
+from modular_kernel.testing.mutation.patched_module import find_dependents
+from modular_kernel.testing.mutation.scope import get_known_imports
 from modular_kernel.testing.mutation.source import Mutant
 from modular_kernel.testing.ranks.closing import Closeable
 from modular_kernel.testing.ranks.pool import DIED, NO_ANSWER, RankError, RankPool
@@ -78,10 +78,10 @@ class Ranks(Closeable):
                 ranks_per_host=self._per_host,
             )
             if self._mutants:
-                dependents(
+                find_dependents(
                     {mutant.module for mutant in self._mutants}
                 )  # fills the cache of imports
-                self._pool.run(rank_tasks.apply_mutants, self._mutants, known_imports())
+                self._pool.run(rank_tasks.apply_mutants, self._mutants, get_known_imports())
         return self._pool
 
     def this_machine(self) -> Machine:
@@ -101,7 +101,7 @@ class Ranks(Closeable):
             return self.start().run(task, *arguments)[0]
         except RankError as error:
             self.close()
-            raise RuntimeError(_last_line(error)) from error
+            raise RuntimeError(_get_last_line(error)) from error
 
     def digest(self, case: Case, machine: Machine) -> str:
         """Return the digests of all ranks, or "raised" if the case raised an error.
@@ -116,9 +116,9 @@ class Ranks(Closeable):
             )
         except RankError as error:
             self.close()
-            exit_info = lost_rank_exit(next(iter(error.failures.values())))
+            exit_info = find_rank_exit(next(iter(error.failures.values())))
             if exit_info is None and time.perf_counter() - start >= timeout:
-                exit_info = ChildExit("hang", f"after {timeout:.0f} s {_last_line(error)}")
+                exit_info = ChildExit("hang", f"after {timeout:.0f} s {_get_last_line(error)}")
             if exit_info is not None:
                 raise RanksEnded(exit_info) from error
             return "raised"
@@ -169,13 +169,13 @@ class OverRanks:
     def cover(self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level) -> Coverage:
         """Trace all cases: lines that any rank executed, and the seconds of the slowest rank."""
         machine, files = this_machine(device="cpu"), {m: str(path) for m, path in modules.items()}
-        dependents(set(modules))
+        find_dependents(set(modules))
         covered: list[CaseCoverage] = []
         with self._ranks() as ranks:
             run = ranks.start().run
             query = rank_tasks.CaseQuery(pairs, level, machine, self.ranks_per_host)
             try:
-                results = run(rank_tasks.trace_imports, files, known_imports(), query)
+                results = run(rank_tasks.trace_imports, files, get_known_imports(), query)
                 loading = merge_lines(lines for _, lines in results)
                 for case in results[0][0]:
                     args = case, machine, _TRACED_TIMEOUT_S, tuple(files.values())
@@ -202,7 +202,7 @@ class OverRanks:
             except RanksEnded as error:
                 return tracker.finish(error.exit_info)
             except RankError as error:
-                tracker.receive({"failure": f"import: {_last_line(error)}"})
+                tracker.receive({"failure": f"import: {_get_last_line(error)}"})
         return tracker.finish(ChildExit("done"))
 
     def failure(self, case: Case) -> str | None:
@@ -234,7 +234,7 @@ def _format_failure(failure: str) -> str:
     Raises RanksEnded if a rank died or timed out.
     """
     rank_text, _, message = failure.partition(": ")
-    exit_info = lost_rank_exit(message)
+    exit_info = find_rank_exit(message)
     if exit_info is not None:
         raise RanksEnded(exit_info)
     if "raised IncompatibleError" in message:
@@ -243,7 +243,7 @@ def _format_failure(failure: str) -> str:
     return f"{prefix}{message} ({rank_text})"
 
 
-def lost_rank_exit(failure: str) -> ChildExit | None:
+def find_rank_exit(failure: str) -> ChildExit | None:
     """Return whether a rank crashed or timed out; None if it raised an error instead."""
     first_line = failure.splitlines()[0]
     if first_line.startswith(DIED):
@@ -251,7 +251,7 @@ def lost_rank_exit(failure: str) -> ChildExit | None:
     return ChildExit("hang", first_line) if first_line.startswith(NO_ANSWER) else None
 
 
-def _last_line(error: RankError) -> str:
+def _get_last_line(error: RankError) -> str:
     """Return the error that the first failed rank raised, without its traceback."""
     failure = next(iter(error.failures.values()))
     return f"raised {failure.strip().splitlines()[-1]}"

@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 
 from modular_kernel.catalog import GROUP
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.mutation.scope import imports_of
+from modular_kernel.testing.mutation.scope import list_imports
 from modular_kernel.testing.mutation.source import Mutant, Source
 
 # This module loads parts at run time, so it depends on all of them.
@@ -59,7 +59,7 @@ def changed_texts(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
 
 def unload(modules: set[str]) -> None:
     """Remove `modules` and their dependents, so that they are imported again when needed."""
-    removed = dependents(modules)
+    removed = find_dependents(modules)
     for name in removed:
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
@@ -87,13 +87,13 @@ def part_packages() -> tuple[str, ...]:
     return tuple(dict.fromkeys(entry.value.split(":")[0] for entry in entry_points(group=GROUP)))
 
 
-def dependents(modules: set[str]) -> set[str]:
+def find_dependents(modules: set[str]) -> set[str]:
     """Return `modules` and every loaded module that imports one of them, also indirectly."""
     roots = {name.split(".", maxsplit=1)[0] for name in (*part_packages(), __name__)}
     loaded = [name for name in sys.modules if name.split(".", maxsplit=1)[0] in roots]
     users: dict[str, set[str]] = {}
     for name in loaded:
-        for used in imports_of(name):
+        for used in list_imports(name):
             users.setdefault(used, set()).add(name)
     reached: set[str] = set()
     pending = [*modules, _PART_LOADER]

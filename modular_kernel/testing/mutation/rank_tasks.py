@@ -16,7 +16,7 @@ from modular_kernel.settings import use_deadline
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
-from modular_kernel.testing.mutation.case_runs import Level, Pair, digest_of
+from modular_kernel.testing.mutation.case_runs import Level, Pair, hash_trial
 from modular_kernel.testing.mutation.coverage import as_lists, trace_lines
 from modular_kernel.testing.mutation.forked_worker import silence_and_limit_memory
 from modular_kernel.testing.mutation.patched_module import patch_modules, reattach, unload
@@ -95,7 +95,7 @@ def invalid_cases(
 def digest(
     rank: int, _world_size: int, group: object, case: RankCase, machine: Machine, timeout: float
 ) -> str:
-    """Return `digest_of` the case on this rank. timeout: seconds after which an exchange fails."""
+    """Return `hash_trial` the case on this rank. timeout: seconds after which an exchange fails."""
     kernels: list[FusedMoEModularKernel] = []
 
     def build_on_rank(rank_case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
@@ -103,7 +103,7 @@ def digest(
         return kernels[-1]
 
     trial = over_ranks.RankTrial(case, rank, machine, build_on_rank)
-    bits = digest_of(trial)
+    bits = hash_trial(trial)
     if case.fault:
         outcomes = repr([outcomes for outcomes, _ in trial.scenario_outcomes])
         bits = hashlib.sha256(f"{bits} {outcomes}".encode()).hexdigest()

@@ -76,7 +76,7 @@ class KillHistory:
             by_cost, lambda covered: covered.lines.get(file, frozenset())
         )
         axis_covering, others = _split_covering(
-            uncovered, lambda covered: axes(covered.case), line_covering
+            uncovered, lambda covered: list_axes(covered.case), line_covering
         )
         return line_covering + axis_covering + others
 
@@ -96,20 +96,20 @@ class KillHistory:
 
 def _split_covering(
     cases: Sequence[CaseCoverage],
-    items_of: Callable[[CaseCoverage], frozenset[Item]],
+    list_items: Callable[[CaseCoverage], frozenset[Item]],
     preceding: Sequence[CaseCoverage] = (),
 ) -> tuple[list[CaseCoverage], list[CaseCoverage]]:
     """Split cases into those with an item that no earlier case has, and the rest."""
-    covered_items = {item for covered in preceding for item in items_of(covered)}
+    covered_items = {item for covered in preceding for item in list_items(covered)}
     covering, rest = list[CaseCoverage](), list[CaseCoverage]()
     for covered in cases:
-        (rest if items_of(covered) <= covered_items else covering).append(covered)
-        covered_items |= items_of(covered)
+        (rest if list_items(covered) <= covered_items else covering).append(covered)
+        covered_items |= list_items(covered)
     return covering, rest
 
 
 @lru_cache(maxsize=8192)
-def axes(case: Case) -> frozenset[tuple[str, str]]:
+def list_axes(case: Case) -> frozenset[tuple[str, str]]:
     """Return (axis, value) of every axis of the case. Values of sizes are their bit lengths."""
     values = {**vars(case.problem), **vars(case), "pairs": case.problem.tokens * case.problem.top_k}
     sizes = {name: value.bit_length() for name, value in values.items() if type(value) is int}

@@ -15,7 +15,7 @@ from modular_kernel.catalog import Catalog, load_catalog
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.case_runs import Level, Pair
 from modular_kernel.testing.mutation.coverage import Coverage, merge_coverage
-from modular_kernel.testing.mutation.cpu_undetectable import undetectable_reason
+from modular_kernel.testing.mutation.cpu_undetectable import find_undetectable_reason
 from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome
 from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.reviewed_equivalents import Equivalent, find_equivalent
@@ -46,12 +46,12 @@ class Survey:
     def executed(self) -> tuple[Mutant, ...]:
         """Return the mutants that some case executes and that a CPU can detect."""
         return tuple(
-            m for m in self.mutants if self.is_executed(m) and undetectable_reason(m) is None
+            m for m in self.mutants if self.is_executed(m) and find_undetectable_reason(m) is None
         )
 
     def mutant(self, ident: str) -> Mutant:
         """Return the mutant with an identity. Raise ConfigurationError if there is none."""
-        return mutant_of(self.mutants, self.part, ident)
+        return find_mutant(self.mutants, self.part, ident)
 
     def is_executed(self, mutant: Mutant) -> bool:
         """Return whether a case, an import, or the selection of cases executes a mutant."""
@@ -140,7 +140,7 @@ def surveys(
             part,
             part_pairs,
             level,
-            mutants_in(part, catalog),
+            list_mutants(part, catalog),
             merge_coverage(coverage_by_pair[p] for p in part_pairs),
             backend,
         )
@@ -164,13 +164,13 @@ def _select_pairs(
     return selected
 
 
-def mutants_in(part: str, catalog: Catalog) -> tuple[Mutant, ...]:
+def list_mutants(part: str, catalog: Catalog) -> tuple[Mutant, ...]:
     """Return every mutant of a part. Raise ConfigurationError for an unknown part."""
     modules = modules_of(part, catalog)
     return tuple(m for module, path in modules.items() for m in mutants_of(module, path))
 
 
-def mutant_of(mutants: Sequence[Mutant], part: str, ident: str) -> Mutant:
+def find_mutant(mutants: Sequence[Mutant], part: str, ident: str) -> Mutant:
     """Return the mutant with an identity. Raise ConfigurationError if there is none."""
     mutant = next((m for m in mutants if m.ident == ident), None)
     if mutant is None:
@@ -198,12 +198,12 @@ def pairs_of(
     pairs = tuple(pair for pair in candidates if backend.has_cases(pair, level))
     if not pairs:
         raise ConfigurationError(
-            "--mutate", got=repr(part), need=_needed_part(part, backend.world_size)
+            "--mutate", got=repr(part), need=_describe_needed_part(part, backend.world_size)
         )
     return pairs
 
 
-def _needed_part(part: str, world_size: int) -> str:
+def _describe_needed_part(part: str, world_size: int) -> str:
     if world_size > 1:
         return f"a part with a case over {world_size} ranks on a CPU"
     catalog = load_catalog()
@@ -227,7 +227,9 @@ def default_seed() -> str:
     return version("modular-kernel")
 
 
-def _shared_outcome(outcome: MutantOutcome | None, part_survey: Survey) -> MutantOutcome | None:
+def _find_shared_outcome(
+    outcome: MutantOutcome | None, part_survey: Survey
+) -> MutantOutcome | None:
     """Return the outcome from another part's score if a case of this part killed the mutant."""
     if outcome is None or not outcome.killed or outcome.case is None:
         return None
@@ -267,7 +269,7 @@ def mutation_score(
         selected = tuple(
             sorted(selected, key=lambda m: not _is_known(m, part_survey.part, recorded))
         )
-    history, score = KillHistory(), _initial_score(part_survey, executed, seed)
+    history, score = KillHistory(), _make_initial_score(part_survey, executed, seed)
     known_outcomes = {} if known_outcomes is None else known_outcomes
     for mutant in selected:
         if ident is None and find_equivalent(mutant.ident, part_survey.part):
@@ -276,7 +278,7 @@ def mutation_score(
             outcome = MutantOutcome.from_record(mutant, recorded[mutant.ident])
         else:
             args = part_survey.coverage, part_survey.pairs, part_survey.level
-            shared = _shared_outcome(known_outcomes.get(mutant.ident), part_survey)
+            shared = _find_shared_outcome(known_outcomes.get(mutant.ident), part_survey)
             outcome = shared or run_mutant(mutant, *args, history, backend=part_survey.backend)
             known_outcomes.setdefault(mutant.ident, replace(outcome, shared=part_survey.part))
         score = replace(score, outcomes=(*score.outcomes, outcome))
@@ -288,10 +290,10 @@ def _is_known(mutant: Mutant, part: str, recorded: Mapping[str, str]) -> bool:
     return find_equivalent(mutant.ident, part) is not None or mutant.ident in recorded
 
 
-def _initial_score(part_survey: Survey, executed: tuple[Mutant, ...], seed: str) -> Score:
+def _make_initial_score(part_survey: Survey, executed: tuple[Mutant, ...], seed: str) -> Score:
     """Return the score before any mutant has run."""
     others = set(part_survey.mutants) - set(executed)
-    reasons = Counter(reason for m in others if (reason := undetectable_reason(m)) is not None)
-    not_executed = Counter(m.module for m in others if undetectable_reason(m) is None)
+    reasons = Counter(reason for m in others if (reason := find_undetectable_reason(m)) is not None)
+    not_executed = Counter(m.module for m in others if find_undetectable_reason(m) is None)
     counts = dict(sorted(not_executed.items())), dict(sorted(reasons.items()))
     return Score(part_survey, seed, (), len(executed), *counts)

@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
-from modular_kernel.testing.mutation.operators import OPERATORS, PERFORMANCE_OPTIONS, duration
+from modular_kernel.testing.mutation.operators import (
+    OPERATORS,
+    PERFORMANCE_OPTIONS,
+    mutate_duration,
+)
 from modular_kernel.testing.mutation.source import (
     Edit,
     Mutant,
@@ -34,58 +38,64 @@ Sites = Iterator[tuple[Edit, int, int, str]]  # (edit, first line, last line, fu
 def mutants_of(module: str, path: Path) -> tuple[Mutant, ...]:
     """Return every mutant of a module in the order of its lines."""
     source = Source(module, path)
-    mutants = make_mutants(source, _statements(source, source.tree.body, "", set()))
+    mutants = make_mutants(source, _find_block_edits(source, source.tree.body, "", set()))
     return tuple(sorted(mutants, key=lambda mutant: (mutant.edit.start, mutant.ident)))
 
 
-def _statements(source: Source, body: list[ast.stmt], function: str, assigned: set[str]) -> Sites:
+def _find_block_edits(
+    source: Source, body: list[ast.stmt], function: str, assigned: set[str]
+) -> Sites:
     """Yield the edits of a block. assigned: names assigned earlier in this function."""
     for node in body:
-        yield from _statement(source, node, function, assigned)
+        yield from _find_statement_edits(source, node, function, assigned)
 
 
-def _statement(source: Source, node: ast.stmt, function: str, assigned: set[str]) -> Sites:
+def _find_statement_edits(
+    source: Source, node: ast.stmt, function: str, assigned: set[str]
+) -> Sites:
     if isinstance(node, _SKIPPED_NODES) or _is_docstring(node) or _is_for_types_only(node):
         return
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         if node.name not in _DISPLAY_METHODS:
-            yield from _definition(source, node, f"{function}.{node.name}")
+            yield from _find_definition_edits(source, node, f"{function}.{node.name}")
         return
     first, last = node.lineno, last_line(node)
-    edits = _edits_of_statement(source, node, assigned)
+    edits = _find_own_edits(source, node, assigned)
     yield from ((edit, first, last, function) for edit in edits)
     for block in ("body", "orelse", "finalbody"):
-        yield from _statements(source, getattr(node, block, []), function, assigned)
+        yield from _find_block_edits(source, getattr(node, block, []), function, assigned)
     for handler in getattr(node, "handlers", []):
-        yield from _statements(source, handler.body, function, assigned)
+        yield from _find_block_edits(source, handler.body, function, assigned)
 
 
-def _definition(source: Source, node: ast.FunctionDef | ast.ClassDef, name: str) -> Sites:
+def _find_definition_edits(
+    source: Source, node: ast.FunctionDef | ast.ClassDef, name: str
+) -> Sites:
     assigned: set[str] = set()
     if isinstance(node, ast.FunctionDef):
         arguments = node.args
         assigned = {arg.arg for arg in (*arguments.args, *arguments.kwonlyargs)}
         defaults = [d for d in (*arguments.defaults, *arguments.kw_defaults) if d is not None]
         for default in defaults:
-            for edit in _expression(source, default):
+            for edit in _find_expression_edits(source, default):
                 yield edit, node.lineno, node.body[0].lineno - 1, name
-    yield from _statements(source, node.body, name, assigned)
+    yield from _find_block_edits(source, node.body, name, assigned)
 
 
-def _edits_of_statement(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
+def _find_own_edits(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
     """Yield edits of a statement itself, without nested statements."""
     if isinstance(node, ast.If) and all(isinstance(inner, ast.Raise) for inner in node.body):
         yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
         return
     if type(node) in OPERATORS:
         yield from OPERATORS[type(node)](source, node)
-    yield from _assignment(source, node, assigned)
+    yield from _find_stale_assignment(source, node, assigned)
     if _is_duration(node):
-        yield from duration(source, node.value)
+        yield from mutate_duration(source, node.value)
         return
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr) and child is not getattr(node, "annotation", None):
-            for edit in _expression(source, child):
+            for edit in _find_expression_edits(source, child):
                 if (
                     edit.operator != "order"
                     or not isinstance(node, ast.For)
@@ -93,10 +103,10 @@ def _edits_of_statement(source: Source, node: ast.stmt, assigned: set[str]) -> I
                 ):
                     yield edit
     for item in getattr(node, "items", []):
-        yield from _expression(source, item.context_expr)
+        yield from _find_expression_edits(source, item.context_expr)
 
 
-def _assignment(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
+def _find_stale_assignment(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
     """Yield the removal of a reassignment, after which a variable keeps its old value."""
     if not isinstance(node, ast.Assign):
         return
@@ -106,7 +116,7 @@ def _assignment(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[
     assigned |= names
 
 
-def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
+def _find_expression_edits(source: Source, node: ast.AST) -> Iterator[Edit]:
     if isinstance(node, _SKIPPED_NODES) or (isinstance(node, ast.Call) and _makes_message(node)):
         return
     if type(node) in OPERATORS and not _is_target(node):
@@ -114,12 +124,12 @@ def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.keyword):
             if child.arg not in PERFORMANCE_OPTIONS:
-                yield from _expression(source, child.value)
+                yield from _find_expression_edits(source, child.value)
         elif isinstance(child, ast.comprehension):
             for inner in (child.iter, *child.ifs):
-                yield from _expression(source, inner)
+                yield from _find_expression_edits(source, inner)
         elif not (isinstance(node, ast.UnaryOp) and isinstance(child, ast.Constant)):
-            yield from _expression(source, child)
+            yield from _find_expression_edits(source, child)
 
 
 def _has_carried_state(loop: ast.For) -> bool:

@@ -46,7 +46,7 @@ class Source:
         Each statement is given as (first line, last line). Only constants that are assigned once
         and not read during import are included.
         """
-        return readers_of(self.tree)
+        return find_readers(self.tree)
 
     def in_kernel(self, node: Positioned) -> bool:
         """Return whether the node is in the body of a jit function."""
@@ -128,7 +128,7 @@ class Mutant:
         return "\n".join(lines)
 
 
-def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
+def find_readers(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
     """Compute `Source.readers`."""
     assigned: dict[str, list[int]] = {}
     for node in tree.body:
