@@ -36,7 +36,7 @@ def invalid_cases(cases: Sequence[Case]) -> list[str]:
 
 
 def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
-    """Return the first failure of a case, or None if it passes, and the seconds it took."""
+    """Run the checks of a case; return (first failure or None, seconds)."""
     start = time.perf_counter()
     failure = _find_first_failure(case, machine)
     return failure, time.perf_counter() - start
@@ -52,10 +52,10 @@ def digest(case: Case, machine: Machine) -> str:
 
 
 def hash_trial(trial: Trial) -> str:
-    """Return a hash of every bit of the results of two calls.
+    """Make two calls; return a hash of every bit of their results.
 
-    The first call is that of the case; the second has half the tokens, transposed weights and
-    strided rows. The digest includes the first call's invalid ids and number of races.
+    The first call is that of the case. The second call has half the tokens, transposed weights and
+    strided rows. The digest includes the numbers of invalid ids and races in the first call.
     """
     first = trial.first_call
     bits = hashlib.sha256(_to_bytes(first.output))
@@ -74,6 +74,6 @@ def _find_first_failure(case: Case, machine: Machine) -> str | None:
         return next(iter(findings(Trial(case, machine))), None)
     except IncompatibleError as error:
         return f"refused: {error}"
-    # A mutant may raise anything, even before the first check.
+    # A mutant may raise any error, even before the first check.
     except Exception as error:  # noqa: BLE001
         return f"build: raised {type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""Measure which lines of a part its cases execute.
+"""Measure which lines of a part are executed by its cases.
 
-Each case makes two calls: its first one, and one with strided tensors. Interpreted kernels are
-Python, so their lines are recorded like all others.
+Each case makes two calls: its first call, and one with strided tensors. Interpreted kernels are
+Python code, so their lines are recorded like all others.
 """
 
 import sys
@@ -20,10 +20,10 @@ from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.patched_module import unload
 from modular_kernel.testing.mutation.source import Mutant
 
-Lines = Mapping[str, frozenset[int]]  # file -> line numbers
+Lines = Mapping[str, frozenset[int]]  # maps a file to line numbers
 LineSets = dict[str, set[int]]
 
-# Longer than the slowest case takes with tracing.
+# Longer than any case takes with tracing.
 _CASE_TIMEOUT_S = 300.0
 
 
@@ -41,8 +41,11 @@ class CaseCoverage:
 class Coverage:
     """Coverage of all cases of some pairings.
 
-    loading: lines executed by imports, even if a case triggered them, and by the selection of
-    cases. error: why the coverage is incomplete, or "".
+    Attributes:
+        loading: lines executed by imports, even if a case caused the import, and by the selection
+            of cases.
+        cases: coverage of each case.
+        error: why the coverage is incomplete, or "".
     """
 
     loading: Lines
@@ -89,9 +92,10 @@ def cover(
     level: Level,
     selected: Collection[Case] | None = None,
 ) -> Coverage:
-    """Call each case of `pairs` twice in a child process and trace the lines of `modules`.
+    """Make the two calls of each case of `pairs` in a child process; trace the lines of `modules`.
 
-    selected: restrict to these cases; None for all.
+    modules: maps modules to their files.
+    selected: the only cases to run; None means all cases.
     """
     pairs = tuple(pairs)
     files = {str(path) for path in modules.values()}
@@ -133,10 +137,11 @@ def _select_cases(cases: Iterable[Case], selected: Collection[Case] | None) -> t
 
 @contextmanager
 def trace_lines(files: set[str]) -> Iterator[tuple[LineSets, LineSets]]:
-    """Yield two records of executed lines of `files`, in this thread and those started inside.
+    """Record the executed lines of `files`, in this thread and in threads that are started inside.
 
-    The second record holds lines executed during the import of one of `files`. These lines are not
-    attributed to a case, because a module is imported only once, by the first case that needs it.
+    Yields two records. The second one contains lines that are executed during the import of one of
+    `files`. These lines are not attributed to a case, because a module is imported only once, by
+    the first case that needs it.
     """
     call_lines, import_lines = LineSets(), LineSets()
     lines_by_code: dict[CodeType, set[int]] = {}
@@ -171,7 +176,7 @@ def trace_lines(files: set[str]) -> Iterator[tuple[LineSets, LineSets]]:
 
 
 def _is_importing(frame: FrameType | None, files: set[str]) -> bool:
-    """Return whether this frame runs during the import of a module of `files`."""
+    """Return whether a frame runs during the import of one of `files`."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_code.co_filename in files:
             return True
@@ -180,5 +185,5 @@ def _is_importing(frame: FrameType | None, files: set[str]) -> bool:
 
 
 def as_lists(lines: dict[str, set[int]]) -> dict[str, list[int]]:
-    """Return lines as JSON-compatible lists."""
+    """Convert lines to JSON-compatible lists."""
     return {file: sorted(numbers) for file, numbers in lines.items()}

@@ -1,4 +1,4 @@
-"""Recognize mutants that no run on a CPU can distinguish from the original, and say why."""
+"""Recognize mutants that cannot be distinguished from the original on a CPU, and state why."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from functools import lru_cache
 from modular_kernel.testing.mutation.operators import INT64_LOST
 from modular_kernel.testing.mutation.source import Mutant
 
-# Words in statements that concern a GPU, or that only a GPU executes.
+# Words in statements that concern a GPU, or that only run on a GPU.
 _GPU_PATTERN = re.compile(
     r"arch\b|capturable|replayable|packages=|is_cuda|is_meta|use_triton|HAS_TRITON"
     r"|pdl_wait|pdl_arguments\(|inline_asm|== \"cuda\"|debug_barrier"
@@ -26,7 +26,7 @@ REASONS = (OFFSETS_REASON, DEVICE_REASON, RELEASE_REASON)
 
 
 def find_undetectable_reason(mutant: Mutant) -> str | None:
-    """Return why no run on a CPU can detect a mutant; None if one might."""
+    """Return why a mutant cannot be detected on a CPU, or None if it might be detected."""
     if mutant.edit.operator == INT64_LOST:
         return OFFSETS_REASON
     text = mutant.path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Read hand-written defects from a JSON file: text and its replacement, applied like a mutant.
+"""Read hand-written defects from a JSON file. Each replaces some text, and is run like a mutant.
 
 [{"file": "my_moe/kernels.py", "old": "row < rows", "new": "row <= rows", "what": "off by one"}]
 """

@@ -58,7 +58,7 @@ class OneProcess:
 
 
 def _send_digests(cases: Sequence[Case], mutants: Sequence[Mutant], send: Send) -> None:
-    """Send one digest per case; runs in the child."""
+    """Send one digest per case. Runs in the child."""
     if mutants:
         patch_modules(*mutants)
     runner: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
@@ -71,13 +71,13 @@ def _send_digests(cases: Sequence[Case], mutants: Sequence[Mutant], send: Send) 
 def _run_in_child(
     mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None, send: Send
 ) -> None:
-    """Apply the mutant and run its cases; runs in the child."""
+    """Apply the mutant and run its cases. Runs in the child."""
     try:
         patch_modules(mutant)
         runner: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
         reattach()
         runner.this_machine()
-    # A mutant that raises anything when it is imported or probed is killed.
+    # A mutant that raises any error when it is imported or probed is killed.
     except Exception as error:  # noqa: BLE001
         send({"failure": f"import: raised {type(error).__name__}: {error}"})
         return

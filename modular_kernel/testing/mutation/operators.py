@@ -1,7 +1,8 @@
 """Mutation operators: realistic mistakes in one expression or statement.
 
 Each operator is a function that yields the possible edits of a syntax node. OPERATORS lists them by
-node type. They know Triton and torch (masks, `tl.where`, dtypes), but are not specific to any part.
+node type. They handle idioms of Triton and torch (masks, `tl.where`, dtypes), but are not specific
+to any part.
 """
 
 import ast
@@ -51,7 +52,7 @@ PERFORMANCE_OPTIONS = frozenset(
 
 
 def mutate_comparison(source: Source, node: ast.AST) -> Edits:
-    """Yield a comparison that is off by one or negated."""
+    """Yield edits that make a comparison off by one, or negate it."""
     assert isinstance(node, ast.Compare)
     left = node.left
     for operator, right in zip(node.ops, node.comparators, strict=True):
@@ -63,7 +64,7 @@ def mutate_comparison(source: Source, node: ast.AST) -> Edits:
 
 
 def mutate_binary_operation(source: Source, node: ast.AST) -> Edits:
-    """Yield another operator, a dropped operand, or a division that rounds up instead of down."""
+    """Yield edits that change the operator, drop an operand, or make a division round up."""
     assert isinstance(node, ast.BinOp)
     if type(node.op) not in _ARITHMETIC or _is_text(node.left) or _is_text(node.right):
         return
@@ -90,7 +91,7 @@ def mutate_binary_operation(source: Source, node: ast.AST) -> Edits:
 
 
 def mutate_boolean_operation(source: Source, node: ast.AST) -> Edits:
-    """Yield the expression without one of its conditions."""
+    """Yield edits that drop one of the conditions."""
     assert isinstance(node, ast.BoolOp)
     word = " and " if isinstance(node.op, ast.And) else " or "
     for dropped in range(len(node.values)):
@@ -101,7 +102,7 @@ def mutate_boolean_operation(source: Source, node: ast.AST) -> Edits:
 
 
 def mutate_unary_operation(source: Source, node: ast.AST) -> Edits:
-    """Yield the operand without its sign or negation; for a negative number -n, 0 and -n - 1."""
+    """Yield edits that drop the sign or negation; for a negative number -n, also 0 and -n - 1."""
     assert isinstance(node, ast.UnaryOp)
     operand = source.text_of(node.operand)
     if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
@@ -112,7 +113,7 @@ def mutate_unary_operation(source: Source, node: ast.AST) -> Edits:
 
 
 def mutate_constant(source: Source, node: ast.AST) -> Edits:
-    """Yield a number off by one or by a factor, an inverted flag, or another precision."""
+    """Yield edits that change a number by one or by a factor, a flag, or a precision."""
     assert isinstance(node, ast.Constant)
     value = node.value
     if isinstance(value, bool):
@@ -135,7 +136,7 @@ def mutate_duration(source: Source, node: ast.expr) -> Edits:
 
 
 def mutate_name(source: Source, node: ast.AST) -> Edits:
-    """Yield a similar operand (w2 for w1, I for H), or a dtype with fewer bits."""
+    """Yield edits that use a similar operand (w2 for w1, I for H), or a dtype with fewer bits."""
     if isinstance(node, ast.Attribute):
         identifier, start = node.attr, source.end(node) - len(node.attr.encode())
     else:
@@ -154,7 +155,7 @@ def mutate_name(source: Source, node: ast.AST) -> Edits:
 
 
 def mutate_call(source: Source, node: ast.AST) -> Edits:
-    """Yield changes of a call: of clamps, selections, casts, masks, ranges and arguments."""
+    """Yield edits of calls: of clamps, selections, casts, masks, ranges and arguments."""
     assert isinstance(node, ast.Call)
     callee = _get_callee_name(node)
     yield from _mutate_clamp(source, node, callee)
@@ -225,19 +226,19 @@ def _mutate_range(source: Source, node: ast.Call, callee: str) -> Edits:
 
 
 def mutate_ternary(source: Source, node: ast.AST) -> Edits:
-    """Yield a conditional expression with its condition negated."""
+    """Yield the edit that negates the condition of a conditional expression."""
     assert isinstance(node, ast.IfExp)
     yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
 
 
 def mutate_branch(source: Source, node: ast.AST) -> Edits:
-    """Yield an `if` or `while` statement with its condition negated."""
+    """Yield the edit that negates the condition of an `if` or `while` statement."""
     assert isinstance(node, ast.If | ast.While)
     yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
 
 
 def mutate_slice(source: Source, node: ast.AST) -> Edits:
-    """Yield a slice without its first or its last element."""
+    """Yield edits that drop the first or the last element of a slice."""
     assert isinstance(node, ast.Slice)
     for bound, sign in ((node.lower, "+"), (node.upper, "-")):
         if bound is not None and not isinstance(bound, ast.Constant):
@@ -245,7 +246,7 @@ def mutate_slice(source: Source, node: ast.AST) -> Edits:
 
 
 def mutate_statement(source: Source, node: ast.AST) -> Edits:
-    """Yield the removal of a step: a store, a barrier, an update of an accumulator, a yield."""
+    """Yield the edit that removes a step: a store, barrier, accumulator update or yield."""
     assert isinstance(node, ast.Expr | ast.AugAssign)
     if isinstance(node, ast.AugAssign) or isinstance(
         node.value, ast.Call | ast.Yield | ast.YieldFrom
@@ -272,7 +273,7 @@ OPERATORS: dict[type[ast.AST], Operator] = {
 
 
 def _find_between(source: Source, left: Positioned, right: Positioned, symbol: str) -> int | None:
-    """Return the position of `symbol` between two nodes, or None."""
+    """Return the offset of `symbol` between two nodes, or None."""
     start, end = source.end(left), source.start(right)
     position = source.data.find(symbol.encode(), start, end)
     return position if position >= 0 else None
@@ -316,7 +317,7 @@ def _is_constant(keyword: ast.keyword) -> bool:
 
 
 def _is_compile_time(node: ast.expr) -> bool:
-    """Return whether a kernel is compiled for the value, such as a block size.
+    """Return whether the value is a compile-time constant of a kernel, such as a block size.
 
     Divisions of two such values have no remainder.
     """

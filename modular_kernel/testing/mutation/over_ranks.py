@@ -1,4 +1,4 @@
-"""Mutation testing over several ranks.
+"""Mutation testing on several ranks.
 
 Each mutant runs in newly forked ranks. A rank that waits for a peer times out after some seconds.
 """
@@ -28,8 +28,8 @@ from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, check_faults, 
 
 Result = TypeVar("Result")
 
-# Timeouts of an exchange and of a run: a constant plus a multiple of the duration of a case's
-# calls.
+# The timeouts of an exchange and of a run are a constant plus a multiple of the duration of the
+# calls of a case.
 _EXCHANGE_TIMEOUT_S, _EXCHANGE_FACTOR = 4.0, 4.0
 _RUN_TIMEOUT_S, _RUN_FACTOR = 30.0, 40.0
 _DEFAULT_CASE_S = 15.0  # assumed duration of the calls of a case that was not traced
@@ -38,7 +38,7 @@ _RANK_GRACE_S = 0.5  # time to wait for the other ranks after one has failed
 
 
 class RanksEnded(Exception):
-    """Raised if a rank died or did not answer in time."""
+    """Raised if a rank has died or has not answered in time."""
 
     def __init__(self, exit_info: ChildExit) -> None:
         super().__init__(f"{exit_info.status}: {exit_info.detail}")
@@ -63,13 +63,13 @@ class Ranks(Closeable):
         self._pool: RankPool | None = None
 
     def close(self) -> None:
-        """Stop the ranks; the next run starts new ones."""
+        """Stop the ranks. The next run starts new ranks."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
     def start(self) -> RankPool:
-        """Start the ranks and apply the mutants in them. Raise RankError if that fails."""
+        """Start the ranks and apply the mutants in them. Raises RankError if this fails."""
         if self._pool is None:
             self._pool = RankPool(
                 self.world_size,
@@ -96,7 +96,10 @@ class Ranks(Closeable):
         return self._run_on_rank_0(rank_tasks.invalid_cases, tuple(cases), self.this_machine())
 
     def _run_on_rank_0(self, task: Callable[..., Result], *arguments: object) -> Result:
-        """Run a task on all ranks; return rank 0's result. Raise RuntimeError if a rank fails."""
+        """Run a task on all ranks; return the result of rank 0.
+
+        Raises RuntimeError if a rank fails.
+        """
         try:
             return self.start().run(task, *arguments)[0]
         except RankError as error:
@@ -104,7 +107,7 @@ class Ranks(Closeable):
             raise RuntimeError(_get_last_line(error)) from error
 
     def digest(self, case: Case, machine: Machine) -> str:
-        """Return the digests of all ranks, or "raised" if the case raised an error.
+        """Run a case; return the digests of all ranks, or "raised" if the case raised an error.
 
         Raises RanksEnded if a rank died or timed out.
         """
@@ -124,7 +127,7 @@ class Ranks(Closeable):
             return "raised"
 
     def first_failure(self, case: Case, machine: Machine) -> tuple[str | None, float]:
-        """Return (first failure, or None if the case passes; seconds).
+        """Run the checks of a case; return (first failure or None, seconds).
 
         Raises RanksEnded if a rank died or timed out.
         """
@@ -167,7 +170,7 @@ class OverRanks:
         return bool(rank_cases_for(*pair, machine, self.world_size, level, per_host).cases)
 
     def cover(self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level) -> Coverage:
-        """Trace all cases: lines that any rank executed, and the seconds of the slowest rank."""
+        """Trace all cases: the lines that any rank executes, and the time of the slowest rank."""
         machine, files = this_machine(device="cpu"), {m: str(path) for m, path in modules.items()}
         find_dependents(set(modules))
         covered: list[CaseCoverage] = []
@@ -229,7 +232,7 @@ def join_digests(digests: Collection[str]) -> str:
 
 
 def _format_failure(failure: str) -> str:
-    """Reformat "RANK: CHECK: MESSAGE" as in one process, with the check first.
+    """Reformat "RANK: CHECK: MESSAGE" such that the check comes first, as in one process.
 
     Raises RanksEnded if a rank died or timed out.
     """
@@ -244,7 +247,7 @@ def _format_failure(failure: str) -> str:
 
 
 def find_rank_exit(failure: str) -> ChildExit | None:
-    """Return whether a rank crashed or timed out; None if it raised an error instead."""
+    """Return how a rank crashed or timed out, or None if it raised an error instead."""
     first_line = failure.splitlines()[0]
     if first_line.startswith(DIED):
         return ChildExit("crash", first_line)

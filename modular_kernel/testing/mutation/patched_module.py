@@ -1,6 +1,6 @@
 """Import modules from changed source text, together with all modules that depend on them.
 
-Only for forked child processes: modules that were imported before are removed from sys.modules.
+This is only for forked child processes, because imported modules are removed from sys.modules.
 """
 
 import ast
@@ -25,9 +25,10 @@ _PART_LOADER = "modular_kernel.catalog"
 
 
 def patch_modules(*mutants: Mutant) -> None:
-    """Make all later imports of the mutants' modules, and of their dependents, use the changes.
+    """Make later imports of the mutants' modules, and of modules that depend on them, use changes.
 
-    Raises SyntaxError if a changed text is not valid Python, ConfigurationError if changes overlap.
+    Raises SyntaxError if a changed text is not valid Python, and ConfigurationError if changes
+    overlap.
     """
     for module, (file, text) in changed_texts(mutants).items():
         ast.parse(text)
@@ -39,7 +40,7 @@ def patch_modules(*mutants: Mutant) -> None:
 
 
 def changed_texts(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
-    """Return {module: (file, changed text)}. Raise ConfigurationError if two changes overlap."""
+    """Return {module: (file, changed text)}. Raises ConfigurationError if two changes overlap."""
     texts: dict[str, tuple[str, str]] = {}
     for module in dict.fromkeys(mutant.module for mutant in mutants):
         module_mutants = [mutant for mutant in mutants if mutant.module == module]
@@ -58,7 +59,10 @@ def changed_texts(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
 
 
 def unload(modules: set[str]) -> None:
-    """Remove `modules` and their dependents, so that they are imported again when needed."""
+    """Remove `modules` and the modules that depend on them from sys.modules.
+
+    They are imported again when they are needed.
+    """
     removed = find_dependents(modules)
     for name in removed:
         sys.modules.pop(name, None)
@@ -71,7 +75,7 @@ def unload(modules: set[str]) -> None:
 
 
 def reattach() -> None:
-    """Restore attributes for submodules of packages that were imported again.
+    """Restore the attributes of packages that were imported again.
 
     A submodule that was not imported again is missing as an attribute of its new package.
     """
@@ -106,7 +110,7 @@ def find_dependents(modules: set[str]) -> set[str]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module with the given source text."""
+    """Finds a single module, with the given source text."""
 
     def __init__(self, module: str, file: str, text: str) -> None:
         self._module, self._file, self._text = module, file, text
@@ -121,7 +125,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Loads the given source text in place of the file's."""
+    """Loads the given source text instead of that in the file."""
 
     def __init__(self, fullname: str, path: str, text: str) -> None:
         super().__init__(fullname, path)

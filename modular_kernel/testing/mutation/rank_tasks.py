@@ -1,7 +1,7 @@
 """Tasks of a RankPool that run a mutant on each rank.
 
-A rank looks up a task by its module's name, so after `apply_mutants` or `trace_imports` it runs the
-newly imported task, and with it the changed source.
+A rank looks up a task by the name of its module. After `apply_mutants` or `trace_imports`, it thus
+runs the newly imported task, and with it the changed source.
 """
 
 import hashlib
@@ -29,7 +29,10 @@ Lines = dict[str, list[int]]  # by file
 
 
 class CaseQuery(NamedTuple):
-    """Which cases to list. ranks_per_host: None if all ranks are on one host."""
+    """Which cases to list.
+
+    ranks_per_host: number of ranks per host; None if all ranks are on one host.
+    """
 
     pairs: tuple[Pair, ...]
     level: Level
@@ -40,9 +43,9 @@ class CaseQuery(NamedTuple):
 def apply_mutants(
     _rank: int, _world_size: int, _group: object, mutants: tuple[Mutant, ...], imports: Imports
 ) -> None:
-    """Make this rank run the changed source. Must be its first task.
+    """Make this rank run the changed source. This must be the first task of the rank.
 
-    imports: the cache of another process, see `add_known_imports`.
+    imports: the import cache of another process (see `add_known_imports`).
     """
     silence_and_limit_memory()
     add_known_imports(imports)
@@ -59,9 +62,9 @@ def trace_imports(
     imports: Imports,
     query: CaseQuery,
 ) -> tuple[list[RankCase], Lines]:
-    """Import `modules` (name -> file) again; return the cases and the executed lines.
+    """Import `modules` again; return the cases and the executed lines.
 
-    Must be the first task of this rank.
+    This must be the first task of the rank. modules: maps names of modules to files.
     """
     silence_and_limit_memory()
     add_known_imports(imports)
@@ -121,9 +124,9 @@ def traced_digest(
     timeout: float,
     files: Collection[str],
 ) -> tuple[str, float, Lines, Lines]:
-    """Return the digest, its seconds, and the executed lines of `files`.
+    """Run `digest` with tracing.
 
-    Lines executed by imports are returned separately, last.
+    Returns (digest, seconds, executed lines of `files`, lines of `files` executed by imports).
     """
     start = time.perf_counter()
     with trace_lines(set(files)) as (lines, loaded):

@@ -1,7 +1,7 @@
 """Find the modules of a part: its package, its kernels, and the operations that it uses.
 
-The search reads import statements, including those inside functions. It starts at the part's module
-and follows imports of the part's package, of topk_reduce and of modular_kernel.ops.
+The search reads import statements, including those inside functions. It starts at the module of the
+part, and follows imports of the part's package, of topk_reduce and of modular_kernel.ops.
 """
 
 import ast
@@ -73,7 +73,7 @@ def _is_below(module: str, roots: Iterable[str]) -> bool:
 
 @cache
 def find_file(module: str) -> Path | None:
-    """Return the source file of a module without importing it; None if there is none."""
+    """Return the source file of a module, without importing it, or None if there is none."""
     root, *rest = module.split(".")
     package = sys.modules.get(root) or importlib.import_module(root)
     package_file = getattr(package, "__file__", None)
@@ -88,14 +88,14 @@ def find_file(module: str) -> Path | None:
     )
 
 
-# Imports of each module, cached because reading all modules takes seconds.
+# The imports of each module. They are cached, because reading all modules takes seconds.
 _IMPORTS: dict[str, tuple[str, ...]] = {}
 
 
 def list_imports(module: str) -> tuple[str, ...]:
     """Return the modules that a module imports anywhere in its source.
 
-    For `from package import name` these are the named submodules, or the package itself.
+    For `from package import name`, these are the named submodules, or the package itself.
     """
     if module not in _IMPORTS:
         _IMPORTS[module] = _read_imports(module)

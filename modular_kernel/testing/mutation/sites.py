@@ -1,8 +1,8 @@
 """Mutation sites of a module: every expression and statement that affects the computation.
 
-Not mutated: strings, docstrings, annotations, imports, assertions and arguments of raised errors. A
-condition that only guards a raise is negated and not changed in other ways: it rejects invalid
-input, and the cases have valid input.
+Strings, docstrings, annotations, imports, assertions and arguments of raised errors are not
+mutated. A condition that only guards a `raise` is negated, but not changed in other ways, because
+it rejects invalid input and the cases have valid input.
 """
 
 import ast
@@ -36,7 +36,7 @@ Sites = Iterator[tuple[Edit, int, int, str]]  # (edit, first line, last line, fu
 
 
 def mutants_of(module: str, path: Path) -> tuple[Mutant, ...]:
-    """Return every mutant of a module in the order of its lines."""
+    """Return every mutant of a module, in the order of its lines."""
     source = Source(module, path)
     mutants = make_mutants(source, _find_block_edits(source, source.tree.body, "", set()))
     return tuple(sorted(mutants, key=lambda mutant: (mutant.edit.start, mutant.ident)))
@@ -45,7 +45,7 @@ def mutants_of(module: str, path: Path) -> tuple[Mutant, ...]:
 def _find_block_edits(
     source: Source, body: list[ast.stmt], function: str, assigned: set[str]
 ) -> Sites:
-    """Yield the edits of a block. assigned: names assigned earlier in this function."""
+    """Yield the edits of a block. assigned: names that are assigned earlier in the function."""
     for node in body:
         yield from _find_statement_edits(source, node, function, assigned)
 
@@ -83,7 +83,7 @@ def _find_definition_edits(
 
 
 def _find_own_edits(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
-    """Yield edits of a statement itself, without nested statements."""
+    """Yield the edits of a statement itself, without those of nested statements."""
     if isinstance(node, ast.If) and all(isinstance(inner, ast.Raise) for inner in node.body):
         yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
         return
@@ -133,7 +133,7 @@ def _find_expression_edits(source: Source, node: ast.AST) -> Iterator[Edit]:
 
 
 def _has_carried_state(loop: ast.For) -> bool:
-    """Return whether an iteration may read what an earlier one wrote, so that order matters."""
+    """Return whether an iteration may read what an earlier one wrote, so that the order matters."""
     inner = [n for statement in loop.body for n in ast.walk(statement)]
     if any(isinstance(n, _LOOP_EFFECTS) or _method_name(n) in _LIST_METHODS for n in inner):
         return True
@@ -154,7 +154,7 @@ def _method_name(node: ast.AST) -> str:
 
 
 def _is_duration(node: ast.stmt) -> TypeGuard[ast.Assign]:
-    """Return whether a statement assigns a constant to names that end in _S: seconds."""
+    """Return whether a statement assigns a constant to names that end in _S (seconds)."""
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Constant)
@@ -181,7 +181,7 @@ def _is_for_types_only(node: ast.stmt) -> bool:
 
 
 def _is_union(node: ast.expr) -> bool:
-    """Return whether an expression is types joined by "|": classes or None."""
+    """Return whether an expression consists of types (classes or None) that are joined by "|"."""
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.BitOr) and _is_union(node.left) and _is_union(node.right)
     if isinstance(node, ast.Subscript):
@@ -195,7 +195,7 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _makes_message(node: ast.Call) -> bool:
-    """Return whether a call only makes a message or a type."""
+    """Return whether a call only creates a message or a type."""
     function = node.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     return str(name).endswith(_MESSAGE_CALLS)
