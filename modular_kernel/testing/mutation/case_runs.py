@@ -43,8 +43,8 @@ def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
 
 
 def digest(case: Case, machine: Machine) -> str:
-    """Return `hash_trial` the case in this process, or the name of the error it raises."""
-    # A mutant may raise anything.
+    """Run the case in this process; return its `hash_trial`, or "raised <error name>"."""
+    # A mutant may raise any error.
     try:
         return hash_trial(Trial(case, machine))
     except Exception as error:  # noqa: BLE001

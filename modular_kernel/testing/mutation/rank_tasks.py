@@ -98,7 +98,10 @@ def invalid_cases(
 def digest(
     rank: int, _world_size: int, group: object, case: RankCase, machine: Machine, timeout: float
 ) -> str:
-    """Return `hash_trial` the case on this rank. timeout: seconds after which an exchange fails."""
+    """Run a case on this rank; return its `hash_trial`.
+
+    timeout: seconds after which an exchange fails.
+    """
     kernels: list[FusedMoEModularKernel] = []
 
     def build_on_rank(rank_case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
