@@ -15,7 +15,7 @@ from modular_kernel.testing.input_mutations.inject import CallMutant
 from modular_kernel.testing.input_mutations.operators import MUTANTS as PLAIN_MUTANTS
 from modular_kernel.testing.input_mutations.quantized import SCALE_MUTANTS
 from modular_kernel.testing.input_mutations.roundings import ROUNDING_MUTANTS
-from modular_kernel.testing.verify.one_process import findings, prove
+from modular_kernel.testing.verify.one_process import prove, run_all_checks
 from modular_kernel.testing.verify.trial import Trial
 
 MUTANTS = PLAIN_MUTANTS + SCALE_MUTANTS + ROUNDING_MUTANTS + ADAPTER_MUTANTS
@@ -90,7 +90,7 @@ def sensitivity(
         for case in _select_evenly(candidates, cases_each):
             if case not in proven:
                 proven[case] = first_or_none(prove(case, machine).failures)
-            failure = first_or_none(findings(Trial(case, machine, mutant.build)))
+            failure = first_or_none(run_all_checks(Trial(case, machine, mutant.build)))
             effect = pop_effect(mutant.name)
             kills.append(Kill.from_effect(mutant.name, case, proven[case], failure, effect))
     return tuple(kills)

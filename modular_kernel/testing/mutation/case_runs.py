@@ -11,7 +11,7 @@ from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.lists import Case, cases_for
-from modular_kernel.testing.verify.one_process import findings
+from modular_kernel.testing.verify.one_process import run_all_checks
 from modular_kernel.testing.verify.trial import Trial, build_kernel, call
 
 Pair = tuple[str, str]
@@ -71,7 +71,7 @@ def _to_bytes(out: torch.Tensor) -> bytes:
 def _find_first_failure(case: Case, machine: Machine) -> str | None:
     try:
         build_kernel(case, machine, False)
-        return next(iter(findings(Trial(case, machine))), None)
+        return next(iter(run_all_checks(Trial(case, machine))), None)
     except IncompatibleError as error:
         return f"refused: {error}"
     # A mutant may raise any error, even before the first check.

@@ -74,7 +74,7 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
     trial = Trial(case, machine, build)
     # The launch cache skips interpreted launches that repeat an earlier one.
     with launch_cache(), record_paths() as entered_paths:
-        failures = tuple(dict.fromkeys(findings(trial)))
+        failures = tuple(dict.fromkeys(run_all_checks(trial)))
     error, bound = _measure_accuracy(trial)
     seconds = time.perf_counter() - start
     ids = trial.first.invalid_ids
@@ -87,7 +87,7 @@ def _collect_cells(entered_paths: Iterable[EnteredPath]) -> frozenset[PathCell]:
     return frozenset[PathCell]().union(*cells)
 
 
-def findings(trial: Trial) -> Iterator[str]:
+def run_all_checks(trial: Trial) -> Iterator[str]:
     """Yield the failures of every check in order. A check that raises an error has failed."""
     for check in CHECKS:
         yield from _run(check, trial)

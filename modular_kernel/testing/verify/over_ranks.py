@@ -75,9 +75,9 @@ class RankSample(Sample):
         strided: bool = False,
     ) -> None:
         self.case, self.counts, self.rank = case, counts, rank
-        of_rank = case.of_rank(rank)
+        rank_case = case.of_rank(rank)
         super().__init__(
-            of_rank, device, tokens=counts[rank], seed_offset=seed_offset, strided=strided
+            rank_case, device, tokens=counts[rank], seed_offset=seed_offset, strided=strided
         )
 
     @cached_property
