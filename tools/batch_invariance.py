@@ -21,7 +21,7 @@ from modular_kernel.machine import find_importable
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing.compile.cases import compile_call
 from modular_kernel.testing.compile.report import CompileRecord
-from modular_kernel.testing.verify.invariance_table import as_markdown, measure
+from modular_kernel.testing.verify.invariance_table import format_markdown, measure_invariance
 
 SCHEMES = (
     *("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int8_w8a8_channel"),
@@ -38,10 +38,10 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 def invariance_table() -> str:
     """Return the Markdown table of rows whose bits change, for every part."""
     results = []
-    for result in measure(this_machine()):
+    for result in measure_invariance(this_machine()):
         print(result, file=sys.stderr, flush=True)
         results.append(result)
-    return as_markdown(results)
+    return format_markdown(results)
 
 
 def cost_table() -> str:

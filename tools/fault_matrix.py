@@ -32,11 +32,11 @@ if __name__ == "__main__":
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
     parts = args.parts.split(",") if args.parts else None
-    parts = parts or faults.supported_parts(args.world_size, args.backend)
+    parts = parts or faults.list_supported_parts(args.world_size, args.backend)
     selected = [
         scenario
         for part in parts
-        for scenario in faults.scenarios(part, args.backend, checked=args.checked)
+        for scenario in faults.list_scenarios(part, args.backend, checked=args.checked)
     ]
     selected = [s for s in selected if not args.kinds or s.kind in args.kinds.split(",")]
 
@@ -53,10 +53,10 @@ if __name__ == "__main__":
         on_result=print_result,
         start_limit_s=args.seconds,
     )
-    table = faults.markdown(results)
+    table = faults.format_markdown(results)
     if args.json:
-        args.json.write_text(json.dumps(faults.as_json(results), indent=1))
+        args.json.write_text(json.dumps(faults.to_json(results), indent=1))
     if args.markdown:
         args.markdown.write_text(table)
-    print(table + "\n" + faults.summary(results))
+    print(table + "\n" + faults.format_summary(results))
     sys.exit(any(result.findings() for result in results))

@@ -47,12 +47,12 @@ from modular_kernel.testing.mutation.coverage import (
     merge_lines,
     trace_lines,
 )
-from modular_kernel.testing.mutation.cpu_undetectable import undetectable_reason
+from modular_kernel.testing.mutation.cpu_undetectable import find_undetectable_reason
 from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, SLOWDOWN, MutantOutcome
 from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.patched_module import (
-    dependents,
+    find_dependents,
     patch_modules,
     reattach,
     unload,
@@ -60,7 +60,7 @@ from modular_kernel.testing.mutation.patched_module import (
 from modular_kernel.testing.mutation.record import record_of, recorded_kills
 from modular_kernel.testing.mutation.reviewed_equivalents import find_equivalent
 from modular_kernel.testing.mutation.run_mutant import KillHistory
-from modular_kernel.testing.mutation.scope import file_of
+from modular_kernel.testing.mutation.scope import find_file
 from modular_kernel.testing.mutation.score import (
     SAMPLE_SIZE,
     Score,
@@ -258,7 +258,7 @@ def read_scope(name: str) -> Scope:
     if name not in scopes:
         raise ConfigurationError("scope", got=repr(name), need=f"one of {', '.join(scopes)}")
     entry = scopes[name]
-    modules = {module: path for module in entry["modules"] if (path := file_of(module))}
+    modules = {module: path for module in entry["modules"] if (path := find_file(module))}
     pairs = tuple(tuple(pair) for pair in entry["pairings"])
     tests = [ROOT / test for test in entry["tests"]]
     text = b"".join(path.read_bytes() for path in (*sorted(modules.values()), *tests, SCOPES))
@@ -279,7 +279,7 @@ def read_scope(name: str) -> Scope:
 def run_mutant(mutant: Mutant, scope: Scope) -> MutantOutcome:
     """Run the tests and cases that execute the mutant in a child process, until one fails."""
     tests, cases = scope.executing(mutant)
-    dependents({mutant.module})
+    find_dependents({mutant.module})
     child = ChildProcess(lambda send: _run_in_child(mutant, tests, cases, send), 4 * GRACE_S)
     seconds = {test.name: test.seconds for test in tests}
     num_run, differing, start = 0, 0, time.perf_counter()
@@ -337,7 +337,7 @@ def score_of(
     the score so far after each mutant.
     """
     executed = tuple(
-        m for m in scope.mutants if undetectable_reason(m) is None and any(scope.executing(m))
+        m for m in scope.mutants if find_undetectable_reason(m) is None and any(scope.executing(m))
     )
     selected = draw_sample(executed, SAMPLE_SIZE, default_seed())
     if idents:
@@ -346,9 +346,9 @@ def score_of(
         sorted(selected, key=lambda m: m.ident not in recorded and not _is_equivalent(m, scope))
     )
     not_executed = set(scope.mutants) - set(executed)
-    by_module = Counter(m.module for m in not_executed if undetectable_reason(m) is None)
+    by_module = Counter(m.module for m in not_executed if find_undetectable_reason(m) is None)
     reasons = Counter(
-        reason for m in not_executed if (reason := undetectable_reason(m)) is not None
+        reason for m in not_executed if (reason := find_undetectable_reason(m)) is not None
     )
     counts = dict(sorted(by_module.items())), dict(sorted(reasons.items()))
     survey = Survey(scope.name, scope.pairs, "full", scope.mutants, scope.coverage, OneProcess())

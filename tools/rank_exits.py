@@ -88,9 +88,9 @@ def run_rank(start, rank):
     context = FaultContext(
         Scenario(start.part, "raises"), rank, WORLD_SIZE, None, str(start.folder), ()
     )
-    problem = context.problem()
-    inputs = context.inputs(problem, context.tokens_W)
-    kernel = context.kernel(problem, context.experts(problem))
+    problem = context.make_problem()
+    inputs = context.make_inputs(problem, context.tokens_W)
+    kernel = context.make_kernel(problem, context.choose_experts(problem))
     if start.number % 3 == 0:
         sys.setswitchinterval(1000)
     for _ in range(2):
@@ -108,7 +108,7 @@ args = parser.parse_args()
 hide_gpus()
 torch.set_num_threads(1)
 assert preload.load_catalog  # imported for its side effects
-parts = faults.supported_parts(WORLD_SIZE, "gloo")
+parts = faults.list_supported_parts(WORLD_SIZE, "gloo")
 folder = Path(tempfile.mkdtemp(prefix="mk-exits-"))  # no context manager: children must keep it
 child_rank, running, findings, num_started = None, [], [], 0
 began = time.monotonic()

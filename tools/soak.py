@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from modular_kernel.testing.ranks.pool import RankError, RankPool
-from modular_kernel.testing.stress.soak import Soak, soak
+from modular_kernel.testing.stress.soak import Soak, run_soak
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     per_host = world_size // job.hosts if job.hosts > 1 else None
     with RankPool(world_size, backend, ranks_per_host=per_host) as pool:
         try:
-            reports = pool.run(soak, job, timeout=job.seconds + 120)
+            reports = pool.run(run_soak, job, timeout=job.seconds + 120)
         except RankError as error:
             sys.exit(f"{job.part}: failed\n{error}")
     if path:

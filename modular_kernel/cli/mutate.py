@@ -226,14 +226,14 @@ def _selected_mutants(options: MutationOptions) -> "list[Mutant]":
     Raises ConfigurationError for an unknown mutant, before any case runs.
     """
     from modular_kernel.catalog import load_catalog
-    from modular_kernel.testing.mutation.score import mutant_of, mutants_in
+    from modular_kernel.testing.mutation.score import find_mutant, list_mutants
 
     if options.mutate is None or options.only is None:
         return []
-    known = mutants_in(options.mutate, load_catalog())
+    known = list_mutants(options.mutate, load_catalog())
     several = options.code or options.bits is not None
     ids = options.only.split(",") if several else [options.only]
-    return [mutant_of(known, options.mutate, ident) for ident in ids]
+    return [find_mutant(known, options.mutate, ident) for ident in ids]
 
 
 def _mutation_scores(

@@ -217,12 +217,12 @@ def _single_case(
     options: ProblemOptions, single_case: SingleCaseOptions, pf: str | None, experts: str | None
 ) -> VerifyJob:
     from modular_kernel.testing.cases.case import Case
-    from modular_kernel.testing.cases.inputs import ORDINARY, ROUTINGS, InputVariation
+    from modular_kernel.testing.cases.inputs import ORDINARY, ROUTING_KINDS, InputVariation
 
     if pf is None or experts is None:
         raise ConfigurationError("--one", got="no pair", need="--pf-type and --experts-type")
-    if single_case.routing not in ROUTINGS:
-        need = f"one of {', '.join(ROUTINGS)}"
+    if single_case.routing not in ROUTING_KINDS:
+        need = f"one of {', '.join(ROUTING_KINDS)}"
         raise ConfigurationError("--routing", got=repr(single_case.routing), need=need)
     execution = InputVariation(
         single_case.layout,

@@ -12,11 +12,11 @@ Packages:
 - `verify`: runs a case and checks its results: tolerance (`compare`), checks (`checks`), and the
   ledger of pairings that must pass (`ledger`).
 - `input_mutations`: injected defects that the checks must detect.
-- `ranks`: the pool of processes for cases over ranks.
+- `ranks`: the pool of processes for cases with several ranks.
 
-No GPU is required; on a GPU the same code runs unchanged.
+No GPU is required. On a GPU, the same code runs unchanged.
 
-Over ranks:
+With several ranks:
 
     from modular_kernel.testing.cases.ranks import rank_cases_for
     from modular_kernel.testing.ranks.pool import RankPool

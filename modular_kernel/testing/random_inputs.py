@@ -14,8 +14,8 @@ Inputs = tuple[torch.Tensor, ExpertWeights, Routing]
 def random_inputs(problem: Problem, device: torch.device) -> Inputs:
     """Draw inputs for timing: normal values, weights scaled by 1/sqrt(fan-in), uniform routing.
 
-    Adapters have their maximum rank. Token t uses adapter slot (t mod (adapters + 1)) - 1; that
-    of token 0 is -1, no adapter.
+    Adapters have their maximum rank. Token t uses adapter slot (t mod (adapters + 1)) - 1, so token
+    0 has slot -1, which means no adapter.
     """
     generator = torch.Generator(device).manual_seed(0)
 

@@ -18,7 +18,12 @@ from modular_kernel.quant.quantized_weights import SCALE_FIELDS
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.verify.compare import EPS, FACTOR, ROW_FACTOR, compare
+from modular_kernel.testing.verify.compare import (
+    FLOAT32_TOLERANCE,
+    MAX_ERROR_RATIO,
+    MAX_ROW_ERROR_RATIO,
+    compare,
+)
 
 _FIRST_ROWS = 4  # number of first rows of an output that are compared, in addition to the last one
 _MAX_CALLS, _MIN_CALLS = 4, 2
@@ -87,9 +92,11 @@ class TuneWorkload:
         difference = (out.float() - first_output.float()).flatten(1)
         reference = first_output.float().flatten(1)
         error = float(difference.norm() / reference.norm())
-        worst_row = float((difference.norm(dim=1) / reference.norm(dim=1).clamp(min=EPS)).max())
-        bound = 2 * (FACTOR * reference_error + EPS)
-        row_bound = 2 * ROW_FACTOR * (reference_error + EPS)
+        worst_row = float(
+            (difference.norm(dim=1) / reference.norm(dim=1).clamp(min=FLOAT32_TOLERANCE)).max()
+        )
+        bound = 2 * (MAX_ERROR_RATIO * reference_error + FLOAT32_TOLERANCE)
+        row_bound = 2 * MAX_ROW_ERROR_RATIO * (reference_error + FLOAT32_TOLERANCE)
         if not error <= bound:
             return f"differs from another correct choice by {error:.2e}, more than {bound:.2e}"
         if not worst_row <= row_bound:

@@ -90,7 +90,7 @@ def outputs(loaded: LoadedExperts, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_every_two_values_meet() -> None:
-    assert ARRAY.missing() == ()
+    assert ARRAY.missing_pairs() == ()
     assert set(ARRAY.impossible.values()) <= {"a share of sorted columns"}
     assert {(row["kind"] in ACT_ORDER_FORMATS, row["bias"]) for row in ROWS} >= {
         (True, True),

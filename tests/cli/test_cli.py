@@ -386,7 +386,9 @@ def test_compile_check_shows_counted_instructions(mk: Mk, monkeypatch: pytest.Mo
     from modular_kernel.testing.compile.cases import CompiledRow, CompileResult
 
     absent = dict.fromkeys(compiling.FAMILIES, 0)
-    monkeypatch.setattr(compiling, "_count", lambda cubin: {**absent, cubin.decode(): 7})
+    monkeypatch.setattr(
+        compiling, "_count_instructions", lambda cubin: {**absent, cubin.decode(): 7}
+    )
 
     def row(name: str) -> CompiledRow:
         counts = compiling.Instructions(name.encode())

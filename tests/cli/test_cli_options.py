@@ -21,7 +21,7 @@ from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import MODELS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
-from modular_kernel.testing.cases.lists import BASE, Case, axes, cases_for, command
+from modular_kernel.testing.cases.lists import BASE, Case, cases_for, command, list_axis_variants
 
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = (
@@ -194,7 +194,7 @@ def test_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_command_of_a_case_reproduces_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-    for seed, (problem, routing) in enumerate(axes(BASE)):
+    for seed, (problem, routing) in enumerate(list_axis_variants(BASE)):
         case = Case(*pair, problem, routing, seed)
         words = shlex.split(command(case))
         assert words[0] == "mk"

@@ -13,7 +13,7 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.cli import profile
 from modular_kernel.profiling.chrome import format_violations
 from modular_kernel.replay import stages
-from modular_kernel.testing.cases.lists import BASE, axes
+from modular_kernel.testing.cases.lists import BASE, list_axis_variants
 
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 NAIVE_PAIR = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
@@ -101,7 +101,7 @@ def test_comparison_of_two_pairings(capsys: Capsys, tmp_path: Path) -> None:
 
 
 def test_file_names_are_unique() -> None:
-    problems = [problem for problem, _ in axes(BASE)]
+    problems = [problem for problem, _ in list_axis_variants(BASE)]
     flags = dict.fromkeys(_FLAGS, True)
     longest = replace(
         BASE,

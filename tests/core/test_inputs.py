@@ -10,23 +10,27 @@ import torch
 from modular_kernel import reference
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Combine, Problem
-from modular_kernel.testing.cases.hostile import VALUES, token_groups, unsupported_reason
 from modular_kernel.testing.cases.inputs import (
     LAYOUTS,
-    ROUTINGS,
+    ROUTING_KINDS,
     Inputs,
     InputVariation,
+    choose_fill,
+    count_invalid_ids,
     fenced,
     fences_intact,
-    fill_of,
-    invalid_count,
     make_inputs,
 )
-from modular_kernel.testing.cases.lists import BASE, Case, axes, command
+from modular_kernel.testing.cases.lists import BASE, Case, command, list_axis_variants
+from modular_kernel.testing.cases.value_kinds import (
+    VALUES,
+    assign_token_groups,
+    find_unsupported_reason,
+)
 from modular_kernel.validate import check_input, check_routing, check_weights
 
 CPU = torch.device("cpu")
-VARIANTS = axes(BASE)
+VARIANTS = list_axis_variants(BASE)
 ACTIVATIONS = tuple(dict.fromkeys(problem.act for problem, _ in VARIANTS))
 MANY = replace(BASE, tokens=200, hidden=128, intermediate=256)
 
@@ -197,7 +201,7 @@ def test_skips_include_a_token_with_all_pairs_skipped() -> None:
     ids = ids_of("skips", replace(BASE, top_k=8))
     assert (ids == -1).all(1).nonzero().flatten().tolist() == [BASE.tokens // 2]
     assert bool((ids_of("skips") >= 0).all(1).any())
-    assert invalid_count(made(BASE, "skips").routing, BASE) == 0
+    assert count_invalid_ids(made(BASE, "skips").routing, BASE) == 0
 
 
 def test_all_skipped() -> None:
@@ -208,7 +212,7 @@ def test_invalid_ids_are_below_and_above_the_range_and_counted() -> None:
     ids = ids_of("out_of_range")
     low, high = int((ids < -1).sum()), int((ids >= BASE.experts).sum())
     assert min(low, high) > 0
-    assert invalid_count(made(BASE, "out_of_range").routing, BASE) == low + high
+    assert count_invalid_ids(made(BASE, "out_of_range").routing, BASE) == low + high
     assert int(ids.min()) == -(2**31)
     assert int(ids.max()) == 2**31 - 1
 
@@ -223,7 +227,7 @@ def test_skipped_pairs_have_router_weights_that_would_change_the_output(routing:
         assert bool(of_kind.any())
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", ROUTING_KINDS)
 @pytest.mark.parametrize("tokens", [0, 1, 2])
 def test_every_kind_of_routing_for_few_tokens(routing: str, tokens: int) -> None:
     assert made(BASE.with_tokens(tokens), routing).routing.topk_ids_TK.shape == (tokens, 2)
@@ -269,7 +273,7 @@ def test_reading_past_an_input_returns_guard_values() -> None:
             tensor = inputs.tensors()[name]
             past = tensor.storage_offset() + tensor.numel()
             found = float(tensor.as_strided((1,), (1,), past))
-            assert repr(found) == repr(fill_of(seed).real)
+            assert repr(found) == repr(choose_fill(seed).real)
             seen.add(repr(found))
     assert len(seen) == 3
 
@@ -319,7 +323,7 @@ def test_ids_beyond_int32_equal_valid_ids_in_their_low_bits() -> None:
     far = (ids < -(2**31)) | (ids >= 2**31)
     low = ids[far].to(torch.int32)
     assert bool(((low >= 0) & (low < MANY.experts)).any())
-    assert invalid_count(routing, MANY) == int(far.sum()) > 0
+    assert count_invalid_ids(routing, MANY) == int(far.sum()) > 0
     with pytest.raises(ConfigurationError, match="int64"):
         made(replace(MANY, ids_dtype=torch.int32), "beyond_int32")
 
@@ -332,14 +336,14 @@ def test_inputs_include_extreme_values(values: str, dtype: torch.dtype) -> None:
     if values == "ties":  # of activations that are quantized
         problem = replace(problem, quant="fp8_w8a8_channel")
     faintest = values == "faint" and dtype is torch.float16
-    assert (unsupported_reason(problem, values) is not None) is faintest
+    assert (find_unsupported_reason(problem, values) is not None) is faintest
     inputs = made(problem, "uniform", variation=InputVariation(values=values))
     if faintest:  # as the reason says
         assert not bool(inputs.x_TH.any())
         return
     recipe = reference.recipe(inputs.x_TH, inputs.weights, inputs.routing, problem)
     finite = recipe.isfinite().all(1)
-    groups = token_groups(values, problem.tokens)
+    groups = assign_token_groups(values, problem.tokens)
     assert bool(finite[groups == 0].all())
     assert (groups > 0).any() == (values in ("large", "nan_token", "inf_token"))
     if values == "large":

@@ -22,7 +22,7 @@ from modular_kernel.errors import (
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce
 from modular_kernel.testing import pairings
-from modular_kernel.testing.cases.inputs import Inputs, invalid_count, make_inputs
+from modular_kernel.testing.cases.inputs import Inputs, count_invalid_ids, make_inputs
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.workspace import BufferSpec, WorkspaceShapes
 from prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
@@ -158,7 +158,7 @@ def test_invalid_ids_add_up_over_calls_and_plans() -> None:
     kernel = composed(PAIRS[0])
     assert kernel.invalid_ids == 0
     inputs = inputs_for(BASE, routing="out_of_range")
-    count = invalid_count(inputs.routing, BASE)
+    count = count_invalid_ids(inputs.routing, BASE)
     assert count > 0
     call(kernel, inputs)
     assert kernel.invalid_ids == count
@@ -172,7 +172,7 @@ def test_invalid_ids_are_counted_once_in_chunks() -> None:
     problem = replace(BASE, chunk_tokens=4)
     kernel, inputs = composed(PAIRS[0], problem), inputs_for(problem, routing="out_of_range")
     call(kernel, inputs)
-    assert kernel.invalid_ids == invalid_count(inputs.routing, problem)
+    assert kernel.invalid_ids == count_invalid_ids(inputs.routing, problem)
 
 
 # Calls in flight

@@ -23,8 +23,8 @@ from modular_kernel.errors import IncompatibleError
 from modular_kernel.spec.problem import ActivationSpec, Machine, Parallel, Problem
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase
-from modular_kernel.testing.edges.edges import Edge, Edges, case_of, edges_of
-from modular_kernel.testing.edges.sites import sites_of_part, sites_of_rules
+from modular_kernel.testing.edges.edges import Edge, Edges, edges_of, make_case
+from modular_kernel.testing.edges.sites import find_part_sites, find_rule_sites
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import CHECKS, prove_ranks
 from modular_kernel.testing.verify.trial import Trial
@@ -118,11 +118,11 @@ def test_every_rule_has_its_edges() -> None:
     for found in walks():
         assert [said for edge in found.edges if (said := wrong(edge))] == []
         with_edge |= {edge.reason for edge in found.edges}
-    wanted = set(sites_of_rules())
+    wanted = set(find_rule_sites())
     for pf in catalog.names("prepare_finalize"):
-        wanted |= sites_of_part(catalog.prepare_finalize(pf))
+        wanted |= find_part_sites(catalog.prepare_finalize(pf))
     for experts in catalog.names("experts"):
-        wanted |= sites_of_part(catalog.experts(experts))
+        wanted |= find_part_sites(catalog.experts(experts))
     assert sorted(wanted - {reason.site for reason in with_edge}) == []
     assert {reason.rule for reason in with_edge} >= set(RULES)
 
@@ -142,14 +142,14 @@ def test_problems_that_pass_are_computed_correctly(pf: str, experts: str) -> Non
     assert len(cases) >= 2
     for case in cases:
         trial = Trial(case, machine)
-        comparison = trial.first.compare(trial.eager)
+        comparison = trial.first.compare(trial.eager_output)
         assert comparison.ok, f"{case}: {comparison}"
 
 
 def passing(found: Edges) -> list[Case]:
     """Return the cases of passing problems that this machine can run."""
     here = [edge for edge in found.edges if edge.passing.machine == this_machine()]
-    return list(dict.fromkeys(case for edge in here if (case := case_of(edge)) is not None))
+    return list(dict.fromkeys(case for edge in here if (case := make_case(edge)) is not None))
 
 
 @pytest.mark.skipif(not this_machine(device="cpu").interpreter, reason="interpreted ranks on a CPU")
@@ -256,4 +256,4 @@ def test_a_rule_of_a_third_party_gets_its_edges() -> None:
     found = edges_of(catalog.prepare_finalize(NO_EP), theirs, this_machine())
     (edge,) = (edge for edge in found.edges if edge.reason.rule == "Theirs.width")
     assert (edge.field, edge.values, wrong(edge)) == ("problem.intermediate", (5000, 5001), "")
-    assert edge.reason.site in sites_of_part(theirs)
+    assert edge.reason.site in find_part_sites(theirs)

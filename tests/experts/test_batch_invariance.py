@@ -31,10 +31,14 @@ from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.invariance import (
     batch_invariant,
     count_differing_rows,
-    doubling_calls,
-    rechunked_kernel,
+    make_rechunked_kernel,
+    split_doubling,
 )
-from modular_kernel.testing.verify.invariance_table import InvarianceRow, as_markdown, changed_rows
+from modular_kernel.testing.verify.invariance_table import (
+    InvarianceRow,
+    count_call_dependent_rows,
+    format_markdown,
+)
 from modular_kernel.testing.verify.over_ranks import prove_ranks
 from modular_kernel.testing.verify.trial import Trial
 
@@ -104,7 +108,7 @@ def test_tuning_is_refused(part: str) -> None:
 
 def test_calls_of_doubling_sizes_have_every_token_once() -> None:
     for tokens, most in ((0, 5), (1, 1), (34, 34), (3, 34)):
-        parts = doubling_calls(tokens, most)
+        parts = split_doubling(tokens, most)
         assert torch.cat(parts).tolist() == list(range(tokens))
         assert len(parts) == most.bit_length()
 
@@ -176,7 +180,7 @@ def test_split_calls_are_compared_with_whole_ones(pair: tuple[str, str], machine
     trial = Trial(Case(*pair, replace(LAYER, chunk_tokens=8)), machine)
     chunks = load_catalog().experts(pair[1]).requires.chunking
     if chunks and check(*pair, LAYER, machine).ok:
-        split = rechunked_kernel(trial)
+        split = make_rechunked_kernel(trial)
         assert split is not None
         assert split.problem.chunk_tokens is None
         assert prove(trial.case, machine).passed
@@ -239,16 +243,22 @@ def test_the_table_counts_rows_and_names_refusals(machine: Machine) -> None:
         pytest.skip(str(check(*PAIRS[0], LAYER, machine)))
     layer = replace(LAYER, tokens=8, dtype=torch.float32)
     rows = {
-        asked: changed_rows(Case(*PAIRS[0], replace(layer, batch_invariant=asked)), machine)
+        asked: count_call_dependent_rows(
+            Case(*PAIRS[0], replace(layer, batch_invariant=asked)), machine
+        )
         for asked in (False, True)
     }
     assert rows[True] == 0 < rows[False]
     found = [
-        InvarianceRow(*PAIRS[0], "float32", batch_invariant=False, rows=rows[False], tokens=8),
-        InvarianceRow(*PAIRS[0], "float32", batch_invariant=True, rows=0, tokens=8),
-        InvarianceRow(NO_EP, "TorchExperts", "float32", batch_invariant=True, rows=None, tokens=8),
+        InvarianceRow(
+            *PAIRS[0], "float32", batch_invariant=False, num_changed=rows[False], num_tokens=8
+        ),
+        InvarianceRow(*PAIRS[0], "float32", batch_invariant=True, num_changed=0, num_tokens=8),
+        InvarianceRow(
+            NO_EP, "TorchExperts", "float32", batch_invariant=True, num_changed=None, num_tokens=8
+        ),
     ]
-    assert as_markdown(found).splitlines() == [
+    assert format_markdown(found).splitlines() == [
         "| experts | `batch_invariant` | float32 |",
         "|---|---|---|",
         f"| `TritonExperts` | no | {rows[False]} of 8 |",

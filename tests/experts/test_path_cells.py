@@ -12,7 +12,7 @@ from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, cases_for
 from modular_kernel.testing.cases.path_coverage import (
     PathCell,
-    path_cases,
+    list_path_cases,
     predict_cells,
     reachable_cells,
 )
@@ -51,7 +51,7 @@ def test_a_report_states_the_entered_cells(quant: str, machine: Machine) -> None
 
 def test_a_part_with_one_path_has_no_cells(machine: Machine) -> None:
     assert reachable_cells("MoEPrepareAndFinalizeNoEP", "TorchExperts", machine) == {}
-    assert list(path_cases("TorchExperts")) == []
+    assert list(list_path_cases("TorchExperts")) == []
 
 
 def test_a_cell_that_no_case_enters_fails_the_full_list(machine: Machine) -> None:

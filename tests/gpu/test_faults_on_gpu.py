@@ -5,16 +5,16 @@ import torch
 
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.stress.fault_matrix import (
+    list_scenarios,
+    list_supported_parts,
     run_matrix,
     run_scenario,
-    scenarios,
-    supported_parts,
 )
 from modular_kernel.testing.stress.faults import DEADLINE_S, SLACK_S
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-PARTS = supported_parts(2, "nccl") if GPUS > 1 else ()
+PARTS = list_supported_parts(2, "nccl") if GPUS > 1 else ()
 LANES = 3  # each is mostly waiting; more would wait for each other, past deadlines of a second
 SECONDS = 120.0
 
@@ -22,7 +22,9 @@ SECONDS = 120.0
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("part", PARTS)
 def test_survivors_name_the_rank_at_fault_in_time(part: str) -> None:
-    results = run_matrix(scenarios(part, "nccl"), 2, "nccl", num_pools=LANES, start_limit_s=SECONDS)
+    results = run_matrix(
+        list_scenarios(part, "nccl"), 2, "nccl", num_pools=LANES, start_limit_s=SECONDS
+    )
     found = {str(result.scenario): result.findings() for result in results}
     assert {name: findings for name, findings in found.items() if findings} == {}
     assert len(found) >= 12
@@ -31,6 +33,6 @@ def test_survivors_name_the_rank_at_fault_in_time(part: str) -> None:
 def test_a_third_rank_names_it_too() -> None:
     if GPUS < 3:
         pytest.skip("needs three GPUs")
-    scenario = scenarios("TorchAll2AllPrepareAndFinalize", "nccl")[0]
+    scenario = list_scenarios("TorchAll2AllPrepareAndFinalize", "nccl")[0]
     with RankPool(3, "nccl", grace=DEADLINE_S + 2 * SLACK_S) as pool:
         assert run_scenario(scenario, pool).findings() == []

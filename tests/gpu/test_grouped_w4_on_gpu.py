@@ -41,7 +41,7 @@ OTHER_CASES = cases_on("grouped_w4", of_quantized_weights(OTHERS, ALL_CHANGES, C
 # bf16 scales, and float16 ones with a bias.
 INTEGERS = [case for case in OTHER_CASES if case.problem.scheme.weight == "uint4"]
 SHORT_SCALES = [
-    replace(case, variation=replace(case.variation, own_scales=True), problem=problem)
+    replace(case, variation=replace(case.variation, has_short_scales=True), problem=problem)
     for case in INTEGERS[::3]
     for problem in (case.problem, replace(case.problem, top_k=3, bias=True))
 ]

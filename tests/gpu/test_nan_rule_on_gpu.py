@@ -13,7 +13,7 @@ from experts.triton.configs.select import choose_config, current_lookup, overrid
 from experts.triton.contiguous import supported_paths
 from experts.triton.paths import BY_NAME
 from modular_kernel.spec.problem import ActivationSpec, Machine, Problem
-from modular_kernel.testing.cases.nan import nan_arguments
+from modular_kernel.testing.cases.nan import list_nan_arguments
 
 TRITON = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "BatchedTritonExperts")
@@ -55,7 +55,7 @@ def test_paths(quant: str, machine: Machine, capsys: pytest.CaptureFixture[str])
     with capsys.disabled():
         sys.stdout.write(f"\n{quant}, by {', '.join(sorted(took))}: {counts}")
     assert took == set(supported_paths(problem))
-    assert counts.calls == len(took) * len(nan_arguments(problem))
+    assert counts.calls == len(took) * len(list_nan_arguments(problem))
     assert counts.wrong == []
 
 

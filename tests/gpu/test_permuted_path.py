@@ -14,8 +14,8 @@ from experts.triton.configs.select import current_lookup, override_config
 from experts.triton.grouped_tma import grouped_tma_config
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases.lists import BASE, axes
-from modular_kernel.testing.cases.quantized import quantized_variants
+from modular_kernel.testing.cases.lists import BASE, list_axis_variants
+from modular_kernel.testing.cases.quantized import list_quantized_variants
 
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=144, intermediate=208)
 # 150 rows an expert and more: whole tiles, and last ones of more and of less than 64 rows.
@@ -26,7 +26,7 @@ def variants() -> list[tuple[Problem, str]]:
     """Every axis in bf16; each quantized case of the harness. Not every axis times every scheme:
     a rounding step of few values is too large for the harness's bounds, whoever computes."""
     blocks = replace(LARGE, intermediate=448)
-    found = [*axes(SMALL), *axes(LARGE), *quantized_variants(BASE)]
+    found = [*list_axis_variants(SMALL), *list_axis_variants(LARGE), *list_quantized_variants(BASE)]
     for routing in ("uniform", "zipf", "skips", "out_of_range", "empty_experts"):
         found += [
             (replace(blocks, quant="fp8_w8a8_block"), routing),

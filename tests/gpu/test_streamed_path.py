@@ -17,8 +17,8 @@ from experts.triton.gemv_tma import gemv_tma_config
 from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases.lists import BASE, axes
-from modular_kernel.testing.cases.quantized import quantized_variants
+from modular_kernel.testing.cases.lists import BASE, list_axis_variants
+from modular_kernel.testing.cases.quantized import list_quantized_variants
 
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=144, intermediate=224)
 # Vectors of more than a piece, places that do not divide the depth, tiles that do not divide rows.
@@ -29,9 +29,9 @@ ROUTINGS = ("uniform", "zipf", "skips", "out_of_range", "empty_experts")
 
 def variants() -> list[tuple[Problem, str]]:
     """Every axis and each quantized case of the harness, and few tokens of many experts."""
-    found = [*quantized_variants(BASE)]
+    found = [*list_quantized_variants(BASE)]
     for quant in QUANTS:
-        found += [(replace(p, quant=quant), routing) for p, routing in axes(LARGE)]
+        found += [(replace(p, quant=quant), routing) for p, routing in list_axis_variants(LARGE)]
         for base in (SMALL, LARGE):
             for tokens in (1, 2, 8):
                 few = replace(

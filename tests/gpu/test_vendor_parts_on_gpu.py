@@ -15,7 +15,7 @@ from modular_kernel.quant.row_order import up_rows_first
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.inputs import make_inputs
-from modular_kernel.testing.cases.row_order import in_row_order
+from modular_kernel.testing.cases.row_order import apply_part_row_order
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def available(name: str) -> None:
 def test_proven(name: str, quant: str, change: dict[str, Any], routing: str) -> None:
     """Numbers, plans, graphs: all checks of the harness."""
     available(name)
-    problem = in_row_order(replace(BASE, quant=quant, **change), name)
+    problem = apply_part_row_order(replace(BASE, quant=quant, **change), name)
     verdict = check(PARTS[name][0], name, problem)
     if not verdict.ok:
         pytest.skip(str(verdict))

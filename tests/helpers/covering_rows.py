@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modular_kernel.errors import ModularKernelError
-from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
+from modular_kernel.testing.cases.covering import Axis, CoveringArray, Row, Space, covering_array
 
 Values = Mapping[str, Any]  # {axis: value}
 Condition = Callable[[Values], bool]
@@ -37,7 +37,7 @@ class Refusal:
 class CoveringRows:
     """The rows of `draw`. refused: rows with the rule that applies to them."""
 
-    array: Array
+    array: CoveringArray
     accepted: tuple[dict[str, Any], ...]
     refused: tuple[tuple[Refusal, dict[str, Any]], ...]
     refusals: tuple[Refusal, ...]
@@ -46,7 +46,7 @@ class CoveringRows:
         """Return the pairs of values that no row has, and the rules that apply to no row."""
         describe = self.array.space.describe
         applied = {refusal.name for refusal, _ in self.refused}
-        missing = [f"{describe(a)}, {describe(b)}" for a, b in self.array.missing()]
+        missing = [f"{describe(a)}, {describe(b)}" for a, b in self.array.missing_pairs()]
         return missing + [rule.name for rule in self.refusals if rule.name not in applied]
 
     def impossible(self) -> dict[tuple[str, str], str]:
@@ -68,7 +68,7 @@ def draw(
     that it depends on must set `varies_cost`.
     """
 
-    def rejections_of(row: Row) -> Sequence[str]:
+    def list_rejections(row: Row) -> Sequence[str]:
         values = _values_of(axes, row)
         applying = [f"refused: {rule.name}" for rule in refusals if rule.applies(values)]
         return [*absent(values), *applying]
@@ -76,7 +76,7 @@ def draw(
     def cost_of(row: Sequence[int]) -> float:
         return cost(_values_of(axes, row))
 
-    space = Space(tuple(axes), rejections_of, lambda _row: True, cost_of)
+    space = Space(tuple(axes), list_rejections, lambda _row: True, cost_of)
     array = covering_array(space)
     accepted = tuple(_values_of(axes, row) for row in array.rows)
     candidates = list(_neighbors(axes, accepted, absent)) if refusals else []

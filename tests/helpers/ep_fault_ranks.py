@@ -7,7 +7,7 @@ from typing import Any
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 from module_ranks import module_ranks
 
-from modular_kernel.testing.stress.faults import DEADLINE_S, SLACK_S, VICTIM, RankReport
+from modular_kernel.testing.stress.faults import DEADLINE_S, FAULTY_RANK, SLACK_S, RankReport
 
 WORLD = 3
 LONG_S = 10.0  # a deadline that no rank reaches, because it is notified of the fault before
@@ -34,7 +34,7 @@ def three_ranks() -> Any:
 
 def assert_survivor(report: RankReport, phases: set[str]) -> None:
     assert report.error == "CommunicationError", report
-    assert report.peers == (VICTIM,), report.message
+    assert report.peers == (FAULTY_RANK,), report.message
     assert report.phase in phases, report.message
     assert report.seconds <= DEADLINE_S + SLACK_S, report
     last = json.loads(report.last_record)

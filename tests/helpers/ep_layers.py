@@ -9,7 +9,7 @@ from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import Inputs, invalid_count, make_inputs
+from modular_kernel.testing.cases.inputs import Inputs, count_invalid_ids, make_inputs
 from modular_kernel.testing.verify.compare import Comparison, compare
 
 REPLICATED = "ReplicatedEPPrepareAndFinalize"
@@ -96,7 +96,7 @@ class Layer:
         return compare(out, exact, recipe_output, self.global_problem)
 
     def invalid(self, rank: int) -> int:
-        return invalid_count(self.inputs_of(rank).routing, self.global_problem)
+        return count_invalid_ids(self.inputs_of(rank).routing, self.global_problem)
 
 
 def weights_of(weights: ExpertWeights, slots: tuple[int, ...], experts: int) -> ExpertWeights:

@@ -16,9 +16,9 @@ from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.cases.inputs import InputVariation
-from modular_kernel.testing.cases.nan import nan_arguments
+from modular_kernel.testing.cases.nan import list_nan_arguments
 from modular_kernel.testing.cases.quantized import SCHEMES
-from modular_kernel.testing.cases.row_order import in_row_order
+from modular_kernel.testing.cases.row_order import apply_part_row_order
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import call
 from modular_kernel.validate import ADAPTER_TENSORS
@@ -70,7 +70,7 @@ def supported_problems(
     """Return the problems of a scheme that a pair supports, with biases if possible."""
     supported = []
     for base in problems_of_size(size):
-        problem = in_row_order(replace(base, quant=quant), pair[1])
+        problem = apply_part_row_order(replace(base, quant=quant), pair[1])
         for variant in (replace(problem, bias=True), problem):
             if check(*pair, variant, machine).ok:
                 supported.append(variant)
@@ -88,7 +88,7 @@ def check_calls(
     counts.schemes.add(problem.quant)
     clamps_nan = problem.act.kind in kernel.experts.requires.nan_clamping_activations
     # Problems with adapters only test the adapters, since other problems test the other arguments.
-    names = nan_arguments(problem) if problem.adapters is None else ADAPTER_TENSORS
+    names = list_nan_arguments(problem) if problem.adapters is None else ADAPTER_TENSORS
     for name in names:
         if clamps_nan and name not in ("x", "topk_weights"):
             continue

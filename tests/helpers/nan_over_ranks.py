@@ -15,7 +15,7 @@ from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.cases.inputs import InputVariation
-from modular_kernel.testing.cases.nan import nan_arguments
+from modular_kernel.testing.cases.nan import list_nan_arguments
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
@@ -50,7 +50,7 @@ def cases(exchange: str, quant: str) -> Iterator[tuple[Problem, tuple[str, ...]]
     problem = Problem(
         max(tokens), 64, 64, 16, 2, torch.bfloat16, quant=quant, bias=True, parallel=parallel
     )
-    yield problem, nan_arguments(problem)
+    yield problem, list_nan_arguments(problem)
     if quant.partition(":")[0] in _ADAPTED:
         yield replace(problem, bias=False, lora="adapters=3,rank=16"), ADAPTER_TENSORS
     on_input = replace(problem, top_k=1, apply_router_weight_on_input=True, bias=False)

@@ -35,7 +35,7 @@ NAMED = (
             ids_dtype=torch.int64, combine=Combine.TOPK_WEIGHTED,
             lora="adapters=8,rank=33,outer=shared",
         ),
-        "uniform", 2, InputVariation(values="large", own_scales=True), interleaved_calls=True,
+        "uniform", 2, InputVariation(values="large", has_short_scales=True), interleaved_calls=True,
     ),
 )  # fmt: skip
 

@@ -27,7 +27,7 @@ from modular_kernel.runner import (
 from modular_kernel.spec.problem import ActivationFormat, Combine, Reduce
 from modular_kernel.testing import Case
 from modular_kernel.testing.random_inputs import random_inputs
-from modular_kernel.testing.verify.checks import staged_reference
+from modular_kernel.testing.verify.checks import check_staged_reference
 from modular_kernel.testing.verify.one_process import prove
 from modular_kernel.testing.verify.trial import Trial
 
@@ -140,15 +140,16 @@ def test_the_harness_compares_a_fused_part_with_its_staged_part(dtype: torch.dty
     right, wrong, silent = (
         make_fused_experts("F", name, "x") for name in ("right", "scaled", "uncounted")
     )
-    assert list(staged_reference(trial_of(staged, dtype=dtype))) == []  # it has none
-    assert list(staged_reference(trial_of(right, dtype=dtype))) == []
+    assert list(check_staged_reference(trial_of(staged, dtype=dtype))) == []  # it has none
+    assert list(check_staged_reference(trial_of(right, dtype=dtype))) == []
     assert [
-        "relative difference" in found for found in staged_reference(trial_of(wrong, dtype=dtype))
+        "relative difference" in found
+        for found in check_staged_reference(trial_of(wrong, dtype=dtype))
     ] == [True]
     trial = Trial(
         Case(NO_EP, silent, replace(PROBLEM, dtype=dtype), "out_of_range"), this_machine()
     )  # type: ignore[arg-type]
-    assert ["counted 0 invalid ids" in found for found in staged_reference(trial)] == [True]
+    assert ["counted 0 invalid ids" in found for found in check_staged_reference(trial)] == [True]
 
 
 class Fused(TritonExperts):
@@ -183,4 +184,7 @@ def test_our_staged_part_equals_the_fused_one(change: dict[str, Any]) -> None:
     """Every check of the harness on the staged part, with the fused one in comparison."""
     problem = replace(PROBLEM, **change)
     assert prove(Case(NO_EP, StagedTritonExperts, problem, "skips")).failures == ()  # type: ignore[arg-type]
-    assert list(staged_reference(Trial(Case(NO_EP, Fused, problem, "skips"), this_machine()))) == []  # type: ignore[arg-type]
+    assert (
+        list(check_staged_reference(Trial(Case(NO_EP, Fused, problem, "skips"), this_machine())))
+        == []
+    )  # type: ignore[arg-type]

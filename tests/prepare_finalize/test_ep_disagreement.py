@@ -14,7 +14,7 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import CommunicationError
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.testing.stress.faults import DEADLINE_S, VICTIM, RankReport, report_of_calls
+from modular_kernel.testing.stress.faults import DEADLINE_S, FAULTY_RANK, RankReport, run_calls
 from prepare_finalize import TorchGroup
 
 pool = three_ranks()
@@ -27,7 +27,7 @@ class OtherExperts(TorchExperts):
 def disagree(rank: int, world: int, group: object, fault: Fault) -> RankReport:
     """One rank calls another layer; then all call the same one, with the same manager."""
     layer = fault.layer
-    options = dict(fault.other) if rank == VICTIM else {}
+    options = dict(fault.other) if rank == FAULTY_RANK else {}
     experts = options.pop("experts_part", "TorchExperts")
     part = options.pop("part", fault.part)
     tokens_W = options.pop("tokens_W", layer.tokens_W)
@@ -36,7 +36,7 @@ def disagree(rank: int, world: int, group: object, fault: Fault) -> RankReport:
     dist.barrier(group)  # what a busy machine delays is not to be blamed on a rank
     manager = TorchGroup(group, deadline_s=LONG_S)
     kernel = make_kernel(part, experts, mine.problem(rank), group=manager)
-    report = report_of_calls(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
+    report = run_calls(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
     given = layer.inputs_of(rank)
     kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
     again = kernel(given.x_TH, given.weights, given.routing)
@@ -70,19 +70,19 @@ def test_ranks_that_call_different_layers(
         assert report.phase == "counts"
         assert report.seconds < AT_ONCE_S
         assert told in report.message
-        assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
+        assert report.peers == ((0, 2) if rank == FAULTY_RANK else (FAULTY_RANK,))
         assert report.usable_again
 
 
 def have_adapters_on_one_rank(rank: int, world: int, group: object, part: str) -> RankReport:
     """Only the victim's rows have adapter slots, so they are larger."""
     problem = Layer(part, (4,) * world).problem(rank)
-    if rank == VICTIM:
+    if rank == FAULTY_RANK:
         problem = replace(problem, lora="adapters=2,rank=8")
     given = make_inputs(problem, "uniform", torch.device("cpu"))
     manager = TorchGroup(group, deadline_s=LONG_S)
     kernel = make_kernel(part, "TorchExperts", problem, group=manager)
-    return report_of_calls(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
+    return run_calls(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
@@ -103,12 +103,12 @@ def test_replicated_ranks_must_have_equal_numbers_of_tokens(pool: RankPool) -> N
 def test_calls_in_flight_when_one_fails(pool: RankPool) -> None:
     """A second call in flight with a failed manager raises at once, and names the same rank."""
     reports = pool.run(second_of_two, Fault(ALL2ALL), timeout=30)
-    assert reports[VICTIM] is None
+    assert reports[FAULTY_RANK] is None
     for rank in (0, 2):
         first, second = reports[rank]
         assert_survivor(first, {"combine"})
         assert second.error == "CommunicationError"
-        assert second.peers == (VICTIM,)
+        assert second.peers == (FAULTY_RANK,)
         assert second.seconds < DEADLINE_S
 
 
@@ -120,9 +120,9 @@ def second_of_two(
     manager = TorchGroup(group, deadline_s=DEADLINE_S)
     kernel = make_kernel(fault.part, "TorchExperts", fault.layer.problem(rank), group=manager)
     pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
-    if rank == VICTIM:
+    if rank == FAULTY_RANK:
         return None  # and finishes neither
-    first, second = (report_of_calls(each.finish, manager) for each in pending)
+    first, second = (run_calls(each.finish, manager) for each in pending)
     return first, second
 
 
@@ -131,7 +131,7 @@ def test_ranks_that_finish_in_different_orders_raise_in_the_next_call(pool: Rank
     for rank, report in enumerate(reports):
         assert report.error == "CommunicationError", report
         assert "a different order of earlier exchanges" in report.message
-        assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
+        assert report.peers == ((0, 2) if rank == FAULTY_RANK else (FAULTY_RANK,))
 
 
 def another_order(rank: int, world: int, group: object, fault: Fault) -> RankReport:
@@ -141,10 +141,10 @@ def another_order(rank: int, world: int, group: object, fault: Fault) -> RankRep
     manager = TorchGroup(group, deadline_s=DEADLINE_S)
     kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
     pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
-    for each in reversed(pending) if rank == VICTIM else pending:
+    for each in reversed(pending) if rank == FAULTY_RANK else pending:
         each.finish()
     call = lambda: kernel(given.x_TH, given.weights, given.routing)  # noqa: E731
-    return report_of_calls(call, manager)
+    return run_calls(call, manager)
 
 
 def test_a_concurrent_call_of_a_failing_manager_raises(pool: RankPool) -> None:

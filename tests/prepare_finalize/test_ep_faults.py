@@ -7,7 +7,7 @@ from ep_layers import ALL2ALL, GATHERED, REPLICATED
 from modular_kernel.errors import CapacityError
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.stress.fault_matrix import run_scenario
-from modular_kernel.testing.stress.faults import VICTIM, Scenario
+from modular_kernel.testing.stress.faults import FAULTY_RANK, Scenario
 
 pool = three_ranks()
 POINTS = {  # where the victim goes away -> in which exchange the others find out, here
@@ -36,19 +36,19 @@ def test_a_rank_that_exits(pool: RankPool, part: str, kind: str, point: str) -> 
     for rank in (0, 2):
         assert_survivor(result.reports[rank], POINTS[point])
     if kind == "killed":
-        assert set(result.lost) == {VICTIM}
+        assert set(result.lost) == {FAULTY_RANK}
     else:
         # It finds that the others have given it up, or the one that did so first.
-        assert result.reports[VICTIM].error == "CommunicationError"
-        assert result.reports[VICTIM].peers in ((0, 2), (0,), (2,))
+        assert result.reports[FAULTY_RANK].error == "CommunicationError"
+        assert result.reports[FAULTY_RANK].peers in ((0, 2), (0,), (2,))
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
 def test_an_exception_inside_the_experts_of_one_rank(pool: RankPool, part: str) -> None:
     result = run_scenario(Scenario(part, "raises", deadline_s=LONG_S), pool)
     assert result.findings() == []
-    assert result.reports[VICTIM].error == "RuntimeError"
-    assert result.reports[VICTIM].message == "these experts are broken"
+    assert result.reports[FAULTY_RANK].error == "RuntimeError"
+    assert result.reports[FAULTY_RANK].message == "these experts are broken"
     for rank in (0, 2):
         assert_survivor(result.reports[rank], {"combine"})
         assert "broke off its call: RuntimeError" in result.reports[rank].message
@@ -59,12 +59,12 @@ def test_an_exception_inside_the_experts_of_one_rank(pool: RankPool, part: str) 
 def test_too_many_tokens_on_one_rank(pool: RankPool, part: str) -> None:
     result = run_scenario(Scenario(part, "overflow", deadline_s=LONG_S), pool)
     assert result.findings() == []
-    assert result.reports[VICTIM].error == CapacityError.__name__
-    assert result.reports[VICTIM].seconds < AT_ONCE_S
+    assert result.reports[FAULTY_RANK].error == CapacityError.__name__
+    assert result.reports[FAULTY_RANK].seconds < AT_ONCE_S
     for rank in (0, 2):
         report = result.reports[rank]
         assert (report.error, report.phase) == ("CommunicationError", "counts"), report
-        assert report.peers == (VICTIM,)
+        assert report.peers == (FAULTY_RANK,)
         assert "rank 1 refused its call 2 of layer 1 with CapacityError" in report.message
         assert report.seconds < AT_ONCE_S
 

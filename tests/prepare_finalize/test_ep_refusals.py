@@ -11,7 +11,7 @@ from module_ranks import module_ranks
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.testing.stress.faults import VICTIM, RankReport, report_of_calls
+from modular_kernel.testing.stress.faults import FAULTY_RANK, RankReport, run_calls
 from prepare_finalize import TorchGroup
 
 LONG_S = 10.0  # a deadline that no rank waits for which is told
@@ -32,10 +32,10 @@ def test_a_rank_that_refuses_its_input_and_then_calls_again(
     for rank, report in enumerate(reports):
         assert report.usable_again
         assert report.seconds < AT_ONCE_S
-        if rank == VICTIM:
+        if rank == FAULTY_RANK:
             assert report.error == "DtypeError", report
         else:
-            assert (report.error, report.peers) == ("CommunicationError", (VICTIM,)), report
+            assert (report.error, report.peers) == ("CommunicationError", (FAULTY_RANK,)), report
             told = "call 2 of layer 1: got rank 1 refused its call 2 of layer 1 with DtypeError"
             assert told in report.message
 
@@ -47,8 +47,8 @@ def refuse_one(rank: int, world: int, group: object, layer: Layer, by: str) -> R
     call = kernel.plan() if by == "plan" else kernel
     good = call(given.x_TH, given.weights, given.routing).clone()
     dist.barrier(group)
-    x_TH = given.x_TH.double() if rank == VICTIM else given.x_TH
-    report = report_of_calls(lambda: call(x_TH, given.weights, given.routing), manager)
+    x_TH = given.x_TH.double() if rank == FAULTY_RANK else given.x_TH
+    report = run_calls(lambda: call(x_TH, given.weights, given.routing), manager)
     again = call(given.x_TH, given.weights, given.routing)
     return replace(report, usable_again=torch.allclose(again, good))
 
@@ -60,7 +60,7 @@ def test_layers_of_one_manager_called_in_different_orders(pool: RankPool, part: 
     for rank, report in enumerate(reports):
         assert (report.error, report.phase) == ("CommunicationError", "counts"), report
         assert "layer 1, 2, 1 by rank" in report.message
-        assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
+        assert report.peers == ((0, 2) if rank == FAULTY_RANK else (FAULTY_RANK,))
         assert report.seconds < AT_ONCE_S
         assert report.usable_again
 
@@ -72,7 +72,7 @@ def swap_layers(rank: int, world: int, group: object, layer: Layer) -> RankRepor
         make_kernel(layer.part, "TorchExperts", problem, group=manager) for _ in range(2)
     )
     dist.barrier(group)
-    mine = second if rank == VICTIM else first
-    report = report_of_calls(lambda: mine(given.x_TH, given.weights, given.routing), manager)
+    mine = second if rank == FAULTY_RANK else first
+    report = run_calls(lambda: mine(given.x_TH, given.weights, given.routing), manager)
     outputs = [each(given.x_TH, given.weights, given.routing) for each in (first, second)]
     return replace(report, usable_again=torch.allclose(*outputs))

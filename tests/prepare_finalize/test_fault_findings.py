@@ -12,33 +12,33 @@ from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.stress.fault_matrix import (
     FaultResult,
-    as_json,
-    markdown,
+    format_markdown,
+    format_summary,
+    list_scenarios,
+    list_supported_parts,
     run_matrix,
-    scenarios,
-    summary,
-    supported_parts,
+    to_json,
 )
-from modular_kernel.testing.stress.faults import VICTIM, RankReport, Scenario, report_two_calls
+from modular_kernel.testing.stress.faults import FAULTY_RANK, RankReport, Scenario, run_two_calls
 from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, culprits
 
 
 def test_the_matrix_runs_in_parallel_and_reports_findings() -> None:
     other = (("hidden", 64),)
     wanted = [Scenario(ALL2ALL, "killed", "before combine"), Scenario(ALL2ALL, "overflow"),
-              Scenario(ALL2ALL, "disagrees", other=other)]  # fmt: skip
+              Scenario(ALL2ALL, "disagrees", faulty_changes=other)]  # fmt: skip
     results = run_matrix(wanted, 2, "gloo", num_pools=2)
     assert [result.findings() for result in results] == [[], [], []]
-    lines = markdown(results).splitlines()
+    lines = format_markdown(results).splitlines()
     assert len(lines) == 2 + len(wanted)
     assert lines[-1].startswith("| TorchAll2All | another hidden | 0.")
-    assert summary(results).startswith("3 scenarios, 0 with findings")
-    assert json.loads(json.dumps(as_json(results)))[2]["scenario"] == "another hidden"
+    assert format_summary(results).startswith("3 scenarios, 0 with findings")
+    assert json.loads(json.dumps(to_json(results)))[2]["scenario"] == "another hidden"
 
 
 def test_every_part_over_gloo_has_its_scenarios() -> None:
-    assert set(supported_parts(2, "gloo")) >= {REPLICATED, GATHERED, ALL2ALL}
-    wanted = scenarios(ALL2ALL, "gloo")
+    assert set(list_supported_parts(2, "gloo")) >= {REPLICATED, GATHERED, ALL2ALL}
+    wanted = list_scenarios(ALL2ALL, "gloo")
     assert len(set(map(str, wanted))) == len(wanted) >= 12
 
 
@@ -54,18 +54,20 @@ def test_a_wrong_output_is_an_error() -> None:
     kernel = make_kernel(*pair, layer.problem(0), machine=cpu)
     given = layer.inputs_of(0)
     good = kernel(given.x_TH, given.weights, given.routing)
-    right = report_two_calls(kernel, given, good)
+    right = run_two_calls(kernel, given, good)
     assert (right.error, right.num_completed) == ("", 2)
-    wrong = report_two_calls(kernel, given, good + 1)
+    wrong = run_two_calls(kernel, given, good + 1)
     assert (wrong.error, wrong.message) == ("AssertionError", "a call returned a wrong result")
-    assert report_two_calls(kernel, given, None).error == "AssertionError"
+    assert run_two_calls(kernel, given, None).error == "AssertionError"
 
 
 def test_findings_for_a_part_that_handles_a_fault_wrongly() -> None:
     """Each possible failure is found, one at a time."""
     killed = Scenario(ALL2ALL, "killed", "in dispatch")
-    good = RankReport("CommunicationError", "m", 2.0, 1, "dispatch", (VICTIM,), usable_again=True)
-    dead = {VICTIM: "died: killed by signal SIGKILL"}
+    good = RankReport(
+        "CommunicationError", "m", 2.0, 1, "dispatch", (FAULTY_RANK,), usable_again=True
+    )
+    dead = {FAULTY_RANK: "died: killed by signal SIGKILL"}
 
     def findings(scenario: Scenario, lost: dict[int, str], *reports: RankReport) -> list[str]:
         ranks = [rank for rank in range(3) if rank not in lost]
@@ -79,15 +81,15 @@ def test_findings_for_a_part_that_handles_a_fault_wrongly() -> None:
     bad = {
         "rank 2: raised no error": replace(good, error=""),
         "rank 2: raised AssertionError": replace(good, error="AssertionError"),
-        "rank 2: names (0,)": replace(good, peers=(0,)),
-        "rank 2: in counts": replace(good, phase="counts"),
+        "rank 2: the error names the peers (0,)": replace(good, peers=(0,)),
+        "rank 2: the error is in phase 'counts'": replace(good, phase="counts"),
         "rank 2: took 3.1 s": replace(good, seconds=3.1),
     }
     for text, report in bad.items():
         (found,) = findings(killed, dead, good, report)
         assert found.startswith(text)
     (found,) = findings(late, {}, good, replace(good, error=""), good)
-    assert found == "rank 1: raised no error"
+    assert found == "rank 1: raised no error, although it caused the fault"
     (found,) = findings(late, {}, good, good, replace(good, usable_again=False))
     assert "is not usable afterwards" in found
     (found,) = findings(killed, {**dead, 2: "did not answer"}, good)

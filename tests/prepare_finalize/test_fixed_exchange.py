@@ -16,7 +16,7 @@ from modular_kernel.errors import CommunicationError, ModularKernelError
 from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.testing.stress.fault_matrix import run_scenario, scenarios
+from modular_kernel.testing.stress.fault_matrix import list_scenarios, run_scenario
 from modular_kernel.testing.stress.faults import Scenario
 from prepare_finalize import TorchGroup
 from prepare_finalize.common import agreement, device_agreement, torch_group
@@ -373,7 +373,7 @@ def test_rows_fill_the_capacity(pool: RankPool, part: str) -> None:
 SCENARIOS = [
     scenario
     for part in ALL_PARTS
-    for scenario in scenarios(part, "gloo", checked=False)
+    for scenario in list_scenarios(part, "gloo", checked=False)
     # Every point for one part; for the others, one point of each kind.
     if part == ALL2ALL or scenario.point in ("", "in dispatch")
 ]

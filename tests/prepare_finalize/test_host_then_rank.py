@@ -66,7 +66,7 @@ def crossings(
         return kernel
 
     trial = RankTrial(case, rank, CPU, build)
-    problems = trial.first.compare(trial.eager).problems
+    problems = trial.first.compare(trial.eager_output).problems
     homes = {e: {r for r, _ in found} for e, found in enumerate(case.problem.placement.locations)}
     per_host = ids.count("a")
     wanted = 0
@@ -104,7 +104,7 @@ def in_chunks(rank: int, world: int, group: object, ids: str, most: int) -> torc
     part: Any = trial.kernel.prepare_finalize
     assert part._geometry.chunks == most
     module.HostThenRankPrepareAndFinalize.max_chunks = 4
-    return trial.eager
+    return trial.eager_output
 
 
 def test_chunks_change_no_bit(four: RankPool) -> None:
@@ -165,7 +165,7 @@ def stays_away(rank: int, world: int, group: object, phase: str) -> tuple[str, f
         setattr(part, name, late)
     started = time.monotonic()
     try:
-        assert trial.eager is not None
+        assert trial.eager_output is not None
     except CommunicationError as error:
         return f"{error.peers} {error.phase} {error}", time.monotonic() - started
     return "whole", 0.0
@@ -201,7 +201,7 @@ def breaks(rank: int, world: int, group: object) -> tuple[str, float]:
 
     trial, started = RankTrial(case, rank, CPU, build), time.monotonic()
     try:
-        assert trial.eager is not None
+        assert trial.eager_output is not None
     except (ModularKernelError, RuntimeError) as error:
         return str(error), time.monotonic() - started
     return "whole", 0.0

@@ -20,9 +20,14 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops.quantize import quantize_values
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
-from modular_kernel.testing.cases.handpicked import handpicked_cases
+from modular_kernel.testing.cases.handpicked import list_handpicked_cases
 from modular_kernel.testing.cases.inputs import InputVariation, make_inputs
-from modular_kernel.testing.cases.nan import nan_arguments, nan_groups, nan_problems, split_names
+from modular_kernel.testing.cases.nan import (
+    group_nan_arguments,
+    list_nan_arguments,
+    list_nan_problems,
+    split_names,
+)
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
 CPU = torch.device("cpu")
@@ -72,25 +77,25 @@ def test_the_gemv_path_adds_nothing_for_skipped_pairs(quant: str) -> None:
     config = BY_NAME["gemv"].default_config(problem, problem.tokens, current_lookup().device)
     with override_config(config):
         check_calls(pair, problem, machine, counts)
-    assert counts.calls == len(nan_arguments(problem))
+    assert counts.calls == len(list_nan_arguments(problem))
     assert counts.wrong == []
 
 
 def test_every_scheme_has_cases_for_each_of_its_arguments() -> None:
     """With many tokens; cases of few tokens have the arguments that affect only their own rows."""
     seen: dict[str, set[str]] = {}
-    for problem, nan in nan_problems():
-        assert set(split_names(nan)) <= set(nan_arguments(problem))
+    for problem, nan in list_nan_problems():
+        assert set(split_names(nan)) <= set(list_nan_arguments(problem))
         if problem.tokens > 2:
             seen.setdefault(problem.quant, set()).update(split_names(nan))
     assert set(seen) == set(SCHEME_NAMES)
     for quant, names in seen.items():
-        assert set(nan_arguments(replace(PROBLEM, quant=quant, bias=True))) <= names, quant
+        assert set(list_nan_arguments(replace(PROBLEM, quant=quant, bias=True))) <= names, quant
 
 
 @pytest.mark.parametrize("pair", INTERPRETED_PAIRS, ids=" x ".join)
 def test_lists_have_nan_cases_of_each_scheme_that_a_part_takes(pair: tuple[str, str]) -> None:
-    cases = [case for case in handpicked_cases(*pair, INTERPRETING) if case.variation.nan]
+    cases = [case for case in list_handpicked_cases(*pair, INTERPRETING) if case.variation.nan]
     supported_problems = {
         q for q in SCHEME_NAMES if check(*pair, replace(cases[0].problem, quant=q), INTERPRETING).ok
     }
@@ -108,15 +113,19 @@ def test_skipped_pairs_and_tokens_have_nan() -> None:
 
 def test_integer_arguments_have_no_nan_cases() -> None:
     problem = replace(PROBLEM, quant="int8_w8a8_channel")
-    assert "w1" not in nan_arguments(problem)
+    assert "w1" not in list_nan_arguments(problem)
     with pytest.raises(ConfigurationError, match="w1"):
         make_inputs(problem, "uniform", CPU, variation=InputVariation(nan="w1"))
 
 
 def test_one_scale_for_all_tokens_has_separate_calls() -> None:
-    static = nan_groups(replace(PROBLEM, quant="fp8_w8a8_tensor:static=true"))
+    static = group_nan_arguments(replace(PROBLEM, quant="fp8_w8a8_tensor:static=true"))
     assert static[1:] == ("a1_scale", "a2_scale")
-    assert nan_groups(replace(PROBLEM, quant="fp8_w8a8_tensor"))[1:] == ("x", "w1", "w1_scale")
+    assert group_nan_arguments(replace(PROBLEM, quant="fp8_w8a8_tensor"))[1:] == (
+        "x",
+        "w1",
+        "w1_scale",
+    )
 
 
 def test_lost_and_spreading_nan_are_detected() -> None:
@@ -142,7 +151,7 @@ def test_computed_scale_of_nan_is_nan(scheme: str) -> None:
     assert rows == ([True] if len(scale) == 1 else [False, True, False])
 
 
-# Parts over libraries that take no bias or need wider layers than those of `nan_problems`.
+# Parts over libraries that take no bias or need wider layers than those of `list_nan_problems`.
 # Remove a scheme from here, and from docs/numerics.md, when its cases exist.
 SCHEMES_WITHOUT_NAN_CASES = {
     "BatchedCutlassExpertsFP4": {"nvfp4_w4a4"},
@@ -188,6 +197,6 @@ def schemes_without_nan_cases(experts: str, machine: Machine) -> set[str]:
                 machine,
             ).ok
         }
-        cases = handpicked_cases(prepare, experts, machine) if taken else ()
+        cases = list_handpicked_cases(prepare, experts, machine) if taken else ()
         missing |= taken - {case.problem.quant for case in cases if case.variation.nan}
     return missing

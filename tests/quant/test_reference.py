@@ -13,7 +13,7 @@ from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
-from modular_kernel.testing.cases.lists import BASE, axes
+from modular_kernel.testing.cases.lists import BASE, list_axis_variants
 
 CPU = torch.device("cpu")
 SMALL = replace(BASE, tokens=5, hidden=6, intermediate=4)
@@ -200,7 +200,9 @@ def shrunk() -> list[tuple[Problem, str]]:
     """Return every case of the matrix, with sizes that are feasible for Python loops."""
     size = {"tokens": 5, "hidden": 6, "intermediate": 4}
     # See test_quant_reference and test_adapters for the others.
-    plain = [(p, r) for p, r in axes(BASE) if not p.scheme.quantized and p.adapters is None]
+    plain = [
+        (p, r) for p, r in list_axis_variants(BASE) if not p.scheme.quantized and p.adapters is None
+    ]
     cases = [(replace(p, **{**size, "tokens": min(p.tokens, 5)}), r) for p, r in plain]
     return list(dict.fromkeys(cases))
 

@@ -23,7 +23,7 @@ from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.input_mutations.roundings import ROUNDING_MUTANTS
 from modular_kernel.testing.verify import bitwise_reference
-from modular_kernel.testing.verify.bitwise_reference import check_shares
+from modular_kernel.testing.verify.bitwise_reference import check_mismatches
 from modular_kernel.testing.verify.trial import Trial
 
 _NO_EP, _BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
@@ -150,34 +150,38 @@ def test_check_shares_allows_few_differing_rows() -> None:
     perturbed, roundings = torch.zeros(30), [Roundings()]
     few, many = torch.zeros(20), torch.zeros(20)
     few[:3], many[:4] = 0.9, 0.2
-    assert list(check_shares(few, perturbed, roundings)) == []
-    (line,) = check_shares(many, perturbed, roundings)
+    assert list(check_mismatches(few, perturbed, roundings)) == []
+    (line,) = check_mismatches(many, perturbed, roundings)
     assert "4 of 20 rows differ from the bitwise reference" in line
     assert "at most 3 may" in line
-    (line,) = check_shares(torch.full((20,), 0.04), perturbed, roundings)
-    assert "typical row" in line
-    assert list(check_shares(torch.full((20,), 0.04), torch.full((30,), 0.02), roundings)) == []
-    assert list(check_shares(torch.zeros(0), torch.zeros(0), roundings)) == []
+    (line,) = check_mismatches(torch.full((20,), 0.04), perturbed, roundings)
+    assert "median row" in line
+    assert list(check_mismatches(torch.full((20,), 0.04), torch.full((30,), 0.02), roundings)) == []
+    assert list(check_mismatches(torch.zeros(0), torch.zeros(0), roundings)) == []
 
 
 def _detects_weight_change(trial: Trial, change: float) -> bool:
     """Return whether router weights that are larger by the factor `1 + change` fail the check."""
-    shares, perturbed_shares = [], []
+    mismatches, perturbed_mismatches = [], []
     for sample in (trial.first, trial.second):
-        (roundings,) = bitwise_reference.declared_roundings(trial, sample) or []
+        (roundings,) = bitwise_reference.list_declared_roundings(trial, sample) or []
         weights = sample.pristine.routing.topk_weights_TK
-        expected = bitwise_reference.bitwise_reference(sample, roundings)
+        expected = bitwise_reference.compute_bitwise_reference(sample, roundings)
         original_weights = weights.clone()
         weights.mul_(1 + change)
-        changed = bitwise_reference.bitwise_reference(sample, roundings)
+        changed = bitwise_reference.compute_bitwise_reference(sample, roundings)
         weights.copy_(original_weights)
-        rows = bitwise_reference.comparable_rows(sample, expected)
-        shares.append(bitwise_reference.share_of_differing_values(changed, expected)[rows])
-        for perturbed in bitwise_reference.perturbed_references(sample, roundings, 3)[1:]:
-            share = bitwise_reference.share_of_differing_values(perturbed, expected)
-            perturbed_shares.append(share[rows])
+        rows = bitwise_reference.find_comparable_rows(sample, expected)
+        mismatches.append(bitwise_reference.mismatch_fraction(changed, expected)[rows])
+        for perturbed in bitwise_reference.compute_perturbed_references(sample, roundings, 3)[1:]:
+            share = bitwise_reference.mismatch_fraction(perturbed, expected)
+            perturbed_mismatches.append(share[rows])
     return bool(
-        list(bitwise_reference.check_shares(torch.cat(shares), torch.cat(perturbed_shares), []))
+        list(
+            bitwise_reference.check_mismatches(
+                torch.cat(mismatches), torch.cat(perturbed_mismatches), []
+            )
+        )
     )
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modular_kernel.testing.cases.hostile import token_groups
 from modular_kernel.testing.cases.lists import BASE
+from modular_kernel.testing.cases.value_kinds import assign_token_groups
 from modular_kernel.testing.verify.compare_isolated import RecipeErrors, compare_by_group
 
 PROBLEM = replace(BASE, tokens=12, dtype=torch.bfloat16)
@@ -16,7 +16,7 @@ W8A8 = replace(PROBLEM, quant="fp8_w8a8_channel")
 def exact(values: str) -> torch.Tensor:
     """Return an oracle output (T, H) in float64 for tokens with these values."""
     rows = torch.randn(12, PROBLEM.hidden, dtype=torch.float64)
-    groups = token_groups(values, 12)
+    groups = assign_token_groups(values, 12)
     if values == "large":
         rows[groups == 1] *= 1e24
         rows[groups == 2] = torch.inf

@@ -49,15 +49,15 @@ CONSTRAINED = Space(AXES, rejections, has_color, unit_cost)
 
 def all_rows(space: Space) -> list[Row]:
     rows = product(*(range(len(axis.values)) for axis in space.axes))
-    return [row for row in rows if not space.rejections_of(row)]
+    return [row for row in rows if not space.list_rejections(row)]
 
 
 def test_every_possible_pair_is_covered() -> None:
     array = covering_array(CONSTRAINED)
-    provable = set().union(*(CONSTRAINED.covered(row) for row in all_rows(CONSTRAINED)))
-    drawn = set().union(*(CONSTRAINED.covered(row) for row in array.rows))
+    provable = set().union(*(CONSTRAINED.list_covered_pairs(row) for row in all_rows(CONSTRAINED)))
+    drawn = set().union(*(CONSTRAINED.list_covered_pairs(row) for row in array.rows))
     assert drawn == provable
-    assert array.missing() == ()
+    assert array.missing_pairs() == ()
     assert len(array.rows) < len(all_rows(CONSTRAINED)) / 4
 
 
@@ -86,9 +86,9 @@ def test_an_impossible_pair_has_its_reason() -> None:
 def test_an_idle_row_covers_pairs_of_the_idle_value_only() -> None:
     row = (3, 0, 0, 0, 0)
     idle_value = CONSTRAINED.value_ids(row)[0]
-    assert {idle_value in pair for pair in CONSTRAINED.covered(row)} == {True}
-    assert len(CONSTRAINED.covered(row)) == 4
-    assert len(CONSTRAINED.covered((0, 0, 0, 0, 0))) == 10
+    assert {idle_value in pair for pair in CONSTRAINED.list_covered_pairs(row)} == {True}
+    assert len(CONSTRAINED.list_covered_pairs(row)) == 4
+    assert len(CONSTRAINED.list_covered_pairs((0, 0, 0, 0, 0))) == 10
 
 
 def test_pairs_only_in_idle_rows_are_reported() -> None:
@@ -97,14 +97,16 @@ def test_pairs_only_in_idle_rows_are_reported() -> None:
     array = covering_array(space)
     idle = {(space.describe(a), space.describe(b)) for a, b in array.idle_pairs}
     assert idle == {("lid=True", "feet=3")}
-    assert array.missing() == ()
+    assert array.missing_pairs() == ()
 
 
 def test_missing_pairs_are_reported() -> None:
     array = covering_array(CONSTRAINED)
     for index in range(len(array.rows)):
         rows = array.rows[:index] + array.rows[index + 1 :]
-        assert type(array)(CONSTRAINED, rows, array.impossible, array.idle_pairs).missing() != ()
+        assert (
+            type(array)(CONSTRAINED, rows, array.impossible, array.idle_pairs).missing_pairs() != ()
+        )
 
 
 def test_equal_spaces_give_equal_rows() -> None:
@@ -119,7 +121,7 @@ def test_the_default_row_may_be_invalid() -> None:
     space = Space(AXES, small_or_open, is_computed, unit_cost)
     array = covering_array(space)
     assert array.rows
-    assert array.missing() == ()
+    assert array.missing_pairs() == ()
     assert all(row[1] and row[3] for row in array.rows)
 
 

@@ -84,7 +84,7 @@ def test_different_commands_on_ranks_are_a_usage_error() -> None:
     assert [status for status, _, _ in results] == [2, 2]
     for _, _, error in results:
         assert "commands of ranks: got rank 0: " in error
-        assert "--seed 7, need one on all ranks" in " ".join(error.split())
+        assert "--seed 7, need the same command on all ranks" in " ".join(error.split())
         assert "Traceback" not in error
 
 

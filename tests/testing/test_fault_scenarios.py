@@ -22,7 +22,7 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.cases.scenario_names import SCENARIOS, supported_scenarios
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.testing.verify.over_ranks import build_kernel, faults, prove_ranks
+from modular_kernel.testing.verify.over_ranks import build_kernel, check_faults, prove_ranks
 from modular_kernel.testing.verify.problem_scenarios import PROBLEM_CHANGES
 
 CPU = this_machine(device="cpu")
@@ -50,7 +50,7 @@ PASSING = [
 
 @pytest.mark.parametrize(("part", "fault"), PASSING)
 def test_every_rank_gets_the_expected_error(pool: RankPool, part: str, fault: str) -> None:
-    assert prove_ranks(case_of(part, fault), pool, checks=(faults,)).failures == ()
+    assert prove_ranks(case_of(part, fault), pool, checks=(check_faults,)).failures == ()
 
 
 # The parts below only support one combine, so a change of it is left out.
@@ -65,7 +65,7 @@ def test_a_change_without_effect_is_left_out(
     """Rank 1 is not expected to differ if the problem already has the changed value."""
     case = case_of(part, "misunderstood")
     case = replace(case, problem=replace(case.problem, **changes))  # rank 1 makes the same change
-    assert prove_ranks(case, pool, checks=(faults,)).failures == ()
+    assert prove_ranks(case, pool, checks=(check_faults,)).failures == ()
 
 
 def skip_layer_numbers(case: Case, machine: Machine, poison: bool, group: object) -> Any:
@@ -172,7 +172,7 @@ def test_a_part_with_a_wrong_report_fails(
     message: str,
 ) -> None:
     case = case_of(part, fault)
-    failures = prove_ranks(case, pool, build=build, checks=(faults,), timeout=40).failures
+    failures = prove_ranks(case, pool, build=build, checks=(check_faults,), timeout=40).failures
     assert any(message in failure for failure in failures), failures
 
 

@@ -36,20 +36,20 @@ from modular_kernel.testing.stress.fuzz import (
 from modular_kernel.testing.stress.fuzz.__main__ import main, summary
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    BAD,
+    CORRECT,
     CRASH,
+    FAILURE_KINDS,
     HANG,
-    LATE,
-    RAW,
-    RIGHT,
-    WRONG,
+    INVALID_ACCEPTED,
+    LATE_ERROR,
+    UNTYPED_ERROR,
+    WRONG_RESULT,
     FuzzOutcome,
 )
 from modular_kernel.testing.stress.fuzz.properties import TargetProperty
 from modular_kernel.testing.stress.fuzz.random_problems import InputChoices
 from modular_kernel.testing.stress.fuzz.target import Target
-from modular_kernel.testing.stress.fuzz.targets import NAMES, TARGETS, outcome_of
+from modular_kernel.testing.stress.fuzz.targets import NAMES, TARGETS, run_configuration
 from modular_kernel.utils import tensor_checks
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
@@ -70,7 +70,7 @@ def test_fuzzing_finds_nothing(interpreted: bool) -> None:
     assert not report.findings, "\n".join(report.lines())
     assert sum(report.counts.values()) == count
     # Most configurations must not be refused.
-    assert report.counts[RIGHT] > count // 10
+    assert report.counts[CORRECT] > count // 10
     # Targets with a small share may not be drawn: run them separately.
     drawn = {target for target, _ in report.by_target}
     expected = {target.name for target in TARGETS if target.launches or not interpreted}
@@ -98,7 +98,7 @@ def _kinds(name: str, limit: int = 400) -> set[str]:
     for number in range(limit):
         outcome = target_property.run(Random(f"planted/{number}"))
         kinds.add(outcome.kind)
-        if outcome.kind in BAD:
+        if outcome.kind in FAILURE_KINDS:
             return kinds
     return kinds
 
@@ -112,26 +112,56 @@ def _input_error(*_: Any, **__: Any) -> Any:
 
 
 REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
-    ("changed_call", tensor_checks, "wants_gradient", lambda *_: False, (ACCEPTED,)),
-    ("changed_call", validate, "check_strided", _nothing, (RAW, WRONG, ACCEPTED)),
-    ("changed_call", validate, "check_routing", _nothing, (RAW, WRONG, ACCEPTED)),
-    ("changed_call", validate, "check_weights", _nothing, (RAW, WRONG, ACCEPTED)),
-    ("changed_call", validate, "check_no_overlap", _nothing, (ACCEPTED,)),
-    ("problem_fields", problem, "check_fields", _nothing, (RAW, ACCEPTED)),
+    ("changed_call", tensor_checks, "wants_gradient", lambda *_: False, (INVALID_ACCEPTED,)),
+    (
+        "changed_call",
+        validate,
+        "check_strided",
+        _nothing,
+        (UNTYPED_ERROR, WRONG_RESULT, INVALID_ACCEPTED),
+    ),
+    (
+        "changed_call",
+        validate,
+        "check_routing",
+        _nothing,
+        (UNTYPED_ERROR, WRONG_RESULT, INVALID_ACCEPTED),
+    ),
+    (
+        "changed_call",
+        validate,
+        "check_weights",
+        _nothing,
+        (UNTYPED_ERROR, WRONG_RESULT, INVALID_ACCEPTED),
+    ),
+    ("changed_call", validate, "check_no_overlap", _nothing, (INVALID_ACCEPTED,)),
+    ("problem_fields", problem, "check_fields", _nothing, (UNTYPED_ERROR, INVALID_ACCEPTED)),
     (
         "stored_files",
         tile_files,
         "_launch",
         lambda *_: LaunchConfig(0, 1, 1, 1, 1, 1),
-        (WRONG,),
+        (WRONG_RESULT,),
     ),
-    ("stored_files", saved_choices, "_is_line", lambda *_: True, (RAW, WRONG)),
-    ("stored_files", config_file, "_find_model_config", lambda _, config: config, (RAW,)),
-    ("composed_call", autotune, "expect", _nothing, (RAW, ACCEPTED)),
-    ("checkpoints", slices.LayerSource, "check", lambda _: {}, (RAW, WRONG, ACCEPTED)),
-    ("checkpoints", slices.LayerSource, "_check_extra", _nothing, (ACCEPTED,)),
-    ("checkpoints", importers_stored.StoredTensor, "check", _nothing, (RAW, WRONG)),
-    ("checkpoints", importers_files, "_library_errors", lambda: (KeyError,), (RAW,)),
+    ("stored_files", saved_choices, "_is_line", lambda *_: True, (UNTYPED_ERROR, WRONG_RESULT)),
+    ("stored_files", config_file, "_find_model_config", lambda _, config: config, (UNTYPED_ERROR,)),
+    ("composed_call", autotune, "expect", _nothing, (UNTYPED_ERROR, INVALID_ACCEPTED)),
+    (
+        "checkpoints",
+        slices.LayerSource,
+        "check",
+        lambda _: {},
+        (UNTYPED_ERROR, WRONG_RESULT, INVALID_ACCEPTED),
+    ),
+    ("checkpoints", slices.LayerSource, "_check_extra", _nothing, (INVALID_ACCEPTED,)),
+    (
+        "checkpoints",
+        importers_stored.StoredTensor,
+        "check",
+        _nothing,
+        (UNTYPED_ERROR, WRONG_RESULT),
+    ),
+    ("checkpoints", importers_files, "_library_errors", lambda: (KeyError,), (UNTYPED_ERROR,)),
 )
 
 
@@ -163,7 +193,7 @@ def test_a_pair_whose_expert_is_mapped_to_no_row_is_skipped(invalid_row: int) ->
     weights, x_TH = replace(inputs.weights, expert_map=table), torch.ones(2, 8)
     routing = Routing(torch.ones(2, 1), ids)
     out = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)(x_TH, weights, routing)
-    assert Oracle(problem, x_TH, weights, routing).mismatch(out) == ""
+    assert Oracle(problem, x_TH, weights, routing).find_mismatch(out) == ""
     assert out[0].any()
     assert not out[1].any()
 
@@ -175,7 +205,7 @@ def test_weights_of_the_next_expert_are_found(monkeypatch: pytest.MonkeyPatch) -
         return original(weights, name, (expert + 1) % problem.e, problem)
 
     monkeypatch.setattr(mlp, "_matrix", next_expert)
-    assert WRONG in _kinds("right_call")
+    assert WRONG_RESULT in _kinds("right_call")
 
 
 def test_a_zero_point_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,12 +215,12 @@ def test_a_zero_point_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatc
         return original(words) ^ 0x11111111  # the lowest bit of every value
 
     monkeypatch.setattr(packed_words, "interleave_nibbles", off_by_one)
-    assert WRONG in _kinds("importers")
+    assert WRONG_RESULT in _kinds("importers")
 
 
 def test_a_wrong_awq_column_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gptq_awq, "_AWQ_ORDER", tuple(range(8)))
-    assert WRONG in _kinds("importers")
+    assert WRONG_RESULT in _kinds("importers")
 
 
 def test_up_loaded_as_gate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +231,7 @@ def test_up_loaded_as_gate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return first[::-1], second
 
     monkeypatch.setattr(expert_names.LayerLayout, "projections", swapped)
-    assert WRONG in _kinds("checkpoints")
+    assert WRONG_RESULT in _kinds("checkpoints")
 
 
 def test_the_slice_of_another_rank_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +241,7 @@ def test_the_slice_of_another_rank_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         return original(source, problem, request, (0, columns[1] - columns[0]))
 
     monkeypatch.setattr(loading, "_reader", first_rank)
-    assert WRONG in _kinds("checkpoints")
+    assert WRONG_RESULT in _kinds("checkpoints")
 
 
 def test_a_composed_layer_that_ends_where_its_measurement_did_is_found(
@@ -223,7 +253,7 @@ def test_a_composed_layer_that_ends_where_its_measurement_did_is_found(
         return original(problem, machine, sizes[:-1] or sizes, **options)
 
     monkeypatch.setattr(autotune, "find_candidates", without_last)
-    assert {WRONG, RAW} & _kinds("composed_call")
+    assert {WRONG_RESULT, UNTYPED_ERROR} & _kinds("composed_call")
 
 
 def test_one_target_can_be_drawn_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,12 +265,12 @@ def test_one_target_can_be_drawn_alone(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_an_input_error_after_validation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MoEPrepareAndFinalizeNoEP, "prepare", _input_error)
-    assert LATE in _kinds("right_call")
+    assert LATE_ERROR in _kinds("right_call")
 
 
 def test_an_exception_through_the_command_line_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problem.Parallel, "place", lambda *_: 1 / 0)
-    assert RAW in _kinds("command_line")
+    assert UNTYPED_ERROR in _kinds("command_line")
 
 
 STUB = """
@@ -262,7 +292,7 @@ def test_a_crash_and_a_hang_do_not_end_the_run(
     monkeypatch.setattr(isolated_runs, "_WORKER", "fuzz_stub")
     monkeypatch.setattr(isolated_runs, "_START_TIMEOUT_S", 20.0)
     report = isolated_runs.run("s", range(5), deadline_s=1.0)
-    assert report.counts == {RIGHT: 3, CRASH: 1, HANG: 1}
+    assert report.counts == {CORRECT: 3, CRASH: 1, HANG: 1}
     assert [(finding.number, finding.kind) for finding in report.findings] == [
         (1, CRASH),
         (3, HANG),
@@ -273,7 +303,7 @@ def test_a_crash_and_a_hang_do_not_end_the_run(
 
 
 def test_a_configuration_follows_from_seed_and_number(capsys: pytest.CaptureFixture[str]) -> None:
-    first, again = (outcome_of("s", 7) for _ in range(2))
+    first, again = (run_configuration("s", 7) for _ in range(2))
     assert first == again
     assert main(["--seed", "s", "--only", "7"]) == 0
     assert "seed s, plain: 1 configurations: " in capsys.readouterr().out
@@ -281,30 +311,30 @@ def test_a_configuration_follows_from_seed_and_number(capsys: pytest.CaptureFixt
 
 def test_a_command_line_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    outcome = command_line.command_line(["list", "--json", "named"])
-    assert outcome.kind == RIGHT
+    outcome = command_line.check_command_line(["list", "--json", "named"])
+    assert outcome.kind == CORRECT
     assert list(tmp_path.iterdir()) == []
 
 
 def _above_ten(number: int) -> FuzzOutcome:
-    return FuzzOutcome(WRONG if number > 10 else RIGHT, str(number))
+    return FuzzOutcome(WRONG_RESULT if number > 10 else CORRECT, str(number))
 
 
 def test_a_failure_is_saved_and_shrunk() -> None:
     database = InMemoryExampleDatabase()
     target = Target("above_ten", 1, st.integers(0, 1000), _above_ten)
     rng, target_property = Random(0), TargetProperty(target, database)
-    while target_property.run(rng).kind == RIGHT:
+    while target_property.run(rng).kind == CORRECT:
         pass
     # A later run begins with the saved failures.
     (smallest,) = TargetProperty(target, database).failures()
-    assert smallest == FuzzOutcome(WRONG, "11")
+    assert smallest == FuzzOutcome(WRONG_RESULT, "11")
 
 
 def test_explicit_examples_run_first() -> None:
     target = Target("above_ten", 1, st.integers(0, 5), _above_ten, examples=(3, 12))
     (failure,) = TargetProperty(target).failures()
-    assert failure == FuzzOutcome(WRONG, "12")
+    assert failure == FuzzOutcome(WRONG_RESULT, "12")
 
 
 def test_a_target_without_failures_has_none_saved() -> None:

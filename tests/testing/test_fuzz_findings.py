@@ -26,7 +26,7 @@ def test_a_device_whose_package_is_not_installed_is_refused() -> None:
 @pytest.mark.parametrize("device", [torch.tensor(3), 2.5, "moon", None])
 def test_count_invalid_ids_on_refuses_an_invalid_device(device: Any) -> None:
     with pytest.raises(ConfigurationError, match="device"):
-        samples.kernel().count_invalid_ids_on(device)
+        samples.make_torch_kernel().count_invalid_ids_on(device)
 
 
 def _nested() -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_uninitialized_parameters_are_refused() -> None:
 @pytest.mark.parametrize("name", sorted(public_functions._CALLS))
 def test_recipes_without_junk_run(name: str) -> None:
     """Without junk, a recipe must not raise: otherwise it could not find anything."""
-    outcome = public_functions.public_functions(JunkCall(name, []))
+    outcome = public_functions.check_public_function(JunkCall(name, []))
     missing_files = ("load_experts", "FusedMoE.load", "FusedMoE.from_config", "AdapterPool.evict")
     expected = "typed error" if name in missing_files else "right"
     assert outcome.kind == expected, outcome.description

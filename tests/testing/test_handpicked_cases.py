@@ -9,11 +9,11 @@ from source_defect_runs import SourceDefect, findings
 from modular_kernel.catalog import this_machine
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases.handpicked import handpicked_cases
+from modular_kernel.testing.cases.handpicked import list_handpicked_cases
 from modular_kernel.testing.cases.lists import cases_for
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-HANDPICKED = handpicked_cases(*PAIR, this_machine())
+HANDPICKED = list_handpicked_cases(*PAIR, this_machine())
 QUANTIZE = "modular_kernel/ops/kernels/quantize.py"
 NEXT_BLOCKS = "for offset in range(BLOCK_C, group, BLOCK_C):\n"
 
@@ -301,7 +301,7 @@ TRITON_DEFECTS = (
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("defect", "word"), TRITON_DEFECTS, ids=str)
 def test_triton_defect_is_detected(defect: SourceDefect, word: str, tmp_path: Path) -> None:
-    cases = [case for case in handpicked_cases(*TRITON, this_machine()) if word in str(case)]
+    cases = [case for case in list_handpicked_cases(*TRITON, this_machine()) if word in str(case)]
     assert len(cases) == 1
     assert findings(defect, cases, tmp_path)
 
@@ -316,7 +316,9 @@ def test_repeated_quantization_groups_are_detected(tmp_path: Path) -> None:
         "groups = tl.program_id(1) % group_blocks * BLOCK_G",
     )
     pair = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
-    cases = [case for case in handpicked_cases(*pair, this_machine()) if "T2-H2080" in str(case)]
+    cases = [
+        case for case in list_handpicked_cases(*pair, this_machine()) if "T2-H2080" in str(case)
+    ]
     assert len(cases) == 1
     assert findings(defect, cases, tmp_path)
 

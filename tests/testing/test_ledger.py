@@ -12,9 +12,9 @@ from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.cases.ranks import rank_cases_for, rank_pairings
 from modular_kernel.testing.verify.ledger import (
     MACHINE_KINDS,
+    list_unmet_entries,
     parse_ledger,
     read_ledger,
-    unmet_entries,
 )
 
 LEDGER = read_ledger(Path(__file__).parents[1] / "must_run.txt")
@@ -47,7 +47,7 @@ def proof(machine: Machine, *, passed: bool = True) -> Proof:
 @pytest.mark.parametrize("kind", MACHINE_KINDS)
 def test_cases_cover_the_ledger(kind: str) -> None:
     """There are at least as many cases as the ledger requires. Other tests prove them."""
-    assert unmet_entries(LEDGER, counts_on(MACHINES[kind]), kind) == ()
+    assert list_unmet_entries(LEDGER, counts_on(MACHINES[kind]), kind) == ()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -57,11 +57,11 @@ def test_rank_cases_cover_the_ledger(kind: str, world_size: int) -> None:
     over_ranks = machine_kind(machine, world_size)
     assert any(entry.machine == over_ranks for entry in LEDGER)
     counts = counts_over_ranks(machine, world_size)
-    assert unmet_entries(LEDGER, counts, over_ranks) == ()
+    assert list_unmet_entries(LEDGER, counts, over_ranks) == ()
 
 
 def test_cases_of_this_machine_cover_the_ledger(machine: Machine) -> None:
-    assert unmet_entries(LEDGER, counts_on(machine), machine_kind(machine)) == ()
+    assert list_unmet_entries(LEDGER, counts_on(machine), machine_kind(machine)) == ()
 
 
 @pytest.mark.parametrize("kind", MACHINE_KINDS)
@@ -72,15 +72,15 @@ def test_kinds_of_machine(kind: str) -> None:
 
 def test_a_pairing_with_fewer_cases_is_reported() -> None:
     ledger = parse_ledger("cpu SomePrepare SomeExperts 3")
-    assert unmet_entries(ledger, Counter({PAIR: 3}), "cpu") == ()
-    (line,) = unmet_entries(ledger, Counter({PAIR: 2}), "cpu")
+    assert list_unmet_entries(ledger, Counter({PAIR: 3}), "cpu") == ()
+    (line,) = list_unmet_entries(ledger, Counter({PAIR: 2}), "cpu")
     assert line == "cpu: SomePrepare x SomeExperts: 2 cases, need 3"
-    assert unmet_entries(ledger, Counter(), "cpu") != ()
-    assert unmet_entries(ledger, Counter(), "cuda") == ()
+    assert list_unmet_entries(ledger, Counter(), "cpu") != ()
+    assert list_unmet_entries(ledger, Counter(), "cuda") == ()
 
 
 def test_a_pairing_without_a_line_is_reported() -> None:
-    (line,) = unmet_entries((), Counter({PAIR: 1}), "cpu")
+    (line,) = list_unmet_entries((), Counter({PAIR: 1}), "cpu")
     assert "no line in the ledger" in line
 
 

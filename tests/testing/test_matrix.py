@@ -14,7 +14,7 @@ from modular_kernel.catalog import check_all, this_machine
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, pairings, prove
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.testing.cases.pairwise import draw
+from modular_kernel.testing.cases.pairwise import draw_pairwise_cases
 
 MACHINE = this_machine()
 PAIRINGS = computed_once("pairings", lambda: pairings(MACHINE))
@@ -32,7 +32,7 @@ def test_proven(case: Case, machine: Machine) -> None:
 def test_every_experts_part_is_proven_on_about_half_of_its_cases() -> None:
     largest_share = {
         experts: max(
-            len(cases) / len(draw(*pair, MACHINE)[1])
+            len(cases) / len(draw_pairwise_cases(*pair, MACHINE)[1])
             for pair, cases in PROVEN.items()
             if pair[1] == experts
         )
@@ -47,8 +47,8 @@ def test_every_two_axis_values_are_covered(
     pairing: tuple[str, str], record_property: Callable[[str, object], None]
 ) -> None:
     """Each pair of values of two axes is in a case or impossible for a reason."""
-    array, cases = draw(*pairing, MACHINE)
-    assert array.missing() == ()
+    array, cases = draw_pairwise_cases(*pairing, MACHINE)
+    assert array.missing_pairs() == ()
     assert array.idle_pairs == frozenset()
     assert len(array.covered_pairs) + len(array.impossible) == len(list(array.space.pairs()))
     assert len(set(cases)) == len(cases)
@@ -75,7 +75,7 @@ MISSED_PAIRS = (
 @pytest.mark.parametrize("pair", MISSED_PAIRS, ids=" ".join)
 def test_previously_missed_pairs_are_covered(pair: tuple[str, str]) -> None:
     """Previous lists missed defects in these pairs of values."""
-    array, _ = draw("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE)
+    array, _ = draw_pairwise_cases("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE)
     assert pair in {
         (array.space.describe(a), array.space.describe(b)) for a, b in array.covered_pairs
     }

@@ -10,7 +10,7 @@ import pytest
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation import Coverage, Mutant, mutants_of
-from modular_kernel.testing.mutation.scope import file_of
+from modular_kernel.testing.mutation.scope import find_file
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "modular_kernel.spec.lora"
@@ -37,7 +37,7 @@ tool = load_tool()
 
 def first_mutant(line: str) -> Mutant:
     """Return the first mutant whose changed line is `line`."""
-    path = file_of(MODULE)
+    path = find_file(MODULE)
     assert path is not None
     return next(m for m in mutants_of(MODULE, path) if f"\n+{line}" in m.diff())
 
@@ -71,14 +71,14 @@ def test_a_mutant_that_cannot_be_imported_is_killed() -> None:
 
 def test_scopes_name_existing_modules_and_tests() -> None:
     for scope in json.loads(tool.SCOPES.read_text(encoding="utf-8")).values():
-        assert all(file_of(module) for module in scope["modules"])
+        assert all(find_file(module) for module in scope["modules"])
         assert all((ROOT / test).is_file() for test in scope["tests"])
     with pytest.raises(ConfigurationError, match="adapters"):
         tool.read_scope("nothing")
 
 
 def test_executed_lines_are_recorded_per_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = file_of(MODULE)
+    path = find_file(MODULE)
     assert path is not None
     monkeypatch.setattr(tool, "_MAX_TEST_S", 60.0)
     loading, tests = tool.cover_tests({str(path)}, {MODULE}, [SEQUENCES, DETECTING], [DETECTING])

@@ -12,7 +12,7 @@ from modular_kernel.testing.mutation.cpu_undetectable import (
     DEVICE_REASON,
     OFFSETS_REASON,
     RELEASE_REASON,
-    undetectable_reason,
+    find_undetectable_reason,
 )
 from modular_kernel.testing.mutation.patched_module import changed_texts
 from modular_kernel.testing.mutation.scope import modules_of
@@ -113,10 +113,13 @@ def test_a_sample_depends_on_the_seed_only(tmp_path: Path) -> None:
 
 def test_offsets_of_32_bits_are_undetectable(tmp_path: Path) -> None:
     mutants = mutants_in(tmp_path, KERNEL)
-    assert undetectable_reason(mutants["64 bits lost", "row = tl.program_id(0)"]) == OFFSETS_REASON
-    assert undetectable_reason(mutants["clamp", "total = (total)"]) is None
+    assert (
+        find_undetectable_reason(mutants["64 bits lost", "row = tl.program_id(0)"])
+        == OFFSETS_REASON
+    )
+    assert find_undetectable_reason(mutants["clamp", "total = (total)"]) is None
     released = mutants_in(tmp_path, 'NEW = RELEASE == "3.6"\n')
-    assert {undetectable_reason(mutant) for mutant in released.values()} == {RELEASE_REASON}
+    assert {find_undetectable_reason(mutant) for mutant in released.values()} == {RELEASE_REASON}
 
 
 ASSEMBLER = """
@@ -138,7 +141,9 @@ def test_assembler_is_undetectable(tmp_path: Path) -> None:
     """The interpreter does not execute assembler."""
     path = tmp_path / "module.py"
     path.write_text(ASSEMBLER, encoding="utf-8")
-    mutants = {mutant.first: undetectable_reason(mutant) for mutant in mutants_of("module", path)}
+    mutants = {
+        mutant.first: find_undetectable_reason(mutant) for mutant in mutants_of("module", path)
+    }
     assert mutants == {6: DEVICE_REASON, 12: None}
 
 

@@ -9,8 +9,8 @@ from mutation_samples import KERNEL, mutants_in
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import cases_for
 from modular_kernel.testing.mutation.coverage import CaseCoverage
-from modular_kernel.testing.mutation.cpu_undetectable import DEVICE_REASON, undetectable_reason
-from modular_kernel.testing.mutation.run_mutant import KillHistory, axes
+from modular_kernel.testing.mutation.cpu_undetectable import DEVICE_REASON, find_undetectable_reason
+from modular_kernel.testing.mutation.run_mutant import KillHistory, list_axes
 
 
 def test_tail_mutants_round_divisions_up(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_loop_order_is_changed_where_it_matters(tmp_path: Path, body: str, chang
 def test_gpu_branches_are_undetectable(tmp_path: Path) -> None:
     text = 'def f(self):\n    if self.device == "cuda" and self.group:\n        stop(1 + 1)\n'
     mutants = mutants_in(tmp_path, text).values()
-    reasons = {mutant.first: undetectable_reason(mutant) for mutant in mutants}
+    reasons = {mutant.first: find_undetectable_reason(mutant) for mutant in mutants}
     assert reasons == {2: DEVICE_REASON, 3: None}
 
 
@@ -65,6 +65,6 @@ def test_a_case_with_another_value_of_an_axis_comes_before_cheaper_ones(tmp_path
         for each, seconds in ((case, 1.0), (replace(case, seed=1), 2.0), (large, 9.0))
     ]
     assert [c.seconds for c in KillHistory().order(mutant, covered)] == [1.0, 9.0, 2.0]
-    assert axes(case) == axes(replace(case, seed=1))
+    assert list_axes(case) == list_axes(replace(case, seed=1))
     pairs = large.problem.tokens * large.problem.top_k
-    assert axes(large) > {("routing", case.routing), ("pairs", str(pairs.bit_length()))}
+    assert list_axes(large) > {("routing", case.routing), ("pairs", str(pairs.bit_length()))}

@@ -13,7 +13,7 @@ from nan_over_ranks import EXCHANGES, RANKS, cases, fill_unused, run
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.cases.inputs import InputVariation, make_inputs
-from modular_kernel.testing.cases.nan import nan_arguments
+from modular_kernel.testing.cases.nan import list_nan_arguments
 from modular_kernel.testing.ranks.pool import RankPool
 
 Pool = Callable[[int], RankPool]
@@ -27,7 +27,7 @@ def test_over_ranks(exchange: str, quant: str, in_torch: bool, rank_pool: Pool) 
     counts = run(rank_pool(RANKS), exchange, quant, in_torch=in_torch)
     assert counts.wrong == []
     problem, _ = next(cases(exchange, quant))
-    assert counts.calls >= RANKS * len(nan_arguments(problem))
+    assert counts.calls >= RANKS * len(list_nan_arguments(problem))
 
 
 def test_every_argument_has_a_call() -> None:
@@ -36,7 +36,7 @@ def test_every_argument_has_a_call() -> None:
         for quant in SCHEME_NAMES:
             plain = next(cases(exchange, quant))
             assert {"x", "topk_weights", "b1", "b2"} <= set(plain[1])
-            assert plain[1] == nan_arguments(plain[0])
+            assert plain[1] == list_nan_arguments(plain[0])
         adapted = {n for q in SCHEME_NAMES for _, names in cases(exchange, q) for n in names}
         assert {"lora_a13", "lora_b13", "lora_a2", "lora_b2"} <= adapted
 

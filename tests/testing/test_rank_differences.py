@@ -17,9 +17,9 @@ from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.testing.verify.checks import numeric
+from modular_kernel.testing.verify.checks import check_numeric
 from modular_kernel.testing.verify.over_ranks import build_kernel, prove_ranks, run_checks
-from modular_kernel.testing.verify.rank_differences import dispatch_difference
+from modular_kernel.testing.verify.rank_differences import describe_dispatch_difference
 
 MACHINE = this_machine(device="cpu")
 
@@ -208,8 +208,8 @@ def test_quantized_rows_are_compared_by_their_values(factor: float, expected: st
     )
     x_TH = (inputs.x_TH / scale).round().to(torch.int8)
     received = ContiguousTokens(x_TH, routing, scale * factor)
-    assert dispatch_difference([received], inputs, problem).startswith(expected)
-    assert bool(dispatch_difference([received], inputs, problem)) is bool(expected)
+    assert describe_dispatch_difference([received], inputs, problem).startswith(expected)
+    assert bool(describe_dispatch_difference([received], inputs, problem)) is bool(expected)
 
 
 def test_parts_need_a_linear_placement_by_default() -> None:
@@ -244,6 +244,6 @@ def test_dispatch_of_the_package_equals_the_reference(
     assert unquantized
     assert quantized
     for case in (*unquantized, *quantized):
-        task = case, MACHINE, build_kernel, (numeric,)
+        task = case, MACHINE, build_kernel, (check_numeric,)
         reports = rank_pool(2).run(run_checks, *task, timeout=300)
         assert [report.dispatch for report in reports] == ["", ""], str(case)

@@ -15,7 +15,7 @@ from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing import Proof
-from modular_kernel.testing.cases.nearest import difference
+from modular_kernel.testing.cases.nearest import describe_changes
 from modular_kernel.testing.cases.ranks import (
     PLACEMENTS,
     RankCase,
@@ -121,7 +121,7 @@ def test_replaced_cases_are_reported() -> None:
     assert all(not verdict.ok for _, verdict in selected.refused)
     replacements = dict(selected.replacements)
     first, _ = selected.refused[0]
-    assert difference(first.problem, replacements[first].problem) == (
+    assert describe_changes(first.problem, replacements[first].problem) == (
         "hidden 48 -> 256, experts 5 -> 6, dtype torch.float32 -> torch.bfloat16"
     )
     # Cases refused for other reasons than their shape have no replacement.
@@ -192,13 +192,13 @@ def test_refusals_name_the_placement() -> None:
 
 def check_replay_inputs(trial: RankTrial) -> Iterator[str]:
     """Check that inputs for graph replays have the shapes of the first call, but other values."""
-    first = trial.first_again()
-    for sample, expected in trial.replayed:
+    first = trial.copy_first_sample()
+    for sample, expected in trial.expected_replays:
         yield from sample.compare(expected).problems
         for name, tensor in sample.inputs.tensors().items():
             if tensor.shape != first.inputs.tensors()[name].shape:
                 yield f"{name} has another shape"
-    replay, _ = trial.replayed[0]
+    replay, _ = trial.expected_replays[0]
     if torch.equal(replay.inputs.x_TH, first.inputs.x_TH):
         yield "the same values"
 

@@ -134,10 +134,10 @@ def test_effects_record_reads() -> None:
     original = Outer(Inner((1, 2), 7), torch.arange(3))
     copy = replace(original, inner=replace(original.inner), rows_TK=original.rows_TK.clone())
     effect.record_effect("defect", Effect.NONE)
-    assert effect.with_recorded_reads("defect", original, copy) is original
+    assert effect.record_reads("defect", original, copy) is original
     assert effect.pop_effect("defect") is Effect.NONE
 
-    changed: Any = effect.with_recorded_reads(
+    changed: Any = effect.record_reads(
         "defect",
         original,
         replace(original, inner=Inner((2, 1), 7), rows_TK=original.rows_TK.roll(1)),

@@ -9,7 +9,7 @@ import torch
 
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.ranks.pool import RankError, RankPool
-from modular_kernel.testing.stress.soak import Soak, soak
+from modular_kernel.testing.stress.soak import Soak, run_soak
 from modular_kernel.testing.stress.soak_inputs import (
     SoakInputs,
     SoakInputSource,
@@ -60,7 +60,7 @@ class WrongLastRow(Faulty):
 
 
 def test_a_correct_part_passes(rank_pool: Pool) -> None:
-    first, second = rank_pool(2).run(soak, SHORT)
+    first, second = rank_pool(2).run(run_soak, SHORT)
     assert first.findings == second.findings == ()
     assert first.steps == second.steps == 40
     assert first.checked == 8
@@ -71,22 +71,22 @@ def test_a_correct_part_passes(rank_pool: Pool) -> None:
 
 
 def test_the_time_limit_stops_all_ranks_at_the_same_step(rank_pool: Pool) -> None:
-    first, second = rank_pool(2).run(soak, replace(SHORT, steps=10**6, seconds=0.3))
+    first, second = rank_pool(2).run(run_soak, replace(SHORT, steps=10**6, seconds=0.3))
     assert first.steps == second.steps < 10**5
     assert 0.3 <= first.seconds < 3
 
 
 def test_a_wrong_row_on_one_rank(rank_pool: Pool) -> None:
-    first, second = rank_pool(2).run(soak, replace(SHORT, part=WrongLastRow, steps=10_000))
+    first, second = rank_pool(2).run(run_soak, replace(SHORT, part=WrongLastRow, steps=10_000))
     assert first.findings == ()
     assert first.steps == second.steps < 1000  # stops after five findings
     assert second.findings[0].startswith(f"step {BAD_STEP}")
-    assert "1 rows far off" in second.findings[0]
+    assert "1 rows exceed the bound for rows" in second.findings[0]
 
 
 def test_memory_that_grows(rank_pool: Pool) -> None:
     job = replace(SHORT, part=Leaks, rss_bytes=16 << 20)
-    first, second = rank_pool(2).run(soak, job)
+    first, second = rank_pool(2).run(run_soak, job)
     assert first.findings == ()
     (finding,) = second.findings
     assert finding.startswith("bytes of the process grew by ")
@@ -94,7 +94,7 @@ def test_memory_that_grows(rank_pool: Pool) -> None:
 
 def test_an_exception_is_reported_with_its_step(rank_pool: Pool) -> None:
     with pytest.raises(RankError, match=f"at step {BAD_STEP} of the soak, by "):
-        rank_pool(2).run(soak, replace(SHORT, part=Faulty))
+        rank_pool(2).run(run_soak, replace(SHORT, part=Faulty))
 
 
 @pytest.fixture
@@ -133,11 +133,11 @@ def _draw_many(source: SoakInputSource) -> list[SoakInputs]:
 
 
 def test_compare_with_oracle_finds_wrong_rows(sources: list[SoakInputSource]) -> None:
-    from modular_kernel.testing.verify.over_ranks import recipe_over_ranks
+    from modular_kernel.testing.verify.over_ranks import compute_recipe_across_ranks
 
     problem = sources[0].problem
     inputs = sources[0].draw_inputs((5, 3))
-    correct = recipe_over_ranks(inputs.global_inputs, problem)[:5].to(problem.dtype)
+    correct = compute_recipe_across_ranks(inputs.global_inputs, problem)[:5].to(problem.dtype)
     share, wrong = compare_with_oracle(inputs, correct, problem)
     assert (share < 0.6, wrong) == (True, "")
     for spoil in (lambda out: out[4].mul_(1.05), lambda out: out[2].fill_(float("nan"))):
@@ -150,9 +150,11 @@ def test_compare_with_oracle_finds_wrong_rows(sources: list[SoakInputSource]) ->
         many, torch.device("cpu"), random.Random(3), replicated=False, ids_dtype=torch.int64
     )
     many_inputs = source.draw_inputs((64, 0))
-    out = recipe_over_ranks(many_inputs.global_inputs, many).to(many.dtype)
+    out = compute_recipe_across_ranks(many_inputs.global_inputs, many).to(many.dtype)
     assert compare_with_oracle(many_inputs, out, many)[1] == ""
     out[9] *= 1.04  # a small share of the output
-    assert compare_with_oracle(many_inputs, out, many)[1].endswith("1 rows far off")
+    assert compare_with_oracle(many_inputs, out, many)[1].endswith(
+        "1 rows exceed the bound for rows"
+    )
     swapped = correct[[1, 0, 2, 3, 4]]
     assert compare_with_oracle(inputs, swapped, problem)[0] > 10

@@ -1,8 +1,8 @@
 """Adapters of a case: the slots that its tokens use, and the matrices of the slots.
 
-Slots differ in scaling and in rank, from the problem's rank down to 1. An unused slot is filled
-with NaN, because nothing may read it. The standard deviation is about 1 for the layer's output, and
-about 0.5 for an adapter's contribution, so that a wrong or missing adapter is detected.
+Slots differ in scaling and in rank, from the problem's rank down to 1. Unused slots are filled with
+NaN, because nothing may read them. The layer's output has a standard deviation of about 1, and the
+contribution of an adapter one of about 0.5, so that a wrong or missing adapter is detected.
 """
 
 from typing import Literal
@@ -13,9 +13,9 @@ from modular_kernel.spec.problem import Problem
 
 # Assignments of adapter slots to the tokens of a call.
 SLOT_PATTERNS = (
-    "mixed",  # a random slot or none per token; with three or more slots the last one is unused
-    "sequences",  # runs of five tokens, the first run without an adapter
-    "nobody",  # all -1
+    "mixed",  # per token a random slot or -1; with three or more slots, the last one is unused
+    "sequences",  # runs of five tokens with the same slot, the first run without an adapter
+    "nobody",  # -1 for every token
     "without",  # the call passes adapters_T="none"
 )
 _RUN_LENGTH = 5
@@ -27,7 +27,7 @@ def draw_slots(
 ) -> torch.Tensor | Literal["none"] | None:
     """Draw `adapters_T` of a routing: (T,) int32, "none", or None.
 
-    None means that the problem has no adapters, "none" that the call uses none.
+    None means that the problem has no adapters, and "none" that the call does not use them.
     """
     spec, tokens = problem.adapters, problem.tokens
     if spec is None:
@@ -46,8 +46,8 @@ def draw_slots(
     return slots_T.to(torch.int32)
 
 
-def rank_of(slot: int, rank: int) -> int:
-    """Return the rank of a slot's adapter, cycling through `rank`, two thirds of it, and 1."""
+def choose_rank(slot: int, rank: int) -> int:
+    """Return the rank of a slot's adapter: `rank`, 2/3 of it, and 1, cyclically by slot."""
     return max(1, (rank, rank * 2 // 3, 1)[slot % 3])
 
 
@@ -58,9 +58,12 @@ def make_adapters(
     *,
     with_gaps: bool,
 ) -> dict[str, torch.Tensor]:
-    """Draw the matrices of every slot, by their names in ExpertWeights; {} without adapters.
+    """Draw the matrices of every slot, keyed by their names in ExpertWeights.
 
-    with_gaps: leave gaps filled with NaN between slots and between experts.
+    Returns {} if the problem has no adapters.
+
+    slots_T: the result of `draw_slots`. The matrices of slots that it does not use are NaN.
+    with_gaps: whether to leave gaps, filled with NaN, between the rows of the matrices.
     """
     spec = problem.adapters
     if spec is None:
@@ -70,7 +73,7 @@ def make_adapters(
     used_slots = set(slots_T.tolist()) if isinstance(slots_T, torch.Tensor) else set()
     a13, b13, a2, b2 = (matrices[name] for name in shapes)
     for slot in range(spec.adapters):
-        rank = rank_of(slot, spec.rank)
+        rank = choose_rank(slot, spec.rank)
         for a in (a13, a2):  # (e, halves of R rows, K)
             halves = a[slot].view(a.shape[1], -1, spec.rank, a.shape[-1])
             halves[:, :, rank:] = 0

@@ -9,11 +9,16 @@ from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
 
 @dataclass(frozen=True)
 class Case:
-    """One test case: a pairing by name, a problem, a kind of routing, and a seed.
+    """One test case: the names of a pairing, a problem, a kind of routing, and a seed.
 
-    prepare_finalize, experts: names of the two parts in the catalog. routing: one of
-    `inputs.ROUTINGS`. variation: memory layout and values of the tensors. interleaved_calls:
-    whether calls of a second kernel, for another problem, are interleaved with those of the first.
+    Attributes:
+        prepare_finalize, experts: names of the two parts in the catalog.
+        problem: the problem of the layer and the call.
+        routing: one of `inputs.ROUTING_KINDS`.
+        seed: seed of the inputs.
+        variation: memory layout and values of the tensors.
+        interleaved_calls: whether calls of a second kernel, for another problem, are interleaved
+            with those of the first.
     """
 
     prepare_finalize: str
@@ -40,7 +45,7 @@ class Case:
             "values": (self.variation.values, ORDINARY.values),
             "named": (self.variation.slot_pattern, ORDINARY.slot_pattern),
             "nan": (self.variation.nan, ORDINARY.nan),
-            "own-scales": (self.variation.own_scales, False),
+            "own-scales": (self.variation.has_short_scales, False),
             "by-turns": (self.interleaved_calls, False),
         }
         return {name: value for name, (value, default) in options.items() if value != default}
@@ -74,7 +79,7 @@ def command(case: Case) -> str:
 
 
 def _non_default_fields(problem: Problem) -> dict[str, object]:
-    """Return the options of the less common problem fields, without those at their defaults."""
+    """Return the options of the less common problem fields that differ from their defaults."""
     ids_dtype = problem.ids_dtype
     options = {
         "local-experts": (problem.local_experts, None),

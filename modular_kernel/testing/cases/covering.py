@@ -1,7 +1,7 @@
 """Pairwise covering arrays: few rows that contain every pair of values of two axes.
 
-A `Space` defines which rows are invalid and why, which rows compute anything, and the cost of a
-row. Rows are chosen greedily: several candidates are built value by value, and the one that covers
+A `Space` defines which rows are invalid and why, which rows compute anything, and what a row costs.
+Rows are chosen greedily: several candidates are built value by value, and the candidate that covers
 the most new pairs per cost is taken. Equal spaces give equal rows on every machine.
 """
 
@@ -13,11 +13,11 @@ from itertools import combinations
 from operator import add
 from typing import Any
 
-Row = tuple[int, ...]  # the index of one value for each axis
-Pair = tuple[int, int]  # value ids of two axes, ascending (see Space.value_ids)
+Row = tuple[int, ...]  # for each axis, the index of one of its values
+Pair = tuple[int, int]  # value ids (see Space.value_ids) of two axes, ascending
 
-_CANDIDATES = 8
-_EXTRA_CANDIDATES = 8  # drawn if some of _CANDIDATES are invalid
+_NUM_CANDIDATES = 8
+_NUM_EXTRA_CANDIDATES = 8  # drawn if some of the first _NUM_CANDIDATES are invalid
 _MAX_REPAIRS = 6  # maximum number of values that are changed to make an invalid row valid
 
 
@@ -25,9 +25,11 @@ _MAX_REPAIRS = 6  # maximum number of values that are changed to make an invalid
 class Axis:
     """One property that varies.
 
-    values: the values, the default first. idle: values with which a row computes nothing, such as
-    tokens=0; a row with one covers only the pairs that include it. varies_cost: whether the values
-    differ in cost.
+    Attributes:
+        values: the values, with the default first.
+        idle: values with which a row computes nothing, such as tokens=0. A row with an idle value
+            covers only the pairs that include this value.
+        varies_cost: whether the values differ in cost.
     """
 
     name: str
@@ -38,40 +40,43 @@ class Axis:
 
 @dataclass(frozen=True)
 class Space:
-    """Rows over `axes`.
+    """The rows over `axes`, which of them are valid, and what they cost.
 
-    rejections_of: returns every reason why a row is invalid, none if it is valid. computes: returns
-    whether a valid row computes anything. cost: returns the cost of running a row, positive, in any
-    unit; also called on partial rows.
+    Attributes:
+        axes: the axes.
+        list_rejections: returns every reason why a row is invalid; empty if it is valid.
+        computes: returns whether a valid row computes anything.
+        cost: returns the positive cost of running a row, in any unit. It is also called with rows
+            that are still being built.
     """
 
     axes: tuple[Axis, ...]
-    rejections_of: Callable[[Row], Sequence[str]]
+    list_rejections: Callable[[Row], Sequence[str]]
     computes: Callable[[Row], bool]
     cost: Callable[[Sequence[int]], float]
 
     def value_ids(self, row: Row) -> tuple[int, ...]:
-        """Return the id of each value of `row`: its index among the values of all axes."""
-        return tuple(map(add, self.starts, row))
+        """Return the id of each value in `row`: its index among the values of all axes."""
+        return tuple(map(add, self.first_value_ids, row))
 
     @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """The id of each axis's first value."""
-        starts, total = [], 0
+    def first_value_ids(self) -> tuple[int, ...]:
+        """The id of the first value of each axis."""
+        first_value_ids, total = [], 0
         for axis in self.axes:
-            starts.append(total)
+            first_value_ids.append(total)
             total += len(axis.values)
-        return tuple(starts)
+        return tuple(first_value_ids)
 
     @property
-    def size(self) -> int:
-        """The number of values of all axes."""
+    def num_values(self) -> int:
+        """The total number of values of all axes."""
         return sum(len(axis.values) for axis in self.axes)
 
     @cached_property
     def idle(self) -> frozenset[int]:
         """The ids of all idle values."""
-        starts_and_axes = zip(self.starts, self.axes, strict=True)
+        starts_and_axes = zip(self.first_value_ids, self.axes, strict=True)
         return frozenset(
             start + i
             for start, axis in starts_and_axes
@@ -81,25 +86,25 @@ class Space:
 
     def describe(self, value_id: int) -> str:
         """Return the value with this id as "axis=value"."""
-        for axis, start in zip(self.axes, self.starts, strict=True):
+        for axis, start in zip(self.axes, self.first_value_ids, strict=True):
             if start <= value_id < start + len(axis.values):
                 return f"{axis.name}={axis.values[value_id - start]}"
         raise IndexError(value_id)
 
     def pairs(self) -> Iterator[Pair]:
-        """Yield every two values of different axes."""
+        """Yield every pair of values of different axes."""
         bounds = [
             range(start, start + len(axis.values))
-            for start, axis in zip(self.starts, self.axes, strict=True)
+            for start, axis in zip(self.first_value_ids, self.axes, strict=True)
         ]
         for first, second in combinations(bounds, 2):
             yield from ((a, b) for a in first for b in second)
 
-    def covered(self, row: Row) -> frozenset[Pair]:
+    def list_covered_pairs(self, row: Row) -> frozenset[Pair]:
         """Return the pairs that a valid row covers.
 
-        A row that computes something covers all its pairs. Otherwise it covers only the pairs that
-        include one of its idle values.
+        A row that computes something covers all of its pairs. A row that computes nothing covers
+        only the pairs that include one of its idle values.
         """
         ids = self.value_ids(row)
         if self.computes(row):
@@ -109,10 +114,14 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Array:
-    """Rows that cover every possible pair of a space; impossible pairs are listed with the reason.
+class CoveringArray:
+    """Rows that cover every possible pair of a space.
 
-    idle_pairs: pairs that occur in valid rows, but in none that computes anything.
+    Attributes:
+        space: the space.
+        rows: the rows.
+        impossible: maps each pair that no valid row contains to the reason.
+        idle_pairs: pairs that occur in valid rows, but in no row that computes anything.
     """
 
     space: Space
@@ -123,40 +132,52 @@ class Array:
     @cached_property
     def covered_pairs(self) -> frozenset[Pair]:
         """The pairs that the rows cover."""
-        return frozenset[Pair]().union(*(self.space.covered(row) for row in self.rows))
+        return frozenset[Pair]().union(*(self.space.list_covered_pairs(row) for row in self.rows))
 
-    def missing(self) -> tuple[Pair, ...]:
+    def missing_pairs(self) -> tuple[Pair, ...]:
         """Return the possible pairs that no row covers."""
         excluded = self.covered_pairs | self.impossible.keys() | self.idle_pairs
         return tuple(pair for pair in self.space.pairs() if pair not in excluded)
 
 
-def has_row(space: Space) -> bool:
+def has_valid_row(space: Space) -> bool:
     """Return whether `covering_array` finds any row."""
-    return _Builder(space, random.Random(0)).default_row() is not None
+    return _Builder(space, random.Random(0)).find_default_row() is not None
 
 
-def covering_array(space: Space, seed: int = 0) -> Array:
-    """Draw the rows. There are none if no valid row is found from the default values."""
+def covering_array(space: Space, seed: int = 0) -> CoveringArray:
+    """Draw the rows of a covering array.
+
+    The array has no rows if no valid row can be reached from the default values.
+    """
     return _Builder(space, random.Random(seed)).draw()
 
 
 class _Builder:
-    """Builds one covering array. rows_by_pair: a valid row for each possible pair."""
+    """Builds one covering array.
+
+    Attributes:
+        rejections_by_row: cache of `Space.list_rejections`.
+        rows_by_pair: a valid row for each possible pair.
+    """
 
     def __init__(self, space: Space, rng: random.Random) -> None:
         self.space, self.rng = space, rng
-        self.starts, self.count, self.idle = space.starts, len(space.axes), space.idle
-        self.axis_of = [i for i, axis in enumerate(space.axes) for _ in axis.values]
+        self.first_value_ids, self.num_axes, self.idle = (
+            space.first_value_ids,
+            len(space.axes),
+            space.idle,
+        )
+        self.axis_by_value_id = [i for i, axis in enumerate(space.axes) for _ in axis.values]
         self.rejections_by_row: dict[Row, Sequence[str]] = {}
         self.rows_by_pair: dict[Pair, Row] = {}
-        # For each value id, a bit set of the ids that are compatible, incompatible, or not yet
-        # covered.
-        self.compatible = [0] * space.size
-        self.incompatible = [-1] * space.size
-        self.uncovered = [0] * space.size
+        # For each value id, bit sets of the value ids that are compatible with it, that are
+        # incompatible, and whose pair with it is not yet covered.
+        self.compatible = [0] * space.num_values
+        self.incompatible = [-1] * space.num_values
+        self.uncovered = [0] * space.num_values
 
-    def draw(self) -> Array:
+    def draw(self) -> CoveringArray:
         space = self.space
         impossible = self._find_impossible()
         remaining = dict.fromkeys(self.rows_by_pair)  # ordered, unlike a set
@@ -168,8 +189,8 @@ class _Builder:
         rows: list[Row] = []
         idle_pairs = set[Pair]()
         while remaining:
-            row = self._best_row(next(iter(remaining)))
-            newly_covered = [pair for pair in space.covered(row) if pair in remaining]
+            row = self._find_best_row(next(iter(remaining)))
+            newly_covered = [pair for pair in space.list_covered_pairs(row) if pair in remaining]
             if not newly_covered:  # the row contains the pair but computes nothing
                 pair = next(iter(remaining))
                 idle_pairs.add(pair)
@@ -179,11 +200,13 @@ class _Builder:
                 del remaining[a, b]
                 self.uncovered[a] &= ~(1 << b)
                 self.uncovered[b] &= ~(1 << a)
-        return Array(space, tuple(self._drop_redundant(rows)), impossible, frozenset(idle_pairs))
+        return CoveringArray(
+            space, tuple(self._drop_redundant(rows)), impossible, frozenset(idle_pairs)
+        )
 
     def _drop_redundant(self, rows: list[Row]) -> list[Row]:
-        """Drop rows, costly ones first, whose pairs are all covered by other rows."""
-        covered = {row: self.space.covered(row) for row in rows}
+        """Drop rows whose pairs are all covered by other rows, the most costly rows first."""
+        covered = {row: self.space.list_covered_pairs(row) for row in rows}
         cover_counts: dict[Pair, int] = {}
         for pairs in covered.values():
             for pair in pairs:
@@ -199,55 +222,63 @@ class _Builder:
     # ------------------------------------------------------------------------ impossible pairs
 
     def _find_impossible(self) -> dict[Pair, str]:
-        """Fill `rows_by_pair`; return the pairs that no valid row contains, with their reasons."""
+        """Fill `rows_by_pair`; return the pairs that no valid row contains, and why."""
         space = self.space
-        default_row = self.default_row()
+        default_row = self.find_default_row()
         if default_row is None:
-            return {pair: self._reason((0,) * self.count) for pair in space.pairs()}
-        rows_by_value = self._rows_by_value(default_row)
+            return {pair: self._find_reason((0,) * self.num_axes) for pair in space.pairs()}
+        rows_by_value = self._find_rows_by_value(default_row)
         impossible = {}
         for pair in space.pairs():
-            axes = [self.axis_of[value_id] for value_id in pair]
+            axes = [self.axis_by_value_id[value_id] for value_id in pair]
             values = [
-                value_id - self.starts[axis] for value_id, axis in zip(pair, axes, strict=True)
+                value_id - self.first_value_ids[axis]
+                for value_id, axis in zip(pair, axes, strict=True)
             ]
             single_rows = [rows_by_value.get(value_id) for value_id in pair]
             if None in single_rows:
                 invalid = single_rows.index(None)
-                reason = self._reason(_with(default_row, axes[invalid], values[invalid]))
+                reason = self._find_reason(
+                    _replace_value(default_row, axes[invalid], values[invalid])
+                )
                 impossible[pair] = reason
                 continue
-            row_with_pair = self._row_with(default_row, single_rows, axes, values)
+            row_with_pair = self._find_row_with(default_row, single_rows, axes, values)
             if row_with_pair is None:
-                row = _with(_with(default_row, axes[0], values[0]), axes[1], values[1])
-                impossible[pair] = self._reason(row)
+                row = _replace_value(
+                    _replace_value(default_row, axes[0], values[0]), axes[1], values[1]
+                )
+                impossible[pair] = self._find_reason(row)
             else:
                 self.rows_by_pair[pair] = row_with_pair
         return impossible
 
-    def default_row(self) -> Row | None:
+    def find_default_row(self) -> Row | None:
         """Return a valid row with as many default values as possible, or None."""
-        return self._repair((0,) * self.count, frozenset())
+        return self._repair((0,) * self.num_axes, frozenset())
 
-    def _rows_by_value(self, default_row: Row) -> dict[int, Row]:
+    def _find_rows_by_value(self, default_row: Row) -> dict[int, Row]:
         """Return a valid row, close to the default row, for each value that has one."""
         rows = {}
-        for axis, start in enumerate(self.starts):
+        for axis, start in enumerate(self.first_value_ids):
             for value in range(len(self.space.axes[axis].values)):
-                row = self._repair(_with(default_row, axis, value), frozenset({axis}))
+                row = self._repair(_replace_value(default_row, axis, value), frozenset({axis}))
                 if row is not None:
                     rows[start + value] = row
         return rows
 
-    def _row_with(
+    def _find_row_with(
         self, default_row: Row, value_rows: Sequence[Row | None], axes: list[int], values: list[int]
     ) -> Row | None:
-        """Return a valid row with two values, preferably one that computes something."""
+        """Return a valid row with the given values of two axes, or None.
+
+        A row that computes something is preferred. value_rows: a valid row for each of the values.
+        """
         idle_row = None
         for start in (default_row, *value_rows):
             assert start is not None
-            row = _with(_with(start, axes[0], values[0]), axes[1], values[1])
-            if not self._rejections(row):
+            row = _replace_value(_replace_value(start, axes[0], values[0]), axes[1], values[1])
+            if not self._get_rejections(row):
                 if self.space.computes(row):
                     return row
                 idle_row = idle_row or row
@@ -255,7 +286,7 @@ class _Builder:
             return idle_row
         for start in (default_row, *value_rows):
             assert start is not None
-            row = _with(_with(start, axes[0], values[0]), axes[1], values[1])
+            row = _replace_value(_replace_value(start, axes[0], values[0]), axes[1], values[1])
             repaired = self._repair(row, frozenset(axes))
             if repaired is not None:
                 return repaired
@@ -264,88 +295,88 @@ class _Builder:
     def _repair(self, row: Row, fixed: frozenset[int]) -> Row | None:
         """Return `row`, or a similar valid row with the same values of the `fixed` axes, or None.
 
-        Each step makes the one change that leaves the fewest rejections.
+        Each step changes the one value that leaves the fewest rejections.
         """
         for _ in range(_MAX_REPAIRS):
-            reasons = len(self._rejections(row))
+            reasons = len(self._get_rejections(row))
             if not reasons:
                 return row
             best = row
-            for axis in range(self.count):
+            for axis in range(self.num_axes):
                 if axis in fixed:
                     continue
                 for value in range(len(self.space.axes[axis].values)):
-                    changed = _with(row, axis, value)
-                    if len(self._rejections(changed)) < reasons:
-                        best, reasons = changed, len(self._rejections(changed))
+                    changed = _replace_value(row, axis, value)
+                    if len(self._get_rejections(changed)) < reasons:
+                        best, reasons = changed, len(self._get_rejections(changed))
             if best == row:
                 return None
             row = best
-        return None if self._rejections(row) else row
+        return None if self._get_rejections(row) else row
 
-    def _rejections(self, row: Row) -> Sequence[str]:
+    def _get_rejections(self, row: Row) -> Sequence[str]:
         rejections = self.rejections_by_row.get(row)
         if rejections is None:
-            rejections = self.rejections_by_row[row] = self.space.rejections_of(row)
+            rejections = self.rejections_by_row[row] = self.space.list_rejections(row)
         return rejections
 
-    def _reason(self, row: Row) -> str:
-        return next(iter(self._rejections(row)), "no valid row is known")
+    def _find_reason(self, row: Row) -> str:
+        return next(iter(self._get_rejections(row)), "no valid row is known")
 
     # ------------------------------------------------------------------------------ drawing rows
 
-    def _best_row(self, pair: Pair) -> Row:
-        """Return a row with `pair` that covers many new pairs per cost: the best of the candidates.
+    def _find_best_row(self, pair: Pair) -> Row:
+        """Return the valid candidate with `pair` that covers the most new pairs per cost.
 
-        Falls back to the row in `rows_by_pair`.
+        Returns the row in `rows_by_pair` if no candidate is valid.
         """
         best, best_gain = self.rows_by_pair[pair], 0.0
         num_candidates = 0
-        for _ in range(_CANDIDATES + _EXTRA_CANDIDATES):
-            row = self._candidate(pair)
-            gain = self._gain(row) / self.space.cost(row)
-            if gain <= best_gain or self._rejections(row) or not self._covers(row, pair):
+        for _ in range(_NUM_CANDIDATES + _NUM_EXTRA_CANDIDATES):
+            row = self._build_candidate(pair)
+            gain = self._count_new_pairs(row) / self.space.cost(row)
+            if gain <= best_gain or self._get_rejections(row) or not self._covers(row, pair):
                 continue
             best, best_gain, num_candidates = row, gain, num_candidates + 1
-            if num_candidates == _CANDIDATES:
+            if num_candidates == _NUM_CANDIDATES:
                 break
         return best
 
     def _covers(self, row: Row, pair: Pair) -> bool:
         return not self.idle.isdisjoint(pair) or self.space.computes(row)
 
-    def _gain(self, row: Row) -> int:
-        """Return how many uncovered pairs `row` covers.
+    def _count_new_pairs(self, row: Row) -> int:
+        """Return how many uncovered pairs `row` covers, multiplied by two.
 
         Pairs are counted from each value of the row, so every pair counts twice. If the row has
-        idle values, they are counted from these only.
+        idle values, pairs are counted from the idle values only.
         """
         value_ids = self.space.value_ids(row)
-        value_bits = _bits(value_ids)
+        value_bits = _make_bit_set(value_ids)
         counted = [i for i in value_ids if i in self.idle] or value_ids
         return sum((self.uncovered[value_id] & value_bits).bit_count() for value_id in counted)
 
-    def _candidate(self, pair: Pair) -> Row:
+    def _build_candidate(self, pair: Pair) -> Row:
         """Build a row with `pair` from pairwise compatible values.
 
-        For each other axis, in random order, take the value that covers the most new pairs, per
-        cost where the values differ in cost.
+        For each other axis, in random order, choose the value that covers the most new pairs. If
+        the values of the axis differ in cost, choose the value that covers the most per cost.
         """
-        row = [0] * self.count  # the default values, until others are chosen
-        fixed = {self.axis_of[value_id]: value_id for value_id in pair}
+        row = [0] * self.num_axes  # the default values, until others are chosen
+        fixed = {self.axis_by_value_id[value_id]: value_id for value_id in pair}
         for axis, value_id in fixed.items():
-            row[axis] = value_id - self.starts[axis]
-        bits = _bits(pair)
-        rest = [axis for axis in range(self.count) if axis not in fixed]
-        self.rng.shuffle(rest)
-        for axis in rest:
+            row[axis] = value_id - self.first_value_ids[axis]
+        bits = _make_bit_set(pair)
+        remaining_axes = [axis for axis in range(self.num_axes) if axis not in fixed]
+        self.rng.shuffle(remaining_axes)
+        for axis in remaining_axes:
             row[axis], value_id = self._choose_value(axis, row, bits)
             bits |= 1 << value_id
         return tuple(row)
 
     def _choose_value(self, axis: int, row: list[int], bits: int) -> tuple[int, int]:
         """Choose a value of `axis` for a row with the values `bits`; return (index, id)."""
-        start, varies_cost = self.starts[axis], self.space.axes[axis].varies_cost
+        start, varies_cost = self.first_value_ids[axis], self.space.axes[axis].varies_cost
         end = start + len(self.space.axes[axis].values)
         cost, random_tie, uncovered = self.space.cost, self.rng.random, self.uncovered
         best, best_score = start, -1.0
@@ -361,13 +392,13 @@ class _Builder:
         return best - start, best
 
 
-def _with(row: Row, axis: int, value: int) -> Row:
-    """Return `row` with another value of `axis`, given by its index."""
+def _replace_value(row: Row, axis: int, value: int) -> Row:
+    """Return `row` with another value of `axis`. value: the index of the value."""
     return (*row[:axis], value, *row[axis + 1 :])
 
 
-def _bits(value_ids: Sequence[int]) -> int:
-    """Return a bit set of `value_ids`."""
+def _make_bit_set(value_ids: Sequence[int]) -> int:
+    """Make a bit set of `value_ids`."""
     bits = 0
     for value_id in value_ids:
         bits |= 1 << value_id

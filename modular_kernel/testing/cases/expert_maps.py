@@ -5,8 +5,11 @@ import torch
 from modular_kernel.spec.problem import Problem
 
 
-def random_expert_map(problem: Problem, generator: torch.Generator) -> torch.Tensor | None:
-    """Return a map of e random experts to local rows in random order, -1 elsewhere; or None."""
+def draw_expert_map(problem: Problem, generator: torch.Generator) -> torch.Tensor | None:
+    """Draw an expert map, (E,) int32: e random experts have local rows in random order.
+
+    The other experts have -1. Returns None if the problem has no expert map.
+    """
     if not problem.expert_map:
         return None
     local_ids = torch.randperm(problem.experts, generator=generator)[: problem.e]
@@ -15,10 +18,10 @@ def random_expert_map(problem: Problem, generator: torch.Generator) -> torch.Ten
     return expert_map
 
 
-def with_other_skip_values(expert_map: torch.Tensor, num_local: int) -> torch.Tensor:
+def replace_skip_values(expert_map: torch.Tensor, num_local: int) -> torch.Tensor:
     """Return the map with values other than -1 for remote experts.
 
-    Any value outside [0, num_local) must be skipped like -1.
+    Parts must skip any value outside [0, num_local) like -1.
     """
     invalid_rows = torch.tensor(
         [num_local, -1, num_local + 7, -2, 2**31 - 1, -(2**31)], dtype=torch.int32

@@ -1,8 +1,8 @@
 """Hand-picked cases with sizes that the axes of the pairwise cases do not reach.
 
 Special shapes are needed to reach a second iteration of a loop over columns, a group of columns
-whose size is not a power of two, or rows that several programs share. One or two cases per shape
-are enough.
+whose size is not a power of two, or rows that several programs process together. One or two cases
+per shape are enough.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from modular_kernel.catalog import check, load_catalog
 from modular_kernel.spec.problem import ActivationSpec, Combine, Machine, Problem
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import InputVariation
-from modular_kernel.testing.cases.nan import nan_problems
-from modular_kernel.testing.cases.path_coverage import external_path_cases, path_cases
-from modular_kernel.testing.cases.row_order import in_row_order
+from modular_kernel.testing.cases.nan import list_nan_problems
+from modular_kernel.testing.cases.path_coverage import list_external_path_cases, list_path_cases
+from modular_kernel.testing.cases.row_order import apply_part_row_order
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
 _PEAK_VALUES = InputVariation(values="peaks")
@@ -25,21 +25,31 @@ _BASE = Problem(tokens=5, hidden=48, intermediate=16, experts=1, top_k=1, dtype=
 HandpickedCase = tuple[Problem, str, InputVariation]  # the second value is the kind of routing
 
 
-def handpicked_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, ...]:
+def list_handpicked_cases(
+    prepare_finalize: str, experts: str, machine: Machine
+) -> tuple[Case, ...]:
     """Return the hand-picked cases that a pairing supports on a machine."""
-    # The interpreter's time is proportional to the depth, so interpreted parts get shorter rows.
+    # The interpreter's time is proportional to K, so parts in Triton get shorter rows.
     interpreted = "triton" in load_catalog().experts(experts).requires.packages
-    small = (*_few_tokens(), *_packed_weights(), *_copied_rows(), *_min_scales(), *_ties())
-    small = (*small, *_thresholds())
-    long_rows = _long_rows(16400 if interpreted else 32800)
-    nan = ((problem, "uniform", InputVariation(nan=names)) for problem, names in nan_problems())
-    paths = (
-        *path_cases(experts),
-        *external_path_cases(prepare_finalize, experts, machine),
+    small = (
+        *_list_few_token_cases(),
+        *_list_packed_cases(),
+        *_list_copied_row_cases(),
+        *_list_min_scale_cases(),
+        *_list_tie_cases(),
     )
-    selected = (*_groups(), *_tensor_scales(), *small, *long_rows, *nan, *paths)
+    small = (*small, *_list_threshold_cases())
+    long_rows = _list_long_row_cases(16400 if interpreted else 32800)
+    nan = (
+        (problem, "uniform", InputVariation(nan=names)) for problem, names in list_nan_problems()
+    )
+    paths = (
+        *list_path_cases(experts),
+        *list_external_path_cases(prepare_finalize, experts, machine),
+    )
+    selected = (*_list_group_cases(), *_list_tensor_scale_cases(), *small, *long_rows, *nan, *paths)
     candidates = (
-        (in_row_order(p, experts), routing, variation) for p, routing, variation in selected
+        (apply_part_row_order(p, experts), routing, variation) for p, routing, variation in selected
     )
     return tuple(
         Case(prepare_finalize, experts, problem, routing, variation=variation)
@@ -48,11 +58,11 @@ def handpicked_cases(prepare_finalize: str, experts: str, machine: Machine) -> t
     )
 
 
-def _groups() -> Iterator[HandpickedCase]:
-    """Yield groups of activations whose size is not a power of two.
+def _list_group_cases() -> Iterator[HandpickedCase]:
+    """Yield cases with groups of activations whose size is not a power of two.
 
-    They are smaller than the block of columns of a program. The last case has more groups than one
-    program handles.
+    The groups are smaller than the block of columns of a program. The last case has more groups
+    than one program handles.
     """
     base = replace(_BASE, tokens=7, experts=5, top_k=2)
     ragged = replace(base, hidden=160, intermediate=136)
@@ -69,11 +79,11 @@ def _groups() -> Iterator[HandpickedCase]:
     yield many, "uniform", InputVariation()
 
 
-def _tensor_scales() -> Iterator[HandpickedCase]:
-    """Yield schemes with one scale for all tokens, and more columns or rows than a program reads.
+def _list_tensor_scale_cases() -> Iterator[HandpickedCase]:
+    """Yield cases with one scale for all tokens, and more columns or rows than a program reads.
 
-    If the scale is computed, the largest value of x is the first one of the last token. With a
-    single token, it is the last value.
+    If the scale is computed, the largest value of x is the first value of the last token. With a
+    single token, it is the last value of that token.
     """
     wide = replace(_BASE, hidden=1040, quant="fp8_w8a8_tensor")
     yield replace(wide, dtype=_FP16), "uniform", _PEAK_VALUES
@@ -83,10 +93,10 @@ def _tensor_scales() -> Iterator[HandpickedCase]:
     yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", InputVariation()
 
 
-def _min_scales() -> Iterator[HandpickedCase]:
-    """Yield values so small that the computed scale is clamped to its minimum.
+def _list_min_scale_cases() -> Iterator[HandpickedCase]:
+    """Yield cases with values so small that the computed scale is clamped to its minimum.
 
-    The activation is about linear at 0. With the other activations, h would underflow to 0.
+    The activation is approximately linear at 0. With other activations, h would underflow to 0.
     """
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
     faint = replace(_BASE, activation=linear)
@@ -94,17 +104,17 @@ def _min_scales() -> Iterator[HandpickedCase]:
     yield replace(faint, quant="fp8_w8a8_tensor"), "uniform", InputVariation(values="faint")
 
 
-def _thresholds() -> Iterator[HandpickedCase]:
-    """Yield sizes above the thresholds at which host code switches to another implementation.
+def _list_threshold_cases() -> Iterator[HandpickedCase]:
+    """Yield cases above the thresholds at which host code switches to another implementation.
 
-    Calls with fewer tokens are below the thresholds. The sums are long enough that adding in
-    another order changes bits, which batch-invariant problems with adapters must not show.
+    Calls with fewer tokens are below the thresholds. The sums are so long that another order of
+    summation changes bits, which must not happen in batch-invariant problems.
     """
     wide = replace(_BASE, hidden=160, intermediate=96, dtype=torch.float32, batch_invariant=True)
     # Threshold 8192 on pairs times columns of x A^T, the first product of an adapter.
     lora = replace(wide, experts=3, lora="adapters=3,rank=80")
     yield replace(lora, tokens=35, top_k=3), "skips", InputVariation()
-    # Threshold 4096 on pairs: up to it, one launch counts the pairs of each expert.
+    # Up to the threshold of 4096 pairs, a single launch counts the pairs of each expert.
     many = replace(wide, tokens=520, hidden=80, intermediate=32, experts=9, top_k=8)
     yield replace(many, batch_invariant=False), "skips", InputVariation()
     # Threshold 4096 on the row length of the adapters' A.
@@ -115,11 +125,11 @@ def _thresholds() -> Iterator[HandpickedCase]:
     )
 
 
-def _ties() -> Iterator[HandpickedCase]:
-    """Yield x at midpoints between values of the quantized dtype.
+def _list_tie_cases() -> Iterator[HandpickedCase]:
+    """Yield cases in which x consists of midpoints between values of the quantized dtype.
 
-    Only these distinguish rounding half to even from rounding half up. Parts may quantize few and
-    many tokens in different kernels, so there are cases of both.
+    Only midpoints distinguish rounding half to even from rounding half up. Parts may quantize few
+    and many tokens in different kernels, so there are cases of both.
     """
     ties = InputVariation(values="ties")
     few_tokens = replace(_BASE, tokens=3, hidden=160, intermediate=96, experts=17, top_k=2)
@@ -138,11 +148,11 @@ def _ties() -> Iterator[HandpickedCase]:
         yield replace(many_tokens, quant=quant, dtype=_FP16), "skips", ties
 
 
-def _few_tokens() -> Iterator[HandpickedCase]:
-    """Yield a few tokens over many experts, which some parts process one by one.
+def _list_few_token_cases() -> Iterator[HandpickedCase]:
+    """Yield cases with few tokens and many experts, whose tokens some parts process one by one.
 
     In the cases with blocks, the first up row is not at the start of a block of scales. In the last
-    case, which has one expert, reading past its last row leaves the buffer.
+    case, which has one expert, a read past the last row is outside of the buffer.
     """
     base = replace(_BASE, tokens=1, hidden=160, intermediate=80, experts=17)
     blocks = replace(base, quant="fp8_w8a8_block:block=48x64")
@@ -154,8 +164,8 @@ def _few_tokens() -> Iterator[HandpickedCase]:
     yield ragged, "uniform", InputVariation()
 
 
-def _packed_weights() -> Iterator[HandpickedCase]:
-    """Yield packed weights of several experts with biases, for specialized kernels."""
+def _list_packed_cases() -> Iterator[HandpickedCase]:
+    """Yield cases with packed weights of several experts and biases, for specialized kernels."""
     packed = replace(_BASE, hidden=128, intermediate=64, experts=5, top_k=2, bias=True)
     zeros = replace(packed, quant="int4_w4a16_group:group=32,zero_points=true")
     interleaved = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0,interleaved=true")
@@ -169,27 +179,27 @@ def _packed_weights() -> Iterator[HandpickedCase]:
     on_input = replace(integers, top_k=1, apply_router_weight_on_input=True)
     ungated = replace(on_input, hidden=192, activation=ActivationSpec.parse("relu2"))
     yield ungated.with_tokens(2), "uniform", InputVariation()
-    # One token in float16: eight experts with one warp each and a ragged depth; then three experts
-    # over eight warps, with repacked words.
+    # One token in float16: first, eight experts with one warp each and a K that is not a multiple
+    # of a block; then, three experts on eight warps, with repacked words.
     one_token = replace(packed, tokens=1, hidden=160, intermediate=32, dtype=_FP16)
     top_8 = replace(one_token, experts=17, top_k=8, activation=interleaved)
     yield replace(top_8, quant="mxfp4_w4a16"), "skips", InputVariation()
     top_3 = replace(one_token, hidden=64, intermediate=160, experts=7, top_k=3)
     yield replace(top_3, quant="mxfp4_w4a16:repacked=true"), "uniform", InputVariation()
-    # Every fourth warp has a full block, and reading past the last expert leaves the buffer. Then
-    # more blocks than are prefetched.
+    # First, every fourth warp has a full block, and a read past the last expert is outside of the
+    # buffer. Then, there are more blocks than are prefetched.
     full_block = replace(zeros, hidden=64, intermediate=256, experts=2)
     yield full_block.with_tokens(1), "uniform", InputVariation()
     top_9 = replace(packed, hidden=2144, intermediate=32, experts=10, top_k=9)
     top_9 = replace(top_9, quant="int4_w4a16_group:group=32")
     yield top_9.with_tokens(1), "uniform", InputVariation()
-    # Many pairs, not a multiple of any number of warps.
+    # Many pairs, whose number is not a multiple of any number of warps.
     top_22 = replace(one_token, hidden=64, experts=40, top_k=22)
     yield replace(top_22, quant="mxfp4_w4a16"), "skips", InputVariation()
 
 
-def _copied_rows() -> Iterator[HandpickedCase]:
-    """Yield top-k rows longer than one program copies, and layers with T = H = I = 1."""
+def _list_copied_row_cases() -> Iterator[HandpickedCase]:
+    """Yield cases with top-k rows longer than one program copies, and with T = H = I = 1."""
     unreduced = replace(_BASE, tokens=2, hidden=1040, experts=2, top_k=2, routed_scaling_factor=2.5)
     yield replace(unreduced, combine=Combine.TOPK_WEIGHTED), "skips", InputVariation()
     smallest = replace(_BASE, tokens=1, hidden=1, intermediate=1, quant="fp8_w8a8_channel")
@@ -198,11 +208,11 @@ def _copied_rows() -> Iterator[HandpickedCase]:
     yield unreduced, "uniform", InputVariation()
 
 
-def _long_rows(hidden: int) -> Iterator[HandpickedCase]:
-    """Yield rows of x with one scale each, of `hidden` values, more than one program holds.
+def _list_long_row_cases(hidden: int) -> Iterator[HandpickedCase]:
+    """Yield cases with rows that share a scale and are longer than one program holds.
 
-    Also rows of h so long that their largest value is mostly beyond the first 16384 values, which
-    one program holds.
+    One case has rows of x of `hidden` values. The other has rows of h that are so long that the
+    largest value is rarely among the first 16384 values, which one program holds.
     """
     base = replace(_BASE, tokens=2, quant="fp8_w8a8_channel")
     yield replace(base, hidden=hidden), "uniform", _PEAK_VALUES

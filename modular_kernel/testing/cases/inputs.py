@@ -1,9 +1,9 @@
 """Make the inputs of a case: seeded, scaled so that errors are visible, and fenced.
 
 Scale: x, the gate and up values, and the output rows of every expert have a standard deviation of
-about 1, so that a limit near 1 acts on many values, and an error of one part in a thousand is
-detected. Router weights are positive and very unequal, so that the effect of a wrong, missing or
-doubled weight is much larger than rounding errors.
+about 1, so that an activation clamp near 1 affects many values, and an error of one part in a
+thousand is detected. Router weights are positive and very unequal, so that the effect of a wrong,
+missing or doubled weight is much larger than rounding errors.
 
 Fences: each tensor is a view into a longer one whose ends are filled with one of `workspace.FILLS`.
 An out-of-bounds read changes the output, and `fences_intact` detects an out-of-bounds write. The
@@ -24,64 +24,69 @@ from modular_kernel.reference import activation
 from modular_kernel.spec.problem import ActivationSpec, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.adapters import SLOT_PATTERNS, draw_slots, make_adapters
-from modular_kernel.testing.cases.expert_maps import random_expert_map, with_other_skip_values
-from modular_kernel.testing.cases.hostile import (
-    TIED_SCALE,
-    VALUES,
-    routing_with_values,
-    x_with_values,
-)
+from modular_kernel.testing.cases.expert_maps import draw_expert_map, replace_skip_values
 from modular_kernel.testing.cases.nan import (
-    insert_nan,
-    nan_arguments,
+    insert_nan_into_weights,
+    insert_nan_into_x,
+    list_nan_arguments,
     route_to_distinct_experts,
     split_names,
-    x_with_nan,
 )
-from modular_kernel.testing.cases.quantized import short_scale_dtype
+from modular_kernel.testing.cases.quantized import choose_short_scale_dtype
+from modular_kernel.testing.cases.value_kinds import (
+    TIED_SCALE,
+    VALUES,
+    apply_values_to_routing,
+    apply_values_to_x,
+)
 from modular_kernel.workspace import FILLS, Fill, poison_tensor
 
-ROUTINGS = (
-    "uniform",  # distinct experts, each as likely as the others
-    "all_to_one",  # every token to the same K experts, which get T rows each
-    "zipf",  # expert r as likely as r ** -1.2
+ROUTING_KINDS = (
+    "uniform",  # distinct experts, all with the same probability
+    "all_to_one",  # every token is routed to the same K experts, which get T rows each
+    "zipf",  # probability of expert r proportional to r ** -1.2
     "empty_experts",  # every second expert gets no token
     "duplicates",  # most tokens have an expert twice, some K times
-    "skips",  # some ids are -1, and all those of one token
+    "skips",  # some ids are -1, including all ids of one token
     "all_skipped",  # all ids are -1
     "out_of_range",  # ids below -1 and from E upwards, to be skipped and counted
     "beyond_int32",  # out of range, but the low 32 bits are valid ids; int64 only
 )
 # Memory layouts of the tensors of a call.
 LAYOUTS = (
-    "plain",  # contiguous, aligned like a separate allocation
-    "transposed",  # weights contiguous along N; x with gaps between rows
-    "spaced",  # gaps between rows of weights and of x, and between experts' matrices
+    "plain",  # contiguous, and aligned like a separate allocation
+    "transposed",  # weights are contiguous along N; x has gaps between rows
+    "spaced",  # gaps between the rows of weights and of x, and between the matrices of experts
     "shifted",  # contiguous, but one element past an aligned address
 )
 
 # Ranges covered by the static scales of x and of h. Their ratio must not be a power of two:
 # otherwise float8 rounds equally with either scale, and swapping the scales goes unnoticed.
 _X_RANGE, _H_RANGE = 5.0, 37.0
-_FENCE = 256  # bytes; keeps every tensor as aligned as a separate allocation
+_FENCE_BYTES = 256  # keeps every tensor as aligned as a separate allocation
 _BIAS_STD = 0.5
-# Router weights of pairs without an expert, used cyclically: the contract allows any value there.
+# Router weights of pairs with an invalid id, used cyclically. The contract allows any value there.
 _UNUSED_WEIGHTS = (math.nan, 7.0, math.inf, -math.inf)
 
 
 @dataclass(frozen=True)
 class InputVariation:
-    """Properties of inputs that the problem leaves open.
+    """Properties of inputs that the problem does not determine.
 
-    layout: one of LAYOUTS. values: one of VALUES. own_scales: use 16-bit scales of weights, if the
-    scheme allows it. slot_pattern: one of SLOT_PATTERNS. nan: names of the arguments that contain a
-    NaN, joined by + (see `cases.nan`); no expert is then used twice. Raises ConfigurationError for
-    unknown values.
+    Raises ConfigurationError for unknown values.
+
+    Attributes:
+        layout: one of LAYOUTS.
+        values: one of VALUES.
+        has_short_scales: whether weight scales are stored in 16 bits, if the scheme allows it.
+        slot_pattern: one of SLOT_PATTERNS.
+        nan: names of the arguments that contain NaN, joined by "+" (see `cases.nan`). If it is not
+            empty, no expert is used twice.
     """
 
     layout: str = "plain"
     values: str = "ordinary"
-    own_scales: bool = False
+    has_short_scales: bool = False
     slot_pattern: str = "mixed"
     nan: str = ""
 
@@ -130,57 +135,61 @@ def make_inputs(
 ) -> Inputs:
     """Make inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
 
-    strided: as far as the problem allows, use transposed weights, gaps between the rows of x
-    (unless inplace), int64 ids, biases of the other dtype, and invalid values other than -1 for
-    remote experts in the expert map. Otherwise tensors are contiguous and ids int32, unless
-    `variation` says otherwise.
+    routing: one of ROUTING_KINDS.
+    strided: if True, use as far as the problem allows transposed weights, gaps between the rows of
+        x (unless inplace), int64 ids, biases with swapped dtypes (b1 in the problem's dtype, b2 in
+        float32), and values other than -1 for remote experts in the expert map. If False, tensors
+        are contiguous and ids int32, unless `variation` specifies something else.
     """
     generator = torch.Generator().manual_seed(seed)
-    memory = FencedMemory(device, int(variation.layout == "shifted"), fill_of(seed))
-    expert_map = random_expert_map(problem, generator)
-    router = routing_with_values(
-        _router(problem, routing, expert_map, generator), problem, expert_map, variation.values
+    fence = FencedMemory(device, int(variation.layout == "shifted"), choose_fill(seed))
+    expert_map = draw_expert_map(problem, generator)
+    drawn_routing = apply_values_to_routing(
+        _draw_routing(problem, routing, expert_map, generator),
+        problem,
+        expert_map,
+        variation.values,
     )
     use_int64 = strided or routing == "beyond_int32"
     ids_dtype = problem.ids_dtype or (torch.int64 if use_int64 else torch.int32)
     x_TH = torch.randn(problem.tokens, problem.hidden, generator=generator)
-    x_TH = x_with_values(x_TH, problem, variation.values).to(problem.dtype)
+    x_TH = apply_values_to_x(x_TH, problem, variation.values).to(problem.dtype)
     if variation.nan:
         _check_nan(problem, variation.nan)
-        router = route_to_distinct_experts(router, problem, variation.nan)
-        x_TH = x_with_nan(x_TH, problem, variation.nan)
+        drawn_routing = route_to_distinct_experts(drawn_routing, problem, variation.nan)
+        x_TH = insert_nan_into_x(x_TH, problem, variation.nan)
     has_gaps = strided or variation.layout in ("transposed", "spaced")
-    weights = _expert_weights(
-        problem, expert_map, generator, memory, strided=strided, variation=variation
+    weights = _make_weights(
+        problem, expert_map, generator, fence, strided=strided, variation=variation
     )
     if strided and expert_map is not None:
-        weights = replace(weights, expert_map=memory(with_other_skip_values(expert_map, problem.e)))
+        weights = replace(weights, expert_map=fence(replace_skip_values(expert_map, problem.e)))
     slots_T = draw_slots(problem, variation.slot_pattern, generator)
     matrices = make_adapters(
         problem, slots_T, generator, with_gaps=strided or variation.layout == "spaced"
     )
     inputs = Inputs(
-        with_gaps(x_TH, memory) if has_gaps and not problem.inplace else memory(x_TH),
-        replace(weights, **{name: _copy_to(t, memory) for name, t in matrices.items()}),
+        copy_with_gaps(x_TH, fence) if has_gaps and not problem.inplace else fence(x_TH),
+        replace(weights, **{name: _copy_to(t, fence) for name, t in matrices.items()}),
         Routing(
-            memory(router.topk_weights_TK),
-            memory(router.topk_ids_TK.to(ids_dtype)),
-            memory(slots_T) if isinstance(slots_T, torch.Tensor) else slots_T,
+            fence(drawn_routing.topk_weights_TK),
+            fence(drawn_routing.topk_ids_TK.to(ids_dtype)),
+            fence(slots_T) if isinstance(slots_T, torch.Tensor) else slots_T,
         ),
     )
-    insert_nan(inputs.weights, inputs.routing, problem, variation.nan)
+    insert_nan_into_weights(inputs.weights, inputs.routing, problem, variation.nan)
     return inputs
 
 
 def _check_nan(problem: Problem, nan: str) -> None:
-    """Raise ConfigurationError unless all tensors named in `nan` can hold a NaN."""
-    allowed = nan_arguments(problem)
+    """Raise ConfigurationError unless all arguments named in `nan` can hold NaN."""
+    allowed = list_nan_arguments(problem)
     for name in split_names(nan):
         if name not in allowed:
             raise ConfigurationError("nan", got=name, need=f"some of {', '.join(allowed)}")
 
 
-def invalid_count(routing: Routing, problem: Problem) -> int:
+def count_invalid_ids(routing: Routing, problem: Problem) -> int:
     """Return the number of ids outside [-1, E)."""
     ids = routing.topk_ids_TK
     return int(((ids < -1) | (ids >= problem.experts)).sum())
@@ -188,25 +197,28 @@ def invalid_count(routing: Routing, problem: Problem) -> int:
 
 @cache
 def routes_any_pair(problem: Problem, routing: str, seed: int) -> bool:
-    """Return whether any pair of `make_inputs` with these arguments has a local expert."""
+    """Return whether `make_inputs` with these arguments routes any pair to a local expert."""
     generator = torch.Generator().manual_seed(seed)
-    expert_map = random_expert_map(problem, generator)
-    ids_TK = _router(problem, routing, expert_map, generator).topk_ids_TK
+    expert_map = draw_expert_map(problem, generator)
+    ids_TK = _draw_routing(problem, routing, expert_map, generator).topk_ids_TK
     valid_ids = ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)]
     return bool((valid_ids >= 0 if expert_map is None else expert_map[valid_ids] >= 0).any())
 
 
-def fill_of(seed: int) -> Fill:
-    """Return the fill around the tensors of a call; it differs between the calls of a case.
+def choose_fill(seed: int) -> Fill:
+    """Choose the fill around the tensors of a call; it differs between the calls of a case.
 
-    With seed 0, the third call of a case, whose tensors have gaps, is the one with NaN.
+    With seed 0, NaN is the fill of the third call of a case, the one whose tensors have gaps.
     """
     return FILLS[(seed % 1000 + seed // 1000 + 1) % len(FILLS)]
 
 
 @dataclass(frozen=True)
 class FencedMemory:
-    """Callable that copies a tensor into fenced memory of a device. shift, fill: see `fenced`."""
+    """A callable that copies a tensor into fenced memory on `device`.
+
+    shift, fill: see `fenced`.
+    """
 
     device: torch.device
     shift: int = 0
@@ -221,7 +233,7 @@ def fenced(values: torch.Tensor, shift: int = 0, fill: Fill = FILLS[0]) -> torch
 
     shift: number of elements between an aligned address and the start of the copy.
     """
-    pad = _FENCE // values.element_size()
+    pad = _FENCE_BYTES // values.element_size()
     num_padded = -(-values.numel() // pad) * pad
     arena = torch.empty(pad + num_padded + pad + shift, dtype=values.dtype, device=values.device)
     poison_tensor(arena, fill)
@@ -231,50 +243,52 @@ def fenced(values: torch.Tensor, shift: int = 0, fill: Fill = FILLS[0]) -> torch
 
 
 def fences_intact(tensor: torch.Tensor) -> bool:
-    """Return whether the fences of a tensor from `fenced` with the first fill are intact."""
+    """Return whether the fences of a tensor are intact. It must be from `fenced` with FILLS[0]."""
     storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     arena = storage.set_(tensor.untyped_storage())
-    pad = _FENCE // tensor.element_size()
+    pad = _FENCE_BYTES // tensor.element_size()
     ends = torch.cat([arena[:pad], arena[pad + tensor.numel() :]])
     expected = torch.full_like(ends, FILLS[0].value(tensor.dtype))
     return torch.equal(ends.view(torch.uint8), expected.view(torch.uint8))
 
 
-def _copy_to(values: torch.Tensor, memory: FencedMemory) -> torch.Tensor:
-    """Copy the whole storage to `memory`; return the view of the copy that equals `values`."""
+def _copy_to(values: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
+    """Copy the whole storage into fenced memory; return the view of it that equals `values`."""
     if values.is_contiguous():
-        return memory(values)
+        return fence(values)
     storage = values.new_empty(0).set_(values.untyped_storage())
-    return memory(storage).as_strided(values.shape, values.stride())
+    return fence(storage).as_strided(values.shape, values.stride())
 
 
-def with_gaps(x_TH: torch.Tensor, memory: FencedMemory) -> torch.Tensor:
-    """Copy x to `memory` with gaps between rows, filled like the fences."""
-    gap = x_TH.new_full((x_TH.shape[0], 16), memory.fill.real)
-    return memory(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
+def copy_with_gaps(x_TH: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
+    """Copy x into fenced memory with gaps between rows, which are filled like the fences."""
+    gap = x_TH.new_full((x_TH.shape[0], 16), fence.fill.real)
+    return fence(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
 
 
-def _expert_weights(
+def _make_weights(
     problem: Problem,
     expert_map: torch.Tensor | None,
     generator: torch.Generator,
-    memory: FencedMemory,
+    fence: FencedMemory,
     *,
     strided: bool,
     variation: InputVariation,
 ) -> ExpertWeights:
-    """Make weights of the problem's scheme.
+    """Make weights in the problem's scheme.
 
-    `strided` transposes only unquantized weights. Quantized weights always use
+    Unquantized weights are transposed if `strided`. Quantized weights always use
     `variation.layout`.
     """
     if not problem.scheme.quantized:
         layout = "transposed" if strided else variation.layout
-        return _weights(problem, expert_map, generator, memory, strided=strided, layout=layout)
+        return _make_unquantized_weights(
+            problem, expert_map, generator, fence, strided=strided, layout=layout
+        )
     unquantized = replace(problem, quant="none", dtype=torch.float32)
-    plain_memory = FencedMemory(torch.device("cpu"))
-    weights = _weights(
-        unquantized, expert_map, generator, plain_memory, strided=False, layout="plain"
+    plain_fence = FencedMemory(torch.device("cpu"))
+    weights = _make_unquantized_weights(
+        unquantized, expert_map, generator, plain_fence, strided=False, layout="plain"
     )
     uneven = {name: _make_uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
     scales = {}
@@ -282,47 +296,49 @@ def _expert_weights(
         ranges = {"a1_scale": _X_RANGE, "a2_scale": _H_RANGE}
         scales = {name: static_scale(problem, max_value) for name, max_value in ranges.items()}
         if variation.values == "ties":
-            scales["a1_scale"] = _tied_scale(problem, scales["a1_scale"])
+            scales["a1_scale"] = _make_tied_scale(problem, scales["a1_scale"])
     biases = {name: getattr(weights, name) for name in ("b1", "b2")}
     if strided:
         biases = {n: b if b is None else b.to(problem.dtype) for n, b in biases.items()}
     quantized = quantize_weights(
         replace(weights, **uneven, **scales, **biases),
         problem,
-        scale_dtype=short_scale_dtype(problem) if variation.own_scales else torch.float32,
+        scale_dtype=choose_short_scale_dtype(problem)
+        if variation.has_short_scales
+        else torch.float32,
     )
     tensors = {f.name: getattr(quantized, f.name) for f in fields(quantized)}
-    copies: dict[str, Any] = {n: t if t is None else memory(t) for n, t in tensors.items()}
+    copies: dict[str, Any] = {n: t if t is None else fence(t) for n, t in tensors.items()}
     for name in ("w1", "w2"):
-        copies[name] = _with_layout(tensors[name], variation.layout, memory)
+        copies[name] = _copy_with_layout(tensors[name], variation.layout, fence)
     return ExpertWeights(**copies)
 
 
-def _tied_scale(problem: Problem, static_scale_e: torch.Tensor) -> torch.Tensor:
-    """Return the static scale of x, a power of two, with which values="ties" are midpoints."""
+def _make_tied_scale(problem: Problem, static_scale_e: torch.Tensor) -> torch.Tensor:
+    """Return the power-of-two static scale of x for which the values of "ties" are midpoints."""
     tied_scale = TIED_SCALE[problem.scheme.activation]
     if problem.scheme.scales_by_expert:
-        # These are global scales, applied in addition to the computed scales of groups.
+        # These are global scales, which apply in addition to the computed scales of groups.
         experts = len(static_scale_e)
         return static_scale_e.new_tensor([2.0**-8, 2.0**-9]).repeat(experts)[:experts]
     return torch.full_like(static_scale_e, tied_scale)
 
 
-def _with_layout(w_eNK: torch.Tensor, layout: str, memory: FencedMemory) -> torch.Tensor:
-    """Copy weights to `memory` in one of LAYOUTS."""
+def _copy_with_layout(w_eNK: torch.Tensor, layout: str, fence: FencedMemory) -> torch.Tensor:
+    """Copy weights into fenced memory. layout: one of LAYOUTS."""
     if layout == "transposed":
-        return memory(w_eNK.mT).mT
+        return fence(w_eNK.mT).mT
     if layout != "spaced":
-        return memory(w_eNK)
+        return fence(w_eNK)
     e, rows, depth = w_eNK.shape
     spaced = torch.empty(e, rows + 1, depth + 16, dtype=w_eNK.dtype)
-    poison_tensor(spaced, memory.fill)
+    poison_tensor(spaced, fence.fill)
     spaced[:, :rows, :depth] = w_eNK
-    return memory(spaced)[:, :rows, :depth]
+    return fence(spaced)[:, :rows, :depth]
 
 
 def _make_uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Scale experts, rows and blocks of 32 columns unequally, so that a wrong scale is visible."""
+    """Scale experts, rows and blocks of 32 columns unequally, so that a wrong scale is detected."""
     e, rows, depth = w_eNK.shape
 
     def factors(*shape: int) -> torch.Tensor:
@@ -334,32 +350,32 @@ def _make_uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tenso
     return normalized
 
 
-def _weights(
+def _make_unquantized_weights(
     problem: Problem,
     expert_map: torch.Tensor | None,
     generator: torch.Generator,
-    memory: FencedMemory,
+    fence: FencedMemory,
     *,
     strided: bool,
     layout: str,
 ) -> ExpertWeights:
-    """Make weights such that each GEMM's output has a standard deviation of about 1."""
+    """Make weights with which the output of each GEMM has a standard deviation of about 1."""
 
     def normal(*shape: int, std: float, dtype: torch.dtype) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * std).to(dtype)
 
     def matrices(*shape: int, std: float) -> torch.Tensor:
-        return _with_layout(normal(*shape, std=std, dtype=problem.dtype), layout, memory)
+        return _copy_with_layout(normal(*shape, std=std, dtype=problem.dtype), layout, fence)
 
     e, h, i, dtype = problem.e, problem.hidden, problem.intermediate, problem.dtype
     w1 = matrices(e, problem.w1_rows, h, std=h**-0.5)
     w2 = matrices(e, h, i, std=i**-0.5 / _activation_rms(problem.act))
-    fenced_map = None if expert_map is None else memory(expert_map)
+    fenced_map = None if expert_map is None else fence(expert_map)
     if not problem.bias:
         return ExpertWeights(w1, w2, expert_map=fenced_map)
     b1_dtype, b2_dtype = (dtype, torch.float32) if strided else (torch.float32, dtype)
-    b1 = memory(normal(e, problem.w1_rows, std=_BIAS_STD, dtype=b1_dtype))
-    b2 = memory(normal(e, h, std=_BIAS_STD, dtype=b2_dtype))
+    b1 = fence(normal(e, problem.w1_rows, std=_BIAS_STD, dtype=b1_dtype))
+    b2 = fence(normal(e, h, std=_BIAS_STD, dtype=b2_dtype))
     return ExpertWeights(w1, w2, b1, b2, fenced_map)
 
 
@@ -371,10 +387,13 @@ def _activation_rms(spec: ActivationSpec) -> float:
     return float(activation(values, spec).square().mean().sqrt())
 
 
-def _router(
+def _draw_routing(
     problem: Problem, routing: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> Routing:
-    """Draw the routing of a call, of one of ROUTINGS. Ids are int64, weights float32."""
+    """Draw the routing of a call for the given kind. Ids are int64, weights float32.
+
+    routing: one of ROUTING_KINDS.
+    """
     tokens, top_k = problem.tokens, problem.top_k
     # K + 1 logits, so that the weights of a row are unequal and do not sum to 1, even for K = 1.
     logits = 1.5 * torch.randn(tokens, top_k + 1, generator=generator)
@@ -382,24 +401,25 @@ def _router(
         weights_TK = (logits[:, :top_k] / 4).exp()
     else:
         weights_TK = logits.softmax(-1)[:, :top_k]
-    ids_TK = _ids(problem, routing, expert_map, generator)
+    ids_TK = _draw_ids(problem, routing, expert_map, generator)
     unused = (ids_TK < 0) | (ids_TK >= problem.experts)
     unused_weights = torch.tensor(_UNUSED_WEIGHTS)
-    # Starting at T, so that cases with a single unused pair do not all use the same weight.
+    # The offset starts at T, so that cases with a single unused pair do not all use the same
+    # weight.
     offsets = torch.arange(int(unused.sum())) + tokens
     weights_TK[unused] = unused_weights[offsets % len(unused_weights)]
     return Routing(weights_TK, ids_TK)
 
 
-def _ids(
+def _draw_ids(
     problem: Problem, routing: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return (T, K) int64 expert ids of one of ROUTINGS.
+    """Draw (T, K) int64 expert ids for the given kind of routing.
 
-    Raise ConfigurationError for an unknown kind, or for ids that int32 cannot hold.
+    Raises ConfigurationError for an unknown kind, or for ids that do not fit in int32.
     """
-    if routing not in ROUTINGS:
-        raise ConfigurationError("routing", got=routing, need=f"one of {', '.join(ROUTINGS)}")
+    if routing not in ROUTING_KINDS:
+        raise ConfigurationError("routing", got=routing, need=f"one of {', '.join(ROUTING_KINDS)}")
     if routing == "beyond_int32" and problem.ids_dtype is torch.int32:
         raise ConfigurationError("routing", got=routing, need="int64 ids")
     tokens, top_k, experts = problem.tokens, problem.top_k, problem.experts
@@ -408,25 +428,25 @@ def _ids(
     if routing == "all_to_one":
         first = experts // 2 if expert_map is None else int((expert_map == 0).nonzero()[0])
         return ((first + torch.arange(top_k)) % experts).repeat(tokens, 1)
-    probs = torch.ones(experts)
+    probabilities = torch.ones(experts)
     if routing == "zipf":
-        probs = torch.arange(1, experts + 1).float() ** -1.2
+        probabilities = torch.arange(1, experts + 1).float() ** -1.2
     if routing == "empty_experts" and experts > 1:
-        probs[1::2] = 0
-    ids_TK = _draw(probs, tokens, top_k, generator)
+        probabilities[1::2] = 0
+    ids_TK = _draw_distinct_ids(probabilities, tokens, top_k, generator)
     if routing == "duplicates":
         ids_TK[0::3, -1] = ids_TK[0::3, 0]
         ids_TK[1::3] = ids_TK[1::3, :1]
     elif routing == "skips":
-        _scatter(ids_TK, (-1,), generator)
+        _overwrite_some(ids_TK, (-1,), generator)
         ids_TK[tokens // 2 :][: int(tokens > 1)] = -1
     else:
-        _scatter(ids_TK, _wrong_ids(routing, experts), generator)
+        _overwrite_some(ids_TK, _list_invalid_ids(routing, experts), generator)
     return ids_TK
 
 
-def _wrong_ids(routing: str, experts: int) -> tuple[int, ...]:
-    """Return the invalid ids of a kind of routing; () if it has none."""
+def _list_invalid_ids(routing: str, experts: int) -> tuple[int, ...]:
+    """Return the invalid ids that a kind of routing contains; () if there are none."""
     if routing == "out_of_range":
         return experts, -2, -1, 2**31 - 1, experts + 7, -5, -(2**31)
     if routing == "beyond_int32":
@@ -435,22 +455,27 @@ def _wrong_ids(routing: str, experts: int) -> tuple[int, ...]:
     return ()
 
 
-def _draw(
+def _draw_distinct_ids(
     probabilities: torch.Tensor, tokens: int, top_k: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Draw (T, K) ids with these probabilities, distinct per row as long as experts remain."""
+    """Draw (T, K) ids with the given probabilities of experts, (E,).
+
+    The ids of a row are distinct, unless fewer than K experts have a nonzero probability.
+    """
     if tokens == 0:
         return torch.empty(0, top_k, dtype=torch.int64)
-    distinct = min(top_k, int((probabilities > 0).sum()))
+    num_distinct = min(top_k, int((probabilities > 0).sum()))
     rows = probabilities.expand(tokens, -1)
-    ids = torch.multinomial(rows, distinct, generator=generator)
-    if distinct == top_k:
+    ids = torch.multinomial(rows, num_distinct, generator=generator)
+    if num_distinct == top_k:
         return ids
-    repeated = torch.multinomial(rows, top_k - distinct, replacement=True, generator=generator)
+    repeated = torch.multinomial(rows, top_k - num_distinct, replacement=True, generator=generator)
     return torch.cat([ids, repeated], dim=1)
 
 
-def _scatter(ids_TK: torch.Tensor, values: tuple[int, ...], generator: torch.Generator) -> None:
+def _overwrite_some(
+    ids_TK: torch.Tensor, values: tuple[int, ...], generator: torch.Generator
+) -> None:
     """Overwrite the last id and about 30 % of the others with `values`, used cyclically."""
     if ids_TK.numel() == 0 or not values:
         return

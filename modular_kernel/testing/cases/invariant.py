@@ -1,7 +1,7 @@
-"""Batch-invariance cases: each scheme that supports it, with options that reorder rows.
+"""Batch-invariance cases: each scheme that supports it, and options that reorder rows.
 
-Experts get so many rows, and GEMMs are so deep, that a part that selects tiles or the order of a
-sum by the number of tokens gives different bits.
+The experts get so many rows, and K is so large in the GEMMs, that the output bits change if a part
+selects tiles or the order of a sum by the number of tokens.
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ _SCHEMES = (
 )
 
 
-def batch_invariant_variants(base: Problem) -> Iterator[Variant]:
-    """Yield each scheme in bf16; then float32, and options that change where rows are stored."""
+def list_batch_invariant_variants(base: Problem) -> Iterator[Variant]:
+    """Yield variants with each scheme in bf16, in float32, and with options that move rows."""
     wide = replace(
         base,
         tokens=34,
@@ -42,13 +42,13 @@ def batch_invariant_variants(base: Problem) -> Iterator[Variant]:
         batch_invariant=True,
     )
 
-    def change(routing: str = "uniform", **changes: Any) -> Variant:
+    def make_variant(routing: str = "uniform", **changes: Any) -> Variant:
         return replace(wide, **changes), routing
 
     for quant in _SCHEMES:
-        yield change(quant=quant)
-    yield change(dtype=torch.float32)
-    yield change("skips", combine=Combine.TOPK_WEIGHTED, bias=True)
-    yield change("zipf", top_k=2, chunk_tokens=8, dtype=torch.float16)
-    yield change("duplicates", top_k=2, apply_router_weight_on_input=True)
-    yield change("out_of_range", expert_map=True, local_experts=1, inplace=True)
+        yield make_variant(quant=quant)
+    yield make_variant(dtype=torch.float32)
+    yield make_variant("skips", combine=Combine.TOPK_WEIGHTED, bias=True)
+    yield make_variant("zipf", top_k=2, chunk_tokens=8, dtype=torch.float16)
+    yield make_variant("duplicates", top_k=2, apply_router_weight_on_input=True)
+    yield make_variant("out_of_range", expert_map=True, local_experts=1, inplace=True)

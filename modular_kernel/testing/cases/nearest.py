@@ -1,8 +1,8 @@
-"""Find the supported case that is nearest to a refused one, for parts with restricted shapes.
+"""Find supported cases that are near a refused case, for parts with restricted shapes.
 
-Cases are as small as unrestricted parts allow. A vendor's kernels may support only a few hidden
-sizes, 16-bit dtypes, or the same number of experts on each rank. For these kernels, cases are
-changed in these properties only.
+Cases are as small as unrestricted parts allow. The kernels of a vendor may support only a few
+hidden sizes, 16-bit dtypes, or the same number of experts on each rank. For such kernels, only
+these properties of a case are changed.
 """
 
 from collections.abc import Iterator
@@ -32,12 +32,13 @@ class HasPlacement(Protocol):
 Value = TypeVar("Value")
 VariantT = TypeVar("VariantT", bound=HasPlacement)
 
-HIDDEN = (64, 128, 256, 512, 1024, 2048, 2560, 4096, 5120, 6144, 7168, 8192)
-INTERMEDIATE = (128, 256, 512)
+HIDDEN_SIZES = (64, 128, 256, 512, 1024, 2048, 2560, 4096, 5120, 6144, 7168, 8192)
+INTERMEDIATE_SIZES = (128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16)
-# The rules that a change of each axis can satisfy. A part-specific rule, not listed in RULES, can
-# be about anything; the hidden size is tried, since most vendors' kernels restrict it.
-AXES = {
+# The compatibility rules that a change of each property can satisfy. A part-specific rule, which is
+# not in RULES, can be about anything. In that case other hidden sizes are tried, because most
+# vendors' kernels restrict the hidden size.
+RULES_BY_AXIS = {
     "hidden": {"hidden", "quant_block"},
     "intermediate": {"intermediate", "quant_block"},
     "dtype": {"dtype"},
@@ -45,36 +46,37 @@ AXES = {
 }
 
 
-def neighbors(variant: VariantT, verdict: Verdict, world_size: int) -> Iterator[VariantT]:
-    """Yield variants with other values of the axes that `verdict` rejects, small changes first.
+def list_neighbors(variant: VariantT, verdict: Verdict, world_size: int) -> Iterator[VariantT]:
+    """Yield variants with other values of the properties that `verdict` rejects.
 
-    Yields nothing if `verdict` also rejects something that does not depend on the shape.
+    Small changes come first. Yields nothing if `verdict` also rejects something that does not
+    depend on the properties in RULES_BY_AXIS.
     """
     rules = {rejection.rule for rejection in verdict.rejections}
     part_rules = rules - set(RULES)
-    if not rules - part_rules <= set().union(*AXES.values()):
+    if not rules - part_rules <= set().union(*RULES_BY_AXIS.values()):
         return
     problem = variant.problem
-    changed_axes = {axis for axis, axis_rules in AXES.items() if rules & axis_rules}
+    changed_axes = {axis for axis, axis_rules in RULES_BY_AXIS.items() if rules & axis_rules}
     if part_rules:
         changed_axes.add("hidden")
     placements: list[tuple[str, int]] = [(variant.placement, problem.experts)]
     if "placement" in changed_axes:
-        divisible_experts = -(-problem.experts // world_size) * world_size
-        placements.append(("linear", divisible_experts))
+        num_divisible_experts = -(-problem.experts // world_size) * world_size
+        placements.append(("linear", num_divisible_experts))
     dtypes = _with_first(problem.dtype, DTYPES if "dtype" in changed_axes else ())
     intermediate = _with_first(
-        problem.intermediate, INTERMEDIATE if "intermediate" in changed_axes else ()
+        problem.intermediate, INTERMEDIATE_SIZES if "intermediate" in changed_axes else ()
     )
-    hidden = _with_first(problem.hidden, HIDDEN if "hidden" in changed_axes else ())
+    hidden = _with_first(problem.hidden, HIDDEN_SIZES if "hidden" in changed_axes else ())
     for (placement, experts), dtype, i, h in product(placements, dtypes, intermediate, hidden):
         changed = replace(problem, experts=experts, dtype=dtype, intermediate=i, hidden=h)
         if (changed, placement) != (problem, variant.placement):
             yield replace(variant, problem=changed, placement=placement)
 
 
-def difference(before: Problem, after: Problem) -> str:
-    """Return the changes between two problems as text: "hidden 48 -> 2048, experts 5 -> 6"."""
+def describe_changes(before: Problem, after: Problem) -> str:
+    """Describe the changes between two problems, such as "hidden 48 -> 2048, experts 5 -> 6"."""
     names = ("hidden", "intermediate", "experts", "dtype")
     fields = [(n, getattr(before, n), getattr(after, n)) for n in names]
     changes = [f"{n} {old} -> {new}" for n, old, new in fields if old != new]

@@ -1,8 +1,8 @@
 """Pairwise-covering cases of a pairing: every pair of values of two axes occurs in some case.
 
-`AXES` lists the axes; `draw` returns the rows for a pairing on a machine. Rows that a rule refuses
-are never drawn. If no valid row contains a pair of values, the pair is impossible and is reported
-with the reason of the rule.
+`AXES` lists the axes; `draw_pairwise_cases` returns the rows for a pairing on a machine. Rows that
+a rule refuses are never drawn. If no valid row contains a pair of values, the pair is impossible
+and is reported with the reason of the rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +27,20 @@ from modular_kernel.spec.problem import (
 )
 from modular_kernel.testing.cases.adapters import SLOT_PATTERNS
 from modular_kernel.testing.cases.case import Case
-from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
-from modular_kernel.testing.cases.hostile import HANDPICKED_VALUES, VALUES, unsupported_reason
-from modular_kernel.testing.cases.inputs import LAYOUTS, ROUTINGS, InputVariation, routes_any_pair
+from modular_kernel.testing.cases.covering import Axis, CoveringArray, Row, Space, covering_array
+from modular_kernel.testing.cases.inputs import (
+    LAYOUTS,
+    ROUTING_KINDS,
+    InputVariation,
+    routes_any_pair,
+)
 from modular_kernel.testing.cases.quantized import SCHEMES
-from modular_kernel.testing.cases.row_order import in_row_order
+from modular_kernel.testing.cases.row_order import apply_part_row_order
+from modular_kernel.testing.cases.value_kinds import (
+    HANDPICKED_VALUES,
+    VALUES,
+    find_unsupported_reason,
+)
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -65,8 +74,8 @@ _CHUNKS: dict[str, Callable[[int], int | None]] = {
 # - hidden, intermediate: multiples and non-multiples of the schemes' blocks, of tiles, and of the
 #   width of loads.
 # - tokens: values around the lower thresholds at which parts change code paths or tile sizes. If
-#   one expert gets all tokens, this is its number of rows.
-# - experts: values around thresholds of the kernels that count and sort.
+#   one expert gets all tokens, this is also the number of rows of that expert.
+# - experts: values around the thresholds of the kernels that count and sort.
 AXES = (
     Axis("quant", ("none", *SCHEMES)),
     Axis("numbers", ((_BF16, "ieee"), (_FP32, "ieee"), (_FP32, "tf32"), (_FP16, "ieee"))),
@@ -79,7 +88,7 @@ AXES = (
     Axis("experts", (5, 1, 2, 17, 65, 300), varies_cost=True),
     Axis("top_k", (2, 1, 3, 8, 16, 17, 22, MAX_TOP_K), varies_cost=True),
     Axis("placement", _PLACEMENTS, varies_cost=True),
-    Axis("routing", ROUTINGS, frozenset({"all_skipped"})),
+    Axis("routing", ROUTING_KINDS, frozenset({"all_skipped"})),
     Axis("ids", (None, torch.int32, torch.int64)),
     Axis("weight_on_input", (False, True)),
     Axis("scaling", (1.0, 2.5)),
@@ -93,9 +102,9 @@ AXES = (
     Axis("batch_invariant", (False, True), varies_cost=True),
     Axis("seed", (0, 1, 2)),
 )
-# Only for pairings that support adapters, so that the rows of other pairings do not depend on them.
-# Ranks of adapters: multiples and non-multiples of a block, and more than one block. With three or
-# more adapters, some slots are unused.
+# Axes for pairings that support adapters. They are separate, so that the rows of other pairings do
+# not depend on them. The ranks of adapters are multiples and non-multiples of a block, and span
+# more than one block. With three or more adapters, some slots are unused.
 LORA_AXES = (
     Axis(
         "lora",
@@ -113,11 +122,11 @@ LORA_AXES = (
 _ALL_AXES = (*AXES, *LORA_AXES)
 
 _ONE_RANK = Parallel()
-_ALL_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates")
+_ALWAYS_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates")  # all ids valid
 
 
 @cache
-def _activation(name: str, interleaved: bool) -> ActivationSpec:
+def _parse_activation(name: str, interleaved: bool) -> ActivationSpec:
     text = _ACTIVATIONS[name]
     if text in UNGATED:
         if interleaved:
@@ -127,10 +136,10 @@ def _activation(name: str, interleaved: bool) -> ActivationSpec:
     return ActivationSpec.parse(text)
 
 
-def problem_of(row: dict[str, Any]) -> Problem:
-    """Return the problem of a row, given as {axis: value}.
+def build_problem(row: dict[str, Any]) -> Problem:
+    """Build the problem of a row, given as {axis: value}.
 
-    Raise ConfigurationError if the values make no valid problem.
+    Raises ConfigurationError if the values do not form a valid problem.
     """
     experts, tokens = row["experts"], row["tokens"]
     num_local = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}
@@ -143,7 +152,7 @@ def problem_of(row: dict[str, Any]) -> Problem:
         top_k=row["top_k"],
         dtype=dtype,
         quant=row["quant"],
-        activation=_activation(row["activation"], row["interleaved"]),
+        activation=_parse_activation(row["activation"], row["interleaved"]),
         local_experts=num_local.get(row["placement"]),
         ids_dtype=row["ids"],
         bias=row["bias"],
@@ -160,15 +169,15 @@ def problem_of(row: dict[str, Any]) -> Problem:
     )
 
 
-def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
-    """Return the case of a row, given as {axis: value}."""
+def build_case(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
+    """Build the case of a row, given as {axis: value}."""
     variation = InputVariation(
         row["layout"], row["values"], row["own_scales"], row.get("named", SLOT_PATTERNS[0])
     )
     return Case(
         prepare_finalize,
         experts,
-        in_row_order(problem_of(row), experts),
+        apply_part_row_order(build_problem(row), experts),
         row["routing"],
         row["seed"],
         variation,
@@ -177,7 +186,7 @@ def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
 
 
 def _input_rejections(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
-    """Return why the inputs of a row cannot be made or checked, for any pairing."""
+    """Return the reasons why the inputs of a row cannot be made or checked for any pairing."""
     reasons = []
     if row["routing"] == "beyond_int32" and problem.ids_dtype is torch.int32:
         reasons.append("[routing] beyond_int32: int32 ids hold no such values")
@@ -189,64 +198,69 @@ def _input_rejections(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
             reasons.append(f"[own_scales] {problem.quant}: scales have no such dtype")
     if problem.adapters is None and row.get("named", SLOT_PATTERNS[0]) != SLOT_PATTERNS[0]:
         reasons.append(f"[named] {row['named']}: there are no adapters")
-    if (hostile := unsupported_reason(problem, row["values"])) is not None:
-        reasons.append(hostile)
+    if (unsupported := find_unsupported_reason(problem, row["values"])) is not None:
+        reasons.append(unsupported)
     return tuple(reasons)
 
 
-# Axes that are not part of the problem. Rows that differ only in these share one check.
+# Axes that do not affect the problem. Rows that differ only in these axes share one check.
 _INPUT_AXES = frozenset({"routing", "layout", "own_scales", "values", "by_turns", "seed", "named"})
 
 
 _PROBLEM_AXES = tuple(axis for axis in _ALL_AXES if axis.name not in _INPUT_AXES)
 
 
-def _problem_part(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
+def _make_problem_getter(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
     """Return a function that extracts the part of a row that determines the problem."""
     return itemgetter(*(i for i, axis in enumerate(axes) if axis.name not in _INPUT_AXES))
 
 
-@lru_cache(maxsize=2**14)  # fits one pairing; most entries serve the next one too
-def _problem_of_part(part: Row) -> Problem | str:
-    """Return the problem of such a partial row, or the reason why it is invalid."""
+@lru_cache(maxsize=2**14)  # holds one pairing; the next pairing reuses most entries
+def _build_problem_from_part(part: Row) -> Problem | str:
+    """Build the problem of a row from its problem axes; return why it is invalid, if it is."""
     named_values = zip(_PROBLEM_AXES, part, strict=False)  # without LORA_AXES the part is shorter
     try:
-        return problem_of({axis.name: axis.values[i] for axis, i in named_values})
+        return build_problem({axis.name: axis.values[i] for axis, i in named_values})
     except ConfigurationError as error:
         return str(error)
 
 
-def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
-    """Return the space of rows over AXES, checked for a pairing on a machine.
+def build_space(prepare_finalize: str, experts: str, machine: Machine) -> Space:
+    """Build the space of rows over AXES whose rejections are those of a pairing on a machine.
 
     LORA_AXES are included if both parts support adapters.
     """
     catalog = load_catalog()
-    pf, ex = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
-    axes = _ALL_AXES if pf.requires.lora and ex.requires.lora else AXES
-    problem_part = _problem_part(axes)
+    prepare_part, experts_part = (
+        catalog.prepare_finalize(prepare_finalize),
+        catalog.experts(experts),
+    )
+    axes = _ALL_AXES if prepare_part.requires.lora and experts_part.requires.lora else AXES
+    get_problem_part = _make_problem_getter(axes)
     problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
 
-    def judge_part(part: Row) -> tuple[Problem | None, Sequence[str]]:
-        problem_or_reason = _problem_of_part(part)
+    def judge_problem_part(part: Row) -> tuple[Problem | None, Sequence[str]]:
+        problem_or_reason = _build_problem_from_part(part)
         if isinstance(problem_or_reason, str):
             return None, (problem_or_reason,)
-        problem = in_row_order(problem_or_reason, ex)
-        return problem, tuple(map(str, judge(pf, ex, problem, machine).rejections))
+        problem = apply_part_row_order(problem_or_reason, experts_part)
+        return problem, tuple(
+            map(str, judge(prepare_part, experts_part, problem, machine).rejections)
+        )
 
-    def rejections_of(row: Row) -> Sequence[str]:
-        part = problem_part(row)
+    def list_rejections(row: Row) -> Sequence[str]:
+        part = get_problem_part(row)
         if part not in problems:
-            problems[part] = judge_part(part)
+            problems[part] = judge_problem_part(part)
         problem, reasons = problems[part]
         if problem is None or reasons:
             return reasons
-        return _input_rejections(problem, _values_by_axis(row))
+        return _input_rejections(problem, _name_values(row))
 
-    return Space(axes, rejections_of, _computes_any, cost_of)
+    return Space(axes, list_rejections, _is_computing, estimate_cost)
 
 
-def _values_by_axis(row: Row) -> dict[str, Any]:
+def _name_values(row: Row) -> dict[str, Any]:
     """Return a row as {axis: value}."""
     axes = _ALL_AXES[: len(row)]  # without LORA_AXES the row is shorter
     return {axis.name: axis.values[i] for axis, i in zip(axes, row, strict=True)}
@@ -255,35 +269,35 @@ def _values_by_axis(row: Row) -> dict[str, Any]:
 _AXIS_INDEX = {axis.name: index for index, axis in enumerate(_ALL_AXES)}
 
 
-def _part_getter(*names: str) -> Callable[[Sequence[int]], Row]:
+def _make_getter(*names: str) -> Callable[[Sequence[int]], Row]:
     """Return a function that extracts the values of some axes from a row."""
     return itemgetter(*(_AXIS_INDEX[name] for name in names))
 
 
-def _values_of_part(part: Row, *names: str) -> tuple[Any, ...]:
-    """Return the values of the axes `names` in such a partial row."""
+def _get_values(part: Row, *names: str) -> tuple[Any, ...]:
+    """Return the values of the axes `names`. part: the indices of these values."""
     return tuple(AXES[_AXIS_INDEX[name]].values[i] for name, i in zip(names, part, strict=True))
 
 
-# The axes on which the routing, the blocks of rows, and the work of each block depend.
-_ROUTED_BY = ("tokens", "experts", "top_k", "placement", "routing", "seed")
-_BLOCKS_BY = ("tokens", "top_k", "experts", "placement", "chunks")
-_WORK_BY = ("numbers", "hidden", "intermediate", "by_turns", "batch_invariant")
-_routing_part, _blocks_part = _part_getter(*_ROUTED_BY), _part_getter(*_BLOCKS_BY)
-_work_part = _part_getter(*_WORK_BY)
+# The axes that determine the routing, the number of blocks of rows, and the work per block.
+_ROUTING_AXES = ("tokens", "experts", "top_k", "placement", "routing", "seed")
+_BLOCK_AXES = ("tokens", "top_k", "experts", "placement", "chunks")
+_WORK_AXES = ("numbers", "hidden", "intermediate", "by_turns", "batch_invariant")
+_get_routing_part, _get_blocks_part = _make_getter(*_ROUTING_AXES), _make_getter(*_BLOCK_AXES)
+_get_work_part = _make_getter(*_WORK_AXES)
 
 
-def _computes_any(row: Row) -> bool:
-    """Return whether a valid row computes any token-expert pair."""
-    return _computes(_routing_part(row))
+def _is_computing(row: Row) -> bool:
+    """Return whether a valid row computes any (token, expert) pair."""
+    return _computes_any_pair(_get_routing_part(row))
 
 
 @cache
-def _computes(part: Row) -> bool:
-    tokens, experts, top_k, placement, routing, seed = _values_of_part(part, *_ROUTED_BY)
+def _computes_any_pair(part: Row) -> bool:
+    tokens, experts, top_k, placement, routing, seed = _get_values(part, *_ROUTING_AXES)
     if not tokens or routing == "all_skipped":
         return False
-    if placement in ("all", "mapped") and routing in _ALL_ROUTED:
+    if placement in ("all", "mapped") and routing in _ALWAYS_ROUTED:
         return True
     num_local = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}.get(placement)
     mapped = placement != "all"
@@ -292,17 +306,17 @@ def _computes(part: Row) -> bool:
     return routes_any_pair(problem, routing, 1000 * seed)
 
 
-def cost_of(row: Sequence[int]) -> float:
-    """Estimate the seconds that the interpreter takes: blocks of rows times tiles of weights."""
-    fixed, blocks = _blocks(_blocks_part(row))
-    calls, tiles = _work(_work_part(row))
-    return calls * (fixed + blocks * tiles)
+def estimate_cost(row: Sequence[int]) -> float:
+    """Estimate the interpreter's time in seconds: blocks of rows times tiles of weights."""
+    call_seconds, blocks = _estimate_blocks(_get_blocks_part(row))
+    calls, tiles = _estimate_work(_get_work_part(row))
+    return calls * (call_seconds + blocks * tiles)
 
 
 @cache
-def _blocks(part: Row) -> tuple[float, float]:
-    """Return the seconds of a call without tiles, and the seconds per tile of weights."""
-    tokens, top_k, experts, placement, chunks = _values_of_part(part, *_BLOCKS_BY)
+def _estimate_blocks(part: Row) -> tuple[float, float]:
+    """Return the fixed seconds of a call, and the additional seconds per tile of weights."""
+    tokens, top_k, experts, placement, chunks = _get_values(part, *_BLOCK_AXES)
     num_local = {"one_mapped": 1, "half_mapped": (experts + 1) // 2}.get(placement, experts)
     pairs, chunk_count = tokens * top_k, {"ragged": 3, "one_more": 2}.get(chunks, 1)
     blocks = min(pairs, num_local) * (chunk_count + 1) / 2 + pairs / 16
@@ -310,18 +324,20 @@ def _blocks(part: Row) -> tuple[float, float]:
 
 
 @cache
-def _work(part: Row) -> tuple[float, int]:
-    """Return the number of calls and the number of weight tiles in each."""
-    (dtype, _), hidden, intermediate, by_turns, batch_invariant = _values_of_part(part, *_WORK_BY)
+def _estimate_work(part: Row) -> tuple[float, int]:
+    """Return the number of calls, and the number of weight tiles in each call."""
+    (dtype, _), hidden, intermediate, by_turns, batch_invariant = _get_values(part, *_WORK_AXES)
     tile_size = 32 if dtype is _FP32 or hidden % 16 or intermediate % 16 else 64
     tiles = int(2 * -(-hidden // tile_size) * -(-intermediate // tile_size))
     return float(1 + 0.3 * by_turns + 0.5 * batch_invariant), tiles
 
 
 @cache
-def draw(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Array, tuple[Case, ...]]:
-    """Return a pairing's covering array on a machine, and the case of each row in order."""
-    array = covering_array(space_of(prepare_finalize, experts, machine))
+def draw_pairwise_cases(
+    prepare_finalize: str, experts: str, machine: Machine
+) -> tuple[CoveringArray, tuple[Case, ...]]:
+    """Draw a pairing's covering array on a machine; return it with the case of each row."""
+    array = covering_array(build_space(prepare_finalize, experts, machine))
     return array, tuple(
-        case_of(prepare_finalize, experts, _values_by_axis(row)) for row in array.rows
+        build_case(prepare_finalize, experts, _name_values(row)) for row in array.rows
     )

@@ -1,8 +1,9 @@
-"""Measure how cases cover an experts part, in cells: (code path, scheme, value of one property).
+"""Measure how well cases cover the code paths of an experts part.
 
-A part selects its path by the shape of a call. A scheme can therefore have many cases of which none
-enters its fast path, so a list of cases is also measured by the cells it covers. `reachable_cells`
-returns the cells that valid calls can enter; `cells_of` returns the cells that a call entered.
+Coverage is measured in cells: (code path, scheme, value of one property). A part selects its path
+by the shape of a call. Therefore, a scheme may have many cases and still none that enters its fast
+path. `reachable_cells` returns the cells that valid calls can enter, and `list_cells` the cells
+that a given call enters.
 """
 
 from collections.abc import Iterator
@@ -21,10 +22,10 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.adapters import SLOT_PATTERNS
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import LAYOUTS, InputVariation, make_inputs
-from modular_kernel.testing.cases.quantized import SCHEMES, short_scale_dtype
+from modular_kernel.testing.cases.quantized import SCHEMES, choose_short_scale_dtype
 
-# Token counts that select different paths. Ascending, so that the first one to enter a path is the
-# cheapest case for it.
+# Token counts that select different paths. They are ascending, so that the first one that enters a
+# path is the cheapest case for it.
 _TOKENS = (1, 3, 9, 33, 97, 289)
 # Few experts, so that the mean number of rows per expert covers small and large values.
 _BASE = Problem(
@@ -53,11 +54,11 @@ class Probe:
     variation: InputVariation
 
 
-def cells_of(path: str, problem: Problem, weights: ExpertWeights) -> frozenset[PathCell]:
+def list_cells(path: str, problem: Problem, weights: ExpertWeights) -> frozenset[PathCell]:
     """Return the cells of a call of `problem` with these weights."""
     scales = "none" if weights.w1_scale is None else dtype_name(weights.w1_scale.dtype)
     values = {
-        "layout": layout_of(weights.w1),
+        "layout": detect_layout(weights.w1),
         "bias": problem.bias,
         "scales": scales,
         "dtype": dtype_name(problem.dtype),
@@ -65,18 +66,18 @@ def cells_of(path: str, problem: Problem, weights: ExpertWeights) -> frozenset[P
         "batch_invariant": problem.batch_invariant,
         "interleaved": problem.act.interleaved,
     }
-    scheme = scheme_name(problem.scheme)
+    scheme = format_scheme(problem.scheme)
     return frozenset(PathCell(path, scheme, f"{axis}={value}") for axis, value in values.items())
 
 
-def scheme_name(scheme: QuantScheme) -> str:
-    """Return the scheme without group sizes, which are not an axis of a path."""
+def format_scheme(scheme: QuantScheme) -> str:
+    """Format a scheme without its group sizes, which do not distinguish cells."""
     flags = [flag for flag in _FLAGS if getattr(scheme, flag)]
     return ":".join([scheme.name, *flags])
 
 
-def layout_of(w_eNK: torch.Tensor) -> str:
-    """Return the layout of a matrix: one of LAYOUTS."""
+def detect_layout(w_eNK: torch.Tensor) -> str:
+    """Detect the layout of weights: one of LAYOUTS."""
     if not w_eNK.is_contiguous():
         return "spaced" if w_eNK.stride(-1) == 1 else "transposed"
     return "shifted" if w_eNK.data_ptr() % 16 else "plain"
@@ -86,12 +87,12 @@ def layout_of(w_eNK: torch.Tensor) -> str:
 def reachable_cells(prepare_finalize: str, experts: str, machine: Machine) -> dict[PathCell, Probe]:
     """Return every cell that a valid call of the pairing can enter on `machine`.
 
-    The value of a cell is the probe with the fewest tokens that enters it. Returns {} for a part
-    with a single path (whose `path_name` is empty).
+    Maps each cell to the probe with the fewest tokens that enters it. Returns {} for a part with a
+    single path, whose `path_name` is empty.
     """
     probes: dict[PathCell, Probe] = {}
     part = load_catalog().experts(experts)
-    for problem, variation in _probes():
+    for problem, variation in _list_probes():
         if not check(prepare_finalize, experts, problem, machine).ok:
             continue
         instance = part(problem)
@@ -100,20 +101,20 @@ def reachable_cells(prepare_finalize: str, experts: str, machine: Machine) -> di
             path = instance.path_name(inputs.x_TH[:tokens], inputs.weights)
             if not path:
                 return {}
-            for cell in cells_of(path, problem, inputs.weights):
+            for cell in list_cells(path, problem, inputs.weights):
                 best = probes.get(cell)
                 if best is None or best.problem.tokens > tokens:
                     probes[cell] = Probe(problem.with_tokens(tokens), variation)
     return probes
 
 
-def scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
+def list_scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
     """Return the allowed dtypes of weight scales."""
     return weight_specs(problem)["w1_scale"].dtypes
 
 
-def _probes() -> Iterator[tuple[Problem, InputVariation]]:
-    """Yield each scheme with every layout, then with one other property changed at a time."""
+def _list_probes() -> Iterator[tuple[Problem, InputVariation]]:
+    """Yield each scheme with every layout, and with one other property changed at a time."""
     changes: tuple[dict[str, Any], ...] = (
         {"bias": True},
         {"dtype": torch.float16},
@@ -129,16 +130,18 @@ def _probes() -> Iterator[tuple[Problem, InputVariation]]:
             yield problem, InputVariation(layout=layout)
         for change in changes:
             yield replace(problem, **change), InputVariation()
-        if problem.scheme.quantized and short_scale_dtype(problem) in scale_dtypes(problem):
-            yield problem, InputVariation(own_scales=True)
+        if problem.scheme.quantized and choose_short_scale_dtype(problem) in list_scale_dtypes(
+            problem
+        ):
+            yield problem, InputVariation(has_short_scales=True)
 
 
-def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
+def list_path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
     """Yield cases with few tokens, for the paths that the pairwise-covering cases rarely enter.
 
-    Yields nothing for parts with a single path. Each scheme is combined with every layout; bias,
-    dtype, scale dtype and the order of gate and up rows vary along with the layout. Each scheme
-    also has one case with adapters.
+    Each scheme is combined with every layout. Bias, dtype, scale dtype and the order of gate and up
+    rows vary together with the layout. Each scheme also has one case with adapters. Yields nothing
+    for parts with a single path.
     """
     part = load_catalog().experts(experts)
     if part.path_name is PermuteExpertsUnpermute.path_name:
@@ -154,16 +157,16 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
     for quant in ("none", *SCHEMES):
         scheme = QuantScheme.parse(quant)
         if scheme.act_order:
-            continue  # only one path supports it, which the pairwise-covering cases enter
+            continue  # a single path supports act_order, and the pairwise-covering cases enter it
         for layout, bias, dtype, activation in combinations[:2] if scheme.packed else combinations:
             changes: dict[str, Any] = {"bias": bias, "dtype": dtype, "activation": activation}
             problem = replace(_BASE, tokens=1, quant=quant, **changes)
             has_short_scales = (
                 scheme.quantized
                 and layout == "plain"
-                and short_scale_dtype(problem) in scale_dtypes(problem)
+                and choose_short_scale_dtype(problem) in list_scale_dtypes(problem)
             )
-            variation = InputVariation(layout=layout, own_scales=has_short_scales)
+            variation = InputVariation(layout=layout, has_short_scales=has_short_scales)
             yield problem, "uniform", variation
             if scheme.packed:  # packed weights have a second path, for slightly more tokens
                 yield replace(problem, tokens=9, experts=5), "skips", variation
@@ -177,13 +180,13 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
             )
 
 
-def external_path_cases(
+def list_external_path_cases(
     prepare_finalize: str, experts: str, machine: Machine
 ) -> Iterator[tuple[Problem, str, InputVariation]]:
     """Yield a case for each cell of every scheme that a path of another package supports.
 
-    The other lists are designed for the built-in paths. An external path takes over some of their
-    calls and adds cells of its own.
+    The other lists of cases are designed for the built-in paths. An external path takes over some
+    of their calls, and adds cells of its own.
     """
     paths = [path for path in load_catalog().experts(experts).paths() if not path.error]
     external = {path.name for path in paths if path.origin != paths[0].origin}
@@ -199,8 +202,8 @@ def external_path_cases(
 def predict_cells(case: Case) -> frozenset[PathCell]:
     """Return the cells that the calls of a case enter, without running them.
 
-    Assumes that the PrepareAndFinalize does not change the tokens. A call that selects no adapters
-    takes the path of the same problem without LoRA.
+    Assumes that the PrepareAndFinalize does not change the tokens. A call without adapters enters
+    the path of the same problem without LoRA.
     """
     if case.variation.slot_pattern == "without":
         case = replace(
@@ -221,5 +224,5 @@ def predict_cells(case: Case) -> frozenset[PathCell]:
         remainder = count % chunk if chunk else 0
         for rows in {chunk, remainder} - {0}:
             path = instance.path_name(inputs.x_TH[:rows], inputs.weights)
-            cells |= cells_of(path, case.problem, inputs.weights)
+            cells |= list_cells(path, case.problem, inputs.weights)
     return frozenset(cells)

@@ -1,4 +1,4 @@
-"""Quantization cases: every scheme, with ragged sizes and options that affect its scales."""
+"""Quantization cases: every scheme, with ragged sizes and with options that affect its scales."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,43 +38,46 @@ SCHEMES = (
 )
 
 
-def quantized_variants(base: Problem) -> Iterator[Variant]:
-    """Yield each scheme in bf16; then some schemes with options that affect them."""
+def list_quantized_variants(base: Problem) -> Iterator[Variant]:
+    """Yield a variant of each scheme in bf16, then variants with options that affect scales."""
     wide = replace(base, hidden=160, intermediate=96, dtype=torch.bfloat16)
 
-    def change(quant: str, routing: str = "uniform", **changes: Any) -> Variant:
+    def make_variant(quant: str, routing: str = "uniform", **changes: Any) -> Variant:
         return replace(wide, quant=quant, **changes), routing
 
     for quant in SCHEMES:
-        yield change(quant)
+        yield make_variant(quant)
     block, channel = "fp8_w8a8_block:block=48x64", "int8_w8a8_channel"
     tensor, int4 = "fp8_w8a8_tensor", "int4_w4a16_group:group=32,zero_points=true"
-    yield change(block, "skips", top_k=3, bias=True)
-    yield change(block, "out_of_range", dtype=torch.float16, expert_map=True, local_experts=3)
-    yield change(block, top_k=8, tokens=9, activation="swiglu_oai:limit=1.2")
-    yield change(block, tokens=1, top_k=1)
-    yield change(block, "zipf", tokens=65, experts=2)
-    yield change(channel, "duplicates", top_k=3, activation="relu2")
-    yield change(channel, "all_to_one", top_k=1, apply_router_weight_on_input=True, bias=True)
-    yield change(channel, tokens=0)
-    yield change(channel, "all_skipped")
-    yield change(tensor, "skips", combine=Combine.TOPK_WEIGHTED, routed_scaling_factor=2.5)
-    yield change(tensor, "empty_experts", inplace=True, hidden=72, intermediate=40)
-    yield change(int4, "duplicates", top_k=8, tokens=9, bias=True)
-    yield change(int4, "skips", dtype=torch.float16, hidden=72, intermediate=40)
-    yield change("mxfp4_w4a16", "out_of_range", activation="swiglu_oai:limit=1.2", bias=True)
-    yield change("nvfp4_w4a16", "skips", activation="swiglu_oai:limit=1.2", bias=True)
-    yield change("nvfp4_w4a16", dtype=torch.float16, hidden=72, intermediate=40)
-    yield change("nvfp4_w4a4", "skips", top_k=3, activation="swiglu_oai:limit=1.2", bias=True)
-    yield change("nvfp4_w4a4", "out_of_range", dtype=torch.float16, hidden=72, intermediate=40)
-    yield change("nvfp4_w4a4", "all_to_one", top_k=1, apply_router_weight_on_input=True)
-    yield change("int8_w8a16_group:group=64", dtype=torch.float32, tokens=7)
+    yield make_variant(block, "skips", top_k=3, bias=True)
+    yield make_variant(block, "out_of_range", dtype=torch.float16, expert_map=True, local_experts=3)
+    yield make_variant(block, top_k=8, tokens=9, activation="swiglu_oai:limit=1.2")
+    yield make_variant(block, tokens=1, top_k=1)
+    yield make_variant(block, "zipf", tokens=65, experts=2)
+    yield make_variant(channel, "duplicates", top_k=3, activation="relu2")
+    yield make_variant(channel, "all_to_one", top_k=1, apply_router_weight_on_input=True, bias=True)
+    yield make_variant(channel, tokens=0)
+    yield make_variant(channel, "all_skipped")
+    yield make_variant(tensor, "skips", combine=Combine.TOPK_WEIGHTED, routed_scaling_factor=2.5)
+    yield make_variant(tensor, "empty_experts", inplace=True, hidden=72, intermediate=40)
+    yield make_variant(int4, "duplicates", top_k=8, tokens=9, bias=True)
+    yield make_variant(int4, "skips", dtype=torch.float16, hidden=72, intermediate=40)
+    yield make_variant("mxfp4_w4a16", "out_of_range", activation="swiglu_oai:limit=1.2", bias=True)
+    yield make_variant("nvfp4_w4a16", "skips", activation="swiglu_oai:limit=1.2", bias=True)
+    yield make_variant("nvfp4_w4a16", dtype=torch.float16, hidden=72, intermediate=40)
+    yield make_variant("nvfp4_w4a4", "skips", top_k=3, activation="swiglu_oai:limit=1.2", bias=True)
+    yield make_variant(
+        "nvfp4_w4a4", "out_of_range", dtype=torch.float16, hidden=72, intermediate=40
+    )
+    yield make_variant("nvfp4_w4a4", "all_to_one", top_k=1, apply_router_weight_on_input=True)
+    yield make_variant("int8_w8a16_group:group=64", dtype=torch.float32, tokens=7)
 
 
-def short_scale_dtype(problem: Problem) -> torch.dtype:
-    """Return a 16-bit dtype for weight scales: the problem's dtype if that has 16 bits.
+def choose_short_scale_dtype(problem: Problem) -> torch.dtype:
+    """Choose a 16-bit dtype for weight scales.
 
-    For integer weights and odd top_k the other 16-bit dtype. A float32 problem gives float32.
+    Usually, this is the dtype of the problem. For integer weights and odd top_k, it is the other
+    16-bit dtype. For float32 problems, which have no short scales, it is float32.
     """
     other_dtype = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
     use_other = problem.scheme.weight in IMPLICIT_ZERO_POINT and problem.top_k % 2

@@ -1,7 +1,7 @@
-"""Inputs of a case over ranks: each rank makes the inputs of all ranks and takes its share.
+"""Inputs of a case with several ranks: each rank makes the inputs of all ranks and selects its own.
 
-All ranks use the same seed, so nothing has to be sent. A rank's tokens are some rows of x, and its
-weights are those of the experts in its slots.
+All ranks use the same seed, so nothing has to be sent. The tokens of a rank are some rows of x, and
+its weights are those of the experts in its slots.
 """
 
 from collections.abc import Sequence
@@ -12,20 +12,24 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, with_gaps
+from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, copy_with_gaps
 from modular_kernel.validate import ADAPTER_TENSORS
 
 _SHARED_BY_EXPERTS = ("a1_scale", "a2_scale")
 
 
 def inputs_of_rank(
-    global_inputs: Inputs, tokens: slice, problem: Problem, memory: FencedMemory, *, strided: bool
+    global_inputs: Inputs, tokens: slice, problem: Problem, fence: FencedMemory, *, strided: bool
 ) -> Inputs:
     """Return one rank's inputs: the rows `tokens` and the weights of its experts.
 
-    global_inputs: the result of `make_inputs` for the tokens and experts of all ranks. problem:
-    that of this rank. strided: the value that was passed to `make_inputs`. Each tensor is copied to
-    `memory` and keeps its layout.
+    Each tensor is copied into fenced memory and keeps its layout.
+
+    global_inputs: the result of `make_inputs` for the tokens and experts of all ranks.
+    tokens: the rows of this rank.
+    problem: the problem of this rank.
+    fence: copies a tensor into fenced memory of this rank's device.
+    strided: the value that was passed to `make_inputs`.
     """
     rank = problem.parallel.rank
     x_TH, routing = global_inputs.x_TH[tokens], global_inputs.routing
@@ -33,18 +37,18 @@ def inputs_of_rank(
     shared = () if problem.scheme.scales_by_expert else _SHARED_BY_EXPERTS
     weights = _select_experts(global_inputs.weights, problem.placement.slots[rank], shared)
     copies: dict[str, Any] = {
-        name: None if tensor is None else _copy_with_layout(tensor, memory)
+        name: None if tensor is None else _copy_with_layout(tensor, fence)
         for name, tensor in weights.items()
     }
     if problem.expert_map:
-        copies["expert_map"] = memory(problem.placement.expert_map(rank))
+        copies["expert_map"] = fence(problem.placement.expert_map(rank))
     return Inputs(
-        with_gaps(x_TH, memory) if has_gaps else memory(x_TH),
+        copy_with_gaps(x_TH, fence) if has_gaps else fence(x_TH),
         ExpertWeights(**copies),
         Routing(
-            memory(routing.topk_weights_TK[tokens]),
-            memory(routing.topk_ids_TK[tokens]),
-            routing.adapters_T if routing.slots_T is None else memory(routing.slots_T[tokens]),
+            fence(routing.topk_weights_TK[tokens]),
+            fence(routing.topk_ids_TK[tokens]),
+            routing.adapters_T if routing.slots_T is None else fence(routing.slots_T[tokens]),
         ),
     )
 
@@ -52,9 +56,9 @@ def inputs_of_rank(
 def _select_experts(
     weights: ExpertWeights, experts: Sequence[int], shared: Sequence[str]
 ) -> dict[str, torch.Tensor | None]:
-    """Return every tensor of the weights by name, restricted to these experts.
+    """Return every tensor of the weights by name, restricted to `experts`.
 
-    shared: names of the tensors that all experts share.
+    shared: names of the tensors that all experts share, which are not restricted.
     """
     index = torch.tensor(experts)
     tensors = {field.name: getattr(weights, field.name) for field in fields(weights)}
@@ -65,9 +69,9 @@ def _select_experts(
 
 
 def _select(name: str, values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of ExpertWeights, by its field name, restricted to the experts in `index`.
+    """Restrict `values`, the field `name` of ExpertWeights, to the experts in `index`.
 
-    In adapters, the expert dimension is the second one, and has size 1 if experts share a matrix.
+    In adapters, the expert dimension is the second one. It has size 1 if experts share a matrix.
     """
     if name not in ADAPTER_TENSORS:
         return _index(values, index)
@@ -75,14 +79,14 @@ def _select(name: str, values: torch.Tensor, index: torch.Tensor) -> torch.Tenso
 
 
 def _index(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return values[index], transposed in memory if `values` is."""
+    """Return values[index]. It is transposed in memory if `values` is."""
     if values.dim() == 3 and values.stride(-1) != 1:
         return values.mT[index].mT
     return values[index]
 
 
-def _copy_with_layout(values: torch.Tensor, memory: FencedMemory) -> torch.Tensor:
-    """Copy a tensor to `memory`, transposed in memory if it is."""
+def _copy_with_layout(values: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
+    """Copy a tensor into fenced memory. The copy is transposed in memory if `values` is."""
     if values.dim() == 3 and values.stride(-1) != 1:
-        return memory(values.mT).mT
-    return memory(values)
+        return fence(values.mT).mT
+    return fence(values)

@@ -1,7 +1,8 @@
-"""Pairwise-covering cases over ranks: every pair of values of two axes occurs in some row.
+"""Pairwise-covering rows for cases with several ranks.
 
-The rows are drawn once per number of ranks, for the least restrictive parts. `ranks` turns them
-into cases. If another part refuses a row, it gets the nearest supported shape, or no such case.
+Every pair of values of two axes occurs in some row. The rows are drawn once per number of ranks,
+for the least restrictive parts. `ranks` turns them into cases. A part that refuses a row gets a
+case with the nearest supported shape, if there is one.
 """
 
 from dataclasses import replace
@@ -14,17 +15,17 @@ from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.cases.adapters import SLOT_PATTERNS
-from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
-from modular_kernel.testing.cases.hostile import unsupported_reason
+from modular_kernel.testing.cases.covering import Axis, CoveringArray, Row, Space, covering_array
 from modular_kernel.testing.cases.inputs import InputVariation
+from modular_kernel.testing.cases.value_kinds import find_unsupported_reason
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 _LEAST_RESTRICTIVE_PARTS = "TorchAll2AllPrepareAndFinalize", "TorchExperts"
 
 # Numbers of tokens per rank, repeated cyclically; some ranks have none or one.
-_TOKENS = ((7, 4, 0, 5), (0, 5), (5, 0), (0, 0, 0, 7), (1, 0), (17, 3))
-_ROUTINGS = (
+_TOKEN_COUNTS = ((7, 4, 0, 5), (0, 5), (5, 0), (0, 0, 0, 7), (1, 0), (17, 3))
+_ROUTING_KINDS = (
     "uniform",
     "skips",
     "duplicates",
@@ -42,8 +43,8 @@ _SCHEMES = (
 )
 RANK_AXES = (
     Axis("placement", ("linear", "round_robin", "copies")),
-    Axis("tokens", _TOKENS),
-    Axis("routing", _ROUTINGS),
+    Axis("tokens", _TOKEN_COUNTS),
+    Axis("routing", _ROUTING_KINDS),
     Axis("quant", _SCHEMES),
     Axis("dtype", (_BF16, _FP32, _FP16)),
     Axis("lora", ("none", "adapters=3,rank=7", "adapters=4,rank=20,a13=shared,outer=shared")),
@@ -59,14 +60,17 @@ RANK_AXES = (
 )
 
 
-def values_of(row: Row) -> dict[str, Any]:
+def name_values(row: Row) -> dict[str, Any]:
     """Return a row as {axis: value}."""
     return {axis.name: axis.values[i] for axis, i in zip(RANK_AXES, row, strict=True)}
 
 
-def problem_of(row: Row, world_size: int) -> Problem:
-    """Return a row's problem on one rank. Raise ConfigurationError if it is invalid."""
-    values = values_of(row)
+def build_problem(row: Row, world_size: int) -> Problem:
+    """Build the problem of a row as if it ran on one rank.
+
+    Raises ConfigurationError if the problem is invalid.
+    """
+    values = name_values(row)
     return Problem(
         tokens=max(values["tokens"]),
         hidden=64,
@@ -85,15 +89,15 @@ def problem_of(row: Row, world_size: int) -> Problem:
     )
 
 
-def variation_of(row: Row) -> InputVariation:
-    """Return the input variation of a row."""
-    values = values_of(row)
+def build_variation(row: Row) -> InputVariation:
+    """Build the input variation of a row."""
+    values = name_values(row)
     return InputVariation(values=values["values"], slot_pattern=values["named"])
 
 
 @cache
-def rank_array(world_size: int) -> Array:
-    """Return the covering array for a number of ranks."""
+def draw_rank_array(world_size: int) -> CoveringArray:
+    """Draw the covering array for a number of ranks."""
     machine = this_machine(device="cpu")
 
     @cache
@@ -101,10 +105,10 @@ def rank_array(world_size: int) -> Array:
         over_ranks = replace(problem, parallel=Parallel(world_size))
         return tuple(map(str, check(*_LEAST_RESTRICTIVE_PARTS, over_ranks, machine).rejections))
 
-    def rejections_of(row: Row) -> tuple[str, ...]:
-        values = values_of(row)
+    def list_rejections(row: Row) -> tuple[str, ...]:
+        values = name_values(row)
         try:
-            problem = problem_of(row, world_size)
+            problem = build_problem(row, world_size)
         except ConfigurationError as error:
             return (str(error),)
         if reasons := problem_rejections(problem):
@@ -113,7 +117,7 @@ def rank_array(world_size: int) -> Array:
             return ("[routing] beyond_int32: int32 ids hold no such values",)
         if problem.adapters is None and values["named"] != SLOT_PATTERNS[0]:
             return ("[named]: there are no adapters",)
-        hostile = unsupported_reason(problem, values["values"])
-        return () if hostile is None else (hostile,)
+        unsupported = find_unsupported_reason(problem, values["values"])
+        return () if unsupported is None else (unsupported,)
 
-    return covering_array(Space(RANK_AXES, rejections_of, lambda _row: True, lambda _row: 1.0))
+    return covering_array(Space(RANK_AXES, list_rejections, lambda _row: True, lambda _row: 1.0))

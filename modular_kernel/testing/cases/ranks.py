@@ -1,6 +1,6 @@
-"""Cases over ranks: a problem, the number of tokens of each rank, and the placement of experts.
+"""Cases with several ranks: a problem, the token count of each rank, and a placement of experts.
 
-As in `lists`, there is a base case, a case with one change per axis, and small products over axes
+As in `lists`, there are a base case, cases that change one axis each, and small products over axes
 that interact. The number of tokens differs between ranks and may be 0. Experts are placed in blocks
 of unequal size, round-robin, or with copies.
 """
@@ -28,17 +28,17 @@ from modular_kernel.testing.cases import rank_pairs
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.testing.cases.nearest import neighbors
-from modular_kernel.testing.cases.row_order import in_row_order
+from modular_kernel.testing.cases.nearest import list_neighbors
+from modular_kernel.testing.cases.row_order import apply_part_row_order
 from modular_kernel.testing.cases.scenario_names import SCENARIOS, supported_scenarios
 
 Level = Literal["smoke", "full"]
 _FP16, _BF16 = torch.float16, torch.bfloat16
-_LONG_ROWS = 16400  # more values than a program quantizes at once
-_OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
+_LONG_ROW_SIZE = 16400  # more values than a program quantizes at once
+_SWIGLU_OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 
 
-def _with_copies(experts: int, world_size: int) -> Placement:
+def _place_with_copies(experts: int, world_size: int) -> Placement:
     """Place experts in blocks, and copy the last expert to the first rank and vice versa."""
     copies: dict[int, tuple[int, ...]] = {experts - 1: (0,), 0: (world_size - 1,)}
     return Placement.linear(experts, world_size).with_copies(copies)
@@ -47,14 +47,14 @@ def _with_copies(experts: int, world_size: int) -> Placement:
 PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {
     "linear": Placement.linear,
     "round_robin": Placement.round_robin,
-    "copies": _with_copies,
+    "copies": _place_with_copies,
 }
 
 
 def parse_placement(text: str, experts: int, world_size: int) -> Placement:
     """Parse a placement: a name in PLACEMENTS, or the experts of each rank, such as "0,2/1,3".
 
-    Raise ConfigurationError for any other text.
+    Raises ConfigurationError for any other text.
     """
     if text in PLACEMENTS:
         return PLACEMENTS[text](experts, world_size)
@@ -66,7 +66,7 @@ def parse_placement(text: str, experts: int, world_size: int) -> Placement:
 
 
 def placement_name(placement: Placement) -> str:
-    """Return the text that `parse_placement` parses into this placement; a name if it has one."""
+    """Return the text from which `parse_placement` makes this placement; a name if possible."""
     experts, world_size = placement.experts, placement.world_size
     for name, make_placement in PLACEMENTS.items():
         if experts >= world_size > 1 and placement == make_placement(experts, world_size):
@@ -76,11 +76,13 @@ def placement_name(placement: Placement) -> str:
 
 @dataclass(frozen=True)
 class RankCase(Case):
-    """One test case over ranks.
+    """One test case with several ranks.
 
-    problem: that of rank 0; other ranks differ in `parallel.rank` only. `problem.tokens` is the
-    maximum over the ranks. tokens: the number of tokens of each rank in the first call. fault: the
-    fault scenario that is run in addition (see `scenario_names.SCENARIOS`), or "" for none.
+    Attributes:
+        problem: the problem of rank 0. Those of other ranks differ only in `parallel.rank`.
+            `problem.tokens` is the maximum over all ranks.
+        tokens: the number of tokens of each rank in the first call.
+        fault: the fault scenario that is run in addition, one of `scenario_names.SCENARIOS`, or "".
     """
 
     tokens: tuple[int, ...] = ()
@@ -98,7 +100,7 @@ class RankCase(Case):
         if self.fault and self.fault not in SCENARIOS:
             need = f"one of {', '.join(SCENARIOS)}"
             raise ConfigurationError("fault", got=repr(self.fault), need=need)
-        if self.replicated and len(set(self.tokens)) > 1:
+        if self.is_replicated and len(set(self.tokens)) > 1:
             need = f"the same number on each rank: {self.prepare_finalize} needs replicated input"
             raise ConfigurationError("tokens", got=self.tokens, need=need)
 
@@ -107,14 +109,14 @@ class RankCase(Case):
         return self.problem.parallel.world_size
 
     @property
-    def replicated(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether every rank passes the same tokens."""
         part = load_catalog().prepare_finalize(self.prepare_finalize)
         return part.requires.replicated_input
 
     @property
     def global_problem(self) -> Problem:
-        """The same layer on one rank with every expert."""
+        """The problem of the same layer on a single rank with all experts."""
         one_rank = replace(self.problem, parallel=Parallel(), local_experts=None, expert_map=False)
         return replace(one_rank, max_received=None)
 
@@ -147,9 +149,12 @@ class RankCase(Case):
 
 @dataclass(frozen=True)
 class RankSelection:
-    """The valid cases of a pairing over ranks, and those that the rules refuse, with verdicts.
+    """Cases of a pairing with several ranks.
 
-    replacements: (refused case, case of a supported shape that replaces it).
+    Attributes:
+        cases: the valid cases, which the pairing must pass.
+        refused: the cases that the rules refuse, with their verdicts.
+        replacements: pairs of a refused case and the supported case that replaces it.
     """
 
     cases: tuple[RankCase, ...]
@@ -161,9 +166,14 @@ class RankSelection:
 class Variant:
     """A case without its pairing and number of ranks.
 
-    tokens: number of tokens of each rank, repeated cyclically. With replicated input, every rank
-    passes the maximum. fault, variation: as in RankCase. max_tokens: lower bound of
-    `problem.tokens`, for a problem that allows more tokens than any rank passes.
+    Attributes:
+        problem: the problem as if it ran on one rank.
+        placement: a name in PLACEMENTS.
+        tokens: number of tokens of each rank, repeated cyclically. With replicated input, every
+            rank passes the maximum.
+        routing, fault, variation: as in RankCase.
+        max_tokens: lower bound of `problem.tokens` in the case, to allow more tokens than any rank
+            passes.
     """
 
     problem: Problem
@@ -188,7 +198,7 @@ class Variant:
         return RankCase(
             prepare_finalize,
             experts,
-            in_row_order(problem, experts),
+            apply_part_row_order(problem, experts),
             self.routing,
             variation=self.variation,
             tokens=tokens,
@@ -204,10 +214,11 @@ def rank_cases_for(
     level: Level = "smoke",
     ranks_per_host: int | None = None,
 ) -> RankSelection:
-    """Return every case of `level` for a pairing over `world_size` ranks, checked on `machine`.
+    """Return every case of `level` for a pairing with `world_size` ranks, checked for `machine`.
 
-    A case that is refused for its shape alone is replaced by the nearest supported one.
-    ranks_per_host: None means that all ranks are on one host.
+    A case that is refused only because of its shape is replaced with the nearest supported case.
+
+    ranks_per_host: number of ranks per host; None means that all ranks are on one host.
     """
     cases: list[RankCase] = []
     refused: list[tuple[RankCase, Verdict]] = []
@@ -216,10 +227,10 @@ def rank_cases_for(
     part = catalog.prepare_finalize(prepare_finalize)
     scenarios = ("", *supported_scenarios(part, machine))
     interpreted = "triton" in catalog.experts(experts).requires.packages
-    for variant in rank_variants(world_size, level):
-        # While one rank interprets such deep GEMMs, the deadline of the other ranks expires.
-        exceeds_deadline = interpreted and variant.problem.hidden >= _LONG_ROWS
-        # The same holds if a part passes the padding rows of many ranks to the experts.
+    for variant in list_rank_variants(world_size, level):
+        # While one rank interprets GEMMs with such a large K, the deadline of the others expires.
+        exceeds_deadline = interpreted and variant.problem.hidden >= _LONG_ROW_SIZE
+        # It also expires if a part passes the padding rows of many ranks to the experts.
         exceeds_deadline |= (
             bool(variant.max_tokens) and part.requires.padding is not None and world_size > 2
         )
@@ -227,27 +238,31 @@ def rank_cases_for(
             continue
         case = variant.case(prepare_finalize, experts, world_size)
         verdict = case.verdict(machine)
-        accepted: RankCase | None = case
+        supported_case: RankCase | None = case
         if not verdict.ok:
             refused.append((case, verdict))
             candidates = (
                 neighbor.case(prepare_finalize, experts, world_size)
-                for neighbor in neighbors(variant, verdict, world_size)
+                for neighbor in list_neighbors(variant, verdict, world_size)
             )
-            accepted = next(
+            supported_case = next(
                 (candidate for candidate in candidates if candidate.verdict(machine).ok), None
             )
-            if accepted is not None:
-                replacements.append((case, accepted))
+            if supported_case is not None:
+                replacements.append((case, supported_case))
         # Several refused cases may have the same replacement.
-        if accepted is not None and accepted not in cases:
-            cases.append(accepted)
+        if supported_case is not None and supported_case not in cases:
+            cases.append(supported_case)
     selection = RankSelection(tuple(cases), tuple(refused), tuple(replacements))
-    return selection if ranks_per_host is None else _on_hosts(selection, ranks_per_host, machine)
+    return (
+        selection if ranks_per_host is None else _place_on_hosts(selection, ranks_per_host, machine)
+    )
 
 
-def _on_hosts(selection: RankSelection, ranks_per_host: int, machine: Machine) -> RankSelection:
-    """Return the selection for ranks on several hosts, checked again."""
+def _place_on_hosts(
+    selection: RankSelection, ranks_per_host: int, machine: Machine
+) -> RankSelection:
+    """Return the cases with their ranks on several hosts, after checking the pairing again."""
     cases, refused = [], list(selection.refused)
     for case in selection.cases:
         parallel = replace(case.problem.parallel, ranks_per_host=ranks_per_host)
@@ -263,7 +278,7 @@ def _on_hosts(selection: RankSelection, ranks_per_host: int, machine: Machine) -
 def rank_pairings(
     machine: Machine, world_size: int, level: Level = "smoke"
 ) -> tuple[tuple[str, str], ...]:
-    """Return every pairing in the catalog with a valid case of `level` over `world_size` ranks."""
+    """Return every pairing with a valid case of `level` with `world_size` ranks."""
     catalog = load_catalog()
     return tuple(
         (pf, experts)
@@ -273,91 +288,99 @@ def rank_pairings(
     )
 
 
-def rank_variants(world_size: int, level: Level) -> tuple[Variant, ...]:
+def list_rank_variants(world_size: int, level: Level) -> tuple[Variant, ...]:
     """Return the variants of `level`.
 
-    The base has 2 * world_size + 1 experts and at most seven tokens per rank.
+    Their base problem has 2 * world_size + 1 experts and at most seven tokens per rank.
     """
     base = replace(BASE, tokens=7, experts=2 * world_size + 1)
-    variants = [*_smoke(base, world_size)]
+    variants = [*_list_smoke_variants(base, world_size)]
     if level == "full":
-        variants += [*_full(base, world_size), *_pairwise(world_size)]
+        variants += [*_list_full_variants(base, world_size), *_list_pairwise_variants(world_size)]
     return tuple(dict.fromkeys(variants))
 
 
-UNEVEN = (7, 4, 0, 5)
+UNEVEN_TOKENS = (7, 4, 0, 5)
 
 
-def _variant(
+def _make_variant(
     base: Problem,
     routing: str = "uniform",
     *,
     placement: str = "linear",
-    tokens: Sequence[int] = UNEVEN,
+    tokens: Sequence[int] = UNEVEN_TOKENS,
     **changes: Any,
 ) -> Variant:
     return Variant(replace(base, **changes), placement, tuple(tokens), routing)
 
 
-def _smoke(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Yield every placement, zero tokens on some and on all ranks, and each other axis once."""
+def _list_smoke_variants(base: Problem, world_size: int) -> Iterator[Variant]:
+    """Yield each placement, calls without tokens on some or all ranks, and other axes once."""
     even = replace(base, experts=2 * world_size)
     on_input = replace(even, apply_router_weight_on_input=True, top_k=1)
-    yield _variant(base)
-    yield _variant(even, tokens=(0, 5))
-    yield _variant(even, "zipf", bias=True, routed_scaling_factor=2.5, dtype=_BF16)
-    yield _variant(base, "skips", placement="round_robin", dtype=_BF16, bias=True, activation=_OAI)
-    yield _variant(base, "duplicates", placement="copies", dtype=_FP16, top_k=3)
-    yield _variant(base, placement="round_robin", tokens=(0,))
-    yield _variant(base, "out_of_range", placement="copies", tokens=(5, 0), ids_dtype=torch.int64)
-    yield _variant(base, "all_to_one", inplace=True, activation="relu2", tokens=(4, 7))
-    yield _variant(on_input, "empty_experts")
-    yield _variant(even, hidden=160, intermediate=96, dtype=_BF16, quant="fp8_w8a8_block")
-    yield _variant(base, placement="round_robin", lora="adapters=3,rank=7")
+    yield _make_variant(base)
+    yield _make_variant(even, tokens=(0, 5))
+    yield _make_variant(even, "zipf", bias=True, routed_scaling_factor=2.5, dtype=_BF16)
+    yield _make_variant(
+        base, "skips", placement="round_robin", dtype=_BF16, bias=True, activation=_SWIGLU_OAI
+    )
+    yield _make_variant(base, "duplicates", placement="copies", dtype=_FP16, top_k=3)
+    yield _make_variant(base, placement="round_robin", tokens=(0,))
+    yield _make_variant(
+        base, "out_of_range", placement="copies", tokens=(5, 0), ids_dtype=torch.int64
+    )
+    yield _make_variant(base, "all_to_one", inplace=True, activation="relu2", tokens=(4, 7))
+    yield _make_variant(on_input, "empty_experts")
+    yield _make_variant(even, hidden=160, intermediate=96, dtype=_BF16, quant="fp8_w8a8_block")
+    yield _make_variant(base, placement="round_robin", lora="adapters=3,rank=7")
     wide = replace(even, ids_dtype=torch.int64, dtype=_BF16, lora="adapters=3,rank=7", bias=True)
-    yield _variant(wide, "beyond_int32", placement="copies", tokens=(0, 5))
-    yield _variant(base, "skips", graph=True, placement="copies")
+    yield _make_variant(wide, "beyond_int32", placement="copies", tokens=(0, 5))
+    yield _make_variant(base, "skips", graph=True, placement="copies")
     block = "fp8_w8a8_block:block=32x32"
     wide = replace(even, hidden=160, intermediate=96, dtype=_BF16)
-    yield _variant(wide, tokens=(0, 5), graph=True, quant=block)
+    yield _make_variant(wide, tokens=(0, 5), graph=True, quant=block)
     ties = InputVariation(values="ties")
     int8 = replace(even, hidden=64, intermediate=32, dtype=_BF16, quant="int8_w8a8_channel")
     yield Variant(int8, "round_robin", (4, 0), "skips", variation=ties)
 
 
-def _full(base: Problem, world_size: int) -> Iterator[Variant]:
-    change = partial(_variant, base)
+def _list_full_variants(base: Problem, world_size: int) -> Iterator[Variant]:
+    make_variant = partial(_make_variant, base)
     even = replace(base, experts=2 * world_size)
     wide = replace(base, hidden=160, intermediate=96, dtype=_BF16)
     for placement in PLACEMENTS:
         for routing in ("uniform", "all_to_one", "zipf", "skips", "out_of_range", "all_skipped"):
-            yield change(routing, placement=placement)
+            yield make_variant(routing, placement=placement)
         for dtype in (_FP16, _BF16):
-            yield change(placement=placement, dtype=dtype, top_k=3, routed_scaling_factor=2.5)
+            yield make_variant(placement=placement, dtype=dtype, top_k=3, routed_scaling_factor=2.5)
         token_counts: tuple[tuple[int, ...], ...] = ((0, 0, 0, 7), (1,), (1, 0), (17, 3))
         for tokens in token_counts:
-            yield change(placement=placement, tokens=tokens)
-        yield change("duplicates", placement=placement, bias=True, top_k=4, ids_dtype=torch.int64)
+            yield make_variant(placement=placement, tokens=tokens)
+        yield make_variant(
+            "duplicates", placement=placement, bias=True, top_k=4, ids_dtype=torch.int64
+        )
     for routing in ("uniform", "zipf", "out_of_range"):
-        yield _variant(even, routing)
+        yield _make_variant(even, routing)
     for edge in (15, 16, 17, 33):
-        yield change("all_to_one", tokens=(edge, 1), top_k=1, dtype=_BF16)
-    yield change("skips", hidden=16, intermediate=16, tokens=(83, 46))  # more pairs than a chunk
-    yield change(experts=world_size, top_k=1)
-    yield change(experts=8 * world_size + 3, top_k=8, placement="round_robin")
-    yield change(experts=16 * world_size, top_k=17, dtype=_BF16)
-    yield change("skips", experts=16 * world_size + 3, top_k=22, placement="round_robin")
-    yield change("duplicates", experts=3 * world_size, top_k=MAX_TOP_K, placement="copies")
-    yield change(apply_router_weight_on_input=True, top_k=2, bias=True)
-    yield change("skips", apply_router_weight_on_input=True, top_k=1, bias=True, dtype=_BF16)
+        yield make_variant("all_to_one", tokens=(edge, 1), top_k=1, dtype=_BF16)
+    yield make_variant(
+        "skips", hidden=16, intermediate=16, tokens=(83, 46)
+    )  # more pairs than a chunk
+    yield make_variant(experts=world_size, top_k=1)
+    yield make_variant(experts=8 * world_size + 3, top_k=8, placement="round_robin")
+    yield make_variant(experts=16 * world_size, top_k=17, dtype=_BF16)
+    yield make_variant("skips", experts=16 * world_size + 3, top_k=22, placement="round_robin")
+    yield make_variant("duplicates", experts=3 * world_size, top_k=MAX_TOP_K, placement="copies")
+    yield make_variant(apply_router_weight_on_input=True, top_k=2, bias=True)
+    yield make_variant("skips", apply_router_weight_on_input=True, top_k=1, bias=True, dtype=_BF16)
     for combine in (Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED):
-        yield change("skips", combine=combine, routed_scaling_factor=2.5)
-    yield change(chunk_tokens=4)
-    # The number of tokens a rank receives if it has the experts of all tokens.
-    total_tokens = sum(UNEVEN[rank % len(UNEVEN)] for rank in range(world_size))
-    yield change("all_to_one", max_received=total_tokens)
-    yield change("duplicates", inplace=True, dtype=_BF16, top_k=3)
-    yield change(hidden=47, intermediate=33, dtype=_BF16, activation=_OAI)
+        yield make_variant("skips", combine=combine, routed_scaling_factor=2.5)
+    yield make_variant(chunk_tokens=4)
+    # The number of tokens that a rank receives if it has the experts of all tokens.
+    total_tokens = sum(UNEVEN_TOKENS[rank % len(UNEVEN_TOKENS)] for rank in range(world_size))
+    yield make_variant("all_to_one", max_received=total_tokens)
+    yield make_variant("duplicates", inplace=True, dtype=_BF16, top_k=3)
+    yield make_variant(hidden=47, intermediate=33, dtype=_BF16, activation=_SWIGLU_OAI)
     for quant in (
         "fp8_w8a8_tensor",
         "fp8_w8a8_tensor:static=true",
@@ -372,46 +395,46 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
         "fp8_w8a16_block:block=48x64",
         "int4_w4a16_act_order:group=32",
     ):
-        yield _variant(wide, quant=quant)
-    yield from _captured(base, world_size)
-    yield from _adapters(base, world_size)
+        yield _make_variant(wide, quant=quant)
+    yield from _list_captured_variants(base, world_size)
+    yield from _list_adapter_variants(base, world_size)
     for fault in SCENARIOS:
-        yield Variant(base, "linear", UNEVEN, "uniform", fault)
-    yield from _quantized(replace(base, dtype=_BF16), world_size)
+        yield Variant(base, "linear", UNEVEN_TOKENS, "uniform", fault)
+    yield from _list_quantized_variants(replace(base, dtype=_BF16), world_size)
     block = "fp8_w8a8_block:block=48x64"
-    yield _variant(wide, "skips", quant=block, placement="copies", top_k=3, bias=True)
-    yield _variant(wide, "zipf", quant=block, placement="round_robin", tokens=(0, 17))
+    yield _make_variant(wide, "skips", quant=block, placement="copies", top_k=3, bias=True)
+    yield _make_variant(wide, "zipf", quant=block, placement="round_robin", tokens=(0, 17))
     # More rows than one program quantizes. The group size divides I, but not H.
-    yield _variant(wide, intermediate=128, quant=block, tokens=(35, 2))
+    yield _make_variant(wide, intermediate=128, quant=block, tokens=(35, 2))
 
 
-def _pairwise(world_size: int) -> Iterator[Variant]:
-    """Yield the pairwise-covering variants of features of a layer over ranks."""
-    for row in rank_pairs.rank_array(world_size).rows:
-        values, problem = rank_pairs.values_of(row), rank_pairs.problem_of(row, world_size)
+def _list_pairwise_variants(world_size: int) -> Iterator[Variant]:
+    """Yield a variant for each row of the pairwise covering array of `rank_pairs`."""
+    for row in rank_pairs.draw_rank_array(world_size).rows:
+        values, problem = rank_pairs.name_values(row), rank_pairs.build_problem(row, world_size)
         args = values["placement"], values["tokens"], values["routing"]
-        yield Variant(problem, *args, variation=rank_pairs.variation_of(row))
+        yield Variant(problem, *args, variation=rank_pairs.build_variation(row))
 
 
-def _captured(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Yield problems whose calls can be captured in a CUDA graph.
+def _list_captured_variants(base: Problem, world_size: int) -> Iterator[Variant]:
+    """Yield variants whose calls can be captured in a CUDA graph.
 
-    Parts may then exchange rows in another way, without the host.
+    For these, parts may exchange rows in another way that does not involve the host.
     """
     base = replace(base, graph=True)
-    change = partial(_variant, base)
+    make_variant = partial(_make_variant, base)
     for placement in PLACEMENTS:
         for routing in ("uniform", "all_to_one", "out_of_range"):
-            yield change(routing, placement=placement)
+            yield make_variant(routing, placement=placement)
     for tokens in ((0, 0, 0, 7), (0,), (17, 3)):
-        yield change("zipf", tokens=tokens, dtype=_BF16)
-    yield change("all_skipped", bias=True, routed_scaling_factor=2.5)
-    yield change("duplicates", top_k=4, ids_dtype=torch.int64, placement="copies", bias=True)
-    yield change("skips", apply_router_weight_on_input=True, top_k=1, bias=True, dtype=_BF16)
-    yield change(inplace=True, dtype=_FP16, activation="relu2")
-    yield change(chunk_tokens=4)
-    yield change("all_to_one", max_received=world_size * 7)
-    yield change("skips", lora="adapters=3,rank=7", placement="round_robin", top_k=3)
+        yield make_variant("zipf", tokens=tokens, dtype=_BF16)
+    yield make_variant("all_skipped", bias=True, routed_scaling_factor=2.5)
+    yield make_variant("duplicates", top_k=4, ids_dtype=torch.int64, placement="copies", bias=True)
+    yield make_variant("skips", apply_router_weight_on_input=True, top_k=1, bias=True, dtype=_BF16)
+    yield make_variant(inplace=True, dtype=_FP16, activation="relu2")
+    yield make_variant(chunk_tokens=4)
+    yield make_variant("all_to_one", max_received=world_size * 7)
+    yield make_variant("skips", lora="adapters=3,rank=7", placement="round_robin", top_k=3)
     wide = replace(base, hidden=160, intermediate=96, dtype=_BF16)
     for quant in (
         "fp8_w8a8_tensor",
@@ -423,35 +446,39 @@ def _captured(base: Problem, world_size: int) -> Iterator[Variant]:
         "mxfp4_w4a16",
         "nvfp4_w4a4",
     ):
-        yield _variant(wide, quant=quant)
+        yield _make_variant(wide, quant=quant)
 
 
-def _adapters(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Yield LoRA cases: slots travel with the tokens, matrices are placed with the experts."""
+def _list_adapter_variants(base: Problem, world_size: int) -> Iterator[Variant]:
+    """Yield variants with LoRA: slots are sent with tokens, and matrices placed like experts."""
     with_adapters = replace(base, lora="adapters=3,rank=7")
-    yield _variant(with_adapters, "skips", placement="copies", top_k=3, bias=True)
-    yield _variant(with_adapters, placement="round_robin", tokens=(0, 9), dtype=_BF16)
-    yield _variant(with_adapters, lora="adapters=4,rank=20,a13=shared,outer=shared", tokens=(5, 3))
+    yield _make_variant(with_adapters, "skips", placement="copies", top_k=3, bias=True)
+    yield _make_variant(with_adapters, placement="round_robin", tokens=(0, 9), dtype=_BF16)
+    yield _make_variant(
+        with_adapters, lora="adapters=4,rank=20,a13=shared,outer=shared", tokens=(5, 3)
+    )
     for slot_pattern in ("nobody", "without"):
         variation = InputVariation(slot_pattern=slot_pattern)
-        yield Variant(with_adapters, "linear", UNEVEN, "uniform", variation=variation)
+        yield Variant(with_adapters, "linear", UNEVEN_TOKENS, "uniform", variation=variation)
     block = replace(with_adapters, hidden=160, intermediate=96, quant="fp8_w8a8_block:block=32x32")
-    yield _variant(block, dtype=_BF16)
+    yield _make_variant(block, dtype=_BF16)
 
 
-def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Yield shapes and values that are difficult for scales.
+def _list_quantized_variants(base: Problem, world_size: int) -> Iterator[Variant]:
+    """Yield variants with shapes and values that are difficult for scales.
 
-    Group sizes that are not a power of two; rows longer than one program holds; one scale for all
-    tokens, determined by a value on one rank; values so small that the scale is clamped.
+    They have group sizes that are not a power of two, rows longer than one program holds, one scale
+    for all tokens that a value on a single rank determines, or values so small that the scale is
+    clamped.
     """
     one_expert_each = replace(base, experts=2 * world_size, top_k=1)
     ragged = replace(one_expert_each, hidden=160, intermediate=136)
-    yield _variant(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16)
-    yield _variant(
+    yield _make_variant(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16)
+    yield _make_variant(
         one_expert_each, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32"
     )
-    # problem.tokens is so large that a program reads more of a row at once. Calls pass few tokens.
+    # The calls pass few tokens, but problem.tokens is so large that a program reads a longer part
+    # of a row at once.
     long_rows = replace(one_expert_each, hidden=2080, intermediate=16)
     yield Variant(long_rows, "linear", (3, 1), "uniform", max_tokens=513)
     peaks, faint = InputVariation(values="peaks"), InputVariation(values="faint")
@@ -459,16 +486,16 @@ def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
         one_expert_each, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16
     )
     yield Variant(wide, "linear", (2, 5), "all_to_one", variation=peaks)
-    long = replace(one_expert_each, hidden=_LONG_ROWS, intermediate=16)
-    wide_groups = f"fp8_w8a8_block:block=16x{_LONG_ROWS}"
+    long = replace(one_expert_each, hidden=_LONG_ROW_SIZE, intermediate=16)
+    wide_groups = f"fp8_w8a8_block:block=16x{_LONG_ROW_SIZE}"
     for quant, tokens in (("fp8_w8a8_channel", (2, 1)), (wide_groups, (5, 4))):
         yield Variant(replace(long, quant=quant), "linear", tokens, "uniform", variation=peaks)
-    # The only token of all ranks is zero, and so is the maximum that determines the common scale.
+    # The only token of all ranks is zero, and so is the maximum that determines the shared scale.
     zero_input = replace(one_expert_each, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
     yield Variant(
         zero_input, "linear", (1, 0), "uniform", variation=InputVariation(values="zero_rows")
     )
-    # A NaN in a token, in the router weight of a pair, and in the bias of an expert: rows of other
+    # NaN in a token, in the router weight of a pair, and in the bias of an expert. Rows of other
     # ranks must not become NaN.
     for quant in ("none", "int8_w8a8_channel", "fp8_w8a8_block:block=48x64"):
         nan = InputVariation(nan="x+topk_weights+b2")

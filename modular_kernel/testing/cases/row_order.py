@@ -1,4 +1,4 @@
-"""Order of the gate and up rows of w1, for parts that support only one."""
+"""Choose the order of the gate and up rows of w1, because some parts support only one order."""
 
 from dataclasses import replace
 
@@ -7,11 +7,11 @@ from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.spec.problem import Problem
 
 
-def in_row_order(problem: Problem, experts: type[PermuteExpertsUnpermute] | str) -> Problem:
-    """Return the problem with gate and up rows in the order that the part supports.
+def apply_part_row_order(problem: Problem, experts: type[PermuteExpertsUnpermute] | str) -> Problem:
+    """Return the problem with the gate and up rows of w1 in the order that `experts` supports.
 
-    Problems with interleaved rows or with adapters are returned unchanged: they have no other
-    order.
+    Problems with interleaved rows or with adapters are returned unchanged, because no other order
+    exists for them.
     """
     act, requires = problem.act, load_catalog().experts(experts).requires
     has_fixed_order = act.interleaved or problem.adapters is not None

@@ -1,6 +1,6 @@
-"""Names of the fault scenarios over ranks, and the parts that support them.
+"""Names of the fault scenarios across ranks, and which parts support them.
 
-`verify.scenarios` defines what happens in them.
+`verify.scenarios` implements the scenarios.
 """
 
 from typing import Any
@@ -12,46 +12,49 @@ SCENARIOS = (
     "misunderstood",  # rank 1 makes calls that are inconsistent with those of the other ranks
     "broken-off",  # the experts of rank 1 raise an error
     "late",  # rank 1 is late: within the deadline, then beyond it
-    "stays-out",  # rank 1 does not construct its part
+    "stays-out",  # rank 1 does not construct its part with the others
     "finished-by-turns",  # rank 1 finishes two calls in reverse order
 )
-# Scenarios that managers detect even if ranks exchange no call numbers before the rows.
+# Scenarios that managers detect even if the ranks do not exchange call numbers before the rows.
 _SCENARIOS_WITHOUT_COUNTERS = ("misunderstood", "late", "stays-out")
 
 
 def supported_scenarios(part: type[PrepareAndFinalize], machine: Machine) -> tuple[str, ...]:
-    """Return the fault scenarios that a part supports: none on GPUs or with third-party libraries.
+    """Return the names of the fault scenarios that a part supports.
 
-    For parts without scenarios, `stress.fault_matrix` only checks that all ranks exit in time.
+    Returns () on GPUs and for parts that use third-party libraries. For these,
+    `stress.fault_matrix` only checks that all ranks exit in time.
     """
-    if machine.device != "cpu" or manager_class(part) is None:
+    if machine.device != "cpu" or find_manager_class(part) is None:
         return ()
     if part.requires.packages not in ((), ("triton",)):
         return ()
     return tuple(
-        name for name in SCENARIOS if counts_calls(part) or name in _SCENARIOS_WITHOUT_COUNTERS
+        name
+        for name in SCENARIOS
+        if exchanges_call_numbers(part) or name in _SCENARIOS_WITHOUT_COUNTERS
     )
 
 
-def counts_calls(part: type[PrepareAndFinalize]) -> bool:
-    """Return whether ranks exchange layer and call numbers before anything else."""
-    return hasattr(manager_class(part), "next_layer")
+def exchanges_call_numbers(part: type[PrepareAndFinalize]) -> bool:
+    """Return whether the ranks exchange layer and call numbers at the start of each call."""
+    return hasattr(find_manager_class(part), "next_layer")
 
 
 def shares_memory(part: type[PrepareAndFinalize]) -> bool:
-    """Return whether ranks use shared memory; they then compare problems at construction."""
-    return hasattr(manager_class(part), "heap")
+    """Return whether the ranks use shared memory, and thus compare problems at construction."""
+    return hasattr(find_manager_class(part), "heap")
 
 
 def prefers_near_copies(part: type[PrepareAndFinalize]) -> bool:
     """Return whether (token, expert) pairs must go to the nearest copy of the expert.
 
-    False for a part without a manager, and for one that sets `prefer_local_copies` itself. A part
-    that inherits the value is tested.
+    Returns False for a part without a manager, and for a part that sets `prefer_local_copies`
+    itself. Parts that inherit `prefer_local_copies` must prefer near copies.
     """
-    return manager_class(part) is not None and "prefer_local_copies" not in vars(part)
+    return find_manager_class(part) is not None and "prefer_local_copies" not in vars(part)
 
 
-def manager_class(part: type[PrepareAndFinalize]) -> Any:
-    """Return the class of a part's manager, which owns its communicator; None if it has none."""
+def find_manager_class(part: type[PrepareAndFinalize]) -> Any:
+    """Return the class of the manager that owns a part's communicator; None if there is none."""
     return getattr(part, "manager_class", None)

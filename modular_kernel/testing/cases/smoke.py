@@ -9,25 +9,31 @@ from modular_kernel.spec.problem import MAX_TOP_K, Combine, Problem
 from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
-_OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
+_SWIGLU_OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 _ZEROS = "group=32,zero_points=true"
 _TIES = InputVariation(values="ties")
 
 Variant = tuple[Problem, str, InputVariation]
 
 
-def smoke_variants(base: Problem) -> tuple[Variant, ...]:
-    """Return cases that touch every axis, then one or two of each family of schemes."""
-    # Router weights of either sign, and NaN for skipped pairs.
+def list_smoke_variants(base: Problem) -> tuple[Variant, ...]:
+    """Return variants that touch every axis, then one or two for each family of schemes."""
+    # Router weights of both signs, and NaN for skipped pairs.
     signed = (
-        replace(base, dtype=_BF16, activation=_OAI, bias=True),
+        replace(base, dtype=_BF16, activation=_SWIGLU_OAI, bias=True),
         "skips",
         InputVariation(values="signed"),
     )
-    return (*_plain(base), *_quantized(base), *_adapters(base), *_invariant(base), signed)
+    return (
+        *_list_unquantized(base),
+        *_list_quantized(base),
+        *_list_with_adapters(base),
+        *_list_batch_invariant(base),
+        signed,
+    )
 
 
-def _plain(base: Problem) -> Iterator[Variant]:
+def _list_unquantized(base: Problem) -> Iterator[Variant]:
     weighted = replace(base, combine=Combine.TOPK_WEIGHTED, routed_scaling_factor=2.5)
     on_input = replace(base, apply_router_weight_on_input=True, top_k=1, bias=True)
     yield base, "uniform", ORDINARY
@@ -43,11 +49,11 @@ def _plain(base: Problem) -> Iterator[Variant]:
     yield replace(base, fp32_precision="tf32", tokens=7), "beyond_int32", ORDINARY
 
 
-def _quantized(base: Problem) -> Iterator[Variant]:
+def _list_quantized(base: Problem) -> Iterator[Variant]:
     """Yield schemes, each with an option that affects its scales: chunks, interleaving, biases.
 
-    Where activations are quantized, x holds midpoints between values of their dtype, because only
-    midpoints reveal how a part rounds.
+    If activations are quantized, x holds midpoints between values of the quantized dtype, because
+    only midpoints reveal how a part rounds.
     """
     few = replace(base, tokens=7, dtype=_BF16)
     chunked = replace(few, chunk_tokens=4)
@@ -56,18 +62,34 @@ def _quantized(base: Problem) -> Iterator[Variant]:
     yield replace(chunked, quant="fp8_w8a8_channel", top_k=8), "skips", _TIES
     yield replace(few, quant="fp8_w8a8_block:block=48x64"), "duplicates", ORDINARY
     yield replace(few, hidden=160, quant="fp8_w8a8_block:block=48x64"), "empty_experts", _TIES
-    yield replace(few, quant="fp8_w8a16_block:block=48x64", activation=_OAI), "skips", ORDINARY
+    yield (
+        replace(few, quant="fp8_w8a16_block:block=48x64", activation=_SWIGLU_OAI),
+        "skips",
+        ORDINARY,
+    )
     yield replace(few, quant="int8_w8a8_channel", intermediate=40), "out_of_range", _TIES
     yield replace(chunked, quant="int8_w8a8_block:block=32x32"), "uniform", _TIES
     yield replace(few, quant="int8_w8a16_channel", dtype=_FP16), "zipf", ORDINARY
-    yield replace(few, quant=f"int8_w8a16_group:{_ZEROS}", activation=_OAI), "uniform", ORDINARY
-    yield replace(few, quant=f"int4_w4a16_group:{_ZEROS}", activation=_OAI), "uniform", ORDINARY
+    yield (
+        replace(few, quant=f"int8_w8a16_group:{_ZEROS}", activation=_SWIGLU_OAI),
+        "uniform",
+        ORDINARY,
+    )
+    yield (
+        replace(few, quant=f"int4_w4a16_group:{_ZEROS}", activation=_SWIGLU_OAI),
+        "uniform",
+        ORDINARY,
+    )
     yield replace(few, quant="int4_w4a16_group:group=64", bias=True, hidden=50), "skips", ORDINARY
-    yield replace(few, quant="int4_w4a16_act_order:group=32", activation=_OAI), "skips", ORDINARY
-    yield replace(few, quant="mxfp4_w4a16", activation=_OAI, bias=True), "uniform", ORDINARY
-    yield replace(few, quant="nvfp4_w4a16", activation=_OAI), "zipf", ORDINARY
-    # Depths that are multiples of the packed words, which have specialized paths; gate and up are
-    # separate, each with its own global scale.
+    yield (
+        replace(few, quant="int4_w4a16_act_order:group=32", activation=_SWIGLU_OAI),
+        "skips",
+        ORDINARY,
+    )
+    yield replace(few, quant="mxfp4_w4a16", activation=_SWIGLU_OAI, bias=True), "uniform", ORDINARY
+    yield replace(few, quant="nvfp4_w4a16", activation=_SWIGLU_OAI), "zipf", ORDINARY
+    # H and I are multiples of the packed words, for which parts have specialized paths. Gate and up
+    # are not interleaved; each has its own global scale.
     packable = replace(few, hidden=128, intermediate=64)
     yield replace(packable, quant="nvfp4_w4a16", bias=True), "skips", ORDINARY
     yield replace(packable, quant="nvfp4_w4a4", hidden=64), "skips", _TIES
@@ -79,14 +101,14 @@ def _quantized(base: Problem) -> Iterator[Variant]:
     yield replace(one_token, quant="fp8_w8a8_channel", top_k=22, experts=24), "skips", _TIES
 
 
-def _adapters(base: Problem) -> Iterator[Variant]:
-    """Yield adapters: a rank that is not a multiple of a block, shared matrices, unused slots.
+def _list_with_adapters(base: Problem) -> Iterator[Variant]:
+    """Yield layers with adapters.
 
-    Also a call without adapters to a layer that has some, and blocks of scales that rows with and
-    without adapters share.
+    They have a rank that is not a multiple of a block, shared matrices, unused slots, a call
+    without adapters, and blocks of scales that rows with and without adapters share.
     """
     with_adapters = replace(base, tokens=7, dtype=_BF16, lora="adapters=3,rank=7")
-    yield replace(with_adapters, bias=True, activation=_OAI), "skips", ORDINARY
+    yield replace(with_adapters, bias=True, activation=_SWIGLU_OAI), "skips", ORDINARY
     shared = replace(with_adapters, lora="adapters=4,rank=80,a13=shared,outer=shared", dtype=_FP32)
     yield (
         replace(shared, activation="gelu", hidden=80),
@@ -104,8 +126,8 @@ def _adapters(base: Problem) -> Iterator[Variant]:
     yield replace(packed, dtype=_FP16), "zipf", ORDINARY
 
 
-def _invariant(base: Problem) -> Iterator[Variant]:
-    """Yield batch-invariant problems whose sums take several steps, with and without adapters."""
+def _list_batch_invariant(base: Problem) -> Iterator[Variant]:
+    """Yield batch-invariant problems whose sums take several steps, with and without LoRA."""
     wide = replace(base, tokens=9, hidden=160, intermediate=96, batch_invariant=True)
     yield replace(wide, dtype=_BF16, bias=True), "zipf", ORDINARY
     yield replace(wide, lora="adapters=3,rank=7", tokens=5), "skips", ORDINARY

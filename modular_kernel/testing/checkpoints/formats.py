@@ -4,8 +4,8 @@ Codes and scales are drawn at random, not rounded from other numbers, so the flo
 exactly those of the stored matrix. The packing follows the documentation of the formats, and shares
 no code with `modular_kernel.checkpoints`.
 
-Most functions are, or return, a `Make`: a function that draws a matrix. Their arguments are the
-parameters of the format.
+Most functions are a `Make`, which draws a matrix, or return one. The arguments of the latter are
+the parameters of the format.
 """
 
 import json
@@ -24,14 +24,19 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A stored matrix. tensors: by name suffix. values: the exact values, (N, K) float64."""
+    """A stored matrix.
+
+    Attributes:
+        tensors: maps the suffix of a tensor's name to the tensor.
+        values: the exact values, (N, K) float64.
+    """
 
     tensors: dict[str, torch.Tensor]
     values: torch.Tensor
 
 
-# (rows N, depth K, generator, gain) -> a matrix. gain multiplies the scales, so that the scales of
-# two matrices differ.
+# Maps (rows N, depth K, generator, gain) to a matrix. The scales are multiplied by gain, so that
+# the scales of two matrices differ.
 Make = Callable[[int, int, torch.Generator, float], StoredMatrix]
 
 
@@ -117,8 +122,8 @@ def mxfp8(name: str, scale_dtype: torch.dtype) -> Make:
 def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), shared_scale: bool = False) -> Make:
     """Make fp8 matrices with per-tensor scales.
 
-    static: whether there is an input scale, too. shared_scale: whether all matrices of the same
-    depth have the same scales.
+    static: whether the matrices have an input scale, too.
+    shared_scale: whether all matrices with the same K have the same scales.
     """
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
@@ -149,8 +154,8 @@ def int8_channel(rows: int, depth: int, g: torch.Generator, gain: float) -> Stor
     return StoredMatrix({"weight": w, "weight_scale": scale}, w.to(F64) * scale.to(F64))
 
 
-# Levels of bitsandbytes' 4-bit types, by code: quantiles of a normal distribution, and a float with
-# two bits of exponent over 12, whose code 1 is not the smallest step but 1 / 192.
+# Levels of bitsandbytes' 4-bit types, by code. NF4 consists of quantiles of a normal distribution.
+# FP4 has two exponent bits and is divided by 12. Its code 1 is an exception: 1 / 192.
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -168,9 +173,15 @@ def bitsandbytes(
     storage: torch.dtype = torch.uint8,
     nested_block: int = 256,
 ) -> Make:
-    """Make 4-bit matrices of blocks that ignore rows, the even value of a byte in the high nibble.
+    """Make 4-bit matrices of bitsandbytes.
 
-    double: the factors of blocks are 8-bit codes. storage: the dtype as which bytes are stored.
+    Blocks may span several rows. The high nibble of byte i contains value 2i of the matrix.
+
+    kind: "nf4" or "fp4".
+    block: number of values in a block, which share a scale.
+    double: whether the scales of blocks are quantized to 8-bit codes.
+    storage: the dtype as which the bytes are stored.
+    nested_block: number of scales that share a second-level scale, if `double`.
     """
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
@@ -213,7 +224,7 @@ def bitsandbytes(
 
 
 def llm_int8(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-    """Make int8 matrices of bitsandbytes, which stores the largest magnitude of each row."""
+    """Make an int8 matrix of bitsandbytes, which stores the largest magnitude of each row."""
     w = (_randn((rows, depth), g) * 40).round().clamp(-127, 127).to(torch.int8)
     largest = _uniform((rows,), g) * 127 * gain / (40 * depth**0.5)
     tensors = {"weight": w, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
@@ -237,7 +248,10 @@ def _zero_points(
 
 @dataclass(frozen=True)
 class _GroupedMatrix:
-    """Values (codes - zeros) * scale. zeros, scale: one column per group of `width` columns."""
+    """A matrix with the values (codes - zeros) * scale.
+
+    zeros, scale: one column per group of `width` columns.
+    """
 
     codes: torch.Tensor
     zeros: torch.Tensor
@@ -248,10 +262,13 @@ class _GroupedMatrix:
 
 @dataclass(frozen=True)
 class _GroupFormat:
-    """Integer codes in groups along the depth.
+    """Integer codes with a scale and a zero point per group of columns of a row.
 
-    group: number of columns of a group; None or -1 for one group. symmetric: whether all zero
-    points are the middle of the range. dtype: that of the scales.
+    Attributes:
+        bits: number of bits of a code.
+        group: number of columns in a group; None or -1 for a single group.
+        symmetric: whether all zero points are the middle of the range.
+        dtype: dtype of the scales.
     """
 
     bits: int
@@ -272,7 +289,10 @@ class _GroupFormat:
 
 
 def compressed_tensors(bits: int, group: int | None, *, symmetric: bool = True) -> Make:
-    """Make pack-quantized matrices, packed along K. group: None for one scale per row."""
+    """Make pack-quantized matrices of compressed-tensors, packed along K.
+
+    group: number of columns that share a scale; None for one scale per row.
+    """
 
     group_format = _GroupFormat(bits, group, symmetric, torch.bfloat16)
 
@@ -308,7 +328,8 @@ def awq(group: int, *, zero_point: bool = True) -> Make:
 def gptq(bits: int, group: int, *, symmetric: bool = True, zero_point_offset: int = 1) -> Make:
     """Make GPTQ matrices.
 
-    zero_point_offset: subtracted from stored zero points; 1 in version 1 of the format.
+    zero_point_offset: number that is subtracted from zero points before they are stored; 1 in
+        version 1 of the format.
     """
 
     group_format = _GroupFormat(bits, group, symmetric, torch.float16)
@@ -327,10 +348,12 @@ def gptq(bits: int, group: int, *, symmetric: bool = True, zero_point_offset: in
 
 
 def with_act_order(make: Make, group_index_name: str, group: int, codes_name: str) -> Make:
-    """Make matrices like `make`, with columns assigned to groups at random (act order).
+    """Make matrices like `make`, but with columns assigned to groups at random (act order).
 
-    The n-th gate and the n-th up matrix get the same assignment. group_index_name, codes_name:
-    names of the tensors of group indices and of codes.
+    The n-th gate matrix and the n-th up matrix get the same assignment.
+
+    group_index_name: name of the tensor of group indices.
+    codes_name: name of the tensor of codes.
     """
     counts: Counter[Any] = Counter()
 
@@ -370,7 +393,10 @@ def _mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> Any:
 
 
 def with_e8m0_dtype(make: Make, name: str) -> Make:
-    """Make matrices like `make`, with scales of the dtype float8_e8m0fnu instead of uint8."""
+    """Make matrices like `make`, but with scales of dtype float8_e8m0fnu instead of uint8.
+
+    name: name of the scales.
+    """
 
     def make_with_dtype(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         stored = make(rows, depth, g, gain)
@@ -412,8 +438,9 @@ def nvfp4(
 ) -> Make:
     """Make matrices of e2m1 codes with an e4m3 scale per 16 columns and one float32 scale.
 
-    divides: whether the float32 scale divides the values instead of multiplying them. shared_scale:
-    whether all matrices of the same depth have the same float32 scale.
+    weight_name, global_scale_name, input_scale_name: names of the tensors.
+    divides: whether values are divided by the float32 scale instead of multiplied by it.
+    shared_scale: whether all matrices with the same K have the same float32 scale.
     """
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:

@@ -1,10 +1,10 @@
-"""Tiny GGUF files with random blocks, and the exact values of these.
+"""Write tiny GGUF files with random blocks, and return their exact values.
 
     sample = write_gguf(folder / "model.gguf", "qwen3moe", ("Q4_0", "Q4_0", "Q8_0"))
     sample.expected_output(x_TH, weights_TK, ids_TK)   # float64
 
-The layouts follow ggml's own comments and share no code with `modular_kernel.checkpoints`: values
-are drawn as codes and scales, and put into the bytes one group at a time.
+The layouts follow the comments in ggml and share no code with `modular_kernel.checkpoints`. Values
+are drawn as codes and scales, and written into the bytes one group at a time.
 """
 
 import struct
@@ -30,7 +30,7 @@ _CODES = {_UINT32: "I", _FLOAT32: "f", _BOOL: "?", _INT32: "i"}
 
 
 def _half(shape: tuple[int, ...], gain: float, g: torch.Generator) -> torch.Tensor:
-    """Draw float16 scales of either sign."""
+    """Draw float16 scales of both signs."""
     sign = torch.randint(0, 2, shape, generator=g) * 2 - 1
     return ((0.6 + 0.8 * torch.rand(shape, generator=g)) * sign * gain).half()
 
@@ -40,7 +40,7 @@ def _bytes(halves: torch.Tensor) -> torch.Tensor:
 
 
 def _halves_of_32(codes: torch.Tensor) -> torch.Tensor:
-    """Put value j into the low nibble of byte j, and value j + 16 into the high one."""
+    """Put value j into the low nibble of byte j, and value j + 16 into the high nibble."""
     return (codes[:, :16] | codes[:, 16:] << 4).to(torch.uint8)
 
 
@@ -116,7 +116,7 @@ def _iq4_xs(count: int, gain: float, g: torch.Generator) -> Blocks:
 
 
 def _iq3_s(count: int, gain: float, g: torch.Generator) -> Blocks:
-    """Draw a type that is not read."""
+    """Make blocks of zeros, for a type that is not supported by the reader."""
     return torch.zeros(count, 110, dtype=torch.uint8), torch.zeros(count, 256, dtype=F64)
 
 
@@ -259,7 +259,10 @@ _MAKE: dict[str, Callable[[int, float, torch.Generator], Blocks]] = {
 def matrix(
     kind: str, shape: tuple[int, ...], gain: float, g: torch.Generator
 ) -> tuple[bytes, torch.Tensor]:
-    """Draw a tensor of a type: its bytes, and its values in float64."""
+    """Draw a tensor of the type `kind`; return its bytes and its values in float64.
+
+    gain: factor of the values.
+    """
     count = torch.Size(shape).numel()
     is_large = kind.endswith("_K") or kind in ("IQ4_XS", "IQ3_S")
     values = 1 if kind in ("F32", "F16", "BF16") else 256 if is_large else 32
@@ -267,7 +270,7 @@ def matrix(
     return stored.numpy().tobytes(), exact.reshape(shape)
 
 
-# Architecture -> (family, its own metadata).
+# Maps an architecture to (model family, metadata of this architecture only).
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3_moe", {}),
     "llama": ("mixtral", {}),
@@ -296,7 +299,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of a file."""
+    """A tensor as it is stored in a file."""
 
     kind: str
     shape: tuple[int, ...]
@@ -318,11 +321,14 @@ def write_gguf(  # noqa: PLR0913 (independent options)
     files: int = 1,
     seed: int = 0,
 ) -> Sample:
-    """Write a model and return it with the exact weights of its last layer with experts.
+    """Write a model; return it with the exact weights of its last layer with experts.
 
-    types: of gate, up and down, or these by layer; other layers up to the last are dense. fused:
-    gate and up in one tensor. metadata: replaces entries; None removes one. change: modifies the
-    tensors, `_Stored` by name. files: over how many the tensors are split.
+    types: types of gate, up and down, or a mapping from layers to such types. All other layers up
+        to the last one are dense.
+    fused: whether gate and up are stored in one tensor.
+    metadata: entries that replace or are added to the usual ones; None removes an entry.
+    change: modifies the dictionary from names to tensors (`_Stored`) before they are written.
+    files: number of files among which the tensors are divided.
     """
     g = torch.Generator().manual_seed(seed)
     family, own = ARCHITECTURES[architecture]

@@ -1,7 +1,9 @@
 """Write tiny checkpoints with the tensor names and config.json of published model families.
 
-sample = write(folder, "mixtral", "awq")           # config.json, model.safetensors (or shards)
-sample.expected_output(x_TH, weights_TK, ids_TK)   # float64
+    sample = write(folder, "mixtral", "awq")           # config.json, model.safetensors (or shards)
+    sample.expected_output(x_TH, weights_TK, ids_TK)   # float64
+
+Tests read them with `modular_kernel.checkpoints` and compare the outputs.
 """
 
 import json
@@ -29,7 +31,13 @@ PROJECTIONS, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 @dataclass(frozen=True)
 class LayerMatrices:
-    """Gate, up and down matrices of each expert of one layer. The rows of b1 are interleaved."""
+    """The matrices of one layer.
+
+    Attributes:
+        gate, up, down: one matrix per expert.
+        b1: (E, 2I), with interleaved gate and up values; None without biases.
+        b2: (E, H); None without biases.
+    """
 
     gate: list[StoredMatrix]
     up: list[StoredMatrix]
@@ -38,7 +46,10 @@ class LayerMatrices:
     b2: torch.Tensor | None = None
 
     def stacked(self, name: str, kind: str = "weight") -> torch.Tensor:
-        """Stack a tensor of all experts: (E, N, K) for weights. Equal scalars become one, (1,)."""
+        """Stack a tensor of all experts: (E, N, K) for weights. Equal scalars are merged into (1,).
+
+        name: "gate", "up" or "down". kind: suffix of the tensor's name.
+        """
         tensors = [matrix.tensors[kind] for matrix in getattr(self, name)]
         stack = torch.stack([t.reshape(()) if t.numel() == 1 else t for t in tensors])
         return stack[:1] if stack.dim() == 1 and bool((stack == stack[0]).all()) else stack
@@ -67,14 +78,15 @@ class LayerMatrices:
         return tensors
 
 
-# (prefix of the layer, matrices) -> tensors by their names in the checkpoint.
+# Maps (prefix of the layer, its matrices) to the tensors by their names in the checkpoint.
 NameTensors = Callable[[str, LayerMatrices], Tensors]
 
 
 def per_expert_modules(block: str, names: tuple[str, ...] = PROJECTIONS) -> NameTensors:
-    """Name one module for each projection of each expert.
+    """Make a function that names one module for each projection of each expert.
 
-    block: name of the experts' module. names: of gate, up and down; or of up and down.
+    block: name of the module that contains the experts.
+    names: names of gate, up and down, or of up and down only.
     """
 
     def name_tensors(layer_prefix: str, matrices: LayerMatrices) -> Tensors:
@@ -90,7 +102,7 @@ def per_expert_modules(block: str, names: tuple[str, ...] = PROJECTIONS) -> Name
 
 
 def fused(block: str, *, transposed: bool = False) -> NameTensors:
-    """Name one tensor of gate and up, and one of down, for all experts."""
+    """Make a function that names one tensor for gate and up, and one for down, of all experts."""
 
     def name_tensors(layer_prefix: str, m: LayerMatrices) -> Tensors:
         tensors_by_name = {"gate_up_proj": m.gate_up(), "down_proj": m.stacked("down")}
@@ -172,7 +184,7 @@ def dbrx(layer_prefix: str, m: LayerMatrices) -> Tensors:
 
 
 def step(layer_prefix: str, m: LayerMatrices) -> Tensors:
-    """Name one tensor per projection for all experts. Scales are stacked, too."""
+    """Name one tensor per projection, in which all experts are stacked. Scales are stacked, too."""
     tensors: Tensors = {}
     for name, experts in (("gate_proj", m.gate), ("up_proj", m.up), ("down_proj", m.down)):
         for kind in experts[0].tensors:
@@ -193,10 +205,14 @@ def inkling(layer_prefix: str, m: LayerMatrices) -> Tensors:
 class ModelFamily:
     """A published model family.
 
-    names: names the tensors of a layer. sizes: config keys of the number of experts, top-k,
-    intermediate and hidden size. layer_prefix: prefix of layer names. extra_config: further config
-    entries. wrapper_type: model type whose text_config holds the config, or "". act: the activation
-    that `Sample.expected_output` applies. bias: whether the experts have biases.
+    Attributes:
+        names: names the tensors of a layer.
+        sizes: config keys of the number of experts, top-k, intermediate and hidden size.
+        layer_prefix: prefix of the names of layers.
+        extra_config: further config entries.
+        wrapper_type: model type whose text_config contains the config, or "".
+        act: the activation that `Sample.expected_output` applies.
+        bias: whether the experts have biases.
     """
 
     names: NameTensors
@@ -314,10 +330,18 @@ FAMILIES: dict[str, ModelFamily] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """A written checkpoint.
+    """A written checkpoint, with the exact weights of its last layer.
 
-    kind: its format. published: its model family. w1: (E, 2I or I, H) float64, gate rows first. w2:
-    (E, H, I) float64. b1: (E, 2I), gate rows first. scaling: the routed scaling factor.
+    Attributes:
+        folder: the folder with the files.
+        config: the contents of config.json.
+        kind: the format.
+        published: the model family.
+        w1: (E, 2I or I, H) float64, gate rows first.
+        w2: (E, H, I) float64.
+        b1: (E, 2I) float64, gate values first; None without biases.
+        b2: (E, H) float64; None without biases.
+        scaling: the routed scaling factor.
     """
 
     folder: Path
@@ -401,9 +425,11 @@ def write(  # noqa: PLR0913 (independent options)
 ) -> Sample:
     """Write a checkpoint; return it with the exact weights of the last of `layers`.
 
-    family: a key of FAMILIES. kind: a key of CHECKPOINT_FORMATS, ACT_ORDER_FORMATS, BLOCK_FORMATS,
-    FUSED_FORMATS or TORCHAO_FORMATS. shards: number of files; if it is more than one, an index is
-    written. change: modifies the tensors, by name, before they are written.
+    family: a key of FAMILIES.
+    kind: a key of CHECKPOINT_FORMATS, ACT_ORDER_FORMATS, BLOCK_FORMATS, FUSED_FORMATS or
+        TORCHAO_FORMATS.
+    shards: number of files; if it is more than one, an index is written, too.
+    change: modifies the dictionary from names to tensors before the tensors are written.
     """
     model_family = FAMILIES[family]
     all_formats = CHECKPOINT_FORMATS | ACT_ORDER_FORMATS | BLOCK_FORMATS | FUSED_FORMATS
@@ -452,9 +478,9 @@ def write(  # noqa: PLR0913 (independent options)
 def save(
     folder: Path, tensors: Tensors, shards: int = 1, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write one model.safetensors, or an index and shards among which tensors alternate.
+    """Write one model.safetensors, or an index and shards to which tensors are assigned in turn.
 
-    metadata: of each file.
+    metadata: the metadata of each file.
     """
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata)

@@ -4,8 +4,8 @@
     metadata_of(kind.config, tensors)           # {"x.weight": '{"_type": "Int4Tensor", ...}'}
 
 A matrix has the tensors `_weight_qdata`, `_weight_scale` and, for integers, `_weight_zero_point`.
-`stack_experts` makes the parameters of all experts from them, and `old_names` the names of torchao
-0.14. The layouts follow torchao's documentation and share no code with
+`stack_experts` stacks these tensors of all experts, and `old_names` renames them as torchao 0.14
+does. The layouts follow torchao's documentation and share no code with
 `modular_kernel.checkpoints`.
 """
 
@@ -29,12 +29,12 @@ def _group(size: int) -> dict[str, Any]:
 
 
 def options(name: str, **data: Any) -> dict[str, Any]:
-    """Return the options of a class of torchao, with the fields `data`."""
+    """Return the options of the torchao class `name` with the fields `data`."""
     return {"_type": name, "_version": 2, "_data": {"set_inductor_config": True, **data}}
 
 
 def config(default: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantization_config that transformers writes for some options."""
+    """Return the quantization_config that transformers writes for the options `default`."""
     return {
         "include_input_output_embeddings": False,
         "modules_to_not_convert": None,
@@ -45,13 +45,13 @@ def config(default: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_name(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of an FqnToConfig."""
+    """Return the options of an FqnToConfig, which has options by module name."""
     data = {"fqn_to_config": dict(names), "module_fqn_to_config": dict(names)}
     return {"_type": "FqnToConfig", "_version": 1, "_data": data}
 
 
 def _int4(group: int, dtype: torch.dtype = torch.bfloat16) -> Make:
-    """Make codes from -8 to 7 with a scale and a floating zero point per group of a row."""
+    """Make codes from -8 to 7 with a scale and a floating-point zero point per group of a row."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         codes = torch.randint(-8, 8, (rows, depth), generator=g)
@@ -86,7 +86,7 @@ def _int8(group: int | None) -> Make:
 
 
 def _fp8(*, whole: bool) -> Make:
-    """Make float8 codes with a scale per row or, if `whole`, the same one for every matrix."""
+    """Make float8 codes with a scale per row or, if `whole`, one scale for all matrices."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         codes = (torch.randn(rows, depth, generator=g) * 100).clamp(-448, 448).to(FP8)
@@ -160,9 +160,10 @@ TORCHAO_FORMATS: dict[str, CheckpointFormat] = {
 def metadata_of(
     quantization: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, str]:
-    """Return the metadata of a file: the class and attributes of each weight, in JSON.
+    """Return the metadata of a file: the class and attributes of each weight, as JSON text.
 
-    quantization: a quantization_config. If it has options by name, the first are those of all.
+    quantization: a quantization_config. If it has options by module name, the first ones are used
+        for all weights.
     """
     chosen = quantization["quant_type"]["default"]
     if chosen["_type"] == "FqnToConfig":
@@ -200,7 +201,7 @@ def _attributes(chosen: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, 
 
 
 def stack_experts(tensors: dict[str, torch.Tensor]) -> None:
-    """Replace the tensors of each expert of Qwen3-MoE with those of parameters, in place."""
+    """Replace the tensors of each expert, named as in Qwen3-MoE, with stacked ones, in place."""
     pattern = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\._weight_(\w+)")
     found: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
     for name in list(tensors):
@@ -215,11 +216,11 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> None:
         name = "down_proj"
         if projection == "gate":
             name, up = "gate_up_proj", stacked[block, "up", kind]
-            # Rows of int4's scales lie in the last dimension.
+            # The scales of int4 weights have their rows in the last dimension.
             rows = -1 if tensor.dtype in (torch.bfloat16, torch.float32) and _is_int4(found) else 1
             tensor = torch.cat([tensor, up], rows)
         if tensor.shape[1:] in ((1, 1), (2, 1)) and bool((tensor == tensor.flatten()[0]).all()):
-            tensor = tensor[:1, :1]  # one scale of all experts
+            tensor = tensor[:1, :1]  # one scale for all experts
         tensors[f"{block}._{name}_{kind}"] = tensor.contiguous()
 
 

@@ -2,8 +2,9 @@
 
 Every valid pairing with a Triton part is called once per problem, on meta tensors, inside
 `record_compiles`. Tiles, flags and shapes are those of real calls on that GPU, so there are no
-hand-written signatures to maintain. Kernels of parts that need several ranks are launched by the
-parts' `meta_calls`. This module launches operations that are not used on one rank.
+hand-written signatures to maintain. The kernels of parts that need several ranks are launched by
+the `meta_calls` of the parts. This module also launches the operations that no pairing uses on a
+single rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,10 +49,9 @@ from modular_kernel.testing.random_inputs import Inputs, random_inputs
 from modular_kernel.workspace import Workspace
 
 _META = torch.device("meta")
-_FP8_ONLY_KERNELS = {"amax_kernel"}  # computes per-tensor scales, which only fp8 has
+_FP8_ONLY_KERNELS = {"amax_kernel"}  # it computes per-tensor scales, which only fp8 schemes have
 _FP8_ARCH = 89
-# The layer of the base problem is small enough to quantize on a CPU, and large enough for every
-# tile: block_n <= 256, block_k <= 128.
+# Schemes that together launch every kind of GEMM.
 _SCHEMES = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_channel",
@@ -65,13 +65,15 @@ _SCHEMES = (
     "nvfp4_w4a16",
     "int4_w4a16_act_order:group=64,zero_points=true",
 )
-_PACKED = ("int4_w4a16_group:zero_points=true", "mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
+_PACKED_SCHEMES = ("int4_w4a16_group:zero_points=true", "mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
+# Small enough to quantize the weights on a CPU, and large enough for every tile, which has at most
+# 256 columns and a depth of at most 128.
 _BASE = Problem(tokens=4, hidden=256, intermediate=256, experts=4, top_k=2)
 
 
 @dataclass(frozen=True)
 class CompiledRow:
-    """A compiled kernel with the case that launched it, its report and its violations."""
+    """A compiled kernel: the case that launched it, its report and its violations."""
 
     case: str
     record: CompileRecord
@@ -80,7 +82,10 @@ class CompiledRow:
 
 @dataclass(frozen=True)
 class SkippedKernel:
-    """A kernel that was not compiled. reason: why; "" means that a case is missing."""
+    """A kernel that was not compiled.
+
+    reason: why it was not compiled; "" means that a case is missing.
+    """
 
     kernel: str
     module: str
@@ -89,22 +94,29 @@ class SkippedKernel:
 
 @dataclass(frozen=True)
 class CompileResult:
-    """Each distinct compiled kernel, and the kernels of installed parts that no case launched."""
+    """Result of `compile_all`.
+
+    Attributes:
+        rows: each distinct compiled kernel.
+        left_out: kernels of installed parts that no case launched.
+    """
 
     rows: tuple[CompiledRow, ...]
     left_out: tuple[SkippedKernel, ...]
 
 
-Cases = Iterator[tuple[str, list[CompileRecord]]]
-# Context manager that shows progress over a number of steps; the yielded function completes one.
+CaseLaunches = Iterator[tuple[str, list[CompileRecord]]]
+# Takes the total number of steps; returns a context manager that shows the progress. It yields a
+# function to call after each step.
 ProgressBar = Callable[[int], AbstractContextManager[Callable[[], None]]]
 
 
 def problems() -> tuple[Problem, ...]:
     """Return problems that need every kind of tile in every dtype, and every kernel flag."""
-    # The first takes the path without alignment. The others have 2, 16, 40 and 256 rows per expert.
+    # The first problem takes the path without alignment. The others have 2, 16, 40 and 256 rows per
+    # expert.
     bf16 = [replace(_BASE, tokens=t) for t in (1, 4, 32, 80, 512)]
-    # With many pairs, counting them takes several launches.
+    # With many (token, expert) pairs, it takes several launches to count them.
     fp32 = [replace(_BASE, tokens=t, dtype=torch.float32) for t in (4, 4096)]
     changes: tuple[dict[str, object], ...] = (
         {"dtype": torch.float16},
@@ -123,39 +135,48 @@ def problems() -> tuple[Problem, ...]:
     )
     large = replace(_BASE, tokens=512)
     with_adapters = [replace(_BASE, tokens=t, lora="adapters=4,rank=32") for t in (4, 512)]
-    # With interleaved rows, an argument is 1, which Triton specializes as a constant.
+    # With interleaved gate and up rows, an argument is 1, which Triton specializes as a constant.
     with_adapters += [
         replace(problem, activation="silu:interleaved=true") for problem in with_adapters
     ]
     with_adapters += [
-        replace(with_adapters[1], quant=quant) for quant in ("fp8_w8a8_block", _PACKED[0])
+        replace(with_adapters[1], quant=quant) for quant in ("fp8_w8a8_block", _PACKED_SCHEMES[0])
     ]
     # Few tokens with channel and tensor scales, and enough experts for the path without tiles.
     many_experts = replace(with_adapters[0], experts=32)
     with_adapters += [
         replace(many_experts, quant=q) for q in ("none", "fp8_w8a8_channel", "fp8_w8a16_tensor")
     ]
-    # Paths that the other problems do not take: packed 4-bit words with one token, a depth of 1024.
-    packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED]
+    # Paths that the other problems do not take: packed 4-bit words with one token, and K = 1024.
+    packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED_SCHEMES]
     deep = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
     quantized = [replace(_BASE, tokens=t, quant=q) for q in _SCHEMES for t in (4, 512)]
     # With many rows per expert, mxfp4 weights are dequantized before the GEMM.
-    quantized += [replace(_BASE, tokens=2048, quant=quant) for quant in _PACKED[1:]]
+    quantized += [replace(_BASE, tokens=2048, quant=quant) for quant in _PACKED_SCHEMES[1:]]
     flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
-    return (*bf16, *fp32, *flags, *quantized, *packed, deep, *with_adapters, *_large_top_k())
+    return (
+        *bf16,
+        *fp32,
+        *flags,
+        *quantized,
+        *packed,
+        deep,
+        *with_adapters,
+        *_list_large_top_k_problems(),
+    )
 
 
-def _large_top_k() -> tuple[Problem, ...]:
-    """Return problems with large K: one that is not a power of two, and the maximum.
+def _list_large_top_k_problems() -> tuple[Problem, ...]:
+    """Return problems with a large top-k: one that is not a power of two, and the maximum.
 
-    Problems with one token take paths without alignment, whose launches depend on K.
+    Problems with one token take paths without alignment, whose launches depend on top-k.
     """
     base = replace(_BASE, tokens=1, experts=64)
     not_power, largest = replace(base, top_k=22), replace(base, top_k=MAX_TOP_K)
     few = [
         not_power,
         replace(not_power, quant="fp8_w8a8_channel", dtype=torch.float16, bias=True),
-        replace(not_power, quant=_PACKED[0], bias=True),
+        replace(not_power, quant=_PACKED_SCHEMES[0], bias=True),
         replace(not_power, lora="adapters=4,rank=32"),
         replace(largest, dtype=torch.float32),
         replace(largest, quant="fp8_w8a8_block"),
@@ -176,16 +197,19 @@ def compile_all(
     workers: int = 1,
     name_filter: str = "",
 ) -> CompileResult:
-    """Compile all cases for `target` ("sm_90", ...) as they are launched there.
+    """Compile all cases as they are launched on a GPU of the architecture `target`.
 
-    workers: number of processes among which the cases are divided; the result does not depend on
-    it, except for `seconds`. name_filter: a part of the name of a case or of a kernel. Cases whose
-    name matches compile all their kernels; other cases, only the kernels whose names match. Only
-    kernels with matching names are listed as left out.
+    target: an architecture, such as "sm_90".
+    bar: shows the progress.
+    workers: number of processes among which the cases are divided. It affects only `seconds` in the
+        result.
+    name_filter: a substring of the names of cases or kernels. Cases whose name matches compile all
+        their kernels, other cases only the kernels whose name matches. Only kernels whose name
+        matches are listed as left out.
     """
-    steps = _steps(_machine(target), target, name_filter)
+    steps = _list_steps(_make_machine(target), target, name_filter)
     rows: dict[str, CompiledRow] = {}
-    with (bar or _no_bar)(len(steps)) as advance:
+    with (bar or _show_no_progress)(len(steps)) as advance:
         if workers > 1:
             row_lists = _run_in_workers(target, name_filter, len(steps), workers)
         else:
@@ -200,23 +224,23 @@ def compile_all(
         for name, kernel in defined_kernels(name_filter).items()
         if name not in compiled_names
     )
-    left_out = (SkippedKernel(k.name, k.module, _skip_reason(k, target)) for k in missing)
+    left_out = (SkippedKernel(k.name, k.module, _find_skip_reason(k, target)) for k in missing)
     return CompileResult(tuple(rows.values()), tuple(left_out))
 
 
-def iter_launches(target: str) -> Cases:
+def iter_launches(target: str) -> CaseLaunches:
     """Yield the launches of each case for `target`, one case after the other."""
-    for step in _steps(_machine(target), target):
+    for step in _list_steps(_make_machine(target), target):
         yield from step()
 
 
-def _run_steps(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[CompiledRow]]:
+def _run_steps(steps: list[Callable[[], CaseLaunches]], target: str) -> Iterator[list[CompiledRow]]:
     for step in steps:
-        yield _check_records(step(), target)
+        yield _check_launches(step(), target)
 
 
-def _check_records(cases: Cases, target: str) -> list[CompiledRow]:
-    """Check each kernel. Done in the process that compiled it, because disassembly is slow, too."""
+def _check_launches(cases: CaseLaunches, target: str) -> list[CompiledRow]:
+    """Check each kernel. This runs in the process that compiled it, because disassembly is slow."""
     return [
         CompiledRow(case, record, check(record, _expected_instruction(record, target)))
         for case, records in cases
@@ -227,7 +251,10 @@ def _check_records(cases: Cases, target: str) -> list[CompiledRow]:
 def _run_in_workers(
     target: str, name_filter: str, steps: int, workers: int
 ) -> Iterator[list[CompiledRow]]:
-    """Yield the results of all steps in order. Each process takes the next step when it is free."""
+    """Run all steps in worker processes; yield their results in order.
+
+    Each process takes the next step when it is free.
+    """
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus) as pool:
         yield from pool.map(_run_step, [target] * steps, [name_filter] * steps, range(steps))
@@ -235,11 +262,11 @@ def _run_in_workers(
 
 def _run_step(target: str, name_filter: str, index: int) -> list[CompiledRow]:
     """Run one step of `compile_all` in a worker process."""
-    return _check_records(_steps(_machine(target), target, name_filter)[index](), target)
+    return _check_launches(_list_steps(_make_machine(target), target, name_filter)[index](), target)
 
 
-def _skip_reason(kernel: DefinedKernel, target: str) -> str:
-    """Return why no case launches a kernel for `target`; "" if one should."""
+def _find_skip_reason(kernel: DefinedKernel, target: str) -> str:
+    """Return why no case launches a kernel for `target`; "" if a case should launch it."""
     if kernel.targets and target not in kernel.targets:
         return f"{', '.join(kernel.targets)} only"
     if kernel.left_out:
@@ -249,19 +276,21 @@ def _skip_reason(kernel: DefinedKernel, target: str) -> str:
 
 
 @contextmanager
-def _no_bar(total: int) -> Iterator[Callable[[], None]]:
+def _show_no_progress(total: int) -> Iterator[Callable[[], None]]:
     yield lambda: None
 
 
-def _machine(target: str) -> Machine:
-    """Return a GPU of the architecture `target` with the installed packages."""
+def _make_machine(target: str) -> Machine:
+    """Make the machine of a GPU of the architecture `target`, with the installed packages."""
     arch = int(target.removeprefix("sm_"))
     packages = find_importable({"triton", *collect_packages(load_catalog())})
     return Machine("cuda", (arch // 10, arch % 10), packages)
 
 
-def _steps(machine: Machine, target: str, name_filter: str = "") -> list[Callable[[], Cases]]:
-    """Return one step per problem, and one per call of a part or of an operation.
+def _list_steps(
+    machine: Machine, target: str, name_filter: str = ""
+) -> list[Callable[[], CaseLaunches]]:
+    """Return one step per problem, and one per separate call of a part or of an operation.
 
     name_filter: see `compile_all`.
     """
@@ -289,7 +318,9 @@ def _steps(machine: Machine, target: str, name_filter: str = "") -> list[Callabl
     ]
 
 
-def _compile_problem(problem: Problem, machine: Machine, target: str, name_filter: str) -> Cases:
+def _compile_problem(
+    problem: Problem, machine: Machine, target: str, name_filter: str
+) -> CaseLaunches:
     """Yield the launches of every valid pairing with a Triton experts part for `problem`."""
     for verdict in check_all(problem, machine):
         experts, case = load_catalog().experts(verdict.experts), f"{verdict.pairing} {problem}"
@@ -301,17 +332,19 @@ def _compile_problem(problem: Problem, machine: Machine, target: str, name_filte
             kernel = make_kernel(
                 verdict.prepare_finalize, verdict.experts, problem, machine=machine
             )
-            yield case, compile_call(kernel, target, _kernel_filter(name_filter, case))
+            yield case, compile_call(kernel, target, _make_kernel_filter(name_filter, case))
 
 
-def _compile_call(name: str, call: Callable[[], object], target: str, name_filter: str) -> Cases:
-    with record_compiles(target, _kernel_filter(name_filter, name)) as records:
+def _compile_call(
+    name: str, call: Callable[[], object], target: str, name_filter: str
+) -> CaseLaunches:
+    with record_compiles(target, _make_kernel_filter(name_filter, name)) as records:
         call()
     yield name, records
 
 
-def _kernel_filter(name_filter: str, case: str) -> Callable[[str], bool]:
-    """Return a filter of kernel names: all kernels of a matching case, else matching kernels."""
+def _make_kernel_filter(name_filter: str, case: str) -> Callable[[str], bool]:
+    """Make a filter of kernel names. If the name of the case matches, all kernels pass."""
     return lambda kernel: name_filter in case or name_filter in kernel
 
 
@@ -332,7 +365,7 @@ def compile_call(
 
 
 def _launch_activation() -> None:
-    """Launch the activation as a separate operation, since parts fuse it."""
+    """Launch the activation as a separate operation, because parts only use it fused."""
     rows, intermediate = 4, _BASE.intermediate
     out = torch.empty(rows, intermediate, dtype=_BASE.dtype, device=_META)
     for kind in GATED + UNGATED:
@@ -341,7 +374,7 @@ def _launch_activation() -> None:
         gated_activation(torch.empty(rows, width, dtype=_BASE.dtype, device=_META), spec, out)
 
 
-def _pairs(top_k: int) -> Pairs:
+def _make_pairs(top_k: int) -> Pairs:
     placement = Placement.linear(8, 2)
     ids_TK = torch.empty(4, top_k, dtype=torch.int32, device=_META)
     weights_TK = torch.empty(4, top_k, device=_META)
@@ -358,19 +391,19 @@ def _pairs(top_k: int) -> Pairs:
 
 
 def _launch_numbering() -> None:
-    """Launch the kernels that number pairs by expert slots, alone and with quantization.
+    """Launch the kernels that number pairs by expert slots, with and without quantization.
 
-    The parts that use them need several ranks.
+    The parts that use these kernels need several ranks.
     """
     for top_k in (1, 3, 8, 22, MAX_TOP_K):
-        number_pairs(_pairs(top_k))
+        number_pairs(_make_pairs(top_k))
     x = torch.empty(4, _BASE.hidden, dtype=_BASE.dtype, device=_META)
     for text in ("fp8_w8a8_channel", "fp8_w8a8_block"):
         scheme = QuantScheme.parse(text)
         workspace = Workspace(quantize_specs("x", scheme, *x.shape), _META)
         out = take_quantized(workspace, "x", scheme, (4, _BASE.hidden), static_scale=None)
         for top_k in (8, 22, MAX_TOP_K):
-            number_and_quantize(x, scheme, _pairs(top_k), out=out)
+            number_and_quantize(x, scheme, _make_pairs(top_k), out=out)
 
 
 def _launch_mask_unwritten() -> None:
@@ -433,7 +466,7 @@ def _to_meta(inputs: Inputs) -> Inputs:
 
 
 def _expected_instruction(record: CompileRecord, target: str) -> str | None:
-    """Return the instruction that a GEMM must use, or None for other kernels.
+    """Return the instruction that a GEMM kernel must use, or None for other kernels.
 
     On sm_90, it is a warpgroup MMA if the tile has at least 64 rows of tokens or of weights.
     """
@@ -443,7 +476,7 @@ def _expected_instruction(record: CompileRecord, target: str) -> str | None:
     a_dtype = record.dtypes["a_ptr"]
     if a_dtype == "fp32" and record.config["PRECISION"] == "ieee":
         return "FFMA"
-    # Weights that need no conversion may be the operand with 64 rows; see `add_product`.
+    # Weights that need no conversion may also be the operand with 64 rows (see `add_product`).
     can_swap = record.config.get("MODE") in ("plain", "w8a8") and a_dtype != "fp32"
     block_n = record.config.get("BLOCK_N")
     has_64_rows = block_m >= 64 or (can_swap and isinstance(block_n, int) and block_n >= 64)

@@ -1,9 +1,10 @@
 """Find the Triton and Gluon kernels that the installed parts define.
 
 Kernels are in packages called `kernels`, anywhere below the package of a part or below
-modular_kernel.ops. Their names end in `_kernel`; other jit functions are device functions that
-kernels call. A package or module may define `TARGETS`, the GPU architectures that its kernels
-support, and a module `LEFT_OUT`, {kernel name: why no case of `mk compile` launches it}.
+modular_kernel.ops. The names of kernels end in `_kernel`; other jit functions are device functions
+that kernels call. A package or module may define `TARGETS`, the GPU architectures that its kernels
+support. A module may define `LEFT_OUT`, which maps names of kernels to the reason why no case of
+`mk compile` launches them.
 """
 
 import pkgutil
@@ -23,8 +24,11 @@ from modular_kernel.catalog import load_catalog
 class DefinedKernel:
     """A kernel that a part can launch.
 
-    module: where it is defined. targets: the GPU architectures that it supports; () for all.
-    left_out: why no case launches it; "" if a case should.
+    Attributes:
+        name: name of the kernel.
+        module: name of the module that defines it.
+        targets: the GPU architectures that it supports; () for all.
+        left_out: why no case launches it; "" if a case should launch it.
     """
 
     name: str
@@ -36,22 +40,22 @@ class DefinedKernel:
 def defined_kernels(name_filter: str = "") -> dict[str, DefinedKernel]:
     """Return every Triton kernel of the installed parts and of the operations, by name.
 
-    name_filter: only kernels whose name contains it.
+    name_filter: a substring; only kernels whose name contains it are returned.
     """
-    return {name: kernel for name, kernel in _defined().items() if name_filter in name}
+    return {name: kernel for name, kernel in _find_kernels().items() if name_filter in name}
 
 
 @cache
-def _defined() -> dict[str, DefinedKernel]:
+def _find_kernels() -> dict[str, DefinedKernel]:
     roots = {part.cls.__module__.partition(".")[0] for part in load_catalog().parts}
     packages = (
-        name for root in (*roots, "modular_kernel.ops") for name in _packages_of_kernels(root)
+        name for root in (*roots, "modular_kernel.ops") for name in _find_kernel_packages(root)
     )
     kernels = {}
     for package in map(import_module, sorted(packages)):
         if getattr(package, "LANGUAGE", "triton") != "triton":
             continue  # compilers of other languages may not be installed
-        for module, targets in _modules(package, ()):
+        for module, targets in _walk_modules(package, ()):
             for name, value in vars(module).items():
                 is_local = isinstance(value, JITFunction) and value.module == module.__name__
                 if is_local and name.endswith("_kernel"):
@@ -60,18 +64,21 @@ def _defined() -> dict[str, DefinedKernel]:
     return kernels
 
 
-def _packages_of_kernels(root: str) -> Iterator[str]:
-    """Yield every package called `kernels` below the package `root`, without importing them."""
+def _find_kernel_packages(root: str) -> Iterator[str]:
+    """Yield the name of every package called `kernels` below `root`, without importing it."""
     for folder in map(Path, getattr(import_module(root), "__path__", ())):
         for path in folder.rglob("kernels/__init__.py"):
             yield ".".join((root, *path.parent.relative_to(folder).parts))
 
 
-def _modules(
+def _walk_modules(
     module: ModuleType, targets: tuple[str, ...]
 ) -> Iterator[tuple[ModuleType, tuple[str, ...]]]:
-    """Yield a module and those below it, each with its TARGETS, or those of the nearest package."""
+    """Yield a module and all modules below it, each with the TARGETS that apply to it.
+
+    These are defined in the module itself, or else in the nearest package above it.
+    """
     targets = tuple(getattr(module, "TARGETS", targets))
     yield module, targets
     for info in pkgutil.iter_modules(getattr(module, "__path__", ())):
-        yield from _modules(import_module(f"{module.__name__}.{info.name}"), targets)
+        yield from _walk_modules(import_module(f"{module.__name__}.{info.name}"), targets)

@@ -10,7 +10,10 @@ EXPERTS, SLOTS = 8, 4
 def launch_all(
     dtype: torch.dtype, max_rank: int, *, tokens: int = 4, hidden: int = 512, top_k: int = 2
 ) -> None:
-    """Launch the kernels of both strategies, staged and fused. max_rank: the maximum LoRA rank."""
+    """Launch the kernels of both strategies, staged and fused.
+
+    max_rank: the maximum rank of the adapters.
+    """
     intermediate = hidden // 2
     shapes = (
         (max_rank, hidden),

@@ -5,9 +5,9 @@
     for record in records:
         assert check(record, expect="HGMMA") == ()
 
-Inside the context, every launch is compiled for the target and recorded. Nothing runs, and no
-output is written. Triton decides when a kernel is defined whether it is interpreted, so a process
-either interprets (TRITON_INTERPRET=1) or compiles, never both. Not thread-safe.
+Inside the context, every launch is compiled for the target and recorded. Kernels do not run, so no
+output is written. Triton decides at the definition of a kernel whether it is interpreted, so a
+process either interprets all kernels (TRITON_INTERPRET=1) or compiles all of them. Not thread-safe.
 """
 
 import re
@@ -33,19 +33,20 @@ from triton.runtime.jit import JITFunction, MockTensor
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.utils.tensor_checks import compile_only
 
-# Stands for Triton's kernels, jit functions and launch arguments, which have no type annotations.
+# The type of Triton's kernels, jit functions and launch arguments, which have no annotations.
 TritonObject = Any
 
-# The SASS mnemonics that are counted: tensor-core instructions of each generation and number
-# format, float32 FMA, loads from global memory, TMA and asynchronous copies, stores to shared
-# memory, loads and stores of spilled registers, register moves, and byte permutations.
+# The SASS mnemonics that are counted. The first row has the tensor-core instructions of each
+# generation and number format, and float32 FMA. The second row has loads from global memory, TMA
+# loads and stores, asynchronous copies, stores to shared memory, loads and stores of spilled
+# registers, register moves, and byte permutations.
 FAMILIES = (
     *("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA", "FFMA"),
     *("LDG", "UTMALDG", "UTMASTG", "LDGSTS", "STS", "LDL", "STL", "MOV", "PRMT"),
 )
 
 # Maximum shared memory of a thread block on sm_90 and sm_100: 227 KiB.
-MAX_SHARED = 232_448
+MAX_SHARED_BYTES = 232_448
 
 # IMAD.MOV is a register move and counted as MOV.
 _INSTRUCTION = re.compile(
@@ -77,10 +78,10 @@ class CompileRecord:
 
 
 class Instructions(Mapping[str, int]):
-    """Number of occurrences of each of FAMILIES in a kernel's code.
+    """Number of occurrences of each of FAMILIES in the code of a kernel.
 
-    They are counted on first access, because disassembling a kernel takes as long as compiling it.
-    `is_counted` is False until then. The repr contains a hash of the code.
+    The instructions are counted on first access, because disassembling a kernel takes as long as
+    compiling it. `is_counted` is False until then. The repr contains a hash of the code.
     """
 
     def __init__(self, cubin: bytes) -> None:
@@ -88,7 +89,7 @@ class Instructions(Mapping[str, int]):
 
     @cached_property
     def _counts(self) -> Mapping[str, int]:
-        return _count(self._cubin)
+        return _count_instructions(self._cubin)
 
     @property
     def is_counted(self) -> bool:
@@ -108,13 +109,14 @@ class Instructions(Mapping[str, int]):
 
 
 def check(
-    record: CompileRecord, expect: str | None = None, max_shared: int = MAX_SHARED
+    record: CompileRecord, expect: str | None = None, max_shared: int = MAX_SHARED_BYTES
 ) -> tuple[str, ...]:
-    """Return the violations of `record`, () if there are none.
+    """Return messages about spilled registers, too much shared memory or a missing instruction.
+
+    Raises ConfigurationError if `expect` is not in FAMILIES.
 
     expect: an element of FAMILIES that the code must contain, such as a tensor-core instruction.
-    max_shared: limit of shared memory in bytes. Raises ConfigurationError if `expect` is not in
-    FAMILIES.
+    max_shared: maximum number of bytes of shared memory.
     """
     if expect is not None and expect not in FAMILIES:
         raise ConfigurationError("expected instruction", got=expect, need=f"one of {FAMILIES}")
@@ -129,7 +131,7 @@ def check(
         ),
         (
             expect is not None and expect not in nonzero,
-            f"no {expect} instruction, found {nonzero or 'none of the families'}",
+            f"no {expect} instruction; the code has {nonzero or 'no instruction of any family'}",
         ),
     )
     return tuple(f"{record}: {reason}" for violated, reason in reasons if violated)
@@ -139,13 +141,15 @@ def check(
 def record_compiles(
     target: str = "sm_90", kernel_filter: Callable[[str], bool] | None = None
 ) -> Iterator[list[CompileRecord]]:
-    """Compile for `target` instead of launching; yield the list to which launches append records.
+    """Return a context in which kernels are compiled for `target` instead of being launched.
 
+    The context yields a list, to which each launch appends a record. A launch that does not compile
+    raises Triton's error and is not recorded. Triton's active driver and launch function are
+    restored on exit, also after an error. Raises ConfigurationError in a process that interprets
+    kernels, and for a malformed target.
+
+    target: an architecture, such as "sm_90".
     kernel_filter: returns whether to compile a kernel, given its name; None means all kernels.
-
-    The active driver and Triton's launch function are restored on exit, also after an error. A
-    launch that does not compile raises Triton's error and is not recorded. Raises
-    ConfigurationError in a process that interprets kernels, and for a malformed target.
     """
     if triton.knobs.runtime.interpret:
         need = "a process without TRITON_INTERPRET"
@@ -178,7 +182,7 @@ class NoDevice:
         self.name = target
         self._target = GPUTarget("cuda", int(arch[1]), 32)
         # Properties that host code queries to size a grid, with the values of an H200.
-        properties = {"max_shared_mem": MAX_SHARED, "multiprocessor_count": 132}
+        properties = {"max_shared_mem": MAX_SHARED_BYTES, "multiprocessor_count": 132}
         self.utils = SimpleNamespace(get_device_properties=lambda _device: dict(properties))
 
     def get_current_target(self) -> GPUTarget:
@@ -207,7 +211,7 @@ class NoDevice:
 def _make_recording_run(
     launch: Callable[..., TritonObject], driver: NoDevice, records: list[CompileRecord]
 ) -> Callable[..., TritonObject]:
-    """Return a replacement for `launch`, which is JITFunction.run, that compiles and records."""
+    """Make a replacement for `launch`, which is JITFunction.run, that compiles and records."""
 
     def run(
         self: TritonObject,
@@ -223,8 +227,8 @@ def _make_recording_run(
         seconds = time.perf_counter() - start
         if kernel is not None:  # a Triton hook may veto a compilation
             kernel = kernel.result() if hasattr(kernel, "result") else kernel
-            config = _constants(self, mock_args, mock_kwargs)
-            records.append(_record(kernel, driver.name, config, seconds))
+            config = _get_constants(self, mock_args, mock_kwargs)
+            records.append(_make_record(kernel, driver.name, config, seconds))
         return kernel
 
     return run
@@ -233,7 +237,7 @@ def _make_recording_run(
 def _filter_launches(
     run_kernel: Callable[..., TritonObject], kernel_filter: Callable[[str], bool]
 ) -> Callable[..., TritonObject]:
-    """Return a function that calls `run_kernel` only for kernels that pass the filter."""
+    """Make a function that calls `run_kernel` only for kernels that pass the filter."""
 
     def run(self: TritonObject, *args: TritonObject, **kwargs: TritonObject) -> TritonObject:
         return run_kernel(self, *args, **kwargs) if kernel_filter(self.fn.__name__) else None
@@ -242,10 +246,10 @@ def _filter_launches(
 
 
 def _mock_argument(arg: TritonObject) -> TritonObject:
-    """Return `arg`, with tensors without memory replaced by mock tensors with aligned pointers.
+    """Return `arg` with tensors without memory replaced by mock tensors with aligned pointers.
 
-    Numbers are unchanged, so that Triton specializes them (equal to 1, divisible by 16) as on a
-    GPU.
+    Numbers are not changed, so that Triton specializes them (equal to 1, divisible by 16) as it
+    does on a GPU.
     """
     if isinstance(arg, tuple):
         members = [_mock_argument(member) for member in arg]
@@ -255,10 +259,10 @@ def _mock_argument(arg: TritonObject) -> TritonObject:
     return arg
 
 
-def _constants(
+def _get_constants(
     kernel: TritonObject, args: tuple[TritonObject, ...], kwargs: dict[str, TritonObject]
 ) -> dict[str, object]:
-    """Return the constexpr parameters of `kernel` in this launch, including defaults."""
+    """Return the constexpr arguments of a launch of `kernel`, including defaults, by name."""
     names = {param.name for param in kernel.params}
     known_kwargs = {name: value for name, value in kwargs.items() if name in names}
     bound = kernel.signature.bind(*args, **known_kwargs)
@@ -275,16 +279,16 @@ def _to_json_value(value: TritonObject) -> object:
     return getattr(value, "__name__", str(value))
 
 
-def _record(
+def _make_record(
     kernel: TritonObject, target: str, config: Mapping[str, object], seconds: float
 ) -> CompileRecord:
     metadata, cubin = kernel.metadata, kernel.asm["cubin"]
-    registers, stack, spill = _resources(cubin)
+    registers, stack, spill = _read_resources(cubin)
     return CompileRecord(
         kernel=metadata.name,
         target=target,
         config=config,
-        dtypes=_element_types(kernel.src.signature),
+        dtypes=_parse_element_types(kernel.src.signature),
         num_warps=metadata.num_warps,
         num_stages=metadata.num_stages,
         shared=metadata.shared,
@@ -296,8 +300,11 @@ def _record(
     )
 
 
-def _element_types(signature: Mapping[str, TritonObject]) -> dict[str, str]:
-    """Return element types from `{"x_ptr": "*bf16", "x_desc": "tensordesc<bf16[64, 64]>", ...}`."""
+def _parse_element_types(signature: Mapping[str, TritonObject]) -> dict[str, str]:
+    """Parse the element types of pointers and descriptors; return them by name.
+
+    signature: such as {"x_ptr": "*bf16", "x_desc": "tensordesc<bf16[64, 64]>"}.
+    """
     matches = {name: re.match(r"\*k?|tensordesc<", str(kind)) for name, kind in signature.items()}
     return {
         name: re.split(r"[\[>,]", str(signature[name])[match.end() :])[0]
@@ -307,8 +314,8 @@ def _element_types(signature: Mapping[str, TritonObject]) -> dict[str, str]:
 
 
 @cache
-def _resources(cubin: bytes) -> tuple[int, int, int]:
-    """Return registers, stack bytes and local bytes per thread, from Triton's cuobjdump."""
+def _read_resources(cubin: bytes) -> tuple[int, int, int]:
+    """Return registers, stack bytes and local bytes per thread, as cuobjdump reports them."""
     text = _run_tool(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin=cubin)
     usage = [tuple(map(int, numbers)) for numbers in _RESOURCES.findall(text)]
     registers, stack, spill = (max(column) for column in zip(*usage, strict=True))
@@ -316,15 +323,15 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
 
 
 @cache
-def _count(cubin: bytes) -> Mapping[str, int]:
-    # -ndf: without dataflow analysis, this takes a third less time than `cuobjdump -sass`.
+def _count_instructions(cubin: bytes) -> Mapping[str, int]:
+    # -ndf disables dataflow analysis, which makes this a third faster than `cuobjdump -sass`.
     text = _run_tool(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
     counts = Counter(_INSTRUCTION.findall(text))
     return {name: counts[name] for name in FAMILIES}
 
 
 def _run_tool(*command: str, cubin: bytes) -> str:
-    """Return the output of a tool for a kernel's cubin."""
+    """Run a command-line tool on the cubin of a kernel; return its output."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)

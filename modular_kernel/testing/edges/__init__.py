@@ -1,4 +1,4 @@
-"""Find the edges of the compatibility rules: similar problems, one accepted and one refused."""
+"""Find the edges of compatibility rules: pairs of an accepted problem and a similar refused one."""
 
 from modular_kernel.testing.edges.edges import edges_of
 

@@ -1,15 +1,18 @@
 """Find the edges of the rules: for each reason to refuse, a refused and a similar accepted problem.
 
+Tests check at the edges that the rules compare correctly and that their messages are true.
+
     result = edges_of(MyPrepare, MyExperts, machine)
     for edge in result.edges:
         assert edge.passing.verdict.ok and not edge.failing.verdict.ok
         assert not edge.contradiction
 
 The search starts at a problem that the pairing accepts, and changes one field at a time
-(`edges.axes`): a flag, a scheme, or a requirement of a part; or a number, first by the smallest
-step, then up to the last accepted value. An accepted situation and one that a single rule refuses,
-which differ in one field, are an edge of that rule's reason. The search knows no particular rules,
-so it also finds the edges of third-party rules.
+(`edges.situations`). The field may be a flag, a scheme, a requirement of a part, or a number. A
+number is changed first by the smallest step, then up to the last accepted value. If two situations
+differ in one field, and one is accepted and the other refused by a single rule, they form an edge
+of that rule's reason. The search does not depend on particular rules, so it also finds the edges of
+third-party rules.
 """
 
 import math
@@ -27,27 +30,29 @@ from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase
-from modular_kernel.testing.edges.axes import (
+from modular_kernel.testing.edges.refusal_text import find_contradiction
+from modular_kernel.testing.edges.sites import Site
+from modular_kernel.testing.edges.situations import (
     EdgeSituation,
     NumericField,
-    changed_fields,
-    numeric_fields,
+    list_changed_situations,
+    list_numeric_fields,
 )
-from modular_kernel.testing.edges.refusal_text import contradiction
-from modular_kernel.testing.edges.sites import Site
 
-_START = Problem(tokens=8, hidden=64, intermediate=64, experts=16, top_k=2)
+_START_PROBLEM = Problem(tokens=8, hidden=64, intermediate=64, experts=16, top_k=2)
 _WORLD_SIZES = (1, 2, 4, 8)
 _SHORT_RANGE = 200  # ranges up to this size are always searched to their ends
-_HIDDEN = (64, 128, 256, 512, 1024, 2048, 4096)
+_HIDDEN_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
 class EdgeReason:
     """One reason to refuse a pairing.
 
-    rule, parties, need: those of the Rejection; numbers in `need` are replaced by #. site: the line
-    that makes the Rejection.
+    Attributes:
+        rule, parties: as in the Rejection.
+        need: as in the Rejection, with each number replaced with "#".
+        site: the source line that creates the Rejection.
     """
 
     rule: str
@@ -63,8 +68,13 @@ class EdgeReason:
 class Edge:
     """An accepted and a refused situation that differ only in `field`.
 
-    rejection: the refusal; no other rule refuses the second situation. values: the (passing,
-    failing) values of the field if it is numeric.
+    Attributes:
+        reason: the reason of the refusal.
+        field: the name of the field, "record.field".
+        passing: the accepted situation.
+        failing: the refused situation, which only a single rule refuses.
+        rejection: the refusal.
+        values: the (passing, failing) values of the field if it is numeric.
     """
 
     reason: EdgeReason
@@ -78,7 +88,7 @@ class Edge:
     def contradiction(self) -> str:
         """How the text of the refusal contradicts the edge; "" if it does not."""
         refused = self.rejection
-        return contradiction(refused.got, refused.need, self.values, self.field)
+        return find_contradiction(refused.got, refused.need, self.values, self.field)
 
     def __str__(self) -> str:
         step = "" if self.values is None else f" {self.values[0]} passes, {self.values[1]} fails"
@@ -89,9 +99,11 @@ class Edge:
 class Edges:
     """Result of a search.
 
-    base: the accepted situation at which the search started; None if the pairing accepted none of
-    the problems tried. edges_by_key: one edge for each (reason, field, whether the value
-    increases). reasons: every reason that occurred, with one of its rejections.
+    Attributes:
+        base: the accepted situation at which the search started; None if the pairing refused all
+            problems that were tried.
+        edges_by_key: one edge for each (reason, field, whether the value increases).
+        reasons: maps every reason that occurred to one of its rejections.
     """
 
     base: EdgeSituation | None
@@ -100,12 +112,12 @@ class Edges:
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """The edges in the order they were found."""
+        """The edges, in the order in which they were found."""
         return tuple(self.edges_by_key.values())
 
     @property
     def reasons_without_edge(self) -> tuple[EdgeReason, ...]:
-        """Reasons that never occurred alone, one step from a valid problem."""
+        """The reasons that never occurred alone in a single step from a valid problem."""
         with_edge = {edge.reason for edge in self.edges}
         return tuple(reason for reason in self.reasons if reason not in with_edge)
 
@@ -120,13 +132,14 @@ def edges_of(
 ) -> Edges:
     """Search for edges around a problem that a pairing accepts.
 
-    machine: used if the pairing accepts a problem on it; otherwise a GPU with everything that both
-    parts require. depth: maximum number of fields in which a refused situation differs from the
-    start. Each further level takes a hundred times as long, and adds only rules about unusual
-    problems. start: the first problem to try, whose number of ranks is kept if it is more than one;
-    None means a small problem in a scheme that the part supports.
+    machine: the machine of the situations, if the pairing accepts a problem on it. Otherwise, a GPU
+        with everything that both parts require is used instead.
+    depth: maximum number of fields in which a refused situation differs from the start. Each
+        further level takes a hundred times as long, and adds only rules about unusual problems.
+    start: the first problem to try; None means a small problem in a scheme that the part supports.
+        If its number of ranks is more than one, other numbers of ranks are not tried.
     """
-    base = _find_valid(pf, experts, machine, start or _start_problem(experts.requires))
+    base = _find_valid(pf, experts, machine, start or _make_start_problem(experts.requires))
     edges = Edges(base)
     with _record_sites() as sites:
         bases = [] if base is None else [base]
@@ -145,13 +158,16 @@ def _find_valid(
     machine: Machine,
     start: Problem,
 ) -> EdgeSituation | None:
-    """Return a small problem that the pairing accepts on `machine` or else on a GPU, or None."""
+    """Find a small problem that the pairing accepts on `machine`, or else on a GPU.
+
+    Returns None if the pairing refuses all problems that are tried.
+    """
     packages = frozenset((*pf.requires.packages, *experts.requires.packages))
     declared = pf.requires, experts.requires
     arches = [req.min_arch for req in declared if req.min_arch is not None]
     arches += [min(req.archs) for req in declared if req.archs]
     gpu = Machine("cuda", max([(9, 0), *arches]), packages)
-    sizes = (start.hidden, *_HIDDEN, *sorted(pf.requires.hidden_sizes or ()))
+    sizes = (start.hidden, *_HIDDEN_SIZES, *sorted(pf.requires.hidden_sizes or ()))
     is_multi_rank = start.parallel.world_size > 1
     for candidate_machine in (machine, gpu):
         for parallel in (start.parallel,) if is_multi_rank else map(Parallel, _WORLD_SIZES):
@@ -165,11 +181,11 @@ def _find_valid(
     return None
 
 
-def _start_problem(requires: ExpertsRequirements) -> Problem:
-    """Return _START with sizes and a scheme that the part supports."""
-    intermediate = math.lcm(_START.intermediate, requires.intermediate_multiple)
-    act = replace(_START.act, up_first=requires.up_first)
-    start = replace(_START, intermediate=intermediate, activation=act)
+def _make_start_problem(requires: ExpertsRequirements) -> Problem:
+    """Make a variant of _START_PROBLEM with sizes and a scheme that the part supports."""
+    intermediate = math.lcm(_START_PROBLEM.intermediate, requires.intermediate_multiple)
+    act = replace(_START_PROBLEM.act, up_first=requires.up_first)
+    start = replace(_START_PROBLEM, intermediate=intermediate, activation=act)
     if "none" in requires.schemes:
         return start
     return replace(start, quant=min(requires.schemes), dtype=min(requires.dtypes, key=str))
@@ -178,19 +194,20 @@ def _start_problem(requires: ExpertsRequirements) -> Problem:
 def _search_around(
     base: EdgeSituation, edges: Edges, sites: dict[int, Site], *, search_far: bool
 ) -> list[EdgeSituation]:
-    """Record the edges around `base`. Return the accepted situations that differ in one field.
+    """Record the edges around `base`; return the accepted situations that differ in one field.
 
-    search_far: whether to search numeric fields beyond the next value.
+    sites: see `_record_sites`.
+    search_far: whether to search the values of numeric fields beyond the next value.
     """
     valid = list[EdgeSituation]()
 
-    for name, neighbor in changed_fields(base):
+    for name, neighbor in list_changed_situations(base):
         if not neighbor.verdict.ok:
             _record_edges(edges, sites, name, base, neighbor)
-        elif not isinstance(getattr(*_record_and_field(neighbor, name)), frozenset):
-            valid.append(neighbor)  # not for smaller required sets, which reveal no further rule
-    for numeric_field in numeric_fields(base):
-        for low, high in _breakpoints(numeric_field, search_far):
+        elif not isinstance(getattr(*_get_record_and_field(neighbor, name)), frozenset):
+            valid.append(neighbor)  # smaller required sets are left out: they reveal no other rule
+    for numeric_field in list_numeric_fields(base):
+        for low, high in _find_breakpoints(numeric_field, search_far):
             passing, failing = numeric_field.situation_with(low), numeric_field.situation_with(high)
             assert passing is not None
             assert failing is not None
@@ -198,17 +215,17 @@ def _search_around(
     return valid
 
 
-def _record_and_field(situation: EdgeSituation, name: str) -> tuple[object, str]:
-    """Return the record of a field, and the field's name in it."""
+def _get_record_and_field(situation: EdgeSituation, name: str) -> tuple[object, str]:
+    """Return the record that has the field "record.field", and the name of the field in it."""
     record_name, _, field_name = name.partition(".")
     return getattr(situation, record_name), field_name
 
 
-def _breakpoints(numeric_field: NumericField, search_far: bool) -> Iterator[tuple[int, int]]:
+def _find_breakpoints(numeric_field: NumericField, search_far: bool) -> Iterator[tuple[int, int]]:
     """Yield (passing, failing) values between which the verdict changes.
 
-    These are the start and the next value in each direction. With `search_far`, also the last
-    accepted value in each direction, in the smallest steps that are accepted.
+    The start and the next value in each direction are tried. With `search_far`, the last accepted
+    value in each direction is tried, too. It is searched in the smallest steps that are accepted.
     """
 
     @cache
@@ -234,15 +251,17 @@ def _breakpoints(numeric_field: NumericField, search_far: bool) -> Iterator[tupl
         while is_refused(numeric_field.start + step) and abs(step) <= numeric_field.start:
             step *= 2
         if search_far or numeric_field.high - numeric_field.low <= _SHORT_RANGE:
-            last = _last_passing(numeric_field, step, passes)
+            last = _find_last_passing(numeric_field, step, passes)
             if last != numeric_field.start and is_refused(last + step):
                 yield last, last + step
 
 
-def _last_passing(numeric_field: NumericField, step: int, passes: Callable[[int], bool]) -> int:
-    """Return the last passing value in steps of `step` from the field's start.
+def _find_last_passing(
+    numeric_field: NumericField, step: int, passes: Callable[[int], bool]
+) -> int:
+    """Find the last passing value in steps of `step` from the start of the field.
 
-    The next value fails or is out of range.
+    The value after it fails or is out of range.
     """
     start = numeric_field.start
     max_steps = (numeric_field.high - start if step > 0 else start - numeric_field.low) // abs(step)
@@ -270,7 +289,10 @@ def _record_edges(
     failing: EdgeSituation,
     values: tuple[int, int] | None = None,
 ) -> None:
-    """Record the reasons of `failing` and, if they are those of a single rule, the edge."""
+    """Record the reasons of `failing` and, if all of them are of a single rule, the edge.
+
+    values: the (passing, failing) values of the field if it is numeric.
+    """
     rejections = failing.verdict.rejections
     is_single_rule = len({rejection.rule for rejection in rejections}) == 1
     for rejection in rejections:
@@ -285,7 +307,10 @@ def _record_edges(
 
 @contextmanager
 def _record_sites() -> Iterator[dict[int, Site]]:
-    """Record where each Rejection is made inside the block, by the id of the Rejection."""
+    """Record the source line that creates each Rejection inside the block.
+
+    Yields a dictionary from the `id` of a Rejection to its site.
+    """
     sites: dict[int, Site] = {}
     original_init = Rejection.__init__
 
@@ -298,10 +323,10 @@ def _record_sites() -> Iterator[dict[int, Site]]:
         yield sites
 
 
-def case_of(edge: Edge) -> Case | None:
-    """Return the case of an edge's accepted situation, a RankCase over several ranks.
+def make_case(edge: Edge) -> Case | None:
+    """Make a case from the accepted situation of an edge; a RankCase if it has several ranks.
 
-    Returns None if the situation's requirements differ from those that the parts declare.
+    Returns None if the requirements in the situation differ from those that the parts declare.
     """
     situation = edge.passing
     if not situation.as_declared:

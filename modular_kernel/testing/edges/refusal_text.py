@@ -1,8 +1,8 @@
 """Check that the text of a refusal agrees with the edge at which it occurs.
 
 A rule reports what it got and what it needs. If the need is a bound, a multiple, a range or a list,
-it can be parsed: the refused value must not satisfy it, and the accepted value must. The text of a
-rule with an off-by-one comparison contradicts the edge.
+it is parsed. The refused value must not satisfy the need, and the accepted value must satisfy it.
+If the comparison in a rule is off by one, its text contradicts the edge.
 """
 
 import re
@@ -11,11 +11,15 @@ from collections.abc import Callable
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
-def contradiction(got: str, need: str, values: tuple[int, int] | None, field: str) -> str:
-    """Return how a refusal contradicts its text, or "" if it does not or cannot be parsed.
+def find_contradiction(got: str, need: str, values: tuple[int, int] | None, field: str) -> str:
+    """Describe how the text of a refusal contradicts the edge.
 
-    values: (passing, failing) values of the edge's field if it is numeric. A required value appears
-    in `need`, a value of the problem or the machine in `got`.
+    Returns "" if there is no contradiction, or if the text cannot be parsed.
+
+    got, need: the text of the refusal. Values of the problem or the machine appear in `got`, those
+        of requirements in `need`.
+    values: the (passing, failing) values of the edge's field if it is numeric.
+    field: the name of the edge's field.
     """
     if got == need:
         return f"got and need are both {got}"
@@ -39,7 +43,7 @@ def contradiction(got: str, need: str, values: tuple[int, int] | None, field: st
 
 
 def _format_number(number: int, text: str) -> str:
-    """Format a number as `text` does: 90 becomes 9.0 if `text` has a compute capability."""
+    """Format a number like those in `text`: 90 becomes 9.0 if it has a compute capability."""
     first = _NUMBER.search(text)
     is_dotted = first is not None and "." in first.group()
     return f"{number // 10}.{number % 10}" if is_dotted else str(number)

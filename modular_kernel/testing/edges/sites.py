@@ -1,4 +1,4 @@
-"""Find the source lines that can refuse a pairing, in the rules or in a part's own checks."""
+"""Find the source lines (sites) that can refuse a pairing, in the rules or in checks of a part."""
 
 import ast
 import inspect
@@ -12,19 +12,21 @@ from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 Site = tuple[str, int]  # file, line
 
 
-def sites_of_rules() -> frozenset[Site]:
-    """Return the sites in the rules for all pairings."""
-    return frozenset(_sites(RULES.values()))
+def find_rule_sites() -> frozenset[Site]:
+    """Return the sites in the rules that apply to all pairings."""
+    return frozenset(_find_sites(RULES.values()))
 
 
-def sites_of_part(part: type[PrepareAndFinalize | PermuteExpertsUnpermute]) -> frozenset[Site]:
-    """Return the sites in a part's `extra_rejections`, in inherited ones, and in what they call."""
+def find_part_sites(part: type[PrepareAndFinalize | PermuteExpertsUnpermute]) -> frozenset[Site]:
+    """Return the sites in a part's own and inherited `extra_rejections`, and in what they call."""
     methods = (vars(cls).get("extra_rejections") for cls in part.__mro__)
-    return frozenset(_sites(getattr(method, "__func__", method) for method in methods if method))
+    return frozenset(
+        _find_sites(getattr(method, "__func__", method) for method in methods if method)
+    )
 
 
-def _sites(roots: Iterable[object]) -> Iterator[Site]:
-    for function in _reachable_functions(roots):
+def _find_sites(roots: Iterable[object]) -> Iterator[Site]:
+    for function in _find_reachable_functions(roots):
         first_line = function.__code__.co_firstlineno
         for node in ast.walk(ast.parse(dedent(inspect.getsource(function)))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Rejection":
@@ -35,8 +37,8 @@ def _is_frozen(function: FunctionType) -> bool:
     return function.__code__.co_filename.startswith("<frozen ")
 
 
-def _reachable_functions(roots: Iterable[object]) -> set[FunctionType]:
-    """Return these functions and all functions that they refer to, except those without source."""
+def _find_reachable_functions(roots: Iterable[object]) -> set[FunctionType]:
+    """Return `roots` and all functions that they refer to, except functions without source."""
     functions, pending = set[FunctionType](), list(roots)
     while pending:
         candidate = pending.pop()
@@ -46,12 +48,12 @@ def _reachable_functions(roots: Iterable[object]) -> set[FunctionType]:
             and not _is_frozen(candidate)
         ):
             functions.add(candidate)
-            pending += [candidate.__globals__.get(name) for name in _names(candidate.__code__)]
+            pending += [candidate.__globals__.get(name) for name in _list_names(candidate.__code__)]
     return functions
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def _list_names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _names(inner)
+            yield from _list_names(inner)

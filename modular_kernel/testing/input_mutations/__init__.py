@@ -1,1 +1,1 @@
-"""Input mutations: defects injected into arguments and outputs, which the checks must detect."""
+"""Input mutations: defects in arguments, steps and outputs of calls that the checks must detect."""

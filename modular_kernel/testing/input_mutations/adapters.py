@@ -10,12 +10,12 @@ from modular_kernel.testing.input_mutations import conditions as when
 from modular_kernel.testing.input_mutations.inject import CallArguments, CallMutant
 
 
-def _with_slots(args: CallArguments, slots_T: torch.Tensor) -> CallArguments:
+def _replace_slots(args: CallArguments, slots_T: torch.Tensor) -> CallArguments:
     return replace(args, routing=replace(args.routing, adapters_T=slots_T.int().contiguous()))
 
 
-def _slots(args: CallArguments) -> torch.Tensor:
-    """Return the slots as (T,) int32; all -1 for a call without adapters."""
+def _get_slots(args: CallArguments) -> torch.Tensor:
+    """Return the adapter slots, (T,) int32; all -1 for a call without adapters."""
     slots_T = args.routing.slots_T
     if slots_T is None:
         return torch.full((len(args.x_TH),), -1, dtype=torch.int32, device=args.x_TH.device)
@@ -24,23 +24,23 @@ def _slots(args: CallArguments) -> torch.Tensor:
 
 def swap_slots(args: CallArguments) -> CallArguments:
     """Exchange slots 0 and 1."""
-    slots_T = _slots(args)
-    return _with_slots(args, torch.where((slots_T == 0) | (slots_T == 1), 1 - slots_T, slots_T))
+    slots_T = _get_slots(args)
+    return _replace_slots(args, torch.where((slots_T == 0) | (slots_T == 1), 1 - slots_T, slots_T))
 
 
 def shift_slots(args: CallArguments) -> CallArguments:
-    return _with_slots(args, _slots(args).roll(1))
+    return _replace_slots(args, _get_slots(args).roll(1))
 
 
 def drop_slots(args: CallArguments) -> CallArguments:
-    return _with_slots(args, torch.full_like(_slots(args), -1))
+    return _replace_slots(args, torch.full_like(_get_slots(args), -1))
 
 
 def wrap_slots(args: CallArguments) -> CallArguments:
     """Map -1 to the last slot, as Python indexing does."""
     assert args.weights.lora_b2 is not None
-    slots_T = _slots(args)
-    return _with_slots(args, torch.where(slots_T < 0, len(args.weights.lora_b2) - 1, slots_T))
+    slots_T = _get_slots(args)
+    return _replace_slots(args, torch.where(slots_T < 0, len(args.weights.lora_b2) - 1, slots_T))
 
 
 def scale_again(args: CallArguments) -> CallArguments:
@@ -49,14 +49,14 @@ def scale_again(args: CallArguments) -> CallArguments:
 
 
 def fill_beyond_rank(args: CallArguments) -> CallArguments:
-    """Replace zeros by 0.25, in particular the padding beyond an adapter's rank."""
+    """Replace zeros with 0.25, in particular in the padding beyond an adapter's rank."""
     for name in ("lora_a13", "lora_a2", "lora_b13", "lora_b2"):
         args = _change_weight(args, name, lambda m: torch.where(m == 0, 0.25, m))
     return args
 
 
 def use_gate_b_for_up(args: CallArguments) -> CallArguments:
-    """Add B of the gate rows to the up values too."""
+    """Use the gate rows of B for the up projection, too."""
     interleaved = args.problem.act.interleaved
 
     def use_gate_rows(b_LeNR: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def use_gate_b_for_up(args: CallArguments) -> CallArguments:
 
 
 def use_gate_a_for_up(args: CallArguments) -> CallArguments:
-    """Use the gate rows of A for the up projection too."""
+    """Use the gate rows of A for the up projection, too."""
 
     def use_gate_rows(a_LeRH: torch.Tensor) -> torch.Tensor:
         return a_LeRH[:, :, : a_LeRH.shape[2] // 2].repeat(1, 1, 2, 1)
@@ -77,7 +77,7 @@ def use_gate_a_for_up(args: CallArguments) -> CallArguments:
 
 
 def shift_a2(args: CallArguments) -> CallArguments:
-    """Give each expert the previous expert's A of the second GEMM."""
+    """Give each expert the A matrix of the previous expert in the second GEMM."""
     return _change_weight(args, "lora_a2", lambda a: a.roll(1, 1))
 
 
@@ -90,8 +90,12 @@ def _change_weight(
 
 
 def _mixes_adapters_and_none(problem: Problem, routing: str) -> bool:
-    """Return whether tokens with and tokens without an adapter are certainly computed."""
-    return problem.adapters is not None and when.all_routed(problem, routing) and problem.tokens > 9
+    """Return whether tokens with an adapter and tokens without one are certainly computed."""
+    return (
+        problem.adapters is not None
+        and when.routes_all_pairs(problem, routing)
+        and problem.tokens > 9
+    )
 
 
 _has_several_adapters = when.both(
@@ -116,11 +120,11 @@ ADAPTER_MUTANTS = (
         "adapter_lost", "no token has an adapter", _mixes_adapters_and_none, arguments=drop_slots
     ),
     CallMutant(
-        "adapter_wraps", "-1 is the last slot", _mixes_adapters_and_none, arguments=wrap_slots
+        "adapter_wraps", "-1 selects the last slot", _mixes_adapters_and_none, arguments=wrap_slots
     ),
     CallMutant(
         "adapter_scaled_twice",
-        "an adapter's scaling is applied once more",
+        "the scaling of an adapter is applied twice",
         _mixes_adapters_and_none,
         arguments=scale_again,
     ),
@@ -141,7 +145,7 @@ ADAPTER_MUTANTS = (
     ),
     CallMutant(
         "adapter_expert",
-        "an expert's adapter is its neighbor's",
+        "each expert uses the adapter matrix of the previous expert",
         when.both(_mixes_adapters_and_none, lambda p: p.e > 1),
         arguments=shift_a2,
     ),

@@ -1,4 +1,4 @@
-"""Conditions under which a defect must be visible: problem, kind of routing and pairing."""
+"""Conditions on the problem, the kind of routing and the pairing for a defect to be visible."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ Applies = Callable[[Problem, str], bool]
 PF = PrepareFinalizeRequirements
 EX = ExpertsRequirements
 
-# Kinds of routing in which some pairs have no expert.
+# Kinds of routing in which some pairs are skipped.
 _PARTIAL_ROUTINGS = ("skips", "out_of_range", "beyond_int32", "all_skipped")
 
 
@@ -19,70 +19,72 @@ def has_tokens(problem: Problem, _routing: str) -> bool:
     return problem.tokens > 0
 
 
-def routed(problem: Problem, routing: str) -> bool:
-    """Return whether some pair certainly has a local expert."""
+def has_routed_pair(problem: Problem, routing: str) -> bool:
+    """Return whether at least one pair certainly has a local expert."""
     is_partial = problem.expert_map or routing in _PARTIAL_ROUTINGS
     return routing != "all_skipped" and problem.tokens >= (7 if is_partial else 1)
 
 
-def all_routed(problem: Problem, routing: str) -> bool:
+def routes_all_pairs(problem: Problem, routing: str) -> bool:
     """Return whether every pair certainly has a local expert."""
     return (
         has_tokens(problem, routing) and not problem.expert_map and routing not in _PARTIAL_ROUTINGS
     )
 
 
-def weighted(problem: Problem, routing: str) -> bool:
+def uses_router_weights(problem: Problem, routing: str) -> bool:
     """Return whether router weights affect the output."""
     is_unweighted = problem.combine is Combine.TOPK_UNWEIGHTED
     on_input = problem.apply_router_weight_on_input
-    return routed(problem, routing) and (on_input or not is_unweighted)
+    return has_routed_pair(problem, routing) and (on_input or not is_unweighted)
 
 
-def scaled(problem: Problem, routing: str) -> bool:
-    """Return whether the scaling factor affects the output and is not 1."""
+def uses_scaling(problem: Problem, routing: str) -> bool:
+    """Return whether the routed scaling factor is not 1 and affects the output."""
     is_unscaled = problem.routed_scaling_factor == 1 or problem.combine is Combine.TOPK_UNWEIGHTED
-    return routed(problem, routing) and not is_unscaled
+    return has_routed_pair(problem, routing) and not is_unscaled
 
 
-def activation_kinds(*kinds: str, exact: bool = False) -> Applies:
-    """Return a condition on the kind of activation.
+def has_activation(*kinds: str, exact: bool = False) -> Applies:
+    """Make a condition on the kind of activation.
 
-    exact: also require float32 in ieee precision, where rounding hides nothing.
+    exact: whether to require float32 in ieee precision, too, in which rounding hides no defect.
     """
 
     def applies(problem: Problem, routing: str) -> bool:
         ieee = problem.dtype is torch.float32 and problem.fp32_precision == "ieee"
-        return routed(problem, routing) and problem.act.kind in kinds and (ieee or not exact)
+        return (
+            has_routed_pair(problem, routing) and problem.act.kind in kinds and (ieee or not exact)
+        )
 
     return applies
 
 
-def clamped(problem: Problem, routing: str) -> bool:
-    """Return whether the limit acts on many values of the inputs."""
-    return routed(problem, routing) and (problem.act.limit or 9) <= 2
+def clamps_many_values(problem: Problem, routing: str) -> bool:
+    """Return whether the activation limit clamps many values."""
+    return has_routed_pair(problem, routing) and (problem.act.limit or 9) <= 2
 
 
-def batch_invariant(problem: Problem, routing: str) -> bool:
-    """Return whether batch invariance is required and the number of tokens is even, but not 0."""
+def requires_batch_invariance(problem: Problem, routing: str) -> bool:
+    """Return whether batch invariance is required, with an even number of tokens other than 0."""
     is_even = problem.tokens % 2 == 0
     return problem.batch_invariant and has_tokens(problem, routing) and is_even
 
 
 def both(condition: Applies, problem_condition: Callable[[Problem], bool]) -> Applies:
-    """Return the condition that `condition` and `problem_condition` both hold."""
+    """Make the condition that both `condition` and `problem_condition` hold."""
     return lambda problem, routing: condition(problem, routing) and problem_condition(problem)
 
 
-def on_routing(*routings: str) -> Applies:
-    """Return the condition that there are tokens, with one of these kinds of routing."""
+def has_routing(*routings: str) -> Applies:
+    """Make the condition that there are tokens, and that the routing is of one of these kinds."""
     return lambda problem, routing: problem.tokens > 0 and routing in routings
 
 
 def reads_remote_pairs(problem: Problem, routing: str) -> bool:
     """Return whether finalize certainly reads the row of a pair that has no local expert.
 
-    On one rank, it does so only if it returns unweighted top-k rows.
+    On a single rank, this is the case only if finalize returns unweighted top-k rows.
     """
     is_one_rank = problem.parallel.world_size == 1
     if problem.tokens < 7 or (is_one_rank and problem.combine is not Combine.TOPK_UNWEIGHTED):
@@ -90,33 +92,33 @@ def reads_remote_pairs(problem: Problem, routing: str) -> bool:
     return routing in _PARTIAL_ROUTINGS or (problem.expert_map and problem.e < problem.experts - 1)
 
 
-def batched_pair(pf: PF, _ex: EX) -> bool:
+def is_batched_pair(pf: PF, _ex: EX) -> bool:
     return pf.activation_format is ActivationFormat.BATCHED_EXPERTS
 
 
 def reads_every_row(_pf: PF, ex: EX) -> bool:
-    """Return whether finalize reads the rows of all pairs from the experts' output."""
+    """Return whether finalize reads the rows of all pairs in the output of the experts."""
     standard = ex.activation_format is ActivationFormat.STANDARD
     return standard and ex.reduce in (Reduce.CONTIGUOUS, Reduce.DELEGATE)
 
 
-def finalize_weighs(_pf: PF, ex: EX) -> bool:
+def finalize_applies_weights(_pf: PF, ex: EX) -> bool:
     """Return whether finalize applies the router weights."""
     return ex.reduce is not Reduce.NOOP
 
 
-def deterministic_pair(pf: PF, ex: EX) -> bool:
+def is_deterministic_pair(pf: PF, ex: EX) -> bool:
     return pf.deterministic and ex.deterministic
 
 
-def capturable_pair(pf: PF, ex: EX) -> bool:
+def is_capturable_pair(pf: PF, ex: EX) -> bool:
     """Return whether calls of any problem can be captured in a CUDA graph."""
     return pf.graph_capturable and not pf.graph_on_request and ex.graph_capturable
 
 
-gated = both(routed, lambda p: p.act.gated)
-biased = both(routed, lambda p: p.bias)
-several_slots = both(routed, lambda p: p.top_k > 1)
-several_weights = both(weighted, lambda p: p.top_k > 1)
-several_experts = both(routed, lambda p: p.experts > 1)
-several_tokens = both(routed, lambda p: p.tokens > 1)
+is_gated = both(has_routed_pair, lambda p: p.act.gated)
+has_bias = both(has_routed_pair, lambda p: p.bias)
+has_several_slots = both(has_routed_pair, lambda p: p.top_k > 1)
+has_several_weights = both(uses_router_weights, lambda p: p.top_k > 1)
+has_several_experts = both(has_routed_pair, lambda p: p.experts > 1)
+has_several_tokens = both(has_routed_pair, lambda p: p.tokens > 1)

@@ -1,7 +1,8 @@
-"""Record whether an injected defect had any effect. One without is neither killed nor a survivor.
+"""Record whether an injected defect had any effect.
 
-Changes of arguments, rows or results always have an effect. A changed problem, handle or set of
-tokens may be equal to the original, and a changed field of a handle may never be read.
+A defect without effect is neither killed nor a survivor. Changes of arguments, rows or results
+always have an effect. A changed problem, handle or set of tokens may be equal to the original, and
+a changed field of a handle may never be read.
 """
 
 import copy
@@ -33,17 +34,17 @@ _strongest_effect: dict[str, Effect] = {}  # by the name of the defect, in this 
 
 
 def record_effect(name: str, effect: Effect) -> None:
-    """Record an effect, unless a stronger one is recorded."""
+    """Record an effect of the defect `name`, unless a stronger effect is already recorded."""
     _strongest_effect[name] = max(effect, _strongest_effect.get(name, Effect.NONE))
 
 
 def pop_effect(name: str) -> Effect:
-    """Return and clear the recorded effect of a defect; USED if none is recorded."""
+    """Return and clear the recorded effect of a defect; USED if no effect is recorded."""
     return _strongest_effect.pop(name, Effect.USED)
 
 
-def pop_effect_over_ranks(name: str, pool: AnyRanks) -> Effect:
-    """Return and clear the strongest effect on any rank; USED if a rank fails."""
+def pop_effect_on_ranks(name: str, pool: AnyRanks) -> Effect:
+    """Return and clear the strongest effect of a defect on any rank; USED if a rank fails."""
     try:
         return max(pool.run(_pop_on_rank, name))
     except RankError:
@@ -54,23 +55,24 @@ def _pop_on_rank(_rank: int, _world_size: int, _group: object, name: str) -> Eff
     return pop_effect(name)
 
 
-def no_effect_reason(effect: Effect) -> str | None:
-    """Return why a defect has no effect, or None if it has one."""
+def find_no_effect_reason(effect: Effect) -> str | None:
+    """Return why a defect has no effect, or None if it has an effect."""
     return _NO_EFFECT_REASONS.get(effect)
 
 
-def with_recorded_reads(name: str, original: Handle, changed: Handle) -> Handle:
-    """Return the changed handle, which records when a changed field is read."""
-    if _equal(original, changed):
+def record_reads(name: str, original: Handle, changed: Handle) -> Handle:
+    """Return a copy of the changed handle that records when a changed field is read.
+
+    name: the name of the defect. Returns `original` if both handles are equal.
+    """
+    if _is_equal(original, changed):
         return original
     record_effect(name, Effect.UNREAD)
-    handle: Handle = _with_read_callback(
-        original, changed, lambda: record_effect(name, Effect.USED)
-    )
+    handle: Handle = _add_read_callback(original, changed, lambda: record_effect(name, Effect.USED))
     return handle
 
 
-def _with_read_callback(original: Any, changed: Any, on_read: Callable[[], None]) -> Any:
+def _add_read_callback(original: Any, changed: Any, on_read: Callable[[], None]) -> Any:
     """Return a copy of `changed` that calls `on_read` when a changed field is read."""
     if type(original) is not type(changed) or not is_dataclass(changed):
         on_read()  # reads of such an object cannot be detected
@@ -78,10 +80,10 @@ def _with_read_callback(original: Any, changed: Any, on_read: Callable[[], None]
     changed_names, changed_children = set[str](), dict[str, Any]()
     for field in fields(changed):
         old_value, new_value = getattr(original, field.name), getattr(changed, field.name)
-        if _equal(old_value, new_value):
+        if _is_equal(old_value, new_value):
             continue
         if is_dataclass(new_value) and type(old_value) is type(new_value):
-            changed_children[field.name] = _with_read_callback(old_value, new_value, on_read)
+            changed_children[field.name] = _add_read_callback(old_value, new_value, on_read)
         else:
             changed_names.add(field.name)
 
@@ -93,15 +95,15 @@ def _with_read_callback(original: Any, changed: Any, on_read: Callable[[], None]
     copied, cls = copy.copy(changed), type(changed)
     for name, value in changed_children.items():
         object.__setattr__(copied, name, value)
-    # Make it an instance of a subclass, so that isinstance checks and methods still work.
+    # Make the copy an instance of a subclass, so that isinstance checks and methods still work.
     object.__setattr__(
         copied, "__class__", type(cls.__name__, (cls,), {"__getattribute__": getattribute})
     )
     return copied
 
 
-def _equal(left: Any, right: Any) -> bool:
-    """Return whether two values are equal; tensors must also agree in dtype, shape and stride."""
+def _is_equal(left: Any, right: Any) -> bool:
+    """Return whether two values are equal. Tensors must also agree in dtype, shape and strides."""
     if left is right:
         return True
     if type(left) is not type(right):
@@ -111,7 +113,7 @@ def _equal(left: Any, right: Any) -> bool:
         return same_layout and left.stride() == right.stride() and torch.equal(left, right)
     if is_dataclass(left):
         names = [field.name for field in fields(left)]
-        return all(_equal(getattr(left, name), getattr(right, name)) for name in names)
+        return all(_is_equal(getattr(left, name), getattr(right, name)) for name in names)
     if isinstance(left, tuple | list):
-        return len(left) == len(right) and all(map(_equal, left, right))
+        return len(left) == len(right) and all(map(_is_equal, left, right))
     return bool(left == right)

@@ -1,7 +1,7 @@
 """Inject a defect into a kernel by wrapping its parts and its calls.
 
-A `CallMutant` has a hook for each step of a call that it changes. The other steps are unchanged, so
-the checks see the same behavior as if a part had the defect.
+A `CallMutant` has a hook for each step of a call that it changes. The other steps are not changed,
+so the kernel behaves as if a part had the defect.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.input_mutations.effect import (
     Effect,
     record_effect,
-    with_recorded_reads,
+    record_reads,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
@@ -42,7 +42,7 @@ Arrival = tuple[Dispatched, Handle]  # what `prepare` returns
 
 @dataclass(frozen=True)
 class CallArguments:
-    """The arguments of one call, and the memory that a defect keeps between calls."""
+    """The arguments of one call, and the state that a defect keeps between calls."""
 
     x_TH: torch.Tensor
     weights: ExpertWeights
@@ -55,8 +55,12 @@ class CallArguments:
 class StartedCall:
     """A call after its dispatch.
 
-    arguments: those that the caller passed. out: the output tensor. initial_out: a copy of `out`
-    from before the call. specs: the workspace's buffers by name.
+    Attributes:
+        arguments: the arguments that the caller passed.
+        out: the output tensor.
+        initial_out: a copy of `out` from before the call.
+        workspace: the workspace of the call.
+        specs: the buffers of the workspace by name.
     """
 
     arguments: CallArguments
@@ -77,20 +81,20 @@ class CallMutant:
     Conditions:
 
     - applies: returns whether the defect must be visible with a problem and a kind of routing.
-    - pairs: returns whether it can occur in a pairing with these requirements.
-    - device: the only device type on which it can occur; None for any.
-    - quantized: True for a defect of quantized schemes, False for one of unquantized problems.
+    - pairs: returns whether the defect can occur in a pairing with these requirements.
+    - device: the only device type on which the defect can occur; None for any device type.
+    - quantized: True for a defect in quantized schemes, False for one in unquantized problems.
 
     Hooks:
 
     - problem: changes the parts' problem.
     - arguments: changes the arguments of the call.
     - dispatched: changes the tokens that the experts receive.
-    - rows: changes the experts' output in place, given those tokens.
+    - rows: changes the output of the experts in place; also gets the tokens that they received.
     - handle: changes the handle that finalize receives.
-    - receive: given what `prepare` returned, returns the function that provides it to `finish`.
+    - receive: maps the result of `prepare` to the function that provides it to `finish`.
     - started: called after the dispatch.
-    - finished: called last; may return another output.
+    - finished: called last; may return a tensor that replaces the output.
     """
 
     name: str
@@ -125,7 +129,10 @@ class CallMutant:
     def build(
         self, case: Case, machine: Machine, poison: bool, group: object | None = None
     ) -> FusedMoEModularKernel:
-        """Return the case's kernel with this defect. group: the process group, over ranks."""
+        """Make the kernel of a case with this defect.
+
+        group: the process group, with several ranks.
+        """
         catalog = load_catalog()
         problem = self.problem(case.problem) if self.problem else case.problem
         hooks = (self.arguments, self.rows, self.receive, self.started, self.finished)
@@ -195,7 +202,7 @@ class MutatedKernel(FusedMoEModularKernel):
 
 @dataclass(frozen=True)
 class MutatedPending(Pending):
-    """A call in flight that ends with the mutant's `finished`."""
+    """A call in flight whose end calls the mutant's `finished` hook."""
 
     mutant: CallMutant = field(kw_only=True)
     started: StartedCall = field(kw_only=True)
@@ -209,7 +216,7 @@ class MutatedPending(Pending):
 
 
 def wrap(part: PrepareAndFinalize, mutant: CallMutant, problem: Problem) -> PrepareAndFinalize:
-    """Wrap `part` so that `mutant.handle` applies. The wrapper declares the same requirements."""
+    """Wrap `part` so that `mutant.handle` is called. The wrapper has the same requirements."""
     declared = {"requires": part.requires, "prepares_at_once": part.prepares_at_once}
     wrapper = type(type(part).__name__, (_WrappedPrepareAndFinalize,), declared)
     wrapped: PrepareAndFinalize = wrapper(part, mutant, problem)
@@ -219,7 +226,7 @@ def wrap(part: PrepareAndFinalize, mutant: CallMutant, problem: Problem) -> Prep
 def wrap_experts(
     part: PermuteExpertsUnpermute, mutant: CallMutant, problem: Problem
 ) -> PermuteExpertsUnpermute:
-    """Wrap `part` so that `mutant.dispatched` and `mutant.rows` apply; see `wrap`."""
+    """Wrap `part` so that `mutant.dispatched` and `mutant.rows` are called; see `wrap`."""
     wrapper = type(type(part).__name__, (_WrappedExperts,), {"requires": part.requires})
     wrapped: PermuteExpertsUnpermute = wrapper(part, mutant, problem)
     return wrapped
@@ -259,7 +266,7 @@ class _WrappedPrepareAndFinalize(PrepareAndFinalize):
     ) -> None:
         if self.mutant.handle:
             changed = self.mutant.handle(handle)
-            handle = with_recorded_reads(self.mutant.name, handle, changed)
+            handle = record_reads(self.mutant.name, handle, changed)
         self.part.finalize(expert_output, handle=handle, reduce=reduce, out=out)
 
 

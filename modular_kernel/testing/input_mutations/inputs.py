@@ -1,4 +1,4 @@
-"""Defects in the problem and the arguments of a call, one function each."""
+"""Defects in the problem and in the arguments of a call, one function each."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.input_mutations.inject import CallArguments
 
 
-def with_activation(problem: Problem, **changes: object) -> Problem:
+def change_activation(problem: Problem, **changes: object) -> Problem:
     """Return the problem with some fields of its activation changed."""
     up_first = problem.act.up_first and not changes.get("interleaved")
     spec = replace(problem.act, up_first=up_first, **changes)  # type: ignore[arg-type]
@@ -18,96 +18,98 @@ def with_activation(problem: Problem, **changes: object) -> Problem:
 
 
 def replace_activation(problem: Problem) -> Problem:
-    """Use silu instead of another activation, and gelu instead of silu."""
+    """Use silu instead of any other activation, and gelu instead of silu."""
     kind = "silu" if problem.act.kind != "silu" else "gelu"
-    return with_activation(problem, kind=kind, limit=None)
+    return change_activation(problem, kind=kind, limit=None)
 
 
 def replace_gelu(problem: Problem) -> Problem:
-    """Use gelu by erf instead of its tanh approximation, or vice versa."""
+    """Use the tanh approximation of gelu instead of exact gelu, or vice versa."""
     kind = "gelu" if problem.act.kind == "gelu_tanh" else "gelu_tanh"
-    return with_activation(problem, kind=kind)
+    return change_activation(problem, kind=kind)
 
 
 def swap_clamp_rule(problem: Problem) -> Problem:
     """Apply the limit before silu instead of after it, or vice versa."""
     is_after = problem.act.kind == "swiglu_clamp_after"
-    return with_activation(
+    return change_activation(
         problem, kind="swiglu_clamp_before" if is_after else "swiglu_clamp_after"
     )
 
 
-def _with_ids(args: CallArguments, ids_TK: torch.Tensor) -> CallArguments:
+def _replace_ids(args: CallArguments, ids_TK: torch.Tensor) -> CallArguments:
     ids_TK = ids_TK.to(args.routing.topk_ids_TK.dtype)
     return replace(args, routing=replace(args.routing, topk_ids_TK=ids_TK))
 
 
-def _with_weights(args: CallArguments, weights_TK: torch.Tensor) -> CallArguments:
+def _replace_router_weights(args: CallArguments, weights_TK: torch.Tensor) -> CallArguments:
     weights_TK = weights_TK.contiguous()
     return replace(args, routing=replace(args.routing, topk_weights_TK=weights_TK))
 
 
-def valid_pairs(args: CallArguments) -> torch.Tensor:
+def find_valid_pairs(args: CallArguments) -> torch.Tensor:
     """Return a (T, K) bool mask of the pairs with an id in [0, E)."""
     ids = args.routing.topk_ids_TK
     return (ids >= 0) & (ids < args.problem.experts)
 
 
-def local_ids(args: CallArguments) -> torch.Tensor:
-    """Return the local expert of each pair, (T, K) int64; -1 if its expert is not local."""
-    ids = torch.where(valid_pairs(args), args.routing.topk_ids_TK.long(), -1)
+def find_local_ids(args: CallArguments) -> torch.Tensor:
+    """Return the local expert of each pair, (T, K) int64; -1 if the expert is not local."""
+    ids = torch.where(find_valid_pairs(args), args.routing.topk_ids_TK.long(), -1)
     expert_map = args.weights.expert_map
     return ids if expert_map is None else torch.where(ids < 0, ids, expert_map.long()[ids])
 
 
 def drop_busiest_expert(args: CallArguments) -> CallArguments:
     """Remove all pairs from the local expert with the most pairs."""
-    local = local_ids(args)
+    local = find_local_ids(args)
     if not bool((local >= 0).any()):
         return args
     busiest = local[local >= 0].mode().values
-    return _with_ids(args, args.routing.topk_ids_TK.masked_fill(local == busiest, -1))
+    return _replace_ids(args, args.routing.topk_ids_TK.masked_fill(local == busiest, -1))
 
 
 def use_next_expert(args: CallArguments) -> CallArguments:
     """Route every pair to the expert with the next id."""
     ids = args.routing.topk_ids_TK.long()
-    return _with_ids(args, torch.where(valid_pairs(args), (ids + 1) % args.problem.experts, ids))
+    return _replace_ids(
+        args, torch.where(find_valid_pairs(args), (ids + 1) % args.problem.experts, ids)
+    )
 
 
 def drop_last_slot(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK.clone()
     ids[:, -1] = -1
-    return _with_ids(args, ids)
+    return _replace_ids(args, ids)
 
 
 def wrap_minus_one(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK
-    return _with_ids(args, torch.where(ids == -1, args.problem.experts - 1, ids))
+    return _replace_ids(args, torch.where(ids == -1, args.problem.experts - 1, ids))
 
 
 def wrap_out_of_range(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK.long()
-    wrapped = torch.where(valid_pairs(args) | (ids == -1), ids, ids % args.problem.experts)
-    return _with_ids(args, wrapped)
+    wrapped = torch.where(find_valid_pairs(args) | (ids == -1), ids, ids % args.problem.experts)
+    return _replace_ids(args, wrapped)
 
 
 def skip_uncounted(args: CallArguments) -> CallArguments:
-    """Replace invalid ids by -1, so that they are skipped and not counted."""
+    """Replace invalid ids with -1, so that they are skipped and not counted."""
     ids = args.routing.topk_ids_TK
-    return _with_ids(args, torch.where(valid_pairs(args), ids, -1))
+    return _replace_ids(args, torch.where(find_valid_pairs(args), ids, -1))
 
 
 def count_skips(args: CallArguments) -> CallArguments:
-    """Replace -1 by an invalid id, so that skipped pairs are counted."""
+    """Replace -1 with an invalid id, so that skipped pairs are counted."""
     ids = args.routing.topk_ids_TK
-    return _with_ids(args, torch.where(ids == -1, -2, ids))
+    return _replace_ids(args, torch.where(ids == -1, -2, ids))
 
 
 def drop_duplicates(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK
     is_repeated = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(2)
-    return _with_ids(args, ids.masked_fill(is_repeated, -1))
+    return _replace_ids(args, ids.masked_fill(is_repeated, -1))
 
 
 def misread_int64(args: CallArguments) -> CallArguments:
@@ -120,21 +122,21 @@ def misread_int64(args: CallArguments) -> CallArguments:
 
 
 def square_weights(args: CallArguments) -> CallArguments:
-    return _with_weights(args, args.routing.topk_weights_TK.square())
+    return _replace_router_weights(args, args.routing.topk_weights_TK.square())
 
 
 def round_weights(args: CallArguments) -> CallArguments:
     weights_TK = args.routing.topk_weights_TK
-    return _with_weights(args, weights_TK.to(args.problem.dtype).to(weights_TK.dtype))
+    return _replace_router_weights(args, weights_TK.to(args.problem.dtype).to(weights_TK.dtype))
 
 
 def omit_weights(args: CallArguments) -> CallArguments:
-    return _with_weights(args, torch.ones_like(args.routing.topk_weights_TK))
+    return _replace_router_weights(args, torch.ones_like(args.routing.topk_weights_TK))
 
 
 def average_weights(args: CallArguments) -> CallArguments:
     weights_TK = args.routing.topk_weights_TK
-    return _with_weights(args, weights_TK.mean(1, keepdim=True).expand_as(weights_TK))
+    return _replace_router_weights(args, weights_TK.mean(1, keepdim=True).expand_as(weights_TK))
 
 
 def shift_tokens(args: CallArguments) -> CallArguments:
@@ -167,12 +169,12 @@ def swap_gate_and_up(args: CallArguments) -> CallArguments:
 
 
 def omit_last_h(args: CallArguments) -> CallArguments:
-    """Omit the last value of the contraction of GEMM 1."""
+    """Omit the last of the H products in each sum of GEMM 1."""
     return _replace_weight(args, "w1", _zero_last_column(args.weights.w1))
 
 
 def omit_last_i(args: CallArguments) -> CallArguments:
-    """Omit the last value of the contraction of GEMM 2."""
+    """Omit the last of the I products in each sum of GEMM 2."""
     return _replace_weight(args, "w2", _zero_last_column(args.weights.w2))
 
 
@@ -187,7 +189,7 @@ def omit_bias(args: CallArguments, name: str) -> CallArguments:
 
 
 def multiply_bias_by_weight(args: CallArguments) -> CallArguments:
-    """Multiply b1 by the mean router weight, as if it were applied after the bias."""
+    """Multiply b1 by the mean router weight, as if weights were applied after adding the bias."""
     assert args.weights.b1 is not None
     mean = args.routing.topk_weights_TK.mean().to(args.weights.b1.dtype)
     return _replace_weight(args, "b1", args.weights.b1 * mean)
@@ -223,7 +225,7 @@ def _replace_weight(args: CallArguments, name: str, tensor: torch.Tensor) -> Cal
 
 
 def reuse_tokens(args: CallArguments) -> CallArguments:
-    """Use the rows of x of the previous call, as many as it had."""
+    """Replace the first rows of x with those of the previous call."""
     previous = args.memory.get("x")
     args.memory["x"] = args.x_TH.clone()
     if previous is None:
@@ -235,7 +237,7 @@ def reuse_tokens(args: CallArguments) -> CallArguments:
 
 
 def reuse_routing(args: CallArguments) -> CallArguments:
-    """Use the first routing with the same number of tokens, as if it were cached by its shape."""
+    """Use the first routing with the same number of tokens, as if routing were cached by shape."""
     tokens = len(args.x_TH)
     routing = args.memory.setdefault(f"routing of {tokens}", args.routing)
     return replace(args, routing=routing)
@@ -261,7 +263,7 @@ def freeze_routing(args: CallArguments) -> CallArguments:
     """Use the ids of the previous call in a captured graph."""
     if not torch.cuda.is_current_stream_capturing():
         args.memory["ids"] = args.routing.topk_ids_TK.clone()
-    return _with_ids(args, args.memory["ids"])
+    return _replace_ids(args, args.memory["ids"])
 
 
 def shift_scales(args: CallArguments, dim: int) -> CallArguments:
@@ -281,31 +283,35 @@ def shift_zero_points(args: CallArguments) -> CallArguments:
 
 
 def swap_matrix_scales(args: CallArguments) -> CallArguments:
-    return _replace_weight(args, "w1_global_scale", _field(args, "w1_global_scale").roll(1, 1))
+    return _replace_weight(
+        args, "w1_global_scale", _get_contiguous_field(args, "w1_global_scale").roll(1, 1)
+    )
 
 
 def shift_matrix_scales(args: CallArguments) -> CallArguments:
-    return _replace_weight(args, "w2_global_scale", _field(args, "w2_global_scale").roll(1, 0))
+    return _replace_weight(
+        args, "w2_global_scale", _get_contiguous_field(args, "w2_global_scale").roll(1, 0)
+    )
 
 
-def _field(args: CallArguments, name: str) -> torch.Tensor:
+def _get_contiguous_field(args: CallArguments, name: str) -> torch.Tensor:
     tensor: torch.Tensor = getattr(args.weights, name)
     return tensor.contiguous()
 
 
 def ignore_order(args: CallArguments) -> CallArguments:
-    """Multiply the columns of w1 as if they were in the original order (act order)."""
-    order = _field(args, "w1_order")
+    """Ignore the column order of w1 (act order)."""
+    order = _get_contiguous_field(args, "w1_order")
     identity = torch.arange(order.shape[1], dtype=order.dtype, device=order.device)
     return _replace_weight(args, "w1_order", identity.expand_as(order).contiguous())
 
 
 def shift_order(args: CallArguments) -> CallArguments:
-    return _replace_weight(args, "w1_order", _field(args, "w1_order").roll(1, 0))
+    return _replace_weight(args, "w1_order", _get_contiguous_field(args, "w1_order").roll(1, 0))
 
 
 def swap_nibbles(args: CallArguments, names: tuple[str, str]) -> CallArguments:
-    """Exchange the two 4-bit halves of every byte of the weights `names`."""
+    """Exchange the two 4-bit halves of every byte in the fields `names` of the weights."""
     for name in names:
         packed = getattr(args.weights, name)
         args = _replace_weight(args, name, (packed >> 4) | (packed << 4))

@@ -1,7 +1,7 @@
 """The input mutations that the checks must detect. Each is a defect that real kernels have had.
 
-`conditions` defines when a defect must be visible. `inputs`, `outputs` and `memory` define what it
-does.
+`conditions` defines when a defect must be visible. `inputs` and `outputs` implement the defects.
+`memory` lists those that misuse memory.
 """
 
 from dataclasses import replace
@@ -17,92 +17,102 @@ from modular_kernel.testing.input_mutations.memory import MEMORY_MUTANTS
 
 MUTANTS: tuple[CallMutant, ...] = (
     # Computation.
-    CallMutant("zeros", "the output is zero", when.routed, finished=outputs.write_zeros),
+    CallMutant("zeros", "the output is zero", when.has_routed_pair, finished=outputs.write_zeros),
     CallMutant(
         "gate_up_swapped",
         "gate rows are read as up rows",
-        when.gated,
+        when.is_gated,
         arguments=inputs.swap_gate_and_up,
     ),
     CallMutant(
         "interleave_ignored",
         "interleaved rows are read as halves, or vice versa",
-        when.gated,
-        problem=lambda p: inputs.with_activation(p, interleaved=not p.act.interleaved),
+        when.is_gated,
+        problem=lambda p: inputs.change_activation(p, interleaved=not p.act.interleaved),
     ),
     CallMutant(
         "activation_replaced",
         "another activation: gelu for silu, silu for gelu",
-        when.activation_kinds("silu", "gelu", "gelu_tanh"),
+        when.has_activation("silu", "gelu", "gelu_tanh"),
         problem=inputs.replace_activation,
     ),
     CallMutant(
         "gelu_variant",
-        "gelu by its tanh approximation, or the reverse",
-        when.activation_kinds("gelu", "gelu_tanh", exact=True),
+        "the tanh approximation of gelu instead of gelu, or vice versa",
+        when.has_activation("gelu", "gelu_tanh", exact=True),
         problem=inputs.replace_gelu,
     ),
     CallMutant(
         "clamp_ignored",
         "the limit has no effect",
-        when.clamped,
-        problem=lambda p: inputs.with_activation(p, limit=1e4),
+        when.clamps_many_values,
+        problem=lambda p: inputs.change_activation(p, limit=1e4),
     ),
     CallMutant(
         "clamp_rule_swapped",
-        "the limit acts before silu instead of after it, or the reverse",
-        when.both(when.clamped, lambda p: p.act.kind.startswith("swiglu_clamp")),
+        "the limit is applied before silu instead of after it, or vice versa",
+        when.both(when.clamps_many_values, lambda p: p.act.kind.startswith("swiglu_clamp")),
         problem=inputs.swap_clamp_rule,
     ),
     CallMutant(
         "alpha_ignored",
         "swiglu_oai or situ with alpha 1",
-        when.activation_kinds("swiglu_oai", "situ"),
-        problem=lambda p: inputs.with_activation(p, alpha=1.0),
+        when.has_activation("swiglu_oai", "situ"),
+        problem=lambda p: inputs.change_activation(p, alpha=1.0),
     ),
     CallMutant(
         "plus_one_forgotten",
         "swiglu_oai without the 1 that is added to the up values (and alpha 1)",
-        when.activation_kinds("swiglu_oai"),
-        problem=lambda p: inputs.with_activation(p, kind="swiglu_clamp_before", alpha=None),
+        when.has_activation("swiglu_oai"),
+        problem=lambda p: inputs.change_activation(p, kind="swiglu_clamp_before", alpha=None),
     ),
     CallMutant(
         "narrow_operands",
-        "products of operands in the next narrower type",
-        when.both(when.routed, lambda p: p.fp32_precision == "ieee"),
+        "the operands of GEMMs are rounded to the next narrower dtype",
+        when.both(when.has_routed_pair, lambda p: p.fp32_precision == "ieee"),
         arguments=inputs.narrow_operands,
     ),
     CallMutant(
-        "hidden_tail", "GEMM 1 leaves out the last of H", when.routed, arguments=inputs.omit_last_h
+        "hidden_tail",
+        "GEMM 1 omits the last of H columns",
+        when.has_routed_pair,
+        arguments=inputs.omit_last_h,
     ),
     CallMutant(
-        "inner_tail", "GEMM 2 leaves out the last of I", when.routed, arguments=inputs.omit_last_i
+        "inner_tail",
+        "GEMM 2 omits the last of I columns",
+        when.has_routed_pair,
+        arguments=inputs.omit_last_i,
     ),
     CallMutant(
         "weight_strides_ignored",
         "transposed weights are read as contiguous",
-        when.routed,
+        when.has_routed_pair,
         arguments=inputs.ignore_strides,
     ),
     CallMutant(
         "x_stride_ignored",
         "x is read as if its rows were contiguous",
-        when.both(when.several_tokens, lambda p: not p.inplace and p.tokens > 2),
+        when.both(when.has_several_tokens, lambda p: not p.inplace and p.tokens > 2),
         arguments=inputs.ignore_row_stride,
     ),
-    CallMutant("b1_missing", "no b1", when.biased, arguments=partial(inputs.omit_bias, name="b1")),
-    CallMutant("b2_missing", "no b2", when.biased, arguments=partial(inputs.omit_bias, name="b2")),
+    CallMutant(
+        "b1_missing", "no b1", when.has_bias, arguments=partial(inputs.omit_bias, name="b1")
+    ),
+    CallMutant(
+        "b2_missing", "no b2", when.has_bias, arguments=partial(inputs.omit_bias, name="b2")
+    ),
     CallMutant(
         "b1_weighted",
         "b1 is multiplied by the router weight",
-        when.both(when.biased, lambda p: p.apply_router_weight_on_input),
+        when.both(when.has_bias, lambda p: p.apply_router_weight_on_input),
         arguments=inputs.multiply_bias_by_weight,
     ),
     CallMutant(
         "b2_unweighted",
         "b2 is added after the router weight",
         when.both(
-            when.biased,
+            when.has_bias,
             lambda p: p.combine is Combine.SUM and not p.apply_router_weight_on_input,
         ),
         finished=outputs.add_unweighted_bias,
@@ -111,25 +121,25 @@ MUTANTS: tuple[CallMutant, ...] = (
     CallMutant(
         "expert_dropped",
         "the busiest expert is skipped",
-        when.routed,
+        when.has_routed_pair,
         arguments=inputs.drop_busiest_expert,
     ),
     CallMutant(
         "wrong_expert",
-        "expert e + 1 serves the pairs of e",
-        when.several_experts,
+        "expert e + 1 computes the pairs of expert e",
+        when.has_several_experts,
         arguments=inputs.use_next_expert,
     ),
     CallMutant(
         "last_slot_dropped",
         "the last of the K slots is skipped",
-        lambda p, r: when.several_slots(p, r) and not (p.expert_map and r == "all_to_one"),
+        lambda p, r: when.has_several_slots(p, r) and not (p.expert_map and r == "all_to_one"),
         arguments=inputs.drop_last_slot,
     ),
     CallMutant(
         "rank_offset",
         "the expert map is one expert off",
-        when.both(when.several_experts, lambda p: p.expert_map),
+        when.both(when.has_several_experts, lambda p: p.expert_map),
         arguments=inputs.shift_expert_map,
     ),
     CallMutant(
@@ -141,56 +151,56 @@ MUTANTS: tuple[CallMutant, ...] = (
     CallMutant(
         "out_of_range_wraps",
         "ids outside [-1, E) are taken modulo E",
-        when.on_routing("out_of_range"),
+        when.has_routing("out_of_range"),
         arguments=inputs.wrap_out_of_range,
     ),
     CallMutant(
         "out_of_range_uncounted",
         "ids outside [-1, E) are skipped silently",
-        when.on_routing("out_of_range"),
+        when.has_routing("out_of_range"),
         arguments=inputs.skip_uncounted,
     ),
     CallMutant(
         "skips_counted",
         "-1 is counted as an invalid id",
-        when.on_routing("skips", "all_skipped"),
+        when.has_routing("skips", "all_skipped"),
         arguments=inputs.count_skips,
     ),
     CallMutant(
         "duplicates_once",
-        "an expert that a token names twice counts once",
-        lambda p, r: when.routed(p, r) and p.top_k > 1 and r == "duplicates",
+        "an expert that a token selects twice is computed only once",
+        lambda p, r: when.has_routed_pair(p, r) and p.top_k > 1 and r == "duplicates",
         arguments=inputs.drop_duplicates,
     ),
     CallMutant(
         "int64_misread",
         "int64 ids are read as int32",
-        when.both(when.several_experts, lambda p: p.ids_dtype is torch.int64),
+        when.both(when.has_several_experts, lambda p: p.ids_dtype is torch.int64),
         arguments=inputs.misread_int64,
     ),
     # Router weights and scaling.
     CallMutant(
         "router_weight_twice",
         "the router weight is applied twice",
-        when.weighted,
+        when.uses_router_weights,
         arguments=inputs.square_weights,
     ),
     CallMutant(
         "router_weight_never",
         "the router weight is not applied",
-        when.weighted,
+        when.uses_router_weights,
         arguments=inputs.omit_weights,
     ),
     CallMutant(
         "router_weights_averaged",
-        "each slot gets the mean weight",
-        when.several_weights,
+        "each slot gets the mean router weight of its token",
+        when.has_several_weights,
         arguments=inputs.average_weights,
     ),
     CallMutant(
         "router_weight_moved",
-        "the weight is applied on the output instead of the input, or the reverse",
-        when.routed,
+        "the router weight is applied to the output instead of the input, or vice versa",
+        when.has_routed_pair,
         problem=lambda p: replace(
             p, apply_router_weight_on_input=not p.apply_router_weight_on_input
         ),
@@ -198,57 +208,57 @@ MUTANTS: tuple[CallMutant, ...] = (
     CallMutant(
         "scale_twice",
         "the routed scaling factor is applied twice",
-        when.scaled,
+        when.uses_scaling,
         problem=lambda p: replace(p, routed_scaling_factor=p.routed_scaling_factor**2),
     ),
     CallMutant(
         "scale_never",
         "the routed scaling factor is not applied",
-        when.scaled,
+        when.uses_scaling,
         problem=lambda p: replace(p, routed_scaling_factor=1.0),
     ),
     # Order of tokens, slots and rows.
     CallMutant(
         "tokens_shifted",
-        "token t gets x of t - 1",
-        when.several_tokens,
+        "token t gets the x of token t - 1",
+        when.has_several_tokens,
         arguments=inputs.shift_tokens,
     ),
     CallMutant(
         "slots_permuted",
-        "kept top-k slots come out in another order",
-        when.both(when.several_slots, lambda p: p.combine is not Combine.SUM),
+        "the kept top-k slots are returned in another order",
+        when.both(when.has_several_slots, lambda p: p.combine is not Combine.SUM),
         finished=outputs.permute_slots,
     ),
     CallMutant(
         "batch_counts_short",
-        "each expert leaves out its last row",
-        when.routed,
-        pairs=when.batched_pair,
+        "each expert omits its last row",
+        when.has_routed_pair,
+        pairs=when.is_batched_pair,
         dispatched=outputs.shorten_counts,
     ),
     CallMutant(
         "batch_experts_shifted",
-        "expert e gets the rows of e - 1",
-        when.both(when.routed, lambda p: p.e > 1 and p.top_k < p.experts),
-        pairs=when.batched_pair,
+        "expert e gets the rows of expert e - 1",
+        when.both(when.has_routed_pair, lambda p: p.e > 1 and p.top_k < p.experts),
+        pairs=when.is_batched_pair,
         dispatched=outputs.shift_experts,
     ),
     CallMutant(
         "batch_rows_shifted",
-        "finalize gathers the rows of the token before",
-        when.several_tokens,
-        pairs=when.batched_pair,
+        "finalize gathers the rows of the previous token",
+        when.has_several_tokens,
+        pairs=when.is_batched_pair,
         handle=partial(outputs.shift_handle, name="row_of_pair_TK"),
     ),
     CallMutant(
         "finalize_weights_shifted",
-        "finalize uses the router weights of the token before",
+        "finalize uses the router weights of the previous token",
         when.both(
-            when.both(when.weighted, lambda p: p.tokens > 1),
+            when.both(when.uses_router_weights, lambda p: p.tokens > 1),
             lambda p: not p.apply_router_weight_on_input,
         ),
-        pairs=when.finalize_weighs,
+        pairs=when.finalize_applies_weights,
         handle=partial(outputs.shift_handle, name="topk_weights_TK"),
     ),
     *MEMORY_MUTANTS,

@@ -1,4 +1,4 @@
-"""Defects inside a call and in its output."""
+"""Defects inside a call and in its output, one function each. `operators` and others use them."""
 
 from dataclasses import replace
 
@@ -6,11 +6,11 @@ import torch
 
 from modular_kernel.tensors import BatchedTokens, ContiguousTokens, Dispatched, Handle
 from modular_kernel.testing.input_mutations.inject import Arrival, Memory, StartedCall
-from modular_kernel.testing.input_mutations.inputs import local_ids, valid_pairs
+from modular_kernel.testing.input_mutations.inputs import find_local_ids, find_valid_pairs
 
 
 def reuse_output(call: StartedCall) -> None:
-    """Replace the output by that of the previous call, as many rows as it had."""
+    """Replace the first rows of the output with those of the previous call."""
     memory, out = call.arguments.memory, call.out
     previous = memory.get("out")
     memory["out"] = out.clone()
@@ -20,13 +20,13 @@ def reuse_output(call: StartedCall) -> None:
 
 
 def receive_latest(arrived: Arrival, memory: Memory) -> "LatestArrival":
-    """Keep the dispatched tokens in the part instead of the handle: a later call replaces them."""
+    """Keep the dispatched tokens in the part, not the handle. A later call replaces them."""
     memory["arrived"] = arrived
     return LatestArrival(memory)
 
 
 class LatestArrival:
-    """Returns the tokens that were dispatched last."""
+    """A callable that returns the tokens of the latest dispatch."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -45,8 +45,8 @@ def flip_every_other_call(call: StartedCall) -> None:
         out.view(-1)[:1].view(int_dtype).bitwise_xor_(1)
 
 
-def flip_in_even_calls(call: StartedCall) -> None:
-    """Flip the last bit of one value in calls of an even number of tokens."""
+def flip_for_even_token_count(call: StartedCall) -> None:
+    """Flip the last bit of one value in calls with an even number of tokens."""
     if len(call.out) % 2 == 0:
         int_dtype = torch.int32 if call.out.element_size() == 4 else torch.int16
         call.out.view(-1)[:1].view(int_dtype).bitwise_xor_(1)
@@ -62,8 +62,8 @@ def shift_experts(tokens: Dispatched) -> Dispatched:
     return replace(tokens, x_eCH=tokens.x_eCH.roll(1, 0), counts_e=tokens.counts_e.roll(1, 0))
 
 
-def leave_skipped_rows(output: torch.Tensor, tokens: Dispatched) -> None:
-    """Write NaN, as if unwritten, to the (T, K, H) rows of pairs without a local expert."""
+def skip_writing_skipped_rows(output: torch.Tensor, tokens: Dispatched) -> None:
+    """Write NaN, as if not written, to the (T, K, H) rows of pairs without a local expert."""
     assert isinstance(tokens, ContiguousTokens)
     routing = tokens.routing
     ids = routing.topk_ids_TK.long()
@@ -75,7 +75,7 @@ def leave_skipped_rows(output: torch.Tensor, tokens: Dispatched) -> None:
 
 
 def shift_handle(handle: Handle, name: str) -> Handle:
-    """Shift a tensor of the handle by one token."""
+    """Shift the tensor `name` of the handle by one token."""
     shifted = {name: getattr(handle, name).roll(1, 0)}
     return replace(handle, **shifted)
 
@@ -84,7 +84,7 @@ def write_zeros(call: StartedCall) -> None:
     call.out.zero_()
 
 
-def leave_last_token(call: StartedCall) -> None:
+def skip_writing_last_token(call: StartedCall) -> None:
     call.out[-1] = call.initial_out[-1]
 
 
@@ -93,18 +93,18 @@ def zero_last_token(call: StartedCall) -> None:
 
 
 def zero_last_token_of_smaller_plan(call: StartedCall) -> None:
-    """Zero the last token if `out` is part of a plan's larger output."""
+    """Zero the last token if `out` is a part of the larger output of a plan."""
     rows = call.arguments.problem.tokens
     row_bytes = call.out[0].numel() * call.out.element_size()
     if len(call.out) < rows and call.out.untyped_storage().nbytes() == rows * row_bytes:
         call.out[-1] = 0
 
 
-def leave_last_column(call: StartedCall) -> None:
+def skip_writing_last_column(call: StartedCall) -> None:
     call.out[..., -1] = call.initial_out[..., -1]
 
 
-def leave_last_chunk(call: StartedCall) -> None:
+def skip_writing_last_chunk(call: StartedCall) -> None:
     chunk = call.arguments.problem.chunk_tokens
     assert chunk is not None
     start = (len(call.out) - 1) // chunk * chunk
@@ -112,8 +112,8 @@ def leave_last_chunk(call: StartedCall) -> None:
         call.out[start:] = call.initial_out[start:]
 
 
-def leave_skipped_tokens(call: StartedCall) -> None:
-    skipped_T = ~valid_pairs(call.arguments).any(1)
+def skip_writing_skipped_tokens(call: StartedCall) -> None:
+    skipped_T = ~find_valid_pairs(call.arguments).any(1)
     call.out[skipped_T] = call.initial_out[skipped_T]
 
 
@@ -126,10 +126,10 @@ def accumulate(call: StartedCall) -> None:
 
 
 def add_unweighted_bias(call: StartedCall) -> None:
-    """Add b2 to every pair without multiplying it by the router weight."""
+    """Change the output as if b2 were not multiplied by the router weight."""
     args = call.arguments
     assert args.weights.b2 is not None
-    local_ids_TK = local_ids(args)
+    local_ids_TK = find_local_ids(args)
     missing_weight = (1 - args.routing.topk_weights_TK) * (local_ids_TK >= 0)
     bias_TKH = args.weights.b2.float()[local_ids_TK.clamp(min=0)] * missing_weight[..., None]
     call.out.add_(bias_TKH.sum(1) * args.problem.routed_scaling_factor)
@@ -148,7 +148,7 @@ def write_ids(call: StartedCall) -> None:
 
 
 def write_sentinel(call: StartedCall) -> None:
-    """Replace -1 in the caller's ids by E, as a library would mark skipped pairs."""
+    """Replace -1 in the caller's ids with E, with which some libraries mark skipped pairs."""
     ids = call.arguments.routing.topk_ids_TK
     ids.masked_fill_(ids == -1, call.arguments.problem.experts)
 

@@ -1,11 +1,11 @@
-"""Run the input mutations over ranks: the checks must detect each one in every pairing."""
+"""Run the input mutations with several ranks: the checks must detect each one in every pairing."""
 
 from collections.abc import Sequence
 from functools import partial
 
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
-from modular_kernel.testing.input_mutations.effect import pop_effect_over_ranks
+from modular_kernel.testing.input_mutations.effect import pop_effect_on_ranks
 from modular_kernel.testing.input_mutations.rank_operators import (
     RANK_MUTANTS,
     RankMutant,
@@ -13,11 +13,11 @@ from modular_kernel.testing.input_mutations.rank_operators import (
 )
 from modular_kernel.testing.input_mutations.run import Kill, first_or_none
 from modular_kernel.testing.ranks.external_launcher import AnyRanks
-from modular_kernel.testing.verify.checks import CHECKS, plan_reused
+from modular_kernel.testing.verify.checks import CHECKS, check_plan_reused
 from modular_kernel.testing.verify.over_ranks import machine_of, prove_ranks
 
-# The first checks. They make half of the calls, and suffice to kill a mutant.
-EARLY_CHECKS = CHECKS[: CHECKS.index(plan_reused) + 1]
+# The first checks, which make half of the calls and are sufficient to kill the mutants.
+EARLY_CHECKS = CHECKS[: CHECKS.index(check_plan_reused) + 1]
 
 __all__ = ["RANK_MUTANTS", "RankMutant", "sensitivity_ranks"]
 
@@ -31,7 +31,7 @@ def sensitivity_ranks(
     cases_each: int = 1,
     proven: dict[Case, str | None] | None = None,
 ) -> tuple[Kill, ...]:
-    """Run each mutant that can occur in the pairing over the pool's ranks, on smoke cases.
+    """Run each mutant that can occur in the pairing on the ranks of a pool, on smoke cases.
 
     The other arguments and the result are those of `sensitivity`.
     """
@@ -48,7 +48,7 @@ def sensitivity_ranks(
             proof = prove_ranks(case, pool, machine, build, checks=EARLY_CHECKS)
             failure, effect = (
                 first_or_none(proof.failures),
-                pop_effect_over_ranks(mutant.name, pool),
+                pop_effect_on_ranks(mutant.name, pool),
             )
             kills.append(Kill.from_effect(mutant.name, case, proven[case], failure, effect))
     return tuple(kills)

@@ -1,6 +1,7 @@
-"""Input mutations that can occur only over ranks: wrong destinations, exchanged rows, double sums.
+"""Input mutations that need several ranks: wrong destinations, exchanged rows, doubled sums.
 
-A mutant is made for each kernel of each rank, so that it can act on one rank and not on others.
+A mutant is made for the kernel of each rank, so that it can change one rank and leave the others
+unchanged.
 """
 
 from collections.abc import Callable
@@ -24,11 +25,14 @@ from modular_kernel.testing.input_mutations.operators import MUTANTS
 
 @dataclass(frozen=True)
 class RankMutant:
-    """One defect over ranks.
+    """One defect that needs several ranks.
 
-    applies: returns whether it must be visible in a case. make: returns the defect of one rank's
-    kernel, given that rank's problem. deadline_s: deadline of exchanges in seconds, for a defect
-    with which a rank may wait for a peer that never answers; None for the default.
+    Attributes:
+        name, description: name and description of the defect.
+        applies: returns whether the defect must be visible in a case.
+        make: maps the problem of a rank to the defect of its kernel.
+        deadline_s: deadline of exchanges in seconds, for a defect with which a rank may wait for a
+            peer that never answers; None for the default.
     """
 
     name: str
@@ -41,7 +45,7 @@ class RankMutant:
 def build_mutant(
     name: str, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """Return a rank's kernel with the named defect.
+    """Make a rank's kernel with the named defect.
 
     `partial(build_mutant, name)` is a RankBuild.
     """
@@ -53,36 +57,39 @@ def build_mutant(
 def build_on_last_rank(
     name: str, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """Return a rank's kernel. That of the last rank has the defect `name` of MUTANTS.
+    """Make a rank's kernel. On the last rank, it has the defect `name` of MUTANTS.
 
     The defect must not change the problem, because ranks detect that their problems differ.
     """
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
     parallel = case.problem.parallel
     if parallel.rank < parallel.world_size - 1:
-        mutant = _no_defect(name)
+        mutant = _make_no_defect(name)
     return mutant.build(case, machine, poison, group)
 
 
 def _has_many_pairs(case: RankCase) -> bool:
-    """Return whether all ranks get pairs, and no quantization hides small changes."""
+    """Return whether all ranks get pairs, and the problem is not quantized.
+
+    Quantization hides small changes.
+    """
     problem = case.problem
     is_spread = case.routing in ("uniform", "zipf", "duplicates") and problem.top_k > 1
     return is_spread and sum(case.tokens) >= 4 and not problem.scheme.quantized
 
 
 def _is_busy_on_last_rank(case: RankCase) -> bool:
-    """Return whether, in addition, the last rank has tokens, and its experts get several pairs."""
+    """Like `_has_many_pairs`, and the last rank has tokens, and its experts get several pairs."""
     is_even = case.routing != "zipf" and max(case.tokens) >= 4
     return _has_many_pairs(case) and is_even and case.tokens[-1] > 0
 
 
-def _weighted(case: RankCase) -> bool:
+def _uses_router_weights(case: RankCase) -> bool:
     return _has_many_pairs(case) and case.problem.combine is not Combine.TOPK_UNWEIGHTED
 
 
 def _has_uneven_counts(case: RankCase) -> bool:
-    """Return whether, in addition, the token counts of ranks 0 and 1 differ, and are exchanged."""
+    """Like `_is_busy_on_last_rank`, and token counts of ranks 0 and 1 differ and are exchanged."""
     part = load_catalog().prepare_finalize(case.prepare_finalize)
     receives_counts = not part.requires.received_by_library
     return receives_counts and _is_busy_on_last_rank(case) and case.tokens[0] != case.tokens[1]
@@ -92,25 +99,28 @@ def _has_idle_rank(case: RankCase) -> bool:
     return _has_many_pairs(case) and 0 in case.tokens
 
 
-def _no_defect(name: str) -> CallMutant:
-    """Return a mutant that changes nothing."""
+def _make_no_defect(name: str) -> CallMutant:
+    """Make a mutant that changes nothing."""
     return CallMutant(name, "nothing", lambda _p, _r: True)
 
 
 def _on_all_ranks(
     name: str, arguments: Callable[[CallArguments], CallArguments]
 ) -> Callable[[Problem], CallMutant]:
-    return lambda _problem: replace(_no_defect(name), arguments=arguments)
+    return lambda _problem: replace(_make_no_defect(name), arguments=arguments)
 
 
 def _on_last_rank(
     name: str, make_fields: Callable[[Problem], dict[str, Any]]
 ) -> Callable[[Problem], CallMutant]:
-    """Return `RankMutant.make` of a defect of the last rank with these fields of CallMutant."""
+    """Make `RankMutant.make` for a defect of the last rank only.
+
+    make_fields: maps the problem of the rank to the changed fields of CallMutant.
+    """
 
     def make_mutant(problem: Problem) -> CallMutant:
         is_last = problem.parallel.rank == problem.parallel.world_size - 1
-        return replace(_no_defect(name), **(make_fields(problem) if is_last else {}))
+        return replace(_make_no_defect(name), **(make_fields(problem) if is_last else {}))
 
     return make_mutant
 
@@ -154,11 +164,12 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
         return value
 
     def is_per_rank(name: str, value: object) -> bool:
-        """Return whether a field is a per-rank list or may contain one.
+        """Return whether a field is a per-rank list, or may contain one.
 
         Tensors with one entry per rank have names that end in _W. A tensor that is part of a larger
-        buffer is left alone: it may hold flags that peers write. Addresses in the memory of peers
-        are offsets from these flags, so with a copy, stores would go to arbitrary addresses.
+        buffer is not changed, because it may contain flags that peers write. Addresses in the
+        memory of peers are offsets from these flags, so a copy would make stores go to arbitrary
+        addresses.
         """
         if isinstance(value, torch.Tensor):
             return name.endswith("_W") and value.untyped_storage().nbytes() == value.nbytes
@@ -172,13 +183,13 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
 
 
 def _roll_counts(tokens: Dispatched) -> Dispatched:
-    """Give each expert the previous expert's count, if rows are batched by expert."""
+    """If rows are batched by expert, give each expert the count of the previous expert."""
     if not isinstance(tokens, BatchedTokens):
         return tokens
     return replace(tokens, counts_e=tokens.counts_e.roll(1))
 
 
-def _double(_problem: Problem) -> dict[str, Any]:
+def _double_rows(_problem: Problem) -> dict[str, Any]:
     def rows(output: torch.Tensor, _tokens: Dispatched) -> None:
         output.mul_(2)
 
@@ -200,12 +211,12 @@ def _reuse_rows(_problem: Problem) -> dict[str, Any]:
     history: list[Dispatched] = []
 
     def dispatched(tokens: Dispatched) -> Dispatched:
-        """Return the rows of the previous call, as many as it had."""
-        history.append(_copy(tokens))
+        """Replace the first rows with those of the previous call."""
+        history.append(_copy_tokens(tokens))
         if len(history) < 2:
             return tokens
-        previous, current = history[-2], _copy(tokens)
-        old, new = _rows(previous), _rows(current)
+        previous, current = history[-2], _copy_tokens(tokens)
+        old, new = _get_rows(previous), _get_rows(current)
         overlap = tuple(slice(min(a, b)) for a, b in zip(old.shape, new.shape, strict=True))
         new[overlap] = old[overlap]
         return current
@@ -213,18 +224,18 @@ def _reuse_rows(_problem: Problem) -> dict[str, Any]:
     return {"dispatched": dispatched}
 
 
-def _rows(tokens: Dispatched) -> torch.Tensor:
+def _get_rows(tokens: Dispatched) -> torch.Tensor:
     return tokens.x_eCH if isinstance(tokens, BatchedTokens) else tokens.x_TH
 
 
-def _copy(tokens: Dispatched) -> Dispatched:
+def _copy_tokens(tokens: Dispatched) -> Dispatched:
     if isinstance(tokens, BatchedTokens):
         return replace(tokens, x_eCH=tokens.x_eCH.clone())
     return replace(tokens, x_TH=tokens.x_TH.clone())
 
 
 def _skip_when_idle(_problem: Problem) -> CallMutant:
-    """Return a mutant that computes nothing on a rank in calls in which the rank has no tokens."""
+    """Make a mutant in which a rank computes nothing in calls in which it has no tokens."""
     is_idle: list[bool] = []
 
     def arguments(args: CallArguments) -> CallArguments:
@@ -235,19 +246,19 @@ def _skip_when_idle(_problem: Problem) -> CallMutant:
         if is_idle[-1]:
             output.zero_()
 
-    return replace(_no_defect("idle_rank_rests"), arguments=arguments, rows=rows)
+    return replace(_make_no_defect("idle_rank_rests"), arguments=arguments, rows=rows)
 
 
 RANK_MUTANTS: tuple[RankMutant, ...] = (
     RankMutant(
         "rank_block_offset",
-        "expert ids are shifted by one rank's block",
+        "expert ids are shifted by the number of experts of a rank",
         _has_many_pairs,
         _on_all_ranks("rank_block_offset", shift_by_a_rank),
     ),
     RankMutant(
         "last_expert_lost",
-        "the last expert of each rank gets nothing",
+        "the last expert of each rank gets no rows",
         _has_many_pairs,
         _on_all_ranks("last_expert_lost", drop_last_experts),
     ),
@@ -261,14 +272,14 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
     RankMutant(
         "weights_on_both_sides",
         "the router weight is applied by the experts and again by the combine",
-        _weighted,
+        _uses_router_weights,
         _on_all_ranks("weights_on_both_sides", square_weights),
     ),
     RankMutant(
         "contribution_twice",
-        "what the last rank adds is added twice",
+        "the contribution of the last rank is added twice",
         _is_busy_on_last_rank,
-        _on_last_rank("contribution_twice", _double),
+        _on_last_rank("contribution_twice", _double_rows),
     ),
     RankMutant(
         "rows_reordered",
@@ -278,7 +289,7 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
     ),
     RankMutant(
         "stale_rows",
-        "the last rank computes rows of the call before",
+        "the last rank computes the rows of the previous call",
         _is_busy_on_last_rank,
         _on_last_rank("stale_rows", _reuse_rows),
     ),

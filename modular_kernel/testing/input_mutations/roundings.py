@@ -1,4 +1,4 @@
-"""Input mutations that add a single rounding, which the check `one_rounding` must detect."""
+"""Input mutations that add a single rounding, which `check_one_rounding` must detect."""
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute
@@ -22,7 +22,7 @@ ROUNDING_MUTANTS: tuple[CallMutant, ...] = (
     RoundingMutant(
         "router_weights_rounded",
         "router weights are rounded to 16 bits",
-        when.both(when.weighted, lambda p: p.dtype.itemsize == 2 and p.tokens >= 7),
+        when.both(when.uses_router_weights, lambda p: p.dtype.itemsize == 2 and p.tokens >= 7),
         arguments=inputs.round_weights,
     ),
 )

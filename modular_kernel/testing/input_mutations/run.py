@@ -1,6 +1,6 @@
-"""Run the input mutations: the checks must detect each one in every pairing where it can occur.
+"""Run the input mutations: the checks must detect each one in every pairing in which it can occur.
 
-The checks are those that `prove` runs. If a mutant survives, the checks have a gap.
+The checks are those of `prove`. If a mutant survives, the checks have a gap.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,12 +10,12 @@ from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.lists import cases_by_axes, cases_for
 from modular_kernel.testing.input_mutations.adapters import ADAPTER_MUTANTS
-from modular_kernel.testing.input_mutations.effect import Effect, no_effect_reason, pop_effect
+from modular_kernel.testing.input_mutations.effect import Effect, find_no_effect_reason, pop_effect
 from modular_kernel.testing.input_mutations.inject import CallMutant
 from modular_kernel.testing.input_mutations.operators import MUTANTS as PLAIN_MUTANTS
 from modular_kernel.testing.input_mutations.quantized import SCALE_MUTANTS
 from modular_kernel.testing.input_mutations.roundings import ROUNDING_MUTANTS
-from modular_kernel.testing.verify.one_process import findings, prove
+from modular_kernel.testing.verify.one_process import prove, run_all_checks
 from modular_kernel.testing.verify.trial import Trial
 
 MUTANTS = PLAIN_MUTANTS + SCALE_MUTANTS + ROUNDING_MUTANTS + ADAPTER_MUTANTS
@@ -26,9 +26,13 @@ __all__ = ["MUTANTS", "CallMutant", "Kill", "sensitivity"]
 class Kill:
     """Result of one mutant in one case.
 
-    unsound: first failure of the kernel without the mutant; None if it passes. killed_by: first
-    failure with the mutant; None if there is none. nothing: why the mutant has no effect in this
-    case; such a mutant is neither killed nor a survivor. None if it has an effect.
+    Attributes:
+        mutant: name of the mutant.
+        case: the case.
+        unsound: first failure of the kernel without the mutant; None if the kernel passes.
+        killed_by: first failure with the mutant; None if all checks pass.
+        nothing: why the mutant has no effect in this case, so that it is neither killed nor a
+            survivor; None if it has an effect.
     """
 
     mutant: str
@@ -42,7 +46,7 @@ class Kill:
         cls, mutant: str, case: Case, unsound: str | None, failure: str | None, effect: Effect
     ) -> "Kill":
         """Make the result from a mutant's first failure and its effect."""
-        reason = no_effect_reason(effect)
+        reason = find_no_effect_reason(effect)
         if reason is None:
             return cls(mutant, case, unsound, failure)
         # A failure without any effect is a failure without the mutant.
@@ -68,10 +72,12 @@ def sensitivity(
     cases_each: int = 2,
     proven: dict[Case, str | None] | None = None,
 ) -> tuple[Kill, ...]:
-    """Run each mutant that can occur in the pairing, and return which check killed it.
+    """Run each mutant that can occur in the pairing; return which check killed it.
 
-    cases_each: maximum number of cases per mutant. proven: first failure of each case without a
-    mutant, None if it passes; cases that are not in it are run and added.
+    mutants: the mutants to run.
+    cases_each: maximum number of cases per mutant.
+    proven: maps cases to their first failure without a mutant, or to None if they pass. Cases that
+        are not in it are run and added to it.
     """
     proven = {} if proven is None else proven
     smoke = cases_for(prepare_finalize, experts, machine, "smoke").cases
@@ -81,10 +87,10 @@ def sensitivity(
         candidates = [case for case in smoke if mutant.occurs(case, machine)]
         if len(candidates) < cases_each:
             candidates = [case for case in full if mutant.occurs(case, machine)]
-        for case in _spread(candidates, cases_each):
+        for case in _select_evenly(candidates, cases_each):
             if case not in proven:
                 proven[case] = first_or_none(prove(case, machine).failures)
-            failure = first_or_none(findings(Trial(case, machine, mutant.build)))
+            failure = first_or_none(run_all_checks(Trial(case, machine, mutant.build)))
             effect = pop_effect(mutant.name)
             kills.append(Kill.from_effect(mutant.name, case, proven[case], failure, effect))
     return tuple(kills)
@@ -95,8 +101,8 @@ def first_or_none(failures: Iterable[str]) -> str | None:
     return next(iter(failures), None)
 
 
-def _spread(cases: list[Case], count: int) -> list[Case]:
-    """Return `count` of the cases, evenly spaced from the first to the last."""
+def _select_evenly(cases: list[Case], count: int) -> list[Case]:
+    """Select `count` cases, evenly spaced from the first to the last."""
     if len(cases) <= count:
         return cases
     last = len(cases) - 1

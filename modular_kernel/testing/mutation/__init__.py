@@ -4,9 +4,9 @@ r"""Mutation testing of parts: measure whether a part's cases detect defects in 
     score = mutation_score(surveyed)
     print(f"{score.share:.1%}", *(outcome.mutant.diff() for outcome in score.survivors), sep="\n")
 
-A mutant is one change to the source of a part, of its kernels, or of the operations it uses. Each
-mutant is applied in a forked process (or forked ranks), never on disk. The cases that execute the
-changed line run there until one fails.
+A mutant is one change to the source of a part, of its kernels, or of the operations that it uses.
+Each mutant is applied in a forked process (or in forked ranks), never on disk. The cases that
+execute the changed line run there until one of them fails.
 """
 
 from modular_kernel.testing.mutation.coverage import Coverage, cover

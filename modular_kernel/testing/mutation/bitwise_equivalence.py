@@ -2,8 +2,8 @@
 
 Random valid problems are derived from the cases that execute a changed line, with other values and
 other numbers of tokens. They are computed with and without the mutants. Several mutants of
-different lines can be applied together; each problem then counts for the mutants that its case
-executes.
+different lines can be applied at the same time. Each problem then counts for the mutants that its
+case executes.
 """
 
 import random
@@ -19,15 +19,15 @@ from modular_kernel.testing.mutation.source import Mutant
 
 # After one problem per case, further problems are derived from this number of the fastest cases.
 _NUM_FASTEST = 8
-_MAX_TOKENS = 5  # per problem and rank
+_MAX_TOKENS = 5  # maximum number of tokens of a problem on each rank
 
 
 @dataclass(frozen=True)
 class BitComparison:
     """Result of a comparison.
 
-    problems: number of problems compared, for the mutant with the fewest. differing: the case of
-    the first problem whose bits differ, or None.
+    problems: number of compared problems, for the mutant with the fewest problems.
+    differing: the case of the first problem whose bits differ, or None.
     """
 
     problems: int
@@ -45,8 +45,11 @@ def compare_bits(
     """Compute `problems` random problems for each mutant, without and with all of the mutants.
 
     Stops at the first problem in which a bit differs. A problem that fails with the mutants counts
-    as different. A mutant that no case executes has no problems. known_digests: digests without
-    mutants, by problem; missing ones are computed and added. backend: None means one process.
+    as different. A mutant that no case executes has no problems.
+
+    coverage: the lines that cases execute.
+    known_digests: maps problems to digests without mutants. Missing ones are computed and added.
+    backend: runs the problems; None means one process.
     """
     backend = backend or OneProcess()
     cases_by_mutant = [executing_cases(mutant, coverage) for mutant in mutants]
@@ -70,17 +73,17 @@ def compare_bits(
 
 
 def executing_cases(mutant: Mutant, coverage: Coverage) -> tuple[CaseCoverage, ...]:
-    """Return the cases that execute a mutant; all cases if only an import executes it."""
+    """Return the cases that execute a mutant, or all cases if only an import executes it."""
     return coverage.executing(mutant) or (coverage.cases if coverage.loads(mutant) else ())
 
 
 def draw_problems(
     cases_by_entry: Sequence[Sequence[CaseCoverage]], count: int
 ) -> list[tuple[Case, tuple[int, ...]]]:
-    """Return at least `count` problems for each entry of `cases_by_entry`.
+    """Draw at least `count` problems for each entry of `cases_by_entry`.
 
-    Each problem comes with the indices of the entries it counts for. Every case is used once, then
-    the fastest ones round-robin, with other values and few tokens.
+    Returns (problem, indices of the entries for which it counts) for each problem. Every case is
+    used once. Then the fastest cases are used round-robin, with other values and few tokens.
     """
     entries_by_case: dict[Case, tuple[int, ...]] = {}
     for index, cases in enumerate(cases_by_entry):
@@ -92,7 +95,7 @@ def draw_problems(
 
     def add_problem(case: Case) -> None:
         draw = num_drawn[case] = num_drawn.get(case, 0) + 1
-        problems.append((_problem(case, draw), entries_by_case[case]))
+        problems.append((_draw_problem(case, draw), entries_by_case[case]))
         for index in entries_by_case[case]:
             counts[index] += 1
 
@@ -108,8 +111,8 @@ def draw_problems(
     return problems
 
 
-def _problem(case: Case, draw: int) -> Case:
-    """Return a similar problem with few tokens. Ranks without tokens have none there, either."""
+def _draw_problem(case: Case, draw: int) -> Case:
+    """Draw a similar problem with few tokens. Ranks without tokens remain without tokens."""
     generator = random.Random(f"{case}|{draw}")
 
     def few_tokens(max_tokens: int) -> int:
@@ -119,7 +122,7 @@ def _problem(case: Case, draw: int) -> Case:
         problem = case.problem.with_tokens(few_tokens(case.problem.tokens))
         return replace(case, problem=problem, seed=3 + draw)
     tokens = tuple(map(few_tokens, case.tokens))
-    if case.replicated:
+    if case.is_replicated:
         tokens = (tokens[0],) * len(tokens)
     problem = case.problem.with_tokens(max(tokens))
     return replace(case, problem=problem, tokens=tokens, seed=3 + draw)

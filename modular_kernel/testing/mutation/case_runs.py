@@ -11,7 +11,7 @@ from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.lists import Case, cases_for
-from modular_kernel.testing.verify.one_process import findings
+from modular_kernel.testing.verify.one_process import run_all_checks
 from modular_kernel.testing.verify.trial import Trial, build_kernel, call
 
 Pair = tuple[str, str]
@@ -36,44 +36,44 @@ def invalid_cases(cases: Sequence[Case]) -> list[str]:
 
 
 def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
-    """Return the first failure of a case, or None if it passes, and the seconds it took."""
+    """Run the checks of a case; return (first failure or None, seconds)."""
     start = time.perf_counter()
-    failure = _first_failure(case, machine)
+    failure = _find_first_failure(case, machine)
     return failure, time.perf_counter() - start
 
 
 def digest(case: Case, machine: Machine) -> str:
-    """Return `digest_of` the case in this process, or the name of the error it raises."""
-    # A mutant may raise anything.
+    """Run the case in this process; return its `hash_trial`, or "raised <error name>"."""
+    # A mutant may raise any error.
     try:
-        return digest_of(Trial(case, machine))
+        return hash_trial(Trial(case, machine))
     except Exception as error:  # noqa: BLE001
         return f"raised {type(error).__name__}"
 
 
-def digest_of(trial: Trial) -> str:
-    """Return a hash of every bit of the results of two calls.
+def hash_trial(trial: Trial) -> str:
+    """Make two calls; return a hash of every bit of their results.
 
-    The first call is that of the case; the second has half the tokens, transposed weights and
-    strided rows. The digest includes the first call's invalid ids and number of races.
+    The first call is that of the case. The second call has half the tokens, transposed weights and
+    strided rows. The digest includes the numbers of invalid ids and races in the first call.
     """
     first = trial.first_call
-    bits = hashlib.sha256(_bytes(first.output))
+    bits = hashlib.sha256(_to_bytes(first.output))
     bits.update(f"{first.invalid_ids} {len(first.races)}".encode())
-    bits.update(_bytes(call(trial.kernel, trial.other)))
+    bits.update(_to_bytes(call(trial.kernel, trial.other)))
     return bits.hexdigest()
 
 
-def _bytes(out: torch.Tensor) -> bytes:
+def _to_bytes(out: torch.Tensor) -> bytes:
     return out.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _first_failure(case: Case, machine: Machine) -> str | None:
+def _find_first_failure(case: Case, machine: Machine) -> str | None:
     try:
         build_kernel(case, machine, False)
-        return next(iter(findings(Trial(case, machine))), None)
+        return next(iter(run_all_checks(Trial(case, machine))), None)
     except IncompatibleError as error:
         return f"refused: {error}"
-    # A mutant may raise anything, even before the first check.
+    # A mutant may raise any error, even before the first check.
     except Exception as error:  # noqa: BLE001
         return f"build: raised {type(error).__name__}: {error}"

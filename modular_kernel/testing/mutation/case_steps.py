@@ -1,4 +1,4 @@
-"""Run the cases of a mutant step by step, in one process or over ranks."""
+"""Run the cases of a mutant step by step, in one process or on several ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from modular_kernel.testing.mutation.coverage import CaseCoverage
 from modular_kernel.testing.mutation.forked_worker import Send
 from modular_kernel.text import counted
 
-# Approximate number of the cases without a differing bit on which all checks run.
+# Approximate number of cases without a differing bit on which all checks are run.
 _NUM_SAMPLED = 12
 
 
 class CaseRunner(Protocol):
-    """Runs cases, in one process (module `case_runs`) or over ranks."""
+    """Runs cases, in one process (module `case_runs`) or on several ranks (`over_ranks.Ranks`)."""
 
     def this_machine(self) -> Machine: ...
 
@@ -35,8 +35,10 @@ class CaseRunner(Protocol):
 class CaseListing:
     """The list of cases without the mutant, for mutants that may change which cases are valid.
 
-    known: the valid cases of `pairs` without the mutant. compare_first: whether the lists are
-    compared before the cases run.
+    Attributes:
+        pairs, level: determine the cases.
+        known: the valid cases of `pairs` without the mutant.
+        compare_first: whether the lists of cases are compared before the cases are run.
     """
 
     pairs: tuple[Pair, ...]
@@ -48,9 +50,10 @@ class CaseListing:
 def run_cases(
     cases: Sequence[CaseCoverage], listing: CaseListing | None, runner: CaseRunner, send: Send
 ) -> None:
-    """Call every case. Run all checks where a bit differs, then on a sample of the other cases.
+    """Make the calls of every case, and run all checks on cases in which a bit differs.
 
-    Progress is reported through `send`, and so is the first failure, at which this stops.
+    Then run all checks on a sample of the other cases. Stops at the first failure. Progress and the
+    failure are reported through `send`.
     """
     machine = runner.this_machine()
 
@@ -90,12 +93,12 @@ def _case_list_passes(
     passes: Callable[[int, Case], bool],
     send: Send,
 ) -> bool:
-    """Return whether all valid cases remain valid, and some newly valid ones pass.
+    """Return whether all valid cases remain valid, and some of the newly valid cases pass.
 
-    new_index: the index that is reported for new cases: the number of cases without the mutant.
+    new_index: the index that is reported for new cases, which is the number of known cases.
     """
     send({"listing": True})
-    # A mutant can make the rules raise.
+    # A mutant can make the rules raise an error.
     try:
         now_refused = runner.invalid_cases(listing.known)
         now_valid = () if now_refused else runner.case_list(listing.pairs, listing.level)[0]

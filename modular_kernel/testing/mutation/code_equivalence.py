@@ -3,8 +3,8 @@
     comparison = same_code([mutant])  # a mutant of a kernel or of a device function
     assert comparison.differing == 0 and comparison.reached == (12,)
 
-Kernels are compiled with the launches of the parts (`testing.compile.cases`), first without and
-then with the mutants, in processes that do not interpret. The GPU need not be present.
+Kernels are compiled as the parts launch them (`testing.compile.cases`), first without and then with
+the mutants, in processes that do not interpret kernels. The GPU need not be present.
 """
 
 import ast
@@ -23,10 +23,11 @@ from typing import Any
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import make_child_environment
 from modular_kernel.testing.mutation.patched_module import part_packages, patch_modules, reattach
-from modular_kernel.testing.mutation.scope import imports_of
+from modular_kernel.testing.mutation.scope import list_imports
 from modular_kernel.testing.mutation.source import Edit, Mutant, Source
 
-# Replaces the mutant in a third compilation: the kernels that fail are those that contain its line.
+# Replaces the mutant in a third compilation. The kernels that then fail are those that contain the
+# line of the mutant.
 _UNDEFINED_NAME = "no_such_name_in_any_kernel"
 _COMPILE_ERROR = "does not compile"
 
@@ -37,8 +38,8 @@ Code = list[tuple[str, str]]  # (kernel name, digest of its machine code) per la
 class CodeComparison:
     """Result of a comparison of compiled kernels.
 
-    reached: for each mutant, the number of compiled kernels that contain its line. differing: the
-    number of compiled kernels that differ with the mutants.
+    reached: for each mutant, the number of compiled kernels that contain its line.
+    differing: the number of compiled kernels that the mutants change.
     """
 
     reached: tuple[int, ...]
@@ -50,10 +51,10 @@ class CodeComparison:
 
 
 def same_code(mutants: Sequence[Mutant], target: str = "sm_90") -> CodeComparison:
-    """Compile everything that uses the mutants' modules, without and with all mutants.
+    """Compile all kernels that use the mutants' modules, without and with all mutants.
 
-    Raises ConfigurationError for a mutant outside of kernels: it may change the arguments of
-    launches, which compiled code does not show.
+    Raises ConfigurationError for a mutant outside of kernels, because it may change the arguments
+    of launches, which are not visible in compiled code.
     """
     for mutant in mutants:
         if not _is_in_kernel(mutant):
@@ -65,17 +66,17 @@ def same_code(mutants: Sequence[Mutant], target: str = "sm_90") -> CodeCompariso
     unchanged = _compile_unchanged(modules, target)
     num_reached = []
     for mutant in mutants:
-        broken = replace(mutant, edit=replace(mutant.edit, new=_break_edit(mutant.edit)))
+        broken = replace(mutant, edit=replace(mutant.edit, new=_make_breaking_text(mutant.edit)))
         num_reached.append(
-            len(_differing_launches(unchanged, _compile((broken,), modules, target)))
+            len(_find_differing_launches(unchanged, _compile((broken,), modules, target)))
         )
-    differing = _differing_launches(unchanged, _compile(mutants, modules, target))
+    differing = _find_differing_launches(unchanged, _compile(mutants, modules, target))
     return CodeComparison(tuple(num_reached), len(differing))
 
 
 @cache
 def _compile_unchanged(modules: frozenset[str], target: str) -> Code:
-    """Return the compiled code of launches without mutants, cached per process."""
+    """Compile the launches without mutants; the result is cached per process."""
     code = _compile((), modules, target)
     if any(digest == _COMPILE_ERROR for _, digest in code):
         raise ConfigurationError(
@@ -85,15 +86,15 @@ def _compile_unchanged(modules: frozenset[str], target: str) -> Code:
 
 
 @cache
-def _cache_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return the folder of compiled kernels, removed with this process."""
+def _get_cache_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder of compiled kernels, which is removed when this process exits."""
     return tempfile.TemporaryDirectory()
 
 
-def _break_edit(edit: Edit) -> str:
-    """Return a replacement with which no kernel that contains the line compiles.
+def _make_breaking_text(edit: Edit) -> str:
+    """Make a replacement with which kernels that contain the line do not compile.
 
-    It is valid Python wherever the replacement of `edit` is.
+    It is valid Python in every place in which the replacement of `edit` is.
     """
     try:
         ast.parse(edit.new)
@@ -112,16 +113,16 @@ def _is_in_kernel(mutant: Mutant) -> bool:
     return False
 
 
-def _differing_launches(expected: Code, actual: Code) -> set[tuple[str, str]]:
+def _find_differing_launches(expected: Code, actual: Code) -> set[tuple[str, str]]:
     """Return the entries of `expected` that differ in `actual`. Both list the same launches."""
     assert [kernel for kernel, _ in expected] == [kernel for kernel, _ in actual]
     return {before for before, after in zip(expected, actual, strict=True) if before != after}
 
 
 def _compile(mutants: Sequence[Mutant], modules: frozenset[str], target: str) -> Code:
-    """Return the code of each launch of a kernel that uses one of `modules`."""
+    """Compile each launch of a kernel that uses one of `modules`; return the code."""
     # Line numbers must not affect the compiled code.
-    settings = {"TRITON_CACHE_DIR": _cache_folder().name, "TRITON_DISABLE_LINE_INFO": "1"}
+    settings = {"TRITON_CACHE_DIR": _get_cache_folder().name, "TRITON_DISABLE_LINE_INFO": "1"}
     process = subprocess.run(
         [sys.executable, "-m", __name__],
         input=pickle.dumps((tuple(mutants), modules, target)),
@@ -143,9 +144,9 @@ def _main() -> None:
     original_run, launches = jit.run, list[tuple[str, str]]()
 
     def record_run(self: Any, *args: object, **kwargs: object) -> None:
-        if modules.isdisjoint(_import_closure(self.fn.__module__)):
+        if modules.isdisjoint(_find_import_closure(self.fn.__module__)):
             return
-        # A mutant may make the compiler raise anything, which counts as a difference.
+        # A mutant may make the compiler raise any error, which counts as a difference.
         try:
             kernel = original_run(self, *args, **kwargs)
             code = sha256(kernel.asm["cubin"]).hexdigest()
@@ -160,7 +161,7 @@ def _main() -> None:
 
 
 @cache
-def _import_closure(module: str) -> frozenset[str]:
+def _find_import_closure(module: str) -> frozenset[str]:
     """Return the module and all modules of this project that it imports, directly or indirectly."""
     project_roots = {"modular_kernel", *part_packages()}
     reached, pending = set[str](), [module]
@@ -168,7 +169,9 @@ def _import_closure(module: str) -> frozenset[str]:
         name = pending.pop()
         if name not in reached:
             reached.add(name)
-            pending += [n for n in imports_of(name) if n.split(".", maxsplit=1)[0] in project_roots]
+            pending += [
+                n for n in list_imports(name) if n.split(".", maxsplit=1)[0] in project_roots
+            ]
     return frozenset(reached)
 
 

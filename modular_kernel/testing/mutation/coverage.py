@@ -1,7 +1,7 @@
-"""Measure which lines of a part its cases execute.
+"""Measure which lines of a part are executed by its cases.
 
-Each case makes two calls: its first one, and one with strided tensors. Interpreted kernels are
-Python, so their lines are recorded like all others.
+Each case makes two calls: its first call, and one with strided tensors. Interpreted kernels are
+Python code, so their lines are recorded like all others.
 """
 
 import sys
@@ -20,10 +20,10 @@ from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.patched_module import unload
 from modular_kernel.testing.mutation.source import Mutant
 
-Lines = Mapping[str, frozenset[int]]  # file -> line numbers
+Lines = Mapping[str, frozenset[int]]  # maps a file to line numbers
 LineSets = dict[str, set[int]]
 
-# Longer than the slowest case takes with tracing.
+# Longer than any case takes with tracing.
 _CASE_TIMEOUT_S = 300.0
 
 
@@ -41,8 +41,11 @@ class CaseCoverage:
 class Coverage:
     """Coverage of all cases of some pairings.
 
-    loading: lines executed by imports, even if a case triggered them, and by the selection of
-    cases. error: why the coverage is incomplete, or "".
+    Attributes:
+        loading: lines executed by imports, even if a case caused the import, and by the selection
+            of cases.
+        cases: coverage of each case.
+        error: why the coverage is incomplete, or "".
     """
 
     loading: Lines
@@ -51,12 +54,12 @@ class Coverage:
 
     def executing(self, mutant: Mutant) -> tuple[CaseCoverage, ...]:
         """Return the cases that execute a line of a mutant."""
-        file, lines = str(mutant.path), _lines(mutant)
+        file, lines = str(mutant.path), _list_lines(mutant)
         return tuple(c for c in self.cases if not c.lines.get(file, frozenset()).isdisjoint(lines))
 
     def loads(self, mutant: Mutant) -> bool:
         """Return whether an import or the selection of cases executes a line of a mutant."""
-        return not self.loading.get(str(mutant.path), frozenset()).isdisjoint(_lines(mutant))
+        return not self.loading.get(str(mutant.path), frozenset()).isdisjoint(_list_lines(mutant))
 
 
 def merge_coverage(coverages: Iterable[Coverage]) -> Coverage:
@@ -79,7 +82,7 @@ def merge_lines(line_maps: Iterable[Mapping[str, Collection[int]]]) -> dict[str,
     return merged
 
 
-def _lines(mutant: Mutant) -> set[int]:
+def _list_lines(mutant: Mutant) -> set[int]:
     return {line for first, last in mutant.spans for line in range(first, last + 1)}
 
 
@@ -89,9 +92,10 @@ def cover(
     level: Level,
     selected: Collection[Case] | None = None,
 ) -> Coverage:
-    """Call each case of `pairs` twice in a child process and trace the lines of `modules`.
+    """Make the two calls of each case of `pairs` in a child process; trace the lines of `modules`.
 
-    selected: restrict to these cases; None for all.
+    modules: maps modules to their files.
+    selected: the only cases to run; None means all cases.
     """
     pairs = tuple(pairs)
     files = {str(path) for path in modules.values()}
@@ -101,7 +105,7 @@ def cover(
         with trace_lines(files) as (lines, loaded):
             cases, machine = case_list(pairs, level)
         send({"lines": as_lists(lines), "loaded": as_lists(loaded)})
-        for case in _filter(cases, selected):
+        for case in _select_cases(cases, selected):
             start = time.perf_counter()
             with trace_lines(files) as (lines, loaded):
                 bits = digest(case, machine)
@@ -110,7 +114,7 @@ def cover(
             send({"digest": bits, "seconds": seconds, **line_lists})
 
     child = ChildProcess(work, _CASE_TIMEOUT_S)
-    cases = _filter(case_list(pairs, level)[0], selected)
+    cases = _select_cases(case_list(pairs, level)[0], selected)
     covered = []
     loading: dict[str, frozenset[int]] = {}
     for index, message in enumerate(child):
@@ -127,19 +131,20 @@ def cover(
     return Coverage(loading, tuple(covered), error)
 
 
-def _filter(cases: Iterable[Case], selected: Collection[Case] | None) -> tuple[Case, ...]:
+def _select_cases(cases: Iterable[Case], selected: Collection[Case] | None) -> tuple[Case, ...]:
     return tuple(case for case in cases if selected is None or case in selected)
 
 
 @contextmanager
 def trace_lines(files: set[str]) -> Iterator[tuple[LineSets, LineSets]]:
-    """Yield two records of executed lines of `files`, in this thread and those started inside.
+    """Record the executed lines of `files`, in this thread and in threads that are started inside.
 
-    The second record holds lines executed during the import of one of `files`. These lines are not
-    attributed to a case, because a module is imported only once, by the first case that needs it.
+    Yields two records. The second one contains lines that are executed during the import of one of
+    `files`. These lines are not attributed to a case, because a module is imported only once, by
+    the first case that needs it.
     """
     call_lines, import_lines = LineSets(), LineSets()
-    lines_of: dict[CodeType, set[int]] = {}
+    lines_by_code: dict[CodeType, set[int]] = {}
 
     def trace_call(frame: FrameType, _event: str, _: object) -> Any:
         file = frame.f_code.co_filename
@@ -148,9 +153,9 @@ def trace_lines(files: set[str]) -> Iterator[tuple[LineSets, LineSets]]:
         is_import = _is_importing(frame, files)
         code = frame.f_code
         executed = (import_lines if is_import else call_lines).setdefault(file, set())
-        if code not in lines_of:
-            lines_of[code] = {line for _, _, line in code.co_lines() if line is not None}
-        if lines_of[code] <= executed:
+        if code not in lines_by_code:
+            lines_by_code[code] = {line for _, _, line in code.co_lines() if line is not None}
+        if lines_by_code[code] <= executed:
             return None  # every line has been recorded, so run without tracing
 
         def trace_line(frame: FrameType, event: str, _: object) -> Any:
@@ -171,7 +176,7 @@ def trace_lines(files: set[str]) -> Iterator[tuple[LineSets, LineSets]]:
 
 
 def _is_importing(frame: FrameType | None, files: set[str]) -> bool:
-    """Return whether this frame runs during the import of a module of `files`."""
+    """Return whether a frame runs during the import of one of `files`."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_code.co_filename in files:
             return True
@@ -180,5 +185,5 @@ def _is_importing(frame: FrameType | None, files: set[str]) -> bool:
 
 
 def as_lists(lines: dict[str, set[int]]) -> dict[str, list[int]]:
-    """Return lines as JSON-compatible lists."""
+    """Convert lines to JSON-compatible lists."""
     return {file: sorted(numbers) for file, numbers in lines.items()}

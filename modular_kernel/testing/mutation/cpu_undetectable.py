@@ -1,4 +1,4 @@
-"""Recognize mutants that no run on a CPU can distinguish from the original, and say why."""
+"""Recognize mutants that cannot be distinguished from the original on a CPU, and state why."""
 
 import ast
 import re
@@ -7,15 +7,15 @@ from functools import lru_cache
 from modular_kernel.testing.mutation.operators import INT64_LOST
 from modular_kernel.testing.mutation.source import Mutant
 
-# Words in statements that concern a GPU, or that only a GPU executes.
-_GPU = re.compile(
+# Words in statements that concern a GPU, or that only run on a GPU.
+_GPU_PATTERN = re.compile(
     r"arch\b|capturable|replayable|packages=|is_cuda|is_meta|use_triton|HAS_TRITON"
     r"|pdl_wait|pdl_arguments\(|inline_asm|== \"cuda\"|debug_barrier"
 )
 # Statements that depend on the installed Triton release.
-_RELEASE = re.compile(r"\bRELEASE\b|hasattr\(owner, new\)")
+_RELEASE_PATTERN = re.compile(r"\bRELEASE\b|hasattr\(owner, new\)")
 # An instruction with its type, as in "and.b32 ".
-_INSTRUCTION = re.compile(r"\b[a-z][a-z0-9]*\.(?:\w+\.)*[bsuf](?:16|32|64)(?:x2)?\s")
+_INSTRUCTION_PATTERN = re.compile(r"\b[a-z][a-z0-9]*\.(?:\w+\.)*[bsuf](?:16|32|64)(?:x2)?\s")
 
 OFFSETS_REASON = "offsets of 32 bits, wrong from 2^31 elements on (tests/gpu/test_addressing.py)"
 DEVICE_REASON = "statements about a GPU, or about whether an operation is interpreted"
@@ -25,26 +25,26 @@ RELEASE_REASON = (
 REASONS = (OFFSETS_REASON, DEVICE_REASON, RELEASE_REASON)
 
 
-def undetectable_reason(mutant: Mutant) -> str | None:
-    """Return why no run on a CPU can detect a mutant; None if one might."""
+def find_undetectable_reason(mutant: Mutant) -> str | None:
+    """Return why a mutant cannot be detected on a CPU, or None if it might be detected."""
     if mutant.edit.operator == INT64_LOST:
         return OFFSETS_REASON
     text = mutant.path.read_text(encoding="utf-8")
     statement = "\n".join(text.splitlines()[mutant.first - 1 : mutant.last])
-    if _RELEASE.search(statement):
+    if _RELEASE_PATTERN.search(statement):
         return RELEASE_REASON
-    is_gpu_only = _GPU.search(statement) or mutant.first in _lines_with_asm(text)
+    is_gpu_only = _GPU_PATTERN.search(statement) or mutant.first in _find_lines_with_asm(text)
     return DEVICE_REASON if is_gpu_only else None
 
 
 @lru_cache(maxsize=64)
-def _lines_with_asm(text: str) -> frozenset[int]:
+def _find_lines_with_asm(text: str) -> frozenset[int]:
     """Return the lines of host functions that contain assembly, which the interpreter ignores."""
     lines = text.splitlines()
     asm_lines = set[int]()
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and not node.decorator_list:
             span = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-            if any(_INSTRUCTION.search(lines[number - 1]) for number in span):
+            if any(_INSTRUCTION_PATTERN.search(lines[number - 1]) for number in span):
                 asm_lines.update(span)
     return frozenset(asm_lines)

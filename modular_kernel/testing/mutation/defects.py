@@ -1,4 +1,4 @@
-"""Read hand-written defects from a JSON file: text and its replacement, applied like a mutant.
+"""Read hand-written defects from a JSON file. Each replaces some text, and is run like a mutant.
 
 [{"file": "my_moe/kernels.py", "old": "row < rows", "new": "row <= rows", "what": "off by one"}]
 """
@@ -26,10 +26,12 @@ def read_defects(path: Path, root: Path) -> tuple[Defect, ...]:
     Raises ConfigurationError for an entry whose file does not exist, or does not contain the old
     text exactly once.
     """
-    return tuple(_defect(entry, root) for entry in json.loads(path.read_text(encoding="utf-8")))
+    return tuple(
+        _make_defect(entry, root) for entry in json.loads(path.read_text(encoding="utf-8"))
+    )
 
 
-def _defect(entry: dict[str, str], root: Path) -> Defect:
+def _make_defect(entry: dict[str, str], root: Path) -> Defect:
     path = root / entry["file"]
     if not path.is_file():
         raise ConfigurationError(entry["what"], got=f"no {path}", need="a file of the checkout")
@@ -41,11 +43,11 @@ def _defect(entry: dict[str, str], root: Path) -> Defect:
         raise ConfigurationError(entry["what"], got=f"{count} times", need=need)
     start = source.data.index(old)
     edit = Edit("defect", start, start + len(old), entry["new"])
-    first, last = _lines(source, source.line(start), source.line(start + len(old) - 1))
+    first, last = _extend_lines(source, source.line(start), source.line(start + len(old) - 1))
     return Defect(entry["what"], Mutant(entry["what"], source.module, path, edit, first, last))
 
 
-def _lines(source: Source, first: int, last: int) -> tuple[int, int]:
+def _extend_lines(source: Source, first: int, last: int) -> tuple[int, int]:
     """Extend lines [first, last] to the statements that contain them."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef):

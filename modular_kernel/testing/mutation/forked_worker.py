@@ -1,7 +1,7 @@
 """Run a function in a forked child process that sends messages to its parent.
 
-Messages are JSON objects, one per line. The child may hang, crash or exhaust memory, so the parent
-limits its memory and waits a limited time for each message.
+Messages are JSON objects, one per line. The child may hang, crash or exhaust memory, so its memory
+is limited, and the parent waits for each message for a limited time.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch
 Message = dict[str, Any]
 Send = Callable[[Message], None]
 
-# Address space that a child may use beyond that of its parent.
+# Address space that a child may use in addition to that of its parent.
 _EXTRA_MEMORY_BYTES = 6 << 30
 
 
@@ -28,7 +28,8 @@ _EXTRA_MEMORY_BYTES = 6 << 30
 class ChildExit:
     """How a child process ended.
 
-    status: "done", "hang" or "crash". detail: the signal or exit status.
+    status: "done", "hang" or "crash".
+    detail: the signal, the exit status or the timeout.
     """
 
     status: str
@@ -36,10 +37,10 @@ class ChildExit:
 
 
 class ChildProcess:
-    """A forked child process. Iterate over its messages; afterwards, read `exit`.
+    """A forked child process. Iterate over it to get its messages; afterwards, read `exit`.
 
-    work: runs in the child, with a function that sends a message. timeout_s: seconds to wait for
-    the next message; may be changed between messages.
+    work: function that runs in the child; it gets a function that sends a message.
+    timeout_s: seconds to wait for the next message; may be changed between messages.
     """
 
     def __init__(self, work: Callable[[Send], None], timeout_s: float) -> None:
@@ -75,7 +76,7 @@ class ChildProcess:
             self._close()
 
     def _record_exit(self) -> None:
-        """Record how the child ended, after it closed its end of the pipe."""
+        """Record how the child ended, after it has closed its end of the pipe."""
         if self.exit.status == "done":
             return
         _, status = os.waitpid(self._pid, 0)
@@ -84,7 +85,7 @@ class ChildProcess:
         self.exit = ChildExit("crash", signal.Signals(-code).name if code < 0 else f"exit {code}")
 
     def _close(self) -> None:
-        """Close the pipe and kill the child if it still runs."""
+        """Close the pipe, and kill the child if it is still running."""
         os.close(self._reader)
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
@@ -111,7 +112,7 @@ def _run(work: Callable[[Send], None], writer: int) -> NoReturn:
 
 
 def silence_and_limit_memory() -> None:
-    """Silence this process and limit its memory to 6 GiB more than it uses now."""
+    """Discard the output of this process, and limit its memory to 6 GiB more than it uses now."""
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)

@@ -16,13 +16,17 @@ SLOWDOWN, GRACE_S = 10, 15.0
 class MutantOutcome:
     """Outcome of a mutant.
 
-    status: "killed" by a check, "hang", "crash", "refused" (a valid case is refused), "survived",
-        "equivalent" (reviewed and not run), or "not executed" by any case.
-    finding: the check that failed, and its message.
-    case: the case that killed the mutant.
-    num_cases: number of cases that were run. differing: number of those in which a bit differs.
-    shared: the part in whose score this mutant was already killed, by a case that both parts have.
-        It was not run again. "" if it was run for this part.
+    Attributes:
+        mutant: the mutant.
+        status: "killed" by a check, "hang", "crash", "refused" (a valid case is refused),
+            "survived", "equivalent" (reviewed and not run), or "not executed" by any case.
+        finding: the check that failed, and its message.
+        case: the case that killed the mutant.
+        num_cases: number of cases that were run.
+        differing: number of cases in which a bit differs.
+        seconds: duration of the run.
+        shared: the part in whose score this mutant was already killed by a case that both parts
+            have, so that it was not run again; "" if it was run for this part.
     """
 
     mutant: Mutant
@@ -36,7 +40,7 @@ class MutantOutcome:
 
     @classmethod
     def from_record(cls, mutant: Mutant, killer: str) -> "MutantOutcome":
-        """Return the outcome of a mutant that an earlier record lists as killed by `killer`."""
+        """Make the outcome of a mutant that an earlier record lists as killed by `killer`."""
         if killer in ("hang", "crash", "refused"):
             return cls(mutant, killer, "before")
         return cls(mutant, "killed", f"{killer}: before")
@@ -47,9 +51,11 @@ class MutantOutcome:
 
 
 class OutcomeTracker:
-    """Tracks the messages from the cases of a mutant.
+    """Derives the outcome of a mutant from the messages of its cases.
 
-    outcome: None until a case fails. timeout_s: seconds to wait for the next message.
+    Attributes:
+        outcome: the outcome; None until a case fails.
+        timeout_s: seconds to wait for the next message.
     """
 
     def __init__(self, mutant: Mutant, cases: Sequence[CaseCoverage]) -> None:

@@ -12,7 +12,7 @@ from modular_kernel.testing.mutation.case_steps import CaseListing, run_cases
 from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage, cover
 from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, MutantOutcome, OutcomeTracker
-from modular_kernel.testing.mutation.patched_module import dependents, patch_modules, reattach
+from modular_kernel.testing.mutation.patched_module import find_dependents, patch_modules, reattach
 from modular_kernel.testing.mutation.source import Mutant
 
 _CASE_TIMEOUT_S = 600.0  # timeout for a case without a mutant
@@ -34,7 +34,7 @@ class OneProcess:
     def run_mutant(
         self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
     ) -> MutantOutcome:
-        dependents({mutant.module})  # fills the cache of imports once for all children
+        find_dependents({mutant.module})  # fills the cache of imports once for all children
         tracker = OutcomeTracker(mutant, cases)
         child = ChildProcess(lambda send: _run_in_child(mutant, cases, listing, send), GRACE_S)
         for message in child:
@@ -52,13 +52,13 @@ class OneProcess:
         return failure
 
     def digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]:
-        dependents({mutant.module for mutant in mutants})
+        find_dependents({mutant.module for mutant in mutants})
         child = ChildProcess(lambda send: _send_digests(cases, mutants, send), _DIGEST_TIMEOUT_S)
         return (message["digest"] for message in child)
 
 
 def _send_digests(cases: Sequence[Case], mutants: Sequence[Mutant], send: Send) -> None:
-    """Send one digest per case; runs in the child."""
+    """Send one digest per case. Runs in the child."""
     if mutants:
         patch_modules(*mutants)
     runner: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
@@ -71,13 +71,13 @@ def _send_digests(cases: Sequence[Case], mutants: Sequence[Mutant], send: Send) 
 def _run_in_child(
     mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None, send: Send
 ) -> None:
-    """Apply the mutant and run its cases; runs in the child."""
+    """Apply the mutant and run its cases. Runs in the child."""
     try:
         patch_modules(mutant)
         runner: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
         reattach()
         runner.this_machine()
-    # A mutant that raises anything when it is imported or probed is killed.
+    # A mutant that raises any error when it is imported or probed is killed.
     except Exception as error:  # noqa: BLE001
         send({"failure": f"import: raised {type(error).__name__}: {error}"})
         return

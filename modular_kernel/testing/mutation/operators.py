@@ -1,7 +1,8 @@
 """Mutation operators: realistic mistakes in one expression or statement.
 
 Each operator is a function that yields the possible edits of a syntax node. OPERATORS lists them by
-node type. They know Triton and torch (masks, `tl.where`, dtypes), but are not specific to any part.
+node type. They handle idioms of Triton and torch (masks, `tl.where`, dtypes), but are not specific
+to any part.
 """
 
 import ast
@@ -50,25 +51,25 @@ PERFORMANCE_OPTIONS = frozenset(
 )
 
 
-def compare(source: Source, node: ast.AST) -> Edits:
-    """Yield a comparison that is off by one or negated."""
+def mutate_comparison(source: Source, node: ast.AST) -> Edits:
+    """Yield edits that make a comparison off by one, or negate it."""
     assert isinstance(node, ast.Compare)
     left = node.left
     for operator, right in zip(node.ops, node.comparators, strict=True):
         old, new = _COMPARISONS[type(operator)]
-        offset = _between(source, left, right, old)
+        offset = _find_between(source, left, right, old)
         if offset is not None:
             yield Edit("compare", offset, offset + len(old), new)
         left = right
 
 
-def binary(source: Source, node: ast.AST) -> Edits:
-    """Yield another operator, a dropped operand, or a division that rounds up instead of down."""
+def mutate_binary_operation(source: Source, node: ast.AST) -> Edits:
+    """Yield edits that change the operator, drop an operand, or make a division round up."""
     assert isinstance(node, ast.BinOp)
     if type(node.op) not in _ARITHMETIC or _is_text(node.left) or _is_text(node.right):
         return
     symbol, replacement = _ARITHMETIC[type(node.op)]
-    offset = _between(source, node.left, node.right, symbol)
+    offset = _find_between(source, node.left, node.right, symbol)
     if offset is None:
         return
     start, end = source.start(node), source.end(node)
@@ -89,8 +90,8 @@ def binary(source: Source, node: ast.AST) -> Edits:
         yield Edit("tail", start, end, f"({left} + ({right}) - 1) // ({right})")
 
 
-def boolean(source: Source, node: ast.AST) -> Edits:
-    """Yield the expression without one of its conditions."""
+def mutate_boolean_operation(source: Source, node: ast.AST) -> Edits:
+    """Yield edits that drop one of the conditions."""
     assert isinstance(node, ast.BoolOp)
     word = " and " if isinstance(node.op, ast.And) else " or "
     for dropped in range(len(node.values)):
@@ -100,8 +101,8 @@ def boolean(source: Source, node: ast.AST) -> Edits:
         yield source.replace_node("condition lost", node, word.join(remaining))
 
 
-def unary(source: Source, node: ast.AST) -> Edits:
-    """Yield the operand without its sign or negation; for a negative number -n, 0 and -n - 1."""
+def mutate_unary_operation(source: Source, node: ast.AST) -> Edits:
+    """Yield edits that drop the sign or negation; for a negative number -n, also 0 and -n - 1."""
     assert isinstance(node, ast.UnaryOp)
     operand = source.text_of(node.operand)
     if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
@@ -111,8 +112,8 @@ def unary(source: Source, node: ast.AST) -> Edits:
         yield source.replace_node("sign", node, f"({operand})")
 
 
-def constant(source: Source, node: ast.AST) -> Edits:
-    """Yield a number off by one or by a factor, an inverted flag, or another precision."""
+def mutate_constant(source: Source, node: ast.AST) -> Edits:
+    """Yield edits that change a number by one or by a factor, a flag, or a precision."""
     assert isinstance(node, ast.Constant)
     value = node.value
     if isinstance(value, bool):
@@ -127,15 +128,15 @@ def constant(source: Source, node: ast.AST) -> Edits:
         yield source.replace_node("precision", node, repr(_PRECISIONS[value]))
 
 
-def duration(source: Source, node: ast.expr) -> Edits:
+def mutate_duration(source: Source, node: ast.expr) -> Edits:
     """Yield 0 seconds, and 1000 times the duration. Smaller changes have no visible effect."""
     assert isinstance(node, ast.Constant) and isinstance(node.value, float)  # noqa: PT018
     yield source.replace_node("constant", node, "0.0")
     yield source.replace_node("constant", node, repr(node.value * 1000.0))
 
 
-def name(source: Source, node: ast.AST) -> Edits:
-    """Yield a similar operand (w2 for w1, I for H), or a dtype with fewer bits."""
+def mutate_name(source: Source, node: ast.AST) -> Edits:
+    """Yield edits that use a similar operand (w2 for w1, I for H), or a dtype with fewer bits."""
     if isinstance(node, ast.Attribute):
         identifier, start = node.attr, source.end(node) - len(node.attr.encode())
     else:
@@ -153,14 +154,14 @@ def name(source: Source, node: ast.AST) -> Edits:
             yield Edit(operator, start, end, replacements[identifier])
 
 
-def call(source: Source, node: ast.AST) -> Edits:
-    """Yield changes of a call: of clamps, selections, casts, masks, ranges and arguments."""
+def mutate_call(source: Source, node: ast.AST) -> Edits:
+    """Yield edits of calls: of clamps, selections, casts, masks, ranges and arguments."""
     assert isinstance(node, ast.Call)
-    callee = _callee_name(node)
-    yield from _clamp(source, node, callee)
-    yield from _cast(source, node, callee)
-    yield from _keywords(source, node, callee)
-    yield from _range(source, node, callee)
+    callee = _get_callee_name(node)
+    yield from _mutate_clamp(source, node, callee)
+    yield from _mutate_cast(source, node, callee)
+    yield from _mutate_keywords(source, node, callee)
+    yield from _mutate_range(source, node, callee)
     if callee == "where" and len(node.args) == 3:
         yield source.replace_node("selection", node, f"({source.text_of(node.args[1])})")
         yield source.replace_node("selection", node, f"({source.text_of(node.args[2])})")
@@ -169,25 +170,25 @@ def call(source: Source, node: ast.AST) -> Edits:
         yield from _swap_operands(source, node.args[0], node.args[1])
 
 
-def _clamp(source: Source, node: ast.Call, callee: str) -> Edits:
+def _mutate_clamp(source: Source, node: ast.Call, callee: str) -> Edits:
     if callee in _CLAMPS and len(node.args) == 2:
         yield source.replace_node("clamp", node, f"({source.text_of(node.args[0])})")
         yield source.replace_node("clamp", node, f"({source.text_of(node.args[1])})")
     elif callee in ("clamp", "clamp_") and isinstance(node.func, ast.Attribute):
         value = node.args[0] if _is_module(node.func.value) else node.func.value
-        yield source.replace_node("clamp", node, _operand(source, value))
+        yield source.replace_node("clamp", node, _format_operand(source, value))
 
 
-def _cast(source: Source, node: ast.Call, callee: str) -> Edits:
+def _mutate_cast(source: Source, node: ast.Call, callee: str) -> Edits:
     if callee in ("to", "float", "long", "contiguous") and isinstance(node.func, ast.Attribute):
         target = source.text_of(node.args[0]) if node.args else ""
         if target.endswith(".dtype.element_ty"):
             return  # tl.store casts anyway
         operator = INT64_LOST if callee == "long" or target.endswith("int64") else "cast lost"
-        yield source.replace_node(operator, node, _operand(source, node.func.value))
+        yield source.replace_node(operator, node, _format_operand(source, node.func.value))
 
 
-def _operand(source: Source, node: ast.expr) -> str:
+def _format_operand(source: Source, node: ast.expr) -> str:
     """Return the text of an expression, in parentheses if it needs them in another context.
 
     The syntax node of `(a >> 1)` in `(a >> 1).to(b)` does not include the parentheses.
@@ -196,7 +197,7 @@ def _operand(source: Source, node: ast.expr) -> str:
     return source.text_of(node) if is_primary else f"({source.text_of(node)})"
 
 
-def _keywords(source: Source, node: ast.Call, callee: str) -> Edits:
+def _mutate_keywords(source: Source, node: ast.Call, callee: str) -> Edits:
     is_declaration = callee.endswith("Requirements")
     keywords = [keyword for keyword in node.keywords if keyword.arg is not None]
     for keyword in keywords:
@@ -205,11 +206,15 @@ def _keywords(source: Source, node: ast.Call, callee: str) -> Edits:
         if is_declaration:
             yield Edit("weakened rule", source.start(keyword), _end_with_comma(source, keyword), "")
     for first, second in pairwise(keywords):
-        if _stem(first) == _stem(second) and not _is_constant(first) and not _is_constant(second):
+        if (
+            _get_stem(first) == _get_stem(second)
+            and not _is_constant(first)
+            and not _is_constant(second)
+        ):
             yield from _swap_operands(source, first.value, second.value)
 
 
-def _range(source: Source, node: ast.Call, callee: str) -> Edits:
+def _mutate_range(source: Source, node: ast.Call, callee: str) -> Edits:
     if callee not in ("range", "static_range") or len(node.args) > 2:
         return
     head = source.text_of(node.func)
@@ -220,28 +225,28 @@ def _range(source: Source, node: ast.Call, callee: str) -> Edits:
     yield source.replace_node("order", node, f"{head}(({last}) - 1, ({first}) - 1, -1)")
 
 
-def ternary(source: Source, node: ast.AST) -> Edits:
-    """Yield a conditional expression with its condition negated."""
+def mutate_ternary(source: Source, node: ast.AST) -> Edits:
+    """Yield the edit that negates the condition of a conditional expression."""
     assert isinstance(node, ast.IfExp)
     yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
 
 
-def branch(source: Source, node: ast.AST) -> Edits:
-    """Yield an `if` or `while` statement with its condition negated."""
+def mutate_branch(source: Source, node: ast.AST) -> Edits:
+    """Yield the edit that negates the condition of an `if` or `while` statement."""
     assert isinstance(node, ast.If | ast.While)
     yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
 
 
-def slice_(source: Source, node: ast.AST) -> Edits:
-    """Yield a slice without its first or its last element."""
+def mutate_slice(source: Source, node: ast.AST) -> Edits:
+    """Yield edits that drop the first or the last element of a slice."""
     assert isinstance(node, ast.Slice)
     for bound, sign in ((node.lower, "+"), (node.upper, "-")):
         if bound is not None and not isinstance(bound, ast.Constant):
             yield source.replace_node("slice", bound, f"({source.text_of(bound)}) {sign} 1")
 
 
-def statement(source: Source, node: ast.AST) -> Edits:
-    """Yield the removal of a step: a store, a barrier, an update of an accumulator, a yield."""
+def mutate_statement(source: Source, node: ast.AST) -> Edits:
+    """Yield the edit that removes a step: a store, barrier, accumulator update or yield."""
     assert isinstance(node, ast.Expr | ast.AugAssign)
     if isinstance(node, ast.AugAssign) or isinstance(
         node.value, ast.Call | ast.Yield | ast.YieldFrom
@@ -250,25 +255,25 @@ def statement(source: Source, node: ast.AST) -> Edits:
 
 
 OPERATORS: dict[type[ast.AST], Operator] = {
-    ast.Compare: compare,
-    ast.BinOp: binary,
-    ast.BoolOp: boolean,
-    ast.UnaryOp: unary,
-    ast.Constant: constant,
-    ast.Name: name,
-    ast.Attribute: name,
-    ast.Call: call,
-    ast.IfExp: ternary,
-    ast.If: branch,
-    ast.While: branch,
-    ast.Slice: slice_,
-    ast.Expr: statement,
-    ast.AugAssign: statement,
+    ast.Compare: mutate_comparison,
+    ast.BinOp: mutate_binary_operation,
+    ast.BoolOp: mutate_boolean_operation,
+    ast.UnaryOp: mutate_unary_operation,
+    ast.Constant: mutate_constant,
+    ast.Name: mutate_name,
+    ast.Attribute: mutate_name,
+    ast.Call: mutate_call,
+    ast.IfExp: mutate_ternary,
+    ast.If: mutate_branch,
+    ast.While: mutate_branch,
+    ast.Slice: mutate_slice,
+    ast.Expr: mutate_statement,
+    ast.AugAssign: mutate_statement,
 }
 
 
-def _between(source: Source, left: Positioned, right: Positioned, symbol: str) -> int | None:
-    """Return the position of `symbol` between two nodes, or None."""
+def _find_between(source: Source, left: Positioned, right: Positioned, symbol: str) -> int | None:
+    """Return the offset of `symbol` between two nodes, or None."""
     start, end = source.end(left), source.start(right)
     position = source.data.find(symbol.encode(), start, end)
     return position if position >= 0 else None
@@ -289,14 +294,14 @@ def _end_with_comma(source: Source, keyword: ast.keyword) -> int:
     return end + (len(source.data) - end - len(rest)) + 1 if rest.startswith(b",") else end
 
 
-def _callee_name(node: ast.Call) -> str:
+def _get_callee_name(node: ast.Call) -> str:
     """Return the last component of the called name."""
     if isinstance(node.func, ast.Attribute):
         return node.func.attr
     return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
-def _stem(keyword: ast.keyword) -> str:
+def _get_stem(keyword: ast.keyword) -> str:
     """Return a keyword up to its first underscore. Keywords with the same stem are similar."""
     return (keyword.arg or "").split("_", maxsplit=1)[0]
 
@@ -312,7 +317,7 @@ def _is_constant(keyword: ast.keyword) -> bool:
 
 
 def _is_compile_time(node: ast.expr) -> bool:
-    """Return whether a kernel is compiled for the value, such as a block size.
+    """Return whether the value is a compile-time constant of a kernel, such as a block size.
 
     Divisions of two such values have no remainder.
     """

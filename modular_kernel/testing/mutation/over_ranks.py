@@ -1,4 +1,4 @@
-"""Mutation testing over several ranks.
+"""Mutation testing on several ranks.
 
 Each mutant runs in newly forked ranks. A rank that waits for a peer times out after some seconds.
 """
@@ -18,18 +18,18 @@ from modular_kernel.testing.mutation.case_steps import CaseListing, run_cases
 from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage, merge_lines
 from modular_kernel.testing.mutation.forked_worker import ChildExit
 from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome, OutcomeTracker
-from modular_kernel.testing.mutation.patched_module import dependents
-from modular_kernel.testing.mutation.scope import known_imports
+from modular_kernel.testing.mutation.patched_module import find_dependents
+from modular_kernel.testing.mutation.scope import get_known_imports
 from modular_kernel.testing.mutation.source import Mutant
 from modular_kernel.testing.ranks.closing import Closeable
 from modular_kernel.testing.ranks.pool import DIED, NO_ANSWER, RankError, RankPool
-from modular_kernel.testing.verify.checks import numeric
-from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, faults, prove_unchecked
+from modular_kernel.testing.verify.checks import check_numeric
+from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, check_faults, prove_unchecked
 
 Result = TypeVar("Result")
 
-# Timeouts of an exchange and of a run: a constant plus a multiple of the duration of a case's
-# calls.
+# The timeouts of an exchange and of a run are a constant plus a multiple of the duration of the
+# calls of a case.
 _EXCHANGE_TIMEOUT_S, _EXCHANGE_FACTOR = 4.0, 4.0
 _RUN_TIMEOUT_S, _RUN_FACTOR = 30.0, 40.0
 _DEFAULT_CASE_S = 15.0  # assumed duration of the calls of a case that was not traced
@@ -38,7 +38,7 @@ _RANK_GRACE_S = 0.5  # time to wait for the other ranks after one has failed
 
 
 class RanksEnded(Exception):
-    """Raised if a rank died or did not answer in time."""
+    """Raised if a rank has died or has not answered in time."""
 
     def __init__(self, exit_info: ChildExit) -> None:
         super().__init__(f"{exit_info.status}: {exit_info.detail}")
@@ -63,13 +63,13 @@ class Ranks(Closeable):
         self._pool: RankPool | None = None
 
     def close(self) -> None:
-        """Stop the ranks; the next run starts new ones."""
+        """Stop the ranks. The next run starts new ranks."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
     def start(self) -> RankPool:
-        """Start the ranks and apply the mutants in them. Raise RankError if that fails."""
+        """Start the ranks and apply the mutants in them. Raises RankError if this fails."""
         if self._pool is None:
             self._pool = RankPool(
                 self.world_size,
@@ -78,10 +78,10 @@ class Ranks(Closeable):
                 ranks_per_host=self._per_host,
             )
             if self._mutants:
-                dependents(
+                find_dependents(
                     {mutant.module for mutant in self._mutants}
                 )  # fills the cache of imports
-                self._pool.run(rank_tasks.apply_mutants, self._mutants, known_imports())
+                self._pool.run(rank_tasks.apply_mutants, self._mutants, get_known_imports())
         return self._pool
 
     def this_machine(self) -> Machine:
@@ -96,15 +96,18 @@ class Ranks(Closeable):
         return self._run_on_rank_0(rank_tasks.invalid_cases, tuple(cases), self.this_machine())
 
     def _run_on_rank_0(self, task: Callable[..., Result], *arguments: object) -> Result:
-        """Run a task on all ranks; return rank 0's result. Raise RuntimeError if a rank fails."""
+        """Run a task on all ranks; return the result of rank 0.
+
+        Raises RuntimeError if a rank fails.
+        """
         try:
             return self.start().run(task, *arguments)[0]
         except RankError as error:
             self.close()
-            raise RuntimeError(_last_line(error)) from error
+            raise RuntimeError(_get_last_line(error)) from error
 
     def digest(self, case: Case, machine: Machine) -> str:
-        """Return the digests of all ranks, or "raised" if the case raised an error.
+        """Run a case; return the digests of all ranks, or "raised" if the case raised an error.
 
         Raises RanksEnded if a rank died or timed out.
         """
@@ -116,22 +119,22 @@ class Ranks(Closeable):
             )
         except RankError as error:
             self.close()
-            exit_info = lost_rank_exit(next(iter(error.failures.values())))
+            exit_info = find_rank_exit(next(iter(error.failures.values())))
             if exit_info is None and time.perf_counter() - start >= timeout:
-                exit_info = ChildExit("hang", f"after {timeout:.0f} s {_last_line(error)}")
+                exit_info = ChildExit("hang", f"after {timeout:.0f} s {_get_last_line(error)}")
             if exit_info is not None:
                 raise RanksEnded(exit_info) from error
             return "raised"
 
     def first_failure(self, case: Case, machine: Machine) -> tuple[str | None, float]:
-        """Return (first failure, or None if the case passes; seconds).
+        """Run the checks of a case; return (first failure or None, seconds).
 
         Raises RanksEnded if a rank died or timed out.
         """
         assert isinstance(case, RankCase)
         timeout, run_timeout = self._timeouts(case)
         build = rank_tasks.build_with_deadline(timeout)
-        first_checks = (numeric, faults) if case.fault else (numeric,)
+        first_checks = (check_numeric, check_faults) if case.fault else (check_numeric,)
         seconds = 0.0
         for checks in (first_checks, RANK_CHECKS):  # most failures occur in the first call
             run_timeout *= len(checks)
@@ -167,15 +170,15 @@ class OverRanks:
         return bool(rank_cases_for(*pair, machine, self.world_size, level, per_host).cases)
 
     def cover(self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level) -> Coverage:
-        """Trace all cases: lines that any rank executed, and the seconds of the slowest rank."""
+        """Trace all cases: the lines that any rank executes, and the time of the slowest rank."""
         machine, files = this_machine(device="cpu"), {m: str(path) for m, path in modules.items()}
-        dependents(set(modules))
+        find_dependents(set(modules))
         covered: list[CaseCoverage] = []
         with self._ranks() as ranks:
             run = ranks.start().run
             query = rank_tasks.CaseQuery(pairs, level, machine, self.ranks_per_host)
             try:
-                results = run(rank_tasks.trace_imports, files, known_imports(), query)
+                results = run(rank_tasks.trace_imports, files, get_known_imports(), query)
                 loading = merge_lines(lines for _, lines in results)
                 for case in results[0][0]:
                     args = case, machine, _TRACED_TIMEOUT_S, tuple(files.values())
@@ -202,7 +205,7 @@ class OverRanks:
             except RanksEnded as error:
                 return tracker.finish(error.exit_info)
             except RankError as error:
-                tracker.receive({"failure": f"import: {_last_line(error)}"})
+                tracker.receive({"failure": f"import: {_get_last_line(error)}"})
         return tracker.finish(ChildExit("done"))
 
     def failure(self, case: Case) -> str | None:
@@ -229,12 +232,12 @@ def join_digests(digests: Collection[str]) -> str:
 
 
 def _format_failure(failure: str) -> str:
-    """Reformat "RANK: CHECK: MESSAGE" as in one process, with the check first.
+    """Reformat "RANK: CHECK: MESSAGE" such that the check comes first, as in one process.
 
     Raises RanksEnded if a rank died or timed out.
     """
     rank_text, _, message = failure.partition(": ")
-    exit_info = lost_rank_exit(message)
+    exit_info = find_rank_exit(message)
     if exit_info is not None:
         raise RanksEnded(exit_info)
     if "raised IncompatibleError" in message:
@@ -243,15 +246,15 @@ def _format_failure(failure: str) -> str:
     return f"{prefix}{message} ({rank_text})"
 
 
-def lost_rank_exit(failure: str) -> ChildExit | None:
-    """Return whether a rank crashed or timed out; None if it raised an error instead."""
+def find_rank_exit(failure: str) -> ChildExit | None:
+    """Return how a rank crashed or timed out, or None if it raised an error instead."""
     first_line = failure.splitlines()[0]
     if first_line.startswith(DIED):
         return ChildExit("crash", first_line)
     return ChildExit("hang", first_line) if first_line.startswith(NO_ANSWER) else None
 
 
-def _last_line(error: RankError) -> str:
+def _get_last_line(error: RankError) -> str:
     """Return the error that the first failed rank raised, without its traceback."""
     failure = next(iter(error.failures.values()))
     return f"raised {failure.strip().splitlines()[-1]}"

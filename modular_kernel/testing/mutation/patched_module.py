@@ -1,6 +1,6 @@
 """Import modules from changed source text, together with all modules that depend on them.
 
-Only for forked child processes: modules that were imported before are removed from sys.modules.
+This is only for forked child processes, because imported modules are removed from sys.modules.
 """
 
 import ast
@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 
 from modular_kernel.catalog import GROUP
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.mutation.scope import imports_of
+from modular_kernel.testing.mutation.scope import list_imports
 from modular_kernel.testing.mutation.source import Mutant, Source
 
 # This module loads parts at run time, so it depends on all of them.
@@ -25,9 +25,10 @@ _PART_LOADER = "modular_kernel.catalog"
 
 
 def patch_modules(*mutants: Mutant) -> None:
-    """Make all later imports of the mutants' modules, and of their dependents, use the changes.
+    """Make later imports of the mutants' modules, and of modules that depend on them, use changes.
 
-    Raises SyntaxError if a changed text is not valid Python, ConfigurationError if changes overlap.
+    Raises SyntaxError if a changed text is not valid Python, and ConfigurationError if changes
+    overlap.
     """
     for module, (file, text) in changed_texts(mutants).items():
         ast.parse(text)
@@ -39,7 +40,7 @@ def patch_modules(*mutants: Mutant) -> None:
 
 
 def changed_texts(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
-    """Return {module: (file, changed text)}. Raise ConfigurationError if two changes overlap."""
+    """Return {module: (file, changed text)}. Raises ConfigurationError if two changes overlap."""
     texts: dict[str, tuple[str, str]] = {}
     for module in dict.fromkeys(mutant.module for mutant in mutants):
         module_mutants = [mutant for mutant in mutants if mutant.module == module]
@@ -58,8 +59,11 @@ def changed_texts(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
 
 
 def unload(modules: set[str]) -> None:
-    """Remove `modules` and their dependents, so that they are imported again when needed."""
-    removed = dependents(modules)
+    """Remove `modules` and the modules that depend on them from sys.modules.
+
+    They are imported again when they are needed.
+    """
+    removed = find_dependents(modules)
     for name in removed:
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
@@ -71,7 +75,7 @@ def unload(modules: set[str]) -> None:
 
 
 def reattach() -> None:
-    """Restore attributes for submodules of packages that were imported again.
+    """Restore the attributes of packages that were imported again.
 
     A submodule that was not imported again is missing as an attribute of its new package.
     """
@@ -87,13 +91,13 @@ def part_packages() -> tuple[str, ...]:
     return tuple(dict.fromkeys(entry.value.split(":")[0] for entry in entry_points(group=GROUP)))
 
 
-def dependents(modules: set[str]) -> set[str]:
+def find_dependents(modules: set[str]) -> set[str]:
     """Return `modules` and every loaded module that imports one of them, also indirectly."""
     roots = {name.split(".", maxsplit=1)[0] for name in (*part_packages(), __name__)}
     loaded = [name for name in sys.modules if name.split(".", maxsplit=1)[0] in roots]
     users: dict[str, set[str]] = {}
     for name in loaded:
-        for used in imports_of(name):
+        for used in list_imports(name):
             users.setdefault(used, set()).add(name)
     reached: set[str] = set()
     pending = [*modules, _PART_LOADER]
@@ -106,7 +110,7 @@ def dependents(modules: set[str]) -> set[str]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module with the given source text."""
+    """Finds a single module, with the given source text."""
 
     def __init__(self, module: str, file: str, text: str) -> None:
         self._module, self._file, self._text = module, file, text
@@ -121,7 +125,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Loads the given source text in place of the file's."""
+    """Loads the given source text instead of that in the file."""
 
     def __init__(self, fullname: str, path: str, text: str) -> None:
         super().__init__(fullname, path)

@@ -1,4 +1,4 @@
-"""Import what all ranks need. They are forked from a process that has imported this module."""
+"""Import what all ranks need. Ranks are forked from a process that has imported this module."""
 
 from importlib import import_module
 
@@ -10,5 +10,5 @@ from modular_kernel.testing.verify import over_ranks
 __all__ = ["over_ranks", "rank_tasks"]
 
 load_catalog()
-if HAS_INTERPRETER:  # otherwise each rank's first launch takes seconds to import this
+if HAS_INTERPRETER:  # otherwise the first launch on each rank takes seconds to import this
     import_module("modular_kernel.interpreter.patch")

@@ -1,7 +1,7 @@
 """Tasks of a RankPool that run a mutant on each rank.
 
-A rank looks up a task by its module's name, so after `apply_mutants` or `trace_imports` it runs the
-newly imported task, and with it the changed source.
+A rank looks up a task by the name of its module. After `apply_mutants` or `trace_imports`, it thus
+runs the newly imported task, and with it the changed source.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from modular_kernel.settings import use_deadline
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
-from modular_kernel.testing.mutation.case_runs import Level, Pair, digest_of
+from modular_kernel.testing.mutation.case_runs import Level, Pair, hash_trial
 from modular_kernel.testing.mutation.coverage import as_lists, trace_lines
 from modular_kernel.testing.mutation.forked_worker import silence_and_limit_memory
 from modular_kernel.testing.mutation.patched_module import patch_modules, reattach, unload
@@ -29,7 +29,10 @@ Lines = dict[str, list[int]]  # by file
 
 
 class CaseQuery(NamedTuple):
-    """Which cases to list. ranks_per_host: None if all ranks are on one host."""
+    """Which cases to list.
+
+    ranks_per_host: number of ranks per host; None if all ranks are on one host.
+    """
 
     pairs: tuple[Pair, ...]
     level: Level
@@ -40,9 +43,9 @@ class CaseQuery(NamedTuple):
 def apply_mutants(
     _rank: int, _world_size: int, _group: object, mutants: tuple[Mutant, ...], imports: Imports
 ) -> None:
-    """Make this rank run the changed source. Must be its first task.
+    """Make this rank run the changed source. This must be the first task of the rank.
 
-    imports: the cache of another process, see `add_known_imports`.
+    imports: the import cache of another process (see `add_known_imports`).
     """
     silence_and_limit_memory()
     add_known_imports(imports)
@@ -59,9 +62,9 @@ def trace_imports(
     imports: Imports,
     query: CaseQuery,
 ) -> tuple[list[RankCase], Lines]:
-    """Import `modules` (name -> file) again; return the cases and the executed lines.
+    """Import `modules` again; return the cases and the executed lines.
 
-    Must be the first task of this rank.
+    This must be the first task of the rank. modules: maps names of modules to files.
     """
     silence_and_limit_memory()
     add_known_imports(imports)
@@ -95,7 +98,10 @@ def invalid_cases(
 def digest(
     rank: int, _world_size: int, group: object, case: RankCase, machine: Machine, timeout: float
 ) -> str:
-    """Return `digest_of` the case on this rank. timeout: seconds after which an exchange fails."""
+    """Run a case on this rank; return its `hash_trial`.
+
+    timeout: seconds after which an exchange fails.
+    """
     kernels: list[FusedMoEModularKernel] = []
 
     def build_on_rank(rank_case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
@@ -103,7 +109,7 @@ def digest(
         return kernels[-1]
 
     trial = over_ranks.RankTrial(case, rank, machine, build_on_rank)
-    bits = digest_of(trial)
+    bits = hash_trial(trial)
     if case.fault:
         outcomes = repr([outcomes for outcomes, _ in trial.scenario_outcomes])
         bits = hashlib.sha256(f"{bits} {outcomes}".encode()).hexdigest()
@@ -121,9 +127,9 @@ def traced_digest(
     timeout: float,
     files: Collection[str],
 ) -> tuple[str, float, Lines, Lines]:
-    """Return the digest, its seconds, and the executed lines of `files`.
+    """Run `digest` with tracing.
 
-    Lines executed by imports are returned separately, last.
+    Returns (digest, seconds, executed lines of `files`, lines of `files` executed by imports).
     """
     start = time.perf_counter()
     with trace_lines(set(files)) as (lines, loaded):

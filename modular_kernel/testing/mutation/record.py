@@ -33,14 +33,14 @@ def record_of(score: Score) -> Record:
         "died": {outcome.mutant.ident: killer(outcome) for outcome in score.killed},
         "equivalent": [
             {
-                **_describe(outcome),
+                **_describe_mutant(outcome),
                 "reason": review.reason,
                 "proof": review.proof,
-                **_proof_size(review),
+                **_describe_proof(review),
             }
             for outcome, review in score.equivalent
         ],
-        "survivors": [_survivor(outcome, survey) for outcome in score.survivors],
+        "survivors": [_describe_survivor(outcome, survey) for outcome in score.survivors],
         "apart": score.undetectable,
         "not_executed": score.not_executed,
     }
@@ -84,19 +84,19 @@ def reproducer(outcome: MutantOutcome, survey: Survey) -> str:
     return " ".join(arguments)
 
 
-def _survivor(outcome: MutantOutcome, survey: Survey) -> Record:
+def _describe_survivor(outcome: MutantOutcome, survey: Survey) -> Record:
     counts = {"cases": outcome.num_cases, "differing": outcome.differing}
-    return {**_describe(outcome), **counts, "command": reproducer(outcome, survey)}
+    return {**_describe_mutant(outcome), **counts, "command": reproducer(outcome, survey)}
 
 
-def _proof_size(review: Equivalent) -> Record:
+def _describe_proof(review: Equivalent) -> Record:
     """Return the number of kernels or problems that a proof compared."""
     if review.proof == "code":
         return {"forms": review.forms}
     return {"problems": review.problems, "beside": review.beside}
 
 
-def _describe(outcome: MutantOutcome) -> Record:
+def _describe_mutant(outcome: MutantOutcome) -> Record:
     mutant = outcome.mutant
     return {
         "id": mutant.ident,

@@ -1,9 +1,9 @@
-"""Read the reviewed equivalent mutants: they change no result, so scores do not count them.
+"""Read the reviewed equivalent mutants. They do not change results, so scores do not count them.
 
-A mutant is accepted as equivalent only with a proof: either it does not change the compiled code of
-any kernel, or no bit of a result differs in at least 2,000 random valid problems, derived from
-cases that execute the changed line. reviewed_equivalents.json in this folder lists the mutants by
-identifier.
+A mutant is accepted as equivalent only with a proof. Either it does not change the compiled code of
+any kernel, or no bit of a result differs in at least 2,000 random valid problems, which are derived
+from cases that execute the changed line. reviewed_equivalents.json in this folder lists the mutants
+by identifier.
 """
 
 import json
@@ -18,11 +18,15 @@ MIN_PROBLEMS = 2000
 class Equivalent:
     """The proof that a mutant is equivalent.
 
-    proof: "code" if `forms` compiled variants of the kernels that contain the line are unchanged;
-    "bits" if no bit differs in `problems` random problems.
-    beside: number of other mutants that were applied at the same time.
-    parts: parts for which the mutant is equivalent, because their pairings never pass inputs that
-    would reveal it; () means all parts.
+    Attributes:
+        reason: why the mutant does not change results.
+        proof: "code" if compiled kernels that contain the line are unchanged, "bits" if no bit
+            differs in random problems.
+        problems: number of random problems.
+        forms: number of compiled variants of the kernels.
+        beside: number of other mutants that were applied at the same time.
+        parts: parts for which the mutant is equivalent, because their pairings never pass inputs
+            that would reveal it; () means all parts.
     """
 
     reason: str
@@ -39,7 +43,7 @@ def _read(path: Path) -> dict[str, Equivalent]:
 
 
 def find_equivalent(ident: str, part: str) -> Equivalent | None:
-    """Return the proof that a mutant is equivalent for `part`; None if there is none."""
+    """Return the proof that a mutant is equivalent for `part`, or None if there is none."""
     entry = EQUIVALENTS.get(ident)
     return entry if entry is not None and (not entry.parts or part in entry.parts) else None
 

@@ -1,4 +1,4 @@
-"""Run one mutant against the cases that execute it, until one of them fails."""
+"""Run one mutant with the cases that execute it, until one of them fails."""
 
 import time
 from collections import Counter
@@ -24,14 +24,15 @@ _NOT_AXES = frozenset({"problem", "seed"})
 
 
 class MutationBackend(Protocol):
-    """Runs cases in one process or over ranks.
+    """Runs cases in one process or on several ranks.
 
-    - world_size: number of ranks. ranks_per_host: None if all ranks are on one host.
+    - world_size: number of ranks.
+    - ranks_per_host: number of ranks per host; None if all ranks are on one host.
     - has_cases: returns whether a pairing has a case.
     - cover: traces the lines of `modules` that the cases of `pairs` execute.
-    - run_mutant: returns the outcome of a mutant on these cases.
+    - run_mutant: runs a mutant with the given cases, and returns its outcome.
     - failure: returns the first failure of a case without mutants, or None.
-    - digests: yields a digest per case, computed with all of these mutants. Stops early if a
+    - digests: yields a digest per case, computed with all of the given mutants. Stops early if a
       process dies or times out.
     """
 
@@ -57,18 +58,18 @@ class MutationBackend(Protocol):
 
 
 class KillHistory:
-    """Records the cases that killed mutants of a module, which are tried first."""
+    """Records which cases killed mutants of a module. These cases are tried first."""
 
     def __init__(self) -> None:
         self._kills: Counter[tuple[str, Case]] = Counter()
         self._passing: set[Case] = set()
 
     def order(self, mutant: Mutant, cases: Sequence[CaseCoverage]) -> list[CaseCoverage]:
-        """Order cases so that one that kills the mutant is likely to run early.
+        """Order cases such that one that kills the mutant is likely to run early.
 
-        Fast cases and cases that killed other mutants of the module come first. Among these, first
-        the cases that together execute every line of the module, then those that together have
-        every value of every axis.
+        Cases are sorted by duration, and those that killed other mutants of the module are
+        preferred. In this order, cases that together execute every line of the module come first,
+        then cases that together have every value of every axis, then all others.
         """
         by_cost = sorted(cases, key=lambda c: c.seconds / (1 + self._kills[mutant.module, c.case]))
         file = str(mutant.path)
@@ -76,7 +77,7 @@ class KillHistory:
             by_cost, lambda covered: covered.lines.get(file, frozenset())
         )
         axis_covering, others = _split_covering(
-            uncovered, lambda covered: axes(covered.case), line_covering
+            uncovered, lambda covered: list_axes(covered.case), line_covering
         )
         return line_covering + axis_covering + others
 
@@ -96,21 +97,21 @@ class KillHistory:
 
 def _split_covering(
     cases: Sequence[CaseCoverage],
-    items_of: Callable[[CaseCoverage], frozenset[Item]],
+    list_items: Callable[[CaseCoverage], frozenset[Item]],
     preceding: Sequence[CaseCoverage] = (),
 ) -> tuple[list[CaseCoverage], list[CaseCoverage]]:
-    """Split cases into those with an item that no earlier case has, and the rest."""
-    covered_items = {item for covered in preceding for item in items_of(covered)}
+    """Split cases into those with an item that no earlier case has, and all others."""
+    covered_items = {item for covered in preceding for item in list_items(covered)}
     covering, rest = list[CaseCoverage](), list[CaseCoverage]()
     for covered in cases:
-        (rest if items_of(covered) <= covered_items else covering).append(covered)
-        covered_items |= items_of(covered)
+        (rest if list_items(covered) <= covered_items else covering).append(covered)
+        covered_items |= list_items(covered)
     return covering, rest
 
 
 @lru_cache(maxsize=8192)
-def axes(case: Case) -> frozenset[tuple[str, str]]:
-    """Return (axis, value) of every axis of the case. Values of sizes are their bit lengths."""
+def list_axes(case: Case) -> frozenset[tuple[str, str]]:
+    """Return (axis, value) for every axis of a case. Sizes are represented by their bit length."""
     values = {**vars(case.problem), **vars(case), "pairs": case.problem.tokens * case.problem.top_k}
     sizes = {name: value.bit_length() for name, value in values.items() if type(value) is int}
     return frozenset(
@@ -130,12 +131,14 @@ def run_mutant(
 ) -> MutantOutcome:
     """Run a mutant in separate processes and return its outcome.
 
-    Every case that executes the mutant makes two calls. All checks run on cases in which a bit
-    differs, and on some in which none does. The mutant survives if all of them pass.
+    Every case that executes the mutant makes two calls. All checks run on the cases in which a bit
+    differs, and on some cases in which no bit differs. The mutant survives if all checks pass.
 
-    coverage, pairs, level: the cases, as in `Survey`. history: orders the cases, and is updated.
-    max_cases: maximum number of cases; two thirds of them are the first in order, the rest is
-    spread over the others. None means all cases. backend: None means one process.
+    coverage, pairs, level: the cases, as in `Survey`.
+    history: orders the cases; it is updated.
+    max_cases: maximum number of cases; None means all. Two thirds of them are the first cases in
+        the order, and one third is spread over the other cases.
+    backend: runs the cases; None means one process.
 
     Raises ConfigurationError if the case that failed also fails without the mutant.
     """
@@ -143,7 +146,7 @@ def run_mutant(
     backend = backend or OneProcess()
     is_loaded = coverage.loads(mutant)
     candidates = coverage.executing(mutant)
-    # Such a mutant can have an effect only on which cases are valid.
+    # A mutant that no case executes can affect only which cases are valid.
     affects_selection_only = is_loaded and not candidates
     if affects_selection_only:
         candidates = coverage.cases
@@ -163,7 +166,7 @@ def run_mutant(
 
 
 def _limit_cases(cases: list[CaseCoverage], max_cases: int | None) -> list[CaseCoverage]:
-    """Return at most `max_cases` cases: the first ones, and some spread over the rest."""
+    """Return at most `max_cases` cases: the first ones, and some that are spread over the rest."""
     if max_cases is None or len(cases) <= max_cases:
         return cases
     num_first = 2 * max_cases // 3

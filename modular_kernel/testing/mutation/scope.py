@@ -1,7 +1,7 @@
 """Find the modules of a part: its package, its kernels, and the operations that it uses.
 
-The search reads import statements, including those inside functions. It starts at the part's module
-and follows imports of the part's package, of topk_reduce and of modular_kernel.ops.
+The search reads import statements, including those inside functions. It starts at the module of the
+part, and follows imports of the part's package, of topk_reduce and of modular_kernel.ops.
 """
 
 import ast
@@ -55,11 +55,11 @@ def modules_of(part: str, catalog: Catalog) -> dict[str, Path]:
     pending = [start.__name__]
     while pending:
         module = pending.pop()
-        path = file_of(module)
+        path = find_file(module)
         if path is None or module in reached or is_not_mutated(module):
             continue
         reached[module] = path
-        pending += [name for name in imports_of(module) if _is_below(name, roots)]
+        pending += [name for name in list_imports(module) if _is_below(name, roots)]
     return dict(sorted(reached.items()))
 
 
@@ -72,8 +72,8 @@ def _is_below(module: str, roots: Iterable[str]) -> bool:
 
 
 @cache
-def file_of(module: str) -> Path | None:
-    """Return the source file of a module without importing it; None if there is none."""
+def find_file(module: str) -> Path | None:
+    """Return the source file of a module, without importing it, or None if there is none."""
     root, *rest = module.split(".")
     package = sys.modules.get(root) or importlib.import_module(root)
     package_file = getattr(package, "__file__", None)
@@ -88,32 +88,32 @@ def file_of(module: str) -> Path | None:
     )
 
 
-# Imports of each module, cached because reading all modules takes seconds.
+# The imports of each module. They are cached, because reading all modules takes seconds.
 _IMPORTS: dict[str, tuple[str, ...]] = {}
 
 
-def imports_of(module: str) -> tuple[str, ...]:
+def list_imports(module: str) -> tuple[str, ...]:
     """Return the modules that a module imports anywhere in its source.
 
-    For `from package import name` these are the named submodules, or the package itself.
+    For `from package import name`, these are the named submodules, or the package itself.
     """
     if module not in _IMPORTS:
         _IMPORTS[module] = _read_imports(module)
     return _IMPORTS[module]
 
 
-def known_imports() -> dict[str, tuple[str, ...]]:
-    """Return the cache of `imports_of`, for `add_known_imports` in another process."""
+def get_known_imports() -> dict[str, tuple[str, ...]]:
+    """Return the cache of `list_imports`, for `add_known_imports` in another process."""
     return dict(_IMPORTS)
 
 
 def add_known_imports(imports: Mapping[str, tuple[str, ...]]) -> None:
-    """Add the cache of `imports_of` from another process of the same source."""
+    """Add the cache of `list_imports` from another process of the same source."""
     _IMPORTS.update(imports)
 
 
 def _read_imports(module: str) -> tuple[str, ...]:
-    path = file_of(module)
+    path = find_file(module)
     if path is None or path.suffix != ".py":
         return ()
     tree = ast.parse(path.read_bytes())
@@ -144,4 +144,4 @@ def _import_base(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
 
 def _is_module(name: str) -> bool:
     root = name.split(".", maxsplit=1)[0]
-    return root in sys.modules and file_of(name) is not None
+    return root in sys.modules and find_file(name) is not None

@@ -1,4 +1,4 @@
-"""Compute the mutation score of a part: the share of its mutants that its cases kill.
+"""Compute the mutation score of a part: the fraction of its mutants that its cases kill.
 
 score = mutation_score(survey("TorchExperts"))
 print(score.share, [outcome.mutant.diff() for outcome in score.survivors])
@@ -15,7 +15,7 @@ from modular_kernel.catalog import Catalog, load_catalog
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.case_runs import Level, Pair
 from modular_kernel.testing.mutation.coverage import Coverage, merge_coverage
-from modular_kernel.testing.mutation.cpu_undetectable import undetectable_reason
+from modular_kernel.testing.mutation.cpu_undetectable import find_undetectable_reason
 from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome
 from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.reviewed_equivalents import Equivalent, find_equivalent
@@ -31,9 +31,15 @@ _ONE_PROCESS = OneProcess()
 
 @dataclass(frozen=True)
 class Survey:
-    """The mutants of a part and the cases that execute them.
+    """The mutants of a part, and the cases that execute them.
 
-    pairs: the pairings of the part. backend: runs the cases, in one process or over ranks.
+    Attributes:
+        part: name of the part.
+        pairs: the pairings of the part whose cases are run.
+        level: level of the cases.
+        mutants: all mutants of the part.
+        coverage: the lines that the cases execute.
+        backend: runs the cases, in one process or on several ranks.
     """
 
     part: str
@@ -44,14 +50,14 @@ class Survey:
     backend: MutationBackend = field(default_factory=OneProcess)
 
     def executed(self) -> tuple[Mutant, ...]:
-        """Return the mutants that some case executes and that a CPU can detect."""
+        """Return the mutants that some case executes and that can be detected on a CPU."""
         return tuple(
-            m for m in self.mutants if self.is_executed(m) and undetectable_reason(m) is None
+            m for m in self.mutants if self.is_executed(m) and find_undetectable_reason(m) is None
         )
 
     def mutant(self, ident: str) -> Mutant:
         """Return the mutant with an identity. Raise ConfigurationError if there is none."""
-        return mutant_of(self.mutants, self.part, ident)
+        return find_mutant(self.mutants, self.part, ident)
 
     def is_executed(self, mutant: Mutant) -> bool:
         """Return whether a case, an import, or the selection of cases executes a mutant."""
@@ -62,9 +68,14 @@ class Survey:
 class Score:
     """Outcomes of the mutants that were run, and counts of the others.
 
-    seed: the seed of the sample. executed: number of mutants from which the sample was drawn.
-    not_executed: module -> number of mutants that no case executes. undetectable: reason why a CPU
-    cannot detect a mutant -> number of such mutants.
+    Attributes:
+        survey: the mutants and cases.
+        seed: the seed of the sample.
+        outcomes: the outcome of each mutant of the sample.
+        executed: number of mutants from which the sample was drawn.
+        not_executed: maps modules to the number of mutants that no case executes.
+        undetectable: maps reasons why mutants cannot be detected on a CPU to the number of these
+            mutants.
     """
 
     survey: Survey
@@ -80,7 +91,7 @@ class Score:
 
     @property
     def equivalent(self) -> tuple[tuple[MutantOutcome, Equivalent], ...]:
-        """The reviewed equivalent mutants, whether they were skipped or survived."""
+        """The reviewed equivalent mutants, regardless of whether they were skipped or survived."""
         not_killed = [outcome for outcome in self.outcomes if not outcome.killed]
         part = self.survey.part
         reviews = ((o, find_equivalent(o.mutant.ident, part)) for o in not_killed)
@@ -94,7 +105,7 @@ class Score:
 
     @property
     def share(self) -> float:
-        """Killed divided by killed plus survivors; 1.0 if there are none."""
+        """Killed mutants divided by killed mutants plus survivors; 1.0 if there are none."""
         counted = len(self.killed) + len(self.survivors)
         return len(self.killed) / counted if counted else 1.0
 
@@ -106,11 +117,13 @@ def survey(
     *,
     backend: MutationBackend = _ONE_PROCESS,
 ) -> Survey:
-    """Find the mutants of a part and run its cases once on this CPU.
+    """Find the mutants of a part, and run its cases once on this CPU.
 
-    pairs: the pairings whose cases run; () for every pairing of the part. backend: OneProcess or
-    OverRanks. Raises ConfigurationError for an unknown part, and for one without cases on
-    `backend`.
+    pairs: the pairings whose cases are run; () means every pairing of the part.
+    level: level of the cases.
+    backend: OneProcess or OverRanks.
+
+    Raises ConfigurationError for an unknown part, and for a part without cases on `backend`.
     """
     return surveys((part,), pairs, level, backend=backend)[0]
 
@@ -140,7 +153,7 @@ def surveys(
             part,
             part_pairs,
             level,
-            mutants_in(part, catalog),
+            list_mutants(part, catalog),
             merge_coverage(coverage_by_pair[p] for p in part_pairs),
             backend,
         )
@@ -164,14 +177,14 @@ def _select_pairs(
     return selected
 
 
-def mutants_in(part: str, catalog: Catalog) -> tuple[Mutant, ...]:
+def list_mutants(part: str, catalog: Catalog) -> tuple[Mutant, ...]:
     """Return every mutant of a part. Raise ConfigurationError for an unknown part."""
     modules = modules_of(part, catalog)
     return tuple(m for module, path in modules.items() for m in mutants_of(module, path))
 
 
-def mutant_of(mutants: Sequence[Mutant], part: str, ident: str) -> Mutant:
-    """Return the mutant with an identity. Raise ConfigurationError if there is none."""
+def find_mutant(mutants: Sequence[Mutant], part: str, ident: str) -> Mutant:
+    """Return the mutant with identity `ident`. Raise ConfigurationError if there is none."""
     mutant = next((m for m in mutants if m.ident == ident), None)
     if mutant is None:
         need = f"the identity of one of the {len(mutants)} mutants of {part}"
@@ -182,9 +195,10 @@ def mutant_of(mutants: Sequence[Mutant], part: str, ident: str) -> Mutant:
 def pairs_of(
     part: str, level: Level = "full", *, backend: MutationBackend = _ONE_PROCESS
 ) -> tuple[Pair, ...]:
-    """Return the pairings of the part that have cases; for a TopKWeightAndReduce, all pairings.
+    """Return the pairings of the part that have cases.
 
-    Raises ConfigurationError for an unknown part, and for one without cases on `backend`.
+    For a TopKWeightAndReduce, these are all pairings that have cases. Raises ConfigurationError for
+    an unknown part, and for a part without cases on `backend`.
     """
     catalog = load_catalog()
     modules_of(part, catalog)
@@ -198,12 +212,12 @@ def pairs_of(
     pairs = tuple(pair for pair in candidates if backend.has_cases(pair, level))
     if not pairs:
         raise ConfigurationError(
-            "--mutate", got=repr(part), need=_needed_part(part, backend.world_size)
+            "--mutate", got=repr(part), need=_describe_needed_part(part, backend.world_size)
         )
     return pairs
 
 
-def _needed_part(part: str, world_size: int) -> str:
+def _describe_needed_part(part: str, world_size: int) -> str:
     if world_size > 1:
         return f"a part with a case over {world_size} ranks on a CPU"
     catalog = load_catalog()
@@ -215,7 +229,7 @@ def _needed_part(part: str, world_size: int) -> str:
 
 
 def draw_sample(mutants: Sequence[Mutant], count: int | None, seed: str) -> tuple[Mutant, ...]:
-    """Draw `count` of the mutants, the same for the same seed; None returns all in order."""
+    """Draw `count` of the mutants, which depend only on the seed. None means all, in order."""
     if count is None or count >= len(mutants):
         return tuple(mutants)
     keys = {m: hashlib.sha256(f"{seed}|{m.ident}".encode()).digest() for m in mutants}
@@ -227,8 +241,10 @@ def default_seed() -> str:
     return version("modular-kernel")
 
 
-def _shared_outcome(outcome: MutantOutcome | None, part_survey: Survey) -> MutantOutcome | None:
-    """Return the outcome from another part's score if a case of this part killed the mutant."""
+def _find_shared_outcome(
+    outcome: MutantOutcome | None, part_survey: Survey
+) -> MutantOutcome | None:
+    """Return an outcome from another part's score, if a case of this part killed the mutant."""
     if outcome is None or not outcome.killed or outcome.case is None:
         return None
     executing = (covered.case for covered in part_survey.coverage.executing(outcome.mutant))
@@ -263,11 +279,11 @@ def mutation_score(
         selected: tuple[Mutant, ...] = (part_survey.mutant(ident),)
     else:
         selected = draw_sample(executed, count, seed)
-        # Known outcomes first, so that an interrupted run keeps them.
+        # Known outcomes come first, so that an interrupted run keeps them.
         selected = tuple(
             sorted(selected, key=lambda m: not _is_known(m, part_survey.part, recorded))
         )
-    history, score = KillHistory(), _initial_score(part_survey, executed, seed)
+    history, score = KillHistory(), _make_initial_score(part_survey, executed, seed)
     known_outcomes = {} if known_outcomes is None else known_outcomes
     for mutant in selected:
         if ident is None and find_equivalent(mutant.ident, part_survey.part):
@@ -276,7 +292,7 @@ def mutation_score(
             outcome = MutantOutcome.from_record(mutant, recorded[mutant.ident])
         else:
             args = part_survey.coverage, part_survey.pairs, part_survey.level
-            shared = _shared_outcome(known_outcomes.get(mutant.ident), part_survey)
+            shared = _find_shared_outcome(known_outcomes.get(mutant.ident), part_survey)
             outcome = shared or run_mutant(mutant, *args, history, backend=part_survey.backend)
             known_outcomes.setdefault(mutant.ident, replace(outcome, shared=part_survey.part))
         score = replace(score, outcomes=(*score.outcomes, outcome))
@@ -288,10 +304,10 @@ def _is_known(mutant: Mutant, part: str, recorded: Mapping[str, str]) -> bool:
     return find_equivalent(mutant.ident, part) is not None or mutant.ident in recorded
 
 
-def _initial_score(part_survey: Survey, executed: tuple[Mutant, ...], seed: str) -> Score:
+def _make_initial_score(part_survey: Survey, executed: tuple[Mutant, ...], seed: str) -> Score:
     """Return the score before any mutant has run."""
     others = set(part_survey.mutants) - set(executed)
-    reasons = Counter(reason for m in others if (reason := undetectable_reason(m)) is not None)
-    not_executed = Counter(m.module for m in others if undetectable_reason(m) is None)
+    reasons = Counter(reason for m in others if (reason := find_undetectable_reason(m)) is not None)
+    not_executed = Counter(m.module for m in others if find_undetectable_reason(m) is None)
     counts = dict(sorted(not_executed.items())), dict(sorted(reasons.items()))
     return Score(part_survey, seed, (), len(executed), *counts)

@@ -1,8 +1,8 @@
 """Mutation sites of a module: every expression and statement that affects the computation.
 
-Not mutated: strings, docstrings, annotations, imports, assertions and arguments of raised errors. A
-condition that only guards a raise is negated and not changed in other ways: it rejects invalid
-input, and the cases have valid input.
+Strings, docstrings, annotations, imports, assertions and arguments of raised errors are not
+mutated. A condition that only guards a `raise` is negated, but not changed in other ways, because
+it rejects invalid input and the cases have valid input.
 """
 
 import ast
@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
-from modular_kernel.testing.mutation.operators import OPERATORS, PERFORMANCE_OPTIONS, duration
+from modular_kernel.testing.mutation.operators import (
+    OPERATORS,
+    PERFORMANCE_OPTIONS,
+    mutate_duration,
+)
 from modular_kernel.testing.mutation.source import (
     Edit,
     Mutant,
@@ -32,60 +36,66 @@ Sites = Iterator[tuple[Edit, int, int, str]]  # (edit, first line, last line, fu
 
 
 def mutants_of(module: str, path: Path) -> tuple[Mutant, ...]:
-    """Return every mutant of a module in the order of its lines."""
+    """Return every mutant of a module, in the order of its lines."""
     source = Source(module, path)
-    mutants = make_mutants(source, _statements(source, source.tree.body, "", set()))
+    mutants = make_mutants(source, _find_block_edits(source, source.tree.body, "", set()))
     return tuple(sorted(mutants, key=lambda mutant: (mutant.edit.start, mutant.ident)))
 
 
-def _statements(source: Source, body: list[ast.stmt], function: str, assigned: set[str]) -> Sites:
-    """Yield the edits of a block. assigned: names assigned earlier in this function."""
+def _find_block_edits(
+    source: Source, body: list[ast.stmt], function: str, assigned: set[str]
+) -> Sites:
+    """Yield the edits of a block. assigned: names that are assigned earlier in the function."""
     for node in body:
-        yield from _statement(source, node, function, assigned)
+        yield from _find_statement_edits(source, node, function, assigned)
 
 
-def _statement(source: Source, node: ast.stmt, function: str, assigned: set[str]) -> Sites:
+def _find_statement_edits(
+    source: Source, node: ast.stmt, function: str, assigned: set[str]
+) -> Sites:
     if isinstance(node, _SKIPPED_NODES) or _is_docstring(node) or _is_for_types_only(node):
         return
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         if node.name not in _DISPLAY_METHODS:
-            yield from _definition(source, node, f"{function}.{node.name}")
+            yield from _find_definition_edits(source, node, f"{function}.{node.name}")
         return
     first, last = node.lineno, last_line(node)
-    edits = _edits_of_statement(source, node, assigned)
+    edits = _find_own_edits(source, node, assigned)
     yield from ((edit, first, last, function) for edit in edits)
     for block in ("body", "orelse", "finalbody"):
-        yield from _statements(source, getattr(node, block, []), function, assigned)
+        yield from _find_block_edits(source, getattr(node, block, []), function, assigned)
     for handler in getattr(node, "handlers", []):
-        yield from _statements(source, handler.body, function, assigned)
+        yield from _find_block_edits(source, handler.body, function, assigned)
 
 
-def _definition(source: Source, node: ast.FunctionDef | ast.ClassDef, name: str) -> Sites:
+def _find_definition_edits(
+    source: Source, node: ast.FunctionDef | ast.ClassDef, name: str
+) -> Sites:
     assigned: set[str] = set()
     if isinstance(node, ast.FunctionDef):
         arguments = node.args
         assigned = {arg.arg for arg in (*arguments.args, *arguments.kwonlyargs)}
         defaults = [d for d in (*arguments.defaults, *arguments.kw_defaults) if d is not None]
         for default in defaults:
-            for edit in _expression(source, default):
+            for edit in _find_expression_edits(source, default):
                 yield edit, node.lineno, node.body[0].lineno - 1, name
-    yield from _statements(source, node.body, name, assigned)
+    yield from _find_block_edits(source, node.body, name, assigned)
 
 
-def _edits_of_statement(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
-    """Yield edits of a statement itself, without nested statements."""
+def _find_own_edits(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
+    """Yield the edits of a statement itself, without those of nested statements."""
     if isinstance(node, ast.If) and all(isinstance(inner, ast.Raise) for inner in node.body):
         yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
         return
     if type(node) in OPERATORS:
         yield from OPERATORS[type(node)](source, node)
-    yield from _assignment(source, node, assigned)
+    yield from _find_stale_assignment(source, node, assigned)
     if _is_duration(node):
-        yield from duration(source, node.value)
+        yield from mutate_duration(source, node.value)
         return
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr) and child is not getattr(node, "annotation", None):
-            for edit in _expression(source, child):
+            for edit in _find_expression_edits(source, child):
                 if (
                     edit.operator != "order"
                     or not isinstance(node, ast.For)
@@ -93,10 +103,10 @@ def _edits_of_statement(source: Source, node: ast.stmt, assigned: set[str]) -> I
                 ):
                     yield edit
     for item in getattr(node, "items", []):
-        yield from _expression(source, item.context_expr)
+        yield from _find_expression_edits(source, item.context_expr)
 
 
-def _assignment(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
+def _find_stale_assignment(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
     """Yield the removal of a reassignment, after which a variable keeps its old value."""
     if not isinstance(node, ast.Assign):
         return
@@ -106,7 +116,7 @@ def _assignment(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[
     assigned |= names
 
 
-def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
+def _find_expression_edits(source: Source, node: ast.AST) -> Iterator[Edit]:
     if isinstance(node, _SKIPPED_NODES) or (isinstance(node, ast.Call) and _makes_message(node)):
         return
     if type(node) in OPERATORS and not _is_target(node):
@@ -114,16 +124,16 @@ def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.keyword):
             if child.arg not in PERFORMANCE_OPTIONS:
-                yield from _expression(source, child.value)
+                yield from _find_expression_edits(source, child.value)
         elif isinstance(child, ast.comprehension):
             for inner in (child.iter, *child.ifs):
-                yield from _expression(source, inner)
+                yield from _find_expression_edits(source, inner)
         elif not (isinstance(node, ast.UnaryOp) and isinstance(child, ast.Constant)):
-            yield from _expression(source, child)
+            yield from _find_expression_edits(source, child)
 
 
 def _has_carried_state(loop: ast.For) -> bool:
-    """Return whether an iteration may read what an earlier one wrote, so that order matters."""
+    """Return whether an iteration may read what an earlier one wrote, so that the order matters."""
     inner = [n for statement in loop.body for n in ast.walk(statement)]
     if any(isinstance(n, _LOOP_EFFECTS) or _method_name(n) in _LIST_METHODS for n in inner):
         return True
@@ -144,7 +154,7 @@ def _method_name(node: ast.AST) -> str:
 
 
 def _is_duration(node: ast.stmt) -> TypeGuard[ast.Assign]:
-    """Return whether a statement assigns a constant to names that end in _S: seconds."""
+    """Return whether a statement assigns a constant to names that end in _S (seconds)."""
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Constant)
@@ -171,7 +181,7 @@ def _is_for_types_only(node: ast.stmt) -> bool:
 
 
 def _is_union(node: ast.expr) -> bool:
-    """Return whether an expression is types joined by "|": classes or None."""
+    """Return whether an expression consists of types (classes or None) that are joined by "|"."""
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.BitOr) and _is_union(node.left) and _is_union(node.right)
     if isinstance(node, ast.Subscript):
@@ -185,7 +195,7 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _makes_message(node: ast.Call) -> bool:
-    """Return whether a call only makes a message or a type."""
+    """Return whether a call only creates a message or a type."""
     function = node.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     return str(name).endswith(_MESSAGE_CALLS)

@@ -25,7 +25,7 @@ class Edit:
 
 
 class Source:
-    """The source text of a module, addressed by byte offsets in UTF-8 and by lines from 1."""
+    """The source text of a module, addressed by byte offsets in UTF-8 and by 1-based lines."""
 
     def __init__(self, module: str, path: Path) -> None:
         self.module, self.path = module, path
@@ -46,7 +46,7 @@ class Source:
         Each statement is given as (first line, last line). Only constants that are assigned once
         and not read during import are included.
         """
-        return readers_of(self.tree)
+        return find_readers(self.tree)
 
     def in_kernel(self, node: Positioned) -> bool:
         """Return whether the node is in the body of a jit function."""
@@ -77,7 +77,7 @@ class Source:
         return self.text(self.start(node), self.end(node))
 
     def replace_node(self, operator: str, node: Positioned, new: str) -> Edit:
-        """Return the edit that replaces the node by `new`."""
+        """Return the edit that replaces the node with `new`."""
         return Edit(operator, self.start(node), self.end(node), new)
 
     def apply(self, edit: Edit) -> str:
@@ -85,7 +85,7 @@ class Source:
         return (self.data[: edit.start] + edit.new.encode() + self.data[edit.end :]).decode()
 
     def line(self, offset: int) -> int:
-        """Return the line number of a byte offset, from 1."""
+        """Return the 1-based line number of a byte offset."""
         return self.data.count(b"\n", 0, offset) + 1
 
 
@@ -93,10 +93,15 @@ class Source:
 class Mutant:
     """One change of one module.
 
-    ident: a hash that identifies the mutant as long as the changed line stays the same. first,
-    last: the lines of the changed statement; a case executes the mutant if it executes one of them.
-    readers: for a private constant that only functions read, the line spans of the statements that
-    read it; a case executes the mutant if it executes one of these. None for any other mutant.
+    Attributes:
+        ident: a hash that identifies the mutant as long as the changed line stays the same.
+        module, path: the module and its file.
+        edit: the change.
+        first, last: the lines of the changed statement. A case executes the mutant if it executes
+            one of them.
+        readers: for a private constant that only functions read, the line spans of the statements
+            that read it. A case executes the mutant if it executes one of these lines. None for any
+            other mutant.
     """
 
     ident: str
@@ -113,7 +118,7 @@ class Mutant:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """(first, last) line spans; the mutant is executed if a line of any span is."""
+        """(first, last) line spans. Executing any of these lines executes the mutant."""
         return ((self.first, self.last),) if self.readers is None else self.readers
 
     def text(self) -> str:
@@ -128,8 +133,8 @@ class Mutant:
         return "\n".join(lines)
 
 
-def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Compute `Source.readers`."""
+def find_readers(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Find the statements that read private constants; see `Source.readers`."""
     assigned: dict[str, list[int]] = {}
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -167,14 +172,14 @@ def names_in(statement: ast.stmt) -> Iterator[ast.Name]:
 
 
 def last_line(node: ast.stmt) -> int:
-    """Return the last line of a statement, or of its head if it has a body."""
+    """Return the last line of a statement, or of its header if it has a body."""
     last = node.end_lineno or node.lineno
     body: list[ast.stmt] = getattr(node, "body", [])
     return max(node.lineno, body[0].lineno - 1) if body else last
 
 
 def make_mutants(source: Source, edits: Iterator[tuple[Edit, int, int, str]]) -> Iterator[Mutant]:
-    """Yield the mutants of (edit, first line, last line, function), each with a unique `ident`."""
+    """Yield a mutant with a unique `ident` for each (edit, first line, last line, function)."""
     idents: set[str] = set()
     lines, readers = source.data.splitlines(), source.readers
     for edit, first, last, function in edits:

@@ -1,1 +1,1 @@
-"""Run functions on ranks: on a pool of processes, or on the ranks that a launcher started."""
+"""Run functions on several ranks: in a pool of processes, or on ranks that a launcher started."""

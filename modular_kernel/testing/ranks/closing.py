@@ -1,4 +1,4 @@
-"""Base class of objects that a `with` statement closes."""
+"""Base class of objects that are closed at the end of a `with` block."""
 
 from abc import ABC, abstractmethod
 from types import TracebackType
@@ -21,4 +21,4 @@ class Closeable(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release all resources; a second call does nothing."""
+        """Release all resources. A second call does nothing."""

@@ -2,9 +2,9 @@
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m modular_kernel test
 
-Every rank runs the same command and the same tasks in the same order. Ranks exchange results
-through the launcher's store, so all of them have the same results and exit with the same status,
-and only rank 0 needs to report.
+Every rank must run the same command, and thus the same tasks in the same order. The ranks exchange
+results through the launcher's store, so all ranks have the same results and exit with the same
+status, and only rank 0 needs to report.
 """
 
 import pickle
@@ -26,20 +26,22 @@ from modular_kernel.testing.ranks.pool import NO_ANSWER, Backend, RankError, Ran
 from modular_kernel.utils.host_memory import boot_id
 
 Result = TypeVar("Result")
-_FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05  # shortest and longest pause between polls of the store
+_MIN_POLL_S, _MAX_POLL_S = 0.001, 0.05  # shortest and longest pause between polls of the store
 
 
 class LaunchedRanks(Closeable):
     """The ranks of a launcher, including this process, with the interface of `RankPool`.
 
-    launcher: from `read_launcher`. backend: gloo on the CPU, or nccl with GPU LOCAL_RANK.
-    group_timeout: seconds after which a collective that waits for a peer raises. grace: additional
-    seconds for ranks to answer after another one failed. command: the command line of this rank,
-    which must be the same on all ranks.
+    Construction is collective. Raises ConfigurationError if this host has no GPU LOCAL_RANK or if
+    the commands differ, and RankError if the store or a rank does not respond. An unresponsive rank
+    cannot be terminated from this process, so all later runs are refused, and the launcher must be
+    restarted.
 
-    Construction is collective. Raises ConfigurationError if this host has no such GPU or if the
-    commands differ, RankError if the store or a rank does not answer. A rank that does not answer
-    cannot be ended from here: all later runs are refused, and the launcher must be restarted.
+    launcher: the result of `read_launcher`.
+    backend: gloo on the CPU, or nccl with GPU LOCAL_RANK.
+    group_timeout: seconds after which a collective that waits for a peer raises an error.
+    grace: additional seconds for ranks to respond after another rank has failed.
+    command: the command line of this rank, which must be the same on all ranks.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class LaunchedRanks(Closeable):
         command: str = "",
     ) -> None:
         if backend == "nccl" and torch.cuda.device_count() <= launcher.local_rank:
-            need = f"LOCAL_RANK {launcher.local_rank} among them"
+            need = (
+                f"at least {launcher.local_rank + 1}, because LOCAL_RANK is {launcher.local_rank}"
+            )
             raise ConfigurationError("GPUs", got=torch.cuda.device_count(), need=need)
         if backend == "gloo":
             hide_gpus()
@@ -61,11 +65,11 @@ class LaunchedRanks(Closeable):
         self.ranks_per_host = launcher.ranks_per_host
         self.backend, self.grace = backend, grace
         self._launcher, self._group_timeout = launcher, group_timeout
-        self._generation, self._joined = 0, -1
-        self._run = 0
-        self._lost: dict[int, str] = {}
+        self._generation, self._joined_generation = 0, -1
+        self._exchange_number = 0
+        self._unresponsive_ranks: dict[int, str] = {}
         self._store = self._connect()
-        self._hosts = self._handshake(command)
+        self._hosts = self._exchange_hosts(command)
 
     @property
     def hosts(self) -> int:
@@ -77,12 +81,12 @@ class LaunchedRanks(Closeable):
     ) -> list[Result]:
         """Run function(rank, world_size, group, *arguments) on every rank; return results by rank.
 
-        Collective: every rank must make the same run. Results must be picklable. If a rank raises
-        or does not answer within `timeout` seconds, raises the same RankError on every rank that
-        answers.
+        Collective: every rank must call `run` with the same function, in the same order. Results
+        must be picklable. If a rank raises an error or does not respond within `timeout` seconds,
+        raises the same RankError on every rank that responds.
         """
-        if self._lost:
-            raise RankError(self._lost, {})
+        if self._unresponsive_ranks:
+            raise RankError(self._unresponsive_ranks, {})
         started = time.monotonic()
         task = f"{function.__module__}.{function.__qualname__}"
         outcome = self._run_local(function, arguments, started)
@@ -95,29 +99,29 @@ class LaunchedRanks(Closeable):
         missing = [rank for rank in range(self.world_size) if rank not in answers]
         if missing:
             after = " after another rank failed" if messages else ""
-            self._lost = dict.fromkeys(missing, f"{NO_ANSWER}{after}")
-            messages |= self._lost
+            self._unresponsive_ranks = dict.fromkeys(missing, f"{NO_ANSWER}{after}")
+            messages |= self._unresponsive_ranks
         if messages:
             self._generation += 1
             raise RankError(messages, results)
         return [results[rank] for rank in range(self.world_size)]
 
     def collect(self, read: Callable[[int], Result], *, timeout: float = 120) -> list[Result]:
-        """Call read(rank) on each rank and return the results by rank. Collective."""
+        """Call read(rank) on each rank; return the results by rank. All ranks must call this."""
         return self.run(_call_read, read, timeout=timeout)
 
     def close(self) -> None:
-        """Leave the process group; a later run joins a new one."""
+        """Leave the process group. A later run joins a new group."""
         self._announce_exit()
-        if self._joined < 0:
+        if self._joined_generation < 0:
             return
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._joined = -1
+        self._joined_generation = -1
         self._generation += 1
 
     def _connect(self) -> Store:
-        """Return the launcher's store. Raise RankError if it does not answer in time."""
+        """Connect to the launcher's store. Raises RankError if it does not respond in time."""
         from torch.distributed.rendezvous import rendezvous
 
         limit = timedelta(seconds=self._group_timeout)
@@ -130,10 +134,10 @@ class LaunchedRanks(Closeable):
             raise RankError({self.rank: text}, {}) from error
         return PrefixStore("modular_kernel", store)
 
-    def _handshake(self, command: str) -> list[str]:
+    def _exchange_hosts(self, command: str) -> list[str]:
         """Exchange host and command with all ranks; return the host of each rank.
 
-        Raise RankError if a rank does not answer, ConfigurationError if commands differ.
+        Raises RankError if a rank does not respond, and ConfigurationError if the commands differ.
         """
         message = (True, (_host_name(), command), "")
         messages = self._exchange("meet", message, time.monotonic() + self._group_timeout)
@@ -144,20 +148,24 @@ class LaunchedRanks(Closeable):
         if len(set(commands.values())) > 1:
             got = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(commands.items()))
             self._announce_exit()
-            raise ConfigurationError("commands of ranks", got=got, need="one on all ranks")
+            need = "the same command on all ranks"
+            raise ConfigurationError("commands of ranks", got=got, need=need)
         return [messages[rank][1][0] for rank in range(self.world_size)]
 
     def _announce_exit(self) -> None:
         """Announce that this rank no longer needs the store.
 
-        Rank 0 may host the store, so it waits up to `grace` seconds for the others' announcements.
+        Rank 0 may host the store, so it waits up to `grace` seconds for the announcements of the
+        other ranks.
         """
-        with suppress(RuntimeError):  # the store may have ended
-            self._store.set(self._key("left", self._run, self.rank), "")
-            others = [self._key("left", self._run, rank) for rank in range(1, self.world_size)]
-            end = time.monotonic() + (0 if self.rank or self._lost else self.grace)
+        with suppress(RuntimeError):  # the store may already be shut down
+            self._store.set(self._key("left", self._exchange_number, self.rank), "")
+            others = [
+                self._key("left", self._exchange_number, rank) for rank in range(1, self.world_size)
+            ]
+            end = time.monotonic() + (0 if self.rank or self._unresponsive_ranks else self.grace)
             while time.monotonic() < end and not self._store.check(others):
-                time.sleep(_FIRST_POLL_S)
+                time.sleep(_MIN_POLL_S)
 
     def _run_local(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], started: float
@@ -168,13 +176,13 @@ class LaunchedRanks(Closeable):
             return True, function(self.rank, self.world_size, dist.group.WORLD, *arguments)
         except KeyboardInterrupt:
             raise
-        # The error is sent to the other ranks. Later runs remain possible.
+        # The error is sent to the other ranks, and later runs remain possible.
         except BaseException:  # noqa: BLE001
             return False, (time.monotonic() - started, traceback.format_exc())
 
     def _join(self) -> None:
-        """Join the process group of the current generation. A failed group is not used again."""
-        if self._joined == self._generation:
+        """Join the process group of the current generation. A failed group is never reused."""
+        if self._joined_generation == self._generation:
             return
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -190,45 +198,54 @@ class LaunchedRanks(Closeable):
             timeout=timedelta(seconds=self._group_timeout),
             device_id=device,
         )
-        self._joined = self._generation
+        self._joined_generation = self._generation
 
     def _exchange(
         self, kind: str, message: tuple[bool, Any, str], deadline: float
     ) -> dict[int, Any]:
-        """Send `message`; return the messages of all ranks that arrive before the time `deadline`.
+        """Send `message`; return the messages that arrive before `deadline`, by rank.
 
-        After a failure of a rank, waits at most group_timeout + grace seconds for the others.
-        Raises RankError if the store fails.
+        After a rank has failed, waits at most group_timeout + grace seconds for the others. Raises
+        RankError if the store fails.
+
+        kind: prefix of the keys in the store.
+        message: (whether the rank succeeded, value, name of the task).
+        deadline: a `time.monotonic()` value.
         """
-        self._run += 1
+        self._exchange_number += 1
         received: dict[int, Any] = {}
-        pause = _FIRST_POLL_S
+        pause = _MIN_POLL_S
         try:
-            self._store.set(self._key(kind, self._run, self.rank), _pickle(message))  # type: ignore[arg-type]
+            self._store.set(self._key(kind, self._exchange_number, self.rank), _pickle(message))  # type: ignore[arg-type]
             while len(received) < self.world_size and time.monotonic() < deadline:
                 self._poll(kind, received)
                 if any(not is_ok for is_ok, _, _ in received.values()):
                     deadline = min(deadline, time.monotonic() + self._group_timeout + self.grace)
                 if len(received) < self.world_size:
                     time.sleep(pause)
-                    pause = min(2 * pause, _LAST_POLL_S)
-            self._delete_previous(kind, complete=len(received) == self.world_size)
+                    pause = min(2 * pause, _MAX_POLL_S)
+            self._delete_previous_run_message(complete=len(received) == self.world_size)
         except RuntimeError as error:
-            self._lost = {self.rank: f"the store of {self._launcher.address} fails: {error}"}
-            raise RankError(self._lost, {}) from error
+            self._unresponsive_ranks = {
+                self.rank: f"the store at {self._launcher.address} failed: {error}"
+            }
+            raise RankError(self._unresponsive_ranks, {}) from error
         return received
 
     def _poll(self, kind: str, received: dict[int, Any]) -> None:
-        """Add the messages that have arrived to `received`."""
+        """Add the messages that have arrived since the last poll to `received`."""
         for rank in range(self.world_size):
-            key = self._key(kind, self._run, rank)
+            key = self._key(kind, self._exchange_number, rank)
             if rank not in received and self._store.check([key]):
                 received[rank] = _unpickle(self._store.get(key))
 
-    def _delete_previous(self, kind: str, *, complete: bool) -> None:
-        """Delete this rank's message of the previous run, which every rank has read by now."""
-        if complete and self._run > 1:
-            self._store.delete_key(self._key("run", self._run - 1, self.rank))
+    def _delete_previous_run_message(self, *, complete: bool) -> None:
+        """Delete this rank's message of the previous run, which all ranks have read.
+
+        complete: whether all ranks have answered the current run; otherwise nothing is deleted.
+        """
+        if complete and self._exchange_number > 1:
+            self._store.delete_key(self._key("run", self._exchange_number - 1, self.rank))
 
     @staticmethod
     def _key(kind: str, run: int, rank: int) -> str:
@@ -245,7 +262,7 @@ def _call_read(
 
 
 def _check_same_run(task: str, is_ok: bool, value: Any, actual: str) -> tuple[bool, Any]:
-    """Return the answer of a rank, or a failure if it ran another function."""
+    """Return the answer of a rank, or a failure if the rank ran another function."""
     if actual != task:
         return False, (0.0, f"ran {actual} instead of {task}: all ranks must run the same command")
     return is_ok, value
@@ -270,6 +287,6 @@ def _unpickle(data: bytes) -> tuple[bool, Any, str]:
 def _host_name() -> str:
     """Return MK_HOST_ID if it is set, else the boot id, else the host name.
 
-    It serves only to count hosts. Parts find out themselves which ranks share memory.
+    It is used only to count hosts. Parts determine on their own which ranks share memory.
     """
     return read_settings().host_id or boot_id()

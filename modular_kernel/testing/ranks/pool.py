@@ -3,8 +3,8 @@
     with RankPool(4) as pool:                      # gloo on the CPU; "nccl": one GPU per rank
         sums = pool.run(function, 3, timeout=60)   # function(rank, world_size, group, 3) on each
 
-The process group persists between runs. After a failure, the next run gets a new group. If a rank
-died or did not answer, it also gets new processes.
+The process group persists between runs. After a failure, the next run uses a new process group. If
+a rank died or did not answer, the next run also uses new processes.
 """
 
 import datetime
@@ -46,11 +46,12 @@ DIED, NO_ANSWER = "died", "did not answer"  # prefixes of the failure of a lost 
 
 
 class RankError(ModularKernelError):
-    """A run failed.
+    """Raised if a run fails on some rank.
 
-    failures: by rank, a traceback, or a message that starts with DIED or NO_ANSWER. Ranks that died
-    come first, then the others in the order in which they failed. results: by rank, of the ranks
-    that returned.
+    Attributes:
+        failures: maps each failed rank to a traceback, or to a message that starts with DIED or
+            NO_ANSWER. Ranks that died come first, then the others in the order of their failures.
+        results: maps each rank that returned to its result.
     """
 
     def __init__(self, failures: Mapping[int, str], results: Mapping[int, Any]) -> None:
@@ -68,7 +69,10 @@ class RankError(ModularKernelError):
 
 @dataclass(frozen=True)
 class _Task:
-    """The message to a rank. generation: number of the process group in which to run."""
+    """The message that makes a rank run a function.
+
+    generation: number of the process group in which to run.
+    """
 
     generation: int
     function: Callable[..., Any]
@@ -83,15 +87,15 @@ class _RankConfig:
     world_size: int
     backend: Backend
     host: str  # simulated host name; "" if all ranks are on one host
-    folder: str  # for stack traces and the store of the process group
-    listener_folder: str  # where the parent's multiprocessing keeps its sockets
-    group_timeout: float  # seconds after which a collective that waits for a peer raises
+    folder: str  # contains stack traces and the store of the process group
+    listener_folder: str  # contains the sockets of the parent's multiprocessing
+    group_timeout: float  # seconds after which a collective that waits for a peer raises an error
     interpreter: bool  # whether TRITON_INTERPRET is set
 
 
 @dataclass
 class _RankProcess:
-    """A process and the parent's end of its pipe."""
+    """A process, and the parent's end of the pipe to it."""
 
     process: BaseProcess
     pipe: Connection
@@ -107,13 +111,14 @@ class _RankProcess:
 class RankPool(Closeable):
     """A pool of `world_size` processes, one per rank, in one process group.
 
-    Each process has imported torch and uses one thread. Processes start with the first run.
+    Each process has imported torch and uses one thread. The processes start in the first run.
+    Raises ConfigurationError for invalid arguments, and if there are fewer GPUs than nccl ranks.
 
-    backend: gloo on the CPU, or nccl with GPU r for rank r. group_timeout: seconds after which a
-    collective that waits for a peer raises. grace: seconds for ranks to answer after another one
-    failed, before they are killed. ranks_per_host: number of ranks per simulated host, a divisor of
-    world_size; None means one host. Raises ConfigurationError for invalid arguments, and if there
-    are fewer GPUs than nccl ranks.
+    backend: gloo on the CPU, or nccl with GPU r for rank r.
+    group_timeout: seconds after which a collective that waits for a peer raises an error.
+    grace: seconds for ranks to answer after another rank has failed, before they are killed.
+    ranks_per_host: number of ranks per simulated host, a divisor of world_size; None means that all
+        ranks are on one host.
     """
 
     def __init__(
@@ -138,7 +143,7 @@ class RankPool(Closeable):
         self.world_size, self.backend, self.grace = world_size, backend, grace
         self.ranks_per_host = ranks_per_host
         self._group_timeout = group_timeout
-        self._mp_context = _mp_context(backend)
+        self._mp_context = _get_mp_context(backend)
         self._folder: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(
             prefix="mk-ranks-"
         )
@@ -162,8 +167,9 @@ class RankPool(Closeable):
         """Run function(rank, world_size, group, *arguments) on every rank; return results by rank.
 
         The function, its arguments and its results must be picklable. Raises ConfigurationError if
-        the task is not, or after `close`; RankError if a result is not, or if a rank raises, dies
-        or does not answer within `timeout` seconds.
+        the function or its arguments are not, or if the pool is closed. Raises RankError if a
+        result is not picklable, or if a rank raises an error, dies or does not answer within
+        `timeout` seconds.
         """
         if self._folder is None:
             raise ConfigurationError("pool", got="a run after close()", need="an open pool")
@@ -181,15 +187,15 @@ class RankPool(Closeable):
             raise
         if failures:
             self._recover(results, failures)
-            raise RankError(self._in_time_order(failures), results)
+            raise RankError(self._sort_by_time(failures), results)
         return [results[rank] for rank in range(self.world_size)]
 
     def collect(self, read: Callable[[int], Result]) -> list[Result]:
-        """Call read(rank) in this process for every rank, to read files that ranks wrote."""
+        """Call read(rank) in this process for every rank, to read files that the ranks wrote."""
         return [read(rank) for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the processes and remove the pool's files; a second call does nothing."""
+        """End the processes and remove the pool's files. A second call does nothing."""
         for rank in self._ranks:
             try:
                 rank.pipe.send_bytes(_STOP)
@@ -230,12 +236,15 @@ class RankPool(Closeable):
             try:
                 rank.pipe.send_bytes(task)
             except OSError:
-                failures[number] = self._describe_death(number)
+                failures[number] = self._describe_exit(number)
 
     def _collect(
         self, results: dict[int, Result], failures: dict[int, str], deadline: float
     ) -> None:
-        """Fill `results` and `failures` until every rank has answered or the deadline passes."""
+        """Fill `results` and `failures` until every rank has answered or the deadline passes.
+
+        deadline: a `time.monotonic()` value.
+        """
         pending = set(range(self.world_size)) - set(failures)
         while pending:
             if failures:
@@ -253,7 +262,7 @@ class RankPool(Closeable):
         try:
             is_ok, value = pickle.loads(self._ranks[rank].pipe.recv_bytes())
         except (EOFError, OSError):
-            failures[rank] = self._describe_death(rank)
+            failures[rank] = self._describe_exit(rank)
         # Unpickling a result may raise anything.
         except Exception as error:  # noqa: BLE001
             failures[rank] = f"its result cannot be unpickled: {error!r}"
@@ -263,22 +272,22 @@ class RankPool(Closeable):
             else:
                 self._raised_at[rank], failures[rank] = value
 
-    def _in_time_order(self, failures: Mapping[int, str]) -> dict[int, str]:
-        """Order failures by the time at which they were raised: the first may cause the others."""
+    def _sort_by_time(self, failures: Mapping[int, str]) -> dict[int, str]:
+        """Sort failures by the time at which they were raised: the first may cause the others."""
         order = sorted(failures, key=lambda rank: self._raised_at.get(rank, math.inf))
         return {rank: failures[rank] for rank in order}
 
-    def _describe_death(self, number: int) -> str:
+    def _describe_exit(self, number: int) -> str:
         process = self._ranks[number].process
         process.join(self.grace)
         code = process.exitcode
         reason = "closed its pipe" if code is None else f"exit code {code}"
         if code is not None and code < 0:
             reason = f"killed by signal {signal.Signals(-code).name}"
-        return f"{DIED}: {reason}\n{self._trace(number)}".rstrip()
+        return f"{DIED}: {reason}\n{self._read_trace(number)}".rstrip()
 
     def _record_unresponsive(self, pending: set[int], failures: dict[int, str]) -> None:
-        """Record the ranks that do not answer, with their stack traces."""
+        """Record the ranks in `pending` as unresponsive, with their stack traces."""
         after_failure = bool(failures)
         for number in pending:
             process = self._ranks[number].process
@@ -287,17 +296,19 @@ class RankPool(Closeable):
         time.sleep(0.2)  # time to write the traces
         for number in sorted(pending):
             text = f"{NO_ANSWER} after another rank failed" if after_failure else NO_ANSWER
-            trace = self._trace(number) or "(no stack trace: the process does not handle signals)"
+            trace = (
+                self._read_trace(number) or "(no stack trace: the process does not handle signals)"
+            )
             failures[number] = f"{text}\n{trace}"
 
-    def _trace(self, number: int) -> str:
-        """Return the stack trace that a rank wrote on request or on a crash, or ""."""
+    def _read_trace(self, number: int) -> str:
+        """Read the stack trace that a rank wrote on request or when it crashed; "" if none."""
         assert self._folder is not None
         path = _trace_path(self._folder.name, number)
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def _recover(self, results: Mapping[int, Any], failures: Mapping[int, str]) -> None:
-        """Prepare the next run: use a new process group and, if necessary, new processes."""
+        """Prepare the next run: a new process group and, if necessary, new processes."""
         self._generation += 1
         lost = [text for text in failures.values() if text.startswith((NO_ANSWER, DIED))]
         if lost or self.backend == "nccl":  # an aborted NCCL communicator may hang
@@ -309,10 +320,10 @@ class RankPool(Closeable):
         self._ranks = []
 
 
-def _mp_context(backend: Backend) -> "ForkServerContext | SpawnContext":
-    """Return the multiprocessing context that starts ranks.
+def _get_mp_context(backend: Backend) -> "ForkServerContext | SpawnContext":
+    """Return the multiprocessing context in which ranks are started.
 
-    It never forks this process, in which another thread may hold a lock.
+    The context never forks this process, because another thread may hold a lock.
     """
     # CUDA, which preloaded modules may have initialized, cannot be used after a fork.
     if backend == "nccl":
@@ -337,7 +348,7 @@ def _trace_path(folder: str, rank: int) -> Path:
 
 
 def _run_worker(config: _RankConfig, pipe: Connection) -> None:
-    """Run tasks from the pipe and send back their answers until a stop message."""
+    """Run tasks from the pipe and send back their answers, until a stop message arrives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     torch.set_num_threads(1)
     if config.backend == "gloo":
@@ -361,7 +372,8 @@ def _run_worker(config: _RankConfig, pipe: Connection) -> None:
             # Any error is sent to the parent, and this rank continues.
             except BaseException as error:  # noqa: BLE001
                 now = time.monotonic()
-                # Keep the error until the answer is sent: freeing objects in its frames may hang.
+                # Keep the error until the answer is sent, because freeing objects in its frames
+                # may hang.
                 errors.append(error)
                 answer = pickle.dumps((False, (now, traceback.format_exc())))
             try:
@@ -388,9 +400,9 @@ def _receive_task(pipe: Connection) -> bytes | None:
 
 
 def _join(config: _RankConfig, generation: int) -> None:
-    """Leave the old process group and join the one of this generation."""
+    """Leave the old process group, and join the process group of this generation."""
     if read_settings().triton_interpret is not config.interpreter:
-        need = "as it was when this process first started ranks"
+        need = "the value that it had when this process first started ranks"
         raise ConfigurationError("TRITON_INTERPRET", got=f"{config.interpreter} now", need=need)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,1 +1,1 @@
-"""Stress tests: random input, faults over ranks, and long runs."""
+"""Stress tests: random input, faults of ranks, and long runs."""

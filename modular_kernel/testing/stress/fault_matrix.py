@@ -1,4 +1,4 @@
-"""Run the fault matrix: all fault scenarios of a part, in parallel, with the expected results."""
+"""Run the fault matrix: all fault scenarios of parts, and compare with the expected results."""
 
 import tempfile
 import threading
@@ -14,18 +14,18 @@ from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.ranks.pool import Backend, RankError, RankPool
 from modular_kernel.testing.stress.faults import (
     CPU_LAYER,
+    FAULTY_RANK,
     GPU_LAYER,
     POINTS,
     SLACK_S,
-    VICTIM,
     RankReport,
     Scenario,
     get_pid,
     run_faulty_rank,
 )
 
-# Fields that rank 1 changes, one at a time, in the scenarios of kind "disagrees".
-OTHER_LAYERS: tuple[tuple[tuple[str, object], ...], ...] = (
+# Fields of the problem that rank 1 changes, one at a time, in scenarios of kind "disagrees".
+LAYER_CHANGES: tuple[tuple[tuple[str, object], ...], ...] = (
     (("hidden", 4096),),
     (("top_k", 1),),
     (("dtype", "float16"),),
@@ -37,7 +37,13 @@ _START_TIMEOUT_S = 60.0  # timeout for starting processes and their imports
 
 @dataclass(frozen=True)
 class FaultResult:
-    """Result of a scenario. lost: by rank, why a rank did not report."""
+    """Result of a scenario.
+
+    Attributes:
+        reports: reports of the ranks that reported.
+        lost: maps each other rank to the reason why it did not report.
+        seconds: duration of the scenario.
+    """
 
     scenario: Scenario
     world_size: int
@@ -47,12 +53,12 @@ class FaultResult:
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.world_size) if rank != VICTIM)
+        return tuple(rank for rank in range(self.world_size) if rank != FAULTY_RANK)
 
     def findings(self) -> list[str]:
-        """Return every deviation from the expected result; none if the part handled the fault."""
+        """Return every deviation from the expected result; [] if the part handled the fault."""
         scenario, deviations = self.scenario, []
-        expected_lost = {VICTIM} if scenario.kind == "killed" else set[int]()
+        expected_lost = {FAULTY_RANK} if scenario.kind == "killed" else set[int]()
         for rank, text in self.lost.items():
             if rank not in expected_lost or "SIGKILL" not in text:
                 deviations.append(f"rank {rank}: {text.strip().splitlines()[-1][:300]}")
@@ -61,9 +67,9 @@ class FaultResult:
                 deviations += [
                     f"rank {rank}: {text}" for text in self._check_survivor(self.reports[rank])
                 ]
-        victim = self.reports.get(VICTIM)
-        if victim is not None and not victim.error:
-            deviations.append(f"rank {VICTIM}: raised no error")
+        faulty_report = self.reports.get(FAULTY_RANK)
+        if faulty_report is not None and not faulty_report.error:
+            deviations.append(f"rank {FAULTY_RANK}: raised no error, although it caused the fault")
         for rank, report in self.reports.items():
             if scenario.kind != "killed" and not report.usable_again:
                 deviations.append(f"rank {rank}: the group is not usable afterwards")
@@ -73,17 +79,17 @@ class FaultResult:
         if report.error != "CommunicationError":
             yield f"raised {report.error or 'no error'}: {report.message[:200]}"
             return
-        if report.peers != (VICTIM,):
-            yield f"names {report.peers}: {report.message[:200]}"
+        if report.peers != (FAULTY_RANK,):
+            yield f"the error names the peers {report.peers}: {report.message[:200]}"
         if report.phase not in self.scenario.phases:
-            yield f"in {report.phase}: {report.message[:200]}"
+            yield f"the error is in phase {report.phase!r}: {report.message[:200]}"
         max_seconds = self.scenario.deadline_s + SLACK_S
         if report.seconds > max_seconds:
             yield f"took {report.seconds:.1f} s, more than {max_seconds:g} s"
 
 
-def scenarios(part: str, backend: Backend, *, checked: bool = True) -> tuple[Scenario, ...]:
-    """Return all scenarios of a part: a rank that disappears, raises, or uses another layer.
+def list_scenarios(part: str, backend: Backend, *, checked: bool = True) -> tuple[Scenario, ...]:
+    """Return all scenarios of a part, in which rank 1 disappears, raises, or uses another layer.
 
     checked: see `Scenario`.
     """
@@ -95,14 +101,17 @@ def scenarios(part: str, backend: Backend, *, checked: bool = True) -> tuple[Sce
     ]
     result += [Scenario(part, kind, layer=layer) for kind in ("raises", "overflow", "refuses")]
     result.append(Scenario(part, "raises", "before dispatch", layer=layer))
-    result += [Scenario(part, "disagrees", other=other, layer=layer) for other in OTHER_LAYERS]
+    result += [
+        Scenario(part, "disagrees", faulty_changes=changes, layer=layer)
+        for changes in LAYER_CHANGES
+    ]
     return tuple(replace(scenario, checked=checked) for scenario in result)
 
 
-def supported_parts(world_size: int, backend: Backend) -> tuple[str, ...]:
-    """Return the parts that support the scenarios' layer over this number of ranks.
+def list_supported_parts(world_size: int, backend: Backend) -> tuple[str, ...]:
+    """Return the parts that support the layer of the scenarios on this number of ranks.
 
-    Parts over third-party libraries are excluded, because they may hang when a rank is lost.
+    Parts that wrap third-party libraries are excluded, because they may hang if a rank is lost.
     """
     catalog = load_catalog()
     machine = this_machine(device="cuda" if backend == "nccl" else "cpu")
@@ -117,9 +126,9 @@ def supported_parts(world_size: int, backend: Backend) -> tuple[str, ...]:
 
 
 def run_scenario(scenario: Scenario, pool: RankPool, *, timeout: float = 30.0) -> FaultResult:
-    """Run one scenario on a pool, which is usable again afterwards.
+    """Run one scenario on a pool, which can be used again afterwards.
 
-    A rank that does not answer within `timeout` seconds is ended and reported as lost.
+    timeout: seconds after which a rank that does not answer is killed and reported as lost.
     """
     with tempfile.TemporaryDirectory(prefix="mk-fault-") as folder:
         pids = tuple(pool.run(get_pid, timeout=_START_TIMEOUT_S))
@@ -143,10 +152,13 @@ def run_matrix(
     on_result: Callable[[FaultResult], None] = lambda _: None,
     start_limit_s: float = 300.0,
 ) -> tuple[FaultResult, ...]:
-    """Run every scenario, in `num_pools` pools in parallel, because ranks mostly wait.
+    """Run every scenario. Scenarios that kill processes start first.
 
-    Scenarios that kill processes start first. on_result: called with each result. start_limit_s:
-    scenarios that have not started after this time are reported with all ranks lost.
+    num_pools: number of pools that run scenarios in parallel, which helps because ranks mostly
+        wait.
+    on_result: called with each result.
+    start_limit_s: scenarios that have not started after this many seconds are reported with all
+        ranks lost.
     """
     ordered = sorted(scenarios_to_run, key=lambda scenario: scenario.kind != "killed")
     queue: SimpleQueue[tuple[int, Scenario]] = SimpleQueue()
@@ -194,11 +206,11 @@ def _not_started_result(scenario: Scenario, world_size: int) -> FaultResult:
 # ---------------------------------------------------------------------------------- the tables
 
 
-def markdown(results: Sequence[FaultResult]) -> str:
-    """Return a Markdown table with one line per scenario.
+def format_markdown(results: Sequence[FaultResult]) -> str:
+    """Format a Markdown table with one line per scenario.
 
-    Columns: part, scenario, seconds until the error of each other rank, the errors of the other
-    ranks and of rank 1, and the findings.
+    The columns are the part, the scenario, the seconds until each other rank raised its error, the
+    errors of the other ranks, the error of rank 1, and the findings.
     """
     header = (
         "part",
@@ -213,7 +225,7 @@ def markdown(results: Sequence[FaultResult]) -> str:
     for result in sorted(results, key=lambda result: parts.index(result.scenario.part)):
         survivor_reports = [result.reports[r] for r in result.survivors if r in result.reports]
         times = "/".join(f"{report.seconds:.1f}" for report in survivor_reports)
-        victim = result.reports.get(VICTIM)
+        faulty_report = result.reports.get(FAULTY_RANK)
         lines.append(
             _table_row(
                 [
@@ -221,7 +233,7 @@ def markdown(results: Sequence[FaultResult]) -> str:
                     str(result.scenario),
                     f"{times} s" if times else "-",
                     "; ".join(dict.fromkeys(map(_describe_error, survivor_reports))) or "-",
-                    "-" if victim is None else _describe_error(victim),
+                    "-" if faulty_report is None else _describe_error(faulty_report),
                     "; ".join(result.findings()).replace("|", "/") or "none",
                 ]
             )
@@ -229,20 +241,20 @@ def markdown(results: Sequence[FaultResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(results: Sequence[FaultResult]) -> str:
-    """Return a one-line summary."""
+def format_summary(results: Sequence[FaultResult]) -> str:
+    """Format a one-line summary of the results."""
     failed = sum(bool(result.findings()) for result in results)
     seconds = (
         report.seconds
         for result in results
         for rank, report in result.reports.items()
-        if rank != VICTIM
+        if rank != FAULTY_RANK
     )
     slowest = max(seconds, default=0.0)
     return f"{len(results)} scenarios, {failed} with findings, slowest survivor {slowest:.1f} s"
 
 
-def as_json(results: Sequence[FaultResult]) -> list[dict[str, object]]:
+def to_json(results: Sequence[FaultResult]) -> list[dict[str, object]]:
     """Return the results as JSON-compatible data."""
     return [
         {

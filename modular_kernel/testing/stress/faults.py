@@ -1,8 +1,8 @@
 """Run the ranks of a fault scenario: one rank fails, and the others must raise in time.
 
-Works for any part over ranks that creates its communicator from a process group, and reads its
-deadline from MK_DEADLINE_S. A part whose calls do not wait for the device, and which reports errors
-later, must provide `check()`, which waits and raises CommunicationError.
+This works for any distributed part that creates its communicator from a process group and reads its
+deadline from MK_DEADLINE_S. A part whose calls do not wait for the device, and which thus reports
+errors later, must provide `check()`, which waits and raises CommunicationError.
 """
 
 import os
@@ -25,11 +25,11 @@ from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, make_inputs
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 
-VICTIM = 1  # the rank that fails
+FAULTY_RANK = 1  # the rank that fails
 DEADLINE_S = 1.0
-SLACK_S = 2.0  # time that other ranks may take in addition to the deadline
+SLACK_S = 2.0  # how much longer than the deadline the other ranks may take to raise an error
 RECOVERY_DEADLINE_S = 10.0  # deadline of calls that must succeed
-# Where the victim fails -> phases in which other ranks may detect it.
+# Maps the point at which the faulty rank fails to the phases in which other ranks may detect it.
 POINTS: dict[str, frozenset[str]] = {
     "before dispatch": frozenset({"counts", "dispatch"}),
     "in dispatch": frozenset({"dispatch", "combine"}),
@@ -42,7 +42,7 @@ KINDS = (*KINDS_AT_POINTS, "raises", "overflow", "refuses", "disagrees")
 SIZES: dict[str, object] = {"hidden": 48, "intermediate": 40, "experts": 8, "top_k": 3}
 TOKENS = (4, 3, 5, 4)  # tokens of each rank, repeated cyclically
 CPU_LAYER: tuple[tuple[str, object], ...] = (*SIZES.items(), ("dtype", torch.float32))
-# NVLink libraries support bfloat16 and multiples of 512 columns.
+# NVLink libraries support only bfloat16 and hidden sizes that are multiples of 512.
 GPU_LAYER: tuple[tuple[str, object], ...] = (
     *{**SIZES, "hidden": 2048, "intermediate": 128, "top_k": 2}.items(),
     ("dtype", torch.bfloat16),
@@ -51,27 +51,36 @@ GPU_LAYER: tuple[tuple[str, object], ...] = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """A fault at rank 1 of a layer that is called twice.
+    """A fault of rank 1 in a layer that is called twice.
 
     Kinds:
 
-    - "killed", "stopped", "late": what happens to the process of rank 1 at `point`, one of POINTS.
+    - "killed", "stopped", "late": the process of rank 1 is killed, stopped or delayed at `point`.
     - "raises": its prepare (if `point` is "before dispatch") or its experts raise an exception.
     - "overflow": it passes more tokens than problem.tokens.
     - "refuses": it passes x with another dtype.
-    - "disagrees": its problem has the fields of `other`; "experts_part" stands for other experts.
+    - "disagrees": its problem is changed by the fields in `faulty_changes`; the key "experts_part"
+      selects a different experts part.
 
-    part: a PrepareAndFinalize. layer: fields of the problem. experts: None means the first experts
-    that are compatible with the part. checked: False for a manager whose ranks agree on the host in
-    the first call only. Raises ConfigurationError for an unknown kind or point.
+    Raises ConfigurationError for an unknown kind or point.
+
+    Attributes:
+        part: name of a PrepareAndFinalize.
+        kind: one of KINDS, as described above.
+        point: one of POINTS, or "".
+        faulty_changes: fields of the problem that rank 1 changes, with kind "disagrees".
+        layer: fields of the problem.
+        experts_part: name of an experts part; None means the first one that is compatible.
+        deadline_s: deadline of exchanges.
+        checked: if False, the ranks check only in the first call on the host that they agree.
     """
 
     part: str
     kind: str
     point: str = ""
-    other: tuple[tuple[str, object], ...] = ()
+    faulty_changes: tuple[tuple[str, object], ...] = ()
     layer: tuple[tuple[str, object], ...] = CPU_LAYER
-    experts: str | None = None
+    experts_part: str | None = None
     deadline_s: float = DEADLINE_S
     checked: bool = True
 
@@ -99,7 +108,7 @@ class Scenario:
         if self.kind == "overflow":
             return "more tokens than problem.tokens"
         if self.kind == "disagrees":
-            names = (name.replace("experts_part", "pairing") for name, _ in self.other)
+            names = (name.replace("experts_part", "pairing") for name, _ in self.faulty_changes)
             return "another " + ", ".join(names)
         return f"{self.kind} {self.point}"
 
@@ -108,9 +117,14 @@ class Scenario:
 class RankReport:
     """Result of one rank.
 
-    error: name of the error, or "". num_completed: number of completed calls, all with correct
-    output. phase, peers: those of a CommunicationError. last_record: newest record of its
-    exchanges, if its manager keeps records. usable_again: whether a new kernel works afterwards.
+    Attributes:
+        error: type of the error that ended the calls, or "".
+        message: message of the error, or "".
+        seconds: time until the error.
+        num_completed: number of completed calls, all with correct output.
+        phase, peers: attributes of a CommunicationError.
+        last_record: newest record of the rank's exchanges, if its manager keeps records.
+        usable_again: whether a new kernel works afterwards.
     """
 
     error: str
@@ -127,8 +141,11 @@ class RankReport:
 class FaultContext:
     """A scenario on one rank.
 
-    folder: where each rank creates a file, named by its number, when it has finished. pids: process
-    ids by rank.
+    Attributes:
+        scenario: the scenario.
+        rank, world_size, group: this rank, the number of ranks, and the process group.
+        folder: folder in which each rank creates a file, named by its number, when it has finished.
+        pids: process ids by rank.
     """
 
     scenario: Scenario
@@ -142,47 +159,47 @@ class FaultContext:
     def machine(self) -> Machine:
         return this_machine(device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
 
-    def problem(self, **changes: Any) -> Problem:
-        """Return this rank's problem, for one token more than any rank passes."""
+    def make_problem(self, **changes: Any) -> Problem:
+        """Make this rank's problem, sized for one token more than any rank passes."""
         parallel = Parallel(self.world_size, rank=self.rank)
         fields: dict[str, Any] = {**dict(self.scenario.layer), **changes}
         return Problem(tokens=max(self.tokens_W) + 1, parallel=parallel, **fields)
 
     @property
-    def replicated(self) -> bool:
+    def is_replicated(self) -> bool:
         requires = load_catalog().prepare_finalize(self.scenario.part).requires
         return requires.replicated_input
 
     @property
     def tokens_W(self) -> tuple[int, ...]:
         tokens = tuple(TOKENS[rank % len(TOKENS)] for rank in range(self.world_size))
-        return (tokens[0],) * self.world_size if self.replicated else tokens
+        return (tokens[0],) * self.world_size if self.is_replicated else tokens
 
-    def inputs(self, problem: Problem, tokens_W: tuple[int, ...]) -> Inputs:
-        """Return this rank's tokens and the weights of its experts."""
-        total = tokens_W[0] if self.replicated else sum(tokens_W)
+    def make_inputs(self, problem: Problem, tokens_W: tuple[int, ...]) -> Inputs:
+        """Make this rank's tokens, and the weights of its experts."""
+        total = tokens_W[0] if self.is_replicated else sum(tokens_W)
         global_problem = replace(problem, tokens=total, parallel=Parallel())
-        start = 0 if self.replicated else sum(tokens_W[: self.rank])
+        start = 0 if self.is_replicated else sum(tokens_W[: self.rank])
         device = torch.device(self.machine.device)
         rows = slice(start, start + tokens_W[self.rank])
         all_inputs = make_inputs(global_problem, "uniform", torch.device("cpu"))
         return inputs_of_rank(all_inputs, rows, problem, FencedMemory(device), strided=False)
 
-    def experts(self, problem: Problem) -> str:
-        """Return the scenario's experts, or the first that are compatible with the part."""
-        if self.scenario.experts is not None:
-            return self.scenario.experts
+    def choose_experts(self, problem: Problem) -> str:
+        """Return the scenario's experts part, or the first one that is compatible with the part."""
+        if self.scenario.experts_part is not None:
+            return self.scenario.experts_part
         preferred = ("TorchExperts", "NaiveBatchedExperts")
         for name in (*preferred, *load_catalog().names("experts")):
             if check(self.scenario.part, name, problem, self.machine).ok:
                 return name
         return preferred[0]  # make_kernel reports why they are not compatible
 
-    def kernel(self, problem: Problem, experts: str) -> FusedMoEModularKernel:
+    def make_kernel(self, problem: Problem, experts: str) -> FusedMoEModularKernel:
         part, group = self.scenario.part, self.group
         if not self.scenario.checked:
-            manager_class: Any = load_catalog().prepare_finalize(part)
-            group = manager_class.manager_class(group, checked=False)
+            part_class: Any = load_catalog().prepare_finalize(part)
+            group = part_class.manager_class(group, checked=False)
         return make_kernel(part, experts, problem, group=group, machine=self.machine)
 
     def synchronize_ranks(self) -> None:
@@ -193,9 +210,9 @@ class FaultContext:
         Path(self.folder, str(self.rank)).touch()
 
     def wait_for_others(self) -> None:
-        """Wait until all ranks except the victim have finished, but not forever."""
+        """Wait until all ranks except the faulty one have finished, or a timeout expires."""
         end = time.monotonic() + self.scenario.deadline_s + 2 * SLACK_S
-        others = [Path(self.folder, str(r)) for r in range(self.world_size) if r != VICTIM]
+        others = [Path(self.folder, str(r)) for r in range(self.world_size) if r != FAULTY_RANK]
         while not all(path.exists() for path in others) and time.monotonic() < end:
             time.sleep(0.01)
 
@@ -212,7 +229,7 @@ def run_faulty_rank(
     folder: str,
     pids: tuple[int, ...],
 ) -> RankReport:
-    """Run one rank of a scenario; return the error that it raised and the seconds until then."""
+    """Run one rank of a scenario; report the error that it raised, and after how many seconds."""
     context = FaultContext(scenario, rank, world_size, group, folder, pids)
     run = _run_with_other_layer if scenario.kind == "disagrees" else _run_with_fault
     report = run(context)
@@ -222,54 +239,58 @@ def run_faulty_rank(
 
 
 def _run_with_fault(context: FaultContext) -> RankReport:
-    """Make a correct call, then up to two calls, in one of which the victim fails."""
-    scenario, problem = context.scenario, context.problem()
-    inputs = context.inputs(problem, context.tokens_W)
-    if inputs.x_TH.is_cuda:  # compile kernels now, which may take longer than the deadline
+    """Make a correct call, then up to two calls, in one of which the faulty rank fails."""
+    scenario, problem = context.scenario, context.make_problem()
+    inputs = context.make_inputs(problem, context.tokens_W)
+    if inputs.x_TH.is_cuda:  # compile the kernels now, because this may exceed the deadline
         _is_usable(context)
     context.synchronize_ranks()
     with use_deadline(scenario.deadline_s):
-        kernel = context.kernel(problem, context.experts(problem))
+        kernel = context.make_kernel(problem, context.choose_experts(problem))
     expected = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
     _raise_pending_errors(kernel)
     context.synchronize_ranks()
-    if context.rank == VICTIM and scenario.kind == "overflow":
+    if context.rank == FAULTY_RANK and scenario.kind == "overflow":
         too_many_W = tuple(problem.tokens + 4 for _ in context.tokens_W)
-        inputs = context.inputs(problem, too_many_W)
-    elif context.rank == VICTIM and scenario.kind == "refuses":
+        inputs = context.make_inputs(problem, too_many_W)
+    elif context.rank == FAULTY_RANK and scenario.kind == "refuses":
         inputs = replace(inputs, x_TH=inputs.x_TH.double())
-    elif context.rank == VICTIM:
+    elif context.rank == FAULTY_RANK:
         _install_fault(kernel, context)
-    report = report_two_calls(kernel, inputs, expected)
+    report = run_two_calls(kernel, inputs, expected)
     context.mark_finished()
-    if scenario.kind == "stopped" and context.rank == (VICTIM + 1) % context.world_size:
+    if scenario.kind == "stopped" and context.rank == (FAULTY_RANK + 1) % context.world_size:
         context.wait_for_others()
-        os.kill(context.pids[VICTIM], signal.SIGCONT)
+        os.kill(context.pids[FAULTY_RANK], signal.SIGCONT)
     return report
 
 
 def _run_with_other_layer(context: FaultContext) -> RankReport:
-    """Make up to two calls, in which the victim uses another layer."""
-    changes: dict[str, Any] = dict(context.scenario.other) if context.rank == VICTIM else {}
+    """Make up to two calls, in which the faulty rank uses a different layer."""
+    changes: dict[str, Any] = (
+        dict(context.scenario.faulty_changes) if context.rank == FAULTY_RANK else {}
+    )
     experts = changes.pop("experts_part", None)
-    problem = context.problem(**changes)
-    inputs = context.inputs(problem, context.tokens_W)
+    problem = context.make_problem(**changes)
+    inputs = context.make_inputs(problem, context.tokens_W)
     context.synchronize_ranks()
     started = time.monotonic()
     try:
         with use_deadline(context.scenario.deadline_s):
-            kernel = context.kernel(problem, experts or context.experts(context.problem()))
+            kernel = context.make_kernel(
+                problem, experts or context.choose_experts(context.make_problem())
+            )
     except Exception as error:  # noqa: BLE001  a part may detect it in its constructor
         return _error_report(error, time.monotonic() - started, 0)
-    return report_two_calls(kernel, inputs, None)
+    return run_two_calls(kernel, inputs, None)
 
 
-def report_two_calls(
+def run_two_calls(
     kernel: FusedMoEModularKernel, inputs: Inputs, expected: torch.Tensor | None
 ) -> RankReport:
-    """Make up to two calls, each of which must return `expected` or raise; return the report.
+    """Make up to two calls, each of which must return `expected` or raise an error.
 
-    expected: None if the calls must raise.
+    expected: the expected output; None if the calls must raise.
     """
     is_deterministic = kernel.prepare_finalize.requires.deterministic
 
@@ -277,17 +298,17 @@ def report_two_calls(
         out = kernel(inputs.x_TH, inputs.weights, inputs.routing)
         _raise_pending_errors(kernel)
         if expected is None:
-            raise AssertionError("a call succeeded although ranks use different layers")
+            raise AssertionError("a call succeeded although the ranks use different layers")
         if not (torch.equal(out, expected) if is_deterministic else torch.allclose(out, expected)):
             raise AssertionError("a call returned a wrong result")
 
-    return report_of_calls(call, getattr(kernel.prepare_finalize, "manager", None), calls=2)
+    return run_calls(call, getattr(kernel.prepare_finalize, "manager", None), calls=2)
 
 
-def report_of_calls(call: Callable[[], object], manager: Any, *, calls: int = 1) -> RankReport:
-    """Make `calls` calls, or until one raises; return the report.
+def run_calls(call: Callable[[], object], manager: Any, *, calls: int = 1) -> RankReport:
+    """Make up to `calls` calls, stopping at the first that raises; return the report.
 
-    manager: that of the part, or None. Its `last_calls` are the records of exchanges.
+    manager: the part's manager, or None. Exchange records are read from `manager.last_calls`.
     """
     started, completed = time.monotonic(), 0
     try:
@@ -345,16 +366,16 @@ def _install_fault(kernel: FusedMoEModularKernel, context: FaultContext) -> None
 
         setattr(owner, name, wrapped)
 
-    # With prepare_no_receive, a part is in its dispatch between sending and receiving.
+    # When prepare_no_receive returns, the dispatch has been sent but not received.
     wrap("prepare_no_receive", part, "before dispatch", "in dispatch")
     if not part.has_prepare_no_receive():
         wrap("prepare", part, "before dispatch", "in dispatch")
     wrap("apply", experts, "after dispatch", "")
-    exchanges = getattr(part, "manager", None)
-    in_exchange = hasattr(exchanges, "_start")
+    manager = getattr(part, "manager", None)
+    in_exchange = hasattr(manager, "_start")
     wrap("finalize", part, "before combine", "" if in_exchange else "in combine")
     if in_exchange:
-        _patch_exchanges(exchanges, reach_point)
+        _patch_exchanges(manager, reach_point)
 
 
 def _patch_exchanges(manager: Any, reach_point: Callable[[str], None]) -> None:
@@ -385,11 +406,11 @@ def _fail(context: FaultContext) -> None:
 
 
 def _is_usable(context: FaultContext) -> bool:
-    """Return whether a new kernel on the caller's group gives two equal, finite outputs."""
-    problem = context.problem()
-    inputs = context.inputs(problem, context.tokens_W)
+    """Return whether a new kernel on the same group returns two equal and finite outputs."""
+    problem = context.make_problem()
+    inputs = context.make_inputs(problem, context.tokens_W)
     with use_deadline(RECOVERY_DEADLINE_S):
-        kernel = context.kernel(problem, context.experts(problem))
+        kernel = context.make_kernel(problem, context.choose_experts(problem))
     first = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
     second = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     _raise_pending_errors(kernel)

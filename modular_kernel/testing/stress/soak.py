@@ -1,9 +1,9 @@
-"""Soak test: many calls of varied size over ranks, with checks of outputs and memory.
+"""Soak test: many calls of varying size on several ranks, with checks of outputs and memory.
 
 The layer is small, so that many calls can be made. Each step calls the kernel, a plan, or a CUDA
-graph of the plan on one of several input sets. Every `check_every` steps, an input set is drawn
-anew, and the output of that step is compared with the oracle. All ranks draw from the same seed, so
-they agree without communication.
+graph of the plan on one of several input sets. Every `check_every` steps, a new input set is drawn,
+and the output of that step is compared with the oracle. All ranks use the same seed, so they draw
+the same inputs without communication.
 """
 
 import gc
@@ -30,7 +30,7 @@ from modular_kernel.testing.stress.soak_inputs import (
 )
 
 _NUM_EAGER_INPUTS, _NUM_GRAPH_INPUTS = 16, 4  # numbers of input sets
-# Relative frequencies of the modes, with and without CUDA graphs.
+# Relative frequencies of the ways to make a call, with and without CUDA graphs.
 _MODE_WEIGHTS_GRAPH = {"graph": 6, "plan": 3, "kernel": 1}
 _MODE_WEIGHTS = {"plan": 7, "kernel": 3}
 _PREFERRED_EXPERTS = {"cuda": "TritonExperts", "cpu": "TorchExperts"}
@@ -42,12 +42,18 @@ _MAX_FINDINGS = 5
 class Soak:
     """Parameters of a soak test, which ends after `steps` or `seconds`, whichever comes first.
 
-    part: a PrepareAndFinalize. experts: None means experts that are compatible and fast to call.
-    tokens: maximum per rank. hosts: number of simulated hosts. checked: False for a manager whose
-    ranks agree on the host in the first call only. check_every: number of steps between checks.
-    warmup_steps: number of steps, limited to a tenth of the run, after which GPU memory may grow by
-    at most cuda_bytes, resident memory by at most rss_bytes, and the number of open files and
-    threads must not grow.
+    After the warm-up, GPU memory may grow by at most cuda_bytes, resident memory may grow by at
+    most rss_bytes, and the number of open files and threads must not grow.
+
+    Attributes:
+        part: name of a PrepareAndFinalize.
+        experts: name of an experts part; None means one that is compatible and fast to call.
+        tokens: maximum number of tokens per rank.
+        num_experts: number of experts.
+        check_every: number of steps between checks.
+        warmup_steps: number of steps in the warm-up, limited to a tenth of the run.
+        hosts: number of simulated hosts.
+        checked: if False, the ranks check only in the first call on the host that they agree.
     """
 
     part: str
@@ -87,10 +93,14 @@ class Soak:
 class SoakReport:
     """Result of one rank.
 
-    checked: number of outputs that were checked. modes: number of steps by mode. worst: largest
-    error of the checked outputs, relative to its bound. cuda_growth, rss_growth: in bytes.
-    handles_growth: of the number of open files and threads. findings: every deviation from the
-    expected behavior.
+    Attributes:
+        steps: number of steps.
+        checked: number of outputs that were checked.
+        modes: number of steps by the way in which the call was made.
+        worst: largest error of the checked outputs, relative to its bound.
+        cuda_growth, rss_growth: growth of GPU memory and of resident memory in bytes.
+        handles_growth: growth of the number of open files and threads.
+        findings: every deviation from the expected behavior.
     """
 
     steps: int
@@ -114,11 +124,11 @@ class SoakReport:
         )
 
 
-def soak(rank: int, world_size: int, group: Any, params: Soak) -> SoakReport:
-    """Run the soak test on one rank of a RankPool. An error gets a note with the step."""
+def run_soak(rank: int, world_size: int, group: Any, params: Soak) -> SoakReport:
+    """Run the soak test on one rank of a RankPool. If it raises an error, a note names the step."""
     run = _Run(rank, world_size, group, params)
     try:
-        report = run.all_steps()
+        report = run.run_all_steps()
         run.close()
         return report
     except Exception as error:
@@ -136,7 +146,7 @@ class _Run:
             torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         )
         self.device, self.step, self.mode = device, 0, "set-up"
-        self.random = random.Random(params.seed)
+        self.rng = random.Random(params.seed)
         self.modes: Counter[str] = Counter()
         self.checked, self.worst = 0, 0.0
         self.findings: list[str] = []
@@ -153,15 +163,15 @@ class _Run:
         self.source = SoakInputSource(
             problem,
             device,
-            self.random,
+            self.rng,
             replicated=requires.replicated_input,
             ids_dtype=part.topk_indices_dtype() or torch.int32,
         )
-        self.wait_for_device: Callable[[], object] | None = getattr(part, "check", None)
-        self.eager = [self.source.draw_inputs() for _ in range(_NUM_EAGER_INPUTS)]
+        self.check_part: Callable[[], object] | None = getattr(part, "check", None)
+        self.eager_inputs = [self.source.draw_inputs() for _ in range(_NUM_EAGER_INPUTS)]
         num_graphs = _NUM_GRAPH_INPUTS if problem.graph else 0
         self._graphs = list[torch.cuda.CUDAGraph]()
-        self.captured = [self._capture() for _ in range(num_graphs)]
+        self.captured_inputs = [self._capture() for _ in range(num_graphs)]
         frequencies = _MODE_WEIGHTS_GRAPH if num_graphs else _MODE_WEIGHTS
         self.mode_choices = [mode for mode, count in frequencies.items() for _ in range(count)]
 
@@ -184,7 +194,7 @@ class _Run:
         return inputs
 
     def close(self) -> None:
-        """Reset the graphs, which hold the communicator, and close the part's manager."""
+        """Reset the graphs, which keep the communicator alive, and close the part's manager."""
         for graph in self._graphs:
             graph.reset()
         part: Any = self.kernel.prepare_finalize
@@ -193,24 +203,24 @@ class _Run:
 
     # -------------------------------------------------------------------------------- steps
 
-    def all_steps(self) -> SoakReport:
-        """Run until any rank has reached a limit; return the report."""
+    def run_all_steps(self) -> SoakReport:
+        """Make steps until any rank has reached a limit; return the report."""
         params, started = self.params, time.monotonic()
         warmup_steps = min(params.warmup_steps, max(params.steps // 10, params.check_every))
-        before, last_progress = self._resource_usage(), started
+        before, last_progress = self._measure_resources(), started
         while not self._should_stop(started):
             for _ in range(params.check_every - 1):
                 self._step()
             self._step(redraw=True)
             if self.step <= warmup_steps:
-                before = self._resource_usage()
+                before = self._measure_resources()
             if self.rank == 0 and time.monotonic() - last_progress > _PROGRESS_INTERVAL_S:
                 last_progress = time.monotonic()
                 progress = (
                     f"{self.step} steps, {last_progress - started:.0f} s, {self.checked} checked"
                 )
                 print(progress, file=sys.stderr, flush=True)  # noqa: T201  in a worker process
-        after = self._resource_usage()
+        after = self._measure_resources()
         growth = after[0] - before[0], after[1] - before[1], after[2] - before[2]
         names = "bytes of the GPU", "bytes of the process", "open files and threads"
         max_growth = params.cuda_bytes, params.rss_bytes, 0
@@ -228,25 +238,25 @@ class _Run:
         )
 
     def _step(self, *, redraw: bool = False) -> None:
-        """Make one call. redraw: whether to draw the input set anew and check the output."""
+        """Make one call. redraw: whether to draw new inputs and to check the output."""
         self.step += 1
-        self.mode = self.random.choice(self.mode_choices)
+        self.mode = self.rng.choice(self.mode_choices)
         self.modes[self.mode] += 1
-        input_sets = self.captured if self.mode == "graph" else self.eager
-        index = self.random.randrange(len(input_sets))
+        input_sets = self.captured_inputs if self.mode == "graph" else self.eager_inputs
+        index = self.rng.randrange(len(input_sets))
         if redraw:
-            self._refresh(input_sets, index)
+            self._redraw_inputs(input_sets, index)
         out = self._call(input_sets[index])
         if not redraw:
             return
-        if self.wait_for_device is not None:
-            self.wait_for_device()
+        if self.check_part is not None:
+            self.check_part()
         worst, message = compare_with_oracle(input_sets[index], out, self.kernel.problem)
         self.checked, self.worst = self.checked + 1, max(self.worst, worst)
         if message:
             self.findings.append(f"step {self.step}, {self.mode}: {message}")
 
-    def _refresh(self, input_sets: list[SoakInputs], index: int) -> None:
+    def _redraw_inputs(self, input_sets: list[SoakInputs], index: int) -> None:
         old = input_sets[index]
         if old.replay is None:
             input_sets[index] = self.source.draw_inputs()
@@ -265,14 +275,14 @@ class _Run:
         return call(inputs.x_TH, self.source.weights, inputs.routing)
 
     def _should_stop(self, started: float) -> bool:
-        """Return whether any rank has reached a limit, so that all ranks stop together."""
+        """Return whether any rank has reached a limit. All ranks return the same value."""
         is_late = time.monotonic() - started > self.params.seconds
         is_done = self.step >= self.params.steps or len(self.findings) >= _MAX_FINDINGS
         vote = torch.tensor([float(is_late or is_done)], device=self.device)
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group)
         return bool(vote.item())
 
-    def _resource_usage(self) -> tuple[int, int, int]:
+    def _measure_resources(self) -> tuple[int, int, int]:
         """Return allocated GPU bytes, resident bytes, and the number of open files and threads."""
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
@@ -285,7 +295,10 @@ class _Run:
 
 
 def _find_experts(part: str, problem: Problem, machine: Machine) -> str:
-    """Return experts that are compatible with the part. Raise ConfigurationError if none are."""
+    """Return the name of experts that are compatible with the part.
+
+    Raises ConfigurationError if there are none.
+    """
     names = (_PREFERRED_EXPERTS[machine.device], *load_catalog().names("experts"))
     for name in names:
         if check(part, name, problem, machine).ok:

@@ -1,4 +1,4 @@
-"""Draw input sets of a soak test: the tokens and routing of every rank, equally on all ranks."""
+"""Draw the input sets of a soak test. Every rank draws the same tokens and routing of all ranks."""
 
 import random
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, make_inputs
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
-from modular_kernel.testing.verify.over_ranks import recipe_over_ranks
+from modular_kernel.testing.verify.over_ranks import compute_recipe_across_ranks
 
 _CPU = torch.device("cpu")
-_SKEWS = (0.0, 0.5, 1.2, 4.0)  # probabilities of experts are proportional to rank ** -skew
+_SKEWS = (0.0, 0.5, 1.2, 4.0)  # expert probabilities are proportional to n ** -skew, n = 1, 2, ...
 _IDLE_PROBABILITY = 0.15  # probability that a rank has no tokens
-_SKIP_PROBABILITY = 0.05  # probability that a pair has no expert
-ERROR_FACTOR = 2.0  # bound of the error of a call, relative to that of plain torch
-# Bound of the error of a row, relative to a typical row of plain torch. It is large because
+_SKIP_PROBABILITY = 0.05  # probability that a pair is skipped
+ERROR_FACTOR = 2.0  # bound of the error of a call, relative to the error of plain torch
+# Bound of the error of a row, relative to the typical row error of plain torch. It is large because
 # thousands of rows are compared.
 ROW_ERROR_FACTOR = 8.0
 _EPS = 1e-6
@@ -28,9 +28,13 @@ _EPS = 1e-6
 class SoakInputs:
     """The inputs of one call.
 
-    tokens_W: number of tokens of each rank. global_inputs: the tokens of all ranks and the weights
-    of all experts, on the CPU. local_tokens: the slice of this rank's tokens. x_TH, routing: those
-    of this rank, on its device. replay: replays a captured call, which writes `out`.
+    Attributes:
+        tokens_W: number of tokens of each rank.
+        global_inputs: the tokens of all ranks and the weights of all experts, on the CPU.
+        local_tokens: the slice of this rank's tokens.
+        x_TH, routing: the tokens and the routing of this rank, on its device.
+        replay: replays a captured call, which writes `out`; None if no call was captured.
+        out: the output tensor of the captured call.
     """
 
     tokens_W: tuple[int, ...]
@@ -42,7 +46,7 @@ class SoakInputs:
     out: torch.Tensor | None = None
 
     def refill(self, new: "SoakInputs") -> None:
-        """Copy the values of another input set with the same sizes into this one's tensors."""
+        """Copy the values of another input set with the same sizes into the tensors of this one."""
         self.global_inputs = new.global_inputs
         self.x_TH.copy_(new.x_TH)
         self.routing.topk_weights_TK.copy_(new.routing.topk_weights_TK)
@@ -52,8 +56,10 @@ class SoakInputs:
 class SoakInputSource:
     """Draws input sets for one rank.
 
-    problem: that of the rank. rng: must have the same state on all ranks. replicated: whether all
-    ranks pass the same tokens. ids_dtype: dtype of topk_ids.
+    problem: the problem of the rank.
+    rng: random numbers; it must have the same state on all ranks.
+    replicated: whether all ranks pass the same tokens.
+    ids_dtype: dtype of topk_ids.
     """
 
     def __init__(
@@ -76,7 +82,10 @@ class SoakInputSource:
         ).weights
 
     def draw_inputs(self, tokens_W: tuple[int, ...] | None = None) -> SoakInputs:
-        """Draw a new input set. tokens_W: number of tokens of each rank; None draws them, too."""
+        """Draw a new input set.
+
+        tokens_W: number of tokens of each rank; None means that these are drawn, too.
+        """
         parallel, rng = self.problem.parallel, self.rng
         if tokens_W is None:
             max_tokens = self.problem.tokens
@@ -87,7 +96,7 @@ class SoakInputSource:
         start = 0 if self._replicated else sum(tokens_W[: parallel.rank])
         local = slice(start, start + tokens_W[parallel.rank])
         generator = torch.Generator().manual_seed(rng.getrandbits(32))
-        routing = self._routing(total, _SKEWS[rng.randrange(len(_SKEWS))], generator)
+        routing = self._draw_routing(total, _SKEWS[rng.randrange(len(_SKEWS))], generator)
         x_TH = torch.randn(total, self.problem.hidden, generator=generator)
         x_TH = x_TH.to(self.problem.dtype)
         local_routing = Routing(
@@ -99,13 +108,13 @@ class SoakInputSource:
             tokens_W, global_inputs, local, x_TH[local].to(self.device, copy=True), local_routing
         )
 
-    def _routing(self, tokens: int, skew: float, generator: torch.Generator) -> Routing:
+    def _draw_routing(self, tokens: int, skew: float, generator: torch.Generator) -> Routing:
         experts, top_k = self.problem.experts, self.problem.top_k
-        probs = torch.arange(1, experts + 1).float() ** -skew
-        probs = probs[torch.randperm(experts, generator=generator)]
+        probabilities = torch.arange(1, experts + 1).float() ** -skew
+        probabilities = probabilities[torch.randperm(experts, generator=generator)]
         ids = torch.empty(0, top_k, dtype=torch.int64)
         if tokens:
-            ids = torch.multinomial(probs.expand(tokens, -1), top_k, generator=generator)
+            ids = torch.multinomial(probabilities.expand(tokens, -1), top_k, generator=generator)
         ids[torch.rand(ids.shape, generator=generator) < _SKIP_PROBABILITY] = -1
         weights = torch.rand(ids.shape, generator=generator) + 0.1
         return Routing(weights, ids.to(self._ids_dtype))
@@ -114,10 +123,10 @@ class SoakInputSource:
 def compare_with_oracle(
     inputs: SoakInputs, out: torch.Tensor, problem: Problem
 ) -> tuple[float, str]:
-    """Compare this rank's output, (T, H), with the oracle.
+    """Compare this rank's output, (T, H), with the oracle. Synchronizes the device.
 
-    Returns the error relative to its bound, and a message, "" if the output is correct. The bound
-    depends on the error of plain torch over all ranks' tokens. Synchronizes the device.
+    Returns (error relative to its bound, message). The message is "" if the output is correct. The
+    bound depends on the error of plain torch for the tokens of all ranks.
     """
     global_inputs, tokens = inputs.global_inputs, len(inputs.global_inputs.x_TH)
     if not tokens:
@@ -126,7 +135,9 @@ def compare_with_oracle(
     global_exact = oracle(
         global_inputs.x_TH, global_inputs.weights, global_inputs.routing, global_problem
     ).double()
-    recipe_error_T = (recipe_over_ranks(global_inputs, problem) - global_exact).norm(dim=1)
+    recipe_error_T = (compute_recipe_across_ranks(global_inputs, problem) - global_exact).norm(
+        dim=1
+    )
     output, exact = out.cpu().double(), global_exact[inputs.local_tokens]
     local_recipe_error = recipe_error_T[inputs.local_tokens]
     if output.shape != exact.shape or not bool(output.isfinite().all()):
@@ -141,6 +152,9 @@ def compare_with_oracle(
         relative_error * torch.maximum(row_norms, row_norms.mean()) + _EPS
     )
     if error_ratio > 1 or bool(is_wrong_row.any()):
-        message = f"{error_ratio:.2f} of its bound, {int(is_wrong_row.sum())} rows far off"
+        message = (
+            f"the error is {error_ratio:.2f} of its bound; {int(is_wrong_row.sum())} rows exceed "
+            "the bound for rows"
+        )
         return error_ratio, message
     return error_ratio, ""

@@ -1,10 +1,10 @@
-"""Compare a part with a bitwise reference, which detects a single undeclared rounding.
+"""Compare a part with a bitwise reference, to detect even a single undeclared rounding.
 
 The reference multiplies the same numbers as the part and rounds exactly where the part declares a
-rounding. It differs only in the order of float32 sums, which occasionally moves a value across the
-midpoint between two 16-bit numbers. The tolerance is the share of values that change when the
-reference's own sums are perturbed at random. An undeclared rounding (of router weights, partial
-sums or weights) changes at least a quarter of all values.
+rounding. The two differ only in the order of float32 sums, which occasionally moves a value across
+the midpoint between two 16-bit numbers. The tolerance is derived from the fraction of values that
+change when the sums of the reference are perturbed at random. An undeclared rounding (of router
+weights, partial sums or weights) changes at least a quarter of all values.
 """
 
 from collections.abc import Iterator
@@ -13,142 +13,157 @@ import torch
 
 from modular_kernel import reference
 from modular_kernel.spec.rounding import Roundings
-from modular_kernel.testing.cases.hostile import token_groups
+from modular_kernel.testing.cases.value_kinds import assign_token_groups
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial
 
-# Minimum tolerance for the median row. In all 16-bit cases of the built-in parts, no value of the
-# median row differed (triton 3.6 interpreted, torch 2.13, CPU).
-TYPICAL_SHARE = 0.03
-SHARE_FACTOR = 3.0  # tolerance, relative to the share of the perturbed reference
-# One changed value of h changes up to this share of its row's outputs. If it is the largest of its
-# row, it also changes the 8-bit scale and thus nearly all outputs. Such rows are rare.
-ROW_SHARE = 0.125
-ODD_ROW_INTERVAL = 8  # one row in eight, plus one, may exceed ROW_SHARE
+# Minimum tolerance for the fraction of differing values in the median row. In all 16-bit cases of
+# the built-in parts, no value of the median row differed (triton 3.6 interpreted, torch 2.13, CPU).
+MIN_MEDIAN_TOLERANCE = 0.03
+TOLERANCE_FACTOR = 3.0  # tolerance, relative to the fraction of the perturbed reference
+# A single changed value of h affects at most this fraction of the outputs of its row, unless it is
+# the largest value of the row: then the 8-bit scale changes, and with it nearly all outputs. Such
+# rows are rare.
+ROW_MISMATCH_LIMIT = 0.125
+OUTLIER_ROW_INTERVAL = 8  # one row in eight, plus one, may exceed ROW_MISMATCH_LIMIT
 _NUM_PERTURBED = 3  # perturbed references per call
 
 
-def one_rounding(trial: Trial) -> Iterator[str]:
+def check_one_rounding(trial: Trial) -> Iterator[str]:
     """Check that the part rounds where it declares a rounding, and nowhere else."""
     if not _is_comparable(trial):
         return
-    shares, perturbed_shares, roundings = [], [], list[Roundings]()
-    for sample, output in ((trial.first, trial.eager), (trial.second, trial.planned_second)):
-        variants = declared_roundings(trial, sample)
+    mismatches, perturbed_mismatches, roundings = [], [], list[Roundings]()
+    for sample, output in ((trial.first, trial.eager_output), (trial.second, trial.planned_second)):
+        variants = list_declared_roundings(trial, sample)
         if variants is None:
             return
         roundings += [rounding for variant in variants for rounding in variant]
-        references = [perturbed_references(sample, variant, _NUM_PERTURBED) for variant in variants]
-        is_compared = comparable_rows(
+        references = [
+            compute_perturbed_references(sample, variant, _NUM_PERTURBED) for variant in variants
+        ]
+        is_compared = find_comparable_rows(
             sample, references[0][0]
         )  # the first of each list is unperturbed
-        share_R = torch.stack(
-            [share_of_differing_values(output, outputs[0]) for outputs in references]
+        mismatch_R = torch.stack(
+            [mismatch_fraction(output, outputs[0]) for outputs in references]
         ).amin(0)
-        shares.append(share_R[is_compared])
-        perturbed_shares += [
-            share_of_differing_values(perturbed_output, exact_reference)[is_compared]
+        mismatches.append(mismatch_R[is_compared])
+        perturbed_mismatches += [
+            mismatch_fraction(perturbed_output, exact_reference)[is_compared]
             for exact_reference, *perturbed in references
             for perturbed_output in perturbed
         ]
-    yield from check_shares(torch.cat(shares), torch.cat(perturbed_shares), roundings)
+    yield from check_mismatches(torch.cat(mismatches), torch.cat(perturbed_mismatches), roundings)
 
 
 def _is_comparable(trial: Trial) -> bool:
     """Return whether roundings alone can explain a difference from the bitwise reference."""
     problem, scheme = trial.case.problem, trial.case.problem.scheme
     if problem.adapters is not None and trial.case.variation.slot_pattern == "without":
-        return False  # such a call rounds like a layer without adapters
+        return False  # the call uses no adapters, so it rounds like a layer without adapters
     if problem.dtype.itemsize != 2:
-        return False  # the tolerance of `compare` is as strict for float32
+        return False  # for float32, `compare` is already as strict
     if problem.parallel.world_size > 1:
         # Each rank rounds its partial sum of a token before the sums are added, so only a token
-        # with one expert has no additional rounding. A per-tensor scale of h is computed by each
-        # rank, and equals the reference's only if one rank computes all pairs.
+        # with one expert has no additional rounding. Each rank computes its own per-tensor scale of
+        # h, which equals the scale of the reference only if one rank computes all pairs.
         has_one_partial_sum = problem.top_k == 1 and problem.chunk_tokens is None
-        has_computed_tensor_scale = scheme.activation_granularity == "tensor" and not scheme.static
+        has_dynamic_tensor_scale = scheme.activation_granularity == "tensor" and not scheme.static
         if not has_one_partial_sum or (
-            has_computed_tensor_scale and trial.case.routing != "all_to_one"
+            has_dynamic_tensor_scale and trial.case.routing != "all_to_one"
         ):
             return False
     if problem.chunk_tokens and scheme.activation_granularity == "tensor" and not scheme.static:
-        return False  # x has one scale for the call, h one for each chunk
+        return False  # x has one scale for the whole call, but h has one for each chunk
     # GPU tensor cores accumulate fp8 products with fewer bits than float32.
     return scheme.activation != "float8_e4m3fn" or trial.machine.device != "cuda"
 
 
-def check_shares(
-    shares: torch.Tensor, perturbed: torch.Tensor, roundings: list[Roundings]
+def check_mismatches(
+    mismatches: torch.Tensor, perturbed: torch.Tensor, roundings: list[Roundings]
 ) -> Iterator[str]:
-    """Yield a message where more values differ than the perturbed reference allows.
+    """Yield a message for each limit, derived from the perturbed references, that is exceeded.
 
-    shares: per row, the share of values that differ from the reference. perturbed: the same for the
-    perturbed reference.
+    mismatches: (rows,), the fraction of each row's values that differ from the reference.
+    perturbed: (rows of all perturbed references,), the fraction of each row's values that differ
+        between a perturbed reference and the unperturbed one.
+    roundings: the roundings of the reference, which the messages name.
     """
-    if not shares.numel():
+    if not mismatches.numel():
         return
     names = " or ".join(map(str, dict.fromkeys(roundings)))
-    share = float(shares.median())
-    max_share = max(TYPICAL_SHARE, SHARE_FACTOR * float(perturbed.median()))
-    if share > max_share:
+    median_mismatch = float(mismatches.median())
+    max_median_mismatch = max(MIN_MEDIAN_TOLERANCE, TOLERANCE_FACTOR * float(perturbed.median()))
+    if median_mismatch > max_median_mismatch:
         yield (
-            f"{share:.0%} of the values of a typical row differ from the bitwise "
-            f"reference ({names}); at most {max_share:.0%} may differ by the order of sums"
+            f"{median_mismatch:.0%} of the values of the median row differ from the bitwise "
+            f"reference ({names}); at most {max_median_mismatch:.0%} may differ because of "
+            "summation order"
         )
-    num_odd, max_num_odd = int((shares > ROW_SHARE).sum()), 1 + len(shares) // ODD_ROW_INTERVAL
-    max_num_odd += int(SHARE_FACTOR * float((perturbed > ROW_SHARE).double().mean()) * len(shares))
-    if num_odd > max_num_odd:
+    num_outliers, max_num_outliers = (
+        int((mismatches > ROW_MISMATCH_LIMIT).sum()),
+        1 + len(mismatches) // OUTLIER_ROW_INTERVAL,
+    )
+    max_num_outliers += int(
+        TOLERANCE_FACTOR * float((perturbed > ROW_MISMATCH_LIMIT).double().mean()) * len(mismatches)
+    )
+    if num_outliers > max_num_outliers:
         yield (
-            f"{num_odd} of {len(shares)} rows differ from the bitwise reference ({names}); at most "
-            f"{max_num_odd} may differ"
+            f"{num_outliers} of {len(mismatches)} rows differ from the bitwise reference in more "
+            f"than {ROW_MISMATCH_LIMIT:.1%} of their values ({names}); at most "
+            f"{max_num_outliers} may differ by so much"
         )
 
 
-def declared_roundings(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:
-    """Return the variants of roundings that the call of `sample` may have.
+def list_declared_roundings(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:
+    """Return all roundings that the part may apply in the call on `sample`.
 
-    A variant is a list with one entry per chunk. On one rank there is one variant. Over ranks, the
-    roundings of a row depend on how many rows its rank received, so there is a variant for each
-    number of rows from 0 to the tokens of all ranks. Returns None if the part declares no
-    roundings.
+    Each element of the returned list is a variant: a list with the roundings of each chunk. On one
+    rank there is a single variant. With multiple ranks, the roundings of a row depend on how many
+    rows its rank received, so there is a variant for each number of rows from 0 to the total number
+    of tokens. Returns None if the part declares no roundings.
     """
-    experts, i = trial.kernel.experts, sample.pristine
-    if i is sample.global_pristine:
-        roundings = [experts.roundings(i.x_TH[chunk], i.weights) for chunk in _chunks(sample)]
+    experts, inputs = trial.kernel.experts, sample.pristine
+    if inputs is sample.global_pristine:
+        roundings = [
+            experts.roundings(inputs.x_TH[chunk], inputs.weights)
+            for chunk in _split_into_chunks(sample)
+        ]
         if None in roundings:
             return None
         return [[rounding for rounding in roundings if rounding is not None]]
     max_rows = len(sample.global_pristine.x_TH)
-    rows_RH = i.x_TH.new_empty(max_rows, sample.problem.hidden)
+    rows_RH = inputs.x_TH.new_empty(max_rows, sample.problem.hidden)
     variants = {
-        experts.roundings(rows_RH[:count], i.weights): None for count in range(max_rows + 1)
+        experts.roundings(rows_RH[:count], inputs.weights): None for count in range(max_rows + 1)
     }
     if None in variants:
         return None
     return [[rounding] for rounding in variants if rounding is not None]
 
 
-def bitwise_reference(sample: Sample, roundings: list[Roundings]) -> torch.Tensor:
-    """Return the expected output of the call of `sample`, exact up to the order of sums."""
-    (output,) = perturbed_references(sample, roundings, 0)
+def compute_bitwise_reference(sample: Sample, roundings: list[Roundings]) -> torch.Tensor:
+    """Return the expected output of the call on `sample`, bitwise up to summation order."""
+    (output,) = compute_perturbed_references(sample, roundings, 0)
     return output
 
 
-def perturbed_references(
+def compute_perturbed_references(
     sample: Sample, roundings: list[Roundings], num_perturbed: int
 ) -> list[torch.Tensor]:
-    """Return the bitwise reference, then `num_perturbed` outputs with perturbed sums."""
-    i = sample.global_pristine  # over ranks, these are CPU tensors
+    """Return the bitwise reference, followed by `num_perturbed` outputs with perturbed sums."""
+    inputs = sample.global_pristine  # with multiple ranks, these are CPU tensors
     # Each generator perturbs the sums of one reference at random.
     generators = [None, *(torch.Generator().manual_seed(seed) for seed in range(num_perturbed))]
-    parts = [torch.stack([sample.empty_output()[:0].to(i.x_TH.device)] * len(generators))]
-    chunks = _chunks(sample) if i is sample.pristine else [slice(None)]
+    parts = [torch.stack([sample.empty_output()[:0].to(inputs.x_TH.device)] * len(generators))]
+    chunks = _split_into_chunks(sample) if inputs is sample.pristine else [slice(None)]
     for chunk, rounding in zip(chunks, roundings, strict=True):
         parts.append(
             reference.bitwise_references(
-                i.x_TH[chunk],
-                i.weights,
-                i.routing.of(chunk),
+                inputs.x_TH[chunk],
+                inputs.weights,
+                inputs.routing.of(chunk),
                 sample.global_problem,
                 rounding,
                 input_weighted=sample.input_weighted,
@@ -158,20 +173,24 @@ def perturbed_references(
     return list(torch.cat(parts, 1)[:, sample.local_tokens].to(sample.device))
 
 
-def _chunks(sample: Sample) -> list[slice]:
+def _split_into_chunks(sample: Sample) -> list[slice]:
     tokens = len(sample.pristine.x_TH)
     step = sample.problem.chunk_tokens or max(1, tokens)
     return [slice(start, start + step) for start in range(0, tokens, step)]
 
 
-def share_of_differing_values(output: torch.Tensor, reference_output: torch.Tensor) -> torch.Tensor:
-    """Return the share of differing values of each row, (T,) or (T, K)."""
+def mismatch_fraction(output: torch.Tensor, reference_output: torch.Tensor) -> torch.Tensor:
+    """Return the fraction of each row's values that differ, (T,) or (T, K)."""
     return 1 - (output == reference_output).double().mean(-1)
 
 
-def comparable_rows(sample: Sample, reference_output: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the rows that are nonzero, finite and from tokens with ordinary values."""
-    groups = token_groups(sample.variation.values, len(reference_output))
+def find_comparable_rows(sample: Sample, reference_output: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the rows that are nonzero, finite and belong to ordinary tokens.
+
+    The mask is (T,) for a reference output (T, H), and (T, K) for (T, K, H). `assign_token_groups`
+    defines the ordinary tokens.
+    """
+    groups = assign_token_groups(sample.variation.values, len(reference_output))
     is_ordinary = (groups == 0).to(reference_output.device)
     is_usable = (reference_output != 0).any(-1) & reference_output.isfinite().all(-1)
     return is_usable & (is_ordinary if is_usable.dim() == 1 else is_ordinary[:, None])

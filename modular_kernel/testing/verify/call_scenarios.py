@@ -1,6 +1,7 @@
-"""Steps of the fault scenario "misunderstood" in which all ranks make the same calls.
+"""Checks for the "misunderstood" fault scenario in which all ranks make the same calls.
 
-They exceed limits of shared memory, and check that pairs go to the nearest copy of an expert.
+They reject tensors on an unsupported device, exceed the number of calls in flight that fits in
+shared memory, and check that (token, expert) pairs go to the nearest copy of an expert.
 """
 
 from collections.abc import Sequence
@@ -16,41 +17,48 @@ from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import ContiguousTokens, Routing
 from modular_kernel.testing.cases.scenario_names import prefers_near_copies, shares_memory
 from modular_kernel.testing.verify.problem_scenarios import Outcomes
-from modular_kernel.testing.verify.scenario_context import RIGHT, ScenarioContext, outcome_of
+from modular_kernel.testing.verify.scenario_context import CORRECT, ScenarioContext, capture_outcome
 from modular_kernel.workspace import Workspace
 
-_IN_FLIGHT = 2  # maximum number of calls in flight with shared memory
+_MAX_IN_FLIGHT = 2  # maximum number of calls in flight with shared memory
 
 
-def rejects_meta_tokens(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+def check_meta_tokens_rejected(
+    context: ScenarioContext, kernel: FusedMoEModularKernel
+) -> tuple[str, str]:
     """Pass tensors on an unsupported device directly to the part, bypassing the kernel."""
-    meta, i = torch.device("meta"), context.sample.inputs
-    specs = kernel.workspace_specs(len(i.x_TH))
+    meta, inputs = torch.device("meta"), context.sample.inputs
+    specs = kernel.workspace_specs(len(inputs.x_TH))
     call = Call(Workspace(specs, torch.device("cpu")), torch.zeros(1, dtype=torch.int32))
-    tokens = i.x_TH.to(meta), routing_on(meta, i.routing)
+    tokens = inputs.x_TH.to(meta), move_routing(meta, inputs.routing)
     prepare = kernel.prepare_finalize.prepare
-    return outcome_of(lambda: str(prepare(*tokens, weights=i.weights, call=call))), "DeviceError"
+    return capture_outcome(
+        lambda: str(prepare(*tokens, weights=inputs.weights, call=call))
+    ), "DeviceError"
 
 
-def routing_on(device: torch.device, routing: Routing) -> Routing:
-    """Return the routing on another device, without adapters."""
+def move_routing(device: torch.device, routing: Routing) -> Routing:
+    """Return a copy of the routing on another device, without adapters."""
     return Routing(routing.topk_weights_TK.to(device), routing.topk_ids_TK.to(device))
 
 
-def too_many_in_flight(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
-    """Start one call more than fits in shared memory: every rank refuses it and recovers."""
+def check_in_flight_limit(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
+    """Start one call more than fits in shared memory. Every rank must refuse it and recover."""
     if not shares_memory(context.part):
         return
-    pending = [context.start(kernel) for _ in range(_IN_FLIGHT)]
-    yield outcome_of(lambda: type(context.start(kernel)).__name__), "UnsupportedError"
+    pending = [context.start(kernel) for _ in range(_MAX_IN_FLIGHT)]
+    yield capture_outcome(lambda: type(context.start(kernel)).__name__), "UnsupportedError"
     for call in pending:
-        yield outcome_of(lambda call=call: context.compare(call.finish())), RIGHT  # type: ignore[misc]
+        yield capture_outcome(lambda call=call: context.compare(call.finish())), CORRECT  # type: ignore[misc]
     yield _check_nested_call(context, kernel)
-    yield context.call_succeeds(kernel)
+    yield context.make_correct_call(kernel)
 
 
 def _check_nested_call(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-    """Run a second call between dispatch and experts of the first. They must not share buffers."""
+    """Run a second call between the dispatch and the experts of a first call.
+
+    The output of the first call is correct only if the two calls do not share buffers.
+    """
     apply = kernel.experts.apply
 
     def apply_after_another(tokens: Any, **kwargs: Any) -> None:
@@ -59,15 +67,15 @@ def _check_nested_call(context: ScenarioContext, kernel: FusedMoEModularKernel) 
         apply(tokens, **kwargs)
 
     kernel.experts.apply = apply_after_another  # type: ignore[method-assign]
-    return context.call_succeeds(kernel)
+    return context.make_correct_call(kernel)
 
 
-def uses_nearest_copies(context: ScenarioContext, manager: object) -> Outcomes:
+def check_nearest_copies(context: ScenarioContext, manager: object) -> Outcomes:
     """Check that each pair is computed by the nearest copy of its expert.
 
-    If every rank has all experts, no pair may leave its rank. If every host has all experts, no
-    pair may leave its host. Any copy gives the correct output, so the check counts the pairs that
-    each rank computes.
+    If every rank has all experts, no (token, expert) pair may leave its rank. If every host has all
+    experts, no pair may leave its host. Any copy gives the correct output, so the check counts the
+    pairs that each rank computes.
     """
     if not prefers_near_copies(context.part):
         return
@@ -90,13 +98,16 @@ def uses_nearest_copies(context: ScenarioContext, manager: object) -> Outcomes:
 def _check_ranks_compute_own_pairs(
     context: ScenarioContext, manager: object, placement: Placement, ranks: Sequence[int]
 ) -> Outcomes:
-    """Check that `ranks`, which include this one, compute exactly the pairs of their tokens."""
-    placed_context = context.with_changes(
+    """Check that `ranks` together compute exactly the pairs of their own tokens.
+
+    ranks: a group of ranks that includes this one.
+    """
+    placed_context = context.for_changed_problem(
         parallel=replace(context.case.problem.parallel, placement=placement, rank=0)
     )
     if placed_context is None:
         return
-    kernel = placed_context.kernel_on(manager)
+    kernel = placed_context.make_kernel_on(manager)
     apply, pair_counts = kernel.experts.apply, list[int]()
 
     def apply_and_count(tokens: Any, **kwargs: Any) -> None:
@@ -106,7 +117,7 @@ def _check_ranks_compute_own_pairs(
         apply(tokens, **kwargs)
 
     kernel.experts.apply = apply_and_count  # type: ignore[method-assign]
-    yield placed_context.call_succeeds(kernel)
+    yield placed_context.make_correct_call(kernel)
     counts: list[Any] = [None] * context.world_size
     pairs = int((placed_context.sample.inputs.routing.topk_ids_TK >= 0).sum())
     dist.all_gather_object(counts, (pairs, sum(pair_counts)))

@@ -1,12 +1,14 @@
 """Checks of a pairing: one small generator per property, yielding a message for each violation.
 
-Accuracy: three different calls match the oracle. Properties: inputs are unchanged, `out` is written
-and returned, invalid ids are counted, programs do not race, equal calls give equal bits, concurrent
-and planned calls do not affect each other, and a plan can be captured and allocates nothing.
+Findings call a check by the name of its function without "check_". The checks of accuracy compare
+three different calls with the oracle. Other checks require that inputs are unchanged, `out` is
+written and returned, invalid ids are counted, programs do not race, equal calls give equal bits,
+concurrent and planned calls do not affect each other, and a plan can be captured and allocates
+nothing.
 
 The buffers of every kernel are poisoned before each call, so that a read of unwritten memory causes
-an error. The fill alternates between calls: NaN and huge integers; or large finite values, and ids
-of experts, slots and rows that are valid but wrong.
+an error. The fill alternates between calls. One fill consists of NaN and huge integers. The other
+consists of large finite values, and of ids of experts, slots and rows that are valid but wrong.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,23 +16,29 @@ from collections.abc import Callable, Iterator
 import torch
 
 from modular_kernel.catalog import load_catalog, make_kernel
-from modular_kernel.testing.cases.hostile import token_groups
-from modular_kernel.testing.verify.bitwise_reference import one_rounding
-from modular_kernel.testing.verify.invariance import as_bytes, batch_invariant
-from modular_kernel.testing.verify.prepared import prepared_weights
+from modular_kernel.testing.cases.value_kinds import assign_token_groups
+from modular_kernel.testing.verify.bitwise_reference import check_one_rounding
+from modular_kernel.testing.verify.invariance import as_bytes, check_batch_invariant
+from modular_kernel.testing.verify.prepared import check_prepared_weights
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial, call, start
-from modular_kernel.testing.verify.without_adapters import alternating_adapters, without_adapters
+from modular_kernel.testing.verify.without_adapters import (
+    check_alternating_adapters,
+    check_without_adapters,
+)
 
 Findings = Iterator[str]
 Check = Callable[[Trial], Findings]
 
 
-def check_same(
+def compare_outputs(
     trial: Trial, sample: Sample, actual: torch.Tensor, expected: torch.Tensor
 ) -> Findings:
-    """Compare bits if the pairing is deterministic; otherwise compare `actual` with the oracle."""
-    if not trial.deterministic:
+    """Compare two outputs of `sample` bitwise if the pairing is deterministic.
+
+    Otherwise, compare `actual` with the oracle.
+    """
+    if not trial.is_deterministic:
         yield from sample.compare(actual).problems
     elif actual.shape != expected.shape:
         yield f"shape {tuple(actual.shape)} is not {tuple(expected.shape)}"
@@ -41,28 +49,28 @@ def check_same(
             yield f"bits differ, first in row {row} of {len(differs)}"
 
 
-def numeric(trial: Trial) -> Findings:
+def check_numeric(trial: Trial) -> Findings:
     """Check that the first call is correct."""
-    yield from trial.first.compare(trial.eager).problems
+    yield from trial.first.compare(trial.eager_output).problems
 
 
-def invalid_ids(trial: Trial) -> Findings:
+def check_invalid_ids(trial: Trial) -> Findings:
     """Check that each id outside [-1, E) is counted once, and that nothing else is counted."""
     counted = trial.first_call.invalid_ids
     if counted != trial.first.invalid_ids:
         yield f"counted {counted} invalid ids, expected {trial.first.invalid_ids}"
 
 
-def races(trial: Trial) -> Findings:
-    """Check for races between programs of a launch, which only the interpreter detects."""
+def check_races(trial: Trial) -> Findings:
+    """Check that the programs of a launch do not race. Only the interpreter detects races."""
     yield from trial.first_call.races
 
 
-def staged_reference(trial: Trial) -> Findings:
-    """Compare a fused part with the staged part that it replaces.
+def check_staged_reference(trial: Trial) -> Findings:
+    """Compare a fused experts part with the staged part that it replaces.
 
-    Each part may differ from the oracle by the bound of `numeric`. Two independent errors of that
-    size add up to sqrt(2) times the bound, which is the tolerance between the parts.
+    Each part may differ from the oracle by the bound of `check_numeric`. Two independent errors of
+    that size add up to sqrt(2) times the bound, which is the tolerance between the parts.
     """
     experts = type(trial.kernel.experts)
     if experts.unfused is None:
@@ -81,66 +89,66 @@ def staged_reference(trial: Trial) -> Findings:
     staged_invalid_ids = kernel.count_invalid_ids()
     if staged_invalid_ids != trial.first_call.invalid_ids:
         counted = trial.first_call.invalid_ids
-        yield f"counted {counted} invalid ids, the staged part {staged_invalid_ids}"
-    is_ordinary = token_groups(trial.case.variation.values, len(staged)) == 0
+        yield f"counted {counted} invalid ids, but the staged part counted {staged_invalid_ids}"
+    is_ordinary = assign_token_groups(trial.case.variation.values, len(staged)) == 0
     if trial.case.variation.nan:
         is_ordinary &= staged.flatten(1).isfinite().all(1).cpu()
-    if trial.eager.shape == staged.shape and bool(is_ordinary.any()):
+    if trial.eager_output.shape == staged.shape and bool(is_ordinary.any()):
         actual, expected = (
-            rows[is_ordinary.to(rows.device)].double() for rows in (trial.eager, staged)
+            rows[is_ordinary.to(rows.device)].double() for rows in (trial.eager_output, staged)
         )
         max_error = 2**0.5 * trial.first.compare(staged).bound
         error, expected_norm = float((actual - expected).norm()), float(expected.norm())
         if not error <= max_error * expected_norm:
             relative = error / (expected_norm or 1)
-            yield f"relative difference {relative:.2e} from the stages > {max_error:.2e}"
+            yield f"relative difference {relative:.2e} from the staged part > {max_error:.2e}"
 
 
-def numeric_planned(trial: Trial) -> Findings:
-    """Check that a planned call on other values is correct."""
+def check_numeric_planned(trial: Trial) -> Findings:
+    """Check that a planned call on values other than those of the first call is correct."""
     yield from trial.second.compare(trial.planned_second).problems
 
 
-def plan_reused(trial: Trial) -> Findings:
-    """Check that a plan keeps no state of its last call: its bits equal those of the kernel."""
-    yield from check_same(trial, trial.first, trial.planned.output, trial.eager)
+def check_plan_reused(trial: Trial) -> Findings:
+    """Check that a plan keeps no state of its last call, by comparing it with the kernel."""
+    yield from compare_outputs(trial, trial.first, trial.planned.output, trial.eager_output)
 
 
-def out_given(trial: Trial) -> Findings:
+def check_out_given(trial: Trial) -> Findings:
     """Check that `out` (x if inplace) is returned, and that memory around it is unchanged."""
     if not trial.planned.is_out:
-        yield "returned another tensor"
+        yield "did not return the tensor that was passed as the output"
     if not trial.planned.is_intact:
         yield "memory around the output was written"
 
 
-def interleaved(trial: Trial) -> Findings:
-    """Check that a call in flight is not affected by one that starts later and finishes first."""
-    yield from check_same(trial, trial.first, trial.interleaved[0], trial.eager)
+def check_interleaved(trial: Trial) -> Findings:
+    """Check that a call in flight is not affected by a call that starts later and ends first."""
+    yield from compare_outputs(trial, trial.first, trial.interleaved[0], trial.eager_output)
 
 
-def interleaved_kernels(trial: Trial) -> Findings:
-    """Check that interleaved calls of kernels of two problems do not affect each other."""
+def check_interleaved_kernels(trial: Trial) -> Findings:
+    """Check that interleaved calls of two kernels, for different problems, are independent."""
     if not trial.case.interleaved_calls:
         return
     kernel, sample = trial.neighbor
     pending = start(trial.kernel, trial.first)
     output = call(kernel, sample)
-    yield from check_same(trial, trial.first, pending.finish().clone(), trial.eager)
+    yield from compare_outputs(trial, trial.first, pending.finish().clone(), trial.eager_output)
     yield from sample.compare(output).problems
 
 
-def numeric_strided(trial: Trial) -> Findings:
+def check_numeric_strided(trial: Trial) -> Findings:
     """Check a call with fewer tokens, transposed weights, and gaps between rows of x."""
     yield from trial.other.compare(trial.interleaved[1]).problems
 
 
-def plan_shrunk(trial: Trial) -> Findings:
-    """Check that a plan gives the kernel's bits for fewer tokens than in its previous call."""
-    yield from check_same(trial, trial.other, trial.planned_other, trial.interleaved[1])
+def check_plan_shrunk(trial: Trial) -> Findings:
+    """Check that a planned call with fewer tokens than the previous one equals an eager call."""
+    yield from compare_outputs(trial, trial.other, trial.planned_other, trial.interleaved[1])
 
 
-def inputs_unchanged(trial: Trial) -> Findings:
+def check_inputs_unchanged(trial: Trial) -> Findings:
     """Check that the arguments of all earlier calls kept their bits."""
     for sample in trial.samples:
         pristine = sample.pristine.tensors()
@@ -155,36 +163,39 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def graph_replay(trial: Trial) -> Findings:
-    """On a GPU: check that a captured plan replayed on new values equals a direct call."""
+def check_graph_replay(trial: Trial) -> Findings:
+    """On a GPU, check that a captured plan, replayed on new values, equals an eager call."""
     if not trial.capturable:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()
-    static = trial.first_again()
-    i, x_TH = static.inputs, static.x_TH()
+    static = trial.copy_first_sample()
+    inputs, x_TH = static.inputs, static.x_TH()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):  # compile and load all kernels before the capture
-            plan(x_TH, i.weights, i.routing)
+            plan(x_TH, inputs.weights, inputs.routing)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = plan(x_TH, i.weights, i.routing)
-    for sample, expected in trial.replayed:
+        output = plan(x_TH, inputs.weights, inputs.routing)
+    for sample, expected in trial.expected_replays:
         pristine = sample.pristine
-        for tensor, value in zip(i.tensors().values(), pristine.tensors().values(), strict=True):
+        for tensor, value in zip(
+            inputs.tensors().values(), pristine.tensors().values(), strict=True
+        ):
             tensor.copy_(value)
         x_TH.copy_(pristine.x_TH)
         graph.replay()
-        yield from check_same(trial, sample, output.clone(), expected)
+        yield from compare_outputs(trial, sample, output.clone(), expected)
 
 
-def no_allocation(trial: Trial) -> Findings:
-    """On a GPU: check that a planned call allocates nothing.
+def check_no_allocation(trial: Trial) -> Findings:
+    """On a GPU, check that a planned call allocates nothing.
 
-    Skipped if a part declares that its library allocates. Also skipped for parts over a library if
-    weights have a layout other than "plain", because these parts copy the weights in every call.
+    Skipped if a part declares that its library allocates. Also skipped for parts that wrap a
+    library if the weights have a layout other than "plain", because these parts then copy the
+    weights in every call.
     """
     catalog, case = load_catalog(), trial.case
     pf, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
@@ -193,13 +204,13 @@ def no_allocation(trial: Trial) -> Findings:
     if not trial.capturable or allocates or copies:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()
-    i, x_TH = trial.first.inputs, trial.first.x_TH()
-    plan(x_TH, i.weights, i.routing)
+    inputs, x_TH = trial.first.inputs, trial.first.x_TH()
+    plan(x_TH, inputs.weights, inputs.routing)
     before = _allocations()
-    plan(x_TH, i.weights, i.routing)
+    plan(x_TH, inputs.weights, inputs.routing)
     count = _allocations() - before
     if count:
-        yield f"{count} allocations"
+        yield f"a planned call made {count} allocations"
 
 
 def _allocations() -> int:
@@ -207,23 +218,23 @@ def _allocations() -> int:
 
 
 CHECKS: tuple[Check, ...] = (
-    numeric,
-    one_rounding,
-    staged_reference,
-    invalid_ids,
-    races,
-    numeric_planned,
-    plan_reused,
-    out_given,
-    interleaved,
-    interleaved_kernels,
-    numeric_strided,
-    plan_shrunk,
-    graph_replay,
-    no_allocation,
-    batch_invariant,
-    without_adapters,
-    alternating_adapters,
-    prepared_weights,
-    inputs_unchanged,
+    check_numeric,
+    check_one_rounding,
+    check_staged_reference,
+    check_invalid_ids,
+    check_races,
+    check_numeric_planned,
+    check_plan_reused,
+    check_out_given,
+    check_interleaved,
+    check_interleaved_kernels,
+    check_numeric_strided,
+    check_plan_shrunk,
+    check_graph_replay,
+    check_no_allocation,
+    check_batch_invariant,
+    check_without_adapters,
+    check_alternating_adapters,
+    check_prepared_weights,
+    check_inputs_unchanged,
 )

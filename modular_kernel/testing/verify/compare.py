@@ -1,7 +1,8 @@
 """Compare an output with the float64 oracle, with a tolerance derived from the case.
 
-The allowed error is that of plain torch running the same declared recipe in the same dtype, plus a
-quarter. Both errors are measured against the float64 oracle on the case at hand.
+The recipe is the sequence of roundings that the scheme declares. The allowed error is 1.25 times
+the error of plain torch operations that follow the same recipe in the same dtype. Both errors are
+measured against the float64 oracle, on the inputs of the case.
 """
 
 import math
@@ -11,27 +12,33 @@ import torch
 
 from modular_kernel.spec.problem import Combine, Problem, dtype_name
 
-# Allowed RMS error, relative to the recipe's. Rounding errors depend on the order of summation, in
-# the recipe as in a part; a quarter covers that, and every defect is larger.
-FACTOR = 1.25
+# Allowed RMS error, relative to the recipe's. Rounding errors depend on the order of summation,
+# both in the recipe and in a part. A quarter more covers this, and every defect is larger.
+MAX_ERROR_RATIO = 1.25
 # Allowed error of a row and of a value, relative to the median row. A defect in one place (a tail,
 # one expert, one token) affects few rows or values, and an average over all rows would hide it.
-ROW_FACTOR = 4.0
-VALUE_FACTOR = 12.0
-# Absolute tolerance for float32 recipes. Their error comes from the order of sums alone, and may be
-# smaller in torch by chance. The unit roundoff, 6e-8, times sqrt(fan-in), over two products, stays
+MAX_ROW_ERROR_RATIO = 4.0
+MAX_VALUE_ERROR_RATIO = 12.0
+# Added to each bound, for float32 recipes. Their error comes from the order of sums alone, and may
+# be smaller in torch by chance. The unit roundoff, 6e-8, times sqrt(fan-in), for two GEMMs, stays
 # below 1e-6 for the shapes of the cases. The smallest defect, gelu's tanh approximation instead of
 # erf, causes an error of 2e-4.
-EPS = 1e-6
+FLOAT32_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Error of an output against the oracle and the allowed bounds; all are relative.
+    """Errors of an output, measured against the oracle, and their bounds. All are relative.
 
-    error: root mean square over all values. worst_row: error of the row with the largest ratio of
-    error to bound, relative to that row. worst_value: largest error of one value, relative to its
-    row's root mean square. problems: messages, empty if the output is correct.
+    Attributes:
+        error: norm of the error of all values, relative to the norm of the output.
+        bound: maximum allowed `error`.
+        worst_row: error of the row with the largest ratio of error to bound, relative to the norm
+            of that row.
+        row_bound: maximum allowed `worst_row`.
+        worst_value: largest error of one value, relative to the root mean square of its row.
+        value_bound: maximum allowed `worst_value`.
+        problems: messages; empty if the output is correct.
     """
 
     error: float
@@ -59,11 +66,15 @@ def compare(
 ) -> Comparison:
     """Compare `out`, (T, H) or (T, K, H), with the float64 tensors `exact` and `recipe`.
 
-    Rows that are zero in `exact` (every pair skipped) must be exactly zero, of either sign.
+    Rows that are zero in `exact`, because all of their pairs are skipped, must be exactly zero, of
+    either sign.
 
-    recipe_error: lower bound of the recipe's relative error, for outputs with few tokens: its error
-    over more tokens of the same layer. recipe_row_error, recipe_value_error: the same for the worst
-    row and the worst value; used for quantized problems only.
+    recipe_error: lower bound of the recipe's relative error. For outputs with few tokens, pass the
+        error of the recipe on more tokens of the same layer.
+    recipe_row_error: lower bound of the recipe's error of the worst row; used only for quantized
+        problems.
+    recipe_value_error: lower bound of the recipe's error of the worst value; used only for
+        quantized problems.
     """
     mismatches = _check_shape(out, exact, problem)
     if mismatches:
@@ -76,7 +87,7 @@ def compare(
         return Comparison(math.inf, 0.0, problems=problems)
     is_nonzero = ~is_zero
     if not bool(is_nonzero.any()):
-        return Comparison(0.0, EPS)
+        return Comparison(0.0, FLOAT32_TOLERANCE)
     index = is_nonzero.nonzero().flatten()
     min_row_error = recipe_row_error if problem.scheme.quantized else None
     args = output[is_nonzero], exact[is_nonzero], recipe[is_nonzero], index
@@ -98,19 +109,23 @@ def _check_shape(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tu
 
 
 def _check_finite_and_zero(output: torch.Tensor, is_zero: torch.Tensor) -> tuple[str, ...]:
-    """Return messages for values that are not finite, and for nonzero rows where `is_zero`."""
+    """Return messages for values that are not finite, and for rows that should be zero.
+
+    is_zero: (rows,) bool, the rows that should be zero.
+    """
     problems = []
     is_invalid = ~output.isfinite()
     if bool(is_invalid.any()):
         row, column = is_invalid.nonzero()[0].tolist()
         problems.append(
-            f"{int(is_invalid.sum())} values not finite, first at row {row} column {column}"
+            f"{int(is_invalid.sum())} values are not finite, the first at row {row} column {column}"
         )
     is_nonzero = (output[is_zero] != 0).any(1)
     if bool(is_nonzero.any()):
         row = int(is_zero.nonzero()[is_nonzero][0])
         problems.append(
-            f"{int(is_nonzero.sum())} rows not zero though every pair is skipped: row {row}"
+            f"{int(is_nonzero.sum())} rows are not zero although all of their pairs are skipped, "
+            f"the first is row {row}"
         )
     return tuple(problems)
 
@@ -124,40 +139,47 @@ def _compare_rows(
     min_row_error: float | None,
     min_value_error: float,
 ) -> Comparison:
-    """Compare rows that are not zero. index: their row numbers in the output.
+    """Compare the rows that are not zero.
 
+    index: numbers of these rows in the output.
     min_recipe_error, min_row_error, min_value_error: lower bounds of the recipe's errors, as in
-    `compare`. min_row_error is None unless the problem is quantized.
+        `compare`. min_row_error is None unless the problem is quantized.
 
     One large activation makes the quantization step of its whole group coarse, and a value beyond
-    the range of a static scale is clipped, in the recipe as in a part. So for quantized problems,
-    the error of a row may also be a quarter larger than the recipe's in that row, and that of a
-    value twice the recipe's largest.
+    the range of a static scale is clipped, both in the recipe and in a part. Therefore, in
+    quantized problems, the error of a row may also be up to 1.25 times the recipe's error in that
+    row, and the error of a value up to twice the recipe's largest error of a value.
     """
-    size = exact.norm()
-    error = float((output - exact).norm() / size)
-    recipe_error = max(min_recipe_error, float((recipe - exact).norm() / size))
-    row_size = exact.norm(dim=1)
-    rows, recipe_rows = ((x - exact).norm(dim=1) / row_size for x in (output, recipe))
-    typical = float(torch.maximum(rows.median(), recipe_rows.median()))
-    unit = row_size / exact.shape[1] ** 0.5
-    values, recipe_values = ((x - exact).abs().amax(1) / unit for x in (output, recipe))
-    bound = FACTOR * recipe_error + EPS
-    row_bounds = torch.full_like(rows, ROW_FACTOR * (typical + EPS))
-    value_bound = VALUE_FACTOR * (typical + EPS)
+    exact_norm = exact.norm()
+    error = float((output - exact).norm() / exact_norm)
+    recipe_error = max(min_recipe_error, float((recipe - exact).norm() / exact_norm))
+    row_norms = exact.norm(dim=1)
+    row_errors, recipe_row_errors = ((x - exact).norm(dim=1) / row_norms for x in (output, recipe))
+    median_row_error = float(torch.maximum(row_errors.median(), recipe_row_errors.median()))
+    row_rms = row_norms / exact.shape[1] ** 0.5
+    value_errors, recipe_value_errors = (
+        (x - exact).abs().amax(1) / row_rms for x in (output, recipe)
+    )
+    bound = MAX_ERROR_RATIO * recipe_error + FLOAT32_TOLERANCE
+    row_bounds = torch.full_like(
+        row_errors, MAX_ROW_ERROR_RATIO * (median_row_error + FLOAT32_TOLERANCE)
+    )
+    value_bound = MAX_VALUE_ERROR_RATIO * (median_row_error + FLOAT32_TOLERANCE)
     if min_row_error is not None:
-        row_bounds = torch.maximum(row_bounds, FACTOR * recipe_rows.clamp(min=min_row_error))
-        value_bound = max(value_bound, 2 * max(min_value_error, float(recipe_values.max())))
-    worst = int((rows / row_bounds).argmax())
-    worst_row, row_bound = float(rows[worst]), float(row_bounds[worst])
-    worst_value = float(values.max())
+        row_bounds = torch.maximum(
+            row_bounds, MAX_ERROR_RATIO * recipe_row_errors.clamp(min=min_row_error)
+        )
+        value_bound = max(value_bound, 2 * max(min_value_error, float(recipe_value_errors.max())))
+    worst = int((row_errors / row_bounds).argmax())
+    worst_row, row_bound = float(row_errors[worst]), float(row_bounds[worst])
+    worst_value = float(value_errors.max())
     problems = []
     if not error <= bound:
         problems.append(f"relative RMS error {error:.2e} > {bound:.2e}")
     if not worst_row <= row_bound:
         problems.append(f"error {worst_row:.2e} of row {int(index[worst])} > {row_bound:.2e}")
     if not worst_value <= value_bound:
-        row = int(index[values.argmax()])
-        column = int((output - exact)[values.argmax()].abs().argmax())
+        row = int(index[value_errors.argmax()])
+        column = int((output - exact)[value_errors.argmax()].abs().argmax())
         problems.append(f"error {worst_value:.2e} of row {row} column {column} > {value_bound:.2e}")
     return Comparison(error, bound, worst_row, row_bound, worst_value, value_bound, tuple(problems))

@@ -1,10 +1,11 @@
-"""Compare calls in which some tokens are huge or not finite and must not affect the others.
+"""Compare the outputs of calls with huge or non-finite tokens, which must not affect other tokens.
 
-- Ordinary tokens are compared by the rule of `compare`, without the others.
-- Huge tokens with a finite recipe are compared by the same rule, within their group. Where the
-  recipe overflows, a value must be correct or not finite. If the activation has a limit, they are
-  not checked: the result then depends only on the sign of the gate, which any rounding may flip.
-- The values of a NaN token must not be finite. Those of an infinite token are not checked.
+- Ordinary tokens are compared by the rule of `compare`, separately from all others.
+- Huge tokens for which the recipe is finite are compared by the same rule, within their group.
+  Where the recipe overflows, a value must be correct or not finite. If the activation has a limit,
+  huge tokens are not checked, because their output then depends only on the sign of the gate, which
+  any rounding may flip.
+- The output of a NaN token must not be finite. The output of an infinite token is not checked.
 """
 
 from dataclasses import dataclass, replace
@@ -12,16 +13,23 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.spec.problem import Problem
-from modular_kernel.testing.cases.hostile import token_groups
-from modular_kernel.testing.verify.compare import FACTOR, VALUE_FACTOR, Comparison, compare
+from modular_kernel.testing.cases.value_kinds import assign_token_groups
+from modular_kernel.testing.verify.compare import (
+    MAX_ERROR_RATIO,
+    MAX_VALUE_ERROR_RATIO,
+    Comparison,
+    compare,
+)
 
 
 @dataclass(frozen=True)
 class RecipeErrors:
-    """Largest errors of the recipe over several calls with few tokens.
+    """Largest errors of the recipe in several calls with few tokens.
 
-    recipe_error: of a call, relative. recipe_row_error: of a row, relative. recipe_value_error: of
-    a value, relative to its row's root mean square.
+    Attributes:
+        recipe_error: largest relative error of a call.
+        recipe_row_error: largest relative error of a row.
+        recipe_value_error: largest error of a value, relative to the root mean square of its row.
     """
 
     recipe_error: float = 0.0
@@ -30,7 +38,10 @@ class RecipeErrors:
 
     @classmethod
     def measure(cls, exact: torch.Tensor, recipe: torch.Tensor, tokens: int) -> "RecipeErrors":
-        """Measure the errors of many tokens, (T, H) or (T, K, H), split into calls of `tokens`."""
+        """Measure the errors of many tokens, split into calls of `tokens` tokens.
+
+        exact, recipe: (T, H) or (T, K, H) float64.
+        """
         worst = worst_row = worst_value = 0.0
         for start in range(0, len(exact), tokens):
             expected, actual = exact[start : start + tokens], recipe[start : start + tokens]
@@ -47,7 +58,7 @@ class RecipeErrors:
         return cls(worst, worst_row, worst_value)
 
 
-NO_ERRORS = RecipeErrors()
+NO_RECIPE_ERRORS = RecipeErrors()
 
 
 def compare_by_group(
@@ -57,10 +68,13 @@ def compare_by_group(
     problem: Problem,
     values: str,
     *,
-    recipe_errors: RecipeErrors = NO_ERRORS,
+    recipe_errors: RecipeErrors = NO_RECIPE_ERRORS,
 ) -> Comparison:
-    """Compare `out` as `compare` does, but each group of `token_groups(values, ...)` separately."""
-    groups = token_groups(values, len(exact))
+    """Compare `out` like `compare`, but each group of tokens separately.
+
+    values: the kind of input values, which determines the groups (see `assign_token_groups`).
+    """
+    groups = assign_token_groups(values, len(exact))
     if out.shape != exact.shape or not bool((groups > 0).any()):
         return compare(out, exact, recipe, problem, **vars(recipe_errors))
     groups = groups.to(out.device)
@@ -68,22 +82,25 @@ def compare_by_group(
     result = compare(
         out[is_ordinary], exact[is_ordinary], recipe[is_ordinary], problem, **vars(recipe_errors)
     )
-    # `recipe_errors` is measured on ordinary tokens, so it also serves calls that have none.
+    # `recipe_errors` is measured on ordinary tokens of other calls, so it also holds for calls
+    # without ordinary tokens.
     typical = max(
-        result.bound, FACTOR * recipe_errors.recipe_error, float(torch.finfo(problem.dtype).eps)
+        result.bound,
+        MAX_ERROR_RATIO * recipe_errors.recipe_error,
+        float(torch.finfo(problem.dtype).eps),
     )
     problems = [*result.problems]
     for group in range(1, int(groups.max()) + 1):
         tokens = groups == group
-        if not _is_unconstrained(problem, values):
+        if not _is_unchecked(problem, values):
             args = out[tokens], exact[tokens], recipe[tokens], problem
             messages = _check_group(*args, recipe_errors, typical)
             problems += [f"tokens of values={values}: {message}" for message in messages]
     return replace(result, problems=tuple(problems))
 
 
-def _is_unconstrained(problem: Problem, values: str) -> bool:
-    """Return whether the outputs of huge or infinite tokens are not checked."""
+def _is_unchecked(problem: Problem, values: str) -> bool:
+    """Return whether the outputs of the huge or infinite tokens are not checked."""
     if values == "nan_token":
         return False
     return values == "inf_token" or problem.act.limit is not None
@@ -105,9 +122,11 @@ def _check_group(
     args = out[is_finite], exact[is_finite], recipe[is_finite], problem
     messages = list(compare(*args, **vars(recipe_errors)).problems)
     output, expected = out[~is_finite].double().flatten(0, -2), exact[~is_finite].flatten(0, -2)
-    unit = expected.square().mean(1, keepdim=True).sqrt()
-    # If the oracle is NaN, the comparison is false, so a finite value is wrong.
-    is_wrong = output.isfinite() & ~((output - expected).abs() <= VALUE_FACTOR * typical * unit)
+    token_rms = expected.square().mean(1, keepdim=True).sqrt()
+    # If the oracle is NaN, the comparison is false, and a finite value counts as wrong.
+    is_wrong = output.isfinite() & ~(
+        (output - expected).abs() <= MAX_VALUE_ERROR_RATIO * typical * token_rms
+    )
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
         actual, expected_value = float(output[row, column]), float(expected[row, column])

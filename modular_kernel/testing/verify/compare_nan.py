@@ -1,4 +1,7 @@
-"""Compare calls whose arguments hold a NaN, which must reach exactly the expected outputs."""
+"""Compare the outputs of calls with a NaN in their arguments.
+
+The NaN must reach every output value that depends on it, and no other.
+"""
 
 from dataclasses import replace
 
@@ -6,7 +9,7 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.verify.compare import Comparison, compare
-from modular_kernel.testing.verify.compare_isolated import NO_ERRORS, RecipeErrors
+from modular_kernel.testing.verify.compare_isolated import NO_RECIPE_ERRORS, RecipeErrors
 
 
 def compare_with_nan(
@@ -15,9 +18,9 @@ def compare_with_nan(
     recipe: torch.Tensor,
     problem: Problem,
     *,
-    recipe_errors: RecipeErrors = NO_ERRORS,
+    recipe_errors: RecipeErrors = NO_RECIPE_ERRORS,
 ) -> Comparison:
-    """Compare `out`, (T, H) or (T, K, H): NaN where `recipe` is NaN, correct everywhere else.
+    """Check that `out`, (T, H) or (T, K, H), is NaN where `recipe` is, and correct elsewhere.
 
     The other arguments are those of `compare`.
     """

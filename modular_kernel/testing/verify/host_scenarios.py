@@ -1,6 +1,6 @@
-"""Steps of the fault scenario "misunderstood" that assign ranks to hosts.
+"""Checks for the "misunderstood" fault scenario that assign ranks to hosts.
 
-The environment variable MK_HOST_ID lets ranks of one machine act as ranks of several hosts.
+The environment variable MK_HOST_ID lets ranks on one machine act as if they were on several hosts.
 """
 
 import json
@@ -12,44 +12,44 @@ from typing import Any
 from modular_kernel.errors import CommunicationError, ConfigurationError, DtypeError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.settings import read_settings, use_host_id
-from modular_kernel.testing.cases.scenario_names import manager_class
+from modular_kernel.testing.cases.scenario_names import find_manager_class
 from modular_kernel.testing.verify.scenario_context import (
-    RIGHT,
+    CORRECT,
     ScenarioContext,
-    manager_of,
-    outcome_of,
+    capture_outcome,
+    get_manager,
 )
 
 
-def host_assignment(context: ScenarioContext) -> Iterator[tuple[str, str]]:
-    """Put all ranks on one host, then each rank on a separate host.
+def check_host_assignment(context: ScenarioContext) -> Iterator[tuple[str, str]]:
+    """Check parts with all ranks on one host, then with each rank on a separate host.
 
-    The first step is skipped if the problem has several hosts, the second if the part supports only
-    one host.
+    The first check is skipped if the problem has several hosts, the second if the part supports
+    only one host.
     """
     ranks, requires = context.world_size, context.part.requires
     if context.case.problem.parallel.hosts > 1:
-        manager = manager_class(context.part)(None)
+        manager = find_manager_class(context.part)(None)
         yield _declare_ranks_per_host(context, manager, -1)
         manager.destroy()
-        yield from _use_separate_hosts(_with_ranks_per_host(context, 1))
+        yield from _use_separate_hosts(_for_ranks_per_host(context, 1))
         return
-    manager = manager_class(context.part)(None)
+    manager = find_manager_class(context.part)(None)
     name = read_settings().host_id or socket.gethostname()
     yield str(manager.hosts), f"{ranks} ranks on one host, {name}"
     yield _declare_ranks_per_host(context, manager, -1)
-    one_host, many_hosts = _with_ranks_per_host(context, ranks), _with_ranks_per_host(context, 1)
-    yield one_host.call_succeeds(one_host.kernel_on(manager))
+    one_host, many_hosts = _for_ranks_per_host(context, ranks), _for_ranks_per_host(context, 1)
+    yield one_host.make_correct_call(one_host.make_kernel_on(manager))
     is_restricted = requires.one_host or requires.full_hosts
     error_name = "IncompatibleError" if is_restricted else "ConfigurationError"
-    yield outcome_of(lambda: str(many_hosts.kernel_on(manager))), error_name
+    yield capture_outcome(lambda: str(many_hosts.make_kernel_on(manager))), error_name
     manager.destroy()
     if not is_restricted:
         yield from _use_separate_hosts(many_hosts)
     if requires.one_host:  # such a part refuses several hosts even if the problem has one
         with use_host_id(f"host{context.rank}"):
-            manager = manager_class(context.part)(None)
-        yield outcome_of(lambda: str(context.kernel_on(manager))), "ConfigurationError"
+            manager = find_manager_class(context.part)(None)
+        yield capture_outcome(lambda: str(context.make_kernel_on(manager))), "ConfigurationError"
         yield _declare_ranks_per_host(context, manager, 1, full_hosts=True, one_host=False)
         manager.destroy()
 
@@ -57,31 +57,33 @@ def host_assignment(context: ScenarioContext) -> Iterator[tuple[str, str]]:
 def check_host_records(
     context: ScenarioContext, kernel: FusedMoEModularKernel
 ) -> Iterator[tuple[str, str]]:
-    """Check the records of the memory that the manager shares within a host, if it has any.
+    """Check the allocation records of the memory that the manager shares within a host.
 
-    All memory must be allocated outside of calls. Each record must be "done", or refused because
-    ranks use different layers.
+    All memory must be allocated outside of calls. Each record must have the state "done", or be
+    refused because ranks use different layers. Nothing is checked if the manager shares no memory.
     """
-    host_manager = getattr(manager_of(kernel.prepare_finalize), "host_memory", None)
+    host_manager = getattr(get_manager(kernel.prepare_finalize), "host_memory", None)
     if host_manager is None:
         return
     records = [json.loads(line) for line in host_manager.last_calls.json_lines().splitlines()]
     if not records:
-        yield "no record of memory", RIGHT
+        yield "the allocation of shared memory was not recorded", CORRECT
     for record in records:
         state = record["state"].partition(": got ")[0]
         actual = record["rank"], record["step"], record["phase"], record["bytes"] > 0
         is_correct = actual == (context.rank, 0, "construct", True)
         is_correct &= state in ("done", "ranks that share buffers")
-        yield RIGHT if is_correct else f"record {record}", RIGHT
+        yield CORRECT if is_correct else f"unexpected record of shared memory: {record}", CORRECT
 
 
 def _declare_ranks_per_host(
     context: ScenarioContext, manager: Any, extra: int, **requirements: Any
 ) -> tuple[str, str]:
-    """Make the part with a limit on ranks per host: the actual number plus `extra`.
+    """Construct the part with a changed `ranks_per_host` requirement; every rank must get an error.
 
-    Every rank must get the error. To exceed the limit of a real part, nine ranks would be needed.
+    The requirement is changed because nine ranks would be needed to exceed that of a real part.
+
+    extra: the requirement is the actual number of ranks per host plus `extra`.
     requirements: further requirements to change, such as full_hosts.
     """
     ranks_per_host = context.world_size // len(manager.hosts) + extra
@@ -96,25 +98,25 @@ def _declare_ranks_per_host(
 
 
 def _use_separate_hosts(context: ScenarioContext) -> Iterator[tuple[str, str]]:
-    """Put each rank on a separate host and check that errors name the hosts."""
+    """Put each rank on a separate host, and check that errors name the hosts."""
     with use_host_id(f"host{context.rank}"):
-        manager = manager_class(context.part)(None)
+        manager = find_manager_class(context.part)(None)
     ranks = range(context.world_size)
     placement = "; ".join(f"{rank} on host{rank}" for rank in ranks)
     yield str(manager.hosts), f"{len(ranks)} ranks on {len(ranks)} hosts: {placement}"
     yield _declare_ranks_per_host(context, manager, 1, full_hosts=True)
-    kernel = context.kernel_on(manager)
-    yield context.call_succeeds(kernel)
+    kernel = context.make_kernel_on(manager)
+    yield context.make_correct_call(kernel)
     try:
         message = context.compare(context.call(kernel, x_TH=context.sample.inputs.x_TH.double()))
     except (CommunicationError, DtypeError) as error:
         message = str(error)
     expected = "rank 1 refused its call 2 of layer 1 with DtypeError; rank 1: all of host host1"
-    yield str(context.is_victim or expected in message), "True"
+    yield str(context.is_faulty_rank or expected in message), "True"
     manager.destroy()
 
 
-def _with_ranks_per_host(context: ScenarioContext, ranks_per_host: int) -> ScenarioContext:
+def _for_ranks_per_host(context: ScenarioContext, ranks_per_host: int) -> ScenarioContext:
     """Return the context of a problem with this number of ranks per host."""
     problem = context.case.problem
     parallel = replace(problem.parallel, ranks_per_host=ranks_per_host)

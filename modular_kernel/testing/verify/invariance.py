@@ -14,7 +14,7 @@ from modular_kernel.testing.verify.trial import Trial
 SubsetCall = Callable[[torch.Tensor], torch.Tensor]
 
 
-def call_on(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> SubsetCall:
+def make_subset_call(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> SubsetCall:
     """Return a function that calls `kernel` on a subset of the tokens of `inputs`.
 
     The inputs are copied and not changed.
@@ -27,16 +27,16 @@ def call_on(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> SubsetCall:
     return call
 
 
-def reversed_order(tokens: int) -> list[torch.Tensor]:
-    """Return the token indices of one call on all tokens in reverse order, in a list."""
+def make_reversed_call(tokens: int) -> list[torch.Tensor]:
+    """Return the token indices of a single call on all tokens in reverse order, as a list."""
     return [torch.arange(tokens).flip(0)]
 
 
-def doubling_calls(tokens: int, max_tokens: int | None = None) -> list[torch.Tensor]:
-    """Split the tokens into calls on 1, 2, 4, ... tokens. Return the token indices of each call.
+def split_doubling(tokens: int, max_tokens: int | None = None) -> list[torch.Tensor]:
+    """Split the tokens into calls on 1, 2, 4, ... tokens; return the token indices of each call.
 
-    max_tokens: maximum number of tokens of any rank, so that all ranks make the same number of
-    calls; the last calls may have no tokens. None means `tokens`.
+    max_tokens: maximum number of tokens of any rank; None means `tokens`. It makes all ranks make
+        the same number of calls, of which the last ones may have no tokens.
     """
     parts, start, size = [], 0, 1
     while start < (tokens if max_tokens is None else max_tokens):
@@ -45,10 +45,13 @@ def doubling_calls(tokens: int, max_tokens: int | None = None) -> list[torch.Ten
     return parts
 
 
-def gather_rows(
+def call_in_parts(
     call: SubsetCall, parts: list[torch.Tensor], template: torch.Tensor
 ) -> torch.Tensor:
-    """Call on each of `parts`; return all rows in token order, in a tensor like `template`."""
+    """Call on each of `parts`, (n,) token indices; return all output rows in token order.
+
+    template: a tensor with the shape, dtype and device of the result.
+    """
     out = torch.empty_like(template)
     for part in parts:
         out[part.to(out.device)] = call(part)
@@ -66,51 +69,58 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8).reshape(rows, -1 if rows else 0)
 
 
-def batch_invariant(trial: Trial) -> Iterator[str]:
-    """Check, if the problem requires it, that a token's bits do not depend on its call."""
+def check_batch_invariant(trial: Trial) -> Iterator[str]:
+    """Check that output bits of a token do not depend on its call, if the problem requires that."""
     if not trial.case.problem.batch_invariant:
         return
-    for description, rows in regrouped_calls(trial):
-        count = count_differing_rows(rows, trial.eager)
+    for description, rows in run_regrouped_calls(trial):
+        count = count_differing_rows(rows, trial.eager_output)
         if count:
             yield f"{description}: the bits of {count} of {len(rows)} rows differ"
 
 
-def regrouped_calls(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
+def run_regrouped_calls(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
     """Repeat the trial's first call with its tokens split or ordered differently.
 
-    Yields (description, output rows) of each. Every rank makes the same number of calls, whatever
-    its number of tokens.
+    Yields (description, output rows) for each way. All ranks make the same number of calls,
+    regardless of how many tokens they have.
     """
-    inputs, expected = trial.first.pristine, trial.eager
+    inputs, expected = trial.first.pristine, trial.eager_output
     tokens, max_tokens = len(expected), trial.case.problem.tokens
-    one_call, call = [torch.arange(tokens)], call_on(trial.kernel, inputs)
-    yield "in reverse order", gather_rows(call, reversed_order(tokens), expected)
+    one_call, call = [torch.arange(tokens)], make_subset_call(trial.kernel, inputs)
+    yield "in reverse order", call_in_parts(call, make_reversed_call(tokens), expected)
     yield (
         "in calls of 1, 2, 4, ... tokens",
-        gather_rows(call, doubling_calls(tokens, max_tokens), expected),
+        call_in_parts(call, split_doubling(tokens, max_tokens), expected),
     )
-    larger = _kernel_with(trial, tokens=2 * max_tokens).plan()
-    yield "in a plan for twice as many", gather_rows(call_on(larger, inputs), one_call, expected)
-    rechunked = rechunked_kernel(trial)
+    larger = _make_changed_kernel(trial, tokens=2 * max_tokens).plan()
+    yield (
+        "in a plan for twice as many",
+        call_in_parts(make_subset_call(larger, inputs), one_call, expected),
+    )
+    rechunked = make_rechunked_kernel(trial)
     if rechunked is not None:
-        yield "with other chunks", gather_rows(call_on(rechunked, inputs), one_call, expected)
+        yield (
+            "with other chunks",
+            call_in_parts(make_subset_call(rechunked, inputs), one_call, expected),
+        )
 
 
-def rechunked_kernel(trial: Trial) -> FusedMoEModularKernel | None:
-    """Return a kernel with chunks of a third of the tokens, or without the case's chunks.
+def make_rechunked_kernel(trial: Trial) -> FusedMoEModularKernel | None:
+    """Make a kernel that splits calls into other chunks than the case.
 
-    None if the pairing refuses it.
+    If the case has no chunks, a chunk has a third of the tokens; otherwise, the kernel has no
+    chunks. Returns None if the pairing refuses this.
     """
     case, third = trial.case, -(-trial.case.problem.tokens // 3) or 1
     chunk = third if case.problem.chunk_tokens is None else None
     problem = replace(case.problem, chunk_tokens=chunk)
     if not check(case.prepare_finalize, case.experts, problem, trial.machine).ok:
         return None
-    return _kernel_with(trial, chunk_tokens=chunk)
+    return _make_changed_kernel(trial, chunk_tokens=chunk)
 
 
-def _kernel_with(trial: Trial, **changes: int | None) -> FusedMoEModularKernel:
-    """Return the poisoned kernel of the case's problem with `changes`."""
+def _make_changed_kernel(trial: Trial, **changes: int | None) -> FusedMoEModularKernel:
+    """Make a kernel, with poisoned buffers, of the case's problem with `changes`."""
     problem = replace(trial.case.problem, **changes)  # type: ignore[arg-type]
     return trial.build(replace(trial.case, problem=problem), trial.machine, True)

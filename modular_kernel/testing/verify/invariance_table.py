@@ -1,6 +1,7 @@
 """Measure for which parts and schemes a token's output bits depend on the other tokens of its call.
 
-The table has a row per experts part, for problems with and without `batch_invariant`.
+The table has two rows per experts part: without and with `batch_invariant`. Its columns are schemes
+and dtypes.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import torch
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing.cases.lists import Case
-from modular_kernel.testing.verify.invariance import as_bytes, regrouped_calls
+from modular_kernel.testing.verify.invariance import as_bytes, run_regrouped_calls
 from modular_kernel.testing.verify.trial import Trial
 
 LAYER = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
@@ -29,27 +30,34 @@ COLUMNS: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class InvarianceRow:
-    """Number of rows whose bits depend on the call, of one pairing in one column.
+    """The measurement of one pairing in one column of the table.
 
-    rows: out of `tokens`; None if the pairing refuses the problem.
+    Attributes:
+        prepare_finalize, experts: names of the parts.
+        column: one of COLUMNS.
+        batch_invariant: whether the problem requires batch invariance.
+        num_changed: number of output rows whose bits depend on the call; None if the pairing
+            refuses the problem.
+        num_tokens: number of output rows.
     """
 
     prepare_finalize: str
     experts: str
     column: str
     batch_invariant: bool
-    rows: int | None
-    tokens: int
+    num_changed: int | None
+    num_tokens: int
 
     @property
     def cell(self) -> str:
-        return "refused" if self.rows is None else f"{self.rows} of {self.tokens}"
+        return "refused" if self.num_changed is None else f"{self.num_changed} of {self.num_tokens}"
 
 
-def measure(machine: Machine, layer: Problem = LAYER) -> Iterator[InvarianceRow]:
-    """Yield every pairing on one rank in every column, without and with `batch_invariant`.
+def measure_invariance(machine: Machine, layer: Problem = LAYER) -> Iterator[InvarianceRow]:
+    """Measure every pairing on one rank in every column, without and with `batch_invariant`.
 
-    Pairings that refuse `layer` itself are left out; refused columns have rows=None.
+    Pairings that refuse `layer` itself are left out. If a pairing refuses the problem of a column,
+    its num_changed is None.
     """
     catalog = load_catalog()
     for pf in catalog.names("prepare_finalize"):
@@ -59,24 +67,26 @@ def measure(machine: Machine, layer: Problem = LAYER) -> Iterator[InvarianceRow]
             for batch_invariant in (False, True):
                 for column, changes in COLUMNS.items():
                     problem = replace(layer, batch_invariant=batch_invariant, **changes)  # type: ignore[arg-type]
-                    rows = None
+                    num_changed = None
                     if check(pf, experts, problem, machine).ok:
-                        rows = changed_rows(Case(pf, experts, problem), machine)
-                    yield InvarianceRow(pf, experts, column, batch_invariant, rows, layer.tokens)
+                        num_changed = count_call_dependent_rows(Case(pf, experts, problem), machine)
+                    yield InvarianceRow(
+                        pf, experts, column, batch_invariant, num_changed, layer.tokens
+                    )
 
 
-def changed_rows(case: Case, machine: Machine) -> int:
-    """Count the tokens whose output bits differ in any of `regrouped_calls`."""
+def count_call_dependent_rows(case: Case, machine: Machine) -> int:
+    """Count the tokens whose output bits change in any of the `run_regrouped_calls`."""
     trial = Trial(case, machine)
-    expected = as_bytes(trial.eager)
+    expected = as_bytes(trial.eager_output)
     is_changed = torch.zeros(len(expected), dtype=torch.bool, device=expected.device)
-    for _, rows in regrouped_calls(trial):
+    for _, rows in run_regrouped_calls(trial):
         is_changed |= (as_bytes(rows) != expected).any(1)
     return int(is_changed.sum())
 
 
-def as_markdown(table_rows: list[InvarianceRow]) -> str:
-    """Return a Markdown table with two lines per part: without and with `batch_invariant`."""
+def format_markdown(table_rows: list[InvarianceRow]) -> str:
+    """Format a Markdown table with two lines per part: without and with `batch_invariant`."""
     columns = list(dict.fromkeys(row.column for row in table_rows))
     lines = [
         f"| experts | `batch_invariant` | {' | '.join(columns)} |",

@@ -1,7 +1,7 @@
 """Check the ledger: a checked-in list of pairings that must pass, with a minimum number of cases.
 
-A compatibility rule that rejects too much removes cases, and the suite still passes. The ledger
-detects this. For each kind of machine, it lists pairings and how many cases each must pass.
+If a compatibility rule rejects too much, cases disappear and the suite still passes. The ledger
+detects this: for each kind of machine, it lists the pairings and how many cases each must pass.
 
     # machine         prepare_finalize            experts         cases
     cpu               MoEPrepareAndFinalizeNoEP   TorchExperts    100
@@ -55,7 +55,7 @@ def parse_ledger(text: str) -> tuple[LedgerEntry, ...]:
         fields = line.partition("#")[0].split()
         if not fields:
             continue
-        if len(fields) != 4 or not _is_kind(fields[0]) or not fields[3].isdecimal():
+        if len(fields) != 4 or not _is_machine_kind(fields[0]) or not fields[3].isdecimal():
             names = ", ".join(MACHINE_KINDS)
             kinds = f"MACHINE one of {names}, or with ranks such as {MACHINE_KINDS[0]}:2"
             need = f"MACHINE PREPARE_FINALIZE EXPERTS CASES, {kinds}"
@@ -64,7 +64,7 @@ def parse_ledger(text: str) -> tuple[LedgerEntry, ...]:
     return tuple(entries)
 
 
-def _is_kind(word: str) -> bool:
+def _is_machine_kind(word: str) -> bool:
     """Return whether `word` is one of MACHINE_KINDS, possibly with ":ranks" appended."""
     kind, colon, ranks = word.partition(":")
     return kind in MACHINE_KINDS and (not colon or (ranks.isdecimal() and int(ranks) > 1))
@@ -75,13 +75,13 @@ def read_ledger(path: Path) -> tuple[LedgerEntry, ...]:
     return parse_ledger(path.read_text(encoding="utf-8"))
 
 
-def unmet_entries(
+def list_unmet_entries(
     ledger: Iterable[LedgerEntry], counts: Counter[tuple[str, str]], kind: str
 ) -> tuple[str, ...]:
     """Return a message for each pairing with fewer cases in `counts` than the ledger requires.
 
-    Only lines for machines of `kind` apply. A pairing that has cases but no line in the ledger is
-    reported, too, because the loss of its cases would go unnoticed.
+    Only ledger lines for machines of `kind` apply. A pairing that has cases but no line in the
+    ledger is reported, too, because nobody would notice if its cases disappeared.
     """
     entries = [entry for entry in ledger if entry.machine == kind]
     too_few = [
@@ -91,7 +91,7 @@ def unmet_entries(
     ]
     listed = {entry.pairing for entry in entries}
     unlisted = [
-        f"{kind}: {' x '.join(pairing)}: {count} cases and no line in the ledger"
+        f"{kind}: {' x '.join(pairing)}: {count} cases, but no line in the ledger"
         for pairing, count in counts.items()
         if count and pairing not in listed
     ]
@@ -111,5 +111,7 @@ def check_proofs(ledger: Iterable[LedgerEntry], proofs: Iterable[Proof]) -> tupl
             counter[proof.case.prepare_finalize, proof.case.experts] += 1
     ledger = tuple(ledger)
     return tuple(
-        line for kind, counter in counts.items() for line in unmet_entries(ledger, counter, kind)
+        line
+        for kind, counter in counts.items()
+        for line in list_unmet_entries(ledger, counter, kind)
     )

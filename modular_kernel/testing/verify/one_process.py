@@ -1,6 +1,6 @@
-"""Run every check on one case; report failures, accuracy, and a command to repeat it.
+"""Run every check on one case on one rank; report failures, accuracy, and a command to repeat it.
 
-Used by the test suite, by `mk test` and by authors of parts.
+The test suite, `mk test` and authors of parts use `prove`.
 """
 
 import math
@@ -14,7 +14,7 @@ from modular_kernel.path_log import EnteredPath, record_paths
 from modular_kernel.replay.launch.runtime import launch_cache
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case, command
-from modular_kernel.testing.cases.path_coverage import PathCell, cells_of
+from modular_kernel.testing.cases.path_coverage import PathCell, list_cells
 from modular_kernel.testing.verify.checks import CHECKS, Check
 from modular_kernel.testing.verify.trial import Build, Trial, build_kernel
 
@@ -23,9 +23,13 @@ from modular_kernel.testing.verify.trial import Build, Trial, build_kernel
 class Proof:
     """Result of one case.
 
-    error, bound: relative root mean square error of the first call, and its limit. failures: one
-    line "check: finding" for each failure, empty if the case passed. invalid_ids: number of invalid
-    ids in the first call. cells: the code paths entered, for parts with several paths.
+    Attributes:
+        error: relative root mean square error of the first call.
+        bound: maximum allowed `error`.
+        failures: one line "check: finding" for each failure; empty if the case passed.
+        seconds: wall-clock time of all checks.
+        invalid_ids: number of invalid ids in the first call.
+        cells: the path cells that the calls entered, for experts parts with several code paths.
     """
 
     case: Case
@@ -53,7 +57,8 @@ class Proof:
 def prove(case: Case, machine: Machine | None = None, build: Build = build_kernel) -> Proof:
     """Run all checks on a case. Raise IncompatibleError if the pairing is refused for this case.
 
-    machine: None means the current one. build: makes the kernel from (case, machine, poison).
+    machine: the machine to run on; None means the current one.
+    build: makes the kernel from (case, machine, poison).
     """
     machine = machine or this_machine()
     start = time.perf_counter()
@@ -63,50 +68,57 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
         raise
     except Exception as build_error:  # noqa: BLE001 (a third-party part may raise anything)
         seconds = time.perf_counter() - start
-        return Proof(case, machine, math.inf, 0.0, (raised_finding("build", build_error),), seconds)
+        return Proof(
+            case, machine, math.inf, 0.0, (format_raised_error("build", build_error),), seconds
+        )
     trial = Trial(case, machine, build)
     # The launch cache skips interpreted launches that repeat an earlier one.
     with launch_cache(), record_paths() as entered_paths:
-        failures = tuple(dict.fromkeys(findings(trial)))
-    error, bound = _accuracy(trial)
+        failures = tuple(dict.fromkeys(run_all_checks(trial)))
+    error, bound = _measure_accuracy(trial)
     seconds = time.perf_counter() - start
     ids = trial.first.invalid_ids
-    return Proof(case, machine, error, bound, failures, seconds, ids, _cells(entered_paths))
+    return Proof(case, machine, error, bound, failures, seconds, ids, _collect_cells(entered_paths))
 
 
-def _cells(entered_paths: Iterable[EnteredPath]) -> frozenset[PathCell]:
+def _collect_cells(entered_paths: Iterable[EnteredPath]) -> frozenset[PathCell]:
     """Return the path cells of all entered calls."""
-    cells = (cells_of(call.path, call.problem, call.weights) for call in entered_paths)
+    cells = (list_cells(call.path, call.problem, call.weights) for call in entered_paths)
     return frozenset[PathCell]().union(*cells)
 
 
-def findings(trial: Trial) -> Iterator[str]:
-    """Yield the failures of every check in order; a check that raises has failed."""
+def run_all_checks(trial: Trial) -> Iterator[str]:
+    """Yield the failures of every check in order. A check that raises an error has failed."""
     for check in CHECKS:
         yield from _run(check, trial)
 
 
-def _accuracy(trial: Trial) -> tuple[float, float]:
-    """Return error and bound of the first call, or (inf, 0) if it did not complete."""
+def _measure_accuracy(trial: Trial) -> tuple[float, float]:
+    """Return the error and bound of the first call, or (inf, 0) if the call did not complete."""
     if "first_call" not in trial.__dict__:
         return math.inf, 0.0
-    comparison = trial.first.compare(trial.eager)
+    comparison = trial.first.compare(trial.eager_output)
     return comparison.error, comparison.bound
 
 
 def _run(check: Check, trial: Trial) -> Iterator[str]:
     """Yield the findings of one check."""
-    name = check.__name__
+    name = name_check(check)
     try:
         for finding in check(trial):
             yield f"{name}: {finding}"
     # A faulty part may raise anything; report it as a finding and run the remaining checks.
     except Exception as error:  # noqa: BLE001
-        yield raised_finding(name, error)
+        yield format_raised_error(name, error)
 
 
-def raised_finding(check: str, error: Exception) -> str:
-    """Return the finding for a check that raised `error`."""
+def name_check(check: Check) -> str:
+    """Return the name of a check in findings: that of its function without "check_"."""
+    return check.__name__.removeprefix("check_")
+
+
+def format_raised_error(check: str, error: Exception) -> str:
+    """Format the finding for a check that raised `error`."""
     if isinstance(error, CorruptionError):
         return f"red_zones: {error}"
     return f"{check}: raised {type(error).__name__}: {error}"

@@ -1,13 +1,13 @@
 """Run the checks of a case on all ranks in parallel.
 
 Each rank compares the output of its tokens with the float64 oracle of the whole layer. All ranks
-make the same calls in the same order. A rank whose check raises stops there, because its peers may
-never reach the next call.
+make the same calls in the same order. A rank stops at the first check that raises an error, because
+its peers may never reach the next call.
 
-The recipe that determines the tolerance is plain torch over ranks. Each rank computes the pairs of
-its experts by the recipe of one rank, weights and sums them in float32, and rounds the partial sum
-to the problem's dtype, in which it is communicated. The partial sums are added in float32 and
-rounded again. So there is one more rounding for each partial sum than in the recipe of one rank.
+The recipe that determines the tolerance models several ranks in plain torch. Each rank computes the
+pairs of its experts like the recipe of a single rank, weights and sums them in float32, and rounds
+the partial sum to the problem's dtype, in which it is communicated. The partial sums are added in
+float32 and rounded again. Thus each partial sum is rounded once more than with a single rank.
 """
 
 import math
@@ -31,7 +31,7 @@ from modular_kernel.testing.cases.inputs import (
     FencedMemory,
     Inputs,
     InputVariation,
-    fill_of,
+    choose_fill,
     make_inputs,
 )
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
@@ -42,13 +42,13 @@ from modular_kernel.testing.verify.checks import CHECKS, Check, Findings
 from modular_kernel.testing.verify.compare import Comparison, compare
 from modular_kernel.testing.verify.compare_isolated import RecipeErrors
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
-from modular_kernel.testing.verify.one_process import Proof, raised_finding
+from modular_kernel.testing.verify.one_process import Proof, format_raised_error, name_check
 from modular_kernel.testing.verify.rank_differences import (
-    AGREES,
-    dispatch_difference,
-    keep_first_dispatch,
-    local_output,
-    output_difference,
+    DISPATCH_AGREES,
+    compute_local_output,
+    describe_dispatch_difference,
+    describe_output_difference,
+    record_first_dispatch,
 )
 from modular_kernel.testing.verify.sample import NUM_RECIPE_TOKENS, Sample
 from modular_kernel.testing.verify.scenario_context import ScenarioContext
@@ -62,7 +62,7 @@ _CPU = torch.device("cpu")
 
 
 class RankSample(Sample):
-    """One rank's share of one call. counts: number of tokens of every rank."""
+    """One rank's share of one call. counts: the number of tokens of each rank."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class RankSample(Sample):
         strided: bool = False,
     ) -> None:
         self.case, self.counts, self.rank = case, counts, rank
-        of_rank = case.of_rank(rank)
+        rank_case = case.of_rank(rank)
         super().__init__(
-            of_rank, device, tokens=counts[rank], seed_offset=seed_offset, strided=strided
+            rank_case, device, tokens=counts[rank], seed_offset=seed_offset, strided=strided
         )
 
     @cached_property
@@ -86,7 +86,7 @@ class RankSample(Sample):
         return self._global_inputs(self.variation)
 
     def _global_inputs(self, variation: InputVariation) -> Inputs:
-        tokens = self.counts[0] if self.case.replicated else sum(self.counts)
+        tokens = self.counts[0] if self.case.is_replicated else sum(self.counts)
         problem = self.case.global_problem.with_tokens(tokens)
         return make_inputs(
             problem,
@@ -100,12 +100,12 @@ class RankSample(Sample):
     @property
     def local_tokens(self) -> slice:
         """The slice of this rank's tokens among those of all ranks."""
-        start = 0 if self.case.replicated else sum(self.counts[: self.rank])
+        start = 0 if self.case.is_replicated else sum(self.counts[: self.rank])
         return slice(start, start + self.counts[self.rank])
 
     def _make(self, variation: InputVariation | None = None) -> Inputs:
         global_inputs = self.global_inputs if variation is None else self._global_inputs(variation)
-        memory = FencedMemory(self.device, fill=fill_of(self.seed))
+        memory = FencedMemory(self.device, fill=choose_fill(self.seed))
         return inputs_of_rank(
             global_inputs, self.local_tokens, self.problem, memory, strided=self.strided
         )
@@ -129,18 +129,18 @@ class RankSample(Sample):
     @cached_property
     def global_exact(self) -> torch.Tensor:
         """The oracle's output for the tokens of all ranks."""
-        return self._reference(reference.oracle, self.global_inputs.routing)
+        return self._compute_reference(reference.oracle, self.global_inputs.routing)
 
     @cached_property
     def global_recipe(self) -> torch.Tensor:
-        """The output of plain torch over ranks for the tokens of all ranks."""
-        return recipe_over_ranks(self.global_inputs, self.problem)
+        """The recipe's output for the tokens of all ranks."""
+        return compute_recipe_across_ranks(self.global_inputs, self.problem)
 
     def compare(self, out: torch.Tensor) -> Comparison:
         """Compare `out` with the oracle.
 
-        The recipe's error is measured over the tokens of all ranks, since one rank may have too
-        few, and over more tokens of the same layer if all ranks together have too few.
+        The recipe's error is measured on the tokens of all ranks, because a single rank may have
+        too few. If the comparison fails, the error is measured on more tokens of the same layer.
         """
         exact, recipe = self.global_exact, self.global_recipe
         if self.variation.nan:
@@ -158,7 +158,10 @@ class RankSample(Sample):
 
     @cached_property
     def recipe_errors(self) -> RecipeErrors:
-        """The recipe's errors over more tokens of the same layer, for calls of few tokens."""
+        """The errors of the recipe, measured on more tokens of the same layer.
+
+        In a call with few tokens, the error of the recipe may be small by chance.
+        """
         problem = self.case.global_problem.with_tokens(NUM_RECIPE_TOKENS)
         inputs = make_inputs(problem, "uniform", _CPU, seed=self.seed)
         layer = self.global_inputs
@@ -170,21 +173,22 @@ class RankSample(Sample):
         routing = replace(inputs.routing, adapters_T=adapters_T)
         inputs = Inputs(inputs.x_TH, layer.weights, routing)
         exact = reference.oracle(inputs.x_TH, inputs.weights, routing, problem)
-        recipe = recipe_over_ranks(inputs, replace(self.problem, chunk_tokens=None))
+        recipe = compute_recipe_across_ranks(inputs, replace(self.problem, chunk_tokens=None))
         num_rows = int((self.exact != 0).flatten(1).any(1).sum())
         return RecipeErrors.measure(exact, recipe, min(NUM_RECIPE_TOKENS, max(1, num_rows)))
 
-    def _reference(self, function: Reference, routing: Routing) -> torch.Tensor:
+    def _compute_reference(self, function: Reference, routing: Routing) -> torch.Tensor:
         """Apply `function` to all tokens and all experts."""
         return function(
             self.global_inputs.x_TH, self.global_inputs.weights, routing, self.global_problem
         )
 
 
-def recipe_over_ranks(global_inputs: Inputs, problem: Problem) -> torch.Tensor:
-    """Compute the recipe over ranks for all tokens: (T, H) or (T, K, H), float64.
+def compute_recipe_across_ranks(global_inputs: Inputs, problem: Problem) -> torch.Tensor:
+    """Compute the recipe of a call across ranks: (T, H) or (T, K, H) float64, for all tokens.
 
-    problem: that of any rank.
+    global_inputs: the tokens of all ranks and the weights of all experts.
+    problem: the problem of any rank.
     """
     routing, tokens = global_inputs.routing, len(global_inputs.x_TH)
     one_rank = replace(problem, parallel=Parallel(), local_experts=None, expert_map=False)
@@ -204,7 +208,7 @@ def recipe_over_ranks(global_inputs: Inputs, problem: Problem) -> torch.Tensor:
 
 
 class RankTrial(Trial):
-    """A case as one rank runs it. Each call rotates the token counts by one rank."""
+    """A case as one rank runs it. Each sample rotates the token counts by one rank."""
 
     def __init__(self, case: RankCase, rank: int, machine: Machine, build: Build) -> None:
         self.case, self.machine, self.build = case.of_rank(rank), machine, build
@@ -221,7 +225,7 @@ class RankTrial(Trial):
         self.other = sample(counts=half, seed_offset=2, strided=True)
         self._sample_like_first = partial(sample, counts=counts)
 
-    def first_again(self) -> Sample:
+    def copy_first_sample(self) -> Sample:
         return self._sample_like_first(seed_offset=0)
 
     @cached_property
@@ -235,7 +239,10 @@ class RankTrial(Trial):
         )
 
     def _changed_sample(self, changes: Mapping[str, Any]) -> RankSample | None:
-        """Return this rank's share of the first call of a changed layer; None if it is refused."""
+        """Return this rank's sample of the first call of a layer with `changes` to its problem.
+
+        Returns None if the pairing refuses that layer.
+        """
         first = self.first
         assert isinstance(first, RankSample)
         changed = replace(first.case, problem=replace(first.case.problem, **changes))
@@ -244,13 +251,14 @@ class RankTrial(Trial):
         return RankSample(changed, first.rank, first.device, counts=first.counts, seed_offset=0)
 
     @property
-    def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
-        # A graph has a fixed number of tokens, so `second`, which has others, cannot be replayed.
+    def expected_replays(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
+        # A graph has a fixed number of tokens on each rank, and `second` has other numbers, so it
+        # cannot be replayed.
         sample = self._sample_like_first(seed_offset=3)
-        return (sample, call(self.kernel, sample)), (self.first, self.eager)
+        return (sample, call(self.kernel, sample)), (self.first, self.eager_output)
 
 
-def faults(trial: Trial) -> Findings:
+def check_faults(trial: Trial) -> Findings:
     """Check that every call of the fault scenario has its expected outcome on this rank."""
     assert isinstance(trial, RankTrial)
     for index, (outcome, expected) in enumerate(trial.scenario_outcomes, 1):
@@ -259,16 +267,20 @@ def faults(trial: Trial) -> Findings:
             return  # later differences follow from this one
 
 
-# The checks of one process, and the fault scenarios.
-RANK_CHECKS: tuple[Check, ...] = (*CHECKS, faults)
+# The checks of a single process, then the fault scenarios.
+RANK_CHECKS: tuple[Check, ...] = (*CHECKS, check_faults)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """Findings of one rank; error and bound are those of its first call, as in Proof.
+    """Findings of one rank.
 
-    dispatch, output: one line about what differs from the reference in the first call; "" if it
-    agrees, or if the difference has no simple description.
+    Attributes:
+        findings: one line for each failure.
+        error, bound: relative error of the rank's first call and its limit, as in Proof.
+        invalid_ids: number of invalid ids in the rank's first call.
+        dispatch, output: one line about how the dispatch and the output of the first call differ
+            from the reference; "" if they agree, or if there is no simple description.
     """
 
     findings: tuple[str, ...]
@@ -280,7 +292,7 @@ class RankReport:
 
 
 class CheckError(Exception):
-    """An error raised by a check. The message lists all findings, the last one for the error."""
+    """Raised if a check raises an error. The message lists all findings, that error last."""
 
 
 def build_kernel(
@@ -307,29 +319,32 @@ def run_checks(
     build: RankBuild,
     checks: tuple[Check, ...],
 ) -> RankReport:
-    """Run the checks of a case on one rank of a RankPool. Raise CheckError if a check raises."""
+    """Run the checks of a case on one rank of a RankPool.
+
+    Raises CheckError if a check raises an error.
+    """
     kernels: list[FusedMoEModularKernel] = []
-    # What the experts received in the first call; kept if `numeric` is the first check.
+    # What the experts received in the first call; recorded if `check_numeric` is the first check.
     received: list[list[Dispatched]] = []
 
     def build_on_rank(rank_case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
         kernels.append(build(rank_case, machine, poison, group))
         if len(kernels) == 1 and checks and checks[0] is CHECKS[0]:
-            received.append(keep_first_dispatch(kernels[0]))
+            received.append(record_first_dispatch(kernels[0]))
         return kernels[-1]
 
     trial = RankTrial(case, rank, machine, build_on_rank)
     findings: list[str] = []
     for check in checks:
-        name = check.__name__
+        name = name_check(check)
         try:
             for finding in check(trial):
                 findings.append(f"{name}: {finding}")
         except Exception as error:
-            raise CheckError("\n".join([*findings, raised_finding(name, error)])) from error
-    comparison = trial.first.compare(trial.eager)
+            raise CheckError("\n".join([*findings, format_raised_error(name, error)])) from error
+    comparison = trial.first.compare(trial.eager_output)
     unique = tuple(dict.fromkeys(findings))
-    # Not done after a check raised: destroying a part may wait for peers that never get here.
+    # Not done if a check raised, because destroying a part may wait for peers that never get here.
     for kernel in kernels:
         kernel.prepare_finalize.destroy()
     report = RankReport(unique, comparison.error, comparison.bound, trial.first.invalid_ids)
@@ -339,23 +354,24 @@ def run_checks(
 def _with_differences(
     report: RankReport, trial: RankTrial, received: Sequence[Dispatched]
 ) -> RankReport:
-    """Add what differs from the reference.
+    """Return `report` with descriptions of what differs from the reference.
 
-    The dispatch of every rank is compared, because it may cause the wrong output of another rank.
+    The dispatch is compared on every rank, because a wrong dispatch on one rank may cause a wrong
+    output on another.
     """
     sample = trial.first
     assert isinstance(sample, RankSample)
     inputs, problem = sample.global_inputs, sample.problem
     try:
         weighted = sample.input_weighted
-        dispatch = dispatch_difference(received, inputs, problem, input_weighted=weighted)
+        dispatch = describe_dispatch_difference(received, inputs, problem, input_weighted=weighted)
     except Exception as error:  # noqa: BLE001  a part may return anything
         dispatch = f"dispatch: cannot be compared, {type(error).__name__}: {error}"
     if not any(finding.startswith("numeric: ") for finding in report.findings):
         return replace(report, dispatch=dispatch)
-    local_only = local_output(inputs, problem, sample.local_tokens, sample.global_problem)
-    output = output_difference(trial.eager, sample.exact, local_only)
-    return replace(report, dispatch=dispatch, output=output or AGREES)
+    local_only = compute_local_output(inputs, problem, sample.local_tokens, sample.global_problem)
+    output = describe_output_difference(trial.eager_output, sample.exact, local_only)
+    return replace(report, dispatch=dispatch, output=output or DISPATCH_AGREES)
 
 
 def prove_ranks(
@@ -367,14 +383,17 @@ def prove_ranks(
     checks: Sequence[Check] = RANK_CHECKS,
     timeout: float = 300,
 ) -> Proof:
-    """Run the checks on every rank.
+    """Run the checks of a case on every rank of a pool.
 
-    pool: has case.world_size ranks. machine: None means the current one with the pool's backend.
-    build: makes a rank's kernel from (case, machine, poison, group); must be picklable. checks: run
-    in this order. timeout: seconds after which a rank that does not answer counts as failed.
+    pool: a pool with case.world_size ranks.
+    machine: the machine to run on; None means the current one with the device of the pool's
+        backend.
+    build: makes a rank's kernel from (case, machine, poison, group); must be picklable.
+    checks: the checks, in the order in which they run.
+    timeout: seconds after which a rank that does not respond counts as failed.
 
-    Raises ConfigurationError if the pool's size differs, IncompatibleError if the pairing is
-    refused.
+    Raises ConfigurationError if the pool has another number of ranks, and IncompatibleError if the
+    pairing is refused.
     """
     if pool.world_size != case.world_size:
         need = f"{case.world_size} ranks, as the case says"
@@ -395,7 +414,7 @@ def prove_unchecked(
     checks: Sequence[Check],
     timeout: float,
 ) -> Proof:
-    """Run `prove_ranks` without its validation, for ranks that may run other source code."""
+    """Run `prove_ranks` without validation, for ranks whose source code may have been mutated."""
     start = time.perf_counter()
     failures: list[str] = []
     try:
@@ -404,21 +423,23 @@ def prove_unchecked(
     except RankError as error:
         reports = error.results
         for rank, text in error.failures.items():
-            failures += [f"rank {rank}: {line}" for line in _findings_of(text)]
+            failures += [f"rank {rank}: {line}" for line in _extract_findings(text)]
     for rank, report in sorted(reports.items()):
         failures += [f"rank {rank}: {finding}" for finding in report.findings]
     failures += _first_difference(reports)
     seconds = time.perf_counter() - start
     complete = len(reports) == case.world_size
     worst = (
-        max(reports.values(), key=_error_ratio) if complete else RankReport((), math.inf, 0.0, 0)
+        max(reports.values(), key=_compute_error_ratio)
+        if complete
+        else RankReport((), math.inf, 0.0, 0)
     )
     invalid_ids = sum(report.invalid_ids for report in reports.values())
     return Proof(case, machine, worst.error, worst.bound, tuple(failures), seconds, invalid_ids)
 
 
 def _first_difference(reports: Mapping[int, RankReport]) -> list[str]:
-    """Return a line about what differs, if an output is wrong: the first wrong dispatch, if any."""
+    """If an output is wrong, return one line about the first difference: a dispatch, if any."""
     wrong = {rank: report for rank, report in reports.items() if report.output}
     if not wrong:
         return []
@@ -434,13 +455,13 @@ def machine_of(pool: AnyRanks) -> Machine:
     return this_machine(device="cpu" if pool.backend == "gloo" else "cuda")
 
 
-def _error_ratio(report: RankReport) -> float:
-    """Return error over bound; infinity if the bound is 0."""
+def _compute_error_ratio(report: RankReport) -> float:
+    """Return the ratio of error to bound; infinity if the bound is 0."""
     return report.error / report.bound if report.bound else math.inf
 
 
-def _findings_of(failure: str) -> list[str]:
-    """Return the findings in a failed rank's message, or the error that ended it."""
+def _extract_findings(failure: str) -> list[str]:
+    """Extract the findings from a failed rank's message, or else the error that ended the rank."""
     findings_text = failure.partition(f"{CheckError.__name__}: ")[2]
     if findings_text:
         return findings_text.splitlines()

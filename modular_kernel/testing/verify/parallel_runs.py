@@ -1,4 +1,4 @@
-"""Prove many cases, in this process or in several worker processes."""
+"""Run the checks of many cases, in this process or in several worker processes."""
 
 import os
 import signal
@@ -24,9 +24,10 @@ class WorkerError(ModularKernelError):
 def prove_all(cases: Sequence[Case], machine: Machine, workers: int) -> Iterator[Proof]:
     """Yield the proof of every case, in the order of `cases`.
 
-    workers: number of processes, each with one torch thread; 1 means this process. Raises
-    WorkerError, which names the first case without a proof, if a worker process ends early. Workers
-    end with the iterator, and with this process.
+    The workers end when the iterator is closed, and when this process ends. If a worker process
+    ends early, raises WorkerError, which names the first case without a proof.
+
+    workers: number of worker processes, each with one torch thread; 1 means this process.
     """
     if workers == 1:
         for case in cases:
@@ -51,7 +52,7 @@ def _submit(
 ) -> tuple[list[Future[Proof]], list[BaseProcess]]:
     """Submit all cases; return the futures of their proofs and the started processes."""
     existing = active_children()
-    # Workers inherit this mask and ignore Ctrl-C; the parent handles it and ends them.
+    # Workers inherit this mask and ignore Ctrl-C; the parent handles Ctrl-C and ends the workers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         proofs = [pool.submit(prove, case, machine) for case in cases]
@@ -74,7 +75,7 @@ def _init_worker() -> None:
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent ends. Otherwise it would wait for work forever."""
+    """Exit this process when its parent ends. Otherwise, it would wait for work forever."""
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -6,11 +6,11 @@ from modular_kernel.quant.prepared import SOURCE_FIELDS
 from modular_kernel.testing.verify.trial import Trial
 
 
-def prepared_weights(trial: Trial) -> Iterator[str]:
+def check_prepared_weights(trial: Trial) -> Iterator[str]:
     """Compare one direct and two planned calls on prepared weights with the oracle.
 
-    Experts parts that prepare nothing must return the same weights object. The others may replace
-    only the tensors listed in `SOURCE_FIELDS`.
+    Experts parts that do not prepare weights must return the same weights object. Other experts
+    parts may replace only the tensors listed in `SOURCE_FIELDS`.
     """
     sample, kernel = trial.first, trial.kernel
     weights = sample.inputs.weights

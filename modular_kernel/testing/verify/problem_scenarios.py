@@ -1,4 +1,7 @@
-"""Steps of the fault scenario "misunderstood" in which rank 1 uses another problem."""
+"""Checks for the "misunderstood" fault scenario: the Problem of rank 1 differs from its peers'.
+
+Rank 1 builds its layer from a changed Problem, and every rank must report the mismatch.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,11 +10,15 @@ import torch
 
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.spec.problem import ActivationSpec, Combine
-from modular_kernel.testing.verify.scenario_context import VICTIM, ScenarioContext, outcome_of
+from modular_kernel.testing.verify.scenario_context import (
+    FAULTY_RANK,
+    ScenarioContext,
+    capture_outcome,
+)
 
-ONE_CALL = "one layer, call, pairing, step and order"
+NEED_SAME_CALL = "one layer, call, pairing, step and order"
 
-# Properties that must agree on all ranks; rank 1 changes them one at a time.
+# Fields of Problem that must agree on all ranks. Rank 1 changes them one set at a time.
 PROBLEM_CHANGES: tuple[dict[str, Any], ...] = (
     {"routed_scaling_factor": 2.0},
     {"intermediate": 48},
@@ -23,48 +30,59 @@ PROBLEM_CHANGES: tuple[dict[str, Any], ...] = (
     {"quant": "int8_w8a16_channel"},
 )
 
-# (outcome, expected outcome) of each call.
+# Yields (outcome, expected outcome) for each call.
 Outcomes = Iterator[tuple[str, str]]
 
 
-def another_problem(context: ScenarioContext, first: FusedMoEModularKernel) -> Outcomes:
-    """Call a layer that has another problem on rank 1. The call fails on all ranks."""
+def check_problem_mismatch(context: ScenarioContext, first: FusedMoEModularKernel) -> Outcomes:
+    """Call a layer whose Problem on rank 1 differs from the other ranks.
+
+    The call must fail on every rank. first: a layer whose manager the changed layers use.
+    """
     got = "another dtype, scheme, placement, activation, pairing or adapters"
-    changed_problems = context.other_problems(PROBLEM_CHANGES)
+    changed_problems = context.supported_changes(PROBLEM_CHANGES)
     for index, (changes, inputs) in enumerate(changed_problems):
-        kernel = context.kernel_on_manager_of(first, **changes)
-        outcome = outcome_of(lambda: context.compare(context.call(kernel, **inputs)))  # noqa: B023
-        yield outcome, context.counts_error(got, ONE_CALL, layer=3 + index, call=1, step=8 + index)
-    larger = context.kernel_on_manager_of(first, tokens=context.case.problem.tokens + 1)
+        kernel = context.make_kernel_on_manager_of(first, **changes)
+        outcome = capture_outcome(lambda: context.compare(context.call(kernel, **inputs)))  # noqa: B023
+        yield (
+            outcome,
+            context.expected_counts_error(
+                got, NEED_SAME_CALL, layer=3 + index, call=1, step=8 + index
+            ),
+        )
+    larger = context.make_kernel_on_manager_of(first, tokens=context.case.problem.tokens + 1)
     tokens = context.case.problem.tokens
     yield (
-        outcome_of(lambda: context.compare(context.call(larger))),
-        context.counts_error(
-            context.by_rank("tokens", tokens, tokens + 1),
-            ONE_CALL, layer=3 + len(changed_problems), call=1, step=8 + len(changed_problems),
+        capture_outcome(lambda: context.compare(context.call(larger))),
+        context.expected_counts_error(
+            context.format_by_rank("tokens", tokens, tokens + 1),
+            NEED_SAME_CALL, layer=3 + len(changed_problems), call=1, step=8 + len(changed_problems),
         ),
     )  # fmt: skip
 
 
-def another_problem_at_construction(
+def check_problem_mismatch_at_construction(
     context: ScenarioContext, first: FusedMoEModularKernel
 ) -> Outcomes:
-    """Check the same for ranks that share memory, which report it when the part is constructed."""
-    peers = context.peers if context.is_victim else (VICTIM,)
-    expected = context.expected_error(
+    """Like `check_problem_mismatch`, but for parts whose ranks share memory.
+
+    These parts report the mismatch at construction, not in a call.
+    """
+    peers = context.peers if context.is_faulty_rank else (FAULTY_RANK,)
+    expected = context.expected_error_text(
         "ranks that share buffers", "", "", (0, 0, 0), peers, "construct"
     )
     tokens = {"tokens": context.case.problem.tokens + 1}
     for changes in (
-        *(supported for supported, _ in context.other_problems(PROBLEM_CHANGES)),
+        *(supported for supported, _ in context.supported_changes(PROBLEM_CHANGES)),
         tokens,
     ):
-        outcome = outcome_of(lambda: str(context.kernel_on_manager_of(first, **changes)))  # noqa: B023
-        yield text_before(outcome, ": got"), text_before(expected, ": got")
+        outcome = capture_outcome(lambda: str(context.make_kernel_on_manager_of(first, **changes)))  # noqa: B023
+        yield cut_before(outcome, ": got"), cut_before(expected, ": got")
         yield outcome.partition(", need ")[2].partition(" (")[0], "the same on all ranks"
 
 
-def text_before(text: str, *ends: str) -> str:
+def cut_before(text: str, *ends: str) -> str:
     """Return `text` up to the first occurrence of each of `ends`, applied in order."""
     for end in ends:
         text = text.partition(end)[0]

@@ -1,8 +1,9 @@
-"""Describe why a case over ranks fails: placement, received counts, rows, weights or scales.
+"""Describe why a case with several ranks fails: placement, counts, rows, weights or scales.
 
-A wrong output does not tell which step is wrong. So each rank keeps what its experts received in
-the first call, and compares it with the reference dispatch: the (token, expert) pairs whose expert
-is on this rank. If that agrees, the output itself is examined. Every result is one line of text.
+A wrong output does not show which step is wrong. Therefore, each rank keeps a copy of what its
+experts received in the first call, and compares it with the reference dispatch: the (token, expert)
+pairs whose expert is on this rank. If they agree, the output itself is examined. Every result is
+one line of text.
 """
 
 import copy
@@ -20,19 +21,24 @@ from modular_kernel.spec.problem import IdSpace, Problem
 from modular_kernel.tensors import BatchedTokens, ContiguousTokens, Dispatched
 from modular_kernel.testing.cases.inputs import Inputs
 
-# Maximum relative difference between a received row and the token it is taken for.
+# Maximum relative difference between a received row and the token that it is identified with.
 _ROW_TOLERANCE, _QUANTIZED_ROW_TOLERANCE = 1e-6, 0.25
 _OUTPUT_TOLERANCE = 0.05  # maximum relative difference of outputs that are equal up to rounding
-AGREES = "the received rows equal the reference dispatch, so the experts or the combine differ"
+DISPATCH_AGREES = (
+    "the received rows equal the reference dispatch, so the experts or the combine differ"
+)
 
 
 @dataclass(frozen=True)
 class ReceivedPairs:
-    """The (token, expert) pairs that a rank computes.
+    """The P (token, expert) pairs that a rank computes.
 
-    x_PH: rows, float64. expert_P: local experts. weight_P: router weights; None if the experts do
-    not receive them. token_P: in the reference, indices among the tokens of all ranks; otherwise
-    row indices in the received tensor.
+    Attributes:
+        x_PH: the row of each pair, float64.
+        expert_P: the local expert of each pair.
+        weight_P: the router weight of each pair; None if the experts do not receive the weights.
+        token_P: in the reference, the index of each token among the tokens of all ranks; otherwise,
+            the index of each row in the received tensor.
     """
 
     x_PH: torch.Tensor
@@ -41,59 +47,66 @@ class ReceivedPairs:
     token_P: torch.Tensor
 
 
-def keep_first_dispatch(kernel: FusedMoEModularKernel) -> list[Dispatched]:
+def record_first_dispatch(kernel: FusedMoEModularKernel) -> list[Dispatched]:
     """Return a list that the kernel's first call fills with copies of what its experts receive.
 
-    Empty if nothing arrived; several entries if the call is split into chunks.
+    The list remains empty if the experts receive nothing, and has one element per chunk if the call
+    is split into chunks.
     """
     received: list[Dispatched] = []
     experts: Any = kernel.experts
     finish, apply = kernel.finish, experts.apply
 
-    def apply_and_keep(tokens: Dispatched, **arguments: Any) -> None:
+    def apply_and_record(tokens: Dispatched, **arguments: Any) -> None:
         received.append(copy.deepcopy(tokens))
         apply(tokens, **arguments)
 
-    def finish_and_keep(pending: Any) -> torch.Tensor:
+    def finish_and_record(pending: Any) -> torch.Tensor:
         del kernel.finish  # this call only
-        experts.apply = apply_and_keep
+        experts.apply = apply_and_record
         try:
             return finish(pending)
         finally:
             del experts.apply
 
-    kernel.finish = finish_and_keep  # type: ignore[method-assign]
+    kernel.finish = finish_and_record  # type: ignore[method-assign]
     return received
 
 
-def dispatch_difference(
+def describe_dispatch_difference(
     received: Sequence[Dispatched],
     inputs: Inputs,
     problem: Problem,
     *,
     input_weighted: bool = False,
 ) -> str:
-    """Compare what this rank's experts received with the reference; "" if it agrees.
+    """Compare what this rank's experts received with the reference.
 
-    inputs: of all ranks. problem: that of this rank. input_weighted: whether the part multiplies x
-    by the router weight. Nothing is compared if experts have copies, because a pair may go to any
-    of them, or if the values are packed or not finite.
+    Returns a description of the first difference, or "". Nothing is compared if experts have
+    copies, because a pair may go to any copy, or if the values are packed or not finite.
+
+    received: one element per chunk of the call.
+    inputs: the inputs of all ranks.
+    problem: the problem of this rank.
+    input_weighted: whether the part multiplies x by the router weight.
     """
     if problem.placement.has_copies:
         return ""
-    is_packed = any(_row_length(tokens) != problem.hidden for tokens in received)
+    is_packed = any(_get_row_length(tokens) != problem.hidden for tokens in received)
     if is_packed or not bool(inputs.x_TH.isfinite().all()):
         return ""
-    expected = _reference_pairs(inputs, problem, problem.placement, input_weighted=input_weighted)
-    actual = [_received_pairs(tokens, problem) for tokens in received]
+    expected = _compute_reference_pairs(
+        inputs, problem, problem.placement, input_weighted=input_weighted
+    )
+    actual = [_extract_received_pairs(tokens, problem) for tokens in received]
     expert_P = torch.cat([pairs.expert_P for pairs in actual]) if actual else torch.empty(0).long()
-    counts, reference_counts = (_counts(e, problem) for e in (expert_P, expected.expert_P))
+    counts, reference_counts = (_count_pairs(e, problem) for e in (expert_P, expected.expert_P))
     if counts != reference_counts:
-        return _count_difference(counts, reference_counts, inputs, problem)
+        return _describe_count_difference(counts, reference_counts, inputs, problem)
     if not counts or not actual or not len(expert_P):
         return ""
     weights = [pairs.weight_P for pairs in actual if pairs.weight_P is not None]
-    return _row_difference(
+    return _describe_row_difference(
         torch.cat([pairs.x_PH for pairs in actual]),
         expert_P,
         torch.cat(weights) if len(weights) == len(actual) else None,
@@ -102,10 +115,14 @@ def dispatch_difference(
     )
 
 
-def output_difference(out: torch.Tensor, exact: torch.Tensor, local_only: torch.Tensor) -> str:
-    """Describe a wrong output of a rank in one line; "" if it has no simple description.
+def describe_output_difference(
+    out: torch.Tensor, exact: torch.Tensor, local_only: torch.Tensor
+) -> str:
+    """Describe a wrong output of a rank in one line.
 
-    local_only: the output of this rank's experts alone, for its tokens.
+    Returns "" if the output is correct, or if there is no simple description.
+
+    local_only: the output for this rank's tokens, computed from this rank's experts alone.
     """
     if out.shape != exact.shape or not out.numel():
         return ""
@@ -115,19 +132,23 @@ def output_difference(out: torch.Tensor, exact: torch.Tensor, local_only: torch.
     ratio = float((rows * expected).sum() / expected.square().sum().clamp(min=1e-300))
     if abs(ratio - 1) > _OUTPUT_TOLERANCE and _is_close(rows, ratio * expected):
         return f"combine: the output is {ratio:.3g} times the reference"
-    wrong = [i for i in range(len(rows)) if not _is_close(rows[i], expected[i])]
-    for i in wrong:
+    wrong = [r for r in range(len(rows)) if not _is_close(rows[r], expected[r])]
+    for row in wrong:
         same = [
-            j for j in range(len(expected)) if expected[j].any() and _is_close(rows[i], expected[j])
+            r
+            for r in range(len(expected))
+            if expected[r].any() and _is_close(rows[row], expected[r])
         ]
         if same:
-            return f"order of rows: output row {i} is row {same[0]} of the reference"
+            return f"order of rows: output row {row} is row {same[0]} of the reference"
     if wrong and not rows[wrong].any():
         return f"combine: {len(wrong)} output rows are zero, first row {wrong[0]}"
     return ""
 
 
-def local_output(inputs: Inputs, problem: Problem, tokens: slice, global_problem: Problem) -> Any:
+def compute_local_output(
+    inputs: Inputs, problem: Problem, tokens: slice, global_problem: Problem
+) -> Any:
     """Return the reference output of `tokens`, computed from this rank's experts alone."""
     ids_TK = inputs.routing.topk_ids_TK
     rank_TK, _, _ = pairs_to_slots(ids_TK, problem.placement.tables())
@@ -136,10 +157,10 @@ def local_output(inputs: Inputs, problem: Problem, tokens: slice, global_problem
     return reference.oracle(inputs.x_TH, inputs.weights, routing, global_problem)[tokens]
 
 
-def _reference_pairs(
+def _compute_reference_pairs(
     inputs: Inputs, problem: Problem, placement: Placement, *, input_weighted: bool = False
 ) -> ReceivedPairs:
-    """Return the pairs that this rank must compute with `placement`."""
+    """Return the pairs that this rank must compute under `placement`."""
     routing = inputs.routing
     rank_TK, slot_TK, _ = pairs_to_slots(routing.topk_ids_TK, placement.tables())
     token_P, k_P = (rank_TK == problem.parallel.rank).nonzero(as_tuple=True)
@@ -150,12 +171,12 @@ def _reference_pairs(
     return ReceivedPairs(x_PH, slot_TK[token_P, k_P], weight_P, token_P)
 
 
-def _row_length(tokens: Dispatched) -> int:
+def _get_row_length(tokens: Dispatched) -> int:
     return (tokens.x_TH if isinstance(tokens, ContiguousTokens) else tokens.x_eCH).shape[-1]
 
 
-def _received_pairs(tokens: Dispatched, problem: Problem) -> ReceivedPairs:
-    """Return the pairs that the experts received, in either activation format."""
+def _extract_received_pairs(tokens: Dispatched, problem: Problem) -> ReceivedPairs:
+    """Extract the pairs from what the experts received, in either activation format."""
     if isinstance(tokens, BatchedTokens):
         x_eCH = _dequantize(tokens.x_eCH, tokens.scale, problem)
         capacity = torch.arange(x_eCH.shape[1])
@@ -175,7 +196,10 @@ def _received_pairs(tokens: Dispatched, problem: Problem) -> ReceivedPairs:
 
 
 def _dequantize(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> torch.Tensor:
-    """Return received rows in float64 on the CPU. scale: per row or per group of columns."""
+    """Dequantize received rows to float64 on the CPU.
+
+    scale: one per row, one per group of columns, or None.
+    """
     values = x.float().double().cpu()
     if scale is None:
         return values
@@ -185,29 +209,29 @@ def _dequantize(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -
     return values * factor
 
 
-def _counts(expert_P: torch.Tensor, problem: Problem) -> list[int]:
+def _count_pairs(expert_P: torch.Tensor, problem: Problem) -> list[int]:
     """Return the number of pairs of each local expert."""
     counts: list[int] = torch.bincount(expert_P, minlength=problem.e).tolist()
     return counts
 
 
-def _count_difference(
+def _describe_count_difference(
     counts: list[int], reference_counts: list[int], inputs: Inputs, problem: Problem
 ) -> str:
-    """Describe wrong counts of pairs; recognize another placement or order of experts."""
+    """Describe wrong counts of pairs. Recognizes another placement, and another expert order."""
     numbers = f"{counts} pairs for the local experts, the reference has {reference_counts}"
     parallel = problem.parallel
     if not problem.placement.is_linear:
         linear = Placement.linear(problem.experts, parallel.world_size)
-        expert_P = _reference_pairs(inputs, problem, linear).expert_P
-        if counts == _counts(expert_P, problem):
+        expert_P = _compute_reference_pairs(inputs, problem, linear).expert_P
+        if counts == _count_pairs(expert_P, problem):
             return f"placement: received {numbers}; these are the counts of the linear placement"
     if sorted(counts) == sorted(reference_counts):
         return f"placement: received {numbers}; local experts are in another order"
     return f"received counts: {numbers}"
 
 
-def _row_difference(
+def _describe_row_difference(
     x_PH: torch.Tensor,
     expert_P: torch.Tensor,
     weight_P: torch.Tensor | None,
@@ -215,7 +239,7 @@ def _row_difference(
     *,
     quantized: bool,
 ) -> str:
-    """Compare rows with the most similar ones of the reference, then their experts and weights."""
+    """Compare each row with the most similar reference row, then their experts and weights."""
     is_finite = x_PH.isfinite().all(1)
     if not bool(is_finite.all()):
         return f"activations: received row {int((~is_finite).nonzero()[0])} is not finite"
@@ -242,8 +266,8 @@ def _row_difference(
         return f"placement: local expert {expert} received token {token}, which is not routed to it"
     if weight_P is None or expected.weight_P is None:
         return ""
-    weights = _sorted_weights(token_P, expert_P, weight_P)
-    expected_weights = _sorted_weights(expected.token_P, expected.expert_P, expected.weight_P)
+    weights = _sort_weights(token_P, expert_P, weight_P)
+    expected_weights = _sort_weights(expected.token_P, expected.expert_P, expected.weight_P)
     for (token, expert, got), (_, _, need) in zip(weights, expected_weights, strict=True):
         if not abs(got - need) <= _ROW_TOLERANCE * max(1.0, abs(need)):
             pair_text = f"token {token} at local expert {expert}"
@@ -251,14 +275,14 @@ def _row_difference(
     return ""
 
 
-def _sorted_weights(
+def _sort_weights(
     token_P: torch.Tensor, expert_P: torch.Tensor, weight_P: torch.Tensor
 ) -> list[tuple[int, int, float]]:
-    """Return (token, local expert, router weight) of each pair, sorted."""
+    """Return the sorted (token, local expert, router weight) of all pairs."""
     return sorted(zip(token_P.tolist(), expert_P.tolist(), weight_P.tolist(), strict=True))
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether outputs are equal up to rounding, and not zero."""
+    """Return whether two outputs are equal up to rounding, and nonzero."""
     size = expected.norm()
     return bool((actual - expected).norm() <= _OUTPUT_TOLERANCE * size) and bool(size > 0)

@@ -12,16 +12,17 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import (
     Inputs,
     InputVariation,
+    count_invalid_ids,
     fenced,
-    invalid_count,
     make_inputs,
 )
 from modular_kernel.testing.verify.compare import Comparison
 from modular_kernel.testing.verify.compare_isolated import RecipeErrors, compare_by_group
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
-# Enough for 146 calls of 7 tokens. With 64, w8a8 cases of 7 tokens failed by chance, although their
-# error over many tokens equaled that of the recipe.
+# Number of tokens over which the error of the recipe is measured: 146 calls of 7 tokens. With 64,
+# w8a8 cases of 7 tokens failed by chance, although over many tokens the part and the recipe had
+# equal errors.
 NUM_RECIPE_TOKENS = 1024
 
 
@@ -29,12 +30,13 @@ class Sample:
     """Inputs and expected output of one call.
 
     Attributes:
-
-    - inputs: the arguments of the call. A faulty part may write to them.
-    - pristine: a separate copy of the inputs, from which the expected output is computed.
-    - exact: the output of the float64 oracle. recipe: that of plain torch with the declared recipe.
-    - input_weighted: whether the PrepareAndFinalize multiplies x by router weights before it
-      quantizes x, if router weights apply to the input.
+        inputs: the arguments of the call. A faulty part may write to them.
+        pristine: a separate copy of the inputs, from which the expected output is computed.
+        exact: the output of the float64 oracle.
+        recipe: the output of plain torch operations that follow the declared recipe.
+        input_weighted: whether the PrepareAndFinalize multiplies x by the router weights before it
+            quantizes x, in problems whose router weights apply to the input.
+        invalid_ids: number of invalid ids in the routing.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Sample:
         self.seed = 1000 * case.seed + seed_offset
         self.inputs = self._make()
         self.pristine = self._make()
-        self.invalid_ids = invalid_count(self.pristine.routing, self.problem)
+        self.invalid_ids = count_invalid_ids(self.pristine.routing, self.problem)
 
     def _make(self, variation: InputVariation | None = None) -> Inputs:
         return make_inputs(
@@ -69,35 +71,35 @@ class Sample:
 
     @property
     def local_tokens(self) -> slice:
-        """The slice of the whole call's tokens in this sample."""
+        """The tokens of this sample among those of all ranks; here, all of them."""
         return slice(None)
 
     @property
     def global_pristine(self) -> Inputs:
-        """The inputs of the whole call, over all ranks."""
+        """The inputs of the whole call, across all ranks."""
         return self.pristine
 
     @property
     def global_problem(self) -> Problem:
-        """The problem of the whole call, on one rank with all experts."""
+        """The problem of the whole call as if it ran on one rank with all experts."""
         return self.problem
 
     @cached_property
     def exact(self) -> torch.Tensor:
-        i = self.pristine
-        return reference.oracle(i.x_TH, i.weights, i.routing, self.problem)
+        inputs = self.pristine
+        return reference.oracle(inputs.x_TH, inputs.weights, inputs.routing, self.problem)
 
     @cached_property
     def recipe(self) -> torch.Tensor:
-        i = self.pristine
-        args = i.x_TH, i.weights, i.routing, self.problem
+        inputs = self.pristine
+        args = inputs.x_TH, inputs.weights, inputs.routing, self.problem
         return reference.recipe(*args, input_weighted=self.input_weighted)
 
     def compare(self, out: torch.Tensor) -> Comparison:
         """Compare `out` with the oracle. Tokens with extreme values are compared separately.
 
-        Only if the comparison fails is the tolerance computed from more tokens (`recipe_errors`),
-        which takes longer.
+        If the comparison fails, it is repeated with a tolerance computed from more tokens
+        (`recipe_errors`), which takes longer.
         """
         if self.variation.nan:
             nan_args = out, self.exact, self.recipe, self.problem
@@ -111,14 +113,18 @@ class Sample:
 
     @cached_property
     def recipe_errors(self) -> RecipeErrors:
-        """The recipe's errors over more tokens of the same layer, for calls of few tokens."""
+        """The errors of the recipe, measured on more tokens of the same layer.
+
+        In a call with few tokens, the error of the recipe may be small by chance.
+        """
         problem = replace(self.problem.with_tokens(NUM_RECIPE_TOKENS), chunk_tokens=None)
         inputs = make_inputs(problem, "uniform", self.device, seed=self.seed)
         weights = self.pristine.weights
         if self.variation.nan:
             variation = replace(self.variation, nan="")
             weights = self._make(variation).weights
-        # Slots that no token of this call uses hold NaN, so repeat the slots of this call.
+        # Slots that no token of this call uses are filled with NaN, so repeat the slots of this
+        # call.
         adapters_T = self.pristine.routing.adapters_T
         if isinstance(adapters_T, torch.Tensor) and len(adapters_T):
             adapters_T = adapters_T[
@@ -134,7 +140,7 @@ class Sample:
         return RecipeErrors.measure(exact, recipe, min(NUM_RECIPE_TOKENS, max(1, num_rows)))
 
     def x_TH(self) -> torch.Tensor:
-        """Return x for one call: a new copy if the call overwrites it."""
+        """Return x for one call; a new copy if the call overwrites x."""
         return fenced(self.pristine.x_TH) if self.problem.inplace else self.inputs.x_TH
 
     def empty_output(self) -> torch.Tensor:
@@ -146,7 +152,10 @@ class Sample:
 
 
 def _map_to_local(ids_TK: torch.Tensor, expert_map: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """Replace ids of remote experts by ids of local ones, so that every pair is computed."""
+    """Replace ids of remote experts with ids of local ones, so that every pair is computed.
+
+    rows: number of local experts.
+    """
     if expert_map is None:
         return ids_TK
     local_ids = ((expert_map >= 0) & (expert_map < rows)).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""What a fault scenario of `scenarios` uses on one rank: its case, calls, and expected errors."""
+"""State and helpers of a fault scenario on one rank: its case, its calls, and expected errors."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +13,13 @@ from modular_kernel.errors import CommunicationError
 from modular_kernel.kernel import FusedMoEModularKernel, Pending
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
-from modular_kernel.testing.cases.scenario_names import manager_class
+from modular_kernel.testing.cases.scenario_names import find_manager_class
 
 if TYPE_CHECKING:
     from modular_kernel.testing.verify.sample import Sample
 
-VICTIM = 1  # the rank at which the fault is injected
-RIGHT = "right"  # outcome of a correct call
+FAULTY_RANK = 1  # the rank at which the fault is injected
+CORRECT = "right"  # outcome of a correct call
 _SECONDS = re.compile(r"\d+\.\d+ s")
 _HOST_NAMES = re.compile(r"(; ranks? [\d, ]+: (all of|on) host [^;,]+)+")
 _DIGITS = re.compile(r"[0-9a-f]{8,}")
@@ -27,11 +27,15 @@ _DIGITS = re.compile(r"[0-9a-f]{8,}")
 
 @dataclass(frozen=True)
 class ScenarioContext:
-    """A case on one rank, and functions to make its kernels and calls in a fault scenario.
+    """A case on one rank, with methods that make its kernels and calls in a fault scenario.
 
-    sample: this rank's share of a correct call. build: makes a kernel of a case over the group.
-    changed_sample: returns this rank's share of a call of a layer with the given problem changes,
-    or None if the pairing does not support that layer.
+    Attributes:
+        case: the case, whose problem is that of this rank.
+        machine: the machine that the parts are made for.
+        sample: this rank's inputs and expected output of a correct call.
+        build: makes the kernel of a (case, machine, poison) in the process group.
+        changed_sample: maps changed fields of Problem to this rank's sample of a call of the
+            changed layer, or to None if the pairing does not support that layer.
     """
 
     case: Case
@@ -49,8 +53,8 @@ class ScenarioContext:
         return self.case.problem.parallel.world_size
 
     @property
-    def is_victim(self) -> bool:
-        return self.rank == VICTIM
+    def is_faulty_rank(self) -> bool:
+        return self.rank == FAULTY_RANK
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -60,24 +64,25 @@ class ScenarioContext:
     def part(self) -> type[PrepareAndFinalize]:
         return load_catalog().prepare_finalize(self.case.prepare_finalize)
 
-    def kernel(self) -> FusedMoEModularKernel:
+    def make_kernel(self) -> FusedMoEModularKernel:
         """Make a kernel with a new manager."""
         return self.build(self.case, self.machine, True)
 
-    def kernel_with_deadline(self, deadline_s: float) -> FusedMoEModularKernel:
+    def make_kernel_with_deadline(self, deadline_s: float) -> FusedMoEModularKernel:
         """Make a kernel whose exchanges time out after `deadline_s` seconds."""
-        return self.kernel_on(manager_class(self.part)(None, deadline_s=deadline_s))
+        return self.make_kernel_on(find_manager_class(self.part)(None, deadline_s=deadline_s))
 
-    def kernel_on_manager_of(
+    def make_kernel_on_manager_of(
         self, kernel: FusedMoEModularKernel, **changes: Any
     ) -> FusedMoEModularKernel:
-        """Make another layer on the manager of `kernel`; `changes` apply on rank 1 only."""
-        return self.kernel_on(manager_of(kernel.prepare_finalize), **changes)
+        """Make another layer with the manager of `kernel`; `changes` apply on rank 1 only."""
+        return self.make_kernel_on(get_manager(kernel.prepare_finalize), **changes)
 
-    def with_changes(self, **changes: Any) -> "ScenarioContext | None":
-        """Return the context of another layer, changed on all ranks; None where it is refused.
+    def for_changed_problem(self, **changes: Any) -> "ScenarioContext | None":
+        """Return the context of a layer whose problem is changed on all ranks.
 
-        If `parallel` is among the changes, it is that of rank 0.
+        Returns None if the pairing refuses that layer. If `parallel` is among the changes, it must
+        be the value of rank 0.
         """
         sample = self.changed_sample(changes)
         if sample is None:
@@ -86,20 +91,21 @@ class ScenarioContext:
         problem = replace(problem, parallel=replace(problem.parallel, rank=self.rank))
         return replace(self, case=replace(self.case, problem=problem), sample=sample)
 
-    def kernel_on(self, manager: object, **changes: Any) -> FusedMoEModularKernel:
-        """Make a layer on a manager; `changes` apply on rank 1 only."""
+    def make_kernel_on(self, manager: object, **changes: Any) -> FusedMoEModularKernel:
+        """Make a layer with the given manager; `changes` apply on rank 1 only."""
         problem = self.case.problem
-        if changes and self.is_victim:
+        if changes and self.is_faulty_rank:
             problem = replace(problem, **changes)
         names = self.case.prepare_finalize, self.case.experts
         return make_kernel(*names, problem, group=manager, machine=self.machine)
 
-    def other_problems(
+    def supported_changes(
         self, candidates: Sequence[Mapping[str, Any]]
     ) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
-        """Return the supported ones of `candidates`, each with the tensors of such a call.
+        """Return (changes, tensors) for each of `candidates` that the pairing supports.
 
-        A candidate that does not change the problem is left out.
+        tensors: the arguments of a call of the changed layer. Candidates that do not change the
+        problem are left out.
         """
         supported, problem = [], self.case.problem
         for changes in candidates:
@@ -107,17 +113,21 @@ class ScenarioContext:
                 continue
             sample = self.changed_sample(changes)
             if sample is not None:
-                i = sample.inputs
-                tensors = {"x_TH": i.x_TH, "weights": i.weights, "routing": i.routing}
+                inputs = sample.inputs
+                tensors = {
+                    "x_TH": inputs.x_TH,
+                    "weights": inputs.weights,
+                    "routing": inputs.routing,
+                }
                 supported.append((changes, tensors))
         return supported
 
     def call(self, kernel: FusedMoEModularKernel, **changes: Any) -> torch.Tensor:
-        """Call the kernel and return a copy of the output; `changes` replace inputs on rank 1."""
-        i = self.sample.inputs
-        kwargs: dict[str, Any] = {"x_TH": self.sample.x_TH(), "weights": i.weights}
-        kwargs["routing"] = i.routing
-        if self.is_victim:
+        """Call the kernel; return a copy of its output. `changes` replace arguments on rank 1."""
+        inputs = self.sample.inputs
+        kwargs: dict[str, Any] = {"x_TH": self.sample.x_TH(), "weights": inputs.weights}
+        kwargs["routing"] = inputs.routing
+        if self.is_faulty_rank:
             kwargs |= changes
         out = kernel(**kwargs).clone()
         # Parts that report errors asynchronously raise them here.
@@ -125,29 +135,36 @@ class ScenarioContext:
         return out
 
     def start(self, kernel: FusedMoEModularKernel, x_TH: torch.Tensor | None = None) -> Pending:
-        """Start a call and leave it in flight, on the sample's tokens or on `x_TH`."""
-        i = self.sample.inputs
-        return kernel.start(self.sample.x_TH() if x_TH is None else x_TH, i.weights, i.routing)
+        """Start a call on `x_TH`, or on the sample's tokens if None, and leave it in flight."""
+        inputs = self.sample.inputs
+        return kernel.start(
+            self.sample.x_TH() if x_TH is None else x_TH, inputs.weights, inputs.routing
+        )
 
-    def call_succeeds(self, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-        """Make a correct call on all ranks; return its outcome and the expected outcome."""
-        return outcome_of(lambda: self.compare(self.call(kernel))), RIGHT
+    def make_correct_call(self, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+        """Make a correct call on all ranks; return (outcome, expected outcome)."""
+        return capture_outcome(lambda: self.compare(self.call(kernel))), CORRECT
 
     def compare(self, out: torch.Tensor) -> str:
-        """Compare the output of the sample's call with the oracle; return "right" or problems."""
-        return "; ".join(self.sample.compare(out).problems) or RIGHT
+        """Compare the output of the sample's call with the oracle.
 
-    def counts_error(self, got: str, need: str, *, layer: int, call: int, step: int) -> str:
-        """Return the text of the expected error of an exchange of call numbers.
-
-        The error names the ranks to inspect as its peers: rank 1, and on rank 1 all other ranks.
+        Returns "right", or the problems as text.
         """
-        peers = self.peers if self.is_victim else (VICTIM,)
-        return self.expected_error(
+        return "; ".join(self.sample.compare(out).problems) or CORRECT
+
+    def expected_counts_error(
+        self, got: str, need: str, *, layer: int, call: int, step: int
+    ) -> str:
+        """Return the text of the error expected in the phase that exchanges call numbers.
+
+        The peers of the error are the ranks to inspect: rank 1 or, on rank 1, all other ranks.
+        """
+        peers = self.peers if self.is_faulty_rank else (FAULTY_RANK,)
+        return self.expected_error_text(
             "ranks of one call", got, need, (layer, call, step), peers, "counts"
         )
 
-    def expected_error(
+    def expected_error_text(
         self,
         subject: str,
         got: str,
@@ -156,9 +173,9 @@ class ScenarioContext:
         peers: tuple[int, ...],
         phase: str,
     ) -> str:
-        """Return the text of the expected error.
+        """Return the text of a CommunicationError that this rank is expected to raise.
 
-        position: layer, call and step. Layer 0 means that the error names no layer.
+        position: layer, call and step numbers. Layer 0 means that the error names no layer.
         """
         layer, call, step = position
         text = f"{subject}, call {call} of layer {layer}" if layer else subject
@@ -166,32 +183,35 @@ class ScenarioContext:
             text, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
         )
         error.layer, error.call = layer, call
-        return error_text(error)
+        return format_error(error)
 
-    def by_rank(self, name: str, value: object, victim_value: object) -> str:
-        """Return a text such as "layer 1, 2, 1 by rank", with `victim_value` on rank 1."""
+    def format_by_rank(self, name: str, value: object, faulty_value: object) -> str:
+        """Return a text such as "layer 1, 2, 1 by rank", with `faulty_value` on rank 1."""
         ranks = range(self.world_size)
-        values = ", ".join(str(victim_value if rank == VICTIM else value) for rank in ranks)
+        values = ", ".join(str(faulty_value if rank == FAULTY_RANK else value) for rank in ranks)
         return f"{name} {values} by rank"
 
 
-def outcome_of(call: Callable[[], str]) -> str:
+def capture_outcome(call: Callable[[], str]) -> str:
     """Run `call` and return its result, or the error that it raises as text."""
     try:
         return call()
     except CommunicationError as error:
-        return error_text(error)
+        return format_error(error)
     # A faulty part may raise anything.
     except Exception as error:  # noqa: BLE001
         return type(error).__name__
 
 
-def error_text(error: CommunicationError) -> str:
-    """Return an error as text with layer and call, and without times, digests and host names."""
+def format_error(error: CommunicationError) -> str:
+    """Format an error with its fields, but without times, digests and host names.
+
+    The fields are rank, phase, step, layer, call and peers.
+    """
     fields = error.rank, error.phase, error.step, error.layer, error.call, error.peers
     return _HOST_NAMES.sub("", _DIGITS.sub("#", _SECONDS.sub("N s", f"{fields} {error}")))
 
 
-def manager_of(part: PrepareAndFinalize) -> Any:
+def get_manager(part: PrepareAndFinalize) -> Any:
     """Return the manager through which a part communicates."""
     return part.manager  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Run one case on one machine, and cache the calls that its checks share."""
+"""Run the calls of one case on one machine, and cache the results that its checks share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,10 +32,12 @@ def build_kernel(case: Case, machine: Machine, poison: bool) -> FusedMoEModularK
 
 @dataclass(frozen=True)
 class OutCallResult:
-    """Result of a call with `out=` or inplace.
+    """Result of a call with `out=`, or of an inplace call.
 
-    is_out: whether the call returned the given tensor. is_intact: whether the red zones around it
-    are unchanged.
+    Attributes:
+        output: a copy of the output.
+        is_out: whether the call returned the given tensor.
+        is_intact: whether the red zones around the given tensor are unchanged.
     """
 
     output: torch.Tensor
@@ -47,8 +49,11 @@ class OutCallResult:
 class FirstCallResult:
     """Result of the first call.
 
-    invalid_ids: number of invalid ids that the kernel counted. races: races between programs of a
-    launch, which only the interpreter detects; empty for compiled kernels.
+    Attributes:
+        output: a copy of the output.
+        invalid_ids: number of invalid ids that the kernel counted.
+        races: messages about races between programs of a launch, which only the interpreter
+            detects. Empty for compiled kernels.
     """
 
     output: torch.Tensor
@@ -59,12 +64,12 @@ class FirstCallResult:
 class Trial:
     """One case on one machine. Results are computed on demand and cached.
 
-    The interpreter is slow, so checks share calls. There are three samples:
+    The interpreter is slow, so checks share calls. The calls use three samples:
 
-    - first: the inputs of the case. Run without a plan, in a plan, and interleaved with `other`.
-    - second: the same number of tokens, other values. Run in the plan.
-    - other: half the tokens (rounded up), other values, transposed weights. Run in the plan, after
-      larger calls, and interleaved with `first`.
+    - first: the inputs of the case. Called without a plan, in a plan, and interleaved with `other`.
+    - second: different values for the same number of tokens. Called in the plan.
+    - other: different values for half as many tokens (rounded up), and transposed weights. Called
+      in the plan after larger calls, and interleaved with `first`.
     """
 
     def __init__(self, case: Case, machine: Machine, build: Build = build_kernel) -> None:
@@ -83,8 +88,8 @@ class Trial:
         return self.first, self.second, self.other
 
     @cached_property
-    def deterministic(self) -> bool:
-        """Whether both parts guarantee equal bits for equal inputs."""
+    def is_deterministic(self) -> bool:
+        """Whether both parts guarantee bitwise equal outputs for equal inputs."""
         catalog, case = load_catalog(), self.case
         pf, ex = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
         return pf.requires.deterministic and ex.requires.deterministic
@@ -101,19 +106,19 @@ class Trial:
         graph = replace(case.problem, graph=True)
         return check(case.prepare_finalize, case.experts, graph, self.machine).ok
 
-    def first_again(self) -> Sample:
-        """Return a copy of the inputs of the first call, which the caller may overwrite."""
+    def copy_first_sample(self) -> Sample:
+        """Return a copy of the `first` sample, whose inputs the caller may overwrite."""
         case = self.case
         return Sample(case, self.first.device, tokens=case.problem.tokens, seed_offset=0)
 
     @property
-    def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
-        """(sample, expected output) of each replay of a graph captured with `first`'s tokens."""
-        return (self.second, self.planned_second), (self.first, self.eager)
+    def expected_replays(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
+        """(sample, expected output) of each replay of a graph that was captured on `first`."""
+        return (self.second, self.planned_second), (self.first, self.eager_output)
 
     @cached_property
     def kernel(self) -> FusedMoEModularKernel:
-        """The kernel of all calls without a plan; its buffers are poisoned with NaN."""
+        """The kernel of all calls without a plan; its buffers are poisoned before each call."""
         return self.build(self.case, self.machine, True)
 
     @cached_property
@@ -125,40 +130,44 @@ class Trial:
         return FirstCallResult(output, self.kernel.count_invalid_ids() - before, tuple(races))
 
     @property
-    def eager(self) -> torch.Tensor:
+    def eager_output(self) -> torch.Tensor:
         """The output of the first call."""
         return self.first_call.output
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of all planned calls; its buffers are poisoned with NaN."""
+        """The plan of all planned calls; its buffers are poisoned before each call."""
         return self.build(self.case, self.machine, True).plan()
 
     @cached_property
     def planned_second(self) -> torch.Tensor:
-        """The output of `second` in the plan's first call, with the maximum number of tokens."""
+        """The output of `second` in the plan's first call, which has the maximum token count."""
         return call(self.plan, self.second)
 
     @cached_property
     def planned(self) -> OutCallResult:
-        """The result of `first` with `out=` or inplace, in a plan that has run `second` before."""
+        """The result of `first` in the plan after `second`, called with `out=` or inplace."""
         _ = self.planned_second
         sample = self.first
         x_TH, inplace = sample.x_TH(), sample.problem.inplace
         target = x_TH if inplace else sample.empty_output()
-        i = sample.inputs
-        output = self.plan(x_TH, i.weights, i.routing, out=None if inplace else target)
+        inputs = sample.inputs
+        output = self.plan(x_TH, inputs.weights, inputs.routing, out=None if inplace else target)
         return OutCallResult(output.clone(), output is target, fences_intact(target))
 
     @cached_property
     def planned_other(self) -> torch.Tensor:
-        """The output of `other`, which has fewer tokens, in a plan that has run larger calls."""
+        """The output of `other` in the plan after calls with more tokens."""
         _ = self.planned
         return call(self.plan, self.other)
 
     @cached_property
     def neighbor(self) -> tuple[FusedMoEModularKernel, Sample]:
-        """A kernel of another problem and its inputs; twice as wide if the parts support it."""
+        """A kernel for another problem, and a sample for it.
+
+        The problem has another number of tokens and twice the intermediate size. If the parts do
+        not support that size, only the number of tokens differs.
+        """
         case, problem = self.case, self.case.problem
         tokens = problem.tokens // 2 + 3
         wider = replace(problem, tokens=tokens, intermediate=2 * problem.intermediate)
@@ -170,18 +179,21 @@ class Trial:
 
     @cached_property
     def interleaved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs of `first` and `other`, started in this order and finished in reverse."""
+        """The outputs of `first` and `other`; `first` starts earlier and finishes later."""
         first, other = start(self.kernel, self.first), start(self.kernel, self.other)
         other_output = other.finish().clone()
         return first.finish().clone(), other_output
 
 
 def call(kernel: FusedMoEModularKernel | Plan, sample: Sample) -> torch.Tensor:
-    """Call with a sample. Returns a copy, because the next call may reuse the output's memory."""
-    i = sample.inputs
-    return kernel(sample.x_TH(), i.weights, i.routing).clone()
+    """Call the kernel on a sample; return a copy of the output.
+
+    It is copied because the next call may reuse the memory of the output.
+    """
+    inputs = sample.inputs
+    return kernel(sample.x_TH(), inputs.weights, inputs.routing).clone()
 
 
 def start(kernel: FusedMoEModularKernel, sample: Sample) -> Pending:
-    """Start a call with a sample without finishing it."""
+    """Start a call on a sample without finishing it."""
     return kernel.start(sample.x_TH(), sample.inputs.weights, sample.inputs.routing)

@@ -6,166 +6,182 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from modular_kernel.testing.cases.scenario_names import counts_calls, manager_class, shares_memory
-from modular_kernel.testing.verify.problem_scenarios import Outcomes, text_before
+from modular_kernel.testing.cases.scenario_names import (
+    exchanges_call_numbers,
+    find_manager_class,
+    shares_memory,
+)
+from modular_kernel.testing.verify.problem_scenarios import Outcomes, cut_before
 from modular_kernel.testing.verify.scenario_context import (
-    RIGHT,
-    VICTIM,
+    CORRECT,
+    FAULTY_RANK,
     ScenarioContext,
-    manager_of,
-    outcome_of,
+    capture_outcome,
+    get_manager,
 )
 
 DEADLINE_S = 1.5  # deadline of scenarios in which all ranks have connected
-_SHORT_DEADLINE_S = 0.5  # deadline of scenarios in which they never connect
-_DELAY_S = 0.6  # a delay within the deadline
-_GRACE_S = 2.0  # time after the deadline until no rank waits any more
-# The reason in an error if the manager polls the library, as it does on a GPU.
+_SHORT_DEADLINE_S = 0.5  # deadline of scenarios in which one rank never connects
+_SHORT_DELAY_S = 0.6  # a delay within DEADLINE_S
+_GRACE_S = 2.0  # this long after the deadline, no rank is still waiting
+# The reason in the error of a manager that polls the library, as managers do on a GPU.
 _POLL_TIMEOUT = "the exchange did not end in time"
 
 
-def late_rank(context: ScenarioContext) -> Outcomes:
+def run_late_rank(context: ScenarioContext) -> Outcomes:
     """Make rank 1 late, first within the deadline and then beyond it.
 
-    Within the deadline, the other ranks wait. Beyond it, they report rank 1, and it reports them.
+    Within the deadline, the other ranks must wait. Beyond it, they must report rank 1, and rank 1
+    must report them.
     """
-    kernel, has_counts = context.kernel_with_deadline(DEADLINE_S), counts_calls(context.part)
-    yield context.call_succeeds(kernel)
+    kernel, has_counts = (
+        context.make_kernel_with_deadline(DEADLINE_S),
+        exchanges_call_numbers(context.part),
+    )
+    yield context.make_correct_call(kernel)
     dist.barrier()
-    if context.is_victim:
-        time.sleep(_DELAY_S)
-    yield context.call_succeeds(kernel)
+    if context.is_faulty_rank:
+        time.sleep(_SHORT_DELAY_S)
+    yield context.make_correct_call(kernel)
     dist.barrier()
     wait_alone = _start_alone(context) if has_counts else None
-    if context.is_victim:
+    if context.is_faulty_rank:
         time.sleep(DEADLINE_S + _GRACE_S)
     start = time.monotonic()
-    outcome = outcome_of(lambda: context.compare(context.call(kernel)))
+    outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
     seconds = time.monotonic() - start
     if has_counts:
         reason = (
             "gave up on this rank, which was at least N s late"
-            if context.is_victim
+            if context.is_faulty_rank
             else "no sign of life"
         )
         position, phase = (1, 3, 3), "counts"
     else:
-        reason = f"no flag of call 3 from rank {VICTIM}"
+        reason = f"no flag of call 3 from rank {FAULTY_RANK}"
         position, phase = (0, 0, 3), "dispatch"
-    peers = context.peers if context.is_victim else (VICTIM,)
-    if has_counts or not context.is_victim:
-        expected = context.expected_error(
+    peers = context.peers if context.is_faulty_rank else (FAULTY_RANK,)
+    if has_counts or not context.is_faulty_rank:
+        expected = context.expected_error_text(
             "exchange between ranks", reason, "", position, peers, phase
         )
-        yield text_before(outcome, "; after", ", need"), text_before(expected, ", need")
+        yield cut_before(outcome, "; after", ", need"), cut_before(expected, ", need")
         if has_counts:
-            yield _check_reason(outcome), RIGHT
-        min_seconds = 0.0 if context.is_victim else DEADLINE_S - 0.1
+            yield _check_reason(outcome), CORRECT
+        min_seconds = 0.0 if context.is_faulty_rank else DEADLINE_S - 0.1
         is_in_time = min_seconds <= seconds < 2 * _GRACE_S
         yield ("in time" if is_in_time else f"{seconds:.1f} s"), "in time"
-        second_outcome = outcome_of(lambda: context.compare(context.call(kernel)))
+        second_outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
         prefix = "a manager that failed before: " if has_counts else ""
-        expected = context.expected_error(
+        expected = context.expected_error_text(
             "exchange between ranks", prefix + reason, "", position, peers, phase
         )
-        yield text_before(second_outcome, "; after", ", need"), text_before(expected, ", need")
+        yield cut_before(second_outcome, "; after", ", need"), cut_before(expected, ", need")
         if not has_counts:  # `check` reports the error, too
-            outcome = outcome_of(lambda: str(manager_of(kernel.prepare_finalize).check()))
-            yield text_before(outcome, ", need"), text_before(expected, ", need")
+            outcome = capture_outcome(lambda: str(get_manager(kernel.prepare_finalize).check()))
+            yield cut_before(outcome, ", need"), cut_before(expected, ", need")
     if wait_alone is not None:
         yield wait_alone()
     dist.barrier()
     if not has_counts:
-        yield from absent_rank_0(context, DEADLINE_S)
-    yield context.call_succeeds(context.kernel())
+        yield from check_absent_rank_0(context, DEADLINE_S)
+    yield context.make_correct_call(context.make_kernel())
 
 
 def _start_alone(context: ScenarioContext) -> Callable[[], tuple[str, str]]:
     """Start an exchange on rank 0 alone, and return a function that waits for it.
 
-    Call the function after the deadline, and after the period in which other ranks may report
-    errors. It must still read their reports.
+    The function must be called after the deadline, when the period in which other ranks may report
+    errors is over, too. It checks that the exchange still reads their reports.
     """
-    manager = manager_class(context.part)(None, deadline_s=DEADLINE_S)
+    manager = find_manager_class(context.part)(None, deadline_s=DEADLINE_S)
     if context.rank:
-        return lambda: (RIGHT, RIGHT)
+        return lambda: (CORRECT, CORRECT)
     exchange = manager.all_reduce(torch.ones(1), step=manager.next_step(), phase="combine")
 
     def wait() -> tuple[str, str]:
-        outcome, position = outcome_of(lambda: str(exchange.wait())), (0, 0, 1)
+        outcome, position = capture_outcome(lambda: str(exchange.wait())), (0, 0, 1)
         reason = "no sign of life"
-        expected = context.expected_error(
+        expected = context.expected_error_text(
             "exchange between ranks", reason, "", position, context.peers, "combine"
         )
-        return text_before(outcome, "; after", ", need"), text_before(expected, ", need")
+        return cut_before(outcome, "; after", ", need"), cut_before(expected, ", need")
 
     return wait
 
 
 def _check_reason(message: str) -> str:
-    """Return "right" if the error quotes a readable reason from the library, else a message."""
+    """Return "right" if the error quotes a readable reason from the library, else what is wrong."""
     reason = message.partition("; after N s: ")[2].partition(", need")[0]
     if reason == _POLL_TIMEOUT:
-        return "the reason is not the library's, although the library enforces the deadline"
+        return "the error quotes no reason from the library, although the library has a deadline"
     is_readable = len(reason.split()) > 2 and not reason.startswith("[")
-    return RIGHT if is_readable else f"the reason is not readable: {reason!r}"
+    return CORRECT if is_readable else f"the reason is not readable: {reason!r}"
 
 
-def absent_rank(context: ScenarioContext) -> Outcomes:
-    """Make a kernel on all ranks except rank 1, then on all ranks.
+def run_absent_rank(context: ScenarioContext) -> Outcomes:
+    """Construct a kernel on all ranks except rank 1, which must fail, then on all ranks.
 
-    With shared memory, rank 1 first makes a manager together with the others.
+    For parts with shared memory, all ranks first create a manager together, and rank 1 is absent
+    only when the others construct a kernel with this manager.
     """
     if shares_memory(context.part):
-        manager = manager_class(context.part)(None, deadline_s=_SHORT_DEADLINE_S)
-        if not context.is_victim:
-            outcome = outcome_of(lambda: str(context.kernel_on(manager)))
-            expected = context.expected_error(
-                "ranks that share buffers", "no sign of life", "", (0, 0, 0), (VICTIM,), "construct"
+        manager = find_manager_class(context.part)(None, deadline_s=_SHORT_DEADLINE_S)
+        if not context.is_faulty_rank:
+            outcome = capture_outcome(lambda: str(context.make_kernel_on(manager)))
+            expected = context.expected_error_text(
+                "ranks that share buffers",
+                "no sign of life",
+                "",
+                (0, 0, 0),
+                (FAULTY_RANK,),
+                "construct",
             )
-            yield text_before(outcome, ", need"), text_before(expected, ", need")
+            yield cut_before(outcome, ", need"), cut_before(expected, ", need")
         dist.barrier()
         manager.destroy()
-    if not context.is_victim:
-        outcome = outcome_of(lambda: str(context.kernel_with_deadline(_SHORT_DEADLINE_S)))
-        has_counts = counts_calls(context.part)
+    if not context.is_faulty_rank:
+        outcome = capture_outcome(lambda: str(context.make_kernel_with_deadline(_SHORT_DEADLINE_S)))
+        has_counts = exchanges_call_numbers(context.part)
         subject = "exchange between ranks" if has_counts else "ranks that share buffers"
-        expected = context.expected_error(
-            subject, "no sign of life", "", (0, 0, 0), (VICTIM,), "construct"
+        expected = context.expected_error_text(
+            subject, "no sign of life", "", (0, 0, 0), (FAULTY_RANK,), "construct"
         )
-        yield text_before(outcome, "; after", ", need"), text_before(expected, ", need")
+        yield cut_before(outcome, "; after", ", need"), cut_before(expected, ", need")
     dist.barrier()
-    if counts_calls(context.part):
+    if exchanges_call_numbers(context.part):
         yield _fail_before_sending_host(context)
-    yield context.call_succeeds(context.kernel())
+    yield context.make_correct_call(context.make_kernel())
 
 
 def _fail_before_sending_host(context: ScenarioContext) -> tuple[str, str]:
-    """Make rank 1 fail after it has connected with the others, before it sends its host name."""
-    manager_type = manager_class(context.part)
-    if context.is_victim:
+    """Make rank 1 fail after it has connected to the others, but before it sends its host name."""
+    manager_type = find_manager_class(context.part)
+    if context.is_faulty_rank:
         manager_type = type(manager_type.__name__, (manager_type,), {"_find_hosts": _raise_lost})
-    outcome = outcome_of(lambda: str(manager_type(None, deadline_s=DEADLINE_S)))
+    outcome = capture_outcome(lambda: str(manager_type(None, deadline_s=DEADLINE_S)))
     dist.barrier()
     subject, reason, need = "ranks that share buffers", "no sign of life", "every rank within 1.5 s"
-    expected = context.expected_error(subject, reason, need, (0, 0, 0), (VICTIM,), "construct")
-    return outcome, "RuntimeError" if context.is_victim else expected
+    expected = context.expected_error_text(
+        subject, reason, need, (0, 0, 0), (FAULTY_RANK,), "construct"
+    )
+    return outcome, "RuntimeError" if context.is_faulty_rank else expected
 
 
 def _raise_lost(*_: object) -> None:
     raise RuntimeError("this rank goes away")
 
 
-def absent_rank_0(context: ScenarioContext, deadline_s: float) -> Outcomes:
-    """Make a call on all ranks except rank 0. They report rank 0 like any other absent rank."""
-    kernel = context.kernel_with_deadline(deadline_s)
-    yield context.call_succeeds(kernel)
+def check_absent_rank_0(context: ScenarioContext, deadline_s: float) -> Outcomes:
+    """Make a call on all ranks except rank 0. They must report rank 0 like any absent rank."""
+    kernel = context.make_kernel_with_deadline(deadline_s)
+    yield context.make_correct_call(kernel)
     dist.barrier()
     if context.rank:
-        expected = context.expected_error(
+        expected = context.expected_error_text(
             "exchange between ranks", "no flag of call 2 from rank 0", "", (0, 0, 2), (0,),
             "dispatch",
         )  # fmt: skip
-        outcome = outcome_of(lambda: context.compare(context.call(kernel)))
-        yield text_before(outcome, ", need"), text_before(expected, ", need")
+        outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
+        yield cut_before(outcome, ", need"), cut_before(expected, ", need")
     dist.barrier()

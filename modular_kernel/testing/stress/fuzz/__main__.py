@@ -1,4 +1,4 @@
-"""Run `python -m modular_kernel.testing.stress.fuzz`, which exits with 1 if there are findings."""
+"""Command `python -m modular_kernel.testing.stress.fuzz`; exits with 1 if there are findings."""
 
 import argparse
 import secrets
@@ -6,14 +6,14 @@ import sys
 from collections import Counter
 
 from modular_kernel.testing.stress.fuzz.isolated_runs import FuzzReport, run
-from modular_kernel.testing.stress.fuzz.outcome import BAD, GOOD
+from modular_kernel.testing.stress.fuzz.outcome import FAILURE_KINDS, SUCCESS_KINDS
 from modular_kernel.testing.stress.fuzz.targets import NAMES
 
 _INTERPRETED_INTERVAL = 20  # one configuration in 20 runs with interpreted kernels
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the requested configurations and return the exit status."""
+    """Run the requested configurations, print a summary, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m modular_kernel.testing.stress.fuzz")
     parser.add_argument("--count", type=int, default=2000, help="configurations")
     parser.add_argument("--seed", default=secrets.token_hex(4), help="random if omitted")
@@ -42,7 +42,9 @@ def summary(reports: list[FuzzReport]) -> list[str]:
     lines = [line for report in reports for line in report.lines()]
     total: Counter[tuple[str, str]] = sum((r.by_target for r in reports), Counter())
     for target in sorted({target for target, _ in total}):
-        counts = ", ".join(f"{total[target, kind]} {kind}" for kind in (*GOOD, *BAD))
+        counts = ", ".join(
+            f"{total[target, kind]} {kind}" for kind in (*SUCCESS_KINDS, *FAILURE_KINDS)
+        )
         lines.append(f"{target}: {counts}")
     return lines
 

@@ -1,7 +1,7 @@
 """Single changes of an otherwise valid call.
 
-MUST: changes after which the call must be refused. MAY: changes after which it may be refused or
-computed correctly.
+MUST_BE_REFUSED: changes after which the call must be refused.
+MAY_BE_REFUSED: changes after which the call must be refused or computed correctly.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.stress.fuzz.random_problems import CallInputs
 
-# (inputs, problem, tensor_index) -> changed inputs, or None if the change does not apply.
-# tensor_index: selects the tensor if several may be changed.
+# Maps (inputs, problem, tensor_index) to changed inputs, or to None if the change does not apply.
+# tensor_index selects the tensor if several can be changed.
 Change = Callable[[CallInputs, Problem, int], CallInputs | None]
 TensorChange = Callable[[torch.Tensor], Any]
 
@@ -33,7 +33,7 @@ def _change_routing(name: str, change: TensorChange) -> Change:
 
 
 def _change_weight(change: TensorChange) -> Change:
-    """Return a change of one of the tensors of the weights."""
+    """Make a change of one of the tensors of the weights."""
 
     def change_call(inputs: CallInputs, problem: Problem, tensor_index: int) -> CallInputs:
         names = [name for name, tensor in vars(inputs.weights).items() if tensor is not None]
@@ -140,7 +140,7 @@ _INVALID: tuple[tuple[str, TensorChange], ...] = (
 )
 _IDS, _WEIGHTS = "topk_ids_TK", "topk_weights_TK"
 
-MUST: tuple[tuple[str, Change], ...] = (
+MUST_BE_REFUSED: tuple[tuple[str, Change], ...] = (
     *((f"x is {name}", _change_x(change)) for name, change in _INVALID),
     *((f"topk_weights: {name}", _change_routing(_WEIGHTS, change)) for name, change in _INVALID),
     *((f"topk_ids: {name}", _change_routing(_IDS, change)) for name, change in _INVALID),
@@ -166,8 +166,8 @@ MUST: tuple[tuple[str, Change], ...] = (
     ("out in w2", _use_w2_as_out),
 )  # fmt: skip
 
-# Some of these must be refused unless the tensor is empty.
-MAY: tuple[tuple[str, Change], ...] = (
+# Some of these changes must be refused unless the tensor is empty.
+MAY_BE_REFUSED: tuple[tuple[str, Change], ...] = (
     ("x negated", _change_x(_negate)),
     ("a weight negated", _change_weight(_negate)),
     ("topk_weights negated", _change_routing(_WEIGHTS, _negate)),
@@ -210,10 +210,10 @@ def require_grad(inputs: CallInputs, problem: Problem, tensor_index: int) -> Cal
 
 
 ALL: tuple[tuple[str, Change, bool], ...] = (
-    *((name, change, True) for name, change in MUST),
+    *((name, change, True) for name, change in MUST_BE_REFUSED),
     ("freed memory", free_tensor, True),
     ("requires grad", require_grad, True),
-    *((name, change, False) for name, change in MAY),
+    *((name, change, False) for name, change in MAY_BE_REFUSED),
 )
 CHANGES: dict[str, tuple[Change, bool]] = {
     name: (change, must_refuse) for name, change, must_refuse in ALL

@@ -13,13 +13,13 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.stress.fuzz.call_changes import ALL, CHANGES
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    LATE,
-    RIGHT,
-    TYPED,
-    WRONG,
+    CORRECT,
+    INVALID_ACCEPTED,
+    LATE_ERROR,
+    TYPED_ERROR,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
 from modular_kernel.testing.stress.fuzz.random_problems import (
     CallInputs,
@@ -39,9 +39,13 @@ _MODES = ("call", "call", "plan", "twice", "start", "inference", "default64")
 class CallCase:
     """A kernel and the inputs of one call.
 
-    parts: the pairing. fields: those of the problem. mode: one of _MODES. change: name of a change
-    in `call_changes.ALL`, "" for none. tensor_index: selects the changed tensor if several may be
-    changed.
+    Attributes:
+        parts: the pairing.
+        fields: fields of the problem.
+        inputs: choices of the inputs.
+        mode: how the call is made; one of _MODES.
+        change: name of a change in `call_changes.ALL`; "" for none.
+        tensor_index: selects the changed tensor if several can be changed.
     """
 
     parts: tuple[str, str]
@@ -55,7 +59,7 @@ class CallCase:
 def call_cases(
     modes: tuple[str, ...] = _MODES, changes: tuple[str, ...] = ("",)
 ) -> st.SearchStrategy[CallCase]:
-    """Return a strategy for kernels and inputs."""
+    """Return a strategy for kernels and the inputs of a call."""
     return st.builds(
         CallCase,
         parts=pairings(),
@@ -68,18 +72,18 @@ def call_cases(
 
 
 def build_call(case: CallCase) -> tuple[FusedMoEModularKernel, str, CallInputs] | FuzzOutcome:
-    """Return (kernel, description, inputs), or the outcome if the problem or pairing is refused."""
-    problem = run_or_outcome("a problem", lambda: Problem(**case.fields))
+    """Make (kernel, description, inputs); return the outcome if problem or pairing is refused."""
+    problem = run_or_classify("a problem", lambda: Problem(**case.fields))
     if isinstance(problem, FuzzOutcome):
         return problem
     description = f"{' x '.join(case.parts)}, {describe(problem)}"
-    kernel = run_or_outcome(description, lambda: make_kernel(*case.parts, problem))
+    kernel = run_or_classify(description, lambda: make_kernel(*case.parts, problem))
     if isinstance(kernel, FuzzOutcome):
         return kernel
     return kernel, description, make_inputs(kernel.problem, case.inputs)
 
 
-def right_call(case: CallCase) -> FuzzOutcome:
+def check_valid_call(case: CallCase) -> FuzzOutcome:
     """Call a kernel with valid inputs. The output must be correct."""
     built = build_call(case)
     if isinstance(built, FuzzOutcome):
@@ -89,8 +93,11 @@ def right_call(case: CallCase) -> FuzzOutcome:
     return check_call(kernel, inputs, case.mode, description, refusable=False)
 
 
-def changed_call(case: CallCase) -> FuzzOutcome:
-    """Call a kernel with one change of the arguments."""
+def check_changed_call(case: CallCase) -> FuzzOutcome:
+    """Call a kernel with one change of the arguments.
+
+    Depending on the change, the call must be refused, or may be refused or computed correctly.
+    """
     built = build_call(case)
     if isinstance(built, FuzzOutcome):
         return built
@@ -100,7 +107,7 @@ def changed_call(case: CallCase) -> FuzzOutcome:
     try:
         changed = change(inputs, kernel.problem, case.tensor_index)
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
-        return FuzzOutcome(RIGHT, f"{description}: no such tensor can be made")
+        return FuzzOutcome(CORRECT, f"{description}: no such tensor can be made")
     if changed is None:
         return check_call(kernel, inputs, case.mode, description, refusable=False)
     grad = torch.enable_grad() if case.change == "requires grad" else torch.no_grad()
@@ -108,21 +115,29 @@ def changed_call(case: CallCase) -> FuzzOutcome:
         if not must_refuse:
             return check_call(kernel, changed, case.mode, description, refusable=True)
         started = _record_starts(kernel)
-        result = run_or_outcome(description, lambda: _run_call(kernel, changed, case.mode, started))
+        result = run_or_classify(
+            description, lambda: _run_call(kernel, changed, case.mode, started)
+        )
     if not isinstance(result, FuzzOutcome):
-        return FuzzOutcome(ACCEPTED, description)
-    return FuzzOutcome(LATE, description) if result.kind == TYPED and started else result
+        return FuzzOutcome(INVALID_ACCEPTED, description)
+    return (
+        FuzzOutcome(LATE_ERROR, description) if result.kind == TYPED_ERROR and started else result
+    )
 
 
-def nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
-    """Put NaN into the first token, or into router weights of skipped pairs; check other rows."""
+def check_nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
+    """Put NaN into the first token, or into the router weights of skipped pairs.
+
+    Rows that do not depend on the NaN must be correct. case: (call, whether the first token is
+    NaN).
+    """
     call, first_token = case
     built = build_call(call)
     if isinstance(built, FuzzOutcome):
         return built
     kernel, description, inputs = built
     if len(inputs.x_TH) == 0:
-        return FuzzOutcome(RIGHT, description)
+        return FuzzOutcome(CORRECT, description)
     oracle = Oracle(kernel.problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
     rows = slice(None)
     if first_token and kernel.problem.scheme.activation_granularity != "tensor":
@@ -138,16 +153,20 @@ def nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
         router = inputs.routing.topk_weights_TK.masked_fill(skipped, torch.nan)
         inputs = replace(inputs, routing=replace(inputs.routing, topk_weights_TK=router))
         description = f"{description}, router weights of skipped pairs are NaN"
-    result = run_or_outcome(
+    result = run_or_classify(
         description, lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing)
     )
     if isinstance(result, FuzzOutcome):
-        return result if result.kind != TYPED else FuzzOutcome(WRONG, f"{description}: refused")
-    mismatch = oracle.mismatch(result, rows=rows)
+        return (
+            result
+            if result.kind != TYPED_ERROR
+            else FuzzOutcome(WRONG_RESULT, f"{description}: refused")
+        )
+    mismatch = oracle.find_mismatch(result, rows=rows)
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
@@ -161,33 +180,35 @@ def check_call(
 ) -> FuzzOutcome:
     """Make a call and compare its output with the oracle.
 
-    refusable: whether a typed error is acceptable.
+    refusable: whether a typed error is acceptable, too.
     """
     # Copy x, because an inplace call overwrites it.
     original = replace(inputs, x_TH=inputs.x_TH.clone())
     oracle = Oracle(kernel.problem, original.x_TH, original.weights, original.routing)
     started = _record_starts(kernel)
-    result = run_or_outcome(description, lambda: _run_call(kernel, inputs, mode, started))
+    result = run_or_classify(description, lambda: _run_call(kernel, inputs, mode, started))
     if isinstance(result, FuzzOutcome):
-        if result.kind != TYPED:
+        if result.kind != TYPED_ERROR:
             return result
         if started:
-            return FuzzOutcome(LATE, description)
+            return FuzzOutcome(LATE_ERROR, description)
         return (
-            result if refusable else FuzzOutcome(WRONG, f"{description}: a valid call was refused")
+            result
+            if refusable
+            else FuzzOutcome(WRONG_RESULT, f"{description}: a valid call was refused")
         )
-    mismatch = oracle.mismatch(result)
+    mismatch = oracle.find_mismatch(result)
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
 def _record_starts(kernel: FusedMoEModularKernel) -> list[str]:
-    """Return a list to which each call adds an entry once it has passed validation.
+    """Return a list to which each call adds an entry when it has passed validation.
 
-    After that point, no error may blame the caller.
+    After that point, errors must not blame the caller.
     """
     started: list[str] = []
     original = kernel.start_checked
@@ -203,7 +224,7 @@ def _record_starts(kernel: FusedMoEModularKernel) -> list[str]:
 def _run_call(
     kernel: FusedMoEModularKernel, inputs: CallInputs, mode: str, started: list[str]
 ) -> torch.Tensor:
-    """Return the output of one call; in mode "twice", that of the second call of a plan."""
+    """Make one call and return its output. In mode "twice", it is the second call of a plan."""
     arguments = (inputs.x_TH, inputs.weights, inputs.routing)
     if mode == "plan":
         return kernel.plan()(*arguments, out=inputs.out)
@@ -236,7 +257,11 @@ _NEGATED_MAP = CallCase(
     tensor_index=2,
 )  # fmt: skip
 TARGETS: tuple[Target[Any], ...] = (
-    Target("right_call", 18, call_cases(), right_call, launches=True),
-    Target("changed_call", 23, _CHANGED, changed_call, launches=True, examples=(_NEGATED_MAP,)),
-    Target("nan_call", 5, st.tuples(call_cases(("call",)), chance(50)), nan_call, launches=True),
+    Target("right_call", 18, call_cases(), check_valid_call, launches=True),
+    Target(
+        "changed_call", 23, _CHANGED, check_changed_call, launches=True, examples=(_NEGATED_MAP,)
+    ),
+    Target(
+        "nan_call", 5, st.tuples(call_cases(("call",)), chance(50)), check_nan_call, launches=True
+    ),
 )

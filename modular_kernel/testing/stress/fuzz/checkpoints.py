@@ -1,4 +1,4 @@
-"""Fuzz targets: loading of valid and damaged checkpoints (safetensors, index, config.json)."""
+"""Fuzz targets: load valid and damaged checkpoints (safetensors, index, config.json)."""
 
 import json
 import tempfile
@@ -21,13 +21,18 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.stress.fuzz.files import changed_json, damaged_text
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    RIGHT,
-    WRONG,
+    CORRECT,
+    INVALID_ACCEPTED,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
-from modular_kernel.testing.stress.fuzz.target import Target, chance, import_name, seeds
+from modular_kernel.testing.stress.fuzz.target import (
+    Target,
+    chance,
+    import_object,
+    seeds,
+)
 
 Tensors = dict[str, torch.Tensor]
 _EXPERTS_PREFIX = "model.layers.1.block_sparse_moe.experts"
@@ -43,19 +48,19 @@ _MUST_FAIL = (", tensor changed: no ", ", tensor changed: one more ")
 _CAST_DTYPES = (torch.float32, torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn)
 
 
-def _blocks(w: torch.Tensor, scale: torch.Tensor) -> Tensors:
+def _store_blocks(w: torch.Tensor, scale: torch.Tensor) -> Tensors:
     return {"weight": w, "weight_scale_inv": scale}
 
 
-def _scaled(w: torch.Tensor, scale: torch.Tensor) -> Tensors:
+def _store_scaled(w: torch.Tensor, scale: torch.Tensor) -> Tensors:
     return {"weight": w, "weight_scale": scale}
 
 
-def _packed(w: torch.Tensor, scale: torch.Tensor) -> Tensors:
+def _store_packed(w: torch.Tensor, scale: torch.Tensor) -> Tensors:
     return {"weight_packed": w.contiguous().view(torch.int32), "weight_scale": scale}
 
 
-def _compressed(packing: str, weights: dict[str, Any], inputs: Any) -> dict[str, Any]:
+def _make_compressed_config(packing: str, weights: dict[str, Any], inputs: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     config = {"quant_method": "compressed-tensors", "format": packing}
     return config | {"config_groups": {"group_0": group}}
@@ -68,29 +73,36 @@ _FORMATS: tuple[tuple[str, dict[str, Any] | None, Callable[..., Tensors]], ...] 
     (
         "fp8_w8a8_block:block=32x32",
         {"quant_method": "fp8", "weight_block_size": [32, 32]},
-        _blocks,
+        _store_blocks,
     ),
     (
         "int8_w8a8_channel",
-        _compressed("int-quantized", _INT | {"num_bits": 8, "strategy": "channel"}, _TOKEN),
-        _scaled,
+        _make_compressed_config(
+            "int-quantized", _INT | {"num_bits": 8, "strategy": "channel"}, _TOKEN
+        ),
+        _store_scaled,
     ),
     (
         "int4_w4a16_group:group=32",
-        _compressed(
+        _make_compressed_config(
             "pack-quantized", _INT | {"num_bits": 4, "strategy": "group", "group_size": 32}, None
         ),
-        _packed,
+        _store_packed,
     ),
 )
 
 
 @dataclass(frozen=True)
 class CheckpointCase:
-    """A checkpoint and the share of it that is loaded.
+    """A checkpoint, and which part of it is loaded.
 
-    format: index in _FORMATS. ep, tp: (rank, world size) of the share. change: what is changed, ""
-    for nothing. data: draws the change, which depends on the contents of the file.
+    Attributes:
+        format: index in _FORMATS.
+        experts, intermediate: sizes of the layer.
+        seed: seed of the weights.
+        ep, tp: (rank, world size) of expert and tensor parallelism, which determine the part.
+        change: what is changed; "" for nothing.
+        data: draws the change, because it depends on the contents of the file.
     """
 
     format: int
@@ -120,41 +132,44 @@ def _checkpoints(draw: st.DrawFn) -> CheckpointCase:
     )
 
 
-def checkpoints(case: CheckpointCase) -> FuzzOutcome:
+def check_checkpoint(case: CheckpointCase) -> FuzzOutcome:
     """Load a checkpoint, unchanged or with one change.
 
-    The result must be correct weights or, if there is a change, a typed error.
+    The weights must be loaded correctly. If there is a change, a typed error is also allowed.
     """
     quant, quantization, to_tensors = _FORMATS[case.format]
     problem = Problem(1, 64, case.intermediate, case.experts, 2, dtype=torch.float32, quant=quant)
-    weights = _weights(problem, case.seed)
-    tensors, config = _tensors(weights, problem, to_tensors), _config(problem, quantization)
+    weights = _make_weights(problem, case.seed)
+    tensors, config = (
+        _name_tensors(weights, problem, to_tensors),
+        _make_config(problem, quantization),
+    )
     description = f"a checkpoint of {problem} on {case.ep} x {case.tp}"
     with tempfile.TemporaryDirectory() as folder:
         change_text = _write_files(case, Path(folder), tensors, config)
-        result = run_or_outcome(
+        result = run_or_classify(
             f"{description}{change_text}",
-            lambda: import_name("modular_kernel.checkpoints.loading:load_experts")(
+            lambda: import_object("modular_kernel.checkpoints.loading:load_experts")(
                 folder, 1, ep=case.ep, tp=case.tp
             ),
         )
         if isinstance(result, FuzzOutcome):
-            return result if change_text else FuzzOutcome(WRONG, f"{description}: refused")
+            return result if change_text else FuzzOutcome(WRONG_RESULT, f"{description}: refused")
         if change_text.startswith(_MUST_FAIL):
-            return FuzzOutcome(ACCEPTED, f"{description}{change_text}")
-        mismatch = run_or_outcome(
+            return FuzzOutcome(INVALID_ACCEPTED, f"{description}{change_text}")
+        mismatch = run_or_classify(
             description,
-            lambda: _weights_mismatch(result, None if change_text else weights, problem),
+            lambda: _find_weights_mismatch(result, None if change_text else weights, problem),
         )
     if isinstance(mismatch, FuzzOutcome):
         text = f"the loaded weights are inconsistent: {mismatch.description}"
-        return FuzzOutcome(WRONG, f"{description}{change_text}: {text}")
+        return FuzzOutcome(WRONG_RESULT, f"{description}{change_text}: {text}")
     if mismatch:
-        return FuzzOutcome(WRONG, f"{description}{change_text}: {mismatch}")
-    return FuzzOutcome(RIGHT, description)
+        return FuzzOutcome(WRONG_RESULT, f"{description}{change_text}: {mismatch}")
+    return FuzzOutcome(CORRECT, description)
 
 
-def _weights(problem: Problem, seed: int) -> ExpertWeights:
+def _make_weights(problem: Problem, seed: int) -> ExpertWeights:
     g = torch.Generator().manual_seed(seed)
     e, hidden, intermediate = problem.experts, problem.hidden, problem.intermediate
     w1, w2 = (
@@ -165,7 +180,7 @@ def _weights(problem: Problem, seed: int) -> ExpertWeights:
     return quantize_weights(unquantized, problem) if problem.scheme.quantized else unquantized
 
 
-def _tensors(
+def _name_tensors(
     weights: ExpertWeights, problem: Problem, to_tensors: Callable[..., Tensors]
 ) -> Tensors:
     """Return tensors by their names in a Mixtral checkpoint: gate is w1, up is w3, down is w2."""
@@ -183,7 +198,7 @@ def _tensors(
     return tensors
 
 
-def _config(problem: Problem, quantization: dict[str, Any] | None) -> dict[str, Any]:
+def _make_config(problem: Problem, quantization: dict[str, Any] | None) -> dict[str, Any]:
     config: dict[str, Any] = {
         "model_type": "mixtral",
         "hidden_size": problem.hidden,
@@ -197,7 +212,7 @@ def _config(problem: Problem, quantization: dict[str, Any] | None) -> dict[str, 
 
 
 def _write_files(case: CheckpointCase, folder: Path, tensors: Tensors, config: Any) -> str:
-    """Write the files; return a description of the change made, or ""."""
+    """Write the files; return a description of the change, or ""."""
     kind, draw = case.change, case.data.draw
     description = f", {kind} changed" if kind else ""
     text = json.dumps(config)
@@ -251,7 +266,7 @@ def _changed_tensors(draw: st.DrawFn, tensors: Tensors) -> str:
 
 @st.composite
 def _changed_bytes(draw: st.DrawFn, content: bytes) -> tuple[bytes, str]:
-    """Draw the file truncated, extended, or with changed bytes in its length or header."""
+    """Draw the contents truncated, extended, or with changed bytes in the length or header."""
     kind = draw(st.integers(0, 3))
     header = int.from_bytes(content[:8], "little") + 8
     if kind == 0:
@@ -276,10 +291,10 @@ def _changed_header(draw: st.DrawFn, content: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
 
-def _weights_mismatch(loaded: Any, expected: ExpertWeights | None, problem: Problem) -> str:
-    """Return how the loaded weights differ from the expected ones, or "".
+def _find_weights_mismatch(loaded: Any, expected: ExpertWeights | None, problem: Problem) -> str:
+    """Describe how the loaded weights differ from the expected weights; "" if they do not.
 
-    expected: all weights, to compare values; None if the checkpoint was changed.
+    expected: all weights; None if the checkpoint was changed, so that values are not compared.
     """
     partial_problem, weights = loaded.partial(1)
     if partial_problem.scheme.quantized:
@@ -295,15 +310,15 @@ def _weights_mismatch(loaded: Any, expected: ExpertWeights | None, problem: Prob
     slots = list(Placement.linear(problem.experts, loaded.ep[1]).slots[loaded.ep[0]])
     intermediate, rank = partial_problem.intermediate, loaded.tp[0]
     columns = slice(rank * intermediate, (rank + 1) * intermediate)
-    w1, w2 = _unquantized(expected, problem)
+    w1, w2 = _dequantize(expected, problem)
     gate, up = w1[slots].chunk(2, 1)
-    values = _unquantized(weights, partial_problem)
+    values = _dequantize(weights, partial_problem)
     if not torch.equal(values[0], torch.cat([gate[:, columns], up[:, columns]], 1)):
         return "w1 has other values"
     return "" if torch.equal(values[1], w2[slots][..., columns]) else "w2 has other values"
 
 
-def _unquantized(weights: ExpertWeights, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def _dequantize(weights: ExpertWeights, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     if not problem.scheme.quantized:
         return weights.w1, weights.w2
     return dequantized_weights(weights, "w1", problem), dequantized_weights(weights, "w2", problem)
@@ -317,18 +332,20 @@ _DEVICES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def load_devices(device: Any) -> FuzzOutcome:
-    """Load a checkpoint to some device, which must return the weights or raise a typed error."""
+def check_load_device(device: Any) -> FuzzOutcome:
+    """Load a checkpoint to a device. This must return the weights or raise a typed error."""
     problem = Problem(1, 64, 64, 2, 2, dtype=torch.float32)
-    weights = _weights(problem, 0)
+    weights = _make_weights(problem, 0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        (path / "config.json").write_text(json.dumps(_config(problem, None)))
-        (path / "model.safetensors").write_bytes(save(_tensors(weights, problem, _FORMATS[0][2])))
+        (path / "config.json").write_text(json.dumps(_make_config(problem, None)))
+        (path / "model.safetensors").write_bytes(
+            save(_name_tensors(weights, problem, _FORMATS[0][2]))
+        )
         description = f"load_experts to {device!r}"
-        result = run_or_outcome(
+        result = run_or_classify(
             description,
-            lambda: import_name("modular_kernel.checkpoints.loading:load_experts")(
+            lambda: import_object("modular_kernel.checkpoints.loading:load_experts")(
                 folder, 1, device=device
             ),
         )
@@ -336,10 +353,10 @@ def load_devices(device: Any) -> FuzzOutcome:
             return result
         loaded = result.partial(1)[1]
         is_correct = loaded.w1.device.type == "cpu" and torch.equal(loaded.w1, weights.w1)
-    return FuzzOutcome(RIGHT if is_correct else WRONG, description)
+    return FuzzOutcome(CORRECT if is_correct else WRONG_RESULT, description)
 
 
 TARGETS: tuple[Target[Any], ...] = (
-    Target("checkpoints", 2, _checkpoints(), checkpoints),
-    Target("load_devices", 0.3, st.sampled_from(_DEVICES), load_devices),
+    Target("checkpoints", 2, _checkpoints(), check_checkpoint),
+    Target("load_devices", 0.3, st.sampled_from(_DEVICES), check_load_device),
 )

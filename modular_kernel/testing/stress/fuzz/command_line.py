@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from modular_kernel.settings import preserve_environment
 from modular_kernel.testing.stress.fuzz.outcome import (
-    RAW,
-    RIGHT,
-    TYPED,
-    WRONG,
+    CORRECT,
+    TYPED_ERROR,
+    UNTYPED_ERROR,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
-from modular_kernel.testing.stress.fuzz.target import Target, import_name
+from modular_kernel.testing.stress.fuzz.target import Target, import_object
 
 _FLAGS = (
     "--tokens", "--hidden", "--intermediate", "--experts", "--top-k", "--dtype", "--quant",
@@ -33,33 +33,35 @@ _VALUES = (
 )  # fmt: skip
 
 
-def command_line(words: list[str]) -> FuzzOutcome:
+def check_command_line(words: list[str]) -> FuzzOutcome:
     """Run `mk list`, `check`, `plan` or `compose` with random options.
 
-    It must exit with 0, 1 or 2, without a traceback. No kernel is launched, because `compose` gets
-    no time to measure.
+    The command must exit with status 0, 1 or 2, without a traceback. No kernel is launched, because
+    `compose` gets a time budget of 0.
     """
     description = f"mk {' '.join(map(repr, words))}"
     status, printed = run_command(words, description)
     if isinstance(status, FuzzOutcome):
         return status
     if "\x1b[2J" in printed:
-        return FuzzOutcome(WRONG, f"{description}: a control sequence is printed unescaped")
-    return FuzzOutcome(TYPED if status else RIGHT, description)
+        return FuzzOutcome(WRONG_RESULT, f"{description}: a control sequence is printed unescaped")
+    return FuzzOutcome(TYPED_ERROR if status else CORRECT, description)
 
 
-def file_names(words: list[str]) -> FuzzOutcome:
+def check_file_name(words: list[str]) -> FuzzOutcome:
     """Run a command with a file that cannot be read or written. It must exit with status 2."""
     description = f"mk {' '.join(map(repr, words))}"
     status, _ = run_command(words, description)
     if isinstance(status, FuzzOutcome):
         return status
     # Status 1 would mean that the problem was refused.
-    return FuzzOutcome(TYPED if status == 2 else WRONG, f"{description}: exit {status}")
+    return FuzzOutcome(
+        TYPED_ERROR if status == 2 else WRONG_RESULT, f"{description}: exit {status}"
+    )
 
 
 def run_command(words: list[str], description: str) -> tuple[int | FuzzOutcome, str]:
-    """Return the exit status of `mk`, or the outcome if it raises; and what it printed."""
+    """Run `mk`; return its exit status, or the outcome if it raises, and what it printed."""
     printed = io.StringIO()
 
     def call() -> int:
@@ -68,16 +70,16 @@ def run_command(words: list[str], description: str) -> tuple[int | FuzzOutcome, 
         folder = tempfile.TemporaryDirectory()
         with out, err, preserve_environment(), folder as folder_path, contextlib.chdir(folder_path):
             try:
-                import_name("modular_kernel.cli.main:run")(words)
+                import_object("modular_kernel.cli.main:run")(words)
             except SystemExit as ended:
                 return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         return 0
 
-    status = run_or_outcome(description, call)
+    status = run_or_classify(description, call)
     if isinstance(status, FuzzOutcome):  # an uncaught error of any type
-        return FuzzOutcome(RAW, status.description), printed.getvalue()
+        return FuzzOutcome(UNTYPED_ERROR, status.description), printed.getvalue()
     if "Traceback" in printed.getvalue() or status not in (0, 1, 2):
-        return FuzzOutcome(RAW, f"{description}: exit {status}"), printed.getvalue()
+        return FuzzOutcome(UNTYPED_ERROR, f"{description}: exit {status}"), printed.getvalue()
     return status, printed.getvalue()
 
 
@@ -115,6 +117,6 @@ def _file_commands(draw: st.DrawFn) -> list[str]:
 
 
 TARGETS: tuple[Target[Any], ...] = (
-    Target("command_line", 6, _commands(), command_line),
-    Target("file_names", 1, _file_commands(), file_names),
+    Target("command_line", 6, _commands(), check_command_line),
+    Target("file_names", 1, _file_commands(), check_file_name),
 )

@@ -12,12 +12,12 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.stress.fuzz.junk import JUNK, shorten
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    RIGHT,
-    TYPED,
-    WRONG,
+    CORRECT,
+    INVALID_ACCEPTED,
+    TYPED_ERROR,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
 from modular_kernel.testing.stress.fuzz.random_problems import (
     InputChoices,
@@ -26,9 +26,9 @@ from modular_kernel.testing.stress.fuzz.random_problems import (
     make_inputs,
     problem_fields,
 )
-from modular_kernel.testing.stress.fuzz.target import Target, import_name
+from modular_kernel.testing.stress.fuzz.target import Target, import_object
 
-# Fields of Terms. None of them accepts a value of _INVALID_TYPES.
+# Fields of Terms, which do not accept values of _INVALID_TYPES.
 _TERMS = ("tokens", "budget", "routing", "replicated", "fresh", "on_bucket")
 _INVALID_TYPES = (bytes, list, dict, set, complex)
 
@@ -37,8 +37,13 @@ _INVALID_TYPES = (bytes, list, dict, set, complex)
 class ComposeCase:
     """A call of compose.
 
-    fields: those of the problem. junk: (name of an argument, value), or None. plans: whether to
-    call a plan of the layer.
+    Attributes:
+        fields: fields of the problem.
+        inputs: choices of the inputs.
+        budget: seconds for measurements.
+        tokens: numbers of tokens to measure, modulo the problem's tokens.
+        junk: (name of an argument, value), or None.
+        plans: whether to call a plan of the layer.
     """
 
     fields: dict[str, Any]
@@ -49,9 +54,9 @@ class ComposeCase:
     plans: bool
 
 
-def composed_call(case: ComposeCase) -> FuzzOutcome:
+def check_composed_call(case: ComposeCase) -> FuzzOutcome:
     """Compose a layer for a random problem and call it. A junk argument must be refused."""
-    problem = run_or_outcome("a problem", lambda: Problem(**case.fields))
+    problem = run_or_classify("a problem", lambda: Problem(**case.fields))
     if isinstance(problem, FuzzOutcome):
         return problem
     terms: dict[str, Any] = {"budget": case.budget}
@@ -68,8 +73,8 @@ def composed_call(case: ComposeCase) -> FuzzOutcome:
         inputs = make_inputs(problem, case.inputs)
         with tempfile.TemporaryDirectory() as folder:
             home = "modular_kernel.select.autotune"
-            options = import_name(f"{home}:Terms")(folder=Path(folder), **terms)
-            kernel = import_name(f"{home}:compose")(**({"terms": options} | arguments))
+            options = import_object(f"{home}:Terms")(folder=Path(folder), **terms)
+            kernel = import_object(f"{home}:compose")(**({"terms": options} | arguments))
             layer = kernel.plan() if case.plans else kernel
             original = replace(inputs, x_TH=inputs.x_TH.clone())
             oracles.append(Oracle(problem, original.x_TH, original.weights, original.routing))
@@ -77,21 +82,21 @@ def composed_call(case: ComposeCase) -> FuzzOutcome:
             return result
 
     oracles: list[Oracle] = []
-    result = run_or_outcome(description, call)
+    result = run_or_classify(description, call)
     if isinstance(result, FuzzOutcome):
-        was_started = result.kind == TYPED and bool(oracles)
+        was_started = result.kind == TYPED_ERROR and bool(oracles)
         return (
-            FuzzOutcome(WRONG, f"{description}: a valid call was refused")
+            FuzzOutcome(WRONG_RESULT, f"{description}: a valid call was refused")
             if was_started
             else result
         )
     if case.junk:
-        return FuzzOutcome(ACCEPTED, description)
-    mismatch = oracles[0].mismatch(result)
+        return FuzzOutcome(INVALID_ACCEPTED, description)
+    mismatch = oracles[0].find_mismatch(result)
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
@@ -109,4 +114,4 @@ _CASES = st.builds(
     junk=st.one_of(st.none(), _junk),
     plans=st.booleans(),
 )
-TARGETS: tuple[Target[Any], ...] = (Target("composed_call", 3, _CASES, composed_call),)
+TARGETS: tuple[Target[Any], ...] = (Target("composed_call", 3, _CASES, check_composed_call),)

@@ -1,4 +1,4 @@
-"""Fuzz targets: threads that use adapter pools and kernels, forks, and interrupts."""
+"""Fuzz targets: threads that use adapter pools and kernels, forks during calls, and interrupts."""
 
 import contextlib
 import os
@@ -20,21 +20,21 @@ from hypothesis import strategies as st
 from modular_kernel.errors import ModularKernelError
 from modular_kernel.testing.stress.fuzz import samples
 from modular_kernel.testing.stress.fuzz.outcome import (
+    CORRECT,
     HANG,
-    RAW,
-    RIGHT,
-    WRONG,
+    UNTYPED_ERROR,
+    WRONG_RESULT,
     FuzzOutcome,
     format_error,
 )
 from modular_kernel.testing.stress.fuzz.samples import PROBLEM
-from modular_kernel.testing.stress.fuzz.target import Target, import_name
+from modular_kernel.testing.stress.fuzz.target import Target, import_object
 
 _TIMEOUT_S = 30.0
 
 
 def _run_threads(functions: list[Callable[[], None]]) -> list[Exception] | None:
-    """Run each function in a thread; return their exceptions, or None if a thread does not end."""
+    """Run each function in a thread; return their exceptions, or None if a thread hangs."""
     errors: list[Exception] = []
     start = threading.Barrier(len(functions))
 
@@ -78,29 +78,33 @@ Program = list[tuple[str, int]]
 
 @dataclass(frozen=True)
 class PoolCase:
-    """Threads that load and evict adapters. manager: whether to use a LoRAManager or a pool."""
+    """Threads that load and evict adapters.
 
-    manager: bool
+    use_manager: use a LoRAManager if True, an AdapterPool if False.
+    programs: the steps of each thread.
+    """
+
+    use_manager: bool
     programs: list[Program]
 
 
-def adapter_threads(case: PoolCase) -> FuzzOutcome:
-    """Load and evict adapters from several threads. Then every slot must hold its adapter."""
-    description = f"{'LoRAManager' if case.manager else 'AdapterPool'}, {case.programs}"
+def check_adapter_threads(case: PoolCase) -> FuzzOutcome:
+    """Load and evict adapters in several threads. Afterwards, each slot must hold its adapter."""
+    description = f"{'LoRAManager' if case.use_manager else 'AdapterPool'}, {case.programs}"
     load: Callable[[int], object]
     evict: Callable[[int], object]
-    if case.manager:
-        manager: Any = import_name("modular_kernel.layers.lora:LoRAManager")(
-            PROBLEM, samples.LORA, [3]
+    if case.use_manager:
+        manager: Any = import_object("modular_kernel.layers.lora:LoRAManager")(
+            PROBLEM, samples.LORA_OPTIONS, [3]
         )
-        make = import_name("modular_kernel.layers.lora:MoELoRALayer")
+        make = import_object("modular_kernel.layers.lora:MoELoRALayer")
         pool: Any = manager.pools[3]
-        load = lambda n: manager.load(str(n), {3: make(samples.adapter(2, n))})  # noqa: E731
+        load = lambda n: manager.load(str(n), {3: make(samples.make_adapter(2, n))})  # noqa: E731
         evict = lambda n: manager.evict(str(n))  # noqa: E731
     else:
-        problem = replace(PROBLEM, lora=samples.LORA)
-        pool = import_name("modular_kernel.layers.adapter_pool:AdapterPool")(problem)
-        load = lambda n: pool.load(str(n), samples.adapter(2, n))  # noqa: E731
+        problem = replace(PROBLEM, lora=samples.LORA_OPTIONS)
+        pool = import_object("modular_kernel.layers.adapter_pool:AdapterPool")(problem)
+        load = lambda n: pool.load(str(n), samples.make_adapter(2, n))  # noqa: E731
         evict = lambda n: pool.evict(str(n))  # noqa: E731
 
     def run(program: Program) -> None:
@@ -114,22 +118,22 @@ def adapter_threads(case: PoolCase) -> FuzzOutcome:
     if errors is None:
         return FuzzOutcome(HANG, description)
     if errors:
-        return FuzzOutcome(RAW, f"{description}: {format_error(errors[0])}")
-    mismatch = _pool_mismatch(pool)
+        return FuzzOutcome(UNTYPED_ERROR, f"{description}: {format_error(errors[0])}")
+    mismatch = _find_pool_mismatch(pool)
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
-def _pool_mismatch(pool: Any) -> str:
+def _find_pool_mismatch(pool: Any) -> str:
     slots = dict(pool.slots)
     if len(set(slots.values())) != len(slots):
         return f"two names in one slot: {slots}"
-    tensors = pool.weights(samples.inputs().weights)
+    tensors = pool.weights(samples.make_call_inputs().weights)
     for name, slot in slots.items():
-        expected = samples.adapter(2, int(name))
+        expected = samples.make_adapter(2, int(name))
         if not torch.equal(tensors.lora_b2[slot][..., :2], expected.lora_b2):
             return f"slot {slot} does not hold adapter {name}"
     for slot in set(range(len(tensors.lora_b2))) - set(slots.values()):
@@ -150,20 +154,21 @@ _STEPS = (
 class ThreadCase:
     """Threads that use one kernel, its plan, and a layer.
 
-    parts: the pairing. programs: the steps of each thread, (one of _STEPS, index of the inputs).
+    parts: the pairing.
+    programs: the steps of each thread, (one of _STEPS, index of the inputs).
     """
 
     parts: tuple[str, str]
     programs: list[list[tuple[str, int]]]
 
 
-def interleavings(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one case for each step)
+def check_interleaved_steps(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one case for each step)
     """Make calls, plans and reservations in several threads. Every output must be correct."""
-    kernel = samples.kernel(PROBLEM, case.parts)
+    kernel = samples.make_torch_kernel(PROBLEM, case.parts)
     shared = kernel.plan()
-    inputs = [samples.inputs(seed) for seed in range(4)]
-    expected = [kernel(g.x_TH, g.weights, g.routing).clone() for g in inputs]
-    layer = samples.loaded_layer(inputs[0].weights)
+    inputs = [samples.make_call_inputs(seed) for seed in range(4)]
+    expected = [kernel(sample.x_TH, sample.weights, sample.routing).clone() for sample in inputs]
+    layer = samples.make_loaded_layer(inputs[0].weights)
     wrong: list[str] = []
 
     def compare(step: str, output: torch.Tensor, number: int, rows: int | None = None) -> None:
@@ -171,18 +176,18 @@ def interleavings(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one case for 
             wrong.append(f"{step} {number}")
 
     def run_step(step: str, number: int) -> None:
-        g = inputs[number]
-        arguments = (g.x_TH, g.weights, g.routing)
+        sample = inputs[number]
+        arguments = (sample.x_TH, sample.weights, sample.routing)
         if step == "call":
             compare(step, kernel(*arguments), number)
         elif step == "call out":
-            out = torch.full_like(g.x_TH, torch.nan)
+            out = torch.full_like(sample.x_TH, torch.nan)
             compare(step, kernel(*arguments, out=out), number)
             compare(step, out, number)
         elif step == "plan":
             compare(step, kernel.plan()(*arguments), number)
         elif step == "shared plan":
-            out = torch.empty_like(g.x_TH)
+            out = torch.empty_like(sample.x_TH)
             compare(step, shared(*arguments, out=out), number)
         elif step == "start":
             pending = kernel.start(*arguments)
@@ -199,8 +204,8 @@ def interleavings(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one case for 
             kernel.workspace_specs(number)
         else:
             rows = 1 + number
-            routing = g.routing.of(slice(0, rows))
-            compare(step, kernel(g.x_TH[:rows], g.weights, routing), number, rows)
+            routing = sample.routing.of(slice(0, rows))
+            compare(step, kernel(sample.x_TH[:rows], sample.weights, routing), number, rows)
 
     def run(program: list[tuple[str, int]]) -> None:
         for step, number in program:
@@ -212,9 +217,11 @@ def interleavings(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one case for 
     if errors is None:
         return FuzzOutcome(HANG, description)
     if errors:
-        return FuzzOutcome(RAW, f"{description}: {format_error(errors[0])}")
+        return FuzzOutcome(UNTYPED_ERROR, f"{description}: {format_error(errors[0])}")
     return (
-        FuzzOutcome(WRONG, f"{description}: {wrong}") if wrong else FuzzOutcome(RIGHT, description)
+        FuzzOutcome(WRONG_RESULT, f"{description}: {wrong}")
+        if wrong
+        else FuzzOutcome(CORRECT, description)
     )
 
 
@@ -222,7 +229,7 @@ def interleavings(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one case for 
 
 
 def _run_in_child(function: Callable[[], bytes], timeout_s: float) -> bytes | None:
-    """Return what `function` returns in a forked child; None if the child hangs."""
+    """Run `function` in a forked child; return its result, or None if the child hangs."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -253,8 +260,10 @@ def _run_in_child(function: Callable[[], bytes], timeout_s: float) -> bytes | No
 class ForkCase:
     """Forks while threads make calls.
 
-    steps: the action that each thread repeats. child_action: the action of each forked child.
-    pauses_us: microseconds before each fork.
+    parts: the pairing.
+    steps: the action that each thread repeats.
+    child_action: the action of each forked child.
+    pauses_us: microseconds to wait before each fork.
     """
 
     parts: tuple[str, str]
@@ -263,23 +272,23 @@ class ForkCase:
     pauses_us: list[int]
 
 
-def forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for each step)
-    """Fork while threads make calls. The child must not hang, and its output must be correct."""
-    inputs = samples.inputs()
-    kernel = samples.kernel(PROBLEM, case.parts)
+def check_forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for each step)
+    """Fork while threads make calls. Children must not hang, and their output must be correct."""
+    inputs = samples.make_call_inputs()
+    kernel = samples.make_torch_kernel(PROBLEM, case.parts)
     plan = kernel.plan()
-    layer = samples.loaded_layer(inputs.weights)
-    problem = replace(PROBLEM, lora=samples.LORA)
-    pool = import_name("modular_kernel.layers.adapter_pool:AdapterPool")(problem)
+    layer = samples.make_loaded_layer(inputs.weights)
+    problem = replace(PROBLEM, lora=samples.LORA_OPTIONS)
+    pool = import_object("modular_kernel.layers.adapter_pool:AdapterPool")(problem)
     arguments = (inputs.x_TH, inputs.weights, inputs.routing)
     expected = plan(*arguments).clone()
     stop = threading.Event()
 
     def make_and_call() -> torch.Tensor:
-        return samples.kernel(PROBLEM, case.parts)(*arguments)
+        return samples.make_torch_kernel(PROBLEM, case.parts)(*arguments)
 
     def load() -> torch.Tensor:
-        pool.load("mine", samples.adapter(2, 1))
+        pool.load("mine", samples.make_adapter(2, 1))
         pool.evict("mine")
         return expected
 
@@ -318,13 +327,13 @@ def forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for each ste
             if answer is None:
                 return FuzzOutcome(HANG, description)
             if answer != b"right":
-                kind = WRONG if answer == b"wrong" else RAW
+                kind = WRONG_RESULT if answer == b"wrong" else UNTYPED_ERROR
                 return FuzzOutcome(kind, f"{description}: {answer.decode(errors='replace')}")
     finally:
         stop.set()
         for thread in threads:
             thread.join(_TIMEOUT_S)
-    return FuzzOutcome(RIGHT, description)
+    return FuzzOutcome(CORRECT, description)
 
 
 # ------------------------------------------------------------------------------------- interrupts
@@ -332,7 +341,11 @@ def forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for each ste
 
 @dataclass(frozen=True)
 class InterruptCase:
-    """Interrupts of an action. positions: for each, the number of function calls before it."""
+    """Repeated interruptions of one action.
+
+    positions: for each interruption, the index of the function call or return at which it is
+        raised.
+    """
 
     action: str
     parts: tuple[str, str]
@@ -347,31 +360,31 @@ _ERRORS: dict[str, type[BaseException]] = {
 }
 
 
-def interrupts(case: InterruptCase) -> FuzzOutcome:
-    """Interrupt an action at a random position. Afterwards, all objects must work as before."""
-    inputs = samples.inputs()
-    kernel = samples.kernel(PROBLEM, case.parts)
-    plan, layer = kernel.plan(), samples.loaded_layer(inputs.weights)
-    lora = replace(PROBLEM, lora=samples.LORA)
-    pool = import_name("modular_kernel.layers.adapter_pool:AdapterPool")(lora)
+def check_interrupts(case: InterruptCase) -> FuzzOutcome:
+    """Interrupt an action at random positions. Afterwards, all objects must work as before."""
+    inputs = samples.make_call_inputs()
+    kernel = samples.make_torch_kernel(PROBLEM, case.parts)
+    plan, layer = kernel.plan(), samples.make_loaded_layer(inputs.weights)
+    lora_problem = replace(PROBLEM, lora=samples.LORA_OPTIONS)
+    pool = import_object("modular_kernel.layers.adapter_pool:AdapterPool")(lora_problem)
     arguments = (inputs.x_TH, inputs.weights, inputs.routing)
     expected = kernel(*arguments).clone()
-    other = samples.inputs(1)
+    other = samples.make_call_inputs(1)
     actions: dict[str, Callable[[], object]] = {
         "kernel": lambda: kernel(*arguments),
         "plan": lambda: plan(*arguments),
         "layer": lambda: layer(inputs.x_TH, inputs.routing),
         "start": lambda: kernel.start(*arguments).finish(),
-        "load": lambda: pool.load("mine", samples.adapter(2, 1)),
+        "load": lambda: pool.load("mine", samples.make_adapter(2, 1)),
         "evict": lambda: pool.evict("mine"),
         "set_weights": lambda: layer.set_weights(other.weights),
         "reserve": lambda: kernel.reserve_workspace(4),
-        "make": lambda: samples.kernel(PROBLEM, case.parts),
+        "make": lambda: samples.make_torch_kernel(PROBLEM, case.parts),
         "warm_up": lambda: layer.warm_up(3),
     }
     description = f"{case.error} in {case.action} of {' x '.join(case.parts)} at {case.positions}"
     if case.action == "evict":
-        pool.load("mine", samples.adapter(2, 1))
+        pool.load("mine", samples.make_adapter(2, 1))
     for position in case.positions:
         with contextlib.suppress(_ERRORS[case.error], ModularKernelError):
             _run_interrupted(actions[case.action], position, _ERRORS[case.error])
@@ -387,7 +400,7 @@ def interrupts(case: InterruptCase) -> FuzzOutcome:
     if errors is None:
         return FuzzOutcome(HANG, description)
     if errors:
-        return FuzzOutcome(RAW, f"{description}: {format_error(errors[0])}")
+        return FuzzOutcome(UNTYPED_ERROR, f"{description}: {format_error(errors[0])}")
     return outcomes[0]
 
 
@@ -405,41 +418,44 @@ def _check_after_interrupt(  # noqa: PLR0913 (all that the interrupted action ma
     kernel.reserve_workspace(2)
     for name, run in (("kernel", kernel), ("plan", plan)):
         if not _is_close(run(*arguments), expected):
-            return FuzzOutcome(WRONG, f"{description}: then {name}")
-    if case.action == "set_weights":  # it has either the former weights or all of the others
+            message = f"{description}: {name} returns a wrong result afterwards"
+            return FuzzOutcome(WRONG_RESULT, message)
+    if case.action == "set_weights":  # the layer must have all of the old or all of the new weights
         output = layer(inputs.x_TH, inputs.routing)
-        others = kernel(inputs.x_TH, samples.inputs(1).weights, inputs.routing)
+        others = kernel(inputs.x_TH, samples.make_call_inputs(1).weights, inputs.routing)
         if not (_is_close(output, expected) or _is_close(output, others)):
-            return FuzzOutcome(WRONG, f"{description}: then layer, with parts of both weights")
+            message = f"{description}: afterwards, the layer has a mix of old and new weights"
+            return FuzzOutcome(WRONG_RESULT, message)
         layer.set_weights(inputs.weights)
     if not _is_close(layer(inputs.x_TH, inputs.routing), expected):
-        return FuzzOutcome(WRONG, f"{description}: then layer")
+        message = f"{description}: layer returns a wrong result afterwards"
+        return FuzzOutcome(WRONG_RESULT, message)
     if case.action in ("load", "evict"):
-        mismatch = _pool_mismatch_after(pool)
+        mismatch = _find_mismatch_after_interrupt(pool)
         if mismatch:
-            return FuzzOutcome(WRONG, f"{description}: {mismatch}")
-    return FuzzOutcome(RIGHT, description)
+            return FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
+    return FuzzOutcome(CORRECT, description)
 
 
-def _pool_mismatch_after(pool: Any) -> str:
-    """Return how the pool is inconsistent, or why a slot cannot be used; "" if all is well."""
+def _find_mismatch_after_interrupt(pool: Any) -> str:
+    """Describe how the pool is inconsistent, or why a slot cannot be used; "" if it is correct."""
     if "mine" in pool.slots:
         slot = pool.slots["mine"]
-        loaded = pool.weights(samples.inputs().weights).lora_b2[slot][..., :2]
-        if not torch.equal(loaded, samples.adapter(2, 1).lora_b2):
-            return "the adapter was loaded in part"
+        loaded = pool.weights(samples.make_call_inputs().weights).lora_b2[slot][..., :2]
+        if not torch.equal(loaded, samples.make_adapter(2, 1).lora_b2):
+            return "the adapter was only partially loaded"
         pool.evict("mine")
     for number in range(3):
-        pool.load(str(number), samples.adapter(2, number))
-    return _pool_mismatch(pool)
+        pool.load(str(number), samples.make_adapter(2, number))
+    return _find_pool_mismatch(pool)
 
 
 def _run_interrupted(
     action: Callable[[], object], position: int, error: type[BaseException]
 ) -> None:
-    """Run an action, and raise `error` at the `position`-th point where a signal may be handled.
+    """Run an action, and raise `error` at the `position`-th point at which a signal may be handled.
 
-    The interpreter handles signals when a Python function begins and when a C function returns.
+    The interpreter handles signals when a Python function starts and when a C function returns.
     """
     count = 0
 
@@ -462,10 +478,10 @@ def _run_interrupted(
 # every point.
 _PACKAGE_FOLDER = str(Path(__file__).parents[3])
 
-_PARTS = st.sampled_from((samples.PAIR, samples.BATCHED))
+_PARTS = st.sampled_from((samples.STANDARD_PAIR, samples.BATCHED_PAIR))
 _POOL_CASES = st.builds(
     PoolCase,
-    manager=st.booleans(),
+    use_manager=st.booleans(),
     programs=st.lists(
         st.lists(
             st.tuples(st.sampled_from(("load", "load", "evict")), st.integers(0, 5)),
@@ -504,8 +520,8 @@ _INTERRUPT_CASES = st.builds(
     error=st.sampled_from(sorted(_ERRORS)),
 )  # fmt: skip
 TARGETS: tuple[Target[Any], ...] = (
-    Target("adapter_threads", 1, _POOL_CASES, adapter_threads),
-    Target("interleavings", 1, _THREAD_CASES, interleavings, launches=True),
-    Target("forks", 0.3, _FORK_CASES, forks),
-    Target("interrupts", 2, _INTERRUPT_CASES, interrupts),
+    Target("adapter_threads", 1, _POOL_CASES, check_adapter_threads),
+    Target("interleavings", 1, _THREAD_CASES, check_interleaved_steps, launches=True),
+    Target("forks", 0.3, _FORK_CASES, check_forks),
+    Target("interrupts", 2, _INTERRUPT_CASES, check_interrupts),
 )

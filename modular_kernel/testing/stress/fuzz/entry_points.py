@@ -12,11 +12,11 @@ from modular_kernel.machine import current_machine
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.stress.fuzz.junk import junk, shorten
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    RIGHT,
-    WRONG,
+    CORRECT,
+    INVALID_ACCEPTED,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
 from modular_kernel.testing.stress.fuzz.random_problems import problem_fields
 from modular_kernel.testing.stress.fuzz.target import Target
@@ -30,15 +30,18 @@ _ERROR_FACTORIES: tuple[Callable[[], BaseException], ...] = (
     lambda: ValueError("\x1b[2J"),
     lambda: GeneratorExit(),
 )
-_GOOD = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize", "TorchExperts")
+_GOOD_PARTS = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize", "TorchExperts")
 
 
 @dataclass(frozen=True)
 class BrokenPackage:
-    """A package whose entry point raises or offers junk.
+    """A package whose entry point raises an error or provides junk.
 
-    kind: what is wrong with it. value: junk, or an index in _ERROR_FACTORIES. role: that of the
-    part it provides. field: the field of the part's requirements that is junk.
+    Attributes:
+        kind: what is wrong with the package.
+        value: junk, or an index in _ERROR_FACTORIES.
+        role: role of the part that it provides.
+        field: the field of the part's requirements that is junk.
     """
 
     kind: str
@@ -51,7 +54,7 @@ class BrokenPackage:
 def _broken_packages(draw: st.DrawFn) -> BrokenPackage:
     kind = draw(st.sampled_from(("raises", "offers", "requires", "field", "extra_rejections")))
     role = draw(st.sampled_from(sorted(_BASES)))
-    names = sorted(field.name for field in fields(_base(role).requires))
+    names = sorted(field.name for field in fields(_load_base_part(role).requires))
     value = st.integers(0, len(_ERROR_FACTORIES) - 1) if kind == "raises" else junk
     if kind == "offers":
         value = draw(junk)
@@ -61,51 +64,51 @@ def _broken_packages(draw: st.DrawFn) -> BrokenPackage:
 
 @dataclass(frozen=True)
 class PackagesCase:
-    """Broken packages, the position of a good one among them, and a problem to check."""
+    """Broken packages, the position of a good package among them, and a problem to check."""
 
     broken: list[BrokenPackage]
     index: int
     fields: dict[str, Any]
 
 
-def entry_points(case: PackagesCase) -> FuzzOutcome:
+def check_entry_points(case: PackagesCase) -> FuzzOutcome:
     """Load up to four broken packages together with a good one.
 
-    The parts of the good package must be in the catalog. A broken package must be listed as broken,
-    or else checking its parts must not raise.
+    The parts of the good package must be in the catalog. Each broken package must be listed as
+    broken, or it must be possible to check its parts without an error.
     """
     good = load_catalog()
     broken_sources = [_make_source(package, index) for index, package in enumerate(case.broken)]
     sources = [source for source, _, _ in broken_sources]
     descriptions = ", ".join(description for _, description, _ in broken_sources)
-    parts = tuple(part.cls for part in good.parts if part.name in _GOOD)
+    parts = tuple(part.cls for part in good.parts if part.name in _GOOD_PARTS)
     index = case.index % (len(sources) + 1)
     sources.insert(index, PartSource("good", "good (good:PARTS)", lambda: parts))
 
     def call() -> str:
         catalog = build_catalog(sources)
         names = [part.name for part in catalog.parts]
-        if not set(_GOOD) <= set(names):
+        if not set(_GOOD_PARTS) <= set(names):
             return f"only {names}"
         unusable = {name for _, _, broken in broken_sources for name in broken}
         if unusable & set(names):
             return f"usable: {sorted(unusable & set(names))}"
         if any(not text.isprintable() for b in catalog.broken for text in (b.name, b.error)):
             return "a text that is not printable"
-        return _verdict_fault(catalog, case.fields)
+        return _find_verdict_defect(catalog, case.fields)
 
-    mismatch = run_or_outcome(descriptions, call)
+    mismatch = run_or_classify(descriptions, call)
     if isinstance(mismatch, FuzzOutcome):
         return mismatch
     if mismatch.startswith("usable"):
-        return FuzzOutcome(ACCEPTED, f"{descriptions}: {mismatch}")
+        return FuzzOutcome(INVALID_ACCEPTED, f"{descriptions}: {mismatch}")
     if mismatch:
-        return FuzzOutcome(WRONG, f"{descriptions}: {mismatch}")
-    return FuzzOutcome(RIGHT, descriptions)
+        return FuzzOutcome(WRONG_RESULT, f"{descriptions}: {mismatch}")
+    return FuzzOutcome(CORRECT, descriptions)
 
 
-def _verdict_fault(catalog: Any, problem_fields: dict[str, Any]) -> str:
-    """Check all pairings, which must not raise; return what is wrong with a verdict, or ""."""
+def _find_verdict_defect(catalog: Any, problem_fields: dict[str, Any]) -> str:
+    """Check all pairings, which must not raise; describe what is wrong with a verdict, or ""."""
     problem, machine = Problem(**problem_fields), current_machine()
     for part in catalog.parts:
         judge_part(part.name, part.cls.requires, machine)
@@ -123,13 +126,13 @@ def _verdict_fault(catalog: Any, problem_fields: dict[str, Any]) -> str:
 _BASES = {"experts": "TorchExperts", "prepare_finalize": "MoEPrepareAndFinalizeNoEP"}
 
 
-def _base(role: str) -> Any:
+def _load_base_part(role: str) -> Any:
     catalog = load_catalog()
     return getattr(catalog, role)(_BASES[role])
 
 
 def _make_source(package: BrokenPackage, index: int) -> tuple[PartSource, str, tuple[str, ...]]:
-    """Return an entry point, its description, and the names of parts that must not be usable."""
+    """Make an entry point; return it, its description, and names of parts that must be unusable."""
     kind, value = package.kind, package.value
     name = f"theirs{index}"
     origin = f"{name} ({name}:PARTS)"
@@ -142,12 +145,12 @@ def _make_source(package: BrokenPackage, index: int) -> tuple[PartSource, str, t
         return PartSource(name, origin, load), f"raises {shorten(make_error())}", ()
     if kind == "offers":
         return PartSource(name, origin, lambda: value), f"offers {shorten(value)}", ()
-    base, label = _base(package.role), f"Theirs{index}"
+    base, label = _load_base_part(package.role), f"Theirs{index}"
     if kind == "requires":  # junk instead of all requirements
         part = type(label, (base,), {"requires": value})
         return PartSource(name, origin, lambda: (part,)), f"requires={shorten(value)}", (label,)
     if kind == "field":
-        requires = run_or_outcome("", lambda: replace(base.requires, **{package.field: value}))
+        requires = run_or_classify("", lambda: replace(base.requires, **{package.field: value}))
         part = type(label, (base,), {"requires": requires})
         description = f"requires.{package.field}={shorten(value)}"
         return PartSource(name, origin, lambda: (part,)), description, ()
@@ -161,4 +164,4 @@ _CASES = st.builds(
     index=st.integers(0, 4),
     fields=problem_fields(),
 )
-TARGETS: tuple[Target[Any], ...] = (Target("entry_points", 1, _CASES, entry_points),)
+TARGETS: tuple[Target[Any], ...] = (Target("entry_points", 1, _CASES, check_entry_points),)

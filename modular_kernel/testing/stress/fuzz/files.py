@@ -1,4 +1,4 @@
-"""Fuzz target: tuned launch configurations, cached choices and config.json, valid or damaged."""
+"""Fuzz target: read valid and damaged files of launch configurations, cached choices and models."""
 
 import json
 import math
@@ -11,49 +11,72 @@ from typing import Any
 from hypothesis import strategies as st
 
 from modular_kernel.spec.problem import Problem
-from modular_kernel.testing.stress.fuzz.outcome import RIGHT, WRONG, FuzzOutcome, run_or_outcome
-from modular_kernel.testing.stress.fuzz.target import Target, chance, import_name
+from modular_kernel.testing.stress.fuzz.outcome import (
+    CORRECT,
+    WRONG_RESULT,
+    FuzzOutcome,
+    run_or_classify,
+)
+from modular_kernel.testing.stress.fuzz.target import Target, chance, import_object
 
-# Replacements for a JSON value.
-_VALUES: tuple[Any, ...] = (
+# JSON values that replace other values.
+_JSON_VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 16, 17, 64, 128, 4096, 2**31, 2**63, 10**30, 0.5, 1e308, -0.0,
     "", "x", "64", "silu", "fp8", "aligned", "\x1b[2J", "é" * 500, [], [1], [[[[]]]], {}, {"a": 1},
     [None] * 300, {"quant_method": "fp8", "weight_block_size": [0, 128]}, {"quant_method": "awq"},
 )  # fmt: skip
-_WORDS = ("NaN", "-Infinity", "1e999", "0x10", "[" * 2000, "'x'", "\x00", "{", "", '"\\ud800"')
+_INSERTED_WORDS = (
+    "NaN",
+    "-Infinity",
+    "1e999",
+    "0x10",
+    "[" * 2000,
+    "'x'",
+    "\x00",
+    "{",
+    "",
+    '"\\ud800"',
+)
 
 
 @dataclass(frozen=True)
 class FileCase:
-    """Text of a file. kind: one of _READERS. is_original: whether nothing was changed."""
+    """The text of a file.
+
+    kind: one of _FILE_KINDS.
+    is_original: whether the text is valid because nothing was changed.
+    """
 
     kind: str
     text: str
     is_original: bool
 
 
-def stored_files(case: FileCase) -> FuzzOutcome:
-    """Read a file, unchanged or with up to four changes. Errors must be typed."""
-    _, read, check = _READERS[case.kind]
+def check_stored_file(case: FileCase) -> FuzzOutcome:
+    """Read a file, unchanged or with up to four changes.
+
+    An unchanged file must be read. For a changed file, any error must be a ModularKernelError.
+    """
+    _, read, check = _FILE_KINDS[case.kind]
     changes = "unchanged" if case.is_original else "changed"
     description = f"{case.kind}, {changes}: {case.text[:300]}"
-    result = run_or_outcome(description, lambda: read(case.text))
+    result = run_or_classify(description, lambda: read(case.text))
     if isinstance(result, FuzzOutcome):
-        return FuzzOutcome(WRONG, f"{description}: refused") if case.is_original else result
-    mismatch = run_or_outcome(description, lambda: check(result))
+        return FuzzOutcome(WRONG_RESULT, f"{description}: refused") if case.is_original else result
+    mismatch = run_or_classify(description, lambda: check(result))
     if isinstance(mismatch, FuzzOutcome):
         return mismatch
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
 @st.composite
 def _file_cases(draw: st.DrawFn) -> FileCase:
-    kind = draw(st.sampled_from(sorted(_READERS)))
-    value, changes = _READERS[kind][0], draw(st.sampled_from((0, 1, 1, 1, 2, 4)))
+    kind = draw(st.sampled_from(sorted(_FILE_KINDS)))
+    value, changes = _FILE_KINDS[kind][0], draw(st.sampled_from((0, 1, 1, 1, 2, 4)))
     for _ in range(changes):
         value = draw(changed_json(value))
     text = json.dumps(value)
@@ -81,26 +104,26 @@ def changed_json(draw: st.DrawFn, value: Any) -> Any:
         if kind == 1:
             return [*value, value[index]]
         return [*value[:index], draw(changed_json(value[index])), *value[index + 1 :]]
-    return draw(_values)
+    return draw(_value_strategy)
 
 
 @st.composite
 def damaged_text(draw: st.DrawFn, text: str) -> str:
-    """Draw `text` truncated, with an inserted word or character, or with a part repeated."""
+    """Draw `text` truncated, with a part repeated, or with a word or character inserted."""
     positions = st.integers(0, len(text))
     start, stop = sorted((draw(positions), draw(positions)))
     kind = draw(st.integers(0, 3))
     if kind == 0:
         return text[:start]
     if kind == 1:
-        return text[:start] + draw(st.sampled_from(_WORDS)) + text[start:]
+        return text[:start] + draw(st.sampled_from(_INSERTED_WORDS)) + text[start:]
     if kind == 2:
         return text[:stop] + text[start:]
     character = draw(st.sampled_from((0, 9, 27, 34, 44, 58, 0x7F, 0x2028)))
     return text[:start] + chr(character) + text[start + 1 :]
 
 
-_values = st.sampled_from(_VALUES)
+_value_strategy = st.sampled_from(_JSON_VALUES)
 
 
 def _launch_config(block_m: int) -> dict[str, int]:
@@ -126,26 +149,30 @@ _PUBLIC_TILES = {tokens: _launch_config(m) for tokens, m in (("1", 16), ("64", 3
 
 
 def _read_tiles(text: str) -> Any:
-    return import_name("experts.triton.configs.files:parse_config_file")(text, "a file")
+    return import_object("experts.triton.configs.files:parse_config_file")(text, "a file")
 
 
-def _check_tiles(recipe: Any) -> str:
-    """Return why launch configurations are invalid, or "".
+def _check_tiles(launch_configs: Any) -> str:
+    """Describe why launch configurations are invalid; "" if they are valid.
 
-    Their numbers must be positive and fit into 32 bits, and token counts must be unique.
+    Their numbers must be positive and fit in 32 bits, and token counts must be unique and sorted.
     """
-    for steps in (recipe.gemm1, recipe.gemm2):
+    for steps in (launch_configs.gemm1, launch_configs.gemm2):
         tokens = [number for number, _ in steps]
         if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
-            return f"numbers of tokens {tokens}"
+            return f"invalid token counts: {tokens}"
         for _, tile in steps:
             if not all(type(n) is int and 0 < n <= 2**31 for n in vars(tile).values()):
                 return str(tile)
-    return "" if all(path.isascii() for _, path in recipe.paths) else "a path"
+    return (
+        ""
+        if all(path.isascii() for _, path in launch_configs.paths)
+        else "a path name that is not ASCII"
+    )
 
 
 _IDENTITY = {"problem": "a layer", "machine": "cpu"}
-_PLAIN = {"noise": 0.01, "rough": False, "why": ""}
+_SUCCEEDED = {"noise": 0.01, "rough": False, "why": ""}
 _FAILED = {"noise": 0, "rough": False, "why": "no"}
 _CHOICES = {
     "schema": "mk-choices/2",
@@ -159,8 +186,20 @@ _CHOICES = {
                     "tokens": tokens,
                     "default": ["A", "B"],
                     "outcomes": [
-                        {"pair": ["A", "B"], "us": 3.5, "ratio": 1.0, "mode": "graph", **_PLAIN},
-                        {"pair": ["A", "C"], "us": 3.0, "ratio": 0.86, "mode": "graph", **_PLAIN},
+                        {
+                            "pair": ["A", "B"],
+                            "us": 3.5,
+                            "ratio": 1.0,
+                            "mode": "graph",
+                            **_SUCCEEDED,
+                        },
+                        {
+                            "pair": ["A", "C"],
+                            "us": 3.0,
+                            "ratio": 0.86,
+                            "mode": "graph",
+                            **_SUCCEEDED,
+                        },
                         {"pair": ["A", "D"], "us": None, "ratio": None, "mode": "", **_FAILED},
                     ],
                 }
@@ -172,13 +211,13 @@ _CHOICES = {
 
 
 def _read_choices(text: str) -> Any:
-    return import_name("modular_kernel.select.saved_choices:from_text")(text, _IDENTITY)
+    return import_object("modular_kernel.select.saved_choices:from_text")(text, _IDENTITY)
 
 
 def _check_choices(records: Any) -> str:
-    """Return why records are invalid, or "".
+    """Describe why records are invalid; "" if they are valid.
 
-    Times must be finite, texts printable, and writing and reading must give equal records.
+    Times must be finite and texts printable. Writing and reading must give equal records.
     """
     for record in records:
         if not all(text.isprintable() for text in (*record.versions, *record.versions.values())):
@@ -190,7 +229,7 @@ def _check_choices(records: Any) -> str:
                         return f"a time of {number}"
                 if not (outcome.why.isprintable() and "".join(outcome.pair).isprintable()):
                     return "text that is not printable"
-    text = import_name("modular_kernel.select.saved_choices:to_text")(_IDENTITY, records)
+    text = import_object("modular_kernel.select.saved_choices:to_text")(_IDENTITY, records)
     reread = sorted(_read_choices(text), key=lambda record: str(record))
     is_equal = reread == sorted(records, key=lambda record: str(record))
     return "" if is_equal else "differs after writing and reading"
@@ -213,20 +252,20 @@ def _read_model(text: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        return import_name("modular_kernel.models.config_file:problem_fields_of_file")(str(path))
+        return import_object("modular_kernel.models.config_file:problem_fields_of_file")(str(path))
 
 
 def _check_model(problem_fields: dict[str, Any]) -> str:
-    """Make a problem from the fields of a model, which may raise a typed error."""
+    """Make a problem from the fields of a model; this may raise a typed error."""
     problem = Problem(tokens=1, **problem_fields)
-    return "" if problem.scheme.name and problem.experts >= problem.top_k else "sizes"
+    return "" if problem.scheme.name and problem.experts >= problem.top_k else "invalid sizes"
 
 
-_READERS: dict[str, tuple[Any, Callable[[str], Any], Callable[[Any], str]]] = {
+_FILE_KINDS: dict[str, tuple[Any, Callable[[str], Any], Callable[[Any], str]]] = {
     "tiles": (_TUNED_TILES, _read_tiles, _check_tiles),
-    "tiles of others": (_PUBLIC_TILES, _read_tiles, _check_tiles),
+    "public tiles": (_PUBLIC_TILES, _read_tiles, _check_tiles),
     "choices": (_CHOICES, _read_choices, _check_choices),
     "config.json": (_MODEL, _read_model, _check_model),
-    "config.json inside": ({"text_config": _MODEL}, _read_model, _check_model),
+    "nested config.json": ({"text_config": _MODEL}, _read_model, _check_model),
 }
-TARGETS: tuple[Target[Any], ...] = (Target("stored_files", 4, _file_cases(), stored_files),)
+TARGETS: tuple[Target[Any], ...] = (Target("stored_files", 4, _file_cases(), check_stored_file),)

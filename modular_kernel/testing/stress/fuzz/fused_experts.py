@@ -10,11 +10,11 @@ from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.testing.stress.fuzz.junk import JUNK, shorten
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    RIGHT,
-    WRONG,
+    CORRECT,
+    INVALID_ACCEPTED,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
 from modular_kernel.testing.stress.fuzz.random_problems import (
     InputChoices,
@@ -23,7 +23,7 @@ from modular_kernel.testing.stress.fuzz.random_problems import (
     make_inputs,
     problem_fields,
 )
-from modular_kernel.testing.stress.fuzz.target import Target, import_name
+from modular_kernel.testing.stress.fuzz.target import Target, import_object
 
 _MODULE = "modular_kernel.integrations.fused_moe"
 _UNKNOWN_OPTIONS = ("use_fp8", "w2_bias", "b3", "global_num_experts", "use_int4_w4a8", "W1_scale")
@@ -46,7 +46,11 @@ _SCHEMES_WITHOUT_FLAG = (
 class FusedCase:
     """A call of fused_experts.
 
-    fields: those of the problem. junk: (kind of argument, its name or position, value), or None.
+    Attributes:
+        fields: fields of the problem.
+        inputs: choices of the inputs.
+        activation_as_text: whether the activation is passed as text.
+        junk: (kind of argument, its name or position, value), or None.
     """
 
     fields: dict[str, Any]
@@ -63,7 +67,8 @@ def _junk_arguments(draw: st.DrawFn) -> tuple[str, Any, Any]:
         return kind, draw(st.sampled_from(_UNKNOWN_OPTIONS)), True
     if kind == "config":
         name = draw(st.sampled_from(_CONFIG))
-        # Flags accept bools only, an activation text; but the factor accepts any finite number.
+        # Flags accept only bools, and the activation accepts text. The factor accepts any finite
+        # number.
         kinds = (int, float, *((ActivationSpec,) if name == "activation" else ()))
         invalid = [v for v in values if not isinstance(v, kinds) and v != "silu"]
         return kind, name, draw(st.sampled_from(invalid))
@@ -80,9 +85,9 @@ def _junk_arguments(draw: st.DrawFn) -> tuple[str, Any, Any]:
     return kind, draw(st.sampled_from(_OPTIONS)), draw(st.sampled_from(invalid))
 
 
-def fused_experts(case: FusedCase) -> FuzzOutcome:
+def check_fused_experts(case: FusedCase) -> FuzzOutcome:
     """Call `fused_experts` on a random problem, with or without a junk argument."""
-    problem = run_or_outcome("a problem", lambda: _fused_problem(case.fields))
+    problem = run_or_classify("a problem", lambda: _fused_problem(case.fields))
     if isinstance(problem, FuzzOutcome):
         return problem
     inputs = make_inputs(problem, case.inputs)
@@ -112,27 +117,27 @@ def fused_experts(case: FusedCase) -> FuzzOutcome:
     oracle = Oracle(problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
 
     def call() -> torch.Tensor:
-        runner_config = import_name(f"{_MODULE}:MoeRunnerConfig")(**config)
-        result: torch.Tensor = import_name(f"{_MODULE}:fused_experts")(
+        runner_config = import_object(f"{_MODULE}:MoeRunnerConfig")(**config)
+        result: torch.Tensor = import_object(f"{_MODULE}:fused_experts")(
             *arguments, runner_config, **options
         )
         return result
 
-    result = run_or_outcome(description, call)
+    result = run_or_classify(description, call)
     if isinstance(result, FuzzOutcome):
         return result
     if case.junk:
-        return FuzzOutcome(ACCEPTED, description)
-    mismatch = oracle.mismatch(result)
+        return FuzzOutcome(INVALID_ACCEPTED, description)
+    mismatch = oracle.find_mismatch(result)
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
 def _fused_problem(fields: dict[str, Any]) -> Problem:
-    """Return a problem that fused_experts can express."""
+    """Make a problem that fused_experts can express."""
     problem = Problem(**fields)
     if problem.scheme.name in _SCHEMES_WITHOUT_FLAG:
         problem = replace(problem, quant="none")
@@ -161,5 +166,5 @@ _CASES = st.builds(
     junk=st.one_of(st.none(), _junk_arguments()),
 )
 TARGETS: tuple[Target[Any], ...] = (
-    Target("fused_experts", 8, _CASES, fused_experts, launches=True),
+    Target("fused_experts", 8, _CASES, check_fused_experts, launches=True),
 )

@@ -1,4 +1,4 @@
-"""Run configurations one after the other in a separate process, which may crash or hang."""
+"""Run configurations one after the other in a separate process, because they may crash or hang."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from modular_kernel.settings import make_child_environment
-from modular_kernel.testing.stress.fuzz.outcome import BAD, CRASH, GOOD, HANG
+from modular_kernel.testing.stress.fuzz.outcome import CRASH, FAILURE_KINDS, HANG, SUCCESS_KINDS
 
 _START_TIMEOUT_S = 120.0  # timeout in seconds for a process to start and import
 _EXIT_TIMEOUT_S = 2.0  # timeout in seconds for a normal exit
@@ -20,7 +20,7 @@ _WORKER = "modular_kernel.testing.stress.fuzz.worker"
 
 @dataclass(frozen=True)
 class FuzzFinding:
-    """A configuration with an outcome in BAD.
+    """A configuration with an outcome in FAILURE_KINDS.
 
     number: -1 for saved failures and explicit examples.
     """
@@ -34,7 +34,16 @@ class FuzzFinding:
 
 @dataclass
 class FuzzReport:
-    """Outcomes of the configurations of one seed."""
+    """Outcomes of the configurations of one seed.
+
+    Attributes:
+        seed: the seed.
+        interpreted: whether kernels were interpreted.
+        only: the name of the only target; "" for all.
+        counts: number of configurations by kind of outcome.
+        by_target: number of configurations by target and kind of outcome.
+        findings: the configurations with an outcome in FAILURE_KINDS.
+    """
 
     seed: str
     interpreted: bool
@@ -44,21 +53,23 @@ class FuzzReport:
     findings: list[FuzzFinding] = field(default_factory=list)
 
     def reproducer(self, finding: FuzzFinding) -> str:
-        """Return a command that runs this configuration alone."""
+        """Return the command that runs the configuration of a finding alone."""
         words = "python -m modular_kernel.testing.stress.fuzz"
         words += f" --seed {self.seed} --only {finding.number}"
         words += f" --target {self.only}" if self.only else ""
         return words + (" --interpreted" if self.interpreted else "")
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of each finding, then the counts by kind of outcome."""
+        """Yield lines about each finding, then a line of counts by kind of outcome."""
         for finding in self.findings:
             yield f"{finding.kind}: {finding.target}: {finding.description}"
             yield f"    {self.reproducer(finding)}"
             if finding.smallest:
                 yield f"    smallest input: {finding.smallest}"
         mode = "interpreted" if self.interpreted else "plain"
-        counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in (*GOOD, *BAD))
+        counts = ", ".join(
+            f"{self.counts[kind]} {kind}" for kind in (*SUCCESS_KINDS, *FAILURE_KINDS)
+        )
         yield f"seed {self.seed}, {mode}: {sum(self.counts.values())} configurations: {counts}"
 
 
@@ -70,10 +81,12 @@ def run(
     only: str = "",
     deadline_s: float = 60.0,
 ) -> FuzzReport:
-    """Run the configurations of `numbers`. -1 stands for explicit examples and saved failures.
+    """Run the configurations `numbers` of a seed.
 
-    interpreted: whether kernels are interpreted. only: the name of the only target; "" for all.
-    deadline_s: timeout for each configuration.
+    numbers: -1 stands for the explicit examples and saved failures.
+    interpreted: whether kernels are interpreted.
+    only: the name of the only target; "" means all targets.
+    deadline_s: timeout for each configuration in seconds.
     """
     report = FuzzReport(seed, interpreted, only)
     first = numbers.start
@@ -83,7 +96,7 @@ def run(
 
 
 def _run_process(report: FuzzReport, numbers: range, deadline_s: float) -> int:
-    """Run configurations until the process ends; return the number with which to continue."""
+    """Run configurations in one process until it ends; return the number to continue with."""
     words = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
     words += ["calls" if report.interpreted else "", report.only]
     # All tensors are on the CPU, so hide GPUs.
@@ -127,5 +140,5 @@ def _read(process: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> N
 def _record(report: FuzzReport, finding: FuzzFinding) -> None:
     report.counts[finding.kind] += 1
     report.by_target[finding.target, finding.kind] += 1
-    if finding.kind not in GOOD:
+    if finding.kind not in SUCCESS_KINDS:
         report.findings.append(finding)

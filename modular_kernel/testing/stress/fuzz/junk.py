@@ -1,4 +1,4 @@
-"""Values of many types, each valid for few arguments or for none."""
+"""Values of many types, most of which are invalid for any given argument."""
 
 from enum import Enum
 from math import inf, nan
@@ -11,7 +11,7 @@ from modular_kernel.spec.problem import ActivationSpec, Combine, Parallel
 
 
 class Other(Enum):
-    """Values that look like those of Combine."""
+    """An enum whose value looks like that of Combine.SUM."""
 
     SUM = "sum"
 
@@ -32,7 +32,7 @@ junk = st.sampled_from(JUNK)
 
 
 def shorten(value: Any) -> str:
-    """Format a value in a few characters."""
+    """Format a value in at most about 40 characters."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an int of {value.bit_length()} bits"
     is_simple = isinstance(value, str | int | float | type(None))

@@ -1,4 +1,4 @@
-"""Fuzz targets: copies of objects, edited state dicts, environment variables and cache folders."""
+"""Fuzz targets: copies of objects, edited state dicts, environment variables, cache folders."""
 
 import copy
 import io
@@ -18,14 +18,14 @@ from modular_kernel.settings import VARIABLES, preserve_environment, read_settin
 from modular_kernel.testing.stress.fuzz import samples
 from modular_kernel.testing.stress.fuzz.files import changed_json, damaged_text
 from modular_kernel.testing.stress.fuzz.outcome import (
-    RIGHT,
-    TYPED,
-    WRONG,
+    CORRECT,
+    TYPED_ERROR,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
 from modular_kernel.testing.stress.fuzz.samples import PROBLEM
-from modular_kernel.testing.stress.fuzz.target import Target, import_name
+from modular_kernel.testing.stress.fuzz.target import Target, import_object
 
 _AUTOTUNE = "modular_kernel.select.autotune"
 
@@ -44,7 +44,7 @@ def _pickle_and_load(protocol: int, value: Any) -> Any:
     return pickle.loads(pickle.dumps(value, protocol))
 
 
-_COPIES: dict[str, Callable[[Any], Any]] = {
+_COPY_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "torch.save": _save_and_load,
@@ -56,8 +56,11 @@ _COPIES: dict[str, Callable[[Any], Any]] = {
 class CopyCase:
     """An object and how it is copied.
 
-    name: kind of object. before: steps to make with it before. copies: names in _COPIES, applied
-    one after the other.
+    Attributes:
+        name: kind of object.
+        parts: the pairing.
+        before: what is done with the object before it is copied.
+        copies: names in _COPY_FUNCTIONS, which are applied one after the other.
     """
 
     name: str
@@ -66,17 +69,17 @@ class CopyCase:
     copies: list[str]
 
 
-def copies(case: CopyCase) -> FuzzOutcome:
-    """Copy an object in a random state. The copy must give the same output in its own memory."""
-    inputs = samples.inputs()
+def check_copies(case: CopyCase) -> FuzzOutcome:
+    """Copy an object in a random state. The copy must return the same output in its own memory."""
+    inputs = samples.make_call_inputs()
     description = f"{case.copies} of {case.name}, {' x '.join(case.parts)}, after {case.before}"
-    kernel = samples.kernel(PROBLEM, case.parts)
+    kernel = samples.make_torch_kernel(PROBLEM, case.parts)
     arguments = (inputs.x_TH, inputs.weights, inputs.routing)
     expected = kernel(*arguments).clone()
     makers: dict[str, Callable[[], Any]] = {
-        "kernel": lambda: samples.kernel(PROBLEM, case.parts),
-        "plan": lambda: samples.kernel(PROBLEM, case.parts).plan(),
-        "layer": lambda: samples.loaded_layer(inputs.weights),
+        "kernel": lambda: samples.make_torch_kernel(PROBLEM, case.parts),
+        "plan": lambda: samples.make_torch_kernel(PROBLEM, case.parts).plan(),
+        "layer": lambda: samples.make_loaded_layer(inputs.weights),
         "weights": lambda: inputs.weights,
         "problem": lambda: PROBLEM,
     }
@@ -88,31 +91,31 @@ def copies(case: CopyCase) -> FuzzOutcome:
         elif case.name == "weights":
             output = kernel(inputs.x_TH, value, inputs.routing)
         elif case.name == "problem":
-            output = samples.kernel(value, case.parts)(*arguments)
+            output = samples.make_torch_kernel(value, case.parts)(*arguments)
         else:
             output = value(*arguments)
         return output
 
-    def use_copy() -> torch.Tensor:
+    def use_name() -> torch.Tensor:
         for step in case.before:
-            _prepare(original, step, lambda: call(original), kernel)
+            _run_step(original, step, lambda: call(original), kernel)
         value = original
         for name in case.copies:
-            value = _COPIES[name](value)
+            value = _COPY_FUNCTIONS[name](value)
         output = call(value)
         # Writing the copy's output must not change the original's.
         output = output.clone()
         call(original)
         return output
 
-    result = run_or_outcome(description, use_copy)
+    result = run_or_classify(description, use_name)
     if isinstance(result, FuzzOutcome):
-        return replace(result, kind=WRONG) if result.kind == TYPED else result
+        return replace(result, kind=WRONG_RESULT) if result.kind == TYPED_ERROR else result
     is_close = torch.allclose(result, expected, rtol=1e-4, atol=1e-5)
-    return FuzzOutcome(RIGHT if is_close else WRONG, description)
+    return FuzzOutcome(CORRECT if is_close else WRONG_RESULT, description)
 
 
-def _prepare(value: Any, step: str, call: Callable[[], object], kernel: Any) -> None:
+def _run_step(value: Any, step: str, call: Callable[[], object], kernel: Any) -> None:
     if step == "call":
         call()
     elif step == "inference":
@@ -149,8 +152,9 @@ _EDITS = (
 class StateCase:
     """A state dict and how it is loaded.
 
-    edits: (one of _EDITS, index of the entry). assign, strict: arguments of load_state_dict. bias:
-    whether the layer has biases.
+    edits: (one of _EDITS, index of the entry) for each edit.
+    assign, strict: arguments of load_state_dict.
+    bias: whether the layer has biases.
     """
 
     edits: list[tuple[str, int]]
@@ -159,16 +163,16 @@ class StateCase:
     bias: bool
 
 
-def state_dicts(case: StateCase) -> FuzzOutcome:
-    """Load an edited state dict. If it is accepted, outputs must agree with the loaded weights."""
+def check_state_dict(case: StateCase) -> FuzzOutcome:
+    """Load an edited state dict. If it is accepted, outputs must match the loaded weights."""
     problem = replace(PROBLEM, bias=case.bias)
-    inputs = samples.inputs(0, problem)
-    layer = samples.loaded_layer(inputs.weights, bias=case.bias)
+    inputs = samples.make_call_inputs(0, problem)
+    layer = samples.make_loaded_layer(inputs.weights, bias=case.bias)
     state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     for edit, index in case.edits:
         names = sorted(state)
         try:
-            _edit(state, edit, names[index % len(names)], index)
+            _edit_state(state, edit, names[index % len(names)], index)
         except (RuntimeError, IndexError, ZeroDivisionError):
             continue  # no such tensor can be made
     description = f"load_state_dict with {case}"
@@ -179,30 +183,30 @@ def state_dicts(case: StateCase) -> FuzzOutcome:
         except RuntimeError as error:  # torch's error, which lists the wrong entries
             if "state_dict" not in str(error):
                 raise
-            return FuzzOutcome(TYPED, description)
+            return FuzzOutcome(TYPED_ERROR, description)
         return None
 
-    refused = run_or_outcome(description, load)
+    refused = run_or_classify(description, load)
     if refused is not None:
         return refused
 
     def call() -> str:
         output = layer(inputs.x_TH, inputs.routing)
         weights = layer.weights()
-        return samples.output_mismatch(output, replace(inputs, weights=weights), problem)
+        return samples.find_output_mismatch(output, replace(inputs, weights=weights), problem)
 
-    mismatch = run_or_outcome(description, call)
+    mismatch = run_or_classify(description, call)
     if isinstance(mismatch, FuzzOutcome):
         return mismatch
     has_nan = any(edit == "nan" for edit, _ in case.edits)
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch and not has_nan
-        else FuzzOutcome(RIGHT)
+        else FuzzOutcome(CORRECT)
     )
 
 
-def _edit(state: dict[str, Any], edit: str, name: str, index: int) -> None:
+def _edit_state(state: dict[str, Any], edit: str, name: str, index: int) -> None:
     tensor = state[name]
     if edit == "remove":
         del state[name]
@@ -239,33 +243,33 @@ _NAMES = (
 )  # fmt: skip
 _USES: dict[str, Callable[[], object]] = {
     "settings": read_settings,
-    "launcher": lambda: import_name("modular_kernel.settings:read_launcher")(),
-    "unknown": lambda: import_name("modular_kernel.settings:find_unknown_variables")(),
-    "kernel": lambda: samples.kernel()(*_arguments()),
-    "compose": lambda: import_name(f"{_AUTOTUNE}:compose")(
-        PROBLEM, terms=import_name(f"{_AUTOTUNE}:Terms")(budget=0.0)
-    )(*_arguments()),
+    "launcher": lambda: import_object("modular_kernel.settings:read_launcher")(),
+    "unknown": lambda: import_object("modular_kernel.settings:find_unknown_variables")(),
+    "kernel": lambda: samples.make_torch_kernel()(*_make_arguments()),
+    "compose": lambda: import_object(f"{_AUTOTUNE}:compose")(
+        PROBLEM, terms=import_object(f"{_AUTOTUNE}:Terms")(budget=0.0)
+    )(*_make_arguments()),
 }
 
 
-def _arguments() -> tuple[Any, ...]:
-    inputs = samples.inputs()
+def _make_arguments() -> tuple[Any, ...]:
+    inputs = samples.make_call_inputs()
     return inputs.x_TH, inputs.weights, inputs.routing
 
 
-def environments(case: tuple[dict[str, str], str]) -> FuzzOutcome:
+def check_environment(case: tuple[dict[str, str], str]) -> FuzzOutcome:
     """Use the package with junk in environment variables. Errors must be typed."""
-    values, use_copy = case
-    description = f"{use_copy} with {values}"
-    if use_copy == "compose" and any(name in values for name in ("HOME", "MK_CACHE_DIR")):
-        use_copy = "settings"  # a valid folder would be created
+    values, use_name = case
+    description = f"{use_name} with {values}"
+    if use_name == "compose" and any(name in values for name in ("HOME", "MK_CACHE_DIR")):
+        use_name = "settings"  # a valid folder would be created
 
     def run() -> object:
         with preserve_environment(), use_variables(values):
-            return _USES[use_copy]()
+            return _USES[use_name]()
 
-    result = run_or_outcome(description, run)
-    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, description)
+    result = run_or_classify(description, run)
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(CORRECT, description)
 
 
 # --------------------------------------------------------------------------------- cache folders
@@ -273,41 +277,42 @@ def environments(case: tuple[dict[str, str], str]) -> FuzzOutcome:
 
 @dataclass(frozen=True)
 class CacheCase:
-    """Damage to the files that `compose` keeps.
+    """Damage to the files in the cache folder of `compose`.
 
-    kind: how files are damaged. data: draws the damage, which depends on the contents of the file.
+    kind: how files are damaged.
+    data: draws the damage, because it depends on the contents of the file.
     """
 
     kind: str
     data: st.DataObject
 
 
-def cache_folders(case: CacheCase) -> FuzzOutcome:
-    """Compose with damaged files in the cache folder. The output must be correct nevertheless."""
+def check_cache_folder(case: CacheCase) -> FuzzOutcome:
+    """Compose with damaged files in the cache folder. The output must still be correct."""
     description = f"compose with a cache folder: {case.kind}"
-    inputs = samples.inputs()
-    terms = import_name(f"{_AUTOTUNE}:Terms")
-    compose = import_name(f"{_AUTOTUNE}:compose")
+    inputs = samples.make_call_inputs()
+    terms = import_object(f"{_AUTOTUNE}:Terms")
+    compose = import_object(f"{_AUTOTUNE}:compose")
 
     def call() -> str:
         with tempfile.TemporaryDirectory() as folder:
             for budget in (0.02, 0.0):
                 layer = compose(PROBLEM, terms=terms(folder=Path(folder), budget=budget))
                 output = layer(inputs.x_TH, inputs.weights, inputs.routing)
-                mismatch = samples.output_mismatch(output, inputs)
+                mismatch = samples.find_output_mismatch(output, inputs)
                 if mismatch:
                     return mismatch
                 for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
                     _damage(path, case)
         return ""
 
-    mismatch = run_or_outcome(description, call)
+    mismatch = run_or_classify(description, call)
     if isinstance(mismatch, FuzzOutcome):
-        return replace(mismatch, kind=WRONG) if mismatch.kind == TYPED else mismatch
+        return replace(mismatch, kind=WRONG_RESULT) if mismatch.kind == TYPED_ERROR else mismatch
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
@@ -340,7 +345,7 @@ def _damage(path: Path, case: CacheCase) -> None:
         path.write_bytes(content * 50)
 
 
-_PARTS = st.sampled_from((samples.PAIR, samples.BATCHED))
+_PARTS = st.sampled_from((samples.STANDARD_PAIR, samples.BATCHED_PAIR))
 _COPY_CASES = st.builds(
     CopyCase,
     name=st.sampled_from(("kernel", "plan", "layer", "weights", "problem")),
@@ -348,7 +353,7 @@ _COPY_CASES = st.builds(
     before=st.lists(
         st.sampled_from(("call", "inference", "reserve", "warm up", "count", "prepare")), max_size=3
     ),
-    copies=st.lists(st.sampled_from(sorted(_COPIES)), min_size=1, max_size=3),
+    copies=st.lists(st.sampled_from(sorted(_COPY_FUNCTIONS)), min_size=1, max_size=3),
 )
 _STATE_CASES = st.builds(
     StateCase,
@@ -369,8 +374,8 @@ _CACHES = st.builds(
     data=st.data(),
 )
 TARGETS: tuple[Target[Any], ...] = (
-    Target("copies", 2, _COPY_CASES, copies),
-    Target("state_dicts", 2, _STATE_CASES, state_dicts),
-    Target("environments", 2, _ENVIRONMENTS, environments),
-    Target("cache_folders", 0.5, _CACHES, cache_folders),
+    Target("copies", 2, _COPY_CASES, check_copies),
+    Target("state_dicts", 2, _STATE_CASES, check_state_dict),
+    Target("environments", 2, _ENVIRONMENTS, check_environment),
+    Target("cache_folders", 0.5, _CACHES, check_cache_folder),
 )

@@ -14,15 +14,15 @@ from modular_kernel.testing.stress.fuzz.calls import (
     check_call,
 )
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    TYPED,
+    INVALID_ACCEPTED,
+    TYPED_ERROR,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
 from modular_kernel.testing.stress.fuzz.random_problems import CallInputs
 from modular_kernel.testing.stress.fuzz.target import Target
 
-# (tensor, any number) -> a tensor with the same values in other memory; the number varies details.
+# Maps (tensor, amount) to a tensor with the same values in other memory. The amount varies details.
 Layout = Callable[[torch.Tensor, int], torch.Tensor]
 
 
@@ -95,7 +95,7 @@ def _flip(tensor: torch.Tensor, _: int) -> torch.Tensor:
     return tensor.flip(0)
 
 
-def _use_odd_strides(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+def _use_arbitrary_strides(tensor: torch.Tensor, amount: int) -> torch.Tensor:
     """Return a view whose dimensions of size 1 have arbitrary strides."""
     strides = [
         [0, 1, 3, 10**6, 2**40][amount % 5] if size == 1 else stride
@@ -112,26 +112,29 @@ _INVALID: dict[str, Layout] = {
 _VALID: dict[str, Layout] = {
     "misaligned": _misalign, "transposed": _transpose, "permuted": _permute,
     "in wide rows": _embed_in_wide_rows, "expanded": _expand, "spaced": _space, "flipped": _flip,
-    "odd strides": _use_odd_strides,
+    "odd strides": _use_arbitrary_strides,
 }  # fmt: skip
 _ALL = _INVALID | _VALID
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A call with tensors in other memory. changes: (index of the tensor, layout, its number)."""
+    """A call with tensors in other memory.
+
+    changes: (index of the tensor, layout, amount) for each change.
+    """
 
     call: CallCase
     changes: list[tuple[int, str, int]]
 
 
-def layouts(case: LayoutCase) -> FuzzOutcome:
-    """Call with tensors in unusual memory: the output must be correct, or the error typed."""
+def check_layouts(case: LayoutCase) -> FuzzOutcome:
+    """Call with tensors in unusual memory. The output must be correct, or the error typed."""
     built = build_call(case.call)
     if isinstance(built, FuzzOutcome):
         return built
     kernel, description, inputs = built
-    tensors, must_refuse = _tensors(inputs), False
+    tensors, must_refuse = _list_tensors(inputs), False
     for index, layout, amount in case.changes:
         name = sorted(tensors)[index % len(tensors)]
         if layout in _INVALID and not tensors[name].numel():
@@ -145,13 +148,13 @@ def layouts(case: LayoutCase) -> FuzzOutcome:
     if not must_refuse:
         return check_call(kernel, changed, case.call.mode, description, refusable=True)
     run = kernel.plan() if case.call.mode == "plan" else kernel
-    result = run_or_outcome(
+    result = run_or_classify(
         description, lambda: run(changed.x_TH, changed.weights, changed.routing)
     )
-    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(ACCEPTED, description)
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(INVALID_ACCEPTED, description)
 
 
-def _tensors(inputs: CallInputs) -> dict[str, torch.Tensor]:
+def _list_tensors(inputs: CallInputs) -> dict[str, torch.Tensor]:
     routing = inputs.routing
     tensors = {name: tensor for name, tensor in vars(inputs.weights).items() if tensor is not None}
     call_tensors = {
@@ -176,15 +179,19 @@ def _with_tensors(inputs: CallInputs, tensors: dict[str, torch.Tensor]) -> CallI
 
 @dataclass(frozen=True)
 class OverlapCase:
-    """A call whose output shares memory. kind: with what. amount: varies the tensor and bytes."""
+    """A call whose output shares memory with itself or with an argument.
+
+    kind: what the output shares memory with.
+    amount: determines the tensor and the bytes.
+    """
 
     call: CallCase
     kind: str
     amount: int
 
 
-def overlapping_outputs(case: OverlapCase) -> FuzzOutcome:
-    """Pass an output that shares memory with itself or with an argument, which must be refused."""
+def check_overlapping_output(case: OverlapCase) -> FuzzOutcome:
+    """Pass an output that shares memory with itself or an argument. It must be refused."""
     built = build_call(case.call)
     if isinstance(built, FuzzOutcome):
         return built
@@ -193,7 +200,7 @@ def overlapping_outputs(case: OverlapCase) -> FuzzOutcome:
     shape = (len(inputs.x_TH), *problem.output_shape[1:])
     out = torch.empty(shape, dtype=problem.dtype)
     if out.numel() < 2 or problem.inplace:
-        return FuzzOutcome(TYPED, description)
+        return FuzzOutcome(TYPED_ERROR, description)
     description = f"{description}, out overlaps {case.kind} ({case.amount})"
     if case.kind == "itself":
         dims = [d for d, size in enumerate(shape) if size > 1]
@@ -201,11 +208,11 @@ def overlapping_outputs(case: OverlapCase) -> FuzzOutcome:
         strides[dims[case.amount % len(dims)]] = 0
         out = out.as_strided(shape, strides)
     else:
-        tensors = _tensors(inputs)
+        tensors = _list_tensors(inputs)
         name = sorted(tensors)[case.amount % len(tensors)]
         tensor = tensors[name]
         if not tensor.numel():
-            return FuzzOutcome(TYPED, description)
+            return FuzzOutcome(TYPED_ERROR, description)
         # Put the tensor and the output into one block of memory, so that they share the first or
         # the last bytes of the tensor.
         size = tensor.numel() * tensor.itemsize
@@ -219,10 +226,10 @@ def overlapping_outputs(case: OverlapCase) -> FuzzOutcome:
         inputs = _with_tensors(inputs, tensors)
         description = f"{description}: {name}, from byte {start}"
     run = kernel.plan() if case.call.mode == "plan" else kernel
-    result = run_or_outcome(
+    result = run_or_classify(
         description, lambda: run(inputs.x_TH, inputs.weights, inputs.routing, out=out)
     )
-    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(ACCEPTED, description)
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(INVALID_ACCEPTED, description)
 
 
 _MODES = ("call", "plan")
@@ -246,6 +253,6 @@ _OVERLAPS = st.builds(
     amount=st.integers(0, 10**6),
 )
 TARGETS: tuple[Target[Any], ...] = (
-    Target("layouts", 4, _LAYOUTS, layouts, launches=True),
-    Target("overlapping_outputs", 1, _OVERLAPS, overlapping_outputs, launches=True),
+    Target("layouts", 4, _LAYOUTS, check_layouts, launches=True),
+    Target("overlapping_outputs", 1, _OVERLAPS, check_overlapping_output, launches=True),
 )

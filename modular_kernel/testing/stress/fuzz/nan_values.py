@@ -1,4 +1,7 @@
-"""Fuzz target: NaN in any argument of a call. It must reach every value computed from it only."""
+"""Fuzz target: put NaN into arguments of a call.
+
+The NaN must reach every output value that depends on it, and no other.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,15 +10,15 @@ import torch
 from hypothesis import strategies as st
 
 from modular_kernel.spec.problem import Problem
-from modular_kernel.testing.cases.nan import nan_arguments, reaches_other_pairs
+from modular_kernel.testing.cases.nan import list_nan_arguments, reaches_other_pairs
 from modular_kernel.testing.stress.fuzz.calls import CallCase, build_call, call_cases
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
-    RIGHT,
-    TYPED,
-    WRONG,
+    CORRECT,
+    TYPED_ERROR,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
 from modular_kernel.testing.stress.fuzz.random_problems import CallInputs
 from modular_kernel.testing.stress.fuzz.target import Target
@@ -23,58 +26,68 @@ from modular_kernel.testing.stress.fuzz.target import Target
 
 @dataclass(frozen=True)
 class NanCase:
-    """A call with NaN. positions: (argument, index in it), modulo the numbers of these."""
+    """A call with NaN in some arguments.
+
+    nan_positions: (argument index, element index) pairs, each taken modulo the number of arguments
+        or elements.
+    """
 
     call: CallCase
-    positions: list[tuple[int, int]]
+    nan_positions: list[tuple[int, int]]
 
 
-def nan_values(case: NanCase) -> FuzzOutcome:
-    """Put NaN into up to two arguments, and compare which output values are NaN."""
+def check_nan_values(case: NanCase) -> FuzzOutcome:
+    """Put NaN into up to two arguments, and check which output values are NaN."""
     built = build_call(case.call)
     if isinstance(built, FuzzOutcome):
         return built
     kernel, description, inputs = built
-    names = nan_arguments(kernel.problem)
+    names = list_nan_arguments(kernel.problem)
     if kernel.experts.requires.nan_clamping_activations or not inputs.x_TH.numel():
-        return FuzzOutcome(RIGHT, description)
+        return FuzzOutcome(CORRECT, description)
     nan_names = []
-    for argument, position in case.positions:
+    for argument, element_index in case.nan_positions:
         name = names[argument % len(names)]
-        inputs = _with_nan(inputs, name, position)
+        inputs = _with_nan(inputs, name, element_index)
         nan_names.append(name)
     description = (
-        f"{case.call.mode} of {description}, NaN in {', '.join(nan_names)} at {case.positions}"
+        f"{case.call.mode} of {description}, NaN in {', '.join(nan_names)} at {case.nan_positions}"
     )
     oracle = Oracle(kernel.problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
     plan = kernel.plan() if case.call.mode == "plan" else kernel
-    result = run_or_outcome(description, lambda: plan(inputs.x_TH, inputs.weights, inputs.routing))
+    result = run_or_classify(description, lambda: plan(inputs.x_TH, inputs.weights, inputs.routing))
     if isinstance(result, FuzzOutcome):
-        return result if result.kind != TYPED else FuzzOutcome(WRONG, f"{description}: refused")
-    mismatch = _nan_mismatch(result, oracle, nan_names, kernel.problem)
+        return (
+            result
+            if result.kind != TYPED_ERROR
+            else FuzzOutcome(WRONG_RESULT, f"{description}: refused")
+        )
+    mismatch = _find_nan_mismatch(result, oracle, nan_names, kernel.problem)
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
-def _with_nan(inputs: CallInputs, name: str, position: int) -> CallInputs:
+def _with_nan(inputs: CallInputs, name: str, element_index: int) -> CallInputs:
     if name == "x":
-        return replace(inputs, x_TH=_set_nan(inputs.x_TH, position))
+        return replace(inputs, x_TH=_set_nan(inputs.x_TH, element_index))
     if name == "topk_weights":
-        weights_TK = _set_nan(inputs.routing.topk_weights_TK, position)
+        weights_TK = _set_nan(inputs.routing.topk_weights_TK, element_index)
         return replace(inputs, routing=replace(inputs.routing, topk_weights_TK=weights_TK))
-    changed: dict[str, torch.Tensor] = {name: _set_nan(getattr(inputs.weights, name), position)}
+    changed: dict[str, torch.Tensor] = {
+        name: _set_nan(getattr(inputs.weights, name), element_index)
+    }
     return replace(inputs, weights=replace(inputs.weights, **changed))
 
 
-def _set_nan(tensor: torch.Tensor, position: int) -> torch.Tensor:
-    """Return a copy with a NaN. uint8 is E8M0, whose NaN is 255."""
+def _set_nan(tensor: torch.Tensor, element_index: int) -> torch.Tensor:
+    """Return a copy with one NaN. uint8 tensors are E8M0 scales, whose NaN is 255."""
     copy = tensor.clone()
     if not copy.numel():
         return copy
-    index = torch.unravel_index(torch.tensor(position % copy.numel()), copy.shape)
+    index = torch.unravel_index(torch.tensor(element_index % copy.numel()), copy.shape)
     if copy.dtype is torch.uint8:
         copy[index] = 255
     elif copy.dtype.itemsize == 1:
@@ -84,30 +97,35 @@ def _set_nan(tensor: torch.Tensor, position: int) -> torch.Tensor:
     return copy
 
 
-def _nan_mismatch(
+def _find_nan_mismatch(
     output: torch.Tensor, oracle: Oracle, nan_names: list[str], problem: Problem
 ) -> str:
     expected = oracle.expected.isnan()
     if output.shape != expected.shape:
         return f"shape {tuple(output.shape)}"
-    lost = expected & ~output.isnan()
-    if bool(lost.any()):
-        return f"{int(lost.sum())} of {int(expected.sum())} values are numbers, not NaN"
-    # A scale that all tokens share carries the NaN to other tokens.
+    lost_nan = expected & ~output.isnan()
+    if bool(lost_nan.any()):
+        return f"{int(lost_nan.sum())} of {int(expected.sum())} values should be NaN, but are not"
+    # A scale that all tokens share spreads the NaN to other tokens.
     if any(reaches_other_pairs(name, problem) for name in nan_names):
         return ""
-    spread = output.isnan() & ~expected
-    if bool(spread.any()):
-        return f"{int(spread.sum())} values are NaN, but read none"
+    unexpected_nan = output.isnan() & ~expected
+    if bool(unexpected_nan.any()):
+        return (
+            f"{int(unexpected_nan.sum())} output values are NaN although no NaN was among their "
+            "inputs"
+        )
     is_unaffected = ~(expected.any(-1) | oracle.norms.isnan())
-    return oracle.mismatch(output, rows=is_unaffected) if bool(is_unaffected.any()) else ""
+    return oracle.find_mismatch(output, rows=is_unaffected) if bool(is_unaffected.any()) else ""
 
 
 _CASES = st.builds(
     NanCase,
     call=call_cases(("call", "plan")),
-    positions=st.lists(
+    nan_positions=st.lists(
         st.tuples(st.integers(0, 59), st.integers(0, 10**6)), min_size=1, max_size=2
     ),
 )
-TARGETS: tuple[Target[Any], ...] = (Target("nan_values", 4, _CASES, nan_values, launches=True),)
+TARGETS: tuple[Target[Any], ...] = (
+    Target("nan_values", 4, _CASES, check_nan_values, launches=True),
+)

@@ -18,15 +18,15 @@ from modular_kernel.testing.stress.fuzz.calls import CallCase, build_call, call_
 from modular_kernel.testing.stress.fuzz.junk import shorten
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    RIGHT,
-    TYPED,
-    WRONG,
+    CORRECT,
+    INVALID_ACCEPTED,
+    TYPED_ERROR,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
 from modular_kernel.testing.stress.fuzz.samples import PROBLEM, E, H, I, K
-from modular_kernel.testing.stress.fuzz.target import Target, import_name, seeds
+from modular_kernel.testing.stress.fuzz.target import Target, import_object, seeds
 
 # ------------------------------------------------------------------------------------------ counts
 
@@ -50,12 +50,12 @@ _counts = st.one_of(
 )  # fmt: skip
 
 
-def _module_call(index: str, names: tuple[str, ...], **fixed: Any) -> tuple[Any, tuple[str, ...]]:
-    return (lambda **arguments: import_name(index)(**(fixed | arguments))), names
+def _describe_call(index: str, names: tuple[str, ...], **fixed: Any) -> tuple[Any, tuple[str, ...]]:
+    return (lambda **arguments: import_object(index)(**(fixed | arguments))), names
 
 
 _SIZES = {"num_experts": E, "hidden_size": H, "intermediate_size": I, "top_k": K}
-# Functions, each with the names of its arguments that are counts.
+# Each function with the names of those of its arguments that are counts.
 _COUNT_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "Problem": (
         lambda **arguments: replace(PROBLEM, **arguments),
@@ -73,31 +73,31 @@ _COUNT_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         lambda **sizes: Placement.round_robin(**({"experts": 4, "world_size": 2} | sizes)),
         ("experts", "world_size")),
     "expert_map": (Placement.linear(4, 2).expert_map, ("rank",)),
-    "workspace_specs": (samples.kernel().workspace_specs, ("tokens",)),
-    "reserve_workspace": (samples.kernel().reserve_workspace, ("tokens",)),
-    "FusedMoE": _module_call("modular_kernel.layers.fused_moe:FusedMoE",
+    "workspace_specs": (samples.make_torch_kernel().workspace_specs, ("tokens",)),
+    "reserve_workspace": (samples.make_torch_kernel().reserve_workspace, ("tokens",)),
+    "FusedMoE": _describe_call("modular_kernel.layers.fused_moe:FusedMoE",
                              (*_SIZES, "layer_id", "max_tokens", "chunk_tokens"), **_SIZES),
-    "warm_up": (lambda tokens: samples.loaded_layer().warm_up(tokens), ("tokens",)),
-    "local_expert": (lambda expert_id: samples.fused_moe().local_expert(expert_id),
+    "warm_up": (lambda tokens: samples.make_loaded_layer().warm_up(tokens), ("tokens",)),
+    "local_expert": (lambda expert_id: samples.make_fused_moe().local_expert(expert_id),
                      ("expert_id",)),
-    "RouterSpec": _module_call("modular_kernel.spec.router:RouterSpec",
+    "RouterSpec": _describe_call("modular_kernel.spec.router:RouterSpec",
                                ("top_k", "groups", "topk_groups", "zero_experts"), top_k=2),
-    "columns": (lambda experts: samples.router_spec().columns(experts), ("experts",)),
-    "Router": _module_call("modular_kernel.layers.router:Router",
+    "columns": (lambda experts: samples.make_router_spec().columns(experts), ("experts",)),
+    "Router": _describe_call("modular_kernel.layers.router:Router",
                            ("hidden_size", "num_experts", "vocabulary"),
-                           spec=samples.router_spec(), hidden_size=H, num_experts=E),
-    "Share": _module_call("modular_kernel.layers.rank_share:Share",
+                           spec=samples.make_router_spec(), hidden_size=H, num_experts=E),
+    "Share": _describe_call("modular_kernel.layers.rank_share:Share",
                           ("experts", "hidden", "intermediate"), experts=E, hidden=H,
                           intermediate=I),
-    "moe_align_block_size": _module_call(
+    "moe_align_block_size": _describe_call(
         "modular_kernel.ops.align:moe_align_block_size", ("block_size", "num_experts"),
         topk_ids_TK=torch.zeros(3, 2, dtype=torch.int32), block_size=16, num_experts=E),
 }  # fmt: skip
 _MAY_ALLOCATE = ("FusedMoE", "Router", "warm_up", "reserve_workspace", "moe_align_block_size")
 
 
-def count_arguments(case: tuple[str, dict[int, Any]]) -> FuzzOutcome:
-    """Pass unusual numbers as counts. Only integers may be accepted; errors must be typed."""
+def check_count_arguments(case: tuple[str, dict[int, Any]]) -> FuzzOutcome:
+    """Pass unusual numbers as counts. Only integers may be accepted, and errors must be typed."""
     name, values = case
     function, names = _COUNT_FUNCTIONS[name]
     arguments = {names[index % len(names)]: value for index, value in values.items()}
@@ -106,14 +106,14 @@ def count_arguments(case: tuple[str, dict[int, Any]]) -> FuzzOutcome:
     )
     is_huge = any(isinstance(v, int | np.integer) and int(v) > 2**12 for v in arguments.values())
     if is_huge and name in _MAY_ALLOCATE:
-        return FuzzOutcome(TYPED, description)  # not called: it may need all memory
-    result = run_or_outcome(description, lambda: function(**arguments))
+        return FuzzOutcome(TYPED_ERROR, description)  # not called: it may need all memory
+    result = run_or_classify(description, lambda: function(**arguments))
     if isinstance(result, FuzzOutcome):
         return result
     for number in arguments.values():
         if isinstance(number, float | str | bytes | complex | list | tuple | Fraction | np.ndarray):
-            return FuzzOutcome(ACCEPTED, description)
-    return FuzzOutcome(RIGHT, description)
+            return FuzzOutcome(INVALID_ACCEPTED, description)
+    return FuzzOutcome(CORRECT, description)
 
 
 # ---------------------------------------------------------------------------------- special values
@@ -125,8 +125,9 @@ _VALUES = (0.0, -0.0, 1e-45, -1e-40, 1e-30, 1e4, -1e4, 3e4, 1.0, 2.0**-24, 6e-8,
 class SpecialCase:
     """A call with special values in x.
 
-    values: (index, value) pairs written into x. scale, weights_scale: factors of x and of the
-    router weights.
+    values: (index, value) pairs that are written into x.
+    scale: factor of x.
+    weights_scale: factor of the router weights.
     """
 
     call: CallCase
@@ -135,8 +136,8 @@ class SpecialCase:
     weights_scale: float
 
 
-def special_values(case: SpecialCase) -> FuzzOutcome:
-    """Call with denormal, tiny, huge and signed zero values: the output must be that of float64."""
+def check_special_values(case: SpecialCase) -> FuzzOutcome:
+    """Call with denormal, tiny, huge and signed zero values. The output must match float64."""
     built = build_call(case.call)
     if isinstance(built, FuzzOutcome):
         return built
@@ -158,18 +159,22 @@ def special_values(case: SpecialCase) -> FuzzOutcome:
     )
     oracle = Oracle(problem, x_TH.clone(), inputs.weights, inputs.routing)
     run = kernel.plan() if case.call.mode == "plan" else kernel
-    result = run_or_outcome(description, lambda: run(inputs.x_TH, inputs.weights, inputs.routing))
+    result = run_or_classify(description, lambda: run(inputs.x_TH, inputs.weights, inputs.routing))
     if isinstance(result, FuzzOutcome):
-        return result if result.kind != TYPED else FuzzOutcome(WRONG, f"{description}: refused")
+        return (
+            result
+            if result.kind != TYPED_ERROR
+            else FuzzOutcome(WRONG_RESULT, f"{description}: refused")
+        )
     largest = torch.finfo(problem.dtype).max
     # Where the output is very large or small, intermediate values may overflow or underflow.
     rows = (oracle.norms < largest**0.5) & (oracle.norms > 1e-3)
     rows &= oracle.expected.isfinite().all(-1)
-    mismatch = oracle.mismatch(result, rows=rows) if bool(rows.any()) else ""
+    mismatch = oracle.find_mismatch(result, rows=rows) if bool(rows.any()) else ""
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
@@ -180,8 +185,8 @@ def special_values(case: SpecialCase) -> FuzzOutcome:
 class PlacementCase:
     """A placement with copies.
 
-    copies: (expert, rank) pairs, modulo the numbers of experts and ranks. seed: of the order of
-    experts, and of the inputs.
+    copies: (expert, rank) pairs, modulo the numbers of experts and ranks.
+    seed: seed of the order of experts and of the inputs.
     """
 
     experts_per_rank: int
@@ -190,8 +195,12 @@ class PlacementCase:
     seed: int
 
 
-def placement_maps(case: PlacementCase) -> FuzzOutcome:
-    """Place experts with copies: pairs must go to their experts, and outputs of ranks add up."""
+def check_placement_map(case: PlacementCase) -> FuzzOutcome:
+    """Place experts with copies.
+
+    (token, expert) pairs must go to a slot of their expert, and the sum of the outputs of all ranks
+    must be correct.
+    """
     experts = case.experts_per_rank * case.world_size
     order = torch.randperm(experts, generator=torch.Generator().manual_seed(case.seed)).tolist()
     slots = tuple(tuple(order[r :: case.world_size]) for r in range(case.world_size))
@@ -210,21 +219,23 @@ def placement_maps(case: PlacementCase) -> FuzzOutcome:
         placement = base.with_copies(copies) if copies else base
         if Placement.from_eplb(*_to_eplb(placement), join=True) != placement:
             return "from_eplb gives another placement"
-        return _slots_mismatch(placement, experts, case.seed) or _sum_mismatch(base, experts, case)
+        return _find_slot_mismatch(placement, experts, case.seed) or _find_sum_mismatch(
+            base, experts, case
+        )
 
-    mismatch = run_or_outcome(description, run)
+    mismatch = run_or_classify(description, run)
     if isinstance(mismatch, FuzzOutcome):
         return mismatch
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
 def _to_eplb(placement: Placement) -> tuple[list[int], int]:
     width = max(map(len, placement.slots))
-    # EPLB needs the same number of slots on each rank, so repeat a rank's first expert.
+    # EPLB needs the same number of slots on each rank, so repeat the first expert of a rank.
     table = [
         e
         for experts_of_rank in placement.slots
@@ -233,8 +244,8 @@ def _to_eplb(placement: Placement) -> tuple[list[int], int]:
     return table, placement.world_size
 
 
-def _slots_mismatch(placement: Placement, experts: int, seed: int) -> str:
-    pairs_to_slots = import_name("modular_kernel.spec.placement:pairs_to_slots")
+def _find_slot_mismatch(placement: Placement, experts: int, seed: int) -> str:
+    pairs_to_slots = import_object("modular_kernel.spec.placement:pairs_to_slots")
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, experts, (9, 3), generator=generator)
     ranks, slots, invalid = pairs_to_slots(ids, placement.tables(), first_token=seed % 5)
@@ -250,10 +261,10 @@ def _slots_mismatch(placement: Placement, experts: int, seed: int) -> str:
     return ""
 
 
-def _sum_mismatch(base: Placement, experts: int, case: PlacementCase) -> str:
+def _find_sum_mismatch(base: Placement, experts: int, case: PlacementCase) -> str:
     """Compute each rank's experts with an expert_map, and compare the sum with the oracle."""
     problem = replace(PROBLEM, experts=experts, top_k=min(K, experts))
-    arguments = samples.inputs(case.seed, problem)
+    arguments = samples.make_call_inputs(case.seed, problem)
     total = torch.zeros(PROBLEM.tokens, H)
     for rank, experts_of_rank in enumerate(base.slots):
         local = replace(problem, local_experts=len(experts_of_rank), expert_map=True)
@@ -263,38 +274,38 @@ def _sum_mismatch(base: Placement, experts: int, case: PlacementCase) -> str:
             w2=arguments.weights.w2[list(experts_of_rank)],
             expert_map=base.expert_map(rank),
         )
-        total += samples.kernel(local)(arguments.x_TH, weights, arguments.routing)
-    return samples.output_mismatch(total, arguments, problem)
+        total += samples.make_torch_kernel(local)(arguments.x_TH, weights, arguments.routing)
+    return samples.find_output_mismatch(total, arguments, problem)
 
 
 # ---------------------------------------------------------------------------------- compiled layers
 
 
-def compiled_layers(case: tuple[str, list[int], int]) -> FuzzOutcome:
+def check_compiled_layer(case: tuple[str, list[int], int]) -> FuzzOutcome:
     """Compile a layer with dynamic shapes; call it with several numbers of tokens."""
     backend, sizes, seed = case
     description = f"torch.compile by {backend} of a layer for {sizes} tokens"
     torch._dynamo.reset()
-    arguments = samples.inputs(seed)
-    layer = samples.loaded_layer(arguments.weights)
+    arguments = samples.make_call_inputs(seed)
+    layer = samples.make_loaded_layer(arguments.weights)
     compiled: Any = torch.compile(layer, backend=backend, dynamic=True)
 
     def run() -> str:
         for tokens in sizes:
-            inputs = samples.inputs(seed, PROBLEM.with_tokens(tokens))
+            inputs = samples.make_call_inputs(seed, PROBLEM.with_tokens(tokens))
             inputs = replace(inputs, weights=arguments.weights)
-            mismatch = samples.output_mismatch(compiled(inputs.x_TH, inputs.routing), inputs)
+            mismatch = samples.find_output_mismatch(compiled(inputs.x_TH, inputs.routing), inputs)
             if mismatch:
                 return f"{tokens} tokens: {mismatch}"
         return ""
 
-    mismatch = run_or_outcome(description, run)
+    mismatch = run_or_classify(description, run)
     if isinstance(mismatch, FuzzOutcome):
-        return replace(mismatch, kind=WRONG) if mismatch.kind == TYPED else mismatch
+        return replace(mismatch, kind=WRONG_RESULT) if mismatch.kind == TYPED_ERROR else mismatch
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
@@ -322,8 +333,8 @@ _COMPILED = st.tuples(
     seeds,
 )
 TARGETS: tuple[Target[Any], ...] = (
-    Target("count_arguments", 4, _COUNT_CASES, count_arguments),
-    Target("special_values", 4, _SPECIAL_CASES, special_values, launches=True),
-    Target("placement_maps", 2, _PLACEMENT_CASES, placement_maps),
-    Target("compiled_layers", 0.1, _COMPILED, compiled_layers),
+    Target("count_arguments", 4, _COUNT_CASES, check_count_arguments),
+    Target("special_values", 4, _SPECIAL_CASES, check_special_values, launches=True),
+    Target("placement_maps", 2, _PLACEMENT_CASES, check_placement_map),
+    Target("compiled_layers", 0.1, _COMPILED, check_compiled_layer),
 )

@@ -1,8 +1,8 @@
 """Independent float64 reference of a layer, written pair by pair from the documentation alone.
 
-Its tolerance depends only on the number formats. It is much larger than rounding errors, and much
-smaller than the effect of a wrong expert, weight, scale, row or sign. Small errors are left to
-`mk test`.
+The tolerance depends only on the number formats. It is much larger than rounding errors, and much
+smaller than the effect of a wrong expert, weight, scale, row or sign. `mk test` detects smaller
+errors.
 """
 
 import math
@@ -17,8 +17,8 @@ _DTYPE_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6
 _QUANTIZED_TOLERANCES = {"float8_e4m3fn": 0.25, "int8": 0.12}  # by dtype of quantized activations
 
 
-def tolerance(problem: Problem) -> float:
-    """Return the tolerance of a row's error, relative to the norm that `_compute_pair` returns."""
+def row_tolerance(problem: Problem) -> float:
+    """Return the tolerance for the error of a row, relative to the norm from `_compute_pair`."""
     rounded = 2e-2 if problem.fp32_precision == "tf32" else 0.0
     return max(
         _DTYPE_TOLERANCES[problem.dtype],
@@ -34,16 +34,17 @@ def _unpack_nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
     return pairs.reshape(shape)
 
 
-def matrix(
+def dequantize_matrix(
     stored: torch.Tensor,
     scale: torch.Tensor | None,
     zero: torch.Tensor | None,
     problem: Problem,
     matrix_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the (e, N, K) float64 values of quantized weights.
+    """Return the values of quantized weights, (e, N, K) float64.
 
-    stored, scale, zero: as in ExpertWeights. matrix_scale: nvfp4's global scales of each expert.
+    stored, scale, zero: weights, scales and zero points, as in ExpertWeights.
+    matrix_scale: the global scales of NVFP4, one or more per expert.
     """
     scheme = problem.scheme
     if scale is None:
@@ -112,16 +113,16 @@ def _apply_activation(v: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
 
 
 class Oracle:
-    """Expected output of one call and, for each row, the norm that errors are relative to."""
+    """Expected output of one call and, for each row, the norm to which errors are relative."""
 
     def __init__(
         self, problem: Problem, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing
     ) -> None:
         self.problem = problem
-        w1 = matrix(
+        w1 = dequantize_matrix(
             weights.w1, weights.w1_scale, weights.w1_zero_point, problem, weights.w1_global_scale
         )
-        w2 = matrix(
+        w2 = dequantize_matrix(
             weights.w2, weights.w2_scale, weights.w2_zero_point, problem, weights.w2_global_scale
         )
         tokens, slots = routing.topk_ids_TK.shape
@@ -153,7 +154,7 @@ class Oracle:
         weight: float,
         weights: ExpertWeights,
     ) -> tuple[torch.Tensor, float]:
-        """Return the output row of one pair, and the norm of the terms that are added up in it."""
+        """Return the output row of one pair, and a norm of the terms that are summed in it."""
         problem = self.problem
         on_input = problem.apply_router_weight_on_input
         value = w1 @ x
@@ -175,14 +176,19 @@ class Oracle:
             factor = problem.routed_scaling_factor * (1.0 if on_input else weight)
         return y * factor, norm * abs(factor)
 
-    def mismatch(self, output: torch.Tensor, *, rows: slice | torch.Tensor = slice(None)) -> str:
-        """Return how `output` differs from the expected output, or "". rows: those to compare."""
+    def find_mismatch(
+        self, output: torch.Tensor, *, rows: slice | torch.Tensor = slice(None)
+    ) -> str:
+        """Describe how `output` differs from the expected output; "" if it does not.
+
+        rows: the rows to compare.
+        """
         if output.shape != self.expected.shape:
             return f"shape {tuple(output.shape)}, not {tuple(self.expected.shape)}"
         if output.dtype is not self.problem.dtype:
             return f"dtype {output.dtype}"
         error = (output.detach().double() - self.expected)[rows].norm(dim=-1)
-        allowed = tolerance(self.problem) * self.norms[rows] + 1e-7
+        allowed = row_tolerance(self.problem) * self.norms[rows] + 1e-7
         is_wrong = ~(error <= allowed)
         if not bool(is_wrong.any()):
             return ""

@@ -8,13 +8,13 @@ from typing import TypeVar
 from modular_kernel.errors import IncompatibleError, InputError
 
 # A correct result; an error of this package.
-RIGHT, TYPED = "right", "typed error"
+CORRECT, TYPED_ERROR = "right", "typed error"
 # An exception of another type; invalid input that was accepted; a wrong result.
-RAW, ACCEPTED, WRONG = "raw exception", "accepted nonsense", "wrong number"
+UNTYPED_ERROR, INVALID_ACCEPTED, WRONG_RESULT = "raw exception", "accepted nonsense", "wrong number"
 # A typed error raised after kernels may have been launched; the end of the process; a timeout.
-LATE, CRASH, HANG = "error after launch", "crash", "hang"
-GOOD = (RIGHT, TYPED)
-BAD = (RAW, ACCEPTED, WRONG, LATE, CRASH, HANG)
+LATE_ERROR, CRASH, HANG = "error after launch", "crash", "hang"
+SUCCESS_KINDS = (CORRECT, TYPED_ERROR)
+FAILURE_KINDS = (UNTYPED_ERROR, INVALID_ACCEPTED, WRONG_RESULT, LATE_ERROR, CRASH, HANG)
 
 T = TypeVar("T")
 
@@ -23,16 +23,17 @@ T = TypeVar("T")
 class FuzzOutcome:
     """Outcome of a call.
 
-    kind: an element of GOOD or BAD. description: the call and, if the kind is in BAD, the defect.
+    kind: an element of SUCCESS_KINDS or FAILURE_KINDS.
+    description: the call and, if the kind is in FAILURE_KINDS, the defect.
     """
 
     kind: str
     description: str = ""
 
 
-def kind_of_error(error: Exception) -> str:
-    """Return TYPED or RAW for an exception."""
-    return TYPED if isinstance(error, InputError | IncompatibleError) else RAW
+def classify_error(error: Exception) -> str:
+    """Return TYPED_ERROR or UNTYPED_ERROR for an exception."""
+    return TYPED_ERROR if isinstance(error, InputError | IncompatibleError) else UNTYPED_ERROR
 
 
 def format_error(error: Exception) -> str:
@@ -43,12 +44,12 @@ def format_error(error: Exception) -> str:
     return f"{type(error).__name__} at {location}: {text[:160]}"
 
 
-def run_or_outcome(description: str, call: Callable[[], T]) -> T | FuzzOutcome:
+def run_or_classify(description: str, call: Callable[[], T]) -> T | FuzzOutcome:
     """Return the result of `call` or, if it raises, the outcome for the exception."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 (classifies any exception)
-        kind = kind_of_error(error)
+        kind = classify_error(error)
         return FuzzOutcome(
-            kind, description if kind == TYPED else f"{description}: {format_error(error)}"
+            kind, description if kind == TYPED_ERROR else f"{description}: {format_error(error)}"
         )

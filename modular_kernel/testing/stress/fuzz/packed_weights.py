@@ -8,24 +8,35 @@ from hypothesis import strategies as st
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.stress.fuzz.junk import JUNK, shorten
-from modular_kernel.testing.stress.fuzz.oracle import matrix
+from modular_kernel.testing.stress.fuzz.oracle import dequantize_matrix
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    RIGHT,
-    WRONG,
+    CORRECT,
+    INVALID_ACCEPTED,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
-from modular_kernel.testing.stress.fuzz.target import Target, chance, import_name, seeds
+from modular_kernel.testing.stress.fuzz.target import (
+    Target,
+    chance,
+    import_object,
+    seeds,
+)
 
 
 @dataclass(frozen=True)
 class PackedCase:
     """A packed matrix of `groups * group` x `32 / bits * words` values of `bits` bits.
 
-    awq: whether it has AWQ's packing or GPTQ's. one_group: whether a single group is given as -1.
-    default_zeros: whether AWQ's zero points are all 8, and may be omitted. omit_zeros: whether they
-    are omitted in that case. junk: (name of an argument, value), or None.
+    Attributes:
+        awq: whether it is packed like AWQ; otherwise, like GPTQ.
+        group: number of rows in a group. groups: number of groups.
+        words: number of int32 words per row.
+        seed: seed of the values.
+        one_group: whether a single group is specified as -1.
+        default_zeros: whether all zero points of AWQ are 8, so that they may be omitted.
+        omit_zeros: whether they are omitted if they are all 8.
+        junk: (name of an argument, value), or None.
     """
 
     awq: bool
@@ -63,9 +74,9 @@ def _packed_cases(draw: st.DrawFn) -> PackedCase:
     )
 
 
-def importers(case: PackedCase) -> FuzzOutcome:
+def check_importer(case: PackedCase) -> FuzzOutcome:
     """Import a random GPTQ or AWQ matrix. Values must be correct, and junk must be refused."""
-    codes, zeros, arguments = _packed(case)
+    codes, zeros, arguments = _pack(case)
     depth, rows = codes.shape
     name = "from_awq" if case.awq else "from_gptq"
     description = f"{name} of {depth} x {rows}, {case.bits} bits, groups of {arguments['group']}"
@@ -74,13 +85,13 @@ def importers(case: PackedCase) -> FuzzOutcome:
         junk_name, value = case.junk
         arguments[junk_name] = value
         description += f" with {junk_name}={shorten(value)}"
-    result = run_or_outcome(
-        description, lambda: import_name(f"modular_kernel.checkpoints:{name}")(**arguments)
+    result = run_or_classify(
+        description, lambda: import_object(f"modular_kernel.checkpoints:{name}")(**arguments)
     )
     if isinstance(result, FuzzOutcome):
-        return result if case.junk else FuzzOutcome(WRONG, f"{description}: refused")
+        return result if case.junk else FuzzOutcome(WRONG_RESULT, f"{description}: refused")
     if case.junk:
-        return FuzzOutcome(ACCEPTED, description)
+        return FuzzOutcome(INVALID_ACCEPTED, description)
     has_zeros = result.zero_point is not None
     quant = (
         f"int{case.bits}_w{case.bits}a16_group:group={case.group}"
@@ -88,16 +99,16 @@ def importers(case: PackedCase) -> FuzzOutcome:
     )
     problem = Problem(1, depth, rows, 1, 1, dtype=torch.float32, quant=quant)
     zero = result.zero_point[None] if has_zeros else None
-    values = matrix(result.w[None], result.scale[None], zero, problem)[0]
+    values = dequantize_matrix(result.w[None], result.scale[None], zero, problem)[0]
     expected = (codes - zeros.repeat_interleave(case.group, 0)) * scales.repeat_interleave(
         case.group, 0
     )
     close = torch.allclose(values.T, expected.double(), rtol=1e-6)
-    return FuzzOutcome(RIGHT, description) if close else FuzzOutcome(WRONG, description)
+    return FuzzOutcome(CORRECT, description) if close else FuzzOutcome(WRONG_RESULT, description)
 
 
-def _packed(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return codes, zero points, and the importer's arguments."""
+def _pack(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Draw codes and zero points, and pack them; return both and the importer's arguments."""
     generator, bits = torch.Generator().manual_seed(case.seed), case.bits
     depth, rows = case.group * case.groups, 32 // bits * case.words
     codes = torch.randint(0, 2**bits, (depth, rows), generator=generator)
@@ -122,14 +133,14 @@ def _packed(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any
 
 
 def _pack_awq(values: torch.Tensor) -> torch.Tensor:
-    """Pack AWQ's int32 words along the columns: of eight columns, the even ones in the low half."""
+    """Pack int32 words along the columns like AWQ, with the even columns in the low half."""
     eights = values.reshape(len(values), -1, 8)
     order = torch.cat([eights[..., 0::2], eights[..., 1::2]], dim=-1)
     return _pack_words(order.reshape(len(values), -1), 1, 4)
 
 
 def _pack_words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
-    """Pack 32 / bits values per int32 word along `dim`, the first value in the lowest bits."""
+    """Pack 32 / bits values into each int32 word along `dim`, the first one in the lowest bits."""
     parts = 32 // bits
     moved = values.movedim(dim, -1)
     groups = moved.reshape(*moved.shape[:-1], -1, parts).long()
@@ -138,4 +149,4 @@ def _pack_words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
     return words.to(torch.int32).movedim(-1, dim)
 
 
-TARGETS: tuple[Target[Any], ...] = (Target("importers", 4, _packed_cases(), importers),)
+TARGETS: tuple[Target[Any], ...] = (Target("importers", 4, _packed_cases(), check_importer),)

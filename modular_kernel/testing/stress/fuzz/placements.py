@@ -1,4 +1,4 @@
-"""Fuzz target: functions that make or read expert placements, with junk arguments."""
+"""Fuzz target: call functions that make or read expert placements with junk arguments."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,20 +9,25 @@ from hypothesis import strategies as st
 
 from modular_kernel.spec.placement import Placement, pairs_to_slots, rank_tiers
 from modular_kernel.testing.stress.fuzz.junk import junk, shorten
-from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, run_or_outcome
-from modular_kernel.testing.stress.fuzz.target import Target, import_name
+from modular_kernel.testing.stress.fuzz.outcome import (
+    CORRECT,
+    INVALID_ACCEPTED,
+    FuzzOutcome,
+    run_or_classify,
+)
+from modular_kernel.testing.stress.fuzz.target import Target, import_object
 
 _BASE = Placement.linear(6, 3).with_copies({0: (1,), 1: (2,)})
 _TABLES = _BASE.tables()
 _IDS = torch.tensor([[0, 1], [5, -1]])
 
 
-def _balance(name: str, *value: Any, **options: Any) -> Any:
-    return import_name(f"modular_kernel.layers.balance:{name}")(*value, **options)
+def _call_balance(name: str, *value: Any, **options: Any) -> Any:
+    return import_object(f"modular_kernel.layers.balance:{name}")(*value, **options)
 
 
 def _by_hosts(hosts: Any, groups: Any) -> Any:
-    return _balance("rebalance", [1] * 6, [3] * 3, hosts=hosts, groups=groups)
+    return _call_balance("rebalance", [1] * 6, [3] * 3, hosts=hosts, groups=groups)
 
 
 _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
@@ -38,13 +43,13 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
     ("near_ranks", rank_tiers, 2),
     (
         "rank_loads",
-        lambda load, hosts: _balance("rank_loads", load, _BASE, ranks_per_host=hosts),
+        lambda load, hosts: _call_balance("rank_loads", load, _BASE, ranks_per_host=hosts),
         2,
     ),
-    ("rank_loads of", lambda placement: _balance("rank_loads", [1.0] * 6, placement), 1),
-    ("rebalance", partial(_balance, "rebalance"), 2),
+    ("rank_loads of", lambda placement: _call_balance("rank_loads", [1.0] * 6, placement), 1),
+    ("rebalance", partial(_call_balance, "rebalance"), 2),
     ("rebalance by hosts", _by_hosts, 2),
-    ("moves", partial(_balance, "moves"), 2),
+    ("moves", partial(_call_balance, "moves"), 2),
     ("pairs_to_slots", lambda ids: pairs_to_slots(ids, _TABLES), 1),
     ("pairs_to_slots by", lambda tables: pairs_to_slots(_IDS, tables), 1),
     ("pairs_to_slots from", lambda first: pairs_to_slots(_IDS, _TABLES, first_token=first), 1),
@@ -52,12 +57,12 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
 
 
 _CALLS_BY_NAME = {name: (call, count) for name, call, count in _CALLS}
-_SKIP_LOADS = ("rank_loads", "rebalance")  # the first argument, loads, may be floats
+_SKIP_LOADS = ("rank_loads", "rebalance")  # their first argument, the loads, may contain floats
 
 
 @st.composite
 def _arguments(draw: st.DrawFn) -> Any:
-    """Draw junk, a plausible number, or several in a list, tuple, dict or list of lists."""
+    """Draw junk, a plausible number, or a list, tuple, dict or list of lists of such values."""
     value = draw(st.one_of(st.integers(-1, 6), junk))
     several = draw(st.lists(st.one_of(st.integers(0, 2), st.just(value)), max_size=3))
     kinds = (value, value, several, tuple(several), [several], (tuple(several),))
@@ -70,17 +75,17 @@ def _calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
     return name, [draw(_arguments()) for _ in range(_CALLS_BY_NAME[name][1])]
 
 
-def placements(case: tuple[str, list[Any]]) -> FuzzOutcome:
+def check_placement_call(case: tuple[str, list[Any]]) -> FuzzOutcome:
     """Call a function that makes or reads a placement. Errors must be typed."""
     name, arguments = case
     call, _ = _CALLS_BY_NAME[name]
     description = f"{name}({', '.join(map(_format_junk, arguments))})"
-    result = run_or_outcome(description, lambda: call(*arguments))
+    result = run_or_classify(description, lambda: call(*arguments))
     if isinstance(result, FuzzOutcome):
         return result
     if any(_contains_invalid_id(value) for value in arguments[name in _SKIP_LOADS :]):
-        return FuzzOutcome(ACCEPTED, description)
-    return FuzzOutcome(RIGHT, description)
+        return FuzzOutcome(INVALID_ACCEPTED, description)
+    return FuzzOutcome(CORRECT, description)
 
 
 def _format_junk(value: Any) -> str:
@@ -98,4 +103,4 @@ def _contains_invalid_id(value: Any) -> bool:
     return isinstance(value, bool | float | complex | str | bytes)
 
 
-TARGETS: tuple[Target[Any], ...] = (Target("placements", 1, _calls(), placements),)
+TARGETS: tuple[Target[Any], ...] = (Target("placements", 1, _calls(), check_placement_call),)

@@ -1,4 +1,4 @@
-"""Run targets with Hypothesis: one configuration, or saved failures with shrinking."""
+"""Run fuzz targets with Hypothesis: a single configuration, or saved failures with shrinking."""
 
 from collections.abc import Iterator
 from random import Random
@@ -8,36 +8,42 @@ from unittest import SkipTest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
 
-from modular_kernel.testing.stress.fuzz.outcome import BAD, GOOD, RAW, FuzzOutcome, run_or_outcome
+from modular_kernel.testing.stress.fuzz.outcome import (
+    FAILURE_KINDS,
+    SUCCESS_KINDS,
+    UNTYPED_ERROR,
+    FuzzOutcome,
+    run_or_classify,
+)
 from modular_kernel.testing.stress.fuzz.target import Target
 
-# One exception type for each kind of failure. Hypothesis does not shrink a failure to one that
-# raises another type.
+# One exception type for each kind of failure, because Hypothesis does not shrink a failure to one
+# that raises another type.
 _FAILURES: dict[str, type[AssertionError]] = {
-    kind: type(kind.title().replace(" ", ""), (AssertionError,), {}) for kind in BAD
+    kind: type(kind.title().replace(" ", ""), (AssertionError,), {}) for kind in FAILURE_KINDS
 }
 _BUFFER_BYTES = 8192  # far more than the choices of one input
 DATABASE = ".hypothesis/examples"
 
 
 class TargetProperty:
-    """The property that every input of a target has a good outcome.
+    """The property that every input of a target has an outcome in SUCCESS_KINDS.
 
-    database: where failing inputs are saved for later runs; None saves none.
+    database: saves failing inputs for later runs; None means that they are not saved.
     """
 
     def __init__(self, target: Target[Any], database: ExampleDatabase | None = None) -> None:
         self.target = target
-        self.last = FuzzOutcome(GOOD[0])  # outcome of the last input
+        self.last = FuzzOutcome(SUCCESS_KINDS[0])  # outcome of the last input
         self._database = database
-        self._fuzz = self._test().hypothesis.fuzz_one_input
+        self._fuzz = self._make_test().hypothesis.fuzz_one_input
 
-    def _test(self, *phases: Phase) -> Any:
-        """Return a new Hypothesis test, since a test accepts settings only once."""
+    def _make_test(self, *phases: Phase) -> Any:
+        """Make a new Hypothesis test, because a test accepts settings only once."""
 
         def holds(case: Any) -> None:
-            self.last = run_or_outcome(self.target.name, lambda: self.target.check(case))
-            if self.last.kind in BAD:
+            self.last = run_or_classify(self.target.name, lambda: self.target.check(case))
+            if self.last.kind in FAILURE_KINDS:
                 raise _FAILURES[self.last.kind](self.last.description)
 
         # Hypothesis derives the key of the database from the name and the source.
@@ -56,7 +62,7 @@ class TargetProperty:
     def run(self, rng: Random) -> FuzzOutcome:
         """Run the input that Hypothesis derives from the bytes of `rng`; return its outcome.
 
-        Bytes that do not make an input are skipped. A failing input is saved in the database.
+        Bytes from which no input can be made are skipped. Failing inputs are saved in the database.
         """
         failures = tuple(_FAILURES.values())
         while True:
@@ -67,17 +73,19 @@ class TargetProperty:
                 return self.last
 
     def failures(self) -> Iterator[FuzzOutcome]:
-        """Run the explicit examples, then the saved failures; yield at most one failure, shrunk."""
+        """Run the explicit examples and the saved failures; yield at most one shrunk failure."""
         phases = Phase.explicit, Phase.reuse, Phase.shrink
         try:
-            self._test(*phases)()
+            self._make_test(*phases)()
         except SkipTest:  # neither explicit examples nor saved failures
             return
         except Exception as error:  # noqa: BLE001 (Hypothesis reports a failure in several ways)
-            unstable = FuzzOutcome(RAW, f"{self.target.name}: not reproducible: {error!r}")
-            yield self.last if self.last.kind in BAD else unstable
+            unstable = FuzzOutcome(
+                UNTYPED_ERROR, f"{self.target.name}: not reproducible: {error!r}"
+            )
+            yield self.last if self.last.kind in FAILURE_KINDS else unstable
 
 
-def directory_database() -> ExampleDatabase:
-    """Return the database of failing inputs in the working directory."""
+def open_directory_database() -> ExampleDatabase:
+    """Open the database of failing inputs in the working directory."""
     return DirectoryBasedExampleDatabase(DATABASE)

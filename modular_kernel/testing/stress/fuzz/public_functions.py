@@ -1,4 +1,4 @@
-"""Public functions with junk in place of any argument, or of any tensor inside an argument."""
+"""Fuzz target: call public functions with junk for arguments or for tensors inside arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -13,41 +13,41 @@ from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import ActivationSpec, Machine, Parallel
 from modular_kernel.testing.stress.fuzz import samples
 from modular_kernel.testing.stress.fuzz.junk import junk, shorten
-from modular_kernel.testing.stress.fuzz.outcome import RIGHT, FuzzOutcome, run_or_outcome
-from modular_kernel.testing.stress.fuzz.samples import PROBLEM, E, H, I, K, T, floats
-from modular_kernel.testing.stress.fuzz.target import Target, chance, import_name
+from modular_kernel.testing.stress.fuzz.outcome import CORRECT, FuzzOutcome, run_or_classify
+from modular_kernel.testing.stress.fuzz.samples import PROBLEM, E, H, I, K, T, draw_floats
+from modular_kernel.testing.stress.fuzz.target import Target, chance, import_object
 
 Call = tuple[Callable[..., Any], dict[str, Any]]  # a function and its keyword arguments
 
 
-def _call(path: str, /, **arguments: Any) -> Callable[[], Call]:
-    """Return a function that makes a call of the object at "module:name"."""
-    return lambda: (import_name(path), {name: _resolve(v) for name, v in arguments.items()})
+def _call_of(path: str, /, **arguments: Any) -> Callable[[], Call]:
+    """Return a factory of calls of the object at "module:name"."""
+    return lambda: (import_object(path), {name: _resolve(v) for name, v in arguments.items()})
 
 
 def _resolve(value: Any) -> Any:
-    """Return the value, or what it returns if it is a lambda, which takes no parameters."""
+    """Return the value; if it is a lambda (without parameters), return its result."""
     return value() if callable(value) and getattr(value, "__name__", "") == "<lambda>" else value
 
 
-def _weights() -> Any:
-    return samples.inputs().weights
+def _make_weights() -> Any:
+    return samples.make_call_inputs().weights
 
 
 def _quantized_call() -> Call:
     problem = replace(PROBLEM, quant="int8_w8a16_group:group=8")
     module = "modular_kernel.quant.quantized_weights"
-    return import_name(f"{module}:quantize_weights"), {
-        "weights": _weights(),
+    return import_object(f"{module}:quantize_weights"), {
+        "weights": _make_weights(),
         "problem": problem,
     }
 
 
 def _kernel_call(name: str, *, plan: bool = False) -> Callable[[], Call]:
-    """Return a function that makes a call of a method of a kernel, or of its plan."""
+    """Return a factory of calls of a method of a kernel, or of its plan."""
 
     def make_call() -> Call:
-        inputs, kernel = samples.inputs(), samples.kernel()
+        inputs, kernel = samples.make_call_inputs(), samples.make_torch_kernel()
         arguments = {"x_TH": inputs.x_TH, "weights": inputs.weights, "routing": inputs.routing}
         if name == "prepare_weights":
             arguments = {"weights": inputs.weights}
@@ -58,29 +58,31 @@ def _kernel_call(name: str, *, plan: bool = False) -> Callable[[], Call]:
     return make_call
 
 
-def _method(make: Callable[[], Any], method: str, /, **arguments: Any) -> Callable[[], Call]:
-    """Return a function that makes a call of a method of the object that `make` returns."""
+def _method_of(make: Callable[[], Any], method: str, /, **arguments: Any) -> Callable[[], Call]:
+    """Return a factory of calls of a method of the object that `make` returns."""
     return lambda: (getattr(make(), method), {n: _resolve(v) for n, v in arguments.items()})
 
 
-def _pool() -> Any:
-    problem = replace(PROBLEM, lora=samples.LORA)
-    return import_name("modular_kernel.layers.adapter_pool:AdapterPool")(problem)
+def _make_pool() -> Any:
+    problem = replace(PROBLEM, lora=samples.LORA_OPTIONS)
+    return import_object("modular_kernel.layers.adapter_pool:AdapterPool")(problem)
 
 
-def _manager() -> Any:
-    return import_name("modular_kernel.layers.lora:LoRAManager")(PROBLEM, samples.LORA, [3])
+def _make_manager() -> Any:
+    return import_object("modular_kernel.layers.lora:LoRAManager")(
+        PROBLEM, samples.LORA_OPTIONS, [3]
+    )
 
 
-def _lora_layers() -> Any:
-    layer = import_name("modular_kernel.layers.lora:MoELoRALayer")
-    return {3: layer(samples.adapter(2, 0), 0.5)}
+def _make_lora_layers() -> Any:
+    layer = import_object("modular_kernel.layers.lora:MoELoRALayer")
+    return {3: layer(samples.make_adapter(2, 0), 0.5)}
 
 
-def _router() -> Any:
-    make = import_name("modular_kernel.layers.router:Router")
-    router = make(samples.router_spec(), H, E)
-    router.weight.data.copy_(floats(E, H))
+def _make_router() -> Any:
+    make = import_object("modular_kernel.layers.router:Router")
+    router = make(samples.make_router_spec(), H, E)
+    router.weight.data.copy_(draw_floats(E, H))
     return router
 
 
@@ -94,100 +96,219 @@ _LAYER: dict[str, Any] = {
 }  # fmt: skip
 _TABLE = ((0, 0), (0, 1), (1, 0), (1, 1))
 _CALLS: dict[str, Callable[[], Call]] = {
-    "check": lambda: (check, {"prepare_finalize": samples.PAIR[0], "experts": samples.PAIR[1],
-                                  "problem": PROBLEM, "machine": Machine("cpu")}),
+    "check": lambda: (
+        check,
+        {
+            "prepare_finalize": samples.STANDARD_PAIR[0],
+            "experts": samples.STANDARD_PAIR[1],
+            "problem": PROBLEM,
+            "machine": Machine("cpu"),
+        },
+    ),
     "check_all": lambda: (check_all, {"problem": PROBLEM, "machine": Machine("cpu")}),
-    "make_kernel": lambda: (make_kernel, {
-        "prepare_finalize": samples.PAIR[0], "experts": samples.PAIR[1], "problem": PROBLEM,
-        "group": None,
-        "machine": Machine("cpu"), "checked": False, "poison": False}),
+    "make_kernel": lambda: (
+        make_kernel,
+        {
+            "prepare_finalize": samples.STANDARD_PAIR[0],
+            "experts": samples.STANDARD_PAIR[1],
+            "problem": PROBLEM,
+            "group": None,
+            "machine": Machine("cpu"),
+            "checked": False,
+            "poison": False,
+        },
+    ),
     "kernel": _kernel_call("__call__"),
     "kernel.start": _kernel_call("start"),
     "kernel.prepare_weights": _kernel_call("prepare_weights"),
-    "kernel.workspace_specs": _method(samples.kernel, "workspace_specs", tokens=3),
-    "kernel.reserve_workspace": _method(
-        samples.kernel, "reserve_workspace", tokens=3, device=torch.device("cpu")
+    "kernel.workspace_specs": _method_of(samples.make_torch_kernel, "workspace_specs", tokens=3),
+    "kernel.reserve_workspace": _method_of(
+        samples.make_torch_kernel, "reserve_workspace", tokens=3, device=torch.device("cpu")
     ),
-    "kernel.plan": _method(samples.kernel, "plan", problem=PROBLEM),
-    "kernel.count_invalid_ids_on": _method(samples.kernel, "count_invalid_ids_on",
-                                           device=torch.device("cpu")),
+    "kernel.plan": _method_of(samples.make_torch_kernel, "plan", problem=PROBLEM),
+    "kernel.count_invalid_ids_on": _method_of(
+        samples.make_torch_kernel, "count_invalid_ids_on", device=torch.device("cpu")
+    ),
     "plan": _kernel_call("__call__", plan=True),
     "Problem": lambda: (type(PROBLEM), {f.name: getattr(PROBLEM, f.name) for f in fields(PROBLEM)}),
     "Problem.with_tokens": lambda: (PROBLEM.with_tokens, {"tokens": 3}),
-    "ActivationSpec": lambda: (ActivationSpec, {"kind": "swiglu_oai", "alpha": 1.7, "limit": 7.0,
-                                                    "interleaved": False, "up_first": False}),
-    "Parallel": lambda: (Parallel, {"world_size": 2, "placement": Placement.linear(4, 2), "rank": 0,
-                                        "ranks_per_host": 2}),
+    "ActivationSpec": lambda: (
+        ActivationSpec,
+        {"kind": "swiglu_oai", "alpha": 1.7, "limit": 7.0, "interleaved": False, "up_first": False},
+    ),
+    "Parallel": lambda: (
+        Parallel,
+        {"world_size": 2, "placement": Placement.linear(4, 2), "rank": 0, "ranks_per_host": 2},
+    ),
     "Parallel.place": lambda: (Parallel(2).place, {"experts": 4}),
-    "Machine": lambda: (Machine, {"device": "cpu", "arch": None, "packages": frozenset(),
-                                      "interpreter": False,
-                                      "name": ""}),
-    "AdapterSpec": lambda: (AdapterSpec, {"adapters": 2, "rank": 4, "a13_shared": False,
-                                              "outer_shared": False}),
+    "Machine": lambda: (
+        Machine,
+        {"device": "cpu", "arch": None, "packages": frozenset(), "interpreter": False, "name": ""},
+    ),
+    "AdapterSpec": lambda: (
+        AdapterSpec,
+        {"adapters": 2, "rank": 4, "a13_shared": False, "outer_shared": False},
+    ),
     "AdapterSpec.parse": lambda: (AdapterSpec.parse, {"text": "adapters=2,rank=4"}),
-    "slots_from_sequences": lambda: (slots_from_sequences, {
-        "starts_S1": torch.tensor([0, 2, T]), "slots_S": torch.tensor([0, -1], dtype=torch.int32),
-        "tokens": T}),
+    "slots_from_sequences": lambda: (
+        slots_from_sequences,
+        {
+            "starts_S1": torch.tensor([0, 2, T]),
+            "slots_S": torch.tensor([0, -1], dtype=torch.int32),
+            "tokens": T,
+        },
+    ),
     "Placement": lambda: (Placement, {"slots": ((0, 1), (2, 3))}),
     "Placement.linear": lambda: (Placement.linear, {"experts": 4, "world_size": 2}),
     "Placement.of_table": lambda: (Placement.of_table, {"table": _TABLE, "world_size": 2}),
-    "Placement.expert_map": lambda: (Placement.linear(4, 2).expert_map,
-                                     {"rank": 0, "device": "cpu"}),
+    "Placement.expert_map": lambda: (
+        Placement.linear(4, 2).expert_map,
+        {"rank": 0, "device": "cpu"},
+    ),
     "quantize_weights": _quantized_call,
-    "weight_specs": _call("modular_kernel.quant.quantized_weights:weight_specs",
-                          problem=replace(PROBLEM, quant="int8_w8a8_channel")),
-    "from_e8m0": _call("modular_kernel.quant.scale_tiles:from_e8m0",
-                       scale=lambda: torch.full((2, 3), 127, dtype=torch.uint8)),
-    "route": _call("modular_kernel.ops.route:route", logits_TE=lambda: floats(T, E),
-                   spec=samples.router_spec(), tensors=None, token_ids_T=None,
-                   ids_dtype=torch.int32),
-    "RouterSpec": _call("modular_kernel.spec.router:RouterSpec", top_k=2, score="sigmoid",
-                        order="score_first", groups=4, topk_groups=2, group_score="top2",
-                        selection_bias=False, renormalize=True, eps=1e-20, floor=0.0,
-                        table=False, zero_experts=0),
-    "RouterSpec.columns": _method(samples.router_spec, "columns", experts=8),
-    "Router": _call("modular_kernel.layers.router:Router", spec=samples.router_spec(),
-                    hidden_size=H, num_experts=E, bias=True, vocabulary=None,
-                    dtype=torch.float32, device="cpu"),
-    "Router.forward": _method(_router, "forward", x_TH=lambda: floats(T, H)),
-    "FusedMoE": _call("modular_kernel.layers.fused_moe:FusedMoE", **_LAYER),
-    "FusedMoE.forward": _method(samples.loaded_layer, "forward", hidden_states=lambda: floats(T, H),
-                                routing=lambda: samples.inputs().routing, token_ids=None),
-    "FusedMoE.set_weights": _method(samples.fused_moe, "set_weights", weights=lambda: _weights()),
-    "FusedMoE.local_expert": _method(samples.fused_moe, "local_expert", expert_id=1),
-    "FusedMoE.load": _method(samples.fused_moe, "load", checkpoint="/dev/null/none", layer=3),
-    "FusedMoE.from_config": _call("modular_kernel.layers.fused_moe:FusedMoE.from_config",
-                                  checkpoint="/dev/null/none", layer=0),
-    "LayerParallel": _call("modular_kernel.layers.parallel:LayerParallel", ep=(0, 2), tp=(0, 1),
-                           ep_group=None, tp_group=None),
-    "load_experts": _call("modular_kernel.checkpoints.loading:load_experts",
-                          checkpoint="/dev/null/none", layer=0, ep=(0, 1), tp=(0, 1), dtype=None,
-                          device="cpu", placement="linear", prefix=None, config=None,
-                          quantize_inputs=False),
-    "AdapterPool": _call("modular_kernel.layers.adapter_pool:AdapterPool",
-                         problem=replace(PROBLEM, lora=samples.LORA), device="cpu"),
-    "AdapterPool.load": _method(_pool, "load", name="mine", adapter=lambda: samples.adapter(2, 0)),
-    "AdapterPool.evict": _method(_pool, "evict", name="mine"),
-    "AdapterPool.weights": _method(_pool, "weights", base=lambda: _weights()),
-    "LoRAManager": _call("modular_kernel.layers.lora:LoRAManager", problem=PROBLEM,
-                         lora=samples.LORA, layers=(3,), device="cpu", mode="merged"),
-    "LoRAManager.load": _method(_manager, "load", name="mine", layers=lambda: _lora_layers()),
-    "ForwardBatch": _call("modular_kernel.layers.lora:ForwardBatch", lora_ids=("mine", None),
-                          seg_indptr=lambda: torch.tensor([0, 3, T])),
-    "rebalance": _call("modular_kernel.layers.balance:rebalance", load=[3.0, 2.0, 1.0, 1.0],
-                       slots=[2, 2], old=Placement.linear(4, 2), hosts=1, groups=1),
-    "MoeRunnerConfig": _call("modular_kernel.integrations.fused_moe:MoeRunnerConfig",
-                             activation="silu", inplace=False, no_combine=False),
-    "Share": _call("modular_kernel.layers.rank_share:Share", experts=E, hidden=H, intermediate=I,
-                   ep=(0, 1), tp=(0, 1), placement="linear", gated=True, interleaved=False),
-    "moe_align_block_size": _call("modular_kernel.ops.align:moe_align_block_size",
-                                  topk_ids_TK=lambda: samples.inputs().routing.topk_ids_TK,
-                                  block_size=16, num_experts=E),
-}  # fmt: skip
+    "weight_specs": _call_of(
+        "modular_kernel.quant.quantized_weights:weight_specs",
+        problem=replace(PROBLEM, quant="int8_w8a8_channel"),
+    ),
+    "from_e8m0": _call_of(
+        "modular_kernel.quant.scale_tiles:from_e8m0",
+        scale=lambda: torch.full((2, 3), 127, dtype=torch.uint8),
+    ),
+    "route": _call_of(
+        "modular_kernel.ops.route:route",
+        logits_TE=lambda: draw_floats(T, E),
+        spec=samples.make_router_spec(),
+        tensors=None,
+        token_ids_T=None,
+        ids_dtype=torch.int32,
+    ),
+    "RouterSpec": _call_of(
+        "modular_kernel.spec.router:RouterSpec",
+        top_k=2,
+        score="sigmoid",
+        order="score_first",
+        groups=4,
+        topk_groups=2,
+        group_score="top2",
+        selection_bias=False,
+        renormalize=True,
+        eps=1e-20,
+        floor=0.0,
+        table=False,
+        zero_experts=0,
+    ),
+    "RouterSpec.columns": _method_of(samples.make_router_spec, "columns", experts=8),
+    "Router": _call_of(
+        "modular_kernel.layers.router:Router",
+        spec=samples.make_router_spec(),
+        hidden_size=H,
+        num_experts=E,
+        bias=True,
+        vocabulary=None,
+        dtype=torch.float32,
+        device="cpu",
+    ),
+    "Router.forward": _method_of(_make_router, "forward", x_TH=lambda: draw_floats(T, H)),
+    "FusedMoE": _call_of("modular_kernel.layers.fused_moe:FusedMoE", **_LAYER),
+    "FusedMoE.forward": _method_of(
+        samples.make_loaded_layer,
+        "forward",
+        hidden_states=lambda: draw_floats(T, H),
+        routing=lambda: samples.make_call_inputs().routing,
+        token_ids=None,
+    ),
+    "FusedMoE.set_weights": _method_of(
+        samples.make_fused_moe, "set_weights", weights=lambda: _make_weights()
+    ),
+    "FusedMoE.local_expert": _method_of(samples.make_fused_moe, "local_expert", expert_id=1),
+    "FusedMoE.load": _method_of(
+        samples.make_fused_moe, "load", checkpoint="/dev/null/none", layer=3
+    ),
+    "FusedMoE.from_config": _call_of(
+        "modular_kernel.layers.fused_moe:FusedMoE.from_config", checkpoint="/dev/null/none", layer=0
+    ),
+    "LayerParallel": _call_of(
+        "modular_kernel.layers.parallel:LayerParallel",
+        ep=(0, 2),
+        tp=(0, 1),
+        ep_group=None,
+        tp_group=None,
+    ),
+    "load_experts": _call_of(
+        "modular_kernel.checkpoints.loading:load_experts",
+        checkpoint="/dev/null/none",
+        layer=0,
+        ep=(0, 1),
+        tp=(0, 1),
+        dtype=None,
+        device="cpu",
+        placement="linear",
+        prefix=None,
+        config=None,
+        quantize_inputs=False,
+    ),
+    "AdapterPool": _call_of(
+        "modular_kernel.layers.adapter_pool:AdapterPool",
+        problem=replace(PROBLEM, lora=samples.LORA_OPTIONS),
+        device="cpu",
+    ),
+    "AdapterPool.load": _method_of(
+        _make_pool, "load", name="mine", adapter=lambda: samples.make_adapter(2, 0)
+    ),
+    "AdapterPool.evict": _method_of(_make_pool, "evict", name="mine"),
+    "AdapterPool.weights": _method_of(_make_pool, "weights", base=lambda: _make_weights()),
+    "LoRAManager": _call_of(
+        "modular_kernel.layers.lora:LoRAManager",
+        problem=PROBLEM,
+        lora=samples.LORA_OPTIONS,
+        layers=(3,),
+        device="cpu",
+        mode="merged",
+    ),
+    "LoRAManager.load": _method_of(
+        _make_manager, "load", name="mine", layers=lambda: _make_lora_layers()
+    ),
+    "ForwardBatch": _call_of(
+        "modular_kernel.layers.lora:ForwardBatch",
+        lora_ids=("mine", None),
+        seg_indptr=lambda: torch.tensor([0, 3, T]),
+    ),
+    "rebalance": _call_of(
+        "modular_kernel.layers.balance:rebalance",
+        load=[3.0, 2.0, 1.0, 1.0],
+        slots=[2, 2],
+        old=Placement.linear(4, 2),
+        hosts=1,
+        groups=1,
+    ),
+    "MoeRunnerConfig": _call_of(
+        "modular_kernel.integrations.fused_moe:MoeRunnerConfig",
+        activation="silu",
+        inplace=False,
+        no_combine=False,
+    ),
+    "Share": _call_of(
+        "modular_kernel.layers.rank_share:Share",
+        experts=E,
+        hidden=H,
+        intermediate=I,
+        ep=(0, 1),
+        tp=(0, 1),
+        placement="linear",
+        gated=True,
+        interleaved=False,
+    ),
+    "moe_align_block_size": _call_of(
+        "modular_kernel.ops.align:moe_align_block_size",
+        topk_ids_TK=lambda: samples.make_call_inputs().routing.topk_ids_TK,
+        block_size=16,
+        num_experts=E,
+    ),
+}
 
 
 def _alter(tensor: torch.Tensor, kind: str) -> Any:
-    """Return a tensor altered in one of _ALTERATIONS."""
+    """Alter a tensor. kind: one of _ALTERATIONS."""
     if not tensor.untyped_storage().nbytes():
         return tensor  # empty, or freed by an earlier change
     if kind == "freed":
@@ -224,14 +345,16 @@ _ALTERATIONS = (
 class JunkCall:
     """A call of a public function.
 
-    changes: (index of an argument or of a tensor in one, junk or one of _ALTERATIONS).
+    name: a key of _CALLS.
+    changes: for each change, the index of an argument or of a tensor in an argument, and junk or
+        one of _ALTERATIONS.
     """
 
     name: str
     changes: list[tuple[int, Any]]
 
 
-def public_functions(case: JunkCall) -> FuzzOutcome:
+def check_public_function(case: JunkCall) -> FuzzOutcome:
     """Call a public function with junk in one or two arguments. Only typed errors are allowed."""
     function, arguments = _CALLS[case.name]()
     description = case.name
@@ -251,9 +374,9 @@ def public_functions(case: JunkCall) -> FuzzOutcome:
             description += f", {'.'.join(path)}={shorten(value)}"
         arguments = _replace_leaf(arguments, path, new)
     if case.name in _MAY_ALLOCATE and any(map(_is_huge, arguments.values())):
-        return FuzzOutcome(RIGHT, description)  # valid, but the result may need all memory
-    result = run_or_outcome(description, lambda: function(**arguments))
-    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, description)
+        return FuzzOutcome(CORRECT, description)  # valid, but the result may need all memory
+    result = run_or_classify(description, lambda: function(**arguments))
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(CORRECT, description)
 
 
 _MAY_ALLOCATE = ("moe_align_block_size", "Router")
@@ -292,4 +415,6 @@ def _junk_calls(draw: st.DrawFn) -> JunkCall:
     return JunkCall(draw(st.sampled_from(sorted(_CALLS))), changes)
 
 
-TARGETS: tuple[Target[Any], ...] = (Target("public_functions", 8, _junk_calls(), public_functions),)
+TARGETS: tuple[Target[Any], ...] = (
+    Target("public_functions", 8, _junk_calls(), check_public_function),
+)

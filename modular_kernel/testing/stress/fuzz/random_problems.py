@@ -12,7 +12,7 @@ from modular_kernel.spec.problem import MAX_TOP_K, ActivationSpec, Combine, Prob
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.stress.fuzz.target import chance, seeds
 
-# (prepare/finalize, torch experts, experts that need Triton)
+# (PrepareAndFinalize, its experts in torch, its experts that need Triton)
 _PARTS = (
     ("MoEPrepareAndFinalizeNoEP", "TorchExperts", ("TritonExperts", "GroupedGemmExperts")),
     ("BatchedPrepareAndFinalize", "NaiveBatchedExperts", ("BatchedTritonExperts",)),
@@ -46,7 +46,7 @@ class CallInputs:
 
 @st.composite
 def pairings(draw: st.DrawFn) -> tuple[str, str]:
-    """Draw a PrepareAndFinalize and experts, almost always a pairing that this machine supports."""
+    """Draw a pairing, almost always one that this machine supports."""
     prepare, torch_experts, triton_experts = draw(_parts)
     if draw(chance(5)):
         _, torch_experts, triton_experts = draw(_parts)
@@ -78,7 +78,7 @@ _fields = st.fixed_dictionaries(
 
 @st.composite
 def problem_fields(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw the fields of a small problem. For some of them, Problem raises InputError."""
+    """Draw the fields of a small problem. For some draws, Problem raises InputError."""
     fields = dict(draw(_fields))
     experts, combine = draw(st.sampled_from((1, 2, 3, 4, 5, 8, 9))), draw(_combines)
     is_mapped = draw(chance(15))
@@ -95,9 +95,16 @@ def problem_fields(draw: st.DrawFn) -> dict[str, Any]:
 class InputChoices:
     """Choices from which `make_inputs` makes valid inputs of a problem.
 
-    seed: of the values. tokens: number of tokens, modulo `problem.tokens` + 1; None means
-    `problem.tokens`. invalid_id: index in a list of ids to skip, one of which replaces 40 % of the
-    ids; None means none. nan_padding: whether NaN follows each row of x in memory.
+    Attributes:
+        seed: seed of the values.
+        tokens: number of tokens, modulo `problem.tokens` + 1; None means `problem.tokens`.
+        column_major: whether unquantized weights are column-major.
+        invalid_id: index in a list of ids that must be skipped, one of which replaces 40 % of the
+            ids; None means that all ids are valid.
+        int32_ids: whether ids are int32 if their dtype is free and they fit.
+        signed_weights: whether router weights have both signs.
+        nan_padding: whether NaN follows each row of x in memory.
+        zero_row: whether the first token is zero.
     """
 
     seed: int = 0
@@ -111,7 +118,7 @@ class InputChoices:
 
 
 def input_choices() -> st.SearchStrategy[InputChoices]:
-    """Return a strategy for the choices of one call's inputs."""
+    """Return a strategy for the choices of the inputs of one call."""
     return st.builds(
         InputChoices,
         seed=seeds,
@@ -126,7 +133,7 @@ def input_choices() -> st.SearchStrategy[InputChoices]:
 
 
 def make_inputs(problem: Problem, choices: InputChoices) -> CallInputs:
-    """Return valid inputs for at most `problem.tokens` tokens."""
+    """Make valid inputs for at most `problem.tokens` tokens."""
     generator = torch.Generator().manual_seed(choices.seed)
 
     def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
@@ -197,7 +204,7 @@ def _make_expert_map(problem: Problem, generator: torch.Generator) -> torch.Tens
 
 
 def describe(problem: Problem) -> str:
-    """Format a problem with the fields that differ from their defaults."""
+    """Format the fields of a problem that differ from their defaults."""
     defaults = Problem(1, 1, 1, 1, 1)
     changed = {k: v for k, v in vars(problem).items() if v != getattr(defaults, k)}
     formatted = {k: str(v) if isinstance(v, ActivationSpec) else v for k, v in changed.items()}

@@ -10,12 +10,17 @@ from hypothesis import strategies as st
 
 from modular_kernel.spec.problem import MAX_TOP_K
 from modular_kernel.testing.stress.fuzz.outcome import (
-    RIGHT,
-    WRONG,
+    CORRECT,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
-from modular_kernel.testing.stress.fuzz.target import Target, chance, import_name, seeds
+from modular_kernel.testing.stress.fuzz.target import (
+    Target,
+    chance,
+    import_object,
+    seeds,
+)
 
 _MAX = float(torch.finfo(torch.float32).max)
 _SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 1e38, -1e38, 3.0, 88.8, -104.0)
@@ -28,8 +33,14 @@ _TOLERANCE, _ABS_TOLERANCE = 2e-5, 1e-18
 class RouterCase:
     """Arguments of a RouterSpec, and a description of the logits.
 
-    kind: distribution of the logits. special: (position, value) pairs written into them. wide_ids:
-    whether ids are int64. wide_rows: whether NaN follows each row of logits in memory.
+    Attributes:
+        fields: arguments of RouterSpec.
+        experts, tokens, dtype: number of experts, number of tokens, and dtype of the logits.
+        kind: distribution of the logits.
+        special: (position, value) pairs that are written into the logits.
+        seed: seed of the logits.
+        wide_ids: whether ids are int64.
+        wide_rows: whether NaN follows each row of logits in memory.
     """
 
     fields: dict[str, Any]
@@ -76,19 +87,19 @@ def _router_cases(draw: st.DrawFn) -> RouterCase:
     )
 
 
-def routers(case: RouterCase) -> FuzzOutcome:
+def check_router(case: RouterCase) -> FuzzOutcome:
     """Route random logits; compare ids and weights with those computed in float64."""
     description = f"route of {case}"
-    make = import_name("modular_kernel.spec.router:RouterSpec")
-    spec = run_or_outcome(description, lambda: make(**case.fields))
+    make = import_object("modular_kernel.spec.router:RouterSpec")
+    spec = run_or_classify(description, lambda: make(**case.fields))
     if isinstance(spec, FuzzOutcome):
         return spec
-    logits, bias, table, token_ids = _tensors(case)
-    tensors = import_name("modular_kernel.ops.route:RouterTensors")(bias, table)
+    logits, bias, table, token_ids = _make_tensors(case)
+    tensors = import_object("modular_kernel.ops.route:RouterTensors")(bias, table)
     ids_dtype = torch.int64 if case.wide_ids else torch.int32
-    result = run_or_outcome(
+    result = run_or_classify(
         description,
-        lambda: import_name("modular_kernel.ops.route:route")(
+        lambda: import_object("modular_kernel.ops.route:route")(
             logits, spec, tensors, token_ids_T=token_ids, ids_dtype=ids_dtype
         ),
     )
@@ -96,7 +107,7 @@ def routers(case: RouterCase) -> FuzzOutcome:
         return result
     ids, weights = result.routing.topk_ids_TK, result.routing.topk_weights_TK
     if ids.dtype is not ids_dtype or ids.shape != (case.tokens, spec.top_k):
-        return FuzzOutcome(WRONG, f"{description}: ids {ids.dtype} {tuple(ids.shape)}")
+        return FuzzOutcome(WRONG_RESULT, f"{description}: ids {ids.dtype} {tuple(ids.shape)}")
     identity_weight = result.identity_T
     for t in range(case.tokens):
         table_ids = None
@@ -107,14 +118,14 @@ def routers(case: RouterCase) -> FuzzOutcome:
             )
         row = _Row(logits[t].double().tolist(), bias, spec, table_ids)
         identity = 0.0 if identity_weight is None else float(identity_weight[t])
-        mismatch = row.mismatch(ids[t].tolist(), weights[t].tolist(), identity)
+        mismatch = row.find_mismatch(ids[t].tolist(), weights[t].tolist(), identity)
         if mismatch:
-            return FuzzOutcome(WRONG, f"{description}: token {t}: {mismatch}")
-    return FuzzOutcome(RIGHT, description)
+            return FuzzOutcome(WRONG_RESULT, f"{description}: token {t}: {mismatch}")
+    return FuzzOutcome(CORRECT, description)
 
 
-def _tensors(case: RouterCase) -> tuple[torch.Tensor, Any, Any, Any]:
-    """Return logits, selection bias, table and token ids; the last three may be None."""
+def _make_tensors(case: RouterCase) -> tuple[torch.Tensor, Any, Any, Any]:
+    """Make the logits, selection bias, table and token ids; the last three may be None."""
     generator = torch.Generator().manual_seed(case.seed)
     columns = case.experts + case.fields["zero_experts"]
     logits = torch.randn(case.tokens, columns, generator=generator)
@@ -149,9 +160,9 @@ class _Row:
         self.spec, self.table_ids = spec, table_ids
         self.is_number = [not math.isnan(v) for v in logits]
         self.logits = [0.0 if math.isnan(v) else min(max(v, -_MAX), _MAX) for v in logits]
-        self.scores = self._scores(self.logits, self.is_number)
-        # Scores increase with logits, so unless biases or sums of two scores are compared, compare
-        # the logits.
+        self.scores = self._compute_scores(self.logits, self.is_number)
+        # Scores increase with logits. Compare the logits, unless biases or sums of two scores are
+        # compared.
         grouped = spec.topk_groups < spec.groups and spec.group_score == "top2"
         by_score = spec.order == "score_first" and (bias is not None or grouped)
         base = self.scores if by_score else self.logits
@@ -163,7 +174,7 @@ class _Row:
         ]
         self.scale = max([abs(c) for c in self.choice if math.isfinite(c)], default=0.0)
 
-    def _scores(self, logits: list[float], is_number: list[bool]) -> list[float]:
+    def _compute_scores(self, logits: list[float], is_number: list[bool]) -> list[float]:
         if self.spec.score == "softmax":
             peak = max((v for v, k in zip(logits, is_number, strict=True) if k), default=0.0)
             exps = [
@@ -175,8 +186,8 @@ class _Row:
             return [1 / (1 + math.exp(-v)) if v > -700 else 0.0 for v in logits]
         return [math.sqrt(max(v, 0.0) + math.log1p(math.exp(-abs(v)))) for v in logits]
 
-    def mismatch(self, ids: list[int], weights: list[float], identity: float) -> str:
-        """Return how the routing of a token differs from the expected one, or ""."""
+    def find_mismatch(self, ids: list[int], weights: list[float], identity: float) -> str:
+        """Describe how the routing of a token differs from the expected routing, or return ""."""
         experts = len(self.logits) - self.spec.zero_experts
         expected = self._select_experts() if self.table_ids is None else self._valid_table_ids()
         selected: list[int] = []
@@ -190,7 +201,7 @@ class _Row:
         total = sum(self.scores[i] for i in selected if i >= 0)
         if self.spec.renormalize and self.spec.order == "score_first" and total < _ABS_TOLERANCE:
             return ""  # the scores underflow in float32, in which `route` computes
-        exact = self._weights(selected)
+        exact = self._compute_weights(selected)
         identity_weight = sum(w for w, i in zip(exact, selected, strict=True) if i >= experts)
         pairs = [0.0 if i >= experts else w for w, i in zip(exact, selected, strict=True)]
         for actual_weight, expected_weight in [
@@ -222,9 +233,9 @@ class _Row:
                 best = sorted(choice[g * size : (g + 1) * size], reverse=True)
                 second = best[1] if spec.group_score == "top2" and best[1] > -math.inf else 0.0
                 values.append(best[0] + second)
-            kept = _largest(values, spec.topk_groups)
+            kept = _find_largest(values, spec.topk_groups)
             choice = [c if n // size in kept else -math.inf for n, c in enumerate(choice)]
-        return _largest(choice, spec.top_k)
+        return _find_largest(choice, spec.top_k)
 
     def _is_tie(self, expected_id: int, actual_id: int, selected: list[int]) -> bool:
         """Return whether expert `actual_id` ties with `expected_id` within the accuracy of float32.
@@ -266,12 +277,12 @@ class _Row:
             self._is_near(a, b) for a, b in pairwise(sums) if math.isfinite(a)
         )
 
-    def _weights(self, selected: list[int]) -> list[float]:
+    def _compute_weights(self, selected: list[int]) -> list[float]:
         spec = self.spec
         valid = [i >= 0 and self.is_number[i] for i in selected]
         if spec.order == "topk_first":
             some = [self.logits[i] if v else 0.0 for i, v in zip(selected, valid, strict=True)]
-            weights = self._scores(some, valid)
+            weights = self._compute_scores(some, valid)
         else:
             weights = [self.scores[i] if v else 0.0 for i, v in zip(selected, valid, strict=True)]
         weights = [w if v else 0.0 for w, v in zip(weights, valid, strict=True)]
@@ -281,10 +292,12 @@ class _Row:
         return weights
 
 
-def _largest(values: list[float], count: int) -> list[int]:
+def _find_largest(values: list[float], count: int) -> list[int]:
     order = sorted(range(len(values)), key=lambda n: (-values[n], n))
     best = [n if values[n] > -math.inf else -1 for n in order[:count]]
     return best + [-1] * (count - len(best))
 
 
-TARGETS: tuple[Target[Any], ...] = (Target("routers", 4, _router_cases(), routers, launches=True),)
+TARGETS: tuple[Target[Any], ...] = (
+    Target("routers", 4, _router_cases(), check_router, launches=True),
+)

@@ -1,4 +1,4 @@
-"""Make small valid objects for the targets: problems, inputs, kernels, layers and adapters."""
+"""Factories for small valid problems, inputs, kernels, layers and adapters, for fuzz targets."""
 
 from typing import Any
 
@@ -14,58 +14,62 @@ from modular_kernel.testing.stress.fuzz.random_problems import (
     InputChoices,
     make_inputs,
 )
-from modular_kernel.testing.stress.fuzz.target import import_name
+from modular_kernel.testing.stress.fuzz.target import import_object
 
 E, H, I, K, T = 4, 32, 24, 2, 5  # noqa: E741 (the shape legend's names)
 PROBLEM = Problem(T, H, I, E, K, dtype=torch.float32)
-PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-BATCHED = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
-LORA = "adapters=3,rank=4"
+STANDARD_PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+BATCHED_PAIR = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
+LORA_OPTIONS = "adapters=3,rank=4"
 
 
-def floats(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return random float32 values."""
+def draw_floats(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Draw random float32 values with a standard deviation of 1/4."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 4
 
 
-def inputs(seed: int = 0, problem: Problem = PROBLEM) -> CallInputs:
-    """Return inputs of a call."""
+def make_call_inputs(seed: int = 0, problem: Problem = PROBLEM) -> CallInputs:
+    """Make the inputs of a call."""
     return make_inputs(problem, InputChoices(seed=seed))
 
 
-def kernel(problem: Problem = PROBLEM, pair: tuple[str, str] = PAIR) -> FusedMoEModularKernel:
-    """Return a kernel of torch parts."""
+def make_torch_kernel(
+    problem: Problem = PROBLEM, pair: tuple[str, str] = STANDARD_PAIR
+) -> FusedMoEModularKernel:
+    """Make a kernel from pure PyTorch parts."""
     return make_kernel(*pair, problem)
 
 
-def output_mismatch(result: Any, arguments: CallInputs, problem: Problem = PROBLEM) -> str:
-    """Return how a result differs from the expected output of a call, or ""."""
+def find_output_mismatch(result: Any, arguments: CallInputs, problem: Problem = PROBLEM) -> str:
+    """Describe how a result differs from the expected output of a call; "" if it does not."""
     if not isinstance(result, torch.Tensor):
         return f"a {type(result).__name__}"
-    return Oracle(problem, arguments.x_TH, arguments.weights, arguments.routing).mismatch(result)
+    return Oracle(problem, arguments.x_TH, arguments.weights, arguments.routing).find_mismatch(
+        result
+    )
 
 
-def router_spec(top_k: int = K, **options: Any) -> Any:
-    """Return a RouterSpec."""
-    return import_name("modular_kernel.spec.router:RouterSpec")(top_k, **options)
+def make_router_spec(top_k: int = K, **options: Any) -> Any:
+    """Make a RouterSpec with the given options."""
+    return import_object("modular_kernel.spec.router:RouterSpec")(top_k, **options)
 
 
-def fused_moe(**options: Any) -> Any:
-    """Return a FusedMoE without weights and, by default, without a router."""
+def make_fused_moe(**options: Any) -> Any:
+    """Make a FusedMoE without weights and, by default, without a router."""
     defaults: dict[str, Any] = {"top_k": K, "params_dtype": torch.float32}
-    make = import_name("modular_kernel.layers.fused_moe:FusedMoE")
+    make = import_object("modular_kernel.layers.fused_moe:FusedMoE")
     return make(E, H, I, 3, **(defaults | options))
 
 
-def loaded_layer(weights: ExpertWeights | None = None, **options: Any) -> Any:
-    """Return a FusedMoE with weights."""
-    layer = fused_moe(**options)
-    layer.set_weights(inputs().weights if weights is None else weights)
+def make_loaded_layer(weights: ExpertWeights | None = None, **options: Any) -> Any:
+    """Make a FusedMoE with weights; None means the weights of `make_call_inputs`."""
+    layer = make_fused_moe(**options)
+    layer.set_weights(make_call_inputs().weights if weights is None else weights)
     return layer
 
 
-def adapter(rank: int, seed: int) -> Any:
-    """Return a LoRA adapter whose gate and up have separate matrices."""
+def make_adapter(rank: int, seed: int) -> Any:
+    """Make a LoRA adapter with separate A matrices for the gate and up projections."""
     shapes = (E, 2 * rank, H), (E, 2 * I, rank), (E, rank, I), (E, H, rank)
-    make = import_name("modular_kernel.spec.lora:Adapter")
-    return make(*(floats(*shape, seed=seed + n) for n, shape in enumerate(shapes)))
+    make = import_object("modular_kernel.spec.lora:Adapter")
+    return make(*(draw_floats(*shape, seed=seed + n) for n, shape in enumerate(shapes)))

@@ -21,7 +21,12 @@ from modular_kernel.spec.problem import (
 )
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.testing.stress.fuzz.junk import JUNK, junk, shorten
-from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, run_or_outcome
+from modular_kernel.testing.stress.fuzz.outcome import (
+    CORRECT,
+    INVALID_ACCEPTED,
+    FuzzOutcome,
+    run_or_classify,
+)
 from modular_kernel.testing.stress.fuzz.random_problems import describe, pairings, problem_fields
 from modular_kernel.testing.stress.fuzz.target import Target, chance
 
@@ -54,7 +59,7 @@ def _is_dtype(value: Any) -> bool:
 
 
 def _is_lora(value: Any) -> bool:
-    """Return whether the sizes in `value` are in range. Other errors are not looked for."""
+    """Return whether the sizes in `value` are in range. Other errors are not detected."""
     if isinstance(value, AdapterSpec) or value == "none":
         return True
     words = value.split(",") if isinstance(value, str) else []
@@ -66,8 +71,8 @@ def _is_lora(value: Any) -> bool:
     )
 
 
-# Whether a value is allowed for a field of Problem, by its docstring. An allowed value may still
-# contradict another field.
+# Predicates that return whether the docstring of Problem allows a value for a field. An allowed
+# value may still contradict another field.
 FIELDS: dict[str, Callable[[Any], bool]] = {
     "tokens": _is_count(0),
     **{name: _is_count(1) for name in ("hidden", "intermediate", "experts", "top_k")},
@@ -121,21 +126,21 @@ _PROBLEMS = st.builds(
 
 def check_problem(case: ProblemCase) -> FuzzOutcome:
     """Check a valid problem with junk in one to three fields."""
-    base = run_or_outcome("a problem", lambda: Problem(**case.fields))
+    base = run_or_classify("a problem", lambda: Problem(**case.fields))
     if isinstance(base, FuzzOutcome):
         return base
     words = ", ".join(f"{name}={shorten(value)}" for name, value in case.replaced.items())
     description = f"{describe(base)} with {words}"
-    problem = run_or_outcome(description, lambda: replace(base, **case.replaced))
+    problem = run_or_classify(description, lambda: replace(base, **case.replaced))
     if isinstance(problem, FuzzOutcome):
         return problem
     if not all(FIELDS[name](value) for name, value in case.replaced.items()):
-        return FuzzOutcome(ACCEPTED, description)
+        return FuzzOutcome(INVALID_ACCEPTED, description)
     return _use_problem(problem, description, case)
 
 
 def _use_problem(problem: Problem, description: str, case: ProblemCase) -> FuzzOutcome:
-    """Hash, format and check an accepted problem, and make a kernel of it."""
+    """Hash, format and check an accepted problem, and make a kernel for it."""
     prepare, experts = case.parts
 
     def use_all() -> object:
@@ -145,12 +150,12 @@ def _use_problem(problem: Problem, description: str, case: ProblemCase) -> FuzzO
         str(verdict)
         if case.all_pairings:
             return check_all(problem)
-        # Make only small kernels: a valid problem may need all memory.
+        # Make only small kernels, because a valid problem may need all memory.
         small = problem.tokens * problem.top_k * max(problem.hidden, problem.intermediate) < 2**20
         return make_kernel(prepare, experts, problem) if small else verdict
 
-    result = run_or_outcome(f"{description}, {prepare} x {experts}", use_all)
-    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, description)
+    result = run_or_classify(f"{description}, {prepare} x {experts}", use_all)
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(CORRECT, description)
 
 
 _SPEC_CALLS: dict[str, tuple[Callable[..., Any], int]] = {
@@ -170,12 +175,12 @@ def _spec_calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
     return name, arguments
 
 
-def small_facts(case: tuple[str, list[Any]]) -> FuzzOutcome:
+def check_spec_arguments(case: tuple[str, list[Any]]) -> FuzzOutcome:
     """Make ActivationSpec, Parallel and Machine from junk."""
     name, arguments = case
     call, _ = _SPEC_CALLS[name]
     description = f"{name}({', '.join(map(shorten, arguments))})"
-    result = run_or_outcome(description, lambda: call(*arguments))
+    result = run_or_classify(description, lambda: call(*arguments))
     if isinstance(result, FuzzOutcome):
         return result
     if call is ActivationSpec:
@@ -185,16 +190,16 @@ def small_facts(case: tuple[str, list[Any]]) -> FuzzOutcome:
             isinstance(v, kind) for v, kind in zip(arguments, is_allowed, strict=False)
         )
         if not has_valid_types or any(isinstance(v, bool) for v in arguments[1:3]):
-            return FuzzOutcome(ACCEPTED, description)
+            return FuzzOutcome(INVALID_ACCEPTED, description)
     if call is Parallel and not _is_count(1)(arguments[0]):
-        return FuzzOutcome(ACCEPTED, description)
-    return run_or_outcome(description, lambda: FuzzOutcome(RIGHT, description + str(result)[:0]))
+        return FuzzOutcome(INVALID_ACCEPTED, description)
+    return run_or_classify(description, lambda: FuzzOutcome(CORRECT, description + str(result)[:0]))
 
 
-def compatibility_checks(case: tuple[Any, ...]) -> FuzzOutcome:
+def check_compatibility_call(case: tuple[Any, ...]) -> FuzzOutcome:
     """Call `check` or `make_kernel` with junk as one of the arguments."""
     fields, parts, argument, value, call = case
-    problem = run_or_outcome("a problem", lambda: Problem(**fields))
+    problem = run_or_classify("a problem", lambda: Problem(**fields))
     if isinstance(problem, FuzzOutcome):
         return problem
     arguments: list[Any] = [*parts, problem]
@@ -204,11 +209,11 @@ def compatibility_checks(case: tuple[Any, ...]) -> FuzzOutcome:
     else:
         options["machine"] = value
     description = f"{call.__name__} with {shorten(value)} as argument {argument}"
-    result = run_or_outcome(description, lambda: call(*arguments, **options))
+    result = run_or_classify(description, lambda: call(*arguments, **options))
     if isinstance(result, FuzzOutcome):
         return result
     is_allowed = value is None and argument == 3
-    return FuzzOutcome(RIGHT if is_allowed else ACCEPTED, description)
+    return FuzzOutcome(CORRECT if is_allowed else INVALID_ACCEPTED, description)
 
 
 _CHECKS = st.tuples(
@@ -220,6 +225,6 @@ _CHECKS = st.tuples(
 )
 TARGETS: tuple[Target[Any], ...] = (
     Target("problem_fields", 13, _PROBLEMS, check_problem),
-    Target("small_facts", 5, _spec_calls(), small_facts),
-    Target("compatibility_checks", 7, _CHECKS, compatibility_checks),
+    Target("small_facts", 5, _spec_calls(), check_spec_arguments),
+    Target("compatibility_checks", 7, _CHECKS, check_compatibility_call),
 )

@@ -1,4 +1,4 @@
-"""Define fuzz targets: a Hypothesis strategy for inputs, and a check that classifies the result."""
+"""Define `Target`: a Hypothesis strategy for inputs, and a check that classifies the outcome."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +17,14 @@ Case = TypeVar("Case")
 class Target(Generic[Case]):
     """One kind of call with random input.
 
-    share: relative number of configurations. cases: strategy for the input. check: makes the call
-    and classifies the result; must be deterministic for a given input. launches: whether kernels
-    may be launched, so that the target also runs with interpreted kernels. examples: inputs to run
-    first, each of which once failed.
+    Attributes:
+        name: name of the target.
+        share: relative frequency among the configurations.
+        cases: strategy for the input.
+        check: makes the call and classifies its outcome; must be deterministic for a given input.
+        launches: whether the target may launch kernels. If so, it also runs with interpreted
+            kernels.
+        examples: inputs to run first, each of which once failed.
     """
 
     name: str
@@ -32,17 +36,17 @@ class Target(Generic[Case]):
 
 
 def chance(percent: int) -> st.SearchStrategy[bool]:
-    """Return a strategy for a bool that is True in about `percent` of 100 draws."""
+    """Return a strategy for a bool that is True with a probability of `percent` in 100."""
     return st.integers(0, 99).map(lambda number: number >= 100 - percent)
 
 
 seeds = st.integers(0, 2**32 - 1)
 
 
-def import_name(path: str) -> Any:
-    """Return the object at "module:name" or "module:class.name".
+def import_object(path: str) -> Any:
+    """Import the object at "module:name" or "module:class.name".
 
-    Used for packages that modular_kernel.testing must not import.
+    This is used for modules that modular_kernel.testing must not import statically.
     """
     module, _, names = path.partition(":")
     return reduce(getattr, names.split("."), import_module(module))

@@ -27,7 +27,7 @@ from modular_kernel.testing.stress.fuzz import (
     transforms,
 )
 from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome
-from modular_kernel.testing.stress.fuzz.properties import TargetProperty, directory_database
+from modular_kernel.testing.stress.fuzz.properties import TargetProperty, open_directory_database
 from modular_kernel.testing.stress.fuzz.target import Target
 
 TARGETS: tuple[Target[Any], ...] = (
@@ -54,11 +54,12 @@ TARGETS: tuple[Target[Any], ...] = (
 NAMES = tuple(target.name for target in TARGETS)
 
 
-def selected(*, calls_only: bool, only: str) -> list[Target[Any]]:
-    """Return the targets to draw from.
+def select_targets(*, calls_only: bool, only: str) -> list[Target[Any]]:
+    """Return the targets from which configurations are drawn.
 
     calls_only: whether to use only targets that may launch kernels, for a run with interpreted
-    kernels. only: the name of the only target to use; "" for all.
+        kernels.
+    only: the name of the only target to use; "" means all targets.
     """
     return [
         target
@@ -68,28 +69,28 @@ def selected(*, calls_only: bool, only: str) -> list[Target[Any]]:
 
 
 @functools.cache
-def property_of(name: str) -> TargetProperty:
+def get_property(name: str) -> TargetProperty:
     """Return the Hypothesis property of a target."""
-    return TargetProperty(TARGETS[NAMES.index(name)], directory_database())
+    return TargetProperty(TARGETS[NAMES.index(name)], open_directory_database())
 
 
-def outcome_of(
+def run_configuration(
     seed: str, number: int, *, calls_only: bool = False, only: str = ""
 ) -> tuple[str, FuzzOutcome]:
-    """Run configuration `number`; return its target's name and its outcome."""
+    """Run configuration `number` of a seed; return the name of its target and its outcome."""
     rng = Random(f"{seed}/{number}")
-    targets = selected(calls_only=calls_only, only=only)
+    targets = select_targets(calls_only=calls_only, only=only)
     (target,) = rng.choices(targets, [target.share for target in targets])
-    return target.name, property_of(target.name).run(rng)
+    return target.name, get_property(target.name).run(rng)
 
 
-def saved_failures(
+def find_saved_failures(
     *, calls_only: bool = False, only: str = ""
 ) -> Iterator[tuple[str, FuzzOutcome]]:
-    """Run the explicit examples and saved failures of each target; yield those that still fail.
+    """Run the explicit examples and the saved failures of each target.
 
-    Yields (target's name, outcome), with the input shrunk.
+    Yields (name of the target, outcome of the shrunk input) for each target that still fails.
     """
-    for target in selected(calls_only=calls_only, only=only):
-        for outcome in property_of(target.name).failures():
+    for target in select_targets(calls_only=calls_only, only=only):
+        for outcome in get_property(target.name).failures():
             yield target.name, outcome

@@ -1,4 +1,4 @@
-"""Calls in settings of the process, changed memory of started calls, and patterns of modules."""
+"""Fuzz targets: calls under torch settings, memory changes of started calls, module patterns."""
 
 import re
 import sys
@@ -17,15 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from modular_kernel.quant.quantized_weights import dequantized_weights, quantize_weights
 from modular_kernel.testing.stress.fuzz import samples
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    RIGHT,
-    TYPED,
-    WRONG,
+    CORRECT,
+    INVALID_ACCEPTED,
+    TYPED_ERROR,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
 from modular_kernel.testing.stress.fuzz.samples import PROBLEM, E
-from modular_kernel.testing.stress.fuzz.target import Target, import_name, seeds
+from modular_kernel.testing.stress.fuzz.target import Target, import_object, seeds
 
 
 class _FunctionMode(TorchFunctionMode):
@@ -43,7 +43,7 @@ class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _set(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+def _temporarily(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
     change(value)
     try:
         yield
@@ -52,102 +52,119 @@ def _set(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None
 
 
 _SETTINGS: dict[str, Callable[[], Any]] = {
-    "default dtype float64": lambda: _set(torch.set_default_dtype, torch.float64, torch.float32),
-    "default dtype float16": lambda: _set(torch.set_default_dtype, torch.float16, torch.float32),
+    "default dtype float64": lambda: _temporarily(
+        torch.set_default_dtype, torch.float64, torch.float32
+    ),
+    "default dtype float16": lambda: _temporarily(
+        torch.set_default_dtype, torch.float16, torch.float32
+    ),
     "default device meta": lambda: torch.device("meta"),
-    "flush denormals": lambda: _set(torch.set_flush_denormal, True, False),
-    "deterministic": lambda: _set(torch.use_deterministic_algorithms, True, False),
+    "flush denormals": lambda: _temporarily(torch.set_flush_denormal, True, False),
+    "deterministic": lambda: _temporarily(torch.use_deterministic_algorithms, True, False),
     "function mode": _FunctionMode,
     "dispatch mode": _DispatchMode,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "inference": torch.inference_mode,
     "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=True),
     "no mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
-    "precision": lambda: _set(torch.set_float32_matmul_precision, "medium", "highest"),
-    "swapped parameters": lambda: _set(
+    "precision": lambda: _temporarily(torch.set_float32_matmul_precision, "medium", "highest"),
+    "swapped parameters": lambda: _temporarily(
         torch.__future__.set_swap_module_params_on_conversion, True, False
     ),
-    "short slices": lambda: _set(sys.setswitchinterval, 1e-6, sys.getswitchinterval()),
+    "short slices": lambda: _temporarily(sys.setswitchinterval, 1e-6, sys.getswitchinterval()),
 }
 
 
-def _quantized() -> list[torch.Tensor]:
+def _run_quantized() -> list[torch.Tensor]:
     problem = replace(PROBLEM, hidden=32, intermediate=32, quant="nvfp4_w4a16")
-    given = _plain(lambda: samples.inputs(0, replace(problem, quant="none")))
-    weights = quantize_weights(given.weights, problem)
+    call_inputs = _with_default_settings(
+        lambda: samples.make_call_inputs(0, replace(problem, quant="none"))
+    )
+    weights = quantize_weights(call_inputs.weights, problem)
     return [dequantized_weights(weights, name, problem) for name in ("w1", "w2")]
 
 
-def _tables() -> list[torch.Tensor]:
-    placement = import_name("modular_kernel.spec.placement:Placement").round_robin(E, 2)
+def _make_tables() -> list[torch.Tensor]:
+    placement = import_object("modular_kernel.spec.placement:Placement").round_robin(E, 2)
     return [placement.expert_map(1), *vars(placement.with_copies({0: (1,)}).tables()).values()]
 
 
-def _adapted(seed: int) -> list[torch.Tensor]:
-    given = _plain(lambda: samples.inputs(seed))
-    layer = samples.loaded_layer(given.weights, device="cpu")
-    home = "modular_kernel.layers.lora"
-    manager = import_name(f"{home}:LoRAManager")(PROBLEM, samples.LORA, [3])
-    factors = _plain(lambda: samples.adapter(2, seed % 9))
-    manager.load("mine", {3: import_name(f"{home}:MoELoRALayer")(factors, 0.5)})
+def _run_with_adapter(seed: int) -> list[torch.Tensor]:
+    call_inputs = _with_default_settings(lambda: samples.make_call_inputs(seed))
+    layer = samples.make_loaded_layer(call_inputs.weights, device="cpu")
+    module = "modular_kernel.layers.lora"
+    manager = import_object(f"{module}:LoRAManager")(PROBLEM, samples.LORA_OPTIONS, [3])
+    factors = _with_default_settings(lambda: samples.make_adapter(2, seed % 9))
+    manager.load("mine", {3: import_object(f"{module}:MoELoRALayer")(factors, 0.5)})
     starts = torch.tensor([0, 3, PROBLEM.tokens], device="cpu")
-    batch = import_name(f"{home}:ForwardBatch")(("mine", None), starts)
+    batch = import_object(f"{module}:ForwardBatch")(("mine", None), starts)
     info = manager.prepare_moe_lora_batch(batch, 3)
-    adapted = import_name(f"{home}:FusedMoEWithLoRA")(layer, manager)
-    return [adapted(given.x_TH, given.routing, moe_lora_info=info)]
+    adapted = import_object(f"{module}:FusedMoEWithLoRA")(layer, manager)
+    return [adapted(call_inputs.x_TH, call_inputs.routing, moe_lora_info=info)]
 
 
-def _plain(make: Callable[[], Any]) -> Any:
-    """Return inputs, made with torch's initial defaults."""
+def _with_default_settings(make: Callable[[], Any]) -> Any:
+    """Make inputs with torch's initial default dtype and device."""
     before = torch.get_default_dtype()
-    with _set(torch.set_default_dtype, torch.float32, before), torch.device("cpu"):
+    with _temporarily(torch.set_default_dtype, torch.float32, before), torch.device("cpu"):
         return make()
 
 
-def _calls(name: str, seed: int) -> list[torch.Tensor]:
-    given = _plain(lambda: samples.inputs(seed))
-    arguments = (given.x_TH, given.weights, given.routing)
+def _run_call(name: str, seed: int) -> list[torch.Tensor]:
+    call_inputs = _with_default_settings(lambda: samples.make_call_inputs(seed))
+    arguments = (call_inputs.x_TH, call_inputs.weights, call_inputs.routing)
     if name == "layer":
-        return [samples.loaded_layer(given.weights, device="cpu")(given.x_TH, given.routing)]
+        return [
+            samples.make_loaded_layer(call_inputs.weights, device="cpu")(
+                call_inputs.x_TH, call_inputs.routing
+            )
+        ]
     if name == "batched":
-        return [samples.kernel(PROBLEM, samples.BATCHED)(*arguments)]
+        return [samples.make_torch_kernel(PROBLEM, samples.BATCHED_PAIR)(*arguments)]
     if name == "start":
-        return [samples.kernel().start(*arguments).finish()]
+        return [samples.make_torch_kernel().start(*arguments).finish()]
     if name == "plan":
-        return [samples.kernel().plan()(*arguments).clone()]
-    return [samples.kernel()(*arguments)]
+        return [samples.make_torch_kernel().plan()(*arguments).clone()]
+    return [samples.make_torch_kernel()(*arguments)]
 
 
 _USES: dict[str, Callable[[int], list[torch.Tensor]]] = {
-    "quantized": lambda _: _quantized(),
-    "tables": lambda _: _tables(),
-    "adapted": _adapted,
-    **{name: partial(_calls, name) for name in ("kernel", "batched", "plan", "start", "layer")},
+    "quantized": lambda _: _run_quantized(),
+    "tables": lambda _: _make_tables(),
+    "adapted": _run_with_adapter,
+    **{name: partial(_run_call, name) for name in ("kernel", "batched", "plan", "start", "layer")},
 }
 
 
-def torch_settings(case: tuple[str, list[str], int]) -> FuzzOutcome:
-    """Use the package in settings of the process: the numbers are those without them."""
+def check_torch_settings(case: tuple[str, list[str], int]) -> FuzzOutcome:
+    """Use the package under unusual settings of torch. They must not change the results.
+
+    case: (what to use, names of the settings, seed).
+    """
     name, names, seed = case
-    what = f"{name} with {names}"
+    description = f"{name} with {names}"
     expected = _USES[name](seed)
 
     def run() -> list[torch.Tensor]:
         with ExitStack() as stack:
-            for each in names:
-                stack.enter_context(_SETTINGS[each]())
+            for setting in names:
+                stack.enter_context(_SETTINGS[setting]())
             return _USES[name](seed)
 
-    found = run_or_outcome(what, run)
-    if isinstance(found, FuzzOutcome):
-        return replace(found, kind=WRONG) if found.kind == TYPED else found
+    result_or_outcome = run_or_classify(description, run)
+    if isinstance(result_or_outcome, FuzzOutcome):
+        return (
+            replace(result_or_outcome, kind=WRONG_RESULT)
+            if result_or_outcome.kind == TYPED_ERROR
+            else result_or_outcome
+        )
     same = all(
         mine.dtype is other.dtype
         and mine.device == other.device
         and torch.allclose(mine.float(), other.float(), rtol=1e-4, atol=1e-5)
-        for mine, other in zip(found, expected, strict=True)
+        for mine, other in zip(result_or_outcome, expected, strict=True)
     )
-    return FuzzOutcome(RIGHT if same else WRONG, what)
+    return FuzzOutcome(CORRECT if same else WRONG_RESULT, description)
 
 
 # ----------------------------------------------------------------------------------- started calls
@@ -155,7 +172,7 @@ def torch_settings(case: tuple[str, list[str], int]) -> FuzzOutcome:
 
 @dataclass(frozen=True)
 class StartedCase:
-    """A started call, and what changes the memory of one of its tensors before it is finished."""
+    """A started call, and a change of the memory of one tensor before the call is finished."""
 
     parts: tuple[str, str]
     tensor: str
@@ -163,16 +180,23 @@ class StartedCase:
     seed: int
 
 
-def started_calls(case: StartedCase) -> FuzzOutcome:
-    """Change the memory of a tensor between start and finish: refused, and the next call right."""
-    given, kernel = samples.inputs(case.seed), samples.kernel(PROBLEM, case.parts)
-    routing = given.routing
-    out = torch.full_like(given.x_TH, torch.nan)
+def check_started_call(case: StartedCase) -> FuzzOutcome:
+    """Change the memory of a tensor between start and finish.
+
+    `finish` must raise a typed error, and the next call must be correct.
+    """
+    call_inputs, kernel = (
+        samples.make_call_inputs(case.seed),
+        samples.make_torch_kernel(PROBLEM, case.parts),
+    )
+    routing = call_inputs.routing
+    out = torch.full_like(call_inputs.x_TH, torch.nan)
     tensor = {
-        "x": given.x_TH, "w1": given.weights.w1, "w2": given.weights.w2, "out": out,
+        "x": call_inputs.x_TH, "w1": call_inputs.weights.w1, "w2": call_inputs.weights.w2,
+        "out": out,
         "ids": routing.topk_ids_TK, "topk_weights": routing.topk_weights_TK,
     }[case.tensor]  # fmt: skip
-    pending = kernel.start(given.x_TH, given.weights, routing, out=out)
+    pending = kernel.start(call_inputs.x_TH, call_inputs.weights, routing, out=out)
     storage = tensor.untyped_storage()
     changes: dict[str, Callable[[], object]] = {
         "freed": lambda: storage.resize_(0),
@@ -181,15 +205,15 @@ def started_calls(case: StartedCase) -> FuzzOutcome:
         "replaced": lambda: tensor.set_(tensor.clone()),  # type: ignore[call-overload]
     }
     changes[case.change]()
-    what = f"{case.tensor} {case.change} between start and finish, {' x '.join(case.parts)}"
-    result = run_or_outcome(what, pending.finish)
+    description = f"{case.tensor} {case.change} between start and finish, {' x '.join(case.parts)}"
+    result = run_or_classify(description, pending.finish)
     if not isinstance(result, FuzzOutcome):
-        return FuzzOutcome(ACCEPTED, what)
-    if result.kind != TYPED:
+        return FuzzOutcome(INVALID_ACCEPTED, description)
+    if result.kind != TYPED_ERROR:
         return result
-    again = samples.inputs(case.seed + 1)
-    fault = samples.output_mismatch(kernel(again.x_TH, again.weights, again.routing), again)
-    return FuzzOutcome(WRONG, f"{what}: then {fault}") if fault else result
+    again = samples.make_call_inputs(case.seed + 1)
+    mismatch = samples.find_output_mismatch(kernel(again.x_TH, again.weights, again.routing), again)
+    return FuzzOutcome(WRONG_RESULT, f"{description}: then {mismatch}") if mismatch else result
 
 
 # --------------------------------------------------------------------------------- module patterns
@@ -209,32 +233,37 @@ _globs = st.text(st.sampled_from("ab1._*?"), min_size=1, max_size=6)
 _names = st.text(st.sampled_from("ab.1_"), max_size=18)
 
 
-def module_patterns(case: tuple[str, str, str]) -> FuzzOutcome:
-    """Match an entry of a list of modules with a name, as `re` or `fnmatch` does."""
+def check_module_pattern(case: tuple[str, str, str]) -> FuzzOutcome:
+    """Match an entry of a list of modules with a name; compare with `re` or `fnmatch`.
+
+    case: (kind of entry, text of the entry, name of a module).
+    """
     kind, text, name = case
-    what = f"{kind} {text!r} and {name!r}"
-    home = "modular_kernel.models.module_matcher"
-    entry = import_name(f"{home}:Entry")(text, kind)
+    description = f"{kind} {text!r} and {name!r}"
+    module = "modular_kernel.models.module_matcher"
+    entry = import_object(f"{module}:Entry")(text, kind)
     try:
-        found = import_name(f"{home}:ModuleMatcher")([entry]).first([name]) is not None
-    except import_name(f"{home}:PatternError"):
-        return FuzzOutcome(TYPED, what)
+        result_or_outcome = (
+            import_object(f"{module}:ModuleMatcher")([entry]).first([name]) is not None
+        )
+    except import_object(f"{module}:PatternError"):
+        return FuzzOutcome(TYPED_ERROR, description)
     inner = [name[:end] for end, character in enumerate(name) if character == "."]
     if kind == "modules":
         parts = name.split(".")
         spans = [(i, j) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
-        stripped = text.strip(".").removesuffix(".*")  # an entry covers what is inside a module
+        stripped = text.strip(".").removesuffix(".*")  # an entry also matches submodules
         allowed = [any(fnmatchcase(".".join(parts[i:j]), stripped) for i, j in spans)]
     else:
         matches = re.compile(text, re.ASCII)
         test = matches.match if kind == "regex" else matches.search
-        # An entry that ends a name also covers everything inside the modules that it matches.
+        # An entry with an end anchor also matches the submodules of the modules that it matches.
         covered = "$" in text and any(map(test, inner))
         allowed = [True, True] if (matched := bool(test(name))) else [matched, bool(covered)]
-    return FuzzOutcome(RIGHT if found in allowed else WRONG, what)
+    return FuzzOutcome(CORRECT if result_or_outcome in allowed else WRONG_RESULT, description)
 
 
-_PARTS = st.sampled_from((samples.PAIR, samples.BATCHED))
+_PARTS = st.sampled_from((samples.STANDARD_PAIR, samples.BATCHED_PAIR))
 _STARTED = st.builds(
     StartedCase,
     parts=_PARTS,
@@ -252,7 +281,7 @@ _PATTERNS = st.one_of(
     st.tuples(st.just("modules"), _globs.filter(lambda text: bool(text.strip("."))), _names),
 )
 TARGETS: tuple[Target[Any], ...] = (
-    Target("torch_settings", 2, _SETTING_CASES, torch_settings),
-    Target("started_calls", 1, _STARTED, started_calls),
-    Target("module_patterns", 2, _PATTERNS, module_patterns),
+    Target("torch_settings", 2, _SETTING_CASES, check_torch_settings),
+    Target("started_calls", 1, _STARTED, check_started_call),
+    Target("module_patterns", 2, _PATTERNS, check_module_pattern),
 )

@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 from modular_kernel.testing.stress.fuzz import samples
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
-    ACCEPTED,
-    RIGHT,
-    WRONG,
+    CORRECT,
+    INVALID_ACCEPTED,
+    WRONG_RESULT,
     FuzzOutcome,
-    run_or_outcome,
+    run_or_classify,
 )
 from modular_kernel.testing.stress.fuzz.random_problems import CallInputs
-from modular_kernel.testing.stress.fuzz.samples import PROBLEM, E, T, floats
-from modular_kernel.testing.stress.fuzz.target import Target, import_name, seeds
+from modular_kernel.testing.stress.fuzz.samples import PROBLEM, E, T, draw_floats
+from modular_kernel.testing.stress.fuzz.target import Target, import_object, seeds
 
 # PyTorch's transforms are not typed.
 forward_ad: Any = torch.autograd.forward_ad
 func: Any = torch.func
 
-# (x, w1, topk_weights) -> output; router functions take logits as x.
+# Maps (x, w1, topk_weights) to the output. Router functions take logits as x.
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _FUNCTIONS = (
     "kernel",
@@ -39,23 +39,25 @@ _FUNCTIONS = (
 
 
 def _make_function(name: str, inputs: CallInputs) -> Function:
-    """Return a call as a function of its floating-point tensors."""
+    """Make a function that maps the floating-point tensors of a call to its output."""
     weights, routing = inputs.weights, inputs.routing
     if name == "route":
-        route = import_name("modular_kernel.ops.route:route")
-        spec = samples.router_spec(renormalize=True)
+        route = import_object("modular_kernel.ops.route:route")
+        spec = samples.make_router_spec(renormalize=True)
         return lambda x, _w1, _scores: route(x[:, :E], spec).routing.topk_weights_TK
     if name == "routed layer":
-        spec = samples.router_spec(renormalize=True)
-        layer = samples.loaded_layer(weights, router=spec)
+        spec = samples.make_router_spec(renormalize=True)
+        layer = samples.make_loaded_layer(weights, router=spec)
         return lambda x, _w1, _scores: layer(x.detach(), x[:, :E])
     if name == "layer":
-        layer = samples.loaded_layer(weights)
+        layer = samples.make_loaded_layer(weights)
         return lambda x, _w1, scores: layer(x, replace(routing, topk_weights_TK=scores))
     if name == "fused_experts":
-        fused = import_name("modular_kernel.integrations.fused_moe:fused_experts")
+        fused = import_object("modular_kernel.integrations.fused_moe:fused_experts")
         return lambda x, w1, scores: fused(x, w1, weights.w2, (scores, routing.topk_ids_TK, None))
-    kernel = samples.kernel(PROBLEM, samples.BATCHED if name == "batched" else samples.PAIR)
+    kernel = samples.make_torch_kernel(
+        PROBLEM, samples.BATCHED_PAIR if name == "batched" else samples.STANDARD_PAIR
+    )
     run: Any = {"plan": kernel.plan, "start": lambda: _start_and_finish(kernel)}.get(
         name, lambda: kernel
     )()
@@ -74,10 +76,10 @@ _TRANSFORMS = (
 )  # fmt: skip
 
 
-def transforms(case: tuple[str, str, int, int]) -> FuzzOutcome:
-    """Call within a function transform. It must not lose a gradient or give a wrong result."""
+def check_transform(case: tuple[str, str, int, int]) -> FuzzOutcome:
+    """Call inside a function transform. It must not lose a gradient or return a wrong result."""
     name, transform, argument, seed = case
-    inputs = samples.inputs(seed)
+    inputs = samples.make_call_inputs(seed)
     function = _make_function(name, inputs)
     arguments = [inputs.x_TH, inputs.weights.w1, inputs.routing.topk_weights_TK]
     index = 0 if name in ("route", "routed layer") else argument
@@ -90,22 +92,22 @@ def transforms(case: tuple[str, str, int, int]) -> FuzzOutcome:
         return function(changed[0], changed[1], changed[2])
 
     expected = call_with(arguments[index].clone()).clone()
-    result = run_or_outcome(
+    result = run_or_classify(
         description, lambda: _apply_transform(transform, call_with, arguments[index])
     )
     if isinstance(result, FuzzOutcome):
         return result
     if result == "lost":
-        return FuzzOutcome(ACCEPTED, f"{description}: the gradient is lost")
+        return FuzzOutcome(INVALID_ACCEPTED, f"{description}: the gradient is lost")
     if isinstance(result, torch.Tensor) and not torch.equal(result.detach(), expected):
-        return FuzzOutcome(WRONG, description)
-    return FuzzOutcome(RIGHT, description)
+        return FuzzOutcome(WRONG_RESULT, description)
+    return FuzzOutcome(CORRECT, description)
 
 
 def _apply_transform(  # noqa: C901 (one case for each transform)
     transform: str, function: Callable[[torch.Tensor], torch.Tensor], tensor: Any
 ) -> Any:
-    """Return the output, "lost" if a derivative was lost, or None if there is no output."""
+    """Apply a transform; return the output, "lost" if a derivative was lost, or None."""
     if transform == "dual":
         with forward_ad.dual_level():
             output = function(forward_ad.make_dual(tensor, torch.ones_like(tensor)))
@@ -224,7 +226,11 @@ _SUBCLASSES: dict[str, Callable[[torch.Tensor], Any]] = {
 class SubclassCase:
     """A call with some arguments of another class.
 
-    kind: one of _SUBCLASSES. argument_indices: modulo the number of arguments.
+    Attributes:
+        function: what is called.
+        kind: one of _SUBCLASSES.
+        argument_indices: indices of the changed arguments, modulo the number of arguments.
+        seed: seed of the inputs.
     """
 
     function: str
@@ -233,12 +239,12 @@ class SubclassCase:
     seed: int
 
 
-def tensor_subclasses(case: SubclassCase) -> FuzzOutcome:
-    """Call with tensors of other classes: the output must be correct, or the error typed."""
-    inputs = samples.inputs(case.seed)
-    router = samples.router_spec(renormalize=True)
-    route = import_name("modular_kernel.ops.route:route")
-    logits = floats(T, E, seed=case.seed)
+def check_tensor_subclasses(case: SubclassCase) -> FuzzOutcome:
+    """Call with tensors of other classes. The output must be correct, or the error typed."""
+    inputs = samples.make_call_inputs(case.seed)
+    router = samples.make_router_spec(renormalize=True)
+    route = import_object("modular_kernel.ops.route:route")
+    logits = draw_floats(T, E, seed=case.seed)
     tensors: dict[str, Any] = {
         "x": inputs.x_TH, "w1": inputs.weights.w1, "w2": inputs.weights.w2,
         "topk_weights": inputs.routing.topk_weights_TK, "topk_ids": inputs.routing.topk_ids_TK,
@@ -260,7 +266,7 @@ def tensor_subclasses(case: SubclassCase) -> FuzzOutcome:
         if case.function == "route":
             return route(changed["logits"], router).routing.topk_weights_TK
         if case.function == "routed layer":
-            return samples.loaded_layer(inputs.weights, router=router)(
+            return samples.make_loaded_layer(inputs.weights, router=router)(
                 changed["x"], changed["logits"]
             )
         weights = replace(inputs.weights, w1=changed["w1"], w2=changed["w2"])
@@ -270,24 +276,24 @@ def tensor_subclasses(case: SubclassCase) -> FuzzOutcome:
             topk_ids_TK=changed["topk_ids"],
         )
         if case.function == "layer":
-            return samples.loaded_layer(weights)(changed["x"], routing)
-        kernel = samples.kernel(
-            PROBLEM, samples.BATCHED if case.function == "batched" else samples.PAIR
+            return samples.make_loaded_layer(weights)(changed["x"], routing)
+        kernel = samples.make_torch_kernel(
+            PROBLEM, samples.BATCHED_PAIR if case.function == "batched" else samples.STANDARD_PAIR
         )
         run: Any = kernel.plan() if case.function == "plan" else kernel
         return run(changed["x"], weights, routing, out=changed["out"])
 
-    result = run_or_outcome(description, call)
+    result = run_or_classify(description, call)
     if isinstance(result, FuzzOutcome):
         return result
     if case.function == "route":
         same = torch.equal(torch.as_tensor(result), scores)
-        return FuzzOutcome(RIGHT if same else WRONG, description)
-    mismatch = oracle.mismatch(result.as_subclass(torch.Tensor))
+        return FuzzOutcome(CORRECT if same else WRONG_RESULT, description)
+    mismatch = oracle.find_mismatch(result.as_subclass(torch.Tensor))
     return (
-        FuzzOutcome(WRONG, f"{description}: {mismatch}")
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
-        else FuzzOutcome(RIGHT, description)
+        else FuzzOutcome(CORRECT, description)
     )
 
 
@@ -302,6 +308,6 @@ _TRANSFORM_CASES = st.tuples(
     st.sampled_from(_FUNCTIONS), st.sampled_from(_TRANSFORMS), st.integers(0, 2), seeds
 )
 TARGETS: tuple[Target[Any], ...] = (
-    Target("transforms", 3, _TRANSFORM_CASES, transforms, launches=True),
-    Target("tensor_subclasses", 3, _SUBCLASS_CASES, tensor_subclasses, launches=True),
+    Target("transforms", 3, _TRANSFORM_CASES, check_transform, launches=True),
+    Target("tensor_subclasses", 3, _SUBCLASS_CASES, check_tensor_subclasses, launches=True),
 )

@@ -1,11 +1,13 @@
-"""Worker process that runs configurations: `worker SEED FIRST STOP CALLS TARGET`.
+"""Fuzzing worker that runs random configurations: `worker SEED FIRST STOP CALLS TARGET`.
 
-Runs the configurations FIRST to STOP - 1, and prints one line of JSON for each. Number -1 stands
-for the explicit examples and saved failures of each target. CALLS: "calls" for only the targets
-that may launch kernels, else "". TARGET: the name of the only target, "" for all.
+It runs the configurations FIRST to STOP - 1, and prints one line of JSON for each. Number -1 stands
+for the explicit examples and saved failures of each target.
 
-A failure is printed at once, because shrinking it may crash or hang. It is printed once more with
-the smallest input that was found.
+CALLS: "calls" to run only targets that may launch kernels, "" to run all.
+TARGET: name of the only target to run, "" to run all.
+
+A failure is printed at once, because shrinking it may crash or hang. It is printed again with the
+smallest input that was found.
 """
 
 import json
@@ -14,41 +16,48 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from modular_kernel.testing.stress.fuzz.outcome import BAD, FuzzOutcome
-from modular_kernel.testing.stress.fuzz.targets import outcome_of, property_of, saved_failures
+from modular_kernel.testing.stress.fuzz.outcome import FAILURE_KINDS, FuzzOutcome
+from modular_kernel.testing.stress.fuzz.targets import (
+    find_saved_failures,
+    get_property,
+    run_configuration,
+)
 
 _SAVED = -1
 
 
-def main(seed: str, first: str, stop: str, calls: str = "", only: str = "") -> None:
+def main(seed: str, first: str, stop: str, calls_mode: str = "", only: str = "") -> None:
     """Print [number, target, kind, description] for each configuration.
 
-    The printed kind is that of the outcome, "saved" before the outcomes of number -1, or "smaller"
-    for a shrunk input. The arguments are those of the command. All other output is discarded.
+    kind is the outcome's kind. It is "saved" for the marker line before the outcomes of number -1,
+    and "smaller" for a shrunk input. All other output to stdout is redirected to stderr. The
+    arguments are those of the command line.
     """
     warnings.simplefilter("ignore")
     seen = set[tuple[str, str]]()
-    with os.fdopen(os.dup(1), "w") as answers:
+    with os.fdopen(os.dup(1), "w") as results:
         os.dup2(2, 1)
         for number in range(int(first), int(stop)):
-            for target, kind, description in _lines(seed, number, bool(calls), only, seen):
-                print(json.dumps([number, target, kind, description]), file=answers, flush=True)
+            for target, kind, description in _run_number(
+                seed, number, bool(calls_mode), only, seen
+            ):
+                print(json.dumps([number, target, kind, description]), file=results, flush=True)
 
 
-def _lines(
+def _run_number(
     seed: str, number: int, calls_only: bool, only: str, seen: set[tuple[str, str]]
 ) -> Iterator[tuple[str, str, str]]:
     if number == _SAVED:
         yield "saved", "saved", ""
-        for target, outcome in saved_failures(calls_only=calls_only, only=only):
+        for target, outcome in find_saved_failures(calls_only=calls_only, only=only):
             yield target, outcome.kind, outcome.description
         return
-    target, outcome = outcome_of(seed, number, calls_only=calls_only, only=only)
+    target, outcome = run_configuration(seed, number, calls_only=calls_only, only=only)
     yield target, outcome.kind, outcome.description
-    # Shrink one failure of each kind. The others probably have the same cause.
-    if outcome.kind in BAD and (target, outcome.kind) not in seen:
+    # Shrink one failure of each target and kind. Others probably have the same cause.
+    if outcome.kind in FAILURE_KINDS and (target, outcome.kind) not in seen:
         seen.add((target, outcome.kind))
-        for smallest in property_of(target).failures():
+        for smallest in get_property(target).failures():
             yield target, "smaller", _format(smallest)
 
 

@@ -1,8 +1,8 @@
-"""Enumerate the situations that differ from a given one in a single field.
+"""Enumerate the situations that differ from a given situation in a single field.
 
-A situation is a pairing with the parts' requirements, a problem and a machine. The fields are those
-of Problem, Machine, and the requirements of both parts. The values of a field are derived from its
-annotation, so that new fields are included automatically.
+A situation consists of a pairing with the requirements of its parts, a problem and a machine. The
+fields are those of Problem, of Machine, and of the requirements of both parts. The values of a
+field are derived from its annotation, so that new fields are included automatically.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.utils.argument_checks import Count
 
 _UNBOUNDED = 2**40  # represents a bound of None
-_MAX_EXPERTS, _MAX_RANKS = 4096, 64  # limits of the search, since a Placement lists all experts
+_MAX_EXPERTS, _MAX_RANKS = 4096, 64  # limits of the search, because a Placement lists all experts
 Record = TypeVar("Record")
 _ID_DTYPES = (None, torch.int32, torch.int64)
 
@@ -37,7 +37,11 @@ _ID_DTYPES = (None, torch.int32, torch.int64)
 class EdgeSituation:
     """A pairing with requirements, a problem and a machine.
 
-    pf, experts: the parts. pf_requires, experts_requires: may differ from what the parts declare.
+    Attributes:
+        pf, experts: the parts.
+        pf_requires, experts_requires: their requirements in this situation, which may differ from
+            what the parts declare.
+        problem, machine: the problem and the machine.
     """
 
     pf: type[PrepareAndFinalize]
@@ -49,9 +53,9 @@ class EdgeSituation:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The verdict on the pairing with these requirements."""
-        pf = _with_requires(self.pf, self.pf_requires)
-        experts = _with_requires(self.experts, self.experts_requires)
+        """The verdict on the pairing with the requirements of this situation."""
+        pf = _make_part(self.pf, self.pf_requires)
+        experts = _make_part(self.experts, self.experts_requires)
         return judge(pf, experts, self.problem, self.machine)
 
     @property
@@ -63,11 +67,14 @@ class EdgeSituation:
 
 @dataclass(frozen=True)
 class NumericField:
-    """A numeric field.
+    """A numeric field of a situation.
 
-    field: its name. start: its value in the base situation. situation_with: returns the situation
-    with another value, or None if the value is invalid. low, high: the range of values.
-    only_decreases: whether only values below `start` are tried.
+    Attributes:
+        field: the name, "record.field".
+        start: the value in the base situation.
+        situation_with: returns the situation with another value, or None if the value is invalid.
+        low, high: the range of values that are tried.
+        only_decreases: whether only values below `start` are tried.
     """
 
     field: str
@@ -78,49 +85,53 @@ class NumericField:
     only_decreases: bool = False
 
 
-def _with_requires(cls: Any, requires: object) -> Any:
-    """Return the part, or a subclass with these requirements if they differ from the part's."""
-    return cls if cls.requires is requires else _changed_part(cls, requires)
+def _make_part(cls: Any, requires: object) -> Any:
+    """Return the part, or a subclass of it with `requires` if the part's requirements differ."""
+    return cls if cls.requires is requires else _make_changed_part(cls, requires)
 
 
 @cache
-def _changed_part(cls: Any, requires: object) -> Any:
+def _make_changed_part(cls: Any, requires: object) -> Any:
     return cls if cls.requires == requires else type(cls.__name__, (cls,), {"requires": requires})
 
 
-def changed_fields(base: EdgeSituation) -> Iterator[tuple[str, EdgeSituation]]:
+def list_changed_situations(base: EdgeSituation) -> Iterator[tuple[str, EdgeSituation]]:
     """Yield ("record.field", situation) for every change of one non-numeric field."""
     for record_name in ("problem", "machine", "pf_requires", "experts_requires"):
         record = getattr(base, record_name)
         hints = _type_hints(cast("Any", type(record)))
         for field in fields(record):
             value = getattr(record, field.name)
-            for new_value in _other_values(base, field.name, hints[field.name], value):
-                neighbor = _with_values(base, record_name, **{field.name: new_value})
+            for new_value in _list_other_values(base, field.name, hints[field.name], value):
+                neighbor = _try_replace_values(base, record_name, **{field.name: new_value})
                 if neighbor is not None:
                     yield f"{record_name}.{field.name}", neighbor
-    for neighbor in _other_device(base):
+    for neighbor in _list_other_devices(base):
         yield "machine.device", neighbor
 
 
-def numeric_fields(base: EdgeSituation) -> Iterator[NumericField]:
+def list_numeric_fields(base: EdgeSituation) -> Iterator[NumericField]:
     """Yield the numeric fields of the problem, the machine and the requirements."""
-    yield from _problem_fields(base)
+    yield from _list_problem_fields(base)
     if base.machine.arch is not None:
         major, minor = base.machine.arch
 
         def with_arch(number: int) -> EdgeSituation | None:
-            return _with_values(base, "machine", arch=divmod(number, 10))
+            return _try_replace_values(base, "machine", arch=divmod(number, 10))
 
         yield NumericField("machine.arch", 10 * major + minor, with_arch, 10, 199)
     for record_name in ("pf_requires", "experts_requires"):
         record = getattr(base, record_name)
         for name, kind in _type_hints(cast("Any", type(record))).items():
-            yield from _requirement_fields(base, record_name, name, kind, getattr(record, name))
+            yield from _list_requirement_fields(
+                base, record_name, name, kind, getattr(record, name)
+            )
 
 
-def _with_values(base: EdgeSituation, record_name: str, **values: object) -> EdgeSituation | None:
-    """Return `base` with other values in one record, or None if they are invalid."""
+def _try_replace_values(
+    base: EdgeSituation, record_name: str, **values: object
+) -> EdgeSituation | None:
+    """Return `base` with other values in one record, or None if the values are invalid."""
     try:
         return _replace(base, **{record_name: _replace(getattr(base, record_name), **values)})
     except ConfigurationError:
@@ -128,13 +139,15 @@ def _with_values(base: EdgeSituation, record_name: str, **values: object) -> Edg
 
 
 def _replace(record: Record, **values: object) -> Record:
-    """Do what `dataclasses.replace` does, in half the time: a search makes about 100,000 calls."""
+    """Do the same as `dataclasses.replace` in half the time. A search makes about 100,000 calls."""
     values_by_name, cls = vars(record), cast("Any", type(record))
-    return cast("Record", cls(**{name: values_by_name[name] for name in _names(cls)} | values))
+    return cast(
+        "Record", cls(**{name: values_by_name[name] for name in _list_field_names(cls)} | values)
+    )
 
 
 @cache
-def _names(cls: Any) -> tuple[str, ...]:
+def _list_field_names(cls: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(cls))
 
 
@@ -143,13 +156,13 @@ def _type_hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def _other_values(
+def _list_other_values(
     base: EdgeSituation, name: str, annotation: Any, value: object
 ) -> Iterator[object]:
     """Yield the other values of a non-numeric field."""
     base_type = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-    if name in _VALUES:
-        candidates: tuple[object, ...] = tuple(_VALUES[name](base))
+    if name in _CANDIDATE_VALUES:
+        candidates: tuple[object, ...] = tuple(_CANDIDATE_VALUES[name](base))
     elif base_type is bool:
         candidates = (not value,)
     elif get_origin(base_type) is Literal:
@@ -160,7 +173,7 @@ def _other_values(
         members = sorted(value, key=str)
         candidates = tuple(value - {member} for member in members)
         if name == "packages":
-            candidates += tuple(value | {member} for member in _packages())
+            candidates += tuple(value | {member} for member in _list_packages())
     elif name == "packages":
         candidates = ((*base.experts_requires.packages, "no_such_package"),)
     elif any(isinstance(arg, type) and issubclass(arg, Enum) for arg in get_args(base_type)):
@@ -171,7 +184,7 @@ def _other_values(
 
 
 @cache
-def _packages() -> tuple[str, ...]:
+def _list_packages() -> tuple[str, ...]:
     """Return the packages that some part may require."""
     from modular_kernel.catalog import collect_packages, load_catalog
 
@@ -179,8 +192,8 @@ def _packages() -> tuple[str, ...]:
 
 
 @cache
-def _schemes() -> tuple[str, ...]:
-    """Return every scheme, alone and with each of its options."""
+def _list_schemes() -> tuple[str, ...]:
+    """Return every scheme, without options and with each of its options."""
     schemes = ["none"]
     for name, scheme in QUANT_SCHEMES.items():
         for option in ("", "block=48x48", "group=48", "zero_points=true", "static=true"):
@@ -192,14 +205,14 @@ def _schemes() -> tuple[str, ...]:
 
 
 @cache
-def _activations() -> tuple[ActivationSpec, ...]:
+def _list_activations() -> tuple[ActivationSpec, ...]:
     kinds = tuple(ActivationSpec.parse(kind) for kind in GATED + UNGATED)
     orders = ActivationSpec("silu", interleaved=True), ActivationSpec("silu", up_first=True)
     return (*kinds, *orders, ActivationSpec("gelu", limit=2.0, up_first=True))
 
 
-def _parallels(problem: Problem) -> Iterator[object]:
-    """Yield the same ranks with other placements of experts."""
+def _list_parallels(problem: Problem) -> Iterator[object]:
+    """Yield other values of `Problem.parallel` with the same number of ranks."""
     parallel, experts = problem.parallel, problem.experts
     if experts < parallel.world_size:
         return
@@ -211,18 +224,18 @@ def _parallels(problem: Problem) -> Iterator[object]:
         yield replace(parallel, placement=linear.with_copies({0: (1,)}))
 
 
-# Values of fields whose annotation does not determine them.
-_VALUES: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
+# The values to try for fields whose annotation does not determine them.
+_CANDIDATE_VALUES: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
     "dtype": lambda _base: DTYPES.values(),
-    "quant": lambda _base: _schemes(),
+    "quant": lambda _base: _list_schemes(),
     "lora": lambda _base: ("none", "adapters=3,rank=4"),
-    "activation": lambda _base: _activations(),
+    "activation": lambda _base: _list_activations(),
     "ids_dtype": lambda _base: _ID_DTYPES,
     "topk_indices_dtype": lambda _base: _ID_DTYPES,
     "scale_layout": lambda _base: ("row_major", "column_major"),
     "chunk_tokens": lambda base: (None, max(1, base.problem.tokens // 2)),
     "max_received": lambda base: (None, max(1, base.problem.tokens)),
-    "parallel": lambda base: _parallels(base.problem),
+    "parallel": lambda base: _list_parallels(base.problem),
     "hidden_sizes": lambda base: (None, frozenset({base.problem.hidden}), frozenset({1})),
     "blocks": lambda _base: (None, frozenset({(128, 128)}), frozenset({(16, 16)})),
     "cuda": lambda _base: (None, (13, 0), (12, 0)),
@@ -230,8 +243,8 @@ _VALUES: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
 }
 
 
-def _other_device(base: EdgeSituation) -> Iterator[EdgeSituation]:
-    """Yield situations with the other device type and the same software."""
+def _list_other_devices(base: EdgeSituation) -> Iterator[EdgeSituation]:
+    """Yield situations with the other type of device and the same software."""
     machine = base.machine
     if machine.device == "cuda":
         cpu = replace(machine, device="cpu", arch=None)
@@ -241,21 +254,21 @@ def _other_device(base: EdgeSituation) -> Iterator[EdgeSituation]:
         yield replace(base, machine=replace(machine, device="cuda", arch=(9, 0)))
 
 
-def _problem_fields(base: EdgeSituation) -> Iterator[NumericField]:
+def _list_problem_fields(base: EdgeSituation) -> Iterator[NumericField]:
     problem = base.problem
     max_values = {"experts": _MAX_EXPERTS}
     for name in ("tokens", "hidden", "intermediate", "experts", "top_k", "local_experts"):
         value = getattr(problem, name)
 
         def with_value(number: int, name: str = name) -> EdgeSituation | None:
-            return _with_values(base, "problem", **{name: number})
+            return _try_replace_values(base, "problem", **{name: number})
 
         start = problem.e if name == "local_experts" else value
         yield NumericField(f"problem.{name}", start, with_value, 0, max_values.get(name, 2**31 - 1))
     if problem.chunk_tokens is not None:
 
         def with_chunk_tokens(number: int) -> EdgeSituation | None:
-            return _with_values(base, "problem", chunk_tokens=number)
+            return _try_replace_values(base, "problem", chunk_tokens=number)
 
         yield NumericField(
             "problem.chunk_tokens", problem.chunk_tokens, with_chunk_tokens, 1, 2**31 - 1
@@ -266,19 +279,19 @@ def _problem_fields(base: EdgeSituation) -> Iterator[NumericField]:
         fills_hosts = ranks % (parallel.ranks_per_host or 1) == 0
         if parallel.placement != "linear" or not 1 <= ranks <= problem.experts or not fills_hosts:
             return None
-        return _with_values(base, "problem", parallel=replace(parallel, world_size=ranks))
+        return _try_replace_values(base, "problem", parallel=replace(parallel, world_size=ranks))
 
     yield NumericField("problem.world_size", problem.parallel.world_size, with_ranks, 1, _MAX_RANKS)
 
 
-def _requirement_fields(
+def _list_requirement_fields(
     base: EdgeSituation, record_name: str, name: str, kind: Any, value: object
 ) -> Iterator[NumericField]:
-    """Yield the numeric field of a required number, or one for each bound of a required range."""
+    """Yield one numeric field for a required number, or one for each bound of a required range."""
     field = f"{record_name}.{name}"
 
     def with_value(number: int) -> EdgeSituation | None:
-        return _with_values(base, record_name, **{name: number})
+        return _try_replace_values(base, record_name, **{name: number})
 
     if isinstance(value, int) and not isinstance(value, bool):
         minimum = 1 if kind == Count else 0
@@ -291,7 +304,7 @@ def _requirement_fields(
 
             def with_bound(number: int, index: int = index) -> EdgeSituation | None:
                 pair = (*value[:index], number, *value[index + 1 :])
-                return _with_values(base, record_name, **{name: pair})
+                return _try_replace_values(base, record_name, **{name: pair})
 
             start = _UNBOUNDED if bound is None else bound
             yield NumericField(
@@ -301,6 +314,6 @@ def _requirement_fields(
         number = 10 * base.machine.arch[0] + base.machine.arch[1]
 
         def from_arch(number: int) -> EdgeSituation | None:
-            return _with_values(base, record_name, min_arch=divmod(number, 10))
+            return _try_replace_values(base, record_name, min_arch=divmod(number, 10))
 
         yield NumericField(field, number, from_arch, 0, 199)

@@ -1,4 +1,7 @@
-"""Difficult values that occur in real layers: zeros, negative weights, overflow, NaN, infinity."""
+"""Kinds of values of x and of the router weights, including ones that are difficult for parts.
+
+The difficult values occur in real layers: zeros, negative weights, overflow, NaN and infinity.
+"""
 
 from dataclasses import replace
 
@@ -10,45 +13,45 @@ from modular_kernel.tensors import Routing
 VALUES = (
     "ordinary",
     "zero_rows",  # every third token is zero
-    "signed",  # router weights of either sign, and zero; NaN or negative where a pair is skipped
-    "large",  # of every three tokens, the gates of one are large and those of another overflow
+    "signed",  # router weights of both signs, and zero; NaN or negative where a pair is skipped
+    "large",  # in every three tokens, the gates of one are large, and those of another overflow
     "nan_token",  # one token is NaN
-    "inf_token",  # one token holds an infinity
-    "peaks",  # one value per token is far above the rest, at a position that differs by token
-    "faint",  # values so small that the minimum 8-bit scale applies
+    "inf_token",  # one token contains an infinity
+    "peaks",  # one value per token is far above the rest, at a different position in each token
+    "faint",  # values so small that 8-bit scales are clamped to their minimum
     "ties",  # midpoints between two values of the quantized dtype, which reveal the rounding rule
 )
-HANDPICKED_VALUES = ("peaks", "faint", "ties")  # in hand-picked cases only
+HANDPICKED_VALUES = ("peaks", "faint", "ties")  # used only in hand-picked cases
 
-# Factors of x. With _LARGE the product of gate and up stays finite, except in float16; with
-# _OVERFLOWING it does not.
-_LARGE = {torch.float16: 50.0, torch.bfloat16: 1e12, torch.float32: 1e12}
-# Ratio of the peak to the expected norm of the row. Not representable with few mantissa bits.
-_PEAK = 1.2
-_FAINT = 4e-9
-# Scale of each group of tied values: a power of two, so that division by it is exact.
+# Factors of x. With _LARGE_FACTOR, the product of gate and up stays finite, except in float16; with
+# _OVERFLOW_FACTOR, it does not.
+_LARGE_FACTOR = {torch.float16: 50.0, torch.bfloat16: 1e12, torch.float32: 1e12}
+# Ratio of the peak to the expected norm of its row. It needs many mantissa bits.
+_PEAK_RATIO = 1.2
+_FAINT_FACTOR = 4e-9
+# Scale of each group with values="ties": a power of two, so that division by it is exact.
 TIED_SCALE = {"int8": 2.0**-6, "float8_e4m3fn": 2.0**-7, "float4_e2m1": 2.0**-1}
 _TIED_PEAK = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1": 6.0}
-_OVERFLOWING = {torch.float16: 2e4, torch.bfloat16: 1e30, torch.float32: 1e30}
+_OVERFLOW_FACTOR = {torch.float16: 2e4, torch.bfloat16: 1e30, torch.float32: 1e30}
 
 
-def x_with_values(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor:
-    """Return x in float32 with the property named by `values`."""
+def apply_values_to_x(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor:
+    """Return x, float32, with the property named by `values`, one of VALUES. May modify x_TH."""
     tokens = len(x_TH)
     if values == "zero_rows":
         x_TH[0::3] = 0
     elif values == "large":
-        x_TH[0::3] *= _LARGE[problem.dtype]
-        x_TH[2::3] *= _OVERFLOWING[problem.dtype]
+        x_TH[0::3] *= _LARGE_FACTOR[problem.dtype]
+        x_TH[2::3] *= _OVERFLOW_FACTOR[problem.dtype]
     elif tokens and values == "nan_token":
         x_TH[tokens // 2] = torch.nan
     elif tokens and values == "inf_token":
         x_TH[tokens // 2, 0] = torch.inf
     elif values == "faint":
-        x_TH *= _FAINT
+        x_TH *= _FAINT_FACTOR
     elif values == "peaks":
         rows, last_column = torch.arange(tokens), x_TH.shape[1] - 1
-        peaks = _PEAK * x_TH.shape[1] ** 0.5 * (1.0 + rows)
+        peaks = _PEAK_RATIO * x_TH.shape[1] ** 0.5 * (1.0 + rows)
         x_TH[rows, last_column - rows * last_column // max(1, tokens - 1)] = peaks
     elif values == "ties":
         return _nearest_midpoints(x_TH, problem)
@@ -58,8 +61,8 @@ def x_with_values(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Te
 def _nearest_midpoints(x_TH: torch.Tensor, problem: Problem) -> torch.Tensor:
     """Return the midpoints nearest to x.
 
-    The first value of each group is the largest representable one, so that the group's computed
-    scale is the power of two that the midpoints are made for.
+    The first value of each group is the largest representable value, so that the scale computed
+    from the group is the power of two for which the midpoints are made.
     """
     scheme = problem.scheme
     scale, peak = TIED_SCALE[scheme.activation], _TIED_PEAK[scheme.activation]
@@ -78,10 +81,11 @@ def _nearest_midpoints(x_TH: torch.Tensor, problem: Problem) -> torch.Tensor:
     return torch.copysign(ties * scale, x_TH)
 
 
-def token_groups(values: str, tokens: int) -> torch.Tensor:
-    """Return (T,) group numbers: 0 for ordinary tokens.
+def assign_token_groups(values: str, tokens: int) -> torch.Tensor:
+    """Return the group number of each token, (T,) int64; 0 for ordinary tokens.
 
-    Every other group is compared separately, because its tokens would hide errors in the rest.
+    Tokens of the other groups are compared separately, because they would hide errors in ordinary
+    tokens.
     """
     groups = torch.zeros(tokens, dtype=torch.int64)
     if values == "large":
@@ -91,8 +95,8 @@ def token_groups(values: str, tokens: int) -> torch.Tensor:
     return groups
 
 
-def unsupported_reason(problem: Problem, values: str) -> str | None:
-    """Return why these values cannot be checked in `problem`, or None."""
+def find_unsupported_reason(problem: Problem, values: str) -> str | None:
+    """Return why values of this kind cannot be checked in `problem`, or None if they can."""
     has_one_scale = problem.scheme.activation_granularity == "tensor"
     if has_one_scale and values in ("large", "nan_token", "inf_token"):
         reason = "all tokens share one activation scale, so no token is independent of the others"
@@ -104,13 +108,14 @@ def unsupported_reason(problem: Problem, values: str) -> str | None:
     return None
 
 
-def routing_with_values(
+def apply_values_to_routing(
     routing: Routing, problem: Problem, expert_map: torch.Tensor | None, values: str
 ) -> Routing:
-    """Return the routing with the router weights named by `values`.
+    """Return the routing with router weights of the kind `values`.
 
-    With "signed", all weights of an expert have the same sign. If weights canceled, the sum over
-    top-k would be far smaller than its terms, and the order of summation would decide the error.
+    With "signed", all weights of an expert have the same sign. If weights canceled each other, the
+    sum over top-k would be far smaller than its terms, and the order of summation would determine
+    the error.
     """
     if values != "signed":
         return routing
