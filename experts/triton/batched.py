@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from experts.derived_requirements import batched_requirements
+from experts.derived_requirements import to_batched_requirements
 from experts.triton.adapters import ShrinkOutput, adapter_specs, shrink_batched
 from experts.triton.base import TritonExpertsBase
 from experts.triton.configs.select import choose_config
@@ -35,7 +35,7 @@ class BatchedTritonExperts(TritonExpertsBase):
     """
 
     replayable = True
-    requires = replace(batched_requirements(TritonExpertsBase.requires), weight_on_input=False)
+    requires = replace(to_batched_requirements(TritonExpertsBase.requires), weight_on_input=False)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -84,17 +84,17 @@ class BatchedTritonExperts(TritonExpertsBase):
         with stages.stage(stages.GEMM1):
             if adapters is not None:
                 shrink_output = adapters.shrink_x()
-            product = gemm1_operands(weights, problem)
+            operands = gemm1_operands(weights, problem)
             rows = (tokens.x_eCH, tokens.scale)
-            self._multiply(rows, product, launch1, tokens.counts_e, h_eCI, shrink_output)
+            self._multiply(rows, operands, launch1, tokens.counts_e, h_eCI, shrink_output)
         h_rows: tuple[torch.Tensor, torch.Tensor | None] = h_eCI, None
         if problem.scheme.quantizes_activations:
             h_rows = self._quantize(h_eCI, tokens, weights, workspace)
         with stages.stage(stages.GEMM2):
             if adapters is not None:
                 shrink_output = adapters.shrink_h(h_eCI)
-            product = gemm2_operands(weights, problem)
-            self._multiply(h_rows, product, launch2, tokens.counts_e, output, shrink_output)
+            operands = gemm2_operands(weights, problem)
+            self._multiply(h_rows, operands, launch2, tokens.counts_e, output, shrink_output)
 
     def _quantize(
         self,
@@ -121,7 +121,7 @@ class BatchedTritonExperts(TritonExpertsBase):
     def _multiply(
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         counts_e: torch.Tensor,
         out: torch.Tensor,
@@ -130,7 +130,7 @@ class BatchedTritonExperts(TritonExpertsBase):
         a_eCK, a_scale = rows
         experts, capacity, _ = a_eCK.shape
         num_m = -(-capacity // tile.block_m)
-        num_n = -(-product.columns // tile.block_n)
+        num_n = -(-operands.columns // tile.block_n)
         launch(
             self._kernel,
             (num_m * num_n, experts),
@@ -141,7 +141,7 @@ class BatchedTritonExperts(TritonExpertsBase):
             num_m=num_m,
             stride_ase=0 if a_scale is None else _expert_stride(a_scale, capacity),
             **({} if shrink_output is None else shrink_output.arguments()),
-            **product.arguments(tile, self.problem.fp32_precision, a_scale),
+            **operands.arguments(tile, self.problem.fp32_precision, a_scale),
         )
 
 

@@ -100,7 +100,9 @@ class TritonExperts(TritonExpertsBase):
         """
         assert isinstance(shape, ContiguousShape)
         kinds = self._call_groups(shape.tokens)
-        return self._workspace_cache.of(self.problem, shape, kinds, lambda kind: kind.specs())
+        return self._workspace_cache.get_or_merge(
+            self.problem, shape, kinds, lambda kind: kind.specs()
+        )
 
     def _call_groups(self, tokens: int) -> tuple["_CallGroup", ...]:
         calls = (

@@ -51,12 +51,12 @@ def allows_vector_loads(weights: ExpertWeights) -> bool:
     )
 
 
-def w4_arguments(product: GemmOperands) -> dict[str, object]:
+def w4_arguments(operands: GemmOperands) -> dict[str, object]:
     """Return the weight, scale, zero-point and bias arguments of the 4-bit kernels."""
-    w, scale, zero, bias = product.w, product.scale, product.zero_point, product.bias
+    w, scale, zero, bias = operands.w, operands.scale, operands.zero_point, operands.bias
     assert scale is not None
-    _, group = scale_group(product.scheme, product.depth)
-    zero_or_global = zero if product.global_scale is None else product.global_scale
+    _, group = scale_group(operands.scheme, operands.depth)
+    zero_or_global = zero if operands.global_scale is None else operands.global_scale
     return {
         "b_ptr": w,
         "b_scale_ptr": scale,
@@ -70,7 +70,7 @@ def w4_arguments(product: GemmOperands) -> dict[str, object]:
         "stride_bzn": 0 if zero is None else zero.stride(1),
         "stride_bias": 0 if bias is None else bias.stride(0),
         "HAS_BIAS": bias is not None,
-        "FORMAT": word_format(product.scheme),
+        "FORMAT": word_format(operands.scheme),
         "HAS_ZERO": zero is not None,
-        "GROUP_K": group or product.depth,
+        "GROUP_K": group or operands.depth,
     }

@@ -190,7 +190,7 @@ class WorkspaceCache:
     def __init__(self) -> None:
         self._shapes: dict[Hashable, WorkspaceShapes] = {}
 
-    def of(
+    def get_or_merge(
         self,
         problem: Problem,
         shape: ContiguousShape,
@@ -203,13 +203,13 @@ class WorkspaceCache:
         """
         shapes = self._shapes.get((shape, kinds))
         if shapes is None:
-            shapes = merged_workspace(problem, shape, map(specs, kinds))
+            shapes = merge_workspaces(problem, shape, map(specs, kinds))
             if len(self._shapes) < _MAX_ENTRIES:
                 self._shapes[shape, kinds] = shapes
         return shapes
 
 
-def merged_workspace(
+def merge_workspaces(
     problem: Problem, shape: ContiguousShape, kinds: Iterable[Mapping[str, BufferSpec]]
 ) -> WorkspaceShapes:
     """Return a workspace that fits all kinds of calls: the largest buffer of each name.

@@ -11,8 +11,8 @@ import pytest
 import torch
 from ops_samples import odd_address
 
+from experts.cutlass.block_gemm import block_gemm
 from experts.cutlass.path import CutlassPath
-from experts.cutlass.product import block_gemm
 from experts.triton.configs.select import on_device
 from experts.triton.grouped_tma.grouped_tma_config import default_config
 from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath

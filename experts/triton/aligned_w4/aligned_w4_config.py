@@ -249,7 +249,7 @@ class GemmSizes:
 def default(problem: Problem, tokens: int) -> MoEConfig:
     """Return the configuration of a call of `tokens` tokens without a tuned file."""
     distribution = RowDistribution.of(problem, tokens * problem.top_k)
-    launch1, launch2 = (launch_for(product, distribution) for product in GemmSizes.both(problem))
+    launch1, launch2 = (launch_for(sizes, distribution) for sizes in GemmSizes.both(problem))
     return MoEConfig(launch1, launch2, NAME)
 
 
@@ -284,34 +284,34 @@ def _changes(problem: Problem, low: int, high: int) -> Iterator[int]:
     yield from _changes(problem, middle, high)
 
 
-def launch_for(product: GemmSizes, distribution: RowDistribution) -> AlignedW4Config:
-    """Return the default launch of `product` for the rows of `distribution`."""
-    weight, block_m = product.scheme.weight, distribution.block_m
+def launch_for(sizes: GemmSizes, distribution: RowDistribution) -> AlignedW4Config:
+    """Return the default launch of `sizes` for the rows of `distribution`."""
+    weight, block_m = sizes.scheme.weight, distribution.block_m
     if block_m == MIN_BLOCK_M:
-        blocks = distribution.experts * -(-product.columns // 64)
-        gated, ungated = _SHAPES[weight, product.zeros]
-        rows = gated if product.gated else ungated
+        blocks = distribution.experts * -(-sizes.columns // 64)
+        gated, ungated = _SHAPES[weight, sizes.zeros]
+        rows = gated if sizes.gated else ungated
         shape = next(
-            row_shape for below, k, row_shape in rows if blocks < below and product.depth >= k
+            row_shape for below, k, row_shape in rows if blocks < below and sizes.depth >= k
         )
     else:
-        shape = _SHAPES_FOR_16[weight, product.gated]
-    while shape.block_n > 64 and product.columns % shape.block_n:
+        shape = _SHAPES_FOR_16[weight, sizes.gated]
+    while shape.block_n > 64 and sizes.columns % shape.block_n:
         shape = shape._replace(block_n=shape.block_n // 2)
-    while shape.block_n > 16 and _registers(shape, product, block_m) > _MAX_REGISTERS:
+    while shape.block_n > 16 and _registers(shape, sizes, block_m) > _MAX_REGISTERS:
         shape = shape._replace(block_n=shape.block_n // 2)
     return _make_config(shape, block_m)
 
 
-def _registers(shape: _Shape, product: GemmSizes, block_m: int) -> int:
+def _registers(shape: _Shape, sizes: GemmSizes, block_m: int) -> int:
     """Estimate the live registers per thread.
 
     These are the weight words, the sums, the partial sums of each scale group in a step and, for
     several groups with zero points, the terms of the zero points.
     """
-    rows = shape.block_n * (2 if product.gated else 1)
-    groups = shape.block_k // mma_depth(product.scheme, product.depth, shape.block_k)
-    per_group = 3 if product.zeros and groups > 1 else 1
+    rows = shape.block_n * (2 if sizes.gated else 1)
+    groups = shape.block_k // mma_depth(sizes.scheme, sizes.depth, shape.block_k)
+    per_group = 3 if sizes.zeros and groups > 1 else 1
     return rows * shape.block_k // 256 + rows * block_m // 32 * (1 + groups * per_group)
 
 
@@ -336,12 +336,8 @@ def candidates(problem: Problem, tokens: int) -> Groups:
             for launch in _CANDIDATE_WARPS
         ]
         launches1, launches2 = (
-            [
-                _make_config(s, rows)
-                for s in shapes
-                if _registers(s, product, rows) <= _MAX_REGISTERS
-            ]
-            for product in GemmSizes.both(problem)
+            [_make_config(s, rows) for s in shapes if _registers(s, sizes, rows) <= _MAX_REGISTERS]
+            for sizes in GemmSizes.both(problem)
         )
         result[rows] = (launches1, launches2)
     return result

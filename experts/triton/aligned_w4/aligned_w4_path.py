@@ -93,7 +93,7 @@ class AlignedW4Path(AlignedPath):
     def arguments(
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
-        product: GemmOperands,
+        operands: GemmOperands,
         config: Launch,
         shrink_output: ShrinkOutput | None,
     ) -> dict[str, object]:
@@ -103,22 +103,22 @@ class AlignedW4Path(AlignedPath):
         """
         assert isinstance(config, AlignedW4Config)
         assert shrink_output is None  # `supports` excludes adapters
-        depth = mma_depth(product.scheme, product.depth, config.block_k)
+        depth = mma_depth(operands.scheme, operands.depth, config.block_k)
         return {
-            **w4_arguments(product),
-            "columns": product.columns,
-            "depth": product.depth,
-            "UP_ROW": product.up_row,
-            "ROW_STEP": product.step,
-            "EVEN_K": product.depth % (config.num_warps * config.block_k) == 0,
+            **w4_arguments(operands),
+            "columns": operands.columns,
+            "depth": operands.depth,
+            "UP_ROW": operands.up_row,
+            "ROW_STEP": operands.step,
+            "EVEN_K": operands.depth % (config.num_warps * config.block_k) == 0,
             "DEPTH": depth,
             "WARPS": config.num_warps,
             "GROUPS": config.block_k // depth,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
-            "EVEN_N": product.columns % config.block_n == 0,
+            "EVEN_N": operands.columns % config.block_n == 0,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
             "maxnreg": config.registers or None,
-            **product.constants,
+            **operands.constants,
         }

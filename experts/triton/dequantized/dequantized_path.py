@@ -102,18 +102,20 @@ class DequantizedPath(GroupedTmaPath):
     def products(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
         """Run one GEMM, a chunk of experts at a time."""
-        quantized = replace(product, scheme=self._scheme)
+        quantized = replace(operands, scheme=self._scheme)
         for first_expert in range(0, self.problem.e, self._chunk_size):
             count = min(self._chunk_size, self.problem.e - first_expert)
             bias = (
-                None if product.bias is None else product.bias[first_expert : first_expert + count]
+                None
+                if operands.bias is None
+                else operands.bias[first_expert : first_expert + count]
             )
             chunk = self.prepare_operands(
                 replace(quantized, bias=bias), first_expert, count, order, call.workspace
@@ -123,7 +125,7 @@ class DequantizedPath(GroupedTmaPath):
 
     def prepare_operands(
         self,
-        product: GemmOperands,
+        operands: GemmOperands,
         first_expert: int,
         count: int,
         order: SortedPairs,
@@ -131,15 +133,15 @@ class DequantizedPath(GroupedTmaPath):
     ) -> GemmOperands:
         """Return the operands of `count` experts from first_expert on, with dequantized weights.
 
-        product.bias must already be sliced to these experts. The weights of experts without rows
+        operands.bias must already be sliced to these experts. The weights of experts without rows
         are undefined.
         """
-        w_eNK = self._dequantize(product, first_expert, count, order, workspace)
-        return replace(product, w=w_eNK, scale=None, zero_point=None, scheme=self.problem.scheme)
+        w_eNK = self._dequantize(operands, first_expert, count, order, workspace)
+        return replace(operands, w=w_eNK, scale=None, zero_point=None, scheme=self.problem.scheme)
 
     def _dequantize(
         self,
-        product: GemmOperands,
+        operands: GemmOperands,
         first_expert: int,
         count: int,
         order: SortedPairs,
@@ -151,24 +153,24 @@ class DequantizedPath(GroupedTmaPath):
         """
         from experts.triton.dequantized.kernels.dequantize import dequantize_kernel
 
-        rows, depth = product.w.shape[1], product.depth
+        rows, depth = operands.w.shape[1], operands.depth
         values = workspace.take("dequantized", (self._chunk_numel,))[: count * rows * depth]
         w_eNK = values.view(count, rows, depth)
-        group_n, group = scale_group(product.scheme, depth)
+        group_n, group = scale_group(operands.scheme, depth)
         step = math.gcd(group, _MAX_STEP) if group else _MAX_STEP
         steps = min(_MAX_K_PER_PROGRAM // step, next_power_of_2(-(-depth // step)))
         block_rows = _BLOCK // (step * steps)
-        is_repacked = product.scheme.repacked
-        scale, zero, global_scale = product.scale, product.zero_point, product.global_scale
+        is_repacked = operands.scheme.repacked
+        scale, zero, global_scale = operands.scale, operands.zero_point, operands.global_scale
         num_global_scales = 1 if global_scale is None else global_scale.shape[1]
         zero_or_global = zero if global_scale is None else global_scale
         assert scale is not None
         launch(
             dequantize_kernel,
             (-(-rows // block_rows), -(-depth // (step * steps)), count),
-            w_ptr=product.w.view(torch.int32) if is_repacked else product.w,
+            w_ptr=operands.w.view(torch.int32) if is_repacked else operands.w,
             scale_ptr=scale,
-            zero_ptr=product.w if zero_or_global is None else zero_or_global,
+            zero_ptr=operands.w if zero_or_global is None else zero_or_global,
             starts_ptr=order.starts,
             out_ptr=w_eNK,
             first_expert=first_expert,
@@ -176,12 +178,12 @@ class DequantizedPath(GroupedTmaPath):
             depth=depth,
             scale_groups=scale.shape[2] if scale.dim() == 3 else 1,
             scale_rows=scale.shape[1] if scale.dim() > 1 else 1,
-            FORMAT=word_format(product.scheme),
-            PACKED=product.scheme.packed,
+            FORMAT=word_format(operands.scheme),
+            PACKED=operands.scheme.packed,
             HAS_ZERO=zero is not None,
-            ZERO_POINT=float(DEFAULT_ZERO_POINT.get(product.scheme.weight, 0)),
+            ZERO_POINT=float(DEFAULT_ZERO_POINT.get(operands.scheme.weight, 0)),
             MATRICES=num_global_scales,
-            UP_ROW=product.up_row if num_global_scales > 1 else rows,
+            UP_ROW=operands.up_row if num_global_scales > 1 else rows,
             GROUP_N=group_n if scale.dim() > 1 else 0,
             GROUP_K=group,
             STEP=step,

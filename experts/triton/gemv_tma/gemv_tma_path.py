@@ -165,25 +165,25 @@ class GemvTmaPath(Path):
     def _up_arguments(self, call: PathCall) -> dict[str, object]:
         """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""
         problem, x_TH = self.problem, call.tokens.x_TH
-        product = gemm1_operands(call.weights, problem)
+        operands = gemm1_operands(call.weights, problem)
         quant, scales = input_scales(call.tokens, None, problem)
         # With block scales, the kernel handles a group that covers all of K like other groups.
         quant = "group" if self._has_block_scales and quant == "token" else quant
-        constants = {k: v for k, v in product.constants.items() if k != "GATED"}
+        constants = {k: v for k, v in operands.constants.items() if k != "GATED"}
         return {
             "x_ptr": x_TH,
             "stride_xm": x_TH.stride(0),
             "stride_xk": x_TH.stride(1),
             "intermediate": problem.intermediate,
             "hidden": problem.hidden,
-            "w_rows": product.w.shape[1],
-            "up_rows": product.up_row,
-            "STEP": product.step,
+            "w_rows": operands.w.shape[1],
+            "up_rows": operands.up_row,
+            "STEP": operands.step,
             "QUANT": quant,
             "TOKENS_IN_GROUP": min(VECTORS, next_power_of_2(len(x_TH))),
             **scales,
             **constants,
-            **_weights(product, COLUMNS if product.step == 1 else ROWS),
+            **_weights(operands, COLUMNS if operands.step == 1 else ROWS),
             **_ring(call.config.both(LaunchConfig)[0], problem.hidden),
         }
 
@@ -203,10 +203,10 @@ class GemvTmaPath(Path):
         }
 
 
-def _weights(product: GemmOperands, box_rows: int) -> dict[str, object]:
+def _weights(operands: GemmOperands, box_rows: int) -> dict[str, object]:
     from experts.triton.kernels.tma_descriptors import tma_descriptor
 
-    w, scale, bias = product.w, product.scale, product.bias
+    w, scale, bias = operands.w, operands.scale, operands.bias
     assert scale is not None
     groups = scale.shape[1:] if scale.dim() == 3 else (0, 0)
     return {

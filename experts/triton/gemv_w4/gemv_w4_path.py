@@ -112,26 +112,26 @@ class GemvW4Path(Path):
     def _multiply_x(self, call: PathCall, h_PI: torch.Tensor, ids: dict[str, object]) -> None:
         problem, routing = self.problem, call.tokens.routing
         tile, _ = call.config.both(GemvW4Config)
-        product, pairs = gemm1_operands(call.weights, problem), h_PI.shape[0]
+        operands, pairs = gemm1_operands(call.weights, problem), h_PI.shape[0]
         x_TH = call.tokens.x_TH
         launch(
             self._gate_up_kernel,
-            (pairs, -(-product.columns // tile.block_n) + 1),
+            (pairs, -(-operands.columns // tile.block_n) + 1),
             x_ptr=x_TH,
             row_weights_ptr=routing.topk_weights_TK,
             invalid_ptr=routing.invalid_ids,
             h_ptr=h_PI,
             num_pairs=pairs,
-            intermediate=product.columns,
-            UP_ROW=product.up_row,
+            intermediate=operands.columns,
+            UP_ROW=operands.up_row,
             stride_xm=x_TH.stride(0),
             stride_xk=x_TH.stride(1),
-            ROW_STEP=product.step,
+            ROW_STEP=operands.step,
             TOP_K=problem.top_k,
             HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
             BLOCK_P=_MAX_IDS,
-            **product.constants,
-            **_arguments(product, tile, 1),
+            **operands.constants,
+            **_arguments(operands, tile, 1),
             maxnreg=gemv_w4_config.registers(tile, 1, in_lanes=self._words_stay_in_lanes),
             **ids,
         )
@@ -139,48 +139,48 @@ class GemvW4Path(Path):
     def _multiply_h(self, call: PathCall, h_PI: torch.Tensor, ids: dict[str, object]) -> None:
         problem, routing = self.problem, call.tokens.routing
         _, tile = call.config.both(GemvW4Config)
-        product = gemm2_operands(call.weights, problem)
+        operands = gemm2_operands(call.weights, problem)
         slots = problem.top_k if self._sums_topk else 1
         halves = gemv_w4_config.halves(tile)
         tokens = h_PI.shape[0] // slots
         launch(
             self._down_kernel,
-            (tokens, -(-product.columns // tile.block_n)),
+            (tokens, -(-operands.columns // tile.block_n)),
             h_ptr=h_PI,
             row_weights_ptr=routing.topk_weights_TK,
             out_ptr=call.output,
-            hidden=product.columns,
+            hidden=operands.columns,
             factor=float(problem.routed_scaling_factor) if self._sums_topk else 1.0,
             TOP_K=slots,
             HAS_ROW_WEIGHTS=self._sums_topk and not problem.apply_router_weight_on_input,
             BLOCK_K=next_power_of_2(slots),
             HALVES=halves,
             WARPS_PER_PAIR=_warps_per_pair(tile, slots),
-            **_arguments(product, tile, slots, halves),
+            **_arguments(operands, tile, slots, halves),
             maxnreg=gemv_w4_config.registers(tile, 2, in_lanes=self._words_stay_in_lanes),
             **ids,
         )
 
 
 def _arguments(
-    product: GemmOperands, tile: GemvW4Config, slots: int, halves: int = 1
+    operands: GemmOperands, tile: GemvW4Config, slots: int, halves: int = 1
 ) -> dict[str, object]:
     """Return the arguments of both kernels that depend on the weights and the launch.
 
     `slots` is the number of pairs per program; see `gemv_w4_config.halves` for `halves`.
     """
-    _, group = scale_group(product.scheme, product.depth)
-    group = group or product.depth
+    _, group = scale_group(operands.scheme, operands.depth)
+    group = group or operands.depth
     chunks = max(1, gemv_w4_config.chunks(tile, group) // halves)
-    blocks = -(-product.depth // (halves * chunks * gemv_w4_config.CHUNK))
+    blocks = -(-operands.depth // (halves * chunks * gemv_w4_config.CHUNK))
     warps_per_pair = _warps_per_pair(tile, slots)
     steps = -(-blocks // warps_per_pair) if warps_per_pair else -(-slots * blocks // tile.num_warps)
     return {
-        **w4_arguments(product),
-        "DEPTH": product.depth,
-        "PAIRED_SCALES": _has_paired_scales(product, group, chunks),
+        **w4_arguments(operands),
+        "DEPTH": operands.depth,
+        "PAIRED_SCALES": _has_paired_scales(operands, group, chunks),
         "BLOCK_N": tile.block_n,
-        "EVEN_N": product.columns % tile.block_n == 0,
+        "EVEN_N": operands.columns % tile.block_n == 0,
         "CHUNKS": chunks,
         "STEPS": steps,
         "steps": steps,
@@ -197,16 +197,16 @@ def _warps_per_pair(tile: GemvW4Config, slots: int) -> int:
     return 0 if tile.num_warps % slots else tile.num_warps // slots
 
 
-def _has_paired_scales(product: GemmOperands, group: int, chunks: int) -> bool:
+def _has_paired_scales(operands: GemmOperands, group: int, chunks: int) -> bool:
     """Return whether the scales of a row can be loaded two at a time.
 
     They are contiguous. Both a block and a row must have an even number of whole groups.
     """
     slots = max(1, gemv_w4_config.CHUNK // group)
-    assert product.scale is not None
+    assert operands.scale is not None
     return (
         group * slots == gemv_w4_config.CHUNK
         and slots * chunks % 2 == 0
-        and product.depth % (2 * group) == 0
-        and product.scale.shape[2] % 2 == 0
+        and operands.depth % (2 * group) == 0
+        and operands.scale.shape[2] % 2 == 0
     )

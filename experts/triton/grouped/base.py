@@ -34,7 +34,7 @@ class GemmRows(NamedTuple):
 
     values: (P, K), or (T, K) if there are `tokens`.
     scale: of quantized values: (1,), or one row of scales per row of values.
-    weights: router weights (P, 1), which multiply the product before the bias, or None.
+    weights: router weights (P, 1), which multiply the operands before the bias, or None.
     tokens: (P,) int32, the row of values and scale that each sorted row uses; None if both have a
         row per sorted row.
     shrink_output: the shrink output of adapters, or None.
@@ -70,7 +70,7 @@ class ExpertSortedGemms(ABC):
     def multiply(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
@@ -80,14 +80,14 @@ class ExpertSortedGemms(ABC):
     def products(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
         """Run one GEMM for all experts; a subclass may process some experts at a time."""
-        self.multiply(rows, product, tile, order, out)
+        self.multiply(rows, operands, tile, order, out)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of a call of `tokens` tokens in tiles of block_m rows."""
@@ -129,8 +129,8 @@ class ExpertSortedGemms(ABC):
         h = self.hidden_rows(x, launch1, order, call)
         rows_RH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2):
-            product = gemm2_operands(call.weights, problem)
-            self.products(h, product, launch2, order, rows_RH, call)
+            operands = gemm2_operands(call.weights, problem)
+            self.products(h, operands, launch2, order, rows_RH, call)
         sums = problem.combine is Combine.SUM
         with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
             self._unpermute(rows_RH, order, call)
@@ -145,8 +145,8 @@ class ExpertSortedGemms(ABC):
         with stages.stage(stages.GEMM1 if self.permutes_tokens else stages.GATHER_GEMM1):
             if adapters is not None:
                 x = x._replace(shrink_output=adapters.of_w1(call.tokens.plain_TH, call.weights))
-            product = gemm1_operands(call.weights, self.problem)
-            self.products(x, product, tile, order, h_RI, call)
+            operands = gemm1_operands(call.weights, self.problem)
+            self.products(x, operands, tile, order, h_RI, call)
         h = self._quantize(h_RI, order, call)
         if adapters is None:
             return h

@@ -16,18 +16,18 @@ class MGroupedGemms(ExpertSortedGemms):
     def multiply(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
     ) -> None:
         precision, tokens = self.problem.fp32_precision, order.token_of_row
-        m_grouped_gemm(rows, product, tile, order.tiles, out, precision, tokens)
+        m_grouped_gemm(rows, operands, tile, order.tiles, out, precision, tokens)
 
 
 def m_grouped_gemm(
     rows: GemmRows,
-    product: GemmOperands,
+    operands: GemmOperands,
     tile: LaunchConfig,
     tiles: torch.Tensor,
     out: torch.Tensor,
@@ -47,7 +47,7 @@ def m_grouped_gemm(
     assert shrink_output is None or isinstance(shrink_output, ShrinkOutput)
     adapters = {} if shrink_output is None else {"tokens_ptr": tokens, **shrink_output.arguments()}
     max_tiles = tiles.numel() // 3
-    num_n = -(-product.columns // tile.block_n)
+    num_n = -(-operands.columns // tile.block_n)
     launch(
         segment_gemm_kernel,
         (max_tiles * num_n,),
@@ -58,5 +58,5 @@ def m_grouped_gemm(
         max_tiles=max_tiles,
         HAS_ROW_WEIGHTS=weights is not None,
         **adapters,
-        **product.arguments(tile, precision, a_scale),
+        **operands.arguments(tile, precision, a_scale),
     )

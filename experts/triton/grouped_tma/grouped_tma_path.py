@@ -110,7 +110,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     def multiply(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
@@ -122,14 +122,14 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             rows  # `supports` excludes router weights on the input
         )
         assert shrink_output is None or isinstance(shrink_output, TileShrinkOutput)
-        experts, rows_b, depth = product.w.shape
+        experts, rows_b, depth = operands.w.shape
         itemsize = a.element_size()
-        box_rows = half_rows(tile, 2 if product.constants["GATED"] else 1)
+        box_rows = half_rows(tile, 2 if operands.constants["GATED"] else 1)
         # Interleaved gate and up rows make half as many columns.
-        out_columns = box_rows // product.step
-        b_desc = tma_descriptor(product.w.view(experts * rows_b, depth), box_rows)
-        unused = product.w
-        b_scale = unused if product.scale is None else product.scale
+        out_columns = box_rows // operands.step
+        b_desc = tma_descriptor(operands.w.view(experts * rows_b, depth), box_rows)
+        unused = operands.w
+        b_scale = unused if operands.scale is None else operands.scale
         launch(
             grouped_gemm_tma_kernel,
             (multiprocessors(),),
@@ -142,19 +142,19 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             tiles_ptr=order.tiles,
             a_scale_ptr=unused if a_scale is None else a_scale,
             b_scale_ptr=b_scale,
-            bias_ptr=unused if product.bias is None else product.bias,
+            bias_ptr=unused if operands.bias is None else operands.bias,
             max_tiles=order.max_tiles,
-            columns=product.columns,
+            columns=operands.columns,
             depth=depth,
             rows_b=rows_b,
-            up_rows=product.up_row,
+            up_rows=operands.up_row,
             stride_x=a.stride(0) * itemsize // TMA_BYTES,
             a_groups=0 if a_scale is None else a_scale.shape[-1],
             b_scale_rows=b_scale.shape[1],
             b_groups=b_scale.shape[-1],
             MODE=self._mode,
-            STEP=product.step,
-            HAS_BIAS=product.bias is not None,
+            STEP=operands.step,
+            HAS_BIAS=operands.bias is not None,
             GATHER=tokens is not None,
             EVEN_K=depth * itemsize % BOX_BYTES == 0,
             STAGES=tile.num_stages,
@@ -162,7 +162,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             GROUP_M=tile.group_m,
             num_warps=4,
             **_adapter_arguments(shrink_output, b_desc, box_rows, order),
-            **product.constants,
+            **operands.constants,
         )
 
 

@@ -144,22 +144,22 @@ class GroupedW4Path(DequantizedPath):
         """Tile all weights, a chunk of experts at a time."""
         starts = torch.arange(self.problem.e + 1, dtype=torch.int32, device=weights.w1.device)
         gemms = gemm1_operands(weights, self.problem), gemm2_operands(weights, self.problem)
-        for name, product in zip(("w1", "w2"), gemms, strict=True):
-            assert product.scale is not None
-            w, scale = product.w.contiguous(), product.scale.contiguous()
+        for name, operands in zip(("w1", "w2"), gemms, strict=True):
+            assert operands.scale is not None
+            w, scale = operands.w.contiguous(), operands.scale.contiguous()
             if (
                 w.storage_offset() % TMA_BYTES or w.data_ptr() % TMA_BYTES
             ):  # the kernel reads aligned int32 words
                 w = w.clone()
-            zero = product.zero_point
+            zero = operands.zero_point
             zero = None if zero is None else zero.contiguous()
-            product = replace(product, w=w, scale=scale, zero_point=zero, scheme=self._scheme)
+            operands = replace(operands, w=w, scale=scale, zero_point=zero, scheme=self._scheme)
             tiled = out[f"{name}_tiles"], out[f"{name}_tile_scales"]
             for first_expert in range(0, self.problem.e, self._chunk_size):
                 chunk = TiledWeights(
                     *(part[first_expert : first_expert + self._chunk_size] for part in tiled)
                 )
-                tile_experts(product, starts, chunk, first_expert)
+                tile_experts(operands, starts, chunk, first_expert)
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the layout of the tensors is supported. Prepared weights always are."""
@@ -170,50 +170,50 @@ class GroupedW4Path(DequantizedPath):
     def products(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
         """Run one GEMM: at once with prepared weights, otherwise a chunk of experts at a time."""
-        if product.tiles is None:
-            super().products(rows, product, tile, order, out, call)
+        if operands.tiles is None:
+            super().products(rows, operands, tile, order, out, call)
         else:
-            self.multiply(rows, replace(product, scheme=self._scheme), tile, order, out)
+            self.multiply(rows, replace(operands, scheme=self._scheme), tile, order, out)
 
     def prepare_operands(
         self,
-        product: GemmOperands,
+        operands: GemmOperands,
         first_expert: int,
         count: int,
         order: SortedPairs,
         workspace: Workspace,
     ) -> GemmOperands:
         """Return the operands of `count` experts from first_expert on, with tiled weights."""
-        packed_format = tiled_format_of(product)
-        gated = bool(product.constants["GATED"])
-        shapes = tiled_shapes(count, product.columns, product.depth, packed_format, gated=gated)
+        packed_format = tiled_format_of(operands)
+        gated = bool(operands.constants["GATED"])
+        shapes = tiled_shapes(count, operands.columns, operands.depth, packed_format, gated=gated)
         tiled = TiledWeights(*map(workspace.take, ("tiled_words", "tiled_scales"), shapes))
-        tile_experts(product, order.starts, tiled, first_expert)
-        global_scale = product.global_scale
+        tile_experts(operands, order.starts, tiled, first_expert)
+        global_scale = operands.global_scale
         global_scale = (
             None if global_scale is None else global_scale[first_expert : first_expert + count]
         )
         return replace(
-            product, tiles=tiled.words, tile_scales=tiled.scales, global_scale=global_scale
+            operands, tiles=tiled.words, tile_scales=tiled.scales, global_scale=global_scale
         )
 
     def multiply(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
     ) -> None:
         """Run one GEMM with tiled weights."""
-        assert product.tiles is not None
-        assert product.tile_scales is not None
-        tiled = TiledWeights(product.tiles, product.tile_scales)
-        tiled_gemm(rows.values, tiled, product, tile, order, out, short=short_rows(tile))
+        assert operands.tiles is not None
+        assert operands.tile_scales is not None
+        tiled = TiledWeights(operands.tiles, operands.tile_scales)
+        tiled_gemm(rows.values, tiled, operands, tile, order, out, short=short_rows(tile))

@@ -21,16 +21,16 @@ from modular_kernel.replay.launch.launch import launch
 _STEPS = 4  # K steps that a program tiles: 128 bytes of a row
 
 
-def tiled_format_of(product: GemmOperands) -> PackedFormat:
-    """Return the format of the tiled weights of `product`."""
-    assert product.scale is not None
-    return packed_format_of(product.scheme, product.depth, product.scale.dtype)
+def tiled_format_of(operands: GemmOperands) -> PackedFormat:
+    """Return the format of the tiled weights of `operands`."""
+    assert operands.scale is not None
+    return packed_format_of(operands.scheme, operands.depth, operands.scale.dtype)
 
 
 def tiled_gemm(
     x_RK: torch.Tensor,
     weights: TiledWeights,
-    product: GemmOperands,
+    operands: GemmOperands,
     tile: LaunchConfig,
     order: SortedPairs,
     out: torch.Tensor,
@@ -40,13 +40,13 @@ def tiled_gemm(
     """Write act(x_RK @ W^T) of every row of `order`, in tiles of tile.block_m rows, to `out`.
 
     Tiles with at most `short` rows are multiplied as tiles of this size; 0: never. Of the weights,
-    scales and zero points of `product`, only shapes and dtypes are used.
+    scales and zero points of `operands`, only shapes and dtypes are used.
     """
     from experts.triton.grouped_w4.kernels.gemm import grouped_gemm_w4_tma_kernel
     from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
 
-    packed_format = tiled_format_of(product)
-    bias, global_scale = product.bias, product.global_scale
+    packed_format = tiled_format_of(operands)
+    bias, global_scale = operands.bias, operands.global_scale
     launch(
         grouped_gemm_w4_tma_kernel,
         (multiprocessors(),),
@@ -61,22 +61,22 @@ def tiled_gemm(
         out_ptr=out,
         tiles_ptr=order.tiles,
         max_tiles=order.max_tiles,
-        columns=product.columns,
+        columns=operands.columns,
         num_n=weights.tiles,
         steps=weights.steps,
         stride_bias=0 if bias is None else bias.stride(0),
-        up_row=product.up_row,
+        up_row=operands.up_row,
         PACKED_FORMAT=str(packed_format),
         FACTOR=2.0**packed_format.scale_shift,
         MATRICES=0 if global_scale is None else global_scale.shape[1],
-        STEP=product.step,
+        STEP=operands.step,
         HAS_BIAS=bias is not None,
         SHORT_TILE_ROWS=short,
         STAGES=tile.num_stages,
-        SLOTS=staging_slots(tile, packed_format, gated=bool(product.constants["GATED"])),
+        SLOTS=staging_slots(tile, packed_format, gated=bool(operands.constants["GATED"])),
         GROUP_M=tile.group_m,
         num_warps=4,
-        **product.constants,
+        **operands.constants,
     )
 
 
@@ -90,17 +90,17 @@ def tiled_shapes(
 
 
 def tile_experts(
-    product: GemmOperands, starts: torch.Tensor, out: TiledWeights, first_expert: int
+    operands: GemmOperands, starts: torch.Tensor, out: TiledWeights, first_expert: int
 ) -> None:
     """Tile the weights of the experts from first_expert on, as many as `out` has; skip empty ones.
 
-    product: the operands of all experts; w, scale and zero_point are contiguous.
+    operands: the operands of all experts; w, scale and zero_point are contiguous.
     starts: (experts + 1,) int32, the first row of each expert, then the number of rows.
     """
     from experts.triton.grouped_w4.kernels.tile import tile_weights_kernel
 
-    words, scale, zero = product.w.view(torch.int32), product.scale, product.zero_point
-    packed_format = tiled_format_of(product)
+    words, scale, zero = operands.w.view(torch.int32), operands.scale, operands.zero_point
+    packed_format = tiled_format_of(operands)
     assert scale is not None
     if packed_format.kind == "nvfp4":
         scale = scale.view(torch.uint8)
@@ -117,15 +117,15 @@ def tile_experts(
         rows=words.shape[1],
         row_words=words.shape[2],
         scale_groups=scale.shape[2],
-        columns=product.columns,
+        columns=operands.columns,
         tiles=out.tiles,
         steps=out.steps,
-        up_row=product.up_row,
-        STEP=product.step,
-        SIDES=2 if product.constants["GATED"] else 1,
-        FORMAT=word_format(product.scheme),
+        up_row=operands.up_row,
+        STEP=operands.step,
+        SIDES=2 if operands.constants["GATED"] else 1,
+        FORMAT=word_format(operands.scheme),
         HAS_ZERO=packed_format.zero,
-        GROUP_K=scale_group(product.scheme, product.depth)[1],
+        GROUP_K=scale_group(operands.scheme, operands.depth)[1],
         GROUPS=packed_format.groups,
         STEPS=_STEPS,
         num_warps=8,
