@@ -1,4 +1,4 @@
-"""BatchedTritonExperts: the two GEMMs over the batched format (e, C, H)."""
+"""BatchedTritonExperts: an experts part for the batched format (e, C, H), in Triton."""
 
 from dataclasses import dataclass, replace
 
@@ -29,9 +29,10 @@ from topk_reduce import TopKWeightAndReduceDelegate, reducer_for
 
 
 class BatchedTritonExperts(TritonExpertsBase):
-    """Experts in two batched GEMM launches, without router weights and without the sum over top-k.
+    """Experts for batched rows. Router weights and the sum over top-k are left to finalize.
 
-    Only the first counts_e[i] rows of expert i are read or written.
+    Each of the two GEMMs is one launch. Only the first counts_e[i] rows of expert i are read or
+    written.
     """
 
     replayable = True
@@ -46,16 +47,17 @@ class BatchedTritonExperts(TritonExpertsBase):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
         problem = self.problem
-        rows, extra = (shape.experts, shape.capacity), dict[str, BufferSpec]()
+        row_shape, extra = (shape.experts, shape.capacity), dict[str, BufferSpec]()
+        num_rows = shape.experts * shape.capacity
         if problem.scheme.quantizes_activations:  # buffers of the quantized input of GEMM 2
-            count, columns = rows[0] * rows[1], problem.intermediate
-            extra |= quantize_specs("h", problem.scheme, count, columns, segments=rows[0])
+            columns, segments = problem.intermediate, shape.experts
+            extra |= quantize_specs("h", problem.scheme, num_rows, columns, segments=segments)
         if problem.adapters is not None:
-            extra |= adapter_specs(problem, rows[0] * rows[1])
+            extra |= adapter_specs(problem, num_rows)
         return WorkspaceShapes(
-            workspace13=BufferSpec((*rows, problem.intermediate), problem.dtype),
+            workspace13=BufferSpec((*row_shape, problem.intermediate), problem.dtype),
             workspace2=BufferSpec((0,), problem.dtype),
-            output=BufferSpec((*rows, problem.hidden), problem.dtype),
+            output=BufferSpec((*row_shape, problem.hidden), problem.dtype),
             extra=extra,
         )
 
@@ -103,7 +105,7 @@ class BatchedTritonExperts(TritonExpertsBase):
         weights: ExpertWeights,
         workspace: Workspace,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize h, the input of GEMM 2; return the 8-bit rows (e, C, I) and their scales."""
+        """Quantize h, the input of GEMM 2; return the 8-bit values (e, C, I) and their scales."""
         scheme, (experts, capacity, columns) = self.problem.scheme, h_eCI.shape
         with stages.stage(stages.QUANTIZE):
             out = take_quantized(
@@ -127,6 +129,7 @@ class BatchedTritonExperts(TritonExpertsBase):
         out: torch.Tensor,
         shrink_output: ShrinkOutput | None,
     ) -> None:
+        """Launch one GEMM on `rows`, which are values (e, C, K) and their scales or None."""
         a_eCK, a_scale = rows
         experts, capacity, _ = a_eCK.shape
         num_m = -(-capacity // tile.block_m)
@@ -147,7 +150,7 @@ class BatchedTritonExperts(TritonExpertsBase):
 
 @dataclass(frozen=True)
 class _Adapters:
-    """The shrink launches of one call in which some rows have adapters."""
+    """The LoRA shrink launches of one call in which some rows have adapters."""
 
     tokens: BatchedTokens
     weights: ExpertWeights
@@ -176,7 +179,7 @@ class _Adapters:
 
 
 def _expert_stride(a_scale: torch.Tensor, capacity: int) -> int:
-    """Return the stride between experts of a_scale, which is (1,), (e * C, G) or (e, C, G)."""
+    """Return the stride of a_scale between experts. Its shape is (1,), (e * C, G) or (e, C, G)."""
     if a_scale.dim() == 1:
         return 0
     return a_scale.stride(0) * (capacity if a_scale.dim() == 2 else 1)

@@ -74,7 +74,7 @@ class TritonExperts(TritonExpertsBase):
 
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
-        return on_device(Device.of(machine))
+        return on_device(Device.from_machine(machine))
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
         """Return whether every possible path of a call of at most `shape` quantizes x itself.
@@ -169,7 +169,7 @@ class TritonExperts(TritonExpertsBase):
 
     @cached_property
     def _tuned_prepared(self) -> bool:
-        return current_lookup().source(self.problem, prepared=True).prepared
+        return current_lookup().find_source(self.problem, prepared=True).prepared
 
     def _reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
         """Return whether a call uses the prepared weights.

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.spec.rounding import Roundings
@@ -96,7 +96,7 @@ class Path(ABC):
         """Yield every reason why `config` cannot be launched for `gemm` of `problem`."""
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         """Return the launches of both GEMMs to time in tuning, by block_m, which both share."""
         return {}
 

@@ -146,7 +146,7 @@ def test_h_is_stored_in_8_bits_only() -> None:
 def test_the_part_uses_the_path() -> None:
     from experts import CutlassExpertsFP8
 
-    with on_device(Device.of(H200)):
+    with on_device(Device.from_machine(H200)):
         paths = CutlassExpertsFP8(PROBLEM)._paths
     assert type(paths["grouped_tma"]) is CutlassPath
     assert len(paths) > 1  # calls of few tokens go elsewhere

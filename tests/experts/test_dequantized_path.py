@@ -11,7 +11,7 @@ import pytest
 import torch
 from grouped_products import H200, OAI, multiply_tiles, products_by
 
-from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.dequantized import dequantized_config
 from experts.triton.dequantized.dequantized_path import DequantizedPath
@@ -147,7 +147,7 @@ def test_weights_in_other_layouts_take_another_path() -> None:
 def test_regimes_use_it_for_many_rows_per_expert(quant: str) -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=quant)
     least = dequantized_config.min_rows(layer) * 8 // 2
-    steps = heuristics(layer, H200, ("aligned", "dequantized"))
+    steps = make_heuristic_steps(layer, H200, ("aligned", "dequantized"))
     assert steps.choose(least - 1).path != "dequantized"
     pair = steps.choose(least)
     assert pair == dequantized_config.default(layer)

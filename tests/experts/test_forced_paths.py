@@ -24,7 +24,7 @@ DEFAULTS = {
     "grouped_w4": grouped_w4_config.default,
 }
 TESTS = Path(__file__).parents[1]
-H100 = Device.of(Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100"))
+H100 = Device.from_machine(Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100"))
 
 
 def loaded(name: str) -> ModuleType:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from grouped_products import H200, MXFP4, OAI, multiply_w4, products_by
 
-from experts.triton.configs.heuristics import heuristics, require_config
+from experts.triton.configs.heuristics import make_heuristic_steps, require_config
 from experts.triton.configs.select import choose_config, on_device, override_config
 from experts.triton.contiguous import supported_paths
 from experts.triton.grouped_w4 import grouped_w4_config
@@ -65,7 +65,7 @@ def test_the_harness_verifies_it(
 )
 def test_calls_with_some_rows_per_expert_take_it(rows: int, taken: int) -> None:
     problem = replace(MXFP4, experts=6, top_k=3)
-    config = heuristics(problem, H200).choose(2 * rows)
+    config = make_heuristic_steps(problem, H200).choose(2 * rows)
     assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
 
 
@@ -74,7 +74,7 @@ def test_calls_with_some_rows_per_expert_take_it(rows: int, taken: int) -> None:
 )
 def test_tiles_for_prepared_weights_have_the_rows_of_an_expert(quant: str, least: int) -> None:
     problem = replace(MXFP4, quant=quant, experts=6, top_k=3)
-    steps = heuristics(problem, H200, prepared=True)
+    steps = make_heuristic_steps(problem, H200, prepared=True)
     for rows, taken in ((least - 1, 0), (least, 32), (21, 32), (22, 64), (55, 64), (56, 128)):
         config = steps.choose(2 * rows)
         assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken, rows
@@ -98,14 +98,14 @@ def test_tiles_for_prepared_weights_have_the_rows_of_an_expert(quant: str, least
 )
 def test_calls_of_integers_and_nvfp4(quant: str, rows: int, taken: int) -> None:
     problem = replace(MXFP4, experts=6, top_k=3, quant=quant)
-    config = heuristics(problem, H200).choose(2 * rows)
+    config = make_heuristic_steps(problem, H200).choose(2 * rows)
     assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
 
 
 @pytest.mark.parametrize("experts", [5, 7, 128])
 def test_the_first_and_last_number_of_tokens(experts: int) -> None:
     problem = replace(MXFP4, experts=experts, top_k=3)
-    steps = heuristics(problem, H200)
+    steps = make_heuristic_steps(problem, H200)
     taken = [t for t in range(700 * experts // 3) if steps.choose(t).path == "grouped_w4"]
     rows = (40 * experts / 3, 640 * experts / 3)
     assert taken == list(range(math.ceil(rows[0]), math.floor(rows[1]) + 1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from forced_cases import proof_by
 
-from experts.triton.configs.heuristics import config_violations, heuristics, is_launchable
+from experts.triton.configs.heuristics import config_violations, is_launchable, make_heuristic_steps
 from experts.triton.configs.select import override_config
 from experts.triton.gemv_w4 import gemv_w4_config
 from experts.triton.gemv_w4.gemv_w4_config import GemvW4Config
@@ -151,7 +151,9 @@ def test_smallest_and_largest_exponents(path: str) -> None:
     problem = replace(_BASE, tokens=2, quant=_MXFP4)
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
     weights = quantize_weights(plain, problem)
-    pair = heuristics(problem, Device(), _PATHS if path == "gemv_w4" else (path,)).choose(1)
+    pair = make_heuristic_steps(problem, Device(), _PATHS if path == "gemv_w4" else (path,)).choose(
+        1
+    )
     assert pair.path == path
 
     def output(experts: str, scale: torch.Tensor) -> torch.Tensor:
@@ -184,7 +186,9 @@ def test_few_tokens_take_it() -> None:
         for depth in (768, 2048, 2880, 14336):
             problem = replace(_BASE, hidden=depth, intermediate=depth, experts=64, quant=quant)
             most = gemv_w4_config.max_tokens(problem)
-            steps = heuristics(problem, Device(), _PATHS)  # files of a device would say otherwise
+            steps = make_heuristic_steps(
+                problem, Device(), _PATHS
+            )  # files of a device would say otherwise
             assert steps.choose(most + 1).path == "aligned"
             for tokens in range(1, most + 1):
                 pair = steps.choose(tokens)

@@ -13,7 +13,7 @@ from experts.triton.aligned_w4.aligned_w4_config import AlignedW4Config
 from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.configs.files import parse_config_file
-from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.lookup import fit_to_problem
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import TritonExperts
@@ -202,7 +202,7 @@ def test_more_rows_take_taller_blocks() -> None:
 
 def test_experts_that_have_a_row() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    spread = aligned_w4_config.RowDistribution.of
+    spread = aligned_w4_config.RowDistribution.from_call
     assert spread(mixtral, pairs=2).experts == pytest.approx(2)
     assert spread(mixtral, pairs=4).experts == pytest.approx(3.5)
     half = replace(mixtral, expert_map=True, local_experts=4)
@@ -283,5 +283,5 @@ def test_batch_invariant_blocks_do_not_depend_on_tokens() -> None:
     layer = replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True)
     found = {aligned_w4_config.default(layer, tokens) for tokens in (1, 4, 64, 4096)}
     assert len(found) == 1
-    assert found == set(heuristics(layer, Device(), _PATHS).configs)
+    assert found == set(make_heuristic_steps(layer, Device(), _PATHS).configs)
     assert {aligned_w4_config.block_m(layer, pairs) for pairs in (1, 4096)} == {16}

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from experts.triton.candidates import Groups, RowRange, blocks_worth_timing
+from experts.triton.candidates import CandidateGroups, RowRanges, select_blocks
 from experts.triton.launch_config import MoEConfig, Violation, rows_aligned_to_16
-from experts.triton.operands_w4 import WARP_K, mma_depth, supports_w4
+from experts.triton.operands_w4 import WARP_K, choose_mma_k, supports_w4
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 
@@ -213,7 +213,7 @@ class RowDistribution:
     experts: float
 
     @classmethod
-    def of(cls, problem: Problem, pairs: int) -> "RowDistribution":
+    def from_call(cls, problem: Problem, pairs: int) -> "RowDistribution":
         share = min(1.0, problem.top_k / problem.experts)  # top_k can exceed experts
         inactive: float = (1.0 - share) ** (pairs / problem.top_k)
         return cls(block_m(problem, pairs), problem.e * (1 - inactive))
@@ -248,7 +248,7 @@ class GemmSizes:
 
 def default(problem: Problem, tokens: int) -> MoEConfig:
     """Return the configuration of a call of `tokens` tokens without a tuned file."""
-    distribution = RowDistribution.of(problem, tokens * problem.top_k)
+    distribution = RowDistribution.from_call(problem, tokens * problem.top_k)
     launch1, launch2 = (launch_for(sizes, distribution) for sizes in GemmSizes.both(problem))
     return MoEConfig(launch1, launch2, NAME)
 
@@ -310,25 +310,25 @@ def _registers(shape: _Shape, sizes: GemmSizes, block_m: int) -> int:
     several groups with zero points, the terms of the zero points.
     """
     rows = shape.block_n * (2 if sizes.gated else 1)
-    groups = shape.block_k // mma_depth(sizes.scheme, sizes.depth, shape.block_k)
+    groups = shape.block_k // choose_mma_k(sizes.scheme, sizes.depth, shape.block_k)
     per_group = 3 if sizes.zeros and groups > 1 else 1
     return rows * shape.block_k // 256 + rows * block_m // 32 * (1 + groups * per_group)
 
 
 # Candidates: (min, max) mean rows per expert by block_m, values of block_k by block_m, and
 # (warps, stages).
-_CANDIDATE_ROWS: RowRange = {MIN_BLOCK_M: (0, 12), MAX_BLOCK_M: (4, 64)}
+_CANDIDATE_ROWS: RowRanges = {MIN_BLOCK_M: (0, 12), MAX_BLOCK_M: (4, 64)}
 _CANDIDATE_K = {MIN_BLOCK_M: (WARP_K,), MAX_BLOCK_M: (WARP_K // 2, WARP_K)}
 _CANDIDATE_WARPS = ((1, 4), (2, 3), (4, 2), (4, 4))
 
 
-def candidates(problem: Problem, tokens: int) -> Groups:
+def candidates(problem: Problem, tokens: int) -> CandidateGroups:
     """Return the launches to time for `tokens` tokens.
 
     Those that spill, as far as `_registers` predicts it, are left out.
     """
     result = {}
-    for rows in blocks_worth_timing(_CANDIDATE_ROWS, problem, tokens):
+    for rows in select_blocks(_CANDIDATE_ROWS, problem, tokens):
         shapes = [
             _Shape(block_n, *launch, block_k=block_k)
             for block_n in (16, 32, 64, 128)

@@ -13,10 +13,10 @@ from experts.triton.adapters import ShrinkOutput
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.aligned_w4 import aligned_w4_config
 from experts.triton.aligned_w4.aligned_w4_config import AlignedW4Config
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
 from experts.triton.operands import GemmOperands
-from experts.triton.operands_w4 import allows_vector_loads, mma_depth, w4_arguments
+from experts.triton.operands_w4 import allows_vector_loads, choose_mma_k, w4_arguments
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 
@@ -64,7 +64,7 @@ class AlignedW4Path(AlignedPath):
         return config.violations()
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         return aligned_w4_config.candidates(problem, tokens)
 
     @classmethod
@@ -103,7 +103,7 @@ class AlignedW4Path(AlignedPath):
         """
         assert isinstance(config, AlignedW4Config)
         assert shrink_output is None  # `supports` excludes adapters
-        depth = mma_depth(operands.scheme, operands.depth, config.block_k)
+        depth = choose_mma_k(operands.scheme, operands.depth, config.block_k)
         return {
             **w4_arguments(operands),
             "columns": operands.columns,

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from experts.triton.candidates import Groups, RowRange
+from experts.triton.candidates import CandidateGroups, RowRanges
 from experts.triton.grouped_tma import grouped_tma_config as grouped
 from experts.triton.grouped_tma.grouped_tma_config import candidates as plain_candidates
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation, gemms
@@ -17,7 +17,7 @@ from modular_kernel.spec.problem import Problem
 
 NAME = "dequantized"
 
-_CANDIDATE_ROWS: RowRange = {128: (32, 1 << 62)}
+_CANDIDATE_ROWS: RowRanges = {128: (32, 1 << 62)}
 # Mean rows per expert from which the path is faster than the aligned path, whose GEMMs dequantize.
 # Measured on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and
 # gpt-oss. fp8 and NVFP4 were not measured: they use the limits of the most similar schemes, int8
@@ -96,6 +96,6 @@ def default(problem: Problem) -> MoEConfig:
     return replace(grouped.default_config(without_quant(problem)), path=NAME)
 
 
-def candidates(problem: Problem, tokens: int) -> Groups:
+def candidates(problem: Problem, tokens: int) -> CandidateGroups:
     """Return the launches to time for `tokens` tokens."""
     return plain_candidates(without_quant(problem), tokens, _CANDIDATE_ROWS)

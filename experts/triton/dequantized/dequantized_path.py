@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.dequantized import dequantized_config
 from experts.triton.dequantized.dequantized_config import violations
 from experts.triton.grouped.base import GemmRows
@@ -68,7 +68,7 @@ class DequantizedPath(GroupedTmaPath):
         return violations(config, gemm, problem, device)
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         """Return the candidates for unquantized weights."""
         return dequantized_config.candidates(problem, tokens)
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 from experts.triton.candidates import (
     SMALL_M_MARGIN,
-    ByBlock,
-    Groups,
-    RowRange,
-    blocks_worth_timing,
-    launches_by_block,
+    CandidateGroups,
+    EntryTable,
+    RowRanges,
+    build_candidate_groups,
+    select_blocks,
 )
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation, gemms
 from experts.triton.operands import supports_tma
@@ -69,7 +69,7 @@ def max_tokens(problem: Problem) -> int:
 
 def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:
     """Yield every reason why `tile` cannot be launched on this path."""
-    fixed = {"block_n": ROWS // gemm.sides, "num_warps": 4}
+    fixed = {"block_n": ROWS // gemm.num_matrices, "num_warps": 4}
     for name, value in fixed.items():
         if getattr(tile, name) != value:
             yield Violation(name, getattr(tile, name), f"{value} on the {NAME} path")
@@ -109,12 +109,12 @@ def _tile(gemm: Gemm, device: Device) -> LaunchConfig:
     block_k = next(
         (k for k, count in stages_by_block_k.items() if count >= _MIN_STAGES), _DEPTHS[0]
     )
-    return LaunchConfig(16, ROWS // gemm.sides, block_k, 1, 4, stages_by_block_k[block_k])
+    return LaunchConfig(16, ROWS // gemm.num_matrices, block_k, 1, 4, stages_by_block_k[block_k])
 
 
-_ROWS: RowRange = {16: (0, 4)}
+_ROWS: RowRanges = {16: (0, 4)}
 # For each block_k, as many stages as can fit, and fewer.
-_ENTRIES: ByBlock = {
+_ENTRIES: EntryTable = {
     16: tuple(
         (64, block_k, 4, num_stages)
         for block_k, counts in ((512, (6, 5, 4, 3, 2)), (256, (12, 10, 8, 6)), (128, (16, 12)))
@@ -123,10 +123,10 @@ _ENTRIES: ByBlock = {
 }
 
 
-def candidates(problem: Problem, tokens: int) -> Groups:
+def candidates(problem: Problem, tokens: int) -> CandidateGroups:
     """Return the launches to time for `tokens` tokens."""
     if tokens > SMALL_M_MARGIN * max_tokens(problem):
         return {}
-    return launches_by_block(
-        blocks_worth_timing(_ROWS, problem, tokens), (_ENTRIES, _ENTRIES), problem
+    return build_candidate_groups(
+        select_blocks(_ROWS, problem, tokens), (_ENTRIES, _ENTRIES), problem
     )

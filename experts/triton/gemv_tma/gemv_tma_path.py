@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.gemv_tma import gemv_tma_config
 from experts.triton.gemv_tma.gemv_tma_config import (
     COLUMNS,
@@ -74,7 +74,7 @@ class GemvTmaPath(Path):
         return violations(config, gemm, device)
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         """Return launches with as many ring stages as fit, and with fewer."""
         return candidates(problem, tokens)
 

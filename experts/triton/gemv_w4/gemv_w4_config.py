@@ -5,7 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from experts.triton.candidates import SMALL_M_MARGIN, Entry, Groups, RowRange, blocks_worth_timing
+from experts.triton.candidates import (
+    SMALL_M_MARGIN,
+    CandidateGroups,
+    Entry,
+    RowRanges,
+    select_blocks,
+)
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation, gemms
 from experts.triton.launch_config import violations as bounds
 from experts.triton.operands_w4 import supports_w4
@@ -72,7 +78,7 @@ def min_block_n(gemm: Gemm) -> int:
     The 16 rows of an MMA are 8 weight rows for each half of a block in GEMM 2, and gate and up
     rows, 8 each, in a gated GEMM 1.
     """
-    return ROWS // 2 if gemm.index == 2 else ROWS // gemm.sides
+    return ROWS // 2 if gemm.index == 2 else ROWS // gemm.num_matrices
 
 
 def halves(tile: GemvW4Config) -> int:
@@ -173,7 +179,7 @@ def _narrow_gemm2(problem: Problem, tokens: int) -> _Launch | None:
     return None
 
 
-_ROWS: RowRange = {GemvW4Config.block_m: (0, 4)}
+_ROWS: RowRanges = {GemvW4Config.block_m: (0, 4)}
 # (gate and up columns together, block_k, warps, stages) of GEMM 1 and of GEMM 2; block_k is a
 # multiple of 128.
 _ENTRIES: tuple[tuple[Entry, ...], ...] = (
@@ -191,14 +197,12 @@ _ENTRIES: tuple[tuple[Entry, ...], ...] = (
 )  # fmt: skip
 
 
-def candidates(problem: Problem, tokens: int) -> Groups:
+def candidates(problem: Problem, tokens: int) -> CandidateGroups:
     """Return the launches to time for `tokens` tokens."""
-    if tokens > SMALL_M_MARGIN * max_tokens(problem) or not blocks_worth_timing(
-        _ROWS, problem, tokens
-    ):
+    if tokens > SMALL_M_MARGIN * max_tokens(problem) or not select_blocks(_ROWS, problem, tokens):
         return {}
     launches1, launches2 = (
-        [GemvW4Config(columns // gemm.sides, *rest) for columns, *rest in entries]
+        [GemvW4Config(columns // gemm.num_matrices, *rest) for columns, *rest in entries]
         for entries, gemm in zip(_ENTRIES, gemms(problem), strict=True)
     )
     return {GemvW4Config.block_m: (launches1, launches2)}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.gemv_w4 import gemv_w4_config
 from experts.triton.gemv_w4.gemv_w4_config import GemvW4Config, candidates, violations
 from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
@@ -71,7 +71,7 @@ class GemvW4Path(Path):
         return violations(config, gemm, device)
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:

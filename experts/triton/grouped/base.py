@@ -144,14 +144,14 @@ class ExpertSortedGemms(ABC):
         adapters = self._adapters(tile, order, call)
         with stages.stage(stages.GEMM1 if self.permutes_tokens else stages.GATHER_GEMM1):
             if adapters is not None:
-                x = x._replace(shrink_output=adapters.of_w1(call.tokens.plain_TH, call.weights))
+                x = x._replace(shrink_output=adapters.shrink_x(call.tokens.plain_TH, call.weights))
             operands = gemm1_operands(call.weights, self.problem)
             self.products(x, operands, tile, order, h_RI, call)
         h = self._quantize(h_RI, order, call)
         if adapters is None:
             return h
         with stages.stage(stages.GEMM2):
-            return h._replace(shrink_output=adapters.of_w2(h_RI, call.weights))
+            return h._replace(shrink_output=adapters.shrink_h(h_RI, call.weights))
 
     def _adapters(
         self, tile: LaunchConfig, order: SortedPairs, call: PathCall

@@ -6,7 +6,7 @@ from experts.triton.adapters import (
     Matrices,
     SegmentShrink,
     TileShrinkOutput,
-    block_r,
+    choose_block_r,
     shrink_arguments,
     u13_columns,
 )
@@ -52,7 +52,7 @@ class TileShrink(SegmentShrink):
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), len(a) * width))
         tile_slots = self._workspace.take("lora_named", (order.max_tiles, len(a) + 1))
         launch_args = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
-        launch_args["BLOCK_R"] = block_r(a.shape[2])  # all rows of A, at most those of one box
+        launch_args["BLOCK_R"] = choose_block_r(a.shape[2])  # all rows of A, but at most one box
         launch(
             shrink_tiles_kernel,
             (order.max_tiles, width // _BOX, launch_args["PARTS"]),

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from experts.triton.candidates import (
-    ByBlock,
-    Groups,
-    RowRange,
-    blocks_worth_timing,
-    launches_by_block,
+    CandidateGroups,
+    EntryTable,
+    RowRanges,
+    build_candidate_groups,
+    select_blocks,
 )
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import TMA_BYTES, supports_tma
@@ -125,9 +125,9 @@ def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Ite
     for name, got, need in fixed:
         if got != need:
             yield Violation(name, got, f"{need} on the {NAME} path")
-    half = half_rows(tile, gemm.sides)
+    half = half_rows(tile, gemm.num_matrices)
     if half not in halves:
-        sizes = (h if gemm.sides == 2 else 2 * h for h in halves)
+        sizes = (h if gemm.num_matrices == 2 else 2 * h for h in halves)
         yield Violation("block_n", tile.block_n, f"one of {tuple(sizes)} on the {NAME} path")
         return
     shared_bytes = _ring_bytes(tile, half) + _STAGING_BYTES_PER_COLUMN * half
@@ -149,25 +149,25 @@ def default_config(problem: Problem, tokens: int | None = None) -> MoEConfig:
     return MoEConfig(launch1, launch2, NAME)
 
 
-_ROWS: RowRange = {128: (48, 1 << 62)}
+_ROWS: RowRanges = {128: (48, 1 << 62)}
 # Steps have 128 bytes along K for every dtype.
-_HALF: ByBlock = {
+_HALF: EntryTable = {
     128: (
         (256, 64, 4, 4, 8), (256, 64, 4, 4, 4), (256, 64, 4, 4, 16), (256, 64, 4, 4, 32),
         (256, 64, 4, 3, 8), (128, 64, 4, 6, 8), (128, 64, 4, 6, 16), (128, 64, 4, 5, 8),
     ),
 }  # fmt: skip
-_W8A8: ByBlock = {128: tuple((n, 128, warps, *more) for n, _, warps, *more in _HALF[128])}
-_BLOCK_CANDIDATES: ByBlock = {
+_W8A8: EntryTable = {128: tuple((n, 128, warps, *more) for n, _, warps, *more in _HALF[128])}
+_BLOCK_CANDIDATES: EntryTable = {
     128: tuple(
         (128, 128, 4, num_stages, group) for num_stages in (6, 5) for group in (4, 8, 16, 32)
     )
 }
 
 
-def candidates(problem: Problem, tokens: int, rows: RowRange = _ROWS) -> Groups:
+def candidates(problem: Problem, tokens: int, rows: RowRanges = _ROWS) -> CandidateGroups:
     """Return the launches to time for `tokens` tokens."""
     scheme, table = problem.scheme, _HALF
     if scheme.quantized:
         table = _BLOCK_CANDIDATES if scheme.granularity == "block" else _W8A8
-    return launches_by_block(blocks_worth_timing(rows, problem, tokens), (table, table), problem)
+    return build_candidate_groups(select_blocks(rows, problem, tokens), (table, table), problem)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from experts.triton.adapters import TileShrinkOutput
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.grouped.base import ExpertSortedGemms, GemmRows
 from experts.triton.grouped_tma import grouped_tma_config
 from experts.triton.grouped_tma.adapters import TileShrink, round_up_to_box, tile_specs
@@ -76,7 +76,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         return violations(config, gemm, mode, device)
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         """Return launches with various values of group_m, widths and stages."""
         return candidates(problem, tokens)
 
@@ -186,6 +186,6 @@ def _adapter_arguments(
         "stride_tile_slots": shrink_output.tile_slots.shape[1],
         "slot_rows": experts * rows,
         "expert_rows": rows if experts > 1 else 0,
-        "u_up": shrink_output.up,
-        "LORA_STEPS": round_up_to_box(rank + shrink_output.up) // _BOX_ELEMENTS,
+        "u_up": shrink_output.up_offset,
+        "LORA_STEPS": round_up_to_box(rank + shrink_output.up_offset) // _BOX_ELEMENTS,
     }

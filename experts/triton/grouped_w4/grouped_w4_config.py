@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 
 from experts.triton.candidates import (
-    ByBlock,
-    Groups,
-    RowRange,
-    blocks_worth_timing,
-    launches_by_block,
+    CandidateGroups,
+    EntryTable,
+    RowRanges,
+    build_candidate_groups,
+    select_blocks,
 )
 from experts.triton.dequantized import dequantized_config as dequantized
 from experts.triton.dequantized.dequantized_config import without_quant
@@ -67,8 +67,8 @@ _BF16_BYTES = 2  # bytes per element of tokens and results
 _PARTS = 2  # consumer warpgroups, each with its own staging buffers
 _BARRIERS = 1 << 10  # upper bound on the bytes of barriers
 
-_CANDIDATE_ROWS: RowRange = {32: (6, 48), 64: (16, 160), 128: (48, 1 << 62)}
-_ENTRIES: ByBlock = {
+_CANDIDATE_ROWS: RowRanges = {32: (6, 48), 64: (16, 160), 128: (48, 1 << 62)}
+_ENTRIES: EntryTable = {
     32: ((_COLUMNS, BLOCK, 4, 11, 8), (_COLUMNS, BLOCK, 4, 8, 8)),
     64: ((_COLUMNS, BLOCK, 4, 8, 8), (_COLUMNS, BLOCK, 4, 8, 16)),
     128: tuple((_COLUMNS, BLOCK, 4, 6, group) for group in (8, 4, 16)),
@@ -106,7 +106,7 @@ def violations(
     if tile.block_m not in _BLOCK_M_VALUES:
         yield Violation("block_m", tile.block_m, f"one of {_BLOCK_M_VALUES} on the {NAME} path")
     fixed = (
-        ("block_n", tile.block_n, _COLUMNS // gemm.sides),
+        ("block_n", tile.block_n, _COLUMNS // gemm.num_matrices),
         ("block_k", tile.block_k, BLOCK),
         ("num_warps", tile.num_warps, 4),
     )
@@ -211,9 +211,9 @@ def default(problem: Problem, rows: int = _BLOCK_M_VALUES[-1]) -> MoEConfig:
     return MoEConfig(launch1, launch2, NAME)
 
 
-def candidates(problem: Problem, tokens: int) -> Groups:
+def candidates(problem: Problem, tokens: int) -> CandidateGroups:
     """Return the launches to time for `tokens` tokens."""
     bf16 = without_quant(problem)
-    return launches_by_block(
-        blocks_worth_timing(_CANDIDATE_ROWS, bf16, tokens), (_ENTRIES, _ENTRIES), bf16
+    return build_candidate_groups(
+        select_blocks(_CANDIDATE_ROWS, bf16, tokens), (_ENTRIES, _ENTRIES), bf16
     )

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.dequantized.dequantized_path import DequantizedPath
 from experts.triton.grouped.base import GemmRows
 from experts.triton.grouped_w4 import grouped_w4_config
@@ -74,7 +74,7 @@ class GroupedW4Path(DequantizedPath):
         return violations(config, gemm, problem, device)
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         return grouped_w4_config.candidates(problem, tokens)
 
     @classmethod
