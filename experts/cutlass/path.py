@@ -29,7 +29,7 @@ class CutlassPath(GroupedTmaPath):
         aliases = tuple(name for name in gemm2_rows.over if name in specs)
         return specs | {"workspace2": BufferSpec(gemm2_rows.shape, gemm2_rows.dtype, aliases)}
 
-    def hidden_rows(
+    def compute_hidden_rows(
         self, x: GemmRows, tile: LaunchConfig, order: SortedPairs, call: PathCall
     ) -> GemmRows:
         shape = (order.row_of_pair_TK.numel(), self.problem.intermediate)

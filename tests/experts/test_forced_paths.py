@@ -18,7 +18,7 @@ from experts.triton.launch_config import Device
 from modular_kernel.spec.problem import Machine
 
 DEFAULTS = {
-    "gemv_tma": lambda problem: gemv_tma_config.default(problem, H100),
+    "gemv_tma": lambda problem: gemv_tma_config.default_config(problem, H100),
     "grouped_tma": grouped_tma_config.default_config,
     "dequantized": dequantized_config.default,
     "grouped_w4": grouped_w4_config.default,

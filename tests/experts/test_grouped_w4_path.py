@@ -52,8 +52,10 @@ def test_the_harness_verifies_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = replace(MXFP4, **changes)
-    monkeypatch.setattr(grouped_w4_config, "chunk_size", lambda problem: min(at_once, problem.e))
-    with override_config(grouped_w4_config.default(problem, 64)):
+    monkeypatch.setattr(
+        grouped_w4_config, "experts_per_chunk", lambda problem: min(at_once, problem.e)
+    )
+    with override_config(grouped_w4_config.default_config(problem, 64)):
         assert choose_config(problem, 1, supported_paths(problem)).path == "grouped_w4"
         case = Case("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem, routing)
         proof = prove(case, machine)
@@ -150,7 +152,7 @@ def test_tiled_weights_fit_a_bounded_buffer() -> None:
         tokens=1, hidden=2880, intermediate=2880, experts=128, top_k=4, dtype=torch.bfloat16,
         quant="mxfp4_w4a16",
     )  # fmt: skip
-    assert grouped_w4_config.chunk_size(layer) == 64
+    assert grouped_w4_config.experts_per_chunk(layer) == 64
     specs = GroupedW4Path(layer).specs(4096, 128)
     held = specs["tiled_words"].nbytes + specs["tiled_scales"].nbytes
     assert (1 << 28) < held <= 1 << 30
@@ -168,7 +170,7 @@ def test_tiled_weights_fit_a_bounded_buffer() -> None:
     ],
 )
 def test_invalid_launches_are_refused(change: dict[str, int], field: str) -> None:
-    pair = grouped_w4_config.default(MXFP4)
+    pair = grouped_w4_config.default_config(MXFP4)
     for gemm, tile in zip(gemms(MXFP4), (pair.gemm1, pair.gemm2), strict=True):
         assert not list(grouped_w4_config.violations(tile, gemm, MXFP4, H200))
         other = replace(tile, **change)

@@ -131,7 +131,7 @@ def test_for_packed_weights_the_path_is_reused_but_not_its_launches(
     monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
     theirs = replace(QWEN, quant="mxfp4_w4a16", hidden=2880, intermediate=2880, top_k=4)
     mine = replace(theirs, hidden=4096)
-    lent = gemv_w4_config.default(theirs)
+    lent = gemv_w4_config.default_config(theirs)
     tuned_configs = TunedConfigs(
         "x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, True, paths=((1, "gemv_w4"),)
     )
@@ -139,7 +139,7 @@ def test_for_packed_weights_the_path_is_reused_but_not_its_launches(
     most = gemv_w4_config.max_tokens(mine)
     for number in (1, 2, most):
         (found,) = borrow_configs([lender], mine, H200, NOTHING, [number])
-        assert found.config == gemv_w4_config.default(mine, number) != lent
+        assert found.config == gemv_w4_config.default_config(mine, number) != lent
         assert found.origin.startswith("E=128, K=4, H=2880")
 
 

@@ -26,7 +26,7 @@ def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
     problem = replace(MIXTRAL, quant=quant)
     steps = make_heuristic_steps(problem, H200)
     least = grouped_tma_config.min_tokens(problem)
-    narrow = grouped_tma_config.narrow_tokens(problem)
+    narrow = grouped_tma_config.max_narrow_tokens(problem)
     assert 0 < least < narrow
     assert steps.choose(least - 1).path != "grouped_tma"
     few, many = steps.choose(least), steps.choose(narrow + 1)
@@ -37,7 +37,7 @@ def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
         assert pair.path == "grouped_tma"
         require_config(pair, problem, H200, "heuristics")
         for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-            mode = grouped_tma_config.MODES[quant]
+            mode = grouped_tma_config.MODE_BY_SCHEME[quant]
             assert not list(grouped_tma_config.violations(tile, gemm, mode, H200))
     assert {p.path for p in make_heuristic_steps(problem, H200, ("aligned",)).configs} == {
         "aligned"
@@ -58,7 +58,7 @@ def test_layers_whose_rows_are_gathered() -> None:
         tile = replace(
             grouped_tma_config.default_config(problem).gemm1, block_n=64, num_stages=ring + 2
         )
-        mode = grouped_tma_config.MODES[quant]
+        mode = grouped_tma_config.MODE_BY_SCHEME[quant]
         assert list(grouped_tma_config.violations(tile, gemm, mode, H200))
 
 
@@ -92,7 +92,7 @@ def test_outputs_are_staged_in_the_memory_left_by_the_ring(
 ) -> None:
     """Of 227 KiB; every tile that can be launched has space for one box of each warpgroup."""
     tile = LaunchConfig(grouped_tma_config.BLOCK_M, 2 * half, 64, 8, 4, stages)
-    assert grouped_tma_config.staging_slots(tile, half, columns) == slots
+    assert grouped_tma_config.num_staging_buffers(tile, half, columns) == slots
     ring = stages * (grouped_tma_config.BLOCK_M + 2 * half) * grouped_tma_config.BOX_BYTES
     boxes = slots * 2 * 64 * columns * 2
     assert ring + boxes <= H200.shared

@@ -24,7 +24,7 @@ QWEN = Problem(
     tokens=1, hidden=2048, intermediate=1408, experts=128, top_k=8, quant="fp8_w8a8_channel"
 )
 BLOCKS = replace(QWEN, quant="fp8_w8a8_block")
-PAIR = gemv_tma_config.default(QWEN, H200)
+PAIR = gemv_tma_config.default_config(QWEN, H200)
 
 
 @pytest.mark.parametrize(("problem", "most"), [(QWEN, 8), (BLOCKS, 4)], ids=("channel", "block"))
@@ -50,7 +50,7 @@ def test_the_ring_fills_the_memory_left_by_the_vectors(
 ) -> None:
     """And its stages are as deep as four of them fit."""
     problem = replace(QWEN, intermediate=depth)
-    tile = gemv_tma_config.default(problem, H200).gemm2
+    tile = gemv_tma_config.default_config(problem, H200).gemm2
     assert (tile.block_k, tile.num_stages) == (block_k, places)
     longer = replace(tile, num_stages=places + 1)
     found = list(gemv_tma_config.violations(longer, gemms(problem)[1], H200))
@@ -140,7 +140,7 @@ def test_the_path_of_a_neighbor_is_reused_but_not_its_ring() -> None:
     otherwise = make_heuristic_steps(deep, H200, ("aligned",))
     (borrowed,) = borrow_configs([known], deep, H200, otherwise, token_counts=(1,))
     assert borrowed.origin.startswith(known.name)
-    assert borrowed.config == gemv_tma_config.default(deep, H200) != PAIR
+    assert borrowed.config == gemv_tma_config.default_config(deep, H200) != PAIR
 
 
 def test_tuning_tries_every_ring_that_fits() -> None:

@@ -82,7 +82,7 @@ def test_the_harness_verifies_it(
     problem = replace(_BASE, **changes)
     case = Case(_NO_EP, "TritonExperts", problem, routing)
     # Few tokens have a path of their own, without this kernel.
-    with override_config(aligned_w4_config.default(problem, problem.tokens)):
+    with override_config(aligned_w4_config.default_config(problem, problem.tokens)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)
     assert blocks == {block_m}
@@ -255,11 +255,11 @@ def test_small_tiles_of_other_files_are_replaced() -> None:
         source = fit_to_problem(tuned_configs, problem, Device())
         return source.launch_steps(problem, Device(), _PATHS).choose(tokens)
 
-    assert launch_steps(integers, 48, 16) == aligned_w4_config.default(integers, 48)
+    assert launch_steps(integers, 48, 16) == aligned_w4_config.default_config(integers, 48)
     assert launch_steps(integers, 49, 16).path == "aligned"
     assert launch_steps(integers, 4, 32).path == "aligned"
     for tokens in (1, 7, 24, 25, 1 << 20):
-        assert launch_steps(mxfp4, tokens, 32) == aligned_w4_config.default(mxfp4, tokens)
+        assert launch_steps(mxfp4, tokens, 32) == aligned_w4_config.default_config(mxfp4, tokens)
     assert launch_steps(mxfp4, 1, 64).path == "aligned"
 
 
@@ -275,13 +275,15 @@ def test_the_default_launches_change_at_the_given_rows(
         turns = set(aligned_w4_config.breakpoints(problem))
         most = min(aligned_w4_config.max_tokens(problem), 2000)
         for tokens in range(1, most):
-            here, next_ = (aligned_w4_config.default(problem, t) for t in (tokens, tokens + 1))
+            here, next_ = (
+                aligned_w4_config.default_config(problem, t) for t in (tokens, tokens + 1)
+            )
             assert here == next_ or tokens in turns, tokens
 
 
 def test_batch_invariant_blocks_do_not_depend_on_tokens() -> None:
     layer = replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True)
-    found = {aligned_w4_config.default(layer, tokens) for tokens in (1, 4, 64, 4096)}
+    found = {aligned_w4_config.default_config(layer, tokens) for tokens in (1, 4, 64, 4096)}
     assert len(found) == 1
     assert found == set(make_heuristic_steps(layer, Device(), _PATHS).configs)
     assert {aligned_w4_config.block_m(layer, pairs) for pairs in (1, 4096)} == {16}

@@ -1,4 +1,4 @@
-"""Grouped GEMMs over expert-sorted rows in Triton, on any GPU."""
+"""MGroupedGemms: grouped GEMMs over expert-sorted rows in Triton, for any GPU."""
 
 import torch
 
@@ -11,7 +11,7 @@ from modular_kernel.replay.launch.launch import launch
 
 
 class MGroupedGemms(ExpertSortedGemms):
-    """Grouped GEMMs in one Triton launch each, with the rows of each expert as a segment."""
+    """Two grouped GEMMs, each in one Triton launch. The rows of each expert form a segment."""
 
     def multiply(
         self,
@@ -34,12 +34,15 @@ def m_grouped_gemm(
     precision: str,
     tokens: torch.Tensor | None = None,
 ) -> None:
-    """Compute out[r] = rows[r] @ W[expert of r]^T for the rows of `tiles` (see `ops.sort`).
+    """Compute out[r] = rows[r] @ W[expert of r]^T for the rows of `tiles`.
 
     rows: the left operand, with contiguous values.
+    operands: the weights and everything else that the GEMM needs.
+    tile: the launch configuration.
+    tiles: the encoded tile list (see `ops.sort`).
     out: (R, columns), contiguous.
-    precision: that of float32 products.
-    tokens: (R,) the token of each row; needed for adapters only.
+    precision: the precision of float32 GEMMs, as in Problem.fp32_precision.
+    tokens: (R,) the token of each row. Needed only if `rows` has a shrink output.
     """
     from experts.triton.grouped.kernels.segment_gemm import segment_gemm_kernel
 

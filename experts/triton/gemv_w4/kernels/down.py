@@ -10,10 +10,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.triton.gemv_w4.kernels.common import (
     issue_loads,
+    lane_row_indices,
     load_by_slot,
     load_pairs,
     load_words,
-    rows_of_lanes,
     scaled_sums,
     slots_of_chunk,
     to_slot_layout,
@@ -295,7 +295,7 @@ def gemv_w4_down_kernel(
     token = tl.program_id(0)
     first_column = tl.program_id(1) * BLOCK_N
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32))
-    rows = rows_of_lanes(first_column, hidden, ROWS, 1, 0, BLOCK_N, EVEN_N)
+    rows = lane_row_indices(first_column, hidden, ROWS, 1, 0, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
     words_offset, scale_offset = row_offsets(rows, stride_bn // 4), row_offsets(rows, stride_bsn)
     # Either the lane offsets or the group offsets are even, so they can be halved separately.

@@ -1,7 +1,7 @@
-"""GEMM 1 of path gemv_w4: a program computes a block of intermediate columns of a routed pair.
+"""Kernel of GEMM 1 of the gemv_w4 path.
 
-Each of the WARPS warps of a program sums over some of the blocks along K. Blocks, chunks and slots
-are as in `common`.
+A program computes a block of intermediate columns of a routed pair. Each of its WARPS warps sums
+over some of the blocks along K. `common` defines blocks, chunks and slots.
 """
 
 import triton
@@ -9,10 +9,10 @@ import triton.language as tl
 
 from experts.triton.gemv_w4.kernels.common import (
     issue_loads,
+    lane_row_indices,
     load_by_slot,
     load_row,
     load_words,
-    rows_of_lanes,
     scaled_sums,
     slots_of_chunk,
     store_in_pair_order,
@@ -31,7 +31,10 @@ def _load_block(
     GROUP_K: tl.constexpr,
     CHUNKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load the words, scales and zero points of each warp w: block step * WARPS + w along K."""
+    """Load the words, scales and zero points of one block for each warp.
+
+    Warp w gets block step * WARPS + w along K.
+    """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     warp = tl.arange(0, WARPS)[None, None, :, None]
     chunk = (step * WARPS + warp) * CHUNKS
@@ -73,7 +76,7 @@ def _load_x(
     x_ptr, stride, step, depth,
     GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load the values of x that the words of `_load_block` multiply."""
+    """Load the values of x by which the words of `_load_block` are multiplied."""
     warp = tl.arange(0, WARPS)[None, None, :, None]
     chunk = (step * WARPS + warp) * CHUNKS
     in_bounds, slots = chunk * 128 < depth, slots_of_chunk(GROUP_K)
@@ -91,8 +94,8 @@ def _step(
 ):  # fmt: skip
     """Add the product of ring[0] and x to total; return total, the next x and the advanced ring.
 
-    The ring holds the blocks of the next STAGES steps. The block after them is loaded before the
-    MMAs, or after them if LOAD_AFTER_MMA.
+    The ring holds the blocks of the next STAGES steps. The block after these steps is loaded before
+    the MMAs, or, if LOAD_AFTER_MMA, after the MMAs.
     """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     words, scale, zero = ring[0]
@@ -180,7 +183,7 @@ def gemv_w4_gate_up_kernel(
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
     b_scale_ptr += expert * stride_bse
     zero_ptr += expert * stride_bze
-    rows = rows_of_lanes(block * BLOCK_N, intermediate, ROWS, ROW_STEP, UP_ROW, BLOCK_N, EVEN_N)
+    rows = lane_row_indices(block * BLOCK_N, intermediate, ROWS, ROW_STEP, UP_ROW, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
     words_offset, scale_offset = row_offsets(rows, stride_bn // 4), row_offsets(rows, stride_bsn)
     # Either the lane offsets or the group offsets are even, so they can be halved separately.
