@@ -20,8 +20,8 @@ from modular_kernel.spec.problem import Machine
 DEFAULTS = {
     "gemv_tma": lambda problem: gemv_tma_config.default_config(problem, H100),
     "grouped_tma": grouped_tma_config.default_config,
-    "dequantized": dequantized_config.default,
-    "grouped_w4": grouped_w4_config.default,
+    "dequantized": dequantized_config.default_config,
+    "grouped_w4": grouped_w4_config.default_config,
 }
 TESTS = Path(__file__).parents[1]
 H100 = Device.from_machine(Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100"))

@@ -242,7 +242,10 @@ def test_narrow_tiles_have_fewer_registers() -> None:
         assert gemv_w4_config.max_registers(wide, gemm, words_stay_in_lanes=True) == 128
     assert gemv_w4_config.max_registers(narrow, 1, words_stay_in_lanes=True) * 32 * 32 <= 1 << 16
     assert gemv_w4_config.max_registers(narrow, 2, words_stay_in_lanes=True) * 32 * 24 <= 1 << 16
-    assert gemv_w4_config.max_registers(replace(narrow, block_k=1024), 2, words_stay_in_lanes=True) == 128
+    assert (
+        gemv_w4_config.max_registers(replace(narrow, block_k=1024), 2, words_stay_in_lanes=True)
+        == 128
+    )
     assert [gemv_w4_config.num_halves(tile) for tile in (narrow, wide)] == [2, 1]
 
 

@@ -76,7 +76,7 @@ def _load_x(
     x_ptr, stride, step, depth,
     GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load the values of x by which the words of `_load_block` are multiplied."""
+    """Load the values of x that are multiplied by the words from `_load_block`."""
     warp = tl.arange(0, WARPS)[None, None, :, None]
     chunk = (step * WARPS + warp) * CHUNKS
     in_bounds, slots = chunk * 128 < depth, slots_of_chunk(GROUP_K)
@@ -92,7 +92,7 @@ def _step(
     GROUP_K: tl.constexpr,
     CHUNKS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of ring[0] and x to total; return total, the next x and the advanced ring.
+    """Add the product of ring[0] and x to total. Return total, the next x and the advanced ring.
 
     The ring holds the blocks of the next STAGES steps. The block after these steps is loaded before
     the MMAs, or, if LOAD_AFTER_MMA, after the MMAs.
@@ -150,17 +150,17 @@ def gemv_w4_gate_up_kernel(
     for pairs p of local experts, where r[p] is the router weight if HAS_ROW_WEIGHTS, else 1.
 
     Grid: (num_pairs, blocks of BLOCK_N columns + 1). The WARPS warps of a program split K in blocks
-    of CHUNKS * 128. In the extra block, the program of pair 0 counts invalid ids, in steps of
-    BLOCK_P.
+    of CHUNKS * 128. In the extra block, the program of pair 0 counts invalid ids, BLOCK_P at a
+    time.
 
     x_ptr: (num_pairs / TOP_K, DEPTH).
-    b_ptr: w, (e, rows, DEPTH / 2) bytes, read as int32 words of eight. Column n uses row n *
-        ROW_STEP and, if GATED, also row n * ROW_STEP + UP_ROW for up.
-    bias_ptr: bias of the rows of w, (e, rows), if HAS_BIAS.
-    h_ptr: (num_pairs, intermediate), contiguous, written by `store_in_pair_order` for GEMM 2. Rows
-        of skipped pairs are not written.
-    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
-    FORMAT, HAS_ZERO, GROUP_K, PAIRED_SCALES, EVEN_N, CHUNKS, STEPS, STAGES, LOAD_AFTER_MMA: as in
+    b_ptr: w, (e, rows, DEPTH / 2) bytes. The kernel reads int32 words of eight weights. Column n
+        uses row n * ROW_STEP and, if GATED, also row n * ROW_STEP + UP_ROW for up.
+    bias_ptr: if HAS_BIAS, the bias of the rows of w, (e, rows).
+    h_ptr: (num_pairs, intermediate), contiguous, in the order of `store_in_pair_order`. Rows of
+        skipped pairs are not written.
+    KIND, ALPHA, LIMIT: see `ops.kernels.activation`.
+    FORMAT, HAS_ZERO, GROUP_K, PAIRED_SCALES, EVEN_N, CHUNKS, STEPS, STAGES, LOAD_AFTER_MMA: see
         `gemv_w4_down_kernel`.
     """
     pdl_wait(OVERLAP)
@@ -198,7 +198,7 @@ def gemv_w4_gate_up_kernel(
         )  # fmt: skip
     x = _load_x(x_ptr, stride_xk, 0, DEPTH, GROUP_K, CHUNKS, WARPS)
     total = tl.zeros((WARPS, ROWS, 8), tl.float32)
-    # Unrolled, because in a loop the compiler would hoist the unpacking of invariant words.
+    # Unroll the steps. In a loop the compiler would hoist the unpacking of invariant words.
     if STEPS <= STAGES:
         for s in tl.static_range(STEPS):
             total, x, ring = _step(
@@ -218,7 +218,7 @@ def gemv_w4_gate_up_kernel(
                     WARPS,
                     STAGES, LOAD_AFTER_MMA,
                 )  # fmt: skip
-    # Computed here and not earlier, to save registers in the loop.
+    # Compute these after the loop, which saves registers in it.
     end = tl.arange(0, ROWS)
     end_column = block * BLOCK_N + end % BLOCK_N
     bias = tl.zeros((ROWS,), tl.float32)
