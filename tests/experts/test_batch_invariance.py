@@ -92,7 +92,7 @@ def test_an_override_must_be_one_tile() -> None:
     with override_config(ONE):
         assert choose_config(LAYER, 1) == ONE
     two = ours(tokens_1=(launch(), launch()), tokens_64=(launch(m=32), launch(m=32)))
-    need = "one configuration for every number of tokens"
+    need = "the same configuration of aligned for every number of tokens"
     with override_config(two), pytest.raises(ConfigurationError, match=need):
         choose_config(LAYER, 1)
 

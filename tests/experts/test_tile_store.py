@@ -274,7 +274,7 @@ def test_explain_names_the_file_and_the_reason(here: Path) -> None:
     assert "on NVIDIA H200" in text
     assert "GEMM 1: block_m=16 block_n=64 block_k=128 group_m=1 warps=4 stages=3 (gate" in text
     assert "triton_version" not in text
-    assert "note: tuned for hidden=2048, this problem has 4096" in text
+    assert "note: tuned for hidden=2048, but this problem has hidden=4096" in text
     assert "GEMM 2: block_m=64 block_n=32" in explain(MIXTRAL, 41)
     with override_config(ONE):
         assert "from override_config: tokens 1 is the nearest of 1" in explain(MIXTRAL, 41)

@@ -195,19 +195,19 @@ def test_misaligned_weights_take_the_other_kernel(monkeypatch: pytest.MonkeyPatc
 
 def test_more_rows_take_taller_blocks() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    assert aligned_w4_config.block_m(mixtral, pairs=1) == 8
-    assert aligned_w4_config.block_m(mixtral, pairs=88) == 8
-    assert aligned_w4_config.block_m(mixtral, pairs=89) == 16
+    assert aligned_w4_config.choose_block_m(mixtral, num_pairs=1) == 8
+    assert aligned_w4_config.choose_block_m(mixtral, num_pairs=88) == 8
+    assert aligned_w4_config.choose_block_m(mixtral, num_pairs=89) == 16
 
 
 def test_experts_that_have_a_row() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
     spread = aligned_w4_config.RowDistribution.from_call
-    assert spread(mixtral, pairs=2).experts == pytest.approx(2)
-    assert spread(mixtral, pairs=4).experts == pytest.approx(3.5)
+    assert spread(mixtral, num_pairs=2).active_experts == pytest.approx(2)
+    assert spread(mixtral, num_pairs=4).active_experts == pytest.approx(3.5)
     half = replace(mixtral, expert_map=True, local_experts=4)
-    assert spread(half, pairs=4).experts == pytest.approx(1.75)
-    assert spread(replace(mixtral, top_k=8), pairs=8).experts == 8
+    assert spread(half, num_pairs=4).active_experts == pytest.approx(1.75)
+    assert spread(replace(mixtral, top_k=8), num_pairs=8).active_experts == 8
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 400])
@@ -286,4 +286,4 @@ def test_batch_invariant_blocks_do_not_depend_on_tokens() -> None:
     found = {aligned_w4_config.default_config(layer, tokens) for tokens in (1, 4, 64, 4096)}
     assert len(found) == 1
     assert found == set(make_heuristic_steps(layer, Device(), _PATHS).configs)
-    assert {aligned_w4_config.block_m(layer, pairs) for pairs in (1, 4096)} == {16}
+    assert {aligned_w4_config.choose_block_m(layer, pairs) for pairs in (1, 4096)} == {16}
