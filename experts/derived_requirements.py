@@ -1,4 +1,4 @@
-"""Requirements of a part, derived from those of its counterpart for the other activation format."""
+"""Derive the requirements of a batched part from those of its contiguous counterpart."""
 
 from dataclasses import replace
 
@@ -6,11 +6,11 @@ from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.spec.problem import ActivationFormat, Reduce
 
 
-def batched_requirements(requires: ExpertsRequirements) -> ExpertsRequirements:
-    """Return the requirements of a batched part, given those of its contiguous counterpart.
+def to_batched_requirements(requires: ExpertsRequirements) -> ExpertsRequirements:
+    """Return `requires`, the requirements of a contiguous part, changed for the batched format.
 
-    Only the activation format, the reduction (delegated), `expert_map` and `chunking` (both off)
-    differ.
+    The activation format becomes BATCHED_EXPERTS and the reduction is delegated. `expert_map` and
+    `chunking` are turned off.
     """
     return replace(
         requires,

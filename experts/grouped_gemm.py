@@ -1,7 +1,7 @@
 """GroupedGemmExperts: permute, two grouped GEMMs over expert-sorted rows, unpermute.
 
-This module imports two packages that do not import each other: `experts.triton` has the GEMMs, and
-`experts.compat` exposes the same steps one by one.
+The GEMMs are in `experts.triton`. `experts.compat` exposes the same steps as separate functions.
+These two packages do not import each other; this module imports both.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,9 +35,9 @@ _SCHEMES = ACTIVATION_SCHEMES | {"none"}
 class GroupedGemmExperts(TritonExpertsBase):
     """Permute contiguous tokens into expert order, run both GEMMs, weight and sum over top-k.
 
-    The rows of each local expert form a segment; there are no gaps between segments. Pairs whose
-    expert is on another rank get no row. The output of a token without a local expert is zero, so
-    the sum of the outputs of all ranks is the layer's output. Results are bitwise reproducible.
+    The rows of each local expert form a segment, with no gaps between segments. A pair whose expert
+    is on another rank gets no row. The output of a token without a local expert is zero, so that
+    the outputs of all ranks add up to the output of the layer. Results are bitwise reproducible.
     """
 
     replayable = True
@@ -50,7 +50,7 @@ class GroupedGemmExperts(TritonExpertsBase):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the compile cases of `experts.compat.ep_moe`, which launches the same GEMMs."""
+        """Return the calls that compile the kernels of `experts.compat.ep_moe` and these GEMMs."""
         from experts.compat.ep_moe_compile_cases import COMPILE_CASES, launch_all
 
         return {
@@ -61,13 +61,13 @@ class GroupedGemmExperts(TritonExpertsBase):
         }
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        """Return buffers that fit every call of at most shape.tokens tokens.
+        """Return buffers that fit every call with at most shape.tokens tokens.
 
-        A smaller call can need more tiles than the largest one, because its tiles have fewer rows.
+        A smaller call can need more tiles than the largest call, because its tiles have fewer rows.
         """
         assert isinstance(shape, ContiguousShape)
         kinds = tuple(buffer_kinds_up_to(self.problem, shape.tokens))
-        return self._workspace_cache.of(self.problem, shape, kinds, self._specs)
+        return self._workspace_cache.get_or_merge(self.problem, shape, kinds, self._specs)
 
     def _specs(self, kind: tuple[int, str, int]) -> dict[str, BufferSpec]:
         max_tokens, _, block_m = kind

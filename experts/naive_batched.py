@@ -1,4 +1,4 @@
-"""NaiveBatchedExperts: the torch reference for the batched format."""
+"""NaiveBatchedExperts: the PyTorch reference for the batched format."""
 
 import torch
 
@@ -21,9 +21,9 @@ from topk_reduce import TopKWeightAndReduceNaiveBatched, reducer_for
 
 
 class NaiveBatchedExperts(PermuteExpertsUnpermute):
-    """Loop over the experts of batched rows (e, C, H); write valid rows only.
+    """Loop over the experts of batched rows (e, C, H) and write only the valid rows.
 
-    It copies the row counts to the host, so it cannot be captured in a CUDA graph.
+    Every call copies the row counts to the host, so it cannot be captured in a CUDA graph.
     """
 
     requires = ExpertsRequirements(
@@ -72,6 +72,6 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
             x_RH = tokens.x_eCH[expert, :count]
             entries.append(ExpertTokens(expert, x_RH, scale, None, slots_R, plain_RH))
         results = expert_mlps(entries, weights, self.problem)
-        with stages.stage(stages.GEMM2):  # copies each expert's rows to the output
+        with stages.stage(stages.GEMM2):  # the copy to the output counts as part of GEMM 2
             for entry, rows in zip(entries, results, strict=True):
                 output[entry.expert, : len(rows)] = rows

@@ -1,9 +1,9 @@
-"""Experts parts assembled from registered stages or from a fused operation.
+"""Assemble experts parts from registered stages, or from a registered fused operation.
 
     ToyExperts = make_experts("ToyExperts", "toy", "standard", dtypes=frozenset({torch.bfloat16}))
     FusedToyExperts = make_fused_experts("FusedToyExperts", "none", "toy")
 
-The resulting classes are ordinary experts parts: they can be offered as entry points, checked,
+The resulting classes are ordinary experts parts: they can be registered as entry points, checked,
 tested, benchmarked and composed.
 """
 
@@ -70,10 +70,7 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
         self._core = self.stages.core(problem)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        """Return the buffers of the core, and the output.
-
-        The shape of the output follows from `requires.reduce`.
-        """
+        """Return the buffers that the core declares, and an output shaped for `requires.reduce`."""
         problem = self.problem
         empty = BufferSpec((0,), problem.dtype)
         output = BufferSpec(_output_shape(shape, self.requires.reduce, problem), problem.dtype)
@@ -94,9 +91,9 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
         self.compute(RunnerCall(tokens, weights, self.problem, workspace, output, state))
 
     def compute(self, call: RunnerCall[Any]) -> None:
-        """Write call.output.
+        """Run all stages, the last of which writes call.output.
 
-        Raise ConfigurationError if the result of a stage is not of this backend's type.
+        Raise ConfigurationError if a stage returns a type that does not belong to this backend.
         """
         stages = self.stages
         with stage_names.stage(stage_names.PERMUTE):
@@ -113,16 +110,13 @@ _CORE_STAGE_NAME = stage_names.fused(stage_names.GEMM1, stage_names.GEMM2)
 
 
 class FusedExperts(AssembledExperts):
-    """Experts that run one fused operation, which replaces the stages of `unfused`."""
+    """Experts that run one fused operation in place of the stages of the part `unfused`."""
 
     operation: ClassVar[FusedFunction]  # a staticmethod that takes only the call
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        """Return the rejections of `unfused`.
-
-        The fused operation supports the same problems.
-        """
+        """Return the rejections of `unfused`: both parts support the same problems."""
         assert cls.unfused is not None
         return cls.unfused.extra_rejections(problem, machine)
 
@@ -139,18 +133,21 @@ _FUSED_STAGE_NAME = stage_names.fused(
 def make_experts(
     name: str, backend: str, format: str, **requires: Any
 ) -> type[PermuteExpertsUnpermute]:
-    """Return the experts part `name`, assembled from the stages of `backend` and `format`.
+    """Return an experts part assembled from the stages of `backend` for tokens in `format`.
 
-    `requires` are fields of ExpertsRequirements other than the activation format. `reduce` is the
-    work that post-permute leaves to finalize. It defaults to NOOP for contiguous tokens
-    (post-permute writes weighted sums) and to DELEGATE for batched ones (it writes unweighted
-    rows).
+    name: the name of the class.
+    backend: the name under which the stages are registered.
+    format: the format of the dispatched tokens, a key of `runner.FORMATS`.
+    requires: fields of ExpertsRequirements, except the activation format. `reduce` is the reduction
+        that post-permute leaves to finalize. It defaults to NOOP for contiguous tokens, where
+        post-permute writes weighted sums, and to DELEGATE for batched tokens, where it writes
+        unweighted rows.
 
-    `__module__` of the part is that of the core stage. To make instances picklable, assign the
-    class to a variable called `name` in that module.
+    The class belongs to the module of the core stage (`__module__`). To make its instances
+    picklable, assign the class to a variable called `name` in that module.
 
-    Raise UnknownPartError if a stage is not registered, and ConfigurationError for an unknown
-    field.
+    Raise UnknownPartError if a stage is not registered, and ConfigurationError if `name` is not an
+    identifier or `requires` has an unknown field.
     """
     stages = get_stages(backend, format)
     check_name(name)
@@ -169,9 +166,10 @@ def make_experts(
 def make_fused_experts(name: str, a2a_backend: str, backend: str) -> type[PermuteExpertsUnpermute]:
     """Return the experts part `name` that runs the fused function of (a2a_backend, backend).
 
-    It has the requirements of the staged part that the function replaces. Raise UnknownPartError if
-    no operation is registered, and ConfigurationError if the registered one is a part rather than a
-    function, or if its staged part was not made by `make_experts`.
+    The part has the requirements of the staged part that the function replaces. Raise
+    UnknownPartError if no fused operation is registered. Raise ConfigurationError if the registered
+    operation is a part rather than a function, or if its staged part was not made by
+    `make_experts`.
     """
     op = get_fused_op(a2a_backend, backend)
     check_name(name)
@@ -206,16 +204,16 @@ def _make_requirements(
     name: str, activation_format: ActivationFormat, requires: Mapping[str, Any]
 ) -> ExpertsRequirements:
     batched = activation_format is ActivationFormat.BATCHED_EXPERTS
-    default = Reduce.DELEGATE if batched else Reduce.NOOP
+    default_reduce = Reduce.DELEGATE if batched else Reduce.NOOP
     declared = ExpertsRequirements(
-        **{"reduce": default, **requires, "activation_format": activation_format}
+        **{"reduce": default_reduce, **requires, "activation_format": activation_format}
     )
     check_fields(declared, f"{name}.requires.")
-    standard = (Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE)
-    allowed = (Reduce.NAIVE_BATCHED, Reduce.DELEGATE) if batched else standard
+    standard_reduces = (Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE)
+    allowed = (Reduce.NAIVE_BATCHED, Reduce.DELEGATE) if batched else standard_reduces
     if declared.reduce not in allowed:
-        got, need = declared.reduce.value, " or ".join(each.value for each in allowed)
-        subject = f"{name}.requires.reduce over {activation_format.value}"
+        got, need = declared.reduce.value, " or ".join(reduce.value for reduce in allowed)
+        subject = f"{name}.requires.reduce for {activation_format.value} tokens"
         raise ConfigurationError(subject, got=got, need=need)
     return declared
 

@@ -1,4 +1,4 @@
-"""TorchExperts: the torch reference over contiguous tokens, on any device."""
+"""TorchExperts: the PyTorch reference for contiguous tokens, on any device."""
 
 import torch
 
@@ -22,9 +22,9 @@ from topk_reduce import TopKWeightAndReduceContiguous, reducer_for
 
 
 class TorchExperts(PermuteExpertsUnpermute):
-    """Loop over the experts; write unweighted rows (T, K, H), which are zero for skipped pairs.
+    """Loop over the experts and write unweighted rows (T, K, H); rows of skipped pairs are zero.
 
-    It copies the routing to the host, so it cannot be captured in a CUDA graph.
+    Every call copies the routing to the host, so it cannot be captured in a CUDA graph.
     """
 
     requires = ExpertsRequirements(

@@ -54,7 +54,7 @@ def cost_table() -> str:
         for tokens in TOKENS:
             for invariant in (False, True):
                 problem = replace(layer, tokens=tokens, quant=quant, batch_invariant=invariant)
-                with on_device(Device.of(machine)):
+                with on_device(Device.from_machine(machine)):
                     kernel = make_kernel(*PAIR, problem, machine=machine)
                     records = compile_call(kernel, "sm_90")
                 cells = (

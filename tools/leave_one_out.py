@@ -28,7 +28,7 @@ import torch
 import triton
 
 from experts.triton.configs.files import ConfigKey
-from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.lookup import PACKAGED, ConfigLookup, triton_subfolder
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import PATHS
@@ -115,22 +115,25 @@ def _layer_cells(
     layer: str, problem: Problem, tokens: Sequence[int], configs: Path
 ) -> list[TimedCell]:
     files = sorted((configs / triton_subfolder(TRITON)).glob("E=*.json"))
-    key = ConfigKey.of(problem, H200.name)
+    key = ConfigKey.from_problem(problem, H200.name)
     other_files = [path for path in files if ConfigKey.parse(path.name) != key]
     if len(other_files) == len(files):
         return []
-    all_sources = ConfigLookup(((PACKAGED, configs),), H200, TRITON).source(problem)
+    all_sources = ConfigLookup(((PACKAGED, configs),), H200, TRITON).find_source(problem)
     with tempfile.TemporaryDirectory() as folder:
         subfolder = Path(folder) / triton_subfolder(TRITON)
         subfolder.mkdir()
         for path in other_files:
             (subfolder / path.name).symlink_to(path.resolve())
-        other_sources = ConfigLookup(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
-    regimes, paths = heuristics(problem, H200), [p.name for p in PATHS if p.supports(problem, H200)]
+        other_sources = ConfigLookup(((PACKAGED, Path(folder)),), H200, TRITON).find_source(problem)
+    regimes, paths = (
+        make_heuristic_steps(problem, H200),
+        [p.name for p in PATHS if p.supports(problem, H200)],
+    )
     layer_cells = []
     for count in tokens:
         origin = (
-            other_sources.step_origins[other_sources.steps.index(count)]
+            other_sources.step_origins[other_sources.steps.find_step(count)]
             if other_sources.step_origins
             else "heuristics"
         )

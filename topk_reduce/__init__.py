@@ -1,4 +1,4 @@
-"""TopKWeightAndReduce parts: apply router weights and sum over top-k."""
+"""TopKWeightAndReduce parts, which apply router weights and sum over top-k."""
 
 from topk_reduce.contiguous import TopKWeightAndReduceContiguous
 from topk_reduce.delegate import TopKWeightAndReduceDelegate

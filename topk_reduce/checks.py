@@ -1,4 +1,4 @@
-"""Argument checks of reducers, for callers other than a kernel."""
+"""Check the arguments of a reducer that is called directly, not by a FusedMoEModularKernel."""
 
 from typing import Annotated
 
@@ -17,13 +17,16 @@ from modular_kernel.utils.tensor_checks import (
 
 
 def check_rows(given: object, out: torch.Tensor, shape: str) -> None:
-    """Raise an InputError for arguments that a reducer cannot take.
+    """Raise an InputError if a reducer does not accept these arguments.
 
-    A reducer calls this unless `given.checked`; a kernel has checked its arguments already.
+    A reducer calls this function unless `given.checked` is True, which says that a
+    FusedMoEModularKernel has checked the arguments.
 
-    given: what the reducer was called with.
-    shape: that of `given.rows`: "(T, H)", "(T, K, H)", or "(e, C, H)", which needs row_of_pair_TK.
-        A reducer that takes both of the latter passes "(T, K, H)" if row_of_pair_TK is None.
+    given: the object that was passed to the reducer as ExpertRows.
+    out: the output tensor that was passed to the reducer.
+    shape: the shape that `given.rows` must have: "(T, H)", "(T, K, H)" or "(e, C, H)". The last one
+        requires row_of_pair_TK. A reducer that takes both (T, K, H) and (e, C, H) passes
+        "(T, K, H)" if row_of_pair_TK is None.
     """
     expect("rows", given, ExpertRows)
     assert isinstance(given, ExpertRows)
@@ -46,46 +49,51 @@ def check_rows(given: object, out: torch.Tensor, shape: str) -> None:
 
 
 def _check_shapes(given: ExpertRows, out: torch.Tensor, shape: str) -> None:
-    rows, pairs, weights_TK = given.rows, given.row_of_pair_TK, given.topk_weights_TK
+    rows, row_of_pair_TK, weights_TK = given.rows, given.row_of_pair_TK, given.topk_weights_TK
     if rows.dim() != shape.count(",") + 1:
         raise ShapeError("rows", got=tuple(rows.shape), need=shape)
-    if shape == "(e, C, H)" and pairs is None:
+    if shape == "(e, C, H)" and row_of_pair_TK is None:
         raise ShapeError("row_of_pair_TK", got=None, need="(T, K) int32")
-    leading = tuple(rows.shape[:-1]) if pairs is None else tuple(pairs.shape)
-    sizes = [(*leading[:1], rows.shape[-1]), (*leading, rows.shape[-1])]
-    if tuple(out.shape) not in sizes:
-        raise ShapeError("out", got=tuple(out.shape), need=" or ".join(map(str, sizes)))
-    _check("rows", rows, None, (rows.dtype,))
-    _check("out", out, None, (rows.dtype,))
-    _check("row_of_pair_TK", pairs, 2, (torch.int32,))
-    if len(leading) == 2:
-        if weights_TK is not None and tuple(weights_TK.shape) != leading:
-            raise ShapeError("topk_weights_TK", got=tuple(weights_TK.shape), need=leading)
-        _check("topk_weights_TK", weights_TK, 2, (torch.float32,))
+    # (T, K), or (T,) if the rows are already summed.
+    pair_shape = tuple(rows.shape[:-1] if row_of_pair_TK is None else row_of_pair_TK.shape)
+    out_shapes = [(*pair_shape[:1], rows.shape[-1]), (*pair_shape, rows.shape[-1])]
+    if tuple(out.shape) not in out_shapes:
+        raise ShapeError("out", got=tuple(out.shape), need=" or ".join(map(str, out_shapes)))
+    _check_format("rows", rows, None, (rows.dtype,))
+    _check_format("out", out, None, (rows.dtype,))
+    _check_format("row_of_pair_TK", row_of_pair_TK, 2, (torch.int32,))
+    if len(pair_shape) == 2:
+        if weights_TK is not None and tuple(weights_TK.shape) != pair_shape:
+            raise ShapeError("topk_weights_TK", got=tuple(weights_TK.shape), need=pair_shape)
+        _check_format("topk_weights_TK", weights_TK, 2, (torch.float32,))
     if given.routing is not None:
-        _check_routing(given.routing, leading)
+        _check_routing(given.routing, pair_shape)
 
 
-def _check_routing(routing: DispatchedRouting, lead: tuple[int, ...]) -> None:
+def _check_routing(routing: DispatchedRouting, pair_shape: tuple[int, ...]) -> None:
     expect("rows: num_experts", routing.num_experts, Count)
-    ids_TK, map_E = routing.topk_ids_TK, routing.expert_map
-    _check("topk_ids_TK", ids_TK, 2, (torch.int32, torch.int64))
-    if tuple(ids_TK.shape) != lead:
-        raise ShapeError("topk_ids_TK", got=tuple(ids_TK.shape), need=lead)
-    if map_E is not None and tuple(map_E.shape) != (routing.num_experts,):
-        raise ShapeError("expert_map", got=tuple(map_E.shape), need=(routing.num_experts,))
-    _check("expert_map", map_E, 1, (torch.int32,))
+    ids_TK, expert_map_E = routing.topk_ids_TK, routing.expert_map
+    _check_format("topk_ids_TK", ids_TK, 2, (torch.int32, torch.int64))
+    if tuple(ids_TK.shape) != pair_shape:
+        raise ShapeError("topk_ids_TK", got=tuple(ids_TK.shape), need=pair_shape)
+    if expert_map_E is not None and tuple(expert_map_E.shape) != (routing.num_experts,):
+        raise ShapeError("expert_map", got=tuple(expert_map_E.shape), need=(routing.num_experts,))
+    _check_format("expert_map", expert_map_E, 1, (torch.int32,))
 
 
-def _check(
-    what: str, tensor: torch.Tensor | None, dims: int | None, dtypes: tuple[torch.dtype, ...]
+def _check_format(
+    name: str, tensor: torch.Tensor | None, dims: int | None, dtypes: tuple[torch.dtype, ...]
 ) -> None:
+    """Raise an InputError if `tensor` has another dtype or rank, or is not contiguous.
+
+    dims: the number of dimensions; None accepts any.
+    """
     if tensor is None:
         return
     if tensor.dtype not in dtypes:
         need = " or ".join(map(dtype_name, dtypes))
-        raise DtypeError(what, got=dtype_name(tensor.dtype), need=need)
+        raise DtypeError(name, got=dtype_name(tensor.dtype), need=need)
     if dims not in (None, tensor.dim()):
-        raise ShapeError(what, got=tuple(tensor.shape), need=f"{dims} dimensions")
+        raise ShapeError(name, got=tuple(tensor.shape), need=f"{dims} dimensions")
     if not tensor.is_contiguous():
-        raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
+        raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")

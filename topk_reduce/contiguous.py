@@ -1,4 +1,4 @@
-"""Weighted sum of rows in token order."""
+"""Reducer that computes the weighted sum of rows in token order."""
 
 import torch
 
@@ -10,7 +10,7 @@ from topk_reduce.checks import check_rows
 
 
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
-    """(T, K, H) rows -> (T, H), accumulated in float32.
+    """Weight the rows (T, K, H) of each token and sum them to (T, H), accumulating in float32.
 
     Rows of skipped pairs must be zero.
     """

@@ -1,4 +1,4 @@
-"""Reduction delegated to the PrepareAndFinalize."""
+"""Marker for experts that leave the choice of the reducer to the PrepareAndFinalize."""
 
 import torch
 
@@ -9,7 +9,7 @@ from modular_kernel.tensors import ExpertRows
 
 
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """Marker without an implementation: finalize uses a reducer that suits its combine instead."""
+    """Marker without an implementation. Finalize uses a reducer that suits its combine instead."""
 
     kind = Reduce.DELEGATE
 

@@ -1,4 +1,4 @@
-"""Reducer of layers that return a row for each pair instead of their sum."""
+"""Reducer for layers that return a row for each (token, expert) pair instead of their sum."""
 
 import torch
 
@@ -10,11 +10,11 @@ from topk_reduce.checks import check_rows
 
 
 class KeepTopK(TopKWeightAndReduce):
-    """Rows -> (T, K, H), in the order of the pairs; zero for skipped pairs.
+    """Copy the row of each pair to the output (T, K, H). Rows of skipped pairs become zero.
 
-    weighted: whether to multiply rows by the router weight and the routed scaling factor, so that
-        their sum over K is the combined output. Otherwise the rows of the experts are returned
-        unchanged.
+    weighted: whether to multiply each row by its router weight and the routed scaling factor, so
+        that the sum of the rows over K is the layer's output. If False, rows are returned as the
+        experts computed them.
     """
 
     kind = None
@@ -24,20 +24,20 @@ class KeepTopK(TopKWeightAndReduce):
 
     def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
         if getattr(rows, "checked", None) is not True:
-            by_token = getattr(rows, "row_of_pair_TK", None) is None
-            check_rows(rows, out, "(T, K, H)" if by_token else "(e, C, H)")
+            is_token_major = getattr(rows, "row_of_pair_TK", None) is None
+            check_rows(rows, out, "(T, K, H)" if is_token_major else "(e, C, H)")
         weights_TK = rows.topk_weights_TK if self.weighted else None
         scale = rows.scale if self.weighted else 1.0
         if rows.row_of_pair_TK is None:
             routing, e = rows.routing, rows.num_local
             scale_rows(rows.rows, weights_TK, scale=scale, out=out, routing=routing, num_local=e)
         else:
-            source = rows.rows.flatten(0, 1)
-            gather_rows(source, rows.row_of_pair_TK, weights_TK, scale=scale, out=out)
+            rows_RH = rows.rows.flatten(0, 1)
+            gather_rows(rows_RH, rows.row_of_pair_TK, weights_TK, scale=scale, out=out)
 
 
-def reducer_for(problem: Problem, reduce: TopKWeightAndReduce) -> TopKWeightAndReduce:
-    """Return the reducer for finalize: `reduce` if the problem sums over top-k, else KeepTopK."""
+def reducer_for(problem: Problem, sum_reducer: TopKWeightAndReduce) -> TopKWeightAndReduce:
+    """Return the reducer for finalize: sum_reducer if `problem` sums over top-k, else KeepTopK."""
     if problem.combine is Combine.SUM:
-        return reduce
+        return sum_reducer
     return KeepTopK(weighted=problem.combine is Combine.TOPK_WEIGHTED)

@@ -1,4 +1,4 @@
-"""Weighted sum of rows in the batched format, each found through its pair."""
+"""Reducer that gathers the rows of each token from the batched format and sums them."""
 
 import torch
 
@@ -10,9 +10,9 @@ from topk_reduce.checks import check_rows
 
 
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
-    """(e, C, H) rows -> (T, H) through row_of_pair_TK, accumulated in float32.
+    """Gather the rows of each token from (e, C, H); weight and sum them to (T, H) in float32.
 
-    Only rows of pairs are read.
+    row_of_pair_TK gives the row of each pair. No other rows are read.
     """
 
     kind = Reduce.NAIVE_BATCHED

@@ -1,4 +1,4 @@
-"""No reduction: the experts have weighted and summed already."""
+"""Reducer for experts that apply the router weights and sum over top-k themselves."""
 
 import torch
 
@@ -9,7 +9,7 @@ from topk_reduce.checks import check_rows
 
 
 class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
-    """Rows that are already the (T, H) result are copied to `out`, unless they are `out` itself."""
+    """Copy the rows, which are already the result (T, H), to `out`, unless `out` is that tensor."""
 
     kind = Reduce.NOOP
 

@@ -1,4 +1,4 @@
-"""Activation and quantization between GEMM 1 and GEMM 2, for experts whose GEMMs a library runs."""
+"""Activation and quantization between GEMM 1 and GEMM 2 of experts that call a library's GEMMs."""
 
 from collections.abc import Mapping
 
@@ -19,40 +19,47 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# GEMM 1 of these libraries writes gate and up in 16 bits, which rounds them before the activation.
-ROUNDINGS = Roundings(gate_up=True)
+# GEMM 1 of these libraries writes gate and up in 16 bits. This rounds them before the activation.
+LIBRARY_ROUNDINGS = Roundings(gate_up=True)
 
 
-def hidden_specs(problem: Problem, rows: int, segments: int = 1) -> Mapping[str, BufferSpec]:
-    """Return the buffers that `hidden_rows` takes for `rows` rows in `segments` segments."""
+def activation_specs(
+    problem: Problem, num_rows: int, num_segments: int = 1
+) -> Mapping[str, BufferSpec]:
+    """Return the workspace buffers of `activate_and_quantize`, by name.
+
+    num_rows: rows in all segments together.
+    num_segments: segments of equal size.
+    """
     scheme, columns = problem.scheme, problem.intermediate
-    is_unquantized = {"h": BufferSpec((rows, columns), problem.dtype)}
+    unquantized = {"h": BufferSpec((num_rows, columns), problem.dtype)}
     if not scheme.quantizes_activations:
-        return is_unquantized
-    quantized = quantize_specs("h", scheme, rows, columns, segments=segments)
-    return is_unquantized | quantized if _has_tensor_scale(problem) else quantized
+        return unquantized
+    quantized = quantize_specs("h", scheme, num_rows, columns, segments=num_segments)
+    return unquantized | quantized if _has_dynamic_tensor_scale(problem) else quantized
 
 
-def hidden_rows(
+def activate_and_quantize(
     gate_up_RN: torch.Tensor,
     problem: Problem,
     counts_e: torch.Tensor,
     weights: ExpertWeights,
     workspace: Workspace,
     *,
-    along_rows: bool = False,
+    column_major_scales: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Apply the activation and quantize; return the rows (R, I) for GEMM 2 and their scales.
+    """Apply the activation to the output of GEMM 1, and quantize the result for GEMM 2.
 
-    The scales are `QuantizedRows.scale_of_rows`, or None for a scheme with 16-bit activations.
-
-    gate_up_RN: (R, N), in segments of equal size, one for each element of counts_e.
+    gate_up_RN: (R, N), the output of GEMM 1, in segments of equal size. There is one segment for
+        each element of counts_e.
     counts_e: (segments,) int32. Only the first counts_e[i] rows of segment i are valid; the results
         of other rows are undefined.
-    along_rows: store the scales column-major, (R, groups) with stride(0) = 1.
+    column_major_scales: store the scales column-major, (R, groups) with stride(0) = 1.
+
+    Return the rows (R, I) and their scales (`QuantizedRows.scale_of_rows`). The scales are None if
+    the scheme has 16-bit activations.
     """
-    rows, scheme = len(gate_up_RN), problem.scheme
-    shape = (rows, problem.intermediate)
+    scheme, shape = problem.scheme, (len(gate_up_RN), problem.intermediate)
     valid_rows = BatchedRows(counts_e)
     if not scheme.quantizes_activations:
         h_RI = workspace.take("h", shape)
@@ -66,9 +73,9 @@ def hidden_rows(
         shape,
         segments=counts_e.numel(),
         static_scale=weights.a2_scale,
-        along_rows=along_rows,
+        along_rows=column_major_scales,
     )
-    if not _has_tensor_scale(problem):
+    if not _has_dynamic_tensor_scale(problem):
         with stages.stage(stages.fused(stages.GEMM1, stages.QUANTIZE)):
             activation_and_quantize(gate_up_RN, problem.act, scheme, out=out, valid_rows=valid_rows)
         return _values_and_scale(out)
@@ -84,7 +91,7 @@ def _values_and_scale(out: QuantizedRows) -> tuple[torch.Tensor, torch.Tensor]:
     return out.q_RK, out.scale_of_rows
 
 
-def _has_tensor_scale(problem: Problem) -> bool:
-    """Return whether one scale depends on all of h, which must then be computed first."""
+def _has_dynamic_tensor_scale(problem: Problem) -> bool:
+    """Return whether a single scale depends on all of h, so that h must be computed before it."""
     scheme = problem.scheme
     return scheme.activation_granularity == "tensor" and not scheme.static

@@ -1,13 +1,13 @@
-"""Row-major, 16-byte aligned weights, as TMA and CUTLASS require."""
+"""Check or copy weights so that they are row-major and 16-byte aligned, as TMA and CUTLASS need."""
 
 import torch
 
-_ALIGNMENT = 16  # bytes
+_ALIGNMENT_BYTES = 16
 
 
 def is_aligned(w_eNK: torch.Tensor) -> bool:
-    """Return whether the data begins at a multiple of 16 bytes; that of a view may not."""
-    return w_eNK.data_ptr() % _ALIGNMENT == 0
+    """Return whether the data starts at a multiple of 16 bytes. The data of a view may not."""
+    return w_eNK.data_ptr() % _ALIGNMENT_BYTES == 0
 
 
 def is_row_major(w_eNK: torch.Tensor) -> bool:
@@ -16,7 +16,7 @@ def is_row_major(w_eNK: torch.Tensor) -> bool:
 
 
 def to_row_major(w_eNK: torch.Tensor) -> torch.Tensor:
-    """Return the weights in row-major order, copied only if they are not."""
+    """Return the weights, copied unless they are already row-major and aligned."""
     return w_eNK if is_row_major(w_eNK) else copy_row_major(w_eNK)
 
 

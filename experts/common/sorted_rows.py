@@ -1,7 +1,8 @@
-"""Base of experts parts that sort rows of contiguous tokens and call a library's grouped GEMM.
+"""Base classes for experts that sort rows of contiguous tokens and call a library's grouped GEMM.
 
-The launches are: count, scan and place pairs; permute [and quantize]; GEMM 1; activation [and
-quantize]; GEMM 2; sum.
+A call launches the sort of the pairs (count, scan and place), the permutation of the tokens, GEMM
+1, the activation, GEMM 2, and the weighted sum over top-k. The permutation and the activation also
+quantize if the scheme quantizes activations.
 """
 
 from abc import abstractmethod
@@ -11,8 +12,12 @@ from typing import ClassVar
 
 import torch
 
-from experts.common.activation_rows import ROUNDINGS, hidden_rows, hidden_specs
-from experts.triton.path import merged_workspace
+from experts.common.activation_rows import (
+    LIBRARY_ROUNDINGS,
+    activate_and_quantize,
+    activation_specs,
+)
+from experts.triton.path import merge_workspaces
 from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.ops.permute import permute_tokens
@@ -35,16 +40,18 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
 
-_TILE_M = 128  # arbitrary: `sort_pairs` also lists tiles, but libraries have their own
+# `sort_pairs` also lists tiles of this many rows. The value is arbitrary, because the libraries
+# schedule their own tiles.
+_TILE_M = 128
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The row of each pair in expert-sorted order.
+    """The row of each pair when rows are sorted by expert.
 
-    row_of_pair_TK: (T, K) int32, -1 where a pair is skipped.
+    row_of_pair_TK: (T, K) int32, -1 for a skipped pair.
     ends: (e,) int32, one past the last row of each expert.
-    num_rows: (1,) int32, the number of rows in use; the contents of later rows are undefined.
+    num_rows: (1,) int32, the number of rows in use. The contents of later rows are undefined.
     """
 
     row_of_pair_TK: torch.Tensor
@@ -53,9 +60,9 @@ class RowOrder:
 
 
 class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
-    """Base of parts whose last step gathers, weights and sums the rows of each token.
+    """Base class for parts whose last step gathers, weights and sums the rows of each token.
 
-    Subclasses choose the order of rows, and add the limits of their GEMMs to `requires`.
+    Subclasses choose the order of the rows, and add the limits of their GEMMs to `requires`.
     """
 
     requires = ExpertsRequirements(
@@ -75,7 +82,7 @@ class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
         return reducer_for(self.problem, TopKWeightAndReduceNoOp())
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
-        return ROUNDINGS
+        return LIBRARY_ROUNDINGS
 
     def unpermute(
         self,
@@ -101,19 +108,20 @@ class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
 
 
 class SortedRowsExperts(SummedRowsExperts):
-    """Base of parts that call a library's grouped GEMM on expert-sorted rows.
+    """Base class for parts that call a library's grouped GEMM on expert-sorted rows.
 
-    Pairs whose expert is on another rank get no row.
+    A pair whose expert is on another rank gets no row.
 
-    library_allocates_output: the library allocates its results outside the workspace.
-    scales_along_rows: the library takes row scales column-major, (R, groups) with stride(0) = 1.
+    library_allocates_output: whether the library allocates its outputs outside the workspace.
+    column_major_scales: whether the library takes the scales of rows column-major, (R, groups) with
+        stride(0) = 1.
     """
 
     library_allocates_output: ClassVar[bool] = False
-    scales_along_rows: ClassVar[bool] = False
+    column_major_scales: ClassVar[bool] = False
 
     @abstractmethod
-    def product(
+    def grouped_gemm(
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
         weights: tuple[torch.Tensor, torch.Tensor | None],
@@ -121,21 +129,24 @@ class SortedRowsExperts(SummedRowsExperts):
         workspace: Workspace,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Multiply rows (R, K) by the weights (N, K) of their experts; return the result (R, N).
+        """Multiply each row by the weights of its expert; return the results (R, N).
 
-        Rows and weights come with their scales, as in `QuantizedRows` and `weight_specs`. `out` is
-        the buffer of the result, None if `library_allocates_output`.
+        rows: values (R, K), and their scales as in `QuantizedRows`.
+        weights: values (e, N, K), and their scales as in `weight_specs`.
+        order: the experts of the rows.
+        workspace: has the buffers of `grouped_gemm_specs`.
+        out: the buffer for the results; None if `library_allocates_output`.
         """
 
-    def max_rows(self, pairs: int) -> int:
-        """Return the maximum number of rows for `pairs` pairs, including padding."""
-        return pairs
+    def max_rows(self, num_pairs: int) -> int:
+        """Return the maximum number of rows for `num_pairs` pairs, including padding."""
+        return num_pairs
 
-    def order_specs(self, tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
-        """Return the buffers that `order` takes from the workspace."""
-        return sort_specs(tokens, top_k, _TILE_M, self.problem.e)
+    def sort_rows_specs(self, num_tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
+        """Return the workspace buffers of `sort_rows`."""
+        return sort_specs(num_tokens, top_k, _TILE_M, self.problem.e)
 
-    def order(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
+    def sort_rows(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
         """Sort the pairs by expert and assign a row to each."""
         sorted_pairs = sort_pairs(
             routing, block_m=_TILE_M, num_local=self.problem.e, workspace=workspace
@@ -144,41 +155,41 @@ class SortedRowsExperts(SummedRowsExperts):
             sorted_pairs.row_of_pair_TK, sorted_pairs.starts[1:], sorted_pairs.starts[-1:]
         )
 
-    def product_specs(self, rows: int) -> Mapping[str, BufferSpec]:
-        """Return the buffers that `product` takes in addition to its results."""
+    def grouped_gemm_specs(self, num_rows: int) -> Mapping[str, BufferSpec]:
+        """Return the workspace buffers of `grouped_gemm`, without the one for its results."""
         return {}
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
-        """Return whether the permute step of this part also quantizes the tokens.
+        """Return whether the permutation of this part also quantizes the tokens.
 
-        It does if the scale is static, or if each scale depends on a single token.
+        This is the case if the scale is static, or if each scale depends on a single token.
         """
         scheme = self.problem.scheme
-        per_token = scheme.static or scheme.activation_granularity != "tensor"
-        return scheme.quantizes_activations and per_token
+        is_row_local = scheme.static or scheme.activation_granularity != "tensor"
+        return scheme.quantizes_activations and is_row_local
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
-        return merged_workspace(self.problem, shape, [self._specs(shape)])
+        return merge_workspaces(self.problem, shape, [self._buffer_specs(shape)])
 
-    def _specs(self, shape: ContiguousShape) -> dict[str, BufferSpec]:
+    def _buffer_specs(self, shape: ContiguousShape) -> dict[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
-        rows = self.max_rows(shape.tokens * shape.top_k)
+        num_rows = self.max_rows(shape.tokens * shape.top_k)
         x_dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
         specs = {
-            **self.order_specs(shape.tokens, shape.top_k),
-            "permuted_x": BufferSpec((rows, problem.hidden), x_dtype),
-            **hidden_specs(problem, rows),
-            **self.product_specs(rows),
+            **self.sort_rows_specs(shape.tokens, shape.top_k),
+            "permuted_x": BufferSpec((num_rows, problem.hidden), x_dtype),
+            **activation_specs(problem, num_rows),
+            **self.grouped_gemm_specs(num_rows),
         }
         if scheme.quantizes_activations and scheme.activation_granularity != "tensor":
-            scales = scale_shape(scheme, rows, problem.hidden)
+            scales = scale_shape(scheme, num_rows, problem.hidden)
             specs["permuted_scale"] = BufferSpec(scales, torch.float32)
         if not self.library_allocates_output:
             dtype = problem.dtype
-            specs["workspace13"] = BufferSpec((rows, problem.w1_rows), dtype)
+            specs["workspace13"] = BufferSpec((num_rows, problem.w1_rows), dtype)
             aliases = ("permuted_x", "workspace13")
-            specs["workspace2"] = BufferSpec((rows, problem.hidden), dtype, aliases)
+            specs["workspace2"] = BufferSpec((num_rows, problem.hidden), dtype, aliases)
         return specs
 
     def apply(
@@ -192,21 +203,27 @@ class SortedRowsExperts(SummedRowsExperts):
         assert isinstance(tokens, ContiguousTokens)
         problem, routing = self.problem, tokens.routing
         with stages.stage(stages.SORT):
-            order = self.order(routing, workspace)
-        rows = self.max_rows(routing.topk_ids_TK.numel())
+            order = self.sort_rows(routing, workspace)
+        max_rows = self.max_rows(routing.topk_ids_TK.numel())
         copies_only = tokens.scale is not None or not problem.scheme.quantizes_activations
         with stages.stage(stages.PERMUTE if copies_only else stages.PERMUTE_QUANTIZED):
-            x = self._permute(tokens, order, rows, weights, workspace)
+            x = self._permute(tokens, order, max_rows, weights, workspace)
         with stages.stage(stages.GEMM1):
             w1 = weights.w1, weights.w1_scale
-            out = self._take_output("workspace13", (rows, problem.w1_rows), workspace)
-            gate_up_RN = self.product(x, w1, order, workspace, out)
-        along_rows, num_rows = self.scales_along_rows, order.num_rows
-        h = hidden_rows(gate_up_RN, problem, num_rows, weights, workspace, along_rows=along_rows)
+            out = self._take_output("workspace13", (max_rows, problem.w1_rows), workspace)
+            gate_up_RN = self.grouped_gemm(x, w1, order, workspace, out)
+        h = activate_and_quantize(
+            gate_up_RN,
+            problem,
+            order.num_rows,
+            weights,
+            workspace,
+            column_major_scales=self.column_major_scales,
+        )
         with stages.stage(stages.GEMM2):
             w2 = weights.w2, weights.w2_scale
-            out = self._take_output("workspace2", (rows, problem.hidden), workspace)
-            rows_RH = self.product(h, w2, order, workspace, out)
+            out = self._take_output("workspace2", (max_rows, problem.hidden), workspace)
+            rows_RH = self.grouped_gemm(h, w2, order, workspace, out)
         self.unpermute(rows_RH, order.row_of_pair_TK, routing.topk_weights_TK, output)
 
     def _take_output(
@@ -218,23 +235,23 @@ class SortedRowsExperts(SummedRowsExperts):
         self,
         tokens: ContiguousTokens,
         order: RowOrder,
-        rows: int,
+        max_rows: int,
         weights: ExpertWeights,
         workspace: Workspace,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copy each token and its scales to the rows of its pairs; quantize it first if necessary.
 
-        Return the rows and their scales. A per-tensor scale is returned unchanged.
+        Return the rows and their scales. A scale for the whole tensor is returned unchanged.
         """
         scheme, row_of_pair_TK = self.problem.scheme, order.row_of_pair_TK
-        x_RH = workspace.take("permuted_x", (rows, self.problem.hidden))
+        x_RH = workspace.take("permuted_x", (max_rows, self.problem.hidden))
         if not scheme.quantizes_activations:
             permute_tokens(tokens.x_TH, row_of_pair_TK, None, rows_RH=x_RH)
             return x_RH, None
-        static = weights.a1_scale if scheme.static else None
-        scale = static if tokens.scale is None else tokens.scale
+        static_scale = weights.a1_scale if scheme.static else None
+        scale = static_scale if tokens.scale is None else tokens.scale
         if scale is None or scale.dim() == 2:
-            scale = self._scale_buffer(rows, workspace)
+            scale = self._take_scale_buffer(max_rows, workspace)
         out = QuantizedRows(x_RH, scale, along_rows=scale.dim() == 3)
         if tokens.scale is None:
             permute_and_quantize(tokens.x_TH, row_of_pair_TK, None, scheme, out=out)
@@ -245,8 +262,8 @@ class SortedRowsExperts(SummedRowsExperts):
         permute_tokens(tokens.x_TH, row_of_pair_TK, None, rows_RH=x_RH, **scale_arguments)
         return x_RH, out.scale_of_rows
 
-    def _scale_buffer(self, rows: int, workspace: Workspace) -> torch.Tensor:
-        shape = scale_shape(self.problem.scheme, rows, self.problem.hidden)
-        if self.scales_along_rows:
+    def _take_scale_buffer(self, max_rows: int, workspace: Workspace) -> torch.Tensor:
+        shape = scale_shape(self.problem.scheme, max_rows, self.problem.hidden)
+        if self.column_major_scales:
             shape = (1, *reversed(shape))
         return workspace.take("permuted_scale", shape)

@@ -1,4 +1,4 @@
-"""batched_gemm: a grouped GEMM over batched rows (e, C, K), as a function."""
+"""`batched_gemm`, a function that computes a grouped GEMM of batched rows (e, C, K)."""
 
 from collections.abc import Mapping
 
@@ -24,7 +24,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_output, check_tensor
 
 
-def batched_gemm(  # noqa: PLR0913  (operands, their scales, and the output)
+def batched_gemm(  # noqa: PLR0913  (every operand has scales)
     a_eCK: torch.Tensor,
     b_eNK: torch.Tensor,
     counts_e: torch.Tensor,
@@ -41,13 +41,14 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and the output)
 
     a_eCK: (e, C, K), contiguous.
     b_eNK: (e, N, K) with any strides, or packed.
-    counts_e: (e,) int32; counts above C are treated as C.
+    counts_e: (e,) int32. Counts above C are treated as C.
     quant: the quantization scheme.
     a_scale: float32, of shape (1,), (e, C, 1) or (e, C, ceil(K / g)), as the scheme requires.
-    b_scale, b_zero_point: as w2_scale and w2_zero_point in an `ExpertWeights` of the scheme.
-    b_global_scale: (e, 1) float32, for nvfp4.
-    out: (e, C, N), contiguous; None to allocate it.
-    dtype: that of the allocated output if a is quantized; otherwise it has a's dtype.
+    b_scale: has the shape and dtype of w2_scale in an `ExpertWeights` of the scheme.
+    b_zero_point: has the shape and dtype of w2_zero_point in an `ExpertWeights` of the scheme.
+    b_global_scale: (e, 1) float32, required by nvfp4.
+    out: (e, C, N), contiguous. If it is None, the output is allocated.
+    dtype: the dtype of the allocated output if a is quantized. Otherwise the output has a's dtype.
 
     Sums are accumulated in float32. Raise InputError for a tensor of the wrong shape, dtype, layout
     or device, IncompatibleError if the kernel has no K step for the scale groups, and
@@ -72,7 +73,7 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and the output)
         dtype=dtype if a_eCK.dtype.itemsize == 1 else a_eCK.dtype,
         quant=quant,
     )
-    rejections = weight_rejections("batched_gemm", problem, _machine_of(a_eCK.device))
+    rejections = weight_rejections("batched_gemm", problem, _make_machine(a_eCK.device))
     if rejections:
         raise IncompatibleError("batched_gemm", rejections)
     if out is None:
@@ -96,7 +97,8 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and the output)
         w2_zero_point=b_zero_point,
         w2_global_scale=b_global_scale,
     )
-    _, tile = choose_config(problem, capacity).both(LaunchConfig)  # of GEMM 2: no activation
+    # The configuration of GEMM 2, which has no activation in its epilogue.
+    _, tile = choose_config(problem, capacity).both(LaunchConfig)
     num_m = -(-capacity // tile.block_m)
     launch(
         batched_gemm_kernel,
@@ -113,7 +115,7 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and the output)
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check what every tensor must be, and that `out` can be written."""
+    """Check types and gradients of the tensors, and that `out` does not overlap the others."""
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
     check_no_gradients(tensors)
@@ -122,7 +124,7 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
         check_output("out", tensors["out"], inputs)
 
 
-def _machine_of(device: torch.device) -> Machine:
+def _make_machine(device: torch.device) -> Machine:
     if device.type != "cuda":
         return Machine()
     return Machine("cuda", torch.cuda.get_device_capability(device))
@@ -146,7 +148,7 @@ def _check_weights(
             raise DtypeError(label, got=tensor.dtype, need=" or ".join(map(str, spec.dtypes)))
         if name != "w2" and not tensor.is_contiguous():
             raise LayoutError(label, got=f"strides {tensor.stride()}", need="contiguous")
-        _same_device(label, tensor, b_eNK)
+        _check_device(label, tensor, b_eNK)
 
 
 def _check_rows(
@@ -160,8 +162,8 @@ def _check_rows(
     a_dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
     shape: tuple[int, ...] | None = None
     if scheme.quantizes_activations:
-        per_tensor = scheme.activation_granularity == "tensor"
-        shape = (1,) if per_tensor else (experts, capacity, scale_shape(scheme, 1, depth)[1])
+        has_one_scale = scheme.activation_granularity == "tensor"
+        shape = (1,) if has_one_scale else (experts, capacity, scale_shape(scheme, 1, depth)[1])
     expected = (
         ("a", a_eCK, (experts, capacity, depth), a_dtype),
         ("counts", counts_e, (experts,), torch.int32),
@@ -178,9 +180,9 @@ def _check_rows(
             raise DtypeError(name, got=tensor.dtype, need=dtype)
         if not tensor.is_contiguous():
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
-        _same_device(name, tensor, a_eCK)
+        _check_device(name, tensor, a_eCK)
 
 
-def _same_device(what: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
+def _check_device(what: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
     if tensor.device != other.device:
         raise DeviceError(what, got=tensor.device, need=other.device)

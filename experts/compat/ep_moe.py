@@ -11,7 +11,7 @@
 Every rank has all tokens, and the experts start_expert_id to end_expert_id (inclusive). It writes
 its partial sum to `out`; an all-reduce over ranks gives the layer's output. Buffers have T * K rows
 for the pairs of all ranks, but each rank reads and writes only the rows of its own experts.
-`GroupedGemmExperts` computes the same with rows for local pairs only.
+`GroupedGemmExperts` computes the same result, and its buffers have rows for local pairs only.
 
 Shapes, dtypes and strides are checked. The values of ids are not, because reading them would
 synchronize with the device.
@@ -52,7 +52,7 @@ from modular_kernel.utils.tensor_checks import (
 )
 
 _FP8 = torch.float8_e4m3fn
-_MIN_BLOCK_K = 32  # minimum K of an 8-bit tl.dot
+_MIN_BLOCK_K = 32  # the minimum K of tl.dot for 8-bit operands
 
 
 def run_moe_ep_preproess(
@@ -60,12 +60,12 @@ def run_moe_ep_preproess(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort topk_ids (T, K), int32 or int64; return (reorder_topk_ids, src2dst, seg_indptr).
 
-    - reorder_topk_ids is (T * K,), the ids, sorted stably.
-    - src2dst is (T * K,) int32, the sorted position of pair t * K + k.
-    - seg_indptr is (num_experts + 1,) int64; expert i has the rows seg_indptr[i] to seg_indptr[i +
+    - reorder_topk_ids is (T * K,) and has the ids, sorted stably.
+    - src2dst is (T * K,) int32 and has the sorted position of each pair t * K + k.
+    - seg_indptr is (num_experts + 1,) int64. Expert i has the rows seg_indptr[i] to seg_indptr[i +
       1] - 1.
 
-    Skipped pairs (-1) come before all experts.
+    Skipped pairs have the id -1 and precede the pairs of all experts.
     """
     check_tensor("topk_ids", topk_ids)
     _check_integers("topk_ids", topk_ids)
@@ -230,19 +230,19 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
     b: (E, N, K), any strides.
     c: (R, N), contiguous. Rows outside all segments are not written.
     batch_size: the number of segments.
-    weight_column_major: must be True: b is (E, N, K).
-    seg_indptr: (batch_size + 1,), non-decreasing; segment i has the rows seg_indptr[i] to
+    weight_column_major: must be True, because b is (E, N, K).
+    seg_indptr: (batch_size + 1,), non-decreasing. Segment i has the rows seg_indptr[i] to
         seg_indptr[i + 1] - 1.
-    weight_indices: (batch_size,); None means 0, 1, ...
-    use_fp8_w8a8: a and b are float8_e4m3fn, with scales.
-    scale_a, scale_b: float32 (batch_size,) and (E,) or, with block_shape, (R, K / bk) and (E, N /
-        bn, K / bk), rounded up.
+    weight_indices: (batch_size,). None means 0, 1, ...
+    use_fp8_w8a8: a and b are float8_e4m3fn and have scales.
+    scale_a: float32 (batch_size,) or, with block_shape, (R, ceil(K / bk)).
+    scale_b: float32 (E,) or, with block_shape, (E, ceil(N / bn), ceil(K / bk)).
     block_shape: [bn, bk], the weight rows and K elements that share a scale.
     """
     expect("weight_column_major", weight_column_major, bool)
     expect("use_fp8_w8a8", use_fp8_w8a8, bool)
     if not weight_column_major:
-        need = "True: b is (experts, N, K)"
+        need = "True, because b is (experts, N, K)"
         raise ConfigurationError("weight_column_major", got=weight_column_major, need=need)
     optional = {"scale_a": scale_a, "scale_b": scale_b, "weight_indices": weight_indices}
     _check_tensors("c", c, {"a": a, "b": b, "seg_indptr": seg_indptr}, **optional)
@@ -291,7 +291,7 @@ class GroupedGemmRunner(torch.nn.Module):
         expect("use_flashinfer", use_flashinfer, bool)
         self.device, self.use_flashinfer = available_device(device), use_flashinfer
         if use_flashinfer:
-            need = "False: only the Triton grouped GEMM is available"
+            need = "False, because only the Triton grouped GEMM is available"
             raise UnsupportedError("use_flashinfer", got=use_flashinfer, need=need)
 
     forward = staticmethod(grouped_gemm_triton)
@@ -321,9 +321,9 @@ def _row_scales(
     seg_indptr: torch.Tensor,
     problem: Problem,
 ) -> torch.Tensor:
-    """Check scale_a and scale_b; return the scales of the rows of `a`.
+    """Check scale_a and scale_b, and return the scales of the rows of `a`.
 
-    These are (R, 1), or (R, G) with blocks.
+    They are (R, 1) or, with block_shape, (R, ceil(K / bk)).
     """
     rows, scheme, experts = problem.tokens, problem.scheme, problem.experts
     segments = seg_indptr.numel() - 1
@@ -335,7 +335,7 @@ def _row_scales(
         need_a, need_b = (rows, groups), (experts, -(-problem.hidden // block_n), groups)
         _, group_k = scale_group(scheme, problem.intermediate)
         if group_k % _MIN_BLOCK_K:
-            need = f"a multiple of {_MIN_BLOCK_K}, or all of K={problem.intermediate}"
+            need = f"a multiple of {_MIN_BLOCK_K}, or K={problem.intermediate}"
             raise ConfigurationError("block_shape[1]", got=block_k, need=need)
     for name, scale, need_shape in (("scale_a", scale_a, need_a), ("scale_b", scale_b, need_b)):
         if scale is None:

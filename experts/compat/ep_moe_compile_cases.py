@@ -1,4 +1,4 @@
-"""Launches of `experts.compat.ep_moe` on meta tensors, for `mk compile`."""
+"""Launches of the kernels of `experts.compat.ep_moe` on meta tensors, which `mk compile` uses."""
 
 import torch
 
@@ -12,7 +12,7 @@ from experts.compat.ep_moe import (
 
 FP8 = torch.float8_e4m3fn
 EXPERTS, HIDDEN, INTERMEDIATE = 8, 512, 256
-# (tokens, weight dtype, block shape of scales); each one launches other kernels.
+# (tokens, weight dtype, block shape of the scales). Each case launches different kernels.
 COMPILE_CASES: tuple[tuple[int, torch.dtype, list[int] | None], ...] = (
     (4, torch.bfloat16, None),
     (1024, torch.bfloat16, None),
@@ -22,7 +22,7 @@ COMPILE_CASES: tuple[tuple[int, torch.dtype, list[int] | None], ...] = (
 
 
 def launch_all(tokens: int, top_k: int, dtype: torch.dtype, block_shape: list[int] | None) -> None:
-    """Run all steps of a rank that has half of the experts."""
+    """Launch the kernels of all steps for a rank that has half of the experts."""
     rows, num_local = tokens * top_k, EXPERTS // 2
     ids = _empty(tokens, top_k, dtype=torch.int64)
     scales, quantized = None, dtype == FP8

@@ -1,7 +1,7 @@
-"""ep_scatter and ep_gather: copy received rows into expert order and back, as in SGLang.
+"""`ep_scatter` and `ep_gather` copy received rows into expert order and back, as in SGLang.
 
-The rows of an expert are contiguous and padded to a multiple of ALIGNMENT, the layout of DeepGEMM's
-contiguous grouped GEMM. `DeepGemmExperts` creates this layout itself, with fewer launches.
+The rows of an expert are contiguous and padded to a multiple of ALIGNMENT. DeepGEMM's contiguous
+grouped GEMM requires this layout. `DeepGemmExperts` creates it with fewer launches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ from modular_kernel.ops.reduce import gather_weight_and_sum
 from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_output, check_tensor
 
-ALIGNMENT = 128  # rows of a block in DeepGEMM's contiguous layout
+ALIGNMENT = 128  # the number of rows of a block in DeepGEMM's contiguous layout
 
 
 def padded_counts(num_recv_tokens_per_expert: Sequence[int]) -> list[int]:
-    """Return the rows of each expert in the layout: its pairs, rounded up to whole blocks."""
+    """Return the number of rows of each expert: the number of its pairs, rounded up to blocks."""
     expect("num_recv_tokens_per_expert", num_recv_tokens_per_expert, list | tuple)
     for count in num_recv_tokens_per_expert:
         expect("num_recv_tokens_per_expert", count, int)
@@ -34,7 +34,7 @@ def padded_counts(num_recv_tokens_per_expert: Sequence[int]) -> list[int]:
     return [-(-count // ALIGNMENT) * ALIGNMENT for count in num_recv_tokens_per_expert]
 
 
-def ep_scatter(  # noqa: PLR0913  (the arguments, and their order, are SGLang's)
+def ep_scatter(  # noqa: PLR0913  (SGLang's arguments, in its order)
     recv_x: torch.Tensor,
     recv_x_scale: torch.Tensor | None,
     recv_topk: torch.Tensor,
@@ -45,36 +45,36 @@ def ep_scatter(  # noqa: PLR0913  (the arguments, and their order, are SGLang's)
     m_indices: torch.Tensor,
     output_index: torch.Tensor,
 ) -> None:
-    """Copy each received row to the rows of its experts, and write which row each pair has.
+    """Copy each received row to the rows of its experts, and write the row of each pair.
 
     recv_x: (R, H).
-    recv_x_scale: its scales (R, G) float32, or None.
-    recv_topk: (R, K) int32 or int64 local ids, -1 for experts of other ranks.
-    num_recv_tokens_per_expert: pairs of each expert, which `padded_counts` rounds up.
+    recv_x_scale: the scales of recv_x, (R, G) float32, or None.
+    recv_topk: (R, K) int32 or int64, local ids, -1 for experts of other ranks.
+    num_recv_tokens_per_expert: the number of pairs of each expert. `padded_counts` rounds it up.
     expert_start_loc: output (e,) int32, the first row of each expert.
-    output_tensor: output (M, H). M is at least the sum of the padded counts; padding rows are not
+    output_tensor: output (M, H). M is at least the sum of the padded counts. Padding rows are not
         written.
     output_tensor_scale: output (M, G), the scales of output_tensor, or None.
     m_indices: output (M,) int32, the expert of each row, -1 for padding.
     output_index: output (R, K) int32, the row of each pair, -1 if it has none.
 
     Pairs of an expert keep the order of recv_topk. Raise InputError for tensors that do not match,
-    CapacityError if M is too small, and RoutingError if the counts differ from those of recv_topk.
-    Comparing the counts synchronizes with the GPU.
+    CapacityError if M is too small, and RoutingError if num_recv_tokens_per_expert differs from the
+    counts in recv_topk. Comparing the counts synchronizes with the GPU.
     """
     inputs = {"recv_x": recv_x, "recv_topk": recv_topk}
     outputs = {"expert_start_loc": expert_start_loc, "output_tensor": output_tensor}
     outputs |= {"m_indices": m_indices, "output_index": output_index}
     if (recv_x_scale is None) != (output_tensor_scale is None):
         got = "one of them"
-        raise ShapeError("recv_x_scale and output_tensor_scale", got=got, need="both or none")
+        raise ShapeError("recv_x_scale and output_tensor_scale", got=got, need="both or neither")
     if recv_x_scale is not None and output_tensor_scale is not None:
         inputs["recv_x_scale"] = recv_x_scale
         outputs["output_tensor_scale"] = output_tensor_scale
-    _check(inputs, outputs)
-    rows = padded_counts(num_recv_tokens_per_expert)
-    experts, (tokens, hidden) = len(rows), recv_x.shape
-    used, capacity = sum(rows), output_tensor.shape[0]
+    _check_tensors(inputs, outputs)
+    row_counts = padded_counts(num_recv_tokens_per_expert)
+    experts, (tokens, hidden) = len(row_counts), recv_x.shape
+    used, capacity = sum(row_counts), output_tensor.shape[0]
     _expect_shape("recv_topk", recv_topk, (tokens, recv_topk.shape[-1]))
     _expect_shape("expert_start_loc", expert_start_loc, (experts,))
     _expect_shape("output_tensor", output_tensor, (capacity, hidden))
@@ -90,11 +90,13 @@ def ep_scatter(  # noqa: PLR0913  (the arguments, and their order, are SGLang's)
         raise CapacityError("output_tensor", got=f"{capacity} rows", need=f">= {used}")
     device = recv_x.device
     ids = recv_topk.reshape(-1).long()
+    # Element 0 is the number of skipped pairs, element i + 1 the number of expert i's pairs.
     found = torch.bincount(ids.clamp(min=-1) + 1, minlength=experts + 1).tolist()
     if len(found) != experts + 1 or found[1:] != list(num_recv_tokens_per_expert):
         got = f"{list(num_recv_tokens_per_expert)}"
-        raise RoutingError("num_recv_tokens_per_expert", got=got, need=f"{found[1:]}, of recv_topk")
-    counts = torch.tensor(rows, dtype=torch.int64, device=device)
+        need = f"{found[1:]}, the counts in recv_topk"
+        raise RoutingError("num_recv_tokens_per_expert", got=got, need=need)
+    counts = torch.tensor(row_counts, dtype=torch.int64, device=device)
     starts = counts.cumsum(0) - counts
     expert_start_loc.copy_(starts)
     order = ids.argsort(stable=True)
@@ -120,12 +122,12 @@ def ep_gather(
     input_index: torch.Tensor,
     output_tensor: torch.Tensor,
 ) -> None:
-    """Write the weighted sum of each received row's results to output_tensor.
+    """Write the weighted sum of the results of each received row to output_tensor.
 
     input_tensor: (M, H).
-    recv_topk_ids: (R, K); not read.
+    recv_topk_ids: (R, K), not read.
     recv_topk_weight: (R, K) float32.
-    input_index: `output_index` of `ep_scatter`; pairs with -1 are skipped.
+    input_index: output_index from `ep_scatter`. Pairs with -1 are skipped.
     output_tensor: (R, H).
 
     Sums are accumulated in float32. The values of input_index are checked on a CPU, but not on a
@@ -133,7 +135,7 @@ def ep_gather(
     """
     inputs = {"input_tensor": input_tensor, "recv_topk_ids": recv_topk_ids}
     inputs |= {"recv_topk_weight": recv_topk_weight, "input_index": input_index}
-    _check(inputs, {"output_tensor": output_tensor})
+    _check_tensors(inputs, {"output_tensor": output_tensor})
     shape = tuple(input_index.shape)
     _expect_shape("recv_topk_ids", recv_topk_ids, shape)
     _expect_shape("recv_topk_weight", recv_topk_weight, shape)
@@ -150,8 +152,8 @@ def ep_gather(
     gather_weight_and_sum(input_tensor, input_index, recv_topk_weight, scale=1.0, out=output_tensor)
 
 
-def _check(inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-    """Check that tensors can be read, their devices and layouts, and the dtypes of integers."""
+def _check_tensors(inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+    """Check devices, layouts, gradients, dtypes of integers, and that outputs overlap nothing."""
     tensors = {**inputs, **outputs}
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():

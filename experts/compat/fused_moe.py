@@ -1,4 +1,4 @@
-"""Steps of the fused_moe of SGLang and vLLM under their names: a GEMM, its tile, and the sum.
+"""The GEMM, its tile and the sum over top-k of SGLang's and vLLM's fused_moe, under their names.
 
     sorted_ids, expert_ids, num_post = moe_align_block_size(topk_ids_TK, config["BLOCK_SIZE_M"], E)
     invoke_fused_moe_kernel(x_TH, w1, None, h_PN, None, None, None, topk_weights_TK, topk_ids_TK,
@@ -34,7 +34,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils.argument_checks import Count, expect, expect_each
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_output, check_tensor
 
-_KEYS = {
+_FIELD_BY_KEY = {
     "BLOCK_SIZE_M": "block_m",
     "BLOCK_SIZE_N": "block_n",
     "BLOCK_SIZE_K": "block_k",
@@ -47,9 +47,9 @@ _KEYS = {
 def moe_sum_reduce_triton(
     input: torch.Tensor, output: torch.Tensor, routed_scaling_factor: float
 ) -> None:
-    """Write routed_scaling_factor times the sum over top-k of rows (T, K, H) to output (T, H).
+    """Write routed_scaling_factor times the sum of input (T, K, H) over K to output (T, H).
 
-    See `modular_kernel.ops.reduce.moe_sum_reduce`, whose errors it raises.
+    It raises the errors of `modular_kernel.ops.reduce.moe_sum_reduce`.
     """
     moe_sum_reduce(input, output, routed_scaling_factor)
 
@@ -65,9 +65,9 @@ def try_get_optimal_moe_config(
 ) -> dict[str, int]:
     """Return the tile with which the aligned path of `TritonExperts` computes GEMM 2 of M tokens.
 
-    The tile can also be used for GEMM 1. It comes from an override, a tuned file or the heuristics.
-    The keys are those of `invoke_fused_moe_kernel`. Raise ConfigurationError for sizes that do not
-    match.
+    The tile can also be used for GEMM 1. It comes from an override, a tuned file or the heuristics,
+    and `invoke_fused_moe_kernel` accepts it as config. Raise ConfigurationError for sizes that do
+    not match.
 
     w1_shape: (E, 2I, H).
     w2_shape: (E, H, I), unpacked.
@@ -84,10 +84,10 @@ def try_get_optimal_moe_config(
         dtype=dtype, quant=quant,
     )  # fmt: skip
     _, tile = choose_config(problem, M).both(LaunchConfig)
-    return {key: getattr(tile, name) for key, name in _KEYS.items()}
+    return {key: getattr(tile, field) for key, field in _FIELD_BY_KEY.items()}
 
 
-def invoke_fused_moe_kernel(  # noqa: PLR0913  (the arguments, and their order, are SGLang's)
+def invoke_fused_moe_kernel(  # noqa: PLR0913  (SGLang's arguments, in its order)
     A: torch.Tensor,
     B: torch.Tensor,
     bias: torch.Tensor | None,
@@ -106,26 +106,30 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (the arguments, and their order, 
     *,
     quant: str = "none",
 ) -> None:
-    """C[p] = A[p // top_k] @ B[expert of p]^T + bias, times the router weight of p if requested.
+    """C[p] = A[p // top_k] @ B[expert of p]^T + bias, times topk_weights[p] if mul_routed_weight.
 
-    A: (P / top_k, K), unquantized. With top_k > 1 it has one row per token, with 1 one per pair.
+    A: (P / top_k, K), unquantized. It has one row per token if top_k > 1, and one row per pair if
+        top_k = 1.
     B: (e, N, K) with any strides, or packed.
     bias: (e, N), or None.
-    C: (..., N), contiguous, P rows, A's dtype. Rows of pairs without a local expert are set to 0.
-    A_scale: (1,) for a scheme with a static scale, else None. The rows of A are quantized here.
-    B_scale, B_zp: as w2_scale and w2_zero_point in an `ExpertWeights` of the scheme.
+    C: (..., N), contiguous, with P rows and A's dtype. Rows of pairs without a local expert are set
+        to 0.
+    A_scale: (1,) for a scheme with a static scale, otherwise None. This function quantizes A.
+    B_scale: has the shape and dtype of w2_scale in an `ExpertWeights` of the scheme.
+    B_zp: has the shape and dtype of w2_zero_point in an `ExpertWeights` of the scheme.
     topk_weights: P float32 values, read if mul_routed_weight. With a bias, the product is rounded
         before it is weighted.
-    topk_ids: (T, K), P = T K.
-    sorted_token_ids, expert_ids, num_tokens_post_padded: results of `moe_align_block_size` with
-        config["BLOCK_SIZE_M"]. Their values are checked on a CPU, but not on a GPU, where invalid
-        ones cause out-of-bounds reads.
-    config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M and, if wanted, num_warps and
-        num_stages.
+    topk_ids: (T, K), where T * K = P.
+    sorted_token_ids: the first result of `moe_align_block_size` for config["BLOCK_SIZE_M"].
+    expert_ids: the second result of `moe_align_block_size`.
+    num_tokens_post_padded: the third result of `moe_align_block_size`.
+    config: has BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K and GROUP_SIZE_M. num_warps and num_stages
+        are optional.
     quant: the quantization scheme.
 
-    Raise InputError for arguments that violate this, and IncompatibleError if the kernel does not
-    support the scheme.
+    The values in the results of `moe_align_block_size` are checked on a CPU, but not on a GPU,
+    where invalid values cause out-of-bounds reads. Raise InputError for arguments that violate
+    these requirements, and IncompatibleError if the kernel does not support the scheme.
     """
     expect("mul_routed_weight", mul_routed_weight, bool)
     optional = {"bias": bias, "A_scale": A_scale, "B_scale": B_scale, "B_zp": B_zp}
@@ -135,8 +139,8 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (the arguments, and their order, 
     if mul_routed_weight:
         check_tensor("topk_weights", topk_weights)
         tensors["topk_weights"] = topk_weights  # type: ignore[assignment]
-    problem = _problem(A, B, C, tensors, top_k, bias=bias is not None, quant=quant)
-    tile = _tile(config, problem)
+    problem = _make_problem(A, B, C, tensors, top_k, bias=bias is not None, quant=quant)
+    tile = _make_tile(config, problem)
     _check_alignment(tensors, problem, tile, topk_ids.numel())
     weights = ExpertWeights(B, B, b2=bias, w2_scale=B_scale, w2_zero_point=B_zp, a2_scale=A_scale)
     _check_weights(weights, problem)
@@ -151,12 +155,13 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (the arguments, and their order, 
     if problem.scheme.quantizes_activations:
         rows, scale = quantize_values(A.float(), problem.scheme, A_scale)
     pairs, blocks = topk_ids.numel(), expert_ids.numel()
-    weights_in_kernel = mul_routed_weight and bias is None  # the kernel weights before the bias
+    # The kernel would multiply by the router weight before it adds the bias.
+    kernel_applies_weights = mul_routed_weight and bias is None
     launch(
         grouped_gemm_kernel,
         (blocks * -(-problem.hidden // tile.block_n),),
         a_ptr=rows,
-        row_weights_ptr=topk_weights if weights_in_kernel else rows,
+        row_weights_ptr=topk_weights if kernel_applies_weights else rows,
         out_ptr=C,
         sorted_ptr=sorted_token_ids,
         expert_ids_ptr=expert_ids,
@@ -167,15 +172,15 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (the arguments, and their order, 
         stride_ak=rows.stride(1),
         A_TOP_K=top_k,
         WRITE_ZEROS=True,
-        HAS_ROW_WEIGHTS=weights_in_kernel,
+        HAS_ROW_WEIGHTS=kernel_applies_weights,
         **gemm2_operands(weights, problem).arguments(tile, problem.fp32_precision, scale),
     )
-    if mul_routed_weight and not weights_in_kernel:
+    if mul_routed_weight and not kernel_applies_weights:
         assert topk_weights is not None
         C.view(pairs, problem.hidden).mul_(topk_weights.reshape(pairs, 1))
 
 
-def _problem(
+def _make_problem(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
@@ -185,12 +190,12 @@ def _problem(
     bias: bool,
     quant: str,
 ) -> Problem:
-    """Check A, C and the devices; return the problem whose GEMM 2 is this GEMM."""
+    """Check A, C and the devices, and return the problem whose GEMM 2 is this GEMM."""
     expect("top_k", top_k, Count)
     for name, tensor in {**tensors, "C": C}.items():
         check_tensor(name, tensor)
         if tensor.device != A.device:
-            raise DeviceError(name, got=tensor.device, need=f"{A.device}, where A is")
+            raise DeviceError(name, got=tensor.device, need=f"{A.device}, the device of A")
     check_no_gradients({**tensors, "C": C})
     check_output("C", C, dict(tensors))
     pairs = tensors["topk_ids"].numel()
@@ -209,7 +214,7 @@ def _problem(
     if rejections := weight_rejections("invoke_fused_moe_kernel", problem, machine):
         raise IncompatibleError("invoke_fused_moe_kernel", rejections)
     if C.dtype is not A.dtype:
-        raise DtypeError("C", got=C.dtype, need=f"{A.dtype}, as A")
+        raise DtypeError("C", got=C.dtype, need=f"{A.dtype}, the dtype of A")
     if C.dim() < 2 or C.shape[-1] != B.shape[1] or C.numel() != pairs * B.shape[1]:
         need = f"(..., N) with P = {pairs} rows, N = {B.shape[1]}"
         raise ShapeError("C", got=tuple(C.shape), need=need)
@@ -218,11 +223,11 @@ def _problem(
     return problem
 
 
-def _tile(config: Mapping[str, int], problem: Problem) -> LaunchConfig:
-    """Return the launch of a config. Raise ConfigurationError if it does not fit the problem."""
+def _make_tile(config: Mapping[str, int], problem: Problem) -> LaunchConfig:
+    """Return the tile of config. Raise ConfigurationError if the kernel cannot use it."""
     expect("config", config, Mapping)
-    if unknown := sorted(set(config) - set(_KEYS)):
-        need = f"only {', '.join(_KEYS)}"
+    if unknown := sorted(set(config) - set(_FIELD_BY_KEY)):
+        need = f"only {', '.join(_FIELD_BY_KEY)}"
         raise ConfigurationError("config", got=", ".join(map(str, unknown)), need=need)
     with override_config(config):
         return choose_config(problem, problem.tokens).both(LaunchConfig)[1]
@@ -231,7 +236,7 @@ def _tile(config: Mapping[str, int], problem: Problem) -> LaunchConfig:
 def _check_alignment(
     tensors: Mapping[str, torch.Tensor], problem: Problem, tile: LaunchConfig, pairs: int
 ) -> None:
-    """Check the results of an alignment: dtypes, sizes and, on a CPU, their values."""
+    """Check dtypes and sizes of the results of an alignment and, on a CPU, also their values."""
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
     ids, experts, post = (tensors[name] for name in names)
     for name, tensor in zip(names, (ids, experts, post), strict=True):
@@ -255,14 +260,14 @@ def _check_alignment(
     used = int(post)
     valid = 0 <= used <= len(ids) and bool((ids[:used] >= 0).all())
     if not valid or bool(((experts < -1) | (experts >= problem.experts)).any()):
-        need = "what moe_align_block_size returns for these experts"
+        need = "the results of moe_align_block_size for the experts of B"
         raise RoutingError(
-            "alignment", got=f"{used} of {len(ids)} ids, or other experts", need=need
+            "alignment", got=f"{used} of {len(ids)} ids, or invalid expert ids", need=need
         )
 
 
 def _check_weights(weights: ExpertWeights, problem: Problem) -> None:
-    """Check B, its scales and bias as w2 of the problem."""
+    """Check that B, its scales and bias meet the requirements of the problem's w2."""
     specs = weight_specs(problem)
     tensors = {"w2": weights.w2, "w2_scale": weights.w2_scale, "a2_scale": weights.a2_scale}
     tensors["w2_zero_point"] = weights.w2_zero_point

@@ -1,4 +1,4 @@
-"""Experts parts over CUTLASS: CuTe DSL kernels (nvidia-cutlass-dsl), and torch's grouped GEMM."""
+"""Experts parts that use CUTLASS, in CuTe DSL kernels or through PyTorch's grouped GEMM."""
 
 from experts.cutlass.fp4 import BatchedCutlassExpertsFP4, CutlassExpertsFP4
 from experts.cutlass.part import CutlassExpertsFP8

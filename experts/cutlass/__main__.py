@@ -2,11 +2,11 @@
 
 import sys
 
-from experts.cutlass import fp4_product, product
+from experts.cutlass import block_gemm, fp4_gemm
 
 
 def main() -> None:
-    for kernel in (*product.KERNELS.values(), fp4_product.KERNEL):
+    for kernel in (*block_gemm.KERNELS.values(), fp4_gemm.KERNEL):
         sys.stdout.write(f"{kernel.name} for {kernel.arch}: {kernel.compile_to_cache()}\n")
 
 

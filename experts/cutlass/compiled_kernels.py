@@ -1,10 +1,11 @@
-"""CuTe DSL kernels, compiled in this process or ahead of time.
+"""Compile CuTe DSL kernels in this process, or load object files that were compiled ahead of time.
 
     python -m experts.cutlass    # compiles all kernels into MK_CACHE_DIR; needs no GPU
 
-At its first call, a process compiles a kernel, which takes seconds, or loads a cached object file,
-which takes a tenth of a second. The cache key consists of the sources in this folder, the versions
-of the DSL and of tvm-ffi, the GPU architecture, the CPU architecture and libc.
+A process loads a kernel at its first call, which takes a tenth of a second. If the cache has no
+object file for the kernel, the process compiles it, which takes seconds. The cache key covers the
+sources in this folder, the versions of the DSL and of tvm-ffi, the GPU architecture, the CPU
+architecture and libc.
 """
 
 import logging
@@ -24,23 +25,23 @@ _PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A kernel and its cached object file.
+class CompiledKernel:
+    """A kernel that is compiled, or loaded from its cached object file.
 
-    name: the function's name in the object file.
-    arch: the DSL's name of the GPU architecture, such as "sm_90a".
-    make: compiles the kernel, with the options of cute.compile that it is called with.
+    name: the name of the function in the object file.
+    arch: the GPU architecture as the DSL names it, such as "sm_90a".
+    compile: a function that compiles the kernel, given the options of cute.compile.
     """
 
     name: str
     arch: str
-    make: Callable[[str], Any]
+    compile: Callable[[str], Any]
 
-    def get(self) -> Callable[..., None]:
-        """Load the kernel from its object file, or compile it if none is cached."""
+    def load_or_compile(self) -> Callable[..., None]:
+        """Load the kernel from its object file; without one, compile it for the current GPU."""
         path = find_cached(self._stem(), _SUFFIX)
         function = None if path is None else self._load(path)
-        return self.make(_OPTIONS) if function is None else function  # for the current GPU
+        return self.compile(_OPTIONS) if function is None else function
 
     def _load(self, path: Path) -> Callable[..., None] | None:
         from cutlass import cute
@@ -58,7 +59,7 @@ class Kernel:
         """Compile the kernel unless its object file is cached; return the path of the file."""
 
         def write(path: Path) -> None:
-            compiled = self.make(f"{_OPTIONS} --gpu-arch {self.arch}")
+            compiled = self.compile(f"{_OPTIONS} --gpu-arch {self.arch}")
             compiled.export_to_c(str(path), self.name)
 
         return find_cached(self._stem(), _SUFFIX) or build_cached(self._stem(), _SUFFIX, write)

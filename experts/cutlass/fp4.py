@@ -1,8 +1,11 @@
 """CutlassExpertsFP4 and BatchedCutlassExpertsFP4: nvfp4 weights and activations, for sm_100.
 
-The launches are: count, scan and place pairs (batched: list tiles); permute and quantize; those of
-`fp4_mlp`; sum. The kernels have not been run, because no sm_100 GPU was available. Tests compile
-the GEMM and inspect the generated code.
+A call for contiguous tokens launches the sort of the pairs (count, scan and place), the permutation
+with quantization, the kernels of `fp4_mlp`, and the weighted sum over top-k. A call for batched
+rows lists the tiles instead of sorting, quantizes the rows, and launches the kernels of `fp4_mlp`.
+
+The kernels have never been run, because no sm_100 GPU was available. Tests compile the GEMM and
+inspect the generated code.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,10 +15,10 @@ import torch
 
 from experts.common.batched_rows import UnweightedRowsExperts
 from experts.common.sorted_rows import SummedRowsExperts
-from experts.cutlass.fp4_mlp import launch_meta_tensors, mlp, mlp_specs
-from experts.cutlass.fp4_product import MULTIPLE, fp4_gemm
-from experts.derived_requirements import batched_requirements
-from experts.triton.path import merged_workspace
+from experts.cutlass.fp4_gemm import DIM_MULTIPLE, fp4_gemm
+from experts.cutlass.fp4_mlp import compile_on_meta, mlp_specs, run_mlp
+from experts.derived_requirements import to_batched_requirements
+from experts.triton.path import merge_workspaces
 from modular_kernel.ops.fp4_rows import (
     TILE_M,
     batched_tile_specs,
@@ -43,9 +46,9 @@ _ARCHS = frozenset({(10, 0)})  # the kernel uses tcgen05 instructions
 class CutlassExpertsFP4(SummedRowsExperts):
     """Experts with nvfp4 weights and activations over contiguous tokens.
 
-    They apply router weights and sum over top-k themselves. Every call rearranges the scales of the
-    weights into the layout of the GEMM, and copies weights that are not row-major and 16-byte
-    aligned.
+    The part itself applies the router weights and sums over top-k. Every call rearranges the scales
+    of the weights into the layout that the GEMM reads, and copies weights that are not row-major
+    and 16-byte aligned.
     """
 
     gemm = staticmethod(fp4_gemm)
@@ -57,27 +60,27 @@ class CutlassExpertsFP4(SummedRowsExperts):
         archs=_ARCHS,
         dtypes=frozenset({torch.bfloat16}),
         interleaved=False,
-        hidden_multiple=MULTIPLE,
-        intermediate_multiple=MULTIPLE,
+        hidden_multiple=DIM_MULTIPLE,
+        intermediate_multiple=DIM_MULTIPLE,
         schemes=frozenset({"nvfp4_w4a4"}),
     )
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the compile case of the Triton kernels around the GEMM."""
-        return {"nvfp4 rows": launch_meta_tensors}
+        """Return a call on meta tensors that compiles the Triton kernels around the GEMM."""
+        return {"nvfp4 rows": compile_on_meta}
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
-        problem, rows = self.problem, shape.tokens * shape.top_k
-        tiles = max_tile_count(rows, TILE_M, problem.e)
+        problem, num_rows = self.problem, shape.tokens * shape.top_k
+        max_tiles, aliases = max_tile_count(num_rows, TILE_M, problem.e), ("x_q", "workspace13")
         specs = {
             **sort_specs(shape.tokens, shape.top_k, TILE_M, problem.e),
-            **mlp_specs(problem, rows, tiles),
-            "workspace13": BufferSpec((rows, problem.w1_rows), problem.dtype),
-            "workspace2": BufferSpec((rows, problem.hidden), problem.dtype, ("x_q", "workspace13")),
+            **mlp_specs(problem, num_rows, max_tiles),
+            "workspace13": BufferSpec((num_rows, problem.w1_rows), problem.dtype),
+            "workspace2": BufferSpec((num_rows, problem.hidden), problem.dtype, aliases),
         }
-        return merged_workspace(problem, shape, [specs])
+        return merge_workspaces(problem, shape, [specs])
 
     def apply(
         self,
@@ -89,46 +92,46 @@ class CutlassExpertsFP4(SummedRowsExperts):
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
         problem, routing = self.problem, tokens.routing
-        rows = routing.topk_ids_TK.numel()
+        num_rows = routing.topk_ids_TK.numel()
         with stages.stage(stages.SORT):
             order = sort_pairs(routing, block_m=TILE_M, num_local=problem.e, workspace=workspace)
         with stages.stage(stages.PERMUTE_QUANTIZED):
-            x = take_fp4(workspace, "x", rows, problem.hidden, order.max_tiles)
+            x = take_fp4(workspace, "x", num_rows, problem.hidden, order.max_tiles)
             scale_e, source_R = weights.a1_scale, order.token_of_row
             assert scale_e is not None
             quantize_tiles(tokens.x_TH, order.tiles, scale_e, out=x, source_R=source_R)
-        rows_RH = mlp(
+        rows_RH = run_mlp(
             x,
             order.tiles,
             weights,
             problem,
             gemm=self.gemm,
             workspace=workspace,
-            allocate_out=lambda: workspace.take("workspace2", (rows, problem.hidden)),
+            allocate_out=lambda: workspace.take("workspace2", (num_rows, problem.hidden)),
         )
         self.unpermute(rows_RH, order.row_of_pair_TK, routing.topk_weights_TK, output)
 
 
 class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
-    """Experts with nvfp4 weights and activations over batched rows, without router weights.
+    """Like CutlassExpertsFP4, but for batched rows, and without router weights.
 
-    Only valid rows are written. Otherwise like CutlassExpertsFP4.
+    Only valid rows are written.
     """
 
     gemm = staticmethod(fp4_gemm)
-    requires = batched_requirements(CutlassExpertsFP4.requires)
+    requires = to_batched_requirements(CutlassExpertsFP4.requires)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
-        problem, rows = self.problem, shape.experts * shape.capacity
+        problem, num_rows = self.problem, shape.experts * shape.capacity
         tile_specs = batched_tile_specs(shape.experts, shape.capacity)
-        tiles = tile_specs["batched_tiles"].shape[0] // 3
+        max_tiles = tile_specs["batched_tiles"].shape[0] // 3
         output = (shape.experts, shape.capacity, problem.hidden)
         return WorkspaceShapes(
-            workspace13=BufferSpec((rows, problem.w1_rows), problem.dtype),
+            workspace13=BufferSpec((num_rows, problem.w1_rows), problem.dtype),
             workspace2=BufferSpec((0,), problem.dtype),
             output=BufferSpec(output, problem.dtype),
-            extra={**tile_specs, **mlp_specs(problem, rows, tiles)},
+            extra={**tile_specs, **mlp_specs(problem, num_rows, max_tiles)},
         )
 
     def apply(
@@ -141,14 +144,14 @@ class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
     ) -> None:
         assert isinstance(tokens, BatchedTokens)
         problem, x_RH = self.problem, tokens.x_eCH.flatten(0, 1)
-        rows, out_RH = len(x_RH), output.flatten(0, 1)
+        num_rows, out_RH = len(x_RH), output.flatten(0, 1)
         with stages.stage(stages.SORT):
             tiles = make_batched_tiles(tokens.counts_e, tokens.x_eCH.shape[1], workspace)
         with stages.stage(stages.QUANTIZE_INPUT):
-            x = take_fp4(workspace, "x", rows, problem.hidden, tiles.numel() // 3)
+            x = take_fp4(workspace, "x", num_rows, problem.hidden, tiles.numel() // 3)
             assert weights.a1_scale is not None
             quantize_tiles(x_RH, tiles, weights.a1_scale, out=x)
-        mlp(
+        run_mlp(
             x,
             tiles,
             weights,

@@ -1,7 +1,7 @@
-"""Both GEMMs over nvfp4 rows in tiles, and the steps between them.
+"""GEMM 1, activation with quantization, and GEMM 2 over nvfp4 rows, which are grouped in tiles.
 
-Used for contiguous and for batched rows. The launches are: factors and scales of w1; GEMM 1;
-activation and quantization; factors and scales of w2; GEMM 2.
+Used for contiguous and for batched rows. Before each GEMM, its weight scales are rearranged into
+the layout that the kernel reads, and its global scales are computed.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from experts.common.row_major import to_row_major
-from experts.cutlass.fp4_product import Fp4Weights
+from experts.cutlass.fp4_gemm import Fp4Weights
 from modular_kernel.ops.fp4_rows import (
     TILE_M,
     Fp4Rows,
@@ -32,23 +32,27 @@ from modular_kernel.workspace import BufferSpec, Workspace
 Gemm = Callable[[Fp4Rows, Fp4Weights, torch.Tensor, torch.Tensor], None]
 
 
-def mlp_specs(problem: Problem, rows: int, max_tiles: int) -> Mapping[str, BufferSpec]:
-    """Return the buffers of x, h and the weight scales. Sizes never decrease with rows or tiles."""
+def mlp_specs(problem: Problem, num_rows: int, max_tiles: int) -> Mapping[str, BufferSpec]:
+    """Return the buffers of x, h and the weight scales.
+
+    A call with more rows or tiles never needs a smaller buffer.
+    """
     e = problem.e
     specs = {
-        **fp4_specs("x", rows, problem.hidden, max_tiles),
-        **fp4_specs("h", rows, problem.intermediate, max_tiles),
+        **fp4_specs("x", num_rows, problem.hidden, max_tiles),
+        **fp4_specs("h", num_rows, problem.intermediate, max_tiles),
     }
-    for name, columns, depth in (
+    for name, n, k in (
         ("w1", problem.w1_rows, problem.hidden),
         ("w2", problem.hidden, problem.intermediate),
     ):
-        specs[f"{name}_tiled"] = tiled_scale_spec(e, columns, depth // nvfp4.GROUP)
-        specs[f"{name}_factors"] = BufferSpec((e, matrices_of(name, problem)), torch.float32)
+        specs[f"{name}_tiled"] = tiled_scale_spec(e, n, k // nvfp4.GROUP)
+        matrices = matrices_of(name, problem)
+        specs[f"{name}_global_scales"] = BufferSpec((e, matrices), torch.float32)
     return specs
 
 
-def mlp(
+def run_mlp(
     x: Fp4Rows,
     tiles: torch.Tensor,
     weights: ExpertWeights,
@@ -58,20 +62,21 @@ def mlp(
     workspace: Workspace,
     allocate_out: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the bfloat16 output rows (R, H) of both GEMMs; rows outside all tiles are undefined.
+    """Run both GEMMs; return the bfloat16 output rows (R, H). Rows outside all tiles are undefined.
 
-    GEMM 1 writes to the buffer "workspace13".
-
-    tiles: as in `ops.fp4_rows`.
-    gemm: multiplies rows by weights.
-    allocate_out: returns the buffer of the output rows, which may share memory with x.
+    x: the quantized rows (R, H).
+    tiles: the encoded tile list (see `ops.fp4_rows`).
+    gemm: multiplies rows by weights, like `fp4_gemm`.
+    workspace: has the buffers of `mlp_specs`, and "workspace13", to which GEMM 1 writes.
+    allocate_out: returns the buffer for the output rows. It is called after the last read of x, so
+        the buffer may share memory with x.
     """
-    rows = len(x.q_RK)
-    gate_up_RN = workspace.take("workspace13", (rows, problem.w1_rows))
+    num_rows = len(x.q_RK)
+    gate_up_RN = workspace.take("workspace13", (num_rows, problem.w1_rows))
     with stages.stage(stages.GEMM1):
         gemm(x, _prepare_weights("w1", weights, problem, workspace), tiles, gate_up_RN)
     with stages.stage(stages.fused(stages.GEMM1, stages.QUANTIZE)):
-        h = take_fp4(workspace, "h", rows, problem.intermediate, tiles.numel() // 3)
+        h = take_fp4(workspace, "h", num_rows, problem.intermediate, tiles.numel() // 3)
         assert weights.a2_scale is not None
         quantize_tiles(gate_up_RN, tiles, weights.a2_scale, out=h, act=problem.act)
     with stages.stage(stages.GEMM2):
@@ -83,9 +88,9 @@ def mlp(
 def _prepare_weights(
     name: str, weights: ExpertWeights, problem: Problem, workspace: Workspace
 ) -> Fp4Weights:
-    """Return w1 or w2 as the GEMM takes it: with tiled scales, and global scales as one factor.
+    """Return w1 or w2 as the GEMM takes it, with tiled scales and combined global scales.
 
-    The factor is the product of the global scales of weights and activations.
+    A combined global scale is the product of the global scales of the weights and the activations.
     """
     is_w1 = name == "w1"
     w, scale, global_scale, activation_scale = (
@@ -97,31 +102,31 @@ def _prepare_weights(
     assert global_scale is not None
     assert activation_scale is not None
     tiled_spec = tiled_scale_spec(*scale.shape)
-    tiled = workspace.take(f"{name}_tiled", tiled_spec.shape)
-    tile_scales(scale, tiled)
-    factors = workspace.take(f"{name}_factors", tuple(global_scale.shape))
-    torch.mul(global_scale, activation_scale[:, None], out=factors)
-    return Fp4Weights(to_row_major(w), tiled, factors)
+    tiled_scale = workspace.take(f"{name}_tiled", tiled_spec.shape)
+    tile_scales(scale, tiled_scale)
+    global_scales = workspace.take(f"{name}_global_scales", tuple(global_scale.shape))
+    torch.mul(global_scale, activation_scale[:, None], out=global_scales)
+    return Fp4Weights(to_row_major(w), tiled_scale, global_scales)
 
 
-def launch_meta_tensors() -> None:
-    """Launch the Triton kernels around the GEMM on meta tensors, for `mk compile`."""
+def compile_on_meta() -> None:
+    """Call the operations around the GEMM on meta tensors, which compiles their Triton kernels."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     experts, capacity, columns, bf16 = 4, 200, 256, torch.bfloat16
-    rows, fp32 = experts * capacity, torch.float32
-    specs = batched_tile_specs(experts, capacity) | fp4_specs("x", rows, columns, 2 * experts)
+    num_rows, fp32 = experts * capacity, torch.float32
+    specs = batched_tile_specs(experts, capacity) | fp4_specs("x", num_rows, columns, 2 * experts)
     workspace = Workspace(specs, torch.device("meta"))
     tiles = make_batched_tiles(empty(experts, dtype=torch.int32), capacity, workspace)
-    out = take_fp4(workspace, "x", rows, columns, 2 * experts)
-    scale_e, source_R = empty(experts, dtype=fp32), empty(rows, dtype=torch.int32)
+    out = take_fp4(workspace, "x", num_rows, columns, 2 * experts)
+    scale_e, source_R = empty(experts, dtype=fp32), empty(num_rows, dtype=torch.int32)
     quantize_tiles(empty(64, columns, dtype=bf16), tiles, scale_e, out=out, source_R=source_R)
-    quantize_tiles(empty(rows, columns, dtype=bf16), tiles, scale_e, out=out)
+    quantize_tiles(empty(num_rows, columns, dtype=bf16), tiles, scale_e, out=out)
     for kind in ("silu", "swiglu_oai", "relu2"):
         act = ActivationSpec.parse(kind)
-        gate_up = empty(rows, columns * (2 if act.gated else 1), dtype=bf16)
+        gate_up = empty(num_rows, columns * (2 if act.gated else 1), dtype=bf16)
         quantize_tiles(gate_up, tiles, scale_e, out=out, act=act)
     spec = tiled_scale_spec(experts, 2 * TILE_M, columns // nvfp4.GROUP)
     tile_scales(empty(experts, 2 * TILE_M, columns // nvfp4.GROUP), empty(*spec.shape))

@@ -12,17 +12,18 @@ _BLOCK = (128, 128)
 
 
 class CutlassExpertsFP8(TritonExperts):
-    """Experts with fp8 in 128 x 128 blocks over contiguous tokens.
+    """Experts over contiguous tokens, with fp8 weights scaled in 128 x 128 blocks.
 
-    They apply router weights and sum over top-k themselves. Calls with few tokens, or with weights
-    that TMA cannot load, take another path of TritonExperts. Results are bitwise reproducible.
+    The part itself applies the router weights and sums over top-k. Calls with few tokens, or with
+    weights that TMA cannot load, take another path of TritonExperts. Results are bitwise
+    reproducible.
     """
 
     replayable = False  # the kernel is not launched by Triton
     requires = ExpertsRequirements(
         activation_format=ActivationFormat.STANDARD,
         devices=frozenset({"cuda"}),
-        # nvidia-cutlass-dsl is imported as `cutlass`, a name that an unrelated PyPI package has.
+        # nvidia-cutlass-dsl is imported as `cutlass`, which is also an unrelated package on PyPI.
         packages=("triton", "nvidia_cutlass_dsl", "tvm_ffi"),
         packages_extra="cutlass",
         triton=True,

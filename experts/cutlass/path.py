@@ -1,12 +1,12 @@
-"""The grouped_tma path with CuTe DSL GEMMs: fp8 with block scales, h quantized by GEMM 1.
+"""CutlassPath: the grouped_tma path of TritonExperts, with CuTe DSL GEMMs for fp8 block scales.
 
-The launches are: count, scan and place pairs; permute; GEMM 1 with activation and quantization;
-GEMM 2; sum.
+A call launches the sort of the pairs (count, scan and place), the permutation, GEMM 1, which also
+applies the activation and quantizes h, GEMM 2, and the weighted sum over top-k.
 """
 
 import torch
 
-from experts.cutlass.product import TILE_M, block_gemm
+from experts.cutlass.block_gemm import TILE_M, block_gemm
 from experts.triton.grouped.base import GemmRows
 from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import LaunchConfig
@@ -25,32 +25,32 @@ class CutlassPath(GroupedTmaPath):
         """Return the buffers of a call of `tokens` tokens; h is never stored in 16 bits."""
         specs = super().specs(tokens, block_m)
         del specs["workspace13"]
-        rows = specs["workspace2"]
-        aliases = tuple(name for name in rows.over if name in specs)
-        return specs | {"workspace2": BufferSpec(rows.shape, rows.dtype, aliases)}
+        gemm2_rows = specs["workspace2"]
+        aliases = tuple(name for name in gemm2_rows.over if name in specs)
+        return specs | {"workspace2": BufferSpec(gemm2_rows.shape, gemm2_rows.dtype, aliases)}
 
-    def hidden_rows(
+    def compute_hidden_rows(
         self, x: GemmRows, tile: LaunchConfig, order: SortedPairs, call: PathCall
     ) -> GemmRows:
         shape = (order.row_of_pair_TK.numel(), self.problem.intermediate)
         h = take_quantized(call.workspace, "h", self.problem.scheme, shape)
         with stages.stage(stages.GEMM1):
-            product = gemm1_operands(call.weights, self.problem)
-            block_gemm(_quantize(x), product, self.problem, order, h)
+            operands = gemm1_operands(call.weights, self.problem)
+            block_gemm(_to_quantized_rows(x), operands, self.problem, order, h)
         return GemmRows(h.q_RK, h.scale)
 
     def multiply(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
     ) -> None:
         assert tile.block_m == TILE_M
-        block_gemm(_quantize(rows), product, self.problem, order, out)
+        block_gemm(_to_quantized_rows(rows), operands, self.problem, order, out)
 
 
-def _quantize(rows: GemmRows) -> QuantizedRows:
+def _to_quantized_rows(rows: GemmRows) -> QuantizedRows:
     assert rows.scale is not None
     return QuantizedRows(rows.values, rows.scale)

@@ -1,4 +1,7 @@
-"""fp8 experts with per-channel or per-tensor scales over torch's grouped GEMM, for both formats."""
+"""fp8 experts with per-channel or per-tensor scales that call PyTorch's CUTLASS grouped GEMM.
+
+CutlassRowwiseExpertsFP8 is for contiguous tokens, BatchedCutlassExpertsFP8 for the batched format.
+"""
 
 from dataclasses import replace
 
@@ -8,25 +11,25 @@ from experts.common.batched_rows import BatchedRowsExperts
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
 from experts.cutlass.scaled_mm import (
     ARCHS,
+    DIM_MULTIPLE,
     MAX_EXPERTS,
-    MULTIPLE,
     SCHEMES,
-    rows_product,
-    scale_specs,
+    expanded_scale_specs,
+    scaled_grouped_mm,
 )
-from experts.derived_requirements import batched_requirements
+from experts.derived_requirements import to_batched_requirements
 from modular_kernel.spec.problem import MAX_TOP_K
 from modular_kernel.tensors import BatchedShape
 from modular_kernel.workspace import BufferSpec, Workspace
 
-Rows = tuple[torch.Tensor, torch.Tensor | None]
+TensorAndScale = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class CutlassRowwiseExpertsFP8(SortedRowsExperts):
-    """Experts with fp8 by channel or tensor over contiguous tokens.
+    """Experts over contiguous tokens, with fp8 weights scaled per channel or per tensor.
 
-    They apply router weights and sum over top-k themselves. Both GEMMs are
-    torch._scaled_grouped_mm, which allocates its output in every call.
+    Both GEMMs are torch._scaled_grouped_mm, which allocates its output in every call. The part
+    itself applies the router weights and sums over top-k.
     """
 
     library_allocates_output = True
@@ -35,46 +38,47 @@ class CutlassRowwiseExpertsFP8(SortedRowsExperts):
         devices=frozenset({"cuda"}),
         archs=ARCHS,
         dtypes=frozenset({torch.bfloat16}),
-        top_k=(1, MAX_TOP_K),  # torch gets sorted rows and does not see K
-        hidden_multiple=MULTIPLE,
-        intermediate_multiple=MULTIPLE,
+        top_k=(1, MAX_TOP_K),  # any K: torch receives sorted rows, not top-k ids
+        hidden_multiple=DIM_MULTIPLE,
+        intermediate_multiple=DIM_MULTIPLE,
         max_experts=MAX_EXPERTS,
         schemes=SCHEMES,
         library_allocates=True,
     )
 
-    def product_specs(self, rows: int) -> dict[str, BufferSpec]:
-        return dict(scale_specs(self.problem, rows))
+    def grouped_gemm_specs(self, num_rows: int) -> dict[str, BufferSpec]:
+        return dict(expanded_scale_specs(self.problem, num_rows))
 
-    def product(
+    def grouped_gemm(
         self,
-        rows: Rows,
-        weights: Rows,
+        rows: TensorAndScale,
+        weights: TensorAndScale,
         order: RowOrder,
         workspace: Workspace,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        return rows_product(rows, weights, order.ends, workspace)
+        return scaled_grouped_mm(rows, weights, order.ends, workspace)
 
 
 class BatchedCutlassExpertsFP8(BatchedRowsExperts):
-    """Experts with fp8 by channel or tensor over batched rows, without router weights.
+    """Experts over batched rows, with fp8 weights scaled per channel or per tensor.
 
-    All C rows of each expert are computed, including those without a token.
+    Router weights are not applied. All C rows of each expert are computed, including rows without a
+    token.
     """
 
     library_allocates_output = True
-    requires = batched_requirements(CutlassRowwiseExpertsFP8.requires)
+    requires = to_batched_requirements(CutlassRowwiseExpertsFP8.requires)
 
-    def product_specs(self, shape: BatchedShape) -> dict[str, BufferSpec]:
-        return dict(scale_specs(self.problem, shape.experts * shape.capacity))
+    def grouped_gemm_specs(self, shape: BatchedShape) -> dict[str, BufferSpec]:
+        return dict(expanded_scale_specs(self.problem, shape.experts * shape.capacity))
 
-    def product(
+    def grouped_gemm(
         self,
-        rows: Rows,
-        weights: Rows,
+        rows: TensorAndScale,
+        weights: TensorAndScale,
         counts_e: torch.Tensor,
         workspace: Workspace,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        return rows_product(rows, weights, None, workspace)
+        return scaled_grouped_mm(rows, weights, None, workspace)

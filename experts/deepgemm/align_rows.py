@@ -1,4 +1,4 @@
-"""align_rows: sort pairs by expert; the rows of each expert start at a multiple of the tile."""
+"""align_rows: sort pairs by expert, and start each expert's rows at a multiple of the tile size."""
 
 from collections.abc import Mapping
 
@@ -12,35 +12,41 @@ from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 
 
-def max_aligned_rows(pairs: int, experts: int, tile: int) -> int:
-    """Return an upper bound on the rows of `pairs` pairs if experts are padded to whole tiles."""
-    tiles = min(pairs, experts + pairs // tile)
-    return tiles * tile
+def max_aligned_rows(num_pairs: int, num_experts: int, tile_rows: int) -> int:
+    """Return an upper bound on the number of rows if each expert is padded to whole tiles."""
+    max_tiles = min(num_pairs, num_experts + num_pairs // tile_rows)
+    return max_tiles * tile_rows
 
 
-def aligned_specs(tokens: int, top_k: int, experts: int) -> Mapping[str, BufferSpec]:
-    """Return the workspace buffers that `align_rows` takes."""
+def aligned_specs(num_tokens: int, top_k: int, num_experts: int) -> Mapping[str, BufferSpec]:
+    """Return the workspace buffers of `align_rows`."""
     return {
-        "aligned_rows": BufferSpec((tokens, top_k), torch.int32),
-        "aligned_ends": BufferSpec((experts,), torch.int32),
-        "aligned_scratch": counts_spec(tokens * top_k, experts),
+        "aligned_rows": BufferSpec((num_tokens, top_k), torch.int32),
+        "aligned_ends": BufferSpec((num_experts,), torch.int32),
+        "aligned_scratch": counts_spec(num_tokens * top_k, num_experts),
     }
 
 
 def align_rows(
-    routing: DispatchedRouting, tile: int, *, num_local: int, workspace: Workspace
+    routing: DispatchedRouting, tile_rows: int, *, num_local: int, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Assign a row to each pair, sorted stably by expert; return rows and the end of each expert.
+    """Assign a row to each pair, in a stable sort by expert.
 
-    The rows are (T, K) int32, -1 where a pair is skipped. The ends are (e,) int32, one past the
-    last row of each expert. Expert i starts at the end of expert i - 1, rounded up to a multiple of
-    `tile`. On a GPU there are three launches: count, scan, place.
+    routing: the expert ids of the pairs.
+    tile_rows: rows per tile. Expert i starts at the end of expert i - 1, rounded up to a multiple
+        of tile_rows.
+    num_local: number of local experts, e.
+    workspace: has the buffers of `aligned_specs`.
+
+    Return (rows_TK, ends): the row of each pair, (T, K) int32, -1 for a skipped pair; and one past
+    the last row of each expert, (e,) int32. On a GPU, three kernels are launched: count, scan and
+    place.
     """
-    tokens, top_k = routing.topk_ids_TK.shape
-    specs = aligned_specs(tokens, top_k, num_local)
+    num_tokens, top_k = routing.topk_ids_TK.shape
+    specs = aligned_specs(num_tokens, top_k, num_local)
     rows_TK, ends, scratch = (workspace.take(name, spec.shape) for name, spec in specs.items())
     if not use_triton(rows_TK):
-        align_rows_ref(routing, tile, rows_TK=rows_TK, ends=ends)
+        align_rows_ref(routing, tile_rows, rows_TK=rows_TK, ends=ends)
         return rows_TK, ends
     from experts.deepgemm.kernels.align_rows import align_rows_kernel
 
@@ -56,7 +62,7 @@ def align_rows(
         num_chunks=counts.num_chunks,
         CHUNK=CHUNK,
         BINS=counts.bins,
-        TILE=tile,
+        TILE=tile_rows,
         **id_arguments(routing, num_local),
         **pdl_arguments(),
     )
@@ -64,9 +70,9 @@ def align_rows(
 
 
 def align_rows_ref(
-    routing: DispatchedRouting, tile: int, *, rows_TK: torch.Tensor, ends: torch.Tensor
+    routing: DispatchedRouting, tile_rows: int, *, rows_TK: torch.Tensor, ends: torch.Tensor
 ) -> None:
-    """Torch reference of `align_rows`: one expert at a time."""
+    """PyTorch reference for `align_rows`: one expert at a time."""
     ids, rows, start = local_ids(routing, len(ends)).flatten(), rows_TK.view(-1), 0
     rows.fill_(-1)
     for expert in range(len(ends)):
@@ -74,4 +80,4 @@ def align_rows_ref(
         end = start + len(pairs)
         rows[pairs] = torch.arange(start, end, dtype=torch.int32, device=rows.device)
         ends[expert] = end
-        start = -(-end // tile) * tile
+        start = -(-end // tile_rows) * tile_rows

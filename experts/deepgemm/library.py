@@ -1,7 +1,8 @@
-"""DeepGEMM: where to find the library, and wrappers of its grouped GEMMs.
+"""Find and load DeepGEMM, and wrap its grouped GEMMs.
 
-DeepGEMM compiles a kernel at its first launch, for N, K, the number of experts, and a configuration
-chosen by the expected number of rows. Run a call of every size before capturing a CUDA graph.
+DeepGEMM compiles a kernel at the first launch for given N, K, number of experts and configuration,
+which it chooses by the expected number of rows. Before capturing a CUDA graph, run a call of every
+size that is to be captured.
 """
 
 from functools import cache
@@ -15,7 +16,7 @@ from modular_kernel.errors import StateError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.utils.package_probes import PackageProbe, import_from_folder, importing
 
-TILE_M = 128  # rows of a tile in the contiguous layout; tiles of the masked one have 64 or 128
+TILE_M = 128  # rows per tile in the contiguous layout; the masked layout has tiles of 64 or 128
 BLOCK = 128  # elements along K, and weight rows along N, that share a scale
 _NAME = "experts.deepgemm.vendored"
 
@@ -30,18 +31,18 @@ DEEP_GEMM = PackageProbe(
     ),
     need="DeepGEMM 2.4.2 or newer",
     source=(
-        "install DeepGEMM by the script of https://github.com/deepseek-ai/DeepGEMM, or vLLM, which "
-        "has a copy; the package index's deep-gemm is an older one"
+        "install DeepGEMM with the script in https://github.com/deepseek-ai/DeepGEMM, or install "
+        "vLLM, which contains a copy; deep-gemm on PyPI is too old"
     ),
 )
 
 
 @cache
 def load() -> Any:
-    """Import DeepGEMM from the location that `DEEP_GEMM` finds.
+    """Import DeepGEMM from the location that `DEEP_GEMM` finds; return the module.
 
-    Raise ConfigurationError if it is missing or cannot be loaded. DeepGEMM needs the folder of the
-    CUDA toolkit.
+    Raise ConfigurationError if DeepGEMM is missing or cannot be loaded. DeepGEMM needs the CUDA
+    toolkit.
     """
     need = "a build for this torch and Python, and the CUDA toolkit (CUDA_HOME)"
     with importing(DEEP_GEMM, need=need) as folder:
@@ -57,25 +58,27 @@ def grouped_gemm_contiguous(
     ends: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """out (R, N) = rows (R, K) times the weights (e, N, K) of each row's expert, in bfloat16.
-
-    R is a multiple of 128. Rows and weights come with their scales, or None for bfloat16. For fp8,
-    the scales of rows are (R, K / 128) with a stride of 1 along R, and those of weights (e, N /
-    128, K / 128). Whole tiles are stored, so rows between experts are undefined. Raise StateError
-    if DeepGEMM's alignment of contiguous rows was changed from 128.
+    """Multiply each row by the weights of its expert.
 
     library: the result of `load`.
-    ends: (e,) int32. The rows of expert i begin at ends[i - 1], rounded up to a multiple of 128,
+    rows: values (R, K), where R is a multiple of 128, and scales. The scales are None for bfloat16
+        values. For fp8 values, they are (R, K / 128) with a stride of 1 along R.
+    weights: values (e, N, K) and scales. The scales are None for bfloat16 values, else (e, N / 128,
+        K / 128).
+    ends: (e,) int32. The rows of expert i start at ends[i - 1], rounded up to a multiple of 128,
         and end before ends[i].
+    out: (R, N) bfloat16. DeepGEMM stores whole tiles, so padding rows are undefined.
+
+    Raise StateError if DeepGEMM's alignment of contiguous rows was changed from 128.
     """
-    tile = library.get_mk_alignment_for_contiguous_layout()
-    if tile != TILE_M:
-        need = f"{TILE_M}; set_mk_alignment_for_contiguous_layout must not change it"
-        raise StateError("DeepGEMM's alignment of contiguous rows", got=tile, need=need)
+    alignment = library.get_mk_alignment_for_contiguous_layout()
+    if alignment != TILE_M:
+        need = f"{TILE_M}, as it is unless set_mk_alignment_for_contiguous_layout is called"
+        raise StateError("DeepGEMM's alignment of contiguous rows", got=alignment, need=need)
     (a, a_scale), (w, w_scale) = rows, weights
     w = to_row_major(w)
-    expected = _bucket_rows(len(a) // w.shape[0], len(a))
-    options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected}
+    expected_rows = _round_up_rows(len(a) // w.shape[0], len(a))
+    options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected_rows}
     if a_scale is None:
         library.m_grouped_bf16_gemm_nt_contiguous(a, w, out, ends, **options)
         return
@@ -89,28 +92,32 @@ def grouped_gemm_masked(
     rows: tuple[torch.Tensor, torch.Tensor | None],
     weights: tuple[torch.Tensor, torch.Tensor | None],
     counts_e: torch.Tensor,
-    expected: int,
+    expected_rows: int,
     out: torch.Tensor,
 ) -> None:
-    """out (e, C, N) = rows (e, C, K) times weights (e, N, K), in bfloat16.
-
-    C is a multiple of 128. Rows and weights come with their scales, or None for bfloat16; for fp8,
-    the scales of rows have a stride of 1 along C (see `grouped_gemm_contiguous`).
+    """Multiply the rows of each expert by its weights.
 
     library: the result of `load`.
-    counts_e: the first counts_e[i] rows of expert i are valid. Whole tiles are stored.
-    expected: the expected number of rows per expert.
+    rows: values (e, C, K), where C is a multiple of 128, and scales. The scales are None for
+        bfloat16 values. For fp8 values, they are (e, C, K / 128) with a stride of 1 along C.
+    weights: as in `grouped_gemm_contiguous`.
+    counts_e: (e,) int32. Only the first counts_e[i] rows of expert i are valid.
+    expected_rows: the expected number of rows per expert, by which DeepGEMM chooses a kernel.
+    out: (e, C, N) bfloat16. DeepGEMM stores whole tiles, so rows that are not valid are undefined.
     """
     (a, a_scale), (w, w_scale) = rows, weights
-    w, expected = to_row_major(w), _bucket_rows(expected, a.shape[1])
+    w, expected_rows = to_row_major(w), _round_up_rows(expected_rows, a.shape[1])
     if a_scale is None:
-        library.m_grouped_bf16_gemm_nt_masked(a, w, out, counts_e, expected)
+        library.m_grouped_bf16_gemm_nt_masked(a, w, out, counts_e, expected_rows)
         return
     library.m_grouped_fp8_gemm_nt_masked(
-        (a, a_scale), (w, w_scale), out, counts_e, expected, disable_ue8m0_cast=True
+        (a, a_scale), (w, w_scale), out, counts_e, expected_rows, disable_ue8m0_cast=True
     )
 
 
-def _bucket_rows(rows: int, max_rows: int) -> int:
-    """Round up to a power of two, at most max_rows, because DeepGEMM may compile for each value."""
-    return min(max_rows, next_power_of_2(max(1, rows)))
+def _round_up_rows(num_rows: int, max_rows: int) -> int:
+    """Return num_rows rounded up to a power of two, but at most max_rows.
+
+    DeepGEMM may compile a kernel for each value, so there should be few values.
+    """
+    return min(max_rows, next_power_of_2(max(1, num_rows)))

@@ -1,4 +1,4 @@
-"""DeepGemmExperts and BatchedDeepGemmExperts: both GEMMs are those of DeepGEMM."""
+"""DeepGemmExperts and BatchedDeepGemmExperts: experts parts whose GEMMs DeepGEMM computes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,25 +17,25 @@ from experts.deepgemm.library import (
     grouped_gemm_masked,
     load,
 )
-from experts.derived_requirements import batched_requirements
+from experts.derived_requirements import to_batched_requirements
 from modular_kernel.spec.problem import MAX_TOP_K, IdSpace, Problem
 from modular_kernel.tensors import BatchedShape, DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 
 TensorAndScale = tuple[torch.Tensor, torch.Tensor | None]
-_SCALES = "scales_of_tokens"
+_COLUMN_MAJOR_SCALES = "column_major_scales"  # name of a workspace buffer
 
 
 class DeepGemmExperts(SortedRowsExperts):
-    """Experts in bf16, or fp8 with 128 x 128 blocks, over contiguous tokens.
+    """Experts over contiguous tokens, in bf16 or in fp8 with scales per 128 x 128 block.
 
-    They apply router weights and sum over top-k themselves. The rows of each expert start at a
-    multiple of 128, the tile size. Weights that are not row-major and 16-byte aligned are copied in
-    every call.
+    The part itself applies the router weights and sums over top-k. The rows of each expert start at
+    a multiple of 128, the tile size. Every call copies weights that are not row-major and 16-byte
+    aligned.
     """
 
     load_library = staticmethod(load)
-    scales_along_rows = True  # as DeepGEMM requires
+    column_major_scales = True  # required by DeepGEMM
     requires = replace(
         SortedRowsExperts.requires,
         devices=frozenset({"cuda"}),
@@ -43,7 +43,7 @@ class DeepGemmExperts(SortedRowsExperts):
         providers=(DEEP_GEMM,),
         archs=frozenset({(9, 0)}),  # sm_100 needs scales in another format
         dtypes=frozenset({torch.bfloat16}),
-        top_k=(1, MAX_TOP_K),  # the library gets sorted rows and does not see K
+        top_k=(1, MAX_TOP_K),  # any K: the library receives sorted rows, not top-k ids
         hidden_multiple=BLOCK,
         intermediate_multiple=BLOCK,
         schemes=frozenset({"none", "fp8_w8a8_block"}),
@@ -56,20 +56,20 @@ class DeepGemmExperts(SortedRowsExperts):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the compile case of the alignment kernel, a Triton kernel of this package."""
-        return {"aligned rows": _align_meta_tensors}
+        """Return a call on meta tensors that compiles `align_rows_kernel`, a Triton kernel."""
+        return {"aligned rows": _align_rows_on_meta}
 
-    def max_rows(self, pairs: int) -> int:
-        return max_aligned_rows(pairs, self.problem.e, TILE_M)
+    def max_rows(self, num_pairs: int) -> int:
+        return max_aligned_rows(num_pairs, self.problem.e, TILE_M)
 
-    def order_specs(self, tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
-        return aligned_specs(tokens, top_k, self.problem.e)
+    def sort_rows_specs(self, num_tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
+        return aligned_specs(num_tokens, top_k, self.problem.e)
 
-    def order(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
+    def sort_rows(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
         rows_TK, ends = align_rows(routing, TILE_M, num_local=self.problem.e, workspace=workspace)
         return RowOrder(rows_TK, ends, ends[-1:])
 
-    def product(
+    def grouped_gemm(
         self,
         rows: TensorAndScale,
         weights: TensorAndScale,
@@ -83,26 +83,27 @@ class DeepGemmExperts(SortedRowsExperts):
 
 
 class BatchedDeepGemmExperts(BatchedRowsExperts):
-    """Experts in bf16, or fp8 with 128 x 128 blocks, over batched rows, without router weights.
+    """Experts over batched rows, in bf16 or in fp8 with scales per 128 x 128 block.
 
-    The capacity of an expert is a multiple of 128, because DeepGEMM stores whole tiles.
+    Router weights are not applied. The capacity of an expert is a multiple of 128, because DeepGEMM
+    stores whole tiles.
     """
 
     load_library = staticmethod(load)
-    scales_along_rows = True
-    requires = replace(batched_requirements(DeepGemmExperts.requires), capacity_multiple=TILE_M)
+    column_major_scales = True
+    requires = replace(to_batched_requirements(DeepGemmExperts.requires), capacity_multiple=TILE_M)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._library: Any = self.load_library()
 
-    def product_specs(self, shape: BatchedShape) -> Mapping[str, BufferSpec]:
+    def grouped_gemm_specs(self, shape: BatchedShape) -> Mapping[str, BufferSpec]:
         if not self.problem.scheme.quantizes_activations:
             return {}
-        shape_of_scales = (self.problem.hidden // BLOCK, shape.experts * shape.capacity)
-        return {_SCALES: BufferSpec(shape_of_scales, torch.float32)}
+        scale_shape = (self.problem.hidden // BLOCK, shape.experts * shape.capacity)
+        return {_COLUMN_MAJOR_SCALES: BufferSpec(scale_shape, torch.float32)}
 
-    def product(
+    def grouped_gemm(
         self,
         rows: TensorAndScale,
         weights: TensorAndScale,
@@ -115,14 +116,14 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
         experts, capacity, _ = a.shape
         # Scales from `prepare` are row-major; DeepGEMM needs them column-major.
         if scale is not None and scale.stride()[1:] != (1, capacity):
-            scale_buffer = workspace.take(_SCALES, (experts, scale.shape[2], capacity))
-            scale = scale_buffer.copy_(scale.mT).mT
-        expected_m = capacity * problem.top_k // problem.experts
-        grouped_gemm_masked(self._library, (a, scale), weights, counts_e, expected_m, out)
+            buffer_shape = (experts, scale.shape[2], capacity)
+            scale = workspace.take(_COLUMN_MAJOR_SCALES, buffer_shape).copy_(scale.mT).mT
+        expected_rows = capacity * problem.top_k // problem.experts
+        grouped_gemm_masked(self._library, (a, scale), weights, counts_e, expected_rows, out)
         return out
 
 
-def _align_meta_tensors() -> None:
+def _align_rows_on_meta() -> None:
     meta = torch.device("meta")
     ids, num_invalid = (torch.empty(s, dtype=torch.int32, device=meta) for s in ((64, 8), (1,)))
     routing = DispatchedRouting(None, ids, IdSpace.LOCAL, 32, None, num_invalid)

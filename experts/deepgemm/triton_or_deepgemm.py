@@ -1,6 +1,7 @@
-"""Experts that use Triton for few rows per expert and DeepGEMM for many.
+"""Experts parts that use Triton for few rows per expert and DeepGEMM for many.
 
-The choice depends on sizes only, never on the routing, so it does not synchronize.
+The choice depends only on sizes, never on the routing, so it needs no synchronization with the
+device.
 """
 
 from contextlib import AbstractContextManager
@@ -32,33 +33,36 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import Workspace, WorkspaceShapes
 
-# Mean rows per expert from which DeepGEMM is used. With fewer rows, most of a tile is padding. On
-# one H200, DeepGEMM was faster than Triton kernels from about this size on.
+# DeepGEMM is used if the mean number of rows per expert is at least this. With fewer rows, most of
+# a tile is padding. On an H200, DeepGEMM was faster than Triton kernels from about this size on.
 MIN_ROWS = 128
 MIN_BATCHED_ROWS = 64  # rows of the smallest tile of DeepGEMM's masked GEMM
-_QUANTIZED_X = "either_x"
+_QUANTIZED_X = "either_x"  # name of a workspace buffer
 
 
 def deepgemm_supports(problem: Problem) -> bool:
     """Return whether DeepGEMM supports the sizes and options of the problem."""
-    divisible = problem.hidden % BLOCK == 0 and problem.intermediate % BLOCK == 0
-    blocks = not problem.scheme.quantized or problem.scheme.group == (BLOCK, BLOCK)
-    return divisible and blocks and not problem.bias and not problem.apply_router_weight_on_input
+    has_whole_blocks = problem.hidden % BLOCK == 0 and problem.intermediate % BLOCK == 0
+    supports_scheme = not problem.scheme.quantized or problem.scheme.group == (BLOCK, BLOCK)
+    supports_options = not problem.bias and not problem.apply_router_weight_on_input
+    return has_whole_blocks and supports_scheme and supports_options
 
 
-def min_tokens(problem: Problem, rows: int) -> int:
-    """Return the smallest number of tokens with a mean of at least `rows` rows per expert."""
-    return -(-rows * problem.experts // problem.top_k)
+def min_tokens(problem: Problem, min_rows: int) -> int:
+    """Return the smallest number of tokens with a mean of at least min_rows rows per expert."""
+    return -(-min_rows * problem.experts // problem.top_k)
 
 
 class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
-    """Base of parts that select between a Triton and a DeepGEMM part of the same format.
+    """Base class for parts that select between a Triton and a DeepGEMM part of the same format.
 
-    triton_part, deepgemm_part: the two parts.
-    min_rows: mean rows per expert from which DeepGEMM is used.
-    small_calls, large_calls: names of the calls that use each part, for `explained`; {min_size} is
+    triton_part: the part for calls with few rows per expert.
+    deepgemm_part: the part for calls with many rows per expert.
+    min_rows: the minimum mean number of rows per expert for which DeepGEMM is used.
+    small_calls: describes the calls that use triton_part, for `explained`. {min_size} stands for
         the smallest size that uses DeepGEMM.
-    deepgemm_condition: a condition for the use of DeepGEMM, for `explained`.
+    large_calls: describes the calls that use deepgemm_part, in the same way.
+    deepgemm_condition: another condition for the use of DeepGEMM, for `explained`.
     """
 
     triton_part: ClassVar[type[PermuteExpertsUnpermute]]
@@ -87,7 +91,7 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 
     @classmethod
     def explained(cls, problem: Problem) -> tuple[str, ...]:
-        triton, library = cls.triton_part.__name__, cls.deepgemm_part.__name__
+        triton, deepgemm = cls.triton_part.__name__, cls.deepgemm_part.__name__
         if not deepgemm_supports(problem):
             return (
                 f"all calls: {triton}, because DeepGEMM does not support these sizes or options",
@@ -96,32 +100,38 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
         small_calls, large_calls = (
             calls.format(min_size=min_size) for calls in (cls.small_calls, cls.large_calls)
         )
-        return f"{small_calls}: {triton}", f"{large_calls}: {library}{cls.deepgemm_condition}"
+        return f"{small_calls}: {triton}", f"{large_calls}: {deepgemm}{cls.deepgemm_condition}"
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return self._triton.finalize_weight_and_reduce_impl()
 
-    def _part(self, size: int) -> PermuteExpertsUnpermute:
-        """Return the part to use, given the tokens of a call, or C for batched experts."""
+    def _select_part(self, size: int) -> PermuteExpertsUnpermute:
+        """Return the part for a call.
+
+        size: the number of tokens of the call; for batched experts, the capacity C.
+        """
         is_large = size >= min_tokens(self.problem, self.min_rows)
         return self._triton if self._deepgemm is None or not is_large else self._deepgemm
 
-    def _combined_shapes(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
-        """Return the buffers of both parts if the call may use DeepGEMM, else those of Triton."""
-        shapes, part = self._triton.workspace_shapes(shape), self._part(size)
-        # A plan may get fewer tokens than it was made for, and then it uses Triton.
-        return (
-            shapes if part is self._triton else _merge_shapes(shapes, part.workspace_shapes(shape))
-        )
+    def _merged_shapes(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
+        """Return the buffers of calls with at most this size and shape.
+
+        They fit both parts if the largest call uses DeepGEMM, because a plan also runs smaller
+        calls, and those may use Triton.
+        """
+        shapes, part = self._triton.workspace_shapes(shape), self._select_part(size)
+        if part is self._triton:
+            return shapes
+        return _merge_shapes(shapes, part.workspace_shapes(shape))
 
 
 class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
     """DeepGemmExperts for a mean of at least 128 rows per expert; TritonExperts otherwise.
 
-    Calls whose weights are not row-major and 16-byte aligned also use TritonExperts. If the size
-    allows DeepGEMM, the workspace has room for both parts, and tokens are dispatched unquantized.
-    If such a call then uses a path of TritonExperts that needs quantized tokens, `apply` quantizes
-    them.
+    Calls whose weights are not row-major and 16-byte aligned also use TritonExperts. If a call is
+    large enough for DeepGEMM, its workspace fits both parts, and its tokens are dispatched
+    unquantized. If the call nevertheless uses a path of TritonExperts that needs quantized tokens,
+    `apply` quantizes the tokens.
     """
 
     triton_part = TritonExperts
@@ -137,24 +147,25 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
         blocks=None,
     )
 
-    def _part_of(self, tokens: int, weights: ExpertWeights) -> PermuteExpertsUnpermute:
-        row_major = is_row_major(weights.w1) and is_row_major(weights.w2)
-        return self._part(tokens) if row_major else self._triton
+    def _part_for_call(self, num_tokens: int, weights: ExpertWeights) -> PermuteExpertsUnpermute:
+        deepgemm_can_read = is_row_major(weights.w1) and is_row_major(weights.w2)
+        return self._select_part(num_tokens) if deepgemm_can_read else self._triton
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
         assert isinstance(shape, ContiguousShape)
-        return self._part(shape.tokens).takes_unquantized(shape)
+        return self._select_part(shape.tokens).takes_unquantized(shape)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
-        shapes, scheme = self._combined_shapes(shape.tokens, shape), self.problem.scheme
-        if self._part(shape.tokens) is self._triton or not scheme.quantizes_activations:
+        shapes, scheme = self._merged_shapes(shape.tokens, shape), self.problem.scheme
+        part = self._select_part(shape.tokens)
+        if part is self._triton or not scheme.quantizes_activations:
             return shapes
         quantized_x = quantize_specs(_QUANTIZED_X, scheme, shape.tokens, self.problem.hidden)
         return replace(shapes, extra={**shapes.extra, **quantized_x})
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        return self._part_of(len(x_TH), weights).roundings(x_TH, weights)
+        return self._part_for_call(len(x_TH), weights).roundings(x_TH, weights)
 
     def apply(
         self,
@@ -165,16 +176,16 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
-        count, scheme = len(tokens.x_TH), self.problem.scheme
-        part = self._part_of(count, weights)
+        num_tokens, scheme = len(tokens.x_TH), self.problem.scheme
+        part = self._part_for_call(num_tokens, weights)
         if part is self._triton and tokens.scale is None and scheme.quantizes_activations:
-            shape = ContiguousShape(count, tokens.routing.topk_ids_TK.shape[1])
+            shape = ContiguousShape(num_tokens, tokens.routing.topk_ids_TK.shape[1])
             if not part.takes_unquantized(shape):
                 tokens = self._quantize(tokens, workspace)
         part.apply(tokens, weights=weights, workspace=workspace, output=output)
 
     def _quantize(self, tokens: ContiguousTokens, workspace: Workspace) -> ContiguousTokens:
-        """Quantize the tokens as `prepare` does."""
+        """Quantize the tokens in the same way as `PrepareAndFinalize.prepare`."""
         scheme, x_TH = self.problem.scheme, tokens.x_TH
         out = take_quantized(workspace, _QUANTIZED_X, scheme, (len(x_TH), self.problem.hidden))
         with stages.stage(stages.QUANTIZE_INPUT):
@@ -185,8 +196,8 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
 class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
     """BatchedDeepGemmExperts for a large capacity; BatchedTritonExperts for a small one.
 
-    The threshold of the capacity C, which a plan fixes, is the number of tokens that gives 64 rows
-    per expert on average. C is a multiple of 128 for both parts.
+    The capacity C is fixed in a plan. The threshold of C is the number of tokens for which an
+    expert has 64 rows on average. C is a multiple of 128 for both parts.
     """
 
     triton_part = BatchedTritonExperts
@@ -205,10 +216,10 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
-        return self._combined_shapes(shape.capacity, shape)
+        return self._merged_shapes(shape.capacity, shape)
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        # The capacity decides which part runs, and it does not follow from x_TH.
+        # The part depends on the capacity, which x_TH does not determine.
         return self._triton.roundings(x_TH, weights) if self._deepgemm is None else None
 
     def apply(
@@ -220,15 +231,15 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, BatchedTokens)
-        part = self._part(tokens.x_eCH.shape[1])
+        part = self._select_part(tokens.x_eCH.shape[1])
         part.apply(tokens, weights=weights, workspace=workspace, output=output)
 
 
 def _merge_shapes(triton: WorkspaceShapes, deepgemm: WorkspaceShapes) -> WorkspaceShapes:
     """Return buffers that are large enough for either part. Both parts have the same output.
 
-    A buffer that both parts have may overlay only what it overlays in both, because one part may
-    still read memory that the other part no longer needs.
+    A merged buffer may reuse the memory of another buffer only if both parts allow that, because
+    one part may still read memory that the other part no longer needs.
     """
     merged = {**triton.buffers(), **deepgemm.buffers()}
     for name, spec in triton.buffers().items():

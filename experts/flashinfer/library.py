@@ -1,7 +1,7 @@
-"""FlashInfer: where to find the library, and a wrapper of its fused MoE layer.
+"""Find and load FlashInfer, and wrap its fused MoE layer (cutlass_fused_moe).
 
-FlashInfer compiles the kernels of the layer on first use, which takes many minutes, unless they
-come from its ahead-of-time build or from the package flashinfer-jit-cache.
+FlashInfer compiles the kernels of the layer on first use, which takes many minutes, unless it was
+built ahead of time or the package flashinfer-jit-cache is installed.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from modular_kernel.quant.quantized_weights import STORAGE
 from modular_kernel.spec.problem import Problem
 from modular_kernel.utils.package_probes import PackageProbe, importing
 
-ALIGNMENT = 16  # alignment in bytes of rows and of tensors that TMA reads
+ALIGNMENT_BYTES = 16  # alignment of rows and of tensors that TMA reads
 
 FLASHINFER = PackageProbe(
     name="flashinfer",
@@ -29,11 +29,11 @@ FLASHINFER = PackageProbe(
         ("fused_moe/core.py", "use_fused_finalize"),
     ),
     need="FlashInfer 0.6.16 or newer, with cutlass_fused_moe_workspace_size",
-    source="pip install flashinfer-python (written for 0.7.2), and build its kernels before",
+    source="pip install flashinfer-python (tested with 0.7.2), and build its kernels before use",
     version_file="_build_meta.py",
 )
 
-# FlashInfer's names of the activations that it computes as `ActivationSpec` defines them.
+# Kinds of activation that FlashInfer computes as `ActivationSpec` defines them, and its names.
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "Swiglu",
     "gelu": "Geglu",
@@ -47,13 +47,13 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_no_mul": "Gelu",
 }
 
-# Activations that clamp with CUTLASS's minimum and maximum, which turn a NaN into the limit.
+# Activations that clamp with CUTLASS's minimum and maximum, which replace a NaN by the limit.
 NAN_CLAMPING_ACTIVATIONS = frozenset({"swiglu_oai", "swiglu_clamp_before", "swiglu_clamp_after"})
 
 
 @cache
 def load() -> Any:
-    """Import the functions and enums of FlashInfer that are used.
+    """Import FlashInfer; return a namespace of the functions and enums used in this module.
 
     Raise ConfigurationError if FlashInfer is missing or cannot be imported.
     """
@@ -66,21 +66,24 @@ def load() -> Any:
         )
 
 
-def is_blockwise(problem: Problem) -> bool:
-    """Return whether the scheme has one scale per block of weights."""
+def has_block_scales(problem: Problem) -> bool:
+    """Return whether each block of weights has a scale."""
     return problem.scheme.granularity == "block"
 
 
 def input_dtype(problem: Problem) -> torch.dtype:
-    """Return the dtype of x for the library, which quantizes x itself if there are block scales."""
-    is_per_tensor = problem.scheme.quantized and not is_blockwise(problem)
-    return STORAGE[problem.scheme.activation] if is_per_tensor else problem.dtype
+    """Return the dtype in which the library takes x.
+
+    The library quantizes x itself if weights have block scales.
+    """
+    has_tensor_scales = problem.scheme.quantized and not has_block_scales(problem)
+    return STORAGE[problem.scheme.activation] if has_tensor_scales else problem.dtype
 
 
-def workspace_bytes(library: Any, problem: Problem, tokens: int) -> int:
-    """Return the workspace size that the library requires for calls of at most `tokens` tokens."""
+def workspace_bytes(library: Any, problem: Problem, max_tokens: int) -> int:
+    """Return the size of the library's workspace for at most max_tokens tokens, in bytes."""
     nbytes: int = library.cutlass_fused_moe_workspace_size(
-        max(1, tokens),
+        max(1, max_tokens),
         problem.hidden,
         problem.intermediate,
         problem.e,
@@ -89,7 +92,7 @@ def workspace_bytes(library: Any, problem: Problem, tokens: int) -> int:
         weight_dtype=_weight_dtype(problem),
         output_dtype=problem.dtype,
         activation_type=activation_type(library, problem),
-        use_deepseek_fp8_block_scale=is_blockwise(problem),
+        use_deepseek_fp8_block_scale=has_block_scales(problem),
         use_fused_finalize=False,
     )
     return nbytes
@@ -97,18 +100,20 @@ def workspace_bytes(library: Any, problem: Problem, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class MoeArguments:
-    """The tensors of one call, all contiguous and on 16-byte addresses.
+    """The tensors of one call. All are contiguous and 16-byte aligned.
 
-    x_TH: dtype as in `input_dtype`.
-    ids_TK: int32 local ids, -1 for a skipped pair; no expert twice in a token.
-    weights_TK: float32.
-    w1: (e, N, H), up rows first.
+    x_TH: the tokens, in the dtype of `input_dtype`.
+    ids_TK: int32 local expert ids, -1 for a skipped pair. A token has no expert more than once.
+    weights_TK: float32 router weights.
+    w1: (e, N, H), with the up rows before the gate rows.
     w2: (e, H, I).
-    scales: in the library's order. None for 16 bits. Per tensor: w1's times a1's (e,), 1 / a2 (),
-        w2's times a2's (e,), a1 (). Per block: w1's and w2's.
-    act_3e: alpha, beta and limit of each expert, if the activation has any.
-    workspace: uint8, of `workspace_bytes`, on a 128-byte address.
-    output: (T, H).
+    scales: the scales in the library's order. 16-bit schemes: (). Per-tensor scales: w1_scale *
+        a1_scale (e,), 1 / a2_scale (), w2_scale * a2_scale (e,), a1_scale (). Block scales:
+        w1_scale, w2_scale.
+    act_3e: (3, e) float32, alpha, beta and limit of each expert; None if the activation has no
+        parameters.
+    workspace: uint8, `workspace_bytes` long and 128-byte aligned.
+    output: (T, H), in the dtype of the problem.
     """
 
     x_TH: torch.Tensor
@@ -123,7 +128,7 @@ class MoeArguments:
 
 
 def run(library: Any, problem: Problem, arguments: MoeArguments) -> None:
-    """Write the weighted sums of the layer, added in a fixed order, without atomics."""
+    """Run the layer, which writes arguments.output. Sums over top-k have a fixed order."""
     library.cutlass_fused_moe(
         arguments.x_TH,
         arguments.ids_TK,
@@ -133,11 +138,11 @@ def run(library: Any, problem: Problem, arguments: MoeArguments) -> None:
         problem.dtype,
         list(arguments.scales),
         output=arguments.output,
-        use_deepseek_fp8_block_scale=is_blockwise(problem),
+        use_deepseek_fp8_block_scale=has_block_scales(problem),
         activation_type=activation_type(library, problem),
         use_fused_finalize=False,
         workspace_buffer=arguments.workspace,
-        **_constants(problem, arguments.act_3e),
+        **_activation_arguments(problem, arguments.act_3e),
     )
 
 
@@ -153,7 +158,7 @@ def activation_parameters(problem: Problem) -> tuple[float, ...]:
     }.get(act.kind, ())
 
 
-def _constants(problem: Problem, act_3e: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def _activation_arguments(problem: Problem, act_3e: torch.Tensor | None) -> dict[str, torch.Tensor]:
     if act_3e is None:
         return {}
     if problem.act.kind == "situ":
@@ -170,13 +175,13 @@ def _weight_dtype(problem: Problem) -> torch.dtype:
 
 
 def activation_type(library: Any, problem: Problem) -> Any:
-    """Return the library's enum value of the activation.
+    """Return the activation as a member of the library's enum.
 
-    Raise UnsupportedError if the installed version has none.
+    Raise UnsupportedError if the installed version does not have this activation.
     """
     name = ACTIVATIONS[problem.act.kind]
     try:
         return library.ActivationType[name]
     except KeyError:
-        need = f"a FlashInfer that has {name} (0.7.2 does)"
+        need = f"a version of FlashInfer with ActivationType.{name}, such as 0.7.2"
         raise UnsupportedError("activation", got=problem.act.kind, need=need) from None

@@ -1,7 +1,7 @@
-"""merge_repeated_experts: merge pairs of a token with the same expert into one.
+"""merge_repeated_experts: merge the pairs of a token that have the same expert.
 
-For libraries that do not support repeated experts. Such pairs have the same output of the expert,
-so one pair with the sum of their router weights replaces them.
+This is for libraries that do not support repeated experts. The expert's output is the same for all
+of these pairs, so that one pair with the sum of their router weights can replace them.
 """
 
 import torch
@@ -11,7 +11,7 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.tensors import DispatchedRouting
 
-_PAIRS = 128  # pairs per program
+_PAIRS_PER_PROGRAM = 128
 
 
 def merge_repeated_experts(
@@ -22,11 +22,17 @@ def merge_repeated_experts(
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> None:
-    """Write int32 local ids, -1 for a skipped pair, and float32 router weights times `factor`.
+    """Write local expert ids and router weights in which no token has an expert twice.
 
-    Of the pairs of a token with the same expert, the first gets the sum of their weights and the
-    others are skipped. Weights are 1 if the routing has none. Ids outside [-1, num_experts) are
-    counted in `routing.invalid_ids`.
+    If several pairs of a token have the same expert, the first pair gets the sum of their router
+    weights, and the other pairs are skipped. Router weights are 1 if the routing has none. Ids
+    outside [-1, num_experts) are counted in `routing.invalid_ids`.
+
+    routing: the ids and router weights of the pairs.
+    num_local: number of local experts.
+    factor: multiplies the router weights.
+    ids_TK: output (T, K) int32, local ids, -1 for a skipped pair.
+    weights_TK: output (T, K) float32, router weights times `factor`.
     """
     if not use_triton(ids_TK):
         merge_repeated_experts_ref(
@@ -40,19 +46,19 @@ def merge_repeated_experts(
         routing.topk_weights_TK,
         routing.expert_map,
     )
-    tokens, top_k = topk_ids_TK.shape
+    num_tokens, top_k = topk_ids_TK.shape
     block_k = next_power_of_2(top_k)
-    block_t = max(1, _PAIRS // block_k)
+    block_t = max(1, _PAIRS_PER_PROGRAM // block_k)
     launch(
         merge_repeated_experts_kernel,
-        (-(-tokens // block_t),),
+        (-(-num_tokens // block_t),),
         ids_ptr=topk_ids_TK,
         weights_ptr=weights_TK if topk_weights_TK is None else topk_weights_TK,
         map_ptr=ids_TK if expert_map is None else expert_map,
         invalid_ptr=routing.invalid_ids,
         out_ids_ptr=ids_TK,
         out_weights_ptr=weights_TK,
-        num_tokens=tokens,
+        num_tokens=num_tokens,
         num_experts=routing.num_experts,
         num_local=num_local,
         stride_ids=topk_ids_TK.stride(0),
@@ -74,7 +80,7 @@ def merge_repeated_experts_ref(
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> None:
-    """Torch reference of `merge_repeated_experts`."""
+    """PyTorch reference for `merge_repeated_experts`."""
     topk_ids_TK, topk_weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
     valid = (topk_ids_TK >= 0) & (topk_ids_TK < routing.num_experts)
     routing.invalid_ids.add_(((topk_ids_TK != -1) & ~valid).sum())
@@ -84,7 +90,7 @@ def merge_repeated_experts_ref(
     local = torch.where(valid & (local >= 0) & (local < num_local), local, -1)
     is_local = local >= 0
     weights = torch.ones_like(weights_TK) if topk_weights_TK is None else topk_weights_TK
-    weights = weights.masked_fill(~is_local, 0)  # weights of skipped pairs may hold anything
+    weights = weights.masked_fill(~is_local, 0)  # weights of skipped pairs may have any value
     total, is_repeated = torch.zeros_like(weights_TK), torch.zeros_like(is_local)
     for j in range(topk_ids_TK.shape[1]):
         same_expert = is_local & (local == local[:, j : j + 1])

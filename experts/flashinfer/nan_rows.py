@@ -1,4 +1,4 @@
-"""mark_nan_rows: propagate NaN in x past an activation that clamps it to a number."""
+"""mark_nan_rows: let NaN in x reach the output although the activation clamps NaN to a number."""
 
 import torch
 
@@ -10,22 +10,22 @@ _MAX_BLOCK_H = 1024  # maximum columns per load
 
 
 def mark_nan_rows(x_TH: torch.Tensor, *, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
-    """Set a token's router weights to NaN if its row of x contains a NaN.
+    """Set the router weights of a token to NaN if its row of x contains a NaN.
 
-    x_TH: any strides.
-    ids_TK: int32, contiguous, -1 for a skipped pair, whose weight is not changed.
-    weights_TK: float32, contiguous, modified in place.
+    x_TH: (T, H), with any strides.
+    ids_TK: (T, K) int32, contiguous. -1 marks a skipped pair, whose weight is not changed.
+    weights_TK: (T, K) float32, contiguous. Modified in place.
     """
     if not use_triton(ids_TK):
         mark_nan_rows_ref(x_TH, ids_TK=ids_TK, weights_TK=weights_TK)
         return
     from experts.flashinfer.kernels.nan_rows import nan_rows_kernel
 
-    tokens, hidden = x_TH.shape
+    num_tokens, hidden = x_TH.shape
     top_k = ids_TK.shape[1]
     launch(
         nan_rows_kernel,
-        (tokens,),
+        (num_tokens,),
         x_ptr=x_TH,
         ids_ptr=ids_TK,
         weights_ptr=weights_TK,
@@ -41,6 +41,6 @@ def mark_nan_rows(x_TH: torch.Tensor, *, ids_TK: torch.Tensor, weights_TK: torch
 def mark_nan_rows_ref(
     x_TH: torch.Tensor, *, ids_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> None:
-    """Torch reference of `mark_nan_rows`."""
+    """PyTorch reference for `mark_nan_rows`."""
     mask = x_TH.isnan().any(1, keepdim=True) & (ids_TK >= 0)
     weights_TK.masked_fill_(mask, torch.nan)

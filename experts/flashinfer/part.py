@@ -5,18 +5,18 @@ from typing import Any
 
 import torch
 
-from experts.common.activation_rows import ROUNDINGS
+from experts.common.activation_rows import LIBRARY_ROUNDINGS
 from experts.common.row_major import is_row_major, to_row_major
 from experts.flashinfer.library import (
     ACTIVATIONS,
-    ALIGNMENT,
+    ALIGNMENT_BYTES,
     FLASHINFER,
     NAN_CLAMPING_ACTIVATIONS,
     MoeArguments,
     activation_parameters,
     activation_type,
+    has_block_scales,
     input_dtype,
-    is_blockwise,
     load,
     run,
     workspace_bytes,
@@ -47,18 +47,20 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp
 
-_ALIGNMENT = 128  # alignment of FlashInfer's workspace in bytes
-_BLOCK_ARCH, _BLOCK_CUDA = (9, 0), (12, 8)
+_WORKSPACE_ALIGNMENT_BYTES = 128  # alignment of FlashInfer's workspace in bytes
+_BLOCK_SCALE_ARCH, _BLOCK_SCALE_MIN_CUDA = (9, 0), (12, 8)
 _FUSED_STAGE = stages.fused(stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMUTE)
 
 
 class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
-    """Experts in 16 bits or fp8 over contiguous tokens; the library weights and sums over top-k.
+    """16-bit or fp8 experts over contiguous tokens, computed by FlashInfer's fused MoE layer.
 
-    fp8 has static per-tensor scales or block scales. The launches are: merge repeated experts of a
-    token; mark tokens with a NaN, if the activation clamps; quantize x, with per-tensor scales; the
-    kernels of FlashInfer, which allocates a few small tensors in every call. w1 has its up rows
-    first (`modular_kernel.quant.row_order`).
+    fp8 weights have static per-tensor scales or block scales. FlashInfer applies the router weights
+    and sums over top-k. w1 has the up rows before the gate rows (`modular_kernel.quant.row_order`).
+
+    A call launches kernels that (1) merge repeated experts of a token, (2) mark tokens with a NaN
+    if the activation clamps, (3) quantize x if scales are per-tensor, and (4) FlashInfer's own
+    kernels. FlashInfer also allocates a few small tensors in every call.
     """
 
     load_library = staticmethod(load)
@@ -107,23 +109,24 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the compile cases of the Triton kernels, which are not FlashInfer's."""
-        return {"joined pairs": _join_meta_tensors, "NaN rows": _mark_meta_tensors}
+        """Return calls on meta tensors that compile this part's own Triton kernels."""
+        return {"merged pairs": _merge_on_meta, "NaN rows": _mark_nan_rows_on_meta}
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
-        problem, pairs = self.problem, (shape.tokens, shape.top_k)
+        problem, pair_shape = self.problem, (shape.tokens, shape.top_k)
+        library_bytes = self._library_bytes(shape.tokens) + _WORKSPACE_ALIGNMENT_BYTES
         empty = BufferSpec((0,), problem.dtype)
         specs = {
-            "joined_ids": BufferSpec(pairs, torch.int32),
-            "joined_weights": BufferSpec(pairs, torch.float32),
-            "library": BufferSpec((self._library_bytes(shape.tokens) + _ALIGNMENT,), torch.uint8),
-            "act_numbers": BufferSpec(
+            "merged_ids": BufferSpec(pair_shape, torch.int32),
+            "merged_weights": BufferSpec(pair_shape, torch.float32),
+            "library": BufferSpec((library_bytes,), torch.uint8),
+            "activation_constants": BufferSpec(
                 (3 if activation_parameters(problem) else 0, problem.e), _FP32
             ),
         }
         if input_dtype(problem) is problem.dtype:
-            specs["x_by_rows"] = BufferSpec((shape.tokens, problem.hidden), problem.dtype)
+            specs["x_row_major"] = BufferSpec((shape.tokens, problem.hidden), problem.dtype)
         else:
             specs |= quantize_specs("x", problem.scheme, shape.tokens, problem.hidden)
             specs["static_scales"] = BufferSpec((2 * problem.e + 1,), _FP32)
@@ -135,7 +138,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
         # With block scales FlashInfer quantizes x and h itself, and may round values differently.
-        return None if is_blockwise(self.problem) else ROUNDINGS
+        return None if has_block_scales(self.problem) else LIBRARY_ROUNDINGS
 
     def apply(
         self,
@@ -147,8 +150,9 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
         problem, routing = self.problem, tokens.routing
-        pairs = tuple(routing.topk_ids_TK.shape)
-        ids_TK, weights_TK = (workspace.take(f"joined_{n}", pairs) for n in ("ids", "weights"))
+        pair_shape = tuple(routing.topk_ids_TK.shape)
+        ids_TK = workspace.take("merged_ids", pair_shape)
+        weights_TK = workspace.take("merged_weights", pair_shape)
         with stages.stage(stages.SORT):
             factor = problem.routed_scaling_factor
             out = {"ids_TK": ids_TK, "weights_TK": weights_TK}
@@ -157,7 +161,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
                 mark_nan_rows(tokens.x_TH, **out)
         x_TH, scales = self._input_and_scales(tokens.x_TH, weights, workspace)
         with stages.stage(_FUSED_STAGE):
-            layer = MoeArguments(
+            arguments = MoeArguments(
                 x_TH,
                 ids_TK,
                 weights_TK,
@@ -165,32 +169,33 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
                 to_row_major(weights.w2),
                 scales,
                 self._activation_constants(workspace),
-                self._library_workspace(pairs[0], workspace),
+                self._library_workspace(pair_shape[0], workspace),
                 output,
             )
-            run(self._library, problem, layer)
+            run(self._library, problem, arguments)
 
-    def _library_workspace(self, tokens: int, workspace: Workspace) -> torch.Tensor:
-        """Return FlashInfer's workspace, aligned to 128 bytes."""
-        nbytes = self._library_bytes(tokens)
-        buffer = workspace.take("library", (nbytes + _ALIGNMENT,))
-        start = -buffer.data_ptr() % _ALIGNMENT
+    def _library_workspace(self, num_tokens: int, workspace: Workspace) -> torch.Tensor:
+        """Return the workspace that FlashInfer uses, aligned to 128 bytes."""
+        nbytes = self._library_bytes(num_tokens)
+        buffer = workspace.take("library", (nbytes + _WORKSPACE_ALIGNMENT_BYTES,))
+        start = -buffer.data_ptr() % _WORKSPACE_ALIGNMENT_BYTES
         return buffer[start : start + nbytes]
 
-    def _library_bytes(self, tokens: int) -> int:
-        if tokens not in self._bytes_by_tokens:
-            self._bytes_by_tokens[tokens] = workspace_bytes(self._library, self.problem, tokens)
-        return self._bytes_by_tokens[tokens]
+    def _library_bytes(self, num_tokens: int) -> int:
+        if num_tokens not in self._bytes_by_tokens:
+            nbytes = workspace_bytes(self._library, self.problem, num_tokens)
+            self._bytes_by_tokens[num_tokens] = nbytes
+        return self._bytes_by_tokens[num_tokens]
 
     def _input_and_scales(
         self, x_TH: torch.Tensor, weights: ExpertWeights, workspace: Workspace
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Return x in the library's dtype and layout, and the scales of the call."""
+        """Return x in the dtype and layout that the library takes, and `MoeArguments.scales`."""
         problem, shape = self.problem, tuple(x_TH.shape)
         if input_dtype(problem) is not problem.dtype:
             return self._quantize(x_TH, weights, workspace)
         if not is_row_major(x_TH):  # FlashInfer ignores strides
-            x_TH = workspace.take("x_by_rows", shape).copy_(x_TH)
+            x_TH = workspace.take("x_row_major", shape).copy_(x_TH)
         if weights.w1_scale is None or weights.w2_scale is None:
             return x_TH, ()
         return x_TH, (weights.w1_scale, weights.w2_scale)
@@ -223,7 +228,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         constants = activation_parameters(self.problem)
         if not constants:
             return None
-        act_3e = workspace.take("act_numbers", (3, self.problem.e))
+        act_3e = workspace.take("activation_constants", (3, self.problem.e))
         for row, constant in zip(act_3e, constants, strict=True):
             row.fill_(constant)
         return act_3e
@@ -237,49 +242,50 @@ def _activation_rejections(name: str, problem: Problem) -> tuple[Rejection, ...]
     if act.kind in ("gelu", "gelu_tanh") and act.limit is not None:
         return (Rejection("activation", parties, str(act), "gelu without a limit"),)
     if act.kind == "situ" and act.limit is None:
-        return (Rejection("activation", parties, str(act), "a limit of the up values"),)
+        return (Rejection("activation", parties, str(act), "situ with a limit for up values"),)
     return ()
 
 
 def _scheme_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-    """Return the rejections for fp8 that `requires` cannot express."""
+    """Return the rejections of fp8 problems that `requires` cannot express."""
     scheme, parties = problem.scheme, (name, "problem")
     if scheme.name not in FlashInferExperts.requires.schemes or not scheme.quantized:
         return ()
     rejections = list[Rejection]()
-    if not is_blockwise(problem):
+    if not has_block_scales(problem):
         for field in ("hidden", "intermediate"):
-            if getattr(problem, field) % ALIGNMENT:
-                need = f"a multiple of {ALIGNMENT} for fp8"
+            if getattr(problem, field) % ALIGNMENT_BYTES:
+                need = f"a multiple of {ALIGNMENT_BYTES} for fp8"
                 rejections.append(Rejection(field, parties, str(getattr(problem, field)), need))
         if not scheme.static:
-            need = "static=true: the library computes no scale of activations"
+            need = "static=true, because FlashInfer does not compute per-tensor activation scales"
             rejections.append(Rejection("quant", parties, problem.quant, need))
         return tuple(rejections)
     if problem.dtype is not torch.bfloat16:
         rejections.append(
             Rejection("dtype", parties, "float16", "bfloat16 for fp8 with block scales")
         )
-    machines = (name, "machine")
-    if machine.arch is not None and machine.arch != _BLOCK_ARCH:
+    machine_parties = (name, "machine")
+    if machine.arch is not None and machine.arch != _BLOCK_SCALE_ARCH:
         got = f"{machine.arch[0]}.{machine.arch[1]}"
-        rejections.append(Rejection("archs", machines, got, "9.0 for fp8 with block scales"))
-    if machine.cuda is not None and machine.cuda < _BLOCK_CUDA:
+        need = "9.0 for fp8 with block scales"
+        rejections.append(Rejection("archs", machine_parties, got, need))
+    if machine.cuda is not None and machine.cuda < _BLOCK_SCALE_MIN_CUDA:
         got = f"CUDA {machine.cuda[0]}.{machine.cuda[1]}"
         rejections.append(
-            Rejection("cuda", machines, got, "CUDA >= 12.8 for fp8 with block scales")
+            Rejection("cuda", machine_parties, got, "CUDA >= 12.8 for fp8 with block scales")
         )
     return tuple(rejections)
 
 
-def _join_meta_tensors() -> None:
+def _merge_on_meta() -> None:
     ids_TK, weights_TK = _empty_meta(64, 8), _empty_meta(64, 8, dtype=_FP32)
-    router = _empty_meta(64, 8, dtype=_FP32), _empty_meta(64, 8)
-    routing = DispatchedRouting(*router, IdSpace.GLOBAL, 32, _empty_meta(32), _empty_meta(1))
+    topk = _empty_meta(64, 8, dtype=_FP32), _empty_meta(64, 8)
+    routing = DispatchedRouting(*topk, IdSpace.GLOBAL, 32, _empty_meta(32), _empty_meta(1))
     merge_repeated_experts(routing, 32, factor=1.0, ids_TK=ids_TK, weights_TK=weights_TK)
 
 
-def _mark_meta_tensors() -> None:
+def _mark_nan_rows_on_meta() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         x_TH, weights_TK = (
             _empty_meta(64, 2880, dtype=dtype),

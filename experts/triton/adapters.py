@@ -1,12 +1,12 @@
-"""LoRA adapters for the Triton GEMMs: the shrink u = A x and the operands of the expand B u.
+"""LoRA adapters for the Triton GEMMs: launch the shrink u = A x, and pass B to the GEMM.
 
-A of an adapter is (R, K) and B is (N, R), where R is the rank of the adapters, and K and N are the
-depth and the weight rows of the GEMM.
+An adapter has a matrix A (R, K) and a matrix B (N, R) for each GEMM and expert. R is the rank of
+the adapters. The weights of the GEMM are (N, K).
 
 The shrink is a separate launch before each GEMM. It writes u in the problem's dtype, with one row
-for each row of the GEMM and R columns, or 2R if gate and up have separate A. The expand is fused
-into the GEMM: `expand_adapters` adds B u to each float32 accumulator tile, before router weight,
-bias and activation. Therefore B u is never stored.
+for each row of the GEMM. u has R columns, or 2R if gate and up have separate matrices A. The expand
+is fused into the GEMM: `expand_adapters` adds B u to each float32 accumulator tile before the
+router weight, the bias and the activation. B u is therefore never stored.
 """
 
 from dataclasses import dataclass
@@ -25,18 +25,19 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_MIN_BLOCK, _MAX_BLOCK = 16, 64  # columns of u per program, and K step of the product B u
-_MAX_PARTS = 8  # programs among which the adapter slots of one tile are divided
+_MIN_BLOCK_R, _MAX_BLOCK_R = 16, 64  # columns of u per program, and per step of the expand B u
+_MAX_SLOT_PARTS = 8  # programs among which the adapter slots of one tile are divided
 # On a CPU, programs run sequentially and each has a fixed cost, so fewer programs are launched.
-_MAX_PARTS_ON_CPU, _ROWS_ON_CPU = 2, 16
+_MAX_SLOT_PARTS_ON_CPU, _A_ROWS_ON_CPU = 2, 16
 _STAGES = 4
-_STEP_BYTES = 24 << 10  # bytes of x and A per pipeline stage; four stages fit on any GPU
-_MIN_K, _MAX_K = 32, 512  # K per pipeline step
-_FEW_ROWS = 8192  # elements of u up to which each routed pair gets its own program
-_DEEP = 4096  # K above which a program computes fewer rows of A
-_FEW_PAIRS = 16  # pairs up to which SMs stay idle, so a program loads more of K at once
+_STAGE_BYTES = 24 << 10  # bytes of x and A per pipeline stage; four stages fit on any GPU
+_MIN_BLOCK_K, _MAX_BLOCK_K = 32, 512
+_MAX_SMALL_U = 8192  # maximum number of elements of u for which each pair gets its own program
+_MAX_SMALL_K = 4096  # with a larger K, a program computes fewer rows of A
+# With so few pairs, some SMs stay idle, so a program loads more of K at once.
+_MAX_UNDERFILLED_PAIRS = 16
 
-Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B, both stacked over slots
+Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # (A, B), stacked over adapter slots
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,15 @@ class ShrinkOutput:
 
     u: (rows, R or 2R).
     slots: int32, the adapter slot of each token, or of each row in the batched format.
-    b: (adapter slots, experts or 1, N, R), B of all slots.
-    up: offset from the columns of u for gate to those for up; 0 if both use the same u.
+    b: (adapter slots, experts or 1, N, R), the matrices B of all slots.
+    up_offset: number of columns of u from those for gate to those for up; 0 if gate and up use the
+        same columns.
     """
 
     u: torch.Tensor
     slots: torch.Tensor
     b: torch.Tensor
-    up: int
+    up_offset: int
 
     def arguments(self) -> dict[str, object]:
         """Return the LoRA arguments of a GEMM kernel by name."""
@@ -68,46 +70,47 @@ class ShrinkOutput:
             "stride_lbl": stride_l,
             "stride_lbe": stride_e if experts > 1 else 0,
             "stride_lbn": stride_n,
-            "U_UP": self.up,
+            "U_UP": self.up_offset,
             "LORA": True,
-            "BLOCK_R": block_r(rank),
+            "BLOCK_R": choose_block_r(rank),
         }
 
 
 @dataclass(frozen=True)
 class TileShrinkOutput:
-    """The shrink output in the layout of the TMA GEMM: the slots of a tile side by side.
+    """The shrink output in the layout of the TMA GEMM, with columns for every slot of a tile.
 
     See `grouped_tma.adapters`.
 
     u: (rows, slots * width), where width is the number of columns of one slot.
     tile_slots: (tiles, slots + 1) int32, for each tile the number of its slots, then the slots.
-    b, up: as in `ShrinkOutput`.
+    b: as in `ShrinkOutput`.
+    up_offset: as in `ShrinkOutput`.
     """
 
     u: torch.Tensor
     tile_slots: torch.Tensor
     b: torch.Tensor
-    up: int
+    up_offset: int
 
 
-def adapter_specs(problem: Problem, rows: int) -> dict[str, BufferSpec]:
-    """Return the buffers of u for `rows` rows of each GEMM; none for a problem without adapters."""
+def adapter_specs(problem: Problem, num_rows: int) -> dict[str, BufferSpec]:
+    """Return the buffers of u for GEMMs with num_rows rows; {} for a problem without adapters."""
     spec = problem.adapters
     if spec is None:
         return {}
     return {
-        "lora_u13": BufferSpec((rows, u13_columns(problem)), problem.dtype),
-        "lora_u2": BufferSpec((rows, spec.rank), problem.dtype),
+        "lora_u13": BufferSpec((num_rows, u13_columns(problem)), problem.dtype),
+        "lora_u2": BufferSpec((num_rows, spec.rank), problem.dtype),
     }
 
 
 class PairShrink:
     """The shrink launches of one call over aligned pairs (`ops.align`), in blocks of block_m pairs.
 
-    If u is small, each pair gets its own program, so that more SMs have work. A batch-invariant
-    problem always uses blocks, because the choice depends on the batch size and changes the order
-    of additions.
+    If u is small, each pair gets its own program instead, so that more SMs have work. A
+    batch-invariant problem always uses blocks, because the number of tokens would otherwise change
+    the order of additions.
     """
 
     def __init__(
@@ -115,15 +118,15 @@ class PairShrink:
     ) -> None:
         self._call, self._problem, self._slots_T = call, problem, slots_T
         self._aligned, self._block_m = aligned, call.config.gemm1.block_m
-        self._pairs = len(slots_T) * problem.top_k
+        self._num_pairs = len(slots_T) * problem.top_k
 
-    def of_w1(self, x_TH: torch.Tensor) -> ShrinkOutput:
+    def shrink_x(self, x_TH: torch.Tensor) -> ShrinkOutput:
         """Launch u = A x over the tokens (T, H), for GEMM 1."""
         weights = self._call.weights
         with stages.stage(stages.SHRINK):
             return self._shrink("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13))
 
-    def of_w2(self, h_PI: torch.Tensor) -> ShrinkOutput:
+    def shrink_h(self, h_PI: torch.Tensor) -> ShrinkOutput:
         """Launch u = A h over the pairs (P, I), for GEMM 2."""
         weights = self._call.weights
         with stages.stage(stages.SHRINK):
@@ -135,10 +138,10 @@ class PairShrink:
         a, b = matrices
         assert a is not None
         assert b is not None  # validated with the weights
-        problem, aligned, pairs = self._problem, self._aligned, self._pairs
-        if pairs * a.shape[2] <= _FEW_ROWS and not problem.batch_invariant:
+        problem, aligned, num_pairs = self._problem, self._aligned, self._num_pairs
+        if num_pairs * a.shape[2] <= _MAX_SMALL_U and not problem.batch_invariant:
             return shrink_few(self._call, name, x, matrices, problem)
-        u = self._call.workspace.take(name, (pairs, a.shape[2]))
+        u = self._call.workspace.take(name, (num_pairs, a.shape[2]))
         launch_args = shrink_arguments(a, x.shape[1], problem, self._block_m)
         launch(
             shrink_pairs_kernel,
@@ -153,11 +156,11 @@ class PairShrink:
             sorted_ptr=aligned.sorted_token_ids,
             expert_ids_ptr=aligned.expert_ids,
             num_post_ptr=aligned.num_tokens_post_padded,
-            num_pairs=pairs,
+            num_pairs=num_pairs,
             stride_xm=x.stride(0),
             stride_xk=x.stride(1),
             TOP_K=problem.top_k,
-            X_TOP_K=pairs // len(x),
+            X_TOP_K=num_pairs // len(x),
             **launch_args,
         )
         return ShrinkOutput(u, self._slots_T, b, a.shape[2] - b.shape[3])
@@ -177,12 +180,12 @@ class SegmentShrink:
         self._slots_T, self._problem = slots_T, problem
         self._workspace, self._order, self._block_m = workspace, order, block_m
 
-    def of_w1(self, x_TH: torch.Tensor, weights: ExpertWeights) -> ShrinkOutput:
-        """Launch u = A x for GEMM 1; the kernel gathers the tokens x (T, H) of the rows."""
+    def shrink_x(self, x_TH: torch.Tensor, weights: ExpertWeights) -> ShrinkOutput:
+        """Launch u = A x for GEMM 1. The kernel gathers the token of each row from x (T, H)."""
         with stages.stage(stages.SHRINK):
             return self._shrink("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13), gather=True)
 
-    def of_w2(self, h_RI: torch.Tensor, weights: ExpertWeights) -> ShrinkOutput:
+    def shrink_h(self, h_RI: torch.Tensor, weights: ExpertWeights) -> ShrinkOutput:
         """Launch u = A h over the sorted rows (P, I), for GEMM 2."""
         with stages.stage(stages.SHRINK):
             return self._shrink("lora_u2", h_RI, (weights.lora_a2, weights.lora_b2), gather=False)
@@ -224,16 +227,25 @@ def shrink_batched(
     problem: Problem,
     block_m: int,
 ) -> ShrinkOutput:
-    """Launch u = A x over batched rows (e, C, K), where matrices = (A, B), stacked over slots."""
+    """Launch u = A x over batched rows.
+
+    u_eCR: the output u, (e, C, R or 2R).
+    x_eCK: the rows.
+    slots_eC: int32, the adapter slot of each row.
+    counts_e: int32, the number of valid rows of each expert.
+    matrices: (A, B), stacked over slots.
+    problem: the problem of the layer.
+    block_m: rows per program.
+    """
     from experts.triton.kernels.shrink import shrink_batched_kernel
 
     a, b = matrices
-    experts, capacity, depth = x_eCK.shape
-    launch_args = shrink_arguments(a, depth, problem, block_m)
-    blocks, parts = -(-capacity // block_m), -(-a.shape[2] // launch_args["BLOCK_R"])
+    experts, capacity, k = x_eCK.shape
+    launch_args = shrink_arguments(a, k, problem, block_m)
+    row_blocks, column_blocks = -(-capacity // block_m), -(-a.shape[2] // launch_args["BLOCK_R"])
     launch(
         shrink_batched_kernel,
-        (blocks * launch_args["PARTS"], parts, experts),
+        (row_blocks * launch_args["PARTS"], column_blocks, experts),
         x_ptr=x_eCK,
         u_ptr=u_eCR,
         slots_ptr=slots_eC,
@@ -247,7 +259,14 @@ def shrink_batched(
 def shrink_few(
     call: PathCall, name: str, x: torch.Tensor, matrices: Matrices, problem: Problem
 ) -> ShrinkOutput:
-    """Launch u = A x with one program per routed pair; x has one row per token or per pair."""
+    """Launch u = A x with a separate program for each routed pair.
+
+    call: the call of the layer.
+    name: the workspace buffer of u.
+    x: one row per token, or one row per pair.
+    matrices: (A, B), stacked over slots.
+    problem: the problem of the layer.
+    """
     from experts.triton.kernels.shrink import shrink_few_kernel
 
     routing, (a, b) = call.tokens.routing, matrices
@@ -255,77 +274,84 @@ def shrink_few(
     assert slots_T is not None
     assert a is not None
     assert b is not None  # validated with the weights
-    pairs, depth = routing.topk_ids_TK.numel(), x.shape[1]
-    u = call.workspace.take(name, (pairs, a.shape[2]))
-    rows, block_k, warps = shrink_few_blocks(depth, pairs, x.device)
+    num_pairs, k = routing.topk_ids_TK.numel(), x.shape[1]
+    u = call.workspace.take(name, (num_pairs, a.shape[2]))
+    block_r, block_k, num_warps = shrink_few_blocks(k, num_pairs, x.device)
     launch(
         shrink_few_kernel,
-        (pairs, -(-a.shape[2] // rows)),
+        (num_pairs, -(-a.shape[2] // block_r)),
         x_ptr=x,
         u_ptr=u,
         slots_ptr=slots_T,
-        num_pairs=pairs,
+        num_pairs=num_pairs,
         stride_xm=x.stride(0),
         stride_xk=x.stride(1),
         TOP_K=problem.top_k,
-        X_TOP_K=pairs // len(x),
-        BLOCK_R=rows,
+        X_TOP_K=num_pairs // len(x),
+        BLOCK_R=block_r,
         BLOCK_K=block_k,
-        num_warps=warps,
-        **_matrix_arguments(a, depth),
+        num_warps=num_warps,
+        **_matrix_arguments(a, k),
         **id_arguments(routing, problem.e),
         **pdl_arguments(),
     )
     return ShrinkOutput(u, slots_T, b, a.shape[2] - b.shape[3])
 
 
-def shrink_few_blocks(depth: int, pairs: int, device: torch.device) -> tuple[int, int, int]:
-    """Return (rows of A, K per step, warps) of a program of `shrink_few_kernel`."""
-    full_depth, is_underfilled = next_power_of_2(depth), pairs <= _FEW_PAIRS
+def shrink_few_blocks(k: int, num_pairs: int, device: torch.device) -> tuple[int, int, int]:
+    """Return (rows of A, K elements per step, warps) for a program of `shrink_few_kernel`."""
+    padded_k, is_underfilled = next_power_of_2(k), num_pairs <= _MAX_UNDERFILLED_PAIRS
     if device.type == "cpu":
-        return _ROWS_ON_CPU, min(full_depth, 2048), 8
-    if depth <= _DEEP:
-        return 4, min(full_depth, 4096 if is_underfilled else 2048), 8
-    return (2, min(full_depth, 16384), 16) if is_underfilled else (1, 4096, 8)
+        return _A_ROWS_ON_CPU, min(padded_k, 2048), 8
+    if k <= _MAX_SMALL_K:
+        return 4, min(padded_k, 4096 if is_underfilled else 2048), 8
+    return (2, min(padded_k, 16384), 16) if is_underfilled else (1, 4096, 8)
 
 
-def _matrix_arguments(a: torch.Tensor, depth: int) -> dict[str, Any]:
+def _matrix_arguments(a: torch.Tensor, k: int) -> dict[str, Any]:
     slots, experts, rank_rows, _ = a.shape
     stride_l, stride_e, stride_r, _ = a.stride()
     return {
         "a_ptr": a,
         "num_slots": slots,
         "rank_rows": rank_rows,
-        "depth": depth,
+        "depth": k,
         "stride_al": stride_l,
         "stride_ae": stride_e if experts > 1 else 0,
         "stride_ar": stride_r,
     }
 
 
-def shrink_arguments(a: torch.Tensor, depth: int, problem: Problem, block_m: int) -> dict[str, Any]:
+def shrink_arguments(a: torch.Tensor, k: int, problem: Problem, block_m: int) -> dict[str, Any]:
     """Return the arguments shared by the tiled shrink kernels.
 
-    block_k is as large as _STEP_BYTES allows for a tile of block_m rows of x and a block of rows of
-    A.
+    A step loads a tile of block_m rows of x and a block of rows of A. Its block_k is as large as
+    _STAGE_BYTES allows.
+
+    a: (adapter slots, experts or 1, R or 2R, K), the matrices A.
+    k: K.
+    problem: the problem of the layer.
+    block_m: rows of x per program.
     """
-    columns = _MIN_BLOCK if block_m <= _MIN_BLOCK else block_r(a.shape[2])
-    max_block_k = _STEP_BYTES // ((block_m + columns) * problem.dtype.itemsize)
-    block_k = min(max(1 << max_block_k.bit_length() - 1, _MIN_K), _MAX_K, next_power_of_2(depth))
+    block_r = _MIN_BLOCK_R if block_m <= _MIN_BLOCK_R else choose_block_r(a.shape[2])
+    max_block_k = _STAGE_BYTES // ((block_m + block_r) * problem.dtype.itemsize)
+    largest_power = max(1 << max_block_k.bit_length() - 1, _MIN_BLOCK_K)
+    block_k = min(largest_power, _MAX_BLOCK_K, next_power_of_2(k))
+    max_parts = _MAX_SLOT_PARTS_ON_CPU if a.device.type == "cpu" else _MAX_SLOT_PARTS
     return {
-        **_matrix_arguments(a, depth),
+        **_matrix_arguments(a, k),
         "PRECISION": problem.fp32_precision,
-        "PARTS": min(len(a), _MAX_PARTS_ON_CPU if a.device.type == "cpu" else _MAX_PARTS),
+        "PARTS": min(len(a), max_parts),
         "BLOCK_M": block_m,
-        "BLOCK_R": columns,
-        "BLOCK_K": max(block_k, _MIN_K),
+        "BLOCK_R": block_r,
+        "BLOCK_K": max(block_k, _MIN_BLOCK_K),
         "num_warps": 4,
         "num_stages": _STAGES,
     }
 
 
 def u13_columns(problem: Problem) -> int:
-    """Return the columns of u for GEMM 1: R, or 2R if gate and up have separate A."""
+    """Return the columns of u for GEMM 1: R, or 2R if gate and up have separate matrices A."""
     spec = problem.adapters
     assert spec is not None
     return spec.shapes(problem.e, problem.w1_rows, problem.hidden, problem.intermediate)[
@@ -333,6 +359,6 @@ def u13_columns(problem: Problem) -> int:
     ][2]
 
 
-def block_r(rank: int) -> int:
-    """Return the columns of u that one program computes, a power of two."""
-    return min(max(next_power_of_2(rank), _MIN_BLOCK), _MAX_BLOCK)
+def choose_block_r(rank: int) -> int:
+    """Return the number of columns of u that one program computes, a power of two."""
+    return min(max(next_power_of_2(rank), _MIN_BLOCK_R), _MAX_BLOCK_R)

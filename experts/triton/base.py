@@ -1,4 +1,4 @@
-"""Base class of the experts parts that use the Triton GEMM kernels of this package."""
+"""TritonExpertsBase: the base class for experts parts that use the Triton GEMMs of this package."""
 
 from experts.triton.configs import select
 from experts.triton.operands import SCHEMES, weight_rejections
@@ -9,9 +9,9 @@ from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Redu
 
 
 class TritonExpertsBase(PickledByProblem, PermuteExpertsUnpermute):
-    """Base class of the experts parts that run the Triton GEMMs, with every quantization scheme.
+    """Base class for the experts parts that run the Triton GEMMs. All quantization schemes work.
 
-    `requires` describes a part over contiguous tokens; a subclass for the batched format overrides
+    `requires` describes a part for contiguous tokens. A subclass for the batched format overrides
     it.
     """
 

@@ -1,10 +1,10 @@
-"""BatchedTritonExperts: the two GEMMs over the batched format (e, C, H)."""
+"""BatchedTritonExperts: an experts part for the batched format (e, C, H), in Triton."""
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from experts.derived_requirements import batched_requirements
+from experts.derived_requirements import to_batched_requirements
 from experts.triton.adapters import ShrinkOutput, adapter_specs, shrink_batched
 from experts.triton.base import TritonExpertsBase
 from experts.triton.configs.select import choose_config
@@ -29,13 +29,14 @@ from topk_reduce import TopKWeightAndReduceDelegate, reducer_for
 
 
 class BatchedTritonExperts(TritonExpertsBase):
-    """Experts in two batched GEMM launches, without router weights and without the sum over top-k.
+    """Experts for batched rows. Router weights and the sum over top-k are left to finalize.
 
-    Only the first counts_e[i] rows of expert i are read or written.
+    Each of the two GEMMs is one launch. Only the first counts_e[i] rows of expert i are read or
+    written.
     """
 
     replayable = True
-    requires = replace(batched_requirements(TritonExpertsBase.requires), weight_on_input=False)
+    requires = replace(to_batched_requirements(TritonExpertsBase.requires), weight_on_input=False)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -46,16 +47,17 @@ class BatchedTritonExperts(TritonExpertsBase):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
         problem = self.problem
-        rows, extra = (shape.experts, shape.capacity), dict[str, BufferSpec]()
+        row_shape, extra = (shape.experts, shape.capacity), dict[str, BufferSpec]()
+        num_rows = shape.experts * shape.capacity
         if problem.scheme.quantizes_activations:  # buffers of the quantized input of GEMM 2
-            count, columns = rows[0] * rows[1], problem.intermediate
-            extra |= quantize_specs("h", problem.scheme, count, columns, segments=rows[0])
+            columns, segments = problem.intermediate, shape.experts
+            extra |= quantize_specs("h", problem.scheme, num_rows, columns, segments=segments)
         if problem.adapters is not None:
-            extra |= adapter_specs(problem, rows[0] * rows[1])
+            extra |= adapter_specs(problem, num_rows)
         return WorkspaceShapes(
-            workspace13=BufferSpec((*rows, problem.intermediate), problem.dtype),
+            workspace13=BufferSpec((*row_shape, problem.intermediate), problem.dtype),
             workspace2=BufferSpec((0,), problem.dtype),
-            output=BufferSpec((*rows, problem.hidden), problem.dtype),
+            output=BufferSpec((*row_shape, problem.hidden), problem.dtype),
             extra=extra,
         )
 
@@ -84,17 +86,17 @@ class BatchedTritonExperts(TritonExpertsBase):
         with stages.stage(stages.GEMM1):
             if adapters is not None:
                 shrink_output = adapters.shrink_x()
-            product = gemm1_operands(weights, problem)
+            operands = gemm1_operands(weights, problem)
             rows = (tokens.x_eCH, tokens.scale)
-            self._multiply(rows, product, launch1, tokens.counts_e, h_eCI, shrink_output)
+            self._multiply(rows, operands, launch1, tokens.counts_e, h_eCI, shrink_output)
         h_rows: tuple[torch.Tensor, torch.Tensor | None] = h_eCI, None
         if problem.scheme.quantizes_activations:
             h_rows = self._quantize(h_eCI, tokens, weights, workspace)
         with stages.stage(stages.GEMM2):
             if adapters is not None:
                 shrink_output = adapters.shrink_h(h_eCI)
-            product = gemm2_operands(weights, problem)
-            self._multiply(h_rows, product, launch2, tokens.counts_e, output, shrink_output)
+            operands = gemm2_operands(weights, problem)
+            self._multiply(h_rows, operands, launch2, tokens.counts_e, output, shrink_output)
 
     def _quantize(
         self,
@@ -103,7 +105,7 @@ class BatchedTritonExperts(TritonExpertsBase):
         weights: ExpertWeights,
         workspace: Workspace,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize h, the input of GEMM 2; return the 8-bit rows (e, C, I) and their scales."""
+        """Quantize h, the input of GEMM 2; return the 8-bit values (e, C, I) and their scales."""
         scheme, (experts, capacity, columns) = self.problem.scheme, h_eCI.shape
         with stages.stage(stages.QUANTIZE):
             out = take_quantized(
@@ -121,16 +123,17 @@ class BatchedTritonExperts(TritonExpertsBase):
     def _multiply(
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         counts_e: torch.Tensor,
         out: torch.Tensor,
         shrink_output: ShrinkOutput | None,
     ) -> None:
+        """Launch one GEMM on `rows`, which are values (e, C, K) and their scales or None."""
         a_eCK, a_scale = rows
         experts, capacity, _ = a_eCK.shape
         num_m = -(-capacity // tile.block_m)
-        num_n = -(-product.columns // tile.block_n)
+        num_n = -(-operands.columns // tile.block_n)
         launch(
             self._kernel,
             (num_m * num_n, experts),
@@ -141,13 +144,13 @@ class BatchedTritonExperts(TritonExpertsBase):
             num_m=num_m,
             stride_ase=0 if a_scale is None else _expert_stride(a_scale, capacity),
             **({} if shrink_output is None else shrink_output.arguments()),
-            **product.arguments(tile, self.problem.fp32_precision, a_scale),
+            **operands.arguments(tile, self.problem.fp32_precision, a_scale),
         )
 
 
 @dataclass(frozen=True)
 class _Adapters:
-    """The shrink launches of one call in which some rows have adapters."""
+    """The LoRA shrink launches of one call in which some rows have adapters."""
 
     tokens: BatchedTokens
     weights: ExpertWeights
@@ -176,7 +179,7 @@ class _Adapters:
 
 
 def _expert_stride(a_scale: torch.Tensor, capacity: int) -> int:
-    """Return the stride between experts of a_scale, which is (1,), (e * C, G) or (e, C, G)."""
+    """Return the stride of a_scale between experts. Its shape is (1,), (e * C, G) or (e, C, G)."""
     if a_scale.dim() == 1:
         return 0
     return a_scale.stride(0) * (capacity if a_scale.dim() == 2 else 1)

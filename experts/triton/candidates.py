@@ -1,8 +1,9 @@
-"""Tuning candidates: the paths' tables of launches to time, and their conversion to launches.
+"""Types of the tables of tuning candidates, and their conversion to launch configurations.
 
-An entry of a table is (columns, block_k, warps, stages[, group_m]). `columns` counts rows of the
-weights: in a gated GEMM 1, half of them are gate and half are up rows. `tuning.space` drops
-candidates that the problem or the device cannot launch.
+Each path has tables of the launches that tuning times. An entry of a table is (columns, block_k,
+warps, stages[, group_m]). `columns` is a number of weight rows: in a gated GEMM 1, half of them are
+gate rows and half are up rows. `tuning.space` drops candidates that cannot be launched for the
+problem on the device.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,41 +11,51 @@ from collections.abc import Iterable, Mapping, Sequence
 from experts.triton.launch_config import Gemm, Launch, LaunchConfig, gemms
 from modular_kernel.spec.problem import Problem
 
-Entry = tuple[int, ...]
-ByBlock = Mapping[int, Sequence[Entry]]  # by block_m
-RowRange = Mapping[int, tuple[float, float]]  # block_m -> (min, max) mean rows per expert
-# block_m, which both GEMMs share -> launches of GEMM 1 and of GEMM 2.
-Groups = Mapping[int, tuple[Sequence[Launch], Sequence[Launch]]]
+Entry = tuple[int, ...]  # (columns, block_k, warps, stages[, group_m])
+EntryTable = Mapping[int, Sequence[Entry]]  # block_m -> entries
+RowRanges = Mapping[int, tuple[float, float]]  # block_m -> (min, max) mean rows per expert
+# block_m, which both GEMMs share -> (launches of GEMM 1, launches of GEMM 2).
+CandidateGroups = Mapping[int, tuple[Sequence[Launch], Sequence[Launch]]]
 
 SMALL_M_MARGIN = 2  # paths for few tokens are timed up to this multiple of their default limit
-_GROUP_M = 16  # default group_m of entries with block_m above _SHORT
-_SHORT = 32  # block_m up to which sharing weight tiles in L2 (group_m > 1) does not pay
+_LARGE_GROUP_M = 16  # group_m of entries without one, if block_m is above _MAX_UNGROUPED_BLOCK_M
+_MAX_UNGROUPED_BLOCK_M = 32  # up to this block_m, sharing weight tiles in L2 is not faster
 
 
-def blocks_worth_timing(rows: RowRange, problem: Problem, tokens: int) -> list[int]:
-    """Return the values of block_m whose range in `rows` has the mean rows per expert of a call."""
-    mean = tokens * problem.top_k / problem.experts
+def select_blocks(row_ranges: RowRanges, problem: Problem, num_tokens: int) -> list[int]:
+    """Return the values of block_m to time for a call of num_tokens tokens.
+
+    These are the values whose range in row_ranges contains the mean rows per expert of the call.
+    """
+    mean_rows = num_tokens * problem.top_k / problem.experts
     return [
-        block_m for block_m, (min_rows, max_rows) in rows.items() if min_rows <= mean <= max_rows
+        block_m
+        for block_m, (min_rows, max_rows) in row_ranges.items()
+        if min_rows <= mean_rows <= max_rows
     ]
 
 
-def launches_by_block(
-    blocks: Iterable[int], entries: tuple[ByBlock, ByBlock], problem: Problem
-) -> Groups:
-    """Return the launches of both GEMMs for each block_m; `entries` has the table of each GEMM."""
-    result = {}
+def build_candidate_groups(
+    blocks: Iterable[int], tables: tuple[EntryTable, EntryTable], problem: Problem
+) -> CandidateGroups:
+    """Return the launches of both GEMMs for each block_m in `blocks`.
+
+    tables: the entries of GEMM 1 and of GEMM 2.
+    """
+    groups = {}
     for block_m in blocks:
-        launch1, launch2 = (
+        launches1, launches2 = (
             [launch_from_entry(entry, block_m, gemm) for entry in table.get(block_m, ())]
-            for table, gemm in zip(entries, gemms(problem), strict=True)
+            for table, gemm in zip(tables, gemms(problem), strict=True)
         )
-        result[block_m] = (launch1, launch2)
-    return result
+        groups[block_m] = (launches1, launches2)
+    return groups
 
 
 def launch_from_entry(entry: Entry, block_m: int, gemm: Gemm) -> LaunchConfig:
-    """Convert a table entry to the launch of one GEMM; group_m defaults by block_m."""
-    columns, block_k, warps, num_stages, *group = entry
-    group_m = group[0] if group else 1 if block_m <= _SHORT else _GROUP_M
-    return LaunchConfig(block_m, columns // gemm.sides, block_k, group_m, warps, num_stages)
+    """Convert a table entry to a launch of one GEMM. The default of group_m depends on block_m."""
+    columns, block_k, num_warps, num_stages, *given_group_m = entry
+    default_group_m = 1 if block_m <= _MAX_UNGROUPED_BLOCK_M else _LARGE_GROUP_M
+    group_m = given_group_m[0] if given_group_m else default_group_m
+    block_n = columns // gemm.num_matrices
+    return LaunchConfig(block_m, block_n, block_k, group_m, num_warps, num_stages)

@@ -75,7 +75,7 @@ class TritonExperts(TritonExpertsBase):
 
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
-        return on_device(Device.of(machine))
+        return on_device(Device.from_machine(machine))
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
         """Return whether every possible path of a call of at most `shape` quantizes x itself.
@@ -101,7 +101,9 @@ class TritonExperts(TritonExpertsBase):
         """
         assert isinstance(shape, ContiguousShape)
         kinds = self._call_groups(shape.tokens)
-        return self._workspace_cache.of(self.problem, shape, kinds, lambda kind: kind.specs())
+        return self._workspace_cache.get_or_merge(
+            self.problem, shape, kinds, lambda kind: kind.specs()
+        )
 
     def _call_groups(self, tokens: int) -> tuple["_CallGroup", ...]:
         calls = (
@@ -168,7 +170,7 @@ class TritonExperts(TritonExpertsBase):
 
     @cached_property
     def _tuned_prepared(self) -> bool:
-        return current_lookup().source(self.problem, prepared=True).prepared
+        return current_lookup().find_source(self.problem, prepared=True).prepared
 
     def _reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
         """Return whether a call uses the prepared weights.

@@ -1,10 +1,12 @@
-"""Loading and validation of paths of TritonExperts that other packages provide.
+"""Load and validate the paths of TritonExperts that other packages provide.
 
-A package offers a tuple of `Path` subclasses in the entry-point group modular_kernel.triton_paths:
+A package registers a tuple of `Path` subclasses in the entry-point group
+modular_kernel.triton_paths:
 
     entry_points={"modular_kernel.triton_paths": ["mine = my_package:PATHS"]}
 
-An entry point or class that fails is recorded and logged once; the others are used.
+If an entry point or a class fails, the failure is recorded and logged once. The other paths are
+used.
 """
 
 import inspect
@@ -27,7 +29,11 @@ _MAX_ORIGIN_CHARS = 200
 
 @dataclass(frozen=True)
 class ExternalPath:
-    """A path class of another package, and the distribution and entry point that provide it."""
+    """A path class of another package.
+
+    path: the class.
+    origin: the distribution and the entry point that provide it.
+    """
 
     path: type[Path]
     origin: str
@@ -35,9 +41,11 @@ class ExternalPath:
 
 @dataclass(frozen=True)
 class BrokenPath:
-    """An entry point, or one of its classes, that cannot be used, and the reason.
+    """An entry point, or one of its path classes, that cannot be used.
 
-    `name` is that of the entry point or, if its classes were loaded, that of the path.
+    name: the name of the path or, if its class could not be loaded, of the entry point.
+    origin: the distribution and the entry point.
+    error: the reason.
     """
 
     name: str
@@ -49,8 +57,8 @@ class BrokenPath:
 class ExternalPaths:
     """The external paths of the installed packages.
 
-    usable: in the order of their entry points.
-    broken: those that cannot be used.
+    usable: paths that can be used, in the order of their entry points.
+    broken: paths and entry points that cannot be used.
     """
 
     usable: tuple[ExternalPath, ...] = ()
@@ -60,16 +68,17 @@ class ExternalPaths:
 def load_external_paths(built_in_names: Collection[str]) -> ExternalPaths:
     """Load the paths of all installed packages.
 
-    `built_in_names` has the names of the built-in paths, which external paths may not use. If
-    several external paths have the same name, none of them is used, so that the result does not
+    If several external paths have the same name, none of them is used, so that the result does not
     depend on the order of installation.
+
+    built_in_names: the names of the built-in paths, which external paths may not have.
     """
     entries = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     # An editable and a regular install of one distribution list the same entry point twice.
     unique = {(entry.name, entry.value): entry for entry in entries}
     usable, broken = list[ExternalPath](), list[BrokenPath]()
     for entry in unique.values():
-        origin = _origin(entry)
+        origin = _describe_origin(entry)
         try:
             paths = list(_check_paths(_load(entry, origin)))
         except (Exception, SystemExit) as error:  # noqa: BLE001  another package's code
@@ -77,16 +86,16 @@ def load_external_paths(built_in_names: Collection[str]) -> ExternalPaths:
             broken.append(BrokenPath(name, origin, describe_error(error)))
             continue
         usable += [ExternalPath(path, origin) for path in paths]
-    loaded = _without_conflicts(usable, broken, built_in_names)
+    loaded = _remove_name_conflicts(usable, broken, built_in_names)
     for failure in loaded.broken:
         _LOG.warning(
-            "path %s of TritonExperts, from %s, is not used: %s",
+            "ignoring path %s of TritonExperts from %s: %s",
             failure.name, failure.origin, failure.error,
         )  # fmt: skip
     return loaded
 
 
-def _origin(entry: EntryPoint) -> str:
+def _describe_origin(entry: EntryPoint) -> str:
     distribution = entry.dist.name if entry.dist else "unknown"
     return printable(f"{distribution} ({entry.value})", max_chars=_MAX_ORIGIN_CHARS)
 
@@ -96,10 +105,10 @@ def _load(entry: EntryPoint, origin: str) -> object:
 
 
 def _check_paths(value: object) -> Iterator[type[Path]]:
-    """Yield the path classes of an entry point's value.
+    """Yield the path classes in `value`, the object that an entry point refers to.
 
-    Raise ConfigurationError if the value is not a tuple of classes, or a class is not a complete
-    path.
+    Raise ConfigurationError if `value` is not a tuple of classes, or if a class does not define
+    everything that a path needs.
     """
     if not isinstance(value, tuple) or not all(isinstance(cls, type) for cls in value):
         raise ConfigurationError("entry point", got=repr(value)[:200], need="a tuple of classes")
@@ -107,10 +116,11 @@ def _check_paths(value: object) -> Iterator[type[Path]]:
         what = f"path {cls.__name__}"
         if not issubclass(cls, Path):
             need = "a subclass of experts.triton.path.Path"
-            raise ConfigurationError(what, got="another class", need=need)
+            raise ConfigurationError(what, got="a class with other bases", need=need)
         if inspect.isabstract(cls):
             missing = ", ".join(sorted(cls.__abstractmethods__))
-            raise ConfigurationError(what, got=f"no {missing}", need="every abstract method")
+            need = "definitions of all abstract methods of Path"
+            raise ConfigurationError(what, got=f"no definition of {missing}", need=need)
         name = getattr(cls, "name", None)
         if not isinstance(name, str) or not name.isidentifier():
             raise ConfigurationError(f"{what}: name", got=repr(name), need="an identifier")
@@ -119,21 +129,22 @@ def _check_paths(value: object) -> Iterator[type[Path]]:
         yield cls
 
 
-def _without_conflicts(
+def _remove_name_conflicts(
     paths: Iterable[ExternalPath], broken: list[BrokenPath], built_in_names: Collection[str]
 ) -> ExternalPaths:
+    """Split `paths` into usable paths and paths whose name is taken; add the latter to `broken`."""
     paths = list(paths)
-    counts, usable = Counter(offered.path.name for offered in paths), list[ExternalPath]()
-    for offered in paths:
-        name = offered.path.name
+    name_counts, usable = Counter(external.path.name for external in paths), list[ExternalPath]()
+    for external in paths:
+        name = external.path.name
         if name in built_in_names:
-            need = "another name: TritonExperts has a path of its own with this one"
-        elif counts[name] > 1:
+            need = "another name, because TritonExperts has a built-in path with this name"
+        elif name_counts[name] > 1:
             origins = (other.origin for other in paths if other.path.name == name)
-            need = f"one path with this name, not those of {' and '.join(origins)}"
+            need = f"a unique name, but {' and '.join(origins)} provide paths with this name"
         else:
-            usable.append(offered)
+            usable.append(external)
             continue
         error = ConfigurationError("path", got=repr(name), need=need)
-        broken.append(BrokenPath(name, offered.origin, describe_error(error)))
+        broken.append(BrokenPath(name, external.origin, describe_error(error)))
     return ExternalPaths(tuple(usable), tuple(broken))

@@ -1,4 +1,4 @@
-"""Launch configurations of the two GEMMs, and the limits set by hardware, scheme and memory."""
+"""Launch configurations of the two GEMMs, and the limits that the GPU and the problem set them."""
 
 import re
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ import torch
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Machine, Problem
 
-_MAX_BLOCK = 1024
-_MAX_TILE = 1 << 20  # Triton's limit on the elements of one tensor
-_WARPS = (1, 2, 4, 8, 16)
+_MAX_BLOCK = 1024  # maximum of block_m, block_n and block_k
+_MAX_TILE_ELEMENTS = 1 << 20  # Triton's limit on the elements of one tensor
+_NUM_WARPS = (1, 2, 4, 8, 16)  # values of num_warps
 _MAX_STAGES = 16
-_MAX_GROUP = 4096
-_BITS = {"float8_e4m3fn": 8, "int8": 8, "uint8": 8, "uint4": 4, "float4_e2m1": 4}
-# Max bytes of shared memory per block, by compute capability.
-_SHARED = {
+_MAX_GROUP_M = 4096
+_DTYPE_BITS = {"float8_e4m3fn": 8, "int8": 8, "uint8": 8, "uint4": 4, "float4_e2m1": 4}
+# Maximum bytes of shared memory per block, by compute capability.
+_SHARED_BYTES = {
     (8, 0): 166_912,
     (8, 6): 101_376,
     (8, 7): 166_912,
@@ -27,11 +27,12 @@ _SHARED = {
     (10, 3): 232_448,
     (12, 0): 101_376,
 }
-_MIN_SHARED = 101_376  # the minimum of _SHARED
+_MIN_SHARED_BYTES = 101_376  # the minimum of _SHARED_BYTES
 
-# (pattern in a device name, compute capability); the first pattern that occurs decides. Names are
-# those that the driver reports, or the same with "_" for spaces, as in file names.
-_ARCHS = (
+# (pattern, compute capability) of GPUs. The first pattern that occurs in the name of a device
+# decides. The name is the one that the driver reports, possibly with "_" for each space, as in the
+# names of config files.
+_ARCH_PATTERNS = (
     (r"RTX[ _](?:PRO|50\d\d)", (12, 0)),
     (r"G?B300", (10, 3)),
     (r"(?:G?B200|B100)", (10, 0)),
@@ -42,7 +43,7 @@ _ARCHS = (
     (r"(?:A[138]00|A30)", (8, 0)),
 )
 
-# `Violation.what` of the limits that a smaller tile can satisfy.
+# Values of `Violation.what` for limits that a smaller tile can satisfy.
 GROUP_LIMIT = "block_k within a group"
 SHARED_LIMIT = "bytes of shared memory"
 
@@ -58,7 +59,7 @@ class Launch(Protocol):
     def block_n(self) -> int:
         """Return the output columns per block.
 
-        A gated GEMM 1 computes block_n gate columns and block_n up columns for them.
+        To compute them, a gated GEMM 1 multiplies by block_n gate rows and block_n up rows.
         """
 
     @property
@@ -77,9 +78,14 @@ L = TypeVar("L", bound=Launch)
 class LaunchConfig:
     """The launch of a tiled GEMM.
 
-    Blocks are block_m rows by block_n output columns, in K steps of block_k elements. group_m row
-    blocks are computed next to each other, so that they share weight tiles in L2. A gated GEMM 1
-    computes block_n gate columns and block_n up columns.
+    block_m: rows per block.
+    block_n: output columns per block. To compute them, a gated GEMM 1 multiplies by block_n gate
+        rows and block_n up rows.
+    block_k: elements along K per step.
+    group_m: number of row blocks that are computed next to each other, so that they share weight
+        tiles in L2.
+    num_warps: warps per program.
+    num_stages: stages of the software pipeline along K.
     """
 
     block_m: int
@@ -98,8 +104,10 @@ class LaunchConfig:
 class MoEConfig:
     """The configuration of one call: the launches of both GEMMs and the path that runs them.
 
-    `path` is a name from `experts.triton.paths`. Both GEMMs use the same blocks of rows: raise
-    ConfigurationError if their block_m differs.
+    gemm1: the launch of GEMM 1.
+    gemm2: the launch of GEMM 2. It must have the same block_m as gemm1, because both GEMMs use the
+        same blocks of rows. If not, raise ConfigurationError.
+    path: the name of a path in `experts.triton.paths`.
     """
 
     gemm1: Launch
@@ -109,14 +117,14 @@ class MoEConfig:
     def __post_init__(self) -> None:
         if self.gemm1.block_m != self.gemm2.block_m:
             got = f"{self.gemm1.block_m} and {self.gemm2.block_m}"
-            need = "the same for both GEMMs, which share one alignment"
+            need = "the same block_m for both GEMMs, because they use the same blocks of rows"
             raise ConfigurationError("block_m of a configuration", got=got, need=need)
 
     def __str__(self) -> str:
         return f"{self.path}: GEMM 1 {self.gemm1}; GEMM 2 {self.gemm2}"
 
     def both(self, kind: type[L]) -> tuple[L, L]:
-        """Return the launches of GEMM 1 and GEMM 2, asserting that both are of type `kind`."""
+        """Return the launches of GEMM 1 and GEMM 2. Assert that both have the type `kind`."""
         launch1, launch2 = self.gemm1, self.gemm2
         assert isinstance(launch1, kind)
         assert isinstance(launch2, kind)
@@ -125,48 +133,51 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class Device:
-    """The device limits that a launch must satisfy.
+    """The limits that a GPU sets to launches.
 
-    name: as reported by the driver; "" without a GPU.
+    name: the name that the driver reports; "" without a GPU.
     shared: maximum bytes of shared memory per block.
-    warpgroups: the GPU is sm_90 or newer. Its warpgroup MMA (wgmma) reads operands from shared
-        memory, so a pipeline of s stages holds s operand tiles there instead of s - 1.
-    tma: the TMA kernels, which are written for sm_90 only, can run.
+    warpgroups: whether the GPU is sm_90 or newer. Its warpgroup MMA (wgmma) reads operands from
+        shared memory, so a pipeline of s stages holds s operand tiles there instead of s - 1.
+    tma: whether the TMA kernels can run. They are written for sm_90 only.
     """
 
     name: str = ""
-    shared: int = _SHARED[9, 0]
+    shared: int = _SHARED_BYTES[9, 0]
     warpgroups: bool = True
     tma: bool = False
 
     @classmethod
-    def of(cls, machine: Machine) -> "Device":
-        """Describe the GPU of `machine`; without one, return the limits of sm_90.
+    def from_machine(cls, machine: Machine) -> "Device":
+        """Return the limits of the GPU of `machine`.
 
-        Kernels are compiled for sm_90 on a machine without a GPU.
+        Without a GPU, return the limits of sm_90, for which kernels are compiled then.
         """
         if machine.arch is None:
             return cls()
-        shared = _SHARED.get(machine.arch, _MIN_SHARED)
+        shared = _SHARED_BYTES.get(machine.arch, _MIN_SHARED_BYTES)
         warpgroups, tma = machine.arch >= (9, 0), machine.arch == (9, 0)
         return cls(machine.name, shared, warpgroups=warpgroups, tma=tma)
 
     @classmethod
-    def named(cls, name: str) -> "Device":
-        """Describe a GPU by its driver or file name.
+    def from_name(cls, name: str) -> "Device":
+        """Return the limits of the GPU with this name (see `find_arch`).
 
-        An unknown GPU gets the smallest limits of any supported one.
+        For an unknown name, return the smallest limits of all supported GPUs.
         """
-        arch = arch_of_name(name)
+        arch = find_arch(name)
         if arch is None:
-            return cls(name, _MIN_SHARED)
-        return cls.of(Machine("cuda", arch, name=name))
+            return cls(name, _MIN_SHARED_BYTES)
+        return cls.from_machine(Machine("cuda", arch, name=name))
 
 
-def arch_of_name(name: str) -> tuple[int, int] | None:
-    """Return the compute capability of a GPU by its driver or file name; None if not known."""
-    for words, arch in _ARCHS:
-        if re.search(rf"(?<![^\W_]){words}(?![^\W_])", name):
+def find_arch(device_name: str) -> tuple[int, int] | None:
+    """Return the compute capability of a GPU, or None if its name is not known.
+
+    device_name: the name that the driver reports, possibly with "_" for each space.
+    """
+    for pattern, arch in _ARCH_PATTERNS:
+        if re.search(rf"(?<![^\W_]){pattern}(?![^\W_])", device_name):
             return arch
     return None
 
@@ -175,25 +186,26 @@ def arch_of_name(name: str) -> tuple[int, int] | None:
 class Gemm:
     """The properties of one of the two GEMMs that limit its tiles.
 
-    index: 1 or 2.
-    depth: K.
-    sides: 2 if gate and up columns are computed together, else 1.
-    a_bits, b_bits: bits per stored element of the left operand (rows) and the right one (weights).
+    index: 1 for GEMM 1, 2 for GEMM 2.
+    depth: K, the size that is summed over.
+    num_matrices: 2 if gate and up columns are computed together, else 1.
+    a_bits: bits per stored element of the left operand, the rows.
+    b_bits: bits per stored element of the right operand, the weights.
     dequantized_bits: bits of a dequantized weight; 0 if weights are multiplied as stored.
-    scaled: whether the operands have scales.
+    has_scales: whether the operands have scales.
     group_k: K elements per weight scale; 0 if one scale covers all of K.
     out_bits: bits per element of the output.
-    tensor_cores: whether the products run on tensor cores.
+    tensor_cores: whether the GEMM runs on tensor cores.
     min_block_n: the minimum block_n.
     """
 
     index: int
     depth: int
-    sides: int
+    num_matrices: int
     a_bits: int
     b_bits: int
     dequantized_bits: int
-    scaled: bool
+    has_scales: bool
     group_k: int
     out_bits: int
     tensor_cores: bool
@@ -203,7 +215,7 @@ class Gemm:
     def min_block_k(self) -> int:
         """Return the minimum block_k: 32 for operands of 8 bits or less, else 16.
 
-        The K of an MMA with 8-bit operands is 32. Packed weights take two MMAs with a K of 16.
+        An MMA with 8-bit operands has K = 32. Packed weights need two MMAs with K = 16.
         """
         return 32 if min(self.a_bits, self.b_bits) <= 8 else 16
 
@@ -214,26 +226,27 @@ class Gemm:
 def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
     """Return GEMM 1 and GEMM 2 of `problem`."""
     scheme, dtype_bits = problem.scheme, problem.dtype.itemsize * 8
-    fp32 = problem.dtype is torch.float32 and not scheme.quantizes_activations
+    is_float32 = problem.dtype is torch.float32 and not scheme.quantizes_activations
 
-    def gemm(index: int, depth: int, sides: int) -> Gemm:
+    def make_gemm(index: int, depth: int, num_matrices: int) -> Gemm:
         group = scheme.group[-1] if scheme.group and not scheme.matrix_scales else 0
         return Gemm(
             index=index,
             depth=depth,
-            sides=sides,
-            a_bits=_BITS[scheme.activation] if scheme.quantizes_activations else dtype_bits,
-            b_bits=_BITS[scheme.weight] if scheme.quantized else dtype_bits,
+            num_matrices=num_matrices,
+            a_bits=_DTYPE_BITS[scheme.activation] if scheme.quantizes_activations else dtype_bits,
+            b_bits=_DTYPE_BITS[scheme.weight] if scheme.quantized else dtype_bits,
             dequantized_bits=dtype_bits
             if scheme.quantized and not scheme.quantizes_activations
             else 0,
-            scaled=scheme.quantized,
+            has_scales=scheme.quantized,
             group_k=0 if group >= depth else group,
             out_bits=dtype_bits,
-            tensor_cores=not fp32 or problem.fp32_precision == "tf32",
+            tensor_cores=not is_float32 or problem.fp32_precision == "tf32",
         )
 
-    return gemm(1, problem.hidden, 2 if problem.act.gated else 1), gemm(2, problem.intermediate, 1)
+    gemm1 = make_gemm(1, problem.hidden, 2 if problem.act.gated else 1)
+    return gemm1, make_gemm(2, problem.intermediate, 1)
 
 
 def rows_aligned_to_16(problem: Problem) -> bool:
@@ -244,30 +257,38 @@ def rows_aligned_to_16(problem: Problem) -> bool:
 def shared_bytes(tile: LaunchConfig, gemm: Gemm, device: Device) -> int:
     """Return an upper bound on the bytes of shared memory that Triton 3.6 allocates per block.
 
-    A buffer holds one K step: a tile of A and one of B (two in a gated GEMM 1). With wgmma there
-    are num_stages buffers, otherwise one less; wgmma is used if the rows or the weights of a tile
-    fill its M = 64. Weights that are dequantized pass through registers, so with wgmma they need
-    another buffer, as does the tile of A that they are multiplied by.
+    A buffer holds one K step: a tile of A and a tile of B (two tiles of B in a gated GEMM 1). There
+    are num_stages buffers with wgmma, and num_stages - 1 without. Triton uses wgmma if the rows or
+    the weights of a tile fill its M of 64. Weights that are dequantized pass through registers.
+    With wgmma, they need another buffer, and so does the tile of A that they are multiplied by.
     """
-    a_row, b_row = (tile.block_k * bits // 8 for bits in (gemm.a_bits, gemm.b_bits))
-    buffer = tile.block_m * a_row + gemm.sides * tile.block_n * b_row
+    a_row_bytes, b_row_bytes = (tile.block_k * bits // 8 for bits in (gemm.a_bits, gemm.b_bits))
+    buffer_bytes = tile.block_m * a_row_bytes + gemm.num_matrices * tile.block_n * b_row_bytes
     # With few rows, the weights become the left operand of wgmma, unless they are dequantized.
-    filled = tile.block_m >= 64 or (
+    fills_wgmma = tile.block_m >= 64 or (
         tile.block_n >= 64 and gemm.a_bits < 32 and not gemm.dequantized_bits
     )
-    warpgroup = device.warpgroups and gemm.tensor_cores and filled and tile.num_warps % 4 == 0
-    buffers = max(tile.num_stages - 1, 1)
-    extra = 4 * (tile.block_m + gemm.sides * tile.block_n) if gemm.scaled else 0
-    if warpgroup and gemm.dequantized_bits:
-        extra += tile.block_m * a_row + tile.block_n * tile.block_k * gemm.dequantized_bits // 8
-    elif warpgroup:
-        buffers = tile.num_stages
-    return max(buffers * buffer + extra, tile.block_m * tile.block_n * gemm.out_bits // 8)
+    has_warpgroups = device.warpgroups and tile.num_warps % 4 == 0
+    uses_wgmma = has_warpgroups and gemm.tensor_cores and fills_wgmma
+    num_buffers = max(tile.num_stages - 1, 1)
+    extra = 4 * (tile.block_m + gemm.num_matrices * tile.block_n) if gemm.has_scales else 0
+    if uses_wgmma and gemm.dequantized_bits:
+        weight_bytes = tile.block_n * tile.block_k * gemm.dequantized_bits // 8
+        extra += tile.block_m * a_row_bytes + weight_bytes
+    elif uses_wgmma:
+        num_buffers = tile.num_stages
+    out_bytes = tile.block_m * tile.block_n * gemm.out_bits // 8
+    return max(num_buffers * buffer_bytes + extra, out_bytes)
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A limit that a launch violates: its name, the value got, and the values needed."""
+    """A limit that a launch violates.
+
+    what: the name of the limit, such as a field of the launch.
+    got: the value of the launch.
+    need: the values that the limit allows.
+    """
 
     what: str
     got: object
@@ -275,13 +296,13 @@ class Violation:
 
 
 def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:
-    """Yield every reason why `tile` cannot be launched. Its fields may have any values."""
+    """Yield every limit that prevents `tile` from being launched. Its fields may have any value."""
     invalid_fields = list(_field_violations(tile, gemm))
     yield from invalid_fields
     if invalid_fields:
         return
     if gemm.group_k and gemm.group_k % tile.block_k:
-        need = f"a divisor of {gemm.group_k}: a step has one scale"
+        need = f"a divisor of {gemm.group_k}, because all elements of a K step share one scale"
         yield Violation(GROUP_LIMIT, tile.block_k, need)
     shared = shared_bytes(tile, gemm, device)
     if shared > device.shared:
@@ -299,19 +320,22 @@ def _field_violations(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
         value = getattr(tile, name)
         if not min_value <= value <= _MAX_BLOCK or value & (value - 1):
             yield Violation(name, value, f"a power of two from {min_value} to {_MAX_BLOCK}")
-    if not 1 <= tile.group_m <= _MAX_GROUP:
-        yield Violation("group_m", tile.group_m, f"1 to {_MAX_GROUP}")
-    if tile.num_warps not in _WARPS:
-        yield Violation("num_warps", tile.num_warps, f"one of {_WARPS}")
+    if not 1 <= tile.group_m <= _MAX_GROUP_M:
+        yield Violation("group_m", tile.group_m, f"1 to {_MAX_GROUP_M}")
+    if tile.num_warps not in _NUM_WARPS:
+        yield Violation("num_warps", tile.num_warps, f"one of {_NUM_WARPS}")
     if not 1 <= tile.num_stages <= _MAX_STAGES:
         yield Violation("num_stages", tile.num_stages, f"1 to {_MAX_STAGES}")
     sizes = (tile.block_m * tile.block_n, tile.block_m * tile.block_k, tile.block_n * tile.block_k)
-    if max(sizes) > _MAX_TILE:
-        yield Violation("elements of a tile", max(sizes), f"<= {_MAX_TILE}")
+    if max(sizes) > _MAX_TILE_ELEMENTS:
+        yield Violation("elements of a tile", max(sizes), f"<= {_MAX_TILE_ELEMENTS}")
 
 
 def require(tile: LaunchConfig, gemm: Gemm, device: Device, origin: str) -> LaunchConfig:
-    """Return `tile`; raise ConfigurationError, naming `origin`, if it cannot be launched."""
+    """Return `tile`; raise ConfigurationError if it cannot be launched.
+
+    origin: where `tile` comes from, for the message.
+    """
     for violation in violations(tile, gemm, device):
         what = f"{origin}: {gemm} {violation.what}"
         raise ConfigurationError(what, got=violation.got, need=violation.need)
@@ -319,20 +343,21 @@ def require(tile: LaunchConfig, gemm: Gemm, device: Device, origin: str) -> Laun
 
 
 def clamp(tile: LaunchConfig, gemm: Gemm, device: Device) -> LaunchConfig:
-    """Shrink `tile` until it fits.
+    """Shrink `tile` until it can be launched.
 
-    block_k becomes a divisor of the group. Then the number of stages, block_k and block_n are
-    reduced, in this order, until shared memory suffices. The fields of `tile` must be valid. If
-    nothing fits, return the smallest tile tried; `require` then reports the violation.
+    First, block_k is halved until it divides the scale group. Then the number of stages, block_k
+    and block_n are reduced, in this order, until the tile fits in shared memory. The fields of
+    `tile` must be valid. If no tile fits, return the smallest one that was tried; `require` reports
+    its violation.
     """
-    min_value = gemm.min_block_k
-    tile = replace(tile, block_k=max(tile.block_k, min_value))
-    while gemm.group_k and gemm.group_k % tile.block_k and tile.block_k > min_value:
+    min_block_k = gemm.min_block_k
+    tile = replace(tile, block_k=max(tile.block_k, min_block_k))
+    while gemm.group_k and gemm.group_k % tile.block_k and tile.block_k > min_block_k:
         tile = replace(tile, block_k=tile.block_k // 2)
     while shared_bytes(tile, gemm, device) > device.shared:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)
-        elif tile.block_k > min_value:
+        elif tile.block_k > min_block_k:
             tile = replace(tile, block_k=tile.block_k // 2)
         elif tile.block_n > gemm.min_block_n:
             tile = replace(tile, block_n=tile.block_n // 2)

@@ -1,4 +1,4 @@
-"""Limits and kernel arguments shared by the paths that unpack 4-bit weights in registers."""
+"""Limits and kernel arguments of 4-bit weights, for the paths that unpack them in registers."""
 
 import math
 
@@ -9,16 +9,16 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 
-_ALIGNMENT = 16  # bytes per vector load
-WARP_K = 128  # K elements per warp and step, by default
-_MIN_DEPTH = 32  # K elements of four lanes, which have one 32-bit word (eight weights) each
+_VECTOR_BYTES = 16  # bytes per vector load
+WARP_K = 128  # default of the K elements per warp and step
+_MIN_MMA_K = 32  # four lanes hold one 32-bit word of eight weights each along K
 
 
 def supports_w4(problem: Problem) -> bool:
     """Return whether the kernels for 4-bit weights support `problem`.
 
-    They need 16-bit activations, weights without act order, and K and groups that are multiples of
-    32.
+    These kernels need 16-bit activations and weights without act order. K and the size of the scale
+    groups must be multiples of 32.
     """
     scheme = problem.scheme
     if not scheme.packed or scheme.act_order:
@@ -26,37 +26,42 @@ def supports_w4(problem: Problem) -> bool:
     if problem.dtype is torch.float32:
         return False
     return all(
-        k % _MIN_DEPTH == 0 and mma_depth(scheme, k) >= _MIN_DEPTH
+        k % _MIN_MMA_K == 0 and choose_mma_k(scheme, k) >= _MIN_MMA_K
         for k in (problem.hidden, problem.intermediate)
     )
 
 
-def mma_depth(scheme: QuantScheme, k: int, max_depth: int = WARP_K) -> int:
-    """Return the K elements of one MMA, at most `max_depth`, for a GEMM with K = k.
+def choose_mma_k(scheme: QuantScheme, k: int, max_mma_k: int = WARP_K) -> int:
+    """Return the number of K elements per MMA, at most max_mma_k.
 
-    The result divides the scale group, so that one scale applies to the whole MMA, unless one group
-    covers all of k. It is not limited by NVFP4 groups, because their scales multiply the weights.
+    If a scale covers a group of less than all K elements, the result divides the group, so that one
+    scale applies to the whole MMA. NVFP4 groups are no limit, because their scales are multiplied
+    with the weights before the MMA.
+
+    scheme: the quantization scheme.
+    k: K of the GEMM.
+    max_mma_k: the maximum.
     """
     (group,) = scheme.group
     group = 0 if group >= k or scheme.matrix_scales else group
-    return math.gcd(group, max_depth)
+    return math.gcd(group, max_mma_k)
 
 
 def allows_vector_loads(weights: ExpertWeights) -> bool:
-    """Return whether the rows of w1 and w2 (packed, uint8) can be read in 16-byte vector loads."""
+    """Return whether 16-byte vector loads can read the rows of w1 and w2, which are packed."""
     return all(
         w.stride(2) == 1
-        and all(n % _ALIGNMENT == 0 for n in (w.data_ptr(), w.stride(0), w.stride(1)))
+        and all(n % _VECTOR_BYTES == 0 for n in (w.data_ptr(), w.stride(0), w.stride(1)))
         for w in (weights.w1, weights.w2)
     )
 
 
-def w4_arguments(product: GemmOperands) -> dict[str, object]:
-    """Return the weight, scale, zero-point and bias arguments of the 4-bit kernels."""
-    w, scale, zero, bias = product.w, product.scale, product.zero_point, product.bias
+def w4_arguments(operands: GemmOperands) -> dict[str, object]:
+    """Return the arguments of the 4-bit kernels for weights, scales, zero points and biases."""
+    w, scale, zero, bias = operands.w, operands.scale, operands.zero_point, operands.bias
     assert scale is not None
-    _, group = scale_group(product.scheme, product.depth)
-    zero_or_global = zero if product.global_scale is None else product.global_scale
+    _, group = scale_group(operands.scheme, operands.depth)
+    zero_or_global = zero if operands.global_scale is None else operands.global_scale
     return {
         "b_ptr": w,
         "b_scale_ptr": scale,
@@ -70,7 +75,7 @@ def w4_arguments(product: GemmOperands) -> dict[str, object]:
         "stride_bzn": 0 if zero is None else zero.stride(1),
         "stride_bias": 0 if bias is None else bias.stride(0),
         "HAS_BIAS": bias is not None,
-        "FORMAT": word_format(product.scheme),
+        "FORMAT": word_format(operands.scheme),
         "HAS_ZERO": zero is not None,
-        "GROUP_K": group or product.depth,
+        "GROUP_K": group or operands.depth,
     }

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.spec.rounding import Roundings
@@ -96,7 +96,7 @@ class Path(ABC):
         """Yield every reason why `config` cannot be launched for `gemm` of `problem`."""
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         """Return the launches of both GEMMs to time in tuning, by block_m, which both share."""
         return {}
 
@@ -191,7 +191,7 @@ class WorkspaceCache:
     def __init__(self) -> None:
         self._shapes: dict[Hashable, WorkspaceShapes] = {}
 
-    def of(
+    def get_or_merge(
         self,
         problem: Problem,
         shape: ContiguousShape,
@@ -204,13 +204,13 @@ class WorkspaceCache:
         """
         shapes = self._shapes.get((shape, kinds))
         if shapes is None:
-            shapes = merged_workspace(problem, shape, map(specs, kinds))
+            shapes = merge_workspaces(problem, shape, map(specs, kinds))
             if len(self._shapes) < _MAX_ENTRIES:
                 self._shapes[shape, kinds] = shapes
         return shapes
 
 
-def merged_workspace(
+def merge_workspaces(
     problem: Problem, shape: ContiguousShape, kinds: Iterable[Mapping[str, BufferSpec]]
 ) -> WorkspaceShapes:
     """Return a workspace that fits all kinds of calls: the largest buffer of each name.

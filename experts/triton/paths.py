@@ -1,10 +1,12 @@
 """The list of the execution paths of TritonExperts. To add a path, append it to BUILT_IN.
 
-`PATHS`, `NAMES` and `BY_NAME` also contain the paths of other packages
-(`experts.triton.external_paths`). These follow the built-in ones and are loaded on first use,
-because a package that provides a path imports modules of `experts` itself. Without a tuned file, a
-call takes the last path in the list that supports its problem and its number of tokens. So a path
-of another package has priority over built-in ones for the problems that its `supports` accepts.
+`PATHS`, `NAMES` and `BY_NAME` contain the built-in paths, followed by the paths of other packages
+(`experts.triton.external_paths`). The paths of other packages are loaded on first use, because a
+package that provides a path itself imports modules of `experts`.
+
+Without a tuned file, a call takes the last path in the list that supports its problem and its
+number of tokens. A path of another package therefore has priority over the built-in paths for the
+problems that its `supports` accepts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +24,7 @@ from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.path import Path
 
-# The first path supports every problem. Without a tuned file, the last that applies is used.
+# The first path supports every problem.
 BUILT_IN: tuple[type[Path], ...] = (
     AlignedPath,
     AlignedW4Path,
@@ -45,7 +47,7 @@ def external_paths() -> ExternalPaths:
 
 @cache
 def _by_name() -> dict[str, type[Path]]:
-    external = (offered.path for offered in external_paths().usable)
+    external = (external_path.path for external_path in external_paths().usable)
     return {path.name: path for path in (*BUILT_IN, *external)}
 
 

@@ -1,7 +1,7 @@
-"""triton_kernels: where to find it, and a wrapper of its matmul_ogs.
+"""Find and load triton_kernels, and wrap its ragged matmul, matmul_ogs.
 
-The package has had three interfaces. This module uses that of 3.5, which vLLM vendors: matmul_ogs
-and RoutingData.
+The interface of the package differs between releases. This module uses the interface of release
+3.5, which vLLM vendors: matmul_ogs and RoutingData.
 """
 
 import sys
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from experts.common.row_major import copy_row_major, is_aligned, to_row_major
-from experts.triton_kernels.tile_maps import SIZES, TileMaps
+from experts.triton_kernels.tile_maps import TILE_ROWS, TileMaps
 from modular_kernel.utils.package_probes import PackageProbe, import_from_folder, importing, unload
 
 _NAME = "triton_kernels"  # the package imports its own modules by this name
@@ -28,20 +28,20 @@ TRITON_KERNELS = PackageProbe(
         ("matmul_ogs.py", "def matmul_ogs("),
         ("routing.py", "block_pid_map: dict[int, torch.Tensor]"),
     ),
-    need="triton_kernels of 3.5, with matmul_ogs and RoutingData",
+    need="triton_kernels 3.5, with matmul_ogs and RoutingData",
     source=(
-        "install vLLM, which has a copy, or python/triton_kernels of triton's release 3.5; the "
-        "package of that name on PyPI is unrelated"
+        "install vLLM, which contains a copy, or the folder python/triton_kernels of Triton 3.5; "
+        "triton_kernels on PyPI is an unrelated package"
     ),
 )
 
 
 @cache
 def load() -> Any:
-    """Import the functions and classes of triton_kernels that are used.
+    """Import triton_kernels; return a namespace of the functions and classes used in this module.
 
-    Raise ConfigurationError if it is missing, cannot be loaded, or was imported from another
-    folder.
+    Raise ConfigurationError if the package is missing, cannot be loaded, or was already imported
+    from another folder.
     """
     with (
         importing(TRITON_KERNELS, need="a version for this triton") as folder,
@@ -63,7 +63,7 @@ def _import_package(folder: Path) -> Iterator[None]:
     if imported is not None:
         imported_folder = Path(getattr(imported, "__file__", None) or "").parent
         if imported_folder != folder:
-            raise ImportError(f"{_NAME} of {imported_folder} is imported already")
+            raise ImportError(f"{_NAME} was already imported from {imported_folder}")
         yield
         return
     import_from_folder(folder, _NAME)
@@ -82,23 +82,25 @@ def ragged_matmul(
     tiles: TileMaps,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Multiply rows (R, K) by the weights (e, N, K) of each row's expert; return bfloat16 results.
+    """Multiply each row by the weights of its expert; return the bfloat16 results (R, N).
 
-    weights: (bfloat16 weights, None), or mxfp4 as in checkpoints: two e2m1 values along K per byte,
-        and (e, N, K / 32) E8M0 exponents, one for 32 values.
-    starts: (e + 1,) int32, the first row of each expert, then the number of rows. Rows past the
-        last expert's are not written.
-    tiles: from `tile_maps`.
-    out: (R, N). The library may return another tensor instead.
+    library: the result of `load`.
+    rows: (R, K) bfloat16.
+    weights: bfloat16 weights (e, N, K) and None, or mxfp4 weights in checkpoint layout: two e2m1
+        values along K per byte, (e, N, K / 2), and E8M0 scales (e, N, K / 32), one for 32 values.
+    starts: (e + 1,) int32, the first row of each expert, then the number of rows in use. Results of
+        later rows are not written.
+    tiles: the tile schedules, from `schedule_tiles`.
+    out: (R, N) bfloat16, a buffer for the results. The library may return another tensor.
 
-    bf16 weights are copied if they have a stride of 1 along neither K nor N, or are not on a
-    16-byte address, because TMA cannot read them. mxfp4 weights are copied unless they are
-    row-major and on such an address.
+    Weights that TMA cannot read are copied: bfloat16 weights if they are not 16-byte aligned or
+    have a stride of 1 along neither K nor N, and mxfp4 weights unless they are row-major and
+    16-byte aligned.
     """
     w, scale = weights
     precision = None
     if scale is not None:
-        # The library infers the packed dimension from the strides: that along K must be 1.
+        # The library infers the packed dimension from the strides: the stride along K must be 1.
         w = to_row_major(w)
         precision = library.PrecisionConfig(weight_scale=scale.transpose(1, 2))
     elif 1 not in w.stride()[1:] or not is_aligned(w):
@@ -107,8 +109,8 @@ def ragged_matmul(
     data = library.ExptData(
         tiles.counts,
         starts,
-        {size: tiles.ends[index] for index, size in enumerate(SIZES)},
-        {size: tiles.maps[index] for index, size in enumerate(SIZES)},
+        {size: tiles.ends[index] for index, size in enumerate(TILE_ROWS)},
+        {size: tiles.maps[index] for index, size in enumerate(TILE_ROWS)},
     )
     routing = library.RoutingData(None, tiles.counts, experts, 1, data)
     result: torch.Tensor = library.matmul_ogs(

@@ -1,4 +1,4 @@
-"""TritonKernelsExperts: both GEMMs are the matmul_ogs of triton_kernels."""
+"""TritonKernelsExperts: an experts part whose GEMMs are matmul_ogs of triton_kernels."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -9,10 +9,10 @@ import torch
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
 from experts.triton_kernels.library import TRITON_KERNELS, load, ragged_matmul
 from experts.triton_kernels.tile_maps import (
-    SIZES,
+    TILE_ROWS,
     TileMaps,
     max_num_tiles,
-    tile_maps,
+    schedule_tiles,
     tile_specs,
     write_tile_maps,
 )
@@ -24,14 +24,15 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 _MX_BLOCK_K = 128  # K step of the mxfp4 matmul on sm_90
 
-Rows = tuple[torch.Tensor, torch.Tensor | None]
+TensorAndScale = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class TiledOrder(RowOrder):
-    """The order of rows, without gaps, and the tiles of the rows.
+    """A RowOrder without gaps between experts, and the tiles of its rows.
 
-    starts is (e + 1,) int32: the first row of each expert, then the number of rows.
+    starts: (e + 1,) int32, the first row of each expert, then the number of rows.
+    tiles: the tile schedules.
     """
 
     starts: torch.Tensor
@@ -39,12 +40,12 @@ class TiledOrder(RowOrder):
 
 
 class TritonKernelsExperts(SortedRowsExperts):
-    """Experts in bf16, with weights in bf16 or mxfp4, over contiguous tokens.
+    """Experts over contiguous bf16 tokens, with weights in bf16 or mxfp4.
 
-    They apply router weights and sum over top-k themselves. mxfp4 weights are used in the layout of
-    checkpoints, not in the library's swizzled ones. The library's routing is not used, so an expert
-    may appear twice in a token, and router weights stay float32. Its `gammas` are not used, because
-    they round the weighted rows.
+    The part itself applies the router weights and sums over top-k. mxfp4 weights are used in
+    checkpoint layout, not in the library's swizzled layouts. The part does not use the library's
+    routing, so that a token may have an expert twice and router weights stay float32. It does not
+    use the library's `gammas` either, because the library rounds rows after multiplying by them.
     """
 
     load_library = staticmethod(load)
@@ -55,8 +56,8 @@ class TritonKernelsExperts(SortedRowsExperts):
         providers=(TRITON_KERNELS,),
         min_arch=(9, 0),
         dtypes=frozenset({torch.bfloat16}),
-        top_k=(1, MAX_TOP_K),  # the library gets sorted rows and does not see K
-        hidden_multiple=8,  # rows on 16-byte addresses
+        top_k=(1, MAX_TOP_K),  # any K: the library receives sorted rows, not top-k ids
+        hidden_multiple=8,  # so that rows are 16-byte aligned
         intermediate_multiple=8,
         schemes=frozenset({"none", "mxfp4_w4a16"}),
         max_experts=1 << 15,  # expert ids use the lower 16 bits of a map entry
@@ -69,10 +70,10 @@ class TritonKernelsExperts(SortedRowsExperts):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        """Return the rejections for mxfp4.
+        """Return the rejections of mxfp4 weights that `requires` cannot express.
 
-        If K is not a multiple of 128, the last K step reads scales past the end of a row, which may
-        produce NaN.
+        K must be a multiple of 128. Otherwise, the last K step would read scales past the end of a
+        row, which may produce NaN.
         """
         if problem.scheme.name != "mxfp4_w4a16":
             return ()
@@ -91,27 +92,27 @@ class TritonKernelsExperts(SortedRowsExperts):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the compile case of the tile map kernel, which is not the library's."""
-        return {"tile maps": _map_meta_tensors}
+        """Return a call on meta tensors that compiles `tile_maps_kernel`, this part's kernel."""
+        return {"tile maps": _write_tile_maps_on_meta}
 
-    def order_specs(self, tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
+    def sort_rows_specs(self, num_tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
         experts = self.problem.e
         return {
-            **sort_specs(tokens, top_k, SIZES[-1], experts),
-            **tile_specs(tokens * top_k, experts),
+            **sort_specs(num_tokens, top_k, TILE_ROWS[-1], experts),
+            **tile_specs(num_tokens * top_k, experts),
         }
 
-    def order(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
-        experts, rows = self.problem.e, routing.topk_ids_TK.numel()
-        order = sort_pairs(routing, block_m=SIZES[-1], num_local=experts, workspace=workspace)
-        tiles = tile_maps(order.starts, rows, workspace)
-        ends, num_rows = order.starts[1:], order.starts[-1:]
-        return TiledOrder(order.row_of_pair_TK, ends, num_rows, order.starts, tiles)
+    def sort_rows(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
+        experts, num_rows = self.problem.e, routing.topk_ids_TK.numel()
+        order = sort_pairs(routing, block_m=TILE_ROWS[-1], num_local=experts, workspace=workspace)
+        tiles = schedule_tiles(order.starts, num_rows, workspace)
+        ends, used_rows = order.starts[1:], order.starts[-1:]
+        return TiledOrder(order.row_of_pair_TK, ends, used_rows, order.starts, tiles)
 
-    def product(
+    def grouped_gemm(
         self,
-        rows: Rows,
-        weights: Rows,
+        rows: TensorAndScale,
+        weights: TensorAndScale,
         order: RowOrder,
         workspace: Workspace,
         out: torch.Tensor | None,
@@ -121,7 +122,8 @@ class TritonKernelsExperts(SortedRowsExperts):
         return ragged_matmul(self._library, rows[0], weights, order.starts, order.tiles, out)
 
 
-def _map_meta_tensors() -> None:
-    shapes = ((33,), (32,), (len(SIZES), 33), (len(SIZES), max_num_tiles(512, 32)))
+def _write_tile_maps_on_meta() -> None:
+    sizes = len(TILE_ROWS)
+    shapes = ((33,), (32,), (sizes, 33), (sizes, max_num_tiles(512, 32)))
     starts, *buffers = (torch.empty(s, dtype=torch.int32, device="meta") for s in shapes)
     write_tile_maps(starts, TileMaps(*buffers))

@@ -20,7 +20,7 @@ from experts.triton.configs.files import ConfigKey, config_to_json
 from experts.triton.launch_config import (
     Device,
     LaunchConfig,
-    arch_of_name,
+    find_arch,
     gemms,
     shared_bytes,
 )
@@ -78,7 +78,7 @@ def test_explain_needs_no_gpu(mk: Mk) -> None:
     assert code == 0
     assert out.count("on NVIDIA B200") == 4
     assert "E=128,N=768,device_name=NVIDIA_B200.json" in out
-    assert re.search(r"heuristic \d of \d: 25 rows an expert", out)
+    assert re.search(r"heuristic \d of \d: 25 rows per expert", out)
     code, out, _ = mk("--explain", "--json")
     assert code == 0
     (text,) = json.loads(out)["explanations"]
@@ -107,10 +107,10 @@ def test_explained_launches_fit_shared_memory(
     mk: Mk, name: str, arch: tuple[int, int] | None
 ) -> None:
     """An unknown GPU is assumed to have the smallest shared memory of all."""
-    assert arch_of_name(name) == arch
-    device = Device.named(name)
+    assert find_arch(name) == arch
+    device = Device.from_name(name)
     if arch is not None:
-        assert device == Device.of(Machine("cuda", arch, name=name))
+        assert device == Device.from_machine(Machine("cuda", arch, name=name))
     assert device.shared == {9: 232_448, 10: 232_448}.get((arch or (0,))[0], device.shared)
     for quant in ("none", "fp8_w8a8_block"):
         words = ("--explain", "--model", "mixtral", "--tokens-list", "1,128,4096")
@@ -123,7 +123,7 @@ def test_explained_launches_fit_shared_memory(
             fields = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", line)}
             fields["num_warps"], fields["num_stages"] = fields.pop("warps"), fields.pop("stages")
             assert shared_bytes(LaunchConfig(**fields), gemm, device) <= device.shared
-    assert (f"{name} is not known by name: assuming 101376 bytes" in shown) is (arch is None)
+    assert (f"{name} is not a known GPU; assuming 101376 bytes" in shown) is (arch is None)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_all_shapes_in_several_schemes() -> None:
 def test_no_two_shapes_share_a_file() -> None:
     for quant in ("none", "fp8_w8a8_block", "int4_w4a16_group"):
         made = _problems(ProblemOptions(model="all", quant=quant))
-        names = {ConfigKey.of(problem, "NVIDIA H200").file_name for _, problem in made}
+        names = {ConfigKey.from_problem(problem, "NVIDIA H200").file_name for _, problem in made}
         assert len(names) == len(SHAPES) >= 13
 
 

@@ -62,12 +62,12 @@ def test_every_kernel_is_launched_or_left_out_for_a_reason(target: str) -> None:
     seen = {row.record.kernel for row in done.rows}
     left_out = {kernel.kernel: kernel.reason for kernel in done.left_out}
     assert seen | set(left_out) == set(defined_kernels())
-    alone = {"dequantize_kernel", "shrink_tiles_kernel", "tiles_of_experts_kernel"}
+    alone = {"dequantize_kernel", "shrink_tiles_kernel", "select_expert_tiles_kernel"}
     alone |= {"grouped_gemm_w4_tma_kernel", "tile_weights_kernel"}
     reason, hopper = "sm_90 only", {*GLUON, *alone}
     expected = {} if target == "sm_90" else dict.fromkeys(hopper, reason)
     if target == "sm_90":  # tests/compile/test_dequantized_compile.py compiles it
-        expected["tiles_of_experts_kernel"] = "launched only for weights of more than 1 GiB"
+        expected["select_expert_tiles_kernel"] = "launched only for weights of more than 1 GiB"
     if target == "sm_80":
         expected["amax_kernel"] = "fp8 only, sm_89 or newer"
     assert left_out == expected

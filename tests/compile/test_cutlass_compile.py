@@ -13,7 +13,7 @@ from cutlass_code import MISSING, compile_in, told
 pytestmark = pytest.mark.skipif(MISSING, reason="pip install '.[cutlass]'")
 
 COMPILE = (
-    "import sys; from experts.cutlass.product import load_kernel; "
+    "import sys; from experts.cutlass.block_gemm import load_kernel; "
     "load_kernel(sys.argv[1] == 'True')"
 )
 THREADS, MULTIPLYING, OTHERS = 384, 256, 128

@@ -21,7 +21,7 @@ from modular_kernel.quant.scale_layout import scale_offset
 
 pytestmark = pytest.mark.skipif(MISSING, reason="pip install '.[cutlass]'")
 
-COMPILE = "from experts.cutlass.fp4_product import load_kernel; load_kernel()"
+COMPILE = "from experts.cutlass.fp4_gemm import load_kernel; load_kernel()"
 STAGES, SUMS = 6, 2
 TILE, STEP = 128, 256
 # Bytes of shared memory that a block of an sm_100 may have.

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(MISSING, reason="pip install '.[cutlass]'")
 ASK = """
 import sys
 from cutlass import cute
-from experts.cutlass import fp4_product, product
+from experts.cutlass import block_gemm, fp4_gemm
 
 compiled, real = [], cute.compile
 
@@ -27,7 +27,7 @@ def counted(*given, **options):
 
 cute.compile = counted
 which = sys.argv[1]
-kernel = fp4_product.load_kernel() if which == "fp4" else product.load_kernel(which == "gated")
+kernel = fp4_gemm.load_kernel() if which == "fp4" else block_gemm.load_kernel(which == "gated")
 print(len(compiled))
 try:
     compiled or kernel()

@@ -40,13 +40,13 @@ def test_every_launch_is_clean(
 ) -> None:
     problem = replace(BASE, **change)
     assert dequantized_config.supports(problem, DEVICE)
-    monkeypatch.setattr(dequantized_config, "experts_at_once", lambda p: at_once)
-    path, tiles = DequantizedPath(problem), dequantized_config.default(problem)
+    monkeypatch.setattr(dequantized_config, "experts_per_chunk", lambda p: at_once)
+    path, tiles = DequantizedPath(problem), dequantized_config.default_config(problem)
     records = launches_of(path, problem, tiles)
     parts = -(-4 // at_once)
     names = [record.kernel for record in records]
     assert names.count("dequantize_kernel") == 2 * parts
-    assert ("tiles_of_experts_kernel" in names) == (parts > 1)
+    assert ("select_expert_tiles_kernel" in names) == (parts > 1)
     for record in records:
         assert check(record) == ()
     for record in (r for r in records if r.kernel == "grouped_gemm_tma_kernel"):

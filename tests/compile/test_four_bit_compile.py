@@ -40,7 +40,7 @@ def compiled(problem: Problem) -> list[CompileRecord]:
         tensors["b1"] = torch.empty(problem.e, problem.w1_rows, dtype=problem.dtype, device=META)
         tensors["b2"] = torch.empty(problem.e, problem.hidden, dtype=problem.dtype, device=META)
     weights = ExpertWeights(**tensors)
-    path, config = AlignedW4Path(problem), aligned_w4_config.default(problem, problem.tokens)
+    path, config = AlignedW4Path(problem), aligned_w4_config.default_config(problem, problem.tokens)
     specs = align_specs(pairs, config.gemm1.block_m, problem.e)
     buffers = (torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs.values())
     aligned = AlignedPairs(*list(buffers)[:3])

@@ -51,13 +51,13 @@ def test_every_launch_is_clean(
 ) -> None:
     problem = replace(BASE, **change)  # type: ignore[arg-type]
     assert grouped_w4_config.supports(problem, DEVICE)
-    monkeypatch.setattr(grouped_w4_config, "chunk_size", lambda p: at_once)
-    tiles = grouped_w4_config.default(problem, rows)
+    monkeypatch.setattr(grouped_w4_config, "experts_per_chunk", lambda p: at_once)
+    tiles = grouped_w4_config.default_config(problem, rows)
     records = launches_of(GroupedW4Path(problem), problem, tiles)
     parts = -(-4 // at_once)
     names = Counter(record.kernel for record in records)
     assert names["tile_weights_kernel"] == names["grouped_gemm_w4_tma_kernel"] == 2 * parts
-    assert names["tiles_of_experts_kernel"] == (2 * parts if parts > 1 else 0)
+    assert names["select_expert_tiles_kernel"] == (2 * parts if parts > 1 else 0)
     for record in records:
         product = record.kernel == "grouped_gemm_w4_tma_kernel"
         assert check(record, "HGMMA" if product else None) == ()
@@ -125,7 +125,9 @@ def test_operands_stay_in_registers(
 
     monkeypatch.setattr(JITFunction, "run", kept)
     try:
-        launches_of(GroupedW4Path(problem), problem, grouped_w4_config.default(problem, rows))
+        launches_of(
+            GroupedW4Path(problem), problem, grouped_w4_config.default_config(problem, rows)
+        )
     finally:
         stored._weight_specs.cache_clear()
     assert len(cubins) == 2

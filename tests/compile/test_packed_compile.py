@@ -40,7 +40,7 @@ def compiled(problem: Problem, pair: MoEConfig, target: str = "sm_90") -> list[C
 )
 def test_defaults_are_clean(quant: str, model: Problem) -> None:
     problem = replace(model, quant=quant)
-    records = compiled(problem, gemv_w4_config.default(problem))
+    records = compiled(problem, gemv_w4_config.default_config(problem))
     assert [record.kernel for record in records] == [
         "gemv_w4_gate_up_kernel",
         "gemv_w4_down_kernel",
@@ -56,7 +56,7 @@ def test_defaults_are_clean(quant: str, model: Problem) -> None:
 def test_nothing_but_sums_goes_from_warp_to_warp(quant: str) -> None:
     """Not ids, nor what follows from them, which took five exchanges and as many barriers."""
     problem = replace(QWEN3, quant=quant, tokens=1)
-    _, down = compiled(problem, gemv_w4_config.default(problem))
+    _, down = compiled(problem, gemv_w4_config.default_config(problem))
     assert 0 < down.instructions["STS"] <= 3
 
 
@@ -69,7 +69,7 @@ def test_weights_are_unpacked_where_products_take_them(quant: str) -> None:
     h in another order two more. What is left belongs to ids, rings and sums."""
     for model in (QWEN3, GPT_OSS):
         problem = replace(model, quant=quant, tokens=1)
-        up, down = compiled(problem, gemv_w4_config.default(problem))
+        up, down = compiled(problem, gemv_w4_config.default_config(problem))
         assert up.instructions["MOV"] <= 20 < up.instructions["HMMA"] * 4
         assert down.instructions["MOV"] <= max(40, 1.5 * down.instructions["HMMA"])
 
@@ -78,7 +78,7 @@ def test_weights_are_unpacked_where_products_take_them(quant: str) -> None:
 def test_defaults_of_more_tokens_are_clean(quant: str) -> None:
     problem = replace(QWEN3, quant=quant)
     most = range(1, gemv_w4_config.max_tokens(problem) + 1)
-    last = {gemv_w4_config.default(problem, tokens): tokens for tokens in most}
+    last = {gemv_w4_config.default_config(problem, tokens): tokens for tokens in most}
     assert len(last) > 1
     for pair, tokens in last.items():
         for record in compiled(replace(QWEN3, quant=quant, tokens=tokens), pair):
@@ -100,12 +100,12 @@ def test_defaults_of_more_tokens_are_clean(quant: str) -> None:
 def test_other_problems_are_clean(change: dict[str, object]) -> None:
     problem = replace(QWEN3, quant="int4_w4a16_group")
     problem = replace(problem, **change)  # type: ignore[arg-type]
-    for record in compiled(problem, gemv_w4_config.default(problem)):
+    for record in compiled(problem, gemv_w4_config.default_config(problem)):
         assert check(record, expect="HMMA", max_shared=SUMS) == ()
 
 
 def test_no_launch_overlaps_before_hopper() -> None:
     problem = replace(QWEN3, quant="mxfp4_w4a16")
     for target, overlaps in (("sm_80", False), ("sm_90", True)):
-        for record in compiled(problem, gemv_w4_config.default(problem), target):
+        for record in compiled(problem, gemv_w4_config.default_config(problem), target):
             assert record.config.get("OVERLAP", False) is overlaps

@@ -22,7 +22,7 @@ BASE = Problem(
 def compiled(problem: Problem, *, given: bool = False) -> list[CompileRecord]:
     """Everything a call launches. given: x arrives quantized."""
     assert gemv_tma_config.supports(problem, DEVICE)
-    path, tiles = GemvTmaPath(problem), gemv_tma_config.default(problem, DEVICE)
+    path, tiles = GemvTmaPath(problem), gemv_tma_config.default_config(problem, DEVICE)
     if not given:
         return launches_of(path, problem, tiles)
     groups = -(-problem.hidden // 128) if problem.scheme.granularity == "block" else 1

@@ -71,7 +71,7 @@ def test_other_processes_find_the_same() -> None:
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int8_w8a16_group", "mxfp4_w4a16"])
 def test_shared_memory_is_never_more_than_estimated(quant: str) -> None:
-    problem, device = replace(PROBLEM, quant=quant), Device.of(MACHINE)
+    problem, device = replace(PROBLEM, quant=quant), Device.from_machine(MACHINE)
     first, second = gemms(problem)
     for tile in TILES:
         pair = MoEConfig(clamp(tile, first, device), clamp(tile, second, device), "aligned")

@@ -118,30 +118,30 @@ class Compiled:
         Path(path).write_bytes(name.encode())
 
 
-def kernel(arch: str = "sm_90a") -> compiled_kernels.Kernel:
-    return compiled_kernels.Kernel("kernel", arch, lambda options: Compiled())
+def kernel(arch: str = "sm_90a") -> compiled_kernels.CompiledKernel:
+    return compiled_kernels.CompiledKernel("kernel", arch, lambda options: Compiled())
 
 
 def test_a_cached_object_is_loaded(loader: SimpleNamespace) -> None:
-    assert isinstance(kernel().get(), Compiled)
+    assert isinstance(kernel().load_or_compile(), Compiled)
     path = kernel().compile_to_cache()
     assert kernel().compile_to_cache() == path
-    assert kernel().get() == b"kernel"
+    assert kernel().load_or_compile() == b"kernel"
     assert loader.loads == [str(path)]
 
 
 def test_an_object_of_another_gpu_or_release_is_not_loaded(loader: SimpleNamespace) -> None:
     kernel().compile_to_cache()
-    assert isinstance(kernel("sm_100a").get(), Compiled)
+    assert isinstance(kernel("sm_100a").load_or_compile(), Compiled)
     loader.version = "4.3.0"
-    assert isinstance(kernel().get(), Compiled)
+    assert isinstance(kernel().load_or_compile(), Compiled)
     assert loader.loads == []
 
 
 def test_a_damaged_object_is_not_loaded(loader: SimpleNamespace) -> None:
     path = kernel().compile_to_cache()
     path.write_bytes(path.read_bytes()[:3])
-    assert isinstance(kernel().get(), Compiled)
+    assert isinstance(kernel().load_or_compile(), Compiled)
     assert loader.loads == []
     assert not path.exists()
 
@@ -155,5 +155,5 @@ def test_an_object_that_fails_to_load_is_recompiled(
 
     kernel().compile_to_cache()
     loader.of = fail
-    assert isinstance(kernel().get(), Compiled)
+    assert isinstance(kernel().load_or_compile(), Compiled)
     assert "recompiling kernel: " in caplog.text

@@ -36,7 +36,7 @@ TRITON_PARTS = {
 # Packages whose names prove nothing.
 TOLD_BY_WHAT_IS_IN_THEM = {
     "deep_gemm": "DeepGEMM 2.4.2 or newer",
-    "triton_kernels": "triton_kernels of 3.5, with matmul_ogs and RoutingData",
+    "triton_kernels": "triton_kernels 3.5, with matmul_ogs and RoutingData",
     "flashinfer": "FlashInfer 0.6.16 or newer, with cutlass_fused_moe_workspace_size",
 }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from forced_cases import proof_by
 
-from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import TritonExperts
 from experts.triton.gemv import gemv_config
@@ -115,10 +115,12 @@ def test_few_tokens_take_it() -> None:
         (replace(qwen, quant="fp8_w8a8_block"), 4),
         (replace(mixtral, quant="fp8_w8a8_channel"), 1),
     ):
-        steps = heuristics(problem, Device(), _PATHS)  # files of a device would say otherwise
+        steps = make_heuristic_steps(
+            problem, Device(), _PATHS
+        )  # files of a device would say otherwise
         assert steps.choose(most) == gemv_config.default_config(problem)
         assert steps.choose(most + 1).path == "aligned"
-        assert heuristics(problem, Device(), ("aligned",)).choose(most).path == "aligned"
+        assert make_heuristic_steps(problem, Device(), ("aligned",)).choose(most).path == "aligned"
 
 
 def test_packed_weights_and_odd_groups_are_not_supported() -> None:

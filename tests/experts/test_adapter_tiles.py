@@ -39,7 +39,7 @@ def made(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrink
     adapters = TileShrink(slots, problem, workspace, order, TILE)
     b = torch.zeros(5, 3, 96, rank)
     with ACCESS_LOG.races() as races:
-        found: Any = adapters.of_w1(x_TH, ExpertWeights(a, a, lora_a13=a, lora_b13=b))
+        found: Any = adapters.shrink_x(x_TH, ExpertWeights(a, a, lora_a13=a, lora_b13=b))
     assert races == []
     assert isinstance(found, TileShrinkOutput)
     workspace.check_red_zones()
@@ -60,7 +60,7 @@ def test_u_of_the_slots_of_a_tile_is_adjacent(named: str, rank: int) -> None:
     a[3] = torch.nan  # of no token
     found = made(slots, a, x_TH)
     width = round_up_to_box(2 * rank)
-    assert (width, found.up) == ({20: 64, 40: 128}[rank], rank)
+    assert (width, found.up_offset) == ({20: 64, 40: 128}[rank], rank)
     for tile, (expert, first, end) in enumerate(((0, 0, 7), (2, 7, 12))):
         tokens = [11 - row for row in range(first, end)]
         there = sorted({int(slots[t]) for t in tokens if 0 <= int(slots[t]) < 5})
@@ -93,5 +93,5 @@ def test_layers_that_append_adapters_to_the_depth_of_products(
     change: dict[str, Any], taken: bool
 ) -> None:
     problem = replace(BASE, **{"lora": "adapters=4,rank=16", **change})
-    with on_device(Device.named("NVIDIA H200")):
+    with on_device(Device.from_name("NVIDIA H200")):
         assert ("grouped_tma" in supported_paths(problem)) is taken

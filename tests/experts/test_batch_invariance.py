@@ -12,7 +12,7 @@ from tile_samples import ONE, launch, ours
 
 from experts.triton import contiguous as triton_experts
 from experts.triton.configs import lookup
-from experts.triton.configs.heuristics import ConfigSteps, heuristics
+from experts.triton.configs.heuristics import ConfigSteps, make_heuristic_steps
 from experts.triton.configs.select import (
     buffer_kinds_up_to,
     choose_config,
@@ -96,7 +96,7 @@ def test_an_override_must_be_one_tile() -> None:
     with override_config(ONE):
         assert choose_config(LAYER, 1) == ONE
     two = ours(tokens_1=(launch(), launch()), tokens_64=(launch(m=32), launch(m=32)))
-    need = "one configuration for every number of tokens"
+    need = "the same configuration of aligned for every number of tokens"
     with override_config(two), pytest.raises(ConfigurationError, match=need):
         choose_config(LAYER, 1)
 
@@ -136,10 +136,10 @@ def test_tiles_that_depend_on_the_number_of_tokens_are_detected(
     layer = replace(LAYER, hidden=640, intermediate=320, dtype=torch.float16)
 
     def by_tokens(problem: Problem, device: Device, _paths: object = None) -> ConfigSteps:
-        return heuristics(replace(problem, batch_invariant=False), device, ("aligned",))
+        return make_heuristic_steps(replace(problem, batch_invariant=False), device, ("aligned",))
 
     assert _found(pair, layer, machine) == []
-    monkeypatch.setattr(lookup, "heuristics", by_tokens)
+    monkeypatch.setattr(lookup, "make_heuristic_steps", by_tokens)
     clear_caches()
     try:
         assert any("the bits of" in line for line in _found(pair, layer, machine))
@@ -163,9 +163,11 @@ def test_a_path_that_depends_on_the_number_of_tokens_is_detected(
     def by_tokens(
         problem: Problem, device: Device, _paths: object = None, *, prepared: bool = False
     ) -> ConfigSteps:
-        return heuristics(replace(problem, batch_invariant=False), device, prepared=prepared)
+        return make_heuristic_steps(
+            replace(problem, batch_invariant=False), device, prepared=prepared
+        )
 
-    monkeypatch.setattr(lookup, "heuristics", by_tokens)
+    monkeypatch.setattr(lookup, "make_heuristic_steps", by_tokens)
     clear_caches()
     try:
         found = _found(PAIRS[0], LAYER, machine)

@@ -9,7 +9,7 @@ from ops_samples import odd_address
 from vendor_stand_in import BatchedCutlassFP4, CutlassFP4, proven
 from vendor_stand_in import fp4_gemm as stand_in
 
-from experts.cutlass.fp4_product import Fp4Weights, fp4_gemm
+from experts.cutlass.fp4_gemm import Fp4Weights, fp4_gemm
 from modular_kernel import check
 from modular_kernel.errors import InputError
 from modular_kernel.ops.fp4_rows import Fp4Rows
@@ -124,7 +124,7 @@ def operands() -> dict[str, torch.Tensor]:
         "a_scale": a_scale,
         "w": codes(EXPERTS, N, K // 2),
         "b_scale": b_scale,
-        "factors": torch.tensor([[0.5, 2.0], [1.0, 1.0], [-0.25, 0.125]]),
+        "global_scales": torch.tensor([[0.5, 2.0], [1.0, 1.0], [-0.25, 0.125]]),
         "tiles": named,
         "out": torch.full((ROWS, N), torch.nan, dtype=torch.bfloat16),
     }
@@ -132,7 +132,7 @@ def operands() -> dict[str, torch.Tensor]:
 
 def call(gemm: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
     a = Fp4Rows(given["q"], given["a_scale"])
-    b = Fp4Weights(given["w"], given["b_scale"], given["factors"])
+    b = Fp4Weights(given["w"], given["b_scale"], given["global_scales"])
     gemm(a, b, given["tiles"], given["out"])
     return given["out"]
 
@@ -175,7 +175,7 @@ PLANTED: dict[str, dict[str, Any]] = {
     },
     "weights without experts": {"w": lambda w: w[0]},
     "N off 128": {"w": lambda w: w[:, :200].contiguous()},
-    "a matrix of 64 rows": {"factors": lambda f: torch.ones(3, 4)},
+    "a matrix of 64 rows": {"global_scales": lambda f: torch.ones(3, 4)},
     "rows of another depth": {"q": lambda q: q[:, :128].contiguous()},
     "rows with gaps": {"q": lambda q: torch.zeros(ROWS, K, dtype=torch.uint8)[:, : K // 2]},
     "rows at an odd address": {"q": odd_address},
@@ -186,8 +186,8 @@ PLANTED: dict[str, dict[str, Any]] = {
     "scales of rows padded to 4 groups": {"a_scale": lambda s: s[:, :3072].contiguous()},
     "scales of weights row by row": {"b_scale": lambda s: s.view(EXPERTS * N, -1)},
     "scales of weights of one expert": {"b_scale": lambda s: s[:2].contiguous()},
-    "factors of 16 bits": {"factors": lambda f: f.half()},
-    "factors of experts alone": {"factors": lambda f: torch.ones(2, 2)},
+    "global_scales of 16 bits": {"global_scales": lambda f: f.half()},
+    "global_scales of experts alone": {"global_scales": lambda f: torch.ones(2, 2)},
     "results of 32 bits": {"out": lambda out: out.float()},
     "results of other columns": {"out": lambda out: out[:, :128].contiguous()},
     "tiles of int64": {"tiles": lambda t: t.long()},

@@ -11,8 +11,8 @@ import pytest
 import torch
 from ops_samples import odd_address
 
+from experts.cutlass.block_gemm import block_gemm
 from experts.cutlass.path import CutlassPath
-from experts.cutlass.product import block_gemm
 from experts.triton.configs.select import on_device
 from experts.triton.grouped_tma.grouped_tma_config import default_config
 from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
@@ -146,7 +146,7 @@ def test_h_is_stored_in_8_bits_only() -> None:
 def test_the_part_uses_the_path() -> None:
     from experts import CutlassExpertsFP8
 
-    with on_device(Device.of(H200)):
+    with on_device(Device.from_machine(H200)):
         paths = CutlassExpertsFP8(PROBLEM)._paths
     assert type(paths["grouped_tma"]) is CutlassPath
     assert len(paths) > 1  # calls of few tokens go elsewhere

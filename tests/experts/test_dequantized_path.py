@@ -11,7 +11,7 @@ import pytest
 import torch
 from grouped_products import H200, OAI, multiply_tiles, products_by
 
-from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.dequantized import dequantized_config
 from experts.triton.dequantized.dequantized_path import DequantizedPath
@@ -89,9 +89,9 @@ def test_the_harness_verifies_it(
     """All experts at once, and in groups of three with a smaller last group."""
     problem = replace(_BASE, **changes)
     monkeypatch.setattr(
-        dequantized_config, "experts_at_once", lambda problem: min(at_once, problem.e)
+        dequantized_config, "experts_per_chunk", lambda problem: min(at_once, problem.e)
     )
-    with override_config(dequantized_config.default(problem)):
+    with override_config(dequantized_config.default_config(problem)):
         assert choose_config(problem, 1, ("aligned", "dequantized")).path == "dequantized"
         proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
     assert proof.passed, str(proof)
@@ -99,12 +99,12 @@ def test_the_harness_verifies_it(
 
 def test_experts_are_split_into_equal_groups_that_fit_a_bounded_buffer() -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    assert dequantized_config.experts_at_once(layer) == 4
-    assert dequantized_config.values_at_once(layer) == 4 * 28672 * 4096
+    assert dequantized_config.experts_per_chunk(layer) == 4
+    assert dequantized_config.values_per_chunk(layer) == 4 * 28672 * 4096
     small = replace(layer, hidden=2048, intermediate=768, experts=128, top_k=8)
-    assert dequantized_config.experts_at_once(small) == 128
+    assert dequantized_config.experts_per_chunk(small) == 128
     huge = replace(layer, intermediate=1 << 17)
-    assert dequantized_config.experts_at_once(huge) == 1
+    assert dequantized_config.experts_per_chunk(huge) == 1
     specs = DequantizedPath(layer).specs(4096, 128)
     assert specs["dequantized"].nbytes <= 1 << 30
     assert "dequantized_tiles" in specs
@@ -147,10 +147,10 @@ def test_weights_in_other_layouts_take_another_path() -> None:
 def test_regimes_use_it_for_many_rows_per_expert(quant: str) -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=quant)
     least = dequantized_config.min_rows(layer) * 8 // 2
-    steps = heuristics(layer, H200, ("aligned", "dequantized"))
+    steps = make_heuristic_steps(layer, H200, ("aligned", "dequantized"))
     assert steps.choose(least - 1).path != "dequantized"
     pair = steps.choose(least)
-    assert pair == dequantized_config.default(layer)
+    assert pair == dequantized_config.default_config(layer)
     for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(layer), strict=True):
         assert not list(dequantized_config.violations(tile, gemm, layer, H200))
         wrong = replace(tile, block_k=32)

@@ -96,7 +96,7 @@ BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
     ({"recv_topk": torch.full((R, 2), E)}, RoutingError, "num_recv_tokens_per_expert"),
     ({"recv_topk": torch.zeros(R, 2)}, DtypeError, "recv_topk: got torch.float32"),
     ({"recv_topk": torch.zeros(R - 1, 2, dtype=torch.int32)}, ShapeError, "recv_topk: got"),
-    ({"recv_x_scale": None}, ShapeError, "got one of them, need both or none"),
+    ({"recv_x_scale": None}, ShapeError, "got one of them, need both or neither"),
     ({"output_tensor": torch.empty(387, H + 1)}, ShapeError, "output_tensor: got"),
     ({"output_tensor": torch.empty(387, H).half()}, DtypeError, "output_tensor: got torch.float16"),
     ({"m_indices": torch.empty(387)}, DtypeError, "m_indices: got torch.float32"),

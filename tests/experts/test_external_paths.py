@@ -46,7 +46,7 @@ from experts.triton.launch_config import Device
 
 # Where launches are borrowed from tuned layers, too.
 wide = Problem(tokens=9, hidden=1536, intermediate=768, experts=64, top_k=4)
-with on_device(Device.named("NVIDIA H200")):
+with on_device(Device.from_name("NVIDIA H200")):
     assert "from the nearest layer" in explain(wide, 5, paths=supported_paths(wide))
     found = [path_of(wide, tokens) for tokens in (1, 4, 5, 6, 7)]
     assert found[:2] == ["my_path"] * 2 and "my_path" not in found[2:], found
@@ -90,8 +90,8 @@ def test_it_is_listed_and_a_broken_one_does_not_affect_others(site: Path) -> Non
             "ModuleNotFoundError: No module named 'no_such_vendor_library'"
         ),
         "twin-path (twin_path:PATHS)": (
-            "ConfigurationError: path: got 'gemv', need another name: TritonExperts has a path of "
-            "its own with this one"
+            "ConfigurationError: path: got 'gemv', need another name, because TritonExperts has a "
+            "built-in path with this name"
         ),
     }
     other = next(part for part in listed["parts"] if part["name"] == "TorchExperts")
@@ -172,9 +172,12 @@ def load(monkeypatch: pytest.MonkeyPatch, *names: str) -> external_paths.Externa
         ("strings", "need a tuple of classes"),
         ("unnamed", "path Unnamed: name: got 'no identifier', need an identifier"),
         ("unlaunched", "path Unlaunched: launch: got <class 'int'>, need a dataclass"),
-        ("partial", "need every abstract method"),
-        ("foreign", "path dict: got another class, need a subclass of experts.triton.path.Path"),
-        ("base", "need another name: TritonExperts has a path of its own"),
+        ("partial", "need definitions of all abstract methods of Path"),
+        (
+            "foreign",
+            "path dict: got a class with other bases, need a subclass of experts",
+        ),
+        ("base", "need another name, because TritonExperts has a built-in path"),
     ],
 )
 def test_an_invalid_entry_point_is_refused_and_logged(

@@ -18,13 +18,13 @@ from experts.triton.launch_config import Device
 from modular_kernel.spec.problem import Machine
 
 DEFAULTS = {
-    "gemv_tma": lambda problem: gemv_tma_config.default(problem, H100),
+    "gemv_tma": lambda problem: gemv_tma_config.default_config(problem, H100),
     "grouped_tma": grouped_tma_config.default_config,
-    "dequantized": dequantized_config.default,
-    "grouped_w4": grouped_w4_config.default,
+    "dequantized": dequantized_config.default_config,
+    "grouped_w4": grouped_w4_config.default_config,
 }
 TESTS = Path(__file__).parents[1]
-H100 = Device.of(Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100"))
+H100 = Device.from_machine(Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100"))
 
 
 def loaded(name: str) -> ModuleType:

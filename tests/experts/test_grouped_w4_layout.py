@@ -5,7 +5,7 @@ import torch
 from w4_samples import INTEGERS, SCHEMES, sample
 
 from experts.triton.grouped_w4.bitwise_reference import tile_weights, untile_weights
-from experts.triton.grouped_w4.layout import PackedFormat, packed_format_of, rows_of_tiles
+from experts.triton.grouped_w4.layout import PackedFormat, choose_packed_format, list_tile_rows
 from modular_kernel.errors import DtypeError, ShapeError
 from modular_kernel.spec.quantization import QuantScheme
 
@@ -16,7 +16,7 @@ MXFP4 = PackedFormat("e2m1")
 def _come_back(quant: str, depth: int, gated: bool, step: int, **kinds: object) -> None:
     up_row = 1 if step == 2 else COLUMNS
     s = sample(quant, 2, 2 * COLUMNS if gated else COLUMNS, depth, **kinds)  # type: ignore[arg-type]
-    rows = rows_of_tiles(COLUMNS, step, up_row, gated=gated)
+    rows = list_tile_rows(COLUMNS, step, up_row, gated=gated)
     got = untile_weights(s.tiled(rows), s.packed_format)
     taken = rows.flatten()
     there = taken >= 0
@@ -49,22 +49,22 @@ def test_round_trip_of_other_schemes(
 
 def test_forms() -> None:
     parse = QuantScheme.parse
-    assert packed_format_of(parse("mxfp4_w4a16"), 64) == packed_format_of(
+    assert choose_packed_format(parse("mxfp4_w4a16"), 64) == choose_packed_format(
         parse("mxfp4_w4a16:repacked=true"), 64
     )
-    assert packed_format_of(parse("nvfp4_w4a16"), 64).lines == 16
+    assert choose_packed_format(parse("nvfp4_w4a16"), 64).lines == 16
     int4 = parse("int4_w4a16_group:group=96")
-    assert packed_format_of(int4, 96, torch.bfloat16) == PackedFormat(
+    assert choose_packed_format(int4, 96, torch.bfloat16) == PackedFormat(
         "integer", 1, "bfloat16"
     )  # one group is all
-    assert packed_format_of(int4, 192) == PackedFormat("integer", 2, "float32")
-    assert packed_format_of(parse("int4_w4a16_group:zero_points=true"), 512) == PackedFormat(
+    assert choose_packed_format(int4, 192) == PackedFormat("integer", 2, "float32")
+    assert choose_packed_format(parse("int4_w4a16_group:zero_points=true"), 512) == PackedFormat(
         "integer", 1, zero=True
     )
 
 
 def test_nan_scales_stay_nan() -> None:
-    rows = rows_of_tiles(64, 1, 0, gated=False)
+    rows = list_tile_rows(64, 1, 0, gated=False)
     for quant, each in (("mxfp4_w4a16", 32), ("nvfp4_w4a16", 16), (INTEGERS[1], 32)):
         s = sample(quant, 1, 64, 64)
         first = {"mxfp4_w4a16": 255, "nvfp4_w4a16": 127}.get(quant)
@@ -80,7 +80,7 @@ def test_nan_scales_stay_nan() -> None:
 
 def test_other_tensors_are_refused() -> None:
     s = sample("mxfp4_w4a16", 1, 64, 64)
-    rows = rows_of_tiles(64, 1, 0, gated=False)
+    rows = list_tile_rows(64, 1, 0, gated=False)
     with pytest.raises(DtypeError):
         tile_weights(s.w.int(), s.scale, rows, MXFP4)
     with pytest.raises(DtypeError):

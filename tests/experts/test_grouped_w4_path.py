@@ -13,7 +13,7 @@ import pytest
 import torch
 from grouped_products import H200, MXFP4, OAI, multiply_w4, products_by
 
-from experts.triton.configs.heuristics import heuristics, require_config
+from experts.triton.configs.heuristics import make_heuristic_steps, require_config
 from experts.triton.configs.select import choose_config, on_device, override_config
 from experts.triton.contiguous import supported_paths
 from experts.triton.grouped_w4 import grouped_w4_config
@@ -52,8 +52,10 @@ def test_the_harness_verifies_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = replace(MXFP4, **changes)
-    monkeypatch.setattr(grouped_w4_config, "chunk_size", lambda problem: min(at_once, problem.e))
-    with override_config(grouped_w4_config.default(problem, 64)):
+    monkeypatch.setattr(
+        grouped_w4_config, "experts_per_chunk", lambda problem: min(at_once, problem.e)
+    )
+    with override_config(grouped_w4_config.default_config(problem, 64)):
         assert choose_config(problem, 1, supported_paths(problem)).path == "grouped_w4"
         case = Case("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem, routing)
         proof = prove(case, machine)
@@ -65,7 +67,7 @@ def test_the_harness_verifies_it(
 )
 def test_calls_with_some_rows_per_expert_take_it(rows: int, taken: int) -> None:
     problem = replace(MXFP4, experts=6, top_k=3)
-    config = heuristics(problem, H200).choose(2 * rows)
+    config = make_heuristic_steps(problem, H200).choose(2 * rows)
     assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
 
 
@@ -74,7 +76,7 @@ def test_calls_with_some_rows_per_expert_take_it(rows: int, taken: int) -> None:
 )
 def test_tiles_for_prepared_weights_have_the_rows_of_an_expert(quant: str, least: int) -> None:
     problem = replace(MXFP4, quant=quant, experts=6, top_k=3)
-    steps = heuristics(problem, H200, prepared=True)
+    steps = make_heuristic_steps(problem, H200, prepared=True)
     for rows, taken in ((least - 1, 0), (least, 32), (21, 32), (22, 64), (55, 64), (56, 128)):
         config = steps.choose(2 * rows)
         assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken, rows
@@ -98,14 +100,14 @@ def test_tiles_for_prepared_weights_have_the_rows_of_an_expert(quant: str, least
 )
 def test_calls_of_integers_and_nvfp4(quant: str, rows: int, taken: int) -> None:
     problem = replace(MXFP4, experts=6, top_k=3, quant=quant)
-    config = heuristics(problem, H200).choose(2 * rows)
+    config = make_heuristic_steps(problem, H200).choose(2 * rows)
     assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
 
 
 @pytest.mark.parametrize("experts", [5, 7, 128])
 def test_the_first_and_last_number_of_tokens(experts: int) -> None:
     problem = replace(MXFP4, experts=experts, top_k=3)
-    steps = heuristics(problem, H200)
+    steps = make_heuristic_steps(problem, H200)
     taken = [t for t in range(700 * experts // 3) if steps.choose(t).path == "grouped_w4"]
     rows = (40 * experts / 3, 640 * experts / 3)
     assert taken == list(range(math.ceil(rows[0]), math.floor(rows[1]) + 1))
@@ -150,7 +152,7 @@ def test_tiled_weights_fit_a_bounded_buffer() -> None:
         tokens=1, hidden=2880, intermediate=2880, experts=128, top_k=4, dtype=torch.bfloat16,
         quant="mxfp4_w4a16",
     )  # fmt: skip
-    assert grouped_w4_config.chunk_size(layer) == 64
+    assert grouped_w4_config.experts_per_chunk(layer) == 64
     specs = GroupedW4Path(layer).specs(4096, 128)
     held = specs["tiled_words"].nbytes + specs["tiled_scales"].nbytes
     assert (1 << 28) < held <= 1 << 30
@@ -168,7 +170,7 @@ def test_tiled_weights_fit_a_bounded_buffer() -> None:
     ],
 )
 def test_invalid_launches_are_refused(change: dict[str, int], field: str) -> None:
-    pair = grouped_w4_config.default(MXFP4)
+    pair = grouped_w4_config.default_config(MXFP4)
     for gemm, tile in zip(gemms(MXFP4), (pair.gemm1, pair.gemm2), strict=True):
         assert not list(grouped_w4_config.violations(tile, gemm, MXFP4, H200))
         other = replace(tile, **change)

@@ -5,8 +5,8 @@ import torch
 from w4_samples import INTEGERS, SCHEMES, sample
 
 from experts.triton.grouped_w4.bitwise_reference import untile_weights
-from experts.triton.grouped_w4.layout import TiledWeights, rows_of_tiles
-from experts.triton.grouped_w4.product import tile_experts, tiled_shapes
+from experts.triton.grouped_w4.kernel_launches import tile_experts, tiled_shapes
+from experts.triton.grouped_w4.layout import TiledWeights, list_tile_rows
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 
@@ -27,7 +27,7 @@ def test_the_launch_equals_the_reference(
         s.scale.view(torch.uint8)[0, 5, 1] = 127
     up_row = 1 if step == 2 else columns
     starts = torch.tensor([0, 5, 5, 6], dtype=torch.int32)
-    expected = s.tiled(rows_of_tiles(columns, step, up_row, gated=gated))
+    expected = s.tiled(list_tile_rows(columns, step, up_row, gated=gated))
     product = s.product(columns, step, up_row, gated=gated)
     for first, count in ((0, 3), (1, 2)):
         shapes = tiled_shapes(count, columns, depth, s.packed_format, gated=gated)
@@ -49,7 +49,7 @@ def test_a_nan_scale_gives_nan(quant: str, bits: int) -> None:
     got = TiledWeights(*(torch.zeros(shape, dtype=torch.int32) for shape in shapes))
     starts = torch.tensor([0, 1], dtype=torch.int32)
     tile_experts(s.product(64, 1, 0, gated=False), starts, got, 0)
-    for made in (got, s.tiled(rows_of_tiles(64, 1, 0, gated=False))):
+    for made in (got, s.tiled(list_tile_rows(64, 1, 0, gated=False))):
         values = untile_weights(made, s.packed_format)[0, :64]
         assert values[3].isnan().all()
         assert torch.cat([values[:3], values[4:]]).isfinite().all()

@@ -17,7 +17,7 @@ from w4_samples import INTEGERS, sample
 
 from experts.triton.grouped_w4.bitwise_reference import _round_to_bf16, untile_weights
 from experts.triton.grouped_w4.kernels import unpack as kernels
-from experts.triton.grouped_w4.layout import BLOCK, rows_of_tiles
+from experts.triton.grouped_w4.layout import BLOCK, list_tile_rows
 
 _MASK = 0xFFFFFFFF
 
@@ -187,14 +187,14 @@ def _as_python(name: str) -> Callable[..., Any]:
 )
 def test_unpacking_inverts_tiling(quant: str, scales: torch.dtype | None) -> None:
     s = sample(quant, 1, 256, 128, scales=scales or torch.float32)
-    tiled, packed_format = s.tiled(rows_of_tiles(256, 1, 0, gated=False)), s.packed_format
+    tiled, packed_format = s.tiled(list_tile_rows(256, 1, 0, gated=False)), s.packed_format
     expected = untile_weights(tiled, packed_format)[0].double() * 2.0**-packed_format.scale_shift
-    unpack, scales_of_blocks = _as_python("unpack"), _as_python("scales_of_blocks")
+    unpack, load_block_scales = _as_python("unpack"), _as_python("load_block_scales")
     for step in range(2):
         places = _Place(tiled.scales[0, 0, step])
         words = tiled.words[0, 0, step].view(4, 16, 32)
         for part in range(2):
-            for block, of_block in enumerate(scales_of_blocks(places, part, str(packed_format))):
+            for block, of_block in enumerate(load_block_scales(places, part, str(packed_format))):
                 at = 2 * part + block
                 got = unpack(_Place(words[at]), of_block, None, str(packed_format)).value.double()
                 rows, depth = slice(at * BLOCK, (at + 1) * BLOCK), slice(step * BLOCK, None)

@@ -14,7 +14,7 @@ from modular_kernel.spec.problem import Problem
 
 FOLDER = Path(experts.__file__).parent / "triton" / "configs" / "data"
 FILES = sorted(FOLDER.glob("*/*.json"))
-DEVICE = Device.of(MACHINE)
+DEVICE = Device.from_machine(MACHINE)
 SCHEMES = ("none", "fp8_w8a8_block", "fp8_w8a8_channel", "int4_w4a16_group", "mxfp4_w4a16")
 STORE = ConfigLookup((("packaged", FOLDER),), DEVICE, "3.6.0")
 
@@ -35,7 +35,7 @@ def layer_of(path: Path) -> tuple[TunedConfigs, Problem]:
             tuned_configs.tuned_for.top_k,
         )
         problem = Problem(1, *sizes, quant=quant)
-        if ConfigKey.of(problem, DEVICE.name) == key:
+        if ConfigKey.from_problem(problem, DEVICE.name) == key:
             return tuned_configs, problem
     raise AssertionError(f"{path.name} is for none of {SCHEMES}")
 
@@ -43,7 +43,7 @@ def layer_of(path: Path) -> tuple[TunedConfigs, Problem]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem.replace(",", "-"))
 def test_a_file_is_found_and_fits(path: Path) -> None:
     tuned_configs, problem = layer_of(path)
-    source = STORE.source(problem)
+    source = STORE.find_source(problem)
     assert source.origin == str(path)
     assert source.notes == ()
     assert source.searched_locations == ()

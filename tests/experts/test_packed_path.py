@@ -9,7 +9,7 @@ import pytest
 import torch
 from forced_cases import proof_by
 
-from experts.triton.configs.heuristics import config_violations, heuristics, is_launchable
+from experts.triton.configs.heuristics import config_violations, is_launchable, make_heuristic_steps
 from experts.triton.configs.select import override_config
 from experts.triton.gemv_w4 import gemv_w4_config
 from experts.triton.gemv_w4.gemv_w4_config import GemvW4Config
@@ -151,7 +151,9 @@ def test_smallest_and_largest_exponents(path: str) -> None:
     problem = replace(_BASE, tokens=2, quant=_MXFP4)
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
     weights = quantize_weights(plain, problem)
-    pair = heuristics(problem, Device(), _PATHS if path == "gemv_w4" else (path,)).choose(1)
+    pair = make_heuristic_steps(problem, Device(), _PATHS if path == "gemv_w4" else (path,)).choose(
+        1
+    )
     assert pair.path == path
 
     def output(experts: str, scale: torch.Tensor) -> torch.Tensor:
@@ -184,11 +186,13 @@ def test_few_tokens_take_it() -> None:
         for depth in (768, 2048, 2880, 14336):
             problem = replace(_BASE, hidden=depth, intermediate=depth, experts=64, quant=quant)
             most = gemv_w4_config.max_tokens(problem)
-            steps = heuristics(problem, Device(), _PATHS)  # files of a device would say otherwise
+            steps = make_heuristic_steps(
+                problem, Device(), _PATHS
+            )  # files of a device would say otherwise
             assert steps.choose(most + 1).path == "aligned"
             for tokens in range(1, most + 1):
                 pair = steps.choose(tokens)
-                assert pair == gemv_w4_config.default(problem, tokens)
+                assert pair == gemv_w4_config.default_config(problem, tokens)
                 assert is_launchable(pair, problem, Device())
 
 
@@ -227,7 +231,7 @@ def test_layers_whose_second_gemm_uses_8_columns(
     problem = replace(
         _BASE, quant=quant, hidden=hidden, intermediate=intermediate, top_k=top_k, experts=128
     )
-    found = gemv_w4_config.default(problem, tokens).gemm2
+    found = gemv_w4_config.default_config(problem, tokens).gemm2
     assert (found.block_n, found.block_k, found.num_warps) == tile
 
 
@@ -235,11 +239,14 @@ def test_narrow_tiles_have_fewer_registers() -> None:
     """So that as many programs are resident as gemv_w4.config assumes."""
     narrow, wide = GemvW4Config(8, 512, 8, 1), GemvW4Config(16, 512, 8, 1)
     for gemm in (1, 2):
-        assert gemv_w4_config.registers(wide, gemm, in_lanes=True) == 128
-    assert gemv_w4_config.registers(narrow, 1, in_lanes=True) * 32 * 32 <= 1 << 16
-    assert gemv_w4_config.registers(narrow, 2, in_lanes=True) * 32 * 24 <= 1 << 16
-    assert gemv_w4_config.registers(replace(narrow, block_k=1024), 2, in_lanes=True) == 128
-    assert [gemv_w4_config.halves(tile) for tile in (narrow, wide)] == [2, 1]
+        assert gemv_w4_config.max_registers(wide, gemm, words_stay_in_lanes=True) == 128
+    assert gemv_w4_config.max_registers(narrow, 1, words_stay_in_lanes=True) * 32 * 32 <= 1 << 16
+    assert gemv_w4_config.max_registers(narrow, 2, words_stay_in_lanes=True) * 32 * 24 <= 1 << 16
+    assert (
+        gemv_w4_config.max_registers(replace(narrow, block_k=1024), 2, words_stay_in_lanes=True)
+        == 128
+    )
+    assert [gemv_w4_config.num_halves(tile) for tile in (narrow, wide)] == [2, 1]
 
 
 @pytest.mark.parametrize(("warps", "most"), [(4, 255), (8, 255), (16, 128), (32, 64)])
@@ -248,7 +255,7 @@ def test_words_exchanged_between_lanes_may_use_all_registers(warps: int, most: i
     for block_n in (8, 16):
         for gemm in (1, 2):
             tile = GemvW4Config(block_n, 512, warps, 1)
-            assert gemv_w4_config.registers(tile, gemm, in_lanes=False) == most
+            assert gemv_w4_config.max_registers(tile, gemm, words_stay_in_lanes=False) == most
 
 
 @pytest.mark.parametrize(
@@ -263,11 +270,11 @@ def test_the_largest_number_of_tokens(experts: int, top_k: int, most: int) -> No
 
 def test_a_block_has_at_most_as_many_slots_as_the_product_has_columns() -> None:
     deep = GemvW4Config(16, 1024, 8, 1)
-    assert [gemv_w4_config.chunks(deep, group) for group in (256, 128, 96, 64, 32)] == [
+    assert [gemv_w4_config.chunks_per_block(deep, group) for group in (256, 128, 96, 64, 32)] == [
         8,
         8,
         2,
         4,
         2,
     ]
-    assert gemv_w4_config.chunks(replace(deep, block_k=32), 128) == 1
+    assert gemv_w4_config.chunks_per_block(replace(deep, block_k=32), 128) == 1

@@ -26,7 +26,7 @@ from typing import ClassVar
 
 import torch
 
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
 from experts.triton.path import Path, PathCall
 from modular_kernel.ops.mlp import ExpertTokens, expert_mlps
@@ -75,7 +75,7 @@ class ToyPath(Path):
             yield Violation("rows", config.rows, "<= 8")
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         return {1: ([ToyConfig(4)], [ToyConfig(5)])} if tokens <= 6 else {}
 
     def __init__(self, problem: Problem) -> None:

@@ -19,7 +19,7 @@ from experts.triton.configs.files import (
     parse_config_file,
     read_config_file,
 )
-from experts.triton.configs.lookup import fit_to_problem, nearest
+from experts.triton.configs.lookup import fit_to_problem, nearest_count
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms, violations
 from modular_kernel.errors import ConfigurationError
@@ -60,7 +60,7 @@ def test_sglang_s_second_file_is_for_gemm_2(tmp_path: Path) -> None:
         tmp_path / NAME.replace(".json", "_down.json"),
         {"1": launch(16, 32), "50": launch(16, 128, 64)},
     )
-    steps = store(folder).source(MIXTRAL).steps
+    steps = store(folder).find_source(MIXTRAL).steps
     found = {tokens: steps.choose(tokens) for tokens in (1, 25, 26, 50, 51, 1000)}
     assert [pair.gemm1.block_m for pair in found.values()] == [16, 16, 16, 16, 64, 64]
     assert [pair.gemm2.block_n for pair in found.values()] == [32, 32, 128, 128, 128, 128]
@@ -72,7 +72,7 @@ def test_a_second_file_of_ours_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / NAME, {"1": launch()}).parent
     write(tmp_path / NAME.replace(".json", "_down.json"), ours(tokens_1=(launch(), launch())))
     with pytest.raises(ConfigurationError, match=r"_down\.json"):
-        store(folder).source(MIXTRAL)
+        store(folder).find_source(MIXTRAL)
 
 
 def test_our_files_round_trip() -> None:
@@ -114,7 +114,7 @@ def test_times_are_stored_with_the_tiles() -> None:
 def test_the_nearest_number_of_tokens_is_used(
     keys: tuple[int, ...], tokens: int, expected: int
 ) -> None:
-    assert nearest(keys, tokens) == expected
+    assert nearest_count(keys, tokens) == expected
     file = {str(key): launch(k=64, GROUP_SIZE_M=key) for key in keys}
     found = fit_to_problem(parse_config_file(json.dumps(file), "x"), MIXTRAL, H200).steps.choose(
         tokens
@@ -126,7 +126,7 @@ def test_the_nearest_number_of_tokens_is_used(
 def test_steps_and_nearest_agree(keys: set[int], tokens: int) -> None:
     file = {str(key): launch(GROUP_SIZE_M=key) for key in keys}
     found = fit_to_problem(parse_config_file(json.dumps(file), "x"), MIXTRAL, H200)
-    assert found.steps.choose(tokens).gemm2.group_m == nearest(found.keys, tokens)
+    assert found.steps.choose(tokens).gemm2.group_m == nearest_count(found.token_counts, tokens)
 
 
 # ------------------------------------------------------------------------------------------ hostile
@@ -178,7 +178,7 @@ HOSTILE: dict[str, str] = {
 def test_a_malformed_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = write(tmp_path / NAME, text)
     with pytest.raises(ConfigurationError) as refused:
-        store(path.parent).source(MIXTRAL)
+        store(path.parent).find_source(MIXTRAL)
     assert str(path) in str(refused.value)
     assert len(str(refused.value)) < 600 + len(str(path))
 
@@ -189,9 +189,9 @@ def test_other_bytes_and_sizes_are_refused_by_name(tmp_path: Path) -> None:
     for data in (good.replace(b"x", b"\xff"), good.ljust(MAX_FILE_BYTES + 1)):
         path.write_bytes(data)
         with pytest.raises(ConfigurationError, match="device_name=NVIDIA_H200"):
-            store(path.parent).source(MIXTRAL)
+            store(path.parent).find_source(MIXTRAL)
     path.write_text(json.dumps({"64": launch()}).ljust(MAX_FILE_BYTES), encoding="utf-8")
-    assert store(path.parent).source(MIXTRAL).keys == (64,)
+    assert store(path.parent).find_source(MIXTRAL).token_counts == (64,)
 
 
 def test_an_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_an_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
         folder.mkdir()
         make(folder / NAME)
         with pytest.raises(ConfigurationError, match="not a regular file"):
-            store(folder).source(MIXTRAL)
+            store(folder).find_source(MIXTRAL)
 
 
 # --------------------------------------------------------------------------------------- validation
@@ -231,7 +231,7 @@ def test_our_files_and_overrides_must_fit(
     bad = {"gemm1": first, "gemm2": launch(first["BLOCK_SIZE_M"])}
     path = write(tmp_path / NAME, {"format": FORMAT, "64": bad})
     with pytest.raises(ConfigurationError) as refused:
-        store(path.parent).source(MIXTRAL)
+        store(path.parent).find_source(MIXTRAL)
     assert str(path) in str(refused.value)
     assert f"tokens 64: GEMM 1 {what}: got" in str(refused.value)
     assert need in str(refused.value)
@@ -248,7 +248,7 @@ def test_their_files_must_have_valid_tiles(
 ) -> None:
     path = write(tmp_path / NAME, {"64": launch(32) | changes})
     with pytest.raises(ConfigurationError, match=f"{what}: got .*{need}") as refused:
-        store(path.parent).source(replace(MIXTRAL, activation="relu2"))
+        store(path.parent).find_source(replace(MIXTRAL, activation="relu2"))
     assert str(path) in str(refused.value)
 
 
@@ -263,7 +263,7 @@ def test_a_step_has_one_scale(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     path = write(tmp_path / name, {"64": wide, "512": wide})
     for _ in range(3):
         with caplog.at_level(logging.WARNING):
-            source = store(path.parent).source(BLOCK_FP8)
+            source = store(path.parent).find_source(BLOCK_FP8)
     assert {pair.gemm1.block_k for pair in source.steps.configs} == {128}
     (record,) = caplog.records
     assert str(path) in record.message

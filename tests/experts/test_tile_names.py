@@ -105,7 +105,7 @@ def test_a_key_without_a_name_cannot_be_made(fields: dict[str, Any]) -> None:
 def test_every_problem_has_names(quant: str, dtype: str) -> None:
     problem = replace(MIXTRAL, quant=quant, dtype=dtype)
     names = file_names_for(problem, "NVIDIA H200")
-    assert ConfigKey.of(problem, "NVIDIA H200").file_name == names[0]
+    assert ConfigKey.from_problem(problem, "NVIDIA H200").file_name == names[0]
     keys = [ConfigKey.parse(name) for name in names]
     assert {key.experts for key in keys} == {8}
     known = {"", "float32", "fp8_w8a8", "fp8_w8a16", "int8_w8a8", "int8_w8a16", "int4_w4a16"}
@@ -151,4 +151,6 @@ def test_experts_are_those_of_this_rank() -> None:
 def test_repacked_weights_use_the_files_of_their_format() -> None:
     plain = Problem(1, 2048, 768, 128, 8, quant="mxfp4_w4a16")
     repacked = replace(plain, quant="mxfp4_w4a16:repacked=true")
-    assert ConfigKey.of(repacked, "NVIDIA H200") == ConfigKey.of(plain, "NVIDIA H200")
+    assert ConfigKey.from_problem(repacked, "NVIDIA H200") == ConfigKey.from_problem(
+        plain, "NVIDIA H200"
+    )

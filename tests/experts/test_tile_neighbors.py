@@ -13,7 +13,7 @@ from experts.triton.configs.files import (
     parse_config_file,
     read_config_file,
 )
-from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.lookup import fit_to_problem
 from experts.triton.configs.nearest import (
     BorrowedConfig,
@@ -22,7 +22,7 @@ from experts.triton.configs.nearest import (
     borrow_configs,
     steps_from_borrowed,
 )
-from experts.triton.configs.select import _reason, current_lookup, explain, on_device
+from experts.triton.configs.select import _describe_source, current_lookup, explain, on_device
 from experts.triton.gemv import gemv_config
 from experts.triton.gemv_w4 import gemv_w4_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
@@ -31,7 +31,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 
 QWEN = Problem(tokens=1, hidden=2048, intermediate=768, experts=128, top_k=8)
-NOTHING = heuristics(MIXTRAL, H200, ("aligned",))
+NOTHING = make_heuristic_steps(MIXTRAL, H200, ("aligned",))
 FOLDER = "triton_3_6_0"
 
 
@@ -42,13 +42,13 @@ def packaged(folder: Path, problem: Problem, *, tuned: bool = True, **entries: i
     if tuned:
         facts = {"hidden": problem.hidden, "top_k": problem.top_k}
         contents["tuned_for"] = {"experts_part": "TritonExperts", **facts}
-    name = ConfigKey.of(problem, H200.name).file_name
+    name = ConfigKey.from_problem(problem, H200.name).file_name
     return write(folder / FOLDER / name, contents)
 
 
 def known(folder: Path, problem: Problem, **entries: int) -> TunedLayer:
     path = packaged(folder, problem, **entries)
-    return TunedLayer.of(ConfigKey.parse(path.name), read_config_file(path))
+    return TunedLayer.from_config_file(ConfigKey.parse(path.name), read_config_file(path))
 
 
 def block_ms(found: list[BorrowedConfig]) -> list[int]:
@@ -85,10 +85,10 @@ def test_without_a_near_layer_the_regimes_are_used(tmp_path: Path) -> None:
 
 
 def test_a_point_is_nearest_to_itself() -> None:
-    here = Point.of(8, 2, 4096, 14336, 64)
-    assert here.distance(here) == 0
-    assert Point.of(8, 2, 4096, 14336, 1).rows == 0, "one row in each of two experts"
-    assert Point.of(1, 1, 64, 64, 4) == Point(2.0, 0.0, 6.0, 6.0)
+    here = Point.from_call(8, 2, 4096, 14336, 64)
+    assert here.distance_to(here) == 0
+    assert Point.from_call(8, 2, 4096, 14336, 1).rows == 0, "one row in each of two experts"
+    assert Point.from_call(1, 1, 64, 64, 4) == Point(2.0, 0.0, 6.0, 6.0)
 
 
 def test_launches_that_do_not_fit_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_for_packed_weights_the_path_is_reused_but_not_its_launches(
     monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
     theirs = replace(QWEN, quant="mxfp4_w4a16", hidden=2880, intermediate=2880, top_k=4)
     mine = replace(theirs, hidden=4096)
-    lent = gemv_w4_config.default(theirs)
+    lent = gemv_w4_config.default_config(theirs)
     tuned_configs = TunedConfigs(
         "x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, True, paths=((1, "gemv_w4"),)
     )
@@ -139,7 +139,7 @@ def test_for_packed_weights_the_path_is_reused_but_not_its_launches(
     most = gemv_w4_config.max_tokens(mine)
     for number in (1, 2, most):
         (found,) = borrow_configs([lender], mine, H200, NOTHING, [number])
-        assert found.config == gemv_w4_config.default(mine, number) != lent
+        assert found.config == gemv_w4_config.default_config(mine, number) != lent
         assert found.origin.startswith("E=128, K=4, H=2880")
 
 
@@ -156,12 +156,12 @@ def test_neighbors_are_used_after_files_and_before_heuristics(tmp_path: Path) ->
     user, shipped = tmp_path / "user", tmp_path / "shipped"
     here = store(user, shipped)
     packaged(shipped, QWEN, t1=16, t4096=128)
-    source = here.source(MIXTRAL)
+    source = here.find_source(MIXTRAL)
     assert source.origin == "nearest"
     assert len(source.step_origins) == len(source.steps.last_tokens)
     assert set(source.step_origins) == {"heuristics"}, "it is far"
     packaged(shipped, replace(MIXTRAL, intermediate=7168), t1=16, t64=128)
-    source = here.source(MIXTRAL)
+    source = here.find_source(MIXTRAL)
     assert source.step_origins[0] == "E=8, K=2, H=4096, I=7168, 1 token"
     assert source.steps.choose(64).gemm1.block_m == 128
     assert len(source.searched_locations) == 2
@@ -169,15 +169,19 @@ def test_neighbors_are_used_after_files_and_before_heuristics(tmp_path: Path) ->
         replace(MIXTRAL, quant="fp8_w8a8_block"),  # no file of this number format
         replace(MIXTRAL, hidden=4100),  # rows start elsewhere
     ):
-        assert here.source(other).origin == "heuristics"
+        assert here.find_source(other).origin == "heuristics"
     elsewhere = replace(here, device=replace(H200, name="NVIDIA H100"))
-    assert elsewhere.source(MIXTRAL).origin == "heuristics"
-    assert replace(here, triton="3.7.0").source(MIXTRAL).origin == "heuristics"
+    assert elsewhere.find_source(MIXTRAL).origin == "heuristics"
+    assert replace(here, triton="3.7.0").find_source(MIXTRAL).origin == "heuristics"
     only_the_user_s = store(shipped)
-    assert only_the_user_s.source(MIXTRAL).origin == "heuristics", "what is tried out is not lent"
+    assert only_the_user_s.find_source(MIXTRAL).origin == "heuristics", (
+        "what is tried out is not lent"
+    )
     packaged(user, MIXTRAL, t1=64)
-    assert here.source(MIXTRAL).origin.startswith(str(user))
-    assert here.source(MIXTRAL).steps.choose(1) != heuristics(MIXTRAL, H200).choose(1)
+    assert here.find_source(MIXTRAL).origin.startswith(str(user))
+    assert here.find_source(MIXTRAL).steps.choose(1) != make_heuristic_steps(MIXTRAL, H200).choose(
+        1
+    )
 
 
 def test_rows_per_expert_determine_the_path_and_block_of_a_neighbor(tmp_path: Path) -> None:
@@ -185,11 +189,14 @@ def test_rows_per_expert_determine_the_path_and_block_of_a_neighbor(tmp_path: Pa
     64."""
     layer = replace(MIXTRAL, experts=64, top_k=8, intermediate=2048)
     packaged(tmp_path, replace(layer, intermediate=2560), t128=32, t256=32, t512=64)
-    source = store(tmp_path / "u", tmp_path).source(layer)
+    source = store(tmp_path / "u", tmp_path).find_source(layer)
     assert [source.steps.choose(t).gemm1.block_m for t in (128, 256, 512)] == [32, 32, 64]
     device = Device("NVIDIA H200", tma=True)
     paths = tuple(path.name for path in PATHS if path.supports(layer, device))
-    steps, own = source.launch_steps(layer, device, paths), heuristics(layer, device, paths)
+    steps, own = (
+        source.launch_steps(layer, device, paths),
+        make_heuristic_steps(layer, device, paths),
+    )
     assert steps.choose(128) == source.steps.choose(128) != own.choose(128)
     assert steps.choose(192) == source.steps.choose(192), "up to 24 rows"
     assert steps.choose(193) == own.choose(193) != source.steps.choose(193)
@@ -198,13 +205,15 @@ def test_rows_per_expert_determine_the_path_and_block_of_a_neighbor(tmp_path: Pa
     assert {config.path for config in only.configs} == {"aligned"}
     assert only.choose(512).gemm1.block_m == 128
     with on_device(device):
-        assert "heuristics: 64 rows an expert" in _reason(source, layer, 512, own.choose(512))
+        assert "heuristics: 64 rows per expert" in _describe_source(
+            source, layer, 512, own.choose(512)
+        )
 
 
 def test_a_packaged_file_states_its_layer(tmp_path: Path) -> None:
     packaged(tmp_path, QWEN, tuned=False, t1=16)
     with pytest.raises(ConfigurationError, match="tuned_for"):
-        store(tmp_path / "none", tmp_path).source(MIXTRAL)
+        store(tmp_path / "none", tmp_path).find_source(MIXTRAL)
 
 
 def test_explain_names_the_neighbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experts.triton.configs.files import configs_from_override
-from experts.triton.configs.heuristics import heuristics, require_config
+from experts.triton.configs.heuristics import make_heuristic_steps, require_config
 from experts.triton.configs.lookup import fit_to_problem
 from experts.triton.configs.select import override_config
 from experts.triton.grouped_tma import grouped_tma_config
@@ -24,9 +24,9 @@ SERVED = ("none", "fp8_w8a8_channel", "fp8_w8a8_block")
 @pytest.mark.parametrize("quant", SERVED)
 def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
     problem = replace(MIXTRAL, quant=quant)
-    steps = heuristics(problem, H200)
+    steps = make_heuristic_steps(problem, H200)
     least = grouped_tma_config.min_tokens(problem)
-    narrow = grouped_tma_config.narrow_tokens(problem)
+    narrow = grouped_tma_config.max_narrow_tokens(problem)
     assert 0 < least < narrow
     assert steps.choose(least - 1).path != "grouped_tma"
     few, many = steps.choose(least), steps.choose(narrow + 1)
@@ -37,9 +37,11 @@ def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
         assert pair.path == "grouped_tma"
         require_config(pair, problem, H200, "heuristics")
         for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-            mode = grouped_tma_config.MODES[quant]
+            mode = grouped_tma_config.MODE_BY_SCHEME[quant]
             assert not list(grouped_tma_config.violations(tile, gemm, mode, H200))
-    assert {p.path for p in heuristics(problem, H200, ("aligned",)).configs} == {"aligned"}
+    assert {p.path for p in make_heuristic_steps(problem, H200, ("aligned",)).configs} == {
+        "aligned"
+    }
 
 
 def test_layers_whose_rows_are_gathered() -> None:
@@ -56,7 +58,7 @@ def test_layers_whose_rows_are_gathered() -> None:
         tile = replace(
             grouped_tma_config.default_config(problem).gemm1, block_n=64, num_stages=ring + 2
         )
-        mode = grouped_tma_config.MODES[quant]
+        mode = grouped_tma_config.MODE_BY_SCHEME[quant]
         assert list(grouped_tma_config.violations(tile, gemm, mode, H200))
 
 
@@ -90,7 +92,7 @@ def test_outputs_are_staged_in_the_memory_left_by_the_ring(
 ) -> None:
     """Of 227 KiB; every tile that can be launched has space for one box of each warpgroup."""
     tile = LaunchConfig(grouped_tma_config.BLOCK_M, 2 * half, 64, 8, 4, stages)
-    assert grouped_tma_config.staging_slots(tile, half, columns) == slots
+    assert grouped_tma_config.num_staging_buffers(tile, half, columns) == slots
     ring = stages * (grouped_tma_config.BLOCK_M + 2 * half) * grouped_tma_config.BOX_BYTES
     boxes = slots * 2 * 64 * columns * 2
     assert ring + boxes <= H200.shared
@@ -116,7 +118,7 @@ def test_outputs_are_staged_in_the_memory_left_by_the_ring(
 def test_unsupported_problems_take_the_aligned_path(other: dict[str, object]) -> None:
     problem = replace(MIXTRAL, **other)
     assert not grouped_tma_config.supports(problem, H200)
-    assert "grouped_tma" not in {pair.path for pair in heuristics(problem, H200).configs}
+    assert "grouped_tma" not in {pair.path for pair in make_heuristic_steps(problem, H200).configs}
 
 
 def test_other_devices_do_not_run_it() -> None:

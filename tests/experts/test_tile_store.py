@@ -50,14 +50,14 @@ def test_precedence_is_user_file_then_packaged_file_then_regimes(tmp_path: Path)
     user = write(tmp_path / f"user/{NAME}", ours(tokens_1=(launch(16), launch(16))))
     packaged = write(tmp_path / f"packaged/{NAME}", ours(tokens_1=(launch(32), launch(32))))
     both = store(user.parent, packaged.parent)
-    assert both.source(MIXTRAL).origin == str(user)
+    assert both.find_source(MIXTRAL).origin == str(user)
     user.unlink()
-    source = both.source(MIXTRAL)
+    source = both.find_source(MIXTRAL)
     assert source.origin == str(packaged)
     assert source.searched_locations == (f"user {user.parent}: no file",)
     packaged.unlink()
     packaged.parent.rmdir()
-    source = both.source(MIXTRAL)
+    source = both.find_source(MIXTRAL)
     assert source.origin == "heuristics"
     assert source.searched_locations[1] == f"packaged {packaged.parent}: no such folder"
 
@@ -72,11 +72,11 @@ def test_precedence_is_this_triton_then_no_version_then_the_newest_other(
     write(tmp_path / f"triton_best/{NAME}", entry)
     for path in paths:
         with caplog.at_level(logging.WARNING):
-            assert store(paths[1].parent).source(MIXTRAL).origin == str(path)
+            assert store(paths[1].parent).find_source(MIXTRAL).origin == str(path)
         path.unlink()
     warned = [record.message for record in caplog.records]
     assert [str(path) in text for path, text in zip(paths[2:], warned, strict=True)] == [True] * 3
-    assert "tuned with triton 3.10.0, this is 3.6.0" in warned[0]
+    assert "tuned with Triton 3.10.0, but the installed version is 3.6.0" in warned[0]
 
 
 def test_a_file_of_another_triton_is_logged_once(
@@ -87,7 +87,7 @@ def test_a_file_of_another_triton_is_logged_once(
     )
     with caplog.at_level(logging.WARNING):
         for hidden in (4096, 2048, 1024):
-            store(path.parent).source(replace(MIXTRAL, hidden=hidden))
+            store(path.parent).find_source(replace(MIXTRAL, hidden=hidden))
     assert [record.name for record in caplog.records] == ["modular_kernel.tiles"]
     assert "\n" not in caplog.text.strip()
 
@@ -99,16 +99,16 @@ def test_a_file_of_the_same_or_an_unknown_triton_is_not_logged(
 ) -> None:
     path = write(tmp_path / NAME, {**ours(tokens_1=(launch(), launch())), "triton_version": there})
     with caplog.at_level(logging.WARNING):
-        store(path.parent, triton=triton).source(MIXTRAL)
+        store(path.parent, triton=triton).find_source(MIXTRAL)
     assert not caplog.records
 
 
 def test_vllm_names_are_found_after_ours(tmp_path: Path) -> None:
     stem = NAME.removesuffix(".json") + ",dtype=fp8_w8a8,block_shape="
     theirs = write(tmp_path / f"{stem}[128,128].json", {"1": launch()})
-    assert store(theirs.parent).source(BLOCK_FP8).origin == str(theirs)
+    assert store(theirs.parent).find_source(BLOCK_FP8).origin == str(theirs)
     mine = write(tmp_path / f"triton_3_1_0/{stem}[128, 128].json", {"1": launch()})
-    assert store(theirs.parent).source(BLOCK_FP8).origin == str(mine)
+    assert store(theirs.parent).find_source(BLOCK_FP8).origin == str(mine)
 
 
 def test_rows_that_load_slowly_do_not_get_large_tiles(tmp_path: Path) -> None:
@@ -117,17 +117,17 @@ def test_rows_that_load_slowly_do_not_get_large_tiles(tmp_path: Path) -> None:
     """
     odd = replace(MIXTRAL, hidden=4100)
     foreign = write(tmp_path / NAME, {"1": launch(64, 256)})
-    source = store(foreign.parent).source(odd)
+    source = store(foreign.parent).find_source(odd)
     assert source.origin == "heuristics"
     assert "16 elements" in source.searched_locations[0]
     facts = {"experts_part": "TritonExperts", "hidden": 4100, "top_k": 2}
     write(tmp_path / NAME, {**ours(tokens_1=(launch(), launch())), "tuned_for": facts})
-    assert store(foreign.parent).source(odd).origin == str(foreign)
+    assert store(foreign.parent).find_source(odd).origin == str(foreign)
 
 
 def test_without_a_gpu_no_file_is_used(tmp_path: Path) -> None:
     folder = write(tmp_path / "E=8,N=14336,device_name=_.json", "broken").parent
-    source = ConfigLookup((("user", folder),), Device(), TRITON).source(MIXTRAL)
+    source = ConfigLookup((("user", folder),), Device(), TRITON).find_source(MIXTRAL)
     assert (source.origin, source.searched_locations) == ("heuristics", ())
 
 
@@ -154,7 +154,7 @@ def test_packaged_files_of_another_top_k_give_launches_that_fit(quant: str, top_
     keys = {ConfigKey.parse(path.name) for path in folder.rglob("*.json")}
     sizes = {(key.experts, key.intermediate) for key in keys if key.experts >= top_k}
     assert len(sizes) > 3
-    device = Device.named("NVIDIA H200")
+    device = Device.from_name("NVIDIA H200")
     for experts, intermediate in sizes:
         problem = Problem(1, 2048, intermediate, experts, top_k, quant=quant)
         paths = tuple(path.name for path in PATHS if path.supports(problem, device))
@@ -221,9 +221,9 @@ def test_without_a_file_the_regimes_are_used(dtype: str, experts: int, top_k: in
 @pytest.mark.parametrize("quant", sorted(set(QUANT_SCHEMES) - {"nvfp4_w4a4"}))
 @pytest.mark.parametrize("arch", [(8, 0), (8, 9), (9, 0), (12, 0)])
 def test_regimes_fit_every_scheme_and_device(quant: str, arch: tuple[int, int]) -> None:
-    device = Device.of(Machine("cuda", arch, name="X"))
+    device = Device.from_machine(Machine("cuda", arch, name="X"))
     problem = replace(MIXTRAL, quant=quant)
-    for pair in ConfigLookup((), device, TRITON).source(problem).steps.configs:
+    for pair in ConfigLookup((), device, TRITON).find_source(problem).steps.configs:
         assert not list(config_violations(pair, problem, device))
 
 
@@ -274,7 +274,7 @@ def test_explain_names_the_file_and_the_reason(here: Path) -> None:
     assert "on NVIDIA H200" in text
     assert "GEMM 1: block_m=16 block_n=64 block_k=128 group_m=1 warps=4 stages=3 (gate" in text
     assert "triton_version" not in text
-    assert "note: tuned for hidden=2048, this problem has 4096" in text
+    assert "note: tuned for hidden=2048, but this problem has hidden=4096" in text
     assert "GEMM 2: block_m=64 block_n=32" in explain(MIXTRAL, 41)
     with override_config(ONE):
         assert "from override_config: tokens 1 is the nearest of 1" in explain(MIXTRAL, 41)
@@ -282,7 +282,7 @@ def test_explain_names_the_file_and_the_reason(here: Path) -> None:
 
 def test_explain_states_why_there_is_no_file(here: Path) -> None:
     text = explain(MIXTRAL, 100)
-    assert re.search(r"heuristic \d of \d: 25 rows an expert", text)
+    assert re.search(r"heuristic \d of \d: 25 rows per expert", text)
     assert f"looked in user {here}: no such folder" in text
     assert f"`mk tune` writes one: {NAME}" in text
     assert "device_name=NVIDIA_B200" in explain(MIXTRAL, 1, "NVIDIA B200")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experts.triton.configs.files import TunedConfigs, configs_from_override
-from experts.triton.configs.heuristics import heuristics, require_config
+from experts.triton.configs.heuristics import make_heuristic_steps, require_config
 from experts.triton.configs.lookup import fit_to_problem
 from experts.triton.configs.nearest import TunedLayer, borrow_configs
 from experts.triton.configs.select import on_device
@@ -24,20 +24,20 @@ QWEN = Problem(
     tokens=1, hidden=2048, intermediate=1408, experts=128, top_k=8, quant="fp8_w8a8_channel"
 )
 BLOCKS = replace(QWEN, quant="fp8_w8a8_block")
-PAIR = gemv_tma_config.default(QWEN, H200)
+PAIR = gemv_tma_config.default_config(QWEN, H200)
 
 
 @pytest.mark.parametrize(("problem", "most"), [(QWEN, 8), (BLOCKS, 4)], ids=("channel", "block"))
 def test_few_tokens_take_it_with_tiles_that_fit(problem: Problem, most: int) -> None:
     assert gemv_tma_config.max_tokens(problem) == most
-    steps = heuristics(problem, H200)
+    steps = make_heuristic_steps(problem, H200)
     pair = steps.choose(1)
     assert pair.path == "gemv_tma"
     assert steps.choose(most) == pair
     assert steps.choose(most + 1).path != "gemv_tma"
     require_config(pair, problem, H200, "heuristics")
     assert "gemv_tma" not in {
-        p.path for p in heuristics(problem, H200, ("aligned", "gemv")).configs
+        p.path for p in make_heuristic_steps(problem, H200, ("aligned", "gemv")).configs
     }
 
 
@@ -50,7 +50,7 @@ def test_the_ring_fills_the_memory_left_by_the_vectors(
 ) -> None:
     """And its stages are as deep as four of them fit."""
     problem = replace(QWEN, intermediate=depth)
-    tile = gemv_tma_config.default(problem, H200).gemm2
+    tile = gemv_tma_config.default_config(problem, H200).gemm2
     assert (tile.block_k, tile.num_stages) == (block_k, places)
     longer = replace(tile, num_stages=places + 1)
     found = list(gemv_tma_config.violations(longer, gemms(problem)[1], H200))
@@ -60,8 +60,10 @@ def test_the_ring_fills_the_memory_left_by_the_vectors(
 def test_short_vectors_with_block_scales_take_the_single_path() -> None:
     problem = replace(BLOCKS, intermediate=768)
     assert gemv_tma_config.supports(problem, H200)
-    assert heuristics(problem, H200).choose(1).path == "gemv"
-    assert heuristics(replace(problem, quant=QWEN.quant), H200).choose(1).path == "gemv_tma"
+    assert make_heuristic_steps(problem, H200).choose(1).path == "gemv"
+    assert (
+        make_heuristic_steps(replace(problem, quant=QWEN.quant), H200).choose(1).path == "gemv_tma"
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,12 +88,12 @@ def test_short_vectors_with_block_scales_take_the_single_path() -> None:
 def test_unsupported_problems_take_other_paths(other: dict[str, object]) -> None:
     problem = replace(QWEN, **other)
     assert not gemv_tma_config.supports(problem, H200)
-    assert "gemv_tma" not in {pair.path for pair in heuristics(problem, H200).configs}
+    assert "gemv_tma" not in {pair.path for pair in make_heuristic_steps(problem, H200).configs}
 
 
 def test_other_devices_do_not_run_it() -> None:
     assert not gemv_tma_config.supports(QWEN, Device("NVIDIA A100"))
-    assert "gemv_tma" not in {pair.path for pair in heuristics(QWEN, Device()).configs}
+    assert "gemv_tma" not in {pair.path for pair in make_heuristic_steps(QWEN, Device()).configs}
 
 
 @pytest.mark.parametrize(
@@ -135,10 +137,10 @@ def test_the_path_of_a_neighbor_is_reused_but_not_its_ring() -> None:
     tuned_configs = TunedConfigs("x", *launches, False, True, paths=((1, "gemv_tma"),))
     deep = replace(QWEN, hidden=3584)
     known = TunedLayer(QWEN.e, QWEN.top_k, QWEN.hidden, QWEN.intermediate, tuned_configs)
-    otherwise = heuristics(deep, H200, ("aligned",))
-    (borrowed,) = borrow_configs([known], deep, H200, otherwise, tokens=(1,))
+    otherwise = make_heuristic_steps(deep, H200, ("aligned",))
+    (borrowed,) = borrow_configs([known], deep, H200, otherwise, token_counts=(1,))
     assert borrowed.origin.startswith(known.name)
-    assert borrowed.config == gemv_tma_config.default(deep, H200) != PAIR
+    assert borrowed.config == gemv_tma_config.default_config(deep, H200) != PAIR
 
 
 def test_tuning_tries_every_ring_that_fits() -> None:

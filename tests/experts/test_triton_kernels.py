@@ -14,7 +14,7 @@ from vendor_stand_in import TritonKernels, proven, triton_kernels_3_5
 
 from experts.triton_kernels import library
 from experts.triton_kernels.tile_maps import (
-    SIZES,
+    TILE_ROWS,
     TileMaps,
     max_num_tiles,
     tile_maps_ref,
@@ -67,7 +67,7 @@ def test_tile_maps_equal_their_reference(counts: list[int]) -> None:
     tile_maps_ref(starts, reference)
     for kernel, torch_s in zip(vars(made).values(), vars(reference).values(), strict=True):
         assert torch.equal(kernel, torch_s)
-    for place, size in enumerate(SIZES):
+    for place, size in enumerate(TILE_ROWS):
         tiles = [(b << 16) | e for e, n in enumerate(counts) for b in range(-(-n // size))]
         behind = max_num_tiles(sum(counts) + 2, len(counts)) - len(tiles)
         assert made.maps[place].tolist() == tiles + [-1] * behind
@@ -175,7 +175,7 @@ def test_the_harness_verifies_mxfp4(routing: str) -> None:
 
 def with_each_size(**one: Any) -> None:
     """Use each size of tiles in turn."""
-    for _ in SIZES:
+    for _ in TILE_ROWS:
         library.ragged_matmul(triton_kernels_3_5, **one)
 
 
@@ -236,6 +236,6 @@ def test_a_package_imported_from_elsewhere_is_kept(site: Path) -> None:
     (site / "vllm").mkdir()
     (site / "vllm/__init__.py").write_text("")
     put(site, "vllm/third_party/triton_kernels")
-    with pytest.raises(ConfigurationError, match="is imported already"):
+    with pytest.raises(ConfigurationError, match="was already imported from"):
         library.load()
     assert sys.modules["triton_kernels"] is other

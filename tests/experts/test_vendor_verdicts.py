@@ -242,7 +242,7 @@ def test_options_describe_the_machine(capsys: pytest.CaptureFixture[str]) -> Non
     assert refused.code == 1
     found = refused.json
     assert [r["rule"] for r in found["rejections"]] == ["archs", "package"]
-    assert found["rejections"][1]["hint"].startswith("install DeepGEMM by the script of")
+    assert found["rejections"][1]["hint"].startswith("install DeepGEMM with the script in")
     assert not found["explained"]
 
 

@@ -40,7 +40,7 @@ def test_there_are_cases_where_the_path_runs() -> None:
 def test_proven(
     case: Case, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dequantized_config, "experts_at_once", lambda p: min(at_once, p.e))
-    with override_config(dequantized_config.default(case.problem)):
+    monkeypatch.setattr(dequantized_config, "experts_per_chunk", lambda p: min(at_once, p.e))
+    with override_config(dequantized_config.default_config(case.problem)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)

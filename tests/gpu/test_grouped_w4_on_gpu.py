@@ -55,8 +55,8 @@ def test_there_are_cases_where_the_path_runs() -> None:
 def _proven(
     case: Case, rows: int, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped_w4_config, "chunk_size", lambda p: min(at_once, p.e))
-    with override_config(grouped_w4_config.default(case.problem, rows)):
+    monkeypatch.setattr(grouped_w4_config, "experts_per_chunk", lambda p: min(at_once, p.e))
+    with override_config(grouped_w4_config.default_config(case.problem, rows)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)
 
@@ -82,7 +82,7 @@ def test_calls_with_prepared_weights_are_replayed_until_these_are_written() -> N
     given = make_inputs(problem, "uniform", torch.device("cuda"))
     kernel = make_kernel(*PAIR, problem)
     weights, plan = kernel.prepare_weights(given.weights), kernel.plan()
-    with override_config(grouped_w4_config.default(problem, 128)):
+    with override_config(grouped_w4_config.default_config(problem, 128)):
         forced = make_kernel(*PAIR, problem)
         want = forced(given.x_TH, given.weights, given.routing)
     for _ in range(3):

@@ -50,7 +50,7 @@ def test_there_are_cases_where_the_path_runs() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_proven(case: Case, machine: Machine) -> None:
-    with override_config(gemv_tma_config.default(case.problem, current_lookup().device)):
+    with override_config(gemv_tma_config.default_config(case.problem, current_lookup().device)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)
 

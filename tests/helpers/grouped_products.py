@@ -11,7 +11,7 @@ from experts.triton.configs.select import on_device
 from experts.triton.grouped.base import GemmRows
 from experts.triton.grouped_w4.bitwise_reference import untile_weights
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
-from experts.triton.grouped_w4.layout import TiledWeights, packed_format_of, rows_of_tiles
+from experts.triton.grouped_w4.layout import TiledWeights, choose_packed_format, list_tile_rows
 from experts.triton.launch_config import Device, LaunchConfig
 from experts.triton.operands import GemmOperands
 from modular_kernel.ops.activation import activation_constants
@@ -77,9 +77,9 @@ def multiply_w4(
     assert product.tiles is not None
     assert product.tile_scales is not None
     gated, depth = bool(product.constants["GATED"]), rows.values.shape[1]
-    packed_format = packed_format_of(product.scheme, depth, product.scale.dtype)
+    packed_format = choose_packed_format(product.scheme, depth, product.scale.dtype)
     tiled = TiledWeights(product.tiles, product.tile_scales)
-    source_rows = rows_of_tiles(
+    source_rows = list_tile_rows(
         product.columns, product.step, product.up_row, gated=gated
     ).flatten()
     valid_rows = (source_rows >= 0).nonzero()[:, 0]

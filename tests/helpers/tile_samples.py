@@ -61,7 +61,7 @@ def on_an_h200(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Simulate an H200 without packaged files; yield the user's folder, which is in `folder`."""
     monkeypatch.setenv("MK_CONFIG_DIR", str(folder / "user"))
     monkeypatch.setattr(tiles, "current_machine", lambda: MACHINE)
-    monkeypatch.setattr(tiles, "_PACKAGED", folder / "packaged")
+    monkeypatch.setattr(tiles, "_PACKAGED_FOLDER", folder / "packaged")
     monkeypatch.setattr(tiles, "triton_version", lambda: TRITON)
     tiles.clear_caches()
     try:

@@ -21,8 +21,8 @@ from experts import (
     TritonKernelsExperts,
     TritonOrDeepGemmExperts,
 )
+from experts.cutlass.block_gemm import TILE_M
 from experts.cutlass.path import CutlassPath
-from experts.cutlass.product import TILE_M
 from experts.triton.contiguous import _CallGroup
 from experts.triton.grouped_tma import grouped_tma_config as grouped_tma
 from modular_kernel.machine import prefer_torch_reference

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from experts.triton.grouped_w4.bitwise_reference import tile_weights
-from experts.triton.grouped_w4.layout import PackedFormat, TiledWeights, packed_format_of
+from experts.triton.grouped_w4.layout import PackedFormat, TiledWeights, choose_packed_format
 from experts.triton.operands import GemmOperands, scale_group
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.quant.repacking import repack
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
     @property
     def packed_format(self) -> PackedFormat:
-        return packed_format_of(self.scheme, 2 * self.w.shape[2], self.scale.dtype)
+        return choose_packed_format(self.scheme, 2 * self.w.shape[2], self.scale.dtype)
 
     @property
     def group(self) -> int:

@@ -38,7 +38,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"combine": 1}, "requires of X: got combine"),
     ({"activation_format": ActivationFormat.STANDARD}, "requires of X: got activation_format"),
     ({"top_k": 3}, "X.requires.top_k: got 3"),
-    ({"reduce": Reduce.NAIVE_BATCHED}, "X.requires.reduce over standard: got naive_batched"),
+    ({"reduce": Reduce.NAIVE_BATCHED}, "X.requires.reduce for standard tokens: got naive_batched"),
 )
 
 

@@ -13,7 +13,7 @@ from experts.triton.aligned_w4.aligned_w4_config import AlignedW4Config
 from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.configs.files import parse_config_file
-from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.lookup import fit_to_problem
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import TritonExperts
@@ -82,7 +82,7 @@ def test_the_harness_verifies_it(
     problem = replace(_BASE, **changes)
     case = Case(_NO_EP, "TritonExperts", problem, routing)
     # Few tokens have a path of their own, without this kernel.
-    with override_config(aligned_w4_config.default(problem, problem.tokens)):
+    with override_config(aligned_w4_config.default_config(problem, problem.tokens)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)
     assert blocks == {block_m}
@@ -195,19 +195,19 @@ def test_misaligned_weights_take_the_other_kernel(monkeypatch: pytest.MonkeyPatc
 
 def test_more_rows_take_taller_blocks() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    assert aligned_w4_config.block_m(mixtral, pairs=1) == 8
-    assert aligned_w4_config.block_m(mixtral, pairs=88) == 8
-    assert aligned_w4_config.block_m(mixtral, pairs=89) == 16
+    assert aligned_w4_config.choose_block_m(mixtral, num_pairs=1) == 8
+    assert aligned_w4_config.choose_block_m(mixtral, num_pairs=88) == 8
+    assert aligned_w4_config.choose_block_m(mixtral, num_pairs=89) == 16
 
 
 def test_experts_that_have_a_row() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    spread = aligned_w4_config.RowDistribution.of
-    assert spread(mixtral, pairs=2).experts == pytest.approx(2)
-    assert spread(mixtral, pairs=4).experts == pytest.approx(3.5)
+    spread = aligned_w4_config.RowDistribution.from_call
+    assert spread(mixtral, num_pairs=2).active_experts == pytest.approx(2)
+    assert spread(mixtral, num_pairs=4).active_experts == pytest.approx(3.5)
     half = replace(mixtral, expert_map=True, local_experts=4)
-    assert spread(half, pairs=4).experts == pytest.approx(1.75)
-    assert spread(replace(mixtral, top_k=8), pairs=8).experts == 8
+    assert spread(half, num_pairs=4).active_experts == pytest.approx(1.75)
+    assert spread(replace(mixtral, top_k=8), num_pairs=8).active_experts == 8
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 400])
@@ -255,11 +255,11 @@ def test_small_tiles_of_other_files_are_replaced() -> None:
         source = fit_to_problem(tuned_configs, problem, Device())
         return source.launch_steps(problem, Device(), _PATHS).choose(tokens)
 
-    assert launch_steps(integers, 48, 16) == aligned_w4_config.default(integers, 48)
+    assert launch_steps(integers, 48, 16) == aligned_w4_config.default_config(integers, 48)
     assert launch_steps(integers, 49, 16).path == "aligned"
     assert launch_steps(integers, 4, 32).path == "aligned"
     for tokens in (1, 7, 24, 25, 1 << 20):
-        assert launch_steps(mxfp4, tokens, 32) == aligned_w4_config.default(mxfp4, tokens)
+        assert launch_steps(mxfp4, tokens, 32) == aligned_w4_config.default_config(mxfp4, tokens)
     assert launch_steps(mxfp4, 1, 64).path == "aligned"
 
 
@@ -275,13 +275,15 @@ def test_the_default_launches_change_at_the_given_rows(
         turns = set(aligned_w4_config.breakpoints(problem))
         most = min(aligned_w4_config.max_tokens(problem), 2000)
         for tokens in range(1, most):
-            here, next_ = (aligned_w4_config.default(problem, t) for t in (tokens, tokens + 1))
+            here, next_ = (
+                aligned_w4_config.default_config(problem, t) for t in (tokens, tokens + 1)
+            )
             assert here == next_ or tokens in turns, tokens
 
 
 def test_batch_invariant_blocks_do_not_depend_on_tokens() -> None:
     layer = replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True)
-    found = {aligned_w4_config.default(layer, tokens) for tokens in (1, 4, 64, 4096)}
+    found = {aligned_w4_config.default_config(layer, tokens) for tokens in (1, 4, 64, 4096)}
     assert len(found) == 1
-    assert found == set(heuristics(layer, Device(), _PATHS).configs)
-    assert {aligned_w4_config.block_m(layer, pairs) for pairs in (1, 4096)} == {16}
+    assert found == set(make_heuristic_steps(layer, Device(), _PATHS).configs)
+    assert {aligned_w4_config.choose_block_m(layer, pairs) for pairs in (1, 4096)} == {16}

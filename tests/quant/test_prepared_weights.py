@@ -18,7 +18,7 @@ from experts.triton.contiguous import supported_paths
 from experts.triton.grouped_w4 import grouped_w4_config
 from experts.triton.grouped_w4.bitwise_reference import tile_weights
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
-from experts.triton.grouped_w4.layout import PackedFormat, rows_of_tiles
+from experts.triton.grouped_w4.layout import PackedFormat, list_tile_rows
 from modular_kernel import make_kernel
 from modular_kernel.quant.prepared import SOURCE_FIELDS
 from modular_kernel.spec.problem import Machine, Problem
@@ -43,7 +43,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
 def test_outputs_equal_those_of_a_call_that_tiles_weights(changes: dict[str, Any]) -> None:
     kernel, i = made(**changes)
     weights = kernel.prepare_weights(i.weights)
-    with override_config(grouped_w4_config.default(kernel.problem, 64)):
+    with override_config(grouped_w4_config.default_config(kernel.problem, 64)):
         assert torch.equal(called(kernel, i, weights), called(kernel, i))
 
 
@@ -52,7 +52,7 @@ def test_prepared_tensors_have_the_layout_and_others_are_unchanged() -> None:
     weights, problem = kernel.prepare_weights(i.weights), kernel.problem
     for name, tensor in vars(i.weights).items():
         assert name in SOURCE_FIELDS or getattr(weights, name) is tensor
-    rows = rows_of_tiles(problem.intermediate, 1, problem.intermediate, gated=True)
+    rows = list_tile_rows(problem.intermediate, 1, problem.intermediate, gated=True)
     assert i.weights.w1_scale is not None
     want = tile_weights(i.weights.w1, i.weights.w1_scale, rows, PackedFormat("e2m1"))
     for name, tensor in zip(("w1_tiles", "w1_tile_scales"), want, strict=True):

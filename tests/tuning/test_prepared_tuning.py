@@ -16,7 +16,7 @@ from tune_samples import Fake, only
 
 from experts.triton.configs import select as tiles
 from experts.triton.configs.files import ConfigKey, config_to_json, file_names_for
-from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.select import choose_config, current_lookup, explain, override_config
 from experts.triton.contiguous import TritonExperts, supported_paths
 from experts.triton.launch_config import MoEConfig
@@ -117,7 +117,9 @@ def test_files_without_prepared_weights_do_not_apply(here: Path) -> None:
 
 def test_file_of_prepared_weights_applies_to_all_their_calls(here: Path) -> None:
     own = space()
-    wide = heuristics(LAYER, current_lookup().device, own.paths, prepared=True).choose(rows(12))
+    wide = make_heuristic_steps(LAYER, current_lookup().device, own.paths, prepared=True).choose(
+        rows(12)
+    )
     other = BASE.default_config(LAYER, 1, current_lookup().device)
     assert wide.path in preparing(LAYER)
     own.save({2: TunedChoice(other, 1.0, None), 100: TunedChoice(wide, 1.0, None)}, here)
@@ -139,7 +141,7 @@ def test_file_of_prepared_weights_applies_to_all_their_calls(here: Path) -> None
 
 def test_override_takes_precedence_over_the_file(here: Path, launched: list[int]) -> None:
     own = space()
-    tile = heuristics(LAYER, current_lookup().device, own.paths, prepared=True)
+    tile = make_heuristic_steps(LAYER, current_lookup().device, own.paths, prepared=True)
     own.save({1: TunedChoice(tile.choose(rows(12)), 1.0, None)}, here)
     with override_config(tile.choose(rows(60))):
         kernel, i = made(tokens=9, **SIZES)
@@ -149,11 +151,11 @@ def test_override_takes_precedence_over_the_file(here: Path, launched: list[int]
 
 
 def test_file_names_of_prepared_weights_are_unique() -> None:
-    key = ConfigKey.of(LAYER, "NVIDIA H200", prepared=True)
+    key = ConfigKey.from_problem(LAYER, "NVIDIA H200", prepared=True)
     assert file_names_for(LAYER, "NVIDIA H200", prepared=True) == (key.file_name,)
     assert ConfigKey.parse(key.file_name) == key
     assert key.file_name not in file_names_for(LAYER, "NVIDIA H200")
-    assert replace(key, prepared=False) == ConfigKey.of(LAYER, "NVIDIA H200")
+    assert replace(key, prepared=False) == ConfigKey.from_problem(LAYER, "NVIDIA H200")
 
 
 # ------------------------------------------------------------------------------ what is tried
@@ -217,7 +219,7 @@ def test_explain_shows_launches_without_and_with_prepared_weights(mk: Mk, here: 
     with_them = [path for prepared, path in said if prepared]
     assert with_them == [paths[0], "grouped_w4", "grouped_w4", "grouped_w4"]
     assert paths[1] != "grouped_w4" != paths[3]
-    assert "from heuristics of prepared weights, in place of" in done.out
+    assert "from heuristics for prepared weights, in place of" in done.out
     assert "`mk tune --prepared` writes one: E=8,N=14336,device_name=NVIDIA_H200,dtype=" in done.out
     texts = json.loads(mk(*ON_H200, *words, "--json").out)["explanations"]
     assert "\n\n".join(texts).strip() == done.out.strip()

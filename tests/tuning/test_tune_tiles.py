@@ -12,7 +12,7 @@ from experts.triton.aligned.aligned_config import BLOCK_M_ROWS, entries
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.configs import select as tiles
 from experts.triton.configs.files import read_config_file
-from experts.triton.configs.heuristics import config_violations, heuristics
+from experts.triton.configs.heuristics import config_violations, make_heuristic_steps
 from experts.triton.configs.select import choose_config, current_lookup
 from experts.triton.gemv.gemv_path import GemvPath
 from experts.triton.grouped_tma import grouped_tma_config
@@ -123,7 +123,9 @@ def test_small_4_bit_calls_have_their_own_launches(here: Path) -> None:
 def test_untuned_choice_does_not_depend_on_tuned_files(here: Path) -> None:
     write(here / NAME, ours(tokens_1=(launch(64), launch(64))))
     space = ConfigSpace(MIXTRAL, "X")
-    assert space.untuned(1) == heuristics(MIXTRAL, current_lookup().device, ("aligned",)).choose(1)
+    assert space.untuned(1) == make_heuristic_steps(
+        MIXTRAL, current_lookup().device, ("aligned",)
+    ).choose(1)
     assert space.candidates(1)[0] == choose_config(MIXTRAL, 1), "what a file says is one too"
 
 
@@ -154,7 +156,7 @@ def test_space_keeps_its_gpu_in_another_process(
         tiles.clear_caches()
         assert current_lookup().device.name == ""
         with space.using(space.candidates(1)[0]):
-            assert current_lookup().device == Device.of(MACHINE)
+            assert current_lookup().device == Device.from_machine(MACHINE)
         assert current_lookup().device.name == ""
     tiles.clear_caches()
 

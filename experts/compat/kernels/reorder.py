@@ -9,9 +9,9 @@ from modular_kernel.ops.kernels.extrema import clamp_nan
 
 @triton.jit
 def _apply_scale(value, scale_ptr, HAS_SCALES: tl.constexpr, QMAX: tl.constexpr):
-    """Return value / scale if HAS_SCALES, clamped to [-QMAX, QMAX] unless QMAX is 0.
+    """Divide value by the scale if HAS_SCALES, and clamp it to [-QMAX, QMAX] unless QMAX is 0.
 
-    It multiplies by 1 / scale, rounded as in torch.
+    It multiplies by 1 / scale, which is rounded as in torch.
     """
     if HAS_SCALES:
         value = value * tl.div_rn(1.0, tl.load(scale_ptr))
@@ -25,11 +25,11 @@ def pre_reorder_kernel(
     x_ptr, rows_ptr, src2dst_ptr, ids_ptr, scales_ptr, hidden, stride_x, start_expert, end_expert,
     TOP_K: tl.constexpr, HAS_SCALES: tl.constexpr, QMAX: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """rows[src2dst[t, k]] = x[t] / scale, for pairs of experts from start_expert to end_expert.
+    """rows[src2dst[t, k]] = x[t] / scale, for pairs of the experts start_expert to end_expert.
 
     Grid: (tokens, blocks of BLOCK_H columns). src2dst and ids are (tokens, TOP_K).
 
-    HAS_SCALES: the scale of an expert is scales[expert - start_expert], otherwise 1.
+    HAS_SCALES: whether the scale of an expert is scales[expert - start_expert]. If not, it is 1.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -54,7 +54,7 @@ def silu_and_mul_kernel(
 
     Grid: (rows, blocks of BLOCK columns). ids has the expert of each row.
 
-    HAS_SCALES: the scale of an expert is scales[expert - start_expert], otherwise 1.
+    HAS_SCALES: whether the scale of an expert is scales[expert - start_expert]. If not, it is 1.
     """
     row = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids_ptr + row)

@@ -1,14 +1,14 @@
 """Grouped fp8 GEMM with a scale for each 128 x 128 block, for sm_90a: TMA, wgmma, clusters.
 
-Rows are sorted by expert. A tile is 128 rows by 256 weight rows, in two parts of 128: adjacent
-ones, or gate rows and up rows. The two thread blocks of a cluster compute neighboring tiles of the
-same rows; each loads half of the rows' values and multicasts them to both. In a block, one warp
-loads values by TMA into a ring in shared memory, and another one loads scales; two warpgroups
-multiply 64 rows each.
+Rows are sorted by expert. A tile is 128 rows by 256 weight rows. The weight rows are two parts of
+128 rows each: adjacent rows, or gate rows and up rows. The two thread blocks of a cluster compute
+neighboring tiles of the same rows; each block loads half of the rows' values and multicasts them to
+both. In a block, one warp loads values with TMA into a ring in shared memory, and another warp
+loads scales. Two warpgroups multiply 64 rows each.
 
-A step is 128 elements along K. A part's product of one step is scaled and added to float32 sums
-while the other warpgroup multiplies. No wgmma stays in flight across steps, because ptxas would
-then serialize all of them.
+A step is 128 elements along K. While one warpgroup scales the product of a part and a step and adds
+it to its float32 accumulators, the other warpgroup multiplies. No wgmma stays in flight across
+steps, because ptxas would then serialize all wgmmas.
 """
 
 import cutlass
@@ -40,10 +40,11 @@ from experts.cutlass.kernels.tile_order import tile_at
 class BlockGemm(Epilogue):
     """out[r] = a[r] @ b[expert of r]^T, with scales applied, for every row r of every tile.
 
-    gated: the two parts are gate and up rows, up_rows apart. h = silu(gate) * up is rounded to bf16
-        and stored as e4m3, with a scale for each row and 128 columns. Otherwise out is bf16.
-    group_m: row tiles that share weights in the L2 cache, because they are computed for one column
-        tile after another.
+    gated: whether the two parts are gate and up rows, which are up_rows apart. If so, the kernel
+        rounds h = silu(gate) * up to bf16 and stores it as e4m3, with one scale per row and 128
+        columns. Otherwise, out is bf16.
+    group_m: number of row tiles that are computed together, one column tile after another, so that
+        they share weights in the L2 cache.
     """
 
     def __init__(self, *, gated: bool, group_m: int = 8) -> None:
@@ -65,7 +66,7 @@ class BlockGemm(Epilogue):
         rows_b: I32,
         up_rows: I32,
         num_n: I32,  # column tiles, rounded up to whole clusters
-        programs: I32,  # thread blocks, in whole clusters
+        programs: I32,  # number of thread blocks, a multiple of the cluster size
         stream,
     ) -> None:
         a, b = cute.recast_tensor(a, E4M3), cute.recast_tensor(b, E4M3)
@@ -179,9 +180,9 @@ class BlockGemm(Epilogue):
         self, a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
         up_rows, num_m, pairs, schedule, steps, rank,
     ):  # fmt: skip
-        """Fill ring slots with values; run by one warp.
+        """Load values into the ring slots. Run by one warp.
 
-        A slot is reused once the multiplying warps of both blocks have read it.
+        A slot is reused after the multiplying warps of both blocks have read it.
         """
         index, stride, total = schedule
         slot, phase = I32(0), I32(1)
@@ -234,7 +235,7 @@ class BlockGemm(Epilogue):
         self, a_scale, b_scale, s_rows, s_parts, full, empty, tiles, max_tiles, rows_b, up_rows,
         num_m, pairs, schedule, steps, rank, lane,
     ):  # fmt: skip
-        """Fill ring slots with scales, which are read one step ahead; run by one warp."""
+        """Load scales into the ring slots, reading them one step ahead. Run by one warp."""
         last_row = cute.size(a_scale, mode=[0]) - 1
         blocks_b = (rows_b + PART_N - 1) // PART_N
         index, stride, total = schedule
@@ -250,7 +251,7 @@ class BlockGemm(Epilogue):
             # NaN-free: integers
             block = tiles[m] * blocks_b + cutlass.min(row_b // PART_N, blocks_b - 1)
             g_b = b_scale[block, None]
-            # Rows past the expert's end are never stored, so the scale of any valid row is good.
+            # Rows past the expert's end are never stored, so the scale of any valid row will do.
             # NaN-free: integers
             g_a = [a_scale[cutlass.min(row + lane + 32 * i, last_row), None] for i in range(4)]
             a0, a1, a2, a3, b0 = g_a[0][0], g_a[1][0], g_a[2][0], g_a[3][0], g_b[0]
@@ -277,9 +278,9 @@ class BlockGemm(Epilogue):
         self, tiled_mma, s_a, s_b, s_rows, s_parts, s_out, full, empty, o_atom, o_tma, out,
         out_scale, tiles, max_tiles, num_m, pairs, schedule, steps, rank, group, thread,
     ):  # fmt: skip
-        """Multiply 64 rows, from row group * 64 on, of every tile of this block.
+        """Multiply rows [group * 64, group * 64 + 64) of every tile of this block.
 
-        Run by one warpgroup.
+        Run by one warpgroup, whose index is `group`.
         """
         warp = thread // 32
         # The shuffle keeps the compiler from recomputing the lane in the loop.
@@ -306,9 +307,10 @@ class BlockGemm(Epilogue):
                     next_slot, next_phase = advance_slot(slot, phase, STAGES)
                     for p in cutlass.range_constexpr(PARTS):
                         warpgroup.fence()
-                        self.begin(tiled_mma, acc, t_a, t_b, slot, p)
+                        self.start_wgmma(tiled_mma, acc, t_a, t_b, slot, p)
                         if cutlass.const_expr(p == 0):
-                            upper, lower = s_rows[row_in_tile, slot], s_rows[row_in_tile + 8, slot]
+                            scale_r0 = s_rows[row_in_tile, slot]
+                            scale_r8 = s_rows[row_in_tile + 8, slot]
                             scales = s_parts[None, slot].load()
                         else:  # test early whether the next step's values are ready
                             is_ready = cute.arch.mbarrier_test_wait(full + next_slot, next_phase)
@@ -316,13 +318,13 @@ class BlockGemm(Epilogue):
                         if cutlass.const_expr(p == PARTS - 1):
                             if releases_slot:
                                 cute.arch.mbarrier_arrive(empty + slot, lane)
-                        self.add_scaled(sums, acc, p, (upper * scales[p], lower * scales[p]))
+                        self.add_scaled(sums, acc, p, (scale_r0 * scales[p], scale_r8 * scales[p]))
                     slot, phase = next_slot, next_phase
-                self.finish(
+                self.store_tile(
                     sums, s_out, o_atom, o_tma, out, out_scale, row, end, pair * CLUSTER + rank,
                     group, warp, lane,
                 )  # fmt: skip
-            else:  # the 64 rows are past the expert's end: release the slots unread
+            else:  # all 64 rows are past the expert's end: release the slots without reading them
                 for _ in cutlass.range(steps, unroll=1):
                     cute.arch.mbarrier_wait(full + slot, phase)
                     if releases_slot:
@@ -333,8 +335,8 @@ class BlockGemm(Epilogue):
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def begin(self, tiled_mma, part, t_a, t_b, slot, p: cutlass.Constexpr):
-        """Start the wgmma of one part and one step."""
+    def start_wgmma(self, tiled_mma, part, t_a, t_b, slot, p: cutlass.Constexpr):
+        """Start the wgmmas of part p in the K step that `slot` holds; accumulate into `part`."""
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
         for j in cutlass.range_constexpr(TILE_K // 32):
             cute.gemm(
@@ -348,7 +350,8 @@ class BlockGemm(Epilogue):
     def add_scaled(self, sums, part, p: cutlass.Constexpr, scales):
         """Add part * scale to sums[:, p].
 
-        The rows are added one after the other, so that the scale of a row stays in a register.
+        scales: the scales of the thread's two rows. One row is added after the other, so that the
+            scale of a row stays in a register.
         """
         for half in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(ACC_PER_THREAD):

@@ -1,4 +1,7 @@
-"""Epilogue of `block_gemm`: activate, round and store sums, by TMA if all 64 rows are valid."""
+"""Epilogue of `block_gemm`: apply the activation to the accumulators, round them and store them.
+
+If all 64 rows of a warpgroup are valid, they are stored with TMA.
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -18,13 +21,13 @@ from experts.cutlass.kernels.tile import (
 
 
 class Epilogue:
-    """Mixin of BlockGemm that stores the sums of one warpgroup.
+    """Mixin of BlockGemm that stores the accumulators of one warpgroup.
 
-    BlockGemm defines these:
+    BlockGemm defines these attributes:
 
-    gated: see `BlockGemm`.
-    columns: output columns of a tile.
-    boxes: TMA boxes of output that a warpgroup stages.
+    gated: whether the two parts of a tile are gate and up rows (see `BlockGemm`).
+    columns: output columns per tile.
+    boxes: TMA boxes of the output that a warpgroup stages in shared memory.
     """
 
     gated: bool
@@ -32,42 +35,45 @@ class Epilogue:
     boxes: int
 
     @cute.jit
-    def finish(
+    def store_tile(
         self, sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
     ):  # fmt: skip
-        """Store the results of the rows from `row` on, at most 64, that come before `end`.
+        """Store the results of rows [row, min(row + 64, end)).
 
-        sums: the thread's accumulators, (ACC_PER_THREAD, PARTS): two halves of the columns, or gate
-            and up.
-        s_out: staging in shared memory of all warpgroups.
-        o_atom, o_tma: TMA copy to out, and out as TMA tensor.
+        sums: the thread's accumulators, (ACC_PER_THREAD, PARTS). The parts are the two halves of
+            the columns, or gate and up.
+        s_out: shared memory that stages the output of all warpgroups.
+        o_atom: TMA copy to out.
+        o_tma: out as a TMA tensor.
         n: index of the tile along the columns.
-        group, warp, lane: warpgroup, warp in it, and lane of the thread.
+        group: index of the warpgroup.
+        warp: index of the warp in the warpgroup.
+        lane: index of the thread in the warp.
         """
-        # The shuffle keeps the compiler from computing, before the GEMM, what depends on the lane.
+        # The shuffle keeps the compiler from hoisting lane-dependent addresses above the GEMM.
         lane = cute.arch.shuffle_sync(lane, lane)
         if cutlass.const_expr(self.gated):
-            self.finish_gated(
+            self.store_silu_mul_fp8(
                 sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
             )
         else:
-            self.finish_plain(sums, s_out, o_atom, o_tma, out, row, end, n, group, warp, lane)
+            self.store_bf16(sums, s_out, o_atom, o_tma, out, row, end, n, group, warp, lane)
 
     @cute.jit
-    def finish_plain(self, sums, s_out, o_atom, o_tma, out, row, end, n, group, warp, lane):
-        """Store bf16 rows, by TMA in two boxes of 64 columns at a time if all 64 rows are valid."""
+    def store_bf16(self, sums, s_out, o_atom, o_tma, out, row, end, n, group, warp, lane):
+        """Store bf16 rows. If all 64 rows are valid, use TMA, two boxes of 64 columns at a time."""
         columns = cute.size(out, mode=[1])
         first_column = n * self.columns
         local_row = warp * 16 + lane // 4
         for p in cutlass.range_constexpr(PARTS):
             if row + ROWS <= end:
-                self.reuse_staging(group, warp)
+                self.wait_for_staging(group, warp)
                 for q in cutlass.range_constexpr(PART_N // 16):
                     # 8 x 8 matrices: rows 0-7 and 8-15 of 8 columns, then of the next 8 columns.
                     dst = s_out[None, None, group * 2 + q // 4].iterator
                     byte = (q % 4) * 32 + 16 * (lane // 16)
                     store_matrices(dst, warp * 16 + lane % 16, byte, bf16_words(sums, p, q))
-                self.send(s_out, o_atom, o_tma, row, first_column + p * PART_N, group, warp)
+                self.tma_store(s_out, o_atom, o_tma, row, first_column + p * PART_N, group, warp)
             else:
                 for q in cutlass.range_constexpr(PART_N // 16):
                     words = bf16_words(sums, p, q)
@@ -79,12 +85,12 @@ class Epilogue:
                             cute.arch.store(cute.recast_ptr(dst, dtype=I32), words[z])
 
     @cute.jit
-    def finish_gated(
+    def store_silu_mul_fp8(
         self, sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
     ):  # fmt: skip
-        """Store h = silu(gate) * up, rounded to bf16, as e4m3 values.
+        """Round h = silu(gate) * up to bf16, quantize it to e4m3 and store it.
 
-        A row has one scale per tile.
+        Each row of the tile gets one scale, since the tile has 128 output columns.
         """
         columns = cute.size(out, mode=[1])
         first_column = n * self.columns
@@ -93,22 +99,22 @@ class Epilogue:
         for i in cutlass.range_constexpr(ACC_PER_THREAD):
             h = F32(cutlass.BFloat16(silu_mul(sums[i, 0], sums[i, 1])))
             sums[i, 0] = h
-            amax[(i // 2) % 2] = maximum(amax[(i // 2) % 2], magnitude(h))
-        upper, lower = amax
+            amax[(i // 2) % 2] = max_nan(amax[(i // 2) % 2], absolute(h))
+        amax_r0, amax_r8 = amax  # of rows thread_row and thread_row + 8
         for d in cutlass.range_constexpr(2):  # four threads share a row
-            upper = maximum(upper, cute.arch.shuffle_sync_bfly(upper, 1 << d))
-            lower = maximum(lower, cute.arch.shuffle_sync_bfly(lower, 1 << d))
-        upper = maximum(divide(upper, F32(QMAX)), F32(MIN_SCALE))
-        lower = maximum(divide(lower, F32(QMAX)), F32(MIN_SCALE))
-        inverse = (divide(F32(1.0), upper), divide(F32(1.0), lower))
+            amax_r0 = max_nan(amax_r0, cute.arch.shuffle_sync_bfly(amax_r0, 1 << d))
+            amax_r8 = max_nan(amax_r8, cute.arch.shuffle_sync_bfly(amax_r8, 1 << d))
+        scale_r0 = max_nan(divide(amax_r0, F32(QMAX)), F32(MIN_SCALE))
+        scale_r8 = max_nan(divide(amax_r8, F32(QMAX)), F32(MIN_SCALE))
+        inverse = (divide(F32(1.0), scale_r0), divide(F32(1.0), scale_r8))
         if lane % 4 == 0 and first_column < columns:
             if row + thread_row < end:
-                out_scale[row + thread_row, n] = upper
+                out_scale[row + thread_row, n] = scale_r0
             if row + thread_row + 8 < end:
-                out_scale[row + thread_row + 8, n] = lower
+                out_scale[row + thread_row + 8, n] = scale_r8
         all_valid = row + ROWS <= end
         if all_valid:
-            self.reuse_staging(group, warp)
+            self.wait_for_staging(group, warp)
         staged = I32(s_out[None, None, group].iterator.toint())
         for i in cutlass.range_constexpr(0, ACC_PER_THREAD, 2):
             half = (i // 2) % 2
@@ -123,18 +129,18 @@ class Epilogue:
                 dst = cute.recast_ptr(out.iterator + offset, dtype=cutlass.Int16)
                 cute.arch.store(dst, pair)
         if all_valid:
-            self.send(s_out, o_atom, o_tma, row, first_column, group, warp)
+            self.tma_store(s_out, o_atom, o_tma, row, first_column, group, warp)
 
     @cute.jit
-    def reuse_staging(self, group, warp):
-        """Wait until TMA has read the previous boxes of the warpgroup."""
+    def wait_for_staging(self, group, warp):
+        """Wait until TMA has read the previous boxes of the warpgroup from shared memory."""
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
 
     @cute.jit
-    def send(self, s_out, o_atom, o_tma, row, column, group, warp):
-        """Store the boxes of the warpgroup by TMA, which skips columns past the last one."""
+    def tma_store(self, s_out, o_atom, o_tma, row, column, group, warp):
+        """Store the staged boxes of the warpgroup with TMA, which skips columns past the end."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
         if warp == 0:
@@ -150,9 +156,9 @@ class Epilogue:
             cute.arch.cp_async_bulk_commit_group()
 
 
-def store_matrices(to, row, byte, words):
-    """Store four words of each thread as 8 x 8 matrices, in rows of 128 swizzled bytes."""
-    address = I32(to.toint()) + row * BOX_BYTES + (byte ^ ((row % 8) * 16))
+def store_matrices(dst, row, byte, words):
+    """Store four words per thread with stmatrix (8 x 8 matrices) into 128-byte swizzled rows."""
+    address = I32(dst.toint()) + row * BOX_BYTES + (byte ^ ((row % 8) * 16))
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, *words],
@@ -162,8 +168,9 @@ def store_matrices(to, row, byte, words):
 def bf16_words(sums, p, q):
     """Return four words of two bf16 each, for `store_matrices`.
 
-    They hold two columns from 16 q on of rows r and r + 8, and two columns from 16 q + 8 on of the
-    same rows.
+    Each word holds two adjacent columns of one row. Let r be the thread's first row, and c its
+    first column in columns 16 q to 16 q + 7. The words are, in this order: row r and row r + 8 at
+    column c, then row r and row r + 8 at column c + 8.
     """
     code = "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};"
     base = q * 8
@@ -176,12 +183,12 @@ def e4m3_pair(low, high):
     return inline_ptx("cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};", cutlass.Int16, high, low)
 
 
-def magnitude(value):
+def absolute(value):
     return inline_ptx("abs.f32 {$w0}, {$r0};", F32, value)
 
 
-def maximum(a, b):
-    """Return the larger of two values, NaN if either is NaN; `cute.arch.fmax` ignores NaN."""
+def max_nan(a, b):
+    """Return the larger of two values, or NaN if either is NaN. `cute.arch.fmax` ignores NaN."""
     return inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
 
 
@@ -195,5 +202,5 @@ def silu_mul(gate, up):
     return gate * cute.arch.rcp_approx(exponential + F32(1.0)) * up
 
 
-def inline_ptx(code, result, *operands):  # noqa: ANN002
-    return cute.arch.inline_ptx(code, write_only_types=[result], read_only_args=list(operands))
+def inline_ptx(code, result_type, *operands):  # noqa: ANN002
+    return cute.arch.inline_ptx(code, write_only_types=[result_type], read_only_args=list(operands))

@@ -15,7 +15,6 @@ from cutlass.utils import blackwell_helpers, blockscaled_layout
 
 from experts.cutlass.kernels.fp4_tile import (
     ACC_STAGES,
-    COLUMNS,
     E2M1,
     E4M3,
     F32,
@@ -32,6 +31,7 @@ from experts.cutlass.kernels.fp4_tile import (
     TILE_K,
     TILE_M,
     TILE_N,
+    TMEM_COLUMNS,
 )
 from experts.cutlass.kernels.ring import advance_slot
 from experts.cutlass.kernels.tile_order import tile_at
@@ -42,8 +42,8 @@ ONE = tcgen05.CtaGroup.ONE
 class Fp4Gemm:
     """out[r] = (a[r] @ b[expert of r]^T) * factor for every row r of every tile.
 
-    group_m is the number of row tiles that share weights in the L2 cache, because they are computed
-    for one column tile after another.
+    group_m: number of row tiles that are computed together, one column tile after another, so that
+        they share weights in the L2 cache.
     """
 
     def __init__(self, *, group_m: int = 8) -> None:
@@ -56,13 +56,13 @@ class Fp4Gemm:
         b: cute.Tensor,  # (E * rows_b, K / 2) bytes
         a_scale: cute.Tensor,  # (max_tiles, steps * 2048) bytes of e4m3, tile by tile
         b_scale: cute.Tensor,  # (E * rows_b / 128, steps * 2048) bytes
-        factors: cute.Tensor,  # (E, matrices) float32, multiplied with the expert's sums
+        factors: cute.Tensor,  # (E, matrices) float32, multiplied with the expert's accumulators
         out: cute.Tensor,  # (R, rows_b) bf16
         tiles: cute.Tensor,  # (3 * max_tiles + 1,) int32: experts, first rows, ends, tile count
         max_tiles: I32,
         rows_b: I32,
         matrix_rows: I32,  # rows_b / matrices
-        programs: I32,  # thread blocks
+        programs: I32,  # number of thread blocks
         stream,
     ) -> None:
         a, b = cute.recast_tensor(a, E2M1), cute.recast_tensor(b, E2M1)
@@ -134,7 +134,7 @@ class Fp4Gemm:
                     cute.arch.mbarrier_init(acc_empty + i, STORE_WARPS)
         cute.arch.mbarrier_init_fence()
         if warp == 0:
-            cute.arch.alloc_tmem(COLUMNS, storage.tensor_memory)
+            cute.arch.alloc_tmem(TMEM_COLUMNS, storage.tensor_memory)
             cute.arch.relinquish_tmem_alloc_permit()
             fence_before_thread_sync()
         cute.arch.sync_threads()
@@ -172,14 +172,17 @@ class Fp4Gemm:
         cute.arch.sync_threads()
         fence_after_thread_sync()
         if warp == 0:
-            cute.arch.dealloc_tmem(base, COLUMNS)
+            cute.arch.dealloc_tmem(base, TMEM_COLUMNS)
 
     @cute.jit
     def load(
         self, tiled_mma, a_atom, a_tma, b_atom, b_tma, s_a, s_b, sfa, sfb, a_scale, b_scale, full,
         empty, tiles, max_tiles, rows_b, num_m, num_n, schedule, steps,
     ):  # fmt: skip
-        """Fill each ring slot once the MMAs that read it have ended, in the load warp."""
+        """Load operands and scales into the ring slots. Run by the load warp.
+
+        A slot is reused after the MMAs that read it have finished.
+        """
         thr_mma = tiled_mma.get_slice(0)
         cta_layout = cute.make_layout(1)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), E4M3, num_bits_per_copy=SCALE_BYTES * 8)
@@ -222,9 +225,9 @@ class Fp4Gemm:
         acc_full,
         acc_empty, schedule, steps,
     ):  # fmt: skip
-        """Issue the MMAs of this block's tiles, in the MMA warp.
+        """Issue the MMAs of this block's tiles, with accumulators in tensor memory.
 
-        Accumulators are in tensor memory.
+        Run by the MMA warp.
         """
         t_a, t_b = tiled_mma.make_fragment_A(s_a), tiled_mma.make_fragment_B(s_b)
         first, shape = (None, None, None, 0), (TILE_M, TILE_N, TILE_K)
@@ -242,8 +245,8 @@ class Fp4Gemm:
                 tiled_mma, shape, GROUP, cute.slice_(sfb_layout, first)
             ),
         )
-        copy_a, from_sfa, to_sfa = scales_to_tensor_memory(s_sfa, t_sfa)
-        copy_b, from_sfb, to_sfb = scales_to_tensor_memory(s_sfb, t_sfb)
+        copy_a, from_sfa, to_sfa = make_scale_copy(s_sfa, t_sfa)
+        copy_b, from_sfb, to_sfb = make_scale_copy(s_sfb, t_sfb)
         index, stride, total = schedule
         slot, phase = I32(0), I32(0)
         acc_index, acc_phase = I32(0), I32(1)
@@ -274,7 +277,10 @@ class Fp4Gemm:
         num_m, num_n,
         schedule, thread,
     ):  # fmt: skip
-        """Scale and store the accumulators, one row of a tile per thread, in the epilogue warps."""
+        """Scale and store the accumulators, one row of a tile per thread.
+
+        Run by the epilogue warps.
+        """
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), F32)
         pieces = cute.flat_divide(sums[(None, None), 0, 0, None], (TILE_M, STORE_COLUMNS))
         tiled_copy = tcgen05.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])
@@ -288,10 +294,10 @@ class Fp4Gemm:
         while index < total:
             m, n = tile_at(index, num_m, num_n, self.group_m)
             row = tiles[max_tiles + m] + thread
-            valid = row < tiles[2 * max_tiles + m]
+            is_valid = row < tiles[2 * max_tiles + m]
             column = n * TILE_N
             factor = factors[tiles[m], column // matrix_rows]
-            to = out.iterator + (cutlass.Int64(row) * rows_b + column)
+            dst = out.iterator + (cutlass.Int64(row) * rows_b + column)
             cute.arch.mbarrier_wait(acc_full + acc_index, phase)
             fence_after_thread_sync()
             for p in cutlass.range_constexpr(TILE_N // STORE_COLUMNS):
@@ -299,10 +305,10 @@ class Fp4Gemm:
                 cute.arch.fence_view_async_tmem_load()
                 for i in cutlass.range_constexpr(STORE_COLUMNS // 2):
                     words[i] = bf16_pair(piece[2 * i] * factor, piece[2 * i + 1] * factor)
-                if valid:
+                if is_valid:
                     for q in cutlass.range_constexpr(STORE_COLUMNS // 8):
                         store_16_bytes(
-                            to + p * STORE_COLUMNS + q * 8, [words[4 * q + z] for z in range(4)]
+                            dst + p * STORE_COLUMNS + q * 8, [words[4 * q + z] for z in range(4)]
                         )
             fence_before_thread_sync()
             cute.arch.sync_warp()
@@ -312,8 +318,11 @@ class Fp4Gemm:
             index += stride
 
 
-def scales_to_tensor_memory(shared, tensor):
-    """Return (tiled copy, source by stage, destination) that copy scales to tensor memory."""
+def make_scale_copy(shared, tensor):
+    """Return a copy of scales from shared to tensor memory: (tiled copy, source, destination).
+
+    The last mode of the source is the stage.
+    """
     atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(ONE), E4M3)
     compact = cute.filter_zeros(tensor)
     copy = tcgen05.make_s2t_copy(atom, compact)
@@ -339,8 +348,8 @@ def bf16_pair(low, high):
     )  # fmt: skip
 
 
-def store_16_bytes(to, words):
+def store_16_bytes(dst, words):
     cute.arch.inline_ptx(
         "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[cutlass.Int64(to.toint()), *words],
+        read_only_args=[cutlass.Int64(dst.toint()), *words],
     )

@@ -1,4 +1,4 @@
-"""The slot and the mbarrier phase of a ring buffer."""
+"""Advance the slot and the mbarrier phase of a ring buffer in shared memory."""
 
 import cutlass
 from cutlass import cute

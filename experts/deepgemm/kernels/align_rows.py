@@ -1,4 +1,4 @@
-"""Kernel that assigns rows in the order of experts, starting each expert at a multiple of TILE."""
+"""Kernel that assigns rows to pairs in expert order. Each expert starts at a multiple of TILE."""
 
 import triton
 import triton.language as tl
@@ -14,11 +14,12 @@ def align_rows_kernel(
     HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """rows[p] = row of pair p, -1 if it is skipped.
+    """Set rows[p] to the row of pair p, or to -1 if pair p is skipped.
 
-    Grid: (num_chunks,). A program handles one chunk of pairs; the first one also writes ends.
+    Grid: (num_chunks,). A program handles one chunk of pairs. The first program also writes ends.
 
-    prefix_ptr, totals_ptr: from `count_pairs`, (num_local + 1, num_chunks) and (num_local + 1,).
+    prefix_ptr: (num_local + 1, num_chunks), from `count_pairs`.
+    totals_ptr: (num_local + 1,), from `count_pairs`.
     rows_ptr: output (numel,) int32.
     ends_ptr: output (num_local,) int32, one past the last row of each expert.
     BINS: a power of two > num_local + 1.

@@ -1,4 +1,4 @@
-"""Kernel that computes local ids and router weights, with repeated experts of a token merged."""
+"""Kernel that computes local ids and router weights and merges repeated experts of a token."""
 
 import triton
 import triton.language as tl
@@ -15,9 +15,11 @@ def merge_repeated_experts_kernel(
 ):  # fmt: skip
     """Write (T, K) int32 local ids, -1 for a skipped pair, and float32 weights times `factor`.
 
-    Grid: (blocks of BLOCK_T tokens,). Of the pairs of a token with the same expert, the first gets
-    the sum of their weights, added in the order of k; the others get id -1 and weight 0, like
-    skipped ones. Ids outside [-1, num_experts) are counted. BLOCK_K is a power of two >= TOP_K.
+    Grid: (blocks of BLOCK_T tokens,). If several pairs of a token have the same expert, the first
+    pair gets the sum of their weights, added in the order of k. The other pairs get id -1 and
+    weight 0, like skipped pairs. Ids outside [-1, num_experts) are counted in invalid_ptr.
+
+    BLOCK_K: a power of two >= TOP_K.
     """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     k = tl.arange(0, BLOCK_K)[None, :]

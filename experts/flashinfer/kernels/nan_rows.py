@@ -9,9 +9,13 @@ def nan_rows_kernel(
     x_ptr, ids_ptr, weights_ptr, hidden, stride_row, stride_column,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Set the weights of a token's pairs to NaN if its row of x has one; skipped pairs keep theirs.
+    """Set the router weights of a token to NaN if its row of x contains a NaN.
 
-    Grid: (tokens,). ids (T, K) are int32, -1 for a skipped pair; weights (T, K) are float32.
+    Grid: (tokens,). The weights of skipped pairs are not changed.
+
+    x_ptr: (T, hidden).
+    ids_ptr: (T, K) int32, -1 for a skipped pair.
+    weights_ptr: (T, K) float32, modified in place.
     BLOCK_H: columns of x per step.
     BLOCK_K: a power of two >= TOP_K.
     """
@@ -26,5 +30,5 @@ def nan_rows_kernel(
     pair, mask = token * TOP_K + k, k < TOP_K
     is_local = tl.load(ids_ptr + pair, mask=mask, other=-1) >= 0
     nan = tl.full((BLOCK_K,), float("nan"), tl.float32)
-    # NaN-free: the maximum is over integer flags
+    # NaN-free: a maximum of integers
     tl.store(weights_ptr + pair, nan, mask=mask & is_local & (tl.max(is_nan, 0) > 0))

@@ -6,11 +6,11 @@ from functools import cache
 import torch
 
 from experts.triton.candidates import (
-    ByBlock,
-    Groups,
-    RowRange,
-    blocks_worth_timing,
-    launches_by_block,
+    CandidateGroups,
+    EntryTable,
+    RowRanges,
+    build_candidate_groups,
+    select_blocks,
 )
 from experts.triton.launch_config import (
     Device,
@@ -204,10 +204,10 @@ def _tile(
     return require(clamp(tile, gemm, device), gemm, device, "launch without a tuned file")
 
 
-BLOCK_M_ROWS: RowRange = {16: (0, 24), 32: (8, 80), 64: (20, 600), 128: (60, 1 << 62)}
+BLOCK_M_ROWS: RowRanges = {16: (0, 24), 32: (8, 80), 64: (20, 600), 128: (60, 1 << 62)}
 _SHORT = 16  # up to this block_m, 4-bit weights are timed on the aligned_w4 path instead
 
-_HALF_CANDIDATES: ByBlock = {
+_HALF_CANDIDATES: EntryTable = {
     16: (
         (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 4, 5), (128, 64, 4, 6), (128, 128, 8, 4),
         (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4), (32, 256, 4, 4),
@@ -229,7 +229,7 @@ _HALF_CANDIDATES: ByBlock = {
         (256, 64, 8, 4, 32),
     ),
 }  # fmt: skip
-_W8A8_CANDIDATES: ByBlock = {
+_W8A8_CANDIDATES: EntryTable = {
     16: (
         (128, 256, 4, 3), (128, 256, 4, 4), (128, 128, 4, 4), (128, 128, 4, 6), (128, 256, 8, 4),
         (64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 4, 4), (64, 256, 4, 5), (64, 512, 4, 3),
@@ -249,7 +249,7 @@ _W8A8_CANDIDATES: ByBlock = {
         (256, 128, 8, 3), (256, 128, 8, 4), (256, 128, 8, 3, 8), (256, 128, 8, 4, 32),
     ),
 }  # fmt: skip
-_W8A8_BLOCK_CANDIDATES: ByBlock = {
+_W8A8_BLOCK_CANDIDATES: EntryTable = {
     16: (
         (128, 128, 4, 3), (128, 128, 4, 5), (128, 128, 4, 6), (128, 128, 8, 5), (64, 128, 4, 3),
         (64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 4, 7), (64, 128, 8, 5), (32, 128, 4, 6),
@@ -269,7 +269,7 @@ _W8A8_BLOCK_CANDIDATES: ByBlock = {
     ),
 }  # fmt: skip
 # Dequantizing weights takes registers, so tiles with large block_m have small block_n.
-_WEIGHT_ONLY: ByBlock = {
+_WEIGHT_ONLY: EntryTable = {
     16: (
         (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (32, 128, 4, 4), (128, 64, 4, 4),
         (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4), (256, 64, 8, 4),
@@ -286,7 +286,7 @@ _WEIGHT_ONLY: ByBlock = {
     128: ((64, 32, 4, 3), (64, 32, 8, 4), (64, 64, 8, 3), (64, 64, 8, 4), (64, 128, 8, 3)),
 }  # fmt: skip
 # Groups of 32 limit block_k.
-_MXFP4_CANDIDATES: ByBlock = {
+_MXFP4_CANDIDATES: EntryTable = {
     32: (
         (64, 32, 4, 4), (128, 32, 4, 4), (128, 32, 8, 4), (128, 32, 8, 6), (256, 32, 4, 4),
         (256, 32, 8, 4),
@@ -296,15 +296,15 @@ _MXFP4_CANDIDATES: ByBlock = {
 }  # fmt: skip
 
 
-def candidates(problem: Problem, tokens: int) -> Groups:
+def candidates(problem: Problem, tokens: int) -> CandidateGroups:
     """Return the launches to time for `tokens` tokens, in addition to the default ones."""
     table = entries(problem)
-    return launches_by_block(
-        blocks_worth_timing(BLOCK_M_ROWS, problem, tokens), (table, table), problem
+    return build_candidate_groups(
+        select_blocks(BLOCK_M_ROWS, problem, tokens), (table, table), problem
     )
 
 
-def entries(problem: Problem) -> ByBlock:
+def entries(problem: Problem) -> EntryTable:
     """Return the table entries of `problem`, the same for both GEMMs; see `candidates`."""
     scheme = problem.scheme
     if problem.dtype is torch.float32:

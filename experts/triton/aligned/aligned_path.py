@@ -11,7 +11,7 @@ import torch
 from experts.triton.adapters import PairShrink, ShrinkOutput, adapter_specs
 from experts.triton.aligned import aligned_config
 from experts.triton.aligned.aligned_config import candidates
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.launch_config import (
     Device,
     Gemm,
@@ -67,7 +67,7 @@ class AlignedPath(Path):
         return violations(config, gemm, device)
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
@@ -132,7 +132,7 @@ class AlignedPath(Path):
             routing.topk_weights_TK if problem.apply_router_weight_on_input else None
         )
         adapters = self._adapters(call, aligned)
-        shrink_output13 = None if adapters is None else adapters.of_w1(call.tokens.plain_TH)
+        shrink_output13 = None if adapters is None else adapters.shrink_x(call.tokens.plain_TH)
         with stages.stage(stages.GATHER_GEMM1):
             product = gemm1_operands(call.weights, problem)
             rows = (call.tokens.x_TH, call.tokens.scale)
@@ -145,7 +145,7 @@ class AlignedPath(Path):
                 input_router_weights_TK,
                 shrink_output13,
             )
-        shrink_output2 = None if adapters is None else adapters.of_w2(h_PI)
+        shrink_output2 = None if adapters is None else adapters.shrink_h(h_PI)
         h_rows = self._quantize(h_PI, call)
         rows_PH = call.output
         if self._sums_topk:

@@ -14,7 +14,7 @@ from experts.staged import make_experts
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.configs.select import buffer_kinds_up_to, choose_config
 from experts.triton.contiguous import TritonExperts, config_for_strides
-from experts.triton.path import PathCall, merged_workspace
+from experts.triton.path import PathCall, merge_workspaces
 from modular_kernel.ops.align import AlignedPairs
 from modular_kernel.runner import (
     MoeRunnerCore,
@@ -89,7 +89,7 @@ class TritonRunnerCore(MoeRunnerCore[NoState]):
         assert isinstance(shape, ContiguousShape)
         kinds = buffer_kinds_up_to(self.problem, shape.tokens, _PATHS)
         specs = (self._path.specs(max_tokens, block_m) for max_tokens, _, block_m in kinds)
-        return merged_workspace(self.problem, shape, specs).buffers()
+        return merge_workspaces(self.problem, shape, specs).buffers()
 
     def run(self, runner_input: TritonRunnerInput, call: RunnerCall[NoState]) -> TritonRunnerOutput:
         pairs = runner_input

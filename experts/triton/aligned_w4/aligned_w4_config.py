@@ -1,7 +1,7 @@
-"""Supported problems, launches and tuning candidates of the aligned path for 4-bit weights.
+"""Configuration of the aligned_w4 path: supported problems, launches and tuning candidates.
 
-The kernel is for few rows per expert. It unpacks weights in registers, so registers limit its
-launches, not shared memory.
+The kernel is for 4-bit weights and few rows per expert. It unpacks weights in registers, so that
+registers limit its launches, and not shared memory.
 """
 
 import math
@@ -9,46 +9,50 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from experts.triton.candidates import Groups, RowRange, blocks_worth_timing
+from experts.triton.candidates import CandidateGroups, RowRanges, select_blocks
 from experts.triton.launch_config import MoEConfig, Violation, rows_aligned_to_16
-from experts.triton.operands_w4 import WARP_K, mma_depth, supports_w4
+from experts.triton.operands_w4 import WARP_K, choose_mma_k, supports_w4
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 
 NAME = "aligned_w4"
 
-MAX_BLOCK_M = 16  # max block_m
-MIN_BLOCK_M = 8  # min block_m: the rows are the right operand of the MMA, whose N is 8
-# Mean rows per expert up to which block_m is MIN_BLOCK_M, by weight type. Time with blocks of 8
-# rows relative to blocks of 16: integers 0.74 to 0.80 at 8 rows per expert and 0.81 to 0.85 at 10;
-# mxfp4 0.96 to 1.03 at 8 and 1.13 to 1.19 at 10 (H200, 2026-11-28, triton 3.6.0).
-_ROWS = {"uint4": 11, "float4_e2m1": 6}
-# Mean rows per expert up to which calls use this path by default: for rows that are aligned to 16
-# elements, and for others. Every block of MAX_BLOCK_M rows unpacks the weights again, which costs
-# too much with more rows. The limits for integers were measured on an H200 on 2026-11-22. With
-# mxfp4 the path is also faster than the aligned path with tiles of 32 rows (H200, 2026-11-24,
+MAX_BLOCK_M = 16
+MIN_BLOCK_M = 8  # the rows are the right operand of the MMA, whose N is 8
+# Maximum mean rows per expert for which block_m is MIN_BLOCK_M, by weight type. Time with blocks of
+# 8 rows relative to blocks of 16 rows: integers 0.74 to 0.80 at 8 rows per expert and 0.81 to 0.85
+# at 10; mxfp4 0.96 to 1.03 at 8 and 1.13 to 1.19 at 10 (H200, 2026-11-28, triton 3.6.0).
+_MAX_ROWS_FOR_MIN_BLOCK = {"uint4": 11, "float4_e2m1": 6}
+# Maximum mean rows per expert for which calls use this path by default: (if rows are aligned to 16
+# elements, if they are not). Every block of MAX_BLOCK_M rows unpacks the weights again, which takes
+# too long with more rows. The limits for integers were measured on an H200 on 2026-11-22. With
+# mxfp4, this path is also faster than the aligned path with tiles of 32 rows (H200, 2026-11-24,
 # triton 3.6.0, 1 to 1024 tokens).
 _MAX_ROWS = {"uint4": (12, 12), "float4_e2m1": (192, 24)}
-# (max block_m, max mean rows per expert) of launches of the aligned path that are slower than this
-# path.
+# (maximum block_m, maximum mean rows per expert) of the launches of the aligned path that are
+# slower than this path.
 _SLOW_ALIGNED_TILES: dict[str, tuple[int, float]] = {
     "uint4": (16, 12),
     "float4_e2m1": (32, math.inf),
 }
-_MAX_REGISTERS = 128  # limit of the `_registers` estimate, above which the compiler spills
-_UNBOUNDED = 1 << 62
-_BLOCKS_M, _WARPS = (MIN_BLOCK_M, MAX_BLOCK_M), (1, 2, 4, 8, 16)
-_MIN_N, _MAX_N, _MIN_K, _MAX_STAGES, _MAX_MAXNREG = 16, 256, 32, 16, 255
+_MAX_REGISTERS = 128  # the compiler spills if `_estimate_registers` returns more
+_UNBOUNDED_TOKENS = 1 << 62
+_BLOCKS_M, _NUM_WARPS = (MIN_BLOCK_M, MAX_BLOCK_M), (1, 2, 4, 8, 16)
+_MIN_BLOCK_N, _MAX_BLOCK_N, _MIN_BLOCK_K, _MAX_STAGES, _MAX_MAXNREG = 16, 256, 32, 16, 255
 
 
 @dataclass(frozen=True)
 class AlignedW4Config:
-    """The launch of one GEMM. A gated GEMM computes block_n gate columns and block_n up columns.
+    """The launch of one GEMM.
 
-    block_k: K elements per step and warp; the warps of a program split K.
+    block_m: rows per block.
+    block_n: output columns per block. To compute them, a gated GEMM multiplies by block_n gate rows
+        and block_n up rows.
+    block_k: K elements per step and warp. The warps of a program split K.
+    num_warps: warps per program.
     num_stages: stages of the software pipeline.
-    registers: maximum registers per thread (maxnreg), 0 for no limit. A limit can fit one more
-        program on an SM, at the cost of spilling a few registers.
+    registers: maximum registers per thread (maxnreg); 0 for no limit. With a limit, one more
+        program may fit on an SM, while a few registers are spilled.
     """
 
     block_m: int
@@ -65,28 +69,28 @@ class AlignedW4Config:
 
     def violations(self) -> Iterator[Violation]:
         """Yield every limit of the kernel that this launch violates."""
-        rules = (
+        limits = (
             ("block_m", self.block_m in _BLOCKS_M, f"one of {_BLOCKS_M}"),
             (
                 "block_n",
-                _is_power_of_two_within(self.block_n, _MIN_N, _MAX_N),
-                _describe_powers(_MIN_N, _MAX_N),
+                _is_power_of_two_within(self.block_n, _MIN_BLOCK_N, _MAX_BLOCK_N),
+                _describe_powers(_MIN_BLOCK_N, _MAX_BLOCK_N),
             ),
             (
                 "block_k",
-                _is_power_of_two_within(self.block_k, _MIN_K, WARP_K),
-                _describe_powers(_MIN_K, WARP_K),
+                _is_power_of_two_within(self.block_k, _MIN_BLOCK_K, WARP_K),
+                _describe_powers(_MIN_BLOCK_K, WARP_K),
             ),
-            ("num_warps", self.num_warps in _WARPS, f"one of {_WARPS}"),
+            ("num_warps", self.num_warps in _NUM_WARPS, f"one of {_NUM_WARPS}"),
             ("num_stages", 1 <= self.num_stages <= _MAX_STAGES, f"1 to {_MAX_STAGES}"),
             (
                 "registers",
                 0 <= self.registers <= _MAX_MAXNREG,
-                f"0 for as many as there are, to {_MAX_MAXNREG}",
+                f"1 to {_MAX_MAXNREG}, or 0 for no limit",
             ),
         )
-        for name, satisfied, need in rules:
-            if not satisfied:
+        for name, is_satisfied, need in limits:
+            if not is_satisfied:
                 yield Violation(name, getattr(self, name), need)
 
 
@@ -99,7 +103,7 @@ def _describe_powers(minimum: int, maximum: int) -> str:
 
 
 class _Shape(NamedTuple):
-    """A launch without block_m."""
+    """An AlignedW4Config without block_m."""
 
     block_n: int
     num_warps: int
@@ -108,14 +112,14 @@ class _Shape(NamedTuple):
     block_k: int = WARP_K
 
 
-# (limit, min K, shape): applies to fewer blocks of 64 columns than `limit` and to K of at least
-# `min K`; the first row that applies is used. Measured on one H200 (triton 3.6.0, bf16) over
-# Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss: integers with 4 to 16 tokens on 2026-11-22; mxfp4
-# with 4 and 16 tokens on 2026-11-20, and its rows for fewer than 200 and 500 blocks with one token.
-# The loop of the kernel has become shorter since 2026-11-20.
-_Rows = tuple[tuple[float, int, _Shape], ...]
-# (weight type, has zero points) -> (rows of gated GEMMs, rows of others).
-_SHAPES: dict[tuple[str, bool], tuple[_Rows, _Rows]] = {
+# Entries (limit, min K, shape), of which the first one that applies is used. An entry applies if
+# there are fewer than `limit` blocks of 64 columns and K is at least `min K`. Measured on an H200
+# (triton 3.6.0, bf16) with Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss: integers with 4 to 16
+# tokens on 2026-11-22; mxfp4 with 4 and 16 tokens on 2026-11-20, and its entries for fewer than 200
+# and 500 blocks with one token. The loop of the kernel has become shorter since 2026-11-20.
+_ShapeTable = tuple[tuple[float, int, _Shape], ...]
+# (weight type, has zero points) -> (table for gated GEMMs, table for other GEMMs).
+_SHAPES: dict[tuple[str, bool], tuple[_ShapeTable, _ShapeTable]] = {
     ("uint4", False): (
         (
             (200, 0, _Shape(32, 4, 3)),
@@ -159,9 +163,10 @@ _SHAPES: dict[tuple[str, bool], tuple[_Rows, _Rows]] = {
         ),
     ),
 }
-# Shapes for block_m 16, which needs twice the registers for sums. Those of mxfp4 are the fastest of
-# 12 on Mixtral, Qwen3-30B and gpt-oss-20b (H200, 2026-11-24, triton 3.6.0).
-_SHAPES_FOR_16 = {
+# (weight type, is gated) -> shape for block_m 16, which needs twice as many registers for
+# accumulators. The shapes of mxfp4 are the fastest of 12 on Mixtral, Qwen3-30B and gpt-oss-20b
+# (H200, 2026-11-24, triton 3.6.0).
+_SHAPES_FOR_BLOCK_16 = {
     ("uint4", True): _Shape(32, 2, 4),
     ("uint4", False): _Shape(64, 2, 3, 200),
     ("float4_e2m1", True): _Shape(32, 2, 3, block_k=64),
@@ -172,8 +177,8 @@ _SHAPES_FOR_16 = {
 def supports(problem: Problem) -> bool:
     """Return whether the kernel supports `problem`; see `operands_w4.supports_w4`.
 
-    A batch-invariant problem must use one path for all token counts, so it is supported only if the
-    path is fast with any number of rows.
+    A batch-invariant problem must use the same path for all token counts, so it is supported only
+    if the path is fast with any number of rows.
     """
     if not supports_w4(problem):
         return False
@@ -181,42 +186,44 @@ def supports(problem: Problem) -> bool:
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the largest call for which this path is used without a tuned file, in tokens."""
+    """Return the number of tokens of the largest call that uses this path without a tuned file."""
     if problem.batch_invariant:
-        return _UNBOUNDED
-    even, odd = _MAX_ROWS[problem.scheme.weight]
-    rows = even if rows_aligned_to_16(problem) else odd
-    return rows * problem.experts // problem.top_k
+        return _UNBOUNDED_TOKENS
+    max_aligned_rows, max_unaligned_rows = _MAX_ROWS[problem.scheme.weight]
+    max_rows = max_aligned_rows if rows_aligned_to_16(problem) else max_unaligned_rows
+    return max_rows * problem.experts // problem.top_k
 
 
 def is_faster(problem: Problem, tokens: int, block_m: int) -> bool:
     """Return whether this path is faster than the aligned path with blocks of block_m rows."""
-    max_block_m, rows = _SLOW_ALIGNED_TILES[problem.scheme.weight]
-    return block_m <= max_block_m and tokens * problem.top_k <= rows * problem.experts
+    max_block_m, max_rows = _SLOW_ALIGNED_TILES[problem.scheme.weight]
+    return block_m <= max_block_m and tokens * problem.top_k <= max_rows * problem.experts
 
 
-def block_m(problem: Problem, pairs: int) -> int:
-    """Return block_m for a call of `pairs` routed pairs."""
-    rows = _ROWS[problem.scheme.weight]
-    small = pairs <= rows * problem.experts and not problem.batch_invariant
-    return MIN_BLOCK_M if small else MAX_BLOCK_M
+def choose_block_m(problem: Problem, num_pairs: int) -> int:
+    """Return block_m for a call with num_pairs routed pairs."""
+    max_rows = _MAX_ROWS_FOR_MIN_BLOCK[problem.scheme.weight]
+    is_small = num_pairs <= max_rows * problem.experts and not problem.batch_invariant
+    return MIN_BLOCK_M if is_small else MAX_BLOCK_M
 
 
 @dataclass(frozen=True)
 class RowDistribution:
-    """block_m and the expected number of active experts of a call, under uniform routing.
+    """The rows of a call, assuming uniform routing.
 
-    An active expert is one that has rows.
+    block_m: rows per block.
+    active_experts: expected number of local experts that have rows.
     """
 
     block_m: int
-    experts: float
+    active_experts: float
 
     @classmethod
-    def of(cls, problem: Problem, pairs: int) -> "RowDistribution":
-        share = min(1.0, problem.top_k / problem.experts)  # top_k can exceed experts
-        inactive: float = (1.0 - share) ** (pairs / problem.top_k)
-        return cls(block_m(problem, pairs), problem.e * (1 - inactive))
+    def from_call(cls, problem: Problem, num_pairs: int) -> "RowDistribution":
+        """Return the distribution of a call with num_pairs routed pairs."""
+        probability = min(1.0, problem.top_k / problem.experts)  # top_k can exceed experts
+        inactive: float = (1.0 - probability) ** (num_pairs / problem.top_k)
+        return cls(choose_block_m(problem, num_pairs), problem.e * (1 - inactive))
 
 
 @dataclass(frozen=True)
@@ -225,126 +232,130 @@ class GemmSizes:
 
     scheme: the quantization scheme.
     columns: output columns.
-    depth: K.
-    gated: whether it computes gate and up columns.
-    zeros: whether the weights have zero points.
+    k: K.
+    is_gated: whether the GEMM computes gate and up columns.
+    has_zero_points: whether the weights have zero points.
     """
 
     scheme: QuantScheme
     columns: int
-    depth: int
-    gated: bool
-    zeros: bool
+    k: int
+    is_gated: bool
+    has_zero_points: bool
 
     @classmethod
-    def both(cls, problem: Problem) -> "tuple[GemmSizes, GemmSizes]":
-        scheme, gated = problem.scheme, problem.act.gated
-        zeros = scheme.zero_points
+    def for_both_gemms(cls, problem: Problem) -> "tuple[GemmSizes, GemmSizes]":
+        """Return the properties of GEMM 1 and of GEMM 2."""
+        scheme, is_gated = problem.scheme, problem.act.gated
+        has_zeros = scheme.zero_points
         return (
-            cls(scheme, problem.intermediate, problem.hidden, gated, zeros),
-            cls(scheme, problem.hidden, problem.intermediate, False, zeros),
+            cls(scheme, problem.intermediate, problem.hidden, is_gated, has_zeros),
+            cls(scheme, problem.hidden, problem.intermediate, False, has_zeros),
         )
 
 
-def default(problem: Problem, tokens: int) -> MoEConfig:
+def default_config(problem: Problem, tokens: int) -> MoEConfig:
     """Return the configuration of a call of `tokens` tokens without a tuned file."""
-    distribution = RowDistribution.of(problem, tokens * problem.top_k)
-    launch1, launch2 = (launch_for(product, distribution) for product in GemmSizes.both(problem))
+    distribution = RowDistribution.from_call(problem, tokens * problem.top_k)
+    launch1, launch2 = (
+        default_launch(sizes, distribution) for sizes in GemmSizes.for_both_gemms(problem)
+    )
     return MoEConfig(launch1, launch2, NAME)
 
 
 def breakpoints(problem: Problem) -> Iterator[int]:
-    """Yield the last token count of each of the default configurations, ascending.
+    """Yield the last token count of each default configuration, ascending.
 
-    While block_m is 8, the configuration changes as more experts become active; `_changes` finds
-    where.
+    While block_m is 8, the configuration changes when more experts become active.
     """
     if problem.batch_invariant:
         return
-    last_small = _ROWS[problem.scheme.weight] * problem.experts // problem.top_k
-    if last_small:
-        yield from _changes(problem, 1, last_small)
-        yield last_small
+    max_small_rows = _MAX_ROWS_FOR_MIN_BLOCK[problem.scheme.weight]
+    max_small_tokens = max_small_rows * problem.experts // problem.top_k
+    if max_small_tokens:
+        yield from _find_changes(problem, 1, max_small_tokens)
+        yield max_small_tokens
     yield max_tokens(problem)
 
 
-def _changes(problem: Problem, low: int, high: int) -> Iterator[int]:
-    """Yield the last token count before each change between `low` and `high`, by bisection.
+def _find_changes(problem: Problem, low: int, high: int) -> Iterator[int]:
+    """Yield the last token count before each change of the default between `low` and `high`.
 
-    If the configurations at both ends are equal, so are all in between: the number of active
-    experts, and so the row of the table, is monotonic in the number of tokens.
+    The changes are found by bisection. If the configurations at both ends are equal, all
+    configurations between them are equal, too, because the number of active experts, and therefore
+    the entry of the table, is monotonic in the number of tokens.
     """
-    if default(problem, low) == default(problem, high):
+    if default_config(problem, low) == default_config(problem, high):
         return
     if high - low == 1:
         yield low
         return
     middle = (low + high) // 2
-    yield from _changes(problem, low, middle)
-    yield from _changes(problem, middle, high)
+    yield from _find_changes(problem, low, middle)
+    yield from _find_changes(problem, middle, high)
 
 
-def launch_for(product: GemmSizes, distribution: RowDistribution) -> AlignedW4Config:
-    """Return the default launch of `product` for the rows of `distribution`."""
-    weight, block_m = product.scheme.weight, distribution.block_m
+def default_launch(sizes: GemmSizes, distribution: RowDistribution) -> AlignedW4Config:
+    """Return the launch of a GEMM without a tuned file."""
+    weight, block_m = sizes.scheme.weight, distribution.block_m
     if block_m == MIN_BLOCK_M:
-        blocks = distribution.experts * -(-product.columns // 64)
-        gated, ungated = _SHAPES[weight, product.zeros]
-        rows = gated if product.gated else ungated
+        num_blocks = distribution.active_experts * -(-sizes.columns // 64)
+        gated_table, ungated_table = _SHAPES[weight, sizes.has_zero_points]
         shape = next(
-            row_shape for below, k, row_shape in rows if blocks < below and product.depth >= k
+            entry_shape
+            for limit, min_k, entry_shape in (gated_table if sizes.is_gated else ungated_table)
+            if num_blocks < limit and sizes.k >= min_k
         )
     else:
-        shape = _SHAPES_FOR_16[weight, product.gated]
-    while shape.block_n > 64 and product.columns % shape.block_n:
+        shape = _SHAPES_FOR_BLOCK_16[weight, sizes.is_gated]
+    while shape.block_n > 64 and sizes.columns % shape.block_n:
         shape = shape._replace(block_n=shape.block_n // 2)
-    while shape.block_n > 16 and _registers(shape, product, block_m) > _MAX_REGISTERS:
+    while shape.block_n > 16 and not _fits_registers(shape, sizes, block_m):
         shape = shape._replace(block_n=shape.block_n // 2)
     return _make_config(shape, block_m)
 
 
-def _registers(shape: _Shape, product: GemmSizes, block_m: int) -> int:
-    """Estimate the live registers per thread.
+def _fits_registers(shape: _Shape, sizes: GemmSizes, block_m: int) -> bool:
+    return _estimate_registers(shape, sizes, block_m) <= _MAX_REGISTERS
 
-    These are the weight words, the sums, the partial sums of each scale group in a step and, for
-    several groups with zero points, the terms of the zero points.
+
+def _estimate_registers(shape: _Shape, sizes: GemmSizes, block_m: int) -> int:
+    """Estimate the number of live registers per thread.
+
+    These registers hold the weight words, the accumulators, the partial sums of each scale group in
+    a step and, if there are several groups with zero points, the terms of the zero points.
     """
-    rows = shape.block_n * (2 if product.gated else 1)
-    groups = shape.block_k // mma_depth(product.scheme, product.depth, shape.block_k)
-    per_group = 3 if product.zeros and groups > 1 else 1
-    return rows * shape.block_k // 256 + rows * block_m // 32 * (1 + groups * per_group)
+    weight_rows = shape.block_n * (2 if sizes.is_gated else 1)
+    groups = shape.block_k // choose_mma_k(sizes.scheme, sizes.k, shape.block_k)
+    terms_per_group = 3 if sizes.has_zero_points and groups > 1 else 1
+    accumulators = weight_rows * block_m // 32
+    return weight_rows * shape.block_k // 256 + accumulators * (1 + groups * terms_per_group)
 
 
-# Candidates: (min, max) mean rows per expert by block_m, values of block_k by block_m, and
-# (warps, stages).
-_CANDIDATE_ROWS: RowRange = {MIN_BLOCK_M: (0, 12), MAX_BLOCK_M: (4, 64)}
-_CANDIDATE_K = {MIN_BLOCK_M: (WARP_K,), MAX_BLOCK_M: (WARP_K // 2, WARP_K)}
-_CANDIDATE_WARPS = ((1, 4), (2, 3), (4, 2), (4, 4))
+_CANDIDATE_ROWS: RowRanges = {MIN_BLOCK_M: (0, 12), MAX_BLOCK_M: (4, 64)}
+_CANDIDATE_BLOCKS_K = {MIN_BLOCK_M: (WARP_K,), MAX_BLOCK_M: (WARP_K // 2, WARP_K)}  # by block_m
+_CANDIDATE_WARPS_AND_STAGES = ((1, 4), (2, 3), (4, 2), (4, 4))
 
 
-def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return the launches to time for `tokens` tokens.
+def candidates(problem: Problem, tokens: int) -> CandidateGroups:
+    """Return the launches to time for a call of `tokens` tokens.
 
-    Those that spill, as far as `_registers` predicts it, are left out.
+    Launches for which `_estimate_registers` predicts spilling are left out.
     """
-    result = {}
-    for rows in blocks_worth_timing(_CANDIDATE_ROWS, problem, tokens):
+    groups = {}
+    for block_m in select_blocks(_CANDIDATE_ROWS, problem, tokens):
         shapes = [
-            _Shape(block_n, *launch, block_k=block_k)
+            _Shape(block_n, *warps_and_stages, block_k=block_k)
             for block_n in (16, 32, 64, 128)
-            for block_k in _CANDIDATE_K[rows]
-            for launch in _CANDIDATE_WARPS
+            for block_k in _CANDIDATE_BLOCKS_K[block_m]
+            for warps_and_stages in _CANDIDATE_WARPS_AND_STAGES
         ]
         launches1, launches2 = (
-            [
-                _make_config(s, rows)
-                for s in shapes
-                if _registers(s, product, rows) <= _MAX_REGISTERS
-            ]
-            for product in GemmSizes.both(problem)
+            [_make_config(s, block_m) for s in shapes if _fits_registers(s, sizes, block_m)]
+            for sizes in GemmSizes.for_both_gemms(problem)
         )
-        result[rows] = (launches1, launches2)
-    return result
+        groups[block_m] = (launches1, launches2)
+    return groups
 
 
 def _make_config(shape: _Shape, block_m: int) -> AlignedW4Config:

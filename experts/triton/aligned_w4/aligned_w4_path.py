@@ -1,8 +1,8 @@
-"""The aligned path for 4-bit weights and few rows per expert, in blocks of 8 or 16 rows.
+"""The aligned_w4 path: the aligned path with a GEMM kernel for 4-bit weights.
 
-It differs from the aligned path only in the GEMM kernel, which unpacks 32-bit words of eight
-weights in registers. The weights are the left operand of the MMA, and the warps of a program split
-K.
+The path is for few rows per expert, in blocks of 8 or 16 rows. It differs from the aligned path
+only in the GEMM kernel, which unpacks 32-bit words of eight weights in registers. The weights are
+the left operand of the MMA, and the warps of a program split K.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,10 +13,10 @@ from experts.triton.adapters import ShrinkOutput
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.aligned_w4 import aligned_w4_config
 from experts.triton.aligned_w4.aligned_w4_config import AlignedW4Config
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
 from experts.triton.operands import GemmOperands
-from experts.triton.operands_w4 import allows_vector_loads, mma_depth, w4_arguments
+from experts.triton.operands_w4 import allows_vector_loads, choose_mma_k, w4_arguments
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 
@@ -39,16 +39,16 @@ class AlignedW4Path(AlignedPath):
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the largest call for which the path is used without a tuned file, in tokens.
+        """Return the number of tokens of the largest call that uses the path by default.
 
-        Every block of rows unpacks the weights again, which costs too much with more tokens.
+        Every block of rows unpacks the weights again, which takes too long with more tokens.
         """
         return aligned_w4_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
         """Return the default launches for the expected number of active experts."""
-        return aligned_w4_config.default(problem, tokens)
+        return aligned_w4_config.default_config(problem, tokens)
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
@@ -59,12 +59,12 @@ class AlignedW4Path(AlignedPath):
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield the violated limits of the kernel."""
+        """Yield the limits of the kernel that `config` violates."""
         assert isinstance(config, AlignedW4Config)
         return config.violations()
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         return aligned_w4_config.candidates(problem, tokens)
 
     @classmethod
@@ -73,11 +73,11 @@ class AlignedW4Path(AlignedPath):
     ) -> MoEConfig:
         """Return this path's default configuration if it is faster than `config`, else `config`.
 
-        It is faster than configurations of the aligned path with a small block_m.
+        It is faster if `config` is a configuration of the aligned path with a small block_m.
         """
         is_aligned = config.path == AlignedPath.name
         if is_aligned and aligned_w4_config.is_faster(problem, tokens, config.gemm1.block_m):
-            return aligned_w4_config.default(problem, tokens)
+            return aligned_w4_config.default_config(problem, tokens)
         return config
 
     def __init__(self, problem: Problem) -> None:
@@ -93,32 +93,35 @@ class AlignedW4Path(AlignedPath):
     def arguments(
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
-        product: GemmOperands,
+        operands: GemmOperands,
         config: Launch,
         shrink_output: ShrinkOutput | None,
     ) -> dict[str, object]:
         """Return the arguments of the 4-bit kernel that do not depend on how rows are addressed.
 
-        rows: activations, contiguous along K, and None, because they have no scales.
+        rows: the activations, contiguous along K, and None, because activations have no scales.
+        operands: the weights and everything else that the GEMM needs.
+        config: the launch, an AlignedW4Config.
+        shrink_output: None, because this path does not support adapters.
         """
         assert isinstance(config, AlignedW4Config)
         assert shrink_output is None  # `supports` excludes adapters
-        depth = mma_depth(product.scheme, product.depth, config.block_k)
+        mma_k = choose_mma_k(operands.scheme, operands.depth, config.block_k)
         return {
-            **w4_arguments(product),
-            "columns": product.columns,
-            "depth": product.depth,
-            "UP_ROW": product.up_row,
-            "ROW_STEP": product.step,
-            "EVEN_K": product.depth % (config.num_warps * config.block_k) == 0,
-            "DEPTH": depth,
+            **w4_arguments(operands),
+            "columns": operands.columns,
+            "depth": operands.depth,
+            "UP_ROW": operands.up_row,
+            "ROW_STEP": operands.step,
+            "EVEN_K": operands.depth % (config.num_warps * config.block_k) == 0,
+            "DEPTH": mma_k,
             "WARPS": config.num_warps,
-            "GROUPS": config.block_k // depth,
+            "GROUPS": config.block_k // mma_k,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
-            "EVEN_N": product.columns % config.block_n == 0,
+            "EVEN_N": operands.columns % config.block_n == 0,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
             "maxnreg": config.registers or None,
-            **product.constants,
+            **operands.constants,
         }

@@ -1,6 +1,6 @@
-"""Reading and writing of tuned config files: our format, and those of vLLM and SGLang.
+"""Read and write tuned config files, in our format and in the formats of vLLM and SGLang.
 
-Our format:
+A file in our format:
 
     {"format": "modular_kernel.tiles/2",
      "triton_version": "3.6.0",
@@ -11,18 +11,19 @@ Our format:
             "path": "aligned", "us": 650.1, "untuned_us": 664.0},
      "128": ...}
 
-The key "64" is a number of tokens. "path" is one of `experts.triton.paths`, by default the first,
-and determines the fields of a launch. Both GEMMs have the same BLOCK_SIZE_M. BLOCK_SIZE_N counts
-output columns: a gated GEMM 1 computes that many gate columns and that many up columns. "us" and
-"untuned_us" are times of the layer in microseconds, with this configuration and with the default.
+The key "64" is a number of tokens. "path" is the name of a path in `experts.triton.paths`, by
+default the first one. It determines the fields of a launch. Both GEMMs have the same BLOCK_SIZE_M.
+BLOCK_SIZE_N is a number of output columns: a gated GEMM 1 computes that many gate columns and that
+many up columns. "us" and "untuned_us" are times of the layer in microseconds: with this
+configuration, and with the default configuration.
 
 Files of vLLM and SGLang have no "format" and use one launch for both GEMMs, {"64": {"BLOCK_SIZE_M":
-...}}; SGLang may have a second file, NAME_down.json, for GEMM 2. Their BLOCK_SIZE_N counts gate and
-up columns together. For a gated activation it is halved (to at least 16), which keeps the work of a
-block. Unknown keys are ignored.
+...}}. SGLang may have a second file, NAME_down.json, for GEMM 2. In these files, BLOCK_SIZE_N
+counts gate and up columns together. For a gated activation, it is therefore halved, but not below
+16, so that a block has the same work. Unknown keys are ignored.
 
-A malformed file is rejected as a whole, with a ConfigurationError that names the file, what it has
-and what is needed.
+If any part of a file is malformed, the whole file is rejected with a ConfigurationError. The
+message names the file, what was found and what is needed.
 """
 
 import json
@@ -49,33 +50,33 @@ _NAME = re.compile(
     r"(?P<per_channel>,per_channel_quant=True)?(?P<prepared>,prepared=True)?(?P<down>_down)?\.json",
     re.ASCII,
 )
-_MAX_DEVICE_LENGTH = 100  # file systems allow 255 bytes per name
+_MAX_DEVICE_CHARS = 100  # file systems allow 255 bytes per file name
 
 
 def device_key(name: str) -> str:
-    """Return a device name as used in file names: "_" for all but letters, digits and _.()+-.
+    """Return a device name as it is used in file names.
 
-    vLLM and SGLang replace only spaces, which gives the same result for every device that they ship
-    files for.
+    Every character except letters, digits and _.()+- is replaced by "_". vLLM and SGLang replace
+    only spaces. The result is the same for all devices for which they ship files.
     """
-    key = re.sub(rf"(?!{_WORD}).", "_", name, flags=re.ASCII | re.DOTALL)[:_MAX_DEVICE_LENGTH]
+    key = re.sub(rf"(?!{_WORD}).", "_", name, flags=re.ASCII | re.DOTALL)[:_MAX_DEVICE_CHARS]
     return key + "_" if not key or key.endswith("_down") else key
 
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """The fields of a config file name.
+    """The fields of the name of a config file.
 
-    experts: local experts, w2.shape[0].
+    experts: number of local experts, w2.shape[0].
     intermediate: I, which is w2.shape[2] for unpacked weights.
     device: a result of `device_key`.
     dtype: "fp8_w8a8", "float32", ...; "" for float16 and bfloat16.
-    block_shape: (rows, K elements) per weight scale; (0, g) for groups of g.
-    per_channel: weights have one scale per row, and activations are quantized.
-    prepared: the file is for calls with prepared weights only.
-    down: the file is SGLang's, for GEMM 2 only.
+    block_shape: (rows, K elements) per weight scale; (0, g) for groups of g elements.
+    per_channel: whether weights have one scale per row and activations are quantized.
+    prepared: whether the file is only for calls with prepared weights.
+    down: whether the file is a file of SGLang's that is only for GEMM 2.
 
-    `ConfigKey.parse(key.file_name) == key` for every key. Raise ConfigurationError if a field
+    `ConfigKey.parse(key.file_name) == key` holds for every key. Raise ConfigurationError if a field
     cannot be written in a file name.
     """
 
@@ -91,12 +92,12 @@ class ConfigKey:
     def __post_init__(self) -> None:
         match = _NAME.fullmatch(self.file_name)
         if match is None or _key_fields(match) != vars(self):
-            need = "sizes >= 1, a device as device_key gives it, and a dtype of [a-z0-9_]"
+            need = "sizes >= 1, a device name from device_key, and a dtype of characters [a-z0-9_]"
             raise ConfigurationError("name of a config file", got=repr(self.file_name), need=need)
 
     @property
     def file_name(self) -> str:
-        """Return the file name in SGLang's spelling; vLLM's has no space in the block shape."""
+        """Return the file name as SGLang spells it. vLLM has no space in the block shape."""
         dtype = f",dtype={self.dtype}" if self.dtype else ""
         block = f",block_shape={list(self.block_shape)}" if self.block_shape else ""
         channel = ",per_channel_quant=True" if self.per_channel else ""
@@ -109,7 +110,7 @@ class ConfigKey:
     def parse(cls, name: str) -> "ConfigKey":
         """Parse the name of a config file, with or without a space in the block shape.
 
-        Raise ConfigurationError if `name` is not one.
+        Raise ConfigurationError if `name` is not the name of a config file.
         """
         match = _NAME.fullmatch(name)
         if match is None:
@@ -122,8 +123,10 @@ class ConfigKey:
         return cls(**_key_fields(match))
 
     @classmethod
-    def of(cls, problem: Problem, device_name: str, *, prepared: bool = False) -> "ConfigKey":
-        """Return the key under which configurations for `problem` are stored."""
+    def from_problem(
+        cls, problem: Problem, device_name: str, *, prepared: bool = False
+    ) -> "ConfigKey":
+        """Return the key of the file in which configurations for `problem` are stored."""
         scheme = problem.scheme
         dtype = "float32" if problem.dtype is torch.float32 else ""
         if scheme.quantized:
@@ -159,14 +162,14 @@ def _key_fields(match: re.Match[str]) -> dict[str, Any]:
 def file_names_for(
     problem: Problem, device_name: str, *, prepared: bool = False
 ) -> tuple[str, ...]:
-    """Return the file names to look up for `problem`, best first.
+    """Return the names of the config files to look up for `problem`, best first.
 
-    With prepared weights there is only our own name, because no other library writes such files.
-    Otherwise the names are our own, then vLLM's, which may lack the space in the block shape, the
-    groups or per_channel_quant. For 4-bit weights, SGLang's follow, whose N counts bytes of a
-    packed row, N = I / 2.
+    With prepared weights, this is only the name in our format, because no other library writes such
+    files. Otherwise, the names of vLLM's files follow, which may lack the space in the block shape,
+    the groups or per_channel_quant. For 4-bit weights, the names of SGLang's files follow, in which
+    N is the number of bytes of a packed row, I / 2.
     """
-    key = ConfigKey.of(problem, device_name, prepared=prepared)
+    key = ConfigKey.from_problem(problem, device_name, prepared=prepared)
     if prepared:
         return (key.file_name,)
     keys = list(_key_variants(key))
@@ -186,25 +189,29 @@ def _key_variants(key: ConfigKey) -> Iterator[ConfigKey]:
 
 FORMAT = "modular_kernel.tiles/2"
 MAX_FILE_BYTES = 1 << 20
-_TOKENS = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
+_TOKEN_COUNT = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
 _HEADER_KEYS = ("format", "triton_version", "tuned_for")
-_MAX_INT = 1 << 31
+_INT_LIMIT = 1 << 31  # integers in launches must be smaller
 _MAX_MICROSECONDS = 1e12  # longer times are discarded
-# JSON keys of launch fields that differ from the field names; these are vLLM's.
-_KEYS = {
+# Field of a launch -> its key in JSON, where they differ. The keys are those of vLLM.
+_JSON_KEYS = {
     "block_m": "BLOCK_SIZE_M",
     "block_n": "BLOCK_SIZE_N",
     "block_k": "BLOCK_SIZE_K",
     "group_m": "GROUP_SIZE_M",
 }
-_DEFAULTS = {"num_warps": 4, "num_stages": 3}  # Triton's defaults
+_TRITON_DEFAULTS = {"num_warps": 4, "num_stages": 3}
 
 
 @dataclass(frozen=True)
 class TunedFor:
     """The part and the layer for which a file in our format was tuned.
 
-    Sizes that the file's name contains are left out.
+    Sizes in the name of the file (see `ConfigKey`) are not repeated here.
+
+    experts_part: the name of the part.
+    hidden: H.
+    top_k: K.
     """
 
     experts_part: str
@@ -214,7 +221,11 @@ class TunedFor:
 
 @dataclass(frozen=True)
 class Times:
-    """Times of the layer in microseconds; untuned_us is None if it was not measured."""
+    """Times of the layer in microseconds.
+
+    us: with the tuned configuration.
+    untuned_us: with the default configuration; None if it was not measured.
+    """
 
     us: float
     untuned_us: float | None
@@ -225,19 +236,20 @@ class TunedConfigs:
     """The contents of a config file: launches by number of tokens, not yet fitted to a problem.
 
     origin: the file, for messages.
-    gemm1, gemm2: (tokens, launch), ascending.
-    fused_columns: block_n of GEMM 1 counts gate and up columns together.
-    strict: a launch that does not fit the problem is an error; otherwise it is clamped.
-    triton: the version of Triton that the file was tuned with, if known.
-    tuned_for: of files in our format that have it.
-    paths: (tokens, path name); numbers of tokens that are missing here use BASE.
-    times: by number of tokens, where known.
+    gemm1: (number of tokens, launch of GEMM 1) pairs, ascending.
+    gemm2: (number of tokens, launch of GEMM 2) pairs, ascending.
+    counts_gate_and_up: whether block_n of GEMM 1 counts gate and up columns together.
+    strict: whether a launch that does not fit the problem is an error. If False, it is clamped.
+    triton: the version of Triton with which the file was tuned, if known.
+    tuned_for: the layer for which the file was tuned, if the file contains it.
+    paths: (number of tokens, name of a path) pairs. Numbers of tokens without a pair use BASE.
+    times: measured times by number of tokens, where known.
     """
 
     origin: str
     gemm1: tuple[tuple[int, Launch], ...]
     gemm2: tuple[tuple[int, Launch], ...]
-    fused_columns: bool
+    counts_gate_and_up: bool
     strict: bool
     triton: str | None = None
     tuned_for: TunedFor | None = None
@@ -245,7 +257,10 @@ class TunedConfigs:
     times: Mapping[int, Times] = field(default_factory=dict, hash=False, compare=False)
 
     def configs(self) -> dict[int, MoEConfig]:
-        """Return the configurations by number of tokens, which must be the same for both GEMMs."""
+        """Return the configurations by number of tokens.
+
+        gemm1 and gemm2 must have the same numbers of tokens.
+        """
         paths = dict(self.paths)
         return {
             tokens: MoEConfig(gemm1, gemm2, paths.get(tokens, BASE.name))
@@ -254,14 +269,14 @@ class TunedConfigs:
 
 
 def read_config_file(path: Path) -> TunedConfigs:
-    """Read a config file. Raise ConfigurationError, naming the file, if it is malformed."""
-    return parse_config_file(_content(path), str(path))
+    """Read a config file. If it is malformed, raise a ConfigurationError that names the file."""
+    return parse_config_file(_read_bytes(path), str(path))
 
 
-def _content(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     what = f"config file {path}"
     try:
-        if not path.is_file():  # also a dangling link
+        if not path.is_file():  # True for a dangling link, too
             raise ValueError("not a regular file")
         return json_files.read_file(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -272,7 +287,7 @@ def _content(path: Path) -> bytes:
 
 
 def parse_config_file(text: str | bytes, origin: str) -> TunedConfigs:
-    """Parse the text of a config file, which error messages call `origin`."""
+    """Parse the text of a config file. `origin` names the file in error messages."""
     what = f"config file {origin}"
     try:
         value = json_files.parse(text)
@@ -283,12 +298,14 @@ def parse_config_file(text: str | bytes, origin: str) -> TunedConfigs:
 
 
 def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedConfigs:
-    """Convert the argument of `override_config`: a configuration, a file's contents, or one entry.
+    """Convert the argument of `override_config` to tuned configs that apply strictly.
 
-    A mapping follows the rules of files, except that token counts may be integers. A single entry
-    applies to every call: {"gemm1": .., "gemm2": ..} is in our format, {"BLOCK_SIZE_M": ..} in
-    vLLM's, which counts gate and up columns together. The result is strict. Raise
-    ConfigurationError for anything else.
+    value: a configuration, the contents of a config file, or one entry of a file. Contents follow
+        the rules for files, except that token counts may be integers. A single entry applies to
+        every call. An entry {"gemm1": .., "gemm2": ..} is in our format. An entry {"BLOCK_SIZE_M":
+        ..} is in vLLM's format, in which BLOCK_SIZE_N counts gate and up columns together.
+
+    Raise ConfigurationError for any other value.
     """
     what = "override_config"
     if isinstance(value, MoEConfig):
@@ -297,7 +314,7 @@ def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedCon
             raise ConfigurationError(f"{what}: path", got=_abbreviate(value.path), need=need)
         launches = ((1, value.gemm1),), ((1, value.gemm2),)
         paths = ((1, value.path),)
-        return TunedConfigs(what, *launches, fused_columns=False, strict=True, paths=paths)
+        return TunedConfigs(what, *launches, counts_gate_and_up=False, strict=True, paths=paths)
     contents: dict[Any, object] = dict(_require_mapping(value, what))
     if "gemm1" in contents:
         contents = {"format": FORMAT, "1": contents}
@@ -319,12 +336,13 @@ def _build_tuned_configs(value: object, what: str, origin: str) -> TunedConfigs:
     for key, entry in contents.items():
         if key in _HEADER_KEYS:
             continue
-        if not isinstance(key, str) or _TOKENS.fullmatch(key) is None:
-            need = f"tokens 1 to 999999999, or one of {', '.join(_HEADER_KEYS)}"
+        if not isinstance(key, str) or _TOKEN_COUNT.fullmatch(key) is None:
+            need = f"a number of tokens, 1 to 999999999, or one of {', '.join(_HEADER_KEYS)}"
             raise ConfigurationError(f"{what}: key", got=_abbreviate(key), need=need)
         entries[int(key)] = _require_mapping(entry, f"{what}: tokens {key}")
     if not entries:
-        raise ConfigurationError(what, got="no number of tokens", need="at least one")
+        need = "a configuration for at least one number of tokens"
+        raise ConfigurationError(what, got="no configuration", need=need)
     configs: dict[int, MoEConfig] = {}
     for tokens in sorted(entries):
         entry_label = f"{what}: tokens {tokens}"
@@ -337,14 +355,14 @@ def _build_tuned_configs(value: object, what: str, origin: str) -> TunedConfigs:
         origin=origin,
         gemm1=tuple((tokens, config.gemm1) for tokens, config in configs.items()),
         gemm2=tuple((tokens, config.gemm2) for tokens, config in configs.items()),
-        fused_columns=not is_our_format,
+        counts_gate_and_up=not is_our_format,
         strict=is_our_format,
-        triton=_version(contents, what),
-        tuned_for=_tuned_for(contents, what) if is_our_format else None,
+        triton=_parse_triton_version(contents, what),
+        tuned_for=_parse_tuned_for(contents, what) if is_our_format else None,
         paths=tuple((tokens, config.path) for tokens, config in configs.items())
         if is_our_format
         else (),
-        times={t: times for t, e in entries.items() if (times := _times(e)) is not None},
+        times={t: times for t, e in entries.items() if (times := _parse_times(e)) is not None},
     )
 
 
@@ -359,7 +377,7 @@ def _abbreviate(value: object) -> str:
 
 def _require_mapping(value: object, what: str) -> Mapping[Any, object]:
     if not isinstance(value, Mapping):
-        raise ConfigurationError(what, got=type(value).__name__, need="an object with keys")
+        raise ConfigurationError(what, got=type(value).__name__, need="a JSON object")
     return value
 
 
@@ -370,7 +388,7 @@ def _parse_our_entry(entry: Mapping[str, object], what: str) -> MoEConfig:
         if name not in entry:
             raise ConfigurationError(what, got=f"no {name}", need="gemm1 and gemm2")
     gemm1, gemm2 = (
-        _launch(_require_mapping(entry[name], f"{what} {name}"), f"{what} {name}", launch)
+        _parse_launch(_require_mapping(entry[name], f"{what} {name}"), f"{what} {name}", launch)
         for name in ("gemm1", "gemm2")
     )
     if gemm1.block_m != gemm2.block_m:
@@ -380,49 +398,50 @@ def _parse_our_entry(entry: Mapping[str, object], what: str) -> MoEConfig:
 
 
 def _parse_foreign_entry(entry: Mapping[str, object], what: str) -> MoEConfig:
-    tile = _launch(entry, what, LaunchConfig)
-    return MoEConfig(tile, tile, BASE.name)
+    launch = _parse_launch(entry, what, LaunchConfig)
+    return MoEConfig(launch, launch, BASE.name)
 
 
-def _launch(values: Mapping[str, object], what: str, launch_type: type[Any]) -> Launch:
+def _parse_launch(values: Mapping[str, object], what: str, launch_type: type[Any]) -> Launch:
     """Build a launch of type `launch_type` from the JSON values of its fields.
 
-    A field must be an integer of at least 1, or of at least 0 if its default is 0. Whether a
-    problem allows the launch is not checked here.
+    A field must be an integer of at least 1, or of at least 0 if its default is 0. This function
+    does not check whether a problem allows the launch.
     """
     values_by_field = {}
     for launch_field in fields(launch_type):
-        key = _KEYS.get(launch_field.name, launch_field.name)
+        key = _JSON_KEYS.get(launch_field.name, launch_field.name)
         default = (
-            _DEFAULTS.get(launch_field.name)
+            _TRITON_DEFAULTS.get(launch_field.name)
             if launch_field.default is MISSING
             else launch_field.default
         )
         value, min_value = values.get(key, default), 0 if launch_field.default == 0 else 1
-        if type(value) is not int or not min_value <= value < _MAX_INT:
-            need = f"a whole number from {min_value} to {_MAX_INT - 1}"
+        if type(value) is not int or not min_value <= value < _INT_LIMIT:
+            need = f"a whole number from {min_value} to {_INT_LIMIT - 1}"
             raise ConfigurationError(f"{what}: {key}", got=_abbreviate(value), need=need)
         values_by_field[launch_field.name] = value
     launch: Launch = launch_type(**values_by_field)
     return launch
 
 
-def _version(contents: Mapping[str, object], what: str) -> str | None:
+def _parse_triton_version(contents: Mapping[str, object], what: str) -> str | None:
     version = contents.get("triton_version")
     if version is None or (isinstance(version, str) and len(version) <= 80):
         return version
-    raise ConfigurationError(f"{what}: triton_version", got=_abbreviate(version), need="a version")
+    need = "a version of Triton, such as 3.6.0"
+    raise ConfigurationError(f"{what}: triton_version", got=_abbreviate(version), need=need)
 
 
-def _tuned_for(contents: Mapping[str, object], what: str) -> TunedFor | None:
+def _parse_tuned_for(contents: Mapping[str, object], what: str) -> TunedFor | None:
     if "tuned_for" not in contents:
         return None
     what = f"{what}: tuned_for"
-    fields = _require_mapping(contents["tuned_for"], what)
-    part, hidden, top_k = (fields.get(key) for key in ("experts_part", "hidden", "top_k"))
+    values = _require_mapping(contents["tuned_for"], what)
+    part, hidden, top_k = (values.get(key) for key in ("experts_part", "hidden", "top_k"))
     if not isinstance(part, str) or type(hidden) is not int or type(top_k) is not int:
         need = "experts_part (a name), hidden and top_k (whole numbers)"
-        raise ConfigurationError(what, got=_abbreviate(fields), need=need)
+        raise ConfigurationError(what, got=_abbreviate(values), need=need)
     return TunedFor(part, hidden, top_k)
 
 
@@ -435,7 +454,7 @@ def _parse_path(entry: Mapping[str, object], what: str) -> str:
     )
 
 
-def _times(entry: Mapping[str, object]) -> Times | None:
+def _parse_times(entry: Mapping[str, object]) -> Times | None:
     us, untuned = (_parse_microseconds(entry.get(key)) for key in ("us", "untuned_us"))
     return None if us is None else Times(us, untuned)
 
@@ -468,4 +487,4 @@ def dump_config_file(tuned_configs: TunedConfigs) -> str:
 
 
 def _launch_to_json(launch: Launch) -> dict[str, int]:
-    return {_KEYS.get(name, name): value for name, value in vars(launch).items()}
+    return {_JSON_KEYS.get(name, name): value for name, value in vars(launch).items()}

@@ -15,31 +15,39 @@ from modular_kernel.spec.problem import Problem
 class ConfigSteps:
     """Configurations as a step function of the number of tokens.
 
-    Step i has configs[i] and applies to calls of lasts[i - 1] + 1 to lasts[i] tokens. lasts ascends
-    and ends with UNBOUNDED_TOKENS.
+    Step i is for calls of last_tokens[i - 1] + 1 to last_tokens[i] tokens.
+
+    last_tokens: the largest number of tokens of each step, ascending. The last one is
+        UNBOUNDED_TOKENS.
+    configs: the configuration of each step.
     """
 
     last_tokens: tuple[int, ...]
     configs: tuple[MoEConfig, ...]
 
-    def index(self, tokens: int) -> int:
-        return bisect_left(self.last_tokens, tokens)
+    def find_step(self, num_tokens: int) -> int:
+        """Return the index of the step of a call of num_tokens tokens."""
+        return bisect_left(self.last_tokens, num_tokens)
 
-    def choose(self, tokens: int) -> MoEConfig:
-        return self.configs[self.index(tokens)]
+    def choose(self, num_tokens: int) -> MoEConfig:
+        """Return the configuration of a call of num_tokens tokens."""
+        return self.configs[self.find_step(num_tokens)]
 
-    def max_tokens(self, tokens: int) -> dict[tuple[str, int], int]:
-        """Return, by (path, block_m), the largest call of at most `tokens` tokens that uses it."""
+    def max_tokens_by_kind(self, limit: int) -> dict[tuple[str, int], int]:
+        """Map each (path, block_m) to the number of tokens of the largest call that uses it.
+
+        Only calls of at most `limit` tokens are considered.
+        """
         result: dict[tuple[str, int], int] = {}
         for last in self.last_tokens:
-            limit = min(tokens, last)
-            config = self.choose(limit)
+            max_tokens = min(limit, last)
+            config = self.choose(max_tokens)
             kind = config.path, config.gemm1.block_m
-            result[kind] = max(limit, result.get(kind, 0))
+            result[kind] = max(max_tokens, result.get(kind, 0))
         return result
 
     def replace_other_paths(self, paths: Collection[str], other: "ConfigSteps") -> "ConfigSteps":
-        """Return these steps, with the configurations of `other` where a path is not in `paths`."""
+        """Return these steps with configurations of `other` in place of paths not in `paths`."""
         return self.map_steps(
             other.last_tokens, lambda last, c: c if c.path in paths else other.choose(last)
         )
@@ -47,10 +55,11 @@ class ConfigSteps:
     def map_steps(
         self, ends: Iterable[int], change: Callable[[int, MoEConfig], MoEConfig]
     ) -> "ConfigSteps":
-        """Split the steps also after `ends`, apply `change` to each, and merge equal neighbors.
+        """Split steps after each of `ends`, apply `change` to all steps, and merge equal neighbors.
 
-        change(last, config) gets the last token count of a step and its configuration. It returns a
-        configuration that must hold for every token count of that step.
+        ends: token counts after which another step begins.
+        change: a function of the last token count of a step and its configuration. It returns the
+            configuration for all token counts of that step.
         """
         boundaries = sorted(
             {*self.last_tokens, *(end for end in ends if 0 <= end < UNBOUNDED_TOKENS)}
@@ -67,7 +76,10 @@ class ConfigSteps:
 def config_violations(
     config: MoEConfig, problem: Problem, device: Device
 ) -> Iterator[tuple[str, Violation]]:
-    """Yield (GEMM or "", violation) for every reason why `config` cannot be launched."""
+    """Yield every violation because of which `config` cannot be launched.
+
+    Each is given as (name of the GEMM, violation). The name is "" if both GEMMs are concerned.
+    """
     path = BY_NAME[config.path]
     if not path.supports(problem, device):
         yield "", Violation("path", config.path, f"one that supports {problem.quant}")
@@ -87,19 +99,21 @@ def is_launchable(config: MoEConfig, problem: Problem, device: Device) -> bool:
 
 
 def require_config(config: MoEConfig, problem: Problem, device: Device, origin: str) -> None:
-    """Raise ConfigurationError, naming `origin`, if `config` cannot be launched."""
+    """Raise ConfigurationError if `config` cannot be launched. `origin` names it in the message."""
     for gemm, violation in config_violations(config, problem, device):
         what = f"{origin}: {gemm} {violation.what}" if gemm else f"{origin}: {violation.what}"
         raise ConfigurationError(what, got=violation.got, need=violation.need)
 
 
-def heuristics(
+def make_heuristic_steps(
     problem: Problem, device: Device, paths: Collection[str] = NAMES, *, prepared: bool = False
 ) -> ConfigSteps:
-    """Return the default configurations of `problem` on `device`, using only `paths` and BASE.
+    """Return the default configurations of `problem` on `device`.
 
-    If `prepared`, they are for calls with prepared weights. Raise ConfigurationError if the scale
-    groups of the scheme allow no launch.
+    paths: names of the paths to use, in addition to BASE.
+    prepared: whether calls use prepared weights.
+
+    Raise ConfigurationError if no launch is compatible with the scale groups of the scheme.
     """
     steps = ConfigSteps(
         (UNBOUNDED_TOKENS,), (BASE.default_config(problem, UNBOUNDED_TOKENS, device),)
@@ -107,13 +121,16 @@ def heuristics(
     for path in PATHS:
         if path is BASE or (path.name in paths and path.supports(problem, device)):
             steps = overlay_path(steps, path, problem, device)
-    return with_prepared(steps, problem, device, paths) if prepared else steps
+    return overlay_prepared_configs(steps, problem, device, paths) if prepared else steps
 
 
-def with_prepared(
+def overlay_prepared_configs(
     steps: ConfigSteps, problem: Problem, device: Device, paths: Collection[str]
 ) -> ConfigSteps:
-    """Return `steps`, with the configurations for prepared weights where `paths` have any."""
+    """Replace configurations by those for prepared weights that `paths` have.
+
+    Other configurations stay.
+    """
     for path in PATHS:
         if path.name not in paths or not path.supports(problem, device):
             continue
@@ -138,7 +155,7 @@ def with_prepared(
 def replace_foreign_configs(
     steps: ConfigSteps, problem: Problem, device: Device, paths: Collection[str]
 ) -> ConfigSteps:
-    """Replace configurations from a file of vLLM or SGLang where one of `paths` is faster."""
+    """Replace configurations from a file of vLLM or SGLang if one of `paths` is faster."""
     for path in PATHS:
         if path.name not in paths or not path.supports(problem, device):
             continue
@@ -155,7 +172,7 @@ def replace_foreign_configs(
 def overlay_path(
     steps: ConfigSteps, path: type[Path], problem: Problem, device: Device
 ) -> ConfigSteps:
-    """Return `steps`, with the defaults of `path` in its range of token counts."""
+    """Replace the configurations in the token range of `path` by its default configurations."""
     min_tokens, max_tokens = path.min_tokens(problem), path.max_tokens(problem)
     if max_tokens == 0:
         return steps

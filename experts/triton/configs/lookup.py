@@ -1,23 +1,23 @@
-"""Lookup of the tuned file for a problem, and its conversion to configurations by token count.
+"""Find the tuned file for a problem, and convert it to configurations by token count.
 
-The first of these that exists is used:
+The configurations come from the first of these sources that exists:
 
 - an active override;
 - a file in the user's folder (MK_CONFIG_DIR);
 - a packaged file, in data/;
 - the nearest layers with a packaged file (`nearest`);
-- `heuristics`, if no packaged file is for this device and number format.
+- the heuristics (`heuristics`), if there is no packaged file for this device and number format.
 
-A folder may keep files in triton_X_Y_Z/, as SGLang does, or at its top level, as vLLM does. The
-subfolder of the installed Triton is searched first, then the top level, then other versions, newest
-first. All of them are searched for one file name before the next name is tried (see
-`files.file_names_for`).
+A folder may have its files in subfolders triton_X_Y_Z/, as SGLang has them, or at its top level, as
+vLLM has them. The subfolder of the installed version of Triton is searched first, then the top
+level, then the subfolders of other versions, newest first. All of these are searched for one file
+name before the next file name is tried (see `files.file_names_for`).
 
-A file has launches for some token counts. A call uses that of the nearest count; ties go to the
-smaller.
+A file has launches for some token counts. A call uses the launch for the nearest count. If two
+counts are equally near, it uses the launch for the smaller one.
 
-Calls with prepared weights have separate files. Without one they use the ordinary configurations,
-except where a path that prepares weights has its own for them.
+Calls with prepared weights have separate files. Without such a file, they use the configurations of
+other calls, except where a path that prepares weights has its own configurations for them.
 """
 
 import logging
@@ -36,11 +36,11 @@ from experts.triton.configs.files import (
 )
 from experts.triton.configs.heuristics import (
     ConfigSteps,
-    heuristics,
+    make_heuristic_steps,
     overlay_path,
+    overlay_prepared_configs,
     replace_foreign_configs,
     require_config,
-    with_prepared,
 )
 from experts.triton.configs.nearest import (
     TunedLayer,
@@ -72,11 +72,12 @@ from modular_kernel.text import printable
 _LOG = logging.getLogger("modular_kernel.tiles")
 _SUBFOLDER = re.compile(r"triton_(\d+)_(\d+)_(\d+)", re.ASCII)
 PACKAGED = "packaged"  # title of the folder that ships with the package
-NEAREST = "nearest"  # a value of Source.origin
-FIXED = "one configuration for every number of tokens: batch_invariant"  # also of Source.origin
+# Values of Source.origin.
+NEAREST = "nearest"
+FIXED = "one configuration for every number of tokens (batch_invariant)"
 _MIN_BLOCK_N = 16
-# Limits to which launches of vLLM and SGLang are clamped; other violations are errors.
-_CLAMPED_VIOLATIONS = frozenset({GROUP_LIMIT, SHARED_LIMIT})
+# Launches of vLLM and SGLang that exceed these limits are clamped. Other violations are errors.
+_CLAMPED_LIMITS = frozenset({GROUP_LIMIT, SHARED_LIMIT})
 
 
 @dataclass(frozen=True)
@@ -84,109 +85,113 @@ class Source:
     """The configurations of a problem and their origin.
 
     steps: the configurations.
-    origin: "override_config", a file, NEAREST, "heuristics" or FIXED.
-    keys: the token counts in the file.
-    step_origins: for each step, the tuned layer that its configuration is from, if origin is
-        NEAREST.
+    origin: "override_config", the path of a file, NEAREST, "heuristics" or FIXED.
+    token_counts: the token counts in the file.
+    step_origins: for each step, the tuned layer from which its configuration is borrowed; () unless
+        origin is NEAREST.
     notes: remarks for `explain`.
     searched_locations: locations without a usable file, in order of search.
-    foreign: the file is from vLLM or SGLang.
-    prepared: the steps are for calls with prepared weights.
+    is_foreign: whether the file is a file of vLLM's or SGLang's.
+    prepared: whether the steps are for calls with prepared weights.
     """
 
     steps: ConfigSteps
     origin: str
-    keys: tuple[int, ...] = ()
+    token_counts: tuple[int, ...] = ()
     step_origins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     searched_locations: tuple[str, ...] = ()
-    foreign: bool = False
+    is_foreign: bool = False
     prepared: bool = False
 
     def launch_steps(
         self, problem: Problem, device: Device, paths: Collection[str], *, prepared: bool = False
     ) -> ConfigSteps:
-        """Return the configurations with which a caller that supports `paths` launches its calls.
+        """Return the configurations of the calls of a part.
 
-        If `prepared`, the calls have prepared weights.
+        paths: names of the paths that the part supports.
+        prepared: whether the calls use prepared weights.
         """
         steps = self.steps
-        if self.foreign:
+        if self.is_foreign:
             steps = replace_foreign_configs(steps, problem, device, paths)
         if not all(config.path in paths for config in steps.configs):
-            defaults = heuristics(problem, device, paths, prepared=prepared)
+            defaults = make_heuristic_steps(problem, device, paths, prepared=prepared)
             steps = steps.replace_other_paths(paths, defaults)
         if self.origin == NEAREST:
             built_in_paths = [name for name in BUILT_IN_NAMES if name in paths]
             steps = split_at_breakpoints(steps, problem, device)
             steps = prefer_heuristics_by_rows(
-                steps, heuristics(problem, device, built_in_paths), problem
+                steps, make_heuristic_steps(problem, device, built_in_paths), problem
             )
             # Paths of other packages have no tuned files, so they also replace borrowed launches.
             for path in PATHS[len(BUILT_IN) :]:
                 if path.name in paths and path.supports(problem, device):
                     steps = overlay_path(steps, path, problem, device)
         if prepared and not self.prepared:
-            return with_prepared(steps, problem, device, paths)
+            return overlay_prepared_configs(steps, problem, device, paths)
         return steps
 
 
 @dataclass(frozen=True)
 class ConfigLookup:
-    """The folders of tuned files, and the device to look them up for.
+    """The folders of tuned files, and the device for which to look up configurations.
 
-    folders: (title, path), best first.
-    triton: the installed version, if known.
+    folders: (title, path) of each folder, best first.
+    device: the device.
+    triton: the installed version of Triton, if known.
     """
 
     folders: tuple[tuple[str, Path], ...]
     device: Device
     triton: str | None = None
 
-    def source(self, problem: Problem, *, prepared: bool = False) -> Source:
+    def find_source(self, problem: Problem, *, prepared: bool = False) -> Source:
         """Return the configurations from the best file, the nearest layers or the heuristics.
 
-        If `prepared`, they are for calls with prepared weights; without a file for such calls, the
-        result is the same as for other calls. Warn once per file that was tuned with another
-        version of Triton or is clamped. Raise ConfigurationError, naming the file, if it cannot be
-        read, is malformed or, in our format, does not fit.
+        Log a warning, once per file, if the file was tuned with another version of Triton or its
+        launches are clamped. If a file cannot be read, is malformed or, in our format, does not fit
+        the problem, raise a ConfigurationError that names the file.
+
+        prepared: whether to return the configurations of calls with prepared weights. Without a
+            file for such calls, the configurations are the same as those of other calls.
         """
         if problem.batch_invariant:  # the launches in a file depend on the number of tokens
-            return Source(heuristics(problem, self.device), FIXED)
+            return Source(make_heuristic_steps(problem, self.device), FIXED)
         searched_locations: list[str] = []
         names = file_names_for(problem, self.device.name, prepared=prepared)
         for title, folder in self.folders if self.device.name else ():
             path = self._find_file(folder, names)
             if path is None:
                 reason = "no file" if folder.is_dir() else "no such folder"
-                suffix = " of prepared weights" if prepared and folder.is_dir() else ""
+                suffix = " for prepared weights" if prepared and folder.is_dir() else ""
                 searched_locations.append(f"{title} {folder}: {reason}{suffix}")
                 continue
-            tuned_configs = _read_with_down(path)
+            tuned_configs = _read_both_gemms(path)
             if not _has_same_alignment(tuned_configs, problem):
-                mismatch = "tuned for rows that start on 16 elements"
+                mismatch = "tuned for rows that start at multiples of 16 elements"
                 searched_locations.append(f"{title} {path}: {mismatch}")
                 continue
             fitted = fit_to_problem(tuned_configs, problem, self.device, prepared=prepared)
-            notes = (*self._triton_mismatch(path, tuned_configs), *fitted.notes)
+            notes = (*self._describe_triton_mismatch(path, tuned_configs), *fitted.notes)
             if notes:
-                _warn(f"{path}: {'; '.join(notes)}")
+                _warn_once(f"{path}: {'; '.join(notes)}")
             if tuned_configs.tuned_for is not None:
-                notes = (*notes, *_layer_differences(tuned_configs, problem))
+                notes = (*notes, *_describe_layer_differences(tuned_configs, problem))
             return replace(fitted, notes=notes, searched_locations=tuple(searched_locations))
         if prepared:
-            ordinary = self.source(problem)
+            unprepared = self.find_source(problem)
             return replace(
-                ordinary,
+                unprepared,
                 searched_locations=(
-                    *dict.fromkeys((*searched_locations, *ordinary.searched_locations)),
+                    *dict.fromkeys((*searched_locations, *unprepared.searched_locations)),
                 ),
             )
         tuned_layers = self._packaged_layers(problem)
         if not tuned_layers:
-            steps = heuristics(problem, self.device)
+            steps = make_heuristic_steps(problem, self.device)
             return Source(steps, "heuristics", searched_locations=tuple(searched_locations))
-        defaults = heuristics(problem, self.device, BUILT_IN_NAMES)
+        defaults = make_heuristic_steps(problem, self.device, BUILT_IN_NAMES)
         borrowed = borrow_configs(tuned_layers, problem, self.device, defaults)
         step_origins = tuple(entry.origin for entry in borrowed)
         return Source(
@@ -197,27 +202,27 @@ class ConfigLookup:
         )
 
     def _packaged_layers(self, problem: Problem) -> list[TunedLayer]:
-        """Return the packaged layers for this device and number format.
+        """Return the layers with packaged files for this device and number format.
 
-        There are none for a problem whose rows are not aligned to 16 elements, because those of all
+        Return [] for a problem whose rows are not aligned to 16 elements, because the rows of all
         packaged layers are.
         """
         if not self.device.name or not rows_aligned_to_16(problem):
             return []
-        problem_key, layers = ConfigKey.of(problem, self.device.name), list[TunedLayer]()
+        problem_key, layers = ConfigKey.from_problem(problem, self.device.name), list[TunedLayer]()
         for title, folder in self.folders:
             if title != PACKAGED:
                 continue
             for path in sorted((folder / triton_subfolder(self.triton)).glob("E=*.json")):
                 key = ConfigKey.parse(path.name)
                 if replace(problem_key, experts=key.experts, intermediate=key.intermediate) == key:
-                    layers.append(TunedLayer.of(key, read_config_file(path)))
+                    layers.append(TunedLayer.from_config_file(key, read_config_file(path)))
         return layers
 
     def _find_file(self, folder: Path, names: Sequence[str]) -> Path | None:
         subfolders = [folder / name for name in self._subfolders(folder)]
         paths = (subfolder / name for name in names for subfolder in subfolders)
-        # `read_config_file` rejects a dangling link or a folder of that name.
+        # A dangling link or a folder with this name is found, too: `read_config_file` rejects it.
         return next((path for path in paths if path.exists() or path.is_symlink()), None)
 
     def _subfolders(self, folder: Path) -> Iterator[str]:
@@ -232,70 +237,73 @@ class ConfigLookup:
                 others.append((tuple(map(int, match.groups())), entry.name))
         yield from (name for _, name in sorted(others, reverse=True))
 
-    def _triton_mismatch(self, path: Path, tuned_configs: TunedConfigs) -> Iterator[str]:
+    def _describe_triton_mismatch(self, path: Path, tuned_configs: TunedConfigs) -> Iterator[str]:
         installed = triton_subfolder(self.triton)
         tuned_with = path.parent.name if _SUBFOLDER.fullmatch(path.parent.name) else ""
         tuned_with = triton_subfolder(tuned_configs.triton) or tuned_with
         if installed and tuned_with and installed != tuned_with:
             version = tuned_with.removeprefix("triton_").replace("_", ".")
-            yield f"tuned with triton {version}, this is {self.triton}: it may not be the best here"
+            installed_label = f"the installed version is {self.triton}"
+            yield f"tuned with Triton {version}, but {installed_label}; retuning may be faster"
 
 
 def triton_subfolder(triton: str | None) -> str:
-    """Return the subfolder for a Triton version, such as "triton_3_6_0"; "" if it is not known."""
+    """Return the subfolder for a version of Triton, such as "triton_3_6_0"; "" if not known."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", triton or "", re.ASCII)
     return f"triton_{'_'.join(match.groups())}" if match else ""
 
 
 @cache
-def _warn(text: str) -> None:
+def _warn_once(text: str) -> None:
     """Log `text` once per process."""
     _LOG.warning("%s", printable(text))
 
 
-def _read_with_down(path: Path) -> TunedConfigs:
-    """Read a config file, with GEMM 2 from SGLang's "_down" file next to it, if any."""
+def _read_both_gemms(path: Path) -> TunedConfigs:
+    """Read a config file and, if there is one, SGLang's "_down" file for GEMM 2 next to it."""
     tuned_configs = read_config_file(path)
-    down = path.with_name(path.name.removesuffix(".json") + "_down.json")
-    if tuned_configs.strict or not down.exists():
+    down_path = path.with_name(path.name.removesuffix(".json") + "_down.json")
+    if tuned_configs.strict or not down_path.exists():
         return tuned_configs
-    down_configs = read_config_file(down)
+    down_configs = read_config_file(down_path)
     if down_configs.strict:
-        need = "a file of SGLang's: ours has both GEMMs in one"
-        raise ConfigurationError(f"config file {down}", got="a file of ours", need=need)
+        need = "SGLang's format; a file in modular_kernel's format has both GEMMs, without _down"
+        got = "a file in modular_kernel's format"
+        raise ConfigurationError(f"config file {down_path}", got=got, need=need)
     return replace(tuned_configs, gemm2=down_configs.gemm2)
 
 
 def _has_same_alignment(tuned_configs: TunedConfigs, problem: Problem) -> bool:
-    """Return whether rows have the alignment of the tuned layer.
+    """Return whether the rows of `problem` have the alignment of the tuned layer.
 
-    Large tiles are slow for rows without it.
+    The large tiles of tuned files are slow for rows that are not aligned.
     """
     if rows_aligned_to_16(problem):
         return True
     return tuned_configs.tuned_for is not None and tuned_configs.tuned_for.hidden == problem.hidden
 
 
-def _layer_differences(tuned_configs: TunedConfigs, problem: Problem) -> Iterator[str]:
+def _describe_layer_differences(tuned_configs: TunedConfigs, problem: Problem) -> Iterator[str]:
     assert tuned_configs.tuned_for is not None
     for name in ("hidden", "top_k"):
         tuned, actual = getattr(tuned_configs.tuned_for, name), getattr(problem, name)
         if tuned != actual:
-            yield f"tuned for {name}={tuned}, this problem has {actual}"
+            yield f"tuned for {name}={tuned}, but this problem has {name}={actual}"
 
 
-def nearest(keys: Sequence[int], tokens: int) -> int:
-    """Return the key nearest to `tokens`; ties go to the smaller."""
-    return min(keys, key=lambda key: (abs(key - tokens), key))
+def nearest_count(token_counts: Sequence[int], num_tokens: int) -> int:
+    """Return the element of token_counts nearest to num_tokens; of two, the smaller."""
+    return min(token_counts, key=lambda count: (abs(count - num_tokens), count))
 
 
 def fit_to_problem(
     tuned_configs: TunedConfigs, problem: Problem, device: Device, *, prepared: bool = False
 ) -> Source:
-    """Convert the contents of a file to configurations for `problem` on `device`.
+    """Convert the contents of a config file to configurations for `problem` on `device`.
 
-    If `prepared`, they are for calls with prepared weights. Raise ConfigurationError if a launch of
-    a supported path cannot be launched.
+    prepared: whether the configurations are for calls with prepared weights.
+
+    Raise ConfigurationError if a path supports `problem`, but cannot be launched as the file says.
     """
     max_tokens_by_key = {
         t: _max_tokens_for(path, t, tuned_configs, problem, device, prepared)
@@ -311,7 +319,7 @@ def fit_to_problem(
         (tokens, launch1), (tokens_gemm2, launch2) = (
             _launch_for(last, choices) for choices in (steps1, steps2)
         )
-        if tuned_configs.fused_columns:
+        if tuned_configs.counts_gate_and_up:
             labels = (f"{tuned_configs.origin}, tokens {t}" for t in (tokens, tokens_gemm2))
             launch1, launch2, clamps = _clamp_foreign_launches(
                 launch1, launch2, tuned_configs, problem, device, tuple(labels)
@@ -324,15 +332,13 @@ def fit_to_problem(
         configs.append(config)
     if problem.batch_invariant:
         _require_single_config(configs, problem, device, tuned_configs.origin)
-    keys = tuple(tokens for tokens, _ in tuned_configs.gemm1)
     steps = ConfigSteps(tuple(boundaries), tuple(configs))
-    foreign = not tuned_configs.strict
     return Source(
         steps,
         tuned_configs.origin,
-        keys,
+        token_counts=tuple(tokens for tokens, _ in tuned_configs.gemm1),
         notes=_summarize_notes(list(notes)),
-        foreign=foreign,
+        is_foreign=not tuned_configs.strict,
         prepared=prepared,
     )
 
@@ -349,11 +355,14 @@ def _max_tokens_for(
     device: Device,
     prepared: bool,
 ) -> int:
-    """Return the largest call that may use a configuration tuned for `tokens` on path `name`.
+    """Return the number of tokens of the largest call that may use a tuned configuration.
 
-    Paths for few tokens read weights once per pair, so their launches are not used beyond
-    `Path.max_tokens` (or beyond `tokens`, if that is larger). With prepared weights there is no
-    limit.
+    A path for few tokens reads the weights once per pair. Its configuration is therefore not used
+    for more than `Path.max_tokens` tokens, or, if that is larger, for more tokens than it was tuned
+    for. There is no limit for calls with prepared weights.
+
+    name: the path of the configuration.
+    tokens: the number of tokens for which it was tuned.
     """
     path = BY_NAME[name]
     if prepared and path.prepared_configs(problem):
@@ -369,8 +378,8 @@ def _require_single_config(
     if len(set(configs)) > 1 or not all_supported:
         got = ", ".join(dict.fromkeys(map(str, configs)))
         supporting = " or ".join(p.name for p in BY_NAME.values() if p.supports(problem, device))
-        need = f"one configuration for every number of tokens, by {supporting}: batch_invariant"
-        raise ConfigurationError(origin, got=got, need=need)
+        need = f"the same configuration of {supporting} for every number of tokens"
+        raise ConfigurationError(f"{origin}, with batch_invariant", got=got, need=need)
 
 
 def _clamp_foreign_launches(
@@ -381,14 +390,19 @@ def _clamp_foreign_launches(
     device: Device,
     labels: tuple[str, ...],
 ) -> tuple[LaunchConfig, LaunchConfig, list[str]]:
-    """Clamp launches of vLLM or SGLang to this device; return them, and a note for each change."""
+    """Clamp launches of vLLM or SGLang to the limits of this device.
+
+    labels: for each GEMM, the file and the token count, for messages.
+
+    Return the launches of both GEMMs, and a note for each launch that was clamped.
+    """
     results: list[LaunchConfig] = []
     clamps = []
     for tile, gemm, label in zip((launch1, launch2), gemms(problem), labels, strict=True):
         assert isinstance(tile, LaunchConfig)
-        if gemm.sides == 2:
+        if gemm.num_matrices == 2:
             tile = replace(tile, block_n=max(tile.block_n // 2, _MIN_BLOCK_N))
-        if results:  # SGLang's second file may differ, but both GEMMs share one alignment
+        if results:  # block_m may differ in SGLang's second file, but GEMMs use the same blocks
             tile = replace(tile, block_m=results[0].block_m)
         clamped_tile = _clamp_tile(tile, gemm, device, tuned_configs.strict, label)
         if clamped_tile != tile:
@@ -401,10 +415,13 @@ def _clamp_foreign_launches(
 def _token_ranges(
     launches: Sequence[tuple[int, Launch]], max_tokens_by_key: Mapping[int, int]
 ) -> list[tuple[int, tuple[int, Launch]]]:
-    """Return, for each launch, (last token count that uses it, launch), ascending.
+    """Return (last token count that uses it, launch) for each launch, ascending.
 
-    A token count uses the nearest launch, unless max_tokens_by_key limits that launch to fewer
-    tokens. The last launch has no limit.
+    A call uses the launch whose token count is nearest, unless max_tokens_by_key limits this launch
+    to fewer tokens. The last launch has no limit.
+
+    launches: (token count, launch), ascending.
+    max_tokens_by_key: token count of a launch -> number of tokens of the largest call.
     """
     tokens = [t for t, _ in launches]
     ends = [
@@ -417,16 +434,16 @@ def _token_ranges(
 def _clamp_tile(
     tile: LaunchConfig, gemm: Gemm, device: Device, strict: bool, label: str
 ) -> LaunchConfig:
-    """Return `tile`, clamped if it does not fit and `strict` is False."""
+    """Return `tile`. If `strict` is False and it does not fit, clamp it first."""
     if not strict:
         violated = {violation.what for violation in violations(tile, gemm, device)}
-        if violated and violated <= _CLAMPED_VIOLATIONS:
+        if violated and violated <= _CLAMPED_LIMITS:
             tile = clamp(tile, gemm, device)
     return require(tile, gemm, device, label)
 
 
 def _summarize_notes(notes: list[str]) -> tuple[str, ...]:
-    """Return the first note, with the number of the others."""
+    """Return the first note, followed by the number of the other notes."""
     if len(notes) <= 1:
         return tuple(notes)
     return (f"{notes[0]}, and {len(notes) - 1} more like it",)

@@ -1,8 +1,9 @@
-"""Configurations for layers without a tuned file, borrowed from the nearest tuned layers.
+"""Borrow configurations from the nearest tuned layers, for layers without a tuned file.
 
-The time of a launch depends mainly on the sizes of the GEMMs, the number of active experts (those
-that have rows) and the rows per active expert. In these coordinates, each entry of a tuned file is
-a point. A call uses the configuration of the nearest point, which may belong to any layer.
+The time of a launch depends mainly on the sizes of the GEMMs, the number of active experts and the
+rows per active expert. An expert is active if it has rows. In these coordinates, each entry of a
+tuned file is a point. A call uses the configuration of the nearest point, which may belong to any
+tuned layer.
 """
 
 import math
@@ -19,20 +20,22 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 from modular_kernel.text import counted
 
-_TOKENS = tuple(1 << power for power in range(15))
-MIN_COMPUTE_BOUND_ROWS = 24  # mean rows per expert up to which loading weights takes most time
-MAX_DISTANCE = 1.0  # with a larger distance, the heuristics are used
-# Distance per factor of two in each field of Point, in order.
-_WEIGHTS = (1.0, 0.5, 0.35, 0.5)
+_TOKEN_COUNTS = tuple(1 << power for power in range(15))
+# Up to this mean number of rows per expert, loading weights takes most of the time.
+MIN_COMPUTE_BOUND_ROWS = 24
+MAX_DISTANCE = 1.0  # at a larger distance, the heuristics are used
+# Distance per factor of two, in the order of the fields of Point.
+_DISTANCE_WEIGHTS = (1.0, 0.5, 0.35, 0.5)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A call of a layer in log2 coordinates, for comparing calls of different layers.
+    """A call of a layer, in coordinates by which calls of different layers are compared.
 
-    rows: rows per active expert.
-    active_experts: expected number of experts with rows.
-    hidden, intermediate: sizes of the layer.
+    rows: log2 of the rows per active expert.
+    active_experts: log2 of the expected number of experts that have rows.
+    hidden: log2 of H.
+    intermediate: log2 of I.
     """
 
     rows: float
@@ -41,13 +44,15 @@ class Point:
     intermediate: float
 
     @classmethod
-    def of(cls, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> "Point":
-        """Compute the point of a call of `tokens` tokens under uniform routing."""
-        active_experts = experts * (1 - (1 - min(top_k / experts, 1)) ** tokens)
-        values = tokens * top_k / active_experts, active_experts, hidden, intermediate
+    def from_call(
+        cls, experts: int, top_k: int, hidden: int, intermediate: int, num_tokens: int
+    ) -> "Point":
+        """Compute the point of a call of num_tokens tokens, assuming uniform routing."""
+        active_experts = experts * (1 - (1 - min(top_k / experts, 1)) ** num_tokens)
+        values = num_tokens * top_k / active_experts, active_experts, hidden, intermediate
         return cls(*map(math.log2, values))
 
-    def distance(self, other: "Point") -> float:
+    def distance_to(self, other: "Point") -> float:
         differences = (
             self.rows - other.rows,
             self.active_experts - other.active_experts,
@@ -56,13 +61,13 @@ class Point:
         )
         return sum(
             weight * abs(difference)
-            for weight, difference in zip(_WEIGHTS, differences, strict=True)
+            for weight, difference in zip(_DISTANCE_WEIGHTS, differences, strict=True)
         )
 
 
 @dataclass(frozen=True)
 class TunedLayer:
-    """The sizes of a tuned layer and the contents of its config file."""
+    """The sizes of a tuned layer, and the contents of its config file."""
 
     experts: int
     top_k: int
@@ -71,11 +76,14 @@ class TunedLayer:
     tuned_configs: TunedConfigs
 
     @classmethod
-    def of(cls, key: ConfigKey, tuned_configs: TunedConfigs) -> "TunedLayer":
-        """Build from a file in our format. Raise ConfigurationError if it has no "tuned_for"."""
+    def from_config_file(cls, key: ConfigKey, tuned_configs: TunedConfigs) -> "TunedLayer":
+        """Build a TunedLayer from a config file in our format and its name.
+
+        Raise ConfigurationError if the file has no "tuned_for".
+        """
         if tuned_configs.tuned_for is None:
             raise ConfigurationError(
-                f"config file {tuned_configs.origin}", got="none", need="tuned_for"
+                f"config file {tuned_configs.origin}", got='no "tuned_for"', need='"tuned_for"'
             )
         tuned = tuned_configs.tuned_for
         return cls(key.experts, tuned.top_k, tuned.hidden, key.intermediate, tuned_configs)
@@ -85,13 +93,20 @@ class TunedLayer:
         sizes = self.experts, self.top_k, self.hidden, self.intermediate
         return "E={}, K={}, H={}, I={}".format(*sizes)
 
-    def point(self, tokens: int) -> Point:
-        return Point.of(self.experts, self.top_k, self.hidden, self.intermediate, tokens)
+    def point(self, num_tokens: int) -> Point:
+        """Return the point of a call of num_tokens tokens of this layer."""
+        sizes = self.experts, self.top_k, self.hidden, self.intermediate
+        return Point.from_call(*sizes, num_tokens)
 
 
 @dataclass(frozen=True)
 class BorrowedConfig:
-    """The configuration for about `tokens` tokens, and its origin: a layer or "heuristics"."""
+    """A configuration that is borrowed from a tuned layer.
+
+    tokens: the number of tokens of the call that borrows it.
+    config: the configuration.
+    origin: the tuned layer, or "heuristics" if no tuned layer is near enough.
+    """
 
     tokens: int
     config: MoEConfig
@@ -103,12 +118,12 @@ def borrow_configs(
     problem: Problem,
     device: Device,
     fallback: ConfigSteps,
-    tokens: Sequence[int] = _TOKENS,
+    token_counts: Sequence[int] = _TOKEN_COUNTS,
 ) -> list[BorrowedConfig]:
-    """Return, for each of `tokens`, the configuration of the nearest point.
+    """Return the configuration of the nearest point for each of token_counts.
 
     Points whose configuration cannot be launched for `problem` are skipped. If no point is within
-    MAX_DISTANCE, the configuration is that of `fallback`.
+    MAX_DISTANCE, the configuration of `fallback` is used.
     """
     points = [
         (
@@ -123,16 +138,16 @@ def borrow_configs(
         if is_launchable(_adapt_config(config, problem, device, tuned_tokens), problem, device)
     ]
     borrowed = []
-    for num_tokens in tokens:
+    for num_tokens in token_counts:
         sizes = problem.e, problem.top_k, problem.hidden, problem.intermediate
-        target = Point.of(*sizes, num_tokens)
+        target = Point.from_call(*sizes, num_tokens)
         distance, config, origin = min(
             (
-                (target.distance(point), config, origin)
+                (target.distance_to(point), config, origin)
                 for point, config, origin, max_tokens in points
                 if num_tokens <= max_tokens
             ),
-            key=lambda each: each[0],
+            key=lambda candidate: candidate[0],
             default=(math.inf, fallback.choose(num_tokens), ""),
         )
         if distance > MAX_DISTANCE:
@@ -147,9 +162,11 @@ def borrow_configs(
 
 
 def _max_tokens_for(config: MoEConfig, tokens: int, problem: Problem) -> int:
-    """Return the largest call that may use a configuration that was tuned for `tokens`.
+    """Return the number of tokens of the largest call that may use a configuration.
 
     Only paths for few tokens have a limit.
+
+    tokens: the number of tokens for which the configuration was tuned.
     """
     max_tokens = BY_NAME[config.path].max_tokens(problem)
     return UNBOUNDED_TOKENS if max_tokens is None else max(tokens, max_tokens)
@@ -158,9 +175,9 @@ def _max_tokens_for(config: MoEConfig, tokens: int, problem: Problem) -> int:
 def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: int) -> MoEConfig:
     """Adapt a borrowed configuration to `problem`.
 
-    If the path's launches do not transfer (`Path.transferable`), only the path is borrowed: the
-    number of ring stages can depend on K, and the best launch for 4-bit weights on the number of
-    programs.
+    If the launches of the path are not transferable (`Path.transferable`), borrow only the path,
+    with its default launches. For example, the number of ring stages can depend on K, and the best
+    launch for 4-bit weights depends on the number of programs.
     """
     path = BY_NAME[config.path]
     if path.transferable or not path.supports(problem, device):
@@ -171,16 +188,16 @@ def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: i
 def prefer_heuristics_by_rows(
     steps: ConfigSteps, defaults: ConfigSteps, problem: Problem
 ) -> ConfigSteps:
-    """Replace borrowed configurations by `defaults` where those fit the rows per expert better.
+    """Replace borrowed configurations by `defaults` where these suit the rows per expert better.
 
     With more than MIN_COMPUTE_BOUND_ROWS rows per expert, a borrowed configuration is replaced if
-    its path or block_m differs from the default's. On other paths than BASE, it is also replaced if
-    its block_n is smaller. The best path and block_m follow from the rows per expert, and the
-    nearest entry may have been tuned for fewer: files have entries for powers of two, 1.4 to 2 x
-    apart in rows.
+    its path or its block_m differs from the default. On paths other than BASE, it is also replaced
+    if its block_n is smaller than the default. The reason is that the best path and block_m follow
+    from the rows per expert, and the nearest entry may have been tuned for fewer rows: the entries
+    of a file are for powers of two, so that their rows differ by factors of 1.4 to 2.
 
-    Measured on one H200 (2026-11-28, triton 3.6.0, seven layers): with 32 to 128 rows per expert,
-    the replacement takes 0.78 to 0.99 x the time.
+    On an H200, replacing reduces the time to 0.78 to 0.99 of that of the borrowed configuration,
+    with 32 to 128 rows per expert (2026-11-28, triton 3.6.0, seven layers).
     """
     max_memory_bound_tokens = MIN_COMPUTE_BOUND_ROWS * problem.experts // problem.top_k
 
@@ -189,27 +206,28 @@ def prefer_heuristics_by_rows(
         if max_tokens <= max_memory_bound_tokens:
             return config
         borrowed_gemm1, default_gemm1 = config.gemm1, default.gemm1
-        narrower = config.path != BASE.name and borrowed_gemm1.block_n < default_gemm1.block_n
-        matches = (
+        is_narrower = config.path != BASE.name and borrowed_gemm1.block_n < default_gemm1.block_n
+        is_suitable = (
             config.path == default.path
             and borrowed_gemm1.block_m == default_gemm1.block_m
-            and not narrower
+            and not is_narrower
         )
-        return config if matches else default
+        return config if is_suitable else default
 
     return steps.map_steps((max_memory_bound_tokens, *defaults.last_tokens), replace_config)
 
 
 def steps_from_borrowed(borrowed: Sequence[BorrowedConfig]) -> ConfigSteps:
-    """Build a step function that uses the configuration of the nearest token count."""
+    """Return steps in which a call uses the configuration for the nearest token count."""
     midpoints = [(low.tokens + high.tokens) // 2 for low, high in pairwise(borrowed)]
     return ConfigSteps((*midpoints, UNBOUNDED_TOKENS), tuple(b.config for b in borrowed))
 
 
 def split_at_breakpoints(steps: ConfigSteps, problem: Problem, device: Device) -> ConfigSteps:
-    """Split the borrowed steps of paths whose launches do not transfer at their breakpoints.
+    """Split the borrowed steps of paths whose launches are not transferable.
 
-    These paths use their own `default_config`, which changes there.
+    These paths use their own `default_config`. Their steps are split at the breakpoints of the
+    path, because `default_config` changes there.
     """
     for path in PATHS:
         if path.transferable or not path.supports(problem, device):
@@ -218,8 +236,8 @@ def split_at_breakpoints(steps: ConfigSteps, problem: Problem, device: Device) -
         def replace_config(
             max_tokens: int, config: MoEConfig, path: type[Path] = path
         ) -> MoEConfig:
-            is_default = config.path == path.name
-            return path.default_config(problem, max_tokens, device) if is_default else config
+            uses_path = config.path == path.name
+            return path.default_config(problem, max_tokens, device) if uses_path else config
 
         steps = steps.map_steps(path.breakpoints(problem), replace_config)
     return steps

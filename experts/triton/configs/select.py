@@ -1,4 +1,4 @@
-"""Selection, explanation and overriding of the launch configuration of a call.
+"""Select, explain or override the launch configuration of a call.
 
 config = choose_config(problem, tokens)    # from an override, a tuned file or the heuristics
 print(explain(problem, tokens))            # the configuration, its origin and the reason
@@ -22,10 +22,10 @@ from experts.triton.configs.lookup import (
     ConfigLookup,
     Source,
     fit_to_problem,
-    nearest,
+    nearest_count,
 )
 from experts.triton.configs.nearest import MIN_COMPUTE_BOUND_ROWS
-from experts.triton.launch_config import Device, MoEConfig, arch_of_name
+from experts.triton.launch_config import Device, MoEConfig, find_arch
 from experts.triton.paths import BASE, PATHS, external_paths
 from modular_kernel.machine import current_machine
 from modular_kernel.settings import read_settings
@@ -33,9 +33,9 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.text import counted
 from modular_kernel.utils.package_probes import version_of
 
-_PACKAGED = Path(__file__).parent / "data"
+_PACKAGED_FOLDER = Path(__file__).parent / "data"
 _override: ContextVar[TunedConfigs | None] = ContextVar("config override", default=None)
-_device: ContextVar[Device | None] = ContextVar("tile device", default=None)
+_device: ContextVar[Device | None] = ContextVar("config device", default=None)
 
 
 def choose_config(
@@ -45,16 +45,16 @@ def choose_config(
     *,
     prepared: bool = False,
 ) -> MoEConfig:
-    """Return the configuration of a call of `tokens` tokens.
+    """Return the configuration of a call.
 
-    tokens: tokens on this rank; in the batched format, the capacity C.
-    paths: the paths that the caller supports. Where a file names another path, the heuristics are
-        used.
+    problem: the problem of the layer.
+    tokens: the number of tokens of the call on this rank; in the batched format, the capacity C.
+    paths: names of the paths that the caller supports. If a file names another path, the heuristics
+        are used instead.
     prepared: whether the call uses prepared weights.
 
-    A gated GEMM 1 computes block_n gate columns and block_n up columns. Files are read in the first
-    call; a repeated call takes about a microsecond. Raise ConfigurationError if a file or an
-    override is malformed or cannot be launched for the problem.
+    Files are read at the first call for a problem; a repeated call takes about a microsecond. Raise
+    ConfigurationError if a file or an override is malformed or cannot be launched for the problem.
     """
     return _cached_config(
         problem, tokens, _Context(_override.get(), _device.get(), paths, prepared)
@@ -68,10 +68,12 @@ def buffer_kinds_up_to(
     *,
     prepared: bool = False,
 ) -> list[tuple[int, str, int]]:
-    """Return the paths and block_m that calls of up to `tokens` tokens use.
+    """Return each pair of a path and a block_m that calls of up to `tokens` tokens use.
 
-    Each is given as (largest such call in tokens, path, block_m). If `prepared`, the calls have
-    prepared weights.
+    A pair is given as (number of tokens of the largest call that uses it, path, block_m).
+
+    paths: names of the paths that the caller supports.
+    prepared: whether the calls use prepared weights.
     """
     return list(
         _cached_kinds(problem, tokens, _Context(_override.get(), _device.get(), paths, prepared))
@@ -80,13 +82,15 @@ def buffer_kinds_up_to(
 
 @contextmanager
 def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator[None]:
-    """Use `config` instead of any file inside the block; None restores the lookup of files.
+    """Inside the block, use `config` instead of any file.
 
-    `config` is a configuration, a mapping with the contents of a file (see `configs.files`), or one
-    entry of it, which then applies to every token count. Blocks nest, and the previous state is
-    restored on exit, also after an exception. The override applies to the current context only, not
-    to other threads. Workspace sizes depend on it: build kernels and plans inside the same block in
-    which they are called.
+    Blocks can be nested. The previous state is restored on exit, also after an exception. The
+    override applies to the current context only, not to other threads. Workspace sizes depend on
+    the override, so kernels and plans must be built in the same block in which they are called.
+
+    config: a configuration; a mapping with the contents of a file (see `configs.files`); or a
+        single entry of such a mapping, which then applies to every token count. None ends an
+        override of an enclosing block, so that files are used again.
     """
     token = _override.set(None if config is None else configs_from_override(config))
     try:
@@ -97,7 +101,10 @@ def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator
 
 @contextmanager
 def on_device(device: Device) -> Iterator[None]:
-    """Inside the block, in this thread, choose configurations for `device`, which may be absent."""
+    """Inside the block, choose configurations for `device`, which this machine need not have.
+
+    This applies to the current context only, not to other threads.
+    """
     token = _device.set(device)
     try:
         yield
@@ -113,45 +120,47 @@ def explain(
     *,
     prepared: bool = False,
 ) -> str:
-    """Describe what a call of `tokens` tokens launches, its origin and the reason, in text lines.
-
-    device_name: the GPU to choose for; None means this machine's.
-    paths: the paths that the caller supports on that GPU.
-    prepared: whether the call uses prepared weights.
+    """Describe the configuration of a call, where it comes from and why, as lines of text.
 
     Weights and tokens are assumed to have the strides that the checkpoint readers produce.
+
+    problem: the problem of the layer.
+    tokens: the number of tokens of the call.
+    device_name: the GPU for which to choose; None for the GPU of this machine.
+    paths: names of the paths that the caller supports on that GPU.
+    prepared: whether the call uses prepared weights.
     """
     lookup = current_lookup()
     override = _override.get()
     notes: list[str] = []
     if device_name is not None:
-        lookup = replace(lookup, device=Device.named(device_name))
-        if arch_of_name(device_name) is None:
-            limit = f"{lookup.device.shared} bytes of shared memory for a block"
-            notes = [f"{device_name} is not known by name: assuming {limit}"]
-    source = _source(lookup, override, problem, prepared)
+        lookup = replace(lookup, device=Device.from_name(device_name))
+        if find_arch(device_name) is None:
+            limit = f"{lookup.device.shared} bytes of shared memory per block"
+            notes = [f"{device_name} is not a known GPU; assuming {limit}"]
+    source = _find_source(lookup, override, problem, prepared)
     from_file = source.steps.choose(tokens)
     unprepared = source.launch_steps(problem, lookup.device, paths).choose(tokens)
     config = source.launch_steps(problem, lookup.device, paths, prepared=prepared).choose(tokens)
     call_label = f"{counted(tokens, 'token')}{', prepared weights' if prepared else ''}"
-    reason = _reason(source, problem, tokens, unprepared)
+    reason = _describe_source(source, problem, tokens, unprepared)
     if prepared and not source.prepared and config != unprepared:
-        reason = f"heuristics of prepared weights, in place of {reason}"
+        reason = f"heuristics for prepared weights, in place of {reason}"
     lines = [
         f"{problem.with_tokens(tokens)}, {call_label}, on {lookup.device.name or 'no GPU'}",
         f"  from {reason}",
         *(
-            [f"  the file's launch is not used: {from_file}"]
+            [f"  the configuration in the file is not used: {from_file}"]
             if from_file.path != unprepared.path
             else []
         ),
         f"  path: {config.path}",
         f"  GEMM 1: {config.gemm1}{' (gate, and as many up columns)' if problem.act.gated else ''}",
         f"  GEMM 2: {config.gemm2}",
-        *_external_lines(problem, lookup.device, paths),
+        *_describe_external_paths(problem, lookup.device, paths),
         *(
             f"  note: {note}"
-            for note in (*notes, *_adapter_notes(problem, lookup.device), *source.notes)
+            for note in (*notes, *_make_adapter_notes(problem, lookup.device), *source.notes)
         ),
         *(f"  looked in {location}" for location in source.searched_locations),
     ]
@@ -164,19 +173,23 @@ def explain(
         tuning_hint = (
             f"`{command}` writes one: {file_name}" if file_name else "tuned files are for a GPU"
         )
-        lines.append(f"  no tuned file{' of prepared weights' if prepared else ''}; {tuning_hint}")
+        lines.append(f"  no tuned file{' for prepared weights' if prepared else ''}; {tuning_hint}")
     return "\n".join(lines)
 
 
-def _external_lines(problem: Problem, device: Device, paths: tuple[str, ...]) -> Iterator[str]:
-    """Yield a line for each path of another package: usable for `problem`, not for it, or broken.
+def _describe_external_paths(
+    problem: Problem, device: Device, paths: tuple[str, ...]
+) -> Iterator[str]:
+    """Yield a line for each path of another package, which says whether `problem` can use it.
 
-    Yield none if `paths`, which the caller supports, has only the base path.
+    Yield nothing if the caller supports only the base path.
+
+    paths: names of the paths that the caller supports.
     """
     if paths == (BASE.name,):
         return
     external = external_paths()
-    for path, origin in ((offered.path, offered.origin) for offered in external.usable):
+    for path, origin in ((usable.path, usable.origin) for usable in external.usable):
         if path.name in paths:
             bounds = f"{path.min_tokens(problem)} to {path.max_tokens(problem) or 'any'} tokens"
             yield f"  path of another package: {path.name} from {origin}, untuned for {bounds}"
@@ -186,8 +199,8 @@ def _external_lines(problem: Problem, device: Device, paths: tuple[str, ...]) ->
         yield f"  path of another package, not used: {broken.name} from {broken.origin}"
 
 
-def _adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
-    """Yield a note that names the paths that only calls without adapters can take."""
+def _make_adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
+    """Yield a note that names the paths that only calls without adapters can take, if any."""
     if problem.adapters is None:
         return
     without_lora = replace(problem, lora="none")
@@ -197,36 +210,41 @@ def _adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
         if p.supports(without_lora, device) and not p.supports(problem, device)
     ]
     if missing:
-        yield f"calls with adapters do not take the paths {', '.join(missing)}; calls without do"
+        yield f"only calls without adapters take the paths {', '.join(missing)}"
 
 
-def _reason(source: Source, problem: Problem, tokens: int, launched_config: MoEConfig) -> str:
-    lender = source.step_origins[source.steps.index(tokens)] if source.step_origins else ""
-    if lender == "heuristics":
+def _describe_source(
+    source: Source, problem: Problem, tokens: int, launched_config: MoEConfig
+) -> str:
+    """Say where the configuration of a call of `tokens` tokens comes from."""
+    tuned_layer = source.step_origins[source.steps.find_step(tokens)] if source.step_origins else ""
+    rows = tokens * problem.top_k / problem.experts
+    if tuned_layer == "heuristics":
         return "heuristics: no tuned layer is close enough"
-    if lender:
-        rows = tokens * problem.top_k / problem.experts
+    if tuned_layer:
         if rows > MIN_COMPUTE_BOUND_ROWS and launched_config != source.steps.choose(tokens):
-            return f"heuristics: {rows:.4g} rows an expert are not for the launches of {lender}"
-        return f"the nearest layer with a file: {lender}"
+            unsuitable = f"the launches of {tuned_layer} are for other numbers of rows"
+            return f"heuristics: {rows:.4g} rows per expert, and {unsuitable}"
+        return f"the nearest layer with a file: {tuned_layer}"
     if source.origin == FIXED:
         return FIXED
-    if not source.keys:
-        rows = tokens * problem.top_k / problem.experts
-        step = source.steps.index(tokens) + 1
-        return f"heuristic {step} of {len(source.steps.last_tokens)}: {rows:.4g} rows an expert"
-    key, keys = nearest(source.keys, tokens), ", ".join(map(str, source.keys))
-    if len(source.keys) == len(source.steps.last_tokens):
-        tuned_tokens = source.keys[source.steps.index(tokens)]
-        if tuned_tokens != key:
-            return f"{source.origin}: tokens {tuned_tokens} of {keys}, because {key} is for fewer"
-    return f"{source.origin}: tokens {key} is the nearest of {keys}"
+    if not source.token_counts:
+        step = source.steps.find_step(tokens) + 1
+        return f"heuristic {step} of {len(source.steps.last_tokens)}: {rows:.4g} rows per expert"
+    nearest = nearest_count(source.token_counts, tokens)
+    counts = ", ".join(map(str, source.token_counts))
+    if len(source.token_counts) == len(source.steps.last_tokens):
+        tuned_tokens = source.token_counts[source.steps.find_step(tokens)]
+        if tuned_tokens != nearest:
+            limit = f"the path tuned for {nearest} is only for fewer"
+            return f"{source.origin}: tokens {tuned_tokens} of {counts}, because {limit}"
+    return f"{source.origin}: tokens {nearest} is the nearest of {counts}"
 
 
 def clear_caches() -> None:
-    """Clear all cached choices, files and machine properties.
+    """Clear all cached configurations, files and machine properties.
 
-    `mk tune` calls this after it has written a file.
+    `mk tune` calls this function after it has written a file.
     """
     for function in (_cached_config, _cached_kinds, _steps, _machine_lookup):
         function.cache_clear()
@@ -250,14 +268,14 @@ def current_lookup() -> ConfigLookup:
 
 @cache
 def _machine_lookup() -> ConfigLookup:
-    """Build the lookup for this machine, assuming that all its GPUs are like the first."""
+    """Build the lookup for this machine, assuming that all of its GPUs are equal to the first."""
     user_folder = read_settings().config_dir
     folders = (
-        ((PACKAGED, _PACKAGED),)
+        ((PACKAGED, _PACKAGED_FOLDER),)
         if user_folder is None
-        else (("user", user_folder), (PACKAGED, _PACKAGED))
+        else (("user", user_folder), (PACKAGED, _PACKAGED_FOLDER))
     )
-    return ConfigLookup(folders, Device.of(current_machine()), triton_version())
+    return ConfigLookup(folders, Device.from_machine(current_machine()), triton_version())
 
 
 def triton_version() -> str | None:
@@ -266,10 +284,10 @@ def triton_version() -> str | None:
 
 
 class _Context(NamedTuple):
-    """Cache key: everything that determines a configuration, except problem and tokens."""
+    """Part of a cache key: what determines a configuration in addition to problem and tokens."""
 
     override: TunedConfigs | None
-    device: Device | None  # of `on_device`
+    device: Device | None  # the argument of an active `on_device`
     paths: tuple[str, ...]
     prepared: bool
 
@@ -278,19 +296,19 @@ class _Context(NamedTuple):
 def _steps(problem: Problem, context: _Context) -> ConfigSteps:
     """Return the configurations for `problem`.
 
-    Its `tokens` must be 0, so that all calls of a layer share a cache entry.
+    problem.tokens must be 0, so that all calls of a layer share a cache entry.
     """
     lookup, prepared = current_lookup(), context.prepared
-    source = _source(lookup, context.override, problem, prepared)
+    source = _find_source(lookup, context.override, problem, prepared)
     return source.launch_steps(problem, lookup.device, context.paths, prepared=prepared)
 
 
-def _source(
+def _find_source(
     lookup: ConfigLookup, override: TunedConfigs | None, problem: Problem, prepared: bool
 ) -> Source:
-    """Return the source of configurations: the override, or the result of the file lookup."""
+    """Return the source of configurations: the override or, without one, the result of `lookup`."""
     if override is None:
-        return lookup.source(problem, prepared=prepared)
+        return lookup.find_source(problem, prepared=prepared)
     return fit_to_problem(override, problem, lookup.device, prepared=prepared)
 
 
@@ -303,5 +321,5 @@ def _cached_config(problem: Problem, tokens: int, context: _Context) -> MoEConfi
 def _cached_kinds(
     problem: Problem, tokens: int, context: _Context
 ) -> tuple[tuple[int, str, int], ...]:
-    limits = _steps(problem.with_tokens(0), context).max_tokens(tokens)
+    limits = _steps(problem.with_tokens(0), context).max_tokens_by_kind(tokens)
     return tuple((limit, path, block_m) for (path, block_m), limit in limits.items())

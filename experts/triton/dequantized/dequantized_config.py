@@ -1,6 +1,6 @@
-"""Supported problems, limits, chunk size and launches of the dequantized path.
+"""Configuration of the dequantized path: supported problems, limits, chunk size and launches.
 
-Its GEMMs are those of the grouped_tma path, on weights that a launch before them converts to bf16.
+The path runs the GEMMs of the grouped_tma path, on weights that a separate launch converts to bf16.
 """
 
 from collections.abc import Iterator
@@ -9,19 +9,19 @@ from functools import lru_cache
 
 import torch
 
-from experts.triton.candidates import Groups, RowRange
-from experts.triton.grouped_tma import grouped_tma_config as grouped
-from experts.triton.grouped_tma.grouped_tma_config import candidates as plain_candidates
+from experts.triton.candidates import CandidateGroups, RowRanges
+from experts.triton.grouped_tma import grouped_tma_config
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation, gemms
 from modular_kernel.spec.problem import Problem
 
 NAME = "dequantized"
 
-_CANDIDATE_ROWS: RowRange = {128: (32, 1 << 62)}
-# Mean rows per expert from which the path is faster than the aligned path, whose GEMMs dequantize.
-# Measured on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and
-# gpt-oss. fp8 and NVFP4 were not measured: they use the limits of the most similar schemes, int8
-# with channel scales and mxfp4.
+_CANDIDATE_ROWS: RowRanges = {128: (32, 1 << 62)}
+# Minimum mean rows per expert for which the path is faster than the aligned path, which dequantizes
+# in its GEMMs. The key is the scheme, with the option that changes the limit. Measured on an H200
+# (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss. fp8 and NVFP4
+# were not measured. They use the limits of the most similar schemes, which are int8 with channel
+# scales and mxfp4.
 _MIN_ROWS = {
     "int4_w4a16_group": 96,
     "int4_w4a16_group:zero_points": 64,
@@ -34,11 +34,11 @@ _MIN_ROWS = {
     "fp8_w8a16_channel": 128,
     "fp8_w8a16_block": 128,
 }
-_MAX_BYTES = 1 << 30  # maximum size of the dequantized weights, unless one expert is larger
+_MAX_CHUNK_BYTES = 1 << 30  # maximum size of dequantized weights, unless a single expert is larger
 
 
 @lru_cache(maxsize=1 << 10)
-def without_quant(problem: Problem) -> Problem:
+def remove_quant(problem: Problem) -> Problem:
     """Return the same layer with unquantized weights."""
     return replace(problem, quant="none")
 
@@ -46,56 +46,60 @@ def without_quant(problem: Problem) -> Problem:
 def supports(problem: Problem, device: Device) -> bool:
     """Return whether the kernels of this path support `problem` on `device`.
 
-    Weights must be quantized, without act order, and activations must not be. Activations must be
+    The scheme must quantize weights, without act order, but not activations. Activations must be
     bf16, because the exponent range of fp16 is too small for dequantized weights.
     """
     scheme = problem.scheme
-    weight_only = scheme.quantized and not scheme.quantizes_activations
-    if not weight_only or scheme.act_order or problem.dtype is not torch.bfloat16:
+    is_weight_only = scheme.quantized and not scheme.quantizes_activations
+    if not is_weight_only or scheme.act_order or problem.dtype is not torch.bfloat16:
         return False
-    return grouped.supports(without_quant(problem), device)
+    return grouped_tma_config.supports(remove_quant(problem), device)
 
 
 def violations(
     tile: LaunchConfig, gemm: Gemm, problem: Problem, device: Device
 ) -> Iterator[Violation]:
-    """Yield every reason why `tile` cannot be launched for this GEMM of `problem`."""
-    unquantized = gemms(without_quant(problem))[gemm.index - 1]
-    for violation in grouped.violations(tile, unquantized, "plain", device):
-        yield replace(
-            violation, need=violation.need.replace(f"{grouped.NAME} path", f"{NAME} path")
-        )
+    """Yield every limit that prevents `tile` from being launched for this GEMM of `problem`."""
+    unquantized_gemm = gemms(remove_quant(problem))[gemm.index - 1]
+    for violation in grouped_tma_config.violations(tile, unquantized_gemm, "plain", device):
+        need = violation.need.replace(f"{grouped_tma_config.NAME} path", f"{NAME} path")
+        yield replace(violation, need=need)
 
 
 def min_rows(problem: Problem) -> int:
-    """Return the mean rows per expert from which this path is used without a tuned file."""
+    """Return the minimum mean rows per expert for which this path is used without a tuned file."""
     scheme = problem.scheme
     option = ":zero_points" if scheme.zero_points else ":repacked" if scheme.repacked else ""
     return _MIN_ROWS.get(scheme.name + option, _MIN_ROWS[scheme.name])
 
 
 def min_tokens(problem: Problem) -> int:
-    """Return the smallest call for which this path is used without a tuned file, in tokens."""
+    """Return the number of tokens of the smallest call that uses this path without a tuned file."""
     return min_rows(problem) * problem.experts // problem.top_k
 
 
-def experts_at_once(problem: Problem) -> int:
-    """Return the number of experts whose weights are dequantized and multiplied at a time."""
-    largest = max(problem.w1_rows, problem.intermediate) * problem.hidden * problem.dtype.itemsize
-    groups = -(-problem.e // max(1, _MAX_BYTES // largest))
-    return -(-problem.e // groups)
+def experts_per_chunk(problem: Problem) -> int:
+    """Return the number of experts in a chunk, whose weights are dequantized at a time."""
+    expert_bytes = _max_expert_values(problem) * problem.dtype.itemsize
+    num_chunks = -(-problem.e // max(1, _MAX_CHUNK_BYTES // expert_bytes))
+    return -(-problem.e // num_chunks)
 
 
-def values_at_once(problem: Problem) -> int:
-    """Return the number of elements of a buffer for w1 or w2 of `experts_at_once` experts."""
-    return experts_at_once(problem) * max(problem.w1_rows, problem.intermediate) * problem.hidden
+def values_per_chunk(problem: Problem) -> int:
+    """Return the number of elements of a buffer that fits w1 or w2 of all experts in a chunk."""
+    return experts_per_chunk(problem) * _max_expert_values(problem)
 
 
-def default(problem: Problem) -> MoEConfig:
-    """Return the launches without a tuned file, those of unquantized weights."""
-    return replace(grouped.default_config(without_quant(problem)), path=NAME)
+def _max_expert_values(problem: Problem) -> int:
+    """Return the number of elements of w1 or w2 of one expert, whichever is larger."""
+    return max(problem.w1_rows, problem.intermediate) * problem.hidden
 
 
-def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return the launches to time for `tokens` tokens."""
-    return plain_candidates(without_quant(problem), tokens, _CANDIDATE_ROWS)
+def default_config(problem: Problem) -> MoEConfig:
+    """Return the configuration without a tuned file, which is that of unquantized weights."""
+    return replace(grouped_tma_config.default_config(remove_quant(problem)), path=NAME)
+
+
+def candidates(problem: Problem, tokens: int) -> CandidateGroups:
+    """Return the launches to time for a call of `tokens` tokens."""
+    return grouped_tma_config.candidates(remove_quant(problem), tokens, _CANDIDATE_ROWS)

@@ -1,7 +1,8 @@
 """The dequantized path: 4- or 8-bit weights are converted to bf16 before the grouped GEMMs.
 
-It is for many rows per expert. Experts are processed in chunks, which limits the buffer of
-dequantized weights (`dequantized_config.experts_at_once`). Only experts with rows are dequantized.
+The path is for many rows per expert. Experts are processed in chunks, to limit the size of the
+buffer for dequantized weights (`dequantized_config.experts_per_chunk`). Only the weights of experts
+with rows are dequantized.
 """
 
 import math
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.dequantized import dequantized_config
 from experts.triton.dequantized.dequantized_config import violations
 from experts.triton.grouped.base import GemmRows
@@ -27,12 +28,12 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# Elements written by a program, and its warps: the fastest of 4096 to 32768 elements and of 4 and 8
-# warps on an H200.
-_BLOCK, _WARPS = 8192, 4
+# Elements and warps per program: the fastest of 4096 to 32768 elements and of 4 and 8 warps on an
+# H200.
+_ELEMENTS_PER_PROGRAM, _NUM_WARPS = 8192, 4
 _MAX_K_PER_PROGRAM = 1024
-_MAX_STEP = 128  # maximum K elements that share a scale in the kernel
-_TILES_PER_PROGRAM = 64  # tiles that a program of `tiles_of_experts_kernel` copies
+_MAX_STEP_K = 128  # maximum number of K elements that share a scale in the kernel
+_TILES_PER_PROGRAM = 64  # tiles that a program of `select_expert_tiles_kernel` copies
 
 
 class DequantizedPath(GroupedTmaPath):
@@ -48,7 +49,7 @@ class DequantizedPath(GroupedTmaPath):
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
-        """Return the smallest call for which the path is used without a tuned file, in tokens.
+        """Return the number of tokens of the smallest call that uses the path by default.
 
         With fewer tokens, experts have too few rows to make up for dequantizing all their weights.
         """
@@ -57,7 +58,7 @@ class DequantizedPath(GroupedTmaPath):
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
         """Return the launches of unquantized weights."""
-        return dequantized_config.default(problem)
+        return dequantized_config.default_config(problem)
 
     @classmethod
     def violations(
@@ -68,26 +69,26 @@ class DequantizedPath(GroupedTmaPath):
         return violations(config, gemm, problem, device)
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         """Return the candidates for unquantized weights."""
         return dequantized_config.candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
-        super().__init__(dequantized_config.without_quant(problem))
+        super().__init__(dequantized_config.remove_quant(problem))
         self._scheme = problem.scheme
-        self._chunk_size = dequantized_config.experts_at_once(problem)
-        self._chunk_numel = dequantized_config.values_at_once(problem)
+        self._chunk_size = dequantized_config.experts_per_chunk(problem)
+        self._chunk_numel = dequantized_config.values_per_chunk(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of the GEMMs, the dequantized weights and the tiles of a chunk."""
-        specs = super().specs(tokens, block_m) | self.weight_buffers()
+        """Return the buffers of the GEMMs, of dequantized weights and of the tiles of a chunk."""
+        specs = super().specs(tokens, block_m) | self.weight_specs()
         if self._chunk_size < self.problem.e:
             tiles = max_tile_count(tokens * self.problem.top_k, block_m, self.problem.e)
             specs["dequantized_tiles"] = BufferSpec((3 * tiles + 1,), torch.int32)
         return specs
 
-    def weight_buffers(self) -> dict[str, BufferSpec]:
-        """Return the buffer of the dequantized w1 or w2 of one chunk of experts."""
+    def weight_specs(self) -> dict[str, BufferSpec]:
+        """Return the buffer for the dequantized w1 or w2 of a chunk of experts."""
         return {"dequantized": BufferSpec((self._chunk_numel,), self.problem.dtype)}
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
@@ -96,24 +97,26 @@ class DequantizedPath(GroupedTmaPath):
         Scales and zero points must be contiguous, and weights must be readable by TMA.
         """
         scale_tensors = (getattr(weights, name) for name in SCALE_FIELDS)
-        contiguous = all(t.is_contiguous() for t in scale_tensors if t is not None)
-        return contiguous and super().supports_tensors(weights, x_TH)
+        are_contiguous = all(t.is_contiguous() for t in scale_tensors if t is not None)
+        return are_contiguous and super().supports_tensors(weights, x_TH)
 
-    def products(
+    def multiply_all_experts(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
         """Run one GEMM, a chunk of experts at a time."""
-        quantized = replace(product, scheme=self._scheme)
+        quantized = replace(operands, scheme=self._scheme)
         for first_expert in range(0, self.problem.e, self._chunk_size):
             count = min(self._chunk_size, self.problem.e - first_expert)
             bias = (
-                None if product.bias is None else product.bias[first_expert : first_expert + count]
+                None
+                if operands.bias is None
+                else operands.bias[first_expert : first_expert + count]
             )
             chunk = self.prepare_operands(
                 replace(quantized, bias=bias), first_expert, count, order, call.workspace
@@ -123,88 +126,91 @@ class DequantizedPath(GroupedTmaPath):
 
     def prepare_operands(
         self,
-        product: GemmOperands,
+        operands: GemmOperands,
         first_expert: int,
         count: int,
         order: SortedPairs,
         workspace: Workspace,
     ) -> GemmOperands:
-        """Return the operands of `count` experts from first_expert on, with dequantized weights.
+        """Return the operands of some experts, with dequantized weights.
 
-        product.bias must already be sliced to these experts. The weights of experts without rows
-        are undefined.
+        The weights of experts without rows are undefined.
+
+        operands: the operands of all experts, except that `bias` must already be sliced.
+        first_expert: the first of these experts.
+        count: the number of experts.
         """
-        w_eNK = self._dequantize(product, first_expert, count, order, workspace)
-        return replace(product, w=w_eNK, scale=None, zero_point=None, scheme=self.problem.scheme)
+        w_eNK = self._dequantize(operands, first_expert, count, order, workspace)
+        return replace(operands, w=w_eNK, scale=None, zero_point=None, scheme=self.problem.scheme)
 
     def _dequantize(
         self,
-        product: GemmOperands,
+        operands: GemmOperands,
         first_expert: int,
         count: int,
         order: SortedPairs,
         workspace: Workspace,
     ) -> torch.Tensor:
-        """Dequantize the weights of `count` experts to bf16 (count, N, K).
+        """Dequantize the weights of `count` experts from first_expert on to bf16 (count, N, K).
 
-        Those of experts without rows are undefined.
+        The weights of experts without rows are undefined.
         """
         from experts.triton.dequantized.kernels.dequantize import dequantize_kernel
 
-        rows, depth = product.w.shape[1], product.depth
-        values = workspace.take("dequantized", (self._chunk_numel,))[: count * rows * depth]
-        w_eNK = values.view(count, rows, depth)
-        group_n, group = scale_group(product.scheme, depth)
-        step = math.gcd(group, _MAX_STEP) if group else _MAX_STEP
-        steps = min(_MAX_K_PER_PROGRAM // step, next_power_of_2(-(-depth // step)))
-        block_rows = _BLOCK // (step * steps)
-        is_repacked = product.scheme.repacked
-        scale, zero, global_scale = product.scale, product.zero_point, product.global_scale
+        n, k = operands.w.shape[1], operands.depth
+        values = workspace.take("dequantized", (self._chunk_numel,))[: count * n * k]
+        w_eNK = values.view(count, n, k)
+        group_n, group_k = scale_group(operands.scheme, k)
+        step_k = math.gcd(group_k, _MAX_STEP_K) if group_k else _MAX_STEP_K
+        num_steps = min(_MAX_K_PER_PROGRAM // step_k, next_power_of_2(-(-k // step_k)))
+        block_n = _ELEMENTS_PER_PROGRAM // (step_k * num_steps)
+        is_repacked = operands.scheme.repacked
+        scale, zero, global_scale = operands.scale, operands.zero_point, operands.global_scale
         num_global_scales = 1 if global_scale is None else global_scale.shape[1]
         zero_or_global = zero if global_scale is None else global_scale
         assert scale is not None
         launch(
             dequantize_kernel,
-            (-(-rows // block_rows), -(-depth // (step * steps)), count),
-            w_ptr=product.w.view(torch.int32) if is_repacked else product.w,
+            (-(-n // block_n), -(-k // (step_k * num_steps)), count),
+            w_ptr=operands.w.view(torch.int32) if is_repacked else operands.w,
             scale_ptr=scale,
-            zero_ptr=product.w if zero_or_global is None else zero_or_global,
+            zero_ptr=operands.w if zero_or_global is None else zero_or_global,
             starts_ptr=order.starts,
             out_ptr=w_eNK,
             first_expert=first_expert,
-            rows=rows,
-            depth=depth,
+            rows=n,
+            depth=k,
             scale_groups=scale.shape[2] if scale.dim() == 3 else 1,
             scale_rows=scale.shape[1] if scale.dim() > 1 else 1,
-            FORMAT=word_format(product.scheme),
-            PACKED=product.scheme.packed,
+            FORMAT=word_format(operands.scheme),
+            PACKED=operands.scheme.packed,
             HAS_ZERO=zero is not None,
-            ZERO_POINT=float(DEFAULT_ZERO_POINT.get(product.scheme.weight, 0)),
+            ZERO_POINT=float(DEFAULT_ZERO_POINT.get(operands.scheme.weight, 0)),
             MATRICES=num_global_scales,
-            UP_ROW=product.up_row if num_global_scales > 1 else rows,
+            UP_ROW=operands.up_row if num_global_scales > 1 else n,
             GROUP_N=group_n if scale.dim() > 1 else 0,
-            GROUP_K=group,
-            STEP=step,
-            STEPS=steps,
-            ROWS=block_rows,
-            num_warps=_WARPS,
+            GROUP_K=group_k,
+            STEP=step_k,
+            STEPS=num_steps,
+            ROWS=block_n,
+            num_warps=_NUM_WARPS,
         )
         return w_eNK
 
     def _select_tiles(
         self, first_expert: int, count: int, order: SortedPairs, block_m: int, workspace: Workspace
     ) -> SortedPairs:
-        """Return `order` with the tiles of only `count` experts, numbered from 0.
+        """Return `order` with only the tiles of experts first_expert to first_expert + count - 1.
 
-        These are the experts from first_expert on.
+        In these tiles, the experts are numbered from 0.
         """
-        from experts.triton.dequantized.kernels.dequantize import tiles_of_experts_kernel
+        from experts.triton.dequantized.kernels.dequantize import select_expert_tiles_kernel
 
         if count == self.problem.e:
             return order
         tiles = workspace.take("dequantized_tiles", order.tiles.shape)
         launch(
-            tiles_of_experts_kernel,
+            select_expert_tiles_kernel,
             (-(-order.max_tiles // _TILES_PER_PROGRAM),),
             tiles_ptr=order.tiles,
             starts_ptr=order.starts,

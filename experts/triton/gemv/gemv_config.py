@@ -13,11 +13,11 @@ import torch
 
 from experts.triton.candidates import (
     SMALL_M_MARGIN,
-    ByBlock,
-    Groups,
-    RowRange,
-    blocks_worth_timing,
-    launches_by_block,
+    CandidateGroups,
+    EntryTable,
+    RowRanges,
+    build_candidate_groups,
+    select_blocks,
 )
 from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel.spec.problem import Problem
@@ -118,9 +118,9 @@ def is_fast(tokens: int, n_major: tuple[bool, bool]) -> bool:
     return tokens <= _MAX_N_MAJOR_TOKENS or not any(n_major)
 
 
-_ROWS: RowRange = {16: (0, 4)}
+_ROWS: RowRanges = {16: (0, 4)}
 # One stage. The fifth number of the entries of GEMM 2 is the number of pairs at once.
-_ENTRIES: tuple[ByBlock, ByBlock] = (
+_ENTRIES: tuple[EntryTable, EntryTable] = (
     {
         16: (
             (32, 512, 8, 1), (32, 512, 4, 1), (32, 512, 2, 1), (32, 256, 4, 1), (32, 256, 8, 1),
@@ -137,8 +137,8 @@ _ENTRIES: tuple[ByBlock, ByBlock] = (
 )  # fmt: skip
 
 
-def candidates(problem: Problem, tokens: int) -> Groups:
+def candidates(problem: Problem, tokens: int) -> CandidateGroups:
     """Return the launches to time for `tokens` tokens."""
     if tokens > SMALL_M_MARGIN * max_tokens(problem):
         return {}
-    return launches_by_block(blocks_worth_timing(_ROWS, problem, tokens), _ENTRIES, problem)
+    return build_candidate_groups(select_blocks(_ROWS, problem, tokens), _ENTRIES, problem)

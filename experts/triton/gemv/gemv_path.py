@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from experts.triton.adapters import ShrinkOutput, adapter_specs, shrink_few
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.gemv import gemv_config
 from experts.triton.gemv.gemv_config import candidates
 from experts.triton.launch_config import (
@@ -87,7 +87,7 @@ class GemvPath(Path):
         return violations(config, replace(gemm, group_k=0), device)
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:

@@ -1,15 +1,15 @@
-"""The gemv_tma path: a few tokens and fp8 weights on sm_90, in two launches.
+"""The gemv_tma path: a layer for a few tokens and fp8 weights on sm_90, in two launches.
 
-It works like the gemv path, but a producer warp loads weights into shared memory by TMA, so that
-stalls of the MMA warps do not reduce the memory bandwidth. See `gemv_tma_config` for the meaning of
-the launch fields.
+The path works like the gemv path, but a producer warp loads the weights into shared memory with
+TMA, so that stalls of the MMA warps do not reduce the memory bandwidth. `gemv_tma_config` describes
+the fields of the launches.
 """
 
 from collections.abc import Iterator
 
 import torch
 
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.gemv_tma import gemv_tma_config
 from experts.triton.gemv_tma.gemv_tma_config import (
     COLUMNS,
@@ -17,7 +17,7 @@ from experts.triton.gemv_tma.gemv_tma_config import (
     ROWS,
     VECTORS,
     candidates,
-    pieces,
+    num_pieces,
     violations,
 )
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
@@ -39,8 +39,8 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-# Registers per thread in GEMM 1 and GEMM 2; the producer warp releases most of its registers.
-_REGISTERS = (128, 144)
+# (GEMM 1, GEMM 2). The producer warp releases most of its registers.
+_REGISTERS_PER_THREAD = (128, 144)
 
 
 class GemvTmaPath(Path):
@@ -57,13 +57,16 @@ class GemvTmaPath(Path):
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the largest call in which tokens rarely share an expert, in tokens."""
+        """Return the number of tokens of the largest call that uses the path by default.
+
+        With more tokens, several tokens often share an expert, and its weights are read repeatedly.
+        """
         return gemv_tma_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches with the largest block_k that leaves enough ring stages."""
-        return gemv_tma_config.default(problem, device)
+        """Return the launches with the largest block_k with which enough ring stages fit."""
+        return gemv_tma_config.default_config(problem, device)
 
     @classmethod
     def violations(
@@ -74,8 +77,8 @@ class GemvTmaPath(Path):
         return violations(config, gemm, device)
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return launches with as many ring stages as fit, and with fewer."""
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
+        """Return launches with as many ring stages as fit, and with fewer stages."""
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
@@ -85,22 +88,22 @@ class GemvTmaPath(Path):
         self._has_block_scales = problem.scheme.granularity == "block"
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
-        problem, pairs = self.problem, tokens * self.problem.top_k
-        specs = {"workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype)}
+        """Return the buffers of a call of `tokens` tokens. block_m is ignored."""
+        problem, num_pairs = self.problem, tokens * self.problem.top_k
+        specs = {"workspace13": BufferSpec((num_pairs, problem.intermediate), problem.dtype)}
         if not self._has_block_scales:
-            specs["gemv_tma_amax"] = BufferSpec((pairs * self._blocks,), torch.float32)
+            specs["gemv_tma_amax"] = BufferSpec((num_pairs * self._num_blocks,), torch.float32)
         return specs
 
     @property
-    def _blocks(self) -> int:
+    def _num_blocks(self) -> int:
         """Return the number of column blocks of GEMM 1."""
         return -(-self.problem.intermediate // COLUMNS)
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether weights, biases and scales are contiguous, and weights aligned for TMA."""
-        optional = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
-        tensors = (weights.w1, weights.w2, *(t for t in optional if t is not None))
+        """Return whether weights, biases and scales are contiguous and weights aligned for TMA."""
+        optional_tensors = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
+        tensors = (weights.w1, weights.w2, *(t for t in optional_tensors if t is not None))
         return all(t.is_contiguous() for t in tensors) and all(
             t.is_meta or t.data_ptr() % TMA_BYTES == 0 for t in tensors[:2]
         )
@@ -108,16 +111,16 @@ class GemvTmaPath(Path):
     def run(self, call: PathCall) -> None:
         from experts.triton.gemv_tma.kernels.down import gemv_tma_down_kernel
         from experts.triton.gemv_tma.kernels.gate_up import gemv_tma_gate_up_kernel
-        from experts.triton.kernels.tma_descriptors import multiprocessors
+        from experts.triton.kernels.tma_descriptors import count_sms
 
         problem, workspace = self.problem, call.workspace
-        pairs = call.tokens.routing.topk_ids_TK.numel()
-        h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
+        num_pairs = call.tokens.routing.topk_ids_TK.numel()
+        h_PI = workspace.take("workspace13", (num_pairs, problem.intermediate))
         amax = h_PI
         if not self._has_block_scales:
-            amax = workspace.take("gemv_tma_amax", (pairs * self._blocks,))
-        num_sms = multiprocessors()
-        common = {
+            amax = workspace.take("gemv_tma_amax", (num_pairs * self._num_blocks,))
+        num_sms = count_sms()
+        common_arguments = {
             "h_ptr": h_PI,
             "amax_ptr": amax,
             "TOP_K": problem.top_k,
@@ -130,61 +133,58 @@ class GemvTmaPath(Path):
         with stages.stage(self._first_stage(call)):
             launch(
                 gemv_tma_gate_up_kernel,
-                (min(num_sms, pairs * self._blocks),),
+                (min(num_sms, num_pairs * self._num_blocks),),
                 invalid_ptr=call.tokens.routing.invalid_ids,
-                num_pairs=pairs,
-                maxnreg=_REGISTERS[0],
-                **self._up_arguments(call),
-                **self._ids(call),
-                **common,
+                num_pairs=num_pairs,
+                maxnreg=_REGISTERS_PER_THREAD[0],
+                **self._gate_up_arguments(call),
+                **id_arguments(call.tokens.routing, problem.e),
+                **common_arguments,
             )
-        tokens, slots = len(call.output), next_power_of_2(problem.top_k)
+        num_tokens, slots = len(call.output), next_power_of_2(problem.top_k)
         with stages.stage(stages.fused(stages.QUANTIZE, stages.GEMM2, stages.REDUCE)):
             launch(
                 gemv_tma_down_kernel,
-                (min(num_sms, tokens * -(-problem.hidden // (ROWS // slots))),),
+                (min(num_sms, num_tokens * -(-problem.hidden // (ROWS // slots))),),
                 out_ptr=call.output,
-                num_tokens=tokens,
-                maxnreg=_REGISTERS[1],
+                num_tokens=num_tokens,
+                maxnreg=_REGISTERS_PER_THREAD[1],
                 **self._down_arguments(call, slots),
-                **self._ids(call),
-                **common,
+                **id_arguments(call.tokens.routing, problem.e),
+                **common_arguments,
             )
 
     def _first_stage(self, call: PathCall) -> str:
-        """Return the stages that the GEMM 1 launch comprises.
+        """Return the name of the stages that the launch of GEMM 1 comprises.
 
-        The launch quantizes x that is not quantized yet.
+        The launch also quantizes x if x is not quantized yet.
         """
         is_quantized = call.tokens.scale is not None
         return stages.GEMM1 if is_quantized else stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1)
 
-    def _ids(self, call: PathCall) -> dict[str, object]:
-        return id_arguments(call.tokens.routing, self.problem.e)
-
-    def _up_arguments(self, call: PathCall) -> dict[str, object]:
+    def _gate_up_arguments(self, call: PathCall) -> dict[str, object]:
         """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""
         problem, x_TH = self.problem, call.tokens.x_TH
-        product = gemm1_operands(call.weights, problem)
+        operands = gemm1_operands(call.weights, problem)
         quant, scales = input_scales(call.tokens, None, problem)
-        # With block scales, the kernel handles a group that covers all of K like other groups.
+        # With block scales, a group that covers all of K is handled like other groups.
         quant = "group" if self._has_block_scales and quant == "token" else quant
-        constants = {k: v for k, v in product.constants.items() if k != "GATED"}
+        constants = {k: v for k, v in operands.constants.items() if k != "GATED"}
         return {
             "x_ptr": x_TH,
             "stride_xm": x_TH.stride(0),
             "stride_xk": x_TH.stride(1),
             "intermediate": problem.intermediate,
             "hidden": problem.hidden,
-            "w_rows": product.w.shape[1],
-            "up_rows": product.up_row,
-            "STEP": product.step,
+            "w_rows": operands.w.shape[1],
+            "up_rows": operands.up_row,
+            "STEP": operands.step,
             "QUANT": quant,
             "TOKENS_IN_GROUP": min(VECTORS, next_power_of_2(len(x_TH))),
             **scales,
             **constants,
-            **_weights(product, COLUMNS if product.step == 1 else ROWS),
-            **_ring(call.config.both(LaunchConfig)[0], problem.hidden),
+            **_weight_arguments(operands, COLUMNS if operands.step == 1 else ROWS),
+            **_ring_arguments(call.config.both(LaunchConfig)[0], problem.hidden),
         }
 
     def _down_arguments(self, call: PathCall, slots: int) -> dict[str, object]:
@@ -194,19 +194,19 @@ class GemvTmaPath(Path):
             "weights_ptr": call.tokens.routing.topk_weights_TK,
             "hidden": problem.hidden,
             "depth": problem.intermediate,
-            "amax_blocks": self._blocks,
+            "amax_blocks": self._num_blocks,
             "factor": float(problem.routed_scaling_factor),
             "SLOTS": slots,
-            "BLOCKS": max(PANEL // 4, next_power_of_2(self._blocks)),
-            **_weights(gemm2_operands(call.weights, problem), ROWS // slots),
-            **_ring(call.config.both(LaunchConfig)[1], problem.intermediate),
+            "BLOCKS": max(PANEL // 4, next_power_of_2(self._num_blocks)),
+            **_weight_arguments(gemm2_operands(call.weights, problem), ROWS // slots),
+            **_ring_arguments(call.config.both(LaunchConfig)[1], problem.intermediate),
         }
 
 
-def _weights(product: GemmOperands, box_rows: int) -> dict[str, object]:
+def _weight_arguments(operands: GemmOperands, box_rows: int) -> dict[str, object]:
     from experts.triton.kernels.tma_descriptors import tma_descriptor
 
-    w, scale, bias = product.w, product.scale, product.bias
+    w, scale, bias = operands.w, operands.scale, operands.bias
     assert scale is not None
     groups = scale.shape[1:] if scale.dim() == 3 else (0, 0)
     return {
@@ -219,9 +219,9 @@ def _weights(product: GemmOperands, box_rows: int) -> dict[str, object]:
     }
 
 
-def _ring(tile: LaunchConfig, depth: int) -> dict[str, object]:
+def _ring_arguments(tile: LaunchConfig, k: int) -> dict[str, object]:
     return {
         "PANELS_PER_STAGE": tile.block_k // PANEL,
         "STAGES": tile.num_stages,
-        "PIECES": pieces(depth),
+        "PIECES": num_pieces(k),
     }

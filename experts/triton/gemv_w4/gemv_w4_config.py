@@ -1,13 +1,19 @@
-"""Supported problems, limits, launches and tuning candidates of the gemv_w4 path."""
+"""Configuration of the gemv_w4 path: supported problems, limits, launches and tuning candidates."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from experts.triton.candidates import SMALL_M_MARGIN, Entry, Groups, RowRange, blocks_worth_timing
+from experts.triton.candidates import (
+    SMALL_M_MARGIN,
+    CandidateGroups,
+    Entry,
+    RowRanges,
+    select_blocks,
+)
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation, gemms
-from experts.triton.launch_config import violations as bounds
+from experts.triton.launch_config import violations as tile_violations
 from experts.triton.operands_w4 import supports_w4
 from modular_kernel.spec.problem import Problem
 
@@ -16,21 +22,26 @@ NAME = "gemv_w4"
 CHUNK = 128  # weights of a row that four lanes load, 16 bytes each
 ROWS = 16  # M of an MMA: weight rows
 SLOTS = 8  # N of an MMA: sums of a row with separate scales
-_MAX_STAGED_WEIGHTS = 512  # weights of a row in all stages, up to which 80 registers suffice
-_REGISTERS = 65536  # per SM
+_MAX_STAGED_WEIGHTS = 512  # with so many weights of a row in all stages, 80 registers suffice
+_REGISTERS_PER_SM = 65536
 _MAX_THREAD_REGISTERS = 255
-_MAX_PAIRS = 64  # per token
-_MAX_TOKENS = 8  # without a tuned file: with 16 tokens, the path was slightly slower
+_MAX_TOP_K = 64
+_MAX_TOKENS = 8  # without a tuned file; with 16 tokens, the path was slightly slower
 
 
 @dataclass(frozen=True)
 class GemvW4Config:
     """The launch of one GEMM. A program computes block_n columns of one row.
 
-    If the activation is gated, it also computes as many up columns. The num_warps warps of a
-    program split K, and in GEMM 2 also the pairs of a token, in blocks of block_k. Each warp has
-    num_stages blocks in registers or being loaded. An MMA has 16 weight rows. In GEMM 2, block_n
-    may be 8: an MMA then has the same 8 weight rows twice, once for each half of a block along K.
+    An MMA has 16 weight rows. In GEMM 2, block_n may be 8. An MMA then has the same 8 weight rows
+    twice, once for each half of a block along K.
+
+    block_n: output columns per program. To compute them, a gated GEMM 1 multiplies by block_n gate
+        rows and block_n up rows.
+    block_k: K elements per block. The warps of a program split K into blocks. In GEMM 2, they also
+        split the pairs of a token.
+    num_warps: warps per program.
+    num_stages: number of blocks that each warp holds in registers or is loading.
     """
 
     block_n: int
@@ -46,78 +57,87 @@ class GemvW4Config:
 
 def supports(problem: Problem) -> bool:
     """Return whether the kernels of this path support `problem`."""
-    supported = supports_w4(problem) and not problem.scheme.matrix_scales
-    return supported and not problem.batch_invariant and problem.top_k <= _MAX_PAIRS
+    if not supports_w4(problem) or problem.scheme.matrix_scales:
+        return False
+    return not problem.batch_invariant and problem.top_k <= _MAX_TOP_K
 
 
 def violations(config: GemvW4Config, gemm: Gemm, device: Device) -> Iterator[Violation]:
-    """Yield every reason why `config` cannot be launched.
+    """Yield every limit that prevents `config` from being launched.
 
-    The limits are those of a tile of 16 rows, with a smaller minimum block_n. Scale groups do not
-    limit block_k.
+    The limits are the same as for a LaunchConfig with 16 rows, except that the minimum block_n is
+    smaller and that scale groups do not limit block_k.
     """
     tile = LaunchConfig(16, config.block_n, config.block_k, 1, config.num_warps, config.num_stages)
-    return bounds(tile, replace(gemm, group_k=0, min_block_n=min_block_n(gemm)), device)
+    return tile_violations(tile, replace(gemm, group_k=0, min_block_n=min_block_n(gemm)), device)
 
 
-def chunks(tile: GemvW4Config, group: int) -> int:
-    """Return the chunks per block, which have at most SLOTS scale groups of `group` weights."""
-    slots = CHUNK // math.gcd(group, CHUNK)
-    return max(1, min(tile.block_k // CHUNK, SLOTS // slots))
+def chunks_per_block(tile: GemvW4Config, group: int) -> int:
+    """Return the number of chunks per block.
+
+    A block has at most SLOTS scale groups of `group` weights.
+    """
+    groups_per_chunk = CHUNK // math.gcd(group, CHUNK)
+    return max(1, min(tile.block_k // CHUNK, SLOTS // groups_per_chunk))
 
 
 def min_block_n(gemm: Gemm) -> int:
     """Return the minimum block_n of a GEMM.
 
-    The 16 rows of an MMA are 8 weight rows for each half of a block in GEMM 2, and gate and up
-    rows, 8 each, in a gated GEMM 1.
+    The 16 rows of an MMA are 8 weight rows for each half of a block in GEMM 2, and 8 gate rows and
+    8 up rows in a gated GEMM 1.
     """
-    return ROWS // 2 if gemm.index == 2 else ROWS // gemm.sides
+    return ROWS // 2 if gemm.index == 2 else ROWS // gemm.num_matrices
 
 
-def halves(tile: GemvW4Config) -> int:
-    """Return the parts of a block with separate MMA rows in GEMM 2: 2 if block_n is 8, else 1."""
+def num_halves(tile: GemvW4Config) -> int:
+    """Return the number of parts of a block that have separate MMA rows in GEMM 2.
+
+    This is 2 if block_n is 8, else 1.
+    """
     return max(1, ROWS // tile.block_n)
 
 
-def registers(tile: GemvW4Config, gemm: int, *, in_lanes: bool) -> int:
-    """Return maxnreg, the registers per thread, of GEMM 1 or 2.
+def max_registers(tile: GemvW4Config, gemm_index: int, *, words_stay_in_lanes: bool) -> int:
+    """Return maxnreg, the maximum number of registers per thread, of GEMM 1 or 2.
 
-    128 registers allow 16 warps per SM, 80 allow 24 and 64 allow 32. Tiles of 8 columns get fewer,
-    because more programs must be resident at once.
+    16 warps fit on an SM with 128 registers per thread, 24 warps with 80, and 32 warps with 64.
+    Tiles of 8 columns get fewer registers, because more programs must be resident at once.
 
-    in_lanes: `triton_versions.WORDS_STAY_IN_LANES`. If it is False, kernels would spill with all of
-        these numbers; the result is then the most that one program per SM can use. Without a limit,
-        ptxas would spill to fit a second program.
+    tile: the launch.
+    gemm_index: 1 or 2.
+    words_stay_in_lanes: `triton_versions.WORDS_STAY_IN_LANES`. If it is False, kernels would spill
+        with any of these numbers. The result is then the maximum with which one program fits on an
+        SM. Without a limit, ptxas would spill to make a second program fit.
     """
-    if not in_lanes:
-        return min(_MAX_THREAD_REGISTERS, _REGISTERS // (32 * tile.num_warps))
+    if not words_stay_in_lanes:
+        return min(_MAX_THREAD_REGISTERS, _REGISTERS_PER_SM // (32 * tile.num_warps))
     if tile.block_n >= ROWS:
         return 128
-    if gemm == 1:
+    if gemm_index == 1:
         return 64
     return 80 if tile.block_k * tile.num_stages <= _MAX_STAGED_WEIGHTS else 128
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the largest call for which this path is used without a tuned file, in tokens.
+    """Return the number of tokens of the largest call that uses this path without a tuned file.
 
-    Each token reads the weights of its experts separately. Measured on one H200 (2026-11-22, triton
-    3.6.0, Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, 1 to 16 tokens): the path is faster than
-    the aligned path while pairs <= experts / 2.
+    Each token reads the weights of its experts separately. On an H200, the path is faster than the
+    aligned path if pairs <= experts / 2 (2026-11-22, triton 3.6.0, Mixtral, DeepSeek-V3 EP8,
+    Qwen3-30B and gpt-oss, 1 to 16 tokens).
     """
     return max(1, min(_MAX_TOKENS, problem.experts // (2 * problem.top_k)))
 
 
-_Launch = tuple[int, int, int, int]  # block_n, block_k, warps, stages
+_Launch = tuple[int, int, int, int]  # (block_n, block_k, warps, stages)
 _NUM_SMS = 132  # of an H100 or H200
 
 
-def default(problem: Problem, tokens: int = 1) -> MoEConfig:
-    """Return the launches of a call of `tokens` tokens without a tuned file.
+def default_config(problem: Problem, tokens: int = 1) -> MoEConfig:
+    """Return the configuration of a call of `tokens` tokens without a tuned file.
 
-    In the measurements of `max_tokens`, and on the shapes of Qwen3-235B and Qwen2-57B, they are
-    within 4 % of the fastest. None of them spills 16 bytes or more.
+    In the measurements of `max_tokens`, and with the shapes of Qwen3-235B and Qwen2-57B, it takes
+    at most 4 % longer than the fastest configuration. No kernel spills 16 bytes or more.
     """
     launch1, launch2 = _gemm1_launch(problem, tokens), _gemm2_launch(problem, tokens)
     return MoEConfig(GemvW4Config(*launch1), GemvW4Config(*launch2), NAME)
@@ -127,56 +147,58 @@ def _gemm1_launch(problem: Problem, tokens: int) -> _Launch:
     """Return the launch of GEMM 1.
 
     Tiles of 8 columns with half the registers are used if all programs are resident at once and the
-    eight warps of a program cover K in one step: then one warp loads while another multiplies, and
-    there is no second wave of programs.
+    eight warps of a program cover K in one step. One warp then loads while another one multiplies,
+    and there is no second wave of programs.
     """
-    programs = tokens * problem.top_k * -(-problem.intermediate // ROWS)
-    if problem.act.gated and problem.hidden <= 2048 and programs <= 4 * _NUM_SMS:
+    num_programs = tokens * problem.top_k * -(-problem.intermediate // ROWS)
+    if problem.act.gated and problem.hidden <= 2048 and num_programs <= 4 * _NUM_SMS:
         return 8, 256, 8, 1
     return 16, 256, 4, 1
 
 
 def _gemm2_launch(problem: Problem, tokens: int) -> _Launch:
-    """Return the launch of GEMM 2: the fewer programs there are, the more warps each has.
+    """Return the launch of GEMM 2. The fewer programs there are, the more warps each of them has.
 
-    Tiles of 8 columns are used where 16 would leave some SMs with one program and others with two.
+    Tiles of 8 columns are used if, with tiles of 16 columns, some SMs would have one program and
+    others two.
     """
-    narrow_launch = _narrow_gemm2(problem, tokens)
+    narrow_launch = _narrow_gemm2_launch(problem, tokens)
     if narrow_launch is not None:
         return narrow_launch
-    programs = tokens * -(-problem.hidden // ROWS)
-    integers = problem.scheme.weight == "uint4"
-    if programs <= (2 if integers else 3) * _NUM_SMS:
+    num_programs = tokens * -(-problem.hidden // ROWS)
+    has_integers = problem.scheme.weight == "uint4"
+    if num_programs <= (2 if has_integers else 3) * _NUM_SMS:
         return 16, 256, 8, 2
-    return (16, 512, 4, 1) if integers and problem.intermediate > 1024 else (16, 256, 4, 2)
+    return (16, 512, 4, 1) if has_integers and problem.intermediate > 1024 else (16, 256, 4, 2)
 
 
-def _narrow_gemm2(problem: Problem, tokens: int) -> _Launch | None:
-    """Return a launch of GEMM 2 with 8 columns, or None if it is not faster than 16.
+def _narrow_gemm2_launch(problem: Problem, tokens: int) -> _Launch | None:
+    """Return a launch of GEMM 2 with 8 columns, or None if it is not faster than one with 16.
 
     All programs must be resident at once: two per SM if they can load all weights before GEMM 1
     ends, otherwise three. A block_k of more than 256 is used only for integers with groups of 128.
-    With smaller groups, a block would have more groups than an MMA has columns for them.
+    With smaller groups, a block would have more groups than the MMA has columns.
 
-    Measured on one H200 (2026-11-23, triton 3.6.0): faster with one token on Qwen3-30B, OLMoE,
-    Qwen1.5-MoE, gpt-oss and a layer of 2560 by 1536; elsewhere at most 2 % faster, or slower.
+    On an H200 (2026-11-23, triton 3.6.0), such launches are faster with one token on Qwen3-30B,
+    OLMoE, Qwen1.5-MoE, gpt-oss and a layer of 2560 by 1536. On other layers, they are at most 2 %
+    faster, or slower.
     """
-    integers = problem.scheme.weight == "uint4"
-    wide_groups = integers and problem.scheme.group[-1] % CHUNK == 0
-    programs = tokens * -(-problem.hidden // 8)
-    if programs <= 2 * _NUM_SMS:
-        if wide_groups and problem.top_k * -(-problem.intermediate // 1024) <= 8:
+    has_integers = problem.scheme.weight == "uint4"
+    has_wide_groups = has_integers and problem.scheme.group[-1] % CHUNK == 0
+    num_programs = tokens * -(-problem.hidden // 8)
+    if num_programs <= 2 * _NUM_SMS:
+        if has_wide_groups and problem.top_k * -(-problem.intermediate // 1024) <= 8:
             return 8, 1024, 8, 1
         return (8, 256, 8, 4) if problem.top_k * -(-problem.intermediate // 256) <= 3 * 8 else None
-    if programs <= 3 * _NUM_SMS and (wide_groups or not integers):
-        return (8, 512, 8, 1) if wide_groups else (8, 256, 8, 2)
+    if num_programs <= 3 * _NUM_SMS and (has_wide_groups or not has_integers):
+        return (8, 512, 8, 1) if has_wide_groups else (8, 256, 8, 2)
     return None
 
 
-_ROWS: RowRange = {GemvW4Config.block_m: (0, 4)}
-# (gate and up columns together, block_k, warps, stages) of GEMM 1 and of GEMM 2; block_k is a
-# multiple of 128.
-_ENTRIES: tuple[tuple[Entry, ...], ...] = (
+_CANDIDATE_ROWS: RowRanges = {GemvW4Config.block_m: (0, 4)}
+# Entries of GEMM 1 and of GEMM 2: (number of gate and up columns together, block_k, warps, stages).
+# block_k is a multiple of 128.
+_CANDIDATES: tuple[tuple[Entry, ...], ...] = (
     (
             (32, 256, 8, 1), (32, 256, 4, 1), (32, 512, 8, 1), (32, 512, 4, 1), (32, 256, 16, 1),
             (32, 512, 16, 1), (32, 256, 2, 1), (32, 128, 8, 2), (32, 128, 8, 1), (16, 256, 8, 1),
@@ -191,14 +213,14 @@ _ENTRIES: tuple[tuple[Entry, ...], ...] = (
 )  # fmt: skip
 
 
-def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return the launches to time for `tokens` tokens."""
-    if tokens > SMALL_M_MARGIN * max_tokens(problem) or not blocks_worth_timing(
-        _ROWS, problem, tokens
-    ):
+def candidates(problem: Problem, tokens: int) -> CandidateGroups:
+    """Return the launches to time for a call of `tokens` tokens."""
+    if tokens > SMALL_M_MARGIN * max_tokens(problem):
+        return {}
+    if not select_blocks(_CANDIDATE_ROWS, problem, tokens):
         return {}
     launches1, launches2 = (
-        [GemvW4Config(columns // gemm.sides, *rest) for columns, *rest in entries]
-        for entries, gemm in zip(_ENTRIES, gemms(problem), strict=True)
+        [GemvW4Config(columns // gemm.num_matrices, *rest) for columns, *rest in entries]
+        for entries, gemm in zip(_CANDIDATES, gemms(problem), strict=True)
     )
     return {GemvW4Config.block_m: (launches1, launches2)}

@@ -1,15 +1,15 @@
-"""The gemv_w4 path: a few tokens and 4-bit weights, in two launches, without sorting pairs.
+"""The gemv_w4 path: a layer for a few tokens and 4-bit weights, in two launches.
 
-It works like the gemv path, but with tensor cores. Words of eight 4-bit weights are unpacked in
-registers. GEMM 1 stores h permuted and multiplied as the MMA operands of GEMM 2 require, see
-`store_in_pair_order`.
+The path works like the gemv path, without sorting pairs, but it uses tensor cores. Words of eight
+4-bit weights are unpacked in registers. GEMM 1 stores h in the order and with the factors that the
+MMA operands of GEMM 2 require (see `store_in_pair_order`).
 """
 
 from collections.abc import Iterable, Iterator
 
 import torch
 
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.gemv_w4 import gemv_w4_config
 from experts.triton.gemv_w4.gemv_w4_config import GemvW4Config, candidates, violations
 from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
@@ -26,7 +26,8 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-_MAX_IDS = 128  # ids per step of counting invalid ids; fixed, so that calls share one kernel
+# Ids per step when invalid ids are counted. The number is fixed, so that all calls share a kernel.
+_IDS_PER_STEP = 128
 
 
 class GemvW4Path(Path):
@@ -43,19 +44,22 @@ class GemvW4Path(Path):
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the number of tokens above which they often share an expert and sorting pays."""
+        """Return the number of tokens of the largest call that uses the path by default.
+
+        With more tokens, several tokens often share an expert, and sorting the pairs is faster.
+        """
         return gemv_w4_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
         """Return the default launches, which depend on the number of programs."""
-        return gemv_w4_config.default(problem, tokens)
+        return gemv_w4_config.default_config(problem, tokens)
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
         """Return every token count for which this path is used by default.
 
-        The launches may change at each of them.
+        The launches may differ between any two of these counts.
         """
         return range(1, gemv_w4_config.max_tokens(problem) + 1)
 
@@ -63,15 +67,15 @@ class GemvW4Path(Path):
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield the violations of a tiled launch.
+        """Yield the violations of a tiled launch, except violations of scale groups.
 
-        Those of scale groups are left out, because block_k may span several groups.
+        block_k may span several groups.
         """
         assert isinstance(config, GemvW4Config)
         return violations(config, gemm, device)
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
@@ -86,101 +90,118 @@ class GemvW4Path(Path):
         self._gate_up_kernel, self._down_kernel = gemv_w4_gate_up_kernel, gemv_w4_down_kernel
         self._words_stay_in_lanes = WORDS_STAY_IN_LANES
         self._sums_topk = problem.combine is Combine.SUM
-        reduce = (stages.REDUCE,) if self._sums_topk else ()
-        self._second_stage = stages.fused(stages.GEMM2, *reduce)
+        reduce_stage = (stages.REDUCE,) if self._sums_topk else ()
+        self._second_stage = stages.fused(stages.GEMM2, *reduce_stage)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
+        """Return the buffers of a call of `tokens` tokens. block_m is ignored."""
         problem = self.problem
         shape = (tokens * problem.top_k, problem.intermediate)
         return {"workspace13": BufferSpec(shape, problem.dtype)}
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether the weights can be read as words, in 16-byte loads."""
+        """Return whether the kernels can read the weights as words, in 16-byte loads."""
         return allows_vector_loads(weights)
 
     def run(self, call: PathCall) -> None:
-        pairs = call.tokens.routing.topk_ids_TK.numel()
-        h_PI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
+        num_pairs = call.tokens.routing.topk_ids_TK.numel()
+        h_PI = call.workspace.take("workspace13", (num_pairs, self.problem.intermediate))
         use_triton(h_PI)  # for its side effect: it patches Triton's interpreter on first use
-        ids = {**id_arguments(call.tokens.routing, self.problem.e), **pdl_arguments()}
+        common_arguments = {**id_arguments(call.tokens.routing, self.problem.e), **pdl_arguments()}
         with stages.stage(stages.GEMM1):
-            self._multiply_x(call, h_PI, ids)
+            self._multiply_x(call, h_PI, common_arguments)
         with stages.stage(self._second_stage):
-            self._multiply_h(call, h_PI, ids)
+            self._multiply_h(call, h_PI, common_arguments)
 
-    def _multiply_x(self, call: PathCall, h_PI: torch.Tensor, ids: dict[str, object]) -> None:
+    def _multiply_x(
+        self, call: PathCall, h_PI: torch.Tensor, common_arguments: dict[str, object]
+    ) -> None:
+        """Launch GEMM 1, which writes h."""
         problem, routing = self.problem, call.tokens.routing
         tile, _ = call.config.both(GemvW4Config)
-        product, pairs = gemm1_operands(call.weights, problem), h_PI.shape[0]
+        operands, num_pairs = gemm1_operands(call.weights, problem), h_PI.shape[0]
         x_TH = call.tokens.x_TH
         launch(
             self._gate_up_kernel,
-            (pairs, -(-product.columns // tile.block_n) + 1),
+            (num_pairs, -(-operands.columns // tile.block_n) + 1),
             x_ptr=x_TH,
             row_weights_ptr=routing.topk_weights_TK,
             invalid_ptr=routing.invalid_ids,
             h_ptr=h_PI,
-            num_pairs=pairs,
-            intermediate=product.columns,
-            UP_ROW=product.up_row,
+            num_pairs=num_pairs,
+            intermediate=operands.columns,
+            UP_ROW=operands.up_row,
             stride_xm=x_TH.stride(0),
             stride_xk=x_TH.stride(1),
-            ROW_STEP=product.step,
+            ROW_STEP=operands.step,
             TOP_K=problem.top_k,
             HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
-            BLOCK_P=_MAX_IDS,
-            **product.constants,
-            **_arguments(product, tile, 1),
-            maxnreg=gemv_w4_config.registers(tile, 1, in_lanes=self._words_stay_in_lanes),
-            **ids,
+            BLOCK_P=_IDS_PER_STEP,
+            **operands.constants,
+            **_make_arguments(operands, tile, 1),
+            maxnreg=gemv_w4_config.max_registers(
+                tile, 1, words_stay_in_lanes=self._words_stay_in_lanes
+            ),
+            **common_arguments,
         )
 
-    def _multiply_h(self, call: PathCall, h_PI: torch.Tensor, ids: dict[str, object]) -> None:
+    def _multiply_h(
+        self, call: PathCall, h_PI: torch.Tensor, common_arguments: dict[str, object]
+    ) -> None:
+        """Launch GEMM 2, which writes call.output."""
         problem, routing = self.problem, call.tokens.routing
         _, tile = call.config.both(GemvW4Config)
-        product = gemm2_operands(call.weights, problem)
-        slots = problem.top_k if self._sums_topk else 1
-        halves = gemv_w4_config.halves(tile)
-        tokens = h_PI.shape[0] // slots
+        operands = gemm2_operands(call.weights, problem)
+        pairs_per_program = problem.top_k if self._sums_topk else 1
+        halves = gemv_w4_config.num_halves(tile)
+        num_rows = h_PI.shape[0] // pairs_per_program
         launch(
             self._down_kernel,
-            (tokens, -(-product.columns // tile.block_n)),
+            (num_rows, -(-operands.columns // tile.block_n)),
             h_ptr=h_PI,
             row_weights_ptr=routing.topk_weights_TK,
             out_ptr=call.output,
-            hidden=product.columns,
+            hidden=operands.columns,
             factor=float(problem.routed_scaling_factor) if self._sums_topk else 1.0,
-            TOP_K=slots,
+            TOP_K=pairs_per_program,
             HAS_ROW_WEIGHTS=self._sums_topk and not problem.apply_router_weight_on_input,
-            BLOCK_K=next_power_of_2(slots),
+            BLOCK_K=next_power_of_2(pairs_per_program),
             HALVES=halves,
-            WARPS_PER_PAIR=_warps_per_pair(tile, slots),
-            **_arguments(product, tile, slots, halves),
-            maxnreg=gemv_w4_config.registers(tile, 2, in_lanes=self._words_stay_in_lanes),
-            **ids,
+            WARPS_PER_PAIR=_count_warps_per_pair(tile, pairs_per_program),
+            **_make_arguments(operands, tile, pairs_per_program, halves),
+            maxnreg=gemv_w4_config.max_registers(
+                tile, 2, words_stay_in_lanes=self._words_stay_in_lanes
+            ),
+            **common_arguments,
         )
 
 
-def _arguments(
-    product: GemmOperands, tile: GemvW4Config, slots: int, halves: int = 1
+def _make_arguments(
+    operands: GemmOperands, tile: GemvW4Config, pairs_per_program: int, halves: int = 1
 ) -> dict[str, object]:
     """Return the arguments of both kernels that depend on the weights and the launch.
 
-    `slots` is the number of pairs per program; see `gemv_w4_config.halves` for `halves`.
+    operands: the weights and everything else that the GEMM needs.
+    tile: the launch.
+    pairs_per_program: pairs that a program computes.
+    halves: see `gemv_w4_config.num_halves`.
     """
-    _, group = scale_group(product.scheme, product.depth)
-    group = group or product.depth
-    chunks = max(1, gemv_w4_config.chunks(tile, group) // halves)
-    blocks = -(-product.depth // (halves * chunks * gemv_w4_config.CHUNK))
-    warps_per_pair = _warps_per_pair(tile, slots)
-    steps = -(-blocks // warps_per_pair) if warps_per_pair else -(-slots * blocks // tile.num_warps)
+    _, group = scale_group(operands.scheme, operands.depth)
+    group = group or operands.depth
+    chunks = max(1, gemv_w4_config.chunks_per_block(tile, group) // halves)
+    blocks = -(-operands.depth // (halves * chunks * gemv_w4_config.CHUNK))
+    warps_per_pair = _count_warps_per_pair(tile, pairs_per_program)
+    steps = (
+        -(-blocks // warps_per_pair)
+        if warps_per_pair
+        else -(-pairs_per_program * blocks // tile.num_warps)
+    )
     return {
-        **w4_arguments(product),
-        "DEPTH": product.depth,
-        "PAIRED_SCALES": _has_paired_scales(product, group, chunks),
+        **w4_arguments(operands),
+        "DEPTH": operands.depth,
+        "PAIRED_SCALES": _has_paired_scales(operands, group, chunks),
         "BLOCK_N": tile.block_n,
-        "EVEN_N": product.columns % tile.block_n == 0,
+        "EVEN_N": operands.columns % tile.block_n == 0,
         "CHUNKS": chunks,
         "STEPS": steps,
         "steps": steps,
@@ -192,21 +213,21 @@ def _arguments(
     }
 
 
-def _warps_per_pair(tile: GemvW4Config, slots: int) -> int:
-    """Return the warps of a program that work on one pair; 0 if they cannot be divided evenly."""
-    return 0 if tile.num_warps % slots else tile.num_warps // slots
+def _count_warps_per_pair(tile: GemvW4Config, pairs_per_program: int) -> int:
+    """Return the number of warps that work on one pair; 0 if warps cannot be divided evenly."""
+    return 0 if tile.num_warps % pairs_per_program else tile.num_warps // pairs_per_program
 
 
-def _has_paired_scales(product: GemmOperands, group: int, chunks: int) -> bool:
-    """Return whether the scales of a row can be loaded two at a time.
+def _has_paired_scales(operands: GemmOperands, group: int, chunks: int) -> bool:
+    """Return whether the scales of a row, which are contiguous, can be loaded two at a time.
 
-    They are contiguous. Both a block and a row must have an even number of whole groups.
+    Both a block and a row must have an even number of whole groups.
     """
-    slots = max(1, gemv_w4_config.CHUNK // group)
-    assert product.scale is not None
+    groups_per_chunk = max(1, gemv_w4_config.CHUNK // group)
+    assert operands.scale is not None
     return (
-        group * slots == gemv_w4_config.CHUNK
-        and slots * chunks % 2 == 0
-        and product.depth % (2 * group) == 0
-        and product.scale.shape[2] % 2 == 0
+        group * groups_per_chunk == gemv_w4_config.CHUNK
+        and groups_per_chunk * chunks % 2 == 0
+        and operands.depth % (2 * group) == 0
+        and operands.scale.shape[2] % 2 == 0
     )

@@ -1,7 +1,8 @@
-"""The steps of a layer that runs two grouped GEMMs over expert-sorted rows.
+"""ExpertSortedGemms: the steps of a layer that runs two grouped GEMMs over expert-sorted rows.
 
-The launches are: count, scan and place pairs; [permute]; GEMM 1 with activation; [quantize]; GEMM
-2; unpermute and sum. Those in brackets are not always needed.
+A call launches the sort of the pairs (count, scan and place), GEMM 1 with the activation, GEMM 2,
+and the weighted sum over top-k. Depending on the subclass, the tokens are permuted before GEMM 1.
+Depending on the scheme, h is quantized before GEMM 2.
 """
 
 from abc import ABC, abstractmethod
@@ -30,13 +31,15 @@ from modular_kernel.workspace import BufferSpec
 
 
 class GemmRows(NamedTuple):
-    """The left operand of a GEMM. P is the number of pairs; only the leading rows may be in use.
+    """The left operand of a GEMM: P rows in expert order, where P is the number of pairs.
 
-    values: (P, K), or (T, K) if there are `tokens`.
-    scale: of quantized values: (1,), or one row of scales per row of values.
-    weights: router weights (P, 1), which multiply the product before the bias, or None.
-    tokens: (P,) int32, the row of values and scale that each sorted row uses; None if both have a
-        row per sorted row.
+    The last rows are not in use if the experts of some pairs are on other ranks.
+
+    values: (P, K), or (T, K) if `tokens` is not None.
+    scale: the scales of quantized values, (1,) or one row of scales per row of values; or None.
+    weights: router weights (P, 1), which are multiplied with the result before the bias; or None.
+    tokens: (P,) int32, the row of `values` and `scale` for each sorted row. None if `values` and
+        `scale` are in sorted order themselves.
     shrink_output: the shrink output of adapters, or None.
     """
 
@@ -50,16 +53,18 @@ class GemmRows(NamedTuple):
 class ExpertSortedGemms(ABC):
     """Two grouped GEMMs whose input and output rows are sorted by expert (`ops.sort`).
 
-    Buffers have a row for every pair. Only as many rows as there are pairs of local experts are
-    used.
+    Buffers have a row for every pair. Only the rows of pairs with a local expert are in use.
 
-    skips_unused: quantize only the used rows. Otherwise unused rows, whose contents are arbitrary,
-        are quantized too, which takes time and would make a scale shared by all rows wrong.
-    permutes_tokens: a launch permutes tokens to sorted order; otherwise GEMM 1 gathers them.
-    adapters_class: computes the shrink output in the layout that the GEMM kernel takes.
+    skips_unused_rows: whether only the rows in use are quantized. If False, the other rows, whose
+        contents are arbitrary, are quantized too. This takes time, and must not be done if all rows
+        share a scale.
+    permutes_tokens: whether a separate launch permutes the tokens to sorted order. If False, GEMM 1
+        gathers the tokens.
+    adapters_class: the class that computes the shrink output in the layout that the GEMM kernel
+        takes.
     """
 
-    skips_unused = True
+    skips_unused_rows = True
     permutes_tokens = True
     adapters_class: ClassVar[type[SegmentShrink]] = SegmentShrink
 
@@ -70,54 +75,55 @@ class ExpertSortedGemms(ABC):
     def multiply(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
     ) -> None:
-        """Run one GEMM and write the used rows of `out` (P, columns), contiguous."""
+        """Run one GEMM and write the rows in use of `out`, which is (P, columns) and contiguous."""
 
-    def products(
+    def multiply_all_experts(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
-        """Run one GEMM for all experts; a subclass may process some experts at a time."""
-        self.multiply(rows, product, tile, order, out)
+        """Run one GEMM for all experts. A subclass may process a few experts at a time."""
+        self.multiply(rows, operands, tile, order, out)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of a call of `tokens` tokens in tiles of block_m rows."""
-        problem, pairs = self.problem, tokens * self.problem.top_k
+        problem, num_pairs = self.problem, tokens * self.problem.top_k
         scheme = problem.scheme
-        dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
-        # The output of GEMM 2 may overlay the input of GEMM 1 and, if it was quantized, its output.
-        over: tuple[str, ...] = ("permuted_x", "permuted_scale") if self.permutes_tokens else ()
+        x_dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
+        # The output of GEMM 2 may reuse the memory of the input of GEMM 1. If the output of GEMM 1
+        # was quantized, its memory may be reused, too.
+        aliases: tuple[str, ...] = ("permuted_x", "permuted_scale") if self.permutes_tokens else ()
         if scheme.quantizes_activations:
-            over += ("workspace13",)
+            aliases += ("workspace13",)
         specs = {
-            "workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype),
-            "workspace2": BufferSpec((pairs, problem.hidden), problem.dtype, over),
+            "workspace13": BufferSpec((num_pairs, problem.intermediate), problem.dtype),
+            "workspace2": BufferSpec((num_pairs, problem.hidden), problem.dtype, aliases),
             **sort_specs(tokens, problem.top_k, block_m, problem.e),
         }
         if problem.apply_router_weight_on_input:
-            specs["permuted_weights"] = BufferSpec((pairs, 1), torch.float32)
+            specs["permuted_weights"] = BufferSpec((num_pairs, 1), torch.float32)
         if scheme.quantizes_activations:
-            specs |= quantize_specs("h", scheme, pairs, problem.intermediate)
+            specs |= quantize_specs("h", scheme, num_pairs, problem.intermediate)
         if self.permutes_tokens:
-            specs["permuted_x"] = BufferSpec((pairs, problem.hidden), dtype)
+            specs["permuted_x"] = BufferSpec((num_pairs, problem.hidden), x_dtype)
             if scheme.quantizes_activations and scheme.activation_granularity != "tensor":
-                shape = scale_shape(scheme, pairs, problem.hidden)
+                shape = scale_shape(scheme, num_pairs, problem.hidden)
                 specs["permuted_scale"] = BufferSpec(shape, torch.float32)
-        return specs | adapter_specs(problem, pairs)
+        return specs | adapter_specs(problem, num_pairs)
 
     def run(self, call: PathCall) -> None:
         """Write every element of call.output."""
         problem, workspace, routing = self.problem, call.workspace, call.tokens.routing
-        pairs = routing.topk_ids_TK.numel()
+        num_pairs = routing.topk_ids_TK.numel()
         launch1, launch2 = call.config.both(LaunchConfig)
         with stages.stage(stages.SORT):
             block_m = launch1.block_m
@@ -126,51 +132,51 @@ class ExpertSortedGemms(ABC):
         if self.permutes_tokens:
             with stages.stage(stages.PERMUTE):
                 x = self._permute(call, order)
-        h = self.hidden_rows(x, launch1, order, call)
-        rows_RH = workspace.take("workspace2", (pairs, problem.hidden))
+        h = self.compute_hidden_rows(x, launch1, order, call)
+        rows_RH = workspace.take("workspace2", (num_pairs, problem.hidden))
         with stages.stage(stages.GEMM2):
-            product = gemm2_operands(call.weights, problem)
-            self.products(h, product, launch2, order, rows_RH, call)
-        sums = problem.combine is Combine.SUM
-        with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
+            operands = gemm2_operands(call.weights, problem)
+            self.multiply_all_experts(h, operands, launch2, order, rows_RH, call)
+        is_summed = problem.combine is Combine.SUM
+        with stages.stage(stages.GATHER_REDUCE if is_summed else stages.UNPERMUTE):
             self._unpermute(rows_RH, order, call)
 
-    def hidden_rows(
+    def compute_hidden_rows(
         self, x: GemmRows, tile: LaunchConfig, order: SortedPairs, call: PathCall
     ) -> GemmRows:
-        """Run GEMM 1 with its activation; return the input of GEMM 2, quantized if necessary."""
-        pairs = order.row_of_pair_TK.numel()
-        h_RI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
-        adapters = self._adapters(tile, order, call)
+        """Run GEMM 1 with the activation; return the input of GEMM 2, quantized if necessary."""
+        num_pairs = order.row_of_pair_TK.numel()
+        h_RI = call.workspace.take("workspace13", (num_pairs, self.problem.intermediate))
+        adapters = self._make_adapters(tile, order, call)
         with stages.stage(stages.GEMM1 if self.permutes_tokens else stages.GATHER_GEMM1):
             if adapters is not None:
-                x = x._replace(shrink_output=adapters.of_w1(call.tokens.plain_TH, call.weights))
-            product = gemm1_operands(call.weights, self.problem)
-            self.products(x, product, tile, order, h_RI, call)
+                x = x._replace(shrink_output=adapters.shrink_x(call.tokens.plain_TH, call.weights))
+            operands = gemm1_operands(call.weights, self.problem)
+            self.multiply_all_experts(x, operands, tile, order, h_RI, call)
         h = self._quantize(h_RI, order, call)
         if adapters is None:
             return h
         with stages.stage(stages.GEMM2):
-            return h._replace(shrink_output=adapters.of_w2(h_RI, call.weights))
+            return h._replace(shrink_output=adapters.shrink_h(h_RI, call.weights))
 
-    def _adapters(
+    def _make_adapters(
         self, tile: LaunchConfig, order: SortedPairs, call: PathCall
     ) -> SegmentShrink | None:
-        """Return the shrink launches of the call, or None without adapters."""
+        """Return the shrink launches of the call, or None if it has no adapters."""
         slots_T = call.tokens.routing.adapters_T
         if slots_T is None:
             return None
         return self.adapters_class(slots_T, self.problem, call.workspace, order, tile.block_m)
 
     def _permute(self, call: PathCall, order: SortedPairs) -> GemmRows:
-        """Permute x to sorted rows (P, H), with their scales and router weights."""
-        pairs, (_, hidden) = order.row_of_pair_TK.numel(), call.tokens.x_TH.shape
-        x_RH = call.workspace.take("permuted_x", (pairs, hidden))
+        """Permute the tokens, their scales and router weights to sorted rows (P, H)."""
+        num_pairs, (_, hidden) = order.row_of_pair_TK.numel(), call.tokens.x_TH.shape
+        x_RH = call.workspace.take("permuted_x", (num_pairs, hidden))
         scale = call.tokens.scale
         scale_TG = None if scale is None or scale.dim() == 1 else scale
         scale_RG = None
         if scale_TG is not None:
-            scale_RG = call.workspace.take("permuted_scale", (pairs, scale_TG.shape[1]))
+            scale_RG = call.workspace.take("permuted_scale", (num_pairs, scale_TG.shape[1]))
         permute_tokens(
             call.tokens.x_TH,
             order.row_of_pair_TK,
@@ -179,11 +185,11 @@ class ExpertSortedGemms(ABC):
             scale_TG=scale_TG,
             scale_rows_RG=scale_RG,
         )
-        scale_of_rows = scale if scale_TG is None else scale_RG
-        return GemmRows(x_RH, scale_of_rows, self._permuted_weights(call, order))
+        row_scale = scale if scale_TG is None else scale_RG
+        return GemmRows(x_RH, row_scale, self._permute_weights(call, order))
 
-    def _permuted_weights(self, call: PathCall, order: SortedPairs) -> torch.Tensor | None:
-        """Return the router weights (P, 1) of the sorted rows if they are applied to the input."""
+    def _permute_weights(self, call: PathCall, order: SortedPairs) -> torch.Tensor | None:
+        """Return router weights (P, 1) for the sorted rows, or None unless GEMM 1 applies them."""
         if not self.problem.apply_router_weight_on_input:
             return None
         weights_TK = call.tokens.routing.topk_weights_TK
@@ -194,15 +200,15 @@ class ExpertSortedGemms(ABC):
         return weights_R1
 
     def _quantize(self, h_RI: torch.Tensor, order: SortedPairs, call: PathCall) -> GemmRows:
-        """Return the input rows of GEMM 2 with their scales, or h_RI if it is not quantized."""
+        """Return the input of GEMM 2: h_RI, quantized if the scheme quantizes activations."""
         scheme = self.problem.scheme
         if not scheme.quantizes_activations:
             return GemmRows(h_RI)
         with stages.stage(stages.QUANTIZE):
             shape = (h_RI.shape[0], h_RI.shape[1])
-            static = call.weights.a2_scale
-            out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static)
-            valid_rows = BatchedRows(order.starts[-1:]) if self.skips_unused else None
+            static_scale = call.weights.a2_scale
+            out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static_scale)
+            valid_rows = BatchedRows(order.starts[-1:]) if self.skips_unused_rows else None
             quantize_rows(h_RI, scheme, out=out, valid_rows=valid_rows)
         return GemmRows(out.q_RK, out.scale)
 

@@ -1,4 +1,4 @@
-"""Grouped GEMMs over expert-sorted rows in Triton, on any GPU."""
+"""MGroupedGemms: grouped GEMMs over expert-sorted rows in Triton, for any GPU."""
 
 import torch
 
@@ -11,35 +11,38 @@ from modular_kernel.replay.launch.launch import launch
 
 
 class MGroupedGemms(ExpertSortedGemms):
-    """Grouped GEMMs in one Triton launch each, with the rows of each expert as a segment."""
+    """Two grouped GEMMs, each in one Triton launch. The rows of each expert form a segment."""
 
     def multiply(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
     ) -> None:
         precision, tokens = self.problem.fp32_precision, order.token_of_row
-        m_grouped_gemm(rows, product, tile, order.tiles, out, precision, tokens)
+        m_grouped_gemm(rows, operands, tile, order.tiles, out, precision, tokens)
 
 
 def m_grouped_gemm(
     rows: GemmRows,
-    product: GemmOperands,
+    operands: GemmOperands,
     tile: LaunchConfig,
     tiles: torch.Tensor,
     out: torch.Tensor,
     precision: str,
     tokens: torch.Tensor | None = None,
 ) -> None:
-    """Compute out[r] = rows[r] @ W[expert of r]^T for the rows of `tiles` (see `ops.sort`).
+    """Compute out[r] = rows[r] @ W[expert of r]^T for the rows of `tiles`.
 
     rows: the left operand, with contiguous values.
+    operands: the weights and everything else that the GEMM needs.
+    tile: the launch configuration.
+    tiles: the encoded tile list (see `ops.sort`).
     out: (R, columns), contiguous.
-    precision: that of float32 products.
-    tokens: (R,) the token of each row; needed for adapters only.
+    precision: the precision of float32 GEMMs, as in Problem.fp32_precision.
+    tokens: (R,) the token of each row. Needed only if `rows` has a shrink output.
     """
     from experts.triton.grouped.kernels.segment_gemm import segment_gemm_kernel
 
@@ -47,7 +50,7 @@ def m_grouped_gemm(
     assert shrink_output is None or isinstance(shrink_output, ShrinkOutput)
     adapters = {} if shrink_output is None else {"tokens_ptr": tokens, **shrink_output.arguments()}
     max_tiles = tiles.numel() // 3
-    num_n = -(-product.columns // tile.block_n)
+    num_n = -(-operands.columns // tile.block_n)
     launch(
         segment_gemm_kernel,
         (max_tiles * num_n,),
@@ -58,5 +61,5 @@ def m_grouped_gemm(
         max_tiles=max_tiles,
         HAS_ROW_WEIGHTS=weights is not None,
         **adapters,
-        **product.arguments(tile, precision, a_scale),
+        **operands.arguments(tile, precision, a_scale),
     )

@@ -1,4 +1,4 @@
-"""LoRA for the TMA GEMMs: B u is computed in extra K steps, for each adapter slot of a tile."""
+"""LoRA for the TMA GEMMs, which add B u in extra K steps, for each adapter slot in a tile."""
 
 import torch
 
@@ -6,7 +6,7 @@ from experts.triton.adapters import (
     Matrices,
     SegmentShrink,
     TileShrinkOutput,
-    block_r,
+    choose_block_r,
     shrink_arguments,
     u13_columns,
 )
@@ -14,31 +14,31 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.spec.problem import Problem
 from modular_kernel.workspace import BufferSpec
 
-_BOX = 64  # 16-bit values in a row of a TMA box, 128 bytes
+_BOX_WIDTH = 64  # 16-bit values in a row of a TMA box, which has 128 bytes
 
 
-def tile_specs(problem: Problem, rows: int, tiles: int) -> dict[str, BufferSpec]:
-    """Return the buffers of `TileShrink`; empty for a problem without adapters."""
+def tile_specs(problem: Problem, num_rows: int, num_tiles: int) -> dict[str, BufferSpec]:
+    """Return the buffers of `TileShrink`; {} for a problem without adapters."""
     spec = problem.adapters
     if spec is None:
         return {}
     widths = {"lora_u13": u13_columns(problem), "lora_u2": spec.rank}
     return {
         **{
-            name: BufferSpec((rows, spec.adapters * round_up_to_box(width)), problem.dtype)
+            name: BufferSpec((num_rows, spec.adapters * round_up_to_box(width)), problem.dtype)
             for name, width in widths.items()
         },
-        "lora_named": BufferSpec((tiles, spec.adapters + 1), torch.int32),
+        "lora_tile_slots": BufferSpec((num_tiles, spec.adapters + 1), torch.int32),
     }
 
 
 def round_up_to_box(columns: int) -> int:
-    """Round the columns of u per slot up to whole K steps of the TMA GEMM."""
-    return -(-columns // _BOX) * _BOX
+    """Round the number of columns of u per slot up to whole K steps of the TMA GEMM."""
+    return -(-columns // _BOX_WIDTH) * _BOX_WIDTH
 
 
 class TileShrink(SegmentShrink):
-    """The shrink launches for the TMA GEMMs, with u of all slots of a tile side by side."""
+    """The shrink launches for the TMA GEMMs. u has columns for every slot that a tile can have."""
 
     def _shrink(  # type: ignore[override]
         self, name: str, x: torch.Tensor, matrices: Matrices, *, gather: bool
@@ -50,12 +50,12 @@ class TileShrink(SegmentShrink):
         assert b is not None  # validated with the weights
         order, width = self._order, round_up_to_box(a.shape[2])
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), len(a) * width))
-        tile_slots = self._workspace.take("lora_named", (order.max_tiles, len(a) + 1))
+        tile_slots = self._workspace.take("lora_tile_slots", (order.max_tiles, len(a) + 1))
         launch_args = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
-        launch_args["BLOCK_R"] = block_r(a.shape[2])  # all rows of A, at most those of one box
+        launch_args["BLOCK_R"] = choose_block_r(a.shape[2])  # all rows of A, but at most one box
         launch(
             shrink_tiles_kernel,
-            (order.max_tiles, width // _BOX, launch_args["PARTS"]),
+            (order.max_tiles, width // _BOX_WIDTH, launch_args["PARTS"]),
             x_ptr=x,
             u_ptr=u,
             tile_slots_ptr=tile_slots,
@@ -68,7 +68,7 @@ class TileShrink(SegmentShrink):
             stride_xk=x.stride(1),
             GATHER=gather,
             WIDTH=width,
-            BOX=_BOX,
+            BOX=_BOX_WIDTH,
             **launch_args,
         )
         return TileShrinkOutput(u, tile_slots, b, a.shape[2] - b.shape[3])

@@ -1,13 +1,13 @@
-"""Supported problems, limits, launches and tuning candidates of the grouped_tma path."""
+"""Configuration of the grouped_tma path: supported problems, limits, launches and candidates."""
 
 from collections.abc import Iterator
 
 from experts.triton.candidates import (
-    ByBlock,
-    Groups,
-    RowRange,
-    blocks_worth_timing,
-    launches_by_block,
+    CandidateGroups,
+    EntryTable,
+    RowRanges,
+    build_candidate_groups,
+    select_blocks,
 )
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import TMA_BYTES, supports_tma
@@ -18,29 +18,28 @@ NAME = "grouped_tma"
 BOX_BYTES = 128  # bytes along K per step, the widest swizzle of a TMA box
 BLOCK_M = 128  # two warpgroups of 64 rows
 # Quantization scheme -> MODE of the kernel.
-MODES = {"none": "plain", "fp8_w8a8_channel": "channel", "fp8_w8a8_block": "block"}
+MODE_BY_SCHEME = {"none": "plain", "fp8_w8a8_channel": "channel", "fp8_w8a8_block": "block"}
 _BLOCK = (128, 128)
-# Possible weight rows of half a tile, by MODE. With block scales, partial sums take registers in
-# addition to the accumulators, so there are no wide tiles.
-_HALVES = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
-MAX_ADAPTERS = 8  # maximum adapter slots; each one in a tile adds K steps
-# Mean rows per expert from which the path is used by default, and up to which its tiles are narrow.
-# Measured on one H200 (2026-11-28, triton 3.6.0) on seven layers of E 48 to 256, H 2048 to 8192,
-# I 1024 to 3584. Time relative to the aligned path: bf16 0.97 to 1.02 with 48 rows and 0.87 to 0.91
-# with 64; fp8 with block scales 1.03 to 1.07 with 48, 1.01 to 1.05 with 52 and 0.84 to 0.92 with
-# 64. Time of narrow tiles relative to wide ones: 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with 96
-# and 1.03 to 1.16 with 128.
+# Possible numbers of weight rows in half a tile, by MODE. With block scales, partial sums take
+# registers in addition to the accumulators, so tiles are narrow.
+_ROWS_PER_HALF = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
+MAX_ADAPTERS = 8  # maximum number of adapter slots; each slot in a tile adds K steps
+# The path is used by default with at least _MIN_ROWS rows per expert on average. Its tiles are
+# narrow with at most _MAX_NARROW_ROWS. Measured on an H200 (2026-11-28, triton 3.6.0) on seven
+# layers with E 48 to 256, H 2048 to 8192, I 1024 to 3584. Time relative to the aligned path: bf16
+# 0.97 to 1.02 with 48 rows and 0.87 to 0.91 with 64 rows; fp8 with block scales 1.03 to 1.07 with
+# 48 rows, 1.01 to 1.05 with 52 rows and 0.84 to 0.92 with 64 rows. Time of narrow tiles relative to
+# wide tiles: 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with 96 rows and 1.03 to 1.16 with 128 rows.
 _MIN_ROWS = {"plain": 48, "channel": 56, "block": 56}
 _MAX_NARROW_ROWS = 88
-_STAGING_BYTES_PER_COLUMN = (
-    BLOCK_M * 2
-)  # bytes of a column of results in the staging buffers, 16 bits each
-_MAX_STAGES = 6  # stages that fit in the shared memory of sm_90 with the narrowest tile
+# Bytes of one output column of a tile in the staging buffers. An element has 16 bits.
+_STAGING_BYTES_PER_COLUMN = BLOCK_M * 2
+_MAX_STAGES = 6  # with the narrowest tile, this many stages fit in the shared memory of sm_90
 
 
 def supports(problem: Problem, device: Device) -> bool:
     """Return whether the kernels of this path support `problem` on `device`."""
-    if not supports_tma(problem, device, MODES) or not _one_scale_a_half(problem):
+    if not supports_tma(problem, device, MODE_BY_SCHEME) or not _has_one_scale_per_half(problem):
         return False
     if problem.adapters is not None and not _supports_adapters(problem):
         return False
@@ -52,122 +51,141 @@ def supports(problem: Problem, device: Device) -> bool:
 
 
 def min_tokens(problem: Problem) -> int:
-    """Return the smallest call for which this path is used without a tuned file, in tokens."""
-    return _MIN_ROWS[MODES[problem.scheme.name]] * problem.experts // problem.top_k
+    """Return the number of tokens of the smallest call that uses this path without a tuned file."""
+    return _MIN_ROWS[MODE_BY_SCHEME[problem.scheme.name]] * problem.experts // problem.top_k
 
 
-def narrow_tokens(problem: Problem) -> int:
-    """Return the largest call that uses narrow tiles without a tuned file, in tokens."""
+def max_narrow_tokens(problem: Problem) -> int:
+    """Return the number of tokens of the largest call with narrow tiles without a tuned file."""
     return _MAX_NARROW_ROWS * problem.experts // problem.top_k
 
 
 def _supports_adapters(problem: Problem) -> bool:
-    """Return whether B of every slot can be loaded by TMA, as extra K steps of 16-bit weights.
+    """Return whether TMA can load the matrix B of every slot, in extra K steps of 16-bit weights.
 
-    With interleaved gate and up rows, a TMA box has rows of both, so both must use the same u.
+    With interleaved gate and up rows, a TMA box contains both, so both must use the same columns of
+    u.
     """
     spec = problem.adapters
     assert spec is not None
+    is_plain = MODE_BY_SCHEME[problem.scheme.name] == "plain"
     shares_u = spec.a13_shared or not problem.act.gated or not problem.act.interleaved
-    fits = spec.adapters <= MAX_ADAPTERS and spec.rank * problem.dtype.itemsize % TMA_BYTES == 0
-    return MODES[problem.scheme.name] == "plain" and shares_u and fits
+    is_aligned = spec.rank * problem.dtype.itemsize % TMA_BYTES == 0
+    return is_plain and shares_u and is_aligned and spec.adapters <= MAX_ADAPTERS
 
 
-def _one_scale_a_half(problem: Problem) -> bool:
-    """Return whether each half of a tile lies in one scale block of the weights, if any."""
+def _has_one_scale_per_half(problem: Problem) -> bool:
+    """Return whether the weight rows of each half of a tile are in a single scale block.
+
+    Return True for schemes without scale blocks.
+    """
     if problem.scheme.granularity != "block":
         return True
-    gate_then_up = problem.act.gated and not problem.act.interleaved
-    aligned = problem.intermediate % max(_HALVES["block"]) == 0
-    return problem.scheme.group == _BLOCK and (aligned or not gate_then_up)
+    has_separate_up = problem.act.gated and not problem.act.interleaved
+    is_aligned = problem.intermediate % max(_ROWS_PER_HALF["block"]) == 0
+    return problem.scheme.group == _BLOCK and (is_aligned or not has_separate_up)
 
 
 def gathers_tokens(problem: Problem) -> bool:
-    """Return whether GEMM 1 gathers tokens itself, so that no launch permutes them.
+    """Return whether GEMM 1 gathers the tokens itself, so that no separate launch permutes them.
 
-    Its copies run ahead into the next tile, but not past it, so a tile must have at least as many K
-    steps as the copies are ahead.
+    The kernel copies rows a few K steps ahead. The copies may run into the next tile, but not past
+    it, so a tile must have at least that many K steps.
     """
     itemsize = 1 if problem.scheme.quantized else problem.dtype.itemsize
     steps = -(-problem.hidden * itemsize // BOX_BYTES)
-    if problem.adapters is not None:  # u is in sorted order
+    if problem.adapters is not None:  # u is in sorted order, so x must be, too
         return False
-    return MODES[problem.scheme.name] != "block" and steps >= _MAX_STAGES - 1
+    return MODE_BY_SCHEME[problem.scheme.name] != "block" and steps >= _MAX_STAGES - 1
 
 
-def half_rows(tile: LaunchConfig, sides: int) -> int:
-    """Return the weight rows of half a tile: its gate rows, or those of half its columns."""
-    return tile.block_n if sides == 2 else tile.block_n // 2
+def rows_per_half(tile: LaunchConfig, num_matrices: int) -> int:
+    """Return the number of weight rows in half a tile.
 
-
-def _ring_bytes(tile: LaunchConfig, half: int) -> int:
-    return tile.num_stages * (BLOCK_M + 2 * half) * BOX_BYTES
-
-
-def staging_slots(tile: LaunchConfig, half: int, columns: int) -> int:
-    """Return the staging buffers (boxes of `columns` columns) per warpgroup: 2 if they fit, else 1.
-
-    With two, the second box of a tile need not wait until the first has been stored.
+    With two matrices, these are the gate rows of the tile. Otherwise, they are the weight rows of
+    half of its columns.
     """
-    fit = _ring_bytes(tile, half) + 2 * _STAGING_BYTES_PER_COLUMN * columns <= Device().shared
-    return 2 if fit else 1
+    return tile.block_n if num_matrices == 2 else tile.block_n // 2
+
+
+def _ring_bytes(tile: LaunchConfig, half_rows: int) -> int:
+    return tile.num_stages * (BLOCK_M + 2 * half_rows) * BOX_BYTES
+
+
+def num_staging_buffers(tile: LaunchConfig, half_rows: int, columns: int) -> int:
+    """Return the number of staging buffers per warpgroup: 2 if they fit in shared memory, else 1.
+
+    With two buffers, the second box of a tile need not wait until the first one is stored.
+
+    half_rows: weight rows in half a tile.
+    columns: output columns per buffer.
+    """
+    staging_bytes = 2 * _STAGING_BYTES_PER_COLUMN * columns
+    return 2 if _ring_bytes(tile, half_rows) + staging_bytes <= Device().shared else 1
 
 
 def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Iterator[Violation]:
-    """Yield every reason why `tile` cannot be launched on this path."""
-    step = BOX_BYTES * 8 // gemm.a_bits
-    halves = _HALVES[mode]
-    fixed = (
+    """Yield every limit that prevents `tile` from being launched on this path."""
+    fixed_fields = (
         ("block_m", tile.block_m, BLOCK_M),
-        ("block_k", tile.block_k, step),
+        ("block_k", tile.block_k, BOX_BYTES * 8 // gemm.a_bits),
         ("num_warps", tile.num_warps, 4),
     )
-    for name, got, need in fixed:
+    for name, got, need in fixed_fields:
         if got != need:
             yield Violation(name, got, f"{need} on the {NAME} path")
-    half = half_rows(tile, gemm.sides)
-    if half not in halves:
-        sizes = (h if gemm.sides == 2 else 2 * h for h in halves)
+    half_rows, allowed_rows = rows_per_half(tile, gemm.num_matrices), _ROWS_PER_HALF[mode]
+    if half_rows not in allowed_rows:
+        sizes = (rows if gemm.num_matrices == 2 else 2 * rows for rows in allowed_rows)
         yield Violation("block_n", tile.block_n, f"one of {tuple(sizes)} on the {NAME} path")
         return
-    shared_bytes = _ring_bytes(tile, half) + _STAGING_BYTES_PER_COLUMN * half
+    shared_bytes = _ring_bytes(tile, half_rows) + _STAGING_BYTES_PER_COLUMN * half_rows
     if shared_bytes > device.shared:
         yield Violation("bytes of shared memory", shared_bytes, f"<= {device.shared}")
 
 
 def default_config(problem: Problem, tokens: int | None = None) -> MoEConfig:
-    """Return the launches of a call without a tuned file; tokens = None means many."""
-    mode = MODES[problem.scheme.name]
-    half, num_stages = (64, 6) if mode == "block" else (128, 4)
-    if mode == "plain" and tokens is not None and tokens <= narrow_tokens(problem):
-        half, num_stages = 64, 5
+    """Return the configuration without a tuned file for a call of `tokens` tokens.
+
+    None stands for more tokens than max_narrow_tokens.
+    """
+    mode = MODE_BY_SCHEME[problem.scheme.name]
+    half_rows, num_stages = (64, 6) if mode == "block" else (128, 4)
+    if mode == "plain" and tokens is not None and tokens <= max_narrow_tokens(problem):
+        half_rows, num_stages = 64, 5
     block_k = BOX_BYTES // (1 if problem.scheme.quantized else problem.dtype.itemsize)
-    first = half if problem.act.gated else 2 * half
+    block_n1 = half_rows if problem.act.gated else 2 * half_rows
     launch1, launch2 = (
-        LaunchConfig(BLOCK_M, n, block_k, 8, 4, num_stages) for n in (first, 2 * half)
+        LaunchConfig(BLOCK_M, block_n, block_k, 8, 4, num_stages)
+        for block_n in (block_n1, 2 * half_rows)
     )
     return MoEConfig(launch1, launch2, NAME)
 
 
-_ROWS: RowRange = {128: (48, 1 << 62)}
-# Steps have 128 bytes along K for every dtype.
-_HALF: ByBlock = {
+_CANDIDATE_ROWS: RowRanges = {128: (48, 1 << 62)}
+# A step has 128 bytes along K, for every dtype.
+_HALF_CANDIDATES: EntryTable = {
     128: (
         (256, 64, 4, 4, 8), (256, 64, 4, 4, 4), (256, 64, 4, 4, 16), (256, 64, 4, 4, 32),
         (256, 64, 4, 3, 8), (128, 64, 4, 6, 8), (128, 64, 4, 6, 16), (128, 64, 4, 5, 8),
     ),
 }  # fmt: skip
-_W8A8: ByBlock = {128: tuple((n, 128, warps, *more) for n, _, warps, *more in _HALF[128])}
-_BLOCK_CANDIDATES: ByBlock = {
+_W8A8_CANDIDATES: EntryTable = {
+    128: tuple((n, 128, warps, *rest) for n, _, warps, *rest in _HALF_CANDIDATES[128])
+}
+_BLOCK_CANDIDATES: EntryTable = {
     128: tuple(
         (128, 128, 4, num_stages, group) for num_stages in (6, 5) for group in (4, 8, 16, 32)
     )
 }
 
 
-def candidates(problem: Problem, tokens: int, rows: RowRange = _ROWS) -> Groups:
-    """Return the launches to time for `tokens` tokens."""
-    scheme, table = problem.scheme, _HALF
+def candidates(
+    problem: Problem, tokens: int, row_ranges: RowRanges = _CANDIDATE_ROWS
+) -> CandidateGroups:
+    """Return the launches to time for a call of `tokens` tokens."""
+    scheme, table = problem.scheme, _HALF_CANDIDATES
     if scheme.quantized:
-        table = _BLOCK_CANDIDATES if scheme.granularity == "block" else _W8A8
-    return launches_by_block(blocks_worth_timing(rows, problem, tokens), (table, table), problem)
+        table = _BLOCK_CANDIDATES if scheme.granularity == "block" else _W8A8_CANDIDATES
+    blocks = select_blocks(row_ranges, problem, tokens)
+    return build_candidate_groups(blocks, (table, table), problem)

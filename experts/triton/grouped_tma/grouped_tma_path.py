@@ -1,8 +1,8 @@
 """The grouped_tma path: persistent grouped GEMMs over expert-sorted rows, with TMA (sm_90).
 
-It is for many rows per expert: it loads whole TMA boxes, also where a tile has fewer rows. GEMM 1
-gathers the tokens; where it cannot, a launch permutes them first. The launches other than the GEMMs
-are in `grouped.base`.
+The path is for many rows per expert, because it always loads whole TMA boxes, even for tiles with
+fewer rows. GEMM 1 gathers the tokens. If it cannot, a separate launch permutes them first. The
+other launches are in `grouped.base`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,18 +10,18 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from experts.triton.adapters import TileShrinkOutput
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.grouped.base import ExpertSortedGemms, GemmRows
 from experts.triton.grouped_tma import grouped_tma_config
 from experts.triton.grouped_tma.adapters import TileShrink, round_up_to_box, tile_specs
 from experts.triton.grouped_tma.grouped_tma_config import (
     BLOCK_M,
     BOX_BYTES,
-    MODES,
+    MODE_BY_SCHEME,
     candidates,
     gathers_tokens,
-    half_rows,
-    staging_slots,
+    num_staging_buffers,
+    rows_per_half,
     violations,
 )
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
@@ -38,7 +38,7 @@ _BOX_ELEMENTS = BOX_BYTES // 2  # 16-bit elements per box row
 
 
 class GroupedTmaPath(ExpertSortedGemms, Path):
-    """Grouped GEMMs in Gluon, for the problems of `grouped_tma_config.supports`."""
+    """The path with grouped GEMMs in Gluon, for the problems of `grouped_tma_config.supports`."""
 
     name = grouped_tma_config.NAME
     roundings = Roundings()
@@ -50,7 +50,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
-        """Return the smallest call for which the path is used without a tuned file, in tokens.
+        """Return the number of tokens of the smallest call that uses the path by default.
 
         With fewer tokens, tiles have too few rows.
         """
@@ -58,13 +58,13 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches that were the fastest on one H200."""
+        """Return the launches that were the fastest on an H200."""
         return grouped_tma_config.default_config(problem, tokens)
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
         """Return the token count after which tiles become wider."""
-        return (grouped_tma_config.narrow_tokens(problem),)
+        return (grouped_tma_config.max_narrow_tokens(problem),)
 
     @classmethod
     def violations(
@@ -72,32 +72,34 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     ) -> Iterator[Violation]:
         """Yield violations of the fixed tile sizes and of shared memory."""
         assert isinstance(config, LaunchConfig)
-        mode = MODES[problem.scheme.name]
+        mode = MODE_BY_SCHEME[problem.scheme.name]
         return violations(config, gemm, mode, device)
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return launches with various values of group_m, widths and stages."""
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
+        """Return launches with different values of group_m, block_n and num_stages."""
         return candidates(problem, tokens)
 
-    skips_unused = False  # if all rows are in use, skipping none is as fast
+    # Usually all rows are in use. Quantizing is then faster without a check of each row.
+    skips_unused_rows = False
     adapters_class = TileShrink
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._mode = MODES[problem.scheme.name]
+        self._mode = MODE_BY_SCHEME[problem.scheme.name]
         self.permutes_tokens = not gathers_tokens(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of the grouped GEMMs, with the LoRA shrink output in a TMA layout."""
-        pairs = tokens * self.problem.top_k
-        tiles = max_tile_count(pairs, block_m, self.problem.e)
-        return super().specs(tokens, block_m) | tile_specs(self.problem, pairs, tiles)
+        """Return the buffers of the grouped GEMMs, with LoRA shrink outputs in a layout for TMA."""
+        num_pairs = tokens * self.problem.top_k
+        max_tiles = max_tile_count(num_pairs, block_m, self.problem.e)
+        return super().specs(tokens, block_m) | tile_specs(self.problem, num_pairs, max_tiles)
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the kernels can read the tensors.
 
-        They must be contiguous and aligned for TMA and, if gathered, for 16-byte copies.
+        Weights must be contiguous and aligned for TMA. If GEMM 1 gathers the tokens, their rows
+        must be aligned for 16-byte copies.
         """
         tma_tensors = (weights.w1, weights.w2, weights.lora_b13, weights.lora_b2)
         all_tensors = (*tma_tensors, weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
@@ -110,29 +112,28 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     def multiply(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
     ) -> None:
         from experts.triton.grouped_tma.kernels.gemm import grouped_gemm_tma_kernel
-        from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
+        from experts.triton.kernels.tma_descriptors import count_sms, tma_descriptor
 
-        a, a_scale, _, tokens, shrink_output = (
-            rows  # `supports` excludes router weights on the input
-        )
+        # `supports` excludes router weights on the input, so there are no weights.
+        a, a_scale, _, tokens, shrink_output = rows
         assert shrink_output is None or isinstance(shrink_output, TileShrinkOutput)
-        experts, rows_b, depth = product.w.shape
+        experts, weight_rows, depth = operands.w.shape
         itemsize = a.element_size()
-        box_rows = half_rows(tile, 2 if product.constants["GATED"] else 1)
-        # Interleaved gate and up rows make half as many columns.
-        out_columns = box_rows // product.step
-        b_desc = tma_descriptor(product.w.view(experts * rows_b, depth), box_rows)
-        unused = product.w
-        b_scale = unused if product.scale is None else product.scale
+        box_rows = rows_per_half(tile, 2 if operands.constants["GATED"] else 1)
+        # With interleaved gate and up rows, two weight rows make one output column.
+        out_columns = box_rows // operands.step
+        b_desc = tma_descriptor(operands.w.view(experts * weight_rows, depth), box_rows)
+        unused = operands.w
+        b_scale = unused if operands.scale is None else operands.scale
         launch(
             grouped_gemm_tma_kernel,
-            (multiprocessors(),),
+            (count_sms(),),
             a_desc=b_desc if tokens is not None else tma_descriptor(a, BLOCK_M),
             b_desc=b_desc,
             out_desc=tma_descriptor(out, BLOCK_M // 2, out_columns),
@@ -142,50 +143,56 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             tiles_ptr=order.tiles,
             a_scale_ptr=unused if a_scale is None else a_scale,
             b_scale_ptr=b_scale,
-            bias_ptr=unused if product.bias is None else product.bias,
+            bias_ptr=unused if operands.bias is None else operands.bias,
             max_tiles=order.max_tiles,
-            columns=product.columns,
+            columns=operands.columns,
             depth=depth,
-            rows_b=rows_b,
-            up_rows=product.up_row,
+            rows_b=weight_rows,
+            up_rows=operands.up_row,
             stride_x=a.stride(0) * itemsize // TMA_BYTES,
             a_groups=0 if a_scale is None else a_scale.shape[-1],
             b_scale_rows=b_scale.shape[1],
             b_groups=b_scale.shape[-1],
             MODE=self._mode,
-            STEP=product.step,
-            HAS_BIAS=product.bias is not None,
+            STEP=operands.step,
+            HAS_BIAS=operands.bias is not None,
             GATHER=tokens is not None,
             EVEN_K=depth * itemsize % BOX_BYTES == 0,
             STAGES=tile.num_stages,
-            SLOTS=staging_slots(tile, box_rows, out_columns),
+            SLOTS=num_staging_buffers(tile, box_rows, out_columns),
             GROUP_M=tile.group_m,
             num_warps=4,
             **_adapter_arguments(shrink_output, b_desc, box_rows, order),
-            **product.constants,
+            **operands.constants,
         )
 
 
 def _adapter_arguments(
     shrink_output: TileShrinkOutput | None, unused: object, box_rows: int, order: SortedPairs
 ) -> dict[str, object]:
-    """Return the LoRA arguments of the kernel, where a TMA box has box_rows weight rows."""
+    """Return the LoRA arguments of the kernel.
+
+    shrink_output: the shrink output; None for a call without adapters.
+    unused: passed for descriptors that are not used.
+    box_rows: weight rows of a TMA box.
+    order: the sorted pairs.
+    """
     from experts.triton.kernels.tma_descriptors import tma_descriptor
 
     if shrink_output is None:
-        numbers = dict.fromkeys(("stride_tile_slots", "slot_rows", "expert_rows", "u_up"), 0)
+        integers = dict.fromkeys(("stride_tile_slots", "slot_rows", "expert_rows", "u_up"), 0)
         descriptors = {"u_desc": unused, "lora_b_desc": unused, "tile_slots_ptr": order.tiles}
-        return {**descriptors, **numbers, "LORA_STEPS": 0}
-    num_loras, experts, rows, rank = shrink_output.b.shape
+        return {**descriptors, **integers, "LORA_STEPS": 0}
+    num_slots, experts, rows, rank = shrink_output.b.shape
     return {
         "u_desc": tma_descriptor(shrink_output.u, BLOCK_M),
         "lora_b_desc": tma_descriptor(
-            shrink_output.b.view(num_loras * experts * rows, rank), box_rows
+            shrink_output.b.view(num_slots * experts * rows, rank), box_rows
         ),
         "tile_slots_ptr": shrink_output.tile_slots,
         "stride_tile_slots": shrink_output.tile_slots.shape[1],
         "slot_rows": experts * rows,
         "expert_rows": rows if experts > 1 else 0,
-        "u_up": shrink_output.up,
-        "LORA_STEPS": round_up_to_box(rank + shrink_output.up) // _BOX_ELEMENTS,
+        "u_up": shrink_output.up_offset,
+        "LORA_STEPS": round_up_to_box(rank + shrink_output.up_offset) // _BOX_ELEMENTS,
     }

@@ -1,6 +1,6 @@
-"""Bitwise reference, in torch, for tiling weights (`grouped_w4.layout`) and unpacking them.
+"""PyTorch bitwise reference for tiling weights (`grouped_w4.layout`) and for unpacking them.
 
-Tests compare the tiling kernel and the unpacking instructions with it, bit by bit.
+Tests require the tiling kernel and the unpacking code to match this reference bit for bit.
 """
 
 import torch
@@ -9,9 +9,9 @@ from experts.triton.grouped_w4.layout import (
     BLOCK,
     BLOCKS_PER_TILE,
     GROUP,
-    LINE,
-    LINES,
-    SCALE_LINE,
+    LINES_PER_STEP,
+    WORDS_PER_LINE,
+    WORDS_PER_SCALE_LINE,
     PackedFormat,
     TiledWeights,
 )
@@ -20,19 +20,19 @@ from modular_kernel.quant.repacking import repack, unpack_words
 from modular_kernel.quant.scale_tiles import pack_pairs, unpack_pairs
 from modular_kernel.spec.problem import dtype_name
 
-_WORD = 0xFFFFFFFF
-# Added to mxfp4 exponents. Codes are read as their values times 2^-126, and unpacked weights are
-# the true ones times 2^-50.
+_WORD_MASK = 0xFFFFFFFF
+# Added to mxfp4 exponents. Codes are interpreted as value * 2^-126, and unpacked weights are
+# weight * 2^-50.
 _EXPONENT_OFFSET = 126 - 50
-_INTEGER_SCALE_LOG2 = (
-    133 - 50
-)  # log2 of the factor of integer scales: a code q is read as q * 2^-133
+# log2 of the factor of integer scales. A code q is interpreted as q * 2^-133, and unpacked weights
+# are weight * 2^-50.
+_INTEGER_SCALE_LOG2 = 133 - 50
 _INF_EXPONENT = 255  # exponent field of infinity and NaN
-_NAN = 0x7FC00000  # bits of a float32 NaN whose last four bits are free for a zero point
+_NAN_BITS = 0x7FC00000  # bits of a float32 NaN whose last four bits are free for a zero point
 _NVFP4_GROUP = 16  # K elements per NVFP4 scale
-# Offset of an NVFP4 scale byte, which has five exponent and three significand bits.
+# Offset of an NVFP4 scale byte, which has five exponent bits and three significand bits.
 _NVFP4_SCALE_OFFSET = (127 - 10) << 3
-_BF16_LOST = 45  # significand bits of float64 beyond those of bf16
+_BF16_DROPPED_BITS = 45  # significand bits of float64 beyond those of bf16
 
 
 def tile_weights(
@@ -46,47 +46,49 @@ def tile_weights(
 ) -> TiledWeights:
     """Convert weights to the tiled layout.
 
-    w_eNK: uint8 (e, N, K / 2), two codes per byte, the low nibble first; K is a multiple of 32.
-    scale_eNG: (e, N, G), one per `group` columns, 0 for all of K: uint8 E8M0 exponents for mxfp4,
-        e4m3 for NVFP4, any float dtype for integers.
-    rows: the result of `rows_of_tiles`.
+    w_eNK: uint8 (e, N, K / 2), two codes per byte, the low nibble first. K is a multiple of 32.
+    scale_eNG: (e, N, G), one scale per `group` columns. The dtype is uint8 (E8M0 exponents) for
+        mxfp4, e4m3 for NVFP4, and any float dtype for integers.
+    rows: the weight row of each row of each tile, from `list_tile_rows`.
     packed_format: the format to convert to.
-    zero_point: uint8 (e, N / 2, G), two rows per byte, if form.zero.
+    group: K elements per scale; 0 means that one scale covers all of K.
+    zero_point: uint8 (e, N / 2, G), two rows per byte; given if packed_format.zero.
 
-    Raise ShapeError or DtypeError for anything else.
+    Raise ShapeError or DtypeError for other tensors.
     """
-    experts, depth = len(w_eNK), 2 * w_eNK.shape[2]
-    for name, tensor, need in (
+    experts, k = len(w_eNK), 2 * w_eNK.shape[2]
+    for name, tensor, must_be_uint8 in (
         ("w", w_eNK, True),
         ("scale", scale_eNG, packed_format.kind == "e2m1"),
     ):
-        if need and tensor.dtype is not torch.uint8:
+        if must_be_uint8 and tensor.dtype is not torch.uint8:
             raise DtypeError(name, got=dtype_name(tensor.dtype), need="uint8")
-    shape = (*w_eNK.shape[:2], -(-depth // group) if group else 1)
-    if depth % GROUP or scale_eNG.shape != shape:
-        raise ShapeError("scale", got=tuple(scale_eNG.shape), need=f"{shape} and a depth of 32s")
-    steps, tiles = -(-depth // BLOCK), len(rows)
+    shape = (*w_eNK.shape[:2], -(-k // group) if group else 1)
+    if k % GROUP or scale_eNG.shape != shape:
+        need = f"{shape}, with K a multiple of {GROUP}"
+        raise ShapeError("scale", got=f"{tuple(scale_eNG.shape)} for K = {k}", need=need)
+    steps, tiles = -(-k // BLOCK), len(rows)
     tile_rows = rows.to(w_eNK.device).flatten()
 
     def expand_groups(values: torch.Tensor, group_size: int) -> torch.Tensor:
         """Expand (N, G, ...) to the rows of tiles, with one value per `group_size` columns."""
         column = torch.arange(steps * BLOCK // group_size, device=values.device) * group_size
-        in_bounds = (tile_rows >= 0)[:, None] & (column < depth)
+        in_bounds = (tile_rows >= 0)[:, None] & (column < k)
         index = (column // group if group else column * 0).clamp(max=values.shape[1] - 1)
         expanded = values[tile_rows.clamp(min=0)][:, index]
         return torch.where(in_bounds, expanded, torch.zeros_like(expanded))
 
     words, scales = [], []
-    for expert in range(experts):  # one at a time, to copy the weights of only one
+    for expert in range(experts):  # one at a time, to limit the temporary copy to one expert
         codes = w_eNK.new_zeros(len(tile_rows), steps * BLOCK // 2)
-        codes[:, : depth // 2] = w_eNK[expert][tile_rows.clamp(min=0)] * (tile_rows >= 0)[:, None]
+        codes[:, : k // 2] = w_eNK[expert][tile_rows.clamp(min=0)] * (tile_rows >= 0)[:, None]
         scale = scale_eNG[expert]
         if packed_format.kind == "e2m1":
             exponent = (expand_groups(scale.int(), GROUP) + _EXPONENT_OFFSET).clamp(
                 max=_INF_EXPONENT
             )
             exponent *= (expand_groups(torch.ones_like(scale), GROUP)).int()
-            # 255 means NaN but is read as infinity; the product with zeroed codes is NaN.
+            # 255 means NaN but is interpreted as infinity. Its product with a code of zero is NaN.
             is_number = expand_groups((scale != _INF_EXPONENT).to(torch.uint8), GROUP)
             codes *= is_number.repeat_interleave(GROUP // 2, 1)
             split = exponent.to(torch.uint8).view(tiles, BLOCKS_PER_TILE, 4, 2, 8, steps, 2)
@@ -103,43 +105,46 @@ def tile_weights(
             scaled = scale.float() * 2.0**_INTEGER_SCALE_LOG2
             bits = scaled.view(torch.int32)
             if zero_point is not None:
-                bits = torch.where(scaled.isnan(), _NAN, bits + 8 & ~15)
+                bits = torch.where(scaled.isnan(), _NAN_BITS, bits + 8 & ~15)
                 bits |= unpack_pairs(zero_point[expert], 0).int()
             scale_words = _order_by_threads(
                 expand_groups(bits, BLOCK // packed_format.groups), tiles, steps, packed_format
             )
         # (tile, block, warp, row half, row, step, half of the step, pair, lane)
         split = codes.view(tiles, BLOCKS_PER_TILE, 4, 2, 8, steps, 2, 4, 4)
-        bytes_ = split.permute(0, 5, 1, 2, 4, 8, 3, 6, 7).reshape(1, -1, 4 * LINE)
+        bytes_ = split.permute(0, 5, 1, 2, 4, 8, 3, 6, 7).reshape(1, -1, 4 * WORDS_PER_LINE)
         word = (
             _pack_by_halves(bytes_)
             if packed_format.kind == "integer"
             else repack(bytes_).view(torch.int32)
         )
-        words.append(word.view(tiles, steps, LINES, LINE))
-        scales.append(scale_words.view(tiles, steps, packed_format.lines, SCALE_LINE))
+        words.append(word.view(tiles, steps, LINES_PER_STEP, WORDS_PER_LINE))
+        scales.append(scale_words.view(tiles, steps, packed_format.lines, WORDS_PER_SCALE_LINE))
     return TiledWeights(torch.stack(words), torch.stack(scales))
 
 
 def _apply_signs(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Apply the signs of scales to packed e2m1 codes; codes are 0 where the scale is 0."""
+    """Apply the signs of scales to packed e2m1 codes. Codes become 0 where the scale is 0."""
     unpacked = unpack_pairs(codes, 1)
     unpacked = torch.where(scale == 0, 0, unpacked ^ (torch.signbit(scale).to(torch.uint8) << 3))
     return pack_pairs(unpacked, 1)
 
 
 def _pack_by_halves(bytes_: torch.Tensor) -> torch.Tensor:
-    """Build words of four bytes, the nibbles of byte i at bits 4 i of a word's two halves."""
+    """Pack four bytes into each word.
+
+    The low nibble of byte i goes to bit 4 * i of the word, the high nibble to bit 16 + 4 * i.
+    """
     byte_values = bytes_.view(-1, 4).long()
     shifts = torch.arange(4, device=byte_values.device) * 4
     word = ((byte_values & 15) << shifts | (byte_values >> 4) << (16 + shifts)).sum(1)
-    return torch.where(word > _WORD >> 1, word - _WORD - 1, word).to(torch.int32)
+    return torch.where(word > _WORD_MASK >> 1, word - _WORD_MASK - 1, word).to(torch.int32)
 
 
 def _order_by_threads(
     words: torch.Tensor, tiles: int, steps: int, packed_format: PackedFormat
 ) -> torch.Tensor:
-    """Reorder scale words (rows of tiles, steps * groups) by the threads that share rows."""
+    """Put scale words (rows of tiles, steps * groups) in the order of the threads that use them."""
     # (tile, warpgroup, block, warp, row half, row, step, group)
     split = words.reshape(tiles, 2, 2, 4, 2, 8, steps, packed_format.groups)
     order = (0, 6, 1, 2, 3, 5, 4, 7) if packed_format.groups > 1 else (0, 6, 1, 3, 5, 2, 4, 7)
@@ -149,7 +154,7 @@ def _order_by_threads(
 def _undo_order_by_threads(
     scales: torch.Tensor, tiles: int, steps: int, packed_format: PackedFormat
 ) -> torch.Tensor:
-    """Invert `_order_by_threads`: return (tiles * 256, steps, groups)."""
+    """Invert `_order_by_threads`; return the scale words (tiles * 256, steps, groups)."""
     if packed_format.groups > 1:
         split = scales.reshape(tiles, steps, 2, 2, 4, 8, 2, packed_format.groups)
         split = split.permute(0, 2, 3, 4, 6, 5, 1, 7)
@@ -162,25 +167,25 @@ def _undo_order_by_threads(
 def untile_weights(tiled: TiledWeights, packed_format: PackedFormat) -> torch.Tensor:
     """Return the weights as the kernel unpacks them, float32 (e, tiles * 256, steps * 64).
 
-    The power of two by which the kernel lowers them (`PackedFormat.scale_shift`) is undone.
+    The power-of-two factor that the kernel applies (`PackedFormat.scale_shift`) is divided out.
     """
     tiles, steps = tiled.tiles, tiled.steps
     experts = zip(tiled.words, tiled.scales, strict=True)
-    return torch.stack([_values(*parts, tiles, steps, packed_format) for parts in experts])
+    return torch.stack([_unpack_expert(*parts, tiles, steps, packed_format) for parts in experts])
 
 
-def _values(
+def _unpack_expert(
     words: torch.Tensor, scales: torch.Tensor, tiles: int, steps: int, packed_format: PackedFormat
 ) -> torch.Tensor:
     """Return the unpacked weights (tiles * 256, steps * 64) of one expert."""
-    wide = words.long() & _WORD
+    words_int64 = words.long() & _WORD_MASK
     if packed_format.kind == "integer":
-        halves = [((wide >> 4 * i & 15), wide >> 16 + 4 * i & 15) for i in range(4)]
+        halves = [((words_int64 >> 4 * i & 15), words_int64 >> 16 + 4 * i & 15) for i in range(4)]
         unscaled = torch.stack(
             [torch.stack(pair_halves, -1) for pair_halves in halves], -2
         ).double()
     else:
-        pairs = torch.stack(unpack_words(wide), -1)
+        pairs = torch.stack(unpack_words(words_int64), -1)
         pair_halves = torch.stack((pairs & 0xFFFF, pairs >> 16), -1).to(torch.int32)
         unscaled = (pair_halves << 16).view(torch.float32).double()
     split = unscaled.view(tiles, steps, BLOCKS_PER_TILE, 4, 8, 4, 2, 2, 4, 2)
@@ -194,30 +199,30 @@ def _values(
         factor = torch.exp2(exponent.double() - 127).where(exponent < _INF_EXPONENT, torch.inf)
         values = codes * factor.repeat_interleave(GROUP, 1)
     elif packed_format.kind == "nvfp4":
-        of_rows = _undo_order_by_threads(scales, tiles, steps, packed_format)
-        byte = of_rows.contiguous().view(torch.uint8).view(len(codes), -1).int()
+        row_scales = _undo_order_by_threads(scales, tiles, steps, packed_format)
+        byte = row_scales.contiguous().view(torch.uint8).view(len(codes), -1).int()
         factor = ((byte << 4) + 0x7000 << 16).view(torch.float32).double()
         values = codes * factor.repeat_interleave(_NVFP4_GROUP, 1)
     else:
-        of_rows = _undo_order_by_threads(scales, tiles, steps, packed_format).reshape(
+        row_scales = _undo_order_by_threads(scales, tiles, steps, packed_format).reshape(
             len(codes), -1
         )
-        of_rows = of_rows.repeat_interleave(BLOCK // packed_format.groups, 1)
-        zero = (of_rows & 15).double() if packed_format.zero else 8.0
-        scale_value = (of_rows & ~15 if packed_format.zero else of_rows).view(torch.float32)
-        count = (codes - zero) * 2.0**-133
-        values = (count.float() * scale_value).bfloat16().double()
+        row_scales = row_scales.repeat_interleave(BLOCK // packed_format.groups, 1)
+        zero = (row_scales & 15).double() if packed_format.zero else 8.0
+        scale_value = (row_scales & ~15 if packed_format.zero else row_scales).view(torch.float32)
+        signed_code = (codes - zero) * 2.0**-133
+        values = (signed_code.float() * scale_value).bfloat16().double()
         if packed_format.scale != "float32":
             high = scale_value.bfloat16()
             low = (scale_value - high.float()).bfloat16().double()
-            values = _round_to_bf16(count * high.double() + _round_to_bf16(count * low))
+            values = _round_to_bf16(signed_code * high.double() + _round_to_bf16(signed_code * low))
     return (values * 2.0**packed_format.scale_shift).float()
 
 
 def _round_to_bf16(value: torch.Tensor) -> torch.Tensor:
-    """Round float64 to bf16 at once, because rounding through float32 could round twice."""
+    """Round float64 directly to bf16. Rounding to float32 first would round twice."""
     bits = value.view(torch.int64)
-    half = (1 << _BF16_LOST - 1) - 1
-    even = bits + half + (bits >> _BF16_LOST & 1)
-    truncated = (even >> _BF16_LOST << _BF16_LOST).view(torch.float64)
+    just_below_half = (1 << _BF16_DROPPED_BITS - 1) - 1
+    rounded = bits + just_below_half + (bits >> _BF16_DROPPED_BITS & 1)
+    truncated = (rounded >> _BF16_DROPPED_BITS << _BF16_DROPPED_BITS).view(torch.float64)
     return torch.where(value.isfinite(), truncated, value)

@@ -1,27 +1,27 @@
-"""Supported problems, limits, chunk size, launches and tuning candidates of the grouped_w4 path."""
+"""Configuration of the grouped_w4 path: supported problems, limits, launches and candidates."""
 
 from collections.abc import Iterator
 
 import torch
 
 from experts.triton.candidates import (
-    ByBlock,
-    Groups,
-    RowRange,
-    blocks_worth_timing,
-    launches_by_block,
+    CandidateGroups,
+    EntryTable,
+    RowRanges,
+    build_candidate_groups,
+    select_blocks,
 )
-from experts.triton.dequantized import dequantized_config as dequantized
-from experts.triton.dequantized.dequantized_config import without_quant
+from experts.triton.dequantized import dequantized_config
+from experts.triton.dequantized.dequantized_config import remove_quant
 from experts.triton.grouped_w4.layout import (
     BLOCK,
     BLOCKS_PER_TILE,
     GROUP,
-    LINE,
-    LINES,
-    SCALE_LINE,
+    LINES_PER_STEP,
+    WORDS_PER_LINE,
+    WORDS_PER_SCALE_LINE,
     PackedFormat,
-    packed_format_of,
+    choose_packed_format,
 )
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import scale_group
@@ -29,13 +29,13 @@ from modular_kernel.spec.problem import Problem, dtype_name
 
 NAME = "grouped_w4"
 
-# Possible values of block_m, and as many stages as fit for each. With 128, the float32 accumulators
-# of two blocks take half the registers of a thread.
+# With block_m 128, the float32 accumulators of two blocks take half of the registers of a thread.
 _BLOCK_M_VALUES = (32, 64, 128)
-_STAGES = {32: 11, 64: 8, 128: 6}
-# Mean rows per expert from which and up to which the path is used by default, and from which tiles
-# have 128 rows, not 64. Measured on one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3
-# EP8, Qwen3-30B and, for mxfp4, gpt-oss. Time relative to the other paths, by rows per expert:
+_STAGES = {32: 11, 64: 8, 128: 6}  # block_m -> maximum number of stages that fit
+# Mean rows per expert for which the path is used by default: at least _MIN_ROWS and at most
+# _MAX_ROWS. With at least _MIN_ROWS_OF_128 rows, tiles have 128 rows instead of 64. Measured on an
+# H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and, for mxfp4, gpt-oss.
+# Time relative to the other paths, by rows per expert:
 #   mxfp4, plain or repacked: 0.99 to 1.32 with 32, 0.73 to 0.83 with 48, 0.87 to 0.96 with 512,
 #     0.90 to 1.04 with 768
 #   integers: 0.77 with 24 and zero points; 0.78 to 0.87 with 48; with 256, 0.84 to 0.98, 0.77 to
@@ -43,74 +43,77 @@ _STAGES = {32: 11, 64: 8, 128: 6}
 #   NVFP4: 0.74 with 48, 0.90 to 1.04 with 128
 _MIN_ROWS, _MIN_ROWS_WITH_ZEROS, _MIN_ROWS_OF_128 = 40, 24, 56
 _MAX_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
-# For calls with prepared weights: mean rows per expert from which the path is used, and from which
-# tiles have 64 and 128 rows, not 32. Measured on one H200 (2026-11-28, triton 3.6.0) on layers of
-# E 32 to 160, H 2048 to 5120, I 1024 to 2880. Time of tiles of 32 rows, by rows per expert:
+# Minimum mean rows per expert in calls with prepared weights: for the path to be used, and for
+# tiles to have 64 and 128 rows instead of 32. Measured on an H200 (2026-11-28, triton 3.6.0) on
+# layers with E 32 to 160, H 2048 to 5120, I 1024 to 2880. Time of tiles of 32 rows, by rows per
+# expert:
 #   relative to weights that are not prepared: mxfp4 0.91 to 0.95 with 6 and 0.61 to 0.63 with 16,
 #     int4 0.96 to 1.03 with 10
 #   relative to tiles of 64 rows, all multiplied: 0.74 to 0.77 with 12.8 (int4: 0.84 to 0.85)
 #   relative to tiles of 64 rows that multiply up to 32 rows as half a tile: 1 with 24, 1.15 to 1.31
 #     with 32
-_MIN_PREPARED = {"mxfp4_w4a16": 6, "nvfp4_w4a16": 8, "int4_w4a16_group": 10}
-_MIN_PREPARED_OF_64, _MIN_PREPARED_OF_128 = 22, 56
-# Mean rows per expert up to which prepared weights are used, by scale dtype. Time relative to
-# weights that are not prepared: float32 scales 1.04 with 640 rows; float16 0.94 with 640 and 0.97
-# to 1.09 with 1024; bf16 scales with zero points, and NVFP4, 1.04 to 1.08 with 4096. There is no
-# limit for mxfp4, or for integers with bf16 scales without zero points: they are as fast.
-_MAX_PREPARED = {"float32": 512, "float16": 768}
-_MAX_PREPARED_WITH_ZEROS = 2048
-_COLUMNS = BLOCK * BLOCKS_PER_TILE  # weight rows per tile
-_MAX_BYTES = 1 << 30  # maximum size of the tiled weights, unless one expert is larger
-_WORD = 4
+_MIN_PREPARED_ROWS = {"mxfp4_w4a16": 6, "nvfp4_w4a16": 8, "int4_w4a16_group": 10}
+_MIN_PREPARED_ROWS_OF_64, _MIN_PREPARED_ROWS_OF_128 = 22, 56
+# Maximum mean rows per expert for which prepared weights are used, by scale dtype. Time relative to
+# weights that are not prepared: float32 scales 1.04 with 640 rows; float16 scales 0.94 with 640
+# rows and 0.97 to 1.09 with 1024; bf16 scales with zero points, and NVFP4, 1.04 to 1.08 with 4096.
+# There is no limit for mxfp4, or for integers with bf16 scales and without zero points, because
+# prepared weights are as fast as others with any number of rows.
+_MAX_PREPARED_ROWS = {"float32": 512, "float16": 768}
+_MAX_PREPARED_ROWS_WITH_ZEROS = 2048
+_TILE_WEIGHT_ROWS = BLOCK * BLOCKS_PER_TILE  # weight rows per tile
+_MAX_CHUNK_BYTES = 1 << 30  # maximum size of the tiled weights, unless a single expert is larger
+_WORD_BYTES = 4
 _SCHEMES = ("mxfp4_w4a16", "nvfp4_w4a16", "int4_w4a16_group")
-_BF16_BYTES = 2  # bytes per element of tokens and results
-_PARTS = 2  # consumer warpgroups, each with its own staging buffers
-_BARRIERS = 1 << 10  # upper bound on the bytes of barriers
+_BF16_BYTES = 2  # bytes per element of tokens and outputs
+_CONSUMERS = 2  # consumer warpgroups, each with its own staging buffers
+_MAX_BARRIER_BYTES = 1 << 10
 
-_CANDIDATE_ROWS: RowRange = {32: (6, 48), 64: (16, 160), 128: (48, 1 << 62)}
-_ENTRIES: ByBlock = {
-    32: ((_COLUMNS, BLOCK, 4, 11, 8), (_COLUMNS, BLOCK, 4, 8, 8)),
-    64: ((_COLUMNS, BLOCK, 4, 8, 8), (_COLUMNS, BLOCK, 4, 8, 16)),
-    128: tuple((_COLUMNS, BLOCK, 4, 6, group) for group in (8, 4, 16)),
+_CANDIDATE_ROWS: RowRanges = {32: (6, 48), 64: (16, 160), 128: (48, 1 << 62)}
+_CANDIDATES: EntryTable = {
+    32: ((_TILE_WEIGHT_ROWS, BLOCK, 4, 11, 8), (_TILE_WEIGHT_ROWS, BLOCK, 4, 8, 8)),
+    64: ((_TILE_WEIGHT_ROWS, BLOCK, 4, 8, 8), (_TILE_WEIGHT_ROWS, BLOCK, 4, 8, 16)),
+    128: tuple((_TILE_WEIGHT_ROWS, BLOCK, 4, 6, group_m) for group_m in (8, 4, 16)),
 }
 
 
 def supports(problem: Problem, device: Device) -> bool:
     """Return whether the path supports `problem`: 4-bit weights and bf16 activations."""
-    scheme, depths = problem.scheme, (problem.hidden, problem.intermediate)
-    if scheme.name not in _SCHEMES or not dequantized.supports(problem, device):
+    scheme, sizes = problem.scheme, (problem.hidden, problem.intermediate)
+    if scheme.name not in _SCHEMES or not dequantized_config.supports(problem, device):
         return False
-    groups = (0,) if scheme.matrix_scales else (scale_group(scheme, k)[1] for k in depths)
-    return all(k % GROUP == 0 for k in (*depths, *groups))
+    groups = (0,) if scheme.matrix_scales else (scale_group(scheme, k)[1] for k in sizes)
+    return all(size % GROUP == 0 for size in (*sizes, *groups))
 
 
 def packed_formats(problem: Problem) -> tuple[PackedFormat, PackedFormat]:
-    """Return the formats of tiled w1 and w2 for float32 scales.
+    """Return the formats of tiled w1 and w2 with float32 scales.
 
-    Those for other scales have the same sizes.
+    The formats with scales of other dtypes have the same sizes.
     """
-    return packed_format_of(problem.scheme, problem.hidden), packed_format_of(
+    return choose_packed_format(problem.scheme, problem.hidden), choose_packed_format(
         problem.scheme, problem.intermediate
     )
 
 
 def box_bytes(packed_format: PackedFormat) -> int:
-    """Return the bytes of words and scales in a box: one K step of a tile."""
-    return _WORD * (LINES * LINE + packed_format.lines * SCALE_LINE)
+    """Return the bytes of the words and scales in a box, which is one K step of a tile."""
+    scale_words = packed_format.lines * WORDS_PER_SCALE_LINE
+    return _WORD_BYTES * (LINES_PER_STEP * WORDS_PER_LINE + scale_words)
 
 
 def violations(
     tile: LaunchConfig, gemm: Gemm, problem: Problem, device: Device
 ) -> Iterator[Violation]:
-    """Yield every reason why `tile` cannot be launched for this GEMM on this path."""
+    """Yield every limit that prevents `tile` from being launched for this GEMM on this path."""
     if tile.block_m not in _BLOCK_M_VALUES:
         yield Violation("block_m", tile.block_m, f"one of {_BLOCK_M_VALUES} on the {NAME} path")
-    fixed = (
-        ("block_n", tile.block_n, _COLUMNS // gemm.sides),
+    fixed_fields = (
+        ("block_n", tile.block_n, _TILE_WEIGHT_ROWS // gemm.num_matrices),
         ("block_k", tile.block_k, BLOCK),
         ("num_warps", tile.num_warps, 4),
     )
-    for name, got, need in fixed:
+    for name, got, need in fixed_fields:
         if got != need:
             yield Violation(name, got, f"{need} on the {NAME} path")
     shared_bytes = _shared_bytes(tile, 1, packed_formats(problem)[gemm.index - 1])
@@ -118,102 +121,111 @@ def violations(
         yield Violation("bytes of shared memory", shared_bytes, f"<= {device.shared}")
 
 
-def _shared_bytes(tile: LaunchConfig, slots: int, packed_format: PackedFormat) -> int:
-    """Return an upper bound on the shared memory with `slots` staging buffers per warpgroup."""
-    box = tile.block_m * BLOCK * _BF16_BYTES  # bytes per stage of tokens, or per staging buffer
-    return tile.num_stages * (box + box_bytes(packed_format)) + _PARTS * slots * box + _BARRIERS
+def _shared_bytes(tile: LaunchConfig, staging_buffers: int, packed_format: PackedFormat) -> int:
+    """Return an upper bound on the bytes of shared memory.
+
+    staging_buffers: number of staging buffers per warpgroup.
+    """
+    token_bytes = tile.block_m * BLOCK * _BF16_BYTES  # per stage, and per staging buffer
+    ring_bytes = tile.num_stages * (token_bytes + box_bytes(packed_format))
+    return ring_bytes + _CONSUMERS * staging_buffers * token_bytes + _MAX_BARRIER_BYTES
 
 
-def staging_slots(tile: LaunchConfig, packed_format: PackedFormat, *, gated: bool) -> int:
-    """Return the staging buffers per warpgroup: 2 if it stores two boxes and they fit, else 1."""
+def num_staging_buffers(tile: LaunchConfig, packed_format: PackedFormat, *, gated: bool) -> int:
+    """Return the number of staging buffers per warpgroup.
+
+    There are two if a warpgroup stores two boxes and both fit in shared memory, else one.
+    """
     return 1 if gated or _shared_bytes(tile, 2, packed_format) > Device().shared else 2
 
 
-def short_rows(tile: LaunchConfig) -> int:
-    """Return the number of rows up to which a tile is multiplied as half a tile."""
+def max_short_rows(tile: LaunchConfig) -> int:
+    """Return the maximum number of rows with which a tile is multiplied as half a tile."""
     return tile.block_m // 2
 
 
 def boxes_per_expert(problem: Problem) -> tuple[int, int]:
-    """Return the boxes (K steps of tiles) in w1 and in w2 of one expert."""
-    sides = 2 if problem.act.gated else 1
-    w1_boxes = -(-problem.intermediate * sides // _COLUMNS) * -(-problem.hidden // BLOCK)
-    w2_boxes = -(-problem.hidden // _COLUMNS) * -(-problem.intermediate // BLOCK)
+    """Return the number of boxes (K steps of tiles) in w1 and in w2 of one expert."""
+    w1_rows = problem.intermediate * (2 if problem.act.gated else 1)
+    w1_boxes = -(-w1_rows // _TILE_WEIGHT_ROWS) * -(-problem.hidden // BLOCK)
+    w2_boxes = -(-problem.hidden // _TILE_WEIGHT_ROWS) * -(-problem.intermediate // BLOCK)
     return w1_boxes, w2_boxes
 
 
-def chunk_size(problem: Problem) -> int:
-    """Return the number of experts that are tiled and multiplied at a time."""
+def experts_per_chunk(problem: Problem) -> int:
+    """Return the number of experts in a chunk, whose weights are tiled and multiplied at a time."""
     boxes_and_formats = zip(boxes_per_expert(problem), packed_formats(problem), strict=True)
-    largest = max(boxes * box_bytes(packed_format) for boxes, packed_format in boxes_and_formats)
-    parts = -(-problem.e // max(1, _MAX_BYTES // largest))
-    return -(-problem.e // parts)
+    expert_bytes = max(boxes * box_bytes(format_) for boxes, format_ in boxes_and_formats)
+    num_chunks = -(-problem.e // max(1, _MAX_CHUNK_BYTES // expert_bytes))
+    return -(-problem.e // num_chunks)
 
 
 def min_tokens(problem: Problem) -> int:
-    """Return the smallest call for which this path is used without a tuned file, in tokens."""
-    rows = _MIN_ROWS_WITH_ZEROS if problem.scheme.zero_points else _MIN_ROWS
-    return -(-rows * problem.experts // problem.top_k)
+    """Return the number of tokens of the smallest call that uses this path without a tuned file."""
+    min_rows = _MIN_ROWS_WITH_ZEROS if problem.scheme.zero_points else _MIN_ROWS
+    return -(-min_rows * problem.experts // problem.top_k)
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the largest call for which this path is used without a tuned file, in tokens."""
+    """Return the number of tokens of the largest call that uses this path without a tuned file."""
     return _MAX_ROWS[problem.scheme.name] * problem.experts // problem.top_k
 
 
-def max_prepared_tokens(problem: Problem, scale: torch.dtype) -> int | None:
-    """Return the largest call, in tokens, that uses prepared weights; None: any.
+def max_prepared_tokens(problem: Problem, scale_dtype: torch.dtype) -> int | None:
+    """Return the number of tokens of the largest call that uses prepared weights.
 
-    scale: dtype of the scales of the weights.
+    None means that there is no limit.
     """
     scheme, max_rows = problem.scheme, None
     if scheme.matrix_scales or scheme.zero_points:
-        max_rows = _MAX_PREPARED_WITH_ZEROS
+        max_rows = _MAX_PREPARED_ROWS_WITH_ZEROS
     if scheme.weight == "uint4":
-        max_rows = _MAX_PREPARED.get(dtype_name(scale), max_rows)
+        max_rows = _MAX_PREPARED_ROWS.get(dtype_name(scale_dtype), max_rows)
     return None if max_rows is None else max_rows * problem.experts // problem.top_k
 
 
 def breakpoints(problem: Problem) -> tuple[int, ...]:
     """Return the token counts after which the launches change.
 
-    They are the last one before the path, the last one with tiles of 64 rows, and the last one with
-    the path.
+    These are the last count below the range of the path, the last count with tiles of 64 rows, and
+    the last count in the range of the path.
     """
-    last_short = -(-_MIN_ROWS_OF_128 * problem.experts // problem.top_k) - 1
-    return min_tokens(problem) - 1, last_short, max_tokens(problem)
+    last_with_64_rows = -(-_MIN_ROWS_OF_128 * problem.experts // problem.top_k) - 1
+    return min_tokens(problem) - 1, last_with_64_rows, max_tokens(problem)
 
 
 def prepared_configs(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
     """Return (minimum tokens, configuration) of calls with prepared weights, ascending."""
     if problem.batch_invariant:  # all calls must use the same tiles
         return ()
-    min_tokens = _MIN_PREPARED[problem.scheme.name]
-    breakpoints = zip(
-        (min_tokens, _MIN_PREPARED_OF_64, _MIN_PREPARED_OF_128), _BLOCK_M_VALUES, strict=True
+    min_rows = (
+        _MIN_PREPARED_ROWS[problem.scheme.name],
+        _MIN_PREPARED_ROWS_OF_64,
+        _MIN_PREPARED_ROWS_OF_128,
     )
     return tuple(
-        (-(-rows * problem.experts // problem.top_k), default(problem, height))
-        for rows, height in breakpoints
+        (-(-rows * problem.experts // problem.top_k), default_config(problem, block_m))
+        for rows, block_m in zip(min_rows, _BLOCK_M_VALUES, strict=True)
     )
 
 
-def block_m_for(problem: Problem, tokens: int) -> int:
-    """Return block_m of a call of `tokens` tokens without prepared weights."""
+def choose_block_m(problem: Problem, tokens: int) -> int:
+    """Return block_m for a call of `tokens` tokens without prepared weights."""
     return _BLOCK_M_VALUES[1 + (tokens * problem.top_k >= _MIN_ROWS_OF_128 * problem.experts)]
 
 
-def default(problem: Problem, rows: int = _BLOCK_M_VALUES[-1]) -> MoEConfig:
-    """Return the launches with block_m = rows."""
-    first = _COLUMNS // (2 if problem.act.gated else 1)
-    stages = _STAGES[rows]
-    launch1, launch2 = (LaunchConfig(rows, n, BLOCK, 8, 4, stages) for n in (first, _COLUMNS))
+def default_config(problem: Problem, block_m: int = _BLOCK_M_VALUES[-1]) -> MoEConfig:
+    """Return the configuration without a tuned file for blocks of block_m rows."""
+    block_n1 = _TILE_WEIGHT_ROWS // (2 if problem.act.gated else 1)
+    launch1, launch2 = (
+        LaunchConfig(block_m, block_n, BLOCK, 8, 4, _STAGES[block_m])
+        for block_n in (block_n1, _TILE_WEIGHT_ROWS)
+    )
     return MoEConfig(launch1, launch2, NAME)
 
 
-def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return the launches to time for `tokens` tokens."""
-    bf16 = without_quant(problem)
-    return launches_by_block(
-        blocks_worth_timing(_CANDIDATE_ROWS, bf16, tokens), (_ENTRIES, _ENTRIES), bf16
-    )
+def candidates(problem: Problem, tokens: int) -> CandidateGroups:
+    """Return the launches to time for a call of `tokens` tokens."""
+    bf16_problem = remove_quant(problem)
+    blocks = select_blocks(_CANDIDATE_ROWS, bf16_problem, tokens)
+    return build_candidate_groups(blocks, (_CANDIDATES, _CANDIDATES), bf16_problem)

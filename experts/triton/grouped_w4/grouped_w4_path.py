@@ -1,8 +1,8 @@
 """The grouped_w4 path: 4-bit weights are tiled, then grouped GEMMs unpack them in registers.
 
-It works like the dequantized path, but the launch before each GEMM reorders weights (`layout`)
-instead of converting them: 4 bits per weight are written and read again, not 16. Prepared weights
-are already in that order.
+The path works like the dequantized path, but the launch before each GEMM reorders the weights
+(`layout`) instead of converting them. It therefore writes 4 bits per weight instead of 16, and the
+GEMM reads 4 bits. Prepared weights are already in the tiled order.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,17 +10,22 @@ from dataclasses import replace
 
 import torch
 
-from experts.triton.candidates import Groups
+from experts.triton.candidates import CandidateGroups
 from experts.triton.dequantized.dequantized_path import DequantizedPath
 from experts.triton.grouped.base import GemmRows
 from experts.triton.grouped_w4 import grouped_w4_config
-from experts.triton.grouped_w4.grouped_w4_config import short_rows, violations
-from experts.triton.grouped_w4.layout import LINE, LINES, SCALE_LINE, TiledWeights
-from experts.triton.grouped_w4.product import (
+from experts.triton.grouped_w4.grouped_w4_config import max_short_rows, violations
+from experts.triton.grouped_w4.kernel_launches import (
+    choose_tiled_format,
     tile_experts,
-    tiled_format_of,
     tiled_gemm,
     tiled_shapes,
+)
+from experts.triton.grouped_w4.layout import (
+    LINES_PER_STEP,
+    WORDS_PER_LINE,
+    WORDS_PER_SCALE_LINE,
+    TiledWeights,
 )
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import TMA_BYTES, GemmOperands, gemm1_operands, gemm2_operands
@@ -44,18 +49,25 @@ class GroupedW4Path(DequantizedPath):
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
-        """Return the smallest call in which experts have enough rows, in tokens."""
+        """Return the number of tokens of the smallest call that uses the path by default.
+
+        With fewer tokens, experts have too few rows.
+        """
         return grouped_w4_config.min_tokens(problem)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the largest call in which repeated unpacking is cheap enough, in tokens."""
+        """Return the number of tokens of the largest call that uses the path by default.
+
+        With more tokens, unpacking the weights in every tile takes too long.
+        """
         return grouped_w4_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return launches with tiles of 128 rows, or of 64 if experts have few."""
-        return grouped_w4_config.default(problem, grouped_w4_config.block_m_for(problem, tokens))
+        """Return launches with tiles of 128 rows, or of 64 rows if experts have few rows."""
+        block_m = grouped_w4_config.choose_block_m(problem, tokens)
+        return grouped_w4_config.default_config(problem, block_m)
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
@@ -74,14 +86,17 @@ class GroupedW4Path(DequantizedPath):
         return violations(config, gemm, problem, device)
 
     @classmethod
-    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+    def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
         return grouped_w4_config.candidates(problem, tokens)
 
     @classmethod
     def replace_foreign_config(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return the default configuration for calls that would use it without a tuned file."""
+        """Return the default configuration if the call would use it without a tuned file.
+
+        For other calls, return `config`.
+        """
         max_tokens = cls.max_tokens(problem)
         is_above_range = max_tokens is not None and (max_tokens == 0 or tokens > max_tokens)
         if is_above_range or tokens < cls.min_tokens(problem):
@@ -90,9 +105,9 @@ class GroupedW4Path(DequantizedPath):
 
     @classmethod
     def prepared_configs(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
-        """Return launches for each block_m.
+        """Return a configuration for each block_m.
 
-        With prepared weights, the path is faster from fewer rows on.
+        With prepared weights, the path is already faster with fewer rows per expert.
         """
         return grouped_w4_config.prepared_configs(problem)
 
@@ -102,118 +117,128 @@ class GroupedW4Path(DequantizedPath):
         # Unpacked NVFP4 weights are exact in bf16, because the global scale multiplies the results.
         self.roundings = Roundings(weights=not problem.scheme.matrix_scales)
         self._prepares = bool(grouped_w4_config.prepared_configs(problem))
-        floats = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
-        self._max_prepared = {
-            scale: grouped_w4_config.max_prepared_tokens(problem, scale) for scale in floats
+        scale_dtypes = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+        self._max_prepared_tokens = {
+            dtype: grouped_w4_config.max_prepared_tokens(problem, dtype) for dtype in scale_dtypes
         }
-        self._chunk_size = grouped_w4_config.chunk_size(problem)
+        self._chunk_size = grouped_w4_config.experts_per_chunk(problem)
         self._packed_formats = grouped_w4_config.packed_formats(problem)
-        self._boxes = max(grouped_w4_config.boxes_per_expert(problem)) * self._chunk_size
-        self._lines = max(packed_format.lines for packed_format in self._packed_formats)
+        self._max_boxes = max(grouped_w4_config.boxes_per_expert(problem)) * self._chunk_size
+        self._max_lines = max(packed_format.lines for packed_format in self._packed_formats)
 
-    def weight_buffers(self) -> dict[str, BufferSpec]:
-        """Return the buffers of the words and scales of one chunk of experts."""
+    def weight_specs(self) -> dict[str, BufferSpec]:
+        """Return the buffers for the tiled words and scales of a chunk of experts."""
+        words_shape = (self._max_boxes, LINES_PER_STEP, WORDS_PER_LINE)
+        scales_shape = (self._max_boxes, self._max_lines, WORDS_PER_SCALE_LINE)
         return {
-            "tiled_words": BufferSpec((self._boxes, LINES, LINE), torch.int32),
-            "tiled_scales": BufferSpec((self._boxes, self._lines, SCALE_LINE), torch.int32),
+            "tiled_words": BufferSpec(words_shape, torch.int32),
+            "tiled_scales": BufferSpec(scales_shape, torch.int32),
         }
 
     def prepared_specs(self) -> dict[str, BufferSpec]:
-        """Return the tiled words and scales of w1 and w2 of all experts."""
+        """Return the specs of the tiled words and scales of w1 and w2, for all experts."""
         problem, specs = self.problem, dict[str, BufferSpec]()
         sizes = (problem.intermediate, problem.hidden), (problem.hidden, problem.intermediate)
         gated = problem.act.gated, False
         matrices = zip(("w1", "w2"), sizes, self._packed_formats, gated, strict=True)
         for name, size, packed_format, is_gated in matrices:
-            words, scales = tiled_shapes(problem.e, *size, packed_format, gated=is_gated)
-            specs[f"{name}_tiles"] = BufferSpec(words, torch.int32)
-            specs[f"{name}_tile_scales"] = BufferSpec(scales, torch.int32)
+            words_shape, scales_shape = tiled_shapes(
+                problem.e, *size, packed_format, gated=is_gated
+            )
+            specs[f"{name}_tiles"] = BufferSpec(words_shape, torch.int32)
+            specs[f"{name}_tile_scales"] = BufferSpec(scales_shape, torch.int32)
         return specs if self._prepares else {}
 
     def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
         """Return whether unpacking in every GEMM tile is faster than dequantizing to bf16 once."""
         assert weights.w1_scale is not None
-        max_tokens = self._max_prepared.get(weights.w1_scale.dtype)
+        max_tokens = self._max_prepared_tokens.get(weights.w1_scale.dtype)
         return max_tokens is None or tokens <= max_tokens
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return only the buffers of the grouped GEMMs; prepared weights are tiled already."""
+        """Return the buffers of the grouped GEMMs. Prepared weights need no buffers for tiling."""
         return super(DequantizedPath, self).specs(tokens, block_m)
 
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
-        """Tile all weights, a chunk of experts at a time."""
+        """Tile the weights of all experts, one chunk of experts at a time."""
         starts = torch.arange(self.problem.e + 1, dtype=torch.int32, device=weights.w1.device)
         gemms = gemm1_operands(weights, self.problem), gemm2_operands(weights, self.problem)
-        for name, product in zip(("w1", "w2"), gemms, strict=True):
-            assert product.scale is not None
-            w, scale = product.w.contiguous(), product.scale.contiguous()
-            if (
-                w.storage_offset() % TMA_BYTES or w.data_ptr() % TMA_BYTES
-            ):  # the kernel reads aligned int32 words
+        for name, operands in zip(("w1", "w2"), gemms, strict=True):
+            assert operands.scale is not None
+            w, scale = operands.w.contiguous(), operands.scale.contiguous()
+            # The kernel reads aligned int32 words.
+            if w.storage_offset() % TMA_BYTES or w.data_ptr() % TMA_BYTES:
                 w = w.clone()
-            zero = product.zero_point
+            zero = operands.zero_point
             zero = None if zero is None else zero.contiguous()
-            product = replace(product, w=w, scale=scale, zero_point=zero, scheme=self._scheme)
+            operands = replace(operands, w=w, scale=scale, zero_point=zero, scheme=self._scheme)
             tiled = out[f"{name}_tiles"], out[f"{name}_tile_scales"]
             for first_expert in range(0, self.problem.e, self._chunk_size):
                 chunk = TiledWeights(
                     *(part[first_expert : first_expert + self._chunk_size] for part in tiled)
                 )
-                tile_experts(product, starts, chunk, first_expert)
+                tile_experts(operands, starts, chunk, first_expert)
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether the layout of the tensors is supported. Prepared weights always are."""
+        """Return whether the path supports the strides and alignment of these tensors.
+
+        It always supports those of prepared weights.
+        """
         if weights.w1_tiles is None:
             return super().supports_tensors(weights, x_TH)
         return all(b is None or b.is_contiguous() for b in (weights.b1, weights.b2))
 
-    def products(
+    def multiply_all_experts(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
-        """Run one GEMM: at once with prepared weights, otherwise a chunk of experts at a time."""
-        if product.tiles is None:
-            super().products(rows, product, tile, order, out, call)
+        """Run one GEMM: in one launch with prepared weights, else a chunk of experts at a time."""
+        if operands.tiles is None:
+            super().multiply_all_experts(rows, operands, tile, order, out, call)
         else:
-            self.multiply(rows, replace(product, scheme=self._scheme), tile, order, out)
+            self.multiply(rows, replace(operands, scheme=self._scheme), tile, order, out)
 
     def prepare_operands(
         self,
-        product: GemmOperands,
+        operands: GemmOperands,
         first_expert: int,
         count: int,
         order: SortedPairs,
         workspace: Workspace,
     ) -> GemmOperands:
-        """Return the operands of `count` experts from first_expert on, with tiled weights."""
-        packed_format = tiled_format_of(product)
-        gated = bool(product.constants["GATED"])
-        shapes = tiled_shapes(count, product.columns, product.depth, packed_format, gated=gated)
+        """Return the operands of `count` experts from first_expert on, with tiled weights.
+
+        See `DequantizedPath.prepare_operands`.
+        """
+        packed_format = choose_tiled_format(operands)
+        gated = bool(operands.constants["GATED"])
+        shapes = tiled_shapes(count, operands.columns, operands.depth, packed_format, gated=gated)
         tiled = TiledWeights(*map(workspace.take, ("tiled_words", "tiled_scales"), shapes))
-        tile_experts(product, order.starts, tiled, first_expert)
-        global_scale = product.global_scale
+        tile_experts(operands, order.starts, tiled, first_expert)
+        global_scale = operands.global_scale
         global_scale = (
             None if global_scale is None else global_scale[first_expert : first_expert + count]
         )
         return replace(
-            product, tiles=tiled.words, tile_scales=tiled.scales, global_scale=global_scale
+            operands, tiles=tiled.words, tile_scales=tiled.scales, global_scale=global_scale
         )
 
     def multiply(
         self,
         rows: GemmRows,
-        product: GemmOperands,
+        operands: GemmOperands,
         tile: LaunchConfig,
         order: SortedPairs,
         out: torch.Tensor,
     ) -> None:
         """Run one GEMM with tiled weights."""
-        assert product.tiles is not None
-        assert product.tile_scales is not None
-        tiled = TiledWeights(product.tiles, product.tile_scales)
-        tiled_gemm(rows.values, tiled, product, tile, order, out, short=short_rows(tile))
+        assert operands.tiles is not None
+        assert operands.tile_scales is not None
+        tiled = TiledWeights(operands.tiles, operands.tile_scales)
+        short_rows = max_short_rows(tile)
+        tiled_gemm(rows.values, tiled, operands, tile, order, out, max_short_rows=short_rows)

@@ -1,7 +1,8 @@
-"""Device functions for LoRA adapters: the shrink A x of a tile, and the expand B u added to it.
+"""Device functions for LoRA adapters: the shrink u = A x of a tile, and the expand that adds B u.
 
-Both loop over the adapter slots that occur in a tile, each once and in ascending order. Matrices of
-other slots are not read, and rows without an adapter get the same result as without LoRA.
+Both functions loop over the adapter slots that occur in a tile, once for each slot, in ascending
+order. Matrices of other slots are not read. Rows without an adapter get the same result as without
+LoRA.
 """
 
 import triton
@@ -12,7 +13,7 @@ NO_SLOT = tl.constexpr(2147483647)
 
 @triton.jit
 def load_slots(slots_ptr, tokens, row_mask, num_slots):
-    """Load the adapter slot of each row; NO_SLOT for rows without an adapter."""
+    """Load the adapter slot of each row. The slot of a row without an adapter is NO_SLOT."""
     slots = tl.load(slots_ptr + tokens, mask=row_mask, other=-1)
     return tl.where((slots >= 0) & (slots < num_slots), slots, NO_SLOT)
 
@@ -22,12 +23,13 @@ def shrink_tile(
     x_ptrs, slots, a_ptr, rank_row, rank_mask, depth, stride_xk, stride_al, stride_ar,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return u = A x of a tile, float32 (BLOCK_M, BLOCK_R), with 0 for rows without an adapter.
+    """Return u = A x of a tile, float32 (BLOCK_M, BLOCK_R). It is 0 for rows without an adapter.
 
-    x_ptrs: (BLOCK_M, 1), the rows at k = 0.
+    x_ptrs: (BLOCK_M, 1), pointers to the rows at k = 0.
     slots: (BLOCK_M,), from `load_slots`.
     a_ptr: A of slot 0 and of the tile's expert.
-    rank_row, rank_mask: (BLOCK_R,), the rows of A to compute, and whether they exist.
+    rank_row: (BLOCK_R,), the rows of A to multiply by.
+    rank_mask: (BLOCK_R,), whether these rows exist.
     """
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
@@ -59,8 +61,8 @@ def load_expand_operands(
 ):  # fmt: skip
     """Load u (BLOCK_M, BLOCK_R) and B (BLOCK_R, BLOCK_N) of one slot, from rank index `start` on.
 
-    Return (u, B, u of up, B of up); the last two repeat the first two if not GATED. Rows with
-    another slot get zeros; for NO_SLOT nothing is read. The other arguments are those of
+    Return (u, B, u for up, B for up). If not GATED, the last two are equal to the first two. u is
+    zero for rows with another slot. Nothing is read for NO_SLOT. The other arguments are as in
     `expand_adapters`.
     """
     rank_index = start + tl.arange(0, BLOCK_R)
@@ -78,8 +80,8 @@ def load_expand_operands(
     if GATED:
         if U_UP > 0:
             up_u = tl.load(u_ptrs + U_UP, mask=u_mask, other=0.0)
-        # Interleaved rows have up_row = 1, which Triton specializes to a constant without a dtype;
-        # adding it to `row` first gives it one.
+        # With interleaved rows, up_row is 1, and Triton specializes it to a constant, which has no
+        # `to`. The sum of `row` and up_row is a tensor.
         up_ptrs = b_ptr + (row + up_row).to(tl.int64)[None, :] * stride_bn + rank_index[:, None]
         up_b = tl.load(up_ptrs, mask=b_mask, other=0.0)
     return u, b, up_u, up_b
@@ -91,10 +93,9 @@ def expand_loaded(
     stride_u, stride_bl, stride_bn, U_UP: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Add B u of each row to (gate, up) and return them, like `expand_adapters`.
+    """Like `expand_adapters`, with the operands of the first slot in the tile already loaded.
 
-    u, b, up_u and up_b are the operands of the first slot in the tile, already loaded by
-    `load_expand_operands`.
+    u, b, up_u, up_b: the result of `load_expand_operands` for the first slot.
     """
     slot, start = tl.min(slots, axis=0), 0  # NaN-free: integers
     while slot < NO_SLOT:
@@ -118,14 +119,14 @@ def expand_adapters(
     stride_u, stride_bl, stride_bn, U_UP: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Add B u of each row to (gate, up), float32 (BLOCK_M, BLOCK_N), and return them.
+    """Add B u of each row to gate and up; return (gate, up), float32 (BLOCK_M, BLOCK_N).
 
     slots: (BLOCK_M,), from `load_slots`.
-    rows: (BLOCK_M,), the row of u of each tile row.
+    rows: (BLOCK_M,), the row of u for each row of the tile.
     b_ptr: B of slot 0 and of the tile's expert.
-    row: (BLOCK_N,), the row of B of each column; the row for up is up_row further.
-    U_UP: offset from the columns of u for gate to those for up.
-    BLOCK_R: ranks per step.
+    row: (BLOCK_N,), the row of B for each column. The row for up is row + up_row.
+    U_UP: number of columns of u from those for gate to those for up.
+    BLOCK_R: rank indices per step.
     """
     # NaN-free: integers
     u, b, up_u, up_b = load_expand_operands(

@@ -1,4 +1,4 @@
-"""GEMM of every expert over the batched format (e, capacity, depth)."""
+"""Kernel of the GEMMs of all experts over the batched format (e, capacity, depth)."""
 
 import triton
 import triton.language as tl
@@ -28,12 +28,13 @@ def batched_gemm_kernel(
     """out[i, c, n] = act(a[i, c] @ b[i, rows of n]^T) for the first counts[i] rows c of expert i.
 
     Grid: (tiles of one expert, e). A program computes BLOCK_M rows by BLOCK_N columns of one
-    expert, or returns at once if the expert has no rows there.
+    expert. It returns immediately if the expert has no rows there.
 
-    a_ptr: (e, capacity, depth), contiguous. Its scales have strides for expert, row and group.
+    a_ptr: (e, capacity, depth), contiguous.
+    a_scale_ptr: the scales of a, with strides for expert, row and group.
     out_ptr: (e, capacity, columns), contiguous. Rows from counts[i] on are neither read nor
         written.
-    LORA: add B u of the row's adapter. There is one slot and one row of u per row, (e, capacity).
+    LORA: add B u for the adapter of the row. The slots and the rows of u are (e, capacity).
 
     b, bias and the other constants are as in `grouped_gemm_kernel`.
     """

@@ -1,4 +1,4 @@
-"""Device functions for one output tile, shared by the Triton GEMM kernels."""
+"""Device functions that compute and store one output tile, shared by the Triton GEMM kernels."""
 
 import triton
 import triton.language as tl
@@ -8,9 +8,10 @@ from modular_kernel.ops.kernels.activation import activate
 
 @triton.jit
 def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
-    """Return (pid_m, pid_n) of a program.
+    """Return (pid_m, pid_n), the row block and the column block of a program.
 
-    Programs are ordered so that GROUP_M row blocks share weight tiles in L2.
+    Row blocks are computed in groups of GROUP_M, one column block after another, so that the row
+    blocks of a group share weight tiles in L2.
     """
     per_group = GROUP_M * num_n
     first_m = (pid // per_group) * GROUP_M
@@ -23,7 +24,7 @@ def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
 def zero_accumulator(
     dtype: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return the initial accumulator of `accumulate`: (BLOCK_M, BLOCK_N), or transposed if SWAP."""
+    """Return zeros (BLOCK_M, BLOCK_N) to start `accumulate` with. They are transposed if SWAP."""
     if SWAP:
         result = tl.zeros((BLOCK_N, BLOCK_M), dtype)
     else:
@@ -35,8 +36,8 @@ def zero_accumulator(
 def accumulate(total, a, b, PRECISION: tl.constexpr, SWAP: tl.constexpr):
     """Return total + a @ b. If SWAP, total is transposed, and b^T @ a^T is added.
 
-    The left operand of wgmma has a multiple of 64 rows, and its right operand a multiple of 8
-    columns. With few rows in `a`, the weights should therefore be on the left.
+    The left operand of wgmma must have a multiple of 64 rows, and the right operand a multiple of 8
+    columns. If `a` has few rows, the weights should therefore be the left operand.
     """
     if SWAP:
         result = tl.dot(
@@ -49,7 +50,7 @@ def accumulate(total, a, b, PRECISION: tl.constexpr, SWAP: tl.constexpr):
 
 @triton.jit
 def untranspose(total, SWAP: tl.constexpr):
-    """Return the accumulator of `accumulate` as (BLOCK_M, BLOCK_N)."""
+    """Return the accumulator of `accumulate`, transposed back to (BLOCK_M, BLOCK_N) if SWAP."""
     return tl.trans(total) if SWAP else total
 
 
@@ -61,12 +62,12 @@ def multiply_tile(
 ):  # fmt: skip
     """Multiply rows (BLOCK_M, depth) by weights (depth, BLOCK_N), and by up weights if GATED.
 
-    Return float32 (gate, up); `up` is `gate` if not GATED.
+    Return (gate, up) in float32. If not GATED, `up` is `gate`.
 
-    a_ptrs, b_ptrs: (BLOCK_M, 1) and (1, BLOCK_N), pointing at k = 0. Masked rows and columns read
-        0.
-    up_offset: elements from gate weights to up weights.
-    EVEN_K: BLOCK_K divides depth.
+    a_ptrs: (BLOCK_M, 1), pointers to the rows at k = 0. Rows masked by a_mask are read as 0.
+    b_ptrs: (1, BLOCK_N), pointers to the weights at k = 0. Columns masked by b_mask are read as 0.
+    up_offset: number of elements from gate weights to up weights.
+    EVEN_K: whether BLOCK_K divides depth.
     SWAP: see `accumulate`.
     """
     k = tl.arange(0, BLOCK_K)
@@ -103,10 +104,10 @@ def multiply_interleaved(
 ):  # fmt: skip
     """Like `multiply_tile` with GATED, for gate and up weights that alternate and are adjacent.
 
-    Column n uses elements 2n (gate) and 2n + 1 (up) of each of the `depth` weight rows at b_ptr,
-    which have 2 * columns adjacent elements. Both are loaded and multiplied as one tile of 2 *
-    BLOCK_N adjacent columns, because loads of every other 16-bit element cannot be vectorized, and
-    without vectors of at least 4 bytes there are no asynchronous copies.
+    b_ptr points to `depth` rows of 2 * columns adjacent elements. Column n uses elements 2n (gate)
+    and 2n + 1 (up) of each row. Gate and up are loaded and multiplied as one tile of 2 * BLOCK_N
+    adjacent columns: loads of every other 16-bit element cannot be vectorized, and without vectors
+    of at least 4 bytes, there are no asynchronous copies.
     """
     pair_columns = 2 * first_column + tl.arange(0, 2 * BLOCK_N)
     both, _ = multiply_tile(
@@ -123,12 +124,15 @@ def finish_tile(
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Apply router weight, bias and activation to a float32 tile; KIND "identity": no activation.
+    """Apply the router weights, the bias and the activation to a float32 tile; return the result.
 
-    The weight multiplies before the bias is added: weighting the input w * x gives (w * x) W + b.
+    The router weight w is applied before the bias is added, because weights on the input give
+    (w * x) W + b.
 
-    bias_columns: (BLOCK_N,), the index of each column's bias; that of up is bias_up further.
-    row_weights: (BLOCK_M,).
+    bias_columns: (BLOCK_N,), the index of the bias of each column. For up, it is bias_columns +
+        bias_up.
+    row_weights: (BLOCK_M,), the router weights.
+    KIND: the activation; "identity" for none.
     """
     if HAS_ROW_WEIGHTS:
         gate = gate * row_weights[:, None]
@@ -149,7 +153,7 @@ def finish_tile(
 
 @triton.jit
 def store_rows(out_ptr, rows, row_mask, column, column_mask, columns, values):
-    """Round a float32 tile and store it to `rows` of a contiguous output that is `columns` wide."""
+    """Round a float32 tile and store it to `rows` of a contiguous output with `columns` columns."""
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * columns + column[None, :]
     mask = row_mask[:, None] & column_mask[None, :]
     tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), mask=mask)

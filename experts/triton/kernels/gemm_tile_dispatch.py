@@ -1,4 +1,4 @@
-"""Device function that computes one output tile, for every storage format of the operands."""
+"""gemm_tile: compute one output tile, for all storage formats of the operands."""
 
 import triton
 import triton.language as tl
@@ -12,8 +12,9 @@ from experts.triton.kernels.gemm_tile_weight_only import multiply_tile_weight_on
 def swaps_operands(dtype, mode, block_m, block_n):
     """Return whether the weights should be the left operand (SWAP of `accumulate`).
 
-    With few rows they should, because the left operand of wgmma needs 64 rows. Float32 does not use
-    wgmma. With 64 rows, only plain GEMMs become faster (H200, triton 3.6, 2026-11-20).
+    They should if there are few rows, because the left operand of wgmma must have 64 rows. Float32
+    does not use wgmma. With 64 rows, swapping makes only plain GEMMs faster (H200, triton 3.6,
+    2026-11-20).
     """
     max_rows = 64 if mode == "plain" else 32
     return block_m <= max_rows and block_n >= 64 and dtype != tl.float32
@@ -31,22 +32,26 @@ def gemm_tile(
     GATED: tl.constexpr, EVEN_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows by one expert's weights; return float32 (gate, up) tiles with scales applied.
+    """Multiply rows by the weights of one expert; return float32 tiles (gate, up), scales applied.
 
-    a_ptrs, a_scale_ptrs: (BLOCK_M, 1) and (BLOCK_M,), the start of each row and of its scales.
+    a_ptrs: (BLOCK_M, 1), pointers to the start of each row.
+    a_scale_ptrs: (BLOCK_M,), pointers to the first scale of each row.
     b_ptr, b_scale_ptr, zero_ptr: the start of the expert's weights, scales and zero points.
-    row: (BLOCK_N,), the weight row of each column. Its up row is up_row rows, or up_offset
-        elements, further.
-    MODE: "plain": no scales. "w8a8": both operands have 8 bits, and scales. "weight_only": weights
-        are dequantized.
-    FORMAT: how weights are stored; see `operands.word_format`. With "nvfp4", zero_ptr points at the
-        float32 global scale of the gate (or only) matrix, followed by that of up.
-    GROUP_N, GROUP_K: the weight rows and K elements that share a scale; GROUP_K 0: all of K.
-    ONE_SCALE: all gate rows of a tile share a scale, and so do all up rows.
-    ZERO_POINT: the zero point of integers, unless HAS_ZERO: each group has its own.
-    PACKED: a byte has two weights.
-    EVEN_K: BLOCK_K divides depth.
-    HAS_ORDER: column k of the weights multiplies column order_ptr[k] of the rows ("weight_only").
+    row: (BLOCK_N,), the weight row of each column. The up row is row + up_row, which is up_offset
+        elements further.
+    MODE: "plain": there are no scales. "w8a8": both operands have 8 bits and scales. "weight_only":
+        weights are dequantized.
+    FORMAT: the storage format of the weights; see `operands.word_format`. With "nvfp4", zero_ptr
+        points to the float32 global scale of the gate (or only) matrix, followed by that of up.
+    GROUP_N: number of weight rows that share a scale.
+    GROUP_K: number of K elements that share a scale; 0 for all of K.
+    ONE_SCALE: whether all gate rows of a tile share one scale, and all up rows another.
+    ZERO_POINT: the zero point of all integer weights, unless HAS_ZERO.
+    HAS_ZERO: whether each group has its own zero point.
+    PACKED: whether a byte has two weights.
+    EVEN_K: whether BLOCK_K divides depth.
+    HAS_ORDER: whether column k of the weights is multiplied by column order_ptr[k] of the rows.
+        Only with MODE "weight_only".
     """
     SWAP: tl.constexpr = swaps_operands(b_ptr.dtype.element_ty, MODE, BLOCK_M, BLOCK_N)
     b_ptrs = b_ptr + row.to(tl.int64)[None, :] * stride_bn

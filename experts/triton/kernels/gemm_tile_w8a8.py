@@ -14,15 +14,16 @@ def multiply_tile_w8a8(
     SWAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply like `multiply_tile`, for fp8 or int8; return scaled float32 (gate, up).
+    """Like `multiply_tile`, for fp8 or int8 operands. Return scaled (gate, up) in float32.
 
-    If GROUP_K is 0, there is one scale per row and per column, applied after the loop. Otherwise a
-    scale covers GROUP_K columns; BLOCK_K divides GROUP_K, so a K step has one scale per row and
-    column.
+    If GROUP_K is 0, each row and each column has one scale, which is applied after the loop.
+    Otherwise, a scale covers GROUP_K elements along K. BLOCK_K divides GROUP_K, so that each row
+    and each column has one scale per K step.
 
-    a_scale_ptrs: (BLOCK_M,), the first scale of each row.
-    b_scale_ptrs, up_scale_ptrs: (BLOCK_N,), the first scale of each column, or a single pointer if
+    a_scale_ptrs: (BLOCK_M,), pointers to the first scale of each row.
+    b_scale_ptrs: (BLOCK_N,), pointers to the first scale of each column; a single pointer if
         ONE_SCALE.
+    up_scale_ptrs: the same for up.
     """
     ACC: tl.constexpr = tl.int32 if b_ptrs.dtype.element_ty == tl.int8 else tl.float32
     SUM: tl.constexpr = ACC if GROUP_K == 0 else tl.float32
@@ -75,7 +76,7 @@ def multiply_tile_w8a8(
 
 @triton.jit
 def weight_scale(ptrs, column_mask, ONE_SCALE: tl.constexpr):
-    """Load weight scales: (1,) if ONE_SCALE, else (BLOCK_N,) with 0 where masked."""
+    """Load weight scales, (1,) if ONE_SCALE, else (BLOCK_N,). Masked scales are 0."""
     if ONE_SCALE:
         result = tl.full((1,), 0.0, tl.float32) + tl.load(ptrs)
     else:
@@ -85,7 +86,7 @@ def weight_scale(ptrs, column_mask, ONE_SCALE: tl.constexpr):
 
 @triton.jit
 def scale_products(a_scale, b_scale, SWAP: tl.constexpr):
-    """Return the products of row and column scales, (BLOCK_M, BLOCK_N), or transposed if SWAP."""
+    """Return the products of row and column scales, (BLOCK_M, BLOCK_N), transposed if SWAP."""
     if SWAP:
         result = b_scale[:, None] * a_scale[None, :]
     else:

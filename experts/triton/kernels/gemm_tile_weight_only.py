@@ -8,10 +8,10 @@ from experts.triton.kernels.unpack_w4 import e8m0_values, is_e2m1, unpack_int4
 
 @triton.jit
 def _four_bit_integers(codes, zero, dtype: tl.constexpr):
-    """Return q - zero in `dtype` for q = 0 to 15, without a slow integer conversion.
+    """Return q - zero in `dtype` for codes q = 0 to 15, without a slow integer conversion.
 
-    0x4300 | q are the bits of 128 + q in bf16, and 0x6400 | q those of 1024 + q in fp16. The
-    differences are exact.
+    The bits 0x4300 | q are 128 + q in bf16, and 0x6400 | q are 1024 + q in fp16. The differences
+    are exact.
     """
     if dtype == tl.bfloat16:
         values = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
@@ -28,8 +28,9 @@ def _four_bit_integers(codes, zero, dtype: tl.constexpr):
 def _e2m1(codes, dtype: tl.constexpr):
     """Convert e2m1 codes (sign, two exponent bits, one mantissa bit) to `dtype`, exactly.
 
-    A code shifted to the top of the exponent and mantissa fields of a wider format is its value
-    times a power of two, also if it is subnormal: 2^-126 in bf16, 2^-14 in fp16.
+    If a code is placed at the boundary of the exponent and mantissa fields of a wider format, the
+    result is the value of the code times a power of two: 2^-126 in bf16, 2^-14 in fp16. This holds
+    for subnormal codes, too.
     """
     wide = codes.to(tl.uint16)
     if dtype == tl.bfloat16:
@@ -71,7 +72,7 @@ def _step(
 ):  # fmt: skip
     """Return the float32 partial sum of one K step, without scales.
 
-    If PACKED, even and odd k are two MMAs, except for repacked weights.
+    If PACKED, there are two MMAs, for even and for odd k. Repacked weights need only one.
     """
     dtype: tl.constexpr = a.dtype
     if FORMAT == "e2m1_repacked":
@@ -99,9 +100,12 @@ def _nvfp4_step(
     a, codes, scale_ptrs, mask, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the partial sum of one K step with NVFP4 weights times their scales, exact in 16 bits.
+    """Return the partial sum of one K step with NVFP4 weights.
 
-    scale_ptrs and mask (BLOCK_K / 2, BLOCK_N) have the scale of each byte, which has two weights.
+    Weights are multiplied by their scales before the MMA. The products are exact in 16 bits.
+
+    scale_ptrs: (BLOCK_K / 2, BLOCK_N), pointers to the scale of each byte, which has two weights.
+    mask: (BLOCK_K / 2, BLOCK_N), the mask of these scales.
     """
     dtype: tl.constexpr = a.dtype
     scale = tl.load(scale_ptrs, mask=mask, other=0.0).to(dtype)
@@ -112,7 +116,7 @@ def _nvfp4_step(
 
 @triton.jit
 def _load_scale(ptrs, mask, FORMAT: tl.constexpr, ONE_SCALE: tl.constexpr):
-    """Load float32 scales (BLOCK_N,), or (1,) if ONE_SCALE; scales of e2m1 are stored as E8M0."""
+    """Load scales as float32, (1,) if ONE_SCALE, else (BLOCK_N,). e2m1 has scales in E8M0."""
     if ONE_SCALE:
         scale = tl.load(ptrs + tl.arange(0, 1))
     else:
@@ -126,7 +130,7 @@ def _load_scale(ptrs, mask, FORMAT: tl.constexpr, ONE_SCALE: tl.constexpr):
 
 @triton.jit
 def _load_zero(ptrs, shift, mask, HAS_ZERO: tl.constexpr, ZERO_POINT: tl.constexpr):
-    """Load int32 zero points (1, BLOCK_N); without zero points, return ZERO_POINT (1, 1)."""
+    """Load zero points as int32 (1, BLOCK_N). Without HAS_ZERO, return ZERO_POINT as (1, 1)."""
     if HAS_ZERO:
         zero = tl.load(ptrs, mask=mask, other=0).to(tl.int32) >> shift
         if ZERO_POINT == 8:
@@ -148,18 +152,19 @@ def multiply_tile_weight_only(
     HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply like `multiply_tile`, dequantizing weights in the loop; return float32 (gate, up).
+    """Like `multiply_tile`, for weights that are dequantized in the loop.
 
-    Weights are multiplied as integers, float8 or e2m1 values, and their scale multiplies the
-    partial sum of the K step. NVFP4 scales multiply the weights instead; global scales are not
-    applied.
+    Return (gate, up) in float32. Weights are multiplied as integers, float8 or e2m1 values. The
+    scale is applied to the partial sum of each K step. NVFP4 scales are applied to the weights
+    instead, and the global scales are not applied here.
 
-    b_ptrs: (1, BLOCK_N), pointing at k = 0; two k per byte if PACKED.
-    scale_ptrs, up_scale_ptrs: (BLOCK_N,), the first scale of each column, or a single pointer if
+    b_ptrs: (1, BLOCK_N), pointers to the weights at k = 0, with two k per byte if PACKED.
+    scale_ptrs: (BLOCK_N,), pointers to the first scale of each column; a single pointer if
         ONE_SCALE.
-    zero_ptrs, up_zero_ptrs: (BLOCK_N,), the first zero point of each column.
-    zero_shift, up_zero_shift: (BLOCK_N,), 0 or 4, the bits of the zero point in its byte.
-    GROUP_K: K elements per scale, a multiple of BLOCK_K (except for NVFP4), or 0 for all of K.
+    zero_ptrs: (BLOCK_N,), pointers to the first zero point of each column.
+    zero_shift: (BLOCK_N,), the position of the zero point in its byte, bit 0 or 4.
+    up_scale_ptrs, up_zero_ptrs, up_zero_shift: the same for up.
+    GROUP_K: K elements per scale; 0 for all of K. A multiple of BLOCK_K, except for NVFP4.
     ZERO_POINT, HAS_ZERO, HAS_ORDER: as in `gemm_tile`.
     """
     WIDTH: tl.constexpr = 2 if PACKED else 1
@@ -175,8 +180,8 @@ def multiply_tile_weight_only(
         b_mask = column_mask[None, :]
         if not EVEN_K:
             a_mask_k = a_mask & (start + k < depth)[None, :]
-            # The bound is in bytes: with one on start + 2 * row the compiler could not prove that
-            # adjacent bytes share a mask, which rules out wide asynchronous copies.
+            # The bound is in bytes. With a bound on start + 2 * row, the compiler could not prove
+            # that adjacent bytes have the same mask, which wide asynchronous copies require.
             b_mask = b_mask & (start // WIDTH + row < depth // WIDTH)[:, None]
         if HAS_ORDER:
             column = tl.load(order_ptr + start + k, mask=start + k < depth, other=-1)
@@ -187,7 +192,8 @@ def multiply_tile_weight_only(
             a = tl.load(a_ptrs, mask=a_mask_k, other=0.0)
         codes = tl.load(b_ptrs, mask=b_mask, other=0.0)
         if FORMAT == "nvfp4":
-            # Avoid a division by 0, which the interpreter ignores but a GPU turns into an address.
+            # Avoid a division by 0, which the interpreter ignores. On a GPU, its result would be
+            # used in an address.
             group = (start // WIDTH + row) // (GROUP_K // WIDTH) if GROUP_K > 0 else row * 0
             group_offset = group[:, None] * stride_bsk
             gate += _nvfp4_step(

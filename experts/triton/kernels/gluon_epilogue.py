@@ -1,4 +1,4 @@
-"""Device functions of the epilogue of a tile in Gluon: scales, bias, activation and store."""
+"""Gluon device functions for the epilogue of a tile: scales, bias, activation and store."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,7 +36,7 @@ def _tanh(value):
 
 @gluon.jit
 def activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):
-    """Apply the activation KIND, with the operations of `modular_kernel.ops.kernels.activation`."""
+    """Apply activation KIND with the same operations as `modular_kernel.ops.kernels.activation`."""
     if LIMIT > 0 and KIND != "situ":
         up = clamp_nan(up, -LIMIT, LIMIT)
         if KIND != "swiglu_clamp_after":
@@ -73,9 +73,9 @@ def _scale_and_bias(
     values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr,
     MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Return float32 values with channel scales and bias applied.
+    """Return `values` in float32 with channel scales and bias applied.
 
-    Column i of values is weight row row_b + i of `expert`, which has rows_b rows.
+    Column i of values is weight row row_b + i of `expert`. An expert has rows_b weight rows.
     """
     values = values.to(gl.float32)
     rows = row_b + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
@@ -91,7 +91,7 @@ def _scale_and_bias(
 
 @gluon.jit
 def store_masked(buffer, row, end, first_column, out_ptr, columns, LAYOUT: gl.constexpr):
-    """Store a tile from shared memory, except rows from `end` on and columns past the last one."""
+    """Store a tile from shared memory. Rows >= end and columns >= columns are not stored."""
     rows = row + gl.arange(0, buffer.shape[0], gl.SliceLayout(1, LAYOUT))
     column = first_column + gl.arange(0, buffer.shape[1], gl.SliceLayout(0, LAYOUT))
     out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * columns + column[None, :]
@@ -103,17 +103,17 @@ def store_masked(buffer, row, end, first_column, out_ptr, columns, LAYOUT: gl.co
 def store_rows(
     values, row, end, first_column, out_ptr, out_desc, staging, slot: gl.constexpr, columns,
 ):  # fmt: skip
-    """Round and store a tile to consecutive rows of an output that is `columns` wide.
+    """Round and store a tile to consecutive rows of an output with `columns` columns.
 
-    The tile goes through buffer `slot` of `staging`, from which TMA stores it while the next tile
-    is multiplied. If rows from `end` on belong to another expert, threads store the rows before
-    `end` instead.
+    The tile is written to buffer `slot` of `staging`, from which TMA stores it while the next tile
+    is multiplied. If the tile has rows from `end` on, which belong to another expert, the threads
+    store only the rows before `end`, without TMA.
     """
     ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
     buffer = staging.index(slot)
-    # Wait for all TMA stores of the last tile. store_wait(1) would be wrong: threads store a
-    # partial tile without a TMA store, so pending stores do not count tiles.
+    # Wait for all TMA stores of the last tile. store_wait(1) would be wrong: the threads store a
+    # partial tile without TMA, so the number of pending stores is not a number of tiles.
     if slot == 0:
         tma.store_wait(0)
     buffer.store(values.to(out_desc.dtype))
@@ -133,9 +133,9 @@ def _finish_one_half(
     MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Finish one half of a tile separately.
+    """Apply the epilogue to one half of a tile and store it.
 
-    Its columns are weight rows: all gate rows, or gate and up rows alternating.
+    The columns of the half are weight rows. If GATED, gate rows and up rows alternate.
     """
     values = _scale_and_bias(
         values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS
@@ -143,8 +143,8 @@ def _finish_one_half(
     if GATED:
         gate, up = values.reshape((values.shape[0], values.shape[1] // 2, 2)).split()
         value = activate(gate, up, KIND, ALPHA, LIMIT).to(out_desc.dtype)
-        # A thread has every fourth column. With two adjacent ones it stores to shared memory in
-        # whole 8 x 8 matrices.
+        # A thread has every fourth column. With pairs of adjacent columns instead, it can store to
+        # shared memory in whole 8 x 8 matrices.
         PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value.shape[1], 16])
         value = gl.convert_layout(value, PAIRS)
         store_rows(value, row, end, row_b // 2, out_ptr, out_desc, staging, slot, columns)
@@ -163,18 +163,20 @@ def finish(
     MODE: gl.constexpr, LAYOUT: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Scale, add bias, activate, round and store the left and the right half of a tile.
+    """Apply scales, bias and activation to both halves of a tile, round and store the results.
 
-    The caller must wait for pending TMA stores at its end.
+    The caller must wait for pending TMA stores before it returns.
 
-    row, end: first row of the tile, and end of the expert's rows.
+    row: the first row of the tile.
+    end: the end of the expert's rows.
     out_desc: the output, in boxes as wide as the output of a half.
-    staging: one or two buffers of a box.
-    expert, rows_b: the expert, and the weight rows of each expert.
-    first_row_b, right_rows: the first weight row of the left half, and the distance to that of the
-        right half.
-    scale_rows: the index in a_scale of each row.
-    MODE: "channel" has scales to apply here; others have none.
+    staging: one or two buffers for boxes.
+    expert: the expert of the tile.
+    rows_b: the number of weight rows of each expert.
+    first_row_b: the first weight row of the left half.
+    right_rows: the number of weight rows from the left half to the right half.
+    scale_rows: the index of each row in a_scale.
+    MODE: scales are applied only if MODE is "channel".
     STEP, GATED: as in `grouped_gemm_tma_kernel`.
     """
     tile_rows = row + gl.arange(0, left.shape[0], gl.SliceLayout(1, LAYOUT))

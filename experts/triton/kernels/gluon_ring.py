@@ -1,4 +1,4 @@
-"""Device function that makes the mbarriers of a ring of stages in shared memory."""
+"""Device function that allocates the mbarriers of a ring of stages in shared memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,8 +6,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
-    """Allocate a ring's (full, empty) barriers for one producer and READERS consumers per stage."""
+def allocate_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """Return the barriers (full, empty) of a ring with STAGES stages.
+
+    A stage has one producer and READERS consumers.
+    """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):

@@ -1,7 +1,7 @@
-"""LoRA shrink kernels: u = A x, launched before each of the two GEMMs.
+"""LoRA shrink kernels, which compute u = A x before each of the two GEMMs.
 
-PARTS programs divide the adapter slots of a tile among them. x has one row per X_TOP_K pairs: TOP_K
-if its rows are tokens, 1 if they are pairs.
+The adapter slots of a tile are divided among PARTS programs. X_TOP_K is the number of pairs per row
+of x: TOP_K if the rows are tokens, and 1 if they are pairs.
 """
 
 import triton
@@ -13,14 +13,17 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
-def _slots_of_part(slots, part, PARTS: tl.constexpr):
-    """Return slots, with NO_SLOT for those of other programs; slot s belongs to part s % PARTS."""
+def _select_slots(slots, part, PARTS: tl.constexpr):
+    """Return slots, with NO_SLOT in place of the slots of other programs.
+
+    Slot s belongs to the program with part = s % PARTS.
+    """
     return tl.where(slots % PARTS == part, slots, NO_SLOT)
 
 
 @triton.jit
 def tile_rows(tiles_ptr, tokens_ptr, tile, max_tiles, BLOCK_M: tl.constexpr):
-    """Return the expert, the rows, the row mask and the tokens of a tile of `ops.sort`."""
+    """Return the expert, the rows, the row mask and the tokens of a tile (see `ops.sort`)."""
     expert = tl.load(tiles_ptr + tile).to(tl.int64)
     row = tl.load(tiles_ptr + max_tiles + tile) + tl.arange(0, BLOCK_M)
     row_mask = row < tl.load(tiles_ptr + 2 * max_tiles + tile)
@@ -29,9 +32,9 @@ def tile_rows(tiles_ptr, tokens_ptr, tile, max_tiles, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _store_u(u_ptr, u, row, slots, rank_row, rank_rows):
-    """Store u for rows with a slot and columns inside rank_rows.
+    """Store u for rows with a slot. Columns from rank_rows on are not stored.
 
-    row: (BLOCK_M,) int64, the row of u of each row.
+    row: (BLOCK_M,) int64, the row of u to which each row is stored.
     """
     u_ptrs = u_ptr + row[:, None] * rank_rows + rank_row[None, :]
     mask = (slots < NO_SLOT)[:, None] & (rank_row < rank_rows)[None, :]
@@ -48,9 +51,10 @@ def shrink_few_kernel(
 ):  # fmt: skip
     """u[p] = A[slot of p's token, expert of p] @ x[p // X_TOP_K], without tensor cores.
 
-    Grid: (num_pairs, blocks of rank_rows). A program computes BLOCK_R columns of u of one pair. u
-    is (num_pairs, rank_rows), contiguous; skipped pairs and tokens without an adapter are not
-    written.
+    Grid: (num_pairs, blocks of rank_rows). A program computes BLOCK_R columns of u for one pair.
+
+    u_ptr: (num_pairs, rank_rows), contiguous. Rows of skipped pairs and of tokens without an
+        adapter are not written.
     """
     pdl_wait(OVERLAP)
     pair = tl.program_id(0)
@@ -88,8 +92,10 @@ def shrink_pairs_kernel(
     """u[p] = A[slot of p's token, expert of p] @ x[p // X_TOP_K] for every aligned pair p.
 
     Grid: (blocks of `ops.align`, blocks of rank_rows, PARTS). A program computes BLOCK_M pairs by
-    BLOCK_R columns of u, for its part of the slots. u is (num_pairs, rank_rows), contiguous;
-    skipped pairs and tokens without an adapter are not written.
+    BLOCK_R columns of u, for its part of the slots.
+
+    u_ptr: (num_pairs, rank_rows), contiguous. Rows of skipped pairs and of tokens without an
+        adapter are not written.
     """
     pid_m = tl.program_id(0)
     if pid_m * BLOCK_M >= tl.load(num_post_ptr):
@@ -99,7 +105,7 @@ def shrink_pairs_kernel(
         return
     pairs = tl.load(sorted_ptr + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))
     slots = load_slots(slots_ptr, pairs // TOP_K, pairs < num_pairs, num_slots)
-    slots = _slots_of_part(slots, tl.program_id(2), PARTS)
+    slots = _select_slots(slots, tl.program_id(2), PARTS)
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     rank_mask = rank_row < rank_rows
     x_row = (pairs // X_TOP_K).to(tl.int64)
@@ -121,15 +127,17 @@ def shrink_segments_kernel(
     """u[r] = A[slot of r's token, expert of r] @ x[r], or x of r's token if GATHER.
 
     Grid: (max_tiles, blocks of rank_rows, PARTS). A program computes a tile of at most BLOCK_M rows
-    by BLOCK_R columns of u, for its part of the slots. tiles and tokens are those of
-    `ops.sort.SortedPairs`. u is (rows, rank_rows), contiguous; rows without an adapter are not
-    written.
+    by BLOCK_R columns of u, for its part of the slots.
+
+    tiles_ptr: `ops.sort.SortedPairs.tiles`.
+    tokens_ptr: `ops.sort.SortedPairs.token_of_row`.
+    u_ptr: (rows, rank_rows), contiguous. Rows without an adapter are not written.
     """
     pid_m = tl.program_id(0)
     if pid_m >= tl.load(tiles_ptr + 3 * max_tiles):
         return
     expert, row, row_mask, tokens = tile_rows(tiles_ptr, tokens_ptr, pid_m, max_tiles, BLOCK_M)
-    slots = _slots_of_part(
+    slots = _select_slots(
         load_slots(slots_ptr, tokens, row_mask, num_slots), tl.program_id(2), PARTS
     )
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -152,8 +160,11 @@ def shrink_batched_kernel(
     """u[i, c] = A[slot of row c, i] @ x[i, c] for the first counts[i] rows c of each expert i.
 
     Grid: (row blocks of an expert * PARTS, blocks of rank_rows, e). A program computes BLOCK_M rows
-    by BLOCK_R columns of u, for its part of the slots. x (e, capacity, depth), slots (e, capacity)
-    and u (e, capacity, rank_rows) are contiguous; rows without an adapter are not written.
+    by BLOCK_R columns of u, for its part of the slots.
+
+    x_ptr: (e, capacity, depth), contiguous.
+    slots_ptr: (e, capacity), contiguous.
+    u_ptr: (e, capacity, rank_rows), contiguous. Rows without an adapter are not written.
     """
     expert = tl.program_id(2).to(tl.int64)
     count = tl.load(counts_ptr + expert)
@@ -163,7 +174,7 @@ def shrink_batched_kernel(
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     flat_row = expert * capacity + row.to(tl.int64)
     slots = load_slots(slots_ptr, flat_row, row < count, num_slots)
-    slots = _slots_of_part(slots, tl.program_id(0) % PARTS, PARTS)
+    slots = _select_slots(slots, tl.program_id(0) % PARTS, PARTS)
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     rank_mask = rank_row < rank_rows
     u = shrink_tile(

@@ -1,4 +1,4 @@
-"""Host-side helpers of the TMA kernels: TMA descriptors, and the number of SMs."""
+"""Host functions for launching TMA kernels: TMA descriptors, and the number of SMs."""
 
 from functools import cache
 
@@ -7,17 +7,19 @@ import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-BOX_BYTES = 128  # bytes of a row of a box: the widest swizzle
+BOX_BYTES = 128  # bytes per row of a box: the widest swizzle
 
 
 def tma_descriptor(
     rows: torch.Tensor, block_rows: int, columns: int | None = None
 ) -> TensorDescriptor:
-    """Return a TMA descriptor for boxes of block_rows rows by `columns` columns of `rows`.
+    """Return a TMA descriptor for boxes of a matrix.
 
-    `rows` is 2-D and contiguous, with rows aligned to 16 bytes. `columns` is a power of two, by
-    default as many as 128 bytes hold. Elements of a box outside the tensor are read as zero and are
-    not stored.
+    Elements of a box that are outside the matrix are read as zero and are not stored.
+
+    rows: the matrix, contiguous, with rows aligned to 16 bytes.
+    block_rows: rows per box.
+    columns: columns per box, a power of two. The default is as many as 128 bytes hold.
     """
     itemsize = rows.element_size()
     columns = columns or BOX_BYTES // itemsize
@@ -28,12 +30,12 @@ def tma_descriptor(
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), block, layout)
 
 
-def multiprocessors() -> int:
+def count_sms() -> int:
     """Return the number of SMs of the current device."""
-    return _multiprocessors(triton.runtime.driver.active.get_current_device())
+    return _count_sms(triton.runtime.driver.active.get_current_device())
 
 
 @cache
-def _multiprocessors(device: object) -> int:
+def _count_sms(device: object) -> int:
     properties = triton.runtime.driver.active.utils.get_device_properties(device)
     return int(properties["multiprocessor_count"])

@@ -1,8 +1,8 @@
 """Device functions that unpack int32 words of eight 4-bit weights.
 
-FORMAT is the content of a word: "integer" or "e2m1", one code per nibble, the low one first, or
-"e2m1_repacked", whose bits are reordered by `modular_kernel.quant.repacking`. "nvfp4" differs from
-"e2m1" only in its scales.
+FORMAT is the content of a word. "integer" and "e2m1" have one code per nibble, the low nibble
+first. The bits of "e2m1_repacked" are reordered by `modular_kernel.quant.repacking`. "nvfp4"
+differs from "e2m1" only in its scales.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,12 @@ import triton.language as tl
 
 
 # The functions below return PTX for pair i. W is the word ($4), or the word shifted right by 8. A
-# mask selects two nibbles at once: 0x000F000F the lowest nibble of each half, 0x00F000F0 the next.
-def _by_pairs(pair: Callable[[int], str]) -> tl.constexpr:
-    """Build the PTX for a word.
+# mask selects two nibbles: 0x000F000F selects the lowest nibble of each half, and 0x00F000F0 the
+# next nibble of each half.
+def _make_ptx(pair: Callable[[int], str]) -> tl.constexpr:
+    """Return PTX that unpacks a word.
 
-    pair(i) returns code that moves nibbles i and i + 4 of W to the halves of T.
+    pair: a function of i that returns code that moves nibbles i and i + 4 of W to the halves of T.
     """
     code = "shr.b32 w, $4, 8; "
     for j in range(4):
@@ -25,16 +26,19 @@ def _by_pairs(pair: Callable[[int], str]) -> tl.constexpr:
 
 
 def _integers_bf16(i: int) -> str:
-    """Return code for integers q as low bits of bf16.
+    """Return code that puts integers q into the low bits of bf16 values.
 
-    Their values are q * 2^-133, or 16 * q * 2^-133 for i = 1. Below 2^8, bf16 bit patterns count up
-    linearly, from the subnormals into the smallest normals.
+    The values are q * 2^-133, or 16 * q * 2^-133 if i = 1: bf16 values are linear in their bit
+    patterns below 2^8, which are the subnormals and the smallest normals.
     """
     return f"and.b32 T, W, {0x000F000F << 4 * i:#010x}; "
 
 
 def _integers_fp16(i: int) -> str:
-    """Return code for q - 8: 0x6400 | q is 1024 + q in fp16, and 0x6400 | 16 q is 1024 + 16 q."""
+    """Return code that computes q - 8.
+
+    The bits 0x6400 | q are 1024 + q in fp16, and 0x6400 | 16 q are 1024 + 16 q.
+    """
     one, offset = ((0x3C003C00, 0xE408E408), (0x2C002C00, 0xD480D480))[i]
     return (
         f"lop3.b32 T, W, {0x000F000F << 4 * i:#010x}, 0x64006400, 0xEA; "
@@ -43,10 +47,10 @@ def _integers_fp16(i: int) -> str:
 
 
 def _e2m1_bf16(i: int) -> str:
-    """Return code that moves e2m1 codes to the top of the bf16 fields.
+    """Return code that moves e2m1 codes to the sign bit and the field boundary of bf16 values.
 
-    A code is a sign, two exponent bits and a mantissa bit. A multiplication makes two copies, one
-    with the sign in place and one with the exponent and mantissa in place.
+    An e2m1 code is a sign, two exponent bits and a mantissa bit. A multiplication makes two copies
+    of it: one has the sign in place, the other has the exponent and mantissa in place.
     """
     copies = (1 << 12 - 4 * i) + (1 << 6 - 4 * i)
     return (
@@ -56,7 +60,7 @@ def _e2m1_bf16(i: int) -> str:
 
 
 def _e2m1_fp16(i: int) -> str:
-    """Return code like `_e2m1_bf16` for fp16, with shifts, because the two copies would overlap."""
+    """Like `_e2m1_bf16`, for fp16. The code uses shifts, because the copies would overlap."""
     right = f"shl.b32 u, W, {9 - 4 * i}; "
     return (
         f"shl.b32 T, W, {12 - 4 * i}; {right}"
@@ -64,17 +68,17 @@ def _e2m1_fp16(i: int) -> str:
     )
 
 
-_INTEGER_BF16: tl.constexpr = _by_pairs(_integers_bf16)
-_INTEGER_FP16: tl.constexpr = _by_pairs(_integers_fp16)
-_E2M1_BF16: tl.constexpr = _by_pairs(_e2m1_bf16)
-_E2M1_FP16: tl.constexpr = _by_pairs(_e2m1_fp16)
+_INTEGER_BF16: tl.constexpr = _make_ptx(_integers_bf16)
+_INTEGER_FP16: tl.constexpr = _make_ptx(_integers_fp16)
+_E2M1_BF16: tl.constexpr = _make_ptx(_e2m1_bf16)
+_E2M1_FP16: tl.constexpr = _make_ptx(_e2m1_fp16)
 # The interpreter does not support inline assembly.
 USE_INLINE_ASM: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def opaque(value):
-    """Return value, an int32 or int64, so that the compiler knows nothing about it.
+def hide_from_optimizer(value):
+    """Return `value`, an int32 or int64, in a way that hides its origin from the compiler.
 
     No instruction is emitted.
     """
@@ -101,27 +105,28 @@ def holds_e2m1(word_format: str) -> bool:
     return is_e2m1(word_format) or word_format == "nvfp4"
 
 
-# Unpacked weights are bit patterns read as floats, including subnormals, so they are too small by a
-# power of two: e2m1 by 2^-126 in bf16 and by 2^-14 in fp16, integers by 2^-133 in bf16. In bf16,
-# products with them would underflow float32, so x is first multiplied by `prescale_factor`
-# (`prescale`).
+# Unpacked weights are bit patterns interpreted as floats, which may be subnormal, so they are too
+# small by a power of two: 2^-126 for e2m1 in bf16, 2^-14 for e2m1 in fp16, and 2^-133 for integers
+# in bf16. In bf16, products with such weights would underflow float32, so x is first multiplied by
+# `prescale_factor` (see `prescale`).
 @triton.constexpr_function
 def prescale_factor(word_format: str, odd: int) -> float:
-    """Return the factor of a bf16 value of x, for an even or an odd k."""
+    """Return the factor for bf16 values of x at even k (odd = 0) or at odd k (odd = 1)."""
     return 2.0**48 if is_e2m1(word_format) else 2.0 ** (64 - 4 * odd)
 
 
 @triton.constexpr_function
 def unpacks_without_offset(word_format: str, dtype: tl.dtype) -> bool:
-    """Return whether unpacked integers are q, not q - 8."""
+    """Return whether unpacked integers are q. Otherwise, they are q - 8."""
     return not holds_e2m1(word_format) and dtype == tl.bfloat16
 
 
 @triton.constexpr_function
 def missing_factor_log2(word_format: str, dtype: tl.dtype) -> int:
-    """Return log2 of the factor still missing in products of unpacked weights and `prescale` rows.
+    """Return log2 of the factor that is still missing after the MMA.
 
-    It is 0 for NVFP4, whose weights are multiplied by their factor before they are scaled.
+    The operands of the MMA are unpacked weights and the output of `prescale`. The result is 0 for
+    NVFP4, because its weights are multiplied by the factor before they are scaled.
     """
     if word_format == "nvfp4":
         return 0
@@ -138,7 +143,7 @@ def e8m0_values(exponents):
 
 @triton.jit
 def _unpack_nibble(words, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """Return nibble J of each word as a value, without inline assembly."""
+    """Return the value of nibble J of each word, without inline assembly."""
     code = (words >> (4 * J)) & 15
     if holds_e2m1(FORMAT):
         low = code & 7
@@ -157,7 +162,7 @@ def _unpack_nibble(words, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.const
 def _halves(pair, dtype: tl.constexpr):
     """Return the values in the lower and the upper half of an int32.
 
-    If an MMA takes both in one register, the compiler keeps them there.
+    If an MMA takes both values in one register, the compiler keeps them in that register.
     """
     low = pair.to(tl.int16).to(dtype, bitcast=True)
     return low, (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
@@ -165,10 +170,10 @@ def _halves(pair, dtype: tl.constexpr):
 
 @triton.jit
 def _unpack_repacked(words, dtype: tl.constexpr):
-    """Unpack repacked words to four int32. The halves of int32 i are the values 2i and 2i + 1.
+    """Unpack repacked words to four int32. The halves of int32 i are values 2i and 2i + 1.
 
     As in `modular_kernel.quant.repacking.unpack_words`, five shifts and four masks move the values
-    to the bf16 fields.
+    to the fields of bf16.
     """
     w = words.to(tl.uint32, bitcast=True)
     p0 = w & 0x81C081C0
@@ -190,19 +195,19 @@ def _unpack_repacked(words, dtype: tl.constexpr):
 
 @triton.jit
 def _fp16_fields(pair):
-    """Move two e2m1 values from bf16 fields to those of fp16.
+    """Move two e2m1 values from the fields of bf16 to the fields of fp16.
 
-    The exponent of fp16 ends three bits higher.
+    The exponent field of fp16 ends three bits higher.
     """
     return ((pair & 0x01C001C0) << 3) | (pair & 0x80008000)
 
 
 @triton.jit
 def unpack_int4(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """Unpack int32 (...) to (..., 2, 2, 2), indexed by the bits of k, the highest first.
+    """Unpack int32 words (...) to weights (..., 2, 2, 2), indexed by the bits of k, highest first.
 
-    The values are e2m1, or the integers q or q - 8 (`unpacks_without_offset`), in bf16 or fp16.
-    They are exact up to a power of two (`missing_factor_log2`).
+    The weights are e2m1 values, or the integers q or q - 8 (`unpacks_without_offset`), in bf16 or
+    fp16. They are exact except for a power-of-two factor (`missing_factor_log2`).
     """
     if FORMAT == "e2m1_repacked":
         p0, p1, p2, p3 = _unpack_repacked(words, dtype)

@@ -1,4 +1,4 @@
-"""Kernel that writes the tile schedule of the ragged matmul: expert and tile of each program."""
+"""Kernel that writes the tile schedules of the ragged matmul (see `experts.triton_kernels`)."""
 
 import triton
 import triton.language as tl
@@ -9,16 +9,17 @@ def tile_maps_kernel(
     starts_ptr, counts_ptr, ends_ptr, maps_ptr, num_local, max_tiles,
     MIN_TILE_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Schedule tiles of MIN_TILE_ROWS << s rows, where s is the second axis of the grid.
+    """Schedule tiles of MIN_TILE_ROWS << s rows, where s is the index along the second grid axis.
 
     Grid: (ceil(max_tiles / BLOCK_T), sizes).
 
     starts_ptr: (num_local + 1,) int32, the first row of each expert, then the number of rows.
-    counts_ptr: output (num_local,) int32, the rows of each expert.
+    counts_ptr: output (num_local,) int32, the number of rows of each expert.
     ends_ptr: output (sizes, num_local + 1) int32, the number of tiles before each expert, then the
         total.
-    maps_ptr: output (sizes, max_tiles) int32, tile << 16 | expert, where `tile` counts within the
-        expert; -1 for unused entries.
+    maps_ptr: output (sizes, max_tiles) int32, tile << 16 | expert, where `tile` is the index of the
+        tile within its expert. Unused entries are -1.
+    BLOCK_T: entries of a schedule per program.
     BLOCK_E: a power of two >= num_local.
     """
     program, size = tl.program_id(0), tl.program_id(1)

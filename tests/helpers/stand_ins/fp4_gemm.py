@@ -18,11 +18,11 @@ def require(condition, message):
 
 
 def fp4_gemm(a, b, tiles, out):
-    """Compute what `experts.cutlass.fp4_product.fp4_gemm` does."""
+    """Compute what `experts.cutlass.fp4_gemm.fp4_gemm` does."""
     tile_rows = _check_arguments(a, b, tiles, out)
     experts, rows_b, half = b.w.shape
     flat, steps = b.w.view(experts * rows_b, half), -(-2 * half // DEPTH)
-    matrix_rows = rows_b // b.factors.shape[1]
+    matrix_rows = rows_b // b.global_scales.shape[1]
     writes = torch.zeros(out.shape, dtype=torch.int8)
     num_m, num_n = len(tile_rows), -(-rows_b // TILE_N)
     for block in range(PROGRAMS):
@@ -35,7 +35,7 @@ def fp4_gemm(a, b, tiles, out):
                 x = _values(a.q_RK, row, k) * _scales(a.scale[m], k)
                 w = _values(flat, row_b, k) * _scales(b.scale[row_b // TILE_N], k)
                 sums += x @ w.T
-            factor = b.factors[expert, n * TILE_N // matrix_rows]
+            factor = b.global_scales[expert, n * TILE_N // matrix_rows]
             rows, columns = slice(row, min(row + TILE_M, end)), slice(n * TILE_N, (n + 1) * TILE_N)
             out[rows, columns] = (sums * factor).bfloat16()[: rows.stop - row]
             writes[rows, columns] += 1
@@ -80,7 +80,7 @@ def _check_arguments(a, b, tiles, out):
     require(2 * half % 128 == 0, "K is a multiple of 128")
     require(rows_b % TILE_N == 0, "N is a multiple of 128")
     steps, max_tiles = -(-2 * half // DEPTH), tiles.numel() // 3
-    matrices = b.factors.shape[1]
+    matrices = b.global_scales.shape[1]
     require(rows_b % (matrices * TILE_N) == 0, "each tile has columns of one matrix")
     for name, tensor, dtype, shape in (
         ("rows", a.q_RK, torch.uint8, (len(out), half)),
@@ -88,14 +88,14 @@ def _check_arguments(a, b, tiles, out):
         ("weights", b.w, torch.uint8, (experts, rows_b, half)),
         ("scales of weights", b.scale, torch.uint8,
          (experts * rows_b // TILE_N, steps * STEP_BYTES)),
-        ("factors", b.factors, torch.float32, (experts, matrices)),
+        ("global_scales", b.global_scales, torch.float32, (experts, matrices)),
         ("results", out, torch.bfloat16, (len(out), rows_b)),
         ("tiles", tiles, torch.int32, (3 * max_tiles + 1,)),
     ):  # fmt: skip
         require(tensor.dtype is dtype, f"{name} are {dtype}, not {tensor.dtype}")
         require(tuple(tensor.shape) == shape, f"{name} are {shape}, not {tuple(tensor.shape)}")
         require(tensor.is_contiguous(), f"{name} are contiguous")
-        alignment = 4 if name in ("factors", "tiles") else 16
+        alignment = 4 if name in ("global_scales", "tiles") else 16
         require(tensor.data_ptr() % alignment == 0, f"{name} are aligned to {alignment} bytes")
     require(not (b.scale & 0x80).any(), "scales of weights have no sign")
     count = int(tiles[-1])

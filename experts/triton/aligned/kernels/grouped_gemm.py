@@ -1,4 +1,7 @@
-"""Grouped GEMM over aligned pairs (`ops.align`). It gathers rows and stores results by pair."""
+"""Kernel of a grouped GEMM over aligned pairs (`ops.align`).
+
+The kernel gathers the rows of the pairs, and stores the result of each pair to the pair's row.
+"""
 
 import triton
 import triton.language as tl
@@ -38,9 +41,9 @@ def grouped_gemm_kernel(
 ):  # fmt: skip
     """out[p, n] = act(a[p // A_TOP_K] @ b[expert of p, rows of n]^T) for every aligned pair p.
 
-    A program computes BLOCK_M pairs, one block of `ops.align` and so of one expert, by BLOCK_N
-    output columns. The grid has a program for every tile of the largest possible number of blocks;
-    those past num_post return at once.
+    A program computes BLOCK_M pairs by BLOCK_N output columns. The pairs are a block of
+    `ops.align`, so they have the same expert. The grid has a program for every tile of the largest
+    possible number of blocks. Programs past num_post return immediately.
 
     a_ptr: (num_pairs / A_TOP_K, depth). A_TOP_K is K if rows are tokens, and 1 if they are pairs.
     b_ptr: (e, rows, depth). Output column n uses row n * ROW_STEP and, if GATED, also row n *
@@ -49,20 +52,17 @@ def grouped_gemm_kernel(
         are not written otherwise.
     sorted_ptr, expert_ids_ptr, num_post_ptr: the tensors of `ops.align.AlignedPairs`.
     bias_ptr: (e, rows), added if HAS_BIAS.
-    row_weights_ptr: (num_pairs,) float32, the router weights, which multiply the product before the
-        bias if HAS_ROW_WEIGHTS.
-
-    KIND, ALPHA and LIMIT select the activation (`ops.kernels.activation`). MODE to EVEN_K describe
-    scales, zero points and packing: see `gemm_tile`. PRECISION is that of float32 products. Row
-    blocks are ordered in groups of GROUP_M, which share weight tiles in L2.
-
-    OVERLAP: the launch uses PDL.
-
-    ADJACENT_UP: stride_bn is 1, up_row is 1 and ROW_STEP is 2, so gate and up weights are adjacent
-        and a tile loads both at once; only with MODE "plain" and GATED.
-
-    LORA: add B u of the pair's adapter to the product (`expand_adapters`). There is one slot per
-    token, (num_pairs / LORA_TOP_K,), and one row of u per pair; lora_b is (slots, e, rows, rank).
+    row_weights_ptr: (num_pairs,) float32, the router weights. If HAS_ROW_WEIGHTS, they are
+        multiplied with the accumulators before the bias is added.
+    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
+    MODE to HAS_ORDER: scales, zero points and packing; see `gemm_tile`.
+    PRECISION: the precision of float32 MMAs.
+    GROUP_M: number of row blocks that are computed together, so that they share weight tiles in L2.
+    OVERLAP: whether the launch uses PDL.
+    ADJACENT_UP: whether stride_bn is 1, up_row is 1 and ROW_STEP is 2. Gate and up weights are then
+        adjacent, and a tile loads both at once. Only with MODE "plain" and GATED.
+    LORA: add B u for the adapter of the pair (`expand_adapters`). There is one slot per token,
+        (num_pairs / LORA_TOP_K,), and one row of u per pair. lora_b is (slots, e, rows, rank).
     """
     pdl_wait(OVERLAP)
     pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)

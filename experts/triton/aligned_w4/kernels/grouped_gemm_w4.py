@@ -1,37 +1,44 @@
-"""Grouped GEMM with few rows per expert and 4-bit weights (w4a16), bound by reading weights."""
+"""Kernel of a grouped GEMM with 4-bit weights (w4a16), for few rows per expert.
+
+With few rows, reading the weights takes most of the time.
+"""
 
 import triton
 import triton.language as tl
 
 from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
 from experts.triton.kernels.operands_w4 import (
-    first_of_eight,
+    activations_to_word_order,
     load_scale,
     load_zero,
     multiply_words,
     prescale,
     row_offsets,
-    rows_in_word_order,
-    rows_of,
     unpack_scaled_words,
+    weight_row_indices,
     word_order_offsets,
+    word_start_offsets,
 )
-from experts.triton.kernels.unpack_w4 import missing_factor_log2, opaque, unpacks_without_offset
+from experts.triton.kernels.unpack_w4 import (
+    hide_from_optimizer,
+    missing_factor_log2,
+    unpacks_without_offset,
+)
 from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
-def _rows_of_spans(
+def _span_row_indices(
     first, count, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr, SPAN: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the weight rows of a tile as two terms, as `rows_of` does, each (1, ROWS, 1).
+    """Return the weight rows of a tile as two summands (1, ROWS, 1); see `weight_row_indices`.
 
-    One term is the start of a span of SPAN rows, the other the row in it.
+    `outer` is the start of a span of SPAN rows, and `inner` is the row in the span.
     """
     row = tl.arange(0, ROWS)[None, :, None]
     span = row // SPAN * SPAN
-    return rows_of(first, count, row % SPAN, span, STEP, UP_ROW, BLOCK_N, EVEN_N)
+    return weight_row_indices(first, count, row % SPAN, span, STEP, UP_ROW, BLOCK_N, EVEN_N)
 
 
 @triton.jit
@@ -43,15 +50,15 @@ def _load_scales(
 ):  # fmt: skip
     """Load the scales and zero points of the K step at `start`.
 
-    The scales are (STEPS, ROWS, 1), for NVFP4 (STEPS, ROWS, DEPTH / 16). Past the end of K the last
-    scales are loaded again, because a masked load takes an extra instruction that zeroes its
+    The scales are (STEPS, ROWS, 1), or (STEPS, ROWS, DEPTH / 16) for NVFP4. Past the end of K, the
+    last scales are loaded again, because a masked load takes an extra instruction that zeroes its
     register.
 
-    scale_offsets, zero_offsets: offsets of the rows, as two terms of `rows_of`.
-    shift: 0 or 4, the bits of a row's zero point in its byte.
+    scale_offsets, zero_offsets: offsets of the rows, as two summands of `weight_row_indices`.
+    shift: the position of a row's zero point in its byte, bit 0 or 4.
     step_k: (STEPS, 1, 1), the K offset of each MMA in the step.
     MISSING_LOG2: log2 of the factor by which scales are multiplied; see `missing_factor_log2`.
-    WITHOUT_OFFSET: unpacked weights are q, not q - 8; see `unpacks_without_offset`.
+    WITHOUT_OFFSET: whether unpacked weights are q, not q - 8; see `unpacks_without_offset`.
     """
     if EVEN_K:
         start = tl.minimum(start, depth - STEP_K)  # NaN-free: integers
@@ -90,19 +97,21 @@ def grouped_gemm_w4_kernel(
 ):  # fmt: skip
     """out[p, n] = act(a[p // A_TOP_K] @ b[expert of p, rows of n]^T) for every aligned pair p.
 
-    Like `grouped_gemm_kernel`, with 4-bit weights: b is (e, rows, depth / 2) bytes, read as int32
-    words of eight weights; depth is a multiple of 32. The weights are the left operand of the MMA,
+    Like `grouped_gemm_kernel`, for 4-bit weights. b is (e, rows, depth / 2) bytes, read as int32
+    words of eight weights. depth is a multiple of 32. The weights are the left operand of the MMA,
     (weight rows, K) by (K, pairs), so that each thread unpacks the words that it multiplies.
 
     A program computes BLOCK_M pairs by BLOCK_N columns. Its WARPS warps split K: in one step of the
-    loop, each multiplies GROUPS MMAs of K = DEPTH. The sums of the warps are added after the loop.
-    One scale covers GROUP_K elements of K; DEPTH divides GROUP_K, so that a scale multiplies the
-    result of an MMA. NVFP4 scales multiply the weights instead, so an MMA may span several groups.
+    loop, each warp runs GROUPS MMAs with K = DEPTH. The accumulators of the warps are added after
+    the loop. One scale covers GROUP_K elements of K. DEPTH divides GROUP_K, so that the scale can
+    be applied to the result of an MMA. NVFP4 scales are applied to the weights instead, so an MMA
+    may span several groups.
 
-    FORMAT: how words and scales are encoded; see `unpack_w4`.
-    HAS_ZERO: there are zero points, in bytes of two rows. With NVFP4, zero_ptr has the global
-        scales of each expert instead.
-    EVEN_K, EVEN_N: steps divide depth, and BLOCK_N divides columns, so no masks are needed.
+    FORMAT: the encoding of words and scales; see `unpack_w4`.
+    HAS_ZERO: whether there are zero points, in bytes of two rows. With NVFP4, zero_ptr has the
+        global scales of each expert instead.
+    EVEN_K: whether a step divides depth, so that no masks are needed along K.
+    EVEN_N: whether BLOCK_N divides columns, so that no masks are needed along N.
     UP_ROW, ROW_STEP, WRITE_ZEROS, HAS_BIAS, HAS_ROW_WEIGHTS, KIND, ALPHA, LIMIT: as in
         `grouped_gemm_kernel`.
     """
@@ -127,23 +136,23 @@ def grouped_gemm_w4_kernel(
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     MISSING_LOG2: tl.constexpr = missing_factor_log2(FORMAT, a_ptr.dtype.element_ty)
     WITHOUT_OFFSET: tl.constexpr = unpacks_without_offset(FORMAT, a_ptr.dtype.element_ty)
-    # A thread computes one address; its other addresses are at distances known at compile time,
-    # because rows are split into spans: of eight rows for words, and of as many as one load covers
+    # A thread computes one address. Its other addresses are at distances known at compile time,
+    # because rows are split into spans: eight rows for words, and as many rows as one load covers
     # for scales. 32-bit offsets suffice within an expert.
     first = pid_n * BLOCK_N
-    rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, 8, EVEN_N)
+    rows = _span_row_indices(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, 8, EVEN_N)
     words_offsets = row_offsets(rows, stride_bn // 4)
     SPAN: tl.constexpr = min(32 // GROUPS, BLOCK_N)
-    rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, SPAN, EVEN_N)
+    rows = _span_row_indices(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, SPAN, EVEN_N)
     scale_offsets = row_offsets(rows, stride_bsn)
-    # One of the two terms is even, so the terms can be halved separately: two rows share a byte.
+    # Two rows share a byte. One of the two summands is even, so both can be halved separately.
     zero_offsets = row_offsets((rows[0] // 2, rows[1] // 2), stride_bzn)
     shift = (rows[0] + rows[1]) % 2 * 4
     step = tl.arange(0, STEPS)[:, None, None]
     step_k = (step % WARPS) * K_PER_WARP + (step // WARPS) * DEPTH
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
-    # A warp loads adjacent words. Interleaved in pieces of 16 bytes, two warps would load each
-    # 32-byte sector twice.
+    # A warp loads adjacent words. If the words of two warps were interleaved in pieces of 16 bytes,
+    # each 32-byte sector would be loaded twice.
     word = tl.arange(0, WARPS)[:, None, None] * (K_PER_WARP // 8)
     word += tl.arange(0, K_PER_WARP // 8)[None, None, :]
     a_row = (pairs // A_TOP_K).to(tl.int64)[None, None, :, None]
@@ -161,11 +170,13 @@ def grouped_gemm_w4_kernel(
     for start in range(0, depth, STEP_K):
         a_mask_k = a_mask
         if not EVEN_K:
-            # One 16-byte copy has 32 weights.
+            # A 16-byte copy has 32 weights.
             words_mask = word // 4 * 32 < depth - start
-            a_mask_k = a_mask & (step_k[:, :, :, None] + first_of_eight(DEPTH) < depth - start)
-        # Opaque, so that the compiler does not keep a pointer (two registers) for every row.
-        base_ptr = tl.multiple_of(opaque(words_ptr.to(tl.int64)).to(words_ptr.dtype), 16)
+            a_mask_k = a_mask & (step_k[:, :, :, None] + word_start_offsets(DEPTH) < depth - start)
+        # Hidden, so that the compiler does not keep a pointer (two registers) for every row.
+        base_ptr = tl.multiple_of(
+            hide_from_optimizer(words_ptr.to(tl.int64)).to(words_ptr.dtype), 16
+        )
         words_ptrs = (base_ptr + (words_offsets[0] + word)) + words_offsets[1]
         if EVEN_K:
             words = tl.load(words_ptrs)
@@ -179,7 +190,7 @@ def grouped_gemm_w4_kernel(
         )  # fmt: skip
         groups = tl.reshape(words, (WARPS, ROWS, GROUPS, DEPTH // 8))
         words = tl.reshape(tl.permute(groups, (2, 0, 1, 3)), (STEPS, ROWS, DEPTH // 8))
-        x = prescale(rows_in_word_order(a, FORMAT, STEPS, BLOCK_M, DEPTH), FORMAT, DEPTH)
+        x = prescale(activations_to_word_order(a, FORMAT, STEPS, BLOCK_M, DEPTH), FORMAT, DEPTH)
         if FORMAT == "nvfp4":
             w = unpack_scaled_words(words, scale, FORMAT, x.dtype, STEPS, ROWS, DEPTH)
             part = tl.dot(w, x)
@@ -204,8 +215,8 @@ def grouped_gemm_w4_kernel(
         gate_tile *= tl.load(zero_ptr)
         if GATED:
             up_tile *= tl.load(zero_ptr + 1)
-    # Loaded again instead of kept in registers during the loop.
-    pairs = tl.load(sorted_ptr + opaque(pid_m) * BLOCK_M + tl.arange(0, BLOCK_M))
+    # The pairs are loaded again instead of being kept in registers during the loop.
+    pairs = tl.load(sorted_ptr + hide_from_optimizer(pid_m) * BLOCK_M + tl.arange(0, BLOCK_M))
     row_mask = pairs < num_pairs
     row_weights = gate_tile
     if HAS_ROW_WEIGHTS:

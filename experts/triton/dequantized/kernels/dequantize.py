@@ -1,7 +1,7 @@
-"""Kernels that dequantize 4- and 8-bit weights to bf16 and that select the tiles of some experts.
+"""Kernels that dequantize 4- and 8-bit weights to bf16 and select the tiles of a range of experts.
 
-With many rows per expert each weight is read many times, so dequantizing once is cheaper than
-unpacking in every GEMM tile.
+With many rows per expert, each weight is read many times, so dequantizing it once is cheaper than
+unpacking it in every GEMM tile.
 """
 
 import triton
@@ -9,8 +9,9 @@ import triton.language as tl
 
 from experts.triton.kernels.unpack_w4 import e8m0_values, unpack_int4
 
-TARGETS = ("sm_90",)  # `mk compile` compiles for these, the targets of the path's GEMM kernels
-LEFT_OUT = {"tiles_of_experts_kernel": "launched only for weights of more than 1 GiB"}
+TARGETS = ("sm_90",)  # targets of `mk compile`, the same as for this path's GEMM kernels
+# Kernels that `mk compile` does not compile, and the reason.
+LEFT_OUT = {"select_expert_tiles_kernel": "launched only for weights of more than 1 GiB"}
 _E2M1_UNIT: tl.constexpr = tl.constexpr(2.0**126)
 
 
@@ -18,8 +19,8 @@ _E2M1_UNIT: tl.constexpr = tl.constexpr(2.0**126)
 def _unpack_values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
     """Unpack (ROWS, GROUPS, stored elements) to float32 (ROWS, GROUPS, STEP), exactly and unscaled.
 
-    An e2m1 code shifted to the top of the exponent and mantissa fields of a float32 is its value
-    times 2^-126, also if it is subnormal.
+    If an e2m1 code is placed at the boundary of the exponent and mantissa fields of a float32, the
+    float32 is the value of the code times 2^-126. This holds for subnormal codes, too.
     """
     ROWS: tl.constexpr = codes.shape[0]
     GROUPS: tl.constexpr = codes.shape[1]
@@ -54,24 +55,24 @@ def dequantize_kernel(
     """out[e, n, k] = bf16((q - zero) * scale) of expert first_expert + e, if that expert has rows.
 
     q is the stored weight (n, k). Program (row block, K block, e) writes ROWS rows by STEPS * STEP
-    columns; the STEP columns of a step share a scale. All tensors are contiguous.
+    columns. The STEP columns of a step share a scale. All tensors are contiguous.
 
-    w_ptr: (experts, rows, depth); two values per byte if PACKED, int32 words of eight if repacked.
-    scale_ptr: (experts, scale_rows, scale_groups), one per GROUP_N rows and GROUP_K columns, where
-        0 means all. GROUP_K is a multiple of STEP.
+    w_ptr: (experts, rows, depth), with two values per byte if PACKED, or int32 words of eight
+        values if repacked.
+    scale_ptr: (experts, scale_rows, scale_groups), one scale per GROUP_N rows and GROUP_K columns.
+        GROUP_N = 0 means all rows, GROUP_K = 0 all columns. GROUP_K is a multiple of STEP.
     zero_ptr: (experts, rows, scale_groups), or two rows per byte if PACKED. Without HAS_ZERO, the
-        zero point is ZERO_POINT. NVFP4 has the float32 global scales (experts, MATRICES) here
-        instead; rows of the second matrix, up, start at UP_ROW.
-    starts_ptr: the first row of each expert in the input of the GEMM, then the number of rows
-        (`ops.sort`).
-    FORMAT: how values are stored; see `operands.word_format`.
+        zero point is ZERO_POINT. For NVFP4, this is instead the float32 global scales, (experts,
+        MATRICES); rows of the second matrix (up) start at UP_ROW.
+    starts_ptr: (experts + 1,), the first row of each expert in the GEMM input, followed by the
+        total number of rows (`ops.sort`).
+    FORMAT: the storage format of the values; see `operands.word_format`.
     """
     expert = first_expert + tl.program_id(2)
     if tl.load(starts_ptr + expert) < tl.load(starts_ptr + expert + 1):
         REPACKED: tl.constexpr = FORMAT == "e2m1_repacked"
-        VALUES_PER_WORD: tl.constexpr = (
-            8 if REPACKED else (2 if PACKED else 1)
-        )  # values per stored element
+        # Values per stored element.
+        VALUES_PER_WORD: tl.constexpr = 8 if REPACKED else (2 if PACKED else 1)
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None]
         start = (tl.program_id(1) * STEPS + tl.arange(0, STEPS))[None, :, None] * STEP
         stored = start // VALUES_PER_WORD + tl.arange(0, STEP // VALUES_PER_WORD)[None, None, :]
@@ -118,31 +119,33 @@ def dequantize_kernel(
 
 
 @triton.jit
-def tiles_of_experts_kernel(
+def select_expert_tiles_kernel(
     tiles_ptr, starts_ptr, out_ptr, first_expert, experts, max_tiles,
     TILE_M: tl.constexpr, BINS: tl.constexpr, TILES_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Copy the tiles (`ops.sort`) of `experts` experts, renumbered from 0, to out.
+    """Copy the tiles (`ops.sort`) of experts [first_expert, first_expert + experts) to out.
 
-    These are the experts from first_expert on. Each program copies TILES_PER_PROGRAM tiles of
-    TILE_M rows; the first program also writes their number. BINS is a power of two >= first_expert
-    + experts.
+    In the copies, these experts are numbered from 0. Each program copies TILES_PER_PROGRAM tiles.
+    The first program also writes the total number of tiles.
+
+    TILE_M: rows per tile.
+    BINS: a power of two >= first_expert + experts.
     """
     expert = tl.arange(0, BINS)
     in_range = expert < first_expert + experts
     begin = tl.load(starts_ptr + expert, mask=in_range, other=0)
     end = tl.load(starts_ptr + expert + 1, mask=in_range, other=0)
-    counts = (end - begin + TILE_M - 1) // TILE_M
-    first = tl.sum(tl.where(expert < first_expert, counts, 0), axis=0)
-    count = tl.sum(tl.where(expert >= first_expert, counts, 0), axis=0)
+    tile_counts = (end - begin + TILE_M - 1) // TILE_M
+    first_tile = tl.sum(tl.where(expert < first_expert, tile_counts, 0), axis=0)
+    num_tiles = tl.sum(tl.where(expert >= first_expert, tile_counts, 0), axis=0)
     pid = tl.program_id(0)
     tile = pid * TILES_PER_PROGRAM + tl.arange(0, TILES_PER_PROGRAM)
-    in_use = tile < count
-    from_ptr = tiles_ptr + first + tile
+    in_use = tile < num_tiles
+    from_ptr = tiles_ptr + first_tile + tile
     tl.store(out_ptr + tile, tl.load(from_ptr, mask=in_use, other=0) - first_expert, mask=in_use)
     row = tl.load(from_ptr + max_tiles, mask=in_use, other=0)
     end_row = tl.load(from_ptr + 2 * max_tiles, mask=in_use, other=0)
     tl.store(out_ptr + max_tiles + tile, row, mask=in_use)
     tl.store(out_ptr + 2 * max_tiles + tile, end_row, mask=in_use)
     if pid == 0:
-        tl.store(out_ptr + 3 * max_tiles, count)
+        tl.store(out_ptr + 3 * max_tiles, num_tiles)

@@ -1,10 +1,10 @@
-"""Device functions of the gemv path: matrix-vector products without tensor cores.
+"""Device functions of the gemv path, which computes matrix-vector products without tensor cores.
 
-A program holds a tile (S, N, K) of weights: N rows and K columns for each of S pairs. A thread
-loads VEC adjacent values along K, multiplies them by those of the vector and adds them to one sum,
-so the sums are (S, N, K / VEC). The kernels are bound by reading weights, so they are written to
-have many bytes in flight. Weights whose N is contiguous are loaded along N instead
-(`n_major_sums`).
+A program loads a tile (S, N, K) of weights, which has N rows and K columns for each of S pairs. A
+thread loads VEC adjacent weights along K, multiplies them by the values of the vector, and adds
+the VEC products to one sum, so that the sums are (S, N, K / VEC). Loading weights limits the speed
+of the kernels, so they keep many bytes in flight. `n_major_sums` loads weights whose N is
+contiguous along N.
 """
 
 import triton
@@ -18,8 +18,8 @@ from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 def weights_to_float32(codes, ZERO_POINT: tl.constexpr):
     """Convert stored weights to float32, subtracting ZERO_POINT from integers.
 
-    Direct conversion of bytes is slow on a GPU. 0x4B400000 + n are the bits of 1.5 * 2^23 + n, so
-    an integer addition and a float subtraction convert n.
+    Direct conversion of bytes is slow on a GPU. The bits of the float 1.5 * 2^23 + n are 0x4B400000
+    + n, so an integer addition and a float subtraction convert n.
     """
     if codes.dtype == tl.int8 or codes.dtype == tl.uint8:
         bits = codes.to(tl.int32) + 0x4B400000
@@ -35,13 +35,13 @@ def step_sums(
     ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of stored weights by the vectors: return the sums (S, N, K / VEC).
+    """Multiply a tile of stored weights by the vectors, and return the sums (S, N, K / VEC).
 
-    codes: (S, N, K) stored weights.
+    codes: (S, N, K), stored weights.
     x: (S, K).
-    x_scale: (S, K / VEC), used if GROUP_K > 0. Weight scales and x_scale then multiply the sums.
+    x_scale: (S, K / VEC). If GROUP_K > 0, the sums are multiplied by weight scales and x_scale.
     scale_ptrs, zero_ptrs: (S, N or 1, K / VEC).
-    mask: of the same shape; excludes rows and K past the end, which have no scales.
+    mask: has the shape of scale_ptrs, and is False for rows and K out of bounds.
     """
     values = tl.reshape(weights_to_float32(codes, ZERO_POINT), (S, N, K // VEC, VEC))
     if HAS_ZERO:
@@ -62,12 +62,13 @@ def n_major_sums(
 ):  # fmt: skip
     """Multiply vectors (S, depth) by unquantized weights (S, depth, N) whose N is contiguous.
 
-    Return float32 (S, N). A thread loads adjacent columns and adds up its own elements of K; the
-    threads of a column are summed once, after the last step.
+    Return float32 (S, N). A thread loads adjacent columns and adds the products of its own elements
+    of K. The sums of the threads of a column are added once, after the last step.
 
-    x_ptrs, w_ptrs: (S, 1) and (S, 1, N), pointing at k = 0.
+    x_ptrs: (S, 1), pointing at k = 0.
+    w_ptrs: (S, 1, N), pointing at k = 0.
     K: elements of K per step, a multiple of STEP_ROWS.
-    STEP_ROWS: elements of K that the threads load at once, one each.
+    STEP_ROWS: elements of K that the threads of a column load at once, each thread one.
     """
     k = tl.arange(0, K)
     w_ptrs += (k * stride_bk)[None, :, None]
@@ -91,7 +92,7 @@ def quantize_groups(
 ):  # fmt: skip
     """Quantize x (S, K) with one scale per GROUP columns.
 
-    Returns the quantized values as float32 (S, K), and scales (S, K / VEC).
+    Return the quantized values as float32 (S, K), and the scales (S, K / VEC).
     """
     groups = tl.reshape(x, (S, K // GROUP, GROUP))
     scale = scale_of(max_nan(tl.abs(groups), 2), QMAX, MIN_SCALE)
@@ -106,8 +107,9 @@ def adapter_sums(
 ):  # fmt: skip
     """Return B u, float32 (S, N).
 
-    u_ptrs (S, 1) and b_ptrs (S, N, 1) point at rank index 0 of u and of the rows of B. R is a power
-    of two >= rank.
+    u_ptrs: (S, 1), pointing at element 0 of u.
+    b_ptrs: (S, N, 1), pointing at column 0 of the rows of B.
+    R: a power of two >= rank.
     """
     r = tl.arange(0, R)
     in_bounds = r < rank
@@ -118,6 +120,6 @@ def adapter_sums(
 
 @triton.jit
 def quantize_to_float32(x, scale, QMAX: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
-    """Round float32 x to TYPE with this scale, as `quantize_rows` does; return it as float32."""
+    """Quantize float32 x with this scale as `quantize_rows` does, and return it as float32."""
     q = quantized_values(x, tl.div_rn(1.0, scale), QMAX, ROUND)
     return q.to(TYPE).to(tl.float32)

@@ -1,4 +1,4 @@
-"""GEMM 2 of the gemv path: a program computes a block of hidden columns of one token."""
+"""Kernel of GEMM 2 of the gemv path. A program computes a block of hidden columns of one token."""
 
 import triton
 import triton.language as tl
@@ -51,12 +51,12 @@ def _add_step(
     TYPE: tl.constexpr, ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Add one K step to `sums` and return them.
+    """Add the products of one step along K to `sums` and return them.
 
-    codes: (S, N, BLOCK_K) stored weights.
-    h: (S, BLOCK_K), quantized here according to QUANT.
-    h_scale: (S,), the scales for QUANT "token", "tensor" and "static".
-    scale_mask: (S, SCALE_ROWS, 1), the rows whose scales exist.
+    codes: (S, N, BLOCK_K), stored weights.
+    h: (S, BLOCK_K). This function quantizes h according to QUANT.
+    h_scale: (S,), used if QUANT is "token", "tensor" or "static".
+    scale_mask: (S, SCALE_ROWS, 1), which rows have scales.
     """
     h = h.to(tl.float32)
     scales = tl.zeros((S, BLOCK_K // VEC), tl.float32)
@@ -99,24 +99,26 @@ def gemv_down_kernel(
 ):  # fmt: skip
     """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
 
-    Grid: (num_pairs / SLOTS * blocks of BLOCK_N columns,), tokens varying fastest. A program
+    Grid: (num_pairs / SLOTS * blocks of BLOCK_N columns,). The token varies fastest. A program
     computes BLOCK_N columns of one token. It processes S of the token's SLOTS pairs at once, and
-    sums pairs in order. With SLOTS = 1 there is no sum: every pair has an output row, zero if it is
+    adds pairs in order. If SLOTS = 1, every pair has an output row, which is zero if the pair is
     skipped.
 
     h_ptr: (num_pairs, depth), contiguous.
-    amax_ptr: `blocks` amax values of each pair's row of h.
+    amax_ptr: (num_pairs, blocks), the amax of each block of h.
     b_ptr: w, (e, hidden, depth). Weights of skipped pairs are not read.
     out_ptr: (num_pairs / SLOTS, hidden), contiguous.
-    QUANT: quantization of h: "none", or one scale per "token", "group" or "tensor", or the "static"
-        one at h_scale_ptr.
+    QUANT: how h is quantized:
+        "none": h is not quantized.
+        "token", "group", "tensor": with one scale per token, group or tensor.
+        "static": with the scale at h_scale_ptr.
     QMAX, ROUND, MIN_SCALE: see `quantize_rows`.
-    HAS_SCALES, GROUP_N, GROUP_K, SCALE_ROWS, ZERO_POINT, HAS_ZERO: as in `gemv_gate_up_kernel`.
+    HAS_SCALES, GROUP_N, GROUP_K, SCALE_ROWS, ZERO_POINT, HAS_ZERO: see `gemv_gate_up_kernel`.
     BLOCK_B: a power of two >= blocks.
     VEC: adjacent weights per load.
-    LORA: add B[slot of the pair's token, expert] @ u[p] before the bias.
+    LORA: whether B[slot of the pair's token, expert] @ u[p] is added before the bias.
     LORA_R: a power of two >= rank.
-    N_MAJOR, STEP_ROWS: as in `gemv_gate_up_kernel`.
+    N_MAJOR, STEP_ROWS: see `gemv_gate_up_kernel`.
     """
     TYPE: tl.constexpr = b_ptr.dtype.element_ty
     rows = num_pairs // SLOTS
@@ -140,7 +142,7 @@ def gemv_down_kernel(
         scale_mask = valid[:, None, None] & (scale_row < hidden)[None, :, None]
         if N_MAJOR:
             tl.static_assert(not HAS_SCALES and QUANT == "none")
-            # The ids are valid before the wait; see below.
+            # The ids are valid before the wait; the other branch explains why.
             if OVERLAP:
                 gdc_wait()
                 gdc_launch_dependents()
@@ -153,7 +155,7 @@ def gemv_down_kernel(
         else:
             codes = tl.load(w_ptrs, mask=row_mask & (k < depth)[None, None, :], other=0.0)
             # Load the first weights before waiting for h. The ids are valid here, because GEMM 1
-            # waited for them before it let this kernel start. See `pdl_wait`.
+            # waited for them before this kernel could start. See `pdl_wait`.
             if OVERLAP:
                 gdc_wait()
                 gdc_launch_dependents()

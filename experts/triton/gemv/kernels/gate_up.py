@@ -1,4 +1,7 @@
-"""GEMM 1 of the gemv path: a program computes a block of intermediate columns of one pair."""
+"""Kernel of GEMM 1 of the gemv path.
+
+A program computes a block of intermediate columns of one pair.
+"""
 
 import triton
 import triton.language as tl
@@ -19,7 +22,7 @@ from modular_kernel.ops.kernels.quantize import scale_of
 
 @triton.jit
 def _rows_amax(x_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R: tl.constexpr):
-    """Return the largest magnitude in the `rows` rows from x_ptr on."""
+    """Return the largest magnitude in `rows` rows, the first of which is at x_ptr."""
     amax = tl.zeros((BLOCK_R,), tl.float32)
     column = tl.arange(0, BLOCK_R)
     for _ in range(rows):
@@ -37,10 +40,10 @@ def _step_input(
     QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
     TYPE: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Return x (BLOCK_K,) as float32 (1, BLOCK_K), quantized according to QUANT, and its scales.
+    """Quantize x (BLOCK_K,) according to QUANT. Return it as float32 (1, BLOCK_K), and its scales.
 
-    The scales are (1, BLOCK_K / VEC), one per group. They are not used if x has one scale per token
-    or tensor, or none.
+    The scales are (1, BLOCK_K / VEC), and have the scale of each value's group. The caller does not
+    use them if x has one scale per token or tensor, or no scale.
     """
     x = x.to(tl.float32)[None, :]
     scales = tl.zeros((1, BLOCK_K // VEC), tl.float32)
@@ -68,9 +71,9 @@ def _add_step(
     TYPE: tl.constexpr, ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, GATED: tl.constexpr,
     GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Add one K step to gate and up, and return them.
+    """Add the products of one step along K to gate and up, and return gate and up.
 
-    scale_mask: (SCALE_ROWS,), the rows whose scales exist.
+    scale_mask: (SCALE_ROWS,), which rows have scales.
     """
     x, scales = _step_input(
         x, x_scale_ptr, start, hidden, x_scale, stride_xsk,
@@ -99,10 +102,10 @@ def _n_major_products(
     GATED: tl.constexpr, ROW_STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STEP_ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return gate and up (1, BLOCK_N) of columns `first` on, for weights whose N is contiguous.
+    """Return gate and up (1, BLOCK_N) of columns from `first`, for weights with contiguous N.
 
-    Alternating gate and up columns are adjacent, so they are loaded as one run of columns.
-    Otherwise there are SIDES runs, which are up_offset apart.
+    If gate and up columns alternate, they are loaded as one run of adjacent columns. Otherwise gate
+    and up are SIDES runs, which are up_offset apart.
     """
     PAIRS: tl.constexpr = GATED and ROW_STEP == 2
     SIDES: tl.constexpr = 2 if GATED and not PAIRS else 1
@@ -148,30 +151,34 @@ def gemv_gate_up_kernel(
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
     Grid: (num_pairs, blocks of BLOCK_N columns + 1). A program computes BLOCK_N columns of one
-    pair. In the extra block, the program of pair 0 counts invalid ids, in steps of BLOCK_P.
+    pair. In the extra block, the program of pair 0 counts invalid ids, BLOCK_P at a time.
 
     x_ptr: (num_pairs / TOP_K, hidden).
     b_ptr: w, (e, rows, hidden). Column n uses row n * ROW_STEP and, if GATED, also row n *
-        ROW_STEP + up_row for up, which is up_offset elements further.
-    h_ptr: (num_pairs, intermediate), contiguous; rows of skipped pairs are not written.
-    amax_ptr: (num_pairs, blocks); if STORE_AMAX, the largest magnitude of each block of h.
+        ROW_STEP + up_row for up, which is up_offset elements after the first row.
+    h_ptr: (num_pairs, intermediate), contiguous. Rows of skipped pairs are not written.
+    amax_ptr: (num_pairs, blocks). If STORE_AMAX, the kernel writes the largest magnitude of each
+        block of h.
     QUANT: how x is quantized:
-        "none": it is not.
+        "none": x is not quantized.
         "prequantized": before the launch, with the scales at x_scale_ptr.
-        "token", "group", "tensor": in this kernel, with one scale each.
+        "token", "group", "tensor": in this kernel, with one scale per token, group or tensor.
         "static": in this kernel, with the scale at x_scale_ptr.
     QMAX, ROUND, MIN_SCALE: see `quantize_rows`.
-    BLOCK_R: columns of x per step of its amax.
-    HAS_SCALES: weights have scales, one per GROUP_N rows and GROUP_K columns (0: all of K).
-    SCALE_ROWS: 1 if all BLOCK_N rows share a scale, else BLOCK_N.
-    HAS_ZERO: integer weights have zero points. Otherwise ZERO_POINT is subtracted from all of them.
-    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
+    BLOCK_R: columns of x that each step of its amax reads.
+    HAS_SCALES: whether weights have scales, one per GROUP_N rows and GROUP_K columns. If GROUP_K is
+        0, the scale is for all of K.
+    SCALE_ROWS: 1 if all BLOCK_N rows share a scale, otherwise BLOCK_N.
+    HAS_ZERO: whether integer weights have zero points. If not, ZERO_POINT is subtracted from all
+        weights.
+    KIND, ALPHA, LIMIT: see `ops.kernels.activation`.
     VEC: adjacent weights per load.
     STAGES: stages of the software pipeline.
-    LORA: add B[slot of p's token, expert] @ u[p] before weight, bias and activation.
-    U_UP: offset from the columns of u for gate to those for up.
+    LORA: whether B[slot of p's token, expert] @ u[p] is added before weight, bias and activation.
+    U_UP: offset from the columns of u for gate to the columns for up.
     LORA_R: a power of two >= rank.
-    N_MAJOR: the weights are not quantized, stride_bn is 1, and a thread loads adjacent columns.
+    N_MAJOR: whether a thread loads adjacent columns. The weights are then not quantized, and
+        stride_bn is 1.
     STEP_ROWS: see `n_major_sums`.
     """
     pdl_wait(OVERLAP)
@@ -224,7 +231,7 @@ def gemv_gate_up_kernel(
             x_scale = scale_of(amax, QMAX, MIN_SCALE)
         elif QUANT == "static" or (QUANT == "prequantized" and GROUP_K == 0):
             x_scale = tl.load(x_scale_ptr)
-        # Scales and zero points: one per row, or one for all rows.
+        # Each row has a scale and a zero point, or all rows share one.
         scale_column = block * BLOCK_N + tl.arange(0, SCALE_ROWS)
         scale_mask = scale_column < intermediate
         scale_row = scale_column * ROW_STEP

@@ -1,6 +1,7 @@
-"""GEMM 2 of the gemv_tma path: a tile has some weight rows of each expert of a token.
+"""Kernel of GEMM 2 of the gemv_tma path. A tile has some weight rows of each expert of a token.
 
-Persistent programs loop over work items, each a token and a block of 64 / SLOTS hidden columns.
+Persistent programs loop over work items. An item is a token and a block of 64 / SLOTS hidden
+columns.
 """
 
 from triton.experimental import gluon
@@ -40,7 +41,7 @@ def _load(
     num_experts, num_local, scale_rows, scale_groups,
     BLOCK_SCALES: gl.constexpr, HAS_MAP: gl.constexpr, TOP_K: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: load the weight panels of this program's work items by TMA."""
+    """Run the producer warp, which loads the weight panels of the work items with TMA."""
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // full.shape[0]
     ROWS_PER_SLOT: gl.constexpr = ROWS // SLOTS
     step = 0
@@ -59,7 +60,8 @@ def _load(
             num_valid += (local >= 0).to(gl.int32)
         for start in range(0, depth, PANELS_PER_STAGE * PANEL):
             stage, full_barrier = wait_empty_stage(step, full, empty)
-            # One expect per stage: one for each of 8 slots cost 10 to 22 us per layer (H200).
+            # There is one expect per stage. With one for each of 8 slots, a layer took 10 to 22 us
+            # longer (H200).
             if num_valid == TOP_K:
                 mbarrier.expect(full_barrier, TOP_K * PANELS_PER_STAGE * ROWS_PER_SLOT * PANEL)
             else:
@@ -69,7 +71,7 @@ def _load(
                         count * (PANELS_PER_STAGE * ROWS_PER_SLOT * PANEL),
                         pred=num_valid == count,
                     )
-            # Rows of skipped pairs are not loaded. A branch is faster than predicates, which cost
+            # Rows of skipped pairs are not loaded. A branch is faster than predicates, which take
             # time even if no pair is skipped.
             for slot in gl.static_range(TOP_K):
                 if experts[slot] >= 0:
@@ -90,8 +92,8 @@ def _store_pairs(
 ):  # fmt: skip
     """Quantize the rows of h of a token's pairs and store them to shared memory.
 
-    Return their scales (8,), which are 1 if BLOCK_SCALES. The rows of skipped pairs may contain
-    anything; results computed from them are discarded.
+    Return the scales of the rows, (8,). They are 1 if BLOCK_SCALES. The rows of skipped pairs may
+    have any contents, because results computed from them are discarded.
     """
     AMAX: gl.constexpr = gl.BlockedLayout([SLOTS, 1], [1, 32], [1, 4], [1, 0])
     AMAX_ROWS: gl.constexpr = gl.SliceLayout(1, AMAX)
@@ -125,10 +127,10 @@ def _compute(
     BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Run the consumer warpgroup: multiply, sum over the pairs of a token, and store."""
+    """Run the consumer warpgroup, which multiplies, sums over the pairs of a token, and stores."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
     ROWS_PER_SLOT: gl.constexpr = ROWS // SLOTS
-    # The producer already loads weights; h is valid only after this wait.
+    # h is valid only after this wait. The producer warp loads weights meanwhile.
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -160,7 +162,7 @@ def _compute(
             w_scale = gl.load(ptrs, mask=in_bounds, other=0.0)
         if HAS_BIAS:
             bias = gl.load(bias_ptr + expert * hidden + column, mask=in_bounds, other=0.0)
-        # The router weight of a skipped pair may be anything, including NaN.
+        # The router weight of a skipped pair may have any value, including NaN.
         weight = gl.load(weights_ptr + pair, mask=in_bounds, other=0.0)
         acc, step = multiply(
             ring, vectors, scales, full, empty, step, depth, ptrs, in_bounds, BLOCK_SCALES
@@ -192,23 +194,26 @@ def gemv_tma_down_kernel(
 ):  # fmt: skip
     """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
 
-    Any number of programs share the work items (token, block of 64 / SLOTS columns). A tile of the
-    MMA has 64 weight rows: those of the block, for each of SLOTS experts. SLOTS is TOP_K rounded up
-    to a power of two, at most 8.
+    The work items (token, block of 64 / SLOTS columns) are shared by any number of programs. A tile
+    of the MMA has 64 weight rows, which are the rows of the block for each of SLOTS experts.
 
     w_desc: (experts * hidden, depth) fp8, in boxes of 64 / SLOTS rows and 128 bytes. Weights of
         skipped pairs are not read.
-    h_ptr: (num_tokens * TOP_K, depth), contiguous. It is quantized here: if BLOCK_SCALES, with one
-        scale per 128 values; otherwise with one per pair, from its amax_blocks values in amax.
-    w_scale_ptr: if BLOCK_SCALES, (experts, scale_rows, scale_groups), one per 128 x 128 block;
-        otherwise (experts, hidden).
+    h_ptr: (num_tokens * TOP_K, depth), contiguous. The kernel quantizes h: with one scale per 128
+        values if BLOCK_SCALES; otherwise with one scale per pair, from its amax_blocks values in
+        amax.
+    amax_ptr: (num_tokens * TOP_K, amax_blocks), the maximum absolute value of each block of h.
+    w_scale_ptr: (experts, scale_rows, scale_groups), with one scale per 128 x 128 block, if
+        BLOCK_SCALES; otherwise (experts, hidden).
     weights_ptr: (num_tokens * TOP_K,) float32, the router weights.
     bias_ptr: (experts, hidden).
     out_ptr: (num_tokens, hidden), contiguous.
+    SLOTS: TOP_K rounded up to a power of two, at most 8.
     QMAX, MIN_SCALE: see `quantize_rows`.
     BLOCKS: a power of two >= amax_blocks.
-    PIECES: pieces of 1024 values in a row of h. The ring has STAGES stages of PANELS_PER_STAGE
-        panels (see `pipeline`).
+    PIECES: number of pieces of 1024 values in a row of h.
+    STAGES: stages of the ring (see `pipeline`).
+    PANELS_PER_STAGE: panels per stage of the ring.
     """
     ring, full, empty = make_ring(w_desc.dtype, STAGES, PANELS_PER_STAGE)
     vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)

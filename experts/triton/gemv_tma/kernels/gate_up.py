@@ -1,4 +1,4 @@
-"""GEMM 1 of the gemv_tma path: persistent programs over pairs and blocks of columns."""
+"""Kernel of GEMM 1 of the gemv_tma path. Persistent programs loop over pairs and column blocks."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,7 +30,7 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantize import scale_of
 from modular_kernel.replay.launch.triton_versions import load_box
 
-_COLUMNS = gl.constexpr(32)  # output columns per tile, with as many gate as up rows
+_COLUMNS = gl.constexpr(32)  # output columns per tile, which has 32 gate rows and 32 up rows
 _GATE_UP_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0]))
 _BLOCK_IDS = gl.constexpr(128)
 _IDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -38,10 +38,10 @@ _IDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @gluon.jit
 def _item(index, num_pairs, intermediate, TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr):
-    """Return the pair and block of a work item, and the first token of its group.
+    """Return the pair and the column block of a work item, and the first token of its group.
 
-    Items are ordered by group of TOKENS_IN_GROUP tokens, whose vectors are in shared memory at
-    once, then by block, then by pair.
+    A group is TOKENS_IN_GROUP tokens whose vectors are in shared memory at the same time. Items are
+    ordered by group, then by block, then by pair.
     """
     blocks = gl.cdiv(intermediate, _COLUMNS)
     group = index // (TOKENS_IN_GROUP * TOP_K * blocks)
@@ -59,7 +59,7 @@ def _load(
     HAS_MAP: gl.constexpr,
     STEP: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: load the weight panels of this program's work items by TMA."""
+    """Run the producer warp, which loads the weight panels of the work items with TMA."""
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // full.shape[0]
     HALF: gl.constexpr = w_desc.block_type.shape[0]
     step = 0
@@ -114,9 +114,9 @@ def _store_tokens(
     QMAX: gl.constexpr,
     MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Store the vectors of a group of tokens to shared memory; return their scales, (8,).
+    """Store the vectors of a group of tokens to shared memory.
 
-    The scales are 1 if BLOCK_SCALES.
+    Return the scales of the vectors, (8,). They are 1 if BLOCK_SCALES.
     """
     PIECES: gl.constexpr = vectors.shape[0]
     rows = first_token + gl.arange(0, TOKENS_IN_GROUP, vector_row_layout(TOKENS_IN_GROUP))
@@ -148,7 +148,7 @@ def _compute(
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
     BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Run the consumer warpgroup: multiply, activate and store."""
+    """Run the consumer warpgroup, which multiplies, applies the activation and stores h."""
     if gl.program_id(0) == 0:
         _count_invalid(ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP)
     vector = gl.arange(0, VECTORS, gl.SliceLayout(0, ACC))
@@ -172,7 +172,7 @@ def _compute(
                 w_row = block * ROWS + row
             else:
                 w_row = block * _COLUMNS + row % _COLUMNS + row // _COLUMNS * up_rows
-            # Rows of the last block past the end of the expert are not stored.
+            # Rows of the last block that are past the end of the expert are not stored.
             in_bounds = w_row < w_rows
             row_offset = local.to(gl.int64) * w_rows + w_row
             ptrs = w_scale_ptr + row_offset
@@ -224,23 +224,26 @@ def gemv_tma_gate_up_kernel(
 ):  # fmt: skip
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
-    Any number of programs share the work items (pair, block of 32 columns). A tile of the MMA has
-    64 weight rows: 32 gate and 32 up rows. The first program also counts invalid ids.
+    The work items (pair, block of 32 columns) are shared by any number of programs. A tile of the
+    MMA has 64 weight rows: 32 gate rows and 32 up rows. The first program also counts invalid ids.
 
     w_desc: (experts * w_rows, hidden) fp8, in boxes of 128 bytes. With STEP 1, up rows are up_rows
-        after gate rows, and a box has 32 rows; with STEP 2 they are interleaved, and a box has 64.
-    x_ptr: (num_pairs / TOP_K, hidden). TOKENS_IN_GROUP tokens, a power of two up to 8, are in
-        shared memory at once.
-    h_ptr: (num_pairs, intermediate), contiguous; rows of skipped pairs are not written.
-    QUANT: "prequantized": x is fp8, with scales; otherwise x is quantized here, with one scale per
-        "token" or per "group" of 128.
+        after gate rows, and a box has 32 rows. With STEP 2, gate and up rows are interleaved, and a
+        box has 64 rows.
+    x_ptr: (num_pairs / TOP_K, hidden).
+    h_ptr: (num_pairs, intermediate), contiguous. Rows of skipped pairs are not written.
+    TOKENS_IN_GROUP: number of tokens that are in shared memory at the same time, a power of two up
+        to 8.
+    QUANT: "prequantized" if x is fp8 and has scales. Otherwise the kernel quantizes x, with one
+        scale per token ("token") or per 128 values ("group").
     QMAX, MIN_SCALE: see `quantize_rows`.
-    BLOCK_SCALES: w_scale is (experts, scale_rows, scale_groups), one per 128 x 128 block. Otherwise
-        it is (experts, w_rows), and the amax of each block of h is written to amax (num_pairs,
-        blocks).
+    BLOCK_SCALES: whether w_scale is (experts, scale_rows, scale_groups), with one scale per 128 x
+        128 block. Otherwise w_scale is (experts, w_rows), and the maximum absolute value of each
+        block of h is written to amax, (num_pairs, blocks).
     KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
-    PIECES: pieces of 1024 values in a row of x. The ring has STAGES stages of PANELS_PER_STAGE
-        panels (see `pipeline`).
+    PIECES: number of pieces of 1024 values in a row of x.
+    STAGES: stages of the ring (see `pipeline`).
+    PANELS_PER_STAGE: panels per stage of the ring.
     """
     ring, full, empty = make_ring(w_desc.dtype, STAGES, PANELS_PER_STAGE)
     vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)

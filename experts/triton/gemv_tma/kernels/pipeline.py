@@ -1,11 +1,12 @@
-"""Device functions of the gemv_tma path: fp8 weights through a ring in shared memory (sm_90).
+"""Device functions of the gemv_tma path, which load fp8 weights through a ring in shared memory.
 
-With a few tokens, reading weights takes all the time. A producer warp only issues TMA loads, as far
-ahead as the ring has stages. A consumer warpgroup runs the MMAs, whose M is 64 weight rows and
-whose N is eight vectors (of tokens, or of the pairs of one token).
+With a few tokens, almost all of the time is spent reading weights. A producer warp only issues TMA
+loads, as far ahead as the ring has stages. A consumer warpgroup runs the MMAs. M of the MMAs is 64
+weight rows, and N is eight vectors, which are tokens or the pairs of one token.
 
-A stage of the ring has some panels, each 64 weight rows by 128 bytes along K. The vectors stay in
-shared memory over all of K, in pieces of 1024 values (8 panels), with one scale per 128 values.
+A stage of the ring has some panels. A panel is 64 weight rows by 128 bytes along K. The vectors
+stay in shared memory for all of K, in pieces of 1024 values (8 panels), with one scale per 128
+values. The functions are for sm_90.
 """
 
 import triton.language as tl
@@ -18,23 +19,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from experts.triton.kernels.gluon_ring import barriers
+from experts.triton.kernels.gluon_ring import allocate_barriers
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 from modular_kernel.replay.launch.triton_versions import reinterpret
 
 ROWS = gl.constexpr(64)  # weight rows per tile
-VECTORS = gl.constexpr(8)
-PANEL = gl.constexpr(128)
+VECTORS = gl.constexpr(8)  # vectors in shared memory
+PANEL = gl.constexpr(128)  # values along K per panel
 PANELS = gl.constexpr(8)  # panels per piece
-PIECE = gl.constexpr(1024)
+PIECE = gl.constexpr(1024)  # values per piece
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-ACC = gl.constexpr(
-    gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
-)  # layout of the accumulator (ROWS, VECTORS)
+# The layout of the accumulator (ROWS, VECTORS).
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-_MAX_PIECES_IN_REGISTERS = gl.constexpr(28)  # pieces kept in registers, 8 values per thread each
+# A piece takes 8 values per thread.
+_MAX_PIECES_IN_REGISTERS = gl.constexpr(28)
 
 
 @gluon.constexpr_function
@@ -51,7 +52,7 @@ def vector_row_layout(rows):
 
 @gluon.jit
 def _load_piece(row_ptrs, stride, row_mask, depth, piece):
-    """Load piece `piece` (R, 1024) of the rows at row_ptrs (R,), with 0 past `depth`."""
+    """Load piece `piece` (R, 1024) of the rows at row_ptrs (R,). Values past `depth` are 0."""
     NUM_ROWS: gl.constexpr = row_ptrs.shape[0]
     k = gl.arange(0, PIECE, gl.SliceLayout(0, vector_layout(NUM_ROWS)))[None, :]
     k_offset = piece * PIECE + k
@@ -61,9 +62,9 @@ def _load_piece(row_ptrs, stride, row_mask, depth, piece):
 
 @gluon.jit
 def load_pieces(row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
-    """Load all pieces of the rows at once, so that all loads are in flight together.
+    """Load all pieces of the rows, so that all loads are in flight at the same time.
 
-    Return () if they do not fit in registers; each piece is then loaded when it is needed.
+    Return () if the pieces do not fit in registers. Each piece is then loaded when it is needed.
     """
     FITS_IN_REGISTERS: gl.constexpr = row_ptrs.shape[0] * PIECES <= _MAX_PIECES_IN_REGISTERS
     pieces = ()
@@ -75,7 +76,7 @@ def load_pieces(row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
 
 @gluon.jit
 def row_amax(pieces, row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
-    """Return the largest magnitude of each row, (R,).
+    """Return the maximum absolute value of each row, (R,).
 
     pieces: the result of `load_pieces`.
     """
@@ -93,7 +94,7 @@ def row_amax(pieces, row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
 
 @gluon.jit
 def repeat_rows(values):
-    """Repeat each row of (R, K) 8 / R times, to (8, K)."""
+    """Repeat each row of `values` (R, K) 8 / R times; return (8, K)."""
     for _ in gl.static_range(3):
         if values.shape[0] < VECTORS:
             doubled = gl.join(values, values).permute((0, 2, 1))
@@ -103,7 +104,7 @@ def repeat_rows(values):
 
 @gluon.jit
 def repeat_scales(values):
-    """Repeat (R,) to (8,) as `repeat_rows` does, in the layout of the accumulator columns."""
+    """Repeat `values` (R,) to (8,) like `repeat_rows`, in the layout of the accumulator columns."""
     NUM_ROWS: gl.constexpr = values.shape[0]
     LAYOUT: gl.constexpr = vector_layout(NUM_ROWS)
     column = gl.arange(0, VECTORS, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -118,7 +119,7 @@ def _store_piece(
     vectors, scales, piece, values, inverse,
     QUANT: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Quantize values (R, 1024) according to QUANT and store them; see `store_vectors`."""
+    """Quantize values (R, 1024) according to QUANT and store them. See `store_vectors`."""
     NUM_ROWS: gl.constexpr = values.shape[0]
     if QUANT == "group":
         groups = values.to(gl.float32).reshape((NUM_ROWS, PANELS, PANEL))
@@ -139,13 +140,14 @@ def store_vectors(
 ):  # fmt: skip
     """Write the rows at row_ptrs (R,) to `vectors` (pieces, 8, 1024) in shared memory.
 
-    Rows are repeated as by `repeat_rows`. Values of a row are `stride` apart; past `depth`, 0 is
-    written. If BLOCK_SCALES, their scales are written to `scales` (pieces, 8 panels, 8).
+    Rows are repeated as by `repeat_rows`. The values of a row are `stride` apart. 0 is written for
+    values past `depth`. If BLOCK_SCALES, the scales of the values are written to `scales` (pieces,
+    8 panels, 8).
 
     pieces: the result of `load_pieces`.
-    QUANT: "prequantized": the rows are quantized, with scales per group at scale_ptrs (R,),
-        stride_scale apart. "token": quantize by multiplying with `inverse` (R,). "group": quantize
-        with a scale per 128 values.
+    QUANT: "prequantized": the rows are already quantized. With BLOCK_SCALES, the scales of their
+        groups are at scale_ptrs (R,), stride_scale apart. "token": quantize by multiplying with
+        `inverse` (R,). "group": quantize with one scale per 128 values.
     """
     PIECES: gl.constexpr = vectors.shape[0]
     if len(pieces) > 0:
@@ -179,9 +181,9 @@ def _panel(vectors, index):
 
 @gluon.jit
 def _multiply_unscaled(ring, vectors, full, empty, step, depth):
-    """Multiply a tile of weights by the vectors; return the sums (64, 8) and the next step.
+    """Multiply a tile of weights by the vectors; return the accumulators (64, 8) and the next step.
 
-    `step` counts the stages that this program has consumed.
+    step: the number of stages that this program has consumed.
     """
     STAGES: gl.constexpr = full.shape[0]
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // STAGES
@@ -206,7 +208,7 @@ def _multiply_unscaled(ring, vectors, full, empty, step, depth):
 
 @gluon.jit
 def _weight_scales(ptrs, start, depth, mask, PANELS_PER_STAGE: gl.constexpr):
-    """Load the weight scales (64,) of each panel of a stage, with 0 past the end of K."""
+    """Load the weight scales (64,) of each panel of a stage. Scales past the end of K are 0."""
     scales = ()
     for p in gl.static_range(PANELS_PER_STAGE):
         in_bounds = start + p * PANEL < depth
@@ -216,10 +218,11 @@ def _weight_scales(ptrs, start, depth, mask, PANELS_PER_STAGE: gl.constexpr):
 
 @gluon.jit
 def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask):
-    """Multiply like `_multiply_unscaled`, scaling the partial sums of each panel.
+    """Like `_multiply_unscaled`, but scale the partial sums of each panel.
 
-    ptrs (64,) point at the first weight scale of each row. The scales of the vectors are in shared
-    memory.
+    scales: the scales of the vectors, in shared memory.
+    ptrs: (64,), pointers to the first weight scale of each row.
+    mask: (64,), the mask of these rows.
     """
     STAGES: gl.constexpr = full.shape[0]
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // STAGES
@@ -227,7 +230,7 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask
     zero = gl.zeros((ROWS, VECTORS), gl.float32, ACC)
     weight_scales = _weight_scales(ptrs, 0, depth, mask, PANELS_PER_STAGE)
     for start in range(0, depth, PANELS_PER_STAGE * PANEL):
-        # Issued before waiting for the weights of this stage.
+        # The loads are issued before the wait for the weights of this stage.
         next_scales = _weight_scales(
             ptrs, start + PANELS_PER_STAGE * PANEL, depth, mask, PANELS_PER_STAGE
         )
@@ -258,9 +261,10 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask
 
 @gluon.jit
 def prefetch_scales(ptr, count):
-    """Prefetch `count` scales from `ptr` on to L1, so that the consumer does not wait for memory.
+    """Prefetch `count` scales, which start at `ptr`, to L1.
 
-    For the producer warp, whose 32 lanes prefetch 8 scales each.
+    The producer warp calls this function, so that the consumer warpgroup need not wait for memory.
+    Each of its 32 lanes prefetches 8 scales.
     """
     offset = gl.arange(0, 32, _LANES) * 8
     gl.inline_asm_elementwise(
@@ -277,9 +281,9 @@ def prefetch_scales(ptr, count):
 def multiply(
     ring, vectors, scales, full, empty, step, depth, ptrs, mask, BLOCK_SCALES: gl.constexpr
 ):  # fmt: skip
-    """Multiply a tile of weights by the vectors; return the sums (64, 8) and the next step.
+    """Multiply a tile of weights by the vectors; return the accumulators (64, 8) and the next step.
 
-    If BLOCK_SCALES, the sums are scaled; see `_multiply_scaled`.
+    If BLOCK_SCALES, the partial sums are scaled (see `_multiply_scaled`).
     """
     if BLOCK_SCALES:
         sums, step = _multiply_scaled(
@@ -294,13 +298,13 @@ def multiply(
 def make_ring(dtype: gl.constexpr, STAGES: gl.constexpr, PANELS_PER_STAGE: gl.constexpr):
     """Allocate a ring of STAGES stages of PANELS_PER_STAGE panels, and its barriers."""
     ring = gl.allocate_shared_memory(dtype, [STAGES * PANELS_PER_STAGE, ROWS, PANEL], SWIZZLED)
-    full, empty = barriers(STAGES, 1)
+    full, empty = allocate_barriers(STAGES, 1)
     return ring, full, empty
 
 
 @gluon.jit
 def wait_empty_stage(step, full, empty):
-    """Wait for an empty stage of the ring; return its index and its full barrier."""
+    """Wait for an empty stage of the ring; return the index and the full barrier of the stage."""
     STAGES: gl.constexpr = full.shape[0]
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)

@@ -1,25 +1,25 @@
-"""Device functions of the gemv_w4 path: a vector times 4-bit weights, through registers only.
+"""Device functions of the gemv_w4 path, which multiply a vector by 4-bit weights in registers.
 
 In each step, a warp multiplies one block of every row that it owns. A block is CHUNKS * 128 weights
 along K. A chunk is 128 weights of a row: 16 adjacent bytes in each of four lanes. A lane unpacks
-its own words, which are its part of an MMA operand, so weights never move between lanes. Loaded
-tensors therefore start with axes of 4 and 8, the lanes of a warp, followed by WARPS, the warps of a
-program.
+its own words, which are its part of an MMA operand, so weights never move between lanes. The first
+two axes of loaded tensors are therefore the lanes of a warp, 4 and 8. The third axis is WARPS, the
+warps of a program.
 
 A slot is the part of a chunk that shares a scale, or the whole chunk. The vector is the right
-operand of the MMA, which has eight columns. Each column is for one slot: it has the values of x in
-that slot, and zeros elsewhere. The MMA thus computes the sums of all slots separately; they are
-scaled and then added.
+operand of the MMA, which has eight columns. Each column is for one slot: it holds the values of x
+in that slot, and zeros elsewhere. The MMA therefore computes a separate sum for each slot. The sums
+are scaled and then added.
 
-An MMA has 16 weight rows. If a program has only 8, HALVES = 2: rows 0 to 7 of the MMA hold the
-first half of the block, and rows 8 to 15 the second half of the same rows. In each row, only the
-columns of the slots in its own half are used.
+An MMA has 16 weight rows. If a program has only 8 weight rows, HALVES is 2: rows 0 to 7 of the MMA
+hold the first half of the block, and rows 8 to 15 hold the second half of the same weight rows. In
+each row, only the columns of the slots in its own half are used.
 """
 
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.operands_w4 import rows_of, scale_values
+from experts.triton.kernels.operands_w4 import scale_values, weight_row_indices
 from experts.triton.kernels.unpack_w4 import (
     USE_INLINE_ASM,
     is_e2m1,
@@ -40,10 +40,10 @@ def slots_of_chunk(group: int) -> int:
 def issue_loads(WARPS: tl.constexpr):
     """Return 0, but only after all preceding loads have been issued.
 
-    The compiler would otherwise delay loads until registers are free for their results, too late to
-    hide their latency. A barrier stops it: no load moves behind the barrier, and no code that uses
-    the barrier's result moves before it. The barrier joins two warps only; barrier 0 is reserved
-    for the whole program.
+    Otherwise, the compiler would delay loads until registers are free for their results, which is
+    too late to hide their latency. A barrier prevents this: no load moves behind the barrier, and
+    no code that uses the result of the barrier moves before it. The barrier joins only two warps.
+    Barrier 0 is reserved for the whole program.
     """
     zero = 0
     if USE_INLINE_ASM:
@@ -58,18 +58,18 @@ def issue_loads(WARPS: tl.constexpr):
 
 
 @triton.jit
-def rows_of_lanes(
+def lane_row_indices(
     first, count, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Return two terms whose sum is the weight row, as `rows_of` does.
+    """Return the weight rows as two summands; see `weight_row_indices`.
 
-    The first is per lane, (1, 8, 1, 1), the second per group of eight rows, (1, 1 or 8, 1, ROWS /
-    8).
+    The first summand has one value per lane, (1, 8, 1, 1). The second one has one value per group
+    of eight rows, (1, 1 or 8, 1, ROWS / 8).
     """
     lane = tl.arange(0, 8)[None, :, None, None]
     group = tl.arange(0, ROWS // 8)[None, None, None, :] * 8
-    return rows_of(first, count, lane, group, STEP, UP_ROW, BLOCK_N, EVEN_N)
+    return weight_row_indices(first, count, lane, group, STEP, UP_ROW, BLOCK_N, EVEN_N)
 
 
 @triton.jit
@@ -77,18 +77,18 @@ def load_words(
     ptr, offset, chunk, in_bounds, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Load a block of each row, or half of one, as words: int32 (4, 8, WARPS, ROWS / 8, CHUNKS, 4).
+    """Load a block, or half of a block, of each row as int32 (4, 8, WARPS, ROWS / 8, CHUNKS, 4).
 
-    ptr: an int32 pointer, or one per lane.
-    offset: offsets of the rows in words, two terms of `rows_of_lanes`.
+    ptr: an int32 pointer, or one int32 pointer per lane.
+    offset: offsets of the rows in words, as two summands of `lane_row_indices`.
     chunk: index of the first chunk of the block, (1 or 4, 1 or 8, WARPS, 1).
-    in_bounds: whether to read the block; of the same shape.
+    in_bounds: whether to read the block, with the same shape as `chunk`.
     """
     lane = tl.arange(0, 4)[:, None, None, None]
     half = tl.arange(0, HALVES)[None, None, None, :] * CHUNKS
     chunk_index = tl.arange(0, CHUNKS)[None, None, None, None, :, None]
     word = tl.arange(0, 4)[None, None, None, None, None, :]
-    # One base address per lane; the other offsets from it are known at compile time.
+    # There is one base address per lane. The offsets from it are known at compile time.
     base_ptrs = ptr + (offset[0] + (chunk * 16 + lane * 4))
     static_offset = (offset[1] + half * 16)[:, :, :, :, None, None]
     ptrs = base_ptrs[:, :, :, :, None, None] + (static_offset + (chunk_index * 16 + word))
@@ -114,7 +114,7 @@ def _slot_mask(
 
 @triton.jit
 def _load_slots(ptr, offset, chunk, slot, mask, SLOTS: tl.constexpr, GROUP_K: tl.constexpr):
-    """Load the scales or zero points of one slot, or of several; see `load_by_slot`."""
+    """Load the scales or zero points of one or more slots. See `load_by_slot`."""
     if GROUP_K == 128 // SLOTS:
         group = chunk * SLOTS + slot
     else:
@@ -127,17 +127,17 @@ def load_by_slot(
     ptr, offset, chunk, in_bounds, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, PAIRED_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Load scales or zero points, one per row and slot: (4, 8, WARPS, ROWS / 8, 2).
+    """Load scales or zero points, one per row and slot, as (4, 8, WARPS, ROWS / 8, 2).
 
-    They are 0 for slots past the block or half. If PAIRED_SCALES, two slots are loaded at once.
-    Otherwise they are loaded separately, because a single load would get another layout, from which
-    the values move through shared memory.
+    The result is 0 for slots past the block or half. If PAIRED_SCALES, two slots are loaded at
+    once. Otherwise, they are loaded separately: a single load would get another layout, from which
+    the values would have to move through shared memory.
 
     ptr, offset, chunk, in_bounds: as in `load_words`.
     """
     slot = (tl.arange(0, 4) * 2)[:, None, None, None]
     mask = _slot_mask(chunk, in_bounds, slot, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
-    if PAIRED_SCALES:  # both slots are inside or neither is
+    if PAIRED_SCALES:  # either both slots are inside, or neither is
         two = tl.arange(0, 2)[None, None, None, None, :]
         first = ptr + (offset[0] + (chunk * SLOTS + slot))
         ptrs = first[:, :, :, :, None] + (offset[1][:, :, :, :, None] + two)
@@ -152,7 +152,7 @@ def load_by_slot(
 
 @triton.jit
 def to_slot_layout(values):
-    """Reshape (4, 8, WARPS, ROWS / 8, 2) to (WARPS, ROWS, 8), the shape of sums per slot."""
+    """Reshape (4, 8, WARPS, ROWS / 8, 2) to (WARPS, ROWS, 8), the shape of the sums per slot."""
     warps: tl.constexpr = values.shape[2]
     groups: tl.constexpr = values.shape[3]
     return tl.reshape(tl.permute(values, (2, 3, 1, 0, 4)), (warps, groups * 8, 8))
@@ -160,7 +160,7 @@ def to_slot_layout(values):
 
 @triton.jit
 def _value_offsets(chunk, in_bounds, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Return offsets into a row of x and masks, one per eight values: (4, 8, WARPS, 1, 4, 1).
+    """Return offsets into a row of x and masks, one per eight values, (4, 8, WARPS, 1, 4, 1).
 
     chunk, in_bounds: as in `load_words`.
     """
@@ -175,10 +175,10 @@ def _value_offsets(chunk, in_bounds, depth, CHUNKS: tl.constexpr, SLOTS: tl.cons
 
 @triton.jit
 def load_pairs(ptr, row, in_bounds, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Load a block of rows that `store_in_pair_order` wrote: int32 (4, 8, WARPS, 1, 4, 4).
+    """Load a block of rows written by `store_in_pair_order` as int32 (4, 8, WARPS, 1, 4, 4).
 
     ptr: an int32 pointer to rows of `depth` values.
-    row: the row of each warp; shaped like `chunk`.
+    row: the row of each warp, with the same shape as `chunk`.
     chunk, in_bounds: as in `load_words`.
     """
     offset, mask = _value_offsets(chunk, in_bounds, depth, CHUNKS, SLOTS)
@@ -189,9 +189,9 @@ def load_pairs(ptr, row, in_bounds, chunk, depth, CHUNKS: tl.constexpr, SLOTS: t
 
 @triton.jit
 def load_row(ptr, stride, in_bounds, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Load a block of a row of x: int32 (4, 8, WARPS, 1, 4, 4), two adjacent values each.
+    """Load a block of a row of x as int32 (4, 8, WARPS, 1, 4, 4), with two adjacent values each.
 
-    `to_mma_pairs` converts the result to the order of the MMA.
+    `to_mma_pairs` converts the result to the order that the MMA needs.
 
     chunk, in_bounds: as in `load_words`.
     """
@@ -205,11 +205,13 @@ def load_row(ptr, stride, in_bounds, chunk, depth, CHUNKS: tl.constexpr, SLOTS: 
 
 @triton.jit
 def to_mma_pairs(x, barrier, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """Permute the result of `load_row` to MMA order: int32 (4, 8, WARPS, 1, 4, 4).
+    """Permute the result of `load_row` to the order of the MMA, int32 (4, 8, WARPS, 1, 4, 4).
 
-    A pair is the two values of x that the low and the high half of a register of weights multiply.
-    For bf16 they are multiplied by `prescale_factor`. The two pairs of an MMA are adjacent. dtype
-    is the type of the values; after: as in `slot_sums`.
+    A pair is the two values of x that are multiplied by the low and the high half of a register of
+    weights. bf16 values are multiplied by `prescale_factor`. The two pairs of an MMA are adjacent.
+
+    barrier: as in `slot_sums`.
+    dtype: the type of the values.
     """
     warps: tl.constexpr = x.shape[2]
     bits = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
@@ -258,9 +260,9 @@ def _weight_operand(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _x_operand(pairs, dtype: tl.constexpr):
-    """Convert pairs (4, 8, WARPS, 1, 4, 4) to x (WARPS, 128, 8).
+    """Convert pairs (4, 8, WARPS, 1, 4, 4) to the operand x (WARPS, 128, 8).
 
-    Column s holds the values of x in slot s, and zeros in the rest of the chunk.
+    Column s holds the values of x in slot s, and zeros for the rest of the chunk.
     """
     warps: tl.constexpr = pairs.shape[2]
     low = pairs.to(tl.int16).to(dtype, bitcast=True)
@@ -271,7 +273,7 @@ def _x_operand(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def _repeat_per_chunk(values, CHUNKS: tl.constexpr):
-    """Repeat (WARPS, M, N) for every chunk, to (CHUNKS * WARPS, M, N)."""
+    """Repeat `values` (WARPS, M, N) for every chunk; return (CHUNKS * WARPS, M, N)."""
     warps: tl.constexpr = values.shape[0]
     m: tl.constexpr = values.shape[1]
     n: tl.constexpr = values.shape[2]
@@ -281,7 +283,10 @@ def _repeat_per_chunk(values, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _select_slot_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Select, from (CHUNKS * WARPS, ROWS, 8), each column's own chunk: (WARPS, ROWS, 8)."""
+    """Select the own chunk of each column from sums (CHUNKS * WARPS, ROWS, 8).
+
+    Return (WARPS, ROWS, 8).
+    """
     warps: tl.constexpr = sums.shape[0] // CHUNKS
     rows: tl.constexpr = sums.shape[1]
     result = tl.permute(tl.reshape(sums, (CHUNKS, warps, rows, 8)), (1, 2, 3, 0))
@@ -299,10 +304,11 @@ def _zero_point_term(
     x, zero, zero_after_barrier, rows: tl.constexpr, dtype: tl.constexpr, FORMAT: tl.constexpr,
     HAS_ZERO: tl.constexpr,
 ):  # fmt: skip
-    """Return minus the zero points times the sums of x along K, float32 (WARPS, rows, 8).
+    """Return the negated zero points times the sums of x along K, float32 (WARPS, rows, 8).
 
-    An MMA with weights of one computes the sums of x, the same in each of its rows. zero_yet is 0
-    and keeps the MMA behind `issue_loads`.
+    An MMA with all-ones weights computes the sums of x. Every row of its result is the same.
+
+    zero_after_barrier: 0. It keeps the MMA behind `issue_loads`.
     """
     warps: tl.constexpr = x.shape[0]
     one: tl.constexpr = (
@@ -313,10 +319,10 @@ def _zero_point_term(
     # Use a reshape: `[:, None]` would move the values through shared memory.
     sums = tl.reshape(tl.dot(_weight_operand(ones, FORMAT, dtype), x, start), (warps, 1, 16, 8))
     if HAS_ZERO:
-        share = tl.reshape(zero, (warps, rows // 16, 16, 8)) * -sums
+        term = tl.reshape(zero, (warps, rows // 16, 16, 8)) * -sums
     else:
-        share = tl.broadcast_to(sums * -8.0, (warps, rows // 16, 16, 8))
-    return tl.reshape(share, (warps, rows, 8))
+        term = tl.broadcast_to(sums * -8.0, (warps, rows // 16, 16, 8))
+    return tl.reshape(term, (warps, rows, 8))
 
 
 @triton.jit
@@ -324,17 +330,17 @@ def slot_sums(
     words, pairs, zero, barrier, dtype: tl.constexpr, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
     SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Return (weights - zero points) @ x per slot, without scales: float32 (WARPS, ROWS, 8).
+    """Return (weights - zero points) @ x for each slot, without scales, float32 (WARPS, ROWS, 8).
 
-    Every chunk is multiplied by all columns, and the columns of other chunks are dropped, which
-    takes fewer instructions than zeroing them.
+    Every chunk is multiplied by all columns, and the results for columns of other chunks are
+    dropped. This takes fewer instructions than zeroing these columns.
 
     words: (4, 8, WARPS, ROWS / 8, CHUNKS, 4).
     pairs: (4, 8, WARPS, 1, 4, 4).
     zero: float32 (WARPS, ROWS, 8).
-    barrier: the result of `issue_loads`, on which the MMAs depend so that they follow it.
-    ADD_ZERO_TERM_LAST: add the zero-point term after the MMA. Otherwise it is the initial
-        accumulator, which takes fewer registers.
+    barrier: the result of `issue_loads`. The MMAs depend on it, so that they are issued after it.
+    ADD_ZERO_TERM_LAST: whether the zero-point term is added after the MMA. Otherwise, it is the
+        initial accumulator, which takes fewer registers.
     """
     warps: tl.constexpr = words.shape[2]
     rows: tl.constexpr = words.shape[3] * 8
@@ -360,9 +366,10 @@ def slot_sums(
 def zero_values(codes, shift, HAS_ZERO: tl.constexpr, WITHOUT_OFFSET: tl.constexpr):
     """Return the zero points as float32.
 
-    They are reduced by 8 unless WITHOUT_OFFSET, because the unpacked weights are.
+    Subtract 8 unless WITHOUT_OFFSET, to match the offset of the unpacked weights.
 
-    codes are bytes (4, 8, WARPS, ROWS / 8, 2); shift is 0 or 4 per row, (1, 8, 1, ROWS / 8, 1).
+    codes: bytes (4, 8, WARPS, ROWS / 8, 2).
+    shift: the position of a row's zero point in its byte, bit 0 or 4, (1, 8, 1, ROWS / 8, 1).
     """
     zero = ((codes.to(tl.int32) >> shift) & 15).to(tl.float32)
     return zero if WITHOUT_OFFSET else zero - 8.0
@@ -373,14 +380,14 @@ def scaled_sums(
     words, pairs, scale, zero, shift, barrier, dtype: tl.constexpr, FORMAT: tl.constexpr,
     HAS_ZERO: tl.constexpr, SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Return the scaled sums of a block per slot, float32 (WARPS, ROWS, 8).
+    """Return the scaled sums of a block for each slot, float32 (WARPS, ROWS, 8).
 
     scale, zero: results of `load_by_slot`.
-    shift: bit offset of a row's zero point in its byte, 0 or 4, (1, 8, 1, ROWS / 8, 1).
+    shift: the position of a row's zero point in its byte, bit 0 or 4, (1, 8, 1, ROWS / 8, 1).
     words, pairs, barrier, ADD_ZERO_TERM_LAST: as in `slot_sums`.
     """
     if is_e2m1(FORMAT):
-        # Widen bytes, which would otherwise be packed two to a register and unpacked again.
+        # Widen the bytes, which would otherwise be packed two to a register and unpacked again.
         scale = scale.to(tl.int32) + barrier
     values = to_slot_layout(scale_values(scale, FORMAT, missing_factor_log2(FORMAT, dtype)))
     zeros = values

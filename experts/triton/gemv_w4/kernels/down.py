@@ -1,7 +1,7 @@
-"""GEMM 2 of the gemv_w4 path: a program computes a block of hidden columns of one token.
+"""Kernel of GEMM 2 of the gemv_w4 path.
 
-Each of the WARPS warps of a program sums over some of the blocks along K and over some of the
-token's pairs. Blocks, chunks and slots are as in `common`.
+A program computes a block of hidden columns of one token. Each of its WARPS warps sums over some of
+the blocks along K and over some of the token's pairs. `common` defines blocks, chunks and slots.
 """
 
 import triton
@@ -10,10 +10,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.triton.gemv_w4.kernels.common import (
     issue_loads,
+    lane_row_indices,
     load_by_slot,
     load_pairs,
     load_words,
-    rows_of_lanes,
     scaled_sums,
     slots_of_chunk,
     to_slot_layout,
@@ -32,8 +32,8 @@ def blocks_along(depth: int, chunks: int) -> int:
 def stays_in_bounds(blocks: int, warps_per_pair: int, stages: int, load_after_mma: bool) -> bool:
     """Return whether no step loads a block after the last one of its pair.
 
-    A step loads the block of a later step. If there are several, the last steps load for steps that
-    do not exist.
+    A step loads the block of a later step, so that the last of several steps load blocks of steps
+    that do not exist.
     """
     steps = -(-blocks // warps_per_pair)
     return blocks % warps_per_pair == 0 and steps == stages and (steps == 1 or not load_after_mma)
@@ -47,14 +47,14 @@ def _pair_of_warp(
 ):  # fmt: skip
     """Return the pair of each warp, its local expert, and whether the pair is not skipped.
 
-    The results are (4, 8, WARPS, 1). WARPS_PER_PAIR warps share a pair. If WARPS_PER_PAIR is 0,
-    warps change pairs, and the results are not used.
+    The results are (4, 8, WARPS, 1). WARPS_PER_PAIR warps share a pair. If WARPS_PER_PAIR is 0, a
+    warp processes several pairs, and the results are not used.
     """
     if WARPS_PER_PAIR > 0:
         slot = tl.arange(0, WARPS)[None, None, :, None] // WARPS_PER_PAIR
         if HAS_LOOP:
-            # Make all lanes of a warp load the same id, so that it need not be broadcast. If steps
-            # are unrolled, the compiler does so itself, and this addition would change the layout.
+            # Make all lanes of a warp load the id, which avoids a broadcast. If steps are unrolled,
+            # the compiler does so itself, and this addition would change the layout.
             slot += tl.zeros((4, 8, 1, 1), tl.int32)
         pair = token * TOP_K + slot
         local, _ = load_local_ids(
@@ -74,13 +74,13 @@ def _initial_biases(
 ):  # fmt: skip
     """Return the biases as initial sums, float32 (WARPS, ROWS, 8).
 
-    The bias of a pair is in the first slot of the pair's first warp; the rest is zero. The router
-    weight multiplies it later, together with the sums.
+    The first slot of a pair's first warp has the pair's bias. The other slots are zero. The sums
+    are multiplied by the router weight later.
     """
     warp = tl.arange(0, WARPS)[:, None, None]
     row = tl.arange(0, ROWS)[None, :, None]
     slot = tl.arange(0, 8)[None, None, :]
-    # Loaded again, because _pair_of_warp has another layout.
+    # Load ids again, because the results of _pair_of_warp have a different layout.
     pair = token * TOP_K + warp // WARPS_PER_PAIR + tl.zeros((1, 1, 8), tl.int32)
     local, _ = load_local_ids(
         ids_ptr, pair, slot == 0, map_ptr, num_experts, num_local, HAS_MAP
@@ -98,7 +98,7 @@ def _block_of_warp(
     WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
     LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
-    """Return the block of each warp in `step`: pair, local expert, whether to read it, first chunk.
+    """Return pair, local expert, whether to read it, and first chunk of each warp's block in step.
 
     The results are (4, 8, WARPS, 1). If WARPS_PER_PAIR > 0, the block belongs to the warp's own
     pair. Otherwise the blocks of a token's pairs are numbered consecutively, and warp w has block
@@ -114,7 +114,7 @@ def _block_of_warp(
     else:
         index = step * WARPS + warp
         if TOP_K * BLOCKS > WARPS:
-            # As in _pair_of_warp.
+            # Make all lanes of a warp load the id; see _pair_of_warp.
             index += tl.zeros((4, 8, 1, 1), tl.int32)
         pair = token * TOP_K + index // BLOCKS
         local, _ = load_local_ids(
@@ -139,7 +139,7 @@ def _load_block(
 ):  # fmt: skip
     """Load words, scales, zero points and router weights of the block of each warp.
 
-    Return them with its pair, whether to read it, and its first chunk.
+    Return these, and the block's pair, whether the block is read, and its first chunk.
     """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     pair, local, valid, chunk = _block_of_warp(
@@ -204,10 +204,10 @@ def _step(
     HALVES: tl.constexpr, WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
     LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of ring[0] and h to total; return total, the next h and the advanced ring.
+    """Add the product of ring[0] and h to total. Return total, the next h and the advanced ring.
 
-    The ring holds the blocks of the next STAGES steps. The block after them is loaded before the
-    MMAs, or after them if LOAD_AFTER_MMA.
+    The ring holds the blocks of the next STAGES steps. The block after these steps is loaded before
+    the MMAs, or, if LOAD_AFTER_MMA, after the MMAs.
     """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     words, scale, zero, weight, _, _, _ = ring[0]
@@ -267,26 +267,26 @@ def gemv_w4_down_kernel(
     """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
 
     Grid: (tokens, blocks of BLOCK_N columns). The WARPS warps of a program split the pairs of a
-    token and their K, in blocks of HALVES * CHUNKS * 128. Sums are added in a fixed order. With
-    TOP_K = 1 there is no sum over pairs: every pair has an output row, zero if it is skipped.
+    token and their K, in blocks of HALVES * CHUNKS * 128. The order of the sum is fixed. If TOP_K =
+    1, every pair has an output row, which is zero if the pair is skipped.
 
-    h_ptr: (tokens * TOP_K, DEPTH), contiguous, written by `store_in_pair_order`.
-    b_ptr: w, (e, hidden, DEPTH / 2) bytes, read as int32 words of eight. Weights of skipped pairs
-        are not read.
+    h_ptr: (tokens * TOP_K, DEPTH), contiguous, in the order of `store_in_pair_order`.
+    b_ptr: w, (e, hidden, DEPTH / 2) bytes. The kernel reads int32 words of eight weights, and does
+        not read the weights of skipped pairs.
     out_ptr: (tokens, hidden), contiguous.
-    FORMAT: how words and scales are encoded; see `unpack_w4`.
-    HAS_ZERO: there are zero points.
+    FORMAT: the encoding of words and scales; see `unpack_w4`.
+    HAS_ZERO: whether weights have zero points.
     GROUP_K: weights per scale.
     PAIRED_SCALES: see `load_by_slot`.
     BLOCK_K: a power of two >= TOP_K.
-    EVEN_N: BLOCK_N divides hidden.
+    EVEN_N: whether BLOCK_N divides hidden.
     CHUNKS, HALVES: see `common`.
-    WARPS_PER_PAIR: warps per pair, 0 if they cannot be divided evenly.
-    STEPS, steps: steps of the loop, as a constant to unroll a short loop, and as an argument for
-        others.
-    STAGES: blocks that a warp has in flight while it multiplies one.
-    LOAD_AFTER_MMA: load the next block only after the previous one has been multiplied, which takes
-        fewer registers.
+    WARPS_PER_PAIR: warps per pair, or 0 if TOP_K does not divide WARPS.
+    STEPS, steps: the number of steps. STEPS is a constant, which short loops need for unrolling.
+        Other loops use steps.
+    STAGES: the number of blocks that a warp has in flight while it multiplies one.
+    LOAD_AFTER_MMA: whether a block is loaded only after the previous block has been multiplied.
+        This takes fewer registers.
     """
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
     ROWS: tl.constexpr = BLOCK_N * HALVES
@@ -295,13 +295,13 @@ def gemv_w4_down_kernel(
     token = tl.program_id(0)
     first_column = tl.program_id(1) * BLOCK_N
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32))
-    rows = rows_of_lanes(first_column, hidden, ROWS, 1, 0, BLOCK_N, EVEN_N)
+    rows = lane_row_indices(first_column, hidden, ROWS, 1, 0, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
     words_offset, scale_offset = row_offsets(rows, stride_bn // 4), row_offsets(rows, stride_bsn)
     # Either the lane offsets or the group offsets are even, so they can be halved separately.
     zero_offset = row_offsets((rows[0] // 2, rows[1] // 2), stride_bzn)
     # Load the first weights before waiting for h. The ids are valid here, because GEMM 1 waited for
-    # them before it let this kernel start. See `pdl_wait`.
+    # them before this kernel could start. See `pdl_wait`.
     warp_pair = _pair_of_warp(
         token, num_experts, num_local, ids_ptr, map_ptr, TOP_K, HAS_MAP, WARPS, WARPS_PER_PAIR,
         STEPS > STAGES,
@@ -349,7 +349,7 @@ def gemv_w4_down_kernel(
     for s in tl.static_range(STEPS if STEPS <= STAGES else 1):
         _, _, _, _, pair, valid, chunk = ring[s]
         h_blocks += (load_pairs(pairs_ptr, pair, valid, chunk, DEPTH, CHUNKS * HALVES, SLOTS),)
-    # Unrolled, because in a loop the compiler would hoist the unpacking of invariant words.
+    # Unroll the steps. In a loop the compiler would hoist the unpacking of invariant words.
     if STEPS <= STAGES:
         for s in tl.static_range(STEPS):
             total, _, ring = _step(

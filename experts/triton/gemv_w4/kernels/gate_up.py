@@ -1,7 +1,7 @@
-"""GEMM 1 of path gemv_w4: a program computes a block of intermediate columns of a routed pair.
+"""Kernel of GEMM 1 of the gemv_w4 path.
 
-Each of the WARPS warps of a program sums over some of the blocks along K. Blocks, chunks and slots
-are as in `common`.
+A program computes a block of intermediate columns of a routed pair. Each of its WARPS warps sums
+over some of the blocks along K. `common` defines blocks, chunks and slots.
 """
 
 import triton
@@ -9,10 +9,10 @@ import triton.language as tl
 
 from experts.triton.gemv_w4.kernels.common import (
     issue_loads,
+    lane_row_indices,
     load_by_slot,
     load_row,
     load_words,
-    rows_of_lanes,
     scaled_sums,
     slots_of_chunk,
     store_in_pair_order,
@@ -31,7 +31,10 @@ def _load_block(
     GROUP_K: tl.constexpr,
     CHUNKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load the words, scales and zero points of each warp w: block step * WARPS + w along K."""
+    """Load the words, scales and zero points of one block for each warp.
+
+    Warp w gets block step * WARPS + w along K.
+    """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     warp = tl.arange(0, WARPS)[None, None, :, None]
     chunk = (step * WARPS + warp) * CHUNKS
@@ -73,7 +76,7 @@ def _load_x(
     x_ptr, stride, step, depth,
     GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load the values of x that the words of `_load_block` multiply."""
+    """Load the values of x that are multiplied by the words from `_load_block`."""
     warp = tl.arange(0, WARPS)[None, None, :, None]
     chunk = (step * WARPS + warp) * CHUNKS
     in_bounds, slots = chunk * 128 < depth, slots_of_chunk(GROUP_K)
@@ -89,10 +92,10 @@ def _step(
     GROUP_K: tl.constexpr,
     CHUNKS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of ring[0] and x to total; return total, the next x and the advanced ring.
+    """Add the product of ring[0] and x to total. Return total, the next x and the advanced ring.
 
-    The ring holds the blocks of the next STAGES steps. The block after them is loaded before the
-    MMAs, or after them if LOAD_AFTER_MMA.
+    The ring holds the blocks of the next STAGES steps. The block after these steps is loaded before
+    the MMAs, or, if LOAD_AFTER_MMA, after the MMAs.
     """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     words, scale, zero = ring[0]
@@ -147,17 +150,17 @@ def gemv_w4_gate_up_kernel(
     for pairs p of local experts, where r[p] is the router weight if HAS_ROW_WEIGHTS, else 1.
 
     Grid: (num_pairs, blocks of BLOCK_N columns + 1). The WARPS warps of a program split K in blocks
-    of CHUNKS * 128. In the extra block, the program of pair 0 counts invalid ids, in steps of
-    BLOCK_P.
+    of CHUNKS * 128. In the extra block, the program of pair 0 counts invalid ids, BLOCK_P at a
+    time.
 
     x_ptr: (num_pairs / TOP_K, DEPTH).
-    b_ptr: w, (e, rows, DEPTH / 2) bytes, read as int32 words of eight. Column n uses row n *
-        ROW_STEP and, if GATED, also row n * ROW_STEP + UP_ROW for up.
-    bias_ptr: bias of the rows of w, (e, rows), if HAS_BIAS.
-    h_ptr: (num_pairs, intermediate), contiguous, written by `store_in_pair_order` for GEMM 2. Rows
-        of skipped pairs are not written.
-    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
-    FORMAT, HAS_ZERO, GROUP_K, PAIRED_SCALES, EVEN_N, CHUNKS, STEPS, STAGES, LOAD_AFTER_MMA: as in
+    b_ptr: w, (e, rows, DEPTH / 2) bytes. The kernel reads int32 words of eight weights. Column n
+        uses row n * ROW_STEP and, if GATED, also row n * ROW_STEP + UP_ROW for up.
+    bias_ptr: if HAS_BIAS, the bias of the rows of w, (e, rows).
+    h_ptr: (num_pairs, intermediate), contiguous, in the order of `store_in_pair_order`. Rows of
+        skipped pairs are not written.
+    KIND, ALPHA, LIMIT: see `ops.kernels.activation`.
+    FORMAT, HAS_ZERO, GROUP_K, PAIRED_SCALES, EVEN_N, CHUNKS, STEPS, STAGES, LOAD_AFTER_MMA: see
         `gemv_w4_down_kernel`.
     """
     pdl_wait(OVERLAP)
@@ -180,7 +183,7 @@ def gemv_w4_gate_up_kernel(
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
     b_scale_ptr += expert * stride_bse
     zero_ptr += expert * stride_bze
-    rows = rows_of_lanes(block * BLOCK_N, intermediate, ROWS, ROW_STEP, UP_ROW, BLOCK_N, EVEN_N)
+    rows = lane_row_indices(block * BLOCK_N, intermediate, ROWS, ROW_STEP, UP_ROW, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
     words_offset, scale_offset = row_offsets(rows, stride_bn // 4), row_offsets(rows, stride_bsn)
     # Either the lane offsets or the group offsets are even, so they can be halved separately.
@@ -195,7 +198,7 @@ def gemv_w4_gate_up_kernel(
         )  # fmt: skip
     x = _load_x(x_ptr, stride_xk, 0, DEPTH, GROUP_K, CHUNKS, WARPS)
     total = tl.zeros((WARPS, ROWS, 8), tl.float32)
-    # Unrolled, because in a loop the compiler would hoist the unpacking of invariant words.
+    # Unroll the steps. In a loop the compiler would hoist the unpacking of invariant words.
     if STEPS <= STAGES:
         for s in tl.static_range(STEPS):
             total, x, ring = _step(
@@ -215,7 +218,7 @@ def gemv_w4_gate_up_kernel(
                     WARPS,
                     STAGES, LOAD_AFTER_MMA,
                 )  # fmt: skip
-    # Computed here and not earlier, to save registers in the loop.
+    # Compute these after the loop, which saves registers in it.
     end = tl.arange(0, ROWS)
     end_column = block * BLOCK_N + end % BLOCK_N
     bias = tl.zeros((ROWS,), tl.float32)

@@ -1,4 +1,4 @@
-"""Grouped GEMM over expert-sorted rows without padding, in tiles of one expert each."""
+"""Kernel of a grouped GEMM over expert-sorted rows without padding. A tile has only one expert."""
 
 import triton
 import triton.language as tl
@@ -29,15 +29,17 @@ def segment_gemm_kernel(
 ):  # fmt: skip
     """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for the rows r of every tile in use.
 
-    A program computes one tile of at most BLOCK_M rows by BLOCK_N columns. The grid is for the
-    largest possible number of tiles; programs past the tiles in use return at once.
+    A program computes one tile of at most BLOCK_M rows by BLOCK_N columns. The grid has a program
+    for the largest possible number of tiles. Programs past the tiles in use return immediately.
 
     a_ptr: (R, depth), contiguous.
-    out_ptr: (R, columns), contiguous. Rows that are in no tile are neither read nor written.
+    out_ptr: (R, columns), contiguous. Rows outside all tiles are neither read nor written.
     tiles_ptr: `ops.sort.SortedPairs.tiles`.
-    row_weights_ptr: (R,) float32, which multiply the product before the bias if HAS_ROW_WEIGHTS.
-    LORA: add B u of the adapter of the row's token. `tokens` has the token of each row; there is
-        one slot per token and one row of u per row of a.
+    row_weights_ptr: (R,) float32. If HAS_ROW_WEIGHTS, they are multiplied with the accumulators
+        before the bias is added.
+    tokens_ptr: (R,) the token of each row; used if LORA.
+    LORA: add B u for the adapter of the row's token. There is one slot per token, and one row of u
+        per row of a.
 
     b, bias and the other constants are as in `grouped_gemm_kernel`.
     """

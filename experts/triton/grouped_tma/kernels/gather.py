@@ -1,7 +1,7 @@
 """Device functions that gather the rows of a tile into a ring in shared memory.
 
-TMA does not gather rows. Each consumer warpgroup therefore copies its rows with cp.async, STAGES -
-1 steps ahead; at the end of a tile it continues with the rows of the next one.
+TMA cannot gather rows. Each consumer warpgroup therefore copies its rows with cp.async, STAGES - 1
+steps ahead. At the end of a tile, it continues with the rows of the next tile.
 """
 
 from triton.experimental import gluon
@@ -15,14 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from modular_kernel.replay.launch.triton_versions import copy_rows
 
-_COPY = gl.constexpr(16)  # bytes per cp.async
+_COPY_BYTES = gl.constexpr(16)  # bytes per cp.async
 
 
 @gluon.jit
-def tokens_of(tokens_ptr, row, end, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load the tokens of ROWS sorted rows from `row` on, -1 from `end` on.
+def load_tokens(tokens_ptr, row, end, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load the tokens of sorted rows [row, row + ROWS). The result is -1 for rows >= end.
 
-    LAYOUT: layout of the tile. The tokens are distributed like its rows.
+    LAYOUT: layout of the tile. The tokens are distributed over threads like the rows of the tile.
     """
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     return gl.load(tokens_ptr + rows, mask=rows < end, other=-1)
@@ -30,11 +30,11 @@ def tokens_of(tokens_ptr, row, end, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def gather_pointers(x_ptr, stride_x, tokens, BLOCK_K: gl.constexpr, COPIES: gl.constexpr):
-    """Return pointers to the first K step of the tokens' rows, and the row mask.
+    """Return pointers to the first K step of the tokens' rows, and the mask of the rows.
 
-    stride_x is the row stride in units of 16 bytes, from which the compiler knows the alignment.
+    stride_x: the stride of rows in units of 16 bytes. The unit tells the compiler the alignment.
     """
-    WIDTH: gl.constexpr = _COPY * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
+    WIDTH: gl.constexpr = _COPY_BYTES * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPIES))
     offsets = tokens.to(gl.int64) * stride_x * WIDTH
     return x_ptr + offsets[:, None] + columns[None, :], (tokens >= 0)[:, None]
@@ -42,15 +42,15 @@ def gather_pointers(x_ptr, stride_x, tokens, BLOCK_K: gl.constexpr, COPIES: gl.c
 
 @gluon.jit
 def copy_step(ptrs, mask, step, depth, buffer, COPIES: gl.constexpr, EVEN_K: gl.constexpr):
-    """Issue the copies of K step `step` of a tile's rows to `buffer`, with zeros where masked.
+    """Start to copy K step `step` of a tile's rows to `buffer`. Masked elements become zero.
 
-    If EVEN_K, K is a multiple of the step. Otherwise it is a multiple of 16 bytes.
+    EVEN_K: whether K is a multiple of the step. If not, K is a multiple of 16 bytes.
     """
     if not EVEN_K:
         BLOCK_K: gl.constexpr = buffer.shape[1]
-        WIDTH: gl.constexpr = _COPY * 8 // buffer.dtype.primitive_bitwidth
+        WIDTH: gl.constexpr = _COPY_BYTES * 8 // buffer.dtype.primitive_bitwidth
         columns = step * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPIES))
-        # Rounded, so that the compiler knows that no 16-byte copy is partial.
+        # The limit is rounded so that the compiler knows that no 16-byte copy is partial.
         mask = mask & (columns < depth // WIDTH * WIDTH)[None, :]
     copy_rows(buffer, ptrs, mask=mask)
     async_copy.commit_group()
@@ -61,11 +61,14 @@ def _step(
     a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, copied_step, depth, has_next,
     COPIES: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the stage of one iteration; refill and release the stage of the previous one."""
+    """Multiply the stage of one iteration; refill and release the stage of the previous one.
+
+    Return the accumulator.
+    """
     STAGES: gl.constexpr = a_ring.shape[0]
     stage = iteration % STAGES
-    # There is no proxy fence between cp.async and wgmma: the main loops of CUTLASS (sm_90) and
-    # Triton have none either, and with one this loop gave the same outputs in the same time.
+    # There is no proxy fence between cp.async and wgmma. The main loops of CUTLASS (sm_90) and
+    # Triton have none, either. With a fence, this loop gave the same outputs in the same time.
     async_copy.wait_group(STAGES - 2)
     mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
     b = b_ring.index(stage).permute((1, 0))
@@ -82,10 +85,17 @@ def multiply_gathered(
     a_ring, b_ring, full, empty, iteration, depth, ptrs, mask, x_ptr, stride_x, next_tokens, acc,
     COPIES: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Accumulate a tile into acc; return it, the next iteration, and the next pointers and mask.
+    """Accumulate a tile into acc.
 
-    ptrs are STAGES - 1 steps into this tile; the returned ones are as far into the next. A tile has
-    at least that many steps. next_tokens is used as late as possible, when its load has completed.
+    A tile has at least STAGES - 1 steps. next_tokens is used as late as possible, so that its load
+    has completed by then.
+
+    ptrs: pointers to the rows of this tile, STAGES - 1 steps ahead.
+    mask: the mask of the rows of this tile.
+    next_tokens: the tokens of the rows of the next tile.
+
+    Return acc, the next iteration, and the pointers (STAGES - 1 steps ahead) and mask of the next
+    tile.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]

@@ -1,11 +1,12 @@
 """Persistent, warp-specialized grouped GEMM over expert-sorted rows, for sm_90, with TMA and wgmma.
 
-There is one program per SM, which loops over tiles. Its producer warp loads weights, and rows
-unless they are gathered, by TMA into a ring in shared memory. Two consumer warpgroups multiply 64
-rows each by the same weights, and finish their tile while the next one is being loaded; if rows are
-gathered, they do so themselves. Results are stored by TMA.
+There is one program per SM, which loops over tiles. Its producer warp loads weights and rows with
+TMA into a ring in shared memory. If rows must be gathered, the consumer warpgroups load the rows
+instead. Two consumer warpgroups multiply 64 rows each by the same weights. They apply bias and
+activation to a tile while the next tile is being loaded, and store the results with TMA.
 
-The weight rows of a tile form two halves, left and right: gate and up rows, or adjacent rows.
+The weight rows of a tile form a left half and a right half: gate rows and up rows, or adjacent
+rows.
 """
 
 from triton.experimental import gluon
@@ -21,34 +22,37 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from experts.triton.grouped_tma.kernels.gather import (
     copy_step,
     gather_pointers,
+    load_tokens,
     multiply_gathered,
-    tokens_of,
 )
 from experts.triton.kernels.gluon_epilogue import finish
-from experts.triton.kernels.gluon_ring import barriers
+from experts.triton.kernels.gluon_ring import allocate_barriers
 from modular_kernel.replay.launch.triton_versions import load_box
 
-ROWS = gl.constexpr(64)  # per warpgroup
+ROWS = gl.constexpr(64)  # rows per warpgroup
 
 
 @gluon.jit
 def tile_at(index, num_m, num_n, GROUP_M: gl.constexpr):
-    """Return (m, n) of a tile, ordered so that GROUP_M row tiles share weight tiles in L2.
+    """Return (m, n), the row tile and the column tile that are computed in place `index`.
 
-    Past the last tile the result is arbitrary, but there is no division by zero.
+    Row tiles are computed in groups of GROUP_M, one column tile after another, so that the row
+    tiles of a group share weight tiles in L2. Past the last tile, the result is arbitrary, but
+    there is no division by zero.
     """
-    per_group = GROUP_M * num_n
-    first_m = (index // per_group) * GROUP_M
+    tiles_per_group = GROUP_M * num_n
+    first_m = (index // tiles_per_group) * GROUP_M
     group_m = gl.maximum(gl.minimum(num_m - first_m, GROUP_M), 1)  # NaN-free: integers
-    index_in_group = index % per_group
+    index_in_group = index % tiles_per_group
     return first_m + index_in_group % group_m, index_in_group // group_m
 
 
 @gluon.jit
 def load_tile_info(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
-    """Load a tile's expert, first row, end of the expert's rows, and column tile.
+    """Return the expert, first row, end of the expert's rows, and column tile of a tile.
 
-    Past the last tile there are no rows. Called one or two tiles ahead, which hides the latency.
+    Past the last tile, there are no rows. The function is called one or two tiles ahead to hide the
+    latency of the loads.
     """
     in_bounds = index < num_m * num_n
     m, n = tile_at(index, num_m, num_n, GROUP_M)
@@ -61,10 +65,7 @@ def load_tile_info(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.conste
 
 @gluon.jit
 def _load_tile_slots(index, num_m, num_n, tile_slots_ptr, stride_tile_slots, GROUP_M: gl.constexpr):
-    """Return the number of adapter slots in a tile, and a pointer to them.
-
-    The number is 0 past the last tile.
-    """
+    """Return the number of adapter slots in a tile, 0 past the last tile, and a pointer to them."""
     in_bounds = index < num_m * num_n
     m, _ = tile_at(index, num_m, num_n, GROUP_M)
     tile_ptr = tile_slots_ptr + gl.where(in_bounds, m, 0) * stride_tile_slots
@@ -79,7 +80,7 @@ def _load(
     STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr, GATHER: gl.constexpr,
     LORA_STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: fill the stages of the ring as they become empty."""
+    """Run the producer warp, which fills the stages of the ring when they become empty."""
     STAGES: gl.constexpr = b_ring.shape[0]
     BLOCK_K: gl.constexpr = b_ring.shape[2]
     HALF: gl.constexpr = b_desc.block_type.shape[0]
@@ -107,9 +108,9 @@ def _load(
             load_box(b_desc, [row_b + right_rows, start], full_barrier, b.slice(HALF, HALF, 0))
             iteration += 1
         if LORA_STEPS > 0:
-            # Extra K steps add u times B of each slot. Elements of a box outside B are zero, so the
-            # u of gate is multiplied only by the B of gate, and the u of up, u_up columns further,
-            # only by the B of up.
+            # Extra K steps add u times B of each slot. The columns of u for up follow those for
+            # gate at a distance of u_up. Elements of a box outside B are zero, so the columns for
+            # gate are multiplied only by B of gate, and the columns for up only by B of up.
             count, slots_ptr = _load_tile_slots(
                 index, num_m, num_n, tile_slots_ptr, stride_tile_slots, GROUP_M
             )
@@ -134,7 +135,7 @@ def _load(
 
 @gluon.jit
 def _multiply_plain(a_ring, b_ring, full, empty, iteration, depth, acc, WARPGROUP: gl.constexpr):
-    """Accumulate a tile of `depth` K elements into acc; return it and the next iteration."""
+    """Accumulate a tile of `depth` K elements into acc; return acc and the next iteration."""
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     previous = 0
@@ -155,14 +156,14 @@ def _multiply_plain(a_ring, b_ring, full, empty, iteration, depth, acc, WARPGROU
 
 @gluon.jit
 def _split_halves(values):
-    """Split the columns into the left and the right half, which are in the same threads."""
+    """Split the columns into the left and right half. A thread holds elements of both halves."""
     HALF: gl.constexpr = values.shape[1] // 2
     return values.reshape((values.shape[0], 2, HALF)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
 def _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP: gl.constexpr):
-    """Issue the wgmma of iteration `iteration` into a new accumulator."""
+    """Start the wgmma of an iteration, with a new accumulator; return the accumulator."""
     STAGES: gl.constexpr = a_ring.shape[0]
     stage = iteration % STAGES
     mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
@@ -173,7 +174,7 @@ def _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP: gl.constexpr)
 
 @gluon.jit
 def _load_scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask):
-    """Load the scales of a K step: those of the rows, and those of the left and right weights."""
+    """Load the scales of a K step: of the rows, of the left weights, and of the right weights."""
     a_scale = gl.load(a_scale_ptrs, mask=row_mask, other=0.0)
     return a_scale, gl.load(b_scale_ptr), gl.load(b_scale_ptr + right_groups)
 
@@ -195,12 +196,17 @@ def _multiply_scaled(
     row_mask,
     WARPGROUP: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile with block scales; return the float32 halves and the next iteration.
+    """Multiply a tile with block scales; return the left half, the right half, the next iteration.
 
-    A K step is 128 elements. In each step, every row has a scale, at a_scale_ptrs (64,), and so do
-    the left and the right weight rows. The loop is unrolled by two: the partial sum of the first
-    step is scaled while the second is multiplied. Scales are loaded one iteration ahead. No wgmma
-    stays in flight across iterations, because ptxas would then serialize all of them.
+    The halves are float32. A K step is 128 elements. In each step, every row has a scale, and the
+    left and the right weight rows have one scale each. The loop is unrolled by two: the partial sum
+    of the first step is scaled while the second step is multiplied. Scales are loaded one iteration
+    ahead. No wgmma stays in flight across iterations, because ptxas would then serialize all
+    wgmmas.
+
+    a_scale_ptrs: (64,), the scales of the rows in the first step.
+    b_scale_ptr: the scale of the left weight rows in the first step.
+    right_groups: offset from b_scale_ptr to the scale of the right weight rows.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
@@ -257,7 +263,10 @@ def _compute(
     STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer warpgroup: 64 rows, from WARPGROUP * 64 on, of every tile of this program."""
+    """Run a consumer warpgroup, which computes 64 rows of every tile of this program.
+
+    These are the rows from WARPGROUP * 64 on.
+    """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     HALF: gl.constexpr = b_ring.shape[1] // 2
@@ -274,7 +283,7 @@ def _compute(
         first + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
     )
     if GATHER:
-        tokens = tokens_of(tokens_ptr, row + WARPGROUP * ROWS, end, ROWS, COPIES)
+        tokens = load_tokens(tokens_ptr, row + WARPGROUP * ROWS, end, ROWS, COPIES)
         ptrs, ptr_mask = gather_pointers(x_ptr, stride_x, tokens, BLOCK_K, COPIES)
         for step in gl.static_range(STAGES - 1):
             copy_step(ptrs, ptr_mask, step, depth, a_ring.index(step), COPIES, EVEN_K)
@@ -288,7 +297,7 @@ def _compute(
         if MODE == "block":
             group = (n * STRIDE_N) // 128
             b_scales = b_scale_ptr + (expert * b_scale_rows + group).to(gl.int64) * b_groups
-            # The right half of the last tile may be past the end of the expert; it is masked later.
+            # The right half of the last tile may be past the weights' end. It is masked later.
             # NaN-free: integers
             right_group = gl.minimum((n * STRIDE_N + right_rows) // 128, b_scale_rows - 1)
             left, right, iteration = _multiply_scaled(
@@ -299,8 +308,10 @@ def _compute(
         else:
             acc = gl.zeros((ROWS, 2 * HALF), ACC, WIDE)
             if GATHER:
-                tokens = tokens_of(tokens_ptr, next_row + WARPGROUP * ROWS, next_end, ROWS, COPIES)
-                scale_rows = tokens_of(tokens_ptr, row, end, ROWS, LAYOUT)
+                tokens = load_tokens(
+                    tokens_ptr, next_row + WARPGROUP * ROWS, next_end, ROWS, COPIES
+                )
+                scale_rows = load_tokens(tokens_ptr, row, end, ROWS, LAYOUT)
                 acc, iteration, ptrs, ptr_mask = multiply_gathered(
                     a_ring, b_ring, full, empty, iteration, depth, ptrs, ptr_mask, x_ptr, stride_x,
                     tokens, acc, COPIES, EVEN_K,
@@ -351,33 +362,37 @@ def grouped_gemm_tma_kernel(
 ):  # fmt: skip
     """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for every row r of every tile.
 
-    One program per SM loops over the tiles: 128 rows of one expert by two halves of weight rows.
+    One program per SM loops over the tiles. A tile is 128 rows of one expert by two halves of
+    weight rows.
 
     a_desc: a (rows, depth), in boxes of 128 rows and 128 bytes.
     b_desc: b (experts * rows_b, depth), in boxes of half the weight rows of a tile and 128 bytes.
     out_desc: out (rows, columns), in boxes of 64 rows and the output columns of half a tile.
     tiles_ptr: int32, three arrays of max_tiles values (expert, first row, end row of the expert),
         then the number of tiles.
-    GATED: the halves of a tile are gate and up rows, up_rows apart; otherwise they are adjacent.
-        STEP 2: gate and up rows are interleaved, so the halves are adjacent and two weight rows
-        make one output column.
-    MODE: "plain": no scales. "channel": a_scale (rows of a or x,) and b_scale (experts, rows_b).
-        "block": a_scale (rows, a_groups) and b_scale (experts, b_scale_rows, b_groups), one per 128
-        x 128 block.
-    GATHER: row r of a is row tokens[r] of x, whose row stride is stride_x * 16 bytes; a_desc is
-        unused. Not with MODE "block".
-    EVEN_K: K is a multiple of 128 bytes.
+    GATED: whether the two halves of a tile are gate and up rows, which are up_rows apart. If not,
+        the halves are adjacent.
+    STEP: weight rows per output column. 2 if gate and up rows are interleaved; the halves are then
+        adjacent, too.
+    MODE: "plain": there are no scales. "channel": a_scale is (rows of a or x,) and b_scale is
+        (experts, rows_b). "block": a_scale is (rows, a_groups) and b_scale is (experts,
+        b_scale_rows, b_groups), with one scale per 128 x 128 block.
+    GATHER: whether row r of a is row tokens[r] of x. If so, a_desc is not used, and MODE must not
+        be "block".
+    stride_x: stride of the rows of x, in units of 16 bytes.
+    EVEN_K: whether K is a multiple of 128 bytes.
     KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
     bias_ptr: (experts, rows_b).
     STAGES: stages of the ring.
     SLOTS: staging buffers per warpgroup, 1 or 2.
-    GROUP_M: row tiles that share weight tiles in L2.
-    LORA_STEPS: K steps of u per adapter slot, 0 without LoRA; only with MODE "plain", not GATHER.
-    u_desc: (rows, slots * LORA_STEPS boxes), u of the slots in each row's tile, side by side.
+    GROUP_M: number of row tiles that are computed together, so that they share weight tiles in L2.
+    LORA_STEPS: K steps of u per adapter slot, 0 without LoRA. LoRA requires MODE "plain" and not
+        GATHER.
+    u_desc: u, (rows, slots * LORA_STEPS boxes), with columns for every slot of a row's tile.
     tile_slots_ptr: int32, stride_tile_slots values per tile: the number of slots, then the slots.
-    lora_b_desc: B of all slots, in boxes as in b_desc. A slot has slot_rows rows, expert i from row
-        i * expert_rows on.
-    u_up: offset from the columns of u for gate to those for up.
+    lora_b_desc: the matrices B of all slots, in boxes as in b_desc. A slot has slot_rows rows, of
+        which expert i has those from i * expert_rows on.
+    u_up: number of columns of u from those for gate to those for up.
     """
     HALF: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
@@ -397,7 +412,7 @@ def grouped_gemm_tma_kernel(
     other_staging = gl.allocate_shared_memory(
         out_desc.dtype, [SLOTS, ROWS, COLUMNS], out_desc.layout
     )
-    full, empty = barriers(STAGES, 2)
+    full, empty = allocate_barriers(STAGES, 2)
     first: gl.constexpr = 0
     second: gl.constexpr = 1
     gl.warp_specialize(

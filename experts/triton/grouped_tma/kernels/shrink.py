@@ -1,4 +1,4 @@
-"""LoRA shrink kernel for the TMA GEMMs: u = A x, with the slots of a tile side by side."""
+"""LoRA shrink kernel for the TMA GEMMs: u = A x, with columns for every adapter slot of a tile."""
 
 import triton
 import triton.language as tl
@@ -17,13 +17,21 @@ def shrink_tiles_kernel(
 ):  # fmt: skip
     """u[r, s * WIDTH:] = A[s-th slot of r's tile, expert of r] @ x[r]; 0 if r has another slot.
 
-    Like `shrink_segments_kernel`, but a row of u has WIDTH columns for every slot of its tile,
-    which are zero except for the row's own slot. tile_slots (max_tiles, num_slots + 1), int32, gets
-    the number of slots of each tile, then the slots.
+    Like `shrink_segments_kernel`, but each row of u has WIDTH columns for every slot that occurs in
+    its tile. Only the columns of the row's own slot are nonzero.
 
     Grid: (max_tiles, blocks of WIDTH columns, PARTS). A program computes one tile and one block of
-    columns, for every PARTS-th slot of the tile. It computes BLOCK_R columns, BOX or all rows of A
-    if those are fewer, and zeros the rest of the box.
+    columns, for every PARTS-th slot of the tile.
+
+    tile_slots_ptr: int32 output (max_tiles, num_slots + 1). Each row holds the number of slots in
+        the tile, followed by the slots.
+    WIDTH: columns of u per slot, a multiple of BOX.
+    BOX: columns of a TMA box.
+    PARTS: number of programs among which the slots of a tile are divided.
+    BLOCK_R: BOX, or the number of rows of A if that is smaller. The remaining columns of the box
+        are set to zero.
+
+    The other arguments are as in `shrink_segments_kernel`.
     """
     pid_m = tl.program_id(0)
     if pid_m >= tl.load(tiles_ptr + 3 * max_tiles):

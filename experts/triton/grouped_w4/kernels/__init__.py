@@ -1,3 +1,3 @@
-"""Kernels that tile 4-bit weights, and that multiply by them from registers."""
+"""Kernels that tile 4-bit weights, and GEMM kernels that unpack them in registers."""
 
-TARGETS = ("sm_90",)  # the only target that `mk compile` compiles these kernels for
+TARGETS = ("sm_90",)  # the targets for which `mk compile` compiles these kernels

@@ -1,14 +1,15 @@
 """Persistent grouped GEMM that unpacks 4-bit weights in registers, for sm_90, with TMA and wgmma.
 
-It computes W x^T. The weights are the left operand, which wgmma can read from registers, so
-unpacked weights never go back to shared memory. Tokens are the right operand, which wgmma reads
-from shared memory, where TMA has loaded them.
+The kernel computes W x^T. The weights are the left operand, which wgmma can read from registers, so
+unpacked weights are never written back to shared memory. The tokens are the right operand, which
+wgmma reads from shared memory. TMA loads them there.
 
-A producer warp loads. Two consumer warpgroups multiply 128 weight rows each, in two blocks of 64,
-by the same tokens. Unpacking a block overlaps with the MMAs of the previous block and of the other
-warpgroup.
+A producer warp loads the operands. Two consumer warpgroups multiply 128 weight rows each, in two
+blocks of 64 rows, by the same tokens. Unpacking a block overlaps with the MMAs of the previous
+block and of the other warpgroup.
 
-`grouped_w4.layout` describes how weights are stored; `unpack` has the device functions that unpack.
+`grouped_w4.layout` describes the layout of the weights. `unpack` has the device functions that
+unpack them.
 """
 
 from triton.experimental import gluon
@@ -21,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from experts.triton.grouped_tma.kernels.gemm import load_tile_info
-from experts.triton.grouped_w4.kernels.unpack import BLOCK, scales_of_blocks, unpack
+from experts.triton.grouped_w4.kernels.unpack import BLOCK, load_block_scales, unpack
 from experts.triton.kernels.gluon_epilogue import activate, store_masked, store_rows
-from experts.triton.kernels.gluon_ring import barriers
+from experts.triton.kernels.gluon_ring import allocate_barriers
 from modular_kernel.replay.launch.triton_versions import load_box
 
 
@@ -32,7 +33,7 @@ def _load(
     x_desc, w_desc, scale_desc, x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles,
     num_n, steps, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: fill the stages of the ring as they become empty."""
+    """Run the producer warp, which fills the stages of the ring when they become empty."""
     STAGES: gl.constexpr = w_ring.shape[0]
     LINES: gl.constexpr = w_ring.shape[1]
     SCALE_LINES: gl.constexpr = scale_ring.shape[1]
@@ -67,7 +68,10 @@ def _multiply(
     x_ring, w_ring, scale_ring, full, empty, iteration, steps, WARPGROUP: gl.constexpr,
     TOKENS: gl.constexpr, MMA: gl.constexpr, PACKED_FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply a warpgroup's two blocks by the first TOKENS rows of a tile; return accumulators."""
+    """Multiply the two blocks of a warpgroup by the first TOKENS rows of a tile.
+
+    Return the accumulators of both blocks.
+    """
     STAGES: gl.constexpr = x_ring.shape[0]
     LINES: gl.constexpr = w_ring.shape[1] // 4
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -76,7 +80,7 @@ def _multiply(
     for _ in range(steps):
         stage = iteration % STAGES
         mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
-        scales0, scales1 = scales_of_blocks(scale_ring.index(stage), WARPGROUP, PACKED_FORMAT)
+        scales0, scales1 = load_block_scales(scale_ring.index(stage), WARPGROUP, PACKED_FORMAT)
         words = w_ring.index(stage)
         x = x_ring.index(stage).slice(0, TOKENS, 0).permute((1, 0))
         w0 = unpack(words.slice(2 * WARPGROUP * LINES, LINES, 0), scales0, OPERAND, PACKED_FORMAT)
@@ -85,7 +89,7 @@ def _multiply(
             words.slice((2 * WARPGROUP + 1) * LINES, LINES, 0), scales1, OPERAND, PACKED_FORMAT
         )
         acc1 = warpgroup_mma(w1, x, acc1, is_async=True)
-        # No wgmma stays in flight across iterations, because ptxas would serialize all of them.
+        # No wgmma stays in flight across iterations, because ptxas would serialize all wgmmas.
         acc0, acc1, w0, w1 = warpgroup_mma_wait(num_outstanding=0, deps=(acc0, acc1, w0, w1))
         mbarrier.arrive(empty.index(stage))
         iteration += 1
@@ -97,7 +101,7 @@ def _scale_and_add_bias(
     acc, factor, bias_ptr, column, columns, STEP: gl.constexpr, MMA: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Return acc * factor plus the bias, where row i of acc is output column `column` + i."""
+    """Return acc * factor plus the bias. Row i of acc is output column `column` + i."""
     values = acc * factor
     if HAS_BIAS:
         rows = column + gl.arange(0, BLOCK, gl.SliceLayout(1, MMA))
@@ -110,7 +114,7 @@ def _scale_and_add_bias(
 def _store_transposed(
     values, row, end, column, out_ptr, out_desc, staging, slot: gl.constexpr, columns,
 ):  # fmt: skip
-    """Round, transpose and store values (64, TOKENS), without columns past the last one."""
+    """Round, transpose and store values (64, TOKENS). Columns past the last one are not stored."""
     if column < columns:
         transposed = values.to(out_desc.dtype).permute((1, 0))
         if transposed.shape[0] == out_desc.block_type.shape[0]:
@@ -131,7 +135,7 @@ def _tile(
     TOKENS: gl.constexpr, PACKED_FORMAT: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the first TOKENS rows of a tile, activate and store."""
+    """Multiply the first TOKENS rows of a tile, apply the activation and store the results."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     acc0, acc1 = _multiply(
         x_ring,
@@ -178,7 +182,10 @@ def _compute(
     FACTOR: gl.constexpr, MATRICES: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer warpgroup: two blocks, from 2 * WARPGROUP on, of each tile of this program."""
+    """Run a consumer warpgroup, which computes two blocks of each tile of this program.
+
+    These are blocks 2 * WARPGROUP and 2 * WARPGROUP + 1.
+    """
     TOKENS: gl.constexpr = x_ring.shape[1]
     num_m = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
@@ -226,28 +233,29 @@ def grouped_gemm_w4_tma_kernel(
 ):  # fmt: skip
     """out[r, n] = act(x[r] @ w[expert of r, rows of n]^T) for every row r of every tile.
 
-    One program per SM loops over the tiles: the rows of a tile of one expert (`ops.sort`) by the
-    256 weight rows of a tile of weights.
+    One program per SM loops over the tiles. A tile is the rows of a tile of one expert (`ops.sort`)
+    by the 256 weight rows of a tile of weights.
 
     x_desc: x (rows, depth) bf16, in boxes of the rows of a tile and 64 columns.
-    w_desc, scale_desc: int32 words and scales of the weights, in boxes of (64, 32) and (lines, 16),
-        each one K step of a tile.
+    w_desc: int32 words of the weights, in boxes of (64, 32), which are one K step of a tile.
+    scale_desc: int32 words of the scales, in boxes of (lines, 16), which are one K step of a tile.
     num_n: weight tiles per expert.
     steps: K steps.
-    PACKED_FORMAT: str of the `layout.PackedFormat` of the weights. Results are multiplied by
-        FACTOR.
-    factor_ptr: global scales, float32 (experts, MATRICES): of gate and up, or one for all results.
-        Unused if MATRICES is 0.
+    PACKED_FORMAT: str of the `layout.PackedFormat` of the weights.
+    FACTOR: multiplied with the accumulators.
+    factor_ptr: global scales, float32 (experts, MATRICES): one each for gate and up, or one for all
+        columns. Not used if MATRICES is 0.
     out_desc: out (rows, columns), in boxes of the rows of a tile and 64 columns.
     tiles_ptr: `ops.sort.SortedPairs.tiles`.
-    GATED: blocks of gate and up rows alternate in a tile of weights.
-    STEP, up_row: the bias of column n is at n * STEP, and that of up at n * STEP + up_row.
+    GATED: whether blocks of gate and up rows alternate in a tile of weights.
+    STEP: stride of the bias between columns: the bias of column n is at n * STEP.
+    up_row: offset of the bias of up: for column n, it is at n * STEP + up_row.
     KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
-    SHORT_TILE_ROWS: tiles with at most this many rows are multiplied as tiles of this size; 0:
-        never.
+    SHORT_TILE_ROWS: tiles with at most this many rows are multiplied as tiles of this size. 0 for
+        none.
     STAGES: stages of the ring.
     SLOTS: staging buffers per warpgroup.
-    GROUP_M: row tiles that share weight tiles in L2.
+    GROUP_M: number of row tiles that are computed together, so that they share weight tiles in L2.
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     LINES: gl.constexpr = w_desc.block_type.shape[0]
@@ -259,7 +267,7 @@ def grouped_gemm_w4_tma_kernel(
     )
     staging = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, TOKENS, BLOCK], out_desc.layout)
     staging1 = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, TOKENS, BLOCK], out_desc.layout)
-    full, empty = barriers(STAGES, 2)
+    full, empty = allocate_barriers(STAGES, 2)
     first: gl.constexpr = 0
     second: gl.constexpr = 1
     gl.warp_specialize(

@@ -1,4 +1,4 @@
-"""Kernel that converts 4-bit weights and scales to the layout of `grouped_w4.layout`."""
+"""Kernel that converts 4-bit weights and scales to the tiled layout (`grouped_w4.layout`)."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ _PAIR_MASK: tl.constexpr = tl.constexpr(0x81C081C0)
 
 @triton.jit
 def _pair(word, INDEX: tl.constexpr, FORMAT: tl.constexpr):
-    """Return pair INDEX of a word of eight e2m1 codes in the fields of two bf16, uint32."""
+    """Return pair INDEX of a word of eight e2m1 codes, in the fields of two bf16, as uint32."""
     if FORMAT == "e2m1":
         byte = word >> (8 * INDEX)
         codes = (byte & 0xF) | (byte & 0xF0) << 12
@@ -42,9 +42,9 @@ def _repack_pair(w0, w1, w2, w3, INDEX: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _pack_by_halves(w0, w1, w2, w3, INDEX: tl.constexpr):
-    """Pack byte INDEX of four words, two integers each, into one word.
+    """Pack byte INDEX of four words into one word. The byte contains two 4-bit integers.
 
-    The integers of word i go to bits 4 i of the lower and the upper half.
+    The two integers of word i go to bit 4 * i of the lower half and of the upper half.
     """
     word = (w0 >> (8 * INDEX)) & 0xFF
     packed = (word & 0xF) | (word & 0xF0) << 12
@@ -58,15 +58,15 @@ def _pack_by_halves(w0, w1, w2, w3, INDEX: tl.constexpr):
 
 @triton.jit
 def _apply_signs(w, scale):
-    """Apply the sign of the e4m3 scale to a word of e2m1 codes; return 0 if the scale is 0."""
-    zero = (scale & 0x7F) == 0
+    """Apply the sign of the e4m3 scale to a word of e2m1 codes. Return 0 if the scale is 0."""
+    is_zero = (scale & 0x7F) == 0
     signed = w ^ tl.where(scale > 0x7F, 0x88888888, 0).to(tl.uint32)
-    return tl.where(zero, 0, signed)
+    return tl.where(is_zero, 0, signed)
 
 
 @triton.jit
-def _words_of_lanes(w0, w1, w2, w3, FORMAT: tl.constexpr):
-    """Convert four words along K to those of four lanes, (..., 2, 2).
+def _make_lane_words(w0, w1, w2, w3, FORMAT: tl.constexpr):
+    """Convert four words that are adjacent along K to the words of four lanes, (..., 2, 2).
 
     The last two dimensions are the bits of the lane.
     """
@@ -85,23 +85,22 @@ def _words_of_lanes(w0, w1, w2, w3, FORMAT: tl.constexpr):
 
 @triton.jit
 def _encode_scales(scale, in_bounds, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """Convert scales to their stored format; 0 if not `in_bounds`.
+    """Convert scales to their stored format. The result is 0 if not `in_bounds`.
 
     With HAS_ZERO, the last four bits of integer scales are left free for the zero point.
     """
-    if (
-        FORMAT == "integer"
-    ):  # codes are read as q * 2^-133, and unpacked weights are 2^-50 times the true ones
+    if FORMAT == "integer":
+        # Codes are interpreted as q * 2^-133, and unpacked weights are weight * 2^-50.
         scaled = scale.to(tl.float32) * 2.0 ** (133 - 50)
         encoded = scaled.to(tl.int32, bitcast=True)
-        if HAS_ZERO:  # a NaN with all bits set would be rounded up to zero
+        if HAS_ZERO:  # without the check, a NaN with all bits set would be rounded up to zero
             encoded = tl.where(scaled == scaled, (encoded + 8) & ~15, 0x7FC00000)
     elif FORMAT == "nvfp4":  # five exponent bits and three significand bits of the value
         value = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         # NaN-free: integers
         encoded = tl.minimum(tl.maximum((bits >> 20) - ((127 - 10) << 3), 0), 255)
-    else:  # an exponent: codes are read as their values times 2^-126
+    else:  # an exponent, for codes that are interpreted as value * 2^-126
         encoded = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)  # NaN-free: integers
     return tl.where(in_bounds, encoded, 0)
 
@@ -113,21 +112,23 @@ def tile_weights_kernel(
     FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Convert the weights of experts first_expert + e that have rows to `words` and `scales` of e.
+    """Convert weights and scales of experts to the tiled layout. Experts without rows are skipped.
 
     Grid: (tiles, blocks of STEPS K steps, experts to convert). A program converts STEPS steps of
-    one tile.
+    one tile. Program index e along the last axis converts expert first_expert + e.
 
-    w_ptr: int32 (experts, rows, row_words) of eight codes; row_words is a multiple of four.
-    scale_ptr: (experts, rows, scale_groups), one per GROUP_K columns; 0: for all of K.
+    w_ptr: int32 (experts, rows, row_words), eight codes per word. row_words is a multiple of four.
+    scale_ptr: (experts, rows, scale_groups), one scale per GROUP_K columns. GROUP_K = 0 means that
+        one scale covers all of K.
     zero_ptr: uint8 (experts, rows / 2, scale_groups), two rows per byte; used if HAS_ZERO.
-    starts_ptr: the first row of each expert in the input of the GEMM, then the number of rows
-        (`ops.sort`).
-    words_ptr, scales_ptr: the converted weights, as in `layout.TiledWeights`.
+    starts_ptr: (experts + 1,), the first row of each expert in the GEMM input, then the number of
+        rows (`ops.sort`).
+    words_ptr: output, as `layout.TiledWeights.words`.
+    scales_ptr: output, as `layout.TiledWeights.scales`.
     FORMAT: see `operands.word_format`.
     GROUPS: `PackedFormat.groups`, for integers.
-    STEP, up_row: see `layout.rows_of_tiles`.
-    SIDES: 2 if gated, else 1.
+    STEP, up_row: see `layout.list_tile_rows`.
+    SIDES: 2 if the GEMM computes gate and up columns, else 1.
     """
     tile = tl.program_id(0)
     first_step = tl.program_id(1) * STEPS
@@ -162,13 +163,14 @@ def tile_weights_kernel(
         w2 = _apply_signs(w2, second)
         w3 = _apply_signs(w3, second)
     elif FORMAT != "integer":
-        # E8M0 defines 255 as NaN. It is read as infinity, whose product with codes of 0 is NaN.
+        # E8M0 defines 255 as NaN. The GEMM interprets 255 as infinity, and its product with a code
+        # of 0 is NaN.
         scale = tl.load(scale_ptr + half[None, :], mask=in_bounds, other=0)
         w0 = tl.where(scale == 255, 0, w0)
         w1 = tl.where(scale == 255, 0, w1)
         w2 = tl.where(scale == 255, 0, w2)
         w3 = tl.where(scale == 255, 0, w3)
-    lanes = _words_of_lanes(w0, w1, w2, w3, "e2m1" if FORMAT == "nvfp4" else FORMAT)
+    lanes = _make_lane_words(w0, w1, w2, w3, "e2m1" if FORMAT == "nvfp4" else FORMAT)
     # (block, warp, row; row half; step; half of the step; lane) to
     # (step; block, warp, row; lane; row half; half of the step)
     split = tl.reshape(lanes, (128, 2, STEPS, 2, 4))

@@ -1,12 +1,11 @@
-"""Unpacking of words of eight 4-bit weights to pairs of bf16, in the register layout of wgmma.
+"""Unpack words of eight 4-bit weights to pairs of bf16, in the register layout of wgmma.
 
 Four threads share weight rows r and r + 8 and their scales. Each thread has four words of a 64 x 64
-block, two per row: one of columns 0 to 31 and one of columns 32 to 63. PACKED_FORMAT is the str of
-    a
-`layout.PackedFormat`, which says how words and scales are encoded.
+block, two words per row: one for columns 0 to 31 and one for columns 32 to 63. PACKED_FORMAT is the
+str of a `layout.PackedFormat`, which describes how words and scales are encoded.
 
-The functions that return PTX use these registers: $0 to $15 get the bf16 pairs, $16 to $19 have the
-words, and $20 and up the scales.
+The PTX code in this module uses these registers: $0 to $15 receive the bf16 pairs, $16 to $19 hold
+the words, and $20 and the following registers hold the scales.
 """
 
 from itertools import product
@@ -25,16 +24,16 @@ _E2M1_PAIRS = (
     f"shr.u32 t, W, 3; shl.b32 u, W, 2; lop3.b32 t, t, u, {_E2M1_MASK}, 0x28; ",
 )
 # A bf16 with bit pattern n < 2^8 has the value n * 2^-133, so masking an integer into the low bits
-# of a bf16 converts it. This PTX moves pair i of integers q of word W, or of w = W >> 8, to the
-# bf16 halves of t, which then are q * 2^-133 (even i) or 16 * q * 2^-133 (odd i).
+# of a bf16 converts it. This PTX moves pair i of integers q from word W, or from w = W >> 8, to the
+# bf16 halves of t. The halves are then q * 2^-133 (even i) or 16 * q * 2^-133 (odd i).
 _INTEGER_PAIRS = tuple(
     f"and.b32 t, {w}, {mask}; " for w in "Ww" for mask in ("0x000F000F", "0x00F000F0")
 )
 _MINUS_8 = "0x80088008"  # -8 * 2^-133 in both halves
-_SIXTEENTH = "0x3D803D80"  # 2^-4 in both halves
+_ONE_SIXTEENTH = "0x3D803D80"  # 2^-4 in both halves
 
 
-def _e2m1() -> str:
+def _make_e2m1_ptx() -> str:
     """Return PTX for mxfp4. Byte q of $20 is the bf16 exponent field of the factor of word q."""
     code = ""
     for q in range(_WORDS):
@@ -44,11 +43,11 @@ def _e2m1() -> str:
     return code
 
 
-def _nvfp4() -> str:
-    """Return PTX for NVFP4. $20 and $21 have the scales of the two rows, a byte per 16 columns.
+def _make_nvfp4_ptx() -> str:
+    """Return PTX for NVFP4. $20 and $21 hold the scales of the two rows, one byte per 16 columns.
 
-    Bits 7 to 3 of a byte are the bf16 exponent field minus 224, bits 2 to 0 the upper three bits of
-    the mantissa.
+    Bits 7 to 3 of a byte are the bf16 exponent field minus 224. Bits 2 to 0 are the upper three
+    bits of the mantissa.
     """
     code = ""
     for q in range(_WORDS):
@@ -61,16 +60,20 @@ def _nvfp4() -> str:
     return code
 
 
-def _scale(word: str, scale: str, zero: bool) -> str:
+def _make_scale_ptx(word: str, scale: str, zero: bool) -> str:
     """Return PTX that decodes a scale word of integer weights into registers.
 
-    The registers are:
+    The code writes these registers:
 
         f  the scale in float32
-        h  f in bf16; not for float32 scales
-        l  for float16 scales, f - h; for bfloat16 scales without zero points, h / 16
-        m  with zero points, -zero * 2^-133
-        k  for bfloat16 scales without zero points, m * h
+        h  f rounded to bf16, for scales of other dtypes than float32
+        l  f - h, for float16 scales; h / 16, for bfloat16 scales without zero points
+        m  -zero * 2^-133, with zero points
+        k  m * h, for bfloat16 scales without zero points
+
+    word: the register of the scale word.
+    scale: the dtype of the original scales.
+    zero: whether there are zero points.
     """
     code = f"and.b32 f, {word}, 0xFFFFFFF0; " if zero else f"mov.b32 f, {word}; "
     if scale != "float32":
@@ -84,9 +87,10 @@ def _scale(word: str, scale: str, zero: bool) -> str:
     return code
 
 
-# PTX that multiplies t = q - zero by the scale, rounding once, by dtype of the scale. TO is the
-# result. A float16 scale is the sum of two bf16, h and l; l has so few bits that t * l is exact.
-_SCALED = {
+# dtype of the scale -> PTX that multiplies t = q - zero by the scale with one rounding and writes
+# register TO. A float16 scale is the sum of the bf16 values h and l. l has so few bits that t * l
+# is exact.
+_MULTIPLY_BY_SCALE = {
     "bfloat16": "mul.bf16x2 TO, t, h; ",
     "float16": "mul.bf16x2 u, t, l; fma.rn.bf16x2 TO, t, h, u; ",
     "float32": "shl.b32 u, t, 16; and.b32 t, t, 0xFFFF0000; mul.f32 u, u, f; mul.f32 t, t, f; "
@@ -94,17 +98,17 @@ _SCALED = {
 }
 
 
-def _integers(groups: int, scale: str, zero: bool) -> str:
-    """Return PTX for (q - zero) * scale of integers q.
+def _make_integer_ptx(groups: int, scale: str, zero: bool) -> str:
+    """Return PTX that computes (q - zero) * scale for integers q.
 
-    Scale words are float32, one per row, or one per word if groups = 2; with zero points, their
-    last four bits are the zero point. For a bf16 scale without zero points, 8 * scale is exact, so
-    (q - 8) * scale is one FMA.
+    Scale words are float32, one per row, or one per word if groups = 2. With zero points, the last
+    four bits of a scale word are the zero point. For a bf16 scale without zero points, 8 * scale is
+    exact, so (q - 8) * scale is a single FMA.
     """
-    code = f"mov.b32 m, {_MINUS_8}; mov.b32 e, {_SIXTEENTH}; "
+    code = f"mov.b32 m, {_MINUS_8}; mov.b32 e, {_ONE_SIXTEENTH}; "
     for q in range(_WORDS):
         if q % 2 == 0 or groups == 2:
-            code += _scale(f"${20 + (q if groups == 2 else q // 2)}", scale, zero)
+            code += _make_scale_ptx(f"${20 + (q if groups == 2 else q // 2)}", scale, zero)
         code += f"shr.u32 w, ${16 + q}, 8; "
         for i, pair in enumerate(_INTEGER_PAIRS):
             register = f"${4 * q + i}"
@@ -113,15 +117,16 @@ def _integers(groups: int, scale: str, zero: bool) -> str:
                 code += f"fma.rn.bf16x2 {register}, t, {'l' if i % 2 else 'h'}, k; "
             else:
                 subtract = "fma.rn.bf16x2 t, t, e, m; " if i % 2 else "add.bf16x2 t, t, m; "
-                code += subtract + _SCALED[scale].replace("TO", register)
+                code += subtract + _MULTIPLY_BY_SCALE[scale].replace("TO", register)
     return code
 
 
 def _build_ptx() -> dict[str, str]:
     """Return the PTX of each PACKED_FORMAT."""
-    code_by_format = {"e2m1": _e2m1(), "nvfp4": _nvfp4()}
-    for groups, scale, zero in product((1, 2), _SCALED, (False, True)):
-        code_by_format[f"integer {groups} {scale}{' zero' * zero}"] = _integers(groups, scale, zero)
+    code_by_format = {"e2m1": _make_e2m1_ptx(), "nvfp4": _make_nvfp4_ptx()}
+    for groups, scale, zero in product((1, 2), _MULTIPLY_BY_SCALE, (False, True)):
+        packed_format = f"integer {groups} {scale}{' zero' * zero}"
+        code_by_format[packed_format] = _make_integer_ptx(groups, scale, zero)
     registers = "{ .reg .b32 s, t, u, w, f, h, l, k, m, e; "
     return {packed_format: registers + code + "}" for packed_format, code in code_by_format.items()}
 
@@ -130,7 +135,7 @@ _PTX_BY_FORMAT = gl.constexpr(_build_ptx())
 
 
 @gluon.constexpr_function
-def _ptx_of_format(packed_format: str) -> str:
+def _get_ptx(packed_format: str) -> str:
     return _PTX_BY_FORMAT.value[packed_format]
 
 
@@ -149,13 +154,13 @@ def _constraints(scales: int) -> str:
 
 @gluon.jit
 def _join4(a, b, c, d):
-    """Join four tensors to (..., 2, 2), in order."""
+    """Join four tensors, in order, to one of shape (..., 2, 2)."""
     return gl.join(gl.join(a, c), gl.join(b, d))
 
 
 @gluon.jit
 def _load_scale_quads(smem):
-    """Load words (8, 16) from shared memory as four tensors (32, 1); four lanes share each row."""
+    """Load words (8, 16) from shared memory as four tensors (32, 1). Four lanes share each row."""
     LOAD_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2]], [[0, 0], [0, 0], [0, 4], [0, 8], [1, 0]], [[2, 0], [4, 0]], [], [8, 16]
     )
@@ -176,8 +181,11 @@ def _load_scale_quads(smem):
 
 
 @gluon.jit
-def scales_of_blocks(smem, WARPGROUP: gl.constexpr, PACKED_FORMAT: gl.constexpr):
-    """Load the scales of a K step that `unpack` needs for the two blocks of warpgroup WARPGROUP."""
+def load_block_scales(smem, WARPGROUP: gl.constexpr, PACKED_FORMAT: gl.constexpr):
+    """Load the scales of a K step for the two blocks of warpgroup WARPGROUP.
+
+    Return the `scales` argument of `unpack` for each block.
+    """
     COUNT: gl.constexpr = _num_scale_words(PACKED_FORMAT)
     if COUNT == 1:  # one word per block, for both warpgroups
         s = _load_scale_quads(smem)
@@ -192,10 +200,12 @@ def scales_of_blocks(smem, WARPGROUP: gl.constexpr, PACKED_FORMAT: gl.constexpr)
 
 @gluon.jit
 def unpack(smem, scales, OPERAND: gl.constexpr, PACKED_FORMAT: gl.constexpr):
-    """Unpack words (16, 32) in shared memory to bf16 (64, 64) in the layout OPERAND of wgmma.
+    """Unpack words (16, 32) in shared memory to bf16 (64, 64), multiplied by their scales.
 
-    `scales` are tensors (32, 1) of scale words, by which the weights are multiplied. A thread
-    unpacks four adjacent words: two rows, 8 apart, with two words each.
+    A thread unpacks four adjacent words: two words of row r, then two words of row r + 8.
+
+    scales: tensors (32, 1) of scale words, from `load_block_scales`.
+    OPERAND: the layout of the result, a register operand of wgmma.
     """
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     QUAD_LAYOUT: gl.constexpr = scales[0].type.layout
@@ -207,7 +217,7 @@ def unpack(smem, scales, OPERAND: gl.constexpr, PACKED_FORMAT: gl.constexpr):
     w1 = gl.convert_layout(w1, QUAD_LAYOUT, assert_trivial=True)
     w2 = gl.convert_layout(w2, QUAD_LAYOUT, assert_trivial=True)
     w3 = gl.convert_layout(w3, QUAD_LAYOUT, assert_trivial=True)
-    CODE: gl.constexpr = _ptx_of_format(PACKED_FORMAT)
+    CODE: gl.constexpr = _get_ptx(PACKED_FORMAT)
     CONSTRAINTS: gl.constexpr = _constraints(len(scales))
     if len(scales) == 1:
         p = gl.inline_asm_elementwise(
