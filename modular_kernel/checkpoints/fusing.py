@@ -12,6 +12,7 @@ Packed weights stay packed. All functions except `sort_rows` are pure.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -28,13 +29,12 @@ from modular_kernel.checkpoints.gptq_awq import (
     GroupWeights,
     check_group_index,
     column_order,
-    from_awq,
-    from_gptq,
+    convert_awq,
+    convert_gptq,
     sort_columns,
     without_zero_points,
 )
 from modular_kernel.checkpoints.matrix_layout import Range, StoredTensor, refine
-from modular_kernel.checkpoints.packed_words import permute_rows
 from modular_kernel.checkpoints.torchao import check_zero_points, dequantize_int4
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
 from modular_kernel.quant.scale_tiles import from_e8m0, pack_pairs, unpack_pairs
@@ -149,9 +149,21 @@ def _decoded_e8m0(stored: StoredTensor, scale: torch.Tensor) -> torch.Tensor:
     return scale
 
 
-def fuse(format: Format, parts: Sequence[Tensors], dtype: torch.dtype) -> Matrix:
-    """Fuse projections that are in the format's own tiles, as `convert_share` returns them."""
-    matrices = [_READERS[format.method](format, tensors, dtype) for tensors in parts]
+def fuse(
+    format: Format,
+    parts: Sequence[Tensors],
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> Matrix:
+    """Fuse projections that are in the format's own tiles, as `convert_share` returns them.
+
+    out: a contiguous tensor of the shape, dtype and device of the result's w. A format whose values
+    have to be rearranged may write w there; then w is `out`.
+    """
+    reader = _READERS[format.method]
+    if out is not None and len(parts) == 1 and format.method in _WRITERS:
+        reader = partial(_WRITERS[format.method], out=out)
+    matrices = [reader(format, tensors, dtype) for tensors in parts]
     if format.scheme.granularity == "tensor":
         return _fuse_scales(matrices)
     block_rows = format.scheme.group[0] if format.scheme.granularity == "block" else 1
@@ -325,28 +337,22 @@ def _read_gguf(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     return _group_matrix(format, GroupWeights(w, scale, None, format.scheme.group[0], bits), dtype)
 
 
-def _read_awq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
-    group = format.scheme.group[0]
-    weights = from_awq(tensors["qweight"], tensors["scales"], tensors.get("qzeros"), group=group)
-    return _group_matrix(format, weights, dtype)
+def _read_awq(
+    format: Format, tensors: Tensors, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> Matrix:
+    values = (tensors["qweight"], tensors["scales"], tensors.get("qzeros"))
+    return _group_matrix(format, convert_awq(*values, format.scheme.group[0], out), dtype)
 
 
-def _read_gptq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+def _read_gptq(
+    format: Format, tensors: Tensors, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> Matrix:
     bits, qweight = 4 if format.scheme.packed else 8, tensors["qweight"]
     group, order = format.scheme.group[0], None
-    if format.scheme.act_order and bits == 4 and qweight.dim() == 2:
-        order = column_order(tensors["g_idx"], 8 * len(qweight), group, "g_idx")
-        qweight = permute_rows(qweight, order)
-    weights = from_gptq(
-        qweight,
-        tensors["scales"],
-        tensors.get("qzeros"),
-        group=group,
-        minus_one=format.minus_one,
-        bits=bits,
-    )
-    if order is None:
-        return _group_matrix(format, weights, dtype, tensors.get("g_idx"))
+    if format.scheme.act_order:
+        order = column_order(tensors["g_idx"], 32 // bits * qweight.shape[-2], group, "g_idx")
+    values = (qweight, tensors["scales"], tensors.get("qzeros"), group)
+    weights = convert_gptq(*values, minus_one=format.minus_one, bits=bits, order=order, out=out)
     return replace(_sorted_group_matrix(format, weights, dtype), order=order)
 
 
@@ -379,7 +385,9 @@ def _sorted_group_matrix(format: Format, weights: GroupWeights, dtype: torch.dty
     """Return weights whose columns are in group order."""
     if not format.scheme.zero_points:
         weights = without_zero_points(weights)
-    _check_scale(weights.scale, ~weights.scale.isfinite(), "finite numbers")
+    smallest, largest = weights.scale.aminmax()  # one pass, which NaN outlasts
+    if not (smallest.isfinite() and largest.isfinite()):
+        _check_scale(weights.scale, ~weights.scale.isfinite(), "finite numbers")
     keeps_dtype = weights.scale.dtype.itemsize == dtype.itemsize == 2
     scale = weights.scale if keeps_dtype else weights.scale.float()
     return Matrix(weights.w, scale, weights.zero_point)
@@ -411,25 +419,33 @@ def same_order(parts: Sequence[Matrix]) -> torch.Tensor | None:
     return first
 
 
+def projection_rows(order: torch.Tensor, rows_per_column: int) -> torch.Tensor:
+    """Return the source of each row of a projection of w1, for the column order of w2.
+
+    order: (I,). rows_per_column: rows of the projection for each column of w2, which are
+    consecutive. Returns (I * rows_per_column,) int64.
+    """
+    index = torch.arange(rows_per_column, device=order.device)
+    return (order.long()[:, None] * rows_per_column + index).flatten()
+
+
 def sort_rows(
     weights: dict[str, torch.Tensor], slot: int, order: torch.Tensor, *, interleaved: bool
 ) -> None:
-    """Permute the rows of an expert's w1 like the sorted columns of its w2, in place.
+    """Permute the bias and zero points of an expert's w1 like the columns of its w2, in place.
 
-    weights: by field of ExpertWeights. order: (I,), the source row of gate, and of up, for each
-    row.
+    The rows of w1 and its scales are sorted while they are copied. weights: by field of
+    ExpertWeights. order: (I,), the source row of gate, and of up, for each row.
     """
     projections = weights["w1"].shape[1] // len(order)
-    source_rows, projection_index = order.long(), torch.arange(projections, device=order.device)
     if interleaved:
-        index = (source_rows[:, None] * projections + projection_index).flatten()
+        index = projection_rows(order, projections)
     else:
-        index = (source_rows + projection_index[:, None] * len(source_rows)).flatten()
-    for name in ("w1", "w1_scale", "b1"):
-        if name in weights:
-            # Whole rows: on CPUs much faster than indexing with a tensor.
-            rows = weights[name][slot]
-            rows.copy_(rows.index_select(0, index.to(rows.device)))
+        first_rows = torch.arange(projections, device=order.device)[:, None] * len(order)
+        index = (order.long() + first_rows).flatten()
+    if "b1" in weights:
+        rows = weights["b1"][slot]
+        rows.copy_(rows.index_select(0, index.to(rows.device)))
     zero = weights.get("w1_zero_point")
     if zero is not None:
         packed = zero.shape[1] != len(index)
@@ -463,3 +479,5 @@ _READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "gptq": _read_gptq,
     "mxfp4": _read_mxfp4,
 }
+# Readers that can write w to its place.
+_WRITERS: dict[str, Callable[..., Matrix]] = {"awq": _read_awq, "gptq": _read_gptq}
