@@ -161,7 +161,8 @@ def gguf(folder: Path) -> Iterator[Case]:
     weights = _weights()
     # Where a block has float16 factors, of types that the package only unpacks.
     factors = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-    factors |= {"IQ4_NL": (0,), "IQ4_XS": (0,)}
+    factors |= {kind: (0,) for kind in ("IQ4_NL", "IQ4_XS", "IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S")}
+    factors |= {"IQ3_XXS": (0,), "IQ3_S": (0,), "TQ1_0": (52,), "TQ2_0": (64,)}
     floats = ("F32", "F16", "BF16")
     for type_name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", *factors, *floats):
         kind = library.GGMLQuantizationType[type_name]

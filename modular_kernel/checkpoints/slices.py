@@ -23,9 +23,10 @@ from modular_kernel.checkpoints.safetensors_files import TensorFiles
 from modular_kernel.checkpoints.torchao import check_metadata, dequantize_int4
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.models.expert_layouts import ExpertLayout
+from modular_kernel.models.gguf_config import scale_dtype
 from modular_kernel.models.torchao_config import TorchaoFormat
 from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT
-from modular_kernel.spec.problem import DTYPES, dtype_name
+from modular_kernel.spec.problem import DTYPES, dtype_name, parse_dtype
 from modular_kernel.text import counted
 
 # Requirement on the dtypes of unquantized matrices.
@@ -119,9 +120,8 @@ class LayerSource:
             raise WeightsError(self.what, got=got, need=need)
         self._check_extra(checked_keys)
         if self.format.method == "gguf" and self.format.scheme.weight in IMPLICIT_ZERO_POINT:
-            # Within the blocks; those of IQ4_XS are products.
             types = {self._block_type(key) for key in checked_keys}
-            dtypes["scale"] = {torch.float32 if "IQ4_XS" in types else torch.float16}
+            dtypes["scale"] = {parse_dtype(scale_dtype(types))}  # within the blocks
         return {role: frozenset(kinds) for role, kinds in dtypes.items()}
 
     def check_metadata(

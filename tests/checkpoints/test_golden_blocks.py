@@ -79,6 +79,12 @@ def test_torchao_unpacks_the_same_bits(kind: str) -> None:
     ("Q5_0", "int8_w8a16_group:group=32"),
     ("IQ4_NL", "int8_w8a16_group:group=32"),
     ("IQ4_XS", "int8_w8a16_group:group=32"),
+    ("IQ3_S", "int8_w8a16_group:group=32"),
+    ("IQ3_XXS", "int8_w8a16_group:group=32"),
+    ("IQ2_XXS", "int8_w8a16_group:group=32"),
+    ("IQ1_S", "int8_w8a16_group:group=32"),
+    ("TQ1_0", "int8_w8a16_group:group=32"),
+    ("TQ2_0", "int8_w8a16_group:group=32"),
     ("Q4_0", "int4_w4a16_group:group=32"),
     ("MXFP4", "mxfp4_w4a16"),
 ])  # fmt: skip
