@@ -34,7 +34,7 @@ from modular_kernel.checkpoints.gptq_awq import (
     sort_columns,
     without_zero_points,
 )
-from modular_kernel.checkpoints.matrix_layout import Range, StoredTensor, refine
+from modular_kernel.checkpoints.matrix_layout import BlockedScale, Range, StoredTensor, refine
 from modular_kernel.checkpoints.torchao import check_zero_points, dequantize_int4
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
 from modular_kernel.quant.scale_tiles import from_e8m0, pack_pairs, unpack_pairs
@@ -214,8 +214,11 @@ def check_tensors(
     checked = {}
     for name, tensor in tensors.items():
         shape = (*lead, *known[name].shape(rows, depth))
-        known[name].check(name, tuple(tensor.shape), tensor.dtype, shape)
+        spec = known[name]
+        spec.check(name, tuple(tensor.shape), tensor.dtype, shape)
         checked[name] = tensor.reshape(shape)
+        if isinstance(spec, BlockedScale):
+            checked[name] = spec.unblocked(checked[name], (0, rows), (0, depth))
     return (rows, depth), checked
 
 
@@ -282,13 +285,15 @@ def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Ma
 def _nvfp4(format: Format, tensors: Tensors) -> Matrix:
     """Read nvfp4. The matrix scale of compressed-tensors divides, that of modelopt multiplies.
 
-    The same holds for the scales of its inputs, if the scheme has them.
+    The same holds for the scales of its inputs, if the scheme has them. Without a matrix scale, as
+    torchao may store it, the scale is 1.
     """
     by_role = {spec.role: tensors.get(spec.name) for spec in format.stored}
-    w, scale, global_scale = by_role["w"], by_role["scale"], by_role["global_scale"]
+    w, scale, global_scale = by_role["w"], by_role["scale"], by_role.get("global_scale")
     assert w is not None
     assert scale is not None
-    assert global_scale is not None
+    if global_scale is None:
+        global_scale = w.new_ones(w.shape[:-2], dtype=torch.float32)
     values = scale.float()
     _check_scale(values, values.isnan(), "numbers")
     if format.scheme.scales_by_expert:  # MMA instructions with 4-bit operands need unsigned scales
@@ -319,6 +324,10 @@ def _read_torchao(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matri
     if format.dequantized:
         return _read_plain(format, tensors, dtype)
     check_zero_points(tensors.get("_weight_zero_point"))
+    if format.scheme.matrix_scales:
+        return _nvfp4(format, tensors)
+    if format.scheme.weight == "float4_e2m1":
+        return _mxfp4(tensors["_weight_qdata"], tensors["_weight_scale"])
     if format.scheme.granularity != "group":
         return _read_scaled(format, tensors, dtype)
     w = tensors["_weight_qdata"].view(torch.uint8) ^ 0x80  # plus 128
