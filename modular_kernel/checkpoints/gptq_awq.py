@@ -327,7 +327,7 @@ def column_order(g_idx: torch.Tensor, depth: int, group: int, what: str) -> torc
     group has `group` columns (the last may have fewer).
     """
     _check_indices(g_idx, what)
-    expected = torch.arange(depth, device=g_idx.device) // group
+    expected = _group_index(0, depth, group).to(g_idx.device)
     order = g_idx.argsort(dim=-1, stable=True)
     complete = tuple(g_idx.shape[-1:]) == (depth,)
     if not complete or bool((g_idx.gather(-1, order) != expected).any()):

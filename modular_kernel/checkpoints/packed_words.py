@@ -93,8 +93,8 @@ def permute_rows(words: torch.Tensor, order: torch.Tensor, bits: int) -> torch.T
     if bits == 8:
         return _transpose_bytes(values.index_select(0, order))[:rows]
     low, high = (
-        values.index_select(0, columns // 2).bitwise_right_shift_(
-            (columns % 2 * 4).to(torch.uint8)[:, None]
+        values.index_select(0, columns >> 1).bitwise_right_shift_(
+            (columns << 2 & 4).to(torch.uint8)[:, None]
         )
         for columns in (order[0::2], order[1::2])
     )
