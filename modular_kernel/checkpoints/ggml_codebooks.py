@@ -35,7 +35,7 @@ def code_parts(type_name: str, blocks: torch.Tensor) -> tuple[torch.Tensor, torc
     values of a group), from -62 to 62.
     """
     factors, codes = _PARTS[type_name](blocks.contiguous())
-    return factors, codes.unflatten(-1, (factors.shape[-1], -1))
+    return factors, _rows(codes, codes.shape[-1] // factors.shape[-1])
 
 
 @cache
@@ -57,9 +57,14 @@ def _float16(pairs: torch.Tensor) -> torch.Tensor:
     return pairs.contiguous().view(torch.float16).float()
 
 
+def _rows(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Return (..., n) as (..., n / size, size)."""
+    return values.reshape(*values.shape[:-1], -1, size)
+
+
 def _words(stored: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Return little-endian words of bytes, int64."""
-    values = stored.long().unflatten(-1, (-1, nbytes))
+    values = _rows(stored.long(), nbytes)
     words = values[..., 0]
     for byte in range(1, nbytes):
         words = words | values[..., byte] << 8 * byte
@@ -110,7 +115,7 @@ def _iq1_m(blocks: torch.Tensor) -> Parts:
 
 
 def _iq2_xxs(blocks: torch.Tensor) -> Parts:
-    groups = blocks[..., 2:].unflatten(-1, (8, 8))
+    groups = _rows(blocks[..., 2:], 8)
     words = _words(groups[..., 4:], 4)[..., 0]
     factors = _float16(blocks[..., :2]) * ((words >> 28).float() + 0.5) * 0.25
     signs = _even_signs(_bits(words, (0, 7, 14, 21), 7))
@@ -138,16 +143,16 @@ def _iq2_s(blocks: torch.Tensor) -> Parts:
 def _iq3_xxs(blocks: torch.Tensor) -> Parts:
     words = _words(blocks[..., 66:], 4)
     factors = _float16(blocks[..., :2]) * ((words >> 28).float() + 0.5) * 0.5
-    values = _entries("IQ3_XXS", blocks[..., 2:66].long()).flatten(-2).unflatten(-1, (-1, 8))
+    values = _entries("IQ3_XXS", blocks[..., 2:66].long()).flatten(-2)
     signs = _even_signs(_bits(words, (0, 7, 14, 21), 7))
-    return factors, _signed(values, signs).flatten(-2)
+    return factors, _signed(_rows(values, 8), signs).flatten(-2)
 
 
 def _iq3_s(blocks: torch.Tensor) -> Parts:
     factors = _float16(blocks[..., :2]) * (_bits(blocks[..., 106:], (0, 4), 4) * 2 + 1)
     high = _bits(blocks[..., 66:74], tuple(range(8)), 1)
     values = _entries("IQ3_S", blocks[..., 2:66].long() | high << 8)
-    values = values.flatten(-2).unflatten(-1, (-1, 8))
+    values = _rows(values.flatten(-2), 8)
     return factors, _signed(values, blocks[..., 74:106]).flatten(-2)
 
 

@@ -62,6 +62,7 @@ def tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, .
 def _blocked_tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     """Return the tensors of a matrix of NVFP4Tensor or MXTensor."""
     e8m0 = torch.float8_e8m0fnu
+    dtypes: tuple[torch.dtype, ...]
     if scheme.weight == "float8_e4m3fn":
         qdata, dtypes = _stored("qdata", "w", (_N, _K), torch.float8_e4m3fn), (e8m0,)
     else:
