@@ -333,20 +333,40 @@ class _ShareReader:
     ) -> dict[str, torch.Tensor]:
         """Read w1 and w2 of one expert, and return their column orders, if they have any.
 
-        The rows of w1 are sorted like the columns of w2, which is read first for this reason.
+        With act-order, the rows of w1 are sorted like the columns of w2, which is then read first.
         """
+        if not self.fine.scheme.act_order:
+            self._read_w1(tensors, slot, w1_locations, None)
+            self._read_w2(tensors, slot, down)
+            return {}
+        orders = self._read_w2(tensors, slot, down)
+        row_order = projection_rows(orders["w2"], self._rows_per_column)
+        return orders | self._read_w1(tensors, slot, w1_locations, row_order)
+
+    def _read_w1(
+        self,
+        tensors: dict[str, torch.Tensor],
+        slot: int,
+        locations: Sequence[ProjectionLocation],
+        row_order: torch.Tensor | None,
+    ) -> dict[str, torch.Tensor]:
+        """Read the projections of w1. row_order: the source of each row of one, or None."""
         orders, hidden = dict[str, torch.Tensor](), (0, self.problem.hidden)
-        for rows in self._pieces(self.problem.hidden, self.columns[1] - self.columns[0]):
-            parts = [(down, rows, self.columns)]
-            orders |= self._read_rows(tensors, "w2", slot, parts, rows)
-        pieces = self._pieces(self._width, len(w1_locations) * self.problem.hidden)
-        row_order = None
-        if "w2" in orders:
-            row_order = projection_rows(orders["w2"], self._rows_per_column)
+        pieces = self._pieces(self._width, len(locations) * self.problem.hidden)
+        if row_order is not None:
             pieces = iter([(0, self._width)])  # sorted rows may come from anywhere
         for rows in pieces:
-            parts = [(location, self._rows(*rows), hidden) for location in w1_locations]
+            parts = [(location, self._rows(*rows), hidden) for location in locations]
             orders |= self._read_rows(tensors, "w1", slot, parts, rows, row_order)
+        return orders
+
+    def _read_w2(
+        self, tensors: dict[str, torch.Tensor], slot: int, location: ProjectionLocation
+    ) -> dict[str, torch.Tensor]:
+        orders = dict[str, torch.Tensor]()
+        for rows in self._pieces(self.problem.hidden, self.columns[1] - self.columns[0]):
+            parts = [(location, rows, self.columns)]
+            orders |= self._read_rows(tensors, "w2", slot, parts, rows)
         return orders
 
     def _fill_padding(self, tensors: dict[str, torch.Tensor]) -> None:
