@@ -44,6 +44,7 @@ setup(
     ),
     package_data={
         "modular_kernel": [
+            "checkpoints/data/*.json",
             "cli/templates/**/*.j2",
             "perf_model/data/*.json",
             "py.typed",

@@ -2,15 +2,19 @@
 
     python tools/bench_loading.py
     python tools/bench_loading.py --format gptq --format awq --experts 16
+    python tools/bench_loading.py --file-mb 1000 --rounds 3           # integer formats
 
 Writes a layer with the sizes of Qwen3-30B-A3B in every format, loads each one several times with
 `mk.load_experts`, and prints a Markdown table. In the first row, every tensor of the bf16 file is
 read with the safetensors library alone and copied. A time is the minimum CPU time over the rounds;
 in a round, each format is loaded once. All files are in the page cache. Peak memory is the maximum
 that torch's allocator held, without the memory-mapped file. Rows named "bf16 to" a scheme quantize
-while loading.
+while loading. With `--file-mb`, each file has as many experts as fit into that size: those of a
+small layer over and over, one file at a time; formats are those of integers.
 """
 
+import json
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +26,7 @@ import in_checkout  # noqa: F401  (finds the packages)
 import safetensors
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
 from modular_kernel.checkpoints.loading import load_experts
@@ -46,16 +51,22 @@ FORMATS = (
     "compressed mxfp4",
     "modelopt nvfp4",
 )
+INTEGERS = tuple(kind for kind in FORMATS if "int" in kind or "gptq" in kind or kind == "awq")
+WRITTEN_EXPERTS = 4  # of a small layer, whose experts a file of a given size has many times
 QUANTIZED = ("fp8_w8a8_block", "fp8_w8a8_channel", "int4_w4a16_group", "mxfp4_w4a16", "nvfp4_w4a16")
 
 
 @dataclass(frozen=True)
 class Load:
-    """One row of the table. call: the function to time. file: the file that it reads."""
+    """One row of the table.
+
+    call: the function to time. file: the file that it reads. experts: in the file.
+    """
 
     name: str
     call: Callable[[], object]
     file: Path
+    experts: int
 
 
 def plain_read(file: Path) -> dict[str, torch.Tensor]:
@@ -68,23 +79,43 @@ def written_loads(
     folder: Path, formats: Sequence[str], schemes: Sequence[str], sizes: dict[str, int]
 ) -> list[Load]:
     """Write the files of the formats, and return the loads to time."""
-    loads = []
+    loads, experts = [], sizes["experts"]
     for number, kind in enumerate(dict.fromkeys(("bf16", *formats))):
         path = folder / str(number)
         write(path, "qwen3_moe", kind, **sizes)
         file = path / "model.safetensors"
         if kind == "bf16":
-            loads.append(Load("safetensors alone", lambda file=file: plain_read(file), file))
+            plain = lambda file=file: plain_read(file)  # noqa: E731
+            loads.append(Load("safetensors alone", plain, file, experts))
             loads += [
                 Load(
                     f"bf16 to {scheme}",
                     lambda path=path, scheme=scheme: load_experts(path, 0, quantize=scheme),
                     file,
+                    experts,
                 )
                 for scheme in schemes
             ]
-        loads.append(Load(kind, lambda path=path: load_experts(path, 0), file))
+        loads.append(Load(kind, lambda path=path: load_experts(path, 0), file, experts))
     return sorted(loads, key=lambda load: load.name.startswith("bf16 to"))  # these last
+
+
+def repeated(folder: Path, kind: str, sizes: dict[str, int], megabytes: float) -> Load:
+    """Write a file of about `megabytes`, and return the load to time."""
+    write(folder, "qwen3_moe", kind, **{**sizes, "experts": WRITTEN_EXPERTS})
+    file, config = folder / "model.safetensors", folder / "config.json"
+    small = {name: t for name, t in load_file(file).items() if ".experts." in name}
+    size = sum(tensor.nbytes for tensor in small.values()) / WRITTEN_EXPERTS
+    experts = max(round(megabytes * 1e6 / size), 1)
+    tensors = {}
+    for name, tensor in small.items():
+        before, _, after = name.partition(".experts.")
+        number, _, suffix = after.partition(".")
+        for e in range(int(number), experts, WRITTEN_EXPERTS):
+            tensors[f"{before}.experts.{e}.{suffix}"] = tensor.clone()
+    save_file(tensors, file)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_experts": experts}))
+    return Load(kind, lambda: load_experts(folder, 0), file, experts)
 
 
 def cpu_seconds(call: Callable[[], object]) -> float:
@@ -107,8 +138,8 @@ def peak_bytes(load: Load) -> int:
     return peak
 
 
-def row(load: Load, seconds: float, reference: float, experts: int) -> str:
-    """Return one row of the table. reference: seconds of bf16."""
+def row(load: Load, seconds: float, reference: float) -> str:
+    """Return one row of the table. reference: seconds of bf16 for each expert."""
     result = load.call()
     bytes_read = getattr(result, "bytes_read", load.file.stat().st_size)
     cells = [
@@ -116,23 +147,51 @@ def row(load: Load, seconds: float, reference: float, experts: int) -> str:
         f"{bytes_read / 1e6:.1f}",
         f"{peak_bytes(load) / 1e6:.1f}",
         f"{seconds:.3f}",
-        f"{seconds / experts * 1e3:.2f}",
-        f"{seconds / reference:.2f}",
+        f"{seconds / load.experts * 1e3:.2f}",
+        f"{seconds / load.experts / reference:.2f}",
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+HEADER = "| format | MB read | peak MB | s | ms per expert | time over bf16's |"
+RULE = "|---|---:|---:|---:|---:|---:|"
+
+
+def print_files_of_a_size(
+    folder: Path, formats: Sequence[str], sizes: dict[str, int], megabytes: float, rounds: int
+) -> None:
+    """Print the table for one file after another; bf16 is timed again beside each."""
+    click.echo(HEADER.replace("format |", "format | experts |") + "\n" + RULE + "---:|")
+    bf16 = repeated(folder / "bf16", "bf16", sizes, megabytes)
+    for kind in dict.fromkeys(("bf16", *formats)):
+        path = folder / "file"
+        load = bf16 if kind == "bf16" else repeated(path, kind, sizes, megabytes)
+        times, reference = [], []
+        for _ in range(rounds):
+            times.append(cpu_seconds(load.call))
+            reference.append(cpu_seconds(bf16.call))
+        text = row(load, min(times), min(reference) / bf16.experts)
+        click.echo(text.replace(f"| {kind} |", f"| {kind} | {load.experts} |", 1))
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @click.command(help=__doc__.split("\n\n", maxsplit=1)[0])
 @click.option("--format", "formats", multiple=True, default=FORMATS, help="A format; repeatable.")
 @click.option("--quantize", default=",".join(QUANTIZED), help="Schemes to quantize bf16 to.")
+@click.option("--file-mb", type=float, help="Size of each file, of integers.")
 @click.option("--experts", default=16, show_default=True)
 @click.option("--hidden", default=2048, show_default=True)
 @click.option("--intermediate", default=768, show_default=True)
 @click.option("--rounds", default=9, show_default=True)
-def main(formats, quantize, experts, hidden, intermediate, rounds):
+def main(formats, quantize, file_mb, experts, hidden, intermediate, rounds):
     torch.set_num_threads(1)
     sizes = {"experts": experts, "hidden": hidden, "intermediate": intermediate}
     with tempfile.TemporaryDirectory() as folder:
+        if file_mb is not None:
+            formats = INTEGERS if formats == FORMATS else formats
+            click.echo(about(f"files of {file_mb:g} MB", hidden, intermediate, rounds))
+            print_files_of_a_size(Path(folder), formats, sizes, file_mb, rounds)
+            return
         schemes = [scheme for scheme in quantize.split(",") if scheme]
         loads = written_loads(Path(folder), formats, schemes, sizes)
         times = {load.name: list[float]() for load in loads}
@@ -140,15 +199,17 @@ def main(formats, quantize, experts, hidden, intermediate, rounds):
             for load in loads:
                 times[load.name].append(cpu_seconds(load.call))
         best = {name: min(measured) for name, measured in times.items()}
-        click.echo(
-            f"{experts} experts, H {hidden}, I {intermediate}; {rounds} rounds; torch "
-            f"{torch.__version__}, safetensors {safetensors.__version__}; "
-            f"{time.strftime('%Y-%m-%d')}\n"
-        )
-        click.echo("| format | MB read | peak MB | s | ms per expert | time over bf16's |")
-        click.echo("|---|---:|---:|---:|---:|---:|")
+        click.echo(about(f"{experts} experts", hidden, intermediate, rounds))
+        click.echo(HEADER + "\n" + RULE)
         for load in loads:
-            click.echo(row(load, best[load.name], best["bf16"], experts))
+            click.echo(row(load, best[load.name], best["bf16"] / experts))
+
+
+def about(what: str, hidden: int, intermediate: int, rounds: int) -> str:
+    """Return the line above a table."""
+    versions = f"torch {torch.__version__}, safetensors {safetensors.__version__}"
+    text = f"{what}, H {hidden}, I {intermediate}; {rounds} rounds; {versions}"
+    return f"{text}; {time.strftime('%Y-%m-%d')}\n"
 
 
 if __name__ == "__main__":

@@ -161,7 +161,8 @@ def gguf(folder: Path) -> Iterator[Case]:
     weights = _weights()
     # Where a block has float16 factors, of types that the package only unpacks.
     factors = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-    factors |= {"IQ4_NL": (0,), "IQ4_XS": (0,)}
+    factors |= dict.fromkeys(("IQ4_NL", "IQ4_XS", "IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S"), (0,))
+    factors |= {"IQ3_XXS": (0,), "IQ3_S": (0,), "TQ1_0": (52,), "TQ2_0": (64,)}
     floats = ("F32", "F16", "BF16")
     for type_name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", *factors, *floats):
         kind = library.GGMLQuantizationType[type_name]
@@ -368,8 +369,14 @@ def transformers(folder: Path) -> Iterator[Case]:
         yield name, folder / name, _write(folder / name, options.to_dict(), pack), True
 
 
-def torchao(folder: Path) -> Iterator[Case]:
+def torchao(folder: Path) -> Iterator[Case]:  # noqa: C901 (a case for each kind of tensor)
     from torchao.core.config import config_to_dict
+    from torchao.prototype.mx_formats import (
+        MXDynamicActivationMXWeightConfig,
+        NVFP4DynamicActivationNVFP4WeightConfig,
+        NVFP4WeightOnlyConfig,
+    )
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,
         Float8Tensor,
@@ -386,10 +393,19 @@ def torchao(folder: Path) -> Iterator[Case]:
     from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
 
     def pack(config: Any, weight: torch.Tensor) -> torch.Tensor:
+        # `quantize_` needs a GPU for these.
         if isinstance(config, Float8DynamicActivationFloat8WeightConfig):
-            granularity = config.granularity[1]  # `quantize_` needs a GPU for it
+            granularity = config.granularity[1]
             kwargs = QuantizeTensorToFloat8Kwargs(granularity=granularity)
             return Float8Tensor.from_hp(weight, granularity=granularity, act_quant_kwargs=kwargs)
+        if isinstance(config, NVFP4DynamicActivationNVFP4WeightConfig):
+            scale = per_tensor_amax_to_scale(weight.abs().amax((-2, -1), keepdim=weight.dim() > 2))
+            return NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=scale, is_swizzled_scales=True)
+        if isinstance(config, NVFP4WeightOnlyConfig):
+            linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
+            linear.weight.data = weight
+            quantize_(linear, config)
+            return linear.weight.data
         module = torch.nn.Module()
         module.weight = torch.nn.Parameter(weight)
         quantize_(module, FqnToConfig({"weight": config}), filter_fn=None)
@@ -407,6 +423,15 @@ def torchao(folder: Path) -> Iterator[Case]:
             granularity=matrix
         ),
     }
+    configs |= {
+        "nvfp4": NVFP4WeightOnlyConfig(),
+        "nvfp4, scales of blocks alone": NVFP4WeightOnlyConfig(use_dynamic_per_tensor_scale=False),
+        "nvfp4 with nvfp4 inputs": NVFP4DynamicActivationNVFP4WeightConfig(),
+        "mxfp8 with mxfp8 inputs": MXDynamicActivationMXWeightConfig(),
+        "mxfp4 with mxfp4 inputs": MXDynamicActivationMXWeightConfig(
+            activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2
+        ),
+    }
     if _give_int4_packer():
         configs["int4, groups of 64"] = Int4WeightOnlyConfig(group_size=64)
     weights = {name: weight.bfloat16() for name, weight in _weights().items()}
@@ -416,6 +441,8 @@ def torchao(folder: Path) -> Iterator[Case]:
         options = config_to_dict(config)
         values = {key.removesuffix(".weight"): _torchao_values(w) for key, w in modules.items()}
         yield f"{name}; modules", _write_torchao(folder / name, options, modules), values, True
+        if isinstance(config, NVFP4WeightOnlyConfig):
+            continue  # matrices only
         parameters, values = {}, Tensors()
         for key, parts in stacks.items():
             stacked = torch.stack(

@@ -12,6 +12,7 @@ Packed weights stay packed. All functions except `sort_rows` are pure.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -28,13 +29,12 @@ from modular_kernel.checkpoints.gptq_awq import (
     GroupWeights,
     check_group_index,
     column_order,
-    from_awq,
-    from_gptq,
+    convert_awq,
+    convert_gptq,
     sort_columns,
     without_zero_points,
 )
-from modular_kernel.checkpoints.matrix_layout import Range, StoredTensor, refine
-from modular_kernel.checkpoints.packed_words import permute_rows
+from modular_kernel.checkpoints.matrix_layout import BlockedScale, Range, StoredTensor, refine
 from modular_kernel.checkpoints.torchao import check_zero_points, dequantize_int4
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
 from modular_kernel.quant.scale_tiles import from_e8m0, pack_pairs, unpack_pairs
@@ -149,9 +149,21 @@ def _decoded_e8m0(stored: StoredTensor, scale: torch.Tensor) -> torch.Tensor:
     return scale
 
 
-def fuse(format: Format, parts: Sequence[Tensors], dtype: torch.dtype) -> Matrix:
-    """Fuse projections that are in the format's own tiles, as `convert_share` returns them."""
-    matrices = [_READERS[format.method](format, tensors, dtype) for tensors in parts]
+def fuse(
+    format: Format,
+    parts: Sequence[Tensors],
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> Matrix:
+    """Fuse projections that are in the format's own tiles, as `convert_share` returns them.
+
+    out: a contiguous tensor of the shape, dtype and device of the result's w. A format whose values
+    have to be rearranged may write w there; then w is `out`.
+    """
+    reader = _READERS[format.method]
+    if out is not None and len(parts) == 1 and format.method in _WRITERS:
+        reader = partial(_WRITERS[format.method], out=out)
+    matrices = [reader(format, tensors, dtype) for tensors in parts]
     if format.scheme.granularity == "tensor":
         return _fuse_scales(matrices)
     block_rows = format.scheme.group[0] if format.scheme.granularity == "block" else 1
@@ -202,8 +214,11 @@ def check_tensors(
     checked = {}
     for name, tensor in tensors.items():
         shape = (*lead, *known[name].shape(rows, depth))
-        known[name].check(name, tuple(tensor.shape), tensor.dtype, shape)
+        spec = known[name]
+        spec.check(name, tuple(tensor.shape), tensor.dtype, shape)
         checked[name] = tensor.reshape(shape)
+        if isinstance(spec, BlockedScale):
+            checked[name] = spec.unblocked(checked[name], (0, rows), (0, depth))
     return (rows, depth), checked
 
 
@@ -270,13 +285,15 @@ def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Ma
 def _nvfp4(format: Format, tensors: Tensors) -> Matrix:
     """Read nvfp4. The matrix scale of compressed-tensors divides, that of modelopt multiplies.
 
-    The same holds for the scales of its inputs, if the scheme has them.
+    The same holds for the scales of its inputs, if the scheme has them. Without a matrix scale, as
+    torchao may store it, the scale is 1.
     """
     by_role = {spec.role: tensors.get(spec.name) for spec in format.stored}
-    w, scale, global_scale = by_role["w"], by_role["scale"], by_role["global_scale"]
+    w, scale, global_scale = by_role["w"], by_role["scale"], by_role.get("global_scale")
     assert w is not None
     assert scale is not None
-    assert global_scale is not None
+    if global_scale is None:
+        global_scale = w.new_ones(w.shape[:-2], dtype=torch.float32)
     values = scale.float()
     _check_scale(values, values.isnan(), "numbers")
     if format.scheme.scales_by_expert:  # MMA instructions with 4-bit operands need unsigned scales
@@ -307,6 +324,10 @@ def _read_torchao(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matri
     if format.dequantized:
         return _read_plain(format, tensors, dtype)
     check_zero_points(tensors.get("_weight_zero_point"))
+    if format.scheme.matrix_scales:
+        return _nvfp4(format, tensors)
+    if format.scheme.weight == "float4_e2m1":
+        return _mxfp4(tensors["_weight_qdata"], tensors["_weight_scale"])
     if format.scheme.granularity != "group":
         return _read_scaled(format, tensors, dtype)
     w = tensors["_weight_qdata"].view(torch.uint8) ^ 0x80  # plus 128
@@ -325,28 +346,22 @@ def _read_gguf(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     return _group_matrix(format, GroupWeights(w, scale, None, format.scheme.group[0], bits), dtype)
 
 
-def _read_awq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
-    group = format.scheme.group[0]
-    weights = from_awq(tensors["qweight"], tensors["scales"], tensors.get("qzeros"), group=group)
-    return _group_matrix(format, weights, dtype)
+def _read_awq(
+    format: Format, tensors: Tensors, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> Matrix:
+    values = (tensors["qweight"], tensors["scales"], tensors.get("qzeros"))
+    return _group_matrix(format, convert_awq(*values, format.scheme.group[0], out), dtype)
 
 
-def _read_gptq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+def _read_gptq(
+    format: Format, tensors: Tensors, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> Matrix:
     bits, qweight = 4 if format.scheme.packed else 8, tensors["qweight"]
     group, order = format.scheme.group[0], None
-    if format.scheme.act_order and bits == 4 and qweight.dim() == 2:
-        order = column_order(tensors["g_idx"], 8 * len(qweight), group, "g_idx")
-        qweight = permute_rows(qweight, order)
-    weights = from_gptq(
-        qweight,
-        tensors["scales"],
-        tensors.get("qzeros"),
-        group=group,
-        minus_one=format.minus_one,
-        bits=bits,
-    )
-    if order is None:
-        return _group_matrix(format, weights, dtype, tensors.get("g_idx"))
+    if format.scheme.act_order:
+        order = column_order(tensors["g_idx"], 32 // bits * qweight.shape[-2], group, "g_idx")
+    values = (qweight, tensors["scales"], tensors.get("qzeros"), group)
+    weights = convert_gptq(*values, minus_one=format.minus_one, bits=bits, order=order, out=out)
     return replace(_sorted_group_matrix(format, weights, dtype), order=order)
 
 
@@ -379,7 +394,9 @@ def _sorted_group_matrix(format: Format, weights: GroupWeights, dtype: torch.dty
     """Return weights whose columns are in group order."""
     if not format.scheme.zero_points:
         weights = without_zero_points(weights)
-    _check_scale(weights.scale, ~weights.scale.isfinite(), "finite numbers")
+    smallest, largest = weights.scale.aminmax()  # one pass, which NaN outlasts
+    if not (smallest.isfinite() and largest.isfinite()):
+        _check_scale(weights.scale, ~weights.scale.isfinite(), "finite numbers")
     keeps_dtype = weights.scale.dtype.itemsize == dtype.itemsize == 2
     scale = weights.scale if keeps_dtype else weights.scale.float()
     return Matrix(weights.w, scale, weights.zero_point)
@@ -411,25 +428,33 @@ def same_order(parts: Sequence[Matrix]) -> torch.Tensor | None:
     return first
 
 
+def projection_rows(order: torch.Tensor, rows_per_column: int) -> torch.Tensor:
+    """Return the source of each row of a projection of w1, for the column order of w2.
+
+    order: (I,). rows_per_column: rows of the projection for each column of w2, which are
+    consecutive. Returns (I * rows_per_column,) int64.
+    """
+    index = torch.arange(rows_per_column, device=order.device)
+    return (order.long()[:, None] * rows_per_column + index).flatten()
+
+
 def sort_rows(
     weights: dict[str, torch.Tensor], slot: int, order: torch.Tensor, *, interleaved: bool
 ) -> None:
-    """Permute the rows of an expert's w1 like the sorted columns of its w2, in place.
+    """Permute the bias and zero points of an expert's w1 like the columns of its w2, in place.
 
-    weights: by field of ExpertWeights. order: (I,), the source row of gate, and of up, for each
-    row.
+    The rows of w1 and its scales are sorted while they are copied. weights: by field of
+    ExpertWeights. order: (I,), the source row of gate, and of up, for each row.
     """
     projections = weights["w1"].shape[1] // len(order)
-    source_rows, projection_index = order.long(), torch.arange(projections, device=order.device)
     if interleaved:
-        index = (source_rows[:, None] * projections + projection_index).flatten()
+        index = projection_rows(order, projections)
     else:
-        index = (source_rows + projection_index[:, None] * len(source_rows)).flatten()
-    for name in ("w1", "w1_scale", "b1"):
-        if name in weights:
-            # Whole rows: on CPUs much faster than indexing with a tensor.
-            rows = weights[name][slot]
-            rows.copy_(rows.index_select(0, index.to(rows.device)))
+        first_rows = torch.arange(projections, device=order.device)[:, None] * len(order)
+        index = (order.long() + first_rows).flatten()
+    if "b1" in weights:
+        rows = weights["b1"][slot]
+        rows.copy_(rows.index_select(0, index.to(rows.device)))
     zero = weights.get("w1_zero_point")
     if zero is not None:
         packed = zero.shape[1] != len(index)
@@ -463,3 +488,5 @@ _READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "gptq": _read_gptq,
     "mxfp4": _read_mxfp4,
 }
+# Readers that can write w to its place.
+_WRITERS: dict[str, Callable[..., Matrix]] = {"awq": _read_awq, "gptq": _read_gptq}

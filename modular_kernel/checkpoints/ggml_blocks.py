@@ -15,17 +15,22 @@ A block has consecutive values of a row. With d and dmin in float16:
     Q5_K    256 values    as Q4_K, with 32 bytes of high bits             (d s) q - (dmin m)
     Q6_K    256 values    128 bytes, 64 bytes, 16 int8 scales s, d        (d s) (q - 32)
     IQ4_XS  256 values    d, 2 bytes and 4 bytes of s, 128 bytes          (d (s - 32)) table(q)
+    TQ2_0   256 values    64 bytes, d                                     d (q - 1)
+    TQ1_0   256 values    52 bytes, d                                     d (q - 1)
 
-In blocks of 32 values, byte j has value j in the low nibble and value j + 16 in the high one, and
-the groups of IQ4_XS are like them. Q4_K, Q5_K and IQ4_XS have a scale s of 6 bits for 32 values,
-the other types of 256 values one for 16. All products are exact in float32; a sum or a difference
-is rounded once.
+`ggml_codebooks` has IQ1, IQ2 and IQ3. A byte of TQ1_0 has five values, the last 4 bytes four: q is
+the first digit, in base 3, of the byte as a fraction of 256, and the byte is multiplied by 3 for
+the next. In blocks of 32 values, byte j has value j in the low nibble and value j + 16 in the high
+one, and the groups of IQ4_XS are like them. Q4_K, Q5_K and IQ4_XS have a scale s of 6 bits for 32
+values, Q2_K, Q3_K and Q6_K one for 16. All products are exact in float32; a sum or a difference is
+rounded once.
 """
 
 from collections.abc import Callable
 
 import torch
 
+from modular_kernel.checkpoints.ggml_codebooks import code_parts
 from modular_kernel.quant.scale_tiles import pack_pairs
 from modular_kernel.spec.quantization import QuantScheme
 
@@ -36,7 +41,10 @@ _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 
 def dequantize_blocks(type_name: str, blocks: torch.Tensor) -> torch.Tensor:
     """Return the values of blocks, float32. blocks: uint8 (..., blocks, bytes of a block)."""
-    return _VALUES[type_name](blocks).flatten(-2)
+    if type_name in _VALUES:
+        return _VALUES[type_name](blocks).flatten(-2)
+    factors, codes = code_parts(type_name, blocks)
+    return codes.float().mul_(factors[..., None]).flatten(-3)
 
 
 def group_weights(
@@ -45,13 +53,19 @@ def group_weights(
     """Return (w, scale) of a scheme that has the values of blocks exactly, in groups of 32.
 
     blocks: uint8 (rows, blocks, bytes). w: uint8, (rows, K) or packed (rows, K / 2). scale: (rows,
-    K / 32), float16, float32 for IQ4_XS, or bytes of mxfp4.
+    K / 32), float16, float32 where a block has scales of its own, or bytes of mxfp4.
     """
     if scheme.weight == "float4_e2m1":
         return _packed(blocks[..., 1:]).flatten(-2), blocks[..., 0].contiguous()
     if type_name == "IQ4_XS":
         scale, codes = _iq4_xs_parts(blocks)
         return _level_codes(codes).flatten(-3), scale.flatten(-2)
+    if type_name in _CODEBOOKS:
+        scale, codes = code_parts(type_name, blocks)
+        return (codes.view(torch.uint8) ^ 0x80).flatten(-3), scale.flatten(-2)
+    if type_name in _TERNARY:
+        scale = _float16(blocks[..., -2:]).expand(*blocks.shape[:-1], _GROUPS)
+        return (_TERNARY[type_name](blocks) + 127).flatten(-2), scale.flatten(-2)
     scale = _float16(blocks[..., :2])[..., 0]
     if type_name == "Q8_0":
         return (blocks[..., 2:] ^ 0x80).flatten(-2), scale
@@ -151,6 +165,28 @@ def _two_bits(stored: torch.Tensor) -> torch.Tensor:
     return torch.cat([halves >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2)
 
 
+def _ternary_codes_of_2_bits(blocks: torch.Tensor) -> torch.Tensor:
+    return _two_bits(blocks[..., :64])
+
+
+def _ternary_codes_of_digits(blocks: torch.Tensor) -> torch.Tensor:
+    """Return codes from 0 to 2 of TQ1_0, uint8 (..., 256)."""
+    digits = [
+        stored * power  # of what is left of the fraction, modulo 256
+        for stored, powers in (
+            (blocks[..., :32], (1, 3, 9, 27, 81)),
+            (blocks[..., 32:48], (1, 3, 9, 27, 81)),
+            (blocks[..., 48:52], (1, 3, 9, 27)),
+        )
+        for power in powers
+    ]
+    return (torch.cat(digits, -1).short() * 3 >> 8).to(torch.uint8)
+
+
+def _ternary(codes: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    return codes.float().sub_(1).mul_(_float16(blocks[..., -2:]).float())
+
+
 def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
     factors, packed = _float16(blocks[..., 80:]).float(), blocks[..., :16]
     scales = (packed & 15).float() * factors[..., :1]
@@ -218,6 +254,9 @@ def _floats(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda blocks: blocks.contiguous().view(dtype).float()
 
 
+# Types with a codebook and a scale for 32 values.
+_CODEBOOKS = ("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S")
+_TERNARY = {"TQ1_0": _ternary_codes_of_digits, "TQ2_0": _ternary_codes_of_2_bits}
 _VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "F32": _floats(torch.float32),
     "F16": _floats(torch.float16),
@@ -230,6 +269,8 @@ _VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
+    "TQ1_0": lambda blocks: _ternary(_ternary_codes_of_digits(blocks), blocks),
+    "TQ2_0": lambda blocks: _ternary(_ternary_codes_of_2_bits(blocks), blocks),
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,

@@ -110,8 +110,32 @@ def from_gptq(
     depth = qweight.shape[-2] * (_WORD_BITS // bits)
     group = checked_group(group, depth)
     check_order(g_idx, depth, group, "g_idx")
-    # A word of a column has its values in the order of the bytes of a row.
-    w = packed_words.transpose_words(qweight).view(torch.uint8)
+    return convert_gptq(qweight, scales, qzeros, group, minus_one=minus_one, bits=bits)
+
+
+def convert_gptq(  # noqa: PLR0913 (as from_gptq)
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    qzeros: torch.Tensor | None,
+    group: int,
+    *,
+    minus_one: bool,
+    bits: int,
+    order: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> GroupWeights:
+    """Do what `from_gptq` does, for a checked qweight and group.
+
+    order: (..., K), as `column_order` returns it; the columns are sorted. out: uint8 (..., N, bytes
+    of K), contiguous; unless there is an order, w is written there.
+    """
+    if order is not None:
+        w = packed_words.permute_rows(qweight, order, bits)
+    else:
+        # A word of a column has its values in the order of the bytes of a row.
+        words = None if out is None else out.view(torch.int32)
+        words = packed_words.transpose_words(qweight, words)
+        w = words.view(torch.uint8) if out is None else out
     zeros = None
     if qzeros is not None:
         check_packed(qzeros, "qzeros")
@@ -148,7 +172,21 @@ def from_awq(
     group = checked_group(group, depth)
     if depth % 2:
         raise ShapeError("qweight", got=tuple(qweight.shape), need="(..., K, N / 8), K even")
-    w = packed_words.pack_columns(qweight, _AWQ_ORDER)
+    return convert_awq(qweight, scales, qzeros, group)
+
+
+def convert_awq(
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    qzeros: torch.Tensor | None,
+    group: int,
+    out: torch.Tensor | None = None,
+) -> GroupWeights:
+    """Do what `from_awq` does, for a checked qweight and group.
+
+    out: uint8 (..., N, K / 2), contiguous: where to write w.
+    """
+    w = packed_words.pack_columns(qweight, _AWQ_ORDER, out)
     zeros = None
     if qzeros is not None:
         check_packed(qzeros, "qzeros")
@@ -289,7 +327,7 @@ def column_order(g_idx: torch.Tensor, depth: int, group: int, what: str) -> torc
     group has `group` columns (the last may have fewer).
     """
     _check_indices(g_idx, what)
-    expected = torch.arange(depth, device=g_idx.device) // group
+    expected = _group_index(0, depth, group).to(g_idx.device)
     order = g_idx.argsort(dim=-1, stable=True)
     complete = tuple(g_idx.shape[-1:]) == (depth,)
     if not complete or bool((g_idx.gather(-1, order) != expected).any()):

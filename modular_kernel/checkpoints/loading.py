@@ -19,7 +19,7 @@ import torch
 from modular_kernel.checkpoints.expert_names import ProjectionLocation
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
-from modular_kernel.checkpoints.fusing import Matrix, fuse, same_order, sort_rows
+from modular_kernel.checkpoints.fusing import Matrix, fuse, projection_rows, same_order, sort_rows
 from modular_kernel.checkpoints.inspection import CheckpointInfo, read_checkpoint_info
 from modular_kernel.checkpoints.matrix_layout import Range
 from modular_kernel.checkpoints.open_files import open_tensors
@@ -331,13 +331,41 @@ class _ShareReader:
         w1_locations: Sequence[ProjectionLocation],
         down: ProjectionLocation,
     ) -> dict[str, torch.Tensor]:
-        """Read w1 and w2 of one expert, and return their column orders, if they have any."""
+        """Read w1 and w2 of one expert, and return their column orders, if they have any.
+
+        With act-order, the rows of w1 are sorted like the columns of w2, which is then read first.
+        """
+        if not self.fine.scheme.act_order:
+            self._read_w1(tensors, slot, w1_locations, None)
+            self._read_w2(tensors, slot, down)
+            return {}
+        orders = self._read_w2(tensors, slot, down)
+        row_order = projection_rows(orders["w2"], self._rows_per_column)
+        return orders | self._read_w1(tensors, slot, w1_locations, row_order)
+
+    def _read_w1(
+        self,
+        tensors: dict[str, torch.Tensor],
+        slot: int,
+        locations: Sequence[ProjectionLocation],
+        row_order: torch.Tensor | None,
+    ) -> dict[str, torch.Tensor]:
+        """Read the projections of w1. row_order: the source of each row of one, or None."""
         orders, hidden = dict[str, torch.Tensor](), (0, self.problem.hidden)
-        for rows in self._pieces(self._width, len(w1_locations) * self.problem.hidden):
-            parts = [(location, self._rows(*rows), hidden) for location in w1_locations]
-            orders |= self._read_rows(tensors, "w1", slot, parts, rows)
+        pieces = self._pieces(self._width, len(locations) * self.problem.hidden)
+        if row_order is not None:
+            pieces = iter([(0, self._width)])  # sorted rows may come from anywhere
+        for rows in pieces:
+            parts = [(location, self._rows(*rows), hidden) for location in locations]
+            orders |= self._read_rows(tensors, "w1", slot, parts, rows, row_order)
+        return orders
+
+    def _read_w2(
+        self, tensors: dict[str, torch.Tensor], slot: int, location: ProjectionLocation
+    ) -> dict[str, torch.Tensor]:
+        orders = dict[str, torch.Tensor]()
         for rows in self._pieces(self.problem.hidden, self.columns[1] - self.columns[0]):
-            parts = [(down, rows, self.columns)]
+            parts = [(location, rows, self.columns)]
             orders |= self._read_rows(tensors, "w2", slot, parts, rows)
         return orders
 
@@ -388,36 +416,56 @@ class _ShareReader:
         slot: int,
         parts: Sequence[tuple[ProjectionLocation, Range, Range]],
         rows: Range,
+        row_order: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Read rows of some projections, fuse them, and copy them to their rows of w1 or w2.
 
-        Returns {name: order} if the columns were sorted by act-order, else {}.
+        row_order: the source of each row of a projection, or None to keep the order. Returns {name:
+        order} if the columns were sorted by act-order, else {}.
         """
+        places = [self._first_row(number) + rows[0] for number in range(len(parts))]
         try:
             projections = [
                 self.source.read_part(self.fine, *part, order=not rows[0]) for part in parts
             ]
-            merged = self._fuse_projections(projections)
+            out = [self._place(tensors[name][slot], begin, rows, row_order) for begin in places]
+            merged = self._fuse_projections(projections, out)
             order = same_order(merged)
         except InputError as error:
             what = f"{self.source.what}: {parts[0][0].base}: {error.what}"
             raise type(error)(what, got=error.got, need=error.need) from None
         for number, matrix in enumerate(merged):
-            begin = self._first_row(number) + rows[0]
-            _copy_rows(tensors, name, slot, matrix, self.fine, begin)
+            _copy_rows(tensors, name, slot, matrix, self.fine, places[number], row_order)
             if matrix.global_scale is not None:  # a fused gate_up has one for both
                 columns = slice(None) if len(merged) == 1 else number
                 tensors[f"{name}_global_scale"][slot, columns] = matrix.global_scale
         return {} if order is None else {name: order}
 
-    def _fuse_projections(self, projections: Sequence[Mapping[str, torch.Tensor]]) -> list[Matrix]:
+    def _place(
+        self, w: torch.Tensor, begin: int, rows: Range, row_order: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return the rows of an expert's w1 or w2 that a piece fills, or None if it is copied."""
+        is_padded = self.columns[1] - self.columns[0] != self.problem.intermediate
+        if row_order is not None or is_padded or w.device.type != "cpu":
+            return None
+        return w[begin : begin + rows[1] - rows[0]]
+
+    def _fuse_projections(
+        self,
+        projections: Sequence[Mapping[str, torch.Tensor]],
+        out: Sequence[torch.Tensor | None],
+    ) -> list[Matrix]:
         """Fuse projections if they share a scale, else return each one separately.
 
-        A separate projection is a view if nothing has to be unpacked.
+        A separate projection is a view if nothing has to be unpacked. out: for each projection,
+        where `fuse` may write it.
         """
         dtype = self.problem.dtype
         if self.fine.scheme.granularity != "tensor":
-            return [fuse(self.fine, [projection], dtype) for projection in projections]
+            return [
+                fuse(self.fine, [projection], dtype, place)
+                for projection, place in zip(projections, out, strict=True)
+            ]
         matrix = fuse(self.fine, projections, dtype)  # their scales become one
         return [replace(matrix, w=rows) for rows in matrix.w.chunk(len(projections))]
 
@@ -524,8 +572,13 @@ def _copy_rows(
     matrix: Matrix,
     format: Format,
     start_row: int,
+    row_order: torch.Tensor | None,
 ) -> None:
-    """Copy a piece of one projection to the rows of w1 or w2 that start at `start_row`."""
+    """Copy a piece of one projection to the rows of w1 or w2 that start at `start_row`.
+
+    row_order: the source of each row; zero points, of which a byte may have two rows, keep their
+    order.
+    """
     scheme = format.scheme
     scale_step = scheme.group[0] if scheme.granularity == "block" else 1
     steps = {"": 1, "_scale": scale_step, "_zero_point": 2 if scheme.packed else 1}
@@ -539,6 +592,9 @@ def _copy_rows(
             target = target[slot, first_row : first_row + len(source)]
             if source.dim() > 1:
                 target = target[..., : source.shape[-1]]  # the remaining columns are padding
-            target.copy_(source)
+            if row_order is not None and suffix != "_zero_point":
+                source = source.index_select(0, row_order)
+            if source.data_ptr() != target.data_ptr():  # else it was written to its place
+                target.copy_(source)
         else:  # one scale for the whole matrix
             target[slot] = source

@@ -129,6 +129,40 @@ class StoredTensor:
                 raise ConfigurationError(f"{what}: share of {kind}", got=(start, stop), need=need)
 
 
+@dataclass(frozen=True)
+class BlockedScale(StoredTensor):
+    """Scales in tiles of 128 rows and 4 columns, in the order in which tensor cores read them.
+
+    dims: of the scales themselves, (N, K), in which `cut` and `refine` take them after `unblocked`.
+    A tile is stored as 32 rows of 16: row r of the tile has scales of the rows r, r + 32, r + 64
+    and r + 96 of the matrix. The tiles of 128 rows follow one another in memory, and a stored
+    tensor has 32 rows for each 128 of the matrix, and 16 columns for each 4 of the scales.
+    """
+
+    def shape(self, rows: int, depth: int) -> tuple[int, ...]:
+        """Return the shape of the stored tensor for a matrix (rows, depth)."""
+        scale_rows, scale_columns = super().shape(rows, depth)
+        return 32 * -(-scale_rows // 128), 16 * -(-scale_columns // 4)
+
+    def stored_slices(self, rows: Range, depth: int) -> tuple[slice, ...]:
+        """Return the slices of the stored tensor that cover rows [a, b), for all of K = depth."""
+        width = self.shape(rows[1], depth)[1]
+        return slice(32 * (rows[0] // 128), 32 * -(-rows[1] // 128)), slice(0, width)
+
+    def unblocked(self, stored: torch.Tensor, rows: Range, columns: Range) -> torch.Tensor:
+        """Return the scales of rows [a, b) and columns [c, d) of the matrix.
+
+        stored: (..., 32 tiles, 16 tiles), what `stored_slices` selects.
+        """
+        *lead, height, width = stored.shape
+        tiles = stored.reshape(*lead, height // 32, width // 16, 32, 4, 4)
+        scales = tiles.movedim(-2, -4).movedim(-2, -3)  # (row tiles, 4, 32, column tiles, 4)
+        scales = scales.reshape(*lead, height * 4, width // 4)
+        skipped = rows[0] // 128 * 128
+        entries = self.dims[1].entries(*columns)
+        return scales[..., rows[0] - skipped : rows[1] - skipped, entries]
+
+
 def cut(
     stored: Sequence[StoredTensor], tensors: Mapping[str, torch.Tensor], rows: Range, columns: Range
 ) -> dict[str, torch.Tensor]:

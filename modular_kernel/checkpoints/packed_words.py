@@ -3,34 +3,40 @@
 Checkpoints pack values along K or N into 32-bit words; the layers' rows have two 4-bit values, or
 one 8-bit value, per byte. On CPUs, torch transposes 32-bit words about four times as fast per byte
 as bytes, so words are transposed first, and all nibbles of a word are processed together, with
-masks. Large temporary tensors are avoided: most of their cost is page faults.
+masks. Large temporary tensors are avoided, and results are written where they are needed (`out`):
+most of the cost is memory traffic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 _LOW_NIBBLES, _HIGH_NIBBLES = 0x0F0F0F0F, -0x0F0F0F10  # of the bytes of an int32
+_BYTES = 4  # of a word
 
 
-def transpose_words(words: torch.Tensor) -> torch.Tensor:
-    """Return (..., R, C) of any dtype as contiguous (..., C, R)."""
+def transpose_words(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return (..., R, C) of any dtype as contiguous (..., C, R). out: where to write it."""
     *batch, rows, columns = words.shape
-    out = words.new_empty(*batch, columns, rows)
+    out = words.new_empty(*batch, columns, rows) if out is None else out
     pairs = zip(out.view(-1, columns, rows), words.reshape(-1, rows, columns), strict=True)
     for target, source in pairs:
         target.copy_(source.contiguous().mT)  # torch is fast only for a contiguous source
     return out
 
 
-def pack_columns(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+def pack_columns(
+    words: torch.Tensor, order: Sequence[int], out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return uint8 (..., N, K / 2), packed along K, of 4-bit values (..., K, N / 8) packed along N.
 
-    words: int32, K even. order: the column, of the eight of a word, of each nibble.
+    words: int32, K even. order: the column, of the eight of a word, of each nibble. out: where to
+    write the result, contiguous.
     """
     *batch, depth, per_row = words.shape
-    out = torch.empty(*batch, per_row, 8, depth // 2, dtype=torch.uint8, device=words.device)
+    if out is None:
+        shape = (*batch, per_row * 8, depth // 2)
+        out = torch.empty(shape, dtype=torch.uint8, device=words.device)
     matrices = zip(
         out.view(-1, per_row, 8, depth // 2), words.reshape(-1, depth, per_row), strict=True
     )
@@ -41,10 +47,10 @@ def pack_columns(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
         odd = (low >> 4).bitwise_and_(_LOW_NIBBLES)
         odd.bitwise_or_(high & _HIGH_NIBBLES)
         for first, packed in enumerate((even, odd)):
-            rows = transpose_words(packed)
-            for byte, column in enumerate(order[first::2]):
-                target[:, column] = rows >> 8 * byte  # the copy to uint8 keeps the low byte
-    return out.flatten(-3, -2)
+            values = _bytes(transpose_words(packed))
+            for column, shifted in zip(order[first::2], values, strict=True):
+                target[:, column] = shifted
+    return out
 
 
 def interleave_nibbles(words: torch.Tensor) -> torch.Tensor:
@@ -62,49 +68,57 @@ def interleave_nibbles(words: torch.Tensor) -> torch.Tensor:
 def permute_columns(w: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:
     """Return packed weights uint8 (..., N, bytes of K) with the columns order[0], order[1], ...
 
-    order: (..., K) integers.
+    order: (..., K) integers. The bytes of K are a multiple of four.
     """
-    if w.dim() > 2:
-        matrices = zip(w.flatten(0, -3), order.reshape(-1, order.shape[-1]), strict=True)
-        return torch.stack([permute_columns(*each, bits) for each in matrices]).view(w.shape)
-    order = order.long()
+    return permute_rows(transpose_words(w.contiguous().view(torch.int32)), order, bits)
+
+
+def permute_rows(words: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return uint8 (..., N, bytes of K) of int32 (..., K / p, N), with its columns permuted.
+
+    Both are packed along K; a word has p = 8 or 4 values. order: (..., K) integers, the source of
+    each column. The bytes of a word become rows, which are moved as a whole: torch copies rows many
+    times as fast as it gathers single bytes from the rows of the transposed matrix.
+    """
+    if words.dim() > 2:
+        pairs = zip(words.flatten(0, -3), order.reshape(-1, order.shape[-1]), strict=True)
+        matrices = torch.stack([permute_rows(*each, bits) for each in pairs])
+        return matrices.view(*words.shape[:-2], *matrices.shape[1:])
+    depth, rows = words.shape
+    aligned = -(-rows // _BYTES) * _BYTES  # for the words of `_transpose_bytes`
+    values = words.new_empty(depth, _BYTES, aligned, dtype=torch.uint8)
+    for byte, shifted in enumerate(_bytes(words)):
+        values[:, byte, :rows] = shifted
+    values, order = values.view(-1, aligned), order.long()
     if bits == 8:
-        return _select_columns(w, order)
-    halves = []
-    for columns in (order[0::2], order[1::2]):
-        shift = (columns % 2 * 4).to(torch.uint8)
-        selected = _select_columns(w, columns // 2)  # bytes that contain these columns
-        halves.append(selected.bitwise_right_shift_(shift).bitwise_and_(15))
-    low, high = halves
-    return low.bitwise_or_(high.bitwise_left_shift_(4))
+        return _transpose_bytes(values.index_select(0, order))[:rows]
+    low, high = (
+        values.index_select(0, columns >> 1).bitwise_right_shift_(
+            (columns << 2 & 4).to(torch.uint8)[:, None]
+        )
+        for columns in (order[0::2], order[1::2])
+    )
+    high.bitwise_left_shift_(4).bitwise_or_(low.bitwise_and_(15))
+    return _transpose_bytes(high)[:rows]
 
 
-def permute_rows(words: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return 4-bit values, int32 (K / 8, N) packed along K, with the rows order[0], order[1], ...
+def _bytes(words: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield int32 words whose lowest byte is the first, second, ... one of `words`.
 
-    order: (K,) integers. Rows are moved as a whole, which is faster than `permute_columns` after
-    the words are transposed.
+    A copy to uint8 keeps the lowest byte. The next words may overwrite those before, but for
+    `words`.
     """
-    words_per_row = words.shape[1]
-    pairs = words.new_empty(len(words), 4, words_per_row, dtype=torch.uint8)
-    for byte in range(4):
-        pairs[:, byte] = words >> 8 * byte  # the copy to uint8 keeps the low byte
-    pairs, order = pairs.view(-1, words_per_row), order.long()
-    halves = []
-    for rows in (order[0::2], order[1::2]):
-        shift = (rows % 2 * 4).to(torch.uint8)[:, None]
-        halves.append(pairs.index_select(0, rows // 2).bitwise_right_shift_(shift).bitwise_and_(15))
-    low, high = halves
-    packed = low.bitwise_or_(high.bitwise_left_shift_(4)).view(-1, 4, words_per_row)
-    out = packed[:, 3].int()
-    for byte in (2, 1, 0):
-        out.bitwise_left_shift_(8).bitwise_or_(packed[:, byte])
-    return out
+    yield words
+    words = words >> 8
+    yield words
+    for _ in range(_BYTES - 2):
+        yield words.bitwise_right_shift_(8)
 
 
-def _select_columns(w: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return columns of a matrix of bytes. On CPUs, NumPy is about four times as fast as torch."""
-    if w.device.type != "cpu":
-        return w.index_select(1, index)
-    # Every index is valid; of the modes that numpy has for others, "wrap" is the fastest.
-    return torch.from_numpy(np.take(w.numpy(), index.numpy(), axis=1, mode="wrap"))
+def _transpose_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Return uint8 (R, C) as contiguous (C, R); C is a multiple of four."""
+    rows, columns = values.shape
+    out = values.new_empty(columns // _BYTES, _BYTES, rows)
+    for byte, words in enumerate(_bytes(transpose_words(values.view(torch.int32)))):
+        out[:, byte] = words
+    return out.view(columns, rows)

@@ -18,14 +18,22 @@ from modular_kernel.checkpoints.fp8_mxfp4 import usable_inputs
 from modular_kernel.checkpoints.fusing import convert_share
 from modular_kernel.checkpoints.ggml_blocks import dequantize_blocks, group_weights
 from modular_kernel.checkpoints.gguf_files import GgufFiles
-from modular_kernel.checkpoints.matrix_layout import FLOATS, UNREAD, Dim, Range, StoredTensor
+from modular_kernel.checkpoints.matrix_layout import (
+    FLOATS,
+    UNREAD,
+    BlockedScale,
+    Dim,
+    Range,
+    StoredTensor,
+)
 from modular_kernel.checkpoints.safetensors_files import TensorFiles
 from modular_kernel.checkpoints.torchao import check_metadata, dequantize_int4
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.models.expert_layouts import ExpertLayout
+from modular_kernel.models.gguf_config import scale_dtype
 from modular_kernel.models.torchao_config import TorchaoFormat
 from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT
-from modular_kernel.spec.problem import DTYPES, dtype_name
+from modular_kernel.spec.problem import DTYPES, dtype_name, parse_dtype
 from modular_kernel.text import counted
 
 # Requirement on the dtypes of unquantized matrices.
@@ -119,9 +127,8 @@ class LayerSource:
             raise WeightsError(self.what, got=got, need=need)
         self._check_extra(checked_keys)
         if self.format.method == "gguf" and self.format.scheme.weight in IMPLICIT_ZERO_POINT:
-            # Within the blocks; those of IQ4_XS are products.
             types = {self._block_type(key) for key in checked_keys}
-            dtypes["scale"] = {torch.float32 if "IQ4_XS" in types else torch.float16}
+            dtypes["scale"] = {parse_dtype(scale_dtype(types))}  # within the blocks
         return {role: frozenset(kinds) for role, kinds in dtypes.items()}
 
     def check_metadata(
@@ -303,6 +310,12 @@ class LayerSource:
         rows: Range,
         columns: Range,
     ) -> torch.Tensor:
+        if isinstance(spec, BlockedScale):
+            expert = (
+                () if location.expert is None else (slice(location.expert, location.expert + 1),)
+            )
+            stored = self.files.read(key, (*expert, *spec.stored_slices(rows, location.depth)))
+            return spec.unblocked(stored.reshape(stored.shape[-2:]), rows, columns)
         shape = self.files.shape_and_dtype(key)[0]
         single = spec.is_scalar and location.is_shared_scalar(spec, shape)
         slices = () if single else location.slices(spec, rows, columns)
@@ -425,9 +438,12 @@ def _is_unknown_transposed(source: LayerSource) -> bool:
     """Return whether a layout stores (K, N) in a format that no quantizer stores that way.
 
     ModelOpt does so with float8 and nvfp4 of Llama-4 and gpt-oss, FBGEMM with float8 of Llama-4.
+    torchao has the scales of blocks along N then, not along K.
     """
     scheme = source.format.scheme
-    stored_transposed = scheme.granularity in ("block", "tensor") or scheme.matrix_scales
+    stored_transposed = scheme.granularity == "tensor"
+    if source.format.torchao is None:
+        stored_transposed |= scheme.granularity == "block" or scheme.matrix_scales
     stored_transposed |= source.format.method == "fbgemm_fp8"
     return bool(source.layer.layout.transposed) and not stored_transposed
 

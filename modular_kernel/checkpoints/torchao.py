@@ -8,6 +8,9 @@ the attributes of each weight, in JSON:
     Float8Tensor    qdata s                  s float32, (N, 1), or one number
     Int8Tensor      qdata s                  s float32, (N, 1) or (N, K / group); zero points of 0
     Int4Tensor      qdata s + z              s and z (K / group, N) in the dtype of the model
+    NVFP4Tensor     qdata s t                s float8, (N, K / 16), in tiles; t float32, one number
+                                             of the matrix, or missing
+    MXTensor        qdata s                  s E8M0, (N, K / 32), in tiles; qdata e4m3 or e2m1
 
 Int4Tensor has codes from -8 to 7, the even k in the low nibble. Its z is a float, which need not be
 a multiple of s, so no integer scheme has these values. They are computed in float32, in which they
@@ -19,9 +22,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from modular_kernel.checkpoints.matrix_layout import FLOATS, Dim, Role, StoredTensor
+from modular_kernel.checkpoints.matrix_layout import (
+    FLOATS,
+    BlockedScale,
+    Dim,
+    Role,
+    StoredTensor,
+)
 from modular_kernel.errors import WeightsError
-from modular_kernel.models.torchao_config import TorchaoFormat
+from modular_kernel.models.torchao_config import BLOCKED, TorchaoFormat
 from modular_kernel.spec.quantization import QuantScheme
 
 KIND = "int4"  # of the codes that are dequantized
@@ -38,6 +47,8 @@ def tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, .
             _stored("scale", "scale", groups, *FLOATS),
             _stored("zero_point", "zero_point", groups, *FLOATS),
         )
+    if format.tensor_class in BLOCKED:
+        return _blocked_tensors(format, scheme)
     dims: dict[str, tuple[Dim, ...]] = {"tensor": (), "channel": (_N,)}
     if scheme.granularity == "group":
         dims["group"] = (_N, Dim("K", scheme.group[0]))
@@ -46,6 +57,26 @@ def tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, .
         return (_stored("qdata", "w", (_N, _K), torch.float8_e4m3fn), scale)
     zero = _stored("zero_point", "zero_point", scale.dims, torch.int8, optional=True)
     return (_stored("qdata", "w", (_N, _K), torch.int8), scale, zero)
+
+
+def _blocked_tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    """Return the tensors of a matrix of NVFP4Tensor or MXTensor."""
+    e8m0 = torch.float8_e8m0fnu
+    dtypes: tuple[torch.dtype, ...]
+    if scheme.weight == "float8_e4m3fn":
+        qdata, dtypes = _stored("qdata", "w", (_N, _K), torch.float8_e4m3fn), (e8m0,)
+    else:
+        qdata = _stored("qdata", "w", (_N, Dim("K", 2, indivisible=True)), torch.uint8)
+        dtypes = (torch.float8_e4m3fn,) if scheme.matrix_scales else (torch.uint8, e8m0)
+    dims = (_N, Dim("K", format.group))
+    scale = BlockedScale("_weight_scale", "scale", dims, dtypes, ("weight:scale",))
+    if not scheme.matrix_scales:
+        return (qdata, scale)
+    unused = _stored("act_per_tensor_scale", "unused", (), torch.float32, optional=True)
+    if not format.matrix_scale:
+        return (qdata, scale, unused)
+    whole = _stored("per_tensor_scale", "global_scale", (), torch.float32)
+    return (qdata, scale, whole, unused)
 
 
 def _stored(
@@ -90,13 +121,30 @@ def check_metadata(
     data = found.get("_data") if isinstance(found, dict) else None
     if not isinstance(data, dict) or found.get("_type") != format.tensor_class:
         raise WeightsError(f"{what}: metadata of {key}", got=text[:120], need=need)
-    block = _block_size(shape, format)
+    block: object = _block_size(shape, format)
+    if format.tensor_class in BLOCKED:
+        block = format.group
+        _check_blocked(f"{what}: metadata of {key}", data, format)
     if data.get("block_size") != block:
         got = f"block_size {str(data.get('block_size'))[:80]}"
         raise WeightsError(
             f"{what}: metadata of {key}", got=got, need=f"{block} of {format.scheme}"
         )
-    _check_inputs(f"{what}: metadata of {key}", data, format)
+    if format.tensor_class not in BLOCKED:  # else activations stay in 16 bits
+        _check_inputs(f"{what}: metadata of {key}", data, format)
+
+
+def _check_blocked(what: str, data: Mapping[str, object], format: TorchaoFormat) -> None:
+    """Raise WeightsError for scales in another order, or codes of another type."""
+    if data.get("is_swizzled_scales") is not True:
+        got = f"is_swizzled_scales = {str(data.get('is_swizzled_scales'))[:80]}"
+        raise WeightsError(what, got=got, need="true, as quantize_ writes them")
+    if format.tensor_class == "MXTensor":
+        need = "float8_e4m3fn" if format.scheme.startswith("fp8") else "float4_e2m1fn_x2"
+        if data.get("elem_dtype") != {"_type": "torch.dtype", "_data": need}:
+            raise WeightsError(
+                what, got=f"elem_dtype {str(data.get('elem_dtype'))[:80]}", need=need
+            )
 
 
 def _block_size(shape: Sequence[int], format: TorchaoFormat) -> list[int]:

@@ -6,7 +6,7 @@ The types of each layer's experts become a quantization_config, so that the form
 and those of a config.json are determined in the same way.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,21 @@ METHOD = "gguf"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOAT_TYPES = tuple(_DTYPES)
 # Types that int8 codes with a scale for 32 columns represent exactly.
-_INT8_TYPES = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS")
-_SUMS = ("Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")  # and scales for 16 columns
+_FLOAT16_SCALES = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "TQ1_0", "TQ2_0")
+_PRODUCTS = ("IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_XXS", "IQ1_S")  # scales of float16 times integers
+_INT8_TYPES = (*_FLOAT16_SCALES, *_PRODUCTS)
+# Sums, and scales for 16 columns.
+_SUMS = ("Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_S", "IQ2_XS", "IQ1_M")
 READ_TYPES = (*_INT8_TYPES, *_SUMS, "MXFP4", *FLOAT_TYPES)
+# Types that are not read: what they are, and what to use instead.
+_REFUSED = {
+    "NVFP4": (
+        "of which llama.cpp stores the scales of matrices in other tensors",
+        "the model in safetensors, from modelopt or compressed-tensors",
+    ),
+    "Q8_1": ("which ggml computes for activations only", "Q8_0"),
+    "Q8_K": ("which ggml computes for activations only", "Q8_0"),
+}
 _SOFTMAX, _SIGMOID = 1, 2  # values of expert_gating_func
 _MAX_LAYERS = 4096
 
@@ -180,6 +192,9 @@ def scheme_of_types(path: str, types: object) -> str:
     if not isinstance(types, list) or not types or not all(isinstance(t, str) for t in types):
         raise _error(Path(path), f"types = {str(types)[:80]}", "names of types")
     for name in types:
+        if name in _REFUSED:
+            meaning, need = _REFUSED[name]
+            raise _error(Path(path), f"experts of type {name}, {meaning}", need)
         if name not in READ_TYPES:
             raise _error(Path(path), f"experts of type {name[:80]}", " or ".join(READ_TYPES))
     found = set(types)
@@ -188,6 +203,11 @@ def scheme_of_types(path: str, types: object) -> str:
     if found <= set(_INT8_TYPES):
         return "int8_w8a16_group:group=32"
     return "mxfp4_w4a16" if found == {"MXFP4"} else "none"
+
+
+def scale_dtype(types: Collection[str]) -> str:
+    """Return the dtype that has the scales of all of these types exactly."""
+    return "float32" if {*types} & {*_PRODUCTS} else "float16"
 
 
 def _error(path: Path, got: str, need: str) -> ConfigurationError:

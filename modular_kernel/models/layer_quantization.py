@@ -148,6 +148,16 @@ def _dense_layers(config: Config, count: int) -> Iterator[int]:
         value = config.get(key)
         if type(value) is int:
             yield from range(min(value, count))
+    last = config.get("moe_layer_end_index")
+    if type(last) is int and last >= 0:
+        yield from range(last + 1, count)
+    for period, remainder in _periods(config):
+        yield from (layer for layer in range(count) if layer % period != remainder)
+    yield from _listed_dense_layers(config, count)
+
+
+def _listed_dense_layers(config: Config, count: int) -> Iterator[int]:
+    """Yield the layers without experts according to lists that name layers, or have all of them."""
     for key, sparse in (("mlp_layer_types", "sparse"), ("layers_block_type", "moe")):
         types = config.get(key)
         if isinstance(types, list) and len(types) == count and sparse in types:
@@ -158,12 +168,24 @@ def _dense_layers(config: Config, count: int) -> Iterator[int]:
     only = config.get("mlp_only_layers")
     if isinstance(only, list):
         yield from (layer for layer in only if type(layer) is int)
-    step = config.get("decoder_sparse_step")
-    if type(step) is int and step > 1:
-        yield from (layer for layer in range(count) if (layer + 1) % step)
-    frequency = config.get("moe_layer_freq")
-    if isinstance(frequency, list) and len(frequency) == count:
-        yield from (layer for layer, has_experts in enumerate(frequency) if not has_experts)
     with_experts = config.get("moe_layers")
     if isinstance(with_experts, list) and with_experts:
         yield from (layer for layer in range(count) if layer not in with_experts)
+    frequency = config.get("moe_layer_freq")
+    if isinstance(frequency, list) and len(frequency) == count:
+        yield from (layer for layer, has_experts in enumerate(frequency) if not has_experts)
+
+
+def _periods(config: Config) -> Iterator[tuple[int, int]]:
+    """Yield (period, remainder) of the layers with experts, for keys that state a period."""
+    has_list = bool(config.get("moe_layers"))  # which overrides the step of Llama 4
+    for key in ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step"):
+        period = config.get(key)
+        if type(period) is int and period > 1 and not (has_list and key.startswith("interleave")):
+            yield period, period - 1
+    period, offset = config.get("expert_layer_period"), config.get("expert_layer_offset", 0)
+    if type(period) is int and period > 1 and type(offset) is int and 0 <= offset < period:
+        yield period, offset
+    period = config.get("moe_layer_freq")
+    if type(period) is int and period > 1:
+        yield period, 0

@@ -18,7 +18,11 @@ NAMES = "fqn_to_config"  # key of the options by name, in a quantization_config 
 _BY_NAME = ("FqnToConfig", "ModuleFqnToConfig")
 _INT4_GROUPS = (32, 64, 128, 256)
 _MAX_GROUP = 1 << 20
-_E4M3 = "float8_e4m3fn"
+_E4M3, _E2M1 = "float8_e4m3fn", "float4_e2m1fn_x2"
+BLOCKED = ("NVFP4Tensor", "MXTensor")  # classes whose scales are stored in tiles
+_NVFP4, _DYNAMIC_NVFP4 = "NVFP4WeightOnlyConfig", "NVFP4DynamicActivationNVFP4WeightConfig"
+_MX = "MXDynamicActivationMXWeightConfig"
+_VERSIONS = {_NVFP4: 1, _DYNAMIC_NVFP4: 1, _MX: 1}  # 2 of the others
 _MISSING = object()
 
 
@@ -28,11 +32,13 @@ class TorchaoFormat:
 
     tensor_class: of the tensors in the files. scheme: that of the weights, "none" for codes that no
     scheme represents. group: columns per scale; 0 if a scale covers a row or a matrix.
+    matrix_scale: whether a matrix has a scale besides those of its groups.
     """
 
     tensor_class: str
     scheme: str
     group: int = 0
+    matrix_scale: bool = False
 
 
 # Options that do not change what a module computes, by class. `layout` and the options of zero
@@ -59,11 +65,24 @@ _ALLOWED: dict[str, dict[str, tuple[object, ...]]] = {
         "activation_value_lb": (None,),
         "activation_value_ub": (None,),
     },
+    _NVFP4: {"use_dynamic_per_tensor_scale": (True, False)},
+    _DYNAMIC_NVFP4: {
+        "use_dynamic_per_tensor_scale": (True, False),
+        "step": (None, "CONVERT"),
+    },
+    _MX: {
+        "block_size": (32,),
+        "weight_dtype": (_E4M3, _E2M1.upper()),
+        "activation_dtype": (_E4M3, _E2M1.upper()),
+    },
 }
 _READ = ("granularity", "group_size")
 _HARMLESS_BY_CLASS = {
     "Int4WeightOnlyConfig": _HARMLESS_INT4,
     "Int8DynamicActivationInt8WeightConfig": ("layout",),
+    # How weights were rounded, and which kernel multiplies.
+    _DYNAMIC_NVFP4: ("use_triton_kernel",),
+    _MX: ("scaling_mode",),
 }
 # Classes that are not supported: (what they store, the closest supported alternative).
 _REFUSED = {
@@ -150,8 +169,11 @@ def torchao_format(config: Mapping[str, Any]) -> TorchaoFormat:
         raise ValueError(f"quant_type {name!r}"[:200], f"one of {_ALTERNATIVE}")
     if not isinstance(data, Mapping):
         raise ValueError(f"quant_type {name}: _data = {data!r}"[:200], "an object of options")
-    if options.get("_version", 1) != 2:
-        need = "version 2: tensors of version 1 are pickled, and pickles are not read"
+    version = _VERSIONS.get(str(name), 2)
+    if options.get("_version", 1) != version:
+        need = f"version {version}"
+        if version == 2:
+            need += ": tensors of version 1 are pickled, and pickles are not read"
         raise ValueError(f"quant_type {name} of version {options.get('_version', 1)}"[:200], need)
     for got, need in _unknown_options(str(name), data):
         raise ValueError(f"quant_type {name}: {got}"[:200], need)
@@ -243,6 +265,21 @@ def _float8_dynamic(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
     return TorchaoFormat("Float8Tensor", schemes[kinds.pop()])
 
 
+def _nvfp4(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+    """Return the format of nvfp4 weights; activations stay in 16 bits.
+
+    Weights that were calibrated (`step`) always have a scale of the matrix.
+    """
+    has_scale = data.get("use_dynamic_per_tensor_scale", True) or not is_empty(data.get("step"))
+    return TorchaoFormat("NVFP4Tensor", "nvfp4_w4a16", 16, matrix_scale=bool(has_scale))
+
+
+def _mx(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+    """Return the format of mxfp8 or mxfp4 weights; activations stay in 16 bits."""
+    is_fp8 = _plain_value(data.get("weight_dtype", _E4M3)) == _E4M3
+    return TorchaoFormat("MXTensor", "fp8_w8a16_block:block=1x32" if is_fp8 else "mxfp4_w4a16", 32)
+
+
 def _single(name: str, data: Mapping[str, Any], default: str) -> list[tuple[str, int]]:
     found = _granularities(name, data, default)
     if len(found) != 1:
@@ -260,4 +297,7 @@ _FORMATS: dict[str, Callable[[str, Mapping[str, Any]], TorchaoFormat]] = {
     "Int8DynamicActivationInt8WeightConfig": _int8_dynamic,
     "Float8WeightOnlyConfig": _float8,
     "Float8DynamicActivationFloat8WeightConfig": _float8_dynamic,
+    _NVFP4: _nvfp4,
+    _DYNAMIC_NVFP4: _nvfp4,
+    _MX: _mx,
 }

@@ -56,10 +56,31 @@ def test_columns_are_permuted(batch: tuple[int, ...], bits: int) -> None:
     assert torch.equal(made, packed(want, bits))
 
 
-def test_rows_are_permuted() -> None:
-    codes, order = drawn(64, 24), torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    made = packed_words.permute_rows(pack_words(codes, 0, 4), order.int())
-    assert torch.equal(made, pack_words(codes[order], 0, 4))
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 24, 27])
+def test_rows_are_permuted(batch: tuple[int, ...], bits: int, rows: int) -> None:
+    """The words are unchanged, and rows need not fill words."""
+    codes, count = drawn(*batch, 64, rows, top=1 << bits), int(torch.Size(batch).numel())
+    order = torch.stack([torch.randperm(64) for _ in range(count)]).view(*batch, 64)
+    words = pack_words(codes, -2, bits)
+    before = words.clone()
+    made = packed_words.permute_rows(words, order.int(), bits)
+    want = codes.gather(-2, order[..., None].expand_as(codes))
+    assert torch.equal(made, packed(want.mT, bits))
+    assert torch.equal(words, before)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_results_are_written_to_their_place(batch: tuple[int, ...]) -> None:
+    codes = drawn(*batch, 96, 40)
+    words = pack_words(codes, -1, 4, AWQ_ORDER)
+    out = torch.zeros(*batch, 40, 48, dtype=torch.uint8)
+    assert packed_words.pack_columns(words, NIBBLES, out) is out
+    assert torch.equal(out, packed(codes.mT, 4))
+    words, out = pack_words(codes, -2, 4), torch.zeros(*batch, 40, 12, dtype=torch.int32)
+    assert packed_words.transpose_words(words, out) is out
+    assert torch.equal(out, words.mT)
 
 
 @pytest.mark.parametrize("batch", BATCHES)

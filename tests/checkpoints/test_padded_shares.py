@@ -162,9 +162,12 @@ def test_a_rank_reads_its_share(kind: str, tp: int, tmp_path: Path) -> None:
         assert sum(rank.bytes_read for rank in loaded) == size
 
 
-def test_ranks_of_both_kinds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("grid", [(2, 2), (2, 4), (2, 8), (4, 4)])
+def test_ranks_of_both_kinds(grid: tuple[int, int], tmp_path: Path) -> None:
+    """grid: numbers of expert-parallel and of tensor-parallel ranks."""
     sample = write(tmp_path, "gpt_oss", "mxfp4", intermediate=288)
-    whole, loaded = ranks(sample, (1, 1), "float32"), ranks(sample, (2, 4), "float32")
+    whole, loaded = ranks(sample, (1, 1), "float32"), ranks(sample, grid, "float32")
+    assert len(loaded) == grid[0] * grid[1]
     y, y_whole = summed(sample, loaded), summed(sample, whole)
     assert float((y - y_whole).norm() / y_whole.norm()) <= 1e-5
     assert sum(rank.bytes_read for rank in loaded) == expert_bytes(sample)

@@ -13,6 +13,7 @@ from test_checkpoint_numbers import error, numbers
 import modular_kernel as mk
 from modular_kernel.checkpoints import format_of, loading, merge
 from modular_kernel.checkpoints.inspection import inspect
+from modular_kernel.checkpoints.matrix_layout import BlockedScale, Dim
 from modular_kernel.checkpoints.quantization_map import QuantizationMap
 from modular_kernel.checkpoints.torchao import dequantize_int4
 from modular_kernel.errors import (
@@ -36,6 +37,7 @@ from modular_kernel.testing.checkpoints.torchao import (
     old_names,
     options,
     stack_experts,
+    tiled,
 )
 
 AT = "model.layers.0.mlp.experts"
@@ -79,7 +81,13 @@ def test_values_are_those_of_the_files(kind: str, layout: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("layout", ["modules", "parameters"])
-@pytest.mark.parametrize("kind", ["torchao int4", "torchao int8, groups", "torchao fp8, tensor"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("torchao int4", "torchao int8, groups", "torchao fp8, tensor"),
+        *("torchao nvfp4", "torchao mxfp8", "torchao mxfp4"),
+    ],
+)
 def test_shares_are_parts_of_the_whole(
     kind: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +273,24 @@ HOSTILE_METADATA: dict[str, tuple[str, str | None, str]] = {
         ),
         "got act_quant_kwargs of PerRow with bounds, need act_quant_kwargs of PerRow",
     ),
+    "rows of scales": (
+        "torchao nvfp4",
+        '{"_type": "NVFP4Tensor", "_data": {"block_size": 16, "is_swizzled_scales": false}}',
+        "got is_swizzled_scales = False, need true",
+    ),
+    "nvfp4 block": (
+        "torchao nvfp4",
+        '{"_type": "NVFP4Tensor", "_data": {"block_size": 32, "is_swizzled_scales": true}}',
+        "got block_size 32, need 16",
+    ),
+    "codes of mx": (
+        "torchao mxfp8",
+        (
+            '{"_type": "MXTensor", "_data": {"block_size": 32, "is_swizzled_scales": true, '
+            '"elem_dtype": {"_type": "torch.dtype", "_data": "float8_e5m2"}}}'
+        ),
+        "elem_dtype .*float8_e5m2.*need float8_e4m3fn",
+    ),
 }
 
 
@@ -324,6 +350,20 @@ HOSTILE: dict[str, tuple[str, Any, type[InputError], str]] = {
     "factor of inputs, stacked": (
         "torchao int8", put_stacked("act_pre_scale", torch.ones(1)), WeightsError,
         "_down_proj_act_pre_scale, need 4 experts"),
+    "rows of scales": (
+        "torchao nvfp4", put("scale", torch.ones(128, 16).to(torch.float8_e4m3fn)), ShapeError,
+        r"got \(128, 16\), need \(32, 64\)"),
+    "mx scale NaN": (
+        "torchao mxfp4",
+        put("scale", torch.full((32, 32), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)),
+        WeightsError, "got 255"),
+    "no scale of the matrix": (
+        "torchao nvfp4",
+        lambda tensors: tensors.pop(f"{AT}.1.down_proj._weight_per_tensor_scale"),
+        WeightsError, "no .*1.down_proj._weight_per_tensor_scale"),
+    "a scale of the matrix": (
+        "torchao nvfp4, blocks", put("per_tensor_scale", torch.ones(())), WeightsError,
+        "_weight_per_tensor_scale, need 4 experts"),
     "few experts, stacked": (
         "torchao int8", put_stacked("scale", torch.ones(3, 128, 1)), ShapeError, r"\(3, 128, 1\)"),
 }  # fmt: skip
@@ -398,6 +438,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         of("Float8WeightOnlyConfig", weight_dtype={"_type": "torch.dtype", "_data": "float8_e5m2"}),
         "weight_dtype = 'FLOAT8_E5M2'",
     ),
+    "mx dtype": (
+        of("MXDynamicActivationMXWeightConfig", version=1, weight_dtype={
+            "_type": "torch.dtype", "_data": "float8_e5m2"}),
+        "weight_dtype = 'FLOAT8_E5M2', need float8_e4m3fn or FLOAT4_E2M1FN_X2",
+    ),
+    "mx block": (
+        of("MXDynamicActivationMXWeightConfig", version=1, block_size=16), "block_size = 16"),
+    "nvfp4 version": (of("NVFP4WeightOnlyConfig"), "of version 2, need version 1"),
+    "nvfp4 step": (
+        of("NVFP4DynamicActivationNVFP4WeightConfig", version=1, step={"_data": "prepare"}),
+        "step = 'PREPARE', need None or CONVERT",
+    ),
     "unknown": (of("Float8WeightOnlyConfig", rotation="hadamard"), "rotation = 'hadamard'"),
     "key": (config(INT8) | {"rotation": "hadamard"}, "rotation = 'hadamard'"),
     "data": (config({"_type": "Int8WeightOnlyConfig", "_version": 2}), "_data = None"),
@@ -422,6 +474,47 @@ def test_options_without_a_reader_are_refused(case: str, tmp_path: Path) -> None
     with pytest.raises(ConfigurationError, match=message) as caught:
         mk.load_experts(tmp_path, 0)
     assert "config.json: quantization_config" in str(caught.value)
+
+
+@pytest.mark.parametrize("rows", [5, 128, 200, 384])
+@pytest.mark.parametrize("columns", [2, 8, 11])
+def test_tiles_of_scales_are_taken_apart(rows: int, columns: int) -> None:
+    scale = torch.randint(0, 255, (rows, columns), dtype=torch.uint8)
+    spec = BlockedScale("s", "scale", (Dim("N"), Dim("K", 16)), (torch.uint8,))
+    stored, depth = tiled(scale), 16 * columns
+    assert tuple(stored.shape) == spec.shape(rows, depth)
+    assert torch.equal(spec.unblocked(stored, (0, rows), (0, depth)), scale)
+    both = torch.stack([stored, stored])
+    assert torch.equal(spec.unblocked(both, (0, rows), (0, depth))[1], scale)
+    for first, last in ((0, 1), (rows // 2, rows), (rows - 1, rows), (rows // 3, rows // 2 + 1)):
+        part = stored[spec.stored_slices((first, last), depth)]
+        assert torch.equal(spec.unblocked(part, (first, last), (16, 32)), scale[first:last, 1:2])
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("llama4_text", r"got nvfp4_w4a16 \(torchao\) in a layout of whole matrices"),
+        ("gpt_oss", r"_gate_up_proj_qdata: got \(4, 128, 256\), need \(4, 512, 64\)"),
+    ],
+)
+def test_blocks_along_the_rows_are_refused(family: str, message: str, tmp_path: Path) -> None:
+    """Parameters (K, N), whose last dimension torchao cuts into blocks."""
+
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("_proj")]:
+            codes = tensors.pop(name).to(torch.uint8)[..., ::2].contiguous()
+            module, _, parameter = name.rpartition(".")
+            tensors[f"{module}._{parameter}_qdata"] = codes
+            scale = torch.ones(codes.shape[0], 32, 16).to(torch.float8_e4m3fn)
+            tensors[f"{module}._{parameter}_scale"] = scale
+
+    sample = write(tmp_path, family, "bf16", change=change)
+    quantization = TORCHAO_FORMATS["torchao nvfp4"].config
+    text = json.dumps(sample.config | {"quantization_config": quantization})
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises((ConfigurationError, ShapeError), match=message):
+        mk.load_experts(tmp_path, 0)
 
 
 def test_patterns_that_take_long_are_refused() -> None:

@@ -1,9 +1,10 @@
 """Wrong values in every public field of every record raise typed errors."""
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from modular_kernel.select.autotune import Terms
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import ActivationSpec, Combine, Machine, Parallel, Problem, Size
 from modular_kernel.spec.quantization import QUANT_SCHEMES
-from modular_kernel.utils.argument_checks import Between, check_fields
+from modular_kernel.utils.argument_checks import Between, check_fields, expect
 
 JUNK: tuple[Any, ...] = (
     *("", "x", "16", "false", "topk_weighted", "\x1b[2J", "int32", b"x"),
@@ -75,6 +76,19 @@ def is_fine(record: object, name: str, value: object) -> bool:
 
 
 EVERY = [(record, field.name) for record in RECORDS for field in fields(record)]
+
+
+BOUNDS = [1, 9999, 10000, *(2**n + d for n in (14, 16, 17, 20, 31, 62) for d in (-2, -1, 0, 1))]
+
+
+@pytest.mark.parametrize("high", BOUNDS)
+def test_a_message_states_the_largest_valid_number(high: int) -> None:
+    expect("n", high, Annotated[int, Between(1, high)])
+    with pytest.raises(ConfigurationError) as caught:
+        expect("n", high + 1, Annotated[int, Between(1, high)])
+    match = re.search(r"need an int >= 1 and (?:<= (\d+)|< 2\^(\d+))$", str(caught.value))
+    assert match is not None
+    assert (int(match[1]) if match[1] else 2 ** int(match[2]) - 1) == high
 
 
 @pytest.mark.parametrize(

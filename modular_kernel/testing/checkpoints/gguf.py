@@ -7,14 +7,17 @@ The layouts follow the comments in ggml and share no code with `modular_kernel.c
 are drawn as codes and scales, and written into the bytes one group at a time.
 """
 
+import json
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from modular_kernel import checkpoints
 from modular_kernel.testing.checkpoints.formats import E2M1, F64
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import FAMILIES, Sample
@@ -23,7 +26,8 @@ Blocks = tuple[torch.Tensor, torch.Tensor]  # bytes of each block, uint8, and va
 _NUMBERS = {
     "F32": 0, "F16": 1, "BF16": 30, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8,
     "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ3_S": 21,
-    "IQ4_XS": 23, "MXFP4": 39,
+    "IQ4_XS": 23, "MXFP4": 39, "NVFP4": 40, "TQ1_0": 34, "TQ2_0": 35, "IQ1_M": 29, "IQ1_S": 19,
+    "IQ2_XXS": 16, "IQ2_XS": 17, "IQ2_S": 22, "IQ3_XXS": 18,
 }  # fmt: skip
 _STRING, _ARRAY, _UINT32, _FLOAT32, _BOOL, _INT32 = 8, 9, 4, 6, 7, 5
 _CODES = {_UINT32: "I", _FLOAT32: "f", _BOOL: "?", _INT32: "i"}
@@ -115,9 +119,149 @@ def _iq4_xs(count: int, gain: float, g: torch.Generator) -> Blocks:
     return torch.cat([_bytes(d), words, low.to(torch.uint8), *parts], 1), values
 
 
-def _iq3_s(count: int, gain: float, g: torch.Generator) -> Blocks:
-    """Make blocks of zeros, for a type that is not supported by the reader."""
-    return torch.zeros(count, 110, dtype=torch.uint8), torch.zeros(count, 256, dtype=F64)
+def _nvfp4(count: int, gain: float, g: torch.Generator) -> Blocks:
+    """Draw a type that is not read."""
+    return torch.zeros(count, 36, dtype=torch.uint8), torch.zeros(count, 64, dtype=F64)
+
+
+@cache
+def _codebook(name: str) -> torch.Tensor:
+    """Return the entries of a codebook, float64 (entries, 8 or 4)."""
+    path = Path(checkpoints.__file__).with_name("data") / "ggml_codebooks.json"
+    stored = json.loads(path.read_text(encoding="utf-8"))[name]
+    return torch.tensor(
+        [[stored["levels"][int(level)] for level in entry] for entry in stored["entries"].split()],
+        dtype=F64,
+    )
+
+
+class _Fields:
+    """Blocks that are filled bit by bit, from fields of little-endian words."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.bytes = torch.zeros(count, nbytes, dtype=torch.int64)
+
+    def put(self, byte: int, bit: int, value: torch.Tensor) -> None:
+        """Put values (count,) at a bit after the lowest one of a byte."""
+        shifted = value << bit
+        for place in range(8):
+            if bool((shifted >> 8 * place).any()):
+                self.bytes[:, byte + place] |= shifted >> 8 * place & 255
+
+    def blocks(self, d: torch.Tensor | None = None, at: int = 0) -> torch.Tensor:
+        """Return the bytes, uint8, with the float16 d at a byte."""
+        out = self.bytes.to(torch.uint8)
+        if d is not None:
+            out[:, at : at + 2] = _bytes(d)
+        return out
+
+
+def _signs(count: int, g: torch.Generator, *, even: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw the signs of 8 values: the byte, or its seven bits if an even number is negative."""
+    negative = torch.randint(0, 2, (count, 8), generator=g)
+    if even:
+        negative[:, 7] = negative[:, :7].sum(1) % 2
+    bits = sum(negative[:, j] << j for j in range(7 if even else 8))
+    assert isinstance(bits, torch.Tensor)
+    return bits, 1 - 2 * negative.to(F64)
+
+
+def _iq(kind: str) -> Callable[[int, float, torch.Generator], Blocks]:
+    """Return a function that draws blocks of a type with a codebook and signs."""
+    nbytes = {"IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98, "IQ3_S": 110}[kind]
+    book = _codebook(kind)
+    per_scale = 16 if kind in ("IQ2_XS", "IQ2_S") else 32
+
+    def make(count: int, gain: float, g: torch.Generator) -> Blocks:
+        d = _half((count, 1), gain / (64 if kind == "IQ3_S" else 128), g)
+        fields, values = _Fields(count, nbytes), torch.empty(count, 256, dtype=F64)
+        scales = torch.randint(0, 16, (count, 256 // per_scale), generator=g)
+        for first in range(0, 256, 8):
+            n, group = first // 8, first // 32  # of 8 and of 32 values
+            scale = scales[:, first // per_scale]
+            draws = torch.randint(0, len(book), (2, count), generator=g)
+            sign_bits, signs = _signs(count, g, even=kind in ("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
+            index = draws[0]
+            entry = book[index] if book.shape[1] == 8 else book[draws].transpose(0, 1).flatten(1)
+            if kind == "IQ2_XXS":
+                fields.put(2 + 8 * group + n % 4, 0, index)
+                fields.put(6 + 8 * group, 7 * (n % 4), sign_bits)
+                fields.put(6 + 8 * group, 28, scale)
+            elif kind == "IQ2_XS":
+                fields.put(2 + 2 * n, 0, index | sign_bits << 9)
+                fields.put(66 + group, 4 * (n // 2 % 2), scale)
+            elif kind == "IQ2_S":
+                fields.put(2 + n, 0, index & 255)
+                fields.put(34 + n, 0, sign_bits)
+                fields.put(66 + group, 2 * (n % 4), index >> 8)
+                fields.put(74 + group, 4 * (n // 2 % 2), scale)
+            elif kind == "IQ3_XXS":
+                for half, each in enumerate(draws):
+                    fields.put(2 + 2 * n + half, 0, each)
+                fields.put(66 + 4 * group, 7 * (n % 4), sign_bits)
+                fields.put(66 + 4 * group, 28, scale)
+            else:
+                for half, each in enumerate(draws):
+                    fields.put(2 + 2 * n + half, 0, each & 255)
+                    fields.put(66 + group, (2 * n + half) % 8, each >> 8)
+                fields.put(74 + n, 0, sign_bits)
+                fields.put(106 + group // 2, 4 * (group % 2), scale)
+            unit = {"IQ3_S": 1 + 2 * scale, "IQ3_XXS": (scale + 0.5) / 2}.get(
+                kind, (scale + 0.5) / 4
+            )
+            values[:, first : first + 8] = entry * signs * (d[:, 0].to(F64) * unit)[:, None]
+        return fields.blocks(d), values
+
+    return make
+
+
+def _iq1_s(count: int, gain: float, g: torch.Generator) -> Blocks:
+    d, fields, values = _half((count, 1), gain / 8, g), _Fields(count, 50), []
+    for group in range(8):
+        scale, negative = (torch.randint(0, top, (count,), generator=g) for top in (8, 2))
+        fields.put(34 + 2 * group, 12, scale | negative << 3)
+        for n in range(4):
+            index = torch.randint(0, 2048, (count,), generator=g)
+            fields.put(2 + 4 * group + n, 0, index & 255)
+            fields.put(34 + 2 * group, 3 * n, index >> 8)
+            entry = _codebook("IQ1_S")[index] + (0.125 - 0.25 * negative.to(F64))[:, None]
+            values.append(entry * (d[:, 0].to(F64) * (2 * scale + 1))[:, None])
+    return fields.blocks(d), torch.cat(values, 1)
+
+
+def _iq1_m(count: int, gain: float, g: torch.Generator) -> Blocks:
+    d, fields, values = _half((count, 1), gain / 8, g), _Fields(count, 56), []
+    bits = d[:, 0].view(torch.int16).long() & 0xFFFF
+    for quarter in range(4):
+        fields.put(48 + 2 * quarter, 12, bits >> 4 * quarter & 15)
+    for group in range(16):
+        scale = torch.randint(0, 8, (count,), generator=g)
+        fields.put(48 + 2 * (group // 4), 3 * (group % 4), scale)
+        for n in range(2 * group, 2 * group + 2):
+            index, negative = (torch.randint(0, top, (count,), generator=g) for top in (2048, 2))
+            fields.put(n, 0, index & 255)
+            fields.put(32 + n // 2, 4 * (n % 2), index >> 8 | negative << 3)
+            entry = _codebook("IQ1_S")[index] + (0.125 - 0.25 * negative.to(F64))[:, None]
+            values.append(entry * (d[:, 0].to(F64) * (2 * scale + 1))[:, None])
+    return fields.blocks(), torch.cat(values, 1)
+
+
+def _tq2_0(count: int, gain: float, g: torch.Generator) -> Blocks:
+    codes, d = torch.randint(0, 3, (count, 256), generator=g), _half((count, 1), gain, g)
+    return torch.cat([_bits_of_256(codes), _bytes(d)], 1), (codes - 1) * d.to(F64)
+
+
+def _tq1_0(count: int, gain: float, g: torch.Generator) -> Blocks:
+    """Draw digits in base 3: values 32 apart share a byte, then values 16 and 4 apart."""
+    codes, d = torch.randint(0, 3, (count, 256), generator=g), _half((count, 1), gain, g)
+    packed = []
+    for first, step, digits in ((0, 32, 5), (160, 16, 5), (240, 4, 4)):
+        number = sum(
+            codes[:, first + step * digit : first + step * (digit + 1)] * 3 ** (4 - digit)
+            for digit in range(digits)
+        )
+        packed.append((number * 256 + 242) // 243)  # the fraction of 256, rounded up
+    return torch.cat([*packed, _bytes(d)], 1).to(torch.uint8), (codes - 1) * d.to(F64)
 
 
 def _mxfp4(count: int, gain: float, g: torch.Generator) -> Blocks:
@@ -246,7 +390,12 @@ _MAKE: dict[str, Callable[[int, float, torch.Generator], Blocks]] = {
     "Q5_1": _q5_1,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
-    "IQ3_S": _iq3_s,
+    **{kind: _iq(kind) for kind in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
+    "IQ1_S": _iq1_s,
+    "IQ1_M": _iq1_m,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+    "NVFP4": _nvfp4,
     "MXFP4": _mxfp4,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
@@ -264,8 +413,9 @@ def matrix(
     gain: factor of the values.
     """
     count = torch.Size(shape).numel()
-    is_large = kind.endswith("_K") or kind in ("IQ4_XS", "IQ3_S")
+    is_large = kind.endswith("_K") or (kind.startswith(("IQ", "TQ")) and kind != "IQ4_NL")
     values = 1 if kind in ("F32", "F16", "BF16") else 256 if is_large else 32
+    values = 64 if kind == "NVFP4" else values
     stored, exact = _MAKE[kind](count // values, gain / shape[-1] ** 0.5, g)
     return stored.numpy().tobytes(), exact.reshape(shape)
 

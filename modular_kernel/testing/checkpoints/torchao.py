@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-from modular_kernel.testing.checkpoints.formats import F64, FP8, Make, StoredMatrix, expand_tiles
+from modular_kernel.testing.checkpoints.formats import (
+    F64,
+    FP8,
+    Make,
+    StoredMatrix,
+    expand_tiles,
+    mxfp4_quark,
+    mxfp8,
+    nvfp4,
+)
 from modular_kernel.testing.checkpoints.published_formats import CheckpointFormat
 
 _ROW = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
@@ -99,6 +108,56 @@ def _fp8(*, whole: bool) -> Make:
     return make
 
 
+def tiled(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales (N, G) in tiles: row r of a tile has those of rows r, r + 32, r + 64, r + 96.
+
+    The tiles of 128 rows and 4 columns follow one another, in the order of the matrix.
+    """
+    rows, columns = -(-scale.shape[0] // 128), -(-scale.shape[1] // 4)
+    padded = torch.zeros(128 * rows, 4 * columns, dtype=torch.uint8)
+    padded[: scale.shape[0], : scale.shape[1]] = scale.view(torch.uint8)
+    parts = [
+        padded[128 * i + 32 * q + r, 4 * j : 4 * j + 4]
+        for i in range(rows)
+        for j in range(columns)
+        for r in range(32)
+        for q in range(4)
+    ]
+    return torch.cat(parts).view(scale.dtype).view(32 * rows, 16 * columns)
+
+
+def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return the scales (rows, columns) of what `tiled` returned."""
+    width = -(-columns // 4)
+    positions = torch.arange(tiles.numel()).view(-1, width, 32, 4, 4)
+    scale = torch.empty(rows, columns, dtype=torch.uint8)
+    stored = tiles.view(torch.uint8).flatten()
+    for row in range(rows):
+        for column in range(columns):
+            tile = positions[row // 128, column // 4]
+            scale[row, column] = stored[tile[row % 32, row % 128 // 32, column % 4]]
+    return scale.view(tiles.dtype)
+
+
+def _blocked(make_plain: Make, *, has_matrix_scale: bool = False) -> Make:
+    """Make a matrix whose scales are in tiles. make_plain: with a weight and its scale by row."""
+
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+        plain = make_plain(rows, depth, g, gain)
+        scale, values = plain.tensors["weight_scale"], plain.values
+        if scale.dtype is torch.uint8:
+            scale = scale.view(torch.float8_e8m0fnu)
+        tensors = {"_weight_qdata": plain.tensors["weight"], "_weight_scale": tiled(scale)}
+        if has_matrix_scale:
+            tensors["_weight_per_tensor_scale"] = plain.tensors["weight_scale_2"].reshape(())
+        elif "weight_scale_2" in plain.tensors:
+            values = values / plain.tensors["weight_scale_2"].to(F64)
+        return StoredMatrix(tensors, values)
+
+    return make
+
+
+_NVFP4_CODES = nvfp4("weight", "weight_scale_2", "input_scale", divides=False, shared_scale=True)
 _INT8, _DYNAMIC_INT8 = "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"
 _FP8, _DYNAMIC_FP8 = "Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"
 INT4 = options("Int4WeightOnlyConfig", group_size=64, int4_packing_format={
@@ -118,6 +177,19 @@ _OF_DYNAMIC_FP8: dict[str, Any] = {
     "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
     "mm_config": {"_type": "Float8MMConfig", "_version": 1, "_data": {"use_fast_accum": True}},
 }
+_E2M1_DTYPE = {"_type": "torch.dtype", "_data": "float4_e2m1fn_x2"}
+
+
+def _prototype(name: str, **data: Any) -> dict[str, Any]:
+    return {"_type": name, "_version": 1, "_data": data}
+
+
+def _mx(dtype: Mapping[str, str]) -> dict[str, Any]:
+    dtypes = {"activation_dtype": dict(dtype), "weight_dtype": dict(dtype)}
+    modes = {"scaling_mode": {"_type": "ScaleCalculationMode", "_data": "RCEIL"}}
+    return _prototype("MXDynamicActivationMXWeightConfig", block_size=32, **dtypes, **modes)
+
+
 _W8A8_BOUND = 8e-2
 TORCHAO_FORMATS: dict[str, CheckpointFormat] = {
     "torchao int4": CheckpointFormat(config(INT4), _int4(64), "none"),
@@ -153,6 +225,36 @@ TORCHAO_FORMATS: dict[str, CheckpointFormat] = {
         _fp8(whole=True),
         "fp8_w8a8_tensor",
         _W8A8_BOUND,
+    ),
+    "torchao nvfp4": CheckpointFormat(
+        config(_prototype("NVFP4WeightOnlyConfig", use_dynamic_per_tensor_scale=True)),
+        _blocked(_NVFP4_CODES, has_matrix_scale=True),
+        "nvfp4_w4a16",
+    ),
+    "torchao nvfp4, inputs": CheckpointFormat(
+        config(
+            _prototype(
+                "NVFP4DynamicActivationNVFP4WeightConfig",
+                use_triton_kernel=True,
+                use_dynamic_per_tensor_scale=True,
+                step=None,
+            )
+        ),
+        _blocked(_NVFP4_CODES, has_matrix_scale=True),
+        "nvfp4_w4a16",
+    ),
+    "torchao nvfp4, blocks": CheckpointFormat(
+        config(_prototype("NVFP4WeightOnlyConfig", use_dynamic_per_tensor_scale=False)),
+        _blocked(_NVFP4_CODES),
+        "nvfp4_w4a16",
+    ),
+    "torchao mxfp8": CheckpointFormat(
+        config(_mx(_E4M3)),
+        _blocked(mxfp8("weight_scale", torch.float8_e8m0fnu)),
+        "fp8_w8a16_block:block=1x32",
+    ),
+    "torchao mxfp4": CheckpointFormat(
+        config(_mx(_E2M1_DTYPE)), _blocked(mxfp4_quark), "mxfp4_w4a16"
     ),
 }
 
@@ -190,6 +292,11 @@ def _attributes(chosen: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, 
     if name == "Int4WeightOnlyConfig":
         whole = [*shape[:-1], 2 * shape[-1]]
         return {"_type": "Int4Tensor", "_data": {"block_size": block, "shape": whole}}
+    if "NVFP4" in name or name.startswith("MX"):
+        data: dict[str, Any] = {"is_swizzled_scales": True, "block_size": 16}
+        if name.startswith("MX"):
+            data |= {"block_size": 32, "elem_dtype": fields["weight_dtype"]}
+        return {"_type": "MXTensor" if name.startswith("MX") else "NVFP4Tensor", "_data": data}
     kind = "Int8" if name in (_INT8, _DYNAMIC_INT8) else "Float8"
     inputs = None
     if "Dynamic" in name:
@@ -217,9 +324,20 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> None:
         if projection == "gate":
             name, up = "gate_up_proj", stacked[block, "up", kind]
             # The scales of int4 weights have their rows in the last dimension.
-            rows = -1 if tensor.dtype in (torch.bfloat16, torch.float32) and _is_int4(found) else 1
-            tensor = torch.cat([tensor, up], rows)
-        if tensor.shape[1:] in ((1, 1), (2, 1)) and bool((tensor == tensor.flatten()[0]).all()):
+            if kind == "scale" and tensor.dtype in (FP8, torch.float8_e8m0fnu):
+                qdata = stacked[block, "gate", "qdata"]
+                depth = qdata.shape[2] * (2 if qdata.dtype is torch.uint8 else 1)
+                sizes = qdata.shape[1], depth // (16 if tensor.dtype is FP8 else 32)
+                pairs = zip(tensor, up, strict=True)
+                tensor = torch.stack(
+                    [tiled(torch.cat([untiled(each, *sizes) for each in pair])) for pair in pairs]
+                )
+            elif kind != "per_tensor_scale":  # which gate and up share
+                int4 = tensor.dtype in (torch.bfloat16, torch.float32) and _is_int4(found)
+                tensor = torch.cat([tensor, up], -1 if int4 else 1)
+        if kind == "per_tensor_scale":
+            tensor = tensor[:, None, None]
+        elif tensor.shape[1:] in ((1, 1), (2, 1)) and bool((tensor == tensor.flatten()[0]).all()):
             tensor = tensor[:1, :1]  # one scale for all experts
         tensors[f"{block}._{name}_{kind}"] = tensor.contiguous()
 
@@ -236,6 +354,6 @@ def _is_int4(found: Mapping[tuple[str, str, str], Mapping[int, torch.Tensor]]) -
 def old_names(tensors: dict[str, torch.Tensor]) -> None:
     """Rename tensors as torchao 0.14 names them, in place."""
     for name in list(tensors):
-        match = re.fullmatch(r"(.*)\._(\w+?)_(qdata|scale|zero_point)", name)
+        match = re.fullmatch(r"(.*)\._(\w+?)_(qdata|per_tensor_scale|scale|zero_point)", name)
         if match is not None:
             tensors[f"{match[1]}.{match[2]}:{match[3]}"] = tensors.pop(name)

@@ -1,0 +1,463 @@
+"""Configs of published models: the scheme of each layer's experts, over all layers.
+
+The objects have the entries that the named repositories publish, as far as they are remembered: no
+file was at hand. Lists of modules by layer are written by the pattern of the repository's own list.
+`RECONSTRUCTED` names the models whose quantization_config is what the packer writes for the recipe
+that the model card states.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_configs import written
+
+from modular_kernel.models.config_file import layers_of_file, problem_fields_of_file
+
+Config = dict[str, Any]
+Expected = dict[tuple[int, ...], str]
+
+FP8_BLOCK, FP8_CHANNEL = "fp8_w8a8_block:block=128x128", "fp8_w8a8_channel"
+STATIC = "fp8_w8a8_tensor:static=true"
+NVFP4, MXFP4 = "nvfp4_w4a16", "mxfp4_w4a16"
+G128 = "int4_w4a16_group:group=128"
+G32, ZERO = "int4_w4a16_group:group=32", f"{G128},zero_points=true"
+
+
+def model(model_type: str, layers: int, dense: int = 0, **more: Any) -> Config:
+    """A config.json of many layers; `more` has the sizes."""
+    config = {"model_type": model_type, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+    config |= {"num_hidden_layers": layers}
+    return config | ({"first_k_dense_replace": dense} if dense else {}) | more
+
+
+def deepseek(**more: Any) -> Config:
+    sizes = {"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256}
+    sizes |= {"num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1}
+    return model("deepseek_v3", 61, 3, **sizes) | more
+
+
+def kimi() -> Config:
+    more = {"model_type": "kimi_k2", "n_routed_experts": 384, "first_k_dense_replace": 1}
+    return deepseek(**more, routed_scaling_factor=2.827, num_nextn_predict_layers=0)
+
+
+def qwen(layers: int = 48, experts: int = 128, **more: Any) -> Config:
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": experts}
+    sizes |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts_per_tok": 8}
+    return model("qwen3_moe", layers, **{**sizes, **more})
+
+
+def qwen_235b() -> Config:
+    return qwen(94, hidden_size=4096, moe_intermediate_size=1536)
+
+
+def qwen_480b() -> Config:
+    return qwen(62, 160, hidden_size=6144, moe_intermediate_size=2560)
+
+
+def qwen2(layers: int, experts: int, top_k: int, hidden: int, width: int) -> Config:
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": width, "num_experts": experts}
+    return model("qwen2_moe", layers, num_experts_per_tok=top_k, decoder_sparse_step=1, **sizes)
+
+
+def qwen_vl(layers: int, **sizes: int) -> Config:
+    text = qwen(layers, **sizes) | {"model_type": "qwen3_vl_moe_text"}
+    return {"model_type": "qwen3_vl_moe", "text_config": text, "vision_config": {"depth": 27}}
+
+
+def glm(layers: int, dense: int, **sizes: Any) -> Config:
+    more = {"hidden_size": 5120, "moe_intermediate_size": 1536, "n_routed_experts": 160}
+    more |= {"num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1}
+    return model("glm4_moe", layers, dense, **{**more, **sizes})
+
+
+def glm_air() -> Config:
+    return glm(46, 1, hidden_size=4096, moe_intermediate_size=1408, n_routed_experts=128)
+
+
+def mixtral(layers: int = 32, **sizes: int) -> Config:
+    more = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}
+    return model("mixtral", layers, **{**more, "num_experts_per_tok": 2, **sizes})
+
+
+def gpt_oss(layers: int, experts: int) -> Config:
+    sizes = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": experts}
+    return model("gpt_oss", layers, num_experts_per_tok=4, swiglu_limit=7.0, **sizes)
+
+
+def llama4(experts: int, step: int) -> Config:
+    text = {"hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384}
+    text |= {"num_local_experts": experts, "num_experts_per_tok": 1, "hidden_act": "silu"}
+    text |= {"model_type": "llama4_text", "num_hidden_layers": 48, "torch_dtype": "bfloat16"}
+    return {"model_type": "llama4", "text_config": text | {"interleave_moe_layer_step": step}}
+
+
+def per_layer(layers: range, *modules: str, before: str = "model.layers") -> list[str]:
+    return [f"{before}.{layer}.{module}" for layer in layers for module in modules]
+
+
+# ------------------------------------------------------------------- quantization_config
+
+
+def fp8(**more: Any) -> Config:
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    return config | {"weight_block_size": [128, 128], **more}
+
+
+def qwen_fp8(layers: int, before: str = "model.layers", *others: str) -> Config:
+    norms = ("input_layernorm", "mlp.gate", "post_attention_layernorm")
+    attention = ("self_attn.k_norm", "self_attn.q_norm")
+    skipped = per_layer(range(layers), *norms, *attention, before=before)
+    return fp8(modules_to_not_convert=["lm_head", *others, *skipped])
+
+
+def gptq(**more: Any) -> Config:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+    config |= {"desc_act": False, "damp_percent": 0.01, "static_groups": False}
+    return config | {"true_sequential": True, **more}
+
+
+def awq(**more: Any) -> Config:
+    config = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    return config | {"version": "gemm", **more}
+
+
+def compressed(weights: Config, inputs: Config | None, format: str, ignore: list[str]) -> Config:
+    group = {"input_activations": inputs, "output_activations": None, "targets": ["Linear"]}
+    group |= {"weights": {"observer": "minmax", "observer_kwargs": {}, **weights}}
+    config = {"quant_method": "compressed-tensors", "format": format, "ignore": ignore}
+    config |= {"kv_cache_scheme": None, "quantization_status": "compressed"}
+    return config | {"config_groups": {"group_0": group}}
+
+
+def compressed_fp8(*ignore: str) -> Config:
+    base = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None}
+    weights = base | {"strategy": "channel", "dynamic": False}
+    inputs = base | {"strategy": "token", "dynamic": True, "observer": None}
+    return compressed(weights, inputs, "float-quantized", list(ignore))
+
+
+def compressed_int4(group: int, *ignore: str) -> Config:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    weights |= {"group_size": group, "actorder": None, "block_structure": None, "dynamic": False}
+    return compressed(weights, None, "pack-quantized", list(ignore))
+
+
+def compressed_nvfp4(*ignore: str) -> Config:
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group"}
+    weights |= {"group_size": 16, "dynamic": False}
+    return compressed(weights, weights | {"dynamic": "local"}, "nvfp4-pack-quantized", list(ignore))
+
+
+def modelopt(algorithm: str, *ignore: str) -> Config:
+    config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": list(ignore)}
+    config |= {"producer": {"name": "modelopt", "version": "0.29.0"}}
+    config |= {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
+    return config | ({"group_size": 16} if algorithm == "NVFP4" else {})
+
+
+def quark(weights: Config, inputs: Config | None, *exclude: str) -> Config:
+    layer = {"weight": weights, "input_tensors": inputs, "output_tensors": None, "bias": None}
+    export = {"kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder"}
+    export |= {"weight_format": "real_quantized", "weight_merge_groups": None}
+    config = {"quant_method": "quark", "global_quant_config": layer, "exclude": list(exclude)}
+    config |= {"layer_quant_config": {}, "layer_type_quant_config": {}, "export": export}
+    return config | {"algo_config": None, "quant_mode": "eager_mode", "softmax_quant_spec": None}
+
+
+def quark_fp8(*exclude: str) -> Config:
+    spec = {"dtype": "fp8_e4m3", "is_dynamic": False, "qscheme": "per_tensor", "group_size": None}
+    spec |= {"ch_axis": None, "symmetric": None, "round_method": None, "scale_type": None}
+    return quark(spec, spec, *exclude)
+
+
+def quark_mxfp4(*exclude: str) -> Config:
+    spec = {"dtype": "fp4", "is_dynamic": False, "qscheme": "per_group", "group_size": 32}
+    spec |= {"ch_axis": -1, "scale_format": "e8m0", "scale_calculation_mode": "even"}
+    return quark(spec, spec | {"is_dynamic": True}, *exclude)
+
+
+def mxfp4(*modules: str) -> Config:
+    return {"quant_method": "mxfp4", "modules_to_not_convert": list(modules)}
+
+
+def layers(*ranges: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(layer for first, last in ranges for layer in range(first, last))
+
+
+GPT_OSS_LEFT = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens")
+GPT_OSS_LEFT += ("lm_head",)
+GLM_LEFT = (*per_layer(range(93), "mlp.gate"), "lm_head", "model.embed_tokens")
+DEEPSEEK_NVFP4 = modelopt("NVFP4", "lm_head", *per_layer(range(61), "self_attn*"))
+DEEPSEEK_NVFP4 |= {"exclude_modules": [*DEEPSEEK_NVFP4.pop("ignore"), "model.layers.61*"]}
+LLAMA4_LEFT = ("*router*", "*lm_head*", "vision_model*", "multi_modal_projector*")
+KIMI_INT4 = compressed_int4(
+    *(32, "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"),
+    "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+)
+REDHAT_LLAMA4 = ("re:.*lm_head", "re:.*self_attn", "re:.*router", "re:.*vision_model")
+REDHAT_LLAMA4 += ("re:.*multi_modal_projector", "re:.*shared_expert")
+ALL_OF_DEEPSEEK, ALL_OF_KIMI = layers((3, 61)), layers((1, 61))
+TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
+    # fp8 by block
+    "deepseek-ai/DeepSeek-R1": (deepseek(), fp8(), {ALL_OF_DEEPSEEK: FP8_BLOCK}),
+    "deepseek-ai/DeepSeek-V3-0324": (deepseek(), fp8(), {ALL_OF_DEEPSEEK: FP8_BLOCK}),
+    "deepseek-ai/DeepSeek-R1-0528": (deepseek(), fp8(), {ALL_OF_DEEPSEEK: FP8_BLOCK}),
+    "deepseek-ai/DeepSeek-V3.1-Terminus": (
+        deepseek(),
+        fp8(scale_fmt="ue8m0"),
+        {ALL_OF_DEEPSEEK: FP8_BLOCK},
+    ),
+    "deepseek-ai/DeepSeek-V3.2-Exp": (
+        deepseek(model_type="deepseek_v32"),
+        fp8(scale_fmt="ue8m0"),
+        {ALL_OF_DEEPSEEK: FP8_BLOCK},
+    ),
+    "moonshotai/Kimi-K2-Instruct": (kimi(), fp8(), {ALL_OF_KIMI: FP8_BLOCK}),
+    "moonshotai/Kimi-K2-Instruct-0905": (kimi(), fp8(), {ALL_OF_KIMI: FP8_BLOCK}),
+    "Qwen/Qwen3-235B-A22B-FP8": (qwen_235b(), qwen_fp8(94), {layers((0, 94)): FP8_BLOCK}),
+    "Qwen/Qwen3-235B-A22B-Instruct-2507-FP8": (
+        qwen_235b(),
+        qwen_fp8(94),
+        {layers((0, 94)): FP8_BLOCK},
+    ),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8": (qwen(), qwen_fp8(48), {layers((0, 48)): FP8_BLOCK}),
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8": (qwen(), qwen_fp8(48), {layers((0, 48)): FP8_BLOCK}),
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct-FP8": (
+        qwen_480b(),
+        qwen_fp8(62),
+        {layers((0, 62)): FP8_BLOCK},
+    ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct-FP8": (
+        qwen(48, 512) | {"model_type": "qwen3_next", "num_experts_per_tok": 10},
+        fp8(
+            modules_to_not_convert=[
+                *("lm_head", "model.embed_tokens"),
+                *per_layer(range(48), "mlp.gate", "mlp.shared_expert_gate", "linear_attn.conv1d"),
+                *per_layer(range(48), "linear_attn.in_proj_ba"),
+            ]
+        ),
+        {layers((0, 48)): FP8_BLOCK},
+    ),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct-FP8": (
+        qwen_vl(48),
+        qwen_fp8(48, "model.language_model.layers", "model.visual.merger.linear_fc1"),
+        {layers((0, 48)): FP8_BLOCK},
+    ),
+    "Qwen/Qwen3-VL-235B-A22B-Instruct-FP8": (
+        qwen_vl(94, hidden_size=4096, moe_intermediate_size=1536),
+        qwen_fp8(94, "model.language_model.layers", "model.visual.merger.linear_fc1"),
+        {layers((0, 94)): FP8_BLOCK},
+    ),
+    "MiniMaxAI/MiniMax-M2.1": (
+        model("minimax_m2", 62, hidden_size=3072, intermediate_size=1536, num_local_experts=256)
+        | {"num_experts_per_tok": 8},
+        fp8(
+            fmt="float8_e4m3fn",
+            modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"],
+        ),
+        {layers((0, 62)): FP8_BLOCK},
+    ),
+    "tencent/Hunyuan-A13B-Instruct-FP8": (
+        model("hunyuan_v1_moe", 32, hidden_size=4096, intermediate_size=3072, num_experts=64)
+        | {"moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32},
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "ignored_layers": ["lm_head", "model.embed_tokens", *per_layer(range(32), "mlp.gate")],
+        },
+        {layers((0, 32)): STATIC},
+    ),
+    # fp8 by channel and by tensor
+    "zai-org/GLM-4.5-FP8": (glm(92, 3), compressed_fp8(*GLM_LEFT), {layers((3, 92)): FP8_CHANNEL}),
+    "zai-org/GLM-4.5-Air-FP8": (
+        glm_air(),
+        compressed_fp8(*GLM_LEFT),
+        {layers((1, 46)): FP8_CHANNEL},
+    ),
+    "zai-org/GLM-4.6-FP8": (glm(92, 3), compressed_fp8(*GLM_LEFT), {layers((3, 92)): FP8_CHANNEL}),
+    "RedHatAI/Qwen3-235B-A22B-FP8-dynamic": (
+        qwen_235b(),
+        compressed_fp8("lm_head", *per_layer(range(94), "mlp.gate")),
+        {layers((0, 94)): FP8_CHANNEL},
+    ),
+    "RedHatAI/Mixtral-8x22B-Instruct-v0.1-FP8": (
+        mixtral(56, hidden_size=6144, intermediate_size=16384),
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "ignored_layers": [*per_layer(range(56), "block_sparse_moe.gate"), "lm_head"],
+        },
+        {layers((0, 56)): STATIC},
+    ),
+    "amd/Mixtral-8x7B-Instruct-v0.1-FP8-KV": (
+        mixtral(),
+        quark_fp8("lm_head", *per_layer(range(32), "block_sparse_moe.gate")),
+        {layers((0, 32)): STATIC},
+    ),
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct-FP8": (
+        llama4(128, 2),
+        {
+            "quant_method": "fbgemm_fp8",
+            "activation_scale_ub": 1200.0,
+            "modules_to_not_convert": [
+                *per_layer(range(48), "self_attn", "feed_forward.router", before="model.layers"),
+                *per_layer(range(48), "feed_forward.shared_expert", before="model.layers"),
+                *("lm_head", "vision_model", "multi_modal_projector"),
+            ],
+        },
+        {tuple(range(1, 48, 2)): FP8_CHANNEL},
+    ),
+    "nvidia/Llama-4-Scout-17B-16E-Instruct-FP8": (
+        llama4(16, 1),
+        modelopt("FP8", *LLAMA4_LEFT),
+        {layers((0, 48)): STATIC},
+    ),
+    "nvidia/Qwen3-235B-A22B-FP8": (
+        qwen_235b(),
+        modelopt("FP8", "lm_head", *per_layer(range(94), "mlp.gate")),
+        {layers((0, 94)): STATIC},
+    ),
+    # Four-bit floats
+    "openai/gpt-oss-120b": (gpt_oss(36, 128), mxfp4(*GPT_OSS_LEFT), {layers((0, 36)): MXFP4}),
+    "nvidia/DeepSeek-V3-0324-FP4": (deepseek(), DEEPSEEK_NVFP4, {ALL_OF_DEEPSEEK: NVFP4}),
+    "nvidia/DeepSeek-R1-0528-FP4": (deepseek(), DEEPSEEK_NVFP4, {ALL_OF_DEEPSEEK: NVFP4}),
+    "nvidia/Qwen3-235B-A22B-NVFP4": (
+        qwen_235b(),
+        modelopt("NVFP4", "lm_head", *per_layer(range(94), "mlp.gate")),
+        {layers((0, 94)): NVFP4},
+    ),
+    "nvidia/Kimi-K2-Thinking-NVFP4": (
+        kimi(),
+        modelopt("NVFP4", "lm_head", *per_layer(range(61), "self_attn*", "mlp.shared_experts*")),
+        {ALL_OF_KIMI: NVFP4},
+    ),
+    "nvidia/Llama-4-Scout-17B-16E-Instruct-FP4": (
+        llama4(16, 1),
+        modelopt("NVFP4", *LLAMA4_LEFT),
+        {layers((0, 48)): NVFP4},
+    ),
+    "RedHatAI/Qwen3-30B-A3B-NVFP4": (
+        qwen(),
+        compressed_nvfp4("lm_head", *per_layer(range(48), "mlp.gate")),
+        {layers((0, 48)): NVFP4},
+    ),
+    "amd/DeepSeek-R1-0528-MXFP4": (
+        deepseek(),
+        quark_mxfp4("lm_head", *per_layer(range(61), "self_attn*", "mlp.gate")),
+        {ALL_OF_DEEPSEEK: MXFP4},
+    ),
+    # Integers
+    "moonshotai/Kimi-K2-Thinking": (kimi(), KIMI_INT4, {ALL_OF_KIMI: G32}),
+    "Qwen/Qwen3-235B-A22B-GPTQ-Int4": (qwen_235b(), gptq(), {layers((0, 94)): G128}),
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat-GPTQ-Int4": (
+        qwen2(24, 60, 4, 2048, 1408),
+        gptq(model_name_or_path=None, model_file_base_name="model"),
+        {layers((0, 24)): G128},
+    ),
+    "Qwen/Qwen2-57B-A14B-Instruct-GPTQ-Int4": (
+        qwen2(28, 64, 8, 3584, 2560),
+        gptq(model_name_or_path=None, model_file_base_name="model"),
+        {layers((0, 28)): G128},
+    ),
+    "TheBloke/Mixtral-8x7B-Instruct-v0.1-AWQ": (
+        mixtral(),
+        awq(modules_to_not_convert=["gate"]),
+        {layers((0, 32)): ZERO},
+    ),
+    "cognitivecomputations/DeepSeek-R1-AWQ": (
+        deepseek(),
+        awq(modules_to_not_convert=None),
+        {ALL_OF_DEEPSEEK: ZERO},
+    ),
+    "QuantTrio/GLM-4.5-Air-AWQ-FP16Mix": (
+        glm_air(),
+        awq(modules_to_not_convert=["model.layers.0.", "shared_experts", "mlp.gate"]),
+        {layers((1, 46)): ZERO},
+    ),
+    "cyankiwi/Qwen3-Coder-30B-A3B-Instruct-AWQ-4bit": (
+        qwen(),
+        compressed_int4(32, *per_layer(range(48), "mlp.gate"), "lm_head"),
+        {layers((0, 48)): G32},
+    ),
+    "Intel/Qwen3-30B-A3B-Instruct-2507-int4-AutoRound": (
+        qwen(),
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "bits": 4,
+            "group_size": 128,
+            "sym": True,
+            "data_type": "int",
+            "autoround_version": "0.6.1",
+            "block_name_to_quantize": "model.layers",
+            "extra_config": {
+                name: {"bits": 16, "data_type": "float"}
+                for name in per_layer(range(48), "mlp.gate")
+            },
+        },
+        {layers((0, 48)): G128},
+    ),
+    "unsloth/Qwen3-30B-A3B-bnb-4bit": (
+        qwen(),
+        {
+            "quant_method": "bitsandbytes",
+            "_load_in_4bit": True,
+            "_load_in_8bit": False,
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_skip_modules": None,
+            "llm_int8_threshold": 6.0,
+        },
+        {layers((0, 48)): "none"},
+    ),
+    # Not the file of a repository
+    "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic": (
+        llama4(16, 1),
+        compressed_fp8(*REDHAT_LLAMA4),
+        {layers((0, 48)): FP8_CHANNEL},
+    ),
+    "RedHatAI/Llama-4-Scout-17B-16E-Instruct-quantized.w4a16": (
+        llama4(16, 1),
+        compressed_int4(128, *REDHAT_LLAMA4),
+        {layers((0, 48)): G128},
+    ),
+    "RedHatAI/Llama-4-Scout-17B-16E-Instruct-NVFP4": (
+        llama4(16, 1),
+        compressed_nvfp4(*REDHAT_LLAMA4),
+        {layers((0, 48)): NVFP4},
+    ),
+}
+RECONSTRUCTED = {
+    "cyankiwi/Qwen3-Coder-30B-A3B-Instruct-AWQ-4bit",
+    "amd/DeepSeek-R1-0528-MXFP4",
+    "nvidia/Kimi-K2-Thinking-NVFP4",
+    "QuantTrio/GLM-4.5-Air-AWQ-FP16Mix",
+    "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic",
+    "RedHatAI/Llama-4-Scout-17B-16E-Instruct-quantized.w4a16",
+    "RedHatAI/Llama-4-Scout-17B-16E-Instruct-NVFP4",
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_layer_has_the_scheme_of_its_files(tmp_path: Path, name: str) -> None:
+    config, quantization, expected = TABLE[name]
+    if quantization is not None:
+        config = config | {"quantization_config": quantization}
+    path = written(tmp_path, config)
+    _, schemes = layers_of_file(path)
+    assert {each.layers: each.scheme for each in schemes} == expected
+    (scheme,) = expected.values()
+    assert problem_fields_of_file(path).get("quant", "none") == scheme
+
+
+def test_reconstructed_models_are_named() -> None:
+    assert set(TABLE) >= RECONSTRUCTED
+    assert len(TABLE) - len(RECONSTRUCTED) >= 40
