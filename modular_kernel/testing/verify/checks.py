@@ -2,7 +2,8 @@
 
 Accuracy: three different calls match the oracle. Properties: inputs are unchanged, `out` is written
 and returned, invalid ids are counted, programs do not race, equal calls give equal bits, concurrent
-and planned calls do not affect each other, and a plan can be captured and allocates nothing.
+and planned calls do not affect each other, a plan can be captured and allocates nothing, and the
+reducer refuses invalid arguments.
 
 The buffers of every kernel are poisoned before each call, so that a read of unwritten memory causes
 an error. The fill alternates between calls: NaN and huge integers; or large finite values, and ids
@@ -14,6 +15,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from modular_kernel.catalog import load_catalog, make_kernel
+from modular_kernel.errors import InputError
+from modular_kernel.spec.problem import Reduce
+from modular_kernel.tensors import ExpertRows
 from modular_kernel.testing.cases.hostile import token_groups
 from modular_kernel.testing.verify.bitwise_reference import one_rounding
 from modular_kernel.testing.verify.invariance import as_bytes, batch_invariant
@@ -21,6 +25,7 @@ from modular_kernel.testing.verify.prepared import prepared_weights
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial, call, start
 from modular_kernel.testing.verify.without_adapters import alternating_adapters, without_adapters
+from modular_kernel.utils.optional_imports import OWN_PACKAGES
 
 Findings = Iterator[str]
 Check = Callable[[Trial], Findings]
@@ -206,6 +211,39 @@ def _allocations() -> int:
     return int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
 
+def reducer_arguments(trial: Trial) -> Findings:
+    """Check that a reducer of this project refuses invalid arguments of callers other than kernels.
+
+    The output has another dtype than the rows, which does no harm if it is accepted. Reducers of
+    other packages may rely on the kernel that calls them.
+    """
+    reduce, problem = trial.kernel.experts.finalize_weight_and_reduce_impl(), trial.first.problem
+    is_own = type(reduce).__module__.partition(".")[0] in OWN_PACKAGES
+    if reduce.kind is Reduce.DELEGATE or not is_own:
+        return
+    tokens, top_k, hidden = trial.first.x_TH().shape[0], problem.top_k, problem.hidden
+    row_of_pair_TK: torch.Tensor | None = None
+    shape: tuple[int, ...] = (tokens, top_k, hidden)
+    out_shape = shape if reduce.kind is None else (tokens, hidden)
+    if reduce.kind is Reduce.NOOP:
+        shape = out_shape
+    elif reduce.kind is Reduce.NAIVE_BATCHED:
+        shape = (1, max(1, tokens), hidden)
+        row_of_pair_TK = torch.zeros((tokens, top_k), dtype=torch.int32, device=trial.first.device)
+    rows = torch.zeros(shape, dtype=problem.dtype, device=trial.first.device)
+    other_dtype = torch.float32 if problem.dtype is torch.float16 else torch.float16
+    out = torch.zeros(out_shape, dtype=other_dtype, device=trial.first.device)
+    try:
+        reduce.apply(ExpertRows(rows, row_of_pair_TK, None, 1.0), out)
+    except InputError:
+        return
+    # A reducer that does not check its arguments may raise anything.
+    except Exception as error:  # noqa: BLE001
+        yield f"raised {type(error).__name__} for an output of another dtype than the rows"
+    else:
+        yield "accepted an output of another dtype than the rows"
+
+
 CHECKS: tuple[Check, ...] = (
     numeric,
     one_rounding,
@@ -226,4 +264,5 @@ CHECKS: tuple[Check, ...] = (
     alternating_adapters,
     prepared_weights,
     inputs_unchanged,
+    reducer_arguments,
 )
