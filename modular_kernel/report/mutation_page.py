@@ -192,8 +192,10 @@ def _fresh_totals(first: tuple[Record, ...], after_by_part: dict[str, Record]) -
         sum(len(record["equivalent"]) for record in first),
         sum(record["killed"] for record in first),
     )
-    after_killed = str(_fresh_counts(latest)[0])
-    shares = (_percentage(*_fresh_counts(first)), after_killed, _percentage(*_fresh_counts(latest)))
+    shares = (_percentage(*_fresh_counts(first)), "", "")
+    if after_by_part:
+        killed, total = _fresh_counts(latest)
+        shares = (shares[0], str(killed), _percentage(killed, total))
     return ("all", *map(str, sums), *shares)
 
 
