@@ -32,6 +32,7 @@ from modular_kernel.utils import json_files
 RECORDS = "benchmarks"
 SCORES = "mutation"
 FIRST_SCORES = "mutation/first"
+STUDIED_SCORES = "mutation/after_study"
 DEFECTS = "source-defects.json"
 NOTES = "mutation-notes.json"
 _FIGURES = "plots"
@@ -130,6 +131,7 @@ def generate(catalog: Catalog, docs: Path) -> dict[Path, str]:
             docs / NOTES,
             _parts(built_in(catalog)),
             read_scores(docs / FIRST_SCORES),
+            read_scores(docs / STUDIED_SCORES),
         ),
     }
     texts = {Path(n): markdown(document, figures=_FIGURES) for n, document in documents.items()}

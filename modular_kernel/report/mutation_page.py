@@ -48,8 +48,16 @@ _METHOD = (
     ),
 )
 _COLUMNS = ("part", "mutants", "executed", "sampled", "killed", "equivalent", "survived", "score")
-_FIRST = "first score"
-_NUMERIC = frozenset({*_COLUMNS[1:], _FIRST})
+_NUMERIC = frozenset(_COLUMNS[1:])
+_FRESH_COLUMNS = (
+    "part",
+    "sampled",
+    "equivalent",
+    "killed",
+    "first score",
+    "killed after study",
+    "after study",
+)
 
 
 def read_scores(folder: Path) -> tuple[Record, ...]:
@@ -66,18 +74,21 @@ def mutation_document(
     notes: Path,
     parts: Sequence[str] = (),
     first: tuple[Record, ...] = (),
+    after: tuple[Record, ...] = (),
 ) -> Document:
-    """Build the document: table of scores, method, surviving mutants, and handwritten defects.
+    """Build the document: tables of scores, method, surviving mutants, and handwritten defects.
 
     scores: records of `mk test --mutate PART --save`. defects: output file of
     tools/source_defects.py. notes: JSON file with a note for each id of a surviving mutant, and
-    with notes on the measurements under "scores" and "defects". Both files are optional. parts:
-    names of all parts; those without a score are listed. first: records of the first run of fresh
-    samples, that is, with other seeds, before any case was written because of them; shown beside
-    the scores.
+    with notes on the measurements under "scores", "fresh" and "defects". Both files are optional.
+    parts: names of all parts; those without a score are listed. first: records of the first run of
+    fresh samples, that is, with other seeds, before any case was written because of them. after:
+    records of the same samples after such cases were written.
 
-    Raises ConfigurationError if a part in `first` has no score, or one with the same seed.
+    Raises ConfigurationError if a part in `first` has no score, or one with the same seed, and if
+    the records in `after` are not those of the samples in `first`.
     """
+    _check_samples(scores, first, after)
     note_texts = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
     return (
         Heading(1, "Mutation scores"),
@@ -87,14 +98,14 @@ def mutation_document(
             "tests are not used, except for the scopes of `tools/mutation_scopes.json`."
         ),
         Heading(2, "Results"),
-        _score_table(scores, _first_by_part(scores, first)),
+        Table(_COLUMNS, [_row(score) for score in scores], numeric=_NUMERIC),
         Text(
             "executed: mutants in lines that a case executes on a CPU. sampled: those of them "
             "that were tested. score: killed / (killed + survived)."
         ),
-        *_first_scores(first),
         *_missing(scores, parts),
         *_note(note_texts, "scores"),
+        *_fresh_samples(scores, first, after, note_texts),
         Heading(2, "Method"),
         Items(_METHOD),
         *_survivors(scores, note_texts),
@@ -102,8 +113,10 @@ def mutation_document(
     )
 
 
-def _first_by_part(scores: tuple[Record, ...], first: tuple[Record, ...]) -> dict[str, Record]:
-    """Return the first scores by part. For errors, see `mutation_document`."""
+def _check_samples(
+    scores: tuple[Record, ...], first: tuple[Record, ...], after: tuple[Record, ...]
+) -> None:
+    """Raise ConfigurationError for inconsistent records, see `mutation_document`."""
     seeds = {score["part"]: score["seed"] for score in scores}
     for record in first:
         part, seed = record["part"], record["seed"]
@@ -112,61 +125,170 @@ def _first_by_part(scores: tuple[Record, ...], first: tuple[Record, ...]) -> dic
         if seed == seeds[part]:
             need = "another seed than the score's, for a sample that no case was written for"
             raise ConfigurationError(f"first score of {part}: seed", got=seed, need=need)
-    return {record["part"]: record for record in first}
+    first_samples = {record["part"]: _sample_of(record) for record in first}
+    for record in after:
+        if first_samples.get(record["part"]) != _sample_of(record):
+            need = "the seed and the mutants of a first score of the part"
+            raise ConfigurationError(
+                f"score of {record['part']} after study", got="another sample", need=need
+            )
 
 
-def _score_table(scores: tuple[Record, ...], first: dict[str, Record]) -> Table:
-    """Build the table of scores. First scores have a column, and a last row with their sum."""
-    rows = [_row(score) for score in scores]
-    if not first:
-        return Table(_COLUMNS, rows, numeric=_NUMERIC)
-    rows = [
-        (*row, _first_text(first[score["part"]]) if score["part"] in first else "")
-        for row, score in zip(rows, scores, strict=True)
-    ]
-    blanks = [""] * (len(_COLUMNS) - 1)
-    rows.append(("all first scores", *blanks, _share_text(*_first_counts(first.values()))))
-    return Table((*_COLUMNS, _FIRST), rows, numeric=_NUMERIC, totals=1)
+def _sample_of(record: Record) -> tuple[str, frozenset[str]]:
+    """Return the seed and the identities of the mutants of a record."""
+    others = (item["id"] for name in ("equivalent", "survivors") for item in record[name])
+    return record["seed"], frozenset((*record["died"], *others))
 
 
-def _first_scores(first: tuple[Record, ...]) -> tuple[Block, ...]:
-    """Explain the first scores, and state the one over all samples."""
+def _fresh_samples(
+    scores: tuple[Record, ...],
+    first: tuple[Record, ...],
+    after: tuple[Record, ...],
+    note_texts: dict[str, str],
+) -> tuple[Block, ...]:
+    """Build the section of fresh samples: first scores, scores after study, and exclusions."""
     if not first:
         return ()
-    killed, total = _first_counts(first)
-    sampled = sum(record["put_in"] for record in first)
+    after_by_part = {record["part"]: record for record in after}
+    rows = [_fresh_row(record, after_by_part.get(record["part"])) for record in first]
+    rows.append(_fresh_totals(first, after_by_part))
+    killed, total = _fresh_counts(first)
     return (
+        Heading(2, "Fresh samples"),
         Text(
-            "first score: that of a fresh sample with another seed, tested once, before any case "
-            "was added because of it: killed / (sampled - proven equivalent), with the number "
-            "sampled and the seed. Its survivors are not listed below."
+            "A fresh sample has another seed than the samples above, and is tested once before any "
+            "case is added because of it: that is the first score. Its survivors are then studied. "
+            "Where one shows that a case is missing, the case is added, and the survivors are "
+            "tested again: that is the score after study, which is not independent of the sample. "
+            "Both are killed / (sampled - equivalent)."
         ),
         Text(
             f"**First scores of {counted(len(first), 'part')}: {killed} of {total} mutants killed, "
-            f"{_percentage(killed, total)}**, of {sampled} sampled."
+            f"{_percentage(killed, total)}**, of "
+            f"{sum(record['put_in'] for record in first)} sampled."
         ),
+        Table(_FRESH_COLUMNS, rows, numeric=frozenset(_FRESH_COLUMNS[1:]), totals=1),
+        *_not_drawn(scores, first),
+        *_note(note_texts, "fresh"),
+        *_first_survivors(first, after_by_part, note_texts),
+        *_exclusions(first),
     )
 
 
-def _first_counts(first: Iterable[Record]) -> tuple[int, int]:
+def _fresh_row(record: Record, after: Record | None) -> tuple[str, ...]:
+    """Return the row of a part. `after` is None if its sample was not tested again."""
+    counts = (record["put_in"], len(record["equivalent"]), record["killed"])
+    shares = (_share(record), "", "")
+    if after is not None:
+        shares = (_share(record), str(after["killed"]), _share(after))
+    return (f"`{record['part']}`", *map(str, counts), *shares)
+
+
+def _fresh_totals(first: tuple[Record, ...], after_by_part: dict[str, Record]) -> tuple[str, ...]:
+    """Return the row of sums. Samples that were not tested again count with their first result."""
+    latest = tuple(after_by_part.get(record["part"], record) for record in first)
+    sums = (
+        sum(record["put_in"] for record in first),
+        sum(len(record["equivalent"]) for record in first),
+        sum(record["killed"] for record in first),
+    )
+    shares = (_percentage(*_fresh_counts(first)), "", "")
+    if after_by_part:
+        killed, total = _fresh_counts(latest)
+        shares = (shares[0], str(killed), _percentage(killed, total))
+    return ("all", *map(str, sums), *shares)
+
+
+def _fresh_counts(records: Iterable[Record]) -> tuple[int, int]:
     """Return the number of killed mutants, and of sampled ones that are not proven equivalent."""
-    records = tuple(first)
+    records = tuple(records)
     equivalent = sum(len(record["equivalent"]) for record in records)
     killed = sum(record["killed"] for record in records)
     return killed, sum(record["put_in"] for record in records) - equivalent
 
 
-def _first_text(record: Record) -> str:
-    share = _share_text(*_first_counts((record,)))
-    return f"{share}, {record['put_in']} sampled, seed {record['seed']}"
-
-
-def _share_text(killed: int, total: int) -> str:
-    return f"{_percentage(killed, total)} ({killed} / {total})"
+def _share(record: Record) -> str:
+    return _percentage(*_fresh_counts((record,)))
 
 
 def _percentage(killed: int, total: int) -> str:
     return f"{killed / total:.1%}" if total else "no mutants"
+
+
+def _not_drawn(scores: tuple[Record, ...], first: tuple[Record, ...]) -> tuple[Block, ...]:
+    """List the parts and scopes with a score but without a fresh sample."""
+    drawn = {record["part"] for record in first}
+    names = [f"`{score['part']}`" for score in scores if score["part"] not in drawn]
+    if not names:
+        return ()
+    text = f"**No fresh sample yet for {len(names)} of {len(scores)} scores:** {', '.join(names)}."
+    return (Text(text),)
+
+
+def _first_survivors(
+    first: tuple[Record, ...], after_by_part: dict[str, Record], note_texts: dict[str, str]
+) -> tuple[Block, ...]:
+    """Build the table of mutants that survived a first run and are not proven equivalent."""
+    rows = []
+    for item, parts in _by_mutant(first, "survivors"):
+        ident = item["id"]
+        again = [after_by_part[part] for part in parts if part in after_by_part]
+        if len(again) < len(parts):
+            outcome = "not tested again"
+        else:
+            is_killed = all(ident in record["died"] for record in again)
+            outcome = "killed" if is_killed else "survives"
+        rows.append(
+            (
+                f"`{ident}`",
+                f"`{item['place']}`",
+                item["operator"],
+                _parts_text(parts),
+                outcome,
+                note_texts.get(ident, "Not reviewed yet."),
+            )
+        )
+    if not rows:
+        return ()
+    columns = ("id", "place", "change", "part", "after study", "reason")
+    return (Heading(3, "Survivors of first runs"), Table(columns, rows))
+
+
+def _exclusions(first: tuple[Record, ...]) -> tuple[Block, ...]:
+    """Build the table of equivalent mutants that the first scores do not count."""
+    rows = [
+        (
+            f"`{item['id']}`",
+            f"`{item['place']}`",
+            item["operator"],
+            _parts_text(parts),
+            f"{item['forms']} forms" if item["proof"] == "code" else f"{item['problems']} problems",
+            item["reason"],
+        )
+        for item, parts in _by_mutant(first, "equivalent")
+    ]
+    if not rows:
+        return ()
+    return (
+        Heading(3, "Equivalent mutants of fresh samples"),
+        Text(
+            "Proof: the number of random problems in which no bit differs, or of compiled forms of "
+            "kernels with the same code."
+        ),
+        Table(("id", "place", "change", "part", "proof", "reason"), rows),
+    )
+
+
+def _by_mutant(records: tuple[Record, ...], name: str) -> list[tuple[Record, list[str]]]:
+    """Return the mutants in a list of the records, by place, each with its parts."""
+    mutants: dict[str, Record] = {}
+    parts: dict[str, list[str]] = {}
+    for record in records:
+        for item in record[name]:
+            mutants.setdefault(item["id"], item)
+            parts.setdefault(item["id"], []).append(record["part"])
+    by_place = sorted(mutants.values(), key=lambda item: str(item["place"]))
+    return [(item, parts[item["id"]]) for item in by_place]
 
 
 def _missing(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, ...]:
@@ -184,24 +306,18 @@ def _note(note_texts: dict[str, str], key: str) -> tuple[Block, ...]:
 
 def _survivors(scores: tuple[Record, ...], note_texts: dict[str, str]) -> tuple[Block, ...]:
     """Build the table of surviving mutants, each with the parts that it survives in."""
-    mutants: dict[str, Record] = {}
-    parts: dict[str, list[str]] = {}
-    for score in scores:
-        for item in score["survivors"]:
-            mutants.setdefault(item["id"], item)
-            parts.setdefault(item["id"], []).append(score["part"])
-    if not mutants:
-        return ()
     rows = [
         (
-            f"`{ident}`",
+            f"`{item['id']}`",
             f"`{item['place']}`",
             item["operator"],
-            _parts_text(parts[ident]),
-            note_texts.get(ident, "Not reviewed yet."),
+            _parts_text(parts),
+            note_texts.get(item["id"], "Not reviewed yet."),
         )
-        for ident, item in sorted(mutants.items(), key=lambda entry: entry[1]["place"])
+        for item, parts in _by_mutant(scores, "survivors")
     ]
+    if not rows:
+        return ()
     return (
         Heading(2, "Surviving mutants"),
         Text(

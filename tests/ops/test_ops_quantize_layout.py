@@ -78,6 +78,30 @@ def test_column_major_scales_and_streamed_tiles(
     assert torch.equal(scales.reshape(33, groups), plain.scale_of_rows)
 
 
+@pytest.mark.parametrize("group", [1, 2, 16, 48, 128, 1024, 1536, 2048])
+@pytest.mark.parametrize("groups", [1, 6, 2048])
+def test_which_inputs_are_streamed(group: int, groups: int) -> None:
+    """Rows, groups and columns of a tile are powers of two, and no lane of a streamed tile is idle.
+
+    Inputs of fewer than 2^23 values, groups of another number of columns, and several segments are
+    not streamed.
+    """
+    columns = group * groups
+    rows = -(-(1 << 23) // columns)
+    for capacity, is_large in ((rows, True), (rows - 1, False)):
+        base = quantize_tiles.row_tiles(1, max(1, capacity), group, max(1, capacity))
+        tiles = quantize_tiles.group_tiles(base, columns, group)
+        is_streamed = is_large and groups > 1 and group in (1, 2, 16, 128, 1024)
+        assert tiles.stages == (3 if is_streamed else 1)
+        for size in (tiles.block_r, tiles.block_c, tiles.block_g):
+            assert size & (size - 1) == 0, tiles
+        assert groups % tiles.block_g == 0
+        assert not is_streamed or tiles.block_c == group
+        assert is_streamed or tiles is base
+    segments = quantize_tiles.row_tiles(2, rows, group, rows)
+    assert quantize_tiles.group_tiles(segments, columns, group) is segments
+
+
 def test_segments_of_column_major_scales_equal_those_of_rows() -> None:
     scheme, counts = QuantScheme.parse("fp8_w8a8_channel"), torch.ones(2, dtype=torch.int32)
     out = zeros(scheme, 6, 8, 1, True)

@@ -59,3 +59,10 @@ def test_what_is_said_of_the_proofs_is_what_is_recorded() -> None:
     said = re.findall(r"(\d+) of (\d+) parts have a score,.*?: (\d+) to\s+100 % of those", README)
     assert said == [(str(len(scores)), str(len(names)), str(int(100 * min(scores.values()))))]
     assert max(scores.values()) == 1
+    first = [
+        json.loads(path.read_text(encoding="utf-8")) for path in docs.glob("mutation/first/*.json")
+    ]
+    killed = sum(record["killed"] for record in first)
+    counted = sum(record["put_in"] - len(record["equivalent"]) for record in first)
+    said_of_first = re.findall(r"Fresh samples of\s+(\d+) parts.*?: (\d+) of\s+(\d+)", README, re.S)
+    assert said_of_first == [(str(len(first)), str(killed), str(counted))]

@@ -30,9 +30,10 @@ from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.source import Edit
 
 ROOT = Path(__file__).resolve().parents[2]
-# adapters.json is of modules that pytest tests (tools/mutate_modules.py), not of a part.
+# adapters.json is of modules that pytest tests (tools/mutate_modules.py), not of a part. Folders
+# hold the records of fresh samples.
 RECORDS = [
-    path for path in sorted((ROOT / "docs/mutation").glob("*.json")) if path.stem != "adapters"
+    path for path in sorted((ROOT / "docs/mutation").rglob("*.json")) if path.stem != "adapters"
 ]
 
 # The part of the tutorial with an additional unused variable.
@@ -107,14 +108,19 @@ def identities(record: dict[str, Any]) -> set[str]:
 def test_the_page_shows_every_survivor_and_refuses_an_invalid_file(tmp_path: Path) -> None:
     scores = ROOT / "docs/mutation"
     page = (ROOT / "docs/mutation-scores.md").read_text(encoding="utf-8")
-    for record in read_scores(scores):
-        assert f"| `{record['part']}` |" in page
-        for survivor in record["survivors"]:
-            (row,) = (
-                line for line in page.splitlines() if line.startswith(f"| `{survivor['id']}`")
-            )
-            assert survivor["place"] in row
-            assert not row.endswith("| Not reviewed yet. |")
+    before, _, after = page.partition("## Fresh samples")
+    fresh, _, rest = after.partition("## Method")
+    for folder, text in ((scores, before + rest), (scores / "first", fresh)):
+        for record in read_scores(folder):
+            assert f"| `{record['part']}` |" in text
+            for survivor in record["survivors"]:
+                # A mutant of a fresh sample may be equivalent for another part.
+                row, *others = (
+                    line for line in text.splitlines() if line.startswith(f"| `{survivor['id']}`")
+                )
+                assert not others or folder is not scores
+                assert survivor["place"] in row
+                assert not row.endswith("| Not reviewed yet. |")
     (tmp_path / "Other.json").write_text('{"part": "Another"}', encoding="utf-8")
     with pytest.raises(ConfigurationError, match="another form"):
         read_scores(tmp_path)
@@ -154,7 +160,7 @@ def test_every_equivalent_is_still_a_mutant_of_its_parts() -> None:
     assert sorted(left) == []
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: "/".join(path.parts[-2:]))
 def test_equivalents_of_a_record_are_reviewed(path: Path) -> None:
     record = json.loads(path.read_text(encoding="utf-8"))
     equivalents = [each["id"] for each in record["equivalent"]]

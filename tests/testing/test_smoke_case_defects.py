@@ -104,6 +104,24 @@ DEFECTS = (
         "GroupedGemmExperts",
         ("quant=fp8_w8a8_tensor-bias", "ties"),
     ),
+    *(
+        ListedDefect(
+            SourceDefect(
+                f"{name} does not check the arguments of callers other than kernels",
+                f"topk_reduce/{name}.py",
+                'if getattr(rows, "checked", None) is not True:',
+                'if getattr(rows, "checked", None) is True:',
+            ),
+            prepare_finalize,
+            experts,
+            words,
+        )
+        for name, prepare_finalize, experts, words in (
+            ("contiguous", STANDARD, "TorchExperts", ("T0-",)),
+            ("keep_topk", STANDARD, "TorchExperts", ("combine=topk_weighted",)),
+            ("naive_batched", BATCHED, "NaiveBatchedExperts", ("T7-", "quant=fp8_w8a8_tensor")),
+        )
+    ),
     ListedDefect(  # the number of pairs times the LoRA rank exceeds _FEW_ROWS, and hidden is large
         SourceDefect(
             "adapter kernels depend on the number of tokens despite batch_invariant",

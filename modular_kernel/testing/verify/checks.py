@@ -3,8 +3,8 @@
 Findings call a check by the name of its function without "check_". The checks of accuracy compare
 three different calls with the oracle. Other checks require that inputs are unchanged, `out` is
 written and returned, invalid ids are counted, programs do not race, equal calls give equal bits,
-concurrent and planned calls do not affect each other, and a plan can be captured and allocates
-nothing.
+concurrent and planned calls do not affect each other, a plan can be captured and allocates nothing,
+and the reducer refuses invalid arguments.
 
 The buffers of every kernel are poisoned before each call, so that a read of unwritten memory causes
 an error. The fill alternates between calls. One fill consists of NaN and huge integers. The other
@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from modular_kernel.catalog import load_catalog, make_kernel
+from modular_kernel.errors import InputError
+from modular_kernel.spec.problem import Reduce
+from modular_kernel.tensors import ExpertRows
 from modular_kernel.testing.cases.value_kinds import assign_token_groups
 from modular_kernel.testing.verify.bitwise_reference import check_one_rounding
 from modular_kernel.testing.verify.invariance import as_bytes, check_batch_invariant
@@ -26,6 +29,7 @@ from modular_kernel.testing.verify.without_adapters import (
     check_alternating_adapters,
     check_without_adapters,
 )
+from modular_kernel.utils.optional_imports import OWN_PACKAGES
 
 Findings = Iterator[str]
 Check = Callable[[Trial], Findings]
@@ -217,6 +221,39 @@ def _allocations() -> int:
     return int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
 
+def check_reducer_arguments(trial: Trial) -> Findings:
+    """Check that a reducer of this project refuses invalid arguments of callers other than kernels.
+
+    The output has another dtype than the rows, which does no harm if it is accepted. Reducers of
+    other packages may rely on the kernel that calls them.
+    """
+    reduce, problem = trial.kernel.experts.finalize_weight_and_reduce_impl(), trial.first.problem
+    is_own = type(reduce).__module__.partition(".")[0] in OWN_PACKAGES
+    if reduce.kind is Reduce.DELEGATE or not is_own:
+        return
+    tokens, top_k, hidden = trial.first.x_TH().shape[0], problem.top_k, problem.hidden
+    row_of_pair_TK: torch.Tensor | None = None
+    shape: tuple[int, ...] = (tokens, top_k, hidden)
+    out_shape = shape if reduce.kind is None else (tokens, hidden)
+    if reduce.kind is Reduce.NOOP:
+        shape = out_shape
+    elif reduce.kind is Reduce.NAIVE_BATCHED:
+        shape = (1, max(1, tokens), hidden)
+        row_of_pair_TK = torch.zeros((tokens, top_k), dtype=torch.int32, device=trial.first.device)
+    rows = torch.zeros(shape, dtype=problem.dtype, device=trial.first.device)
+    other_dtype = torch.float32 if problem.dtype is torch.float16 else torch.float16
+    out = torch.zeros(out_shape, dtype=other_dtype, device=trial.first.device)
+    try:
+        reduce.apply(ExpertRows(rows, row_of_pair_TK, None, 1.0), out)
+    except InputError:
+        return
+    # A reducer that does not check its arguments may raise anything.
+    except Exception as error:  # noqa: BLE001
+        yield f"raised {type(error).__name__} for an output of another dtype than the rows"
+    else:
+        yield "accepted an output of another dtype than the rows"
+
+
 CHECKS: tuple[Check, ...] = (
     check_numeric,
     check_one_rounding,
@@ -237,4 +274,5 @@ CHECKS: tuple[Check, ...] = (
     check_alternating_adapters,
     check_prepared_weights,
     check_inputs_unchanged,
+    check_reducer_arguments,
 )
