@@ -313,7 +313,7 @@ class Execution:
                     def receive() -> tuple[Dispatched, Handle]:
                         return received
         except BaseException as error:  # other ranks must not wait for an interrupted call
-            (part.abandon if call.peers_notified else part.refuse)(_as_exception(error))
+            (part.abandon if call.peers_notified else part.refuse)(as_exception(error))
             raise
         memory = None
         if not at_once:
@@ -340,12 +340,8 @@ class Execution:
             torch.autograd.graph.increment_version(pending.out)
             return pending.out
         except BaseException as error:  # other ranks must not wait for an interrupted call
-            part.abandon(_as_exception(error))
+            part.abandon(as_exception(error))
             raise
-
-    def abandon(self, error: BaseException) -> None:
-        """Notify the other ranks that a started call failed with `error` or was interrupted."""
-        self.prepare_finalize.abandon(_as_exception(error))
 
     def _expert_output(
         self, tokens: Dispatched, handle: Handle, pending: "Pending"
@@ -431,6 +427,6 @@ def _dispatch_shape(tokens: Dispatched) -> DispatchShape:
     return BatchedShape(*tokens.x_eCH.shape[:2])
 
 
-def _as_exception(error: BaseException) -> Exception:
+def as_exception(error: BaseException) -> Exception:
     """Return the error to report to other ranks: the error itself, or the name of an interrupt."""
     return error if isinstance(error, Exception) else InterruptedError(type(error).__name__)

@@ -21,7 +21,7 @@ import torch
 
 from modular_kernel import validate
 from modular_kernel.errors import ConfigurationError, DeviceError, StateError
-from modular_kernel.execution import Execution, Pending
+from modular_kernel.execution import Execution, Pending, as_exception
 from modular_kernel.replay import modes, recording
 from modular_kernel.replay.recording import device_index, in_graph_trees, may_keep_buffers
 from modular_kernel.spec.problem import Problem
@@ -185,7 +185,7 @@ class BoundCalls(ABC):
             for replay in recorded.replays:
                 replay(stream, pointers)
         except BaseException as error:  # other ranks must not wait for an interrupted call
-            self.kernel.abandon(error)
+            self.kernel.prepare_finalize.abandon(as_exception(error))
             raise
         recorded.count[0] += 1
         if has_out or self._writes_old_memory:
