@@ -307,10 +307,10 @@ class FakeOracle:
     def __init__(self, module: str, missing: tuple[str, ...] = ()) -> None:
         self.module, self._missing = module, missing
 
-    def missing(self, module: ModuleType) -> tuple[str, ...]:
+    def find_missing(self, module: ModuleType) -> tuple[str, ...]:
         return self._missing
 
-    def offer(self, function: str, arguments: dict[str, Any]) -> Any | None:
+    def handle(self, function: str, arguments: dict[str, Any]) -> Any | None:
         if arguments["config"] == "refused":
             raise UnsupportedError("layer", got=1, need=2)
         if arguments["config"] == "broken":

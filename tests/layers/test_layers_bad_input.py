@@ -148,7 +148,7 @@ def test_bad_routers() -> None:
         router(torch.zeros(3, 5))
     with pytest.raises(DtypeError, match="x of the router: got int64, need a floating-point dtype"):
         router(torch.zeros(3, H, dtype=torch.int64))
-    with pytest.raises(ConfigurationError, match="router zero_experts: got 2, need route or"):
+    with pytest.raises(ConfigurationError, match="router zero_experts: got 2, need 0; use `route`"):
         select_experts(torch.zeros(3, 6), RouterSpec(2, zero_experts=2))
     layer = layer_of(Sample(), router=Router(RouterSpec(K), H, E), selection_bias=None)
     with pytest.raises(
