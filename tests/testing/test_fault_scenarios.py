@@ -136,7 +136,12 @@ def step_phase(line: str) -> str:
             "finished-by-turns",
             "right, expected (0, 'counts', 3, 1, 3, (1,))",
         ),
-        (BY_HOSTS, record_no_host_memory, "misunderstood", "no record of memory, expected right"),
+        (
+            BY_HOSTS,
+            record_no_host_memory,
+            "misunderstood",
+            "the allocation of shared memory was not recorded, expected right",
+        ),
         (
             BY_HOSTS,
             partial(drop_record, step_and_phase="(8, 'counts')"),
