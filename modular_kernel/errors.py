@@ -81,11 +81,13 @@ class UnknownPartError(InputError):
 
 
 class DuplicatePartError(InputError):
-    """Two packages provide a part under the same name, so the name cannot be used."""
+    """Two packages provide a part or a quantization scheme under the same name, so the name cannot
+    be used."""
 
 
 class BrokenPartError(InputError):
-    """The entry point that should provide parts failed to import; `got` is its error."""
+    """The entry point that should provide a part or a quantization scheme cannot be used; `got` is
+    its error."""
 
 
 class IncompatibleError(ModularKernelError, ValueError):

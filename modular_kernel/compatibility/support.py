@@ -162,7 +162,8 @@ class ExpertsRequirements(Requirements):
     chunking: calls may be split along their tokens.
     invalid_rows: content of output rows of skipped pairs.
     skips_padding: never reads rows without a token.
-    schemes: supported quantization schemes. quantizes_input: expects unquantized activations.
+    schemes: supported quantization schemes. external_schemes: also supports every scheme that
+        another package provides. quantizes_input: expects unquantized activations.
     scale_layout: layout of the activation scales it reads.
     whole_blocks: H and I must be multiples of the scheme's group.
     intermediate_multiple: I must be a multiple of this.
@@ -189,6 +190,7 @@ class ExpertsRequirements(Requirements):
     invalid_rows: Rows = Rows.UNDEFINED
     skips_padding: bool = True
     schemes: frozenset[str] = frozenset({"none"})
+    external_schemes: bool = False
     quantizes_input: bool = False
     scale_layout: str = "row_major"
     whole_blocks: bool = False

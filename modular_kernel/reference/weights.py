@@ -22,19 +22,15 @@ def matrix(
     k = torch.arange(depth, device=codes.device)[None, :]
     if scheme.packed:
         codes = code_at(codes, n, k, scheme)
-    scale: torch.Tensor = getattr(weights, f"{name}_scale")[expert]
-    if scheme.granularity == "channel":
-        scale = scale[n]
-    elif scheme.granularity == "block":
-        scale = scale[n // scheme.group[0], k // scheme.group[1]]
-    elif scheme.granularity == "group":
-        scale = scale[n, k // scheme.group[0]]
+    scale = _scale_at(getattr(weights, f"{name}_scale")[expert], n, k, scheme)
     if scheme.weight == "float4_e2m1":
         global_scale = getattr(weights, f"{name}_global_scale")
         scales = _e2m1_scales(
             scale, None if global_scale is None else global_scale[expert], n, problem
         )
         return prod((s.to(dtype) for s in scales), start=_decode_e2m1(codes.to(dtype)))
+    if scheme.external:
+        return _table_values(codes, scheme.values, dtype) * scale.to(dtype)
     zero_point = getattr(weights, f"{name}_zero_point")
     value = codes.to(dtype)
     if zero_point is not None and scheme.packed:
@@ -45,6 +41,29 @@ def matrix(
     elif scheme.weight in ("uint4", "uint8"):
         value = value - (8 if scheme.packed else 128)
     return value * scale.to(dtype)
+
+
+def _scale_at(
+    scale: torch.Tensor, n: torch.Tensor, k: torch.Tensor, scheme: QuantScheme
+) -> torch.Tensor:
+    """Return the scales of one expert at rows n and columns k, or its only one."""
+    if scheme.granularity == "channel":
+        return scale[n]
+    if scheme.granularity == "block":
+        return scale[n // scheme.group[0], k // scheme.group[1]]
+    if scheme.granularity == "group":
+        return scale[n, k // scheme.group[0]]
+    return scale
+
+
+def _table_values(
+    codes: torch.Tensor, values: tuple[float, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the value of each code, one entry of the table after the other."""
+    result = torch.full(codes.shape, torch.nan, dtype=dtype, device=codes.device)
+    for code, value in enumerate(values):
+        result = result.masked_fill(codes == code, value)
+    return result
 
 
 def _e2m1_scales(

@@ -18,6 +18,7 @@ from modular_kernel.spec.quantization import QuantScheme
 # 16 values of one byte or more satisfy the alignment of TMA and of vector loads.
 _ALIGNMENTS = (16, 8, 4, 2, 1)
 _VALUES_PER_WORD = {"uint4": 8, "uint8": 4}  # in a packed int32
+_VALUES_PER_BYTE = {"table4": 2}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def columns_per_unit(scheme: QuantScheme, intermediate: int) -> int:
 
     If one group covers all columns, it may be split: each share then has a group with that scale.
     """
-    word = _VALUES_PER_WORD.get(scheme.weight, 1)
+    word = _VALUES_PER_WORD.get(scheme.weight, _VALUES_PER_BYTE.get(scheme.weight, 1))
     if scheme.weight == "int8" and not scheme.quantizes_activations:
         word = 4
     is_integer = scheme.weight in _VALUES_PER_WORD

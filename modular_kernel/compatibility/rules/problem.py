@@ -53,9 +53,11 @@ def intermediate(p: Pairing) -> Violations:
 
 
 def quant(p: Pairing) -> Violations:
-    if p.problem.scheme.name not in p.ex.schemes:
-        need = format_sorted(p.ex.schemes)
-        yield Rejection("quant", (p.ex_name, "problem"), p.problem.quant, need)
+    scheme = p.problem.scheme
+    if scheme.name in p.ex.schemes or (scheme.external and p.ex.external_schemes):
+        return
+    need = format_sorted(p.ex.schemes)
+    yield Rejection("quant", (p.ex_name, "problem"), p.problem.quant, need)
 
 
 def quant_block(p: Pairing) -> Violations:

@@ -16,6 +16,7 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import InputVariation
 from modular_kernel.testing.cases.nan import nan_problems
 from modular_kernel.testing.cases.path_coverage import external_path_cases, path_cases
+from modular_kernel.testing.cases.quantized import declared_problems
 from modular_kernel.testing.cases.row_order import in_row_order
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
@@ -37,7 +38,8 @@ def handpicked_cases(prepare_finalize: str, experts: str, machine: Machine) -> t
         *path_cases(experts),
         *external_path_cases(prepare_finalize, experts, machine),
     )
-    selected = (*_groups(), *_tensor_scales(), *small, *long_rows, *nan, *paths)
+    declared = ((problem, "skips", InputVariation()) for problem in declared_problems())
+    selected = (*_groups(), *_tensor_scales(), *small, *long_rows, *nan, *paths, *declared)
     candidates = (
         (in_row_order(p, experts), routing, variation) for p, routing, variation in selected
     )

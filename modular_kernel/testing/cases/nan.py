@@ -11,7 +11,7 @@ import torch
 
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.quantized import SCHEMES
+from modular_kernel.testing.cases.quantized import all_schemes
 from modular_kernel.validate import ADAPTER_TENSORS
 
 X, ROUTER = "x", "topk_weights"
@@ -170,7 +170,7 @@ NanProblem = tuple[Problem, str]  # problem, `InputVariation.nan`
 
 def nan_problems() -> Iterator[NanProblem]:
     """Yield every scheme with a NaN in each of its arguments, with many tokens and with few."""
-    for quant in ("none", *SCHEMES):
+    for quant in ("none", *all_schemes()):
         problem = replace(_BASE, quant=quant)
         for nan in nan_groups(problem):
             yield one_token_per_name(problem, nan)

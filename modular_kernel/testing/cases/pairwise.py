@@ -6,6 +6,7 @@ with the reason of the rule.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from operator import itemgetter
 from typing import Any
@@ -30,7 +31,7 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
 from modular_kernel.testing.cases.hostile import HANDPICKED_VALUES, VALUES, unsupported_reason
 from modular_kernel.testing.cases.inputs import LAYOUTS, ROUTINGS, InputVariation, routes_any_pair
-from modular_kernel.testing.cases.quantized import SCHEMES
+from modular_kernel.testing.cases.quantized import SCHEMES, all_schemes
 from modular_kernel.testing.cases.row_order import in_row_order
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -111,6 +112,14 @@ LORA_AXES = (
     Axis("named", SLOT_PATTERNS),
 )
 _ALL_AXES = (*AXES, *LORA_AXES)
+
+
+@cache
+def _all_axes() -> tuple[Axis, ...]:
+    """Return AXES and LORA_AXES, with the schemes of other packages as values of `quant`."""
+    values = ("none", *all_schemes())
+    return tuple(replace(a, values=values) if a.name == "quant" else a for a in _ALL_AXES)
+
 
 _ONE_RANK = Parallel()
 _ALL_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates")
@@ -198,9 +207,6 @@ def _input_rejections(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
 _INPUT_AXES = frozenset({"routing", "layout", "own_scales", "values", "by_turns", "seed", "named"})
 
 
-_PROBLEM_AXES = tuple(axis for axis in _ALL_AXES if axis.name not in _INPUT_AXES)
-
-
 def _problem_part(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
     """Return a function that extracts the part of a row that determines the problem."""
     return itemgetter(*(i for i, axis in enumerate(axes) if axis.name not in _INPUT_AXES))
@@ -209,7 +215,8 @@ def _problem_part(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
 @lru_cache(maxsize=2**14)  # fits one pairing; most entries serve the next one too
 def _problem_of_part(part: Row) -> Problem | str:
     """Return the problem of such a partial row, or the reason why it is invalid."""
-    named_values = zip(_PROBLEM_AXES, part, strict=False)  # without LORA_AXES the part is shorter
+    axes = (axis for axis in _all_axes() if axis.name not in _INPUT_AXES)
+    named_values = zip(axes, part, strict=False)  # without LORA_AXES the part is shorter
     try:
         return problem_of({axis.name: axis.values[i] for axis, i in named_values})
     except ConfigurationError as error:
@@ -223,7 +230,7 @@ def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
     """
     catalog = load_catalog()
     pf, ex = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
-    axes = _ALL_AXES if pf.requires.lora and ex.requires.lora else AXES
+    axes = _all_axes() if pf.requires.lora and ex.requires.lora else _all_axes()[: len(AXES)]
     problem_part = _problem_part(axes)
     problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
 
@@ -248,7 +255,7 @@ def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
 
 def _values_by_axis(row: Row) -> dict[str, Any]:
     """Return a row as {axis: value}."""
-    axes = _ALL_AXES[: len(row)]  # without LORA_AXES the row is shorter
+    axes = _all_axes()[: len(row)]  # without LORA_AXES the row is shorter
     return {axis.name: axis.values[i] for axis, i in zip(axes, row, strict=True)}
 
 

@@ -21,7 +21,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.adapters import SLOT_PATTERNS
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import LAYOUTS, InputVariation, make_inputs
-from modular_kernel.testing.cases.quantized import SCHEMES, short_scale_dtype
+from modular_kernel.testing.cases.quantized import all_schemes, short_scale_dtype
 
 # Token counts that select different paths. Ascending, so that the first one to enter a path is the
 # cheapest case for it.
@@ -123,7 +123,7 @@ def _probes() -> Iterator[tuple[Problem, InputVariation]]:
         {"activation": "silu:interleaved=true"},
         {"hidden": 50, "intermediate": 47},
     )
-    for quant in ("none", *SCHEMES):
+    for quant in ("none", *all_schemes()):
         problem = replace(_BASE, quant=quant)
         for layout in LAYOUTS:
             yield problem, InputVariation(layout=layout)
@@ -151,7 +151,7 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
         ("shifted", False, fp32, interleaved),
         ("transposed", True, bf16, silu),
     )
-    for quant in ("none", *SCHEMES):
+    for quant in ("none", *all_schemes()):
         scheme = QuantScheme.parse(quant)
         if scheme.act_order:
             continue  # only one path supports it, which the pairwise-covering cases enter

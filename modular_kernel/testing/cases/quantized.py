@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT
 from modular_kernel.spec.problem import Combine, Problem
+from modular_kernel.spec.quantization import external_names, schemes_of_packages
 
 Variant = tuple[Problem, str]
 
-# Every scheme. Group sizes are the default ones, or at most half of them, so that the shapes below
-# have several groups, the last of them incomplete.
+# Every built-in scheme. Group sizes are the default ones, or at most half of them, so that the
+# shapes below have several groups, the last of them incomplete.
 SCHEMES = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_tensor:static=true",
@@ -38,14 +40,42 @@ SCHEMES = (
 )
 
 
+def all_schemes() -> tuple[str, ...]:
+    """Return SCHEMES and the schemes of other packages."""
+    return (*SCHEMES, *external_names())
+
+
+def declared_problems() -> Iterator[Problem]:
+    """Yield the cases that schemes of other packages declare (`TableScheme.cases`).
+
+    Fields that a case does not name are those of a small layer in bfloat16. Raises
+    ConfigurationError for a case that is no valid problem.
+    """
+    base = Problem(tokens=7, hidden=160, intermediate=96, experts=5, top_k=2, dtype=torch.bfloat16)
+    for offered in schemes_of_packages().usable:
+        for changes in offered.scheme.cases:
+            what = f"scheme {offered.name}: case"
+            if "quant" in changes:
+                need = "fields other than quant"
+                raise ConfigurationError(what, got=repr(dict(changes))[:200], need=need)
+            try:
+                yield replace(base, quant=offered.name, **changes)
+            except TypeError as error:  # a field that Problem does not have
+                need = "fields of Problem"
+                raise ConfigurationError(what, got=str(error)[:200], need=need) from error
+
+
 def quantized_variants(base: Problem) -> Iterator[Variant]:
-    """Yield each scheme in bf16; then some schemes with options that affect them."""
+    """Yield each scheme in bf16; then some schemes with options that affect them.
+
+    Also the cases that schemes of other packages declare.
+    """
     wide = replace(base, hidden=160, intermediate=96, dtype=torch.bfloat16)
 
     def change(quant: str, routing: str = "uniform", **changes: Any) -> Variant:
         return replace(wide, quant=quant, **changes), routing
 
-    for quant in SCHEMES:
+    for quant in all_schemes():
         yield change(quant)
     block, channel = "fp8_w8a8_block:block=48x64", "int8_w8a8_channel"
     tensor, int4 = "fp8_w8a8_tensor", "int4_w4a16_group:group=32,zero_points=true"
@@ -69,6 +99,8 @@ def quantized_variants(base: Problem) -> Iterator[Variant]:
     yield change("nvfp4_w4a4", "out_of_range", dtype=torch.float16, hidden=72, intermediate=40)
     yield change("nvfp4_w4a4", "all_to_one", top_k=1, apply_router_weight_on_input=True)
     yield change("int8_w8a16_group:group=64", dtype=torch.float32, tokens=7)
+    for problem in declared_problems():
+        yield problem, "skips"
 
 
 def short_scale_dtype(problem: Problem) -> torch.dtype:

@@ -24,6 +24,7 @@ from modular_kernel.spec.problem import (
     Parallel,
     Problem,
 )
+from modular_kernel.spec.quantization import external_names
 from modular_kernel.testing.cases import rank_pairs
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
@@ -443,7 +444,8 @@ def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
     """Yield shapes and values that are difficult for scales.
 
     Group sizes that are not a power of two; rows longer than one program holds; one scale for all
-    tokens, determined by a value on one rank; values so small that the scale is clamped.
+    tokens, determined by a value on one rank; values so small that the scale is clamped. Also each
+    scheme of another package.
     """
     one_expert_each = replace(base, experts=2 * world_size, top_k=1)
     ragged = replace(one_expert_each, hidden=160, intermediate=136)
@@ -476,6 +478,8 @@ def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
             one_expert_each, experts=4 * world_size, quant=quant, bias=True, dtype=_BF16
         )
         yield Variant(with_nan, "linear", (5, 3), "uniform", variation=nan)
+    for quant in external_names():
+        yield _variant(one_expert_each, hidden=160, intermediate=72, quant=quant, dtype=_BF16)
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
     for quant in ("fp8_w8a8_channel", "fp8_w8a8_tensor"):
         small = replace(one_expert_each, intermediate=16, activation=linear, quant=quant)
