@@ -1,27 +1,21 @@
-"""The one home of metadata: name, version, packages, requirements, entry points."""
+"""The one home of metadata: name, version, packages, requirements, entry points. No logic."""
 
 import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-
-def description() -> str:
-    """Return the README for package indexes: a link to a file of the source tree is its text alone.
-
-    An index shows the description without the files, so such links would lead nowhere. Pictures of
-    the source tree are left out.
-    """
-    text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-    text = re.sub(r"!\[[^\]]*\]\((?!https?://)[^)]*\)\n*", "", text)
-    return re.sub(r"\[([^\]]*)\]\((?!https?://)[^)]*\)", r"\1", text)
-
-
 setup(
     name="modular-kernel",
     version="0.2.0",
     description="Compose fused mixture-of-experts layers from interchangeable, verified parts.",
-    long_description=description(),
+    # Package indexes show the README without the files that it links to: a link to a file is its
+    # text alone, and pictures are left out.
+    long_description=re.sub(
+        r"!\[[^\]]*\]\((?!https://)[^)]*\)|\[([^\]]*)\]\((?!https://)[^)]*\)",
+        r"\1",
+        Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    ),
     long_description_content_type="text/markdown",
     author="The modular_kernel authors",
     license="Apache-2.0",
