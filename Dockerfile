@@ -8,8 +8,10 @@
 #
 # Arguments follow `mk`: `docker run --rm modular-kernel:cpu check --model deepseek-v3 ...`.
 #
-# These images have not been built yet, for want of a container engine. Neither target needs a CUDA
-# base image: torch's wheels have the CUDA libraries, and the host's driver comes with --gpus.
+# The steps of both targets were run in a root directory of Debian trixie with Python 3.11, without a
+# container engine: in that of cpu the demo passed as the user mk; that of cuda was installed, but no
+# GPU was there to run its demo. Neither target needs a CUDA base image: torch's wheels have the CUDA
+# libraries, and the host's driver comes with --gpus.
 
 FROM python:3.11-slim-trixie AS base
 # A C compiler: Triton builds its launcher, and recorded launches are replayed by a small C library.

@@ -1,5 +1,6 @@
 """All metadata of the package: name, version, packages, requirements and entry points."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -8,7 +9,13 @@ setup(
     name="modular-kernel",
     version="0.2.0",
     description="Compose fused mixture-of-experts layers from interchangeable, verified parts.",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    # Package indexes show the README without the files that it links to: a link to a file is its
+    # text alone, and pictures are left out.
+    long_description=re.sub(
+        r"!\[[^\]]*\]\((?!https://)[^)]*\)|\[([^\]]*)\]\((?!https://)[^)]*\)",
+        r"\1",
+        Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    ),
     long_description_content_type="text/markdown",
     author="The modular_kernel authors",
     license="Apache-2.0",

@@ -32,6 +32,7 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
         keep_topk=True,
         weight_on_input=False,
         schemes=SCHEMES,
+        external_schemes=True,
         lora=True,
     )
 

@@ -35,6 +35,7 @@ class TorchExperts(PermuteExpertsUnpermute):
         chunking=True,
         invalid_rows=Rows.ZERO,
         schemes=SCHEMES,
+        external_schemes=True,
         lora=True,
     )
 

@@ -84,11 +84,17 @@ class UnknownPartError(InputError):
 
 
 class DuplicatePartError(InputError):
-    """Several packages provide a part with the same name, so the name cannot be used."""
+    """Several packages provide a part or a quantization scheme with the same name.
+
+    The name cannot be used.
+    """
 
 
 class BrokenPartError(InputError):
-    """The entry point that provides a part failed to import. `got` is the error."""
+    """The entry point that should provide a part or a quantization scheme cannot be used.
+
+    `got` is its error.
+    """
 
 
 class IncompatibleError(ModularKernelError, ValueError):

@@ -42,6 +42,8 @@ def fill_padding(
 def _zero_code(scheme: QuantScheme) -> int:
     """Return the byte of a weight, or of two, that equals the middle of the range or 0."""
     code = IMPLICIT_ZERO_POINT.get(scheme.weight, 0)
+    if scheme.external:
+        code = scheme.values.index(0.0)
     return code * 0x11 if scheme.packed else code
 
 

@@ -139,7 +139,7 @@ def bench(
 
     A --peer file defines layers(), which returns modular_kernel.bench.candidates.Layer objects.
     Each has name, quant, setup(problem, weights) and call(x, routing); see that module and
-    docs/benchmarks/README.md of the source tree.
+    "Benchmarks" in the documentation.
 
     With --prepared, each of our pairs that can prepare weights is also timed with prepared weights.
 

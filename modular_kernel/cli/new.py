@@ -1,4 +1,4 @@
-"""`mk new`: writes an installable package with a new part or path as a starting point."""
+"""`mk new`: writes an installable package with a new part, path or scheme as a starting point."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from modular_kernel.cli.options import AsJson
 
 def new(
     *,
-    kind: Annotated[str, argument("experts, prepare-finalize or path.")],
+    kind: Annotated[str, argument("experts, prepare-finalize, exchange, path or scheme.")],
     name: Annotated[str, argument("Name of the package, such as my_experts.")],
     out: Annotated[
         Path | None,
@@ -22,15 +22,16 @@ def new(
     ] = None,
     as_json: AsJson = None,
 ) -> None:
-    """Write a package with a new part or path: pyproject.toml, code, tests and a README.
+    """Write a package with a new part, path or scheme: pyproject.toml, code, tests and a README.
 
-    KIND is experts or prepare-finalize (a part, with an entry point in modular_kernel.parts), or
-    path (a path of TritonExperts, with one in modular_kernel.triton_paths). NAME is the name of the
-    package and of its folder; in CamelCase, it is the name of the class: my_experts contains
+    KIND is experts, prepare-finalize or exchange (a part, with an entry point in
+    modular_kernel.parts; an exchange is a prepare-finalize over ranks), path (a path of
+    TritonExperts, with one in modular_kernel.triton_paths), or scheme (a quantization scheme of
+    weights, with one in modular_kernel.schemes, and an experts part that runs it). NAME is the name
+    of the package and of its folder; in CamelCase, it is the name of the class: my_experts contains
     MyExperts. The new package passes `mk test --level full` and its own tests.
 
-    A quantization scheme cannot come from another package; see "Add a quantization scheme" in the
-    documentation. Nothing is written if the name is not valid or the folder exists.
+    Nothing is written if the name is not valid or the folder exists.
     """
     from modular_kernel.cli.scaffold import check_kind, check_name, check_unused, render, write
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog, Part
     from modular_kernel.compatibility.support import Rejection, Requirements
     from modular_kernel.contracts import PathInfo
+    from modular_kernel.spec.external_schemes import ExternalSchemes, TableScheme
     from modular_kernel.spec.problem import Machine
 
 _KINDS = ("prepare_finalize", "experts", "topk_reduce")
@@ -49,18 +50,21 @@ def list_parts(*, machine_options: MachineOptions, as_json: AsJson = None) -> No
     """List every part, its requirements, whether it can run on the machine, and its origin."""
     machine = machine_options.select(machine_options.cluster())
     from modular_kernel.catalog import load_catalog
+    from modular_kernel.spec.quantization import load_external_schemes
 
-    catalog = load_catalog()
+    catalog, schemes = load_catalog(), load_external_schemes()
     catalog.require_parts()
     record = {
         "machine": machine,
         "parts": [_record(part, machine) for part in catalog.parts],
         "planned": catalog.planned,
+        "schemes": schemes.usable,
         "broken": catalog.broken,
+        "broken_schemes": schemes.broken,
         "duplicates": catalog.duplicates(),
     }
     where = machine_options.machine or "this machine"
-    output.print_result(record, as_json, lambda: _print_text(catalog, machine, where))
+    output.print_result(record, as_json, lambda: _print_text(catalog, schemes, machine, where))
 
 
 def _requires(part: "Part") -> "Requirements | None":
@@ -95,22 +99,35 @@ def _paths(part: "Part") -> "tuple[PathInfo, ...]":
     return paths
 
 
-def _print_text(catalog: "Catalog", machine: "Machine", where: str) -> None:
+def _print_text(
+    catalog: "Catalog", schemes: "ExternalSchemes", machine: "Machine", where: str
+) -> None:
     interpreted = ", Triton interpreted" if machine.interpreter else ""
     output.line(f"Parts on {where} ({machine}{interpreted}); terms are explained at the end:")
     for kind in _KINDS:
         output.line(f"\n{kind}")
         for part in (part for part in catalog.parts if part.kind == kind):
             output.line("\n      ".join(["  " + part.name, *_describe(part, machine)]))
+    rows = [
+        (s.name, f"{s.scheme.bits}-bit codes, {_tile(s.scheme)}", s.origin) for s in schemes.usable
+    ]
+    output.table(("scheme of another package", "weights", "from"), rows)
     planned = [(part.name, part.kind, part.blocked_on) for part in catalog.planned]
     output.table(("planned, not yet implemented", "kind", "why"), planned)
     rows = [(broken.name, broken.origin, broken.error) for broken in catalog.broken]
+    rows += [(broken.name, broken.origin, broken.error) for broken in schemes.broken]
     paths = dict.fromkeys(path for part in catalog.parts for path in _paths(part))
     rows += [(path.name, path.origin, path.error) for path in paths if path.error]
     output.table(("broken entry point", "from", "error"), rows)
     duplicates = [(name, " and ".join(origins)) for name, origins in catalog.duplicates().items()]
     output.table(("name registered twice", "by"), duplicates)
     output.table(("term", "meaning"), _LEGEND.items())
+
+
+def _tile(scheme: "TableScheme") -> str:
+    """Describe what one scale of a scheme covers, such as "group of 32"."""
+    sizes = "x".join(map(str, scheme.group))
+    return f"one scale for each {scheme.granularity}{f' of {sizes}' if sizes else ''}"
 
 
 def _describe(part: "Part", machine: "Machine") -> list[str]:
@@ -154,6 +171,8 @@ def _accepted_types(requires: "Requirements") -> str:
     for name, label in (("schemes", "schemes"), ("dispatch_schemes", "quantizes")):
         if hasattr(requires, name):
             accepted[label] = format_sorted(getattr(requires, name)) or "nothing"
+    if getattr(requires, "external_schemes", False):
+        accepted["schemes"] += ", those of other packages"
     activations: frozenset[str] | None = getattr(requires, "activations", None)
     if activations is not None:
         all_activations = activations == ALL_ACTIVATIONS

@@ -157,9 +157,9 @@ def plan(
 
     --machine takes several machines, separated by commas; the default is 8xh200, or as many H200 as
     --world-size, 8 per host. --tokens is the number of tokens per rank. --prepared counts the
-    memory of prepared weights. docs/sizing.md of the source tree has the formulas, the records and
-    the errors of the estimates. `mk plan --compare FILE` prints the errors for a record of `mk
-    bench` or `mk exchange`; of the other options, it can be combined with --json only.
+    memory of prepared weights. "Plan for a machine" in the documentation has the formulas, the
+    records and the errors of the estimates. `mk plan --compare FILE` prints the errors for a record
+    of `mk bench` or `mk exchange`; of the other options, it can be combined with --json only.
 
     Exits with 1 if no pair has an estimate, or if the model is more than 25 % off on a compared row
     that was neither fitted nor timed eagerly; exits with 2 on bad usage.

@@ -86,8 +86,8 @@ def _estimate_record(estimate: "Estimate") -> dict[str, Any]:
         "network_rows": estimate.network_rows,
         "caveat": estimate.caveat,
         "exchange_source": estimate.source,
-        "experts_source": f"{estimate.experts.source}; x {estimate.factor.value:.2f}: "
-        f"{estimate.factor.source}",
+        "experts_source": f"{estimate.experts.source}; x {estimate.factor.value:.2f} "
+        f"+ {estimate.factor.start * us:.1f} us: {estimate.factor.source}",
     }
 
 

@@ -81,7 +81,7 @@ def profile(
     Two kinds of calls are measured. The end-to-end time is that of planned calls, which on a GPU
     are replayed from a CUDA graph where possible. Stage times come from eager calls under torch's
     profiler: the device time of a stage is that of the kernels launched in it. The method and the
-    roofline are described in docs/profiling.md of the source tree.
+    roofline are described in "Profiling" in the documentation.
 
     Exits with 1 if a pair is refused, listing every reason, and with 2 on bad usage.
     """

@@ -1,6 +1,7 @@
 """The packages that `mk new` writes, rendered from the templates in `cli/templates`.
 
-docs/add-a-part.md and docs/contributing/add-a-path.md show these files; a test compares them.
+docs/add-a-part.md shows these files, as do add-a-path.md and add-a-quantization-scheme.md in
+docs/contributing; a test compares them.
 """
 
 import keyword
@@ -23,47 +24,77 @@ _MAX_CHARS = 60
 class _Package:
     """What all packages of one kind have in common.
 
-    group, attribute: those of the entry point. pair: the pairing that `mk test` verifies, where
-    "{}" stands for the new class. modules: file in the package, by template. test: template of the
-    test.
+    entry_points: value of the entry point by group, where "{}" stands for the package. class_name:
+    of the new class, where "{}" stands for the package's name in CamelCase. pair: the pairing that
+    `mk test` verifies, with "{}" as in class_name. shown: what `mk list` shows, with "{}" for the
+    package. modules: file in the package, by template. test: template of the test. options: of
+    `mk test`, beside the pair.
     """
 
     description: str
-    group: str
-    attribute: str
+    entry_points: dict[str, str]
+    class_name: str
     pair: tuple[str, str]
+    shown: str
     modules: dict[str, str]
     test: str
+    options: str = ""
 
 
 _PACKAGES: dict[str, _Package] = {
     "experts": _Package(
         "An experts part for modular_kernel.",
-        "modular_kernel.parts",
-        "PARTS",
+        {"modular_kernel.parts": "{}:PARTS"},
+        "{}",
         ("MoEPrepareAndFinalizeNoEP", "{}"),
+        "{class_name}",
         {"experts/package.py": "__init__.py"},
         "common/test_part.py",
     ),
     "prepare-finalize": _Package(
         "A PrepareAndFinalize part for modular_kernel.",
-        "modular_kernel.parts",
-        "PARTS",
+        {"modular_kernel.parts": "{}:PARTS"},
+        "{}",
         ("{}", "TorchExperts"),
+        "{class_name}",
         {"prepare-finalize/package.py": "__init__.py"},
         "common/test_part.py",
     ),
+    "exchange": _Package(
+        "A PrepareAndFinalize part for modular_kernel, over ranks.",
+        {"modular_kernel.parts": "{}:PARTS"},
+        "{}",
+        ("{}", "TorchExperts"),
+        "{class_name}",
+        {"exchange/package.py": "__init__.py"},
+        "exchange/test_exchange.py",
+        " --world-size 2",
+    ),
     "path": _Package(
         "A path of TritonExperts for modular_kernel.",
-        "modular_kernel.triton_paths",
-        "PATHS",
+        {"modular_kernel.triton_paths": "{}:PATHS"},
+        "{}",
         ("MoEPrepareAndFinalizeNoEP", "TritonExperts"),
+        "{name} among the paths of TritonExperts",
         {
             "path/package.py": "__init__.py",
             "path/path.py": "path.py",
             "path/kernels.py": "kernels.py",
         },
         "path/test_path.py",
+    ),
+    "scheme": _Package(
+        "A quantization scheme for modular_kernel, and an experts part that runs it.",
+        {"modular_kernel.parts": "{}.part:PARTS", "modular_kernel.schemes": "{}.scheme:SCHEMES"},
+        "{}Experts",
+        ("MoEPrepareAndFinalizeNoEP", "{}Experts"),
+        "the scheme {name}, and {class_name}",
+        {
+            "scheme/package.py": "__init__.py",
+            "scheme/scheme.py": "scheme.py",
+            "scheme/part.py": "part.py",
+        },
+        "scheme/test_scheme.py",
     ),
 }
 
@@ -74,10 +105,7 @@ KINDS = tuple(_PACKAGES)
 def check_kind(kind: str) -> None:
     """Raise ConfigurationError unless `kind` is one of KINDS."""
     if kind not in KINDS:
-        need = f"one of {', '.join(KINDS)}"
-        if kind == "scheme":
-            need += "; a scheme cannot come from another package (Add a quantization scheme)"
-        raise ConfigurationError("kind", got=repr(kind[:100]), need=need)
+        raise ConfigurationError("kind", got=repr(kind[:100]), need=f"one of {', '.join(KINDS)}")
 
 
 def class_name_of(name: str) -> str:
@@ -97,8 +125,9 @@ def check_name(name: str) -> None:
 
 
 def check_unused(kind: str, name: str) -> None:
-    """Raise ConfigurationError if an installed part or path already has the name."""
+    """Raise ConfigurationError if an installed part, path or scheme already has the name."""
     from modular_kernel.catalog import load_catalog
+    from modular_kernel.spec.quantization import QUANT_SCHEMES, list_external_schemes
 
     parts = load_catalog().parts
     if kind == "path":
@@ -106,8 +135,10 @@ def check_unused(kind: str, name: str) -> None:
         taken = {path.name for cls in experts for path in getattr(cls, "paths", tuple)()}
         used = name if name in taken else None
     else:
-        class_name = class_name_of(name)
+        class_name = _PACKAGES[kind].class_name.format(class_name_of(name))
         used = class_name if any(part.name == class_name for part in parts) else None
+    if kind == "scheme" and name in (*QUANT_SCHEMES, *list_external_schemes()):
+        used = name
     if used is not None:
         need = f"another name: {used} is installed already"
         raise ConfigurationError("name", got=repr(name), need=need)
@@ -117,8 +148,10 @@ def render(kind: str, name: str) -> dict[Path, str]:
     """Return the content of the files of a package, by their path in the package's folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    package, class_name = _PACKAGES[kind], class_name_of(name)
-    pair = tuple(part.format(class_name) for part in package.pair)
+    package, base_name = _PACKAGES[kind], class_name_of(name)
+    class_name = package.class_name.format(base_name)
+    pair = tuple(part.format(base_name) for part in package.pair)
+    entry_points = {group: value.format(name) for group, value in package.entry_points.items()}
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         undefined=StrictUndefined,
@@ -131,11 +164,12 @@ def render(kind: str, name: str) -> dict[Path, str]:
         "class_name": class_name,
         "distribution": name.replace("_", "-"),
         "description": package.description,
-        "group": package.group,
-        "attribute": package.attribute,
-        "shown": f"{name} among the paths of TritonExperts" if kind == "path" else class_name,
+        "entry_points": entry_points,
+        "shown": package.shown.format(name=name, class_name=class_name),
         "pair": ", ".join(f'"{part}"' for part in pair),
-        "verify": f"mk test --level full --pf-type {pair[0]} --experts-type {pair[1]}",
+        "verify": (
+            f"mk test --level full --pf-type {pair[0]} --experts-type {pair[1]}{package.options}"
+        ),
     }
     templates = {
         "common/pyproject.toml": Path("pyproject.toml"),

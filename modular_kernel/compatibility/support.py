@@ -169,6 +169,7 @@ class ExpertsRequirements(Requirements):
     invalid_rows: content of output rows of skipped pairs.
     skips_padding: the experts never read rows without a token.
     schemes: names of the supported quantization schemes.
+    external_schemes: the experts also support every scheme that another package provides.
     quantizes_input: the experts take unquantized activations and quantize them.
     scale_layout: layout of the activation scales that the experts read.
     whole_blocks: H and I must be multiples of the scheme's group.
@@ -198,6 +199,7 @@ class ExpertsRequirements(Requirements):
     invalid_rows: Rows = Rows.UNDEFINED
     skips_padding: bool = True
     schemes: frozenset[str] = frozenset({"none"})
+    external_schemes: bool = False
     quantizes_input: bool = False
     scale_layout: str = "row_major"
     whole_blocks: bool = False

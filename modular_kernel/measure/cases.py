@@ -18,6 +18,8 @@ _SHORT_NAMES = {
     "uint8": "int8",
     "uint4": "int4",
     "float4_e2m1": "fp4",
+    "table4": "table4",
+    "table8": "table8",
 }
 # Maximum of x and of the activation, for normal x and the weights of `make_weights`.
 _INPUT_MAXIMA = (6.5, 24.0)

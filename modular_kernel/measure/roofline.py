@@ -21,9 +21,17 @@ from modular_kernel.spec.quantization import QuantScheme
 _GPU_SIZE, _CPU_SIZE = 8192, 512
 _GPU_BYTES, _CPU_BYTES = 1 << 31, 1 << 26
 _FP8, _INT8 = "float8_e4m3fn", "int8"
-_WEIGHT_BITS = {_FP8: 8, _INT8: 8, "uint8": 8, "uint4": 4, "float4_e2m1": 4}
-# Bits of a group's scale: 8 for 16 or 32 float4 values, 16 for a group of integers.
-_SCALE_BITS = {"uint8": 16, "uint4": 16, "float4_e2m1": 8}
+_WEIGHT_BITS = {
+    _FP8: 8,
+    _INT8: 8,
+    "uint8": 8,
+    "uint4": 4,
+    "float4_e2m1": 4,
+    "table4": 4,
+    "table8": 8,
+}
+# Bits of a group's scale: 8 for 16 or 32 float4 values, 16 for a group of integers or of codes.
+_SCALE_BITS = {"uint8": 16, "uint4": 16, "float4_e2m1": 8, "table4": 16, "table8": 16}
 _TARGET_MS = 60.0
 _LINK_TARGET_MS = 20.0
 

@@ -77,7 +77,8 @@ def experts_errors() -> list[ErrorRow]:
     for layer in recorded_layers():
         estimated = factor(layer.experts, layer.problem, layer.rows, without_shape=layer.shape)
         if estimated is not None:
-            groups.setdefault(layer.experts, []).append(estimated.value / layer.factor - 1)
+            seconds = estimated.corrected(layer.predicted_us / 1e6)
+            groups.setdefault(layer.experts, []).append(seconds * 1e6 / layer.us - 1)
     return [ErrorRow(part, "", "", tuple(errors)) for part, errors in sorted(groups.items())]
 
 

@@ -37,7 +37,7 @@ class Estimate:
     """Estimated time of one layer with one pairing, and the memory of one rank.
 
     experts_part: name of the experts part. problem: the problem of one rank. world_tokens: number
-    of distinct tokens of all ranks. experts: modeled time of the experts, multiplied by `factor`.
+    of distinct tokens of all ranks. experts: modeled time of the experts, corrected by `factor`.
     source: where the parameters of the exchange model come from. network_rows: rows per token that
     a dispatch sends to other hosts. caveat: a limit of the exchange that the estimate ignores, or
     "".
@@ -257,7 +257,7 @@ class SizeRequest:
             problem,
             self.problem.tokens * self.world,
             exchange_time(problem, traffic, load, cluster),
-            replace(times, seconds=times.seconds * part_factor.value),
+            replace(times, seconds=part_factor.corrected(times.seconds)),
             part_factor,
             self.memory(prepare_finalize, experts),
             effective(traffic, self.world, cluster).source,

@@ -1,11 +1,15 @@
 """Measured times of experts parts on one GPU, as factors that correct the model's time.
 
 The records in modular_kernel/select/data (`tools/check_choice.py` on an H200) have the times of
-whole layers with every experts part, including those over vendor libraries. The factor of a
-recorded layer is its measured time divided by the time that `experts_time` predicts for
-TritonExperts. The factor for another layer comes from the recorded layers of the same scheme with
-the nearest H * I. It is interpolated between the nearest numbers of rows per expert, on log2 axes,
-and not extrapolated.
+whole layers with every experts part, including those over vendor libraries. A part takes
+
+    t = start + factor * m
+
+where m is the time that `experts_time` predicts for TritonExperts. `start` is the smallest t - m of
+the part's layers of one token in the same scheme, or 0: the time of launches beyond those of
+TritonExperts, which small layers and large ones have alike. The factor comes from the recorded
+layers of the same scheme with the nearest H * I. It is interpolated between the nearest numbers of
+rows per expert, on log2 axes, and not extrapolated.
 
 Times of batched parts include BatchedPrepareAndFinalize, which sorts the tokens by expert on the
 same GPU.
@@ -24,7 +28,7 @@ from modular_kernel.perf_model.experts_time import experts_time
 from modular_kernel.perf_model.hardware import Gpu
 from modular_kernel.perf_model.load import rank_load
 from modular_kernel.spec.problem import Problem
-from modular_kernel.spec.quantization import QUANT_SCHEMES
+from modular_kernel.spec.quantization import scheme_named
 from modular_kernel.utils import json_files
 
 ARCH = (9, 0)  # of the GPU in the records
@@ -32,6 +36,7 @@ _FILES = ("h200-choice", "h200-choice-vendors", "h200-choice-schemes")  # oldest
 _FOLDER = Path(__file__).parents[1] / "select" / "data"
 _SHAPES_FILE = Path(__file__).with_name("data") / "h200-layers.json"
 _MAX_BYTES = 1 << 24
+_MAX_START = 0.9  # of the shortest time of a part
 _ITEMSIZE = 2  # bytes of the dtype of every recorded layer, bfloat16
 
 
@@ -58,9 +63,9 @@ class RecordedLayer:
         return _prediction(self.shape, self.quant, self.tokens)[0]
 
     @property
-    def factor(self) -> float:
-        """Measured time divided by the model's time for TritonExperts."""
-        return self.us / _prediction(self.shape, self.quant, self.tokens)[1]
+    def predicted_us(self) -> float:
+        """The model's time for TritonExperts, in microseconds."""
+        return _prediction(self.shape, self.quant, self.tokens)[1]
 
     @property
     def rows(self) -> float:
@@ -75,10 +80,18 @@ class RecordedLayer:
 
 @dataclass(frozen=True)
 class Factor:
-    """Measured time divided by the model's. source: the records that it comes from."""
+    """Correction of the model's time: `start`, in seconds, plus `value` times the model's.
+
+    source: the records that both come from.
+    """
 
     value: float
     source: str
+    start: float = 0.0
+
+    def corrected(self, seconds: float) -> float:
+        """Return the time of the part, given that of the model."""
+        return self.start + self.value * seconds
 
 
 def factor(
@@ -102,18 +115,30 @@ def factor(
     nearest = [cell for cell in similar if cell.size == nearest_size]
     schemes = ", ".join(sorted({cell.scheme for cell in nearest}))
     shapes = ", ".join(sorted({cell.shape for cell in nearest}))
-    value = _interpolate(nearest, math.log2(max(rows, 1e-9)))
-    return Factor(value, f"recorded times of {shapes} in {schemes}")
+    start_us = _start_us(similar)
+    value = _interpolate(nearest, start_us, math.log2(max(rows, 1e-9)))
+    return Factor(value, f"recorded times of {shapes} in {schemes}", start_us / 1e6)
 
 
-def _interpolate(cells: Sequence[RecordedLayer], rows: float) -> float:
+def _start_us(cells: Sequence[RecordedLayer]) -> float:
+    """Return the smallest time beyond the model's of the layers of one token; 0 if there is none.
+
+    It is less than each cell's time, so that factors are positive.
+    """
+    excess = [cell.us - cell.predicted_us for cell in cells if cell.tokens == 1]
+    shortest = min(cell.us for cell in cells)
+    return min(max(min(excess, default=0.0), 0.0), _MAX_START * shortest)
+
+
+def _interpolate(cells: Sequence[RecordedLayer], start_us: float, rows: float) -> float:
     """Return the factor at 2 ** `rows` rows per expert, by linear interpolation of logarithms.
 
     Of cells with equal numbers of rows, the geometric mean is used.
     """
     logs: dict[float, list[float]] = {}
     for cell in cells:
-        logs.setdefault(math.log2(cell.rows), []).append(math.log(cell.factor))
+        value = (cell.us - start_us) / cell.predicted_us
+        logs.setdefault(math.log2(cell.rows), []).append(math.log(value))
     points = sorted((row, fmean(values)) for row, values in logs.items())
     below = max((point for point in points if point[0] <= rows), default=points[0])
     above = min((point for point in points if point[0] >= rows), default=points[-1])
@@ -124,7 +149,7 @@ def _interpolate(cells: Sequence[RecordedLayer], rows: float) -> float:
 
 
 def _operands(scheme: str) -> tuple[str, str]:
-    info = QUANT_SCHEMES[scheme]
+    info = scheme_named(scheme)
     return info.weight, info.activation
 
 

@@ -4,6 +4,7 @@ With stored value q, scale s and zero point z, a weight is
 
     float8_e4m3fn, int8    q s
     uint8, uint4           (q - z) s              z is 128 or 8 if the scheme has no zero points
+    table8, table4         values[q] s            values: the table of another package's scheme
     float4_e2m1            e2m1(q) 2^(s - 127)    mxfp4: s is a byte, E8M0
                            (e2m1(q) s) g          nvfp4: s is e4m3, g float32 per matrix
 
@@ -16,6 +17,7 @@ other.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 
 import torch
 
@@ -41,8 +43,8 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES, QuantScheme
 from modular_kernel.tensors import ExpertWeights, check_weight_tensors
 from modular_kernel.utils.argument_checks import expect
 
-# Names of all schemes; of those that dispatch quantized activations; of those whose activations
-# have at least 8 bits.
+# Names of all built-in schemes; of those that dispatch quantized activations; of those whose
+# activations have at least 8 bits.
 SCHEMES = frozenset(QUANT_SCHEMES)
 ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].dispatched_quantized)
 UP_TO_8_BITS = frozenset(n for n in SCHEMES if not QUANT_SCHEMES[n].scales_by_expert)
@@ -53,6 +55,8 @@ STORAGE = {
     "uint8": torch.uint8,
     "uint4": torch.uint8,
     "float4_e2m1": torch.uint8,
+    "table4": torch.uint8,
+    "table8": torch.uint8,
 }
 # The largest magnitude of q - z in quantization without zero points, and z in that case.
 QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0, "uint8": 127.0, "uint4": 7.0}
@@ -287,6 +291,8 @@ def dequantize(
         values = nvfp4.e2m1_values(w_eNK)
         if not scheme.matrix_scales:
             scale = from_e8m0(scale)
+    elif scheme.external:
+        values = w_eNK.new_tensor(scheme.values, dtype=torch.float32)[w_eNK.long()]
     else:
         values = w_eNK.float()
     rows = values.shape[1]
@@ -413,10 +419,14 @@ def quantize_rows(
         width = maximum.clamp(min=0) - minimum.clamp(max=0)
         scale = width / width.new_tensor(_MAX_CODE[scheme.weight])
     else:
-        scale = torch.maximum(maximum, -minimum) / maximum.new_tensor(QMAX[scheme.weight])
+        largest = max(map(abs, scheme.values)) if scheme.external else QMAX[scheme.weight]
+        scale = torch.maximum(maximum, -minimum) / maximum.new_tensor(largest)
     floor = max(MIN_SCALE, torch.finfo(scale_dtype).smallest_normal)
     scale = scale.clamp(min=floor).to(scale_dtype)
     q_eNK = w_eNK / expand_scales(scale.float(), scheme, rows, depth)
+    if scheme.external:
+        codes = _nearest_codes(q_eNK, scheme.values)
+        return pack_pairs(codes, 2) if scheme.packed else codes, scale, None
     if scheme.weight in ("float8_e4m3fn", "int8"):
         max_value = QMAX[scheme.weight]
         if scheme.weight == "int8":
@@ -431,6 +441,21 @@ def quantize_rows(
         zero = pack_pairs(zero.to(torch.uint8), 1) if scheme.packed else zero.to(torch.uint8)
     codes = (q_eNK.round() + zero_point).clamp(0, max_code).to(torch.uint8)
     return pack_pairs(codes, 2) if scheme.packed else codes, scale, zero
+
+
+def _nearest_codes(q_eNK: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
+    """Return the code of the nearest value, uint8. Ties go to the smaller value.
+
+    Of equal values the smallest code is taken. A NaN gets the code of the largest value: its scale
+    is NaN.
+    """
+    code_of = {value: code for code, value in reversed(list(enumerate(values)))}
+    ordered = sorted(code_of)
+    midpoints = [(low + high) / 2 for low, high in pairwise(ordered)]
+    bounds = q_eNK.new_tensor(midpoints, dtype=torch.float64)
+    index = torch.bucketize(q_eNK.double(), bounds)
+    codes = torch.tensor([code_of[v] for v in ordered], dtype=torch.uint8, device=q_eNK.device)
+    return codes[index]
 
 
 def _quantize_mxfp4(

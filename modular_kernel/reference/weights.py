@@ -25,19 +25,15 @@ def dequantize_matrix(
     k = torch.arange(num_columns, device=codes.device)[None, :]
     if scheme.packed:
         codes = unpack_codes(codes, n, k, scheme)
-    scale: torch.Tensor = getattr(weights, f"{name}_scale")[expert]
-    if scheme.granularity == "channel":
-        scale = scale[n]
-    elif scheme.granularity == "block":
-        scale = scale[n // scheme.group[0], k // scheme.group[1]]
-    elif scheme.granularity == "group":
-        scale = scale[n, k // scheme.group[0]]
+    scale = _select_scales(getattr(weights, f"{name}_scale")[expert], n, k, scheme)
     if scheme.weight == "float4_e2m1":
         global_scale = getattr(weights, f"{name}_global_scale")
         scales = _list_e2m1_scales(
             scale, None if global_scale is None else global_scale[expert], n, problem
         )
         return prod((s.to(dtype) for s in scales), start=_decode_e2m1(codes.to(dtype)))
+    if scheme.external:
+        return _look_up_values(codes, scheme.values, dtype) * scale.to(dtype)
     zero_point = getattr(weights, f"{name}_zero_point")
     value = codes.to(dtype)
     if zero_point is not None and scheme.packed:
@@ -48,6 +44,29 @@ def dequantize_matrix(
     elif scheme.weight in ("uint4", "uint8"):
         value = value - (8 if scheme.packed else 128)
     return value * scale.to(dtype)
+
+
+def _select_scales(
+    scale: torch.Tensor, n: torch.Tensor, k: torch.Tensor, scheme: QuantScheme
+) -> torch.Tensor:
+    """Return the scales of one expert at rows n and columns k, or its only scale."""
+    if scheme.granularity == "channel":
+        return scale[n]
+    if scheme.granularity == "block":
+        return scale[n // scheme.group[0], k // scheme.group[1]]
+    if scheme.granularity == "group":
+        return scale[n, k // scheme.group[0]]
+    return scale
+
+
+def _look_up_values(
+    codes: torch.Tensor, values: tuple[float, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the value of each code, by comparing it with every index of the table."""
+    result = torch.full(codes.shape, torch.nan, dtype=dtype, device=codes.device)
+    for code, value in enumerate(values):
+        result = result.masked_fill(codes == code, value)
+    return result
 
 
 def _list_e2m1_scales(

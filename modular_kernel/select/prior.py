@@ -28,7 +28,7 @@ import torch
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.select.record import Estimate, Pair
 from modular_kernel.spec.problem import ActivationSpec, Machine, Problem
-from modular_kernel.spec.quantization import QUANT_SCHEMES
+from modular_kernel.spec.quantization import QUANT_SCHEMES, scheme_named
 from modular_kernel.utils import json_files
 
 SCHEMA = "mk-prior/1"
@@ -126,7 +126,7 @@ def _distance_octaves(cell: Cell, rows: float, size: float) -> float:
 
 def _family(scheme: str) -> tuple[str, str]:
     """Return the element types of the operands, by which schemes have similar speed."""
-    parsed = QUANT_SCHEMES[scheme]
+    parsed = scheme_named(scheme)
     return parsed.weight, parsed.activation
 
 

@@ -18,6 +18,7 @@ from modular_kernel.spec.quantization import QuantScheme
 # columns. 16 values of at least one byte each satisfy the alignment of TMA and of vector loads.
 _ALIGNMENTS = (16, 8, 4, 2, 1)
 _VALUES_PER_WORD = {"uint4": 8, "uint8": 4}  # in a packed int32
+_VALUES_PER_BYTE = {"table4": 2}
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def columns_per_unit(scheme: QuantScheme, intermediate: int) -> int:
 
     A group that covers all columns may be split: each rank then has one group with the same scale.
     """
-    word = _VALUES_PER_WORD.get(scheme.weight, 1)
+    word = _VALUES_PER_WORD.get(scheme.weight, _VALUES_PER_BYTE.get(scheme.weight, 1))
     if scheme.weight == "int8" and not scheme.quantizes_activations:
         word = 4
     is_integer = scheme.weight in _VALUES_PER_WORD

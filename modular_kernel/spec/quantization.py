@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.errors import BrokenPartError, ConfigurationError, DuplicatePartError
+from modular_kernel.spec.external_schemes import ExternalSchemes, TableScheme, external_schemes
 from modular_kernel.utils.argument_checks import check_fields
 
 _SIZES = re.compile(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})?", re.ASCII)
@@ -14,7 +15,8 @@ _SIZES = re.compile(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})?", re.ASCII)
 class QuantScheme:
     """Element types of weights and activations, and the granularity of their scales.
 
-    weight: element type of w1 and w2 ("none": the problem's dtype).
+    weight: element type of w1 and w2 ("none": the problem's dtype). "table4" and "table8": codes of
+        4 or 8 bits of a scheme from another package, whose values are in `values`.
     activation: element type of the GEMMs' left operands ("none": the problem's dtype).
     granularity: what one weight scale covers: tensor (an expert's matrix), channel (a row of it),
         block (group[0] rows by group[1] columns), group (group[0] columns of a row) or none.
@@ -32,6 +34,7 @@ class QuantScheme:
         still computed.
     repacked: the bits of eight e2m1 weights are arranged in their 32-bit word so that unpacking
         takes fewer instructions (`modular_kernel.quant.repacking`).
+    values: for "table4" and "table8", the value of each code; else ().
     """
 
     name: str
@@ -44,6 +47,7 @@ class QuantScheme:
     act_order: bool = False
     static: bool = False
     repacked: bool = False
+    values: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, "quant ")
@@ -82,14 +86,21 @@ class QuantScheme:
     @cached_property
     def packed(self) -> bool:
         """Whether a byte holds two weights of a row. Unless repacked, the low nibble is first."""
-        return self.weight in ("uint4", "float4_e2m1")
+        return self.weight in ("uint4", "float4_e2m1", "table4")
+
+    @cached_property
+    def external(self) -> bool:
+        """Whether another package provides the scheme."""
+        return bool(self.values)
 
     @classmethod
     def parse(cls, text: "str | QuantScheme") -> "QuantScheme":
         """Parse `name[:option=value,...]`, the format of `str()`.
 
         Options: block=NxK (block schemes), group=G and zero_points=true (integer schemes),
-        static=true (fp8_w8a8_tensor), repacked=true (mxfp4_w4a16).
+        static=true (fp8_w8a8_tensor), repacked=true (mxfp4_w4a16). Schemes of other packages have
+        none. Raises ConfigurationError for an unknown name or option, BrokenPartError for a scheme
+        that failed to load, and DuplicatePartError if several packages have a scheme of that name.
 
         >>> scheme = QuantScheme.parse("int4_w4a16_group:group=64,zero_points=true")
         >>> scheme.weight, scheme.group, scheme.packed
@@ -103,13 +114,17 @@ class QuantScheme:
 
     def _checked(self) -> "QuantScheme":
         """Return this scheme. Raises ConfigurationError unless its text form parses to it."""
-        if self.name in QUANT_SCHEMES and QuantScheme.parse(str(self)) == self:
+        is_known = self.external or self.name in QUANT_SCHEMES
+        if is_known and QuantScheme.parse(str(self)) == self:
             return self
         raise ConfigurationError("quant", got=repr(self), need="a scheme that parse() returns")
 
     def _with_option(self, key: str, value: str) -> "QuantScheme":
         has_integer_weights = self.weight in ("uint8", "uint4")
         sizes = tuple(map(int, value.split("x"))) if _SIZES.fullmatch(value) else ()
+        if self.external:
+            need = "no options: a scheme from another package has none"
+            raise ConfigurationError(f"quant {self.name}", got=f"{key}={value}"[:80], need=need)
         if key == "block" and self.granularity == "block" and len(sizes) == 2:
             return replace(self, group=sizes)
         if key == "group" and has_integer_weights and len(sizes) == 1 and sizes[0] % 2 == 0:
@@ -164,17 +179,59 @@ _SCHEMES = (
         "nvfp4_w4a4", "float4_e2m1", "float4_e2m1", "group", (16,), "float8_e4m3fn", static=True
     ),
 )
+# The built-in schemes by name.
 QUANT_SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}
+
+
+def load_external_schemes() -> ExternalSchemes:
+    """Return the schemes that other packages provide, and why some of them cannot be used."""
+    return external_schemes(QUANT_SCHEMES)
+
+
+def list_external_schemes() -> tuple[str, ...]:
+    """Return the names of the usable schemes of other packages."""
+    return tuple(offered.name for offered in load_external_schemes().usable)
+
+
+def scheme_named(name: str) -> QuantScheme:
+    """Return the scheme with a name, without options: a built-in one, or another package's.
+
+    Raises the errors of `QuantScheme.parse`.
+    """
+    if name in QUANT_SCHEMES:
+        return QUANT_SCHEMES[name]
+    schemes = load_external_schemes()
+    for offered in schemes.usable:
+        if offered.name == name:
+            return _of_table(offered.scheme)
+    for broken in schemes.broken:
+        if broken.name == name and broken.is_duplicate:
+            origins = " and ".join(each.origin for each in schemes.broken if each.name == name)
+            raise DuplicatePartError(f"quant {name!r}", got=origins, need="one origin")
+        if broken.name == name:
+            need = "a scheme that can be used"
+            raise BrokenPartError(f"quant {name!r}", got=broken.error, need=need)
+    names = (*QUANT_SCHEMES, *(offered.name for offered in schemes.usable))
+    need = f"one of {', '.join(sorted(names))}"
+    if schemes.broken:
+        failures = "; ".join(f"{b.name} from {b.origin}: {b.error}" for b in schemes.broken)
+        need = f"{need}. Not usable: {failures}"
+    raise ConfigurationError("quant", got=name[:80], need=need)
+
+
+@lru_cache(maxsize=256)
+def _of_table(table: TableScheme) -> QuantScheme:
+    weight = f"table{table.bits}"
+    return QuantScheme(
+        table.name, weight, "none", table.granularity, table.group, values=table.values
+    )
 
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> QuantScheme:
     """Parse a scheme. Cached, because many problems name the same one."""
     name, _, options = text.partition(":")
-    if name not in QUANT_SCHEMES:
-        need = f"one of {', '.join(sorted(QUANT_SCHEMES))}"
-        raise ConfigurationError("quant", got=name[:80], need=need)
-    scheme, known_keys = QUANT_SCHEMES[name], set[str]()
+    scheme, known_keys = scheme_named(name), set[str]()
     for option in filter(None, options.split(",")):
         key, _, value = option.partition("=")
         if key in known_keys:

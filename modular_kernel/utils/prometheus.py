@@ -8,6 +8,9 @@ Serve it with the content type "text/plain; version=0.0.4". Nothing synchronizes
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.utils.argument_checks import expect
+
 PREFIX = "modular_kernel_"
 _LAYER_METRICS = {
     "calls": ("layer_calls_total", "counter", "Calls of the layer."),
@@ -38,8 +41,16 @@ def prometheus_text(counted: Mapping[str, Counted]) -> str:
 
     counted: kernels (`FusedMoEModularKernel`) and layers (`FusedMoE`, `FusedMoEWithLoRA`) by name.
     Metrics of a layer have the label "layer", those of a kernel the label "kernel". A kernel that
-    several layers use is counted once, under the name of the first one.
+    several layers use is counted once, under the name of the first one. Raises ConfigurationError
+    for other values, such as the dict that `counters()` returns.
     """
+    expect("counted", counted, Mapping)
+    for name, owner in counted.items():
+        expect("name of a kernel or layer", name, str)
+        if not callable(getattr(owner, "counters", None)):
+            need = "a kernel or a layer by name: an object with counters()"
+            got = f"{type(owner).__name__} under {name!r}"
+            raise ConfigurationError("counted", got=got, need=need)
     layers, kernels = {}, dict[int, tuple[str, dict[str, object]]]()
     for name, owner in counted.items():
         kernels_of_layer = getattr(owner, "kernels", None)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from doc_blocks import blocks_of
 from run_mk import run_mk
-from third_party import ROOT, install_new
+from third_party import ROOT, install_new, mk
 
 from modular_kernel.catalog import GROUP
 from modular_kernel.cli.scaffold import KINDS, render
@@ -17,16 +17,26 @@ from modular_kernel.cli.scaffold import KINDS, render
 NAMES = {
     "experts": "my_experts",
     "prepare-finalize": "my_prepare",
+    "exchange": "my_exchange",
     "path": "my_path",
+    "scheme": "my_scheme",
+}
+GROUPS = {
+    "path": {"modular_kernel.triton_paths"},
+    "scheme": {GROUP, "modular_kernel.schemes"},
 }
 LISTED = (
     ("docs/add-a-part.md", "experts", "my_experts/__init__.py"),
     ("docs/add-a-part.md", "experts", "pyproject.toml"),
     ("docs/add-a-part.md", "prepare-finalize", "my_prepare/__init__.py"),
+    ("docs/add-an-exchange.md", "exchange", "my_exchange/__init__.py"),
     ("docs/contributing/add-a-path.md", "path", "my_path/__init__.py"),
     ("docs/contributing/add-a-path.md", "path", "my_path/path.py"),
     ("docs/contributing/add-a-path.md", "path", "my_path/kernels.py"),
     ("docs/contributing/add-a-path.md", "path", "pyproject.toml"),
+    ("docs/contributing/add-a-quantization-scheme.md", "scheme", "my_scheme/scheme.py"),
+    ("docs/contributing/add-a-quantization-scheme.md", "scheme", "my_scheme/part.py"),
+    ("docs/contributing/add-a-quantization-scheme.md", "scheme", "pyproject.toml"),
 )
 
 
@@ -58,10 +68,14 @@ def test_written_package_is_installable(
     ]
     project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["name"] == "their-own2"
-    ((group, entries),) = project["project"]["entry-points"].items()
-    assert group == ("modular_kernel.triton_paths" if kind == "path" else GROUP)
-    attribute = entries[name].removeprefix(f"{name}:")
-    assert f"{attribute} = (TheirOwn2,)" in (folder / name / "__init__.py").read_text("utf-8")
+    groups = project["project"]["entry-points"]
+    assert set(groups) == GROUPS.get(kind, {GROUP})
+    for entries in groups.values():
+        module, attribute = entries[name].split(":")
+        path = Path(*module.split(".")).with_suffix(".py")
+        if module == name:
+            path = Path(name, "__init__.py")
+        assert f"{attribute} = (" in (folder / path).read_text("utf-8")
     for path in folder.rglob("*.py"):
         compile(path.read_text(encoding="utf-8"), str(path), "exec")
     assert (folder / f"tests/test_{name}.py").is_file()
@@ -80,8 +94,9 @@ def test_written_package_is_installable(
         (("experts", "experts"), "a name that no module in this environment has"),
         (("experts", "torch_experts"), "TorchExperts is installed already"),
         (("path", "gemv"), "gemv is installed already"),
-        (("scheme", "fp3"), "a scheme cannot come from another package"),
-        (("transport", "mine"), "one of experts, prepare-finalize, path"),
+        (("scheme", "mxfp4_w4a16"), "mxfp4_w4a16 is installed already"),
+        (("scheme", "torch"), "a name that no module in this environment has"),
+        (("transport", "mine"), "one of experts, prepare-finalize, exchange, path, scheme"),
     ],
 )
 def test_invalid_arguments_write_nothing(
@@ -126,6 +141,41 @@ def test_a_failed_write_leaves_nothing(
     assert "No space left on device" in errors
     assert len(written) == 3
     assert list((tmp_path / "new").iterdir()) == []
+
+
+# Options of a profile that calls the new code, and the stages that it names.
+PROFILES = {
+    "experts": ("--experts-type MyExperts", "sort gemm1_activation gemm2 weight_and_reduce"),
+    "prepare-finalize": (
+        "--pf-type MyPrepare --experts-type TorchExperts",
+        "dispatch weight_and_reduce",
+    ),
+    "exchange": (
+        "--pf-type MyExchange --experts-type TorchExperts --world-size 2",
+        "dispatch combine",
+    ),
+    "path": ("--experts-type TritonExperts", "gemm1_activation gemm2+weight_and_reduce"),
+    "scheme": (
+        "--experts-type MySchemeExperts --quant my_scheme",
+        "sort gemm1_activation gemm2 weight_and_reduce",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_profile_names_the_stages_of_the_new_code(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_new(tmp_path, kind, NAMES[kind])
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    options, stages = PROFILES[kind]
+    sizes = "--tokens 4 --hidden 64 --intermediate 64 --experts 4 --top-k 2"
+    code, profiled = mk("profile", *sizes.split(), *options.split(), "--out", str(tmp_path / "out"))
+    assert code == 0
+    entered = {s["stage"] for s in profiled["stages"] if s["is_stage"] and s["entered"]}
+    assert {f"mk::{stage}" for stage in stages.split()} <= entered
+    assert "mk::gemm1_activation+gemm2" not in entered, "experts without a stage"
 
 
 @pytest.mark.slow

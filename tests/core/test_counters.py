@@ -11,6 +11,7 @@ import torch
 from devices import DEVICE
 
 import modular_kernel as mk
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.replay.recording import RecordedCall
 from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.utils import call_counters
@@ -143,6 +144,18 @@ def parsed(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], int]]:
             assert key not in metrics[name]
             metrics[name][key] = int(value)
     return metrics
+
+
+def test_prometheus_text_refuses_what_has_no_counters() -> None:
+    """Such as the dict of one kernel's counters."""
+    for counted, message in (
+        ({"calls": 1}, "counted: got int under 'calls', need a kernel or a layer by name"),
+        ([], "counted: got"),
+        ({1: None}, "name of a kernel or layer: got 1"),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            prometheus_text(counted)  # type: ignore[arg-type]
+        assert message in str(caught.value)
 
 
 def test_prometheus_text_is_in_the_exposition_format() -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +23,32 @@ def install(
     """Write a package, its metadata and its entry point, as a wheel does into site-packages."""
     (folder / package).mkdir(exist_ok=True)
     (folder / package / "__init__.py").write_text(source, encoding="utf-8")
+    write_metadata(
+        folder, package, {group: {f"{package}_{attribute.lower()}": f"{package}:{attribute}"}}
+    )
+
+
+def write_metadata(folder: Path, package: str, entry_points: dict[str, dict[str, str]]) -> None:
+    """Write the metadata of a package; entry_points: by group, the value by name."""
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir()
     metadata = f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: 1.0\n"
     (info / "METADATA").write_text(metadata, encoding="utf-8")
-    entry = f"[{group}]\n{package}_{attribute.lower()} = {package}:{attribute}\n"
-    (info / "entry_points.txt").write_text(entry, encoding="utf-8")
+    lines = list[str]()
+    for group, entries in entry_points.items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def install_new(folder: Path, kind: str, name: str) -> None:
     """Install the package that `mk new KIND NAME` writes."""
-    modules = {path: text for path, text in render(kind, name).items() if path.parts[0] == name}
-    for path, text in modules.items():
-        (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
-    source = modules[Path(name, "__init__.py")]
-    if kind == "path":
-        group = "modular_kernel.triton_paths"
-        install(folder, name, source, group=group, attribute="PATHS")
-    else:
-        install(folder, name, source)
+    files = render(kind, name)
+    for path, text in files.items():
+        if path.parts[0] == name:
+            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+    project = tomllib.loads(files[Path("pyproject.toml")])["project"]
+    write_metadata(folder, name, project["entry-points"])
 
 
 def tutorial_parts() -> str:

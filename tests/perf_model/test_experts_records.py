@@ -30,9 +30,9 @@ def test_a_recorded_layer_has_its_own_time() -> None:
     assert measured.rows == 128
     found = factor("DeepGemmExperts", DEEPSEEK, 128, without_shape="dsv3_ep8")
     assert found is not None
-    assert found.value == pytest.approx(measured.factor)
+    predicted = measured.predicted_us / 1e6
+    assert found.corrected(predicted) == pytest.approx(measured.us / 1e6)
     assert found.source == "recorded times of dsv3_256 in fp8_w8a8_block"
-    predicted = measured.us / measured.factor / 1e6
     assert 3 * 256 * 7168 * 2048 / Gpu().bandwidth < predicted < 1
 
 
@@ -40,13 +40,33 @@ def test_factor_is_interpolated_on_log_axes() -> None:
     few, many = layer("DeepGemmExperts", 1024), layer("DeepGemmExperts", 4096)
     found = factor("DeepGemmExperts", DEEPSEEK, 64, without_shape="dsv3_ep8")
     assert found is not None
-    assert found.value == pytest.approx(math.sqrt(few.factor * many.factor))
+    assert found.start == 0, "no layer of one token was recorded with the part"
+    factors = [each.us / each.predicted_us for each in (few, many)]
+    assert found.value == pytest.approx(math.sqrt(factors[0] * factors[1]))
     beyond = factor("DeepGemmExperts", DEEPSEEK, 1 << 20, without_shape="dsv3_ep8")
     assert beyond is not None
-    assert beyond.value == pytest.approx(many.factor), "not extrapolated"
+    assert beyond.value == pytest.approx(factors[1]), "not extrapolated"
     below = factor("DeepGemmExperts", DEEPSEEK, 1e-3, without_shape="dsv3_ep8")
     assert below is not None
-    assert below.value == pytest.approx(layer("DeepGemmExperts", 16).factor)
+    fewest = layer("DeepGemmExperts", 16)
+    assert below.value == pytest.approx(fewest.us / fewest.predicted_us)
+
+
+def test_a_start_that_all_layers_have_is_not_multiplied() -> None:
+    """That of batched parts, which sort the tokens in launches of their own."""
+    small = Problem(1, 2048, 768, 128, 8)
+    batched = [
+        o for o in recorded_layers() if (o.experts, o.quant) == ("BatchedTritonExperts", "none")
+    ]
+    others = [o for o in batched if o.shape != "qwen3_30b"]
+    starts = [o.us - o.predicted_us for o in others if o.tokens == 1]
+    found = factor("BatchedTritonExperts", small, 1 / 16, without_shape="qwen3_30b")
+    assert found is not None
+    assert found.start * 1e6 == pytest.approx(min(starts))
+    assert 10 < min(starts) < 20
+    (measured,) = [o for o in batched if (o.shape, o.tokens) == ("qwen3_30b", 1)]
+    error = found.corrected(measured.predicted_us / 1e6) * 1e6 / measured.us - 1
+    assert abs(error) < 0.35
 
 
 def test_a_scheme_without_records_takes_those_with_the_same_operands() -> None:

@@ -182,6 +182,20 @@ def test_metadata(metadata: Message) -> None:
     assert set(metadata.get_all("Provides-Extra", [])) == EXTRAS
 
 
+def test_the_description_has_no_link_to_a_file_of_the_source_tree(metadata: Message) -> None:
+    """Package indexes show it without the files."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    description = str(metadata.get_payload())
+    targets = re.findall(r"\]\(([^)]*)\)", readme)
+    assert any(not target.startswith("https://") for target in targets)
+    linked = re.findall(r"\]\(([^)]*)\)", description)
+    assert linked == [target for target in targets if target.startswith("https://")]
+    assert "](" not in re.sub(r"\]\(https://[^)]*\)", "", description)
+    assert "<img" not in description
+    for text in re.findall(r"(?<!!)\[([^\]]+)\]\(docs/", readme):
+        assert text in description
+
+
 def test_run_time_needs_are_few(metadata: Message) -> None:
     plain = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
     names = {re.split(r"[<>=;\s]", requirement)[0] for requirement in plain}

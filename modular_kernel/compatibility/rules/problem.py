@@ -53,9 +53,11 @@ def check_intermediate(pair: RuleInput) -> Violations:
 
 
 def check_quant(pair: RuleInput) -> Violations:
-    if pair.problem.scheme.name not in pair.experts.schemes:
-        need = format_sorted(pair.experts.schemes)
-        yield Rejection("quant", (pair.experts_name, "problem"), pair.problem.quant, need)
+    scheme, experts = pair.problem.scheme, pair.experts
+    if scheme.name in experts.schemes or (scheme.external and experts.external_schemes):
+        return
+    need = format_sorted(experts.schemes)
+    yield Rejection("quant", (pair.experts_name, "problem"), pair.problem.quant, need)
 
 
 def check_quant_block(pair: RuleInput) -> Violations:

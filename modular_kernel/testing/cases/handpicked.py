@@ -16,6 +16,7 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import InputVariation
 from modular_kernel.testing.cases.nan import list_nan_problems
 from modular_kernel.testing.cases.path_coverage import list_external_path_cases, list_path_cases
+from modular_kernel.testing.cases.quantized import list_declared_problems
 from modular_kernel.testing.cases.row_order import apply_part_row_order
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
@@ -47,7 +48,16 @@ def list_handpicked_cases(
         *list_path_cases(experts),
         *list_external_path_cases(prepare_finalize, experts, machine),
     )
-    selected = (*_list_group_cases(), *_list_tensor_scale_cases(), *small, *long_rows, *nan, *paths)
+    declared = ((problem, "skips", InputVariation()) for problem in list_declared_problems())
+    selected = (
+        *_list_group_cases(),
+        *_list_tensor_scale_cases(),
+        *small,
+        *long_rows,
+        *nan,
+        *paths,
+        *declared,
+    )
     candidates = (
         (apply_part_row_order(p, experts), routing, variation) for p, routing, variation in selected
     )

@@ -11,7 +11,7 @@ import torch
 
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.quantized import SCHEMES
+from modular_kernel.testing.cases.quantized import list_schemes
 from modular_kernel.validate import ADAPTER_TENSORS
 
 X_NAME, ROUTER_NAME = "x", "topk_weights"
@@ -181,7 +181,7 @@ NanProblem = tuple[Problem, str]  # problem, `InputVariation.nan`
 
 def list_nan_problems() -> Iterator[NanProblem]:
     """Yield each scheme with NaN in each of its arguments, with many tokens and with few."""
-    for quant in ("none", *SCHEMES):
+    for quant in ("none", *list_schemes()):
         problem = replace(_BASE, quant=quant)
         for nan in group_nan_arguments(problem):
             yield make_problem_with_token_per_name(problem, nan)

@@ -6,6 +6,7 @@ and is reported with the reason of the rule.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from operator import itemgetter
 from typing import Any
@@ -34,7 +35,7 @@ from modular_kernel.testing.cases.inputs import (
     InputVariation,
     routes_any_pair,
 )
-from modular_kernel.testing.cases.quantized import SCHEMES
+from modular_kernel.testing.cases.quantized import SCHEMES, list_schemes
 from modular_kernel.testing.cases.row_order import apply_part_row_order
 from modular_kernel.testing.cases.value_kinds import (
     HANDPICKED_VALUES,
@@ -120,6 +121,14 @@ LORA_AXES = (
     Axis("named", SLOT_PATTERNS),
 )
 _ALL_AXES = (*AXES, *LORA_AXES)
+
+
+@cache
+def _list_all_axes() -> tuple[Axis, ...]:
+    """Return AXES and LORA_AXES, with the schemes of other packages as values of `quant`."""
+    values = ("none", *list_schemes())
+    return tuple(replace(a, values=values) if a.name == "quant" else a for a in _ALL_AXES)
+
 
 _ONE_RANK = Parallel()
 _ALWAYS_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates")  # all ids valid
@@ -207,9 +216,6 @@ def _input_rejections(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
 _INPUT_AXES = frozenset({"routing", "layout", "own_scales", "values", "by_turns", "seed", "named"})
 
 
-_PROBLEM_AXES = tuple(axis for axis in _ALL_AXES if axis.name not in _INPUT_AXES)
-
-
 def _make_problem_getter(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
     """Return a function that extracts the part of a row that determines the problem."""
     return itemgetter(*(i for i, axis in enumerate(axes) if axis.name not in _INPUT_AXES))
@@ -218,7 +224,8 @@ def _make_problem_getter(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
 @lru_cache(maxsize=2**14)  # holds one pairing; the next pairing reuses most entries
 def _build_problem_from_part(part: Row) -> Problem | str:
     """Build the problem of a row from its problem axes; return why it is invalid, if it is."""
-    named_values = zip(_PROBLEM_AXES, part, strict=False)  # without LORA_AXES the part is shorter
+    axes = (axis for axis in _list_all_axes() if axis.name not in _INPUT_AXES)
+    named_values = zip(axes, part, strict=False)  # without LORA_AXES the part is shorter
     try:
         return build_problem({axis.name: axis.values[i] for axis, i in named_values})
     except ConfigurationError as error:
@@ -235,7 +242,9 @@ def build_space(prepare_finalize: str, experts: str, machine: Machine) -> Space:
         catalog.prepare_finalize(prepare_finalize),
         catalog.experts(experts),
     )
-    axes = _ALL_AXES if prepare_part.requires.lora and experts_part.requires.lora else AXES
+    axes = _list_all_axes()
+    if not (prepare_part.requires.lora and experts_part.requires.lora):
+        axes = axes[: len(AXES)]
     get_problem_part = _make_problem_getter(axes)
     problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
 
@@ -262,7 +271,7 @@ def build_space(prepare_finalize: str, experts: str, machine: Machine) -> Space:
 
 def _name_values(row: Row) -> dict[str, Any]:
     """Return a row as {axis: value}."""
-    axes = _ALL_AXES[: len(row)]  # without LORA_AXES the row is shorter
+    axes = _list_all_axes()[: len(row)]  # without LORA_AXES the row is shorter
     return {axis.name: axis.values[i] for axis, i in zip(axes, row, strict=True)}
 
 

@@ -22,7 +22,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.adapters import SLOT_PATTERNS
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import LAYOUTS, InputVariation, make_inputs
-from modular_kernel.testing.cases.quantized import SCHEMES, choose_short_scale_dtype
+from modular_kernel.testing.cases.quantized import choose_short_scale_dtype, list_schemes
 
 # Token counts that select different paths. They are ascending, so that the first one that enters a
 # path is the cheapest case for it.
@@ -124,7 +124,7 @@ def _list_probes() -> Iterator[tuple[Problem, InputVariation]]:
         {"activation": "silu:interleaved=true"},
         {"hidden": 50, "intermediate": 47},
     )
-    for quant in ("none", *SCHEMES):
+    for quant in ("none", *list_schemes()):
         problem = replace(_BASE, quant=quant)
         for layout in LAYOUTS:
             yield problem, InputVariation(layout=layout)
@@ -154,7 +154,7 @@ def list_path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation
         ("shifted", False, fp32, interleaved),
         ("transposed", True, bf16, silu),
     )
-    for quant in ("none", *SCHEMES):
+    for quant in ("none", *list_schemes()):
         scheme = QuantScheme.parse(quant)
         if scheme.act_order:
             continue  # a single path supports act_order, and the pairwise-covering cases enter it

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT
 from modular_kernel.spec.problem import Combine, Problem
+from modular_kernel.spec.quantization import list_external_schemes, load_external_schemes
 
 Variant = tuple[Problem, str]
 
-# Every scheme. Group sizes are the default ones, or at most half of them, so that the shapes below
-# have several groups, the last of them incomplete.
+# Every built-in scheme. Group sizes are the default ones, or at most half of them, so that the
+# shapes below have several groups, the last of them incomplete.
 SCHEMES = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_tensor:static=true",
@@ -38,14 +40,42 @@ SCHEMES = (
 )
 
 
+def list_schemes() -> tuple[str, ...]:
+    """Return SCHEMES and the schemes of other packages."""
+    return (*SCHEMES, *list_external_schemes())
+
+
+def list_declared_problems() -> Iterator[Problem]:
+    """Yield the cases that schemes of other packages declare (`TableScheme.cases`).
+
+    Fields that a case does not name are those of a small layer in bfloat16. Raises
+    ConfigurationError for a case that is not a valid problem.
+    """
+    base = Problem(tokens=7, hidden=160, intermediate=96, experts=5, top_k=2, dtype=torch.bfloat16)
+    for offered in load_external_schemes().usable:
+        for changes in offered.scheme.cases:
+            what = f"scheme {offered.name}: case"
+            if "quant" in changes:
+                need = "fields other than quant"
+                raise ConfigurationError(what, got=repr(dict(changes))[:200], need=need)
+            try:
+                yield replace(base, quant=offered.name, **changes)
+            except TypeError as error:  # a field that Problem does not have
+                need = "fields of Problem"
+                raise ConfigurationError(what, got=str(error)[:200], need=need) from error
+
+
 def list_quantized_variants(base: Problem) -> Iterator[Variant]:
-    """Yield a variant of each scheme in bf16, then variants with options that affect scales."""
+    """Yield a variant of each scheme in bf16, then variants with options that affect scales.
+
+    The cases that schemes of other packages declare follow.
+    """
     wide = replace(base, hidden=160, intermediate=96, dtype=torch.bfloat16)
 
     def make_variant(quant: str, routing: str = "uniform", **changes: Any) -> Variant:
         return replace(wide, quant=quant, **changes), routing
 
-    for quant in SCHEMES:
+    for quant in list_schemes():
         yield make_variant(quant)
     block, channel = "fp8_w8a8_block:block=48x64", "int8_w8a8_channel"
     tensor, int4 = "fp8_w8a8_tensor", "int4_w4a16_group:group=32,zero_points=true"
@@ -71,6 +101,8 @@ def list_quantized_variants(base: Problem) -> Iterator[Variant]:
     )
     yield make_variant("nvfp4_w4a4", "all_to_one", top_k=1, apply_router_weight_on_input=True)
     yield make_variant("int8_w8a16_group:group=64", dtype=torch.float32, tokens=7)
+    for problem in list_declared_problems():
+        yield problem, "skips"
 
 
 def choose_short_scale_dtype(problem: Problem) -> torch.dtype:

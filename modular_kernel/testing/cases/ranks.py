@@ -24,6 +24,7 @@ from modular_kernel.spec.problem import (
     Parallel,
     Problem,
 )
+from modular_kernel.spec.quantization import list_external_schemes
 from modular_kernel.testing.cases import rank_pairs
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
@@ -469,7 +470,7 @@ def _list_quantized_variants(base: Problem, world_size: int) -> Iterator[Variant
 
     They have group sizes that are not a power of two, rows longer than one program holds, one scale
     for all tokens that a value on a single rank determines, or values so small that the scale is
-    clamped.
+    clamped. Each scheme of another package also has one.
     """
     one_expert_each = replace(base, experts=2 * world_size, top_k=1)
     ragged = replace(one_expert_each, hidden=160, intermediate=136)
@@ -503,6 +504,8 @@ def _list_quantized_variants(base: Problem, world_size: int) -> Iterator[Variant
             one_expert_each, experts=4 * world_size, quant=quant, bias=True, dtype=_BF16
         )
         yield Variant(with_nan, "linear", (5, 3), "uniform", variation=nan)
+    for quant in list_external_schemes():
+        yield _make_variant(one_expert_each, hidden=160, intermediate=72, quant=quant, dtype=_BF16)
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
     for quant in ("fp8_w8a8_channel", "fp8_w8a8_tensor"):
         small = replace(one_expert_each, intermediate=16, activation=linear, quant=quant)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from modular_kernel.spec.problem import MAX_TOP_K, Combine, Problem
+from modular_kernel.spec.quantization import list_external_schemes
 from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -99,6 +100,9 @@ def _list_quantized(base: Problem) -> Iterator[Variant]:
     yield replace(one_token, quant=f"int4_w4a16_group:{_ZEROS}", bias=True), "uniform", ORDINARY
     yield replace(one_token, quant="fp8_w8a8_channel", top_k=3), "uniform", _TIES
     yield replace(one_token, quant="fp8_w8a8_channel", top_k=22, experts=24), "skips", _TIES
+    for quant in list_external_schemes():
+        yield replace(few, quant=quant, hidden=160), "skips", ORDINARY
+        yield replace(one_token, quant=quant, dtype=_FP16), "uniform", ORDINARY
 
 
 def _list_with_adapters(base: Problem) -> Iterator[Variant]:

@@ -24,7 +24,7 @@ from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import DTYPES, GATED, UNGATED, ActivationSpec, Machine, Problem
-from modular_kernel.spec.quantization import QUANT_SCHEMES
+from modular_kernel.spec.quantization import QUANT_SCHEMES, list_external_schemes
 from modular_kernel.utils.argument_checks import Count
 
 _UNBOUNDED = 2**40  # represents a bound of None
@@ -194,7 +194,7 @@ def _list_packages() -> tuple[str, ...]:
 @cache
 def _list_schemes() -> tuple[str, ...]:
     """Return every scheme, without options and with each of its options."""
-    schemes = ["none"]
+    schemes = ["none", *list_external_schemes()]
     for name, scheme in QUANT_SCHEMES.items():
         for option in ("", "block=48x48", "group=48", "zero_points=true", "static=true"):
             try:

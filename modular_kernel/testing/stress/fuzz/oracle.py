@@ -49,7 +49,7 @@ def dequantize_matrix(
     scheme = problem.scheme
     if scale is None:
         return stored.double()
-    is_packed = scheme.weight in ("uint4", "float4_e2m1")
+    is_packed = scheme.weight in ("uint4", "float4_e2m1", "table4")
     codes = (_unpack_nibbles(stored, 2) if is_packed else stored).double()
     e, rows, depth = codes.shape
     if scheme.weight == "float4_e2m1":
@@ -59,6 +59,8 @@ def dequantize_matrix(
             factor = torch.exp2(factor - 127).masked_fill(factor == 255, torch.nan)
     else:
         factor = scale.double()
+    if scheme.external:
+        codes = torch.tensor(scheme.values, dtype=torch.float64)[codes.long()]
     block_n, block_k = scheme.group if scheme.granularity == "block" else (1, *scheme.group, 0)[:2]
     n = torch.arange(rows) // block_n
     k = torch.arange(depth) // block_k if block_k else torch.zeros(depth, dtype=torch.long)

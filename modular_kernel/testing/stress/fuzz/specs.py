@@ -19,7 +19,7 @@ from modular_kernel.spec.problem import (
     Parallel,
     Problem,
 )
-from modular_kernel.spec.quantization import QUANT_SCHEMES
+from modular_kernel.spec.quantization import QUANT_SCHEMES, list_external_schemes
 from modular_kernel.testing.stress.fuzz.junk import JUNK, junk, shorten
 from modular_kernel.testing.stress.fuzz.outcome import (
     CORRECT,
@@ -77,7 +77,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "tokens": _is_count(0),
     **{name: _is_count(1) for name in ("hidden", "intermediate", "experts", "top_k")},
     "dtype": _is_dtype,
-    "quant": lambda v: _starts_with(v, tuple(QUANT_SCHEMES)),
+    "quant": lambda v: _starts_with(v, (*QUANT_SCHEMES, *list_external_schemes())),
     "activation": lambda v: isinstance(v, ActivationSpec) or _starts_with(v, GATED + UNGATED),
     "local_experts": lambda v: v is None or _is_count(1)(v),
     "ids_dtype": _is_one_of(None, torch.int32, torch.int64),

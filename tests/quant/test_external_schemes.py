@@ -1,0 +1,422 @@
+"""Quantization schemes of other packages: declared, loaded, refused, computed and verified."""
+
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from third_party import ROOT, install, install_new, mk
+
+from modular_kernel import load_experts
+from modular_kernel.catalog import check
+from modular_kernel.errors import BrokenPartError, ConfigurationError, DuplicatePartError
+from modular_kernel.measure.roofline import expert_bytes
+from modular_kernel.quant.quantized_weights import (
+    dequantize,
+    dequantized_weights,
+    quantize_weights,
+    weight_specs,
+)
+from modular_kernel.quant.scale_tiles import unpack_pairs
+from modular_kernel.reference.weights import matrix
+from modular_kernel.spec import external_schemes, quantization
+from modular_kernel.spec.external_schemes import (
+    GROUP,
+    ExternalScheme,
+    ExternalSchemes,
+    TableScheme,
+)
+from modular_kernel.spec.intermediate_split import split_intermediate
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.testing.cases import pairwise
+from modular_kernel.testing.cases.case import Case
+from modular_kernel.testing.cases.quantized import list_declared_problems
+from modular_kernel.testing.checkpoints.samples import write
+from modular_kernel.testing.stress.fuzz import oracle
+from modular_kernel.testing.verify.one_process import prove
+
+FOUR_BITS = (0.0, *(2.0**-e for e in range(8)), *(-(2.0**-e) for e in range(7)))
+# Neither ordered nor symmetric; a value occurs twice.
+EIGHT_BITS = (3.0, *((code - 100) / 64 for code in range(1, 256)))
+CASES = ({"tokens": 1},)
+SCHEMES = (
+    TableScheme("four_group", FOUR_BITS, "group", (32,), CASES),
+    TableScheme("four_block", FOUR_BITS, "block", (48, 64), CASES),
+    TableScheme("four_channel", FOUR_BITS, "channel", cases=CASES),
+    TableScheme("eight_tensor", EIGHT_BITS, "tensor", cases=CASES),
+    TableScheme("eight_group", EIGHT_BITS, "group", (40,), CASES),
+)
+NAMES = tuple(scheme.name for scheme in SCHEMES)
+
+
+def clear_caches() -> None:
+    quantization._parse.cache_clear()
+    pairwise._all_axes.cache_clear()
+    pairwise._problem_of_part.cache_clear()
+
+
+@pytest.fixture
+def _schemes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make SCHEMES known, as if a package provided them."""
+    loaded = ExternalSchemes(tuple(ExternalScheme(each, "them (them:SCHEMES)") for each in SCHEMES))
+    clear_caches()
+    monkeypatch.setattr(external_schemes, "_load_all", lambda _names: loaded)
+    yield
+    clear_caches()
+
+
+def problem_of(quant: str, **changes: Any) -> Problem:
+    fields: dict[str, Any] = {"tokens": 7, "hidden": 136, "intermediate": 72, "experts": 3}
+    return Problem(**{**fields, "top_k": 2, "quant": quant, **changes})
+
+
+def random_weights(problem: Problem) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(0)
+    w1, w2 = (
+        torch.randn(problem.e, rows, depth, generator=generator)
+        for rows, depth in (
+            (problem.w1_rows, problem.hidden),
+            (problem.hidden, problem.intermediate),
+        )
+    )
+    return ExpertWeights(w1, w2)
+
+
+# ---------------------------------------------------------------------------------- declaration
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "Four-Bits"}, "name: got 'Four-Bits', need lowercase words"),
+        ({"name": 4}, "name of a scheme: got 4, need a str"),
+        ({"name": "a" * 61}, "got 61 characters, need at most 60"),
+        ({"values": list(FOUR_BITS)}, "need a tuple of numbers"),
+        ({"values": ("0",) * 16}, "need a tuple of numbers"),
+        ({"values": FOUR_BITS[:15]}, "values: got 15, need 16 or 256 values"),
+        ({"values": (0.0, 1e39, *FOUR_BITS[2:])}, "need values that are finite in float32"),
+        ({"values": (0.0, float("nan"), *FOUR_BITS[2:])}, "need values that are finite"),
+        ({"values": (0.5, *FOUR_BITS[1:])}, "need 0 and other values"),
+        ({"values": (0.0,) * 16}, "need 0 and other values"),
+        ({"granularity": "row"}, "granularity: got 'row', need one of tensor, channel, block"),
+        ({"group": ()}, "group: got (), need (columns,) for granularity group"),
+        ({"group": (33,)}, "group: got (33,), need (columns,) for granularity group, even"),
+        ({"group": (True,)}, "need (columns,)"),
+        ({"granularity": "block"}, "need (rows, columns) for granularity block"),
+        ({"granularity": "tensor"}, "need () for granularity tensor"),
+        ({"cases": ()}, "cases: got none, need at least one"),
+        ({"cases": ("tokens",)}, "need a tuple of mappings from Problem fields"),
+    ],
+)
+def test_an_incomplete_scheme_is_refused(changes: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {"name": "mine", "values": FOUR_BITS, "granularity": "group"}
+    with pytest.raises(ConfigurationError) as caught:
+        TableScheme(**{**fields, "group": (32,), "cases": CASES, **changes})
+    assert message in str(caught.value)
+
+
+def test_values_are_rounded_to_float32() -> None:
+    values = (0.0, 0.1, *FOUR_BITS[2:])
+    assert TableScheme("mine", values, "tensor", cases=CASES).values[1] == 0.10000000149011612
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant": "none"}, "need fields other than quant"),
+        ({"depth": 3}, "need fields of Problem"),
+        ({"top_k": 0}, "top_k: got 0"),
+    ],
+)
+def test_a_case_that_is_no_problem_is_refused(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme = replace(SCHEMES[0], cases=(changes,))
+    loaded = ExternalSchemes((ExternalScheme(scheme, "them"),))
+    monkeypatch.setattr(external_schemes, "_load_all", lambda _names: loaded)
+    with pytest.raises(ConfigurationError) as caught:
+        list(list_declared_problems())
+    assert message in str(caught.value)
+
+
+# -------------------------------------------------------------------------------------- loading
+
+
+OFFERED: dict[str, object] = {
+    "first": (SCHEMES[0],),
+    "second": (replace(SCHEMES[0], values=FOUR_BITS[::-1]),),
+    "other": (SCHEMES[1],),
+    "list": [SCHEMES[0]],
+    "partial": ("four_group",),
+    "built_in": (replace(SCHEMES[0], name="mxfp4_w4a16"),),
+}
+
+
+@pytest.fixture
+def _offered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make the entry points that the test's parameter `names` lists known."""
+    names = request.node.callspec.params["names"]
+    entries = [EntryPoint(name, f"{__name__}:OFFERED.{name}", GROUP) for name in names]
+    monkeypatch.setattr(external_schemes, "entry_points", lambda *, group: entries)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: OFFERED[self.name])
+    external_schemes._load_all.cache_clear()
+    clear_caches()
+    yield
+    external_schemes._load_all.cache_clear()
+    clear_caches()
+
+
+@pytest.mark.usefixtures("_offered")
+@pytest.mark.parametrize(
+    ("names", "asked", "error", "message"),
+    [
+        (["first", "second"], "four_group", DuplicatePartError, "OFFERED.first"),
+        (["first", "second"], "four_group", DuplicatePartError, "OFFERED.second"),
+        (["other", "list"], "list", BrokenPartError, "need a tuple of TableScheme"),
+        (["other", "partial"], "partial", BrokenPartError, "need a tuple of TableScheme"),
+        (["other", "list"], "four_group", ConfigurationError, "Not usable: list from"),
+        (["other"], "nothing", ConfigurationError, "four_block, "),
+        (["other"], "four_block:group=64", ConfigurationError, "need no options"),
+    ],
+)
+def test_an_unusable_scheme_is_a_typed_error(
+    names: list[str], asked: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        QuantScheme.parse(asked)
+    assert type(caught.value) is error
+    assert message in str(caught.value)
+    if "other" in names:
+        assert QuantScheme.parse("four_block").group == (48, 64)
+
+
+@pytest.mark.usefixtures("_offered")
+@pytest.mark.parametrize("names", [["built_in"]])
+def test_a_built_in_name_stays_ours(names: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="modular_kernel.parts"):
+        (broken,) = quantization.load_external_schemes().broken
+    assert "need another name: there is a built-in scheme with this one" in broken.error
+    assert broken.error in caplog.text
+    assert not QuantScheme.parse("mxfp4_w4a16").external
+
+
+ASKS = """
+from modular_kernel import Problem
+Problem(tokens=1, hidden=32, intermediate=32, experts=1, top_k=1, quant="my_scheme")
+"""
+
+
+@pytest.mark.parametrize("first", ["the scheme", "the part"])
+def test_a_package_that_asks_for_its_own_scheme_does_not_wait(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_new(tmp_path, "scheme", "my_scheme")
+    with (tmp_path / "my_scheme/scheme.py").open("a", encoding="utf-8") as file:
+        file.write(ASKS)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    started = time.monotonic()
+    if first == "the scheme":
+        code, refused = mk("check", "--quant", "my_scheme")
+        assert code == 2
+        assert refused["error"]["type"] == "BrokenPartError"
+        assert refused["error"]["got"].startswith("ConfigurationError: quant: got my_scheme")
+    else:
+        # Its module is being imported, and has SCHEMES already.
+        code, listed = mk("list")
+        assert code == 0
+        assert [each["scheme"]["name"] for each in listed["schemes"]] == ["my_scheme"]
+    assert time.monotonic() - started < 50, "waited for MK_IMPORT_DEADLINE_S"
+
+
+def test_the_packages_of_mk_new_are_listed_and_a_broken_one_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_new(tmp_path, "scheme", "my_scheme")
+    install(tmp_path, "broken_scheme", "import no_such_library\n", group=GROUP, attribute="SCHEMES")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    code, listed = mk("list")
+    assert code == 0
+    (scheme,) = listed["schemes"]
+    assert (scheme["scheme"]["name"], scheme["origin"]) == (
+        "my_scheme",
+        "my-scheme (my_scheme.scheme:SCHEMES)",
+    )
+    (broken,) = listed["broken_schemes"]
+    assert broken["error"] == "ModuleNotFoundError: No module named 'no_such_library'"
+    sizes = ("--tokens", "4", "--hidden", "64", "--intermediate", "32", "--quant", "my_scheme")
+    code, judged = mk("check", *sizes)
+    assert code == 0
+    valid = {pair["experts"] for pair in judged["pairs"] if pair["ok"]}
+    assert valid == {"MySchemeExperts", "NaiveBatchedExperts", "TorchExperts"}
+    command = [sys.executable, "-m", "modular_kernel", "list"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    assert "4-bit codes, one scale for each" in text
+    assert "no_such_library" in text
+
+
+# ---------------------------------------------------------------------------------- computation
+
+
+@pytest.mark.usefixtures("_schemes")
+@pytest.mark.parametrize("quant", NAMES)
+def test_weights_become_the_nearest_values(quant: str) -> None:
+    problem = problem_of(quant)
+    weights = random_weights(problem)
+    stored = quantize_weights(weights, problem)
+    scheme = problem.scheme
+    for name in ("w1", "w2"):
+        w, scale = getattr(weights, name), getattr(stored, f"{name}_scale")
+        rounded = dequantized_weights(stored, name, problem)
+        codes = getattr(stored, name)
+        codes = unpack_pairs(codes, 2) if scheme.packed else codes
+        # The scale of each weight, from weights whose code has the value 1.
+        ones = torch.full_like(codes, scheme.values.index(1.0))
+        packed_ones = ones[..., ::2] * 0x11 if scheme.packed else ones
+        scales = dequantize(packed_ones, scale, None, scheme)
+        candidates = torch.tensor(sorted(set(scheme.values))) * scales[..., None]
+        nearest = (w[..., None] - candidates).abs().amin(-1)
+        torch.testing.assert_close((w - rounded).abs(), nearest, rtol=1e-5, atol=1e-6)
+        largest = max(map(abs, scheme.values))
+        assert (w.abs() <= scales * largest * (1 + 1e-6)).all()
+        assert torch.equal(codes.unique(), codes.unique().clamp(max=len(scheme.values) - 1))
+
+
+@pytest.mark.usefixtures("_schemes")
+@pytest.mark.parametrize("quant", NAMES)
+def test_the_reference_and_the_oracle_decode_the_same_weights(quant: str) -> None:
+    problem = problem_of(quant)
+    specs = weight_specs(problem)
+    generator = torch.Generator().manual_seed(1)
+    # Every code occurs, not only those that quantization returns.
+    stored = {
+        name: torch.randint(0, 256, specs[name].shape, dtype=torch.uint8, generator=generator)
+        for name in ("w1", "w2")
+    }
+    scales = {
+        f"{name}_scale": torch.rand(specs[f"{name}_scale"].shape, generator=generator) + 0.5
+        for name in ("w1", "w2")
+    }
+    weights = ExpertWeights(**stored, **scales)
+    for name in ("w1", "w2"):
+        ours = dequantized_weights(weights, name, problem).double()
+        by_oracle = oracle.matrix(stored[name], scales[f"{name}_scale"], None, problem)
+        torch.testing.assert_close(ours, by_oracle, rtol=1e-6, atol=0)
+        for expert in range(problem.e):
+            exact = matrix(weights, name, expert, problem, torch.float64)
+            torch.testing.assert_close(ours[expert], exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.usefixtures("_schemes")
+def test_a_nan_makes_the_weights_that_share_its_scale_nan() -> None:
+    problem = problem_of("four_group")
+    weights = random_weights(problem)
+    weights.w1[1, 3, 40] = torch.nan
+    is_nan = dequantized_weights(quantize_weights(weights, problem), "w1", problem).isnan()
+    assert is_nan[1, 3, 32:64].all()
+    assert is_nan.sum() == 32
+
+
+@pytest.mark.usefixtures("_schemes")
+def test_bytes_count_codes_and_scales() -> None:
+    four, eight = problem_of("four_group"), problem_of("eight_tensor")
+    weights = (2 + 1) * four.hidden * four.intermediate
+    assert expert_bytes(four, four.scheme) == weights * (4 + 16 / 32) / 8
+    assert expert_bytes(eight, eight.scheme) == weights
+    assert split_intermediate(96, 4, QuantScheme.parse("four_channel")).width % 2 == 0
+
+
+@pytest.mark.usefixtures("_schemes")
+def test_only_parts_that_declare_it_run_a_scheme() -> None:
+    problem, machine = problem_of("four_group"), Machine("cuda", (9, 0), frozenset({"triton"}))
+    assert check("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, machine).ok
+    assert check("BatchedPrepareAndFinalize", "NaiveBatchedExperts", problem, machine).ok
+    refused = check("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem, machine)
+    assert [r.rule for r in refused.rejections] == ["quant"]
+    odd = problem_of("four_group", hidden=33)
+    refused = check("MoEPrepareAndFinalizeNoEP", "TorchExperts", odd, machine)
+    assert [r.rule for r in refused.rejections] == ["packing"]
+
+
+@pytest.mark.usefixtures("_schemes")
+@pytest.mark.parametrize("quant", NAMES)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
+        ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
+    ],
+    ids=" x ".join,
+)
+def test_the_torch_parts_compute_it(quant: str, pair: tuple[str, str]) -> None:
+    proof = prove(Case(*pair, problem_of(quant, bias=True), "skips"))
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.usefixtures("_schemes")
+@pytest.mark.parametrize("quant", ["four_group", "eight_group"])
+def test_padding_of_a_share_is_zero(quant: str, tmp_path: Path) -> None:
+    """The code of 0 is not 0 in the table of 256 values."""
+    write(tmp_path, "mixtral", "bf16", intermediate=104)
+    shares = [load_experts(tmp_path, 0, tp=(rank, 2), quantize=quant) for rank in range(2)]
+    assert any(
+        share.columns[1] - share.columns[0] < share.problem(1).intermediate for share in shares
+    )
+    for share in shares:
+        problem, columns = share.problem(1), share.columns[1] - share.columns[0]
+        w2 = dequantized_weights(share.weights, "w2", problem)
+        assert not w2[..., columns:].any()
+        gate, up = dequantized_weights(share.weights, "w1", problem).chunk(2, dim=1)
+        assert not gate[:, columns:].any()
+        assert not up[:, columns:].any()
+        assert w2[..., :columns].any()
+
+
+# --------------------------------------------------------------------------------- verification
+
+
+@pytest.mark.usefixtures("_schemes")
+def test_cases_of_a_part_include_the_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
+    axis = next(axis for axis in pairwise._all_axes() if axis.name == "quant")
+    assert axis.values[-len(NAMES) :] == NAMES
+    assert [p.quant for p in list_declared_problems()] == list(NAMES)
+    assert all(p.tokens == 1 for p in list_declared_problems())
+
+
+DEFECTS = {
+    "another table": ("torch.tensor(VALUES", "torch.tensor(sorted(VALUES)"),
+    "nibbles swapped": ("(packed & 15, packed >> 4)", "(packed >> 4, packed & 15)"),
+    "scale of the next group": (
+        "[expert].float()\n    scale =",
+        "[expert].float().roll(1, 1)\n    scale =",
+    ),
+    "a scale of wider groups": ("repeat_interleave(GROUP", "repeat_interleave(2 * GROUP"),
+}
+
+
+@pytest.mark.parametrize("defect", ["none", *DEFECTS])
+def test_the_smoke_cases_notice_a_defect_of_its_part(
+    defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_new(tmp_path, "scheme", "my_scheme")
+    part = tmp_path / "my_scheme/part.py"
+    source = part.read_text(encoding="utf-8")
+    if defect != "none":
+        old, new = DEFECTS[defect]
+        assert old in source
+        source = source.replace(old, new)
+    part.write_text(source, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "MySchemeExperts")
+    code, proven = mk("test", *pair)
+    (row,) = proven["pairs"]
+    assert bool(row["failures"]) is (defect != "none")
+    assert code == (1 if row["failures"] else 0)
