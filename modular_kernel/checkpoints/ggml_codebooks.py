@@ -73,7 +73,7 @@ def _words(stored: torch.Tensor, nbytes: int) -> torch.Tensor:
 
 def _bits(values: torch.Tensor, shifts: tuple[int, ...], bits: int) -> torch.Tensor:
     """Return the bits of each value at each shift, side by side: (..., n) to (..., n shifts)."""
-    positions = torch.tensor(shifts, device=values.device)
+    positions = torch.tensor(shifts, dtype=torch.int64, device=values.device)
     return (values.long()[..., None] >> positions & ((1 << bits) - 1)).flatten(-2)
 
 
@@ -106,7 +106,7 @@ def _iq1_s(blocks: torch.Tensor) -> Parts:
 
 def _iq1_m(blocks: torch.Tensor) -> Parts:
     words = _words(blocks[..., 48:], 2)
-    quarters = (words >> 12) << torch.tensor([0, 4, 8, 12], device=words.device)
+    quarters = (words >> 12) << torch.tensor([0, 4, 8, 12], dtype=torch.int64, device=words.device)
     bits = quarters.sum(-1, keepdim=True)
     d = torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16).view(torch.float16).float()
     factors = d * (_bits(words, (0, 3, 6, 9), 3) * 2 + 1) / 8

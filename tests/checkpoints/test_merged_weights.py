@@ -9,7 +9,7 @@ import modular_kernel as mk
 from modular_kernel import reference
 from modular_kernel.catalog import check, this_machine
 from modular_kernel.layers.adapter_pool import AdapterPool
-from modular_kernel.reference.weights import matrix
+from modular_kernel.reference.weights import dequantize_matrix
 from modular_kernel.spec.lora import Adapter
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.tensors import ExpertWeights
@@ -48,7 +48,7 @@ def merged(problem: mk.Problem, base: ExpertWeights, adapter: Adapter | None) ->
     """The values that weights stand for, with B A added: written without `reference_adapters`."""
     matrices = [
         torch.stack([
-            matrix(base, name, e, problem, torch.float64) for e in range(problem.e)
+            dequantize_matrix(base, name, e, problem, torch.float64) for e in range(problem.e)
         ])
         for name in ("w1", "w2")
     ]  # fmt: skip

@@ -33,7 +33,7 @@ from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_
 from modular_kernel.contracts import StageTimes, TunedChoice
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.quant.quantized_weights import check_weights_quantized
-from modular_kernel.reference.weights import matrix
+from modular_kernel.reference.weights import dequantize_matrix
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tuning import compilation
 from modular_kernel.tuning.compilation import TunedPair
@@ -376,7 +376,7 @@ def test_tuning_weights_differ_by_expert(quant: str) -> None:
     check_weights_quantized(weights, problem, torch.device("cpu")) if quant != "none" else None
     assert weights.b1 is not None
     assert tuple(weights.b1.shape) == (9, 128)
-    plain = [matrix(weights, "w1", e, problem, torch.float32) for e in range(9)]
+    plain = [dequantize_matrix(weights, "w1", e, problem, torch.float32) for e in range(9)]
     same = [(a, b) for a in range(9) for b in range(a) if torch.equal(plain[a], plain[b])]
     assert len(same) <= (9 if quant == "mxfp4_w4a16" else 0), "powers of two may fall together"
 

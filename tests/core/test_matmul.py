@@ -159,7 +159,7 @@ def test_products_of_the_reference_are_checked() -> None:
     """The reference has its own float32 product, which is checked too."""
     a, b = torch.full((33, 47), NAN)[:, :7], torch.ones(5, 7)
     with WatchedProducts() as watched:
-        reference._product(a, b)
+        reference._matmul(a, b)
     assert watched.products == 1
     assert watched.faults == []
 

@@ -237,7 +237,7 @@ def test_a_replayed_call_checks_weights_and_output() -> None:
     plan(x_TH, weights, routing)
     assert own._version > before
     inside = weights.w1.view(-1)[: x_TH.numel()].view(x_TH.shape)
-    with pytest.raises(ConfigurationError, match="out: got the memory of w1"):
+    with pytest.raises(ConfigurationError, match="out: got memory of w1"):
         plan(x_TH, weights, routing, out=inside)
     few = Routing(routing.topk_weights_TK[1:], routing.topk_ids_TK[1:])
     plan(x_TH[1:], weights, few)

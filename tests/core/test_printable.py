@@ -98,9 +98,9 @@ def test_the_log_of_a_forged_cache_shows_escapes(
 ) -> None:
     from experts.triton.configs import lookup
 
-    lookup._warn.cache_clear()
+    lookup._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        lookup._warn(HOSTILE)
+        lookup._warn_once(HOSTILE)
     (record,) = caplog.records
     assert record.getMessage().isprintable()
 

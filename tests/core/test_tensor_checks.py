@@ -63,5 +63,5 @@ def test_an_output_with_overlapping_elements_is_refused() -> None:
 def test_repacking_into_memory_that_overlaps_the_input_is_refused() -> None:
     room = torch.zeros(3, 4, 16, dtype=torch.uint8)
     repack(room[:2], out=room[:2])
-    with pytest.raises(ConfigurationError, match="out: got the memory of w"):
+    with pytest.raises(ConfigurationError, match="out: got memory of w"):
         repack(room[:2], out=room[1:])

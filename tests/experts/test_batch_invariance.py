@@ -29,7 +29,7 @@ from modular_kernel.testing import MUTANTS, Case, cases_for, prove
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.invariance import (
-    batch_invariant,
+    check_batch_invariant,
     count_differing_rows,
     make_rechunked_kernel,
     split_doubling,
@@ -120,7 +120,7 @@ def test_differing_rows_are_counted_by_their_bits() -> None:
 
 
 def _found(pair: tuple[str, str], problem: Problem, machine: Machine) -> list[str]:
-    return list(batch_invariant(Trial(Case(*pair, problem), machine)))
+    return list(check_batch_invariant(Trial(Case(*pair, problem), machine)))
 
 
 @pytest.mark.share(3)
@@ -232,7 +232,7 @@ def test_the_check_detects_one_bit(pair: tuple[str, str], machine: Machine) -> N
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == "depends_on_batch")
     trial = Trial(Case(*pair, LAYER), machine, mutant.build)
     # The first row alone, or the last, has another bit.
-    assert list(batch_invariant(trial))[:2] == [
+    assert list(check_batch_invariant(trial))[:2] == [
         "in reverse order: the bits of 2 of 34 rows differ",
         "in calls of 1, 2, 4, ... tokens: the bits of 5 of 34 rows differ",
     ]

@@ -109,12 +109,12 @@ def test_a_case_of_mk_test_enters_its_cells() -> None:
 from modular_kernel.cli.machine_setup import prepare_host
 prepare_host(quiet=True)
 from modular_kernel.catalog import this_machine
-from modular_kernel.testing.cases.handpicked import handpicked_cases
+from modular_kernel.testing.cases.handpicked import list_handpicked_cases
 from modular_kernel.testing.cases.path_coverage import predict_cells, reachable_cells
 pair, machine = {("MoEPrepareAndFinalizeNoEP", "TritonExperts")!r}, this_machine()
 mine = {{c for c in reachable_cells(*pair, machine) if c.path == "my_path"}}
 assert len(mine) >= 7, mine
-unquantized = [c for c in handpicked_cases(*pair, machine) if c.problem.quant == "none"]
+unquantized = [c for c in list_handpicked_cases(*pair, machine) if c.problem.quant == "none"]
 print(mine - frozenset().union(*map(predict_cells, unquantized)))
 """
     command = [sys.executable, "-c", program]

@@ -204,7 +204,7 @@ def test_refusals() -> None:
     refused(ShapeError, "max_tiles . 1 values", tiles=named(TILES, 4)[:-1])
     refused(LayoutError, "scales of experts", scale_e=torch.ones(6)[::2])
     refused(LayoutError, "scales of experts", scale_e=torch.ones(3, 1))
-    refused(ShapeError, "135 or more", x=zeros(134, 64))
+    refused(ShapeError, "at least 135", x=zeros(134, 64))
     source = torch.zeros(135, dtype=torch.int32)
     refused(ShapeError, "sources of rows", source_R=source[:134])
     refused(LayoutError, "sources of rows", source_R=torch.zeros(270, dtype=torch.int32)[::2])

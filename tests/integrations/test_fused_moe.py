@@ -208,7 +208,11 @@ def test_bad_flags(flags: dict[str, Any], message: str) -> None:
 BAD_CONFIGS = (
     (MoeRunnerConfig(gemm1_alpha=1.7), ConfigurationError, "swiglu_oai limit: got None"),
     (MoeRunnerConfig(activation="gelu", gemm1_clamp_limit=7.0), ConfigurationError, "need silu"),
-    (MoeRunnerConfig(inplace=True, no_combine=True), ConfigurationError, "inplace: got no_comb"),
+    (
+        MoeRunnerConfig(inplace=True, no_combine=True),
+        ConfigurationError,
+        "inplace: got True with no_comb",
+    ),
     (MoeRunnerConfig(num_experts=E + 1), ShapeError, "w1: got 4 experts, need num_experts = 5"),
     (MoeRunnerConfig(top_k=3), ShapeError, r"topk_ids: got \(5, 2\), need .* = 3"),
     (MoeRunnerConfig(activation="tanh"), ConfigurationError, "activation: got tanh"),
@@ -225,7 +229,7 @@ def test_bad_configs(config: MoeRunnerConfig, error: type[Exception], message: s
 def test_bad_tensors() -> None:
     x_TH, weights, routing = layer(BASE)
     cases: tuple[tuple[Any, ...], ...] = (
-        ((x_TH[:, :63], weights, routing), ShapeError, r"x: got \(5, 63\), need .* = 64, as w1 a"),
+        ((x_TH[:, :63], weights, routing), ShapeError, r"x: got \(5, 63\), need .* = 64, as in"),
         ((x_TH[0], weights, routing), ShapeError, r"x: got \(64,\)"),
         ((x_TH, replace(weights, w1=weights.w1[0]), routing), ShapeError, "w1: got .*need 3 dim"),
         ((x_TH, replace(weights, w2=weights.w2.mT), routing), ShapeError, r"w2: got \(4, 32, 64"),

@@ -176,7 +176,9 @@ def test_a_layer_raises_until_it_is_loaded(quant: str, way: str) -> None:
     good, layer = layer_of(sample), fresh_of(sample)
     want = good(sample.x_TH, sample.logits)
     for _ in range(2):
-        with pytest.raises(StateError, match=r"weights: got nothing loaded into w.*or mark_loaded"):
+        with pytest.raises(
+            StateError, match=r"weights: got nothing loaded into w.*or call mark_loaded"
+        ):
             layer(sample.x_TH, sample.logits)
     state = good.state_dict()
     if way == "set_weights":

@@ -138,7 +138,7 @@ def test_a_checkpoint_of_another_layer_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ModularKernelError, match=message):
             layer.load(tmp_path)
         assert bool(layer.w2_weight.float().isnan().any()) or layer.problem.scheme.quantized
-    with pytest.raises(ConfigurationError, match="layer: got None, need the layer's number"):
+    with pytest.raises(ConfigurationError, match="layer: got None, need the number of the layer"):
         layer_of("fp32", place).load(tmp_path)
 
 

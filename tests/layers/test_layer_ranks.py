@@ -173,8 +173,8 @@ def test_ranks_that_contradict_their_groups_are_refused(rank_pool: Pool) -> None
     assert first[0] == "ep: got (1, 2), need (0, 2), this rank's position in ep_group"
     assert second[0] == "ep: got (0, 2), need (1, 2), this rank's position in ep_group"
     assert first[1:] == [
-        "group's size: got 2, need 1, EP x TP",
-        "group's size: got 2, need 3, EP x TP",
+        "size of group: got 2, need 1, the number of EP ranks times the number of TP ranks",
+        "size of group: got 2, need 3, the number of EP ranks times the number of TP ranks",
     ]
 
 

@@ -89,8 +89,8 @@ def test_which_inputs_are_streamed(group: int, groups: int) -> None:
     columns = group * groups
     rows = -(-(1 << 23) // columns)
     for capacity, is_large in ((rows, True), (rows - 1, False)):
-        base = quantize_tiles.row_tiles(1, max(1, capacity), group, max(1, capacity))
-        tiles = quantize_tiles.group_tiles(base, columns, group)
+        base = quantize_tiles.tile_rows(1, max(1, capacity), group, max(1, capacity))
+        tiles = quantize_tiles.tile_groups(base, columns, group)
         is_streamed = is_large and groups > 1 and group in (1, 2, 16, 128, 1024)
         assert tiles.stages == (3 if is_streamed else 1)
         for size in (tiles.block_r, tiles.block_c, tiles.block_g):
@@ -98,8 +98,8 @@ def test_which_inputs_are_streamed(group: int, groups: int) -> None:
         assert groups % tiles.block_g == 0
         assert not is_streamed or tiles.block_c == group
         assert is_streamed or tiles is base
-    segments = quantize_tiles.row_tiles(2, rows, group, rows)
-    assert quantize_tiles.group_tiles(segments, columns, group) is segments
+    segments = quantize_tiles.tile_rows(2, rows, group, rows)
+    assert quantize_tiles.tile_groups(segments, columns, group) is segments
 
 
 def test_segments_of_column_major_scales_equal_those_of_rows() -> None:

@@ -25,7 +25,7 @@ from modular_kernel.quant.quantized_weights import (
     weight_specs,
 )
 from modular_kernel.quant.scale_tiles import unpack_pairs
-from modular_kernel.reference.weights import matrix
+from modular_kernel.reference.weights import dequantize_matrix
 from modular_kernel.spec import external_schemes, quantization
 from modular_kernel.spec.external_schemes import (
     GROUP,
@@ -61,7 +61,7 @@ NAMES = tuple(scheme.name for scheme in SCHEMES)
 def clear_caches() -> None:
     quantization._parse.cache_clear()
     pairwise._all_axes.cache_clear()
-    pairwise._problem_of_part.cache_clear()
+    pairwise._build_problem_from_part.cache_clear()
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def test_the_reference_and_the_oracle_decode_the_same_weights(quant: str) -> Non
         by_oracle = oracle.matrix(stored[name], scales[f"{name}_scale"], None, problem)
         torch.testing.assert_close(ours, by_oracle, rtol=1e-6, atol=0)
         for expert in range(problem.e):
-            exact = matrix(weights, name, expert, problem, torch.float64)
+            exact = dequantize_matrix(weights, name, expert, problem, torch.float64)
             torch.testing.assert_close(ours[expert], exact, rtol=1e-6, atol=0)
 
 

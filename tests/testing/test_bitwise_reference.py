@@ -83,13 +83,15 @@ def test_wrong_declared_roundings_fail(
 def test_rounded_partial_sums_are_found(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The product over the last 16 columns is rounded before it is added to the rest."""
 
-    def split_product(a: torch.Tensor, matrix: torch.Tensor, *, alone: bool) -> torch.Tensor:
+    def multiply_split(
+        a: torch.Tensor, matrix: torch.Tensor, deltas: object, *, is_final: bool
+    ) -> torch.Tensor:
         first, last = slice(None, -16), slice(-16, None)
         sums = [a[:, part].float() @ matrix[:, part].float().T for part in (first, last)]
         value = sums[0] + sums[1].to(_HALF.dtype).float()
-        return value.to(_HALF.dtype) if alone else value
+        return value.to(_HALF.dtype) if is_final else value
 
-    monkeypatch.setattr(mlp, "_product", split_product)
+    monkeypatch.setattr(mlp, "_multiply", multiply_split)
     failures = _failures(_NO_EP, TorchExperts, _HALF, machine)
     assert any(failure.startswith("one_rounding: ") for failure in failures)
 

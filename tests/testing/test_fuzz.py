@@ -199,12 +199,12 @@ def test_a_pair_whose_expert_is_mapped_to_no_row_is_skipped(invalid_row: int) ->
 
 
 def test_weights_of_the_next_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = mlp._matrix
+    original = mlp._get_matrix
 
     def next_expert(weights: Any, name: str, expert: int, problem: Problem) -> torch.Tensor:
         return original(weights, name, (expert + 1) % problem.e, problem)
 
-    monkeypatch.setattr(mlp, "_matrix", next_expert)
+    monkeypatch.setattr(mlp, "_get_matrix", next_expert)
     assert WRONG_RESULT in _kinds("right_call")
 
 
