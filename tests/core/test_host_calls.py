@@ -168,8 +168,8 @@ def test_an_eager_call_of_grouped_gemms_stays_within_its_budget(
     for cls in (DequantizedPath, GroupedW4Path):
         monkeypatch.setattr(cls, "multiply", lambda *_: products.append(path))
     launches = {
-        "dequantized": dequantized.default(problem),
-        "grouped_w4": grouped_w4.default(problem, 64),
+        "dequantized": dequantized.default_config(problem),
+        "grouped_w4": grouped_w4.default_config(problem, 64),
     }
     with on_device(H200), override_config(launches[path]):
         found = host_calls(NO_EP, "TritonExperts", problem)
