@@ -214,7 +214,7 @@ def test_over_ranks(pair: tuple[str, str], rank_pool: Callable[[int], RankPool])
     verdict = case.verdict(this_machine(device="cpu"))
     if not verdict.ok:
         pytest.skip(str(verdict))
-    proof = prove_ranks(case, rank_pool(2), checks=(batch_invariant,))
+    proof = prove_ranks(case, rank_pool(2), checks=(check_batch_invariant,))
     assert proof.passed, str(proof)
 
 
