@@ -157,7 +157,10 @@ class BoundCalls(ABC):
             if wants_gradient(tensors if out is None else (*tensors, out)):
                 return None
         if out is None:
-            output = self._output_of(recorded, x_TH)
+            try:
+                output = self._output_of(recorded, x_TH)
+            except RuntimeError:  # out of memory: the checks raise it, and notify other ranks
+                return None
             if output is not x_TH:
                 pointers.append(output.data_ptr())
         else:

@@ -18,11 +18,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from operator import attrgetter
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_settings
 from modular_kernel.text import printable
+from modular_kernel.utils import forks
 from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.optional_imports import describe_error, load_with_deadline
 
@@ -108,7 +110,7 @@ def _float32(value: float) -> float:
     """Round to float32; a magnitude beyond its range becomes infinite."""
     try:
         (rounded,) = struct.unpack("f", struct.pack("f", value))
-    except OverflowError:
+    except (OverflowError, struct.error):  # struct.error: an int beyond float64
         return math.inf
     return float(rounded)
 
@@ -173,15 +175,26 @@ class ExternalSchemes:
     broken: tuple[BrokenScheme, ...] = ()
 
 
-_lock = threading.Lock()
+class _LoadingLock:
+    """The lock of the thread that loads schemes, which is reset in a forked child."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        forks.on_fork(self)
+
+    def after_fork(self) -> None:
+        forks.reset_lock(self.lock)
+
+
+_loading = _LoadingLock()
 _thread = threading.local()  # `is_loading`: this thread imports a package that provides schemes
 
 
 def external_schemes(built_in_names: Collection[str]) -> ExternalSchemes:
     """Return the schemes of all installed packages. Entry points are read once per process.
 
-    A package that asks for a scheme while it is imported for its own schemes finds none, instead of
-    waiting for itself.
+    Returns none while a module of schemes is being imported and has not defined them yet: waiting
+    for it could be waiting for the calling thread. A later call loads them.
 
     built_in_names: the names of the built-in schemes, which others may not use. If several packages
         have a scheme with the same name, none of them is used, so that the result does not depend
@@ -189,17 +202,36 @@ def external_schemes(built_in_names: Collection[str]) -> ExternalSchemes:
     """
     if getattr(_thread, "is_loading", False):
         return ExternalSchemes()
-    with _lock:
+    if any(map(_is_unfinished, _list_entries())):
+        return ExternalSchemes()
+    with _loading.lock:
         return _load_all(tuple(built_in_names))
 
 
 @cache
-def _load_all(built_in_names: tuple[str, ...]) -> ExternalSchemes:
+def _list_entries() -> tuple[EntryPoint, ...]:
     entries = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     # An editable and a regular install of one distribution list the same entry point twice.
-    unique = {(entry.name, entry.value): entry for entry in entries}
+    return tuple({(entry.name, entry.value): entry for entry in entries}.values())
+
+
+def _get_partial_module(entry: EntryPoint) -> object | None:
+    """Return the module of an entry point if it is being imported at this moment, else None."""
+    module = sys.modules.get(entry.module)
+    is_importing = getattr(getattr(module, "__spec__", None), "_initializing", False)
+    return module if is_importing else None
+
+
+def _is_unfinished(entry: EntryPoint) -> bool:
+    """Return whether a module is being imported and does not have its schemes yet."""
+    module = _get_partial_module(entry)
+    return module is not None and not hasattr(module, entry.attr.partition(".")[0])
+
+
+@cache
+def _load_all(built_in_names: tuple[str, ...]) -> ExternalSchemes:
     usable, broken = list[ExternalScheme](), list[BrokenScheme]()
-    for entry in unique.values():
+    for entry in _list_entries():
         origin = _origin(entry)
         try:
             schemes = _check_schemes(_load(entry, origin))
@@ -222,8 +254,10 @@ def _load(entry: EntryPoint, origin: str) -> object:
         _thread.is_loading = True
         return entry.load()
 
+    module = _get_partial_module(entry)
+    if module is not None:  # entry.load() would wait for the thread that imports it
+        return attrgetter(entry.attr)(module)
     if entry.module in sys.modules:
-        # Another thread would wait for a module that this one is importing.
         return entry.load()
     return load_with_deadline(load, read_settings().import_deadline_s, origin)
 

@@ -99,7 +99,6 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             manager.rank, manager.world_size, per_host, chunks, -(-tokens // chunks)
         )
         self._geometry = geometry
-        manager.max_counts = max(manager.max_counts, geometry.counts)
         host_slots = problem.placement.slots[
             geometry.host * per_host : (geometry.host + 1) * per_host
         ]
@@ -110,6 +109,8 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         except CommunicationError:
             self.destroy()
             raise
+        # All ranks have agreed on the buffers. A failed constructor must not change the handshake.
+        manager.max_counts = max(manager.max_counts, geometry.counts)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, geometry = self.problem, self._geometry

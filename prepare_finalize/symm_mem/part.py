@@ -120,6 +120,9 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
             specs |= quantize_specs("x", scheme, problem.tokens, problem.hidden)
         return specs
 
+    def may_record(self) -> bool:
+        return self._free[:1] == [0]  # other slots are used only while a call is in flight
+
     def check(self) -> None:
         """Wait for the device; raise CommunicationError if a call is incomplete."""
         self.manager.check()

@@ -229,6 +229,25 @@ def test_a_call_that_would_be_replayed_is_refused_too(
     assert part.host_calls == 1
 
 
+def test_peers_are_notified_if_a_replay_has_no_memory_for_its_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan, _ = planned()
+    x_TH, weights, routing = inputs()
+    for _ in range(2):
+        plan(x_TH, weights, routing)
+    refused: list[Exception] = []
+
+    def fail(x_TH: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(plan, "_new_output", fail)
+    monkeypatch.setattr(plan.kernel.prepare_finalize, "refuse", refused.append)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        plan(x_TH, weights, routing)
+    assert refused == [caught.value]
+
+
 def test_a_replayed_call_checks_weights_and_output() -> None:
     plan, part = planned()
     x_TH, weights, routing = inputs()
@@ -237,7 +256,7 @@ def test_a_replayed_call_checks_weights_and_output() -> None:
     plan(x_TH, weights, routing)
     assert own._version > before
     inside = weights.w1.view(-1)[: x_TH.numel()].view(x_TH.shape)
-    with pytest.raises(ConfigurationError, match="out: got memory of w1"):
+    with pytest.raises(ConfigurationError, match="out: got the memory of w1"):
         plan(x_TH, weights, routing, out=inside)
     few = Routing(routing.topk_weights_TK[1:], routing.topk_ids_TK[1:])
     plan(x_TH[1:], weights, few)

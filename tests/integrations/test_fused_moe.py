@@ -235,9 +235,9 @@ def test_bad_tensors() -> None:
         ((x_TH, replace(weights, w2=weights.w2.mT), routing), ShapeError, r"w2: got \(4, 32, 64"),
         ((x_TH, replace(weights, w2=weights.w2[:3]), routing), ShapeError, "w2: got .* E = 4"),
         ((x_TH, replace(weights, w2=weights.w2[..., :30]), routing), ShapeError,
-         "w1 and w2: got .* w1 has N = 64, w2 I = 30"),
+         "w1 and w2: got .* N = 64 and I = 30, need N = 2I"),
         ((x_TH, replace(weights, w1=weights.w1[..., :60]), routing), ShapeError,
-         r"w1: got \(4, 64, 60\), need .* H = 64, as x"),
+         r"w1: got \(4, 64, 60\), need .* H = 64, as in x"),
         ((x_TH.to(torch.int8), weights, routing), ModularKernelError, "int8"),
         ((x_TH, weights, replace(routing, topk_weights_TK=routing.topk_weights_TK.double())),
          DtypeError, "topk_weights: got float64"),
@@ -249,7 +249,7 @@ def test_bad_tensors() -> None:
             run(*arguments)
     ids_TK = routing.topk_ids_TK
     for junk in (None, 5, (), (None, ids_TK), (ids_TK,), (1, 2), "ab", ids_TK):
-        with pytest.raises(ConfigurationError, match=r"topk_output: got .*need weights"):
+        with pytest.raises(ConfigurationError, match=r"topk_output: got .*need \(weights"):
             fused_experts(x_TH, weights.w1, weights.w2, junk)  # type: ignore[arg-type]
     with pytest.raises(DtypeError, match="w2: got NoneType, need a tensor"):
         fused_experts(x_TH, weights.w1, None, (ids_TK.float(), ids_TK))  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ NAMES = tuple(scheme.name for scheme in SCHEMES)
 
 def clear_caches() -> None:
     quantization._parse.cache_clear()
-    pairwise._all_axes.cache_clear()
+    pairwise._list_all_axes.cache_clear()
     pairwise._build_problem_from_part.cache_clear()
 
 
@@ -168,9 +168,11 @@ def _offered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     entries = [EntryPoint(name, f"{__name__}:OFFERED.{name}", GROUP) for name in names]
     monkeypatch.setattr(external_schemes, "entry_points", lambda *, group: entries)
     monkeypatch.setattr(EntryPoint, "load", lambda self: OFFERED[self.name])
+    external_schemes._list_entries.cache_clear()
     external_schemes._load_all.cache_clear()
     clear_caches()
     yield
+    external_schemes._list_entries.cache_clear()
     external_schemes._load_all.cache_clear()
     clear_caches()
 
@@ -308,7 +310,7 @@ def test_the_reference_and_the_oracle_decode_the_same_weights(quant: str) -> Non
     weights = ExpertWeights(**stored, **scales)
     for name in ("w1", "w2"):
         ours = dequantized_weights(weights, name, problem).double()
-        by_oracle = oracle.matrix(stored[name], scales[f"{name}_scale"], None, problem)
+        by_oracle = oracle.dequantize_matrix(stored[name], scales[f"{name}_scale"], None, problem)
         torch.testing.assert_close(ours, by_oracle, rtol=1e-6, atol=0)
         for expert in range(problem.e):
             exact = dequantize_matrix(weights, name, expert, problem, torch.float64)
@@ -385,7 +387,7 @@ def test_padding_of_a_share_is_zero(quant: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_schemes")
 def test_cases_of_a_part_include_the_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
-    axis = next(axis for axis in pairwise._all_axes() if axis.name == "quant")
+    axis = next(axis for axis in pairwise._list_all_axes() if axis.name == "quant")
     assert axis.values[-len(NAMES) :] == NAMES
     assert [p.quant for p in list_declared_problems()] == list(NAMES)
     assert all(p.tokens == 1 for p in list_declared_problems())
@@ -420,3 +422,18 @@ def test_the_smoke_cases_notice_a_defect_of_its_part(
     (row,) = proven["pairs"]
     assert bool(row["failures"]) is (defect != "none")
     assert code == (1 if row["failures"] else 0)
+
+
+@pytest.mark.usefixtures("_offered")
+@pytest.mark.parametrize("names", [["first"]])
+def test_no_scheme_is_known_before_its_module_defines_it(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[__name__]
+    assert module.__spec__ is not None
+    with monkeypatch.context() as importing:
+        importing.setattr(module.__spec__, "_initializing", True, raising=False)
+        importing.delattr(module, "OFFERED")
+        assert external_schemes.external_schemes(()).usable == ()
+    (known,) = external_schemes.external_schemes(()).usable
+    assert known.name == SCHEMES[0].name
