@@ -291,3 +291,25 @@ def test_layers_with_another_number_of_counts_raise_on_every_rank(
     for error, max_counts in four.run(call_other_layer, "aabb", other):
         assert "layer 1, 2, 1, 1 by rank" in error
         assert max_counts > 4
+
+
+def call_after_a_failed_constructor(
+    rank: int, world: int, group: object, ids: str
+) -> tuple[str, bool]:
+    """Make a layer with other sizes on some ranks, then call a good layer of the same manager."""
+    simulated(rank, ids)
+    manager = HostThenRankGroup(group, deadline_s=5.0)
+    parallel = Parallel(world, "linear", rank, ranks_per_host=ids.count("a"))
+    problem = Problem(3, 32, 16, experts=8, top_k=2, dtype=torch.float32, parallel=parallel)
+    other = replace(problem, tokens=3 if rank % 2 else 11)
+    with pytest.raises(CommunicationError) as caught:
+        make_kernel(PART, "TorchExperts", other, group=manager)
+    kernel = make_kernel("TorchAll2AllPrepareAndFinalize", "TorchExperts", problem, group=manager)
+    out = kernel(*random_inputs(problem, torch.device("cpu")))
+    return str(caught.value), bool(out.isfinite().all())
+
+
+def test_a_failed_constructor_leaves_the_manager_usable(four: RankPool) -> None:
+    for error, is_finite in four.run(call_after_a_failed_constructor, "aabb"):
+        assert "ranks that share buffers" in error
+        assert is_finite
