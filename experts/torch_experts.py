@@ -8,7 +8,7 @@ from modular_kernel.ops.count import local_ids
 from modular_kernel.ops.mlp import ExpertTokens, expert_mlps, mlp_roundings
 from modular_kernel.quant.quantized_weights import SCHEMES
 from modular_kernel.replay import stages
-from modular_kernel.spec.problem import ActivationFormat, Reduce, Rows
+from modular_kernel.spec.problem import ActivationFormat, Reduce, RowContents
 from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
     ContiguousShape,
@@ -33,7 +33,7 @@ class TorchExperts(PermuteExpertsUnpermute):
         keep_topk=True,
         expert_map=True,
         chunking=True,
-        invalid_rows=Rows.ZERO,
+        invalid_rows=RowContents.ZERO,
         schemes=SCHEMES,
         external_schemes=True,
         lora=True,

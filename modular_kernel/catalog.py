@@ -38,7 +38,7 @@ from modular_kernel.machine import current_machine
 from modular_kernel.runner import find_unused_registrations
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine, Problem, Reduce
-from modular_kernel.text import printable
+from modular_kernel.text import escape_nonprintable
 from modular_kernel.utils.argument_checks import check_fields, expect
 from modular_kernel.utils.optional_imports import (
     OWN_PACKAGES,
@@ -297,8 +297,10 @@ def _make_source(entry: EntryPoint) -> PartSource:
         return entry.load()
 
     distribution = entry.dist.name if entry.dist else "unknown"
-    origin = printable(f"{distribution} ({entry.value})", max_chars=_MAX_ORIGIN_CHARS)
-    return PartSource(printable(entry.name, max_chars=_MAX_ORIGIN_CHARS), origin, load, is_builtin)
+    origin = escape_nonprintable(f"{distribution} ({entry.value})", max_chars=_MAX_ORIGIN_CHARS)
+    return PartSource(
+        escape_nonprintable(entry.name, max_chars=_MAX_ORIGIN_CHARS), origin, load, is_builtin
+    )
 
 
 def collect_packages(catalog: Catalog) -> frozenset[str]:

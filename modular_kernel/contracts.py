@@ -307,7 +307,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
 
     @abstractmethod
     def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: "Call"
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: "CallState"
     ) -> tuple[Dispatched, Handle]:
         """Quantize and dispatch x_TH. Returns (dispatched tokens, handle for finalize).
 
@@ -317,7 +317,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         """
 
     def prepare_no_receive(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: "Call"
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: "CallState"
     ) -> Receiver:
         """Start `prepare`. Returns a function that waits for the dispatch and returns its result.
 
@@ -503,7 +503,7 @@ class PickledByProblem:
         return type(self), (self.problem,)
 
 
-class Call:
+class CallState:
     """State of one kernel call, in addition to the caller's tensors.
 
     workspace: the buffers that both parts declare.

@@ -7,7 +7,7 @@ internal invariants.
 
 from collections.abc import Sequence
 
-from modular_kernel.text import counted, printable
+from modular_kernel.text import escape_nonprintable, format_count
 
 
 class ModularKernelError(Exception):
@@ -29,8 +29,10 @@ class InputError(ModularKernelError, ValueError):
     def __init__(self, what: str, *, got: object, need: object) -> None:
         self.what, self.got, self.need = what, got, need
         # The value may come from a downloaded file or another package.
-        got_text = printable(got) or "''"
-        super().__init__(f"{printable(what)}: got {got_text}, need {printable(need)}")
+        got_text = escape_nonprintable(got) or "''"
+        super().__init__(
+            f"{escape_nonprintable(what)}: got {got_text}, need {escape_nonprintable(need)}"
+        )
 
 
 class ConfigurationError(InputError):
@@ -103,7 +105,7 @@ class IncompatibleError(ModularKernelError, ValueError):
     def __init__(self, pairing: str, rejections: Sequence[object]) -> None:
         self.pairing, self.rejections = pairing, tuple(rejections)
         reasons = "\n".join(f"  - {rejection}" for rejection in self.rejections)
-        count = counted(len(self.rejections), "reason")
+        count = format_count(len(self.rejections), "reason")
         super().__init__(f"{pairing} is refused for {count}:\n{reasons}")
 
 

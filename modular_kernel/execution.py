@@ -15,7 +15,7 @@ import torch
 
 from modular_kernel import validate
 from modular_kernel.contracts import (
-    Call,
+    CallState,
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
     Receiver,
@@ -291,7 +291,7 @@ class Execution:
         counter = self._invalid_ids
         if counter is None:
             counter = self.count_invalid_ids_on(x_TH.device)
-        call = Call(
+        call = CallState(
             workspace,
             counter,
             defer_quant=self._defers_quant(x_TH.shape[0]),

@@ -12,7 +12,7 @@ import torch
 
 from modular_kernel.machine import find_importable, interpreted_since_import
 from modular_kernel.settings import find_c_compiler, find_unknown_variables, read_settings
-from modular_kernel.text import printable
+from modular_kernel.text import escape_nonprintable
 from modular_kernel.utils.optional_imports import OWN_PACKAGES, shadow_of
 
 _LOG = logging.getLogger("modular_kernel.process_status")
@@ -44,7 +44,7 @@ def get_replay_state() -> ProcessState:
 
     reason = why_not_replayed()
     return (
-        ProcessState("replay", "off", printable(reason), _on_gpu())
+        ProcessState("replay", "off", escape_nonprintable(reason), _on_gpu())
         if reason
         else ProcessState("replay", "on")
     )
@@ -84,7 +84,7 @@ def get_packages_state() -> ProcessState:
         f"{package} by {path}" for package, path in shadows.items() if path is not None
     )
     if reason:
-        return ProcessState("packages", "shadowed", printable(reason), loud=True)
+        return ProcessState("packages", "shadowed", escape_nonprintable(reason), loud=True)
     return ProcessState("packages", "ours")
 
 
@@ -112,7 +112,9 @@ def get_variables_state() -> ProcessState:
         f"{v} (did you mean {suggestion}?)" if suggestion else v
         for v, suggestion in unknown.items()
     )
-    return ProcessState("variables", "unknown", printable(reason, max_chars=500), loud=True)
+    return ProcessState(
+        "variables", "unknown", escape_nonprintable(reason, max_chars=500), loud=True
+    )
 
 
 def get_all_states() -> tuple[ProcessState, ...]:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 
-def printable(text: object, *, max_chars: int | None = None, keep_lines: bool = False) -> str:
+def escape_nonprintable(
+    text: object, *, max_chars: int | None = None, keep_lines: bool = False
+) -> str:
     """Return str(text) with every non-printable character replaced by an escape such as "\\x1b".
 
     Non-printable are control characters, bidirectional marks, separators other than the space, lone
@@ -38,7 +40,7 @@ def render_notebook_html(
     return f"<p>{escape(caption)}</p>{table}"
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Return a number with its noun, such as "1 case" or "2 cases"."""
     return f"{number} {pluralize(noun, number)}"
 

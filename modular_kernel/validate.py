@@ -20,7 +20,7 @@ from modular_kernel.quant.quantized_weights import SCALE_FIELDS, check_weights_q
 from modular_kernel.spec.lora import NO_ADAPTERS
 from modular_kernel.spec.problem import Combine, Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights, Routing, check_divisors
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 from modular_kernel.utils.tensor_checks import (
     check_no_gradients,
     check_storage,
@@ -258,7 +258,8 @@ def _describe_out_of_range(
     index = tuple(bad.nonzero()[0].tolist())
     position = index[0] if len(index) == 1 else index
     return (
-        f"{counted(int(bad.sum()), what)}, the first {int(values[index])} {preposition} {position}"
+        f"{format_count(int(bad.sum()), what)}, the first {int(values[index])} "
+        f"{preposition} {position}"
     )
 
 

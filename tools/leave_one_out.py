@@ -35,7 +35,7 @@ from experts.triton.paths import PATHS
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.spec.problem import Problem
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 from modular_kernel.tuning.compilation import Compiler, TunedPair
 from modular_kernel.tuning.measurement import TimedSearch
 
@@ -263,7 +263,7 @@ def _by_tokens(timed_results: Sequence[TimedResult]) -> list[str]:
 def _outliers(timed_results: Sequence[TimedResult]) -> list[str]:
     outliers = sorted((r for r in timed_results if r.neighbors > BOUND), key=lambda r: -r.neighbors)
     return [
-        f"- {r.layer} {r.quant}, {counted(r.tokens, 'token')}: {r.neighbors:.2f} x, "
+        f"- {r.layer} {r.quant}, {format_count(r.tokens, 'token')}: {r.neighbors:.2f} x, "
         f"tiles of {r.origin}"
         for r in outliers
     ]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.replay.launch.compiled_files import build_cached, find_cached, key_of
-from modular_kernel.text import printable
+from modular_kernel.text import escape_nonprintable
 
 _LOG = logging.getLogger("modular_kernel.cutlass")
 _SUFFIX, _OPTIONS = ".o", "--enable-tvm-ffi"
@@ -51,7 +51,7 @@ class CompiledKernel:
                 str(path), enable_tvm_ffi=True
             )[self.name]
         except Exception as error:  # noqa: BLE001  the DSL's exceptions vary
-            _LOG.warning("recompiling %s: %s", self.name, printable(str(error)))
+            _LOG.warning("recompiling %s: %s", self.name, escape_nonprintable(str(error)))
             return None
         return function
 

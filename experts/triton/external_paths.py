@@ -19,7 +19,7 @@ from importlib.metadata import EntryPoint, entry_points
 from experts.triton.path import Path
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_settings
-from modular_kernel.text import printable
+from modular_kernel.text import escape_nonprintable
 from modular_kernel.utils.optional_imports import describe_error, load_with_deadline
 
 GROUP = "modular_kernel.triton_paths"
@@ -82,7 +82,7 @@ def load_external_paths(built_in_names: Collection[str]) -> ExternalPaths:
         try:
             paths = list(_check_paths(_load(entry, origin)))
         except (Exception, SystemExit) as error:  # noqa: BLE001  another package's code
-            name = printable(entry.name, max_chars=_MAX_ORIGIN_CHARS)
+            name = escape_nonprintable(entry.name, max_chars=_MAX_ORIGIN_CHARS)
             broken.append(BrokenPath(name, origin, describe_error(error)))
             continue
         usable += [ExternalPath(path, origin) for path in paths]
@@ -97,7 +97,7 @@ def load_external_paths(built_in_names: Collection[str]) -> ExternalPaths:
 
 def _describe_origin(entry: EntryPoint) -> str:
     distribution = entry.dist.name if entry.dist else "unknown"
-    return printable(f"{distribution} ({entry.value})", max_chars=_MAX_ORIGIN_CHARS)
+    return escape_nonprintable(f"{distribution} ({entry.value})", max_chars=_MAX_ORIGIN_CHARS)
 
 
 def _load(entry: EntryPoint, origin: str) -> object:

@@ -47,7 +47,7 @@ from modular_kernel.measure.timing import (
 from modular_kernel.spec.problem import Machine, dtype_name
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 from modular_kernel.utils.time_limit import TimeLimitReached, time_limit
 
 _MAX_NOTE_CHARACTERS = 300
@@ -195,7 +195,8 @@ class _Run:
     def report(self) -> Report:
         for cell, layer_sets in self._cells_by_offer():
             self.on_row(
-                f"{layer_sets.offer.name}, {cell.shape}, {counted(cell.problem.tokens, 'token')}"
+                f"{layer_sets.offer.name}, {cell.shape}, "
+                f"{format_count(cell.problem.tokens, 'token')}"
             )
             self.rows.append(self._measure_row(cell, layer_sets))
             self._report_progress()

@@ -14,7 +14,7 @@ from typing import Any
 from modular_kernel.bench.candidates import ComposedLayer, DefaultLayer
 from modular_kernel.measure import records as status
 from modular_kernel.measure.records import OURS, Report, Row
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 DEFAULT, COMPOSED, OWN, LIBRARY = (
     "FusedMoE, defaults",
@@ -69,7 +69,7 @@ class Cell:
         return self.peer / ours if ours and self.peer else None
 
     def __str__(self) -> str:
-        return f"{self.shape}, {counted(self.tokens, 'token')}, {self.routing}"
+        return f"{self.shape}, {format_count(self.tokens, 'token')}, {self.routing}"
 
 
 def cells_of(rows: Iterable[Row]) -> list[Cell]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from modular_kernel.measure import records as status
 from modular_kernel.measure.records import Report, Row, best
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 _COLUMNS = (
     "shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer", "error",
@@ -158,7 +158,8 @@ def summary(report: Report) -> list[str]:
     lines = [PREPARED] if any(row.prepared for row in report.rows) else []
     for operands, comparisons in _compare_by_operands(report):
         parts = [
-            f"{_mean(values):.2f} x {target} in geometric mean over {counted(len(values), 'cell')} "
+            f"{_mean(values):.2f} x {target} in geometric mean over "
+            f"{format_count(len(values), 'cell')} "
             f"({min(values):.2f} to {max(values):.2f})"
             for target, values in comparisons.items()
         ]

@@ -34,7 +34,7 @@ from modular_kernel.models.gguf_config import scale_dtype
 from modular_kernel.models.torchao_config import TorchaoFormat
 from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT
 from modular_kernel.spec.problem import DTYPES, dtype_name, parse_dtype
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 # Requirement on the dtypes of unquantized matrices.
 ONE_DTYPE = "one dtype, or an explicit one in config.json or by dtype= or --dtype"
@@ -123,7 +123,7 @@ class LayerSource:
                         self.check_metadata(key, shape, self.format.torchao)
         if missing:
             got = f"no {missing[0]}{_more(missing)}"
-            need = f"{counted(self.layer.experts, 'expert')} of {self.format}"
+            need = f"{format_count(self.layer.experts, 'expert')} of {self.format}"
             raise WeightsError(self.what, got=got, need=need)
         self._check_extra(checked_keys)
         if self.format.method == "gguf" and self.format.scheme.weight in IMPLICIT_ZERO_POINT:
@@ -199,7 +199,9 @@ class LayerSource:
             )
         )
         if extra:
-            need = f"{counted(self.layer.experts, 'expert')} of {self.format}, and nothing else"
+            need = (
+                f"{format_count(self.layer.experts, 'expert')} of {self.format}, and nothing else"
+            )
             got = f"{self.files.qualified_name(extra[0])}{_more(extra)}"
             raise WeightsError(self.what, got=got, need=need)
 

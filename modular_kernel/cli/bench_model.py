@@ -14,7 +14,7 @@ from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.presets import is_known, unknown_model_error
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
     from modular_kernel.bench.model_speed import Implementation, SpeedRow, Workload
@@ -136,7 +136,7 @@ def _print(record: Mapping[str, Any], notes: Sequence[str], rows: "Sequence[Spee
     for note in notes:
         output.line(f"  {note}")
     work = record["workload"]
-    prompt = counted(work.prompt, "token")
+    prompt = format_count(work.prompt, "token")
     output.line(f"workload: prefill of {work.batch} x {prompt}, then {work.new} decoding steps")
     eager = rows[0]
     cells = [

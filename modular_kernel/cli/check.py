@@ -20,7 +20,7 @@ from modular_kernel.cli.options import (
 )
 from modular_kernel.cli.ranks import with_launcher
 from modular_kernel.cli.tables import fit_table
-from modular_kernel.text import counted, format_layers
+from modular_kernel.text import format_count, format_layers
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
@@ -249,7 +249,7 @@ def _print_verdict(verdict: "Verdict") -> None:
         for line in explain_pair(verdict):
             output.line(f"  {line}")
         return
-    count = counted(len(verdict.rejections), "reason")
+    count = format_count(len(verdict.rejections), "reason")
     output.line(f"{verdict.pairing}: refused for {subject}, {count}")
     output.print_rejections(verdict.rejections)
 

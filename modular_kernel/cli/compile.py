@@ -14,7 +14,7 @@ from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.machine_setup import limit_workers, parse_arch
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
     from modular_kernel.testing.compile.cases import CompiledRow, CompileResult
@@ -78,10 +78,15 @@ def _describe_job(kernels: list[str], target: str, only: str) -> str:
     """Describe what will be compiled and how long it takes."""
     matching = [name for name in kernels if only in name]
     if not only:
-        text = f"{counted(len(kernels), 'kernel')} for {target}, in every form that parts launch"
+        text = (
+            f"{format_count(len(kernels), 'kernel')} for {target}, in every form that parts launch"
+        )
         return f"{text}; takes minutes (faster: --only KERNEL, --workers N)"
     if matching:
-        text = f"{len(matching)} of {counted(len(kernels), 'kernel')} for {target} (named {only!r})"
+        text = (
+            f"{len(matching)} of "
+            f"{format_count(len(kernels), 'kernel')} for {target} (named {only!r})"
+        )
         return f"{text}, and all kernels of matching cases"
     return f"kernels of cases named {only!r} for {target}: may take minutes"
 
@@ -102,7 +107,9 @@ def _print_text(result: "CompileResult", *, check: bool, only: str) -> None:
     left_out = [(k.kernel, k.module, k.reason or "no case launches it") for k in result.left_out]
     output.table(("left out", "module", "reason"), left_out)
     kernels = len({row.record.kernel for row in rows})
-    compiled_forms = f"{counted(kernels, 'kernel')} compiled in {counted(len(rows), 'form')}"
+    compiled_forms = (
+        f"{format_count(kernels, 'kernel')} compiled in {format_count(len(rows), 'form')}"
+    )
     omitted = (
         f"only cases and kernels matching {only!r} were compiled"
         if only

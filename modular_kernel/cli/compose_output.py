@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
 from modular_kernel.select.record import Pair, pairing_name
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Verdict
@@ -23,7 +23,9 @@ def progress_notes(problem: "Problem") -> "Callable[[Bucket], None]":
     def note_times(bucket: "Bucket") -> None:
         times = sorted(bucket.times.items(), key=lambda item: item[1])
         texts = ", ".join(f"{us:.1f} us {pair[1]}" for pair, us in times[:3])
-        output.note(f"{counted(bucket.tokens, 'token')}: {texts or 'no pairing could be timed'}")
+        output.note(
+            f"{format_count(bucket.tokens, 'token')}: {texts or 'no pairing could be timed'}"
+        )
 
     return note_times
 
@@ -41,7 +43,7 @@ def print_text(choice: "Choice") -> None:
     )
     output.line(choice.summary)
     for reason in dict.fromkeys(candidates.untimeable.values()):
-        output.line(f"{counted(len(candidates.untimeable), 'pairing')} not measured: {reason}")
+        output.line(f"{format_count(len(candidates.untimeable), 'pairing')} not measured: {reason}")
     other_machine: dict[str, list[str]] = {}
     for verdict in candidates.refused:
         if {rejection.rule for rejection in verdict.rejections} <= _MACHINE_RULES:
@@ -135,7 +137,7 @@ def _print_untimed(choice: "Choice") -> None:
                 reasons.setdefault(outcome.pair, []).append(outcome.why)
     for pair, texts in reasons.items():
         others = len(set(texts)) - 1
-        more = f" (at {counted(others, 'other token count')} otherwise)" if others else ""
+        more = f" (at {format_count(others, 'other token count')} otherwise)" if others else ""
         output.line(f"{pairing_name(pair)}: {texts[0]}{more}")
 
 

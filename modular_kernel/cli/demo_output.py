@@ -8,7 +8,7 @@ from shutil import which
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Verdict
@@ -111,7 +111,9 @@ def print_demo(
         output.line(f"tokens per second of a small mixtral: {speeds}")
     output.note_interpreted(interpreted_parts)
     valid = sum(verdict.ok for verdict in verdicts)
-    output.line(f"{valid} of {counted(len(verdicts), 'pair')} are valid here for a small layer")
+    output.line(
+        f"{valid} of {format_count(len(verdicts), 'pair')} are valid here for a small layer"
+    )
     output.line(f"\nnext{_script_note()}:")
     for command, description in _NEXT_COMMANDS:
         output.line(f"  {command:37} {description}")

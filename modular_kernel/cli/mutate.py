@@ -11,7 +11,7 @@ from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.ranks import Host
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
     from modular_kernel.testing.input_mutations.run import Kill
@@ -202,7 +202,7 @@ def print_kills(all_kills: Sequence["Kill"]) -> None:
     killed = len(all_kills) - missed - unused
     not_applicable = f", {unused} not applicable" if unused else ""
     output.line(
-        f"{counted(len(all_kills), 'input mutation')}: {killed} killed, {missed} missed"
+        f"{format_count(len(all_kills), 'input mutation')}: {killed} killed, {missed} missed"
         f"{not_applicable}"
     )
 
@@ -311,7 +311,7 @@ def _compare_bits(
     def show() -> None:
         for mutant in mutants:
             output.line(mutant.diff())
-        output.line(f"no bit differs in {counted(bits.problems, 'problem')}")
+        output.line(f"no bit differs in {format_count(bits.problems, 'problem')}")
         if differing:
             output.line(f"a bit differs in: {differing}")
 
@@ -335,9 +335,9 @@ def _compare_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
 
     def show() -> None:
         for mutant, reached in zip(mutants, same.reached, strict=True):
-            output.line(f"{mutant.diff()}\nin {counted(reached, 'compiled form')} of kernels")
+            output.line(f"{mutant.diff()}\nin {format_count(reached, 'compiled form')} of kernels")
         are = "is" if same.differing == 1 else "are"
-        output.line(f"{counted(same.differing, 'form')} {are} compiled to different code")
+        output.line(f"{format_count(same.differing, 'form')} {are} compiled to different code")
 
     record = {"id": _ids(mutants), "reached": same.reached, "differing": same.differing}
     output.print_result(record, as_json, show)
@@ -349,14 +349,16 @@ def _print_text(score: "Score") -> None:
 
     survey = score.survey
     for outcome in score.survivors:
-        ran = counted(outcome.num_cases, "case")
+        ran = format_count(outcome.num_cases, "case")
         cases = "no case executes it" if outcome.status == "not executed" else f"passed by {ran}"
         output.line(f"SURVIVED {outcome.mutant.edit.operator}: {cases}")
         output.line(f"{outcome.mutant.diff()}\n  {reproducer(outcome, survey)}\n")
     for outcome, equivalence in score.equivalent:
         bits = f"no bit differs in {equivalence.problems} problems"
         proof = (
-            bits if equivalence.problems else f"same code in {counted(equivalence.forms, 'form')}"
+            bits
+            if equivalence.problems
+            else f"same code in {format_count(equivalence.forms, 'form')}"
         )
         output.line(f"equivalent {outcome.mutant.ident}, {proof}: {equivalence.reason}")
     rows = killers(score.killed).items()

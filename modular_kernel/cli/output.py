@@ -24,7 +24,7 @@ from modular_kernel.errors import (
     ModularKernelError,
 )
 from modular_kernel.settings import read_launcher
-from modular_kernel.text import counted, printable
+from modular_kernel.text import escape_nonprintable, format_count
 from modular_kernel.utils import json_files
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def line(text: str = "") -> None:
 
     Non-printable characters are escaped.
     """
-    for part in printable(text, keep_lines=True).splitlines() or [""]:
+    for part in escape_nonprintable(text, keep_lines=True).splitlines() or [""]:
         print("\n".join(fold(part, width())))
 
 
@@ -167,7 +167,7 @@ def print_error(text: str) -> None:
 
 
 def _print_to_stderr(text: str) -> None:
-    for part in printable(text, keep_lines=True).splitlines():
+    for part in escape_nonprintable(text, keep_lines=True).splitlines():
         print("\n".join(fold(part, width())), file=sys.stderr)
 
 
@@ -186,7 +186,7 @@ def table(
 
     optional: names of the columns that may be dropped.
     """
-    cells = [[printable(cell, keep_lines=True) for cell in row] for row in rows]
+    cells = [[escape_nonprintable(cell, keep_lines=True) for cell in row] for row in rows]
     if not cells:
         return
     line_width = width()
@@ -363,5 +363,5 @@ def _report_incompatible(error: IncompatibleError, json_path: str | None) -> Non
 
 
 def _print_refusal(error: IncompatibleError) -> None:
-    line(f"{error.pairing}: refused, {counted(len(error.rejections), 'reason')}")
+    line(f"{error.pairing}: refused, {format_count(len(error.rejections), 'reason')}")
     print_rejections([r for r in error.rejections if hasattr(r, "rule")])  # type: ignore[misc]

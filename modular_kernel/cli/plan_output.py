@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from modular_kernel.cli import output
-from modular_kernel.text import counted, format_layers
+from modular_kernel.text import format_count, format_layers
 
 if TYPE_CHECKING:
     from modular_kernel.cli.plan import Case
@@ -121,7 +121,7 @@ def print_cases(cases: "Sequence[Case]", routing: str, max_rows: int) -> None:
 
 def _title(case: "Case") -> str:
     problem = case.problem
-    ranks, tokens = problem.parallel.world_size, counted(problem.tokens, "token")
+    ranks, tokens = problem.parallel.world_size, format_count(problem.tokens, "token")
     in_all = f", {ranks * problem.tokens} in all" if ranks > 1 else ""
     where = f"on each of {ranks} ranks" if ranks > 1 else "on one GPU"
     layers = "" if case.layers is None else f"{format_layers(case.layers)} ({problem.quant}): "
@@ -174,7 +174,7 @@ def _print_table(case: "Case", max_rows: int) -> None:
     )
     hidden = len(result.estimates) - len(shown)
     if hidden:
-        output.line(f"{counted(hidden, 'slower pair')}: --rows 0 or --json shows them")
+        output.line(f"{format_count(hidden, 'slower pair')}: --rows 0 or --json shows them")
     _print_grouped("does not fit", result.too_large)
     _print_grouped("no estimate", result.unestimated)
     for text in dict.fromkeys(f"{e.prepare_finalize}: {e.caveat}" for e in shown if e.caveat):

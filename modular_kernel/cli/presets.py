@@ -10,7 +10,7 @@ from modular_kernel.models.config_file import is_file, layers_of_file, problem_f
 from modular_kernel.models.layer_quantization import LayerScheme
 from modular_kernel.models.registry import ALIASES, model_named
 from modular_kernel.models.registry import MODELS as PUBLISHED
-from modular_kernel.text import printable
+from modular_kernel.text import escape_nonprintable
 
 # Problem fields of each published model.
 MODELS: dict[str, dict[str, object]] = {
@@ -28,7 +28,7 @@ def display_name(model: str) -> str:
     path = Path(model).absolute()
     if path.name == "config.json":
         path = path.parent
-    return printable(path.name.removesuffix(".json"))
+    return escape_nonprintable(path.name.removesuffix(".json"))
 
 
 def problem_fields(

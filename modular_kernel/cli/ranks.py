@@ -11,7 +11,7 @@ from modular_kernel.cli.command import option
 from modular_kernel.cli.output import note
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_launcher
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
     from modular_kernel.cli.options import ProblemOptions
@@ -168,14 +168,15 @@ def pool_of(world_size: int, backend: str | None, ranks_per_host: int | None = N
             return RankPool(world_size, "nccl", ranks_per_host=ranks_per_host)
         if backend is None:
             note(
-                f"{world_size} ranks on the CPU over gloo; this machine has {counted(gpus, 'GPU')}"
+                f"{world_size} ranks on the CPU over gloo; this machine has "
+                f"{format_count(gpus, 'GPU')}"
             )
         return RankPool(world_size, ranks_per_host=ranks_per_host)
     selected: Literal["gloo", "nccl"] = "nccl" if backend == "nccl" else "gloo"
     if backend is None and gpus:  # not by the number of GPUs, in which hosts may differ
         selected = "nccl"
     ranks = LaunchedRanks(launcher, selected, command=shlex.join([selected, *sys.argv[1:]]))
-    hosts = counted(ranks.hosts, "host")
+    hosts = format_count(ranks.hosts, "host")
     note(f"{world_size} ranks of {launcher.address} on {hosts}, over {selected}")
     return ranks
 

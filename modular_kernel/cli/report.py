@@ -11,7 +11,7 @@ from modular_kernel.cli.file_options import FilePath, FileUse, check_path
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
@@ -86,7 +86,9 @@ def _check(catalog: "Catalog", docs: Path) -> None:
     for file in stale_files:
         output.line(f"{docs / file.path}: {file.fault}")
     if stale_files:
-        output.note(f"{counted(len(stale_files), 'generated file')} stale; run `mk report --write`")
+        output.note(
+            f"{format_count(len(stale_files), 'generated file')} stale; run `mk report --write`"
+        )
         raise Exit(1)
     output.line("every generated file is up to date")
 

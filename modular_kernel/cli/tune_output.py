@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.text import counted, format_counts
+from modular_kernel.text import format_count, format_counts
 
 if TYPE_CHECKING:
     from modular_kernel.contracts import Choice, Tunable
@@ -145,12 +145,12 @@ def _summary_line(tuned: "TuneResult") -> str:
     best = tuned.best
     if best is None:
         reasons = "; ".join(refusal.reason for refusal in tuned.refused.values())
-        return f"{counted(tuned.tokens, 'token')}: nothing ran: {reasons[:300]}"
+        return f"{format_count(tuned.tokens, 'token')}: nothing ran: {reasons[:300]}"
     untuned = f", untuned {best.untuned_seconds * 1e6:.1f}" if best.untuned_seconds else ""
     wrong = f", {len(tuned.wrong)} WRONG" if tuned.wrong else ""
     counts = f"{len(tuned.times)} timed, {len(tuned.refused)} refused{wrong}"
     stopped = "" if tuned.finished else ", stopped by the budget"
-    tokens = counted(tuned.tokens, "token")
+    tokens = format_count(tuned.tokens, "token")
     return f"{tokens}: {best.seconds * 1e6:.1f} us{untuned} ({counts}{stopped})"
 
 
@@ -194,7 +194,7 @@ def print_text(
     )
     for tuned in results:
         for choice in tuned.wrong:
-            tokens, reason = counted(tuned.tokens, "token"), tuned.refused[choice].reason
+            tokens, reason = format_count(tuned.tokens, "token"), tuned.refused[choice].reason
             output.line(f"WRONG, {tokens}: {choice}: {reason}")
     files = [tuned.file for tuned in results if tuned.file is not None]
     if files:

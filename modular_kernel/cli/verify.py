@@ -17,7 +17,7 @@ from modular_kernel.cli.mutate import MutationOptions, run_mutation
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.ranks import Backend, Host, as_rank_case, host_of, with_launcher
 from modular_kernel.errors import ConfigurationError, IncompatibleError
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
     from modular_kernel.testing.cases.case import Case
@@ -138,8 +138,11 @@ class CaseResult:
         missed = cells.intersection(self.missed_cells)
         schemes = {cell.scheme for cell in cells}
         missed_schemes = sorted(schemes - {cell.scheme for cell in cells - missed})
-        text = f"{path}: {len(schemes) - len(missed_schemes)} of {counted(len(schemes), 'scheme')}"
-        text += f", {len(cells) - len(missed)} of {counted(len(cells), 'cell')}"
+        text = (
+            f"{path}: {len(schemes) - len(missed_schemes)} of "
+            f"{format_count(len(schemes), 'scheme')}"
+        )
+        text += f", {len(cells) - len(missed)} of {format_count(len(cells), 'cell')}"
         return (
             f"{text}, never {', '.join(missed_schemes)}"
             if missed_schemes and self.job.requires_all_cells
@@ -397,7 +400,7 @@ def _print_text(results: Sequence[CaseResult]) -> None:
             output.line(f"{proof}\n")
     count = sum(len(result.proofs) for result in results)
     failed = sum(len(result.failed) for result in results)
-    cases, pairs = counted(count, "case"), counted(len(results), "pair")
+    cases, pairs = format_count(count, "case"), format_count(len(results), "pair")
     output.line(f"{cases} of {pairs}: {count - failed} passed, {failed} failed")
 
 

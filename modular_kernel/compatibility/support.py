@@ -18,9 +18,9 @@ from modular_kernel.spec.problem import (
     Machine,
     Problem,
     Reduce,
-    Rows,
+    RowContents,
 )
-from modular_kernel.text import counted, printable, render_notebook_html
+from modular_kernel.text import escape_nonprintable, format_count, render_notebook_html
 from modular_kernel.utils.argument_checks import Count
 from modular_kernel.utils.optional_imports import describe_error
 from modular_kernel.utils.package_probes import PackageProbe
@@ -129,7 +129,7 @@ class PrepareFinalizeRequirements(Requirements):
     topk_indices_dtype: torch.dtype | None = None
     localizes_ids: bool = False
     multiplies_input: bool = False
-    padding: Rows | None = None
+    padding: RowContents | None = None
     dispatch_schemes: frozenset[str] = frozenset()
     can_defer_quant: bool = True
     scale_layout: str = "row_major"
@@ -196,7 +196,7 @@ class ExpertsRequirements(Requirements):
     weight_on_input: bool = True
     expert_map: bool = False
     chunking: bool = False
-    invalid_rows: Rows = Rows.UNDEFINED
+    invalid_rows: RowContents = RowContents.UNDEFINED
     skips_padding: bool = True
     schemes: frozenset[str] = frozenset({"none"})
     external_schemes: bool = False
@@ -247,7 +247,9 @@ class Rejection:
     def __str__(self) -> str:
         hint = f" ({self.hint})" if self.hint else ""
         parties = " / ".join(self.parties)
-        return printable(f"[{self.rule}] {parties}: got {self.got}, need {self.need}{hint}")
+        return escape_nonprintable(
+            f"[{self.rule}] {parties}: got {self.got}, need {self.need}{hint}"
+        )
 
 
 @dataclass(frozen=True)
@@ -312,7 +314,7 @@ class Verdict:
     def __str__(self) -> str:
         if self.ok:
             return f"{self.pairing}: valid"
-        lines = [f"{self.pairing}: refused, {counted(len(self.rejections), 'reason')}"]
+        lines = [f"{self.pairing}: refused, {format_count(len(self.rejections), 'reason')}"]
         return "\n".join([*lines, *(f"  - {r}" for r in self.rejections)])
 
 

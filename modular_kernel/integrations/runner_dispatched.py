@@ -18,7 +18,7 @@ from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.ops.reduce import weight_and_sum
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, STORAGE
 from modular_kernel.replay import modes
-from modular_kernel.spec.problem import ActivationFormat, Problem, Reduce, Rows
+from modular_kernel.spec.problem import ActivationFormat, Problem, Reduce, RowContents
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -54,7 +54,7 @@ class ReceivedBatches(PrepareAndFinalize):
         activation_format=ActivationFormat.BATCHED_EXPERTS,
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
         localizes_ids=True,
-        padding=Rows.UNDEFINED,
+        padding=RowContents.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         linear_placement=False,

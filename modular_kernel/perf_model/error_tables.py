@@ -7,7 +7,7 @@ from statistics import fmean
 
 from modular_kernel.perf_model.compare import WITHIN, Compared, cells_of, compare
 from modular_kernel.perf_model.experts_records import factor, recorded_layers
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 DATA = Path(__file__).with_name("data")
 RECORDS = (
@@ -89,7 +89,7 @@ def markdown() -> str:
     experts = [(f"`{row.part}`", *_numbers(row)) for row in experts_errors()]
     total = [error for row in experts_errors() for error in row.errors]
     lines = _table(f"part | ranks | | {head}", model, 3)
-    lines += ["", f"Experts parts, {counted(len(total), 'recorded layer')}:", ""]
+    lines += ["", f"Experts parts, {format_count(len(total), 'recorded layer')}:", ""]
     return "\n".join([*lines, *_table(f"experts part | {head}", experts, 1)])
 
 

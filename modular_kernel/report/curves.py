@@ -12,7 +12,7 @@ from modular_kernel.bench.tables import label
 from modular_kernel.measure.records import OURS, Report, Row
 from modular_kernel.report.pages.document import Figure
 from modular_kernel.report.pages.plots import COLORS, XMLNS, Scale, line, svg, text, with_tooltip
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 _MAX_COLUMNS = 3
 # In pixels.
@@ -165,7 +165,7 @@ def _curve(curve: _Curve, x: Scale, y: Scale) -> list[str]:
         with_tooltip(
             "circle",
             f'cx="{left:.1f}" cy="{top:.1f}" r="2.2" fill="{curve.color}"',
-            f"{curve.name}, {counted(point.tokens, 'token')}: {point.us:.1f} us",
+            f"{curve.name}, {format_count(point.tokens, 'token')}: {point.us:.1f} us",
         )
         for (left, top), point in zip(positions, curve.points, strict=True)
     ]

@@ -16,7 +16,7 @@ from modular_kernel.report.judge_all import Matrix, RefusalReason, reasons, with
 from modular_kernel.report.pages.document import Block, Document, Heading, Items, Table, Text
 from modular_kernel.spec.problem import Machine, dtype_name
 from modular_kernel.spec.quantization import QUANT_SCHEMES
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 YES = "yes"
 # Fields of Requirements that declare an optional capability.
@@ -49,7 +49,7 @@ def _introduction(matrix: Matrix) -> tuple[Block, ...]:
         "the two parts require."
     )
     layer_text = (
-        f"Layer: {counted(problem.tokens, 'token')}, hidden size {problem.hidden}, "
+        f"Layer: {format_count(problem.tokens, 'token')}, hidden size {problem.hidden}, "
         f"intermediate size {problem.intermediate}, {problem.experts} experts, "
         f"top-{problem.top_k}, {dtype_name(problem.dtype)}, {problem.act}; "
         "consecutive experts on each rank."

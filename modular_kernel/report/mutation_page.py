@@ -7,7 +7,7 @@ from typing import Any
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.pages.document import Block, Document, Heading, Items, Table, Text
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 Record = dict[str, Any]
 
@@ -163,7 +163,8 @@ def _fresh_samples(
             "Both are killed / (sampled - equivalent)."
         ),
         Text(
-            f"**First scores of {counted(len(first), 'part')}: {killed} of {total} mutants killed, "
+            "**First scores of "
+            f"{format_count(len(first), 'part')}: {killed} of {total} mutants killed, "
             f"{_percentage(killed, total)}**, of "
             f"{sum(record['put_in'] for record in first)} sampled."
         ),

@@ -29,7 +29,7 @@ from modular_kernel.select.record import Options, bucket_tokens
 from modular_kernel.select.search import BucketCallback, Search
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine, Problem
-from modular_kernel.text import printable
+from modular_kernel.text import escape_nonprintable
 from modular_kernel.utils.argument_checks import check_fields, expect
 
 _LOG = logging.getLogger("modular_kernel.select")
@@ -108,11 +108,11 @@ def compose(
     machine = this_machine() if machine is None else machine
     choice = choose(problem, machine, group=group, terms=terms)
     for note in choice.notes:
-        _LOG.warning("%s", printable(note))
+        _LOG.warning("%s", escape_nonprintable(note))
     if not choice.segments:
         reasons = [r for verdict in choice.candidates.refused for r in verdict.rejections]
         raise IncompatibleError(f"every pairing for {problem}", reasons)
-    _LOG.info("%s", printable(choice.summary))
+    _LOG.info("%s", escape_nonprintable(choice.summary))
     return build(choice, machine, group)
 
 

@@ -17,7 +17,7 @@ from modular_kernel.select.record import (
     segments,
 )
 from modular_kernel.spec.problem import Machine, Problem
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 
 @dataclass(frozen=True)
@@ -123,4 +123,4 @@ class Choice:
             ),
         ]
         described = ", ".join(f"{number} {text}" for number, text in parts if number)
-        return f"{counted(len(sources), 'token count')}: {described or 'no valid pairing'}"
+        return f"{format_count(len(sources), 'token count')}: {described or 'no valid pairing'}"

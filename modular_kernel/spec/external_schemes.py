@@ -23,7 +23,7 @@ from typing import Any
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_settings
-from modular_kernel.text import printable
+from modular_kernel.text import escape_nonprintable
 from modular_kernel.utils import forks
 from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.optional_imports import describe_error, load_with_deadline
@@ -68,7 +68,7 @@ class TableScheme:
 
     def __post_init__(self) -> None:
         expect("name of a scheme", self.name, str)
-        what = f"scheme {printable(self.name, max_chars=_MAX_NAME_CHARS)}"
+        what = f"scheme {escape_nonprintable(self.name, max_chars=_MAX_NAME_CHARS)}"
         if not _NAME.fullmatch(self.name):
             raise ConfigurationError(f"{what}: name", got=repr(self.name)[:80], need=_NEED_NAME)
         if len(self.name) > _MAX_NAME_CHARS:
@@ -236,7 +236,7 @@ def _load_all(built_in_names: tuple[str, ...]) -> ExternalSchemes:
         try:
             schemes = _check_schemes(_load(entry, origin))
         except (Exception, SystemExit) as error:  # noqa: BLE001  another package's code
-            name = printable(entry.name, max_chars=_MAX_ORIGIN_CHARS)
+            name = escape_nonprintable(entry.name, max_chars=_MAX_ORIGIN_CHARS)
             broken.append(BrokenScheme(name, origin, describe_error(error)))
             continue
         usable += [ExternalScheme(scheme, origin) for scheme in schemes]
@@ -264,7 +264,7 @@ def _load(entry: EntryPoint, origin: str) -> object:
 
 def _origin(entry: EntryPoint) -> str:
     distribution = entry.dist.name if entry.dist else "unknown"
-    return printable(f"{distribution} ({entry.value})", max_chars=_MAX_ORIGIN_CHARS)
+    return escape_nonprintable(f"{distribution} ({entry.value})", max_chars=_MAX_ORIGIN_CHARS)
 
 
 def _check_schemes(value: object) -> tuple[TableScheme, ...]:

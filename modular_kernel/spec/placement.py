@@ -19,7 +19,7 @@ from typing import Annotated
 import torch
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 from modular_kernel.utils.argument_checks import (
     MAX_INT32,
     Between,
@@ -174,7 +174,7 @@ class Placement:
         )
         per_rank, remainder = divmod(len(physical), ranks)
         if remainder or not per_rank:
-            need = f"the same number for each of {counted(ranks, 'rank')}"
+            need = f"the same number for each of {format_count(ranks, 'rank')}"
             raise ConfigurationError("physical experts", got=len(physical), need=need)
         rows = [physical[rank * per_rank : (rank + 1) * per_rank] for rank in range(ranks)]
         return cls(tuple(tuple(dict.fromkeys(row)) if join else row for row in rows))
@@ -356,5 +356,5 @@ def _check_sizes(experts: int, world_size: int) -> None:
     expect("placement: experts", experts, Experts)
     expect("placement: ranks", world_size, Count)
     if world_size < 1 or experts < world_size:
-        need = f"an expert for each of {counted(world_size, 'rank')}"
+        need = f"an expert for each of {format_count(world_size, 'rank')}"
         raise ConfigurationError("placement: experts", got=experts, need=need)

@@ -72,7 +72,7 @@ class Combine(Enum):
     TOPK_UNWEIGHTED = "topk_unweighted"  # (T, K, H): neither weighted nor scaled
 
 
-class Rows(Enum):
+class RowContents(Enum):
     """Content of rows without a valid token."""
 
     ZERO = "zero"

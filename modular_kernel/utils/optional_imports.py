@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.text import printable
+from modular_kernel.text import escape_nonprintable
 
 _LOG = logging.getLogger("modular_kernel.parts")
 _WARN_AFTER_S = 5.0
@@ -70,7 +70,10 @@ def describe_error(error: BaseException) -> str:
         text = str(error)
     except Exception:  # noqa: BLE001  its __str__ is third-party code too
         text = "(no text)"
-    return f"{printable(type(error).__name__)}: {printable(text, max_chars=_MAX_CHARS)}"
+    return (
+        f"{escape_nonprintable(type(error).__name__)}: "
+        f"{escape_nonprintable(text, max_chars=_MAX_CHARS)}"
+    )
 
 
 def require_own_package(package: str) -> None:
@@ -81,7 +84,7 @@ def require_own_package(package: str) -> None:
     shadow = shadow_of(package)
     if shadow is not None:
         need = "this distribution's package: rename or move the shadowing module"
-        raise ConfigurationError(f"package {package}", got=printable(shadow), need=need)
+        raise ConfigurationError(f"package {package}", got=escape_nonprintable(shadow), need=need)
 
 
 def shadow_of(package: str) -> str | None:

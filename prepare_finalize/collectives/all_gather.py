@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.contracts import CallState, Receiver, TopKWeightAndReduce
 from modular_kernel.replay import stages
 from modular_kernel.spec.placement import pairs_to_slots
-from modular_kernel.spec.problem import Rows
+from modular_kernel.spec.problem import RowContents
 from modular_kernel.tensors import (
     ContiguousTokens,
     Dispatched,
@@ -60,7 +60,9 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
     gathers = True
     prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
 
-    requires = replace(CONTIGUOUS, padding=Rows.UNDEFINED, batch_invariant=True, asynchronous=True)
+    requires = replace(
+        CONTIGUOUS, padding=RowContents.UNDEFINED, batch_invariant=True, asynchronous=True
+    )
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         if self.fixed is not None:
@@ -76,7 +78,7 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         }
 
     def send_counted(
-        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
         """Send as many rows as the rank with the largest T has, after exchanging T."""
         manager, tokens = self.manager, x_TH.shape[0]
@@ -116,7 +118,7 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         received: ContiguousTokens,
         sent: FixedCall,
         weights_RK: torch.Tensor | None,
-        call: Call,
+        call: CallState,
     ) -> tuple[Dispatched, Handle]:
         return received, AllGatherHandle(self, call, sent.step, (), weights_RK, sent.sum_RH, sent)
 
@@ -130,7 +132,7 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         routing: Routing,
         rank_TK: torch.Tensor,
         weights: ExpertWeights,
-        call: Call,
+        call: CallState,
         *,
         amax: float | torch.Tensor | None,
         out_RB: torch.Tensor,
@@ -144,7 +146,7 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         return scale
 
     def _unpack(
-        self, call: Call, blocks: list[torch.Tensor], scale: torch.Tensor | None, step: int
+        self, call: CallState, blocks: list[torch.Tensor], scale: torch.Tensor | None, step: int
     ) -> tuple[Dispatched, Handle]:
         """Return the received rows with the slots of this rank's experts, -1 for other ranks'.
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.contracts import CallState, Receiver, TopKWeightAndReduce
 from modular_kernel.replay import stages
 from modular_kernel.spec.placement import pairs_to_slots
-from modular_kernel.spec.problem import Rows
+from modular_kernel.spec.problem import RowContents
 from modular_kernel.tensors import (
     ContiguousTokens,
     Dispatched,
@@ -64,7 +64,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
     replayable = True
     requires = replace(
         CONTIGUOUS,
-        padding=Rows.UNDEFINED,
+        padding=RowContents.UNDEFINED,
         batch_invariant=True,
         asynchronous=True,
         bounds_received=True,
@@ -86,7 +86,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
         }
 
     def send_counted(
-        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
         """Send just the rows that each rank needs, after exchanging their counts."""
         manager = self.manager
@@ -140,7 +140,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
         received: ContiguousTokens,
         sent: FixedCall,
         weights_RK: torch.Tensor | None,
-        call: Call,
+        call: CallState,
     ) -> tuple[Dispatched, Handle]:
         handle = All2AllHandle(
             self, call, sent.step, (), (), True, None, weights_RK, sent.sum_RH, sent
@@ -159,7 +159,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
         return rank_TK, slot_TK, (rank_TK == ranks_W[:, None, None]).any(2), invalid
 
     def _unpack(
-        self, call: Call, blocks: list[torch.Tensor], scale: torch.Tensor | None
+        self, call: CallState, blocks: list[torch.Tensor], scale: torch.Tensor | None
     ) -> tuple[ContiguousTokens, torch.Tensor | None]:
         """Return the received rows, and their router weights if they are still to be applied.
 

@@ -10,7 +10,7 @@ from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.quant.quantized_weights import STORAGE
-from modular_kernel.spec.problem import ActivationFormat, Reduce, Rows
+from modular_kernel.spec.problem import ActivationFormat, Reduce, RowContents
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -47,7 +47,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         TorchAll2AllPrepareAndFinalize.requires,
         activation_format=ActivationFormat.BATCHED_EXPERTS,
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
-        padding=Rows.UNDEFINED,
+        padding=RowContents.UNDEFINED,
         can_defer_quant=False,
         rounds_capacity=True,
     )

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from modular_kernel.contracts import Call, Receiver
+from modular_kernel.contracts import CallState, Receiver
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops.expert_slots import number_pairs
 from modular_kernel.spec.problem import Problem
@@ -109,7 +109,7 @@ class CollectivePart(RowsPart):
         return specs
 
     def send(
-        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
         fixed = self.fixed
@@ -127,7 +127,7 @@ class CollectivePart(RowsPart):
 
     @abstractmethod
     def send_counted(
-        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
         """Exchange row counts on the host, then start the exchange of as many rows."""
 
@@ -137,7 +137,7 @@ class CollectivePart(RowsPart):
         received: ContiguousTokens,
         sent: FixedCall,
         weights_RK: torch.Tensor | None,
-        call: Call,
+        call: CallState,
     ) -> tuple[Dispatched, Handle]:
         """Return rows of an exchange of fixed size in the experts' format, and the call's handle.
 
@@ -150,7 +150,7 @@ class CollectivePart(RowsPart):
         x_TH: torch.Tensor,
         routing: Routing,
         weights: ExpertWeights,
-        call: Call,
+        call: CallState,
     ) -> tuple[FixedCall, torch.Tensor | None]:
         """Send blocks of fixed size; return the exchange, and scales that are not in the rows."""
         quantizes = dispatches_quantized(self.problem, call)
@@ -185,7 +185,7 @@ class CollectivePart(RowsPart):
         return sent, None if layout.scales else scale
 
     def _receive_fixed(
-        self, fixed: FixedExchange, sent: FixedCall, scale: torch.Tensor | None, call: Call
+        self, fixed: FixedExchange, sent: FixedCall, scale: torch.Tensor | None, call: CallState
     ) -> ContiguousTokens:
         """Return the received rows; rows without a token have the ids -1.
 

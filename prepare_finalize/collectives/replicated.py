@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from modular_kernel.contracts import Call, TopKWeightAndReduce
+from modular_kernel.contracts import CallState, TopKWeightAndReduce
 from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.ops.expert_slots import number_pairs
 from modular_kernel.ops.reduce import weight_and_sum
@@ -127,7 +127,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
             self._end_call(agreement, sums, sums)
 
     def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> tuple[Dispatched, Handle]:
         self.manager.check_device(x_TH.device)
         with stages.stage(stages.DISPATCH):  # sends no rows, but the handshake takes time
@@ -143,7 +143,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         adapters = () if routing.slots_T is None else (routing.slots_T, x_TH)
         return self.local_tokens(call, rows, scale, slots_TK, weights_TK, *adapters), handle
 
-    def _agree(self, x_TH: torch.Tensor, call: Call) -> int:
+    def _agree(self, x_TH: torch.Tensor, call: CallState) -> int:
         """Agree with all ranks on the host; return the step."""
         no_rows = [0] * self.manager.world_size
         agreement = agree(
@@ -157,7 +157,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         return agreement.step
 
     def _send_header(
-        self, agreement: DeviceAgreement, x_TH: torch.Tensor, call: Call
+        self, agreement: DeviceAgreement, x_TH: torch.Tensor, call: CallState
     ) -> tuple[int, _HeaderExchange]:
         """Start the exchange of headers, which runs beside the experts; return it and the step."""
         tokens = x_TH.shape[0]
@@ -199,7 +199,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
             repeat_in_replays(agreement.raise_failure)
 
     def _local_pairs(
-        self, routing: Routing, call: Call, first_token: int
+        self, routing: Routing, call: CallState, first_token: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the int32 slots and the weights of this rank's pairs, -1 and 0 for others.
 
@@ -216,7 +216,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         return slots_TK, torch.where(is_local, routing.topk_weights_TK, 0)
 
     def _local_pairs_on_device(
-        self, routing: Routing, call: Call
+        self, routing: Routing, call: CallState
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results of `_local_pairs` in two launches.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.contracts import Call
+from modular_kernel.contracts import CallState
 from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.spec.problem import Problem
 from prepare_finalize.common.torch_group import TorchGroup
@@ -64,7 +64,7 @@ class Agreement:
 
 def agree(
     layer: Layer,
-    call: Call,
+    call: CallState,
     *,
     tokens: int,
     rows_W: Sequence[int],
@@ -245,7 +245,7 @@ def _check_counts(manager: TorchGroup, counts: list[list[int]], max_tokens: int,
         raise manager.disagreement(got, need, step=step, peers=peers)
 
 
-def _other_properties(layer: Layer, call: Call) -> int:
+def _other_properties(layer: Layer, call: CallState) -> int:
     """Return a 63-bit hash of the remaining properties that all ranks must share."""
     problem = layer.problem
     shared = (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from modular_kernel.contracts import Call
+from modular_kernel.contracts import CallState
 from modular_kernel.errors import CommunicationError, StateError
 from modular_kernel.replay.recording import repeat_in_replays, unrecorded
 from prepare_finalize.common.agreement import (
@@ -75,7 +75,7 @@ class DeviceAgreement:
         return self.counter.status
 
     def begin(
-        self, call: Call, tokens: int, device: torch.device, sizes: tuple[int, ...] = ()
+        self, call: CallState, tokens: int, device: torch.device, sizes: tuple[int, ...] = ()
     ) -> int:
         """Begin a call of T = `tokens` and return its step.
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from modular_kernel.contracts import Call
+from modular_kernel.contracts import CallState
 from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.replay.recording import unrecorded
@@ -116,7 +116,7 @@ class FixedExchange:
         return specs
 
     def begin(
-        self, call: Call, tokens: int, device: torch.device, layout: BlockLayout, *, amax: bool
+        self, call: CallState, tokens: int, device: torch.device, layout: BlockLayout, *, amax: bool
     ) -> int:
         """Begin a call of T = `tokens` and return its step; see `DeviceAgreement.begin`.
 
@@ -139,7 +139,7 @@ class FixedExchange:
             manager.all_gather(amax_W, amax, step=step, phase="counts").wait_on_stream()
         return amax_W.amax().reshape(1)  # NaN if any is, unlike the maximum of an all-reduce
 
-    def take_buffers(self, layout: BlockLayout, call: Call) -> FixedBuffers:
+    def take_buffers(self, layout: BlockLayout, call: CallState) -> FixedBuffers:
         """Take the buffers of a call from its workspace."""
         take, world = call.workspace.take, self._ranks.world_size
         row_of_token_WT = None
@@ -163,7 +163,7 @@ class FixedExchange:
         self,
         rows: SentRows,
         buffers: FixedBuffers,
-        call: Call,
+        call: CallState,
         step: int,
         *,
         x_in_place: bool = False,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 
 from modular_kernel.compatibility.support import Rejection
-from modular_kernel.contracts import Call, PrepareAndFinalize, Receiver
+from modular_kernel.contracts import CallState, PrepareAndFinalize, Receiver
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.ops.expert_slots import Numbering, Pairs
 from modular_kernel.ops.quantize import quantize_rejections
@@ -39,7 +39,7 @@ class PartHandle(Handle):
     """Base of the handles of all GroupParts: the part that created it, and the call."""
 
     part: "GroupPart[Any]"
-    call: Call
+    call: CallState
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         }
 
     def pairs(
-        self, routing: Routing, call: Call, *, join: bool, factor: float = 1.0, sinks: int = 0
+        self, routing: Routing, call: CallState, *, join: bool, factor: float = 1.0, sinks: int = 0
     ) -> Pairs:
         """Return the pairs of a call, with buffers for their expert numbers and weights."""
         ids_TK, take = routing.topk_ids_TK, call.workspace.take
@@ -171,14 +171,14 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         )
 
     def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> tuple[Dispatched, Handle]:
         """Call `prepare_no_receive` and wait for its result."""
         return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
 
     def local_tokens(
         self,
-        call: Call,
+        call: CallState,
         x_RH: torch.Tensor,
         scale: torch.Tensor | None,
         slots_RK: torch.Tensor,
@@ -210,11 +210,11 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         assert isinstance(handle, kind)  # a part has one handle type
         return handle
 
-    def has_local_scales(self, call: Call) -> bool:
+    def has_local_scales(self, call: CallState) -> bool:
         """Return whether all scales depend on this rank's tokens only."""
         return not (dispatches_quantized(self.problem, call) and has_shared_scale(self.problem))
 
-    def local_amax(self, x_TH: torch.Tensor, call: Call) -> torch.Tensor | None:
+    def local_amax(self, x_TH: torch.Tensor, call: CallState) -> torch.Tensor | None:
         """Return amax of this rank's tokens, (1,) float32, if ranks share a scale; else None."""
         if self.has_local_scales(call):
             return None
@@ -232,12 +232,12 @@ class FusedDispatchPart(GroupPart[M]):
     prepares_at_once = True
 
     def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> tuple[Dispatched, Handle]:
         return self.send(x_TH, routing, weights, call, at_once=True)()
 
     def prepare_no_receive(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> Receiver:
         return self.send(x_TH, routing, weights, call, at_once=False)
 
@@ -247,7 +247,7 @@ class FusedDispatchPart(GroupPart[M]):
         x_TH: torch.Tensor,
         routing: Routing,
         weights: ExpertWeights,
-        call: Call,
+        call: CallState,
         *,
         at_once: bool,
     ) -> Receiver:
@@ -298,7 +298,7 @@ class RowsPart(AgreeingPart):
         return ContiguousShape(self.max_rows, self.problem.top_k)
 
     def prepare_no_receive(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> Receiver:
         # Quantization inside `send` has its own profiler range, nested in this one.
         with stages.stage(stages.DISPATCH):
@@ -310,7 +310,7 @@ class RowsPart(AgreeingPart):
 
         return receive_in_stage
 
-    def layout_of(self, call: Call) -> RowLayout:
+    def layout_of(self, call: CallState) -> RowLayout:
         """Return the layout of the rows that a call sends."""
         return self.rows.layout(quantized=dispatches_quantized(self.problem, call))
 
@@ -319,7 +319,7 @@ class RowsPart(AgreeingPart):
         x_TH: torch.Tensor,
         routing: Routing,
         weights: ExpertWeights,
-        call: Call,
+        call: CallState,
         *,
         amax: float | torch.Tensor | None,
         out_RB: torch.Tensor,
@@ -341,7 +341,7 @@ class RowsPart(AgreeingPart):
 
     @abstractmethod
     def send(
-        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
         """Start the exchange and return a function that waits for it."""
 

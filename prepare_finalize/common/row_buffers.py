@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel.contracts import Call
+from modular_kernel.contracts import CallState
 from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.quant.quantized_weights import STORAGE
 from modular_kernel.spec.problem import Problem
@@ -79,13 +79,13 @@ class PackedRowBuffers:
             specs["rows_scale"] = BufferSpec(scales, torch.float32)
         return specs
 
-    def unpack(self, call: Call, blocks: list[torch.Tensor]) -> "UnpackedRows":
+    def unpack(self, call: CallState, blocks: list[torch.Tensor]) -> "UnpackedRows":
         """Return the sections of all blocks' packed rows, concatenated, each contiguous."""
         unpacked = self.allocate(call, sum(map(len, blocks)))
         self.unpack_into(unpacked, call, blocks)
         return unpacked
 
-    def allocate(self, call: Call, rows: int) -> "UnpackedRows":
+    def allocate(self, call: CallState, rows: int) -> "UnpackedRows":
         """Take the buffers of the sections of `rows` rows from the workspace."""
         quantized = dispatches_quantized(self.problem, call)
         layout = self.layout(quantized=quantized)
@@ -101,7 +101,7 @@ class PackedRowBuffers:
             adapters = call.workspace.take("rows_adapters", (rows, 1))[:, 0]
         return UnpackedRows(x, scale, ids, weights, adapters)
 
-    def unpack_into(self, out: "UnpackedRows", call: Call, blocks: list[torch.Tensor]) -> None:
+    def unpack_into(self, out: "UnpackedRows", call: CallState, blocks: list[torch.Tensor]) -> None:
         """Write the sections of all blocks' packed rows, concatenated, to `out`."""
         layout = self.layout(quantized=dispatches_quantized(self.problem, call))
         layout.take(blocks, "x", out.x_RH)

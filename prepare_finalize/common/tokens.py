@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel.contracts import Call, TopKWeightAndReduce
+from modular_kernel.contracts import CallState, TopKWeightAndReduce
 from modular_kernel.ops.expert_slots import Pairs, number_pairs
 from modular_kernel.ops.quantize import QuantizedRows, quantize_rows, quantize_specs, take_quantized
 from modular_kernel.ops.slots_and_quantize import number_and_quantize
@@ -17,7 +17,7 @@ from modular_kernel.workspace import BufferSpec
 from topk_reduce import TopKWeightAndReduceContiguous
 
 
-def dispatches_quantized(problem: Problem, call: Call) -> bool:
+def dispatches_quantized(problem: Problem, call: CallState) -> bool:
     """Return whether this call dispatches quantized tokens."""
     return problem.scheme.dispatched_quantized and not call.defer_quant
 
@@ -44,7 +44,7 @@ def quantize_tokens(
     problem: Problem,
     *,
     weights: ExpertWeights,
-    call: Call,
+    call: CallState,
     amax: float | torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -69,7 +69,7 @@ def quantize_tokens(
 
 
 def number_and_quantize_tokens(
-    x_TH: torch.Tensor, problem: Problem, pairs: Pairs, *, weights: ExpertWeights, call: Call
+    x_TH: torch.Tensor, problem: Problem, pairs: Pairs, *, weights: ExpertWeights, call: CallState
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run `quantize_tokens`, and `number_pairs` for the tokens' pairs, in one launch.
 
@@ -85,7 +85,7 @@ def number_and_quantize_tokens(
 
 
 def _take_buffers(
-    x_TH: torch.Tensor, problem: Problem, weights: ExpertWeights, call: Call
+    x_TH: torch.Tensor, problem: Problem, weights: ExpertWeights, call: CallState
 ) -> QuantizedRows:
     """Return the buffers of a call's quantized tokens, with the static scale if there is one."""
     scheme, shape = problem.scheme, (x_TH.shape[0], problem.hidden)
@@ -139,7 +139,7 @@ def reduce_rows(
     expert_output: torch.Tensor,
     topk_weights_RK: torch.Tensor,
     problem: Problem,
-    call: Call,
+    call: CallState,
     reduce: TopKWeightAndReduce,
 ) -> torch.Tensor:
     """Return the rows (R, H) that a rank sends back: the weighted sum of each received row's pairs.

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
-from modular_kernel.contracts import Call, Receiver
+from modular_kernel.contracts import CallState, Receiver
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
-from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
+from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, RowContents
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import number_and_quantize_tokens
@@ -47,7 +47,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         deterministic=False,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
         localizes_ids=True,
-        padding=Rows.UNDEFINED,
+        padding=RowContents.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(WORLD_SIZES[0], WORLD_SIZES[-1]),
         linear_placement=False,
@@ -101,7 +101,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         x_TH: torch.Tensor,
         routing: Routing,
         weights: ExpertWeights,
-        call: Call,
+        call: CallState,
         *,
         at_once: bool,
     ) -> Receiver:

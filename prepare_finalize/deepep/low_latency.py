@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
-from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.contracts import CallState, Receiver, TopKWeightAndReduce
 from modular_kernel.ops.expert_slots import number_pairs
 from modular_kernel.ops.quantize import (
     quantize_rows,
@@ -16,7 +16,7 @@ from modular_kernel.ops.quantize import (
 )
 from modular_kernel.ops.valid_rows import BatchedRows
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
-from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
+from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, RowContents
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -73,7 +73,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         deterministic=False,
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
         localizes_ids=True,
-        padding=Rows.UNDEFINED,
+        padding=RowContents.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, None),
         linear_placement=False,
@@ -121,7 +121,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         x_TH: torch.Tensor,
         routing: Routing,
         weights: ExpertWeights,
-        call: Call,
+        call: CallState,
         *,
         at_once: bool,
     ) -> Receiver:
@@ -165,7 +165,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
             out.copy_(target)
 
     def _received_tokens(
-        self, arrival: Arrival, weights: ExpertWeights, call: Call
+        self, arrival: Arrival, weights: ExpertWeights, call: CallState
     ) -> BatchedTokens:
         """Return the received rows as the experts take them.
 

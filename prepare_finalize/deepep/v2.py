@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
-from modular_kernel.contracts import Call, Receiver
+from modular_kernel.contracts import CallState, Receiver
 from modular_kernel.ops.mask_unwritten import mask_unwritten_pairs
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
-from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
+from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, RowContents
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import number_and_quantize_tokens
@@ -53,7 +53,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         deterministic=False,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
         localizes_ids=True,
-        padding=Rows.UNDEFINED,
+        padding=RowContents.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, PEERS * _MAX_HOSTS),
         linear_placement=False,
@@ -102,7 +102,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         x_TH: torch.Tensor,
         routing: Routing,
         weights: ExpertWeights,
-        call: Call,
+        call: CallState,
         *,
         at_once: bool,
     ) -> Receiver:
@@ -142,7 +142,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         return sums_TH
 
     def _mask_unwritten(
-        self, ids_RK: torch.Tensor, weights_RK: torch.Tensor, count: torch.Tensor, call: Call
+        self, ids_RK: torch.Tensor, weights_RK: torch.Tensor, count: torch.Tensor, call: CallState
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return slots and weights of the rows, with -1 and 0 in rows that were not received."""
         shape, take = tuple(ids_RK.shape), call.workspace.take

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
-from modular_kernel.contracts import Call, TopKWeightAndReduce
+from modular_kernel.contracts import CallState, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
 from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.replay import stages
-from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
+from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, RowContents
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import GroupPart, PartHandle
@@ -73,7 +73,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         hidden_multiple=16,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
         localizes_ids=True,
-        padding=Rows.UNDEFINED,
+        padding=RowContents.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, 8),
         linear_placement=False,
@@ -122,7 +122,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         }
 
     def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> tuple[Dispatched, Handle]:
         if len(x_TH) > self._shape.max_tokens:
             need = f"<= {self._shape.max_tokens} (capacity of the workspaces)"
@@ -183,7 +183,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
                 out.copy_(combined)
         self.manager.release(exchange)
 
-    def _targets(self, numbers_TK: torch.Tensor, call: Call) -> torch.Tensor:
+    def _targets(self, numbers_TK: torch.Tensor, call: CallState) -> torch.Tensor:
         """Return the expert numbers to send rows to; this rank's first one for skipped pairs."""
         take, shape = call.workspace.take, tuple(numbers_TK.shape)
         skipped = take("skipped", shape).view(torch.bool)
@@ -192,7 +192,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         return targets_TK.masked_fill_(skipped, self.manager.rank * self.num_slots)
 
     def _local(
-        self, numbers_RK: torch.Tensor, weights_RK: torch.Tensor, call: Call
+        self, numbers_RK: torch.Tensor, weights_RK: torch.Tensor, call: CallState
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return local slots and weights, with -1 and 0 for pairs of other ranks."""
         take, shape = call.workspace.take, tuple(numbers_RK.shape)
@@ -222,7 +222,7 @@ def _shape(problem: Problem) -> AlltoAllShape:
     )
 
 
-def _contiguous(rows: torch.Tensor, call: Call) -> torch.Tensor:
+def _contiguous(rows: torch.Tensor, call: CallState) -> torch.Tensor:
     """Return the rows, contiguous and 16-byte aligned, as the library requires."""
     if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
         return rows

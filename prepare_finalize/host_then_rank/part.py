@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements
-from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.contracts import CallState, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CommunicationError
 from modular_kernel.ops.quantize import QuantizedRows
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
@@ -131,7 +131,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         }
 
     def send(
-        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
         manager, geometry = self.manager, self._geometry
         manager.check_device(x_TH.device)
@@ -220,7 +220,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         forwarded: torch.Tensor,
         exchanges: list[Exchange | None],
         slot: Slot,
-        call: Call,
+        call: CallState,
         step: int,
     ) -> tuple[SymmetricExchange | None, ...]:
         """Forward the rows of each chunk as they arrive; wait for rows from ranks of this host."""

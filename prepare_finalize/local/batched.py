@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
-from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
+from modular_kernel.contracts import CallState, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
 from modular_kernel.ops.permute import permute_tokens
@@ -22,7 +22,14 @@ from modular_kernel.ops.quantize import (
 from modular_kernel.ops.valid_rows import PairRows
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, STORAGE
 from modular_kernel.replay import stages
-from modular_kernel.spec.problem import ActivationFormat, IdSpace, Machine, Problem, Reduce, Rows
+from modular_kernel.spec.problem import (
+    ActivationFormat,
+    IdSpace,
+    Machine,
+    Problem,
+    Reduce,
+    RowContents,
+)
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import (
     BatchedShape,
@@ -62,7 +69,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         keep_topk=True,
         localizes_ids=True,
         multiplies_input=True,
-        padding=Rows.UNDEFINED,
+        padding=RowContents.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         graph_capturable=True,
@@ -103,7 +110,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         }
 
     def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> tuple[Dispatched, Handle]:
         problem, scheme, tokens = self.problem, self.problem.scheme, x_TH.shape[0]
         specs = self.workspace_shapes(tokens)
@@ -161,7 +168,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         x_TH: torch.Tensor,
         dispatched: DispatchedRouting,
         router_TK: torch.Tensor,
-        call: Call,
+        call: CallState,
     ) -> QuantizedRows:
         """Quantize the tokens with one scale for all of them.
 

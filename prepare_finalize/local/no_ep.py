@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
-from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
+from modular_kernel.contracts import CallState, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.quantize import quantize_rejections
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
@@ -60,7 +60,7 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
         return token_specs(self.problem, tokens)
 
     def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> tuple[Dispatched, Handle]:
         slots_T = routing.slots_T
         dispatched = DispatchedRouting(

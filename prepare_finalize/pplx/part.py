@@ -7,7 +7,7 @@ from math import ceil
 import torch
 
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
-from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.contracts import CallState, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
 from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.ops.quantize import scale_shape
@@ -19,7 +19,7 @@ from modular_kernel.spec.problem import (
     Machine,
     Problem,
     Reduce,
-    Rows,
+    RowContents,
 )
 from modular_kernel.tensors import (
     BatchedShape,
@@ -86,7 +86,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         hidden_multiple=8,
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
         localizes_ids=True,
-        padding=Rows.UNDEFINED,
+        padding=RowContents.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         world_sizes=(2, 8),
@@ -151,7 +151,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         x_TH: torch.Tensor,
         routing: Routing,
         weights: ExpertWeights,
-        call: Call,
+        call: CallState,
         *,
         at_once: bool,
     ) -> Receiver:
@@ -213,7 +213,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         self.manager.release(exchange)
 
     def _receive_buffers(
-        self, call: Call
+        self, call: CallState
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the library's output buffers for all slots: counts, rows and their scales."""
         take, shape = call.workspace.take, self.dispatch_shape(0)
@@ -222,7 +222,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         x_SCH = take("batched_x", (*rows, self.problem.hidden))
         return take("expert_counts", (shape.experts,)), x_SCH, scales
 
-    def _sent_scale(self, scale: torch.Tensor | None, call: Call) -> torch.Tensor | None:
+    def _sent_scale(self, scale: torch.Tensor | None, call: CallState) -> torch.Tensor | None:
         """Return the scales to send, padded with columns to whole units of the library."""
         columns = self._shape.scale_bytes // 4
         if not columns:
@@ -262,7 +262,7 @@ def _shape(problem: Problem) -> PplxShape:
     return PplxShape(max(1, problem.tokens), slots, problem.top_k, problem.hidden, row, scales)
 
 
-def _contiguous(rows: torch.Tensor, call: Call) -> torch.Tensor:
+def _contiguous(rows: torch.Tensor, call: CallState) -> torch.Tensor:
     """Return the rows, contiguous and aligned, as the library requires."""
     if rows.is_contiguous() and rows.data_ptr() % _ALIGNMENT == 0:
         return rows

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel.contracts import Call
+from modular_kernel.contracts import CallState
 from modular_kernel.ops.quantize import QuantizedRows
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import MAX_TOP_K, Parallel, Problem
@@ -55,7 +55,7 @@ def launch_all(problem: Problem) -> None:
     routing = Routing(
         empty(tokens, problem.top_k, dtype=torch.float32), empty(tokens, problem.top_k)
     )
-    tables, call = problem.placement.tables(META), Call(Workspace({}, META), empty(1))
+    tables, call = problem.placement.tables(META), CallState(Workspace({}, META), empty(1))
     quantized = None
     if problem.scheme.dispatched_quantized and not quantizes_in_dispatch(
         problem.scheme, problem.hidden

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from modular_kernel.contracts import Call
+from modular_kernel.contracts import CallState
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.quantize import QuantizedRows, scale_shape
 from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX, STORAGE
@@ -172,7 +172,7 @@ class SymmetricExchange:
         x_TH: torch.Tensor,
         routing: Routing,
         tables: PlacementTables,
-        call: Call,
+        call: CallState,
         *,
         quantized: QuantizedRows | None,
         wait: bool,

@@ -9,13 +9,13 @@ from functools import partial
 import torch
 
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
-from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.contracts import CallState, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.quantize import QuantizedRows, quantize_rows, quantize_specs, take_quantized
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.replay import stages
 from modular_kernel.replay.recording import repeat_in_replays, replay_unless
-from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
+from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, RowContents
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import GroupPart, PartHandle, adapter_rejections
@@ -64,7 +64,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         packages=("triton",),
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
         localizes_ids=True,
-        padding=Rows.UNDEFINED,
+        padding=RowContents.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         world_sizes=(2, 8),
@@ -133,12 +133,12 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         return scheme.dispatched_quantized and not in_dispatch
 
     def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> tuple[Dispatched, Handle]:
         return self._start(x_TH, routing, weights, call, wait=True)
 
     def prepare_no_receive(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> Receiver:
         arrived, handle = self._start(x_TH, routing, weights, call, wait=False)
 
@@ -154,7 +154,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         x_TH: torch.Tensor,
         routing: Routing,
         weights: ExpertWeights,
-        call: Call,
+        call: CallState,
         *,
         wait: bool,
     ) -> tuple[Dispatched, SymmMemHandle]:
@@ -202,7 +202,9 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     def _release(self, slot_index: int) -> None:
         self._free = sorted((*self._free, slot_index))
 
-    def _quantize(self, x_TH: torch.Tensor, weights: ExpertWeights, call: Call) -> QuantizedRows:
+    def _quantize(
+        self, x_TH: torch.Tensor, weights: ExpertWeights, call: CallState
+    ) -> QuantizedRows:
         scheme = self.problem.scheme
         static = weights.a1_scale if scheme.static else None
         shape = (x_TH.shape[0], self.problem.hidden)

@@ -19,7 +19,7 @@ from modular_kernel.cli.check import letters_for, print_matrix
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.tables import fit_table, fold, format_records
 from modular_kernel.spec.problem import Machine
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 REFUSED_PAIR = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "TritonExperts")
@@ -282,7 +282,7 @@ def test_lines_fold_between_words() -> None:
 
 
 def test_numbers_agree_with_their_nouns() -> None:
-    assert [counted(n, "case") for n in (0, 1, 2)] == ["0 cases", "1 case", "2 cases"]
+    assert [format_count(n, "case") for n in (0, 1, 2)] == ["0 cases", "1 case", "2 cases"]
 
 
 def test_progress_lines_without_a_terminal(

@@ -13,7 +13,7 @@ from run_mk import run_mk
 
 from modular_kernel.compatibility.support import Rejection
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.text import format_counts, pluralize, printable
+from modular_kernel.text import escape_nonprintable, format_counts, pluralize
 
 # Color, clear, title with its bell, 8-bit CSI, overrides and isolates of direction, a forged line,
 # a line separator, no width, a lone surrogate.
@@ -22,17 +22,17 @@ HOSTILE = "a\x1b[31m\x1b[2J\x1b]0;t\x07\x9b1m\u202eb\u2066c\u2069\nerror: d\r\u2
 
 @pytest.mark.parametrize("text", ["", "plain", "Größe 漢字 ~é", "a b"])
 def test_printable_text_stays(text: str) -> None:
-    assert printable(text) == text
+    assert escape_nonprintable(text) == text
 
 
 def test_other_characters_are_escaped() -> None:
-    shown = printable(HOSTILE)
+    shown = escape_nonprintable(HOSTILE)
     assert shown.isprintable()
     assert shown.startswith(
         r"a\x1b[31m\x1b[2J\x1b]0;t\x07\x9b1m\u202eb\u2066c\u2069\nerror: d\r\u2028"
     )
-    assert printable("a\n\tb\x1b", keep_lines=True) == "a\n\tb\\x1b"
-    assert printable("abc", max_chars=2) == "ab..."
+    assert escape_nonprintable("a\n\tb\x1b", keep_lines=True) == "a\n\tb\\x1b"
+    assert escape_nonprintable("abc", max_chars=2) == "ab..."
 
 
 def test_errors_and_rejections_escape_text() -> None:

@@ -34,7 +34,7 @@ from modular_kernel.spec.problem import (
     Parallel,
     Problem,
     Reduce,
-    Rows,
+    RowContents,
 )
 from modular_kernel.utils.package_probes import PackageProbe
 
@@ -238,10 +238,10 @@ CASES = (
     Case("activation", "problem.activation", UP_FIRST, "silu", EX_P, "up rows", "gate rows first"),
     Case("activation", "ex.up_first", True, False, EX_P, "gate rows first", "up rows first"),
     Case("bias", "ex.bias", False, True, EX_P, "b1 and b2", "no biases", {"problem.bias": True}),
-    Case("padding", "pf.padding", Rows.UNDEFINED, Rows.ZERO, PAIR, "padding rows with undefined",
-         "padding rows that are zero", {"ex.skips_padding": False}),
-    Case("invalid_rows", "ex.invalid_rows", Rows.UNDEFINED, Rows.ZERO, PAIR, "undefined rows",
-         "zero rows", {"ex.reduce": Reduce.CONTIGUOUS}),
+    Case("padding", "pf.padding", RowContents.UNDEFINED, RowContents.ZERO, PAIR,
+         "padding rows with undefined", "padding rows that are zero", {"ex.skips_padding": False}),
+    Case("invalid_rows", "ex.invalid_rows", RowContents.UNDEFINED, RowContents.ZERO, PAIR,
+         "undefined rows", "zero rows", {"ex.reduce": Reduce.CONTIGUOUS}),
     Case("invalid_rows", "ex.reduce", Reduce.DELEGATE, Reduce.NOOP, PAIR, "undefined rows", "zero"),
     Case("expert_map", "ex.expert_map", False, True, EX_P, "an expert_map", "no expert_map",
          {"problem.expert_map": True}),

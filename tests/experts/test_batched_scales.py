@@ -7,7 +7,7 @@ import torch
 
 from experts import BatchedTritonExperts, NaiveBatchedExperts
 from modular_kernel.catalog import this_machine
-from modular_kernel.contracts import Call
+from modular_kernel.contracts import CallState
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import BatchedTokens, Dispatched, ExpertWeights, Handle, Routing
@@ -21,7 +21,7 @@ class ColumnByColumn(BatchedPrepareAndFinalize):
     """Scales (e, C, G) stored as (e, G, C), followed by NaN."""
 
     def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> tuple[Dispatched, Handle]:
         tokens, handle = super().prepare(x_TH, routing, weights=weights, call=call)
         assert isinstance(tokens, BatchedTokens)

@@ -28,7 +28,7 @@ from modular_kernel.runner import (
     register_post_permute,
     register_pre_permute,
 )
-from modular_kernel.spec.problem import Combine, Reduce, Rows
+from modular_kernel.spec.problem import Combine, Reduce, RowContents
 from modular_kernel.testing import Case
 from modular_kernel.testing.verify.one_process import prove
 
@@ -224,7 +224,12 @@ def test_stages_make_a_part() -> None:
     verdict = check(NO_EP, part, replace(PROBLEM, bias=True))
     assert [rejection.rule for rejection in verdict.rejections] == ["bias"]
     rows = make_experts(
-        "Rows", "x", "standard", reduce=Reduce.CONTIGUOUS, keep_topk=True, invalid_rows=Rows.ZERO
+        "Rows",
+        "x",
+        "standard",
+        reduce=Reduce.CONTIGUOUS,
+        keep_topk=True,
+        invalid_rows=RowContents.ZERO,
     )
     for combine in (Combine.SUM, Combine.TOPK_UNWEIGHTED):
         kernel = make_kernel(NO_EP, rows, replace(PROBLEM, combine=combine))

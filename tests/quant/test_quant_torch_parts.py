@@ -11,7 +11,7 @@ from experts import NaiveBatchedExperts, TorchExperts
 from modular_kernel import reference
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.compatibility.support import ExpertsRequirements
-from modular_kernel.contracts import Call
+from modular_kernel.contracts import CallState
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.ops.quantize import quantize_values
 from modular_kernel.quant.quantized_weights import (
@@ -137,7 +137,7 @@ def test_dispatched_scales(text: str, pair: tuple[str, str]) -> None:
     workspace = Workspace(kernel.workspace_specs(19), DEVICE, poison=True)
     counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     tokens, _ = kernel.prepare_finalize.prepare(
-        inputs.x_TH, inputs.routing, weights=inputs.weights, call=Call(workspace, counter)
+        inputs.x_TH, inputs.routing, weights=inputs.weights, call=CallState(workspace, counter)
     )
     workspace.check_red_zones()
     scheme, scale = problem.scheme, tokens.scale

@@ -67,7 +67,7 @@ from experts.triton.path import UNBOUNDED_TOKENS
 from experts.triton.paths import BASE, BUILT_IN, BUILT_IN_NAMES, BY_NAME, PATHS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
-from modular_kernel.text import printable
+from modular_kernel.text import escape_nonprintable
 
 _LOG = logging.getLogger("modular_kernel.tiles")
 _SUBFOLDER = re.compile(r"triton_(\d+)_(\d+)_(\d+)", re.ASCII)
@@ -256,7 +256,7 @@ def triton_subfolder(triton: str | None) -> str:
 @cache
 def _warn_once(text: str) -> None:
     """Log `text` once per process."""
-    _LOG.warning("%s", printable(text))
+    _LOG.warning("%s", escape_nonprintable(text))
 
 
 def _read_both_gemms(path: Path) -> TunedConfigs:

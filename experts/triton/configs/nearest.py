@@ -18,7 +18,7 @@ from experts.triton.path import UNBOUNDED_TOKENS, Path
 from experts.triton.paths import BASE, BY_NAME, PATHS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 _TOKEN_COUNTS = tuple(1 << power for power in range(15))
 # Up to this mean number of rows per expert, loading weights takes most of the time.
@@ -134,7 +134,7 @@ def borrow_configs(
         )
         for layer in tuned_layers
         for tuned_tokens, config in layer.tuned_configs.configs().items()
-        for label in (counted(tuned_tokens, "token"),)
+        for label in (format_count(tuned_tokens, "token"),)
         if is_launchable(_adapt_config(config, problem, device, tuned_tokens), problem, device)
     ]
     borrowed = []

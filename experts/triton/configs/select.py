@@ -30,7 +30,7 @@ from experts.triton.paths import BASE, PATHS, external_paths
 from modular_kernel.machine import current_machine
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Problem
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 from modular_kernel.utils.package_probes import version_of
 
 _PACKAGED_FOLDER = Path(__file__).parent / "data"
@@ -142,7 +142,7 @@ def explain(
     from_file = source.steps.choose(tokens)
     unprepared = source.launch_steps(problem, lookup.device, paths).choose(tokens)
     config = source.launch_steps(problem, lookup.device, paths, prepared=prepared).choose(tokens)
-    call_label = f"{counted(tokens, 'token')}{', prepared weights' if prepared else ''}"
+    call_label = f"{format_count(tokens, 'token')}{', prepared weights' if prepared else ''}"
     reason = _describe_source(source, problem, tokens, unprepared)
     if prepared and not source.prepared and config != unprepared:
         reason = f"heuristics for prepared weights, in place of {reason}"

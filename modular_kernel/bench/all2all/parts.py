@@ -14,7 +14,7 @@ from modular_kernel.bench.all2all.cases import (
     dequantize,
 )
 from modular_kernel.catalog import check, load_catalog
-from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
+from modular_kernel.contracts import CallState, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.records import OURS
 from modular_kernel.spec.problem import ActivationFormat, IdSpace, Machine, Reduce
@@ -111,7 +111,7 @@ class PartTransport(Transport):
         self._inputs = inputs
         self._routing = Routing(inputs.routing.topk_weights_TK, ids)
         self._out = torch.empty_like(inputs.x_TH)
-        self._call = Call(self._workspace, self._invalid, pairing=f"{self.name} x identity")
+        self._call = CallState(self._workspace, self._invalid, pairing=f"{self.name} x identity")
 
     def _output_spec(self, shape: DispatchShape) -> BufferSpec:
         """Return the spec of the output of `identity` with the maximum number of rows."""

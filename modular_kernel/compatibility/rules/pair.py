@@ -6,7 +6,7 @@ from modular_kernel.compatibility.support import (
     Violations,
     format_sorted,
 )
-from modular_kernel.spec.problem import ActivationFormat, Combine, Reduce, Rows
+from modular_kernel.spec.problem import ActivationFormat, Combine, Reduce, RowContents
 
 
 def check_formats(pair: RuleInput) -> Violations:
@@ -114,7 +114,7 @@ def check_router_weight_on_input(pair: RuleInput) -> Violations:
 
 
 def check_padding(pair: RuleInput) -> Violations:
-    if pair.prepare_finalize.padding is Rows.UNDEFINED and not pair.experts.skips_padding:
+    if pair.prepare_finalize.padding is RowContents.UNDEFINED and not pair.experts.skips_padding:
         got = f"padding rows with undefined values from {pair.prepare_finalize_name}"
         yield Rejection("padding", pair.part_names, got, "padding rows that are zero")
 
@@ -123,7 +123,7 @@ def check_invalid_rows(pair: RuleInput) -> Violations:
     """Require zero rows for skipped pairs, because a contiguous reduction reads every row."""
     standard = pair.experts.activation_format is ActivationFormat.STANDARD
     reads = pair.experts.reduce in (Reduce.CONTIGUOUS, Reduce.DELEGATE)
-    if standard and reads and pair.experts.invalid_rows is not Rows.ZERO:
+    if standard and reads and pair.experts.invalid_rows is not RowContents.ZERO:
         got = f"undefined rows of skipped pairs from {pair.experts_name}"
         yield Rejection("invalid_rows", pair.part_names, got, "zero rows")
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from modular_kernel.errors import ModularKernelError
 from modular_kernel.replay.launch.compiled_files import build_cached, find_cached, key_of
 from modular_kernel.settings import find_c_compiler
-from modular_kernel.text import printable
+from modular_kernel.text import escape_nonprintable
 
 _TIMEOUT_SECONDS = 120.0  # timeout of the compiler, which usually takes one or two
 _MAX_CHARS = 300
@@ -100,4 +100,4 @@ def _load_module(name: str, path: Path) -> ModuleType:
 
 
 def _one_line(text: str) -> str:
-    return printable(" ".join(text.split()), max_chars=_MAX_CHARS)
+    return escape_nonprintable(" ".join(text.split()), max_chars=_MAX_CHARS)

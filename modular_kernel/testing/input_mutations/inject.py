@@ -13,7 +13,7 @@ import torch
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.compatibility.support import ExpertsRequirements, PrepareFinalizeRequirements
 from modular_kernel.contracts import (
-    Call,
+    CallState,
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
     TopKWeightAndReduce,
@@ -247,12 +247,12 @@ class _WrappedPrepareAndFinalize(PrepareAndFinalize):
         return self.part.workspace_shapes(tokens)
 
     def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> Arrival:
         return self.part.prepare(x_TH, routing, weights=weights, call=call)
 
     def prepare_no_receive(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> Callable[[], Arrival]:
         return self.part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
 

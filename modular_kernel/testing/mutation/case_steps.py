@@ -9,7 +9,7 @@ from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.mutation.case_runs import Level, Pair
 from modular_kernel.testing.mutation.coverage import CaseCoverage
 from modular_kernel.testing.mutation.forked_worker import Send
-from modular_kernel.text import counted
+from modular_kernel.text import format_count
 
 # Approximate number of cases without a differing bit on which all checks are run.
 _NUM_SAMPLED = 12
@@ -106,7 +106,7 @@ def _case_list_passes(
         send({"failure": f"list: raised {type(error).__name__}: {error}"})
         return False
     if now_refused:
-        send({"refused": f"{counted(len(now_refused), 'valid case')}, first {now_refused[0]}"})
+        send({"refused": f"{format_count(len(now_refused), 'valid case')}, first {now_refused[0]}"})
         return False
     known_names = {str(case) for case in listing.known}
     new = [case for case in now_valid if str(case) not in known_names]

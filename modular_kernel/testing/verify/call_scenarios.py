@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modular_kernel.contracts import Call
+from modular_kernel.contracts import CallState
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import ContiguousTokens, Routing
@@ -29,7 +29,7 @@ def check_meta_tokens_rejected(
     """Pass tensors on an unsupported device directly to the part, bypassing the kernel."""
     meta, inputs = torch.device("meta"), context.sample.inputs
     specs = kernel.workspace_specs(len(inputs.x_TH))
-    call = Call(Workspace(specs, torch.device("cpu")), torch.zeros(1, dtype=torch.int32))
+    call = CallState(Workspace(specs, torch.device("cpu")), torch.zeros(1, dtype=torch.int32))
     tokens = inputs.x_TH.to(meta), move_routing(meta, inputs.routing)
     prepare = kernel.prepare_finalize.prepare
     return capture_outcome(
