@@ -2,9 +2,9 @@
 
     python tools/build_prior.py
 
-Writes modular_kernel/select/prior.json, whose format modular_kernel/select/prior.py describes. For
-the same layer, scheme and number of tokens, ratios of newer records replace older ones. --check
-writes nothing, and exits with 1 if the file is out of date.
+Writes modular_kernel/select/prior.json, whose format modular_kernel/select/shipped_record.py
+describes. For the same layer, scheme and number of tokens, ratios of newer records replace older
+ones. --check writes nothing, and exits with 1 if the file is out of date.
 """
 
 import argparse
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from modular_kernel.cli.presets import SHAPES
-from modular_kernel.select.prior import FILE, SCHEMA, parse
+from modular_kernel.select.shipped_record import FILE, SCHEMA, parse
 
 RECORDS = ("h200-choice", "h200-choice-vendors", "h200-choice-schemes")  # oldest first
 DEFAULTS = tuple(

@@ -39,8 +39,8 @@ from modular_kernel.select.autotune import BUDGET_S, Terms, compose
 from modular_kernel.select.budget import Budget
 from modular_kernel.select.inputs import make_weights, make_workload
 from modular_kernel.select.process_group import SingleProcess
-from modular_kernel.select.record import pairing_name
-from modular_kernel.select.timing import Stopwatch
+from modular_kernel.select.selection import pairing_name
+from modular_kernel.select.timing import PairingTimer
 from modular_kernel.spec.problem import Problem
 
 MAX_SLOWDOWN = 1.5  # ratio to the default's time above which a pairing is not timed further
@@ -146,7 +146,7 @@ def _compose_twice(problem: Problem, tokens, seconds: float):
         "budget": seconds,
         "first_s": round(first_s, 3),
         "second_s": round(second_s, 3),
-        "same_again": cached.choice.segments == choice.segments and not cached.choice.timed,
+        "same_again": cached.choice.segments == choice.segments and not cached.choice.num_timed,
         "summary": choice.summary,
         "segments": [[s.first, s.last, pairing_name(s.pair)] for s in choice.segments],
         "notes": list(choice.notes),
@@ -160,7 +160,7 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
     choice = composed[-1][1].choice
     device = torch.device(choice.machine.device)
     weights = make_weights(problem, device)
-    default = make_kernel(*choice.options.ordered(problem.tokens)[0], problem)
+    default = make_kernel(*choice.options.valid_pairs(problem.tokens)[0], problem)
     default_plan, plans = default.plan(), [kernel.plan() for _, kernel in composed]
     rows = []
     for tokens in args.tokens:
@@ -169,19 +169,19 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
         inputs = make_workload(
             problem.with_tokens(tokens), weights, RoutingKind("uniform"), replicated=False
         )
-        budget = Budget(max(args.end - time.monotonic(), 0), SingleProcess(), first_step=0)
-        order, graph = choice.options.ordered(tokens), choice.candidates.graph
-        stopwatch = Stopwatch(
-            inputs, order, graph, choice.machine, SingleProcess(), budget, MAX_SLOWDOWN
+        budget = Budget(max(args.end - time.monotonic(), 0), SingleProcess(), first_step_seconds=0)
+        order, capturable = choice.options.valid_pairs(tokens), choice.candidates.capturable
+        timer = PairingTimer(
+            inputs, order, capturable, choice.machine, SingleProcess(), budget, MAX_SLOWDOWN
         )
-        bucket = stopwatch.bucket(order[1:])
+        bucket = timer.time_bucket(order[1:])
         ratios = {o.pair: o.ratio for o in bucket.outcomes if o.ratio is not None and not o.rough}
         if not ratios:  # no pairing could be timed, or time is up
             continue
         best = min(ratios, key=ratios.__getitem__)
         measured: dict = {}
         for (seconds, kernel), plan in zip(composed, plans, strict=True):
-            pair = kernel.choice.picks[tokens]
+            pair = kernel.choice.pair_by_tokens[tokens]
             if pair not in measured:  # budgets with the same choice run the same kernel
                 measured[pair] = _compare_with_default(plan, default_plan, inputs, device)
             us, ratio, noise = measured[pair]
@@ -192,7 +192,7 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
                     "budget": seconds,
                     "tokens": tokens,
                     "chosen": pairing_name(pair),
-                    "by": kernel.choice.picks_with_source[tokens].source.value,
+                    "by": kernel.choice.pick_by_tokens[tokens].source.value,
                     "us": us,
                     "x_default": ratio,
                     "noise": noise,
@@ -217,10 +217,10 @@ def _compare_with_default(plan, default, inputs, device) -> tuple[float, float, 
     runs_of_plans = [_capture_calls(planned, inputs, device) for planned in (plan, default)]
 
     def time_once(runs) -> float:
-        return sum(samples_ms(runs, clock, flush_l2)) / len(inputs.timed)
+        return sum(samples_ms(runs, clock, flush_l2)) / len(inputs.inputs)
 
     longest = (
-        max(time_once(runs) for runs in runs_of_plans for _ in range(2)) * len(inputs.timed) / 1e3
+        max(time_once(runs) for runs in runs_of_plans for _ in range(2)) * len(inputs.inputs) / 1e3
     )
     rounds = min(max(int(TARGET_S / max(longest, 1e-9)), ROUNDS[0]), ROUNDS[1])
     times: tuple[list[float], list[float]] = [], []
@@ -234,7 +234,7 @@ def _compare_with_default(plan, default, inputs, device) -> tuple[float, float, 
 
 
 def _capture_calls(plan, inputs, device):
-    calls = [lambda x=x, r=r: plan(x, inputs.weights, r) for x, r in inputs.timed]
+    calls = [lambda x=x, r=r: plan(x, inputs.weights, r) for x, r in inputs.inputs]
     for call in calls:
         call()
     if device.type == "cuda":

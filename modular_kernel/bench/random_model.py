@@ -14,7 +14,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import config_of_file, is_file
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.models.registry import model_named
-from modular_kernel.select.budget import free_bytes, gigabytes
+from modular_kernel.select.budget import format_gigabytes, free_bytes
 from modular_kernel.spec.problem import parse_dtype
 
 _QUANTIZED = ("quantization_config", "compression_config")
@@ -96,9 +96,11 @@ def random_model(
     size = sum(p.nbytes for p in meta_model.parameters())
     free = free_bytes(device)
     if free is not None and size > _MAX_FREE_FRACTION * free:
-        got = f"{gigabytes(size)} of weights"
+        got = f"{format_gigabytes(size)} of weights"
         raise ConfigurationError(
-            source, got=got, need=f"at most {gigabytes(_MAX_FREE_FRACTION * free)} (see --layers)"
+            source,
+            got=got,
+            need=f"at most {format_gigabytes(_MAX_FREE_FRACTION * free)} (see --layers)",
         )
     torch.manual_seed(0)
     return RandomModel(

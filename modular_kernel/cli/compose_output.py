@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.select.record import Pair, pairing_name
+from modular_kernel.select.selection import Pair, pairing_name
 from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Verdict
     from modular_kernel.select.choice import Choice
-    from modular_kernel.select.record import Bucket, Segment, TimedOutcome
+    from modular_kernel.select.selection import Bucket, Segment, TimedOutcome
     from modular_kernel.spec.problem import Machine, Problem
 
 _MACHINE_RULES = {"device", "arch", "package"}  # rules that depend on the machine alone
@@ -21,7 +21,7 @@ def progress_notes(problem: "Problem") -> "Callable[[Bucket], None]":
     """Return a callback that prints the fastest times of each measured token count on stderr."""
 
     def note_times(bucket: "Bucket") -> None:
-        times = sorted(bucket.times.items(), key=lambda item: item[1])
+        times = sorted(bucket.us_by_pair.items(), key=lambda item: item[1])
         texts = ", ".join(f"{us:.1f} us {pair[1]}" for pair, us in times[:3])
         output.note(
             f"{format_count(bucket.tokens, 'token')}: {texts or 'no pairing could be timed'}"
@@ -84,10 +84,12 @@ def _missing_requirement(verdict: "Verdict", machine: "Machine") -> str:
 
 def _segment_row(choice: "Choice", segment: "Segment") -> tuple[object, ...]:
     buckets = [b for b in choice.buckets if segment.first <= b.tokens <= segment.last]
-    timed = [o for b in buckets if (o := b.outcome(segment.pair)) is not None and o.us is not None]
+    timed = [
+        o for b in buckets if (o := b.find_outcome(segment.pair)) is not None and o.us is not None
+    ]
     times = _first_to_last([f"{o.us:.1f}" for o in timed])
     ratios = _first_to_last([f"{o.ratio:.2f}" for o in timed])
-    picks = [p for t, p in choice.picks_with_source.items() if segment.first <= t <= segment.last]
+    picks = [p for t, p in choice.pick_by_tokens.items() if segment.first <= t <= segment.last]
     source = ", ".join(dict.fromkeys(pick.source.value for pick in picks)) or "default"
     tokens = f"{segment.first} to {segment.last}"
     return tokens, pairing_name(segment.pair), times or "not measured", ratios or "-", source
@@ -100,7 +102,7 @@ def _first_to_last(texts: Sequence[str]) -> str:
 
 def print_explanation(choice: "Choice") -> None:
     """Print the times of every pairing or why it has none, and the first reason of each refusal."""
-    picks = choice.picks
+    picks = choice.pair_by_tokens
     rows = []
     for bucket in choice.buckets:
         for outcome in bucket.outcomes:
@@ -131,7 +133,7 @@ def print_explanation(choice: "Choice") -> None:
 def _print_untimed(choice: "Choice") -> None:
     """Print each pairing that was not timed at every token count, with the first reason."""
     reasons: dict[Pair, list[str]] = {}
-    for tokens in choice.picks_with_source:
+    for tokens in choice.pick_by_tokens:
         for outcome in choice.outcomes(tokens):
             if outcome.why.startswith("not timed: "):
                 reasons.setdefault(outcome.pair, []).append(outcome.why)
@@ -157,14 +159,14 @@ def record(choice: "Choice") -> dict[str, object]:
         "segments": choice.segments,
         "picks": {
             str(tokens): {"pair": pick.pair, "by": pick.source}
-            for tokens, pick in choice.picks_with_source.items()
+            for tokens, pick in choice.pick_by_tokens.items()
         },
         "buckets": [
             {"tokens": tokens, "outcomes": choice.outcomes(tokens)}
-            for tokens in choice.picks_with_source
+            for tokens in choice.pick_by_tokens
         ],
-        "missing": choice.missing,
-        "timed_now": choice.timed,
+        "missing": choice.untimed_tokens,
+        "timed_now": choice.num_timed,
         "seconds": round(choice.seconds, 3),
         "notes": choice.notes,
         "refused": [

@@ -53,7 +53,7 @@ from modular_kernel.plan import Plan
 from modular_kernel.profiling.chrome import BARRIER
 from modular_kernel.profiling.inputs import ProfileInputs, make_inputs
 from modular_kernel.replay import stages
-from modular_kernel.select.budget import free_bytes, gigabytes, ranks_sharing_memory
+from modular_kernel.select.budget import count_ranks_sharing_memory, format_gigabytes, free_bytes
 from modular_kernel.select.inputs import weight_bytes
 from modular_kernel.select.process_group import GroupRanks, SingleProcess
 from modular_kernel.spec.problem import Machine, Problem, dtype_name
@@ -179,15 +179,15 @@ def _check_memory(problem: Problem, device: torch.device, group: Any) -> None:
     # Quantized weights are made from unquantized ones.
     unquantized = weight_bytes(replace(problem, quant="none"))
     need = unquantized + weight_bytes(problem) * problem.scheme.quantized
-    sharing = ranks_sharing_memory(ranks, device)
+    sharing = count_ranks_sharing_memory(ranks, device)
     free = free_bytes(device)
     fits = ranks.all_gather(free is None or need * sharing <= free)
     if not all(fits):
         free = min(count for count in ranks.all_gather(free) if count is not None)
         raise CapacityError(
             f"weights of {sharing} {pluralize('rank', sharing)} that share memory",
-            got=gigabytes(need * sharing),
-            need=f"at most {gigabytes(free)}, the free memory",
+            got=format_gigabytes(need * sharing),
+            need=f"at most {format_gigabytes(free)}, the free memory",
         )
 
 

@@ -1,13 +1,16 @@
-"""`compose`: a layer that runs the default pairing, or a faster one, for each number of tokens.
+"""`compose`: build a layer that uses a fast pairing for each number of tokens.
 
-    kernel = compose(problem)            # times what is not cached, within the budget
+A pairing is a PrepareAndFinalize together with an experts part. `compose` times the pairings that
+are valid for a problem and may be faster than the default one, and caches the times on disk.
+
+    kernel = compose(problem)            # times pairings without cached times, for up to 20 s
     kernel = compose(problem, terms=Terms(budget=0))    # times nothing
     plan = kernel.plan()
-    plan.warm_up(weights)                # compiles; afterwards a call only launches
+    plan.warm_up(weights)                # compiles all kernels
+    y_TH = plan(x_TH, weights, routing)  # runs the pairing for this number of tokens
 
-With the same cached times, the selected pairings are the same. With several ranks
-(problem.parallel.world_size > 1), every rank calls `compose` with the process group, and all ranks
-select the same pairings, based on the times of the slowest rank.
+Over several ranks (problem.parallel.world_size > 1), every rank calls `compose` with the process
+group. All ranks select the same pairings, based on the times of the slowest rank.
 """
 
 import logging
@@ -22,11 +25,11 @@ from modular_kernel.select.budget import Budget
 from modular_kernel.select.cache import Cache
 from modular_kernel.select.candidates import Candidates, find_candidates
 from modular_kernel.select.choice import Choice
-from modular_kernel.select.composed_kernel import ComposedKernel, build
-from modular_kernel.select.prior import load_shipped_record
+from modular_kernel.select.composed_kernel import ComposedKernel, build_composed_kernel
 from modular_kernel.select.process_group import Ranks, ranks_of
-from modular_kernel.select.record import Options, bucket_tokens
 from modular_kernel.select.search import BucketCallback, Search
+from modular_kernel.select.selection import PairingOptions, bucket_tokens
+from modular_kernel.select.shipped_record import load_shipped_record
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.text import escape_nonprintable
@@ -41,21 +44,21 @@ _FIRST_STEP_S = {"cuda": 2.0, "cpu": 0.1}
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The measurements that `compose` may make, and their time limit.
+    """What `compose` measures, and for how long.
 
-    tokens: the token counts at which pairings are compared. None uses the powers of two below
-        problem.tokens, and problem.tokens. Between two of them the default pairing is used, unless
+    tokens: token counts at which pairings are compared (buckets). None uses the powers of two below
+        problem.tokens, and problem.tokens. Between two buckets the default pairing is used, unless
         both selected the same other pairing.
-    budget: seconds for all measurements, including the creation of weights and compilation. Small
-        token counts are timed first. Measuring stops when the remaining time is shorter than the
-        longest measurement of a pairing so far; a later call continues. Where nothing was timed,
-        the shipped record decides if it is unambiguous, else the default pairing is used. 0 times
-        nothing.
+    budget: seconds for all measurements, including compilation and the creation of weights. Small
+        token counts are timed first. Timing stops when the remaining time is shorter than the
+        longest measurement of a pairing so far, and a later call continues. A bucket that was not
+        timed uses a pairing that is faster in the shipped record, or else the default pairing. With
+        0, nothing is timed.
     routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
     replicated: whether all ranks pass the same tokens.
-    folder: of the cache. None uses the one in the settings.
+    folder: folder of the cache. None uses the one in the settings.
     fresh: whether to ignore cached times.
-    on_bucket: called with each Bucket after it was timed.
+    on_bucket: called with each Bucket after it was timed, on rank 0.
 
     Raises ConfigurationError for a value out of range.
     """
@@ -97,13 +100,15 @@ def compose(
 ) -> ComposedKernel:
     """Build a kernel that runs the default pairing, or a faster one, for each number of tokens.
 
-    Another pairing than the default is used if it was measured to be faster by more than the noise,
-    or if the shipped record is unambiguous. A line about what was and was not timed is logged as
-    INFO (logger "modular_kernel.select").
+    A pairing other than the default is used if it was measured to be faster by more than the noise,
+    or if nothing was measured and the shipped record shows that it is faster. Logs a summary as
+    INFO (logger "modular_kernel.select"). Collective over ranks.
 
-    machine: None uses this one. group: the process group of several ranks; None uses the default
-    group. terms: None uses Terms(). Raises IncompatibleError with every reason if no pairing is
-    valid.
+    machine: the machine to run on; None uses this one.
+    group: the process group of a problem over several ranks; None uses the default group.
+    terms: what to measure, and for how long; None uses Terms().
+
+    Raises IncompatibleError with every reason if no pairing is valid.
     """
     machine = this_machine() if machine is None else machine
     choice = choose(problem, machine, group=group, terms=terms)
@@ -113,7 +118,7 @@ def compose(
         reasons = [r for verdict in choice.candidates.refused for r in verdict.rejections]
         raise IncompatibleError(f"every pairing for {problem}", reasons)
     _LOG.info("%s", escape_nonprintable(choice.summary))
-    return build(choice, machine, group)
+    return build_composed_kernel(choice, machine, group)
 
 
 def choose(
@@ -123,23 +128,29 @@ def choose(
     group: object | None = None,
     terms: Terms | None = None,
 ) -> Choice:
-    """Select the pairings that `compose` builds, with the same arguments. Collective over ranks."""
+    """Select the pairings that `compose` would use, without building them.
+
+    Takes the same arguments as `compose`. If no pairing is valid, Choice.segments is empty.
+    Collective over ranks.
+    """
     expect("problem", problem, Problem)
     expect("machine", machine, Machine | None)
     expect("terms", terms, Terms | None)
     machine, terms = machine or this_machine(), terms or Terms()
     ranks, tokens = ranks_of(problem, group), terms.buckets(problem)
-    budget = Budget(terms.budget, ranks, first_step=_FIRST_STEP_S[machine.device])
-    # Calls with more tokens than the largest bucket, up to the problem's, also need a pairing.
+    budget = Budget(terms.budget, ranks, first_step_seconds=_FIRST_STEP_S[machine.device])
+    # Calls with more tokens than the largest bucket also need a pairing.
     token_counts = tuple(dict.fromkeys((*tokens, problem.tokens)))
     candidates = find_candidates(problem, machine, token_counts, replicated=terms.replicated)
-    options = _options(problem, machine, terms, tokens, candidates)
-    identity = cache_keys.identity(
+    options = _estimate_times(problem, machine, terms, tokens, candidates)
+    identity = cache_keys.identity_fields(
         problem, machine, routing=terms.routing, replicated=terms.replicated
     )
-    versions = cache_keys.versions(machine)
+    versions = cache_keys.version_fields(machine)
     key_fields = identity | versions
-    _check_ranks_match(ranks, key_fields | {"tokens": str(token_counts), "fresh": str(terms.fresh)})
+    _check_equal_on_all_ranks(
+        ranks, key_fields | {"tokens": str(token_counts), "fresh": str(terms.fresh)}
+    )
     cache = Cache(terms.folder or read_settings().cache_dir, identity, versions)
     search = Search(
         problem,
@@ -170,33 +181,33 @@ def choose(
     )
 
 
-def _options(
+def _estimate_times(
     problem: Problem,
     machine: Machine,
     terms: Terms,
     tokens: tuple[int, ...],
     candidates: Candidates,
-) -> Options:
-    """Return the valid pairings, with the estimates of the shipped record."""
-    options = Options(
+) -> PairingOptions:
+    """Return the valid pairings, with the shipped record's estimates if it covers the problem."""
+    options = PairingOptions(
         tokens, problem.tokens, candidates.order, candidates.valid, frozenset(candidates.untimeable)
     )
-    prior = load_shipped_record()
-    if prior is None or not prior.covers(problem, machine, routing=terms.routing):
+    record = load_shipped_record()
+    if record is None or not record.covers(problem, machine, routing=terms.routing):
         return options
     estimates = {
-        number: prior.estimates(problem.with_tokens(number), others, default)
+        number: record.estimates(problem.with_tokens(number), others, default)
         for number in tokens
-        for default, *others in [options.ordered(number)]
+        for default, *others in [options.valid_pairs(number)]
         if others
     }
     return replace(options, estimates=estimates)
 
 
-def _check_ranks_match(ranks: Ranks, key_fields: cache_keys.KeyFields) -> None:
+def _check_equal_on_all_ranks(ranks: Ranks, key_fields: cache_keys.KeyFields) -> None:
     """Raise ConfigurationError if machines, versions or terms differ between ranks.
 
-    Such ranks could not measure together, or use one choice.
+    All ranks time the same pairings in the same order, which requires equal settings.
     """
     first, *others = ranks.all_gather(key_fields)
     for rank, other in enumerate(others, 1):

@@ -1,4 +1,4 @@
-"""Limits of a measurement: its time budget, and the free memory of the device."""
+"""Limits of the measurements by `compose`: the time budget, and the free memory of the device."""
 
 import os
 import time
@@ -15,22 +15,23 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Budget:
-    """A time limit in seconds, counted from its creation.
+    """A limit on the seconds since this object was created.
 
-    A step is either the build, compilation and timing of one pairing, or the creation of inputs and
-    expected outputs for one token count. A step cannot be interrupted, so it is started only if the
-    remaining time is at least that of the longest step so far. With several ranks, rank 0's clock
-    is used, and `is_over` and `allows` are collective.
+    The work consists of steps that cannot be interrupted. A step either builds, compiles and times
+    one pairing, or creates the inputs and expected outputs of one token count. A step may start if
+    at least as much time remains as the longest step so far took.
 
-    first_step: estimated seconds of the first step.
+    Over several ranks, the clock of rank 0 decides; `is_over` and `allows` are collective.
+
+    first_step_seconds: estimated duration of the first step.
     """
 
-    def __init__(self, seconds: float, ranks: Ranks, *, first_step: float) -> None:
+    def __init__(self, seconds: float, ranks: Ranks, *, first_step_seconds: float) -> None:
         self.seconds = seconds
         self._ranks = ranks
         self._start = time.monotonic()
-        self._first_step = first_step
-        self._longest = 0.0
+        self._first_step_seconds = first_step_seconds
+        self._longest_step_seconds = 0.0
 
     @property
     def remaining(self) -> float:
@@ -43,36 +44,37 @@ class Budget:
         return time.monotonic() - self._start
 
     def is_over(self) -> bool:
-        """Return whether no time is left; the same on all ranks."""
+        """Return whether no time is left. All ranks get the same result."""
         return self._ranks.broadcast(self.remaining <= 0)
 
     def allows(self, steps: int = 1) -> bool:
-        """Return whether this many steps are expected to finish in time; the same on all ranks."""
-        longest = self._longest or self._first_step
+        """Return whether this many steps may start. All ranks get the same result."""
+        longest = self._longest_step_seconds or self._first_step_seconds
         return self._ranks.broadcast(self.remaining > 0 and self.remaining >= steps * longest)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure the duration of the step inside the context."""
+        """Measure the duration of one step, which runs inside the context."""
         start = time.monotonic()
         try:
             yield
         finally:
-            self._longest = max(self._longest, time.monotonic() - start)
+            seconds = time.monotonic() - start
+            self._longest_step_seconds = max(self._longest_step_seconds, seconds)
 
 
-def ranks_sharing_memory(ranks: Ranks, device: torch.device) -> int:
-    """Return how many ranks use the memory of this rank's device, including this one. Collective.
+def count_ranks_sharing_memory(ranks: Ranks, device: torch.device) -> int:
+    """Return the number of ranks, including this one, that use the memory of the same device.
 
-    The ranks of a host share its memory; ranks on GPUs usually have one each.
+    On CPUs, these are all ranks of the host; on GPUs, usually this rank alone. Collective.
     """
     return ranks.all_gather(memory_id(device)).count(memory_id(device))
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of a device, or None if unknown.
+    """Return the bytes that can be allocated on a device, or None if unknown.
 
-    For a CPU this is the smaller of the system's free memory and that of the control group.
+    For a CPU, this is the lesser of the free memory of the system and of the control group.
     """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -95,15 +97,15 @@ def _free_bytes_of_system() -> int | None:
 
 
 def _free_bytes_of_cgroup() -> int | None:
-    """Return the bytes left in this process's control group, or None without a limit."""
+    """Return the free bytes of this process's control group, or None if it has no limit."""
     try:
         limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
         used = (_CGROUP / "memory.current").read_text(encoding="ascii").strip()
         return max(int(limit) - int(used), 0)
-    except (OSError, ValueError):  # no such limit, or "max"
+    except (OSError, ValueError):  # no file, or "max", which means no limit
         return None
 
 
-def gigabytes(count: float) -> str:
-    """Format bytes for a message."""
+def format_gigabytes(count: float) -> str:
+    """Format a number of bytes as gigabytes: "1.5 GB"."""
     return f"{count / 1e9:.1f} GB"

@@ -1,8 +1,9 @@
-"""The cache folder of choices: one file per identity (`cache_keys`), shared by processes.
+"""Cache of measurements on disk: one file per identity (`cache_keys`), shared by processes.
 
-A writer takes a lock, reads the file, adds its records, and replaces the file atomically, so that
-readers see complete files and no records are lost. On a system without file locks the last writer
-wins, and its file is still complete.
+A writer acquires a lock, reads the file, adds its measurements, and replaces the file atomically.
+Readers therefore always see complete files, and concurrent writers lose no measurements. On a
+system without file locks, a concurrent writer may overwrite the measurements of another one.
+`cache_file` defines the format of a file.
 """
 
 import errno
@@ -16,15 +17,15 @@ from typing import Any
 from uuid import uuid4
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.select import saved_choices
-from modular_kernel.select.cache_keys import KeyFields, digest
-from modular_kernel.select.record import Bucket
-from modular_kernel.select.saved_choices import StoredChoice
+from modular_kernel.select import cache_file
+from modular_kernel.select.cache_file import CacheRecord
+from modular_kernel.select.cache_keys import KeyFields, file_stem
+from modular_kernel.select.selection import Bucket
 from modular_kernel.utils import json_files
 
 try:
     import fcntl as _fcntl
-except ImportError:  # not available on this system: the last writer wins
+except ImportError:  # a system without file locks, such as Windows
     fcntl: Any = None
 else:
     fcntl = _fcntl
@@ -35,25 +36,24 @@ _POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class CachedRecord:
-    """The result of a look-up in the cache.
+class CacheLookup:
+    """The result of `Cache.load`.
 
-    record: None if there is none for the identity and versions. notes: messages for the user about
-    an invalid file or changed versions.
+    record: the measurements with the current versions, or None.
+    notes: warnings for the user about an invalid file or changed versions.
     """
 
-    record: StoredChoice | None
+    record: CacheRecord | None
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The cache of one identity.
+    """The cached measurements of one identity.
 
-    Files get the permissions that the umask allows, so that users who share a folder can share
-    choices.
-
-    folder: created on first use; None disables the cache. identity, versions: see `cache_keys`.
+    folder: the cache folder, created when needed; None disables the cache. Files have the
+        permissions that the umask allows, so that several users can share a folder.
+    identity, versions: see `cache_keys`.
     """
 
     folder: Path | None
@@ -63,48 +63,49 @@ class Cache:
     @property
     def path(self) -> Path:
         assert self.folder is not None
-        return self.folder / FOLDER / f"{digest(self.identity)}.json"
+        return self.folder / FOLDER / f"{file_stem(self.identity)}.json"
 
-    def load(self) -> CachedRecord:
-        """Return the cached record. An invalid or unreadable file is a note, not an error."""
+    def load(self) -> CacheLookup:
+        """Return the cached measurements. For an unreadable file, return a note instead."""
         if self.folder is None:
-            return CachedRecord(None, (NO_CACHE_FOLDER,))
+            return CacheLookup(None, (NO_CACHE_FOLDER,))
         try:
             records = self._read()
         except ConfigurationError as error:
-            return CachedRecord(
+            return CacheLookup(
                 None, (f"{self.path} is not used and will be replaced: it holds {error.got}",)
             )
         except OSError as error:
-            return CachedRecord(None, (f"{self.path} is not used: {error.strerror or error}",))
+            return CacheLookup(None, (f"{self.path} is not used: {error.strerror or error}",))
         current = next((r for r in records if r.versions == self.versions), None)
         if current is not None or not records:
-            return CachedRecord(current)
-        return CachedRecord(
+            return CacheLookup(current)
+        return CacheLookup(
             None, (f"ignoring cached timings: {self._describe_changes(records[0])}",)
         )
 
     def save(self, buckets: Sequence[Bucket]) -> tuple[str, ...]:
         """Add new measurements to the file; return notes if that fails."""
         if self.folder is None:
-            return ()  # `load` has returned the note
+            return ()  # `load` has returned a note about the missing folder
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.locked(wait_s=10.0):
+            with self.lock(wait_s=10.0):
                 self._merge(buckets)
         except OSError as error:
             return (f"not cached: {self.path}: {error.strerror or error}",)
         return ()
 
     @contextmanager
-    def locked(self, *, wait_s: float, name: str = "lock") -> Iterator[bool]:
-        """Hold a lock of this identity inside the context; yield whether it was acquired.
+    def lock(self, *, wait_s: float, name: str = "lock") -> Iterator[bool]:
+        """Hold a file lock of this identity inside the context; yield whether it was acquired.
 
-        The system releases a process's locks when the process ends.
+        If the process ends, the system releases the lock.
 
-        wait_s: seconds to wait for the lock. name: tells apart several locks of one identity.
+        wait_s: seconds to wait for the lock.
+        name: suffix of the lock file. Locks with different names are independent.
         """
-        if self.folder is None:  # not shared with other processes
+        if self.folder is None:  # no other process can use this cache
             yield True
             return
         if fcntl is None:
@@ -116,29 +117,31 @@ class Cache:
         try:
             yield _acquire(fd, time.monotonic() + wait_s)
         finally:
-            # A process forked in between shares the descriptor, so closing it would not unlock.
+            # Unlock explicitly: a process that was forked inside the context has a copy of the
+            # descriptor, so that closing ours would not release the lock.
             with suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def _merge(self, buckets: Sequence[Bucket]) -> None:
+        """Replace the file by one that also has these buckets. Requires the lock."""
         try:
             records = self._read()
         except (ConfigurationError, OSError):
             records = ()
         current = next((r for r in records if r.versions == self.versions), None)
-        current = (current or StoredChoice(self.versions, 0.0)).with_buckets(buckets)
+        current = (current or CacheRecord(self.versions, 0.0)).with_buckets(buckets)
         others = [r for r in records if r.versions != self.versions]
-        updated = StoredChoice(current.versions, time.time(), current.buckets)
-        _replace(self.path, saved_choices.to_text(self.identity, [updated, *others]) + "\n")
+        updated = CacheRecord(current.versions, time.time(), current.buckets)
+        _replace(self.path, cache_file.to_text(self.identity, [updated, *others]) + "\n")
 
-    def _read(self) -> tuple[StoredChoice, ...]:
-        """Return the records of the file; () if there is none.
+    def _read(self) -> tuple[CacheRecord, ...]:
+        """Return the records of the file; () if there is no file.
 
-        Raises ConfigurationError if the file is invalid, OSError if it cannot be read.
+        Raises ConfigurationError if the file is invalid, and OSError if it cannot be read.
         """
         try:
-            content = json_files.read_file(self.path, saved_choices.MAX_BYTES, follow_links=False)
+            content = json_files.read_file(self.path, cache_file.MAX_BYTES, follow_links=False)
         except FileNotFoundError:
             return ()
         except OSError as error:
@@ -147,9 +150,10 @@ class Cache:
             raise
         except ValueError as error:
             raise _invalid_file(str(error)) from None
-        return saved_choices.from_text(content, self.identity)
+        return cache_file.from_text(content, self.identity)
 
-    def _describe_changes(self, record: StoredChoice) -> str:
+    def _describe_changes(self, record: CacheRecord) -> str:
+        """Describe up to three versions that have changed since a record was made."""
         names = sorted({*record.versions, *self.versions})
         changed = [
             f"{name} {record.versions.get(name, 'none')[:60]} -> {self.versions.get(name, 'none')}"
@@ -160,6 +164,7 @@ class Cache:
 
 
 def _acquire(fd: int, deadline: float) -> bool:
+    """Acquire an exclusive lock; return False if that is impossible until the deadline."""
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,4 +193,4 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _invalid_file(got: str) -> ConfigurationError:
-    return ConfigurationError("cached choices", got=got, need=saved_choices.SCHEMA)
+    return ConfigurationError("cached choices", got=got, need=cache_file.SCHEMA)

@@ -1,4 +1,8 @@
-"""Cache keys of measurements: identity (device, problem, input), and versions of the software."""
+"""Keys of cached measurements.
+
+The identity (device, problem, input) selects a file of the cache. The versions of the software
+select a record in that file.
+"""
 
 import hashlib
 import platform
@@ -18,10 +22,15 @@ _DIGITS = 16
 KeyFields = dict[str, str]
 
 
-def identity(problem: Problem, machine: Machine, *, routing: str, replicated: bool) -> KeyFields:
-    """Return the fields that identify a cache file.
+def identity_fields(
+    problem: Problem, machine: Machine, *, routing: str, replicated: bool
+) -> KeyFields:
+    """Return the fields that identify a cache file: the device, the problem, and the input.
 
-    They describe the device, the problem without its number of tokens and rank, and the input.
+    The number of tokens and the rank of the problem are not part of the identity.
+
+    routing: in the syntax of RoutingKind.parse.
+    replicated: whether all ranks pass the same tokens.
     """
     parallel = problem.parallel
     tokenless = replace(problem, tokens=0, parallel=replace(parallel, rank=0))
@@ -37,11 +46,11 @@ def identity(problem: Problem, machine: Machine, *, routing: str, replicated: bo
     return {name: text[:400] for name, text in fields.items()}
 
 
-def versions(machine: Machine) -> KeyFields:
-    """Return the versions that must match for cached times to be valid.
+def version_fields(machine: Machine) -> KeyFields:
+    """Return the versions and settings that must be equal for cached times to be valid.
 
-    They include a digest of the names, sizes and dates of the files in the configuration folder,
-    because `mk tune` changes the launches, and the number of torch threads on a CPU.
+    They include a digest of the tuned files in the configuration folder, because `mk tune` changes
+    launch configurations, and on a CPU the number of torch threads.
     """
     fields = {
         "modular-kernel": _version("modular-kernel"),
@@ -57,22 +66,23 @@ def versions(machine: Machine) -> KeyFields:
     return fields
 
 
-def digest(fields: KeyFields) -> str:
-    """Return the stem of an identity's file name. The file also contains the identity itself."""
+def file_stem(fields: KeyFields) -> str:
+    """Return the name, without suffix, of the cache file of an identity."""
     return _digest(repr(sorted(fields.items())))
 
 
 @cache
 def _part_versions() -> tuple[tuple[str, str, str], ...]:
-    """Return every part with its origin and the version of that package."""
+    """Return the name of every part, the package that provides it, and that package's version."""
     catalog = load_catalog()
     return tuple((p.name, p.origin, _version(p.origin.split(" ")[0])) for p in catalog.parts)
 
 
 @cache
 def _version(name: str) -> str:
-    """Return the version of a distribution or import package, or "none"."""
-    for probe in collect_probes(load_catalog()):  # may find a copy inside another package
+    """Return the version of a package, by its distribution name or import name, or "none"."""
+    # A probe may find a copy of the package that another package contains.
+    for probe in collect_probes(load_catalog()):
         if probe.name == name and (version := find(probe).version):
             return version
     spellings = (name, name.replace("_", "-"), name.replace("_", ""))
@@ -80,7 +90,7 @@ def _version(name: str) -> str:
 
 
 def _digest_of_files(folder: Path | None) -> str:
-    """Return a digest of the files below `folder`, or "none"."""
+    """Return a digest of the names, sizes and dates of JSON files below `folder`, or "none"."""
     if folder is None:
         return "none"
     try:

@@ -1,4 +1,4 @@
-"""Candidate pairings for a problem, judged by the compatibility rules before anything is built."""
+"""Find the valid pairings of a problem by the compatibility rules, before anything is built."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from modular_kernel.catalog import load_catalog
 from modular_kernel.compatibility.rules import judge
 from modular_kernel.compatibility.support import Rejection, Verdict
 from modular_kernel.operators.kernel_cache import NO_EP
-from modular_kernel.select.record import Pair
+from modular_kernel.select.selection import Pair
 from modular_kernel.spec.problem import Machine, Problem
 
 # Must match modular_kernel.operators.kernel_cache.default_experts.
@@ -17,61 +17,65 @@ _INTERPRETED = "Triton's interpreter is enabled in this process, so times are no
 
 @dataclass(frozen=True)
 class Candidates:
-    """Every pairing, judged for each requested number of tokens.
+    """All pairings of the installed parts, judged for each requested number of tokens.
 
-    order: the pairings that are valid for some number of tokens, the default first. valid: the
-    valid pairings by number of tokens. refused: verdicts of the other pairings, at the largest
-    number of tokens. untimeable: valid pairings whose times would be meaningless here, with the
-    reason. graph: pairings that can be captured in a CUDA graph.
+    order: the pairings that are valid for some number of tokens, the default first.
+    valid: the valid pairings, by number of tokens.
+    refused: verdicts on the pairings that are never valid, at the largest number of tokens.
+    untimeable: valid pairings whose times would be meaningless on this machine, with the reason.
+    capturable: valid pairings that can be captured in a CUDA graph.
     """
 
     order: tuple[Pair, ...]
     valid: dict[int, tuple[Pair, ...]]
     refused: tuple[Verdict, ...]
     untimeable: dict[Pair, str]
-    graph: frozenset[Pair]
+    capturable: frozenset[Pair]
 
 
 def find_candidates(
     problem: Problem, machine: Machine, tokens: Sequence[int], *, replicated: bool = False
 ) -> Candidates:
-    """Judge every pairing at each number of tokens.
+    """Judge every pairing of the installed parts at each number of tokens.
 
-    replicated: whether all ranks pass the same tokens. Exchanges that expect the opposite would
-    compute a different result, and are refused.
+    replicated: whether all ranks pass the same tokens. Over several ranks, parts that expect the
+        opposite would compute a different result, and are refused.
     """
     verdicts = {t: _judge_all(problem.with_tokens(t), machine, replicated) for t in tokens}
     valid = {t: tuple(_pair(v) for v in judged if v.ok) for t, judged in verdicts.items()}
     valid_somewhere = dict.fromkeys(pair for t in sorted(valid, reverse=True) for pair in valid[t])
-    graph = frozenset(pair for pair in valid_somewhere if _is_capturable(pair, problem))
-    # Parts without Triton are included, because they call shared operations that are interpreted.
+    capturable = frozenset(pair for pair in valid_somewhere if _is_capturable(pair, problem))
+    # Includes parts without Triton kernels, because they call shared operations that have some.
     untimeable = dict.fromkeys(valid_somewhere, _INTERPRETED) if machine.interpreter else {}
     interpreted = {pair for pair in untimeable if _uses_triton(pair)}
     order = sorted(
         valid_somewhere,
-        key=lambda pair: (pair in interpreted, pair not in graph, _takes_batched_rows(pair)),
+        key=lambda pair: (pair in interpreted, pair not in capturable, _takes_batched_rows(pair)),
     )
     order = _move_default_first(order, problem, machine)
     refused = [v for v in verdicts[max(verdicts)] if _pair(v) not in valid_somewhere]
-    return Candidates(tuple(order), valid, tuple(refused), untimeable, graph)
+    return Candidates(tuple(order), valid, tuple(refused), untimeable, capturable)
 
 
 def _move_default_first(order: list[Pair], problem: Problem, machine: Machine) -> list[Pair]:
     """Move the default pairing to the front.
 
-    It has the default experts part of the device, with MoEPrepareAndFinalizeNoEP on one rank, or
-    the first exchange of `order` over several.
+    It consists of the default experts part of the device, and of MoEPrepareAndFinalizeNoEP on one
+    rank, or the first PrepareAndFinalize of `order` over several ranks.
     """
     if not order:
         return order
-    exchange = NO_EP if problem.parallel.world_size == 1 else order[0][0]
-    defaults = [(exchange, experts) for experts in _DEFAULT_EXPERTS[machine.device]]
+    prepare_finalize = NO_EP if problem.parallel.world_size == 1 else order[0][0]
+    defaults = [(prepare_finalize, experts) for experts in _DEFAULT_EXPERTS[machine.device]]
     default = next((pair for pair in defaults if pair in order), order[0])
     return [default, *(pair for pair in order if pair != default)]
 
 
 def _judge_all(problem: Problem, machine: Machine, replicated: bool) -> list[Verdict]:
-    """Return a verdict for each pairing: that of the first rank that rejects it, else rank 0's."""
+    """Return the verdict on each pairing for all ranks, which is that of the first rank to reject.
+
+    If no rank rejects a pairing, its verdict is that of rank 0.
+    """
     catalog = load_catalog()
     catalog.require_pairs()
     world = problem.parallel.world_size
@@ -117,5 +121,5 @@ def _uses_triton(pair: Pair) -> bool:
 
 
 def _takes_batched_rows(pair: Pair) -> bool:
-    """Return whether the experts take the batched format, in which most rows may be padding."""
+    """Return whether the experts take the batched format, in which many rows may be padding."""
     return load_catalog().experts(pair[1]).requires.activation_format.value == "batched_experts"

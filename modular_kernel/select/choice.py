@@ -1,20 +1,20 @@
-"""The result of a selection: the candidates, their times, and the pairing for each token range."""
+"""The result of `choose`: all candidates, their times, and a pairing for each range of tokens."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 from modular_kernel.select.cache_keys import KeyFields
 from modular_kernel.select.candidates import Candidates
-from modular_kernel.select.record import (
+from modular_kernel.select.selection import (
     Bucket,
-    Options,
     Pair,
+    PairingOptions,
     Pick,
     Segment,
     Source,
     TimedOutcome,
-    picks,
-    segments,
+    make_segments,
+    select_pairs,
 )
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.text import format_count
@@ -22,19 +22,24 @@ from modular_kernel.text import format_count
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of `choose`.
+    """The result of `choose`, from which `compose` builds a layer.
 
-    replicated: whether all ranks pass the same tokens. options: the valid pairings, with the
-    shipped record's estimates. buckets: measurements, new or cached. key_fields: see `cache_keys`.
-    timed_now: token counts that were timed now rather than cached. seconds: that this took.
-    untimed_reason: why candidates were not timed, or "". notes: messages for the user.
+    replicated: whether all ranks pass the same tokens.
+    candidates: the verdict on every pairing.
+    options: the valid pairings, with the estimates of the shipped record.
+    buckets: the measurements, new or cached, in ascending order of tokens.
+    key_fields: the fields under which the measurements are cached, see `cache_keys`.
+    timed_now: token counts that were timed by this call, and not loaded from the cache.
+    seconds: duration of these measurements.
+    untimed_reason: why some pairings were not timed, or "".
+    notes: warnings for the user, for example about the cache.
     """
 
     problem: Problem
     machine: Machine
     replicated: bool
     candidates: Candidates
-    options: Options
+    options: PairingOptions
     buckets: tuple[Bucket, ...]
     key_fields: KeyFields
     timed_now: tuple[int, ...] = ()
@@ -48,70 +53,68 @@ class Choice:
         return self.options.tokens
 
     @property
-    def timed(self) -> int:
-        """Number of token counts that were timed now."""
+    def num_timed(self) -> int:
+        """Number of token counts that were timed by this call."""
         return len(self.timed_now)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Ranges of tokens from 0 to problem.tokens; () if no pairing is valid."""
-        return segments(self.options, self.buckets)
+        """Ranges of token counts with their pairings; () if no pairing is valid."""
+        return make_segments(self.options, self.buckets)
 
     @cached_property
-    def picks_with_source(self) -> dict[int, Pick]:
-        """The pairing at the token count of each bucket, and its source."""
-        return picks(self.options, self.buckets)
+    def pick_by_tokens(self) -> dict[int, Pick]:
+        """The pairing of each bucket with the reason for it, by number of tokens."""
+        return select_pairs(self.options, self.buckets)
 
     @property
-    def picks(self) -> dict[int, Pair]:
-        """The pairing at the token count of each bucket."""
-        return {tokens: pick.pair for tokens, pick in self.picks_with_source.items()}
+    def pair_by_tokens(self) -> dict[int, Pair]:
+        """The pairing of each bucket, by number of tokens."""
+        return {tokens: pick.pair for tokens, pick in self.pick_by_tokens.items()}
 
     @property
-    def missing(self) -> tuple[int, ...]:
+    def untimed_tokens(self) -> tuple[int, ...]:
         """Token counts at which a pairing that may be faster than the default was not timed."""
-        return tuple(
-            t for t, pick in self.picks_with_source.items() if pick.source is Source.DEFAULT
-        )
+        return tuple(t for t, pick in self.pick_by_tokens.items() if pick.source is Source.DEFAULT)
 
     @property
-    def measured(self) -> bool:
-        """True if any pairing has a time."""
-        return any(bucket.times for bucket in self.buckets)
+    def has_times(self) -> bool:
+        """Whether any pairing has a time."""
+        return any(bucket.us_by_pair for bucket in self.buckets)
 
     def outcomes(self, tokens: int) -> tuple[TimedOutcome, ...]:
-        """Return the outcome of every valid pairing at the tokens of a bucket, the default first.
+        """Return the outcome of every valid pairing in a bucket, the default first.
 
-        If a pairing has no time, the `why` of its outcome has the reason.
+        For a pairing without a time, `TimedOutcome.why` is the reason.
         """
         bucket = next((b for b in self.buckets if b.tokens == tokens), None)
         known = {} if bucket is None else {o.pair: o for o in bucket.outcomes}
         return tuple(
             known.get(pair) or TimedOutcome(pair, why=self._reason_untimed(tokens, pair))
-            for pair in self.options.ordered(tokens)
+            for pair in self.options.valid_pairs(tokens)
         )
 
     def _reason_untimed(self, tokens: int, pair: Pair) -> str:
         if pair in self.candidates.untimeable:
             return f"not timed: {self.candidates.untimeable[pair]}"
         estimate = self.options.estimates.get(tokens, {}).get(pair)
-        if estimate is not None and pair not in self.options.challengers(tokens):
+        if estimate is not None and pair not in self.options.pairs_to_time(tokens):
             ratio = f"{estimate.optimistic:.2f}x the default's time"
             return f"not timed: the shipped record expects {ratio}"
-        has_challengers = bool(self.options.challengers(tokens))
+        has_challengers = bool(self.options.pairs_to_time(tokens))
         reason = self.untimed_reason if has_challengers else ""
         return f"not timed: {reason or 'nothing to compare with'}"
 
     @property
     def summary(self) -> str:
-        """One line that counts the buckets by the source of their pairing.
+        """One line with the number of buckets for each reason of their pairing.
 
         For example: "13 token counts: 3 timed (4.1 s), 8 from the shipped record, 2 default (budget
         of 5 s spent)".
         """
-        sources = [pick.source for pick in self.picks_with_source.values()]
+        sources = [pick.source for pick in self.pick_by_tokens.values()]
         count = {source: sources.count(source) for source in Source}
-        timed = sum(self.picks_with_source[t].source is Source.TIMED for t in self.timed_now)
+        timed = sum(self.pick_by_tokens[t].source is Source.TIMED for t in self.timed_now)
         parts = [
             (timed, f"timed ({self.seconds:.1f} s)"),
             (count[Source.TIMED] - timed, "from the cache"),

@@ -1,7 +1,7 @@
-"""ComposedKernel, a layer that selects one of several kernels by the number of tokens.
+"""ComposedKernel: a layer that runs one of several kernels, by the number of tokens of a call.
 
-All kernels are built with the layer, and a plan contains the plans of all kernels, so that a call
-only has to look up the kernel for its number of tokens.
+The kernels differ in their pairing. All of them are built together with the layer, and a
+ComposedPlan contains the plans of all kernels, so that a call only looks up which one to run.
 """
 
 from bisect import bisect_left
@@ -15,7 +15,7 @@ from modular_kernel.errors import CapacityError, ConfigurationError, WeightsErro
 from modular_kernel.kernel import FusedMoEModularKernel, Plan
 from modular_kernel.measure.routing_patterns import RoutingKind, draw
 from modular_kernel.select.choice import Choice
-from modular_kernel.select.record import Pair, Segment
+from modular_kernel.select.selection import Pair, Segment
 from modular_kernel.spec.problem import Machine, Size
 from modular_kernel.tensors import ExpertWeights, Routing, check_weight_tensors
 from modular_kernel.text import render_notebook_html
@@ -27,7 +27,10 @@ _SEED = 5
 
 @dataclass(frozen=True)
 class KernelRange:
-    """A kernel for calls with at most `last` tokens, and more than the previous range's `last`."""
+    """A kernel, and the largest number of tokens of a call that uses it.
+
+    The smallest number of tokens is one more than `last` of the previous range.
+    """
 
     last: int
     kernel: FusedMoEModularKernel
@@ -36,9 +39,10 @@ class KernelRange:
 class ComposedKernel:
     """A layer with a kernel for each range of token counts; created by `compose`.
 
-    Over several ranks, all must run the same pairing, but each knows only its own number of tokens.
-    A call therefore uses the pairing for problem.tokens, unless all ranks pass `max_tokens`, the
-    maximum number of tokens over ranks in this call. Replicated input needs no `max_tokens`.
+    Over several ranks, all ranks must run the same kernel, although their numbers of tokens may
+    differ. A call therefore uses the kernel for problem.tokens, unless all ranks pass `max_tokens`,
+    the maximum number of tokens over ranks in this call. If all ranks pass the same tokens
+    (`Terms.replicated`), `max_tokens` is not needed.
     """
 
     def __init__(self, choice: Choice, kernel_ranges: Sequence[KernelRange]) -> None:
@@ -50,7 +54,7 @@ class ComposedKernel:
         return f"<composed of {self.pairing}, {self.problem} on {self.choice.machine}>"
 
     def _repr_html_(self) -> str:
-        """Return a table of the pairings by number of tokens, for notebooks."""
+        """Return an HTML table of the pairings by number of tokens, for notebooks."""
         rows, first = [], 0
         for kernel_range in self.kernel_ranges:
             rows.append(
@@ -70,7 +74,7 @@ class ComposedKernel:
     def kernel(self, tokens: int) -> FusedMoEModularKernel:
         """Return the kernel for this number of tokens.
 
-        Raises CapacityError if there are more than the problem's.
+        Raises CapacityError if `tokens` exceeds the maximum of the layer.
         """
         return self.kernel_ranges[self._lookup.index(tokens, tokens)].kernel
 
@@ -83,15 +87,16 @@ class ComposedKernel:
         out: torch.Tensor | None = None,
         max_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Run the kernel for x's number of tokens. For the arguments, see FusedMoEModularKernel.
+        """Run the kernel for the number of tokens of x_TH.
 
-        max_tokens: see ComposedKernel.
+        max_tokens: maximum number of tokens over ranks, see ComposedKernel. For the other
+            arguments, see FusedMoEModularKernel.
         """
         kernel_range = self.kernel_ranges[self._lookup.index(count_tokens(x_TH), max_tokens)]
         return kernel_range.kernel(x_TH, weights, routing, out=out)
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return the weights together with the prepared weights of all pairings' experts parts.
+        """Return `weights` with the prepared weights of the experts parts of all kernels.
 
         See FusedMoEModularKernel.prepare_weights.
         """
@@ -103,7 +108,7 @@ class ComposedKernel:
         return weights
 
     def plan(self) -> "ComposedPlan":
-        """Allocate the buffers of all pairings in use."""
+        """Return a plan, which allocates the buffers of all kernels."""
         plans: dict[int, Plan] = {}
         for kernel_range in self.kernel_ranges:
             if id(kernel_range.kernel) not in plans:
@@ -113,7 +118,7 @@ class ComposedKernel:
         )
 
     def destroy(self) -> None:
-        """Release the resources of parts that span ranks."""
+        """Release the resources that parts share with other ranks."""
         for kernel in {id(r.kernel): r.kernel for r in self.kernel_ranges}.values():
             destroy = getattr(kernel.prepare_finalize, "destroy", None)
             if destroy is not None:
@@ -121,10 +126,10 @@ class ComposedKernel:
 
 
 class ComposedPlan:
-    """The plans of all pairings in use.
+    """The plans of all kernels of a ComposedKernel; created by `ComposedKernel.plan`.
 
-    A call allocates nothing, and can be captured in a CUDA graph if the pairing in use can. As with
-    Plan, the next call overwrites the returned tensor.
+    A call allocates nothing. It can be captured in a CUDA graph if the pairing that it runs can be.
+    As with Plan, the next call overwrites the returned tensor.
     """
 
     def __init__(self, kernel: ComposedKernel, plans: Sequence[Plan]) -> None:
@@ -137,7 +142,7 @@ class ComposedPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of workspace of all plans, without outputs."""
+        """Bytes of the workspaces of all plans, without the outputs."""
         return sum(plan.nbytes for plan in {id(p): p for p in self.plans}.values())
 
     def __call__(
@@ -149,20 +154,26 @@ class ComposedPlan:
         out: torch.Tensor | None = None,
         max_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Run a call like Plan.__call__. max_tokens: see ComposedKernel."""
+        """Run the plan for the number of tokens of x_TH.
+
+        max_tokens: maximum number of tokens over ranks, see ComposedKernel. For the other
+            arguments, see Plan.
+        """
         plan = self.plans[self._lookup.index(count_tokens(x_TH), max_tokens)]
         return plan(x_TH, weights, routing, out=out)
 
     def warm_up(self, weights: ExpertWeights, tokens: Iterable[int] | None = None) -> int:
         """Call the plan once for each number of tokens, so that later calls compile nothing.
 
-        tokens: None uses `warm_tokens`, which covers all kernels, and the specializations of Triton
-        for sizes of every magnitude. Returns the number of calls. Collective over ranks.
+        tokens: None uses `warm_up_token_counts`, which cover all kernels, and the specializations
+            of Triton for sizes of every magnitude.
+
+        Returns the number of calls. Collective over ranks.
         """
         if not isinstance(weights, ExpertWeights):
             raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
         check_weight_tensors(weights)
-        token_counts = warm_tokens(self.problem.tokens)
+        token_counts = warm_up_token_counts(self.problem.tokens)
         if tokens is not None:
             token_counts = expect_each("tokens to warm up", tokens, Size)
         device = weights.w1.device
@@ -180,22 +191,28 @@ class ComposedPlan:
 
 
 class KernelLookup:
-    """Look-up of the kernel range of a call. range_ends: the `last` of every range, ascending."""
+    """Finds the kernel range of a call.
+
+    range_ends: `KernelRange.last` of all ranges, ascending.
+    """
 
     def __init__(self, choice: Choice, range_ends: Sequence[int]) -> None:
         self._range_ends = list(range_ends)
-        # No pairing is valid beyond the last range.
+        # The last range ends before problem.tokens if no pairing is valid for larger token counts.
         self._max_tokens = min(choice.problem.tokens, self._range_ends[-1])
-        self._same_tokens = choice.problem.parallel.world_size == 1 or choice.replicated
+        self._tokens_equal_on_ranks = choice.problem.parallel.world_size == 1 or choice.replicated
 
     def index(self, tokens: int, max_tokens: int | None) -> int:
-        """Return the index of the range for a call with this number of tokens.
+        """Return the index of the range for a call.
 
-        max_tokens: see ComposedKernel. Raises ConfigurationError if it is less than `tokens`, and
-        CapacityError if there are more tokens than the problem's.
+        tokens: number of tokens of this rank.
+        max_tokens: maximum number of tokens over ranks, see ComposedKernel.
+
+        Raises ConfigurationError if `max_tokens` is less than `tokens`, and CapacityError if the
+        layer has no kernel for so many tokens.
         """
         if max_tokens is None:
-            max_tokens = tokens if self._same_tokens else self._max_tokens
+            max_tokens = tokens if self._tokens_equal_on_ranks else self._max_tokens
         elif type(max_tokens) is not int or max_tokens < tokens:
             raise ConfigurationError("max_tokens", got=max_tokens, need=f">= {tokens}, x's")
         if max_tokens > self._max_tokens:
@@ -205,11 +222,11 @@ class KernelLookup:
         return bisect_left(self._range_ends, max_tokens)
 
 
-def warm_tokens(max_tokens: int) -> tuple[int, ...]:
-    """Return powers of two, 1.5 times those, and one more than each, up to `max_tokens`.
+def warm_up_token_counts(max_tokens: int) -> tuple[int, ...]:
+    """Return the token counts n and n + 1 for all powers of two n, and 1.5 n and 1.5 n + 1.
 
     They include odd numbers and multiples of 16 of every magnitude, for which Triton compiles
-    different specializations.
+    different specializations. Counts above `max_tokens` are omitted, and `max_tokens` is added.
     """
     token_counts = {max_tokens}
     power = 1
@@ -221,23 +238,23 @@ def warm_tokens(max_tokens: int) -> tuple[int, ...]:
     return tuple(sorted(token_counts - {0}))
 
 
-def build(choice: Choice, machine: Machine, group: object | None) -> ComposedKernel:
+def build_composed_kernel(choice: Choice, machine: Machine, group: object | None) -> ComposedKernel:
     """Build all kernels of the choice, each for the maximum number of tokens that it runs.
 
-    There is one kernel per pairing. An exception are pairings whose dispatched shape is fixed:
-    their cost depends on problem.tokens instead of the call's tokens, so there is one kernel per
-    bucket. Collective over ranks.
+    There is one kernel per pairing. The exception are pairings whose dispatched shape does not
+    depend on the number of tokens of a call. The cost of their calls depends on problem.tokens, so
+    there is one kernel per bucket. Collective over ranks.
     """
     problem, kernels = choice.problem, dict[tuple[Pair, int], FusedMoEModularKernel]()
-    managers: dict[str, object] = {}
+    managers: dict[str, object] = {}  # of each PrepareAndFinalize that has one
 
-    def kernel(pair: Pair, tokens: int) -> FusedMoEModularKernel:
+    def get_kernel(pair: Pair, tokens: int) -> FusedMoEModularKernel:
         key = pair, tokens
         if key not in kernels:
             sized_problem, part_group = problem.with_tokens(tokens), managers.get(pair[0], group)
             kernels[key] = make_kernel(*pair, sized_problem, group=part_group, machine=machine)
             manager = getattr(kernels[key].prepare_finalize, "manager", None)
-            if manager is not None:  # shared by all kernels of a part
+            if manager is not None:  # all kernels of a part share its communicator
                 managers[pair[0]] = manager
         return kernels[key]
 
@@ -246,23 +263,22 @@ def build(choice: Choice, machine: Machine, group: object | None) -> ComposedKer
         max_tokens[segment.pair] = max(max_tokens.get(segment.pair, 0), segment.last)
     kernel_ranges = []
     for segment in choice.segments:
-        if _has_fixed_shape(kernel(segment.pair, max_tokens[segment.pair])):
+        kernel = get_kernel(segment.pair, max_tokens[segment.pair])
+        if _has_fixed_dispatch_shape(kernel):
             ends = _bucket_ends(segment, choice.tokens)
-            kernel_ranges += [KernelRange(last, kernel(segment.pair, last)) for last in ends]
+            kernel_ranges += [KernelRange(last, get_kernel(segment.pair, last)) for last in ends]
         else:
-            kernel_ranges.append(
-                KernelRange(segment.last, kernel(segment.pair, max_tokens[segment.pair]))
-            )
+            kernel_ranges.append(KernelRange(segment.last, kernel))
     return ComposedKernel(choice, kernel_ranges)
 
 
-def _has_fixed_shape(kernel: FusedMoEModularKernel) -> bool:
-    """Return whether the dispatched shape does not depend on a call's number of tokens."""
+def _has_fixed_dispatch_shape(kernel: FusedMoEModularKernel) -> bool:
+    """Return whether the dispatched shape does not depend on the number of tokens of a call."""
     tokens = kernel.problem.tokens
     part = kernel.prepare_finalize
     return tokens > 1 and part.dispatch_shape(1) == part.dispatch_shape(tokens)
 
 
 def _bucket_ends(segment: Segment, tokens: Sequence[int]) -> list[int]:
-    """Return the token counts of the buckets inside a segment, and the segment's last."""
+    """Return the token counts of the buckets inside a segment, and the segment's last one."""
     return [*(t for t in tokens if segment.first <= t < segment.last), segment.last]

@@ -1,7 +1,8 @@
-"""Inputs, weights and expected outputs for timing, which are the same for all candidates.
+"""Weights, inputs and expected outputs with which `compose` times all pairings of a problem.
 
-The weights of each expert have their own seed. A rank can therefore create its own experts for the
-layer, and any other experts for the reference, with the same result for every number of ranks.
+The weights of each expert are drawn with a seed of that expert. A rank can therefore create its
+local experts for the layer, and any other experts to compute the expected outputs, and the weights
+do not depend on the number of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,27 +21,22 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 
 _SEED = 11
-_ROWS_COMPARED = 8  # rows of an output that are compared
-# Minimum number of values to compare: over fewer, the error of plain torch, which sets the
-# tolerance, varies too much.
+_MAX_ROWS = 8  # number of rows of an output that are compared
+# Minimum number of values to compare. The tolerance is derived from the error of plain torch, which
+# varies too much over fewer values.
 _MIN_VALUES = 512
-_MAX_CHECKED = 8  # maximum number of calls that are checked
+_MAX_CHECKED_CALLS = 8
 _FEW_TOKENS = 256  # up to this many tokens calls are short, so time _MAX_CALLS, not _MIN_CALLS
 _MAX_CALLS, _MIN_CALLS = 4, 2
 _EPS = 1e-6
 
-Input = tuple[torch.Tensor, Routing]
-
-
-def without_inplace(problem: Problem) -> Problem:
-    """Return the problem without `inplace`, because several timed calls share their inputs."""
-    return replace(problem, inplace=False)
+Input = tuple[torch.Tensor, Routing]  # x_TH and the routing of one call
 
 
 def weight_bytes(problem: Problem) -> float:
-    """Return the bytes that `make_weights` needs at its peak.
+    """Return the peak memory of `make_weights` in bytes.
 
-    These are the unquantized weights, and the quantized ones if there is a scheme.
+    With a quantization scheme, the unquantized and the quantized weights exist at the same time.
     """
     unquantized = problem.e * expert_bytes(problem, QuantScheme.parse("none"))
     if not problem.scheme.quantized:
@@ -49,17 +45,19 @@ def weight_bytes(problem: Problem) -> float:
 
 
 def make_weights(
-    problem: Problem, device: torch.device, is_over: Callable[[], bool] | None = None
+    problem: Problem, device: torch.device, is_time_over: Callable[[], bool] | None = None
 ) -> ExpertWeights:
-    """Create random weights of this rank's experts, in slot order, quantized by the scheme.
+    """Create random weights of this rank's experts, quantized by the problem's scheme.
 
-    is_over: called before each expert; TimeoutError is raised once it returns True.
+    is_time_over: called before each expert is drawn.
+
+    Raises TimeoutError if `is_time_over` returns True.
     """
     world = problem.parallel.world_size
     local_experts = (
         problem.placement.slots[problem.parallel.rank] if world > 1 else range(problem.e)
     )
-    unquantized = _draw_weights(problem, tuple(local_experts), device, is_over)
+    unquantized = _draw_weights(problem, tuple(local_experts), device, is_time_over)
     expert_map = first_experts_map(problem, device)
     if world > 1 and problem.expert_map:
         expert_map = problem.placement.expert_map(problem.parallel.rank).to(device)
@@ -70,9 +68,12 @@ def _draw_weights(
     problem: Problem,
     experts: Sequence[int],
     device: torch.device,
-    is_over: Callable[[], bool] | None = None,
+    is_time_over: Callable[[], bool] | None = None,
 ) -> ExpertWeights:
-    """Draw unquantized weights, normal with standard deviation fan_in ** -0.5."""
+    """Draw unquantized weights of `experts`, normal with standard deviation fan_in ** -0.5.
+
+    For `is_time_over`, see `make_weights`.
+    """
     n, h, i, dtype = problem.w1_rows, problem.hidden, problem.intermediate, problem.dtype
     count = len(experts)
     w1 = torch.empty(count, n, h, dtype=dtype, device=device)
@@ -80,8 +81,8 @@ def _draw_weights(
     b1 = torch.empty(count, n, dtype=dtype, device=device) if problem.bias else None
     b2 = torch.empty(count, h, dtype=dtype, device=device) if problem.bias else None
     for slot, expert in enumerate(experts):
-        if is_over is not None and is_over():
-            raise TimeoutError(f"{slot} of {count} experts' weights were made in time")
+        if is_time_over is not None and is_time_over():
+            raise TimeoutError(f"weights of {slot} of {count} experts were created in time")
         generator = torch.Generator(device).manual_seed(_SEED + expert)
         w1[slot] = (
             torch.randn(n, h, dtype=torch.float32, device=device, generator=generator) * h**-0.5
@@ -97,25 +98,29 @@ def _draw_weights(
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """Expected output of some rows for `call_inputs`.
+    """Expected values of some output rows of one call.
 
-    rows: indices of the rows. exact: the rows in float64, unquantized. recipe_error: norm of the
-    error of a plain torch implementation of the scheme, which sets the tolerance.
+    call_inputs: the inputs of the call.
+    rows: (rows,) indices of the rows, int64.
+    exact: (rows, H) their values, computed in float64 from unquantized weights.
+    torch_error: norm of the error of a plain torch implementation of the scheme on these rows,
+        which determines the tolerance.
     """
 
     call_inputs: Input
     rows: torch.Tensor
     exact: torch.Tensor
-    recipe_error: float
+    torch_error: float
 
 
 @dataclass(frozen=True)
-class SelectWorkload:
-    """What is timed at one number of tokens.
+class TimingWorkload:
+    """Weights, inputs and expected outputs for timing at one number of tokens.
 
-    inputs: those of the calls of one round. expected: expected outputs of the calls that are
-    checked. flush: whether to overwrite the L2 cache before each call, because a call could
-    otherwise hit lines that its predecessor loaded.
+    inputs: the inputs of the calls of one round.
+    expected: the expected outputs of the calls that are checked before timing.
+    flush: whether to overwrite the L2 cache before each call, because it could otherwise still
+        hold data that the previous call loaded.
     """
 
     problem: Problem
@@ -125,7 +130,7 @@ class SelectWorkload:
     flush: bool
 
     def find_error(self, outputs: Sequence[torch.Tensor]) -> str:
-        """Describe the error of the outputs for the inputs of `expected`; "" if there is none."""
+        """Return a description of what is wrong with the outputs of the checked calls, or ""."""
         squared_error = squared_norm = bound = 0.0
         for out, expected_rows in zip(outputs, self.expected, strict=True):
             if tuple(out.shape) != self.problem.output_shape or not bool(out.isfinite().all()):
@@ -134,7 +139,7 @@ class SelectWorkload:
                 float((out[expected_rows.rows].double() - expected_rows.exact).norm()) ** 2
             )
             squared_norm += float(expected_rows.exact.norm()) ** 2
-            bound += expected_rows.recipe_error**2
+            bound += expected_rows.torch_error**2
         error, allowed = (
             (x / squared_norm) ** 0.5 if squared_norm else x for x in (squared_error, bound)
         )
@@ -148,28 +153,31 @@ def make_workload(
     kind: RoutingKind,
     *,
     replicated: bool,
-) -> SelectWorkload:
+) -> TimingWorkload:
     """Draw inputs of `problem.tokens` tokens for this rank, and compute the expected outputs.
 
+    kind: distribution of tokens over experts.
     replicated: whether all ranks pass the same tokens.
     """
     device = weights.w1.device
     rank = 0 if replicated else problem.parallel.rank
     calls = _MAX_CALLS if problem.tokens <= _FEW_TOKENS else _MIN_CALLS
-    values_per_call = min(problem.tokens, _ROWS_COMPARED) * problem.hidden
-    checked = min(max(1, -(-_MIN_VALUES // values_per_call)), _MAX_CHECKED)
-    drawn = [_draw_input(problem, kind, device, rank, n) for n in range(max(calls, checked))]
-    expected = tuple(_expected_rows(problem, call_inputs) for call_inputs in drawn[:checked])
+    values_per_call = min(problem.tokens, _MAX_ROWS) * problem.hidden
+    num_checked = min(max(1, -(-_MIN_VALUES // values_per_call)), _MAX_CHECKED_CALLS)
+    drawn = [_draw_input(problem, kind, device, rank, n) for n in range(max(calls, num_checked))]
+    expected = tuple(
+        _compute_expected_rows(problem, call_inputs) for call_inputs in drawn[:num_checked]
+    )
     inputs = tuple(drawn[:calls])
     load = load_of(inputs[0][1], _on_one_rank(problem), weights.expert_map)
     bytes_moved = work_of(problem, problem.scheme, [load]).bytes
-    # Use a single set of weights, because the candidates' buffers need memory.
+    # memory=0 allows one set of weights only, which leaves memory for the buffers of pairings.
     flush = rotation(bytes_moved, float("inf"), problem.tokens, l2=l2_bytes(device), memory=0).flush
-    return SelectWorkload(problem, weights, inputs, expected, flush)
+    return TimingWorkload(problem, weights, inputs, expected, flush)
 
 
 def _on_one_rank(problem: Problem) -> Problem:
-    """Return the problem with all experts on one rank, so that no pair is skipped."""
+    """Return the problem with all experts on one rank, so that no routed pair is skipped."""
     if problem.parallel.world_size == 1:
         return problem
     single = type(problem.parallel)()
@@ -177,26 +185,26 @@ def _on_one_rank(problem: Problem) -> Problem:
 
 
 def _draw_input(
-    problem: Problem, kind: RoutingKind, device: torch.device, rank: int, number: int
+    problem: Problem, kind: RoutingKind, device: torch.device, rank: int, index: int
 ) -> Input:
-    generator = torch.Generator(device).manual_seed(problem.tokens * 4096 + rank * 16 + number)
+    generator = torch.Generator(device).manual_seed(problem.tokens * 4096 + rank * 16 + index)
     x_TH = torch.randn(
         problem.tokens, problem.hidden, dtype=torch.float32, device=device, generator=generator
     )
     return x_TH.to(problem.dtype), draw(problem, kind, generator)
 
 
-def _expected_rows(problem: Problem, call_inputs: Input) -> ExpectedRows:
-    """Compute the expected output of a few rows, with only the experts that they use."""
+def _compute_expected_rows(problem: Problem, call_inputs: Input) -> ExpectedRows:
+    """Compute the expected values of evenly spaced rows, with only the experts that they use."""
     x_TH, routing = call_inputs
     device = x_TH.device
     rows = torch.linspace(
-        0, len(x_TH) - 1, min(len(x_TH), _ROWS_COMPARED), dtype=torch.float32, device=device
+        0, len(x_TH) - 1, min(len(x_TH), _MAX_ROWS), dtype=torch.float32, device=device
     ).long()
     row_routing = routing.of(rows)
     ids = sorted(set(row_routing.topk_ids_TK.flatten().tolist()))
     single_rank = _on_one_rank(problem)
-    if single_rank.expert_map:  # pairs of experts on other ranks are skipped
+    if single_rank.expert_map:  # on one rank, only experts [0, e) are local, see make_weights
         ids = [i for i in ids if i < problem.e] or [0]
     expert_map = torch.full((problem.experts,), -1, dtype=torch.int32, device=device)
     expert_map[torch.tensor(ids, dtype=torch.int64, device=device)] = torch.arange(

@@ -1,7 +1,8 @@
-"""The processes that measure: a single one, or all ranks of a process group in lockstep.
+"""Communication between the ranks that measure together: a single process, or a process group.
 
-Over several ranks, every decision (which candidate is next, whether time is left, what is too slow)
-is based on data that all ranks share, so that all ranks decide alike.
+All ranks must time the same pairings in the same order, because a call of a pairing communicates.
+Every decision (which pairing is next, whether time is left, which pairing is too slow) is therefore
+based on data that was exchanged between the ranks.
 """
 
 from collections.abc import Sequence
@@ -16,10 +17,11 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """The ranks that measure.
+    """The ranks that measure together.
 
-    rank: that of this process. size: number of ranks. group: the process group for parts that
-    exchange tokens; None for a single process.
+    rank: rank of this process.
+    size: number of ranks.
+    group: the process group for parts that exchange tokens; None for a single process.
     """
 
     rank: int
@@ -34,7 +36,7 @@ class Ranks(Protocol):
 
 
 class SingleProcess:
-    """A single process."""
+    """One rank, which does not communicate."""
 
     rank, size, group = 0, 1, None
 
@@ -46,7 +48,7 @@ class SingleProcess:
 
 
 class GroupRanks:
-    """The ranks of a process group. Every method is collective."""
+    """The ranks of a torch.distributed process group. Every method is collective."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -64,8 +66,9 @@ class GroupRanks:
 def ranks_of(problem: Problem, group: object | None) -> Ranks:
     """Return the ranks of a problem.
 
-    group: None uses the default process group if the problem has several ranks. Raises
-    ConfigurationError if the group's rank or size is not the problem's.
+    group: its process group. None uses the default group if the problem has several ranks.
+
+    Raises ConfigurationError if the rank or size of the group differs from that of the problem.
     """
     parallel = problem.parallel
     if parallel.world_size == 1:
@@ -84,15 +87,15 @@ def ranks_of(problem: Problem, group: object | None) -> Ranks:
 
 
 def max_over_ranks(ranks: Ranks, values: Sequence[float]) -> list[float]:
-    """Return the maximum of each value over ranks."""
+    """Return the maximum over ranks of each value. Collective."""
     return [max(column) for column in zip(*ranks.all_gather(list(values)), strict=True)]
 
 
 def first_failure(ranks: Ranks, message: str) -> str:
-    """Return the message of the lowest rank that has one, or "".
+    """Return the error message of the lowest rank that failed, or "". Collective.
 
-    message: that of this rank, or "" if it has not failed. With several ranks, the result begins
-    with the rank.
+    message: the error message of this rank, or "". Over several ranks, the result begins with the
+        number of the rank that failed.
     """
     messages = ranks.all_gather(message)
     rank = next((r for r, rank_message in enumerate(messages) if rank_message), None)

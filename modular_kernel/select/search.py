@@ -1,28 +1,38 @@
-"""Search for faster pairings: times the candidates within a budget, small token counts first."""
+"""Search for pairings that are faster than the default, within a time budget.
+
+`Search.run` loads cached measurements, and times the missing ones, small token counts first. It
+creates weights and inputs (`select.inputs`), and a `PairingTimer` for each number of tokens.
+"""
 
 import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from modular_kernel.measure.routing_patterns import RoutingKind
-from modular_kernel.select.budget import Budget, free_bytes, gigabytes, ranks_sharing_memory
+from modular_kernel.select.budget import (
+    Budget,
+    count_ranks_sharing_memory,
+    format_gigabytes,
+    free_bytes,
+)
 from modular_kernel.select.cache import Cache
 from modular_kernel.select.candidates import Candidates
-from modular_kernel.select.inputs import make_weights, make_workload, weight_bytes, without_inplace
+from modular_kernel.select.inputs import make_weights, make_workload, weight_bytes
 from modular_kernel.select.process_group import Ranks
-from modular_kernel.select.record import Bucket, Options
-from modular_kernel.select.timing import Stopwatch
+from modular_kernel.select.selection import Bucket, PairingOptions
+from modular_kernel.select.timing import PairingTimer
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
 
 _LOG = logging.getLogger("modular_kernel.select")
-_WARN_AFTER_SECONDS = 5.0  # delay of the log message that says why the caller has to wait
+_WARN_AFTER_SECONDS = 5.0  # after which a log message explains why the call takes long
 _MAX_FREE_FRACTION = 0.8  # of the free memory, for weights
+_MIN_STEPS = 2  # time the default and one other pairing
 
 BucketCallback = Callable[[Bucket], object]
 
@@ -31,9 +41,11 @@ BucketCallback = Callable[[Bucket], object]
 class SearchResult:
     """The result of a search.
 
-    buckets: measurements, new or cached, in ascending order of tokens. timed_now: token counts that
-    this search timed. seconds: that it took. untimed_reason: why candidates were not timed, or "".
-    notes: messages for the user.
+    buckets: the measurements, new or cached, in ascending order of tokens.
+    timed_now: token counts that were timed by this search, and not loaded from the cache.
+    seconds: duration of the search.
+    untimed_reason: why some pairings were not timed, or "".
+    notes: warnings for the user, for example about the cache.
     """
 
     buckets: tuple[Bucket, ...]
@@ -45,18 +57,19 @@ class SearchResult:
 
 @dataclass
 class Search:
-    """Search for pairings that are faster than the default. Collective over ranks.
+    """A search for pairings that are faster than the default. Collective over ranks.
 
-    routing: in the syntax of RoutingKind.parse. replicated: whether all ranks pass the same tokens.
-    fresh: whether to ignore cached times. on_bucket: called on rank 0 with each bucket after it was
-    timed.
+    routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
+    replicated: whether all ranks pass the same tokens.
+    fresh: whether to ignore cached times.
+    on_bucket: called on rank 0 with each bucket after it was timed.
     """
 
     problem: Problem
     machine: Machine
     ranks: Ranks
     candidates: Candidates
-    options: Options
+    options: PairingOptions
     cache: Cache
     budget: Budget
     routing: str = "uniform"
@@ -67,21 +80,21 @@ class Search:
     def run(self) -> SearchResult:
         """Load the cached buckets, and time the others within the budget."""
         if not self._tokens_to_time:
-            return SearchResult((), untimed_reason=self._reason())
+            return SearchResult((), untimed_reason=self._untimed_reason())
         cached, notes = self._load_cached()
-        valid = () if self.fresh else cached
-        if not self._missing(valid):
-            return SearchResult(valid, notes=notes)
+        known = () if self.fresh else cached
+        if not self._incomplete_tokens(known):
+            return SearchResult(known, notes=notes)
         if not self.budget.allows():
-            return SearchResult(valid, untimed_reason=self._reason(), notes=notes)
+            return SearchResult(known, untimed_reason=self._untimed_reason(), notes=notes)
         with ExitStack() as stack:
             notes += self._wait_for_lock(stack)
             if not self.fresh:  # another process may have measured during the wait
-                valid = self._load_cached()[0]
+                known = self._load_cached()[0]
             complete = {bucket.tokens for bucket in cached if self.options.is_complete(bucket)}
             with self._warn_if_slow():
-                new, untimed_reason, new_notes = self._measure(valid, complete)
-        by_tokens = {bucket.tokens: bucket for bucket in (*valid, *new)}
+                new, untimed_reason, new_notes = self._measure(known, complete)
+        by_tokens = {bucket.tokens: bucket for bucket in (*known, *new)}
         buckets = tuple(by_tokens[tokens] for tokens in sorted(by_tokens))
         seconds = self.ranks.broadcast(self.budget.elapsed)
         return SearchResult(
@@ -90,25 +103,25 @@ class Search:
 
     @property
     def _tokens_to_time(self) -> tuple[int, ...]:
-        """Token counts with a pairing that may be faster than the default, ascending."""
-        return tuple(t for t in self.options.tokens if self.options.challengers(t))
+        """Token counts at which some pairing may be faster than the default, ascending."""
+        return tuple(t for t in self.options.tokens if self.options.pairs_to_time(t))
 
-    def _reason(self) -> str:
-        """Return the reason why candidates stay untimed, or "" if there are none."""
+    def _untimed_reason(self) -> str:
+        """Return the reason why some pairings are not timed; "" if there is nothing to time."""
         if self.candidates.untimeable:
             return next(iter(self.candidates.untimeable.values()))
         return f"budget of {self.budget.seconds:g} s spent" if self._tokens_to_time else ""
 
     @contextmanager
     def _warn_if_slow(self) -> Iterator[None]:
-        """Log a message if the context takes long, and there is no `on_bucket` to show progress."""
-        is_silent = self.ranks.rank or self.on_bucket is not None
+        """Log a message if the context takes long, unless `on_bucket` shows the progress."""
+        needs_message = self.ranks.rank == 0 and self.on_bucket is None
         message = "timing %d pairings for up to %g s; the times are cached"
-        challengers = {pair for t in self._tokens_to_time for pair in self.options.challengers(t)}
-        message_args = (len(challengers) + 1, self.budget.seconds)
+        pairs = {pair for t in self._tokens_to_time for pair in self.options.pairs_to_time(t)}
+        message_args = (len(pairs) + 1, self.budget.seconds)  # + 1: the default
         timer = threading.Timer(_WARN_AFTER_SECONDS, _LOG.warning, (message, *message_args))
         timer.daemon = True
-        if not is_silent:
+        if needs_message:
             timer.start()
         try:
             yield
@@ -116,119 +129,129 @@ class Search:
             timer.cancel()
 
     def _load_cached(self) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
-        """Return rank 0's cached buckets that are requested and valid, and the notes."""
+        """Return the buckets of rank 0's cache at `_tokens_to_time`, and the cache's notes."""
         cached = self.ranks.broadcast(self.cache.load() if self.ranks.rank == 0 else None)
         assert cached is not None
         if cached.record is None:
             return (), cached.notes
         buckets = (cached.record.bucket(tokens) for tokens in self._tokens_to_time)
-        trusted = [self._drop_invalid(bucket) for bucket in buckets if bucket is not None]
-        return tuple(bucket for bucket in trusted if bucket is not None), cached.notes
+        checked = [self._drop_invalid_pairs(bucket) for bucket in buckets if bucket is not None]
+        return tuple(bucket for bucket in checked if bucket is not None), cached.notes
 
-    def _drop_invalid(self, bucket: Bucket) -> Bucket | None:
-        """Remove pairings that are no longer valid; None if the default pairing has changed."""
-        valid = self.options.ordered(bucket.tokens)
+    def _drop_invalid_pairs(self, bucket: Bucket) -> Bucket | None:
+        """Return a cached bucket without pairings that are not valid for this problem.
+
+        Returns None if the default pairing has changed, because all ratios refer to it.
+        """
+        valid = self.options.valid_pairs(bucket.tokens)
         outcomes = tuple(outcome for outcome in bucket.outcomes if outcome.pair in valid)
-        trusted = Bucket(bucket.tokens, bucket.default, outcomes)
-        default = next((pair for pair in valid if pair not in trusted.failed), valid[0])
-        return trusted if outcomes and trusted.default == default else None
+        checked = Bucket(bucket.tokens, bucket.default, outcomes)
+        default = next((pair for pair in valid if pair not in checked.failed_pairs), valid[0])
+        return checked if outcomes and checked.default == default else None
 
-    def _missing(self, buckets: Sequence[Bucket]) -> tuple[int, ...]:
+    def _incomplete_tokens(self, buckets: Sequence[Bucket]) -> tuple[int, ...]:
+        """Return those of `_tokens_to_time` that have no complete bucket."""
         complete = {bucket.tokens for bucket in buckets if self.options.is_complete(bucket)}
         return tuple(tokens for tokens in self._tokens_to_time if tokens not in complete)
 
     def _wait_for_lock(self, stack: ExitStack) -> tuple[str, ...]:
-        """Wait while another process measures the same, because both would disturb each other.
+        """Wait while another process times the same problem, which would disturb our times.
 
-        Returns notes for the user. The lock is released with `stack`.
+        Returns notes for the user. The lock is released when `stack` is closed.
         """
-        locked = True
+        is_locked = True
         if self.ranks.rank == 0:
             try:
-                lock = self.cache.locked(wait_s=self.budget.remaining, name="timing")
-                locked = stack.enter_context(lock)
-            except OSError:
-                locked = True  # without a lock file there is no other process to wait for
-        if self.ranks.broadcast(locked):
+                lock = self.cache.lock(wait_s=self.budget.remaining, name="timing")
+                is_locked = stack.enter_context(lock)
+            except OSError:  # the cache folder cannot be written, so no process holds the lock
+                is_locked = True
+        if self.ranks.broadcast(is_locked):
             return ()
         return ("another process may be timing the same: these times may be disturbed",)
 
     def _measure(
-        self, valid: Sequence[Bucket], complete_in_cache: set[int]
+        self, known: Sequence[Bucket], complete_in_cache: set[int]
     ) -> tuple[list[Bucket], str, tuple[str, ...]]:
-        """Time the pairings that `valid` lacks.
+        """Time the pairings that have no outcome in `known`.
 
-        valid: known buckets, which may be incomplete. complete_in_cache: token counts whose cached
-        buckets are complete, so that an incomplete one must not replace them. Returns the new
-        buckets, the reason why candidates were not timed or "", and notes.
+        known: buckets that need not be timed again. They may be incomplete.
+        complete_in_cache: token counts whose cached buckets are complete, and must not be replaced
+            by incomplete ones.
+
+        Returns the new buckets, the reason why some pairings were not timed or "", and notes.
         """
-        missing, incomplete = self._missing(valid), {b.tokens: b for b in valid}
+        incomplete, known_by_tokens = self._incomplete_tokens(known), {b.tokens: b for b in known}
         new, notes = list[Bucket](), list[str]()
-        if not missing:
+        if not incomplete:
             return new, "", ()
-        problem = without_inplace(self.problem)
-        weights, why = self._make_weights(problem)
+        problem = replace(self.problem, inplace=False)  # calls of a round reuse their inputs
+        weights, untimed_reason = self._make_weights(problem)
         if weights is None:
-            return new, why, ()
-        untimed_reason = ""
-        for tokens in missing:
-            if not self.budget.allows(2):  # the default and one candidate
-                untimed_reason = self._reason()
+            return new, untimed_reason, ()
+        for tokens in incomplete:
+            if not self.budget.allows(_MIN_STEPS):
+                untimed_reason = self._untimed_reason()
                 break
-            bucket = self._time_bucket(problem.with_tokens(tokens), weights, incomplete.get(tokens))
-            complete = self.options.is_complete(bucket)
-            if complete or (bucket.outcomes and tokens not in complete_in_cache):
+            bucket = self._time_bucket(
+                problem.with_tokens(tokens), weights, known_by_tokens.get(tokens)
+            )
+            is_complete = self.options.is_complete(bucket)
+            if is_complete or (bucket.outcomes and tokens not in complete_in_cache):
                 new.append(bucket)
                 if self.ranks.rank == 0:
                     notes += [n for n in self.cache.save([bucket]) if n not in notes]
                     if self.on_bucket is not None:
                         self.on_bucket(bucket)
-            if not complete:
-                untimed_reason = self._reason()
+            if not is_complete:
+                untimed_reason = self._untimed_reason()
                 break
         del weights
         _release_memory(self.machine)
         return new, untimed_reason, self.ranks.broadcast(tuple(notes))
 
     def _time_bucket(
-        self, problem: Problem, weights: ExpertWeights, partial: Bucket | None
+        self, problem: Problem, weights: ExpertWeights, known: Bucket | None
     ) -> Bucket:
-        """Time the challengers of one bucket, except those that `partial` has already."""
+        """Time the pairings of one bucket that have no outcome in `known`."""
         kind, options = RoutingKind.parse(self.routing), self.options
         with torch.no_grad():
             with self.budget.step():
                 workload = make_workload(problem, weights, kind, replicated=self.replicated)
-            watch = Stopwatch(
+            timer = PairingTimer(
                 workload,
-                options.ordered(problem.tokens),
-                self.candidates.graph,
+                options.valid_pairs(problem.tokens),
+                self.candidates.capturable,
                 self.machine,
                 self.ranks,
                 self.budget,
             )
-            if partial is not None:
-                watch.outcomes.update({outcome.pair: outcome for outcome in partial.outcomes})
-            return watch.bucket(options.challengers(problem.tokens))
+            if known is not None:
+                timer.outcomes.update({outcome.pair: outcome for outcome in known.outcomes})
+            return timer.time_bucket(options.pairs_to_time(problem.tokens))
 
     def _make_weights(self, problem: Problem) -> tuple[ExpertWeights | None, str]:
-        """Create the weights; return None and the reason if memory or time does not suffice."""
+        """Create the weights, or return None and the reason if memory or time is too short."""
         device = _device(self.machine)
-        sharing = ranks_sharing_memory(self.ranks, device)
+        sharing = count_ranks_sharing_memory(self.ranks, device)
         free, need = free_bytes(device), weight_bytes(problem) * sharing
         enough_memory = all(
             self.ranks.all_gather(free is None or need <= _MAX_FREE_FRACTION * free)
         )
         if not enough_memory:
-            available = gigabytes(min(f for f in self.ranks.all_gather(free) if f is not None))
+            min_free = format_gigabytes(
+                min(f for f in self.ranks.all_gather(free) if f is not None)
+            )
             of_ranks = f" of {sharing} ranks" if sharing > 1 else ""
-            return None, f"weights{of_ranks} take {gigabytes(need)}, {available} are free"
-        is_over = self.budget.is_over if self.ranks.size == 1 else None
+            return None, f"weights{of_ranks} take {format_gigabytes(need)}, {min_free} are free"
+        # `Budget.is_over` is collective, but ranks may call it different numbers of times, once for
+        # each of their experts.
+        is_time_over = self.budget.is_over if self.ranks.size == 1 else None
         try:
-            # `is_over` is collective, but ranks may have different numbers of experts.
             with torch.no_grad():
-                return make_weights(problem, device, is_over), ""
+                return make_weights(problem, device, is_time_over), ""
         except TimeoutError as error:
-            return None, f"{self._reason()}: {error}"
+            return None, f"{self._untimed_reason()}: {error}"
 
 
 def _device(machine: Machine) -> torch.device:

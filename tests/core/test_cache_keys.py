@@ -56,7 +56,7 @@ PROBLEM_CHANGES: dict[str, Any] = {
 def identity(
     problem: Problem = BASE, machine: Machine = H200, routing: str = "uniform", own: bool = True
 ) -> cache_keys.KeyFields:
-    return cache_keys.identity(problem, machine, routing=routing, replicated=not own)
+    return cache_keys.identity_fields(problem, machine, routing=routing, replicated=not own)
 
 
 def test_every_field_of_a_problem_has_a_change() -> None:
@@ -71,7 +71,7 @@ def test_every_field_of_a_problem_has_a_change() -> None:
 @pytest.mark.parametrize("name", PROBLEM_CHANGES)
 def test_a_cached_choice_is_for_one_problem(name: str) -> None:
     changed = replace(BASE, **{name: PROBLEM_CHANGES[name]})
-    assert cache_keys.digest(identity(changed)) != cache_keys.digest(identity())
+    assert cache_keys.file_stem(identity(changed)) != cache_keys.file_stem(identity())
 
 
 def test_a_cached_choice_is_for_one_gpu_routing_and_placement() -> None:
@@ -85,7 +85,7 @@ def test_a_cached_choice_is_for_one_gpu_routing_and_placement() -> None:
         identity(replace(BASE, parallel=ranks)),
         identity(replace(BASE, parallel=other)),
     ]
-    assert len({cache_keys.digest(one) for one in found}) == len(found)
+    assert len({cache_keys.file_stem(one) for one in found}) == len(found)
 
 
 def set_version(name: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
@@ -124,10 +124,10 @@ VERSION_CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
 def test_every_software_version_is_part_of_the_key(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert set(VERSION_CHANGES) == set(cache_keys.versions(H200))
-    before = cache_keys.versions(H200)
+    assert set(VERSION_CHANGES) == set(cache_keys.version_fields(H200))
+    before = cache_keys.version_fields(H200)
     VERSION_CHANGES[name](monkeypatch, tmp_path)
-    after = cache_keys.versions(H200)
+    after = cache_keys.version_fields(H200)
     assert after[name] != before[name]
     others = {"packages"} if name == "triton" else {"triton"} if name == "packages" else set()
     assert {n for n in before if before[n] != after[n]} - others == {name}
@@ -135,10 +135,10 @@ def test_every_software_version_is_part_of_the_key(
 
 def test_packages_and_thread_counts_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     more = replace(H200, packages=H200.packages | {"flashinfer"})
-    assert cache_keys.versions(more) != cache_keys.versions(H200)
-    before = cache_keys.versions(Machine())
+    assert cache_keys.version_fields(more) != cache_keys.version_fields(H200)
+    before = cache_keys.version_fields(Machine())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert cache_keys.versions(Machine())["threads"] == "77" != before["threads"]
+    assert cache_keys.version_fields(Machine())["threads"] == "77" != before["threads"]
 
 
 def test_the_file_is_named_by_all_of_the_identity(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def run_python(text: str) -> "subprocess.CompletedProcess[str]":
 def test_the_lock_of_the_choice_cache_is_released_while_a_child_runs(tmp_path: Path) -> None:
     cache = Cache(tmp_path, {"who": "a test"}, {})
     ended = os.pipe()
-    with cache.locked(wait_s=0) as mine:
+    with cache.lock(wait_s=0) as mine:
         assert mine
         pid = os.fork()
         if pid == 0:
@@ -277,7 +277,7 @@ def test_the_lock_of_the_choice_cache_is_released_while_a_child_runs(tmp_path: P
             os._exit(0)
     os.close(ended[0])
     try:
-        with cache.locked(wait_s=0) as again:
+        with cache.lock(wait_s=0) as again:
             assert again
     finally:
         os.close(ended[1])

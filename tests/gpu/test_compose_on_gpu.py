@@ -23,17 +23,17 @@ TERMS = Terms(tokens=(1, 16, 256), budget=120, routing="zipf")
 def test_pairings_are_timed_as_graphs_and_reused(tmp_path: Path) -> None:
     terms = replace(TERMS, folder=tmp_path)
     first = choose(PROBLEM, terms=terms)
-    assert (first.timed, first.missing) == (3, ())
+    assert (first.num_timed, first.untimed_tokens) == (3, ())
     modes = {o.mode for b in first.buckets for o in b.outcomes if o.us is not None}
     assert "graph" in modes
     for bucket in first.buckets:
         wrong = [o for o in bucket.outcomes if o.why.startswith("wrong")]
         assert wrong == []
-        default = bucket.outcome(bucket.default)
+        default = bucket.find_outcome(bucket.default)
         assert default is not None
         assert default.ratio == 1
     again = choose(PROBLEM, terms=terms)
-    assert (again.timed, again.segments) == (0, first.segments)
+    assert (again.num_timed, again.segments) == (0, first.segments)
 
 
 def test_a_warm_plan_compiles_and_allocates_nothing(

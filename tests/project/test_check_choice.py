@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from modular_kernel.cli.presets import SHAPES
-from modular_kernel.select.timing import Stopwatch
+from modular_kernel.select.timing import PairingTimer
 
 FILE = Path(__file__).parents[2] / "tools" / "check_choice.py"
 
@@ -51,7 +51,7 @@ def test_a_choice_is_beside_the_default_and_the_best(
         return 1.0, 1.0 if type(kernel.experts).__name__ == "TorchExperts" else ratio, 0.0
 
     ratio = 1 / 1.3 if slow == "TorchExperts" else 1.3
-    monkeypatch.setattr(Stopwatch, "_time_once", lambda _, r: 1.3 if r.pair[1] == slow else 1.0)
+    monkeypatch.setattr(PairingTimer, "_time_once", lambda _, r: 1.3 if r.pair[1] == slow else 1.0)
     monkeypatch.setattr(tool, "_compare_with_default", beside)
     out = tmp_path / "out.json"
     words = ["--layer", "4,2,64,32", "--tokens-list", "1,4", "--budgets", "0,default"]

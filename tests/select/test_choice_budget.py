@@ -13,8 +13,8 @@ from modular_kernel.select import budget as budgets
 from modular_kernel.select.autotune import Terms, choose
 from modular_kernel.select.budget import Budget
 from modular_kernel.select.process_group import SingleProcess
-from modular_kernel.select.record import TimedOutcome
-from modular_kernel.select.timing import Stopwatch
+from modular_kernel.select.selection import TimedOutcome
+from modular_kernel.select.timing import PairingTimer
 from modular_kernel.spec.problem import Machine, Problem
 
 TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
@@ -48,20 +48,20 @@ Log = list[tuple[int, tuple[str, str]]]
 def costly(monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float) -> Log:
     """Set the time that each pairing takes; NAIVE is the fastest. Returns the pairings started."""
     begun: Log = []
-    ready = Stopwatch._prepare
+    ready = PairingTimer._prepare
 
-    def slow(self: Stopwatch, pair: tuple[str, str]):
+    def slow(self: PairingTimer, pair: tuple[str, str]):
         begun.append((self.workload.problem.tokens, pair))
         clock.now += seconds
         return ready(self, pair)
 
-    monkeypatch.setattr(Stopwatch, "_prepare", slow)
-    monkeypatch.setattr(Stopwatch, "_time_once", lambda _, r: 1.0 if r.pair == TORCH else 0.5)
+    monkeypatch.setattr(PairingTimer, "_prepare", slow)
+    monkeypatch.setattr(PairingTimer, "_time_once", lambda _, r: 1.0 if r.pair == TORCH else 0.5)
     return begun
 
 
 def test_step_starts_only_if_the_longest_one_would_finish(clock: Clock) -> None:
-    budget = Budget(10, SingleProcess(), first_step=2)
+    budget = Budget(10, SingleProcess(), first_step_seconds=2)
     assert budget.allows(5)
     assert not budget.allows(6)
     with budget.step():
@@ -83,7 +83,7 @@ def test_step_starts_only_if_the_longest_one_would_finish(clock: Clock) -> None:
 
 
 def test_zero_budget_times_nothing(clock: Clock) -> None:
-    budget = Budget(0, SingleProcess(), first_step=0)
+    budget = Budget(0, SingleProcess(), first_step_seconds=0)
     assert not budget.allows()
     assert budget.is_over()
 
@@ -95,13 +95,13 @@ def test_small_token_counts_come_first_and_others_use_the_default(
     choice = choose(PROBLEM, CPU, terms=Terms(budget=9))
     assert begun == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
     assert clock.now == 8
-    assert choice.picks == {1: NAIVE, 2: NAIVE, 4: TORCH, 8: TORCH}
-    assert choice.missing == (4, 8)
+    assert choice.pair_by_tokens == {1: NAIVE, 2: NAIVE, 4: TORCH, 8: TORCH}
+    assert choice.untimed_tokens == (4, 8)
     assert [(s.first, s.last, s.pair) for s in choice.segments] == [(0, 2, NAIVE), (3, 8, TORCH)]
     assert choice.summary == "4 token counts: 2 timed (8.0 s), 2 default (budget of 9 s spent)"
     rest = choose(PROBLEM, CPU, terms=Terms(budget=9))
     assert rest.summary == "4 token counts: 2 timed (8.0 s), 2 from the cache"
-    assert rest.picks == dict.fromkeys((1, 2, 4, 8), NAIVE)
+    assert rest.pair_by_tokens == dict.fromkeys((1, 2, 4, 8), NAIVE)
 
 
 def test_times_measured_within_the_budget_are_kept(
@@ -109,13 +109,13 @@ def test_times_measured_within_the_budget_are_kept(
 ) -> None:
     """The default takes 1 s and others 6 s; none of the latter starts with less time left."""
     begun = costly(monkeypatch, clock, 1)
-    ready = Stopwatch._prepare
+    ready = PairingTimer._prepare
 
-    def slower(self: Stopwatch, pair: tuple[str, str]):
+    def slower(self: PairingTimer, pair: tuple[str, str]):
         clock.now += 5 if pair == NAIVE else 0
         return ready(self, pair)
 
-    monkeypatch.setattr(Stopwatch, "_prepare", slower)
+    monkeypatch.setattr(PairingTimer, "_prepare", slower)
     told = []
     terms = Terms(tokens=(1, 2), budget=20, on_bucket=told.append)
     first = choose(PROBLEM, CPU, terms=terms)
@@ -124,8 +124,10 @@ def test_times_measured_within_the_budget_are_kept(
     assert [bucket.tokens for bucket in told] == [1, 2]
     again = choose(PROBLEM, CPU, terms=replace(terms, fresh=True, budget=7.5))
     assert begun[4:] == [(1, TORCH), (1, NAIVE)]
-    assert again.picks == {1: NAIVE, 2: TORCH}  # what the cache has was not to be used
-    assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).picks == first.picks
+    assert again.pair_by_tokens == {1: NAIVE, 2: TORCH}  # what the cache has was not to be used
+    assert (
+        choose(PROBLEM, CPU, terms=replace(terms, budget=0)).pair_by_tokens == first.pair_by_tokens
+    )
 
 
 def test_incomplete_bucket_is_continued(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,10 +139,10 @@ def test_incomplete_bucket_is_continued(clock: Clock, monkeypatch: pytest.Monkey
     assert choice.summary == "1 token count: 1 default (budget of 9 s spent)"
     assert "not timed: budget of 9 s spent" in [o.why for o in choice.outcomes(8)]
     whole = choose(PROBLEM, CPU, terms=replace(terms, budget=20))
-    assert whole.picks == {8: NAIVE}
+    assert whole.pair_by_tokens == {8: NAIVE}
     assert begun[1:] == [(8, TORCH), (8, NAIVE)]
     choose(PROBLEM, CPU, terms=replace(terms, fresh=True))  # begins it, and must not replace it
-    assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).picks == {8: NAIVE}
+    assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).pair_by_tokens == {8: NAIVE}
 
 
 def test_creating_weights_counts_toward_the_budget(
@@ -156,10 +158,11 @@ def test_creating_weights_counts_toward_the_budget(
     monkeypatch.setattr(search, "make_weights", slow)
     choice = choose(PROBLEM, CPU, terms=Terms(budget=10))
     assert begun == [(1, TORCH)]  # expected to take 0.1 s; then 1 s is not there any more
-    assert choice.missing == (1, 2, 4, 8)
+    assert choice.untimed_tokens == (1, 2, 4, 8)
     choice = choose(PROBLEM, CPU, terms=Terms(budget=5, fresh=True))
     assert choice.summary == (
-        "4 token counts: 4 default (budget of 5 s spent: 0 of 4 experts' weights were made in time)"
+        "4 token counts: 4 default "
+        "(budget of 5 s spent: weights of 0 of 4 experts were created in time)"
     )
 
 
@@ -175,9 +178,9 @@ def test_creating_inputs_counts_toward_the_budget(
 
     monkeypatch.setattr(search, "make_workload", slow)
     choice = choose(PROBLEM, CPU, terms=Terms(budget=8))
-    assert (begun, clock.now, choice.timed) == ([], 3, 0)  # 2 x 3 s are not left
+    assert (begun, clock.now, choice.num_timed) == ([], 3, 0)  # 2 x 3 s are not left
     choice = choose(PROBLEM, CPU, terms=Terms(budget=9))
-    assert (begun, clock.now, choice.timed) == ([(1, TORCH), (1, NAIVE)], 8, 1)
+    assert (begun, clock.now, choice.num_timed) == ([(1, TORCH), (1, NAIVE)], 8, 1)
 
 
 @pytest.mark.parametrize("budget", [0.0, 20.0])
@@ -189,8 +192,8 @@ def test_no_weights_are_created_if_nothing_is_timed(
 
     monkeypatch.setattr(search, "make_weights", made)
     if budget:
-        monkeypatch.setattr(search.Options, "challengers", lambda *_: ())
-    assert choose(PROBLEM, CPU, terms=Terms(budget=budget)).timed == 0
+        monkeypatch.setattr(search.PairingOptions, "pairs_to_time", lambda *_: ())
+    assert choose(PROBLEM, CPU, terms=Terms(budget=budget)).num_timed == 0
 
 
 @given(budget=st.floats(0, 60), steps=st.lists(st.floats(0.01, 8), min_size=1, max_size=12))
@@ -201,7 +204,7 @@ def test_steps_of_decreasing_duration_never_exceed_the_budget(
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budgets, "time", clock)
-        counted = Budget(budget, SingleProcess(), first_step=8)
+        counted = Budget(budget, SingleProcess(), first_step_seconds=8)
         for seconds in sorted(steps, reverse=True):
             if not counted.allows():
                 break

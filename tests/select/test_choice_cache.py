@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.select import saved_choices
-from modular_kernel.select.cache import NO_CACHE_FOLDER, Cache, CachedRecord
-from modular_kernel.select.record import Bucket, TimedOutcome
+from modular_kernel.select import cache_file
+from modular_kernel.select.cache import NO_CACHE_FOLDER, Cache, CacheLookup
+from modular_kernel.select.selection import Bucket, TimedOutcome
 
 IDENTITY = {"device": "D", "problem": "P"}
 VERSIONS = {"torch": "1", "parts": "x"}
@@ -155,7 +155,7 @@ CORRUPT = {
     "a duplicate key": b'{"schema": 1, "schema": "mk-choices/2"}',
     "deep": b"[" * 100_000,
     "long number": b"[" + b"9" * 10_000 + b"]",
-    "large": b" " * (saved_choices.MAX_BYTES + 1),
+    "large": b" " * (cache_file.MAX_BYTES + 1),
     "pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
 }
 
@@ -208,8 +208,8 @@ def test_file_permissions_follow_the_umask(cache: Cache) -> None:
 def test_missing_folder_is_one_note() -> None:
     nowhere = Cache(None, IDENTITY, VERSIONS)
     assert nowhere.save([ONE]) == ()
-    assert nowhere.load() == CachedRecord(None, (NO_CACHE_FOLDER,))
-    with nowhere.locked(wait_s=0) as held:
+    assert nowhere.load() == CacheLookup(None, (NO_CACHE_FOLDER,))
+    with nowhere.lock(wait_s=0) as held:
         assert held
 
 
@@ -223,10 +223,10 @@ def test_only_one_holds_the_lock(cache: Cache) -> None:
     taken: list[bool] = []
 
     def other() -> None:
-        with cache.locked(wait_s=0.1) as held:
+        with cache.lock(wait_s=0.1) as held:
             taken.append(held)
 
-    with cache.locked(wait_s=0) as held:
+    with cache.lock(wait_s=0) as held:
         assert held
         thread = threading.Thread(target=other)
         thread.start()
@@ -238,7 +238,7 @@ def test_only_one_holds_the_lock(cache: Cache) -> None:
 def test_written_files_do_not_exceed_the_size_limit(cache: Cache) -> None:
     outcomes = tuple(TimedOutcome((f"P{n}" * 20, "E" * 60), why="w" * 300) for n in range(30))
     cache.save([Bucket(tokens, outcomes[0].pair, outcomes) for tokens in range(1, 120)])
-    assert cache.path.stat().st_size <= saved_choices.MAX_BYTES
+    assert cache.path.stat().st_size <= cache_file.MAX_BYTES
     record = cache.load().record
     assert record is not None
     assert record.buckets[-1].tokens == 119
@@ -246,4 +246,4 @@ def test_written_files_do_not_exceed_the_size_limit(cache: Cache) -> None:
 
 def test_format_errors_are_typed() -> None:
     with pytest.raises(ConfigurationError, match="cached choices"):
-        saved_choices.from_text("{}", IDENTITY)
+        cache_file.from_text("{}", IDENTITY)

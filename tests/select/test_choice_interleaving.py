@@ -13,8 +13,8 @@ from modular_kernel.select.autotune import Terms, choose
 from modular_kernel.select.budget import Budget
 from modular_kernel.select.choice import Choice
 from modular_kernel.select.process_group import SingleProcess
-from modular_kernel.select.record import TimedOutcome
-from modular_kernel.select.timing import Stopwatch
+from modular_kernel.select.selection import TimedOutcome
+from modular_kernel.select.timing import PairingTimer
 from modular_kernel.spec.problem import Machine, Problem
 
 PROBLEM = Problem(tokens=2, hidden=32, intermediate=32, experts=4, top_k=2, dtype=torch.float32)
@@ -33,16 +33,16 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, int], float]
     """Choose with runs that take `seconds(name of the experts part, number of the run)`."""
     runs = count()
 
-    def once(_self: Stopwatch, ready) -> float:
+    def once(_self: PairingTimer, ready) -> float:
         return seconds(type(ready.kernel.experts).__name__, next(runs))
 
-    monkeypatch.setattr(Stopwatch, "_time_once", once)
+    monkeypatch.setattr(PairingTimer, "_time_once", once)
     return choose(PROBLEM, Machine("cpu"), terms=TERMS)
 
 
 def outcome(choice: Choice, pair: tuple[str, str]) -> TimedOutcome:
     (bucket,) = choice.buckets
-    found = bucket.outcome(pair)
+    found = bucket.find_outcome(pair)
     assert found is not None
     return found
 
@@ -56,7 +56,7 @@ def test_drift_does_not_change_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = chosen(monkeypatch, seconds)
     found = outcome(choice, NAIVE)
     assert found.ratio == pytest.approx(0.9, abs=0.02)
-    assert choice.picks == {2: NAIVE}
+    assert choice.pair_by_tokens == {2: NAIVE}
     assert outcome(choice, TORCH).ratio == 1
 
 
@@ -71,7 +71,7 @@ def test_noisy_gain_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     found = outcome(choice, NAIVE)
     assert found.ratio == pytest.approx(0.95)
     assert found.noise > 0.05
-    assert choice.picks == {2: TORCH}
+    assert choice.pair_by_tokens == {2: TORCH}
 
 
 def test_much_slower_pairing_is_timed_only_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,17 +109,19 @@ def test_next_pairing_replaces_a_failed_default(
     """It fails while it is built, or in a later run, after which ratios to it are meaningless."""
     runs = count()
 
-    def run(_self: Stopwatch, ready) -> float:
+    def run(_self: PairingTimer, ready) -> float:
         if ready.pair == TORCH and next(runs) >= after:
             raise RuntimeError("no such luck")
         return 1e-3
 
-    monkeypatch.setattr(Stopwatch, "_run", run)
+    monkeypatch.setattr(PairingTimer, "_run", run)
     choice = choose(PROBLEM, Machine("cpu"), terms=TERMS)
     assert outcome(choice, TORCH) == TimedOutcome(TORCH, why="RuntimeError: no such luck")
     assert outcome(choice, NAIVE).ratio == 1
-    assert choice.picks == {2: NAIVE}
-    assert choose(PROBLEM, Machine("cpu"), terms=TERMS).picks == {2: NAIVE}  # from the cache
+    assert choice.pair_by_tokens == {2: NAIVE}
+    assert choose(PROBLEM, Machine("cpu"), terms=TERMS).pair_by_tokens == {
+        2: NAIVE
+    }  # from the cache
 
 
 def test_ratios_to_a_failed_default_are_measured_again(
@@ -130,23 +132,23 @@ def test_ratios_to_a_failed_default_are_measured_again(
     seconds = {a: 4.0, b: 4.0, c: 2.0, d: 4.0}
     built = []
 
-    def ready(_self: Stopwatch, pair: tuple[str, str]):
+    def ready(_self: PairingTimer, pair: tuple[str, str]):
         built.append(pair)
         kernel = SimpleNamespace(prepare_finalize=None)
-        return timing._Prepared(pair, kernel, (), "cpu"), ""  # type: ignore[arg-type]
+        return timing._PreparedPair(pair, kernel, (), "cpu"), ""  # type: ignore[arg-type]
 
-    def run(_self: Stopwatch, one) -> float:
+    def run(_self: PairingTimer, one) -> float:
         if one.pair == a and built[-1] == b:
             raise RuntimeError("no such luck")
         return seconds[one.pair]
 
-    monkeypatch.setattr(Stopwatch, "_prepare", ready)
-    monkeypatch.setattr(Stopwatch, "_run", run)
+    monkeypatch.setattr(PairingTimer, "_prepare", ready)
+    monkeypatch.setattr(PairingTimer, "_run", run)
     weights = SimpleNamespace(w1=torch.empty(0))
     given = SimpleNamespace(weights=weights, flush=False, inputs=(1,), problem=PROBLEM)
-    budget = Budget(60, SingleProcess(), first_step=0)
-    watch = Stopwatch(given, (a, b, c, d), frozenset(), Machine("cpu"), SingleProcess(), budget)  # type: ignore[arg-type]
-    bucket = watch.bucket((c, b, d))
+    budget = Budget(60, SingleProcess(), first_step_seconds=0)
+    watch = PairingTimer(given, (a, b, c, d), frozenset(), Machine("cpu"), SingleProcess(), budget)  # type: ignore[arg-type]
+    bucket = watch.time_bucket((c, b, d))
     assert bucket.default == b
     assert {o.pair: o.ratio for o in bucket.outcomes} == {a: None, b: 1.0, c: 0.5, d: 1.0}
     assert built == [a, c, b, b, c, d]  # d is not built beside what has failed

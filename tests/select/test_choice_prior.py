@@ -12,11 +12,10 @@ import torch
 
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.select import autotune
-from modular_kernel.select import prior as priors
+from modular_kernel.select import autotune, shipped_record
 from modular_kernel.select.autotune import Terms, choose, compose
-from modular_kernel.select.prior import Cell, Prior, load_shipped_record, parse
-from modular_kernel.select.record import MAX_RATIO_TO_TIME, MAX_RATIO_UNTIMED, Estimate
+from modular_kernel.select.selection import MAX_RATIO_TO_TIME, MAX_RATIO_UNTIMED, Estimate
+from modular_kernel.select.shipped_record import Cell, ShippedRecord, load_shipped_record, parse
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
@@ -27,11 +26,11 @@ PROBLEM = Problem(16, 64, 64, 8, 8, quant="fp8_w8a8_block")
 SIZE = 64.0 * 64
 
 
-def prior(*cells: tuple[str, float, float, dict]) -> Prior:
-    return Prior((9, 0), tuple(Cell(*cell) for cell in cells))
+def prior(*cells: tuple[str, float, float, dict]) -> ShippedRecord:
+    return ShippedRecord((9, 0), tuple(Cell(*cell) for cell in cells))
 
 
-def near(*ratios: float, scheme: str = "fp8_w8a8_block") -> Prior:
+def near(*ratios: float, scheme: str = "fp8_w8a8_block") -> ShippedRecord:
     """Return cells at 16, 32, 64, ... rows per expert."""
     return prior(*((scheme, 16.0 * 2**n, SIZE, {A: 1.0, B: r}) for n, r in enumerate(ratios)))
 
@@ -128,7 +127,7 @@ def test_shipped_record_selects_no_slower_pairing() -> None:
     assert found is not None
     wrong, sure = [], 0
     for cell in found.cells:
-        rest = Prior(found.arch, tuple(c for c in found.cells if c.size != cell.size))
+        rest = ShippedRecord(found.arch, tuple(c for c in found.cells if c.size != cell.size))
         hidden = 64
         tokens, experts = (int(cell.rows), 8) if cell.rows >= 1 else (1, round(8 / cell.rows))
         problem = Problem(tokens, hidden, int(cell.size) // hidden, experts, 8, quant=cell.scheme)
@@ -165,7 +164,7 @@ def test_trusted_pairing_runs_without_timing(
     )
     cells = [Cell("none", 2.0**n, SIZE, {torch_: 1.0, naive: 0.9}) for n in range(3)]
     cells += [Cell("none", 2.0**n, SIZE, {torch_: 1.0, naive: 1.2}) for n in range(6, 9)]
-    monkeypatch.setattr(autotune, "load_shipped_record", lambda: Prior(None, tuple(cells)))  # type: ignore[arg-type]
+    monkeypatch.setattr(autotune, "load_shipped_record", lambda: ShippedRecord(None, tuple(cells)))  # type: ignore[arg-type]
     problem = replace(PROBLEM, tokens=128, quant="none")
     kernel = compose(problem, Machine("cpu"), terms=Terms(folder=tmp_path, budget=0))
     found = [(s.first, s.last, s.pair) for s in kernel.choice.segments]
@@ -206,7 +205,7 @@ BAD = [
 
 
 def test_valid_record_is_parsed() -> None:
-    assert parse(json.dumps(GOOD)) == Prior((9, 0), (Cell("none", 1.0, 64.0, {A: 1.0}),))
+    assert parse(json.dumps(GOOD)) == ShippedRecord((9, 0), (Cell("none", 1.0, 64.0, {A: 1.0}),))
 
 
 @pytest.mark.parametrize("change", BAD, ids=str)
@@ -225,7 +224,7 @@ def test_corrupt_record_is_ignored_with_a_warning(
     file = tmp_path / "prior.json"
     if content is not None:
         file.write_bytes(content)
-    monkeypatch.setattr(priors, "FILE", file)
+    monkeypatch.setattr(shipped_record, "FILE", file)
     load_shipped_record.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "modular_kernel.select"):

@@ -24,8 +24,8 @@ from modular_kernel.operators.kernel_cache import NO_EP, default_experts
 from modular_kernel.select import candidates, search, timing
 from modular_kernel.select.autotune import Terms, choose, compose
 from modular_kernel.select.inputs import make_weights
-from modular_kernel.select.record import TimedOutcome
-from modular_kernel.select.timing import Stopwatch
+from modular_kernel.select.selection import TimedOutcome
+from modular_kernel.select.timing import PairingTimer
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
@@ -47,20 +47,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Set the seconds of a call by experts part and tokens, without noise."""
     per_token = {"TorchExperts": 1e-6, "NaiveBatchedExperts": 3e-6}
 
-    def once(self: Stopwatch, ready) -> float:
+    def once(self: PairingTimer, ready) -> float:
         tokens = self.workload.problem.tokens
         name = type(ready.kernel.experts).__name__
         return per_token[name] * tokens + (4e-6 if name == "TorchExperts" else 0)
 
-    monkeypatch.setattr(Stopwatch, "_time_once", once)
+    monkeypatch.setattr(PairingTimer, "_time_once", once)
     return per_token
 
 
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bucket(self: Stopwatch, _challengers: object) -> None:
+    def bucket(self: PairingTimer, _pairs: object) -> None:
         raise AssertionError("timed again")
 
-    monkeypatch.setattr(Stopwatch, "bucket", bucket)
+    monkeypatch.setattr(PairingTimer, "time_bucket", bucket)
 
 
 @pytest.mark.parametrize("kind", ["prepare_finalize", "experts"])
@@ -83,9 +83,9 @@ def test_missing_parts_raise_the_error_of_their_entry_point(
 def test_the_fastest_is_chosen_at_every_number_of_tokens(folder: Path, clock: dict) -> None:
     choice = choose(PROBLEM, CPU)
     assert set(choice.candidates.order) == {TORCH, NAIVE}
-    assert choice.timed == 4
+    assert choice.num_timed == 4
     # 4 + t against 3 t: they meet at 2, where the default stays.
-    assert choice.picks == {1: NAIVE, 2: TORCH, 4: TORCH, 8: TORCH}
+    assert choice.pair_by_tokens == {1: NAIVE, 2: TORCH, 4: TORCH, 8: TORCH}
     assert [(s.first, s.last, s.pair) for s in choice.segments] == [(0, 1, NAIVE), (2, 8, TORCH)]
     assert choice.notes == ()
 
@@ -156,10 +156,10 @@ def test_a_second_call_times_nothing_and_chooses_the_same(
     start = time.perf_counter()
     again = compose(PROBLEM, CPU)
     assert time.perf_counter() - start < 1
-    assert again.choice.timed == 0
+    assert again.choice.num_timed == 0
     assert again.choice.segments == first.segments
     fewer = choose(PROBLEM.with_tokens(4), CPU)  # its buckets are among those of more
-    assert (fewer.timed, fewer.picks) == (0, {1: NAIVE, 2: TORCH, 4: TORCH})
+    assert (fewer.num_timed, fewer.pair_by_tokens) == (0, {1: NAIVE, 2: TORCH, 4: TORCH})
     # Forced to look at the clock, it would have raised.
     with pytest.raises(AssertionError, match="timed again"):
         choose(PROBLEM, CPU, terms=Terms(fresh=True))
@@ -170,7 +170,7 @@ def test_a_second_call_times_nothing_and_chooses_the_same(
 )
 def test_other_layers_have_their_own_choice(folder: Path, clock: dict, change: dict) -> None:
     choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
-    assert choose(replace(PROBLEM, **change), CPU, terms=Terms(tokens=(8,))).timed == 1
+    assert choose(replace(PROBLEM, **change), CPU, terms=Terms(tokens=(8,))).num_timed == 1
 
 
 def test_other_versions_are_measured_again_with_a_note(
@@ -179,7 +179,7 @@ def test_other_versions_are_measured_again_with_a_note(
     choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
     monkeypatch.setattr(torch, "__version__", "99.0")
     choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
-    assert choice.timed == 1
+    assert choice.num_timed == 1
     assert choice.notes[0].startswith("ignoring cached timings: torch ")
     assert choice.notes[0].endswith(" -> 99.0")
 
@@ -189,7 +189,7 @@ def test_corrupt_cache_is_measured_again_with_a_note(folder: Path, clock: dict) 
     (path,) = folder.rglob("*.json")
     path.write_text("{")
     choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
-    assert choice.timed == 1
+    assert choice.num_timed == 1
     assert "will be replaced" in choice.notes[0]
     assert choose(PROBLEM, CPU, terms=Terms(tokens=(8,))).notes == ()
 
@@ -204,10 +204,10 @@ def test_a_forged_pairing_is_not_chosen(folder: Path, clock: dict) -> None:
     outcomes.append({**outcomes[0], "pair": ["os", "system"], "us": 0.001})
     path.write_text(json.dumps(found))
     read = choose(PROBLEM, CPU, terms=terms)
-    assert (read.picks, read.timed) == ({8: TORCH}, 0)
+    assert (read.pair_by_tokens, read.num_timed) == ({8: TORCH}, 0)
     outcomes[:] = [o for o in outcomes if o["pair"] == list(TORCH)]
     path.write_text(json.dumps(found))
-    assert choose(PROBLEM, CPU, terms=terms).timed == 1
+    assert choose(PROBLEM, CPU, terms=terms).num_timed == 1
 
 
 def test_ratios_to_another_default_are_not_used(folder: Path, clock: dict) -> None:
@@ -217,8 +217,8 @@ def test_ratios_to_another_default_are_not_used(folder: Path, clock: dict) -> No
     found = json.loads(path.read_text())
     found["records"][0]["buckets"][0]["default"] = list(NAIVE)
     path.write_text(json.dumps(found))
-    assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).picks == {8: TORCH}
-    assert choose(PROBLEM, CPU, terms=terms).timed == 1
+    assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).pair_by_tokens == {8: TORCH}
+    assert choose(PROBLEM, CPU, terms=terms).num_timed == 1
 
 
 def test_candidate_with_wrong_results_is_never_chosen(
@@ -237,7 +237,7 @@ def test_candidate_with_wrong_results_is_never_chosen(
     outcome = next(o for o in choice.buckets[0].outcomes if o.pair == NAIVE)
     assert outcome.us is None
     assert outcome.why.startswith("wrong: relative error")
-    assert choice.picks == {8: TORCH}
+    assert choice.pair_by_tokens == {8: TORCH}
 
 
 def test_exception_of_a_candidate_is_an_outcome(
@@ -257,9 +257,9 @@ def test_weights_that_do_not_fit_in_memory_are_not_created(
 ) -> None:
     monkeypatch.setattr(timing, "free_bytes", lambda _device: 100)
     choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
-    assert not choice.measured
+    assert not choice.has_times
     assert all("its plan takes" in o.why for o in choice.buckets[0].outcomes)
-    assert choice.picks == {8: TORCH}
+    assert choice.pair_by_tokens == {8: TORCH}
     monkeypatch.setattr(search, "free_bytes", lambda _device: 100)
     choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,), fresh=True))
     assert choice.summary.startswith("1 token count: 1 default (weights take ")
@@ -271,7 +271,7 @@ def test_nothing_is_timed_in_the_interpreter(tmp_path: Path) -> None:
     choice = choose(PROBLEM, machine, terms=Terms(folder=tmp_path))
     assert choice.candidates.order[:2] == (TORCH, NAIVE)
     assert set(choice.candidates.untimeable) == set(choice.candidates.order) > {TORCH, NAIVE}
-    assert (choice.timed, choice.measured) == (0, False)
+    assert (choice.num_timed, choice.has_times) == (0, False)
     assert [segment.pair for segment in choice.segments] == [TORCH]
     assert choice.summary.startswith("4 token counts: 4 default (Triton's interpreter is enabled")
 
@@ -316,7 +316,7 @@ def test_a_plan_builds_and_times_nothing_when_called(
     plan = compose(PROBLEM, CPU).plan()
     weights = make_weights(PROBLEM, torch.device("cpu"))
     no_timing(monkeypatch)
-    for name in ("make_kernel", "build"):
+    for name in ("make_kernel", "build_composed_kernel"):
         monkeypatch.setattr(f"modular_kernel.select.composed_kernel.{name}", None)
     assert plan.warm_up(weights) == 8
     assert plan.warm_up(weights, [3, 5]) == 2
@@ -327,7 +327,7 @@ def test_concurrent_processes_time_once(folder: Path, clock: dict) -> None:
     found: list[int] = []
 
     def work() -> None:
-        found.append(choose(PROBLEM, CPU).timed)
+        found.append(choose(PROBLEM, CPU).num_timed)
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
@@ -423,7 +423,7 @@ def test_long_waits_are_logged_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quiet: bool
 ) -> None:
     monkeypatch.setattr(search, "_WARN_AFTER_SECONDS", 0.0)
-    monkeypatch.setattr(Stopwatch, "_time_once", lambda *_: time.sleep(0.02) or 1e-3)
+    monkeypatch.setattr(PairingTimer, "_time_once", lambda *_: time.sleep(0.02) or 1e-3)
     compose(PROBLEM, CPU, terms=Terms(on_bucket=(lambda _: None) if quiet else None))
     told = "timing 2 pairings for up to 20 s; the times are cached"
     # The process also logs once that the interpreter is on, in whichever test comes first.
@@ -439,4 +439,4 @@ def test_exchanges_that_count_rows_are_not_captured() -> None:
         problem = replace(PROBLEM, parallel=Parallel(2), graph=graph)
         found = candidates.find_candidates(problem, gpu, (8,))
         assert pair in found.order
-        assert (pair in found.graph) == graph
+        assert (pair in found.capturable) == graph

@@ -12,9 +12,9 @@ from modular_kernel.profiling.record import ProfileJob
 from modular_kernel.select import search
 from modular_kernel.select.autotune import Terms, choose, compose
 from modular_kernel.select.cache import Cache
-from modular_kernel.select.inputs import SelectWorkload, make_weights, weight_bytes
-from modular_kernel.select.record import Bucket, TimedOutcome
-from modular_kernel.select.timing import Stopwatch
+from modular_kernel.select.inputs import TimingWorkload, make_weights, weight_bytes
+from modular_kernel.select.selection import Bucket, TimedOutcome
+from modular_kernel.select.timing import PairingTimer
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
@@ -35,7 +35,7 @@ def _on_rank(rank: int, world: int, group: object, folder: Path, *more):
         plan(x_TH, weights, routing, max_tokens=8)
     choice = kernel.choice
     kernel.destroy()
-    return choice.buckets, choice.segments, choice.timed, calls
+    return choice.buckets, choice.segments, choice.num_timed, calls
 
 
 def test_ranks_make_the_same_choice(rank_pool, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def _choices(rank: int, world: int, group: object, folder: Path, where: str):
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     terms = Terms(tokens=(8,), folder=folder, fresh=True)
 
-    owner, name = {"wrong": (SelectWorkload, "find_error"), "run": (Stopwatch, "_run")}[where]
+    owner, name = {"wrong": (TimingWorkload, "find_error"), "run": (PairingTimer, "_run")}[where]
     real = getattr(owner, name)
 
     def planted(*arguments: object) -> None:
@@ -83,10 +83,10 @@ def _times(rank: int, world: int, group: object, folder: Path):
     """Return all times if each rank takes 1 s longer than the previous one."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stopwatch, "_run", lambda *_: 1.0 + rank)
+        patch.setattr(PairingTimer, "_run", lambda *_: 1.0 + rank)
         terms = Terms(tokens=(8,), folder=folder)
         choice = choose(problem, Machine("cpu"), group=group, terms=terms)
-    return set(choice.buckets[0].times.values())
+    return set(choice.buckets[0].us_by_pair.values())
 
 
 def test_times_are_those_of_the_slowest_rank(rank_pool, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def _late(rank: int, world: int, group: object, folder: Path):
     """Return what was timed if rank 1's budget ends before rank 0's."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     terms = Terms(tokens=(8,), folder=folder, budget=0 if rank else 60)
-    return choose(problem, Machine("cpu"), group=group, terms=terms).timed
+    return choose(problem, Machine("cpu"), group=group, terms=terms).num_timed
 
 
 def test_ranks_share_one_budget(rank_pool, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from modular_kernel.checkpoints import safetensors_files as importers_files
 from modular_kernel.errors import InputError
 from modular_kernel.models import config_file
 from modular_kernel.ops import mlp
-from modular_kernel.select import autotune, saved_choices
+from modular_kernel.select import autotune, cache_file
 from modular_kernel.spec import problem
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import Routing
@@ -143,7 +143,7 @@ REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]],
         lambda *_: LaunchConfig(0, 1, 1, 1, 1, 1),
         (WRONG_RESULT,),
     ),
-    ("stored_files", saved_choices, "_is_line", lambda *_: True, (UNTYPED_ERROR, WRONG_RESULT)),
+    ("stored_files", cache_file, "_is_line", lambda *_: True, (UNTYPED_ERROR, WRONG_RESULT)),
     ("stored_files", config_file, "_find_model_config", lambda _, config: config, (UNTYPED_ERROR,)),
     ("composed_call", autotune, "expect", _nothing, (UNTYPED_ERROR, INVALID_ACCEPTED)),
     (

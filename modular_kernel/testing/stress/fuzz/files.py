@@ -211,7 +211,7 @@ _CHOICES = {
 
 
 def _read_choices(text: str) -> Any:
-    return import_object("modular_kernel.select.saved_choices:from_text")(text, _IDENTITY)
+    return import_object("modular_kernel.select.cache_file:from_text")(text, _IDENTITY)
 
 
 def _check_choices(records: Any) -> str:
@@ -229,7 +229,7 @@ def _check_choices(records: Any) -> str:
                         return f"a time of {number}"
                 if not (outcome.why.isprintable() and "".join(outcome.pair).isprintable()):
                     return "text that is not printable"
-    text = import_object("modular_kernel.select.saved_choices:to_text")(_IDENTITY, records)
+    text = import_object("modular_kernel.select.cache_file:to_text")(_IDENTITY, records)
     reread = sorted(_read_choices(text), key=lambda record: str(record))
     is_equal = reread == sorted(records, key=lambda record: str(record))
     return "" if is_equal else "differs after writing and reading"

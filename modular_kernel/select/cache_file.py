@@ -1,9 +1,9 @@
-"""Serialization of cached choices as JSON, with validation of untrusted files.
+"""Format of a cache file: JSON with the measurements of one identity (see `cache_keys`).
 
-A file has the records of one identity (see `cache_keys`), one per set of versions, newest first. It
-contains only names of pairings and times. The names are looked up among the installed parts, and
-the pairings are judged again, so the worst effect of a forged file is that a slower valid pairing
-is selected.
+A file has one record for each set of versions, newest first, with names of pairings and times.
+Other users may write to a shared cache folder, so files are not trusted: `from_text` validates
+every value, and a pairing is used only if it is valid for the problem. A forged file can therefore
+at most cause the selection of a slower valid pairing.
 """
 
 import json
@@ -14,26 +14,27 @@ from typing import Any
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.select.cache_keys import KeyFields
-from modular_kernel.select.record import Bucket, Pair, TimedOutcome
+from modular_kernel.select.selection import Bucket, Pair, TimedOutcome
 from modular_kernel.utils import json_files
 
 SCHEMA = "mk-choices/2"
 MAX_BYTES = 1 << 20
-_MAX_RECORDS = 8  # maximum per identity; the oldest are dropped
+_MAX_RECORDS = 8  # per file; the oldest are dropped
 _MAX_BUCKETS = 128
 _MAX_OUTCOMES = 256
 _MAX_TOKENS = 1 << 24
 _MAX_US = 1e12
 _MAX_RATIO = 1e9
-_MAX_CHARACTERS = 400  # maximum characters of a text
+_MAX_CHARACTERS = 400  # of a string
 _MODES = ("graph", "eager", "cpu", "")
 
 
 @dataclass(frozen=True)
-class StoredChoice:
-    """Measurements with one set of versions.
+class CacheRecord:
+    """The measurements made with one set of versions.
 
-    timestamp: of the last measurement, in seconds since 1970.
+    versions: see `cache_keys.version_fields`.
+    timestamp: time of the last measurement, in seconds since 1970.
     """
 
     versions: KeyFields
@@ -41,30 +42,30 @@ class StoredChoice:
     buckets: tuple[Bucket, ...] = ()
 
     def bucket(self, tokens: int) -> Bucket | None:
-        """Return the bucket of this number of tokens, or None if there is none."""
+        """Return the bucket of this number of tokens, or None."""
         return next((b for b in self.buckets if b.tokens == tokens), None)
 
-    def with_buckets(self, new: Sequence[Bucket]) -> "StoredChoice":
-        """Return a copy in which new buckets replace those of the same token counts."""
+    def with_buckets(self, new: Sequence[Bucket]) -> "CacheRecord":
+        """Return a copy with the new buckets, which replace those of the same token counts."""
         merged = {b.tokens: b for b in (*self.buckets, *new)}
         return replace(self, buckets=tuple(merged[t] for t in sorted(merged)))
 
 
-def to_text(identity: KeyFields, records: Sequence[StoredChoice]) -> str:
-    """Serialize the newest of the records, as many as fit into the size limit."""
+def to_text(identity: KeyFields, records: Sequence[CacheRecord]) -> str:
+    """Serialize the newest records, as many as fit into MAX_BYTES."""
     newest = sorted(records, key=lambda r: -r.timestamp)[:_MAX_RECORDS]
     while True:
         record_objects = [_to_json(record) for record in newest]
         content = {"schema": SCHEMA, "identity": identity, "records": record_objects}
         text = json.dumps(content, indent=1, allow_nan=False)
-        if len(text) < MAX_BYTES:  # the text is ASCII
+        if len(text) < MAX_BYTES:  # json.dumps returns ASCII
             return text
-        last = newest.pop()  # readers refuse larger files, so drop the oldest
-        if not newest:
+        last = newest.pop()
+        if not newest:  # a single record is too large: drop its smaller half of token counts
             newest = [replace(last, buckets=last.buckets[len(last.buckets) // 2 + 1 :])]
 
 
-def from_text(text: str | bytes, identity: KeyFields) -> tuple[StoredChoice, ...]:
+def from_text(text: str | bytes, identity: KeyFields) -> tuple[CacheRecord, ...]:
     """Parse the records of a file.
 
     Raises ConfigurationError with the reason if the file is invalid or has another identity.
@@ -80,7 +81,7 @@ def from_text(text: str | bytes, identity: KeyFields) -> tuple[StoredChoice, ...
     return tuple(_record(item) for item in _list(content, "records", _MAX_RECORDS))
 
 
-def _to_json(record: StoredChoice) -> dict[str, Any]:
+def _to_json(record: CacheRecord) -> dict[str, Any]:
     buckets = [
         {
             "tokens": bucket.tokens,
@@ -104,11 +105,11 @@ def _to_json(record: StoredChoice) -> dict[str, Any]:
 
 
 def _to_line(text: str) -> str:
-    """Return the text as a line that `_is_line` accepts."""
+    """Replace characters that are not printable, and shorten the text to _MAX_CHARACTERS."""
     return "".join(c if c.isprintable() else " " for c in text)[:_MAX_CHARACTERS]
 
 
-def _record(value: Any) -> StoredChoice:
+def _record(value: Any) -> CacheRecord:
     timestamp = _number(value, "made", 1e12)
     versions = value.get("versions")
     if not isinstance(versions, dict) or not all(
@@ -118,7 +119,7 @@ def _record(value: Any) -> StoredChoice:
     buckets = tuple(_bucket(item) for item in _list(value, "buckets", _MAX_BUCKETS))
     if len({b.tokens for b in buckets}) != len(buckets):
         raise _invalid("one number of tokens twice")
-    return StoredChoice(versions, timestamp, buckets)
+    return CacheRecord(versions, timestamp, buckets)
 
 
 def _bucket(value: Any) -> Bucket:
@@ -153,7 +154,7 @@ def _pair(value: Any, name: str) -> Pair:
 
 
 def _is_line(value: Any) -> bool:
-    """Return whether a value is a printable line, without terminal control characters."""
+    """Return whether a value is a string of one line, without terminal control characters."""
     return isinstance(value, str) and len(value) <= _MAX_CHARACTERS and value.isprintable()
 
 

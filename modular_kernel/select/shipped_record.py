@@ -1,14 +1,19 @@
-"""The shipped record: times of pairings relative to the default, measured on known layers.
+"""The shipped record: times of all pairings for a few layers, measured on an H200 in advance.
 
-prior.json (created by tools/build_prior.py from data/h200-choice*.json) contains
+`select.autotune` uses the record to estimate which pairings may be faster than the default, so that
+only those are timed. prior.json, which tools/build_prior.py creates from data/h200-choice*.json,
+contains
 
     {"schema": "mk-prior/1", "device": "NVIDIA H200", "arch": [9, 0],
      "pairs": [["MoEPrepareAndFinalizeNoEP", "TritonExperts"], ...],
      "cells": [[scheme, rows, size, [ratio or null, ...]], ...]}
 
-A cell is one measured layer at one number of tokens. scheme: the name of its QuantScheme. rows:
-tokens * top_k / experts. size: hidden * intermediate. The ratios are, for each entry of `pairs`,
-its time divided by that of the cell's default pairing, whose ratio is 1; null if it has no time.
+A cell holds the measurements of one layer at one number of tokens:
+
+    scheme   name of the layer's QuantScheme
+    rows     tokens * top_k / experts, the mean number of rows per expert
+    size     hidden * intermediate
+    ratios   time of each of `pairs`, divided by that of the default pairing; null if not measured
 
 The estimate for another layer uses the three cells of the same scheme that are nearest in (log2
 rows, log2 size). Their smallest ratio is the optimistic estimate, their largest the pessimistic
@@ -26,7 +31,7 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.select.record import Estimate, Pair
+from modular_kernel.select.selection import Estimate, Pair
 from modular_kernel.spec.problem import ActivationSpec, Machine, Problem
 from modular_kernel.spec.quantization import QUANT_SCHEMES, scheme_named
 from modular_kernel.utils import json_files
@@ -36,18 +41,21 @@ FILE = Path(__file__).with_name("prior.json")
 
 _LOG = logging.getLogger("modular_kernel.select")
 _NEAREST_CELLS = 3
-# In octaves, see _distance_octaves. Estimates from more distant cells can exclude a pairing, but
-# not select it.
+# Estimates from cells at a larger distance (see _distance) are not trusted: they can exclude a
+# pairing from timing, but not select it.
 _MAX_DISTANCE = 3.0
 _MAX_BYTES = 1 << 20
 _MAX_CELLS, _MAX_PAIRS = 4096, 64
 _RATIO_RANGE = (1e-4, 1e4)
-_RECORDED_ACTIVATION = ActivationSpec.parse("silu")  # the activation of all recorded layers
+_RECORDED_ACTIVATION = ActivationSpec.parse("silu")  # all recorded layers have this activation
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured layer at one number of tokens. For the fields, see the module's docstring."""
+    """The measurements of one layer at one number of tokens.
+
+    For the fields, see the docstring of this module.
+    """
 
     scheme: str
     rows: float
@@ -56,14 +64,20 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Prior:
-    """The cells of one GPU architecture."""
+class ShippedRecord:
+    """The cells measured on one GPU architecture.
+
+    arch: compute capability, such as (9, 0).
+    """
 
     arch: tuple[int, int]
     cells: tuple[Cell, ...]
 
     def covers(self, problem: Problem, machine: Machine, *, routing: str) -> bool:
-        """Return whether the record applies to this kind of problem."""
+        """Return whether the record has estimates for this kind of problem.
+
+        routing: in the syntax of RoutingKind.parse.
+        """
         return (
             machine.arch == self.arch
             and problem.parallel.world_size == 1
@@ -77,11 +91,11 @@ class Prior:
     def estimates(
         self, problem: Problem, pairs: Sequence[Pair], default: Pair
     ) -> dict[Pair, Estimate]:
-        """Return the estimated time of `pairs` relative to `default`, at problem.tokens tokens.
+        """Estimate the ratio of the time of each of `pairs` to that of `default`.
 
-        Pairings without data are omitted.
+        The result omits pairings without a comparable cell.
         """
-        is_same_layer_kind = (
+        is_like_recorded = (
             problem.act == _RECORDED_ACTIVATION and not problem.bias and problem.tokens > 0
         )
         rows = max(problem.tokens, 1) * problem.top_k / problem.experts
@@ -89,50 +103,48 @@ class Prior:
         estimates = {}
         for pair in pairs:
             cells, is_same_scheme = self._comparable_cells(problem, pair, default)
-            nearest = sorted(cells, key=lambda cell: _distance_octaves(cell, rows, size))[
-                :_NEAREST_CELLS
-            ]
+            nearest = sorted(cells, key=lambda cell: _distance(cell, rows, size))[:_NEAREST_CELLS]
             if not nearest:
                 continue
             ratios = [cell.ratios[pair] / cell.ratios[default] for cell in nearest]
             is_near = (
                 len(nearest) == _NEAREST_CELLS
-                and _distance_octaves(nearest[-1], rows, size) <= _MAX_DISTANCE
+                and _distance(nearest[-1], rows, size) <= _MAX_DISTANCE
             )
-            estimates[pair] = Estimate(
-                min(ratios), max(ratios), is_same_layer_kind and is_same_scheme and is_near
-            )
+            is_trusted = is_like_recorded and is_same_scheme and is_near
+            estimates[pair] = Estimate(min(ratios), max(ratios), is_trusted)
         return estimates
 
     def _comparable_cells(
         self, problem: Problem, pair: Pair, default: Pair
     ) -> tuple[list[Cell], bool]:
-        """Return the cells that have both pairings, and whether they are of exactly this scheme.
+        """Return the cells that have times of both pairings, and whether their scheme is equal.
 
-        If there are none of the same scheme, cells of a related one are returned.
+        If no cell has exactly the problem's scheme (for example with other group sizes), return
+        those of the same named scheme, and otherwise those with the same element types.
         """
         with_both = [cell for cell in self.cells if pair in cell.ratios and default in cell.ratios]
         for scheme in dict.fromkeys((problem.quant, problem.scheme.name)):
             if cells := [cell for cell in with_both if cell.scheme == scheme]:
                 return cells, scheme == problem.quant
-        family = _family(problem.scheme.name)
-        return [cell for cell in with_both if _family(cell.scheme) == family], False
+        types = _element_types(problem.scheme.name)
+        return [cell for cell in with_both if _element_types(cell.scheme) == types], False
 
 
-def _distance_octaves(cell: Cell, rows: float, size: float) -> float:
+def _distance(cell: Cell, rows: float, size: float) -> float:
     """Return the Euclidean distance of a cell from (rows, size) on log2 axes."""
     return math.hypot(math.log2(cell.rows / rows), math.log2(cell.size / size))
 
 
-def _family(scheme: str) -> tuple[str, str]:
-    """Return the element types of the operands, by which schemes have similar speed."""
+def _element_types(scheme: str) -> tuple[str, str]:
+    """Return the types of weights and activations. Schemes with equal types have similar speed."""
     parsed = scheme_named(scheme)
     return parsed.weight, parsed.activation
 
 
 @cache
-def load_shipped_record() -> Prior | None:
-    """Return the record that ships with this package; None, and a warning, if it is unreadable."""
+def load_shipped_record() -> ShippedRecord | None:
+    """Return the shipped record. If it is unreadable, log a warning and return None."""
     try:
         return parse(json_files.read_file(FILE, _MAX_BYTES))
     except (ConfigurationError, OSError, ValueError) as error:
@@ -140,7 +152,7 @@ def load_shipped_record() -> Prior | None:
         return None
 
 
-def parse(text: str | bytes) -> Prior:
+def parse(text: str | bytes) -> ShippedRecord:
     """Parse a record; raise ConfigurationError with the reason if it is invalid."""
     try:
         record = json_files.parse(text)
@@ -155,7 +167,7 @@ def parse(text: str | bytes) -> Prior:
     if len(set(pairs)) != len(pairs):
         raise _invalid("a pairing twice")
     cells = _list(record.get("cells"), "cells", _MAX_CELLS)
-    return Prior((arch[0], arch[1]), tuple(_cell(value, pairs) for value in cells))
+    return ShippedRecord((arch[0], arch[1]), tuple(_cell(value, pairs) for value in cells))
 
 
 def _pair(value: Any) -> Pair:
