@@ -340,3 +340,22 @@ def test_explicit_examples_run_first() -> None:
 def test_a_target_without_failures_has_none_saved() -> None:
     target = Target("above_ten", 1, st.integers(0, 5), _above_ten, examples=(3,))
     assert list(TargetProperty(target, InMemoryExampleDatabase()).failures()) == []
+
+
+@pytest.mark.parametrize("quant", ["fp8_w8a8_tensor", "fp8_w8a8_channel"])
+def test_the_tolerance_includes_the_error_of_a_scale_that_rows_share(quant: str) -> None:
+    """One scale for all rows rounds the activations of a small row beside a large one to zero."""
+    problem = Problem(2, 32, 32, 2, 1, dtype=torch.float32, quant=quant)
+    inputs = random_problems.make_inputs(problem, InputChoices())
+    x_TH, weights = torch.ones(2, 32), inputs.weights
+    x_TH[0] *= 1e4
+    routing = Routing(torch.ones(2, 1), torch.tensor([[0], [1]], dtype=torch.int32))
+    out = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)(x_TH, weights, routing)
+    oracle = Oracle(problem, x_TH, weights, routing)
+    assert oracle.find_mismatch(out) == ""
+    # The large row is not affected, and neither is a small one with a scale of its own.
+    out[0] *= 1.6
+    assert "1 of 2 rows differ" in oracle.find_mismatch(out)
+    if quant == "fp8_w8a8_channel":
+        out[1] *= 1.6
+        assert "2 of 2 rows differ" in oracle.find_mismatch(out)

@@ -14,11 +14,14 @@ from modular_kernel.tensors import ExpertWeights, Routing
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _DTYPE_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-_QUANTIZED_TOLERANCES = {"float8_e4m3fn": 0.25, "int8": 0.12}  # by dtype of quantized activations
+# By dtype of quantized activations: the tolerance relative to the value itself, and the largest
+# error relative to the largest value that has the same scale (half a step next to zero).
+_QUANTIZED_TOLERANCES = {"float8_e4m3fn": 0.25, "int8": 0.12}
+_LARGEST_ERRORS = {"float8_e4m3fn": 2**-10 / 448, "int8": 0.5 / 127}
 
 
 def row_tolerance(problem: Problem) -> float:
-    """Return the tolerance for the error of a row, relative to the norm from `_compute_pair`."""
+    """Return the tolerance for the error of a row, relative to the norm from `_compute_output`."""
     rounded = 2e-2 if problem.fp32_precision == "tf32" else 0.0
     return max(
         _DTYPE_TOLERANCES[problem.dtype],
@@ -130,6 +133,9 @@ class Oracle:
         tokens, slots = routing.topk_ids_TK.shape
         rows = torch.zeros(tokens, slots, problem.hidden, dtype=torch.float64)
         norms = torch.zeros(tokens, slots, dtype=torch.float64)
+        # By (token, slot), because the activations of all pairs may share one scale.
+        h_by_pair: dict[tuple[int, int], tuple[int, torch.Tensor, float]] = {}
+        x_error = self._shared_scale_error(x_TH.double())
         for t in range(tokens):
             for k in range(slots):
                 expert = int(routing.topk_ids_TK[t, k])
@@ -140,34 +146,77 @@ class Oracle:
                 if not 0 <= expert < problem.e:  # remote, or mapped to no row
                     continue
                 weight = float(routing.topk_weights_TK[t, k])
-                rows[t, k], norms[t, k] = self._compute_pair(
-                    x_TH[t].double(), w1[expert], w2[expert], expert, weight, weights
+                h_by_pair[t, k] = (
+                    expert,
+                    *self._compute_activation(
+                        x_TH[t].double(), x_error, w1[expert], expert, weight, weights
+                    ),
                 )
+        h_error = 0.0
+        if h_by_pair:
+            h_error = self._shared_scale_error(torch.stack([h for _, h, _ in h_by_pair.values()]))
+        for (t, k), (expert, h, typical) in h_by_pair.items():
+            weight = float(routing.topk_weights_TK[t, k])
+            rows[t, k], norms[t, k] = self._compute_output(
+                h, typical + h_error, w2[expert], expert, weight, weights
+            )
         is_summed = problem.combine is Combine.SUM
         self.expected = rows.sum(1) if is_summed else rows
         self.norms = norms.sum(1) if is_summed else norms
 
-    def _compute_pair(
+    def _shared_scale_error(self, activations: torch.Tensor) -> float:
+        """Return the largest quantization error of a value, in units of the tolerance.
+
+        It does not depend on the value if all rows share one dynamic scale: next to a row of large
+        values, all values of another row may be rounded to zero. 0.0 for other scales.
+        """
+        scheme = self.problem.scheme
+        finite = activations[activations.isfinite()]
+        if scheme.activation_granularity != "tensor" or scheme.static or not finite.numel():
+            return 0.0
+        error = float(finite.abs().max()) * _LARGEST_ERRORS[scheme.activation]
+        return error / _QUANTIZED_TOLERANCES[scheme.activation]
+
+    def _compute_activation(
         self,
         x: torch.Tensor,
+        x_error: float,
         w1: torch.Tensor,
+        expert: int,
+        weight: float,
+        weights: ExpertWeights,
+    ) -> tuple[torch.Tensor, float]:
+        """Return the activations h of one pair, and the typical size of one of them.
+
+        x_error: the error of each value of x, in units of the tolerance.
+        """
+        problem = self.problem
+        value = w1 @ x
+        x_norm = float(x.norm()) + x_error * math.sqrt(len(x))
+        typical = x_norm * float(w1.norm()) / math.sqrt(w1.numel())
+        if problem.apply_router_weight_on_input:
+            value, typical = value * weight, typical * abs(weight)
+        if weights.b1 is not None:
+            value = value + weights.b1[expert].double()
+        if problem.act.kind != "swiglu_oai":
+            typical *= max(1.0, typical)
+        return _apply_activation(value, problem.act), typical
+
+    def _compute_output(
+        self,
+        h: torch.Tensor,
+        typical: float,
         w2: torch.Tensor,
         expert: int,
         weight: float,
         weights: ExpertWeights,
     ) -> tuple[torch.Tensor, float]:
-        """Return the output row of one pair, and a norm of the terms that are summed in it."""
+        """Return the output row of one pair, and a norm of the terms that are summed in it.
+
+        typical: the typical size of a value of h.
+        """
         problem = self.problem
-        on_input = problem.apply_router_weight_on_input
-        value = w1 @ x
-        typical = float(x.norm() * w1.norm()) / math.sqrt(w1.numel())
-        if on_input:
-            value, typical = value * weight, typical * abs(weight)
-        if weights.b1 is not None:
-            value = value + weights.b1[expert].double()
-        h = _apply_activation(value, problem.act)
-        typical_act = typical * max(1.0, typical) if problem.act.kind != "swiglu_oai" else typical
-        size = max(float(h.norm()), math.sqrt(len(h)) * typical_act)
+        size = max(float(h.norm()), math.sqrt(len(h)) * typical)
         y = w2 @ h
         norm = max(float(y.norm()), size * float(w2.norm()) / math.sqrt(len(h)))
         if weights.b2 is not None:
@@ -175,6 +224,7 @@ class Oracle:
             norm += float(weights.b2[expert].double().norm())
         factor = 1.0
         if problem.combine is not Combine.TOPK_UNWEIGHTED:
+            on_input = problem.apply_router_weight_on_input
             factor = problem.routed_scaling_factor * (1.0 if on_input else weight)
         return y * factor, norm * abs(factor)
 
