@@ -37,7 +37,7 @@ from modular_kernel.cli.presets import SHAPES
 from modular_kernel.spec.problem import Problem
 from modular_kernel.text import format_count
 from modular_kernel.tuning.compilation import Compiler, TunedPair
-from modular_kernel.tuning.measurement import TimedSearch
+from modular_kernel.tuning.measurement import DeviceBenchmarker
 
 BOUND = 1.20
 CONFIGS = Path(__file__).parents[1] / "experts" / "triton" / "configs" / "data"
@@ -161,7 +161,9 @@ def time_cells(
     with Compiler(max(1, (os.cpu_count() or 2) - 1)) as compiler:
         for cell in cells_to_time:  # compile all layers ahead, in the order of timing
             if cell.differs:
-                compiler.submit(pair, pair.space(cell.problem), cell.problem, cell.choices)
+                compiler.submit(
+                    pair, pair.make_search_space(cell.problem), cell.problem, cell.choices
+                )
         for _, group in groupby(cells_to_time, key=lambda cell: (cell.layer, cell.problem.quant)):
             group_cells = list(group)
             is_late = time.monotonic() > end and any(cell.differs for cell in group_cells)
@@ -179,9 +181,9 @@ def _time_layer(layer_cells: Sequence[TimedCell], pair: TunedPair, compiler: Com
     if not token_counts:
         return rows
     largest = layer_cells[0].problem.with_tokens(max(token_counts))
-    bench = TimedSearch(pair, largest, compiler, tokens=token_counts, target_ms=40.0)
+    benchmarker = DeviceBenchmarker(pair, largest, compiler, tokens=token_counts, target_ms=40.0)
     for cell in (cell for cell in layer_cells if cell.differs):
-        times = bench.compare(cell.problem.tokens, cell.choices)
+        times = benchmarker.compare(cell.problem.tokens, cell.choices)
         seconds = {c: t for c in cell.choices if isinstance(t := times[c], float)}
         if len(seconds) == len(cell.choices):
             rows.append(cell.record(seconds))

@@ -331,7 +331,7 @@ def _run(
     with Compiler(search.workers or max(1, (os.cpu_count() or 2) - 1)) as compiler:
         layers = []
         for name, problem, pair in layers_to_tune:
-            space = pair.space(problem)
+            space = pair.make_search_space(problem)
             todo = remaining_token_counts(space, tokens, folder, fresh=search.fresh)
             layers.append(
                 TunedLayer(name or str(problem), problem, pair, space, tuple(todo), folder)
@@ -345,7 +345,7 @@ def _run(
                 results = _tune_layer(layer, search, share, compiler, bar)
                 remaining_tokens = layer.tokens[len(results) :]
                 records.append(record(layer, results, remaining_tokens))
-                ok &= all(tuned.best is not None and not tuned.wrong for tuned in results)
+                ok &= all(tuned.best is not None and not tuned.wrong_choices for tuned in results)
                 if as_json != output.STDOUT:
                     print_text(layer, results, remaining_tokens)
     if as_json is not None:
@@ -376,12 +376,12 @@ def _tune_layer(
     layer: TunedLayer, search: TuneOptions, share: _TimeShare, compiler: "Compiler", bar: Bar
 ) -> "list[TuneResult]":
     """Tune a layer's token counts in order, until its share of the time is spent."""
-    from modular_kernel.tuning.measurement import TimedSearch
+    from modular_kernel.tuning.measurement import DeviceBenchmarker
     from modular_kernel.tuning.search import TuneJob, tune
 
     if not layer.tokens or share.seconds() <= 0:
         return []
-    bench = TimedSearch(
+    benchmarker = DeviceBenchmarker(
         layer.pair,
         layer.problem,
         compiler,
@@ -391,7 +391,7 @@ def _tune_layer(
     )
     job = TuneJob(
         space=layer.space,
-        bench=bench,
+        benchmarker=benchmarker,
         tokens=layer.tokens,
         folder=layer.folder,
         budget=share.seconds(),  # computed after the setup, whose time does not count

@@ -147,7 +147,7 @@ def _summary_line(tuned: "TuneResult") -> str:
         reasons = "; ".join(refusal.reason for refusal in tuned.refused.values())
         return f"{format_count(tuned.tokens, 'token')}: nothing ran: {reasons[:300]}"
     untuned = f", untuned {best.untuned_seconds * 1e6:.1f}" if best.untuned_seconds else ""
-    wrong = f", {len(tuned.wrong)} WRONG" if tuned.wrong else ""
+    wrong = f", {len(tuned.wrong_choices)} WRONG" if tuned.wrong_choices else ""
     counts = f"{len(tuned.times)} timed, {len(tuned.refused)} refused{wrong}"
     stopped = "" if tuned.finished else ", stopped by the budget"
     tokens = format_count(tuned.tokens, "token")
@@ -175,7 +175,7 @@ def record(
                 "tried": len(tuned.times),
                 "finished": tuned.finished,
                 "refused": {str(choice): r.reason for choice, r in tuned.refused.items()},
-                "wrong": [str(choice) for choice in tuned.wrong],
+                "wrong": [str(choice) for choice in tuned.wrong_choices],
             }
             for tuned in results
         ],
@@ -193,7 +193,7 @@ def print_text(
         optional=("untuned us", "timed", "refused"),
     )
     for tuned in results:
-        for choice in tuned.wrong:
+        for choice in tuned.wrong_choices:
             tokens, reason = format_count(tuned.tokens, "token"), tuned.refused[choice].reason
             output.line(f"WRONG, {tokens}: {choice}: {reason}")
     files = [tuned.file for tuned in results if tuned.file is not None]

@@ -1,7 +1,8 @@
-"""Compilation of candidate launches in worker processes that see no GPU.
+"""Compilation of choices (launch configurations) in worker processes, before they are timed.
 
-Kernels are compiled for meta tensors with the shapes and strides of real calls, and stored in
-Triton's disk cache, from which the timed launches load them.
+A worker calls a layer with meta tensors, which have the shapes, strides and dtypes of a real call,
+and compiles every kernel that the call would launch. Triton's disk cache stores the compiled
+kernels, and the process that times them loads them from there. Workers use no GPU.
 """
 
 from collections.abc import Sequence
@@ -27,21 +28,29 @@ if TYPE_CHECKING:
     from modular_kernel.testing.compile.report import CompileRecord
 
 _META = torch.device("meta")
-_CHOICES_PER_TASK = 3  # more than 1, because queueing costs as much as loading a compiled kernel
+# Several choices per task, because queueing a task takes as long as loading a compiled kernel.
+_CHOICES_PER_TASK = 3
 _MAX_WAIT_SECONDS = 300.0  # for one choice, including those before it in the queue
 
 
 @dataclass(frozen=True)
 class TunedPair:
-    """Names of the parts to tune, and their machine. prepared: calls use prepared weights."""
+    """The pairing to tune, and the machine.
+
+    prepare_finalize, experts: names of the parts. The launches of the experts part are tuned.
+    prepared: whether calls use prepared weights.
+    """
 
     prepare_finalize: str
     experts: str
     machine: Machine
     prepared: bool = False
 
-    def space(self, problem: Problem) -> Tunable:
-        """Return the search space of the experts part; raise ConfigurationError if it has none."""
+    def make_search_space(self, problem: Problem) -> Tunable:
+        """Return the search space of the experts part for a problem.
+
+        Raises ConfigurationError if launches of the part cannot be tuned.
+        """
         space = load_catalog().experts(self.experts).tunable(problem)
         if space is not None and self.prepared:
             space = space.for_prepared_weights()
@@ -55,9 +64,9 @@ class TunedPair:
 
 @dataclass(frozen=True)
 class CompileTask:
-    """Launch configurations (choices) of one problem to compile.
+    """Choices to compile for one problem, in one worker process.
 
-    space: created in the process that sees the GPU, because a worker sees none.
+    space: the search space, created by the main process, because it may depend on the GPU.
     """
 
     pair: TunedPair
@@ -71,9 +80,9 @@ class CompileTask:
 
 
 def compile_choice(task: CompileTask, choice: Choice) -> str:
-    """Compile a choice; return the reason why it is not worth timing, or "".
+    """Compile a choice. Return "", or the reason why it should not be timed.
 
-    Reasons are spilled registers, too much shared memory, or an error.
+    The reason is an error of the compiler, spilled registers, or too much shared memory.
     """
     from modular_kernel.testing.compile.report import check
 
@@ -84,25 +93,26 @@ def compile_choice(task: CompileTask, choice: Choice) -> str:
         with task.space.using(choice):
             names = pair.prepare_finalize, pair.experts
             kernel = make_kernel(*names, problem, machine=pair.machine)
-            records = records_of(kernel, target, prepared=pair.prepared)
-    # The compiler can raise any exception, none of which may end the search.
+            records = compile_kernels(kernel, target, prepared=pair.prepared)
+    # The compiler can raise any exception, none of which may end the tuning.
     except Exception as error:  # noqa: BLE001
         return f"does not compile: {type(error).__name__}: {str(error)[:200]}"
     return "; ".join(reason for record in records for reason in check(record))
 
 
-def records_of(
+def compile_kernels(
     kernel: FusedMoEModularKernel, target: str, *, prepared: bool = False
 ) -> "list[CompileRecord]":
-    """Compile the kernels that one call launches, for `target` ("sm_90"), and return their records.
+    """Compile the kernels that one call launches, and return a record of each compilation.
 
-    prepared: whether the call has prepared weights.
+    target: the GPU architecture, such as "sm_90".
+    prepared: whether the call uses prepared weights.
     """
     from modular_kernel.testing.compile.report import record_compiles
 
     problem = kernel.problem
     workspace = Workspace(kernel.workspace_specs(problem.tokens), _META)
-    x_TH, weights, routing = meta_inputs(problem)
+    x_TH, weights, routing = make_meta_inputs(problem)
     if prepared:
         prepared_specs = kernel.experts.prepared_specs().items()
         weights = replace(
@@ -114,8 +124,8 @@ def records_of(
     return records
 
 
-def meta_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
-    """Return x, weights and routing of a call on the meta device."""
+def make_meta_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+    """Return x_TH, weights and routing of a call as meta tensors."""
     tensors = {n: _empty(spec.shape, spec.dtypes[0]) for n, spec in weight_specs(problem).items()}
     if problem.bias:
         tensors["b1"] = _empty((problem.e, problem.w1_rows), problem.dtype)
@@ -133,7 +143,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Compiler:
-    """Compiler of choices in `workers` processes, which end with the context."""
+    """Compiles choices in `workers` processes, which end when the context exits."""
 
     def __init__(self, workers: int) -> None:
         context = get_context("spawn")
@@ -149,7 +159,7 @@ class Compiler:
     def submit(
         self, pair: TunedPair, space: Tunable, problem: Problem, choices: Sequence[Choice]
     ) -> None:
-        """Queue the choices that were not queued before."""
+        """Start to compile those of `choices` that were not submitted before."""
         unqueued = [c for c in dict.fromkeys(choices) if (pair, problem, c) not in self._futures]
         for start in range(0, len(unqueued), _CHOICES_PER_TASK):
             task = CompileTask(
@@ -159,10 +169,10 @@ class Compiler:
             for index, choice in enumerate(task.choices):
                 self._futures[pair, problem, choice] = future, index
 
-    def refusal(
+    def wait_compiled(
         self, pair: TunedPair, space: Tunable, problem: Problem, choice: Choice
     ) -> Refusal | None:
-        """Wait until a choice is compiled; return why it is not worth timing, or None."""
+        """Wait until a choice is compiled. Return None, or a refusal if it should not be timed."""
         self.submit(pair, space, problem, [choice])
         future, index = self._futures[pair, problem, choice]
         try:

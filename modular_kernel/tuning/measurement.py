@@ -1,14 +1,14 @@
-"""Verification and timing of launch configurations (choices) on a GPU.
+"""Check and time choices (launch configurations) on this machine, as a Benchmarker of the tuner.
 
-Before a choice is timed, its output is verified, with workspaces filled with poison:
+Before a choice is timed, its output is checked. The workspace is filled with NaN before the call.
 
-- all values must be finite;
-- some rows are compared with the float64 oracle, at the tolerance of the test harness; and
-- the whole output is compared with that of the first correct choice.
+- All values must be finite.
+- Some rows are compared with the float64 reference, with the tolerances of `mk test`.
+- The whole output is compared with that of the first correct choice.
 
-Screening times the stages of a call with events (`tuning.stage_timer`). A comparison replays the
-CUDA graphs of all finalists alternately. In both, each call has its own input, and the L2 cache is
-overwritten between calls if inputs and weights would stay in it.
+Screening times the stages of a few calls with events (`tuning.stage_timer`). A comparison replays
+the CUDA graphs of all finalists alternately. In both, each call has its own input, and the L2 cache
+is overwritten between calls if it could still hold data of the previous call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,24 +28,26 @@ from modular_kernel.measure.timing import Call, capture, clock_of, l2_flusher, s
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.tuning.compilation import Compiler, TunedPair
-from modular_kernel.tuning.search import Bench, Refusal
-from modular_kernel.tuning.stage_timer import StageClock, median_times
-from modular_kernel.tuning.workload import TuneWorkload, Workloads, tuning_weights
+from modular_kernel.tuning.search import Benchmarker, Refusal
+from modular_kernel.tuning.stage_timer import StageTimer, median_stage_times
+from modular_kernel.tuning.workload import TuneWorkload, WorkloadFactory, make_tuning_weights
 from modular_kernel.workspace import Workspace
 
-_MAX_RATIO_TO_BEST = 1.3  # choices with a larger ratio to the fastest are timed only once
-_EXTRA_TIMINGS = 2  # additional timings of all other choices
+# In screening, choices that take more than 1.3 times as long as the fastest are timed only once.
+_MAX_RATIO_TO_FASTEST = 1.3
+_EXTRA_TIMINGS = 2  # additional timings of the other choices
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 20  # of a comparison
 
 Result = TypeVar("Result")
 
 
-class TimedSearch(Bench):
-    """Measurement of one pairing and problem on this machine's GPU.
+class DeviceBenchmarker(Benchmarker):
+    """Measures the choices of one pairing for one problem, on this machine.
 
-    tokens: all token counts to be tuned, at most problem.tokens. space: the search space; None uses
-    that of the experts part. routing: distribution of tokens over experts, in the syntax of
-    RoutingKind.parse. target_ms: milliseconds on the device for each choice in a comparison.
+    tokens: all token counts to be tuned, at most problem.tokens.
+    space: the search space; None uses that of the experts part.
+    routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
+    target_ms: milliseconds of device time for each choice in a comparison.
     """
 
     def __init__(
@@ -62,19 +64,19 @@ class TimedSearch(Bench):
         if problem.inplace:  # each replay would overwrite x
             raise ConfigurationError("inplace while tuning", got=True, need="False")
         self.pair, self.problem, self.compiler = pair, problem, compiler
-        self.space = space or pair.space(problem)
+        self.space = space or pair.make_search_space(problem)
         self.routing, self.target_ms = RoutingKind.parse(routing), target_ms
         self.device = torch.device(pair.machine.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._clock = StageClock(self.space.stages, self.device)
-        weights = tuning_weights(problem, self.device)
-        workloads = Workloads(problem, weights, tokens, self.routing)
+        self._stage_timer = StageTimer(self.space.stages, self.device)
+        weights = make_tuning_weights(problem, self.device)
+        factory = WorkloadFactory(problem, weights, tokens, self.routing)
         self.weights = self._prepare_weights(weights) if pair.prepared else weights
-        self._workload = lru_cache(maxsize=1)(workloads.workload)
+        self._get_workload = lru_cache(maxsize=1)(factory.make_workload)
 
     def _prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return prepared weights for all kernels of the search, which differ only in tokens."""
+        """Return prepared weights, which all kernels of the search can use."""
         names = self.pair.prepare_finalize, self.pair.experts
         return make_kernel(*names, self.problem, machine=self.pair.machine).prepare_weights(weights)
 
@@ -82,16 +84,16 @@ class TimedSearch(Bench):
         problem = self.problem.with_tokens(tokens)
         self.compiler.submit(self.pair, self.space, problem, choices)
 
-    def refusal(self, tokens: int, choice: Choice) -> Refusal | None:
+    def wait_compiled(self, tokens: int, choice: Choice) -> Refusal | None:
         problem = self.problem.with_tokens(tokens)
-        return self.compiler.refusal(self.pair, self.space, problem, choice)
+        return self.compiler.wait_compiled(self.pair, self.space, problem, choice)
 
     def screen(self, tokens: int, choice: Choice) -> StageTimes | Refusal:
-        workload = self._workload(tokens)
+        workload = self._get_workload(tokens)
         return self._catch_errors(choice, lambda: self._screen_workload(workload))
 
     def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
-        workload = self._workload(tokens)
+        workload = self._get_workload(tokens)
         runs: dict[Choice, list[Call]] = {}
         outcomes: dict[Choice, float | Refusal] = {}
         for choice in choices:
@@ -108,8 +110,8 @@ class TimedSearch(Bench):
         try:
             with self.space.using(choice):
                 return work()
-        # A launch can raise any exception, none of which may end the search. If the device became
-        # unusable, the synchronization raises again.
+        # A launch can raise any exception, none of which may end the tuning. If it has left the
+        # device unusable, the synchronization raises again.
         except Exception as error:  # noqa: BLE001
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -118,21 +120,24 @@ class TimedSearch(Bench):
     def _screen_workload(self, workload: TuneWorkload) -> StageTimes | Refusal:
         error = self._find_error(workload)
         if error:
-            return Refusal(error, wrong=True)
+            return Refusal(error, is_wrong=True)
         calls = self._staged_calls(workload)
         flush_l2 = self._flush_l2 if workload.flush else None
-        times = self._clock.times(calls, flush_l2)
-        if self._is_promising(median_times(times), workload):
+        times = self._stage_timer.time_calls(calls, flush_l2)
+        if self._is_promising(median_stage_times(times), workload):
             for _ in range(_EXTRA_TIMINGS):
-                times += self._clock.times(calls, flush_l2)
-        return median_times(times)
+                times += self._stage_timer.time_calls(calls, flush_l2)
+        return median_stage_times(times)
 
     def _find_error(self, workload: TuneWorkload) -> str:
         x_TH, routing = workload.inputs[0]
         return workload.find_error(self._kernel(workload, poison=True)(x_TH, self.weights, routing))
 
     def _staged_calls(self, workload: TuneWorkload) -> list[Call]:
-        """Return calls that run the host code of every stage, which a plan would not."""
+        """Return a call for each input, with the stages marked by `replay.stages`.
+
+        A plan cannot be used, because it replays launches without the host code that marks stages.
+        """
         kernel = self._kernel(workload, poison=False)
         problem = workload.problem
         workspace = Workspace(kernel.workspace_specs(problem.tokens), self.device)
@@ -145,22 +150,27 @@ class TimedSearch(Bench):
         return [partial(call, x_TH, routing) for x_TH, routing in workload.inputs]
 
     def _is_promising(self, measured: StageTimes, workload: TuneWorkload) -> bool:
-        """Return whether any stage, or a call without stages, is close to the fastest so far."""
+        """Return whether the time of any stage is close to the fastest one of all choices so far.
+
+        If no stages were timed, the time of the call is used.
+        """
         times = dict(measured.stages) or {"": measured.seconds}
         fastest = workload.fastest
         for name, seconds in times.items():
             fastest[name] = min(seconds, fastest.get(name, seconds))
-        return any(seconds <= _MAX_RATIO_TO_BEST * fastest[name] for name, seconds in times.items())
+        return any(
+            seconds <= _MAX_RATIO_TO_FASTEST * fastest[name] for name, seconds in times.items()
+        )
 
     def _check_and_capture(self, workload: TuneWorkload) -> list[Call] | Refusal:
-        """Verify the current choice, and return the runs of one round of a comparison.
+        """Check the current choice, and return functions that together make all calls of a round.
 
-        The runs are one graph of all calls; one graph per call if the L2 cache is overwritten
-        between calls; or the calls themselves if they cannot be captured.
+        If the L2 cache is overwritten between calls, each call has its own CUDA graph; otherwise
+        one graph contains all calls. If the pairing cannot be captured, the calls run eagerly.
         """
         error = self._find_error(workload)
         if error:
-            return Refusal(error, wrong=True)
+            return Refusal(error, is_wrong=True)
         plan = self._kernel(workload, poison=False).plan()
         calls = [partial(plan, x_TH, self.weights, r) for x_TH, r in workload.inputs]
         for call in calls:
@@ -183,14 +193,14 @@ class TimedSearch(Bench):
     def _time_alternately(
         self, runs: Mapping[Choice, Sequence[Call]], workload: TuneWorkload
     ) -> dict[Choice, float]:
-        """Return the median seconds per call.
+        """Return the median seconds per call of each choice.
 
-        Choices alternate, so that drift affects them alike.
+        Each round times every choice once, so that a drift of clock rates affects all choices.
         """
         clock, flush_l2 = clock_of(self.device), self._flush_l2 if workload.flush else None
 
         def time_once(choice: Choice) -> float:
-            with self.space.using(choice):  # affects only calls that are not captured
+            with self.space.using(choice):  # needed only for calls that are not captured
                 times = samples_ms(runs[choice], clock, flush_l2)
             return sum(times) / len(workload.inputs) / 1e3
 

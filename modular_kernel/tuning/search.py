@@ -1,7 +1,12 @@
-"""The tuner's loop: at each number of tokens, screen candidates, compare finalists, save the best.
+"""The loop of the tuner. For each number of tokens, it
 
-It is independent of parts and devices: a `Tunable` defines the candidates, and a `Bench` measures
-them. A *choice* is one candidate, that is, the launch configurations of a call.
+1. screens all candidates: compiles them, checks their outputs, and times a few calls;
+2. compares the fastest ones (the finalists) with more repetitions; and
+3. saves the fastest one.
+
+A candidate is called a choice: the launch configurations of all kernels of a call. The loop does
+not depend on the part or the device. A `Tunable` of the part defines the choices, and a
+`Benchmarker` measures them.
 """
 
 import time
@@ -12,45 +17,52 @@ from pathlib import Path
 
 from modular_kernel.contracts import Choice, StageTimes, Tunable, TunedChoice
 
-_MAX_RATIO_TO_UNTUNED = 0.99  # maximum ratio to the untuned time; smaller gains are noise
-_TOKEN_COUNTS_AHEAD = 2  # token counts to compile in the background, including the current one
+# Maximum ratio of the fastest time to the untuned time. A smaller gain may be noise, so that the
+# untuned choice is kept.
+_MAX_RATIO_TO_UNTUNED = 0.99
+_NUM_COMPILED_AHEAD = 2  # token counts to compile in the background, including the current one
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why a choice was not timed. wrong: its results are wrong, which is a defect."""
+    """Why a choice was not timed.
+
+    is_wrong: whether it computed wrong outputs, which is a defect of a kernel.
+    """
 
     reason: str
-    wrong: bool = False
+    is_wrong: bool = False
 
 
-class Bench(ABC):
-    """Compilation and measurement of choices for one problem."""
+class Benchmarker(ABC):
+    """Compiles and measures the choices of one problem."""
 
     @abstractmethod
     def compile_ahead(self, tokens: int, choices: Sequence[Choice]) -> None:
         """Start to compile the choices in the background, and return immediately."""
 
     @abstractmethod
-    def refusal(self, tokens: int, choice: Choice) -> Refusal | None:
-        """Wait until a choice is compiled; return why it is not worth timing, or None."""
+    def wait_compiled(self, tokens: int, choice: Choice) -> Refusal | None:
+        """Wait until a choice is compiled. Return None, or a refusal if it should not be timed."""
 
     @abstractmethod
     def screen(self, tokens: int, choice: Choice) -> StageTimes | Refusal:
-        """Verify and time a call, with fewer repetitions if it is much slower than the fastest."""
+        """Check the output of a choice and time a few calls, fewer if they are slow."""
 
     @abstractmethod
     def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
-        """Return the seconds per call of each choice, timed alternately, or why there are none."""
+        """Time the choices alternately. Return the seconds per call, or a refusal, of each."""
 
 
 @dataclass(frozen=True)
 class TuneResult:
     """The result for one number of tokens.
 
-    best: the fastest choice; None if no choice ran correctly. times: of the screened choices.
-    refused: the choices that were not timed, and why. finished: whether all candidates were
-    screened. file: where `best` was saved.
+    best: the fastest choice; None if no choice ran correctly.
+    times: times of the screened choices.
+    refused: the choices that were not timed, with the reason.
+    finished: whether all candidates were screened before the deadline.
+    file: the file in which `best` was saved.
     """
 
     tokens: int
@@ -61,9 +73,9 @@ class TuneResult:
     file: Path | None = None
 
     @property
-    def wrong(self) -> tuple[Choice, ...]:
-        """Choices with wrong results."""
-        return tuple(choice for choice, refusal in self.refused.items() if refusal.wrong)
+    def wrong_choices(self) -> tuple[Choice, ...]:
+        """Choices that computed wrong outputs."""
+        return tuple(choice for choice, refusal in self.refused.items() if refusal.is_wrong)
 
 
 Clock = Callable[[], float]
@@ -76,14 +88,19 @@ def _ignore() -> None:
 
 @dataclass(frozen=True)
 class TuneJob:
-    """A tuning job: the token counts to tune, and its time budget.
+    """A tuning job: what to tune, and the time budget.
 
-    folder: for the results. budget: seconds for all of `tokens`. fresh: whether to ignore results
-    in the folder instead of continuing from them. on_measurement: called after every measurement.
+    space: the search space.
+    tokens: the token counts to tune, in this order.
+    folder: the folder of the results.
+    budget: seconds for all token counts together.
+    fresh: whether to tune again what has a saved result in the folder.
+    on_measurement: called after every measurement, to show progress.
+    clock: returns the current time in seconds.
     """
 
     space: Tunable
-    bench: Bench
+    benchmarker: Benchmarker
     tokens: Sequence[int]
     folder: Path
     budget: float
@@ -95,20 +112,20 @@ class TuneJob:
 def remaining_token_counts(
     space: Tunable, tokens: Sequence[int], folder: Path, *, fresh: bool
 ) -> list[int]:
-    """Return the token counts without a saved result, in the given order.
+    """Return those of `tokens` that have no saved result. With `fresh`, return all.
 
-    Raises ConfigurationError if the saved results cannot be continued.
+    Raises ConfigurationError if the saved results cannot be extended.
     """
     saved_choices = {} if fresh else space.saved(folder)
     return [number for number in dict.fromkeys(tokens) if number not in saved_choices]
 
 
 def tune(job: TuneJob) -> Iterator[TuneResult]:
-    """Tune each number of tokens without a saved result, and save all results after each one.
+    """Tune each number of tokens without a saved result, and save the results after each one.
 
-    The time left is divided equally among the token counts left, so that those that finish early
-    leave more time to the others. The search ends when the budget is spent; another run continues
-    it.
+    Each number of tokens may take an equal share of the remaining time, so that one that finishes
+    early leaves more time to the following ones. Tuning ends when the budget is spent. Another run
+    continues with the remaining token counts.
     """
     remaining_tokens = remaining_token_counts(job.space, job.tokens, job.folder, fresh=job.fresh)
     saved_choices = {} if job.fresh else dict(job.space.saved(job.folder))
@@ -117,11 +134,10 @@ def tune(job: TuneJob) -> Iterator[TuneResult]:
         seconds_left = end - job.clock()
         if seconds_left <= 0:
             return
-        for upcoming in remaining_tokens[index : index + _TOKEN_COUNTS_AHEAD]:
-            job.bench.compile_ahead(upcoming, job.space.candidates(upcoming))
-        result = _Search(
-            job, tokens, job.clock() + seconds_left / (len(remaining_tokens) - index)
-        ).run()
+        for upcoming in remaining_tokens[index : index + _NUM_COMPILED_AHEAD]:
+            job.benchmarker.compile_ahead(upcoming, job.space.candidates(upcoming))
+        deadline = job.clock() + seconds_left / (len(remaining_tokens) - index)
+        result = _Search(job, tokens, deadline).run()
         if result.best is not None:
             saved_choices[tokens] = result.best
             result = replace(result, file=job.space.save(saved_choices, job.folder))
@@ -130,7 +146,10 @@ def tune(job: TuneJob) -> Iterator[TuneResult]:
 
 @dataclass
 class _Search:
-    """The search at one number of tokens. deadline: by the job's clock."""
+    """The search at one number of tokens.
+
+    deadline: time of job.clock() after which no further candidate is screened.
+    """
 
     job: TuneJob
     tokens: int
@@ -141,7 +160,8 @@ class _Search:
     def run(self) -> TuneResult:
         space = self.job.space
         untuned = space.untuned(self.tokens)
-        self._screen(untuned)  # even if it spills, because it is what runs without tuning
+        # Time the untuned choice even if it spills registers, because it runs without tuning.
+        self._screen(untuned)
         finished = self._screen_all(space.candidates(self.tokens))
         finalists = dict.fromkeys(space.finalists(self.tokens, self.times))
         if untuned in self.times:
@@ -156,7 +176,7 @@ class _Search:
                 continue
             if self.job.clock() >= self.deadline:
                 return False
-            refusal = self.job.bench.refusal(self.tokens, choice)
+            refusal = self.job.benchmarker.wait_compiled(self.tokens, choice)
             if refusal is None:
                 self._screen(choice)
             else:
@@ -164,7 +184,7 @@ class _Search:
         return True
 
     def _screen(self, choice: Choice) -> None:
-        outcome = self.job.bench.screen(self.tokens, choice)
+        outcome = self.job.benchmarker.screen(self.tokens, choice)
         self.job.on_measurement()
         if isinstance(outcome, Refusal):
             self.refused[choice] = outcome
@@ -173,7 +193,7 @@ class _Search:
 
     def _best(self, finalists: Sequence[Choice], untuned: Choice) -> TunedChoice | None:
         """Return the fastest of the finalists, or `untuned` if the gain may be noise."""
-        outcomes = self.job.bench.compare(self.tokens, finalists) if finalists else {}
+        outcomes = self.job.benchmarker.compare(self.tokens, finalists) if finalists else {}
         self.job.on_measurement()
         seconds: dict[Choice, float] = {}
         for choice, outcome in outcomes.items():

@@ -1,8 +1,8 @@
-"""Timing of the stages of a call with device events, without a CUDA graph.
+"""Time the stages of eager calls with device events. A stage is, for example, one of the GEMMs.
 
-The host queues the calls while the GPU sleeps, so that they run back to back and host time is not
-measured. Events add about one microsecond to every stage of every choice, which does not affect the
-comparison. Whole calls are timed with graphs (`measure.timing`).
+The host queues all calls while a sleep kernel keeps the GPU busy. The calls then run back to back,
+so that the time of the host is not measured. The events add about one microsecond to every stage.
+This does not affect a comparison of choices, which all have the same stages.
 """
 
 import time
@@ -18,43 +18,50 @@ from modular_kernel.measure.timing import Clock, L2Flush, clock_of
 from modular_kernel.replay import stages
 
 _MAX_CYCLES_PER_SECOND = 2.0e9  # upper bound of GPU clocks
-_FIRST_PAUSE = 3e-4  # seconds that the GPU sleeps per queued call, in the first attempt
-_PAUSE_MARGIN = 1.5  # sleep of the GPU over the time that the host needs to queue the calls
+_FIRST_SLEEP_SECONDS = 3e-4  # per call, in the first attempt
+_SLEEP_MARGIN = 1.5  # ratio of the GPU's sleep to the time in which the host queues the calls
 _MAX_ATTEMPTS = 4
 _NO_SPAN: AbstractContextManager[object] = nullcontext()
 
 Call = Callable[[], object]
-Spans = dict[str, list[tuple[Any, Any]]]  # by stage: pairs of events, or of host times on a CPU
+# Start and end of every run of a stage, by name of the stage. On a GPU they are events, and on a
+# CPU host times (`measure.timing.Clock.mark`).
+Spans = dict[str, list[tuple[Any, Any]]]
 
 
-class StageClock:
-    """Timer of the stages in `names`. It remembers how long the host takes to queue a call."""
+class StageTimer:
+    """Times calls and their stages.
+
+    names: the stages to time, see `replay.stages`.
+    """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names, self._device = names, device
         self._clock: Clock = clock_of(device)
-        self._pause = _FIRST_PAUSE
+        # Seconds that the GPU sleeps per queued call. Later calls of `time_calls` reuse the value.
+        self._sleep_seconds = _FIRST_SLEEP_SECONDS
 
-    def times(self, calls: Sequence[Call], flush_l2: L2Flush = None) -> list[StageTimes]:
-        """Run each of `calls` once, and return their times.
+    def time_calls(self, calls: Sequence[Call], flush_l2: L2Flush = None) -> list[StageTimes]:
+        """Run each of `calls` once, and return its time and those of its stages.
 
         flush_l2: called before each call, and not timed.
         """
         for _ in range(_MAX_ATTEMPTS):
-            pause = self._pause * len(calls)
+            sleep_seconds = self._sleep_seconds * len(calls)
             start = time.perf_counter()
             if self._device.type == "cuda":
-                torch.cuda._sleep(int(pause * _MAX_CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+                torch.cuda._sleep(int(sleep_seconds * _MAX_CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
             spans_of_calls = [self._record_spans(call, flush_l2) for call in calls]
             host_seconds = time.perf_counter() - start
             self._clock.wait()
-            if self._device.type != "cuda" or host_seconds < pause:
+            if self._device.type != "cuda" or host_seconds < sleep_seconds:
                 break
             # The GPU may have waited for the host, so try again with a longer sleep.
-            self._pause = _PAUSE_MARGIN * host_seconds / len(calls)
+            self._sleep_seconds = _SLEEP_MARGIN * host_seconds / len(calls)
         return [self._stage_times(*call_spans) for call_spans in spans_of_calls]
 
     def _record_spans(self, call: Call, flush_l2: L2Flush) -> tuple[Any, Any, Spans]:
+        """Run a call. Return the start and end of the call, and those of its stages."""
         spans: Spans = {}
         clock = self._clock
 
@@ -85,8 +92,8 @@ class StageClock:
         return StageTimes(ms(start, end) / 1e3, stage_seconds)
 
 
-def median_times(samples: Sequence[StageTimes]) -> StageTimes:
-    """Return the median times of the whole call and of every stage."""
+def median_stage_times(samples: Sequence[StageTimes]) -> StageTimes:
+    """Return the median time of the calls, and the median time of every stage."""
     names = samples[0].stages
     return StageTimes(
         median(sample.seconds for sample in samples),

@@ -1,7 +1,7 @@
-"""Weights and inputs for tuning, and the expected outputs.
+"""Weights, inputs and expected outputs with which the tuner times and checks choices.
 
-To save time, only a few experts are random, and the others are scaled copies of them. Each copy has
-a different scale, so that a wrong expert index changes the result.
+To save time, only a few experts are drawn, and the others are copies of them. Every expert is
+multiplied by a different factor, so that a kernel that uses a wrong expert computes a wrong result.
 """
 
 import math
@@ -26,21 +26,23 @@ from modular_kernel.testing.verify.compare import (
 )
 
 _FIRST_ROWS = 4  # number of first rows of an output that are compared, in addition to the last one
-_MAX_CALLS, _MIN_CALLS = 4, 2
 _FEW_TOKENS = 256  # up to this many tokens calls are short, so time _MAX_CALLS, not _MIN_CALLS
+_MAX_CALLS, _MIN_CALLS = 4, 2
 _INPUT_SEED = 1000
 _WEIGHT_SEED = 11
-_DISTINCT_EXPERTS = 4
+_NUM_DRAWN_EXPERTS = 4
 
-Input = tuple[torch.Tensor, Routing]
+Input = tuple[torch.Tensor, Routing]  # x_TH and the routing of one call
 
 
 @dataclass(frozen=True)
 class ExpectedRows:
     """Expected output of some tokens.
 
-    rows: indices of the tokens, ascending. exact: their rows (rows, H) in float64. torch_rows: the
-    same rows from a plain torch implementation of the scheme, whose error sets the tolerance.
+    rows: (rows,) indices of the tokens, ascending, int64.
+    exact: (rows, H) their outputs in float64.
+    torch_rows: (rows, H) their outputs by a plain torch implementation of the scheme, whose error
+        determines the tolerance.
     """
 
     rows: torch.Tensor
@@ -48,18 +50,20 @@ class ExpectedRows:
     torch_rows: torch.Tensor
 
     def up_to(self, tokens: int) -> "ExpectedRows":
-        """Return the expected output of those among the first `tokens` tokens."""
+        """Return the expected output of the tokens with an index below `tokens`."""
         selected = self.rows < tokens
         return ExpectedRows(self.rows[selected], self.exact[selected], self.torch_rows[selected])
 
 
 @dataclass
 class TuneWorkload:
-    """Inputs and expected output for one token count, shared by all choices.
+    """Inputs and expected output for one number of tokens, used for all choices.
 
-    inputs: one per call. flush: overwrite the L2 cache before each call. fastest: for each stage,
-    its lowest time in seconds over all choices so far. first_output: the output of the first
-    correct choice.
+    inputs: one per call.
+    expected: expected output for the first input.
+    flush: whether to overwrite the L2 cache before each call.
+    fastest: lowest time of each stage over all choices so far, in seconds.
+    first_output: output of the first correct choice for the first input; None before that.
     """
 
     problem: Problem
@@ -70,7 +74,7 @@ class TuneWorkload:
     first_output: torch.Tensor | None = None
 
     def find_error(self, out: torch.Tensor) -> str:
-        """Describe the error of an output for the first input, or return "" if it is correct."""
+        """Return a description of what is wrong with an output for the first input, or ""."""
         if not bool(out.isfinite().all()):
             return "values that are not finite"
         expected = self.expected
@@ -84,7 +88,7 @@ class TuneWorkload:
         return self._compare_outputs(out, self.first_output)
 
     def _compare_outputs(self, out: torch.Tensor, first_output: torch.Tensor) -> str:
-        """Compare two outputs, which may differ by twice the tolerance."""
+        """Compare the outputs of two choices, which may differ by twice the tolerance."""
         expected = self.expected
         reference_error = float(
             (expected.torch_rows - expected.exact).norm() / expected.exact.norm()
@@ -107,10 +111,14 @@ class TuneWorkload:
         return ""
 
 
-class Workloads:
-    """Creates the workload of each token count in `tokens`, at most problem.tokens.
+class WorkloadFactory:
+    """Creates the workloads of several token counts.
 
-    The first inputs of all token counts are prefixes of one input, so the oracle runs only once.
+    The first input of every workload is a prefix of the same tensor, so that the float64 reference
+    runs only once.
+
+    tokens: the token counts, at most problem.tokens.
+    routing: distribution of tokens over experts.
     """
 
     def __init__(
@@ -122,7 +130,7 @@ class Workloads:
         rows = {row for number in tokens for row in (*range(min(number, _FIRST_ROWS)), number - 1)}
         self._expected = self._compute_expected(torch.tensor(sorted(rows), device=self._device))
 
-    def workload(self, tokens: int) -> TuneWorkload:
+    def make_workload(self, tokens: int) -> TuneWorkload:
         problem = self.problem.with_tokens(tokens)
         x_TH, routing = self._largest_input
         first_input = (x_TH[:tokens], routing.of(slice(tokens)))
@@ -145,18 +153,18 @@ class Workloads:
         return ExpectedRows(rows, exact, recipe(x_TH[rows], self.weights, rows_routing, problem))
 
     def _needs_l2_flush(self, problem: Problem, routing: Routing) -> bool:
-        """Return whether a call could hit L2 lines that the previous call has loaded."""
+        """Return whether the L2 cache could still hold data that the previous call loaded."""
         load = load_of(routing, problem, self.weights.expert_map)
         bytes_moved = work_of(problem, problem.scheme, [load]).bytes
         size = l2_bytes(self._device)
-        # memory=0 allows one set of weights only: with several, every choice would have to be
-        # verified on each.
+        # memory=0 allows one set of weights only. With several, every choice would have to be
+        # checked with each of them.
         return rotation(bytes_moved, math.inf, problem.tokens, l2=size, memory=0).flush
 
 
-def tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
+def make_tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
     """Create random weights of `problem`, quantized by its scheme."""
-    num_drawn = min(_DISTINCT_EXPERTS, problem.e)
+    num_drawn = min(_NUM_DRAWN_EXPERTS, problem.e)
     drawn_problem = replace(problem, local_experts=num_drawn, expert_map=True)
     weights = quantize(make_weights(replace(drawn_problem, quant="none"), device), drawn_problem)
     source_experts = torch.arange(problem.e, device=device) % num_drawn
@@ -167,20 +175,21 @@ def tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
             tensors[name] = _repeat_experts(tensor, source_experts)
     generator = torch.Generator(device).manual_seed(_WEIGHT_SEED)
     for name in ("w1", "w2"):
-        rescaled = f"{name}_scale" if problem.scheme.quantized else name
+        # Quantized weights are multiplied by the factors through their scales.
+        scaled = f"{name}_scale" if problem.scheme.quantized else name
         if problem.scheme.matrix_scales:
-            rescaled = f"{name}_global_scale"
-        _rescale(tensors[rescaled], generator)
+            scaled = f"{name}_global_scale"
+        _scale_experts(tensors[scaled], generator)
     return replace(weights, **tensors, expert_map=first_experts_map(problem, device))
 
 
 def _repeat_experts(tensor: torch.Tensor, source_experts: torch.Tensor) -> torch.Tensor:
-    """Return tensor[source_experts], also for dtypes in which torch cannot index."""
+    """Return tensor[source_experts], also for 8-bit dtypes that torch cannot index."""
     raw = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
     return raw.index_select(0, source_experts).view(tensor.dtype)
 
 
-def _rescale(tensor: torch.Tensor, generator: torch.Generator) -> None:
+def _scale_experts(tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Multiply each expert by a random factor between 1/2 and 1, in place.
 
     If the tensor stores exponents (uint8), the factor is a power of two between 1/8 and 1.

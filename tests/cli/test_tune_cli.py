@@ -37,9 +37,9 @@ from modular_kernel.reference.weights import dequantize_matrix
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tuning import compilation
 from modular_kernel.tuning.compilation import TunedPair
-from modular_kernel.tuning.measurement import TimedSearch
+from modular_kernel.tuning.measurement import DeviceBenchmarker
 from modular_kernel.tuning.search import Refusal, TuneResult
-from modular_kernel.tuning.workload import tuning_weights
+from modular_kernel.tuning.workload import make_tuning_weights
 
 SMALL = Problem(tokens=40, hidden=64, intermediate=64, experts=4, top_k=2)
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
@@ -209,7 +209,7 @@ TUNED = [
         1, TunedChoice(ONE, 8e-5, 1e-4), {ONE: TOOK, TWO: TOOK}, {}, True, Path("folder/file.json")
     ),
     TuneResult(64, TunedChoice(ONE, 8e-5, None), {ONE: TOOK}, {TWO: Refusal("spills")}, False),
-    TuneResult(256, None, {}, {TWO: Refusal("error 1 > 2", wrong=True)}, True),
+    TuneResult(256, None, {}, {TWO: Refusal("error 1 > 2", is_wrong=True)}, True),
 ]
 
 
@@ -286,7 +286,7 @@ def test_tuning_end_to_end(
         def submit(self, *_: object) -> None:
             pass
 
-        def refusal(self, *_: object) -> None:
+        def wait_compiled(self, *_: object) -> None:
             pass
 
     machine = this_machine()
@@ -302,7 +302,7 @@ def test_tuning_end_to_end(
     with on_an_h200(tmp_path, monkeypatch):
         _run([("small", SMALL, pair)], (1, 2), options, as_json=None)
         shown = capsys.readouterr()
-        space = pair.space(SMALL)
+        space = pair.make_search_space(SMALL)
         best = space.saved(tmp_path / "out")
     assert sorted(best) == [1, 2]
     assert len(times.read_text(encoding="utf-8").splitlines()) == 2
@@ -315,13 +315,13 @@ def test_tuning_end_to_end(
 # ---------------------------------------------------------------------------------------- the bench
 
 
-def bench(problem: Problem = SMALL, **more: Any) -> TimedSearch:
+def bench(problem: Problem = SMALL, **more: Any) -> DeviceBenchmarker:
     machine = this_machine()
     if machine.device == "cpu" and not machine.interpreter:
         pytest.skip("no Triton here")
     nothing: Any = SimpleNamespace()
     more = {"tokens": (1, 5, 17, 40), "target_ms": 1.0, **more}
-    return TimedSearch(TunedPair(*PAIR, machine), problem, nothing, **more)
+    return DeviceBenchmarker(TunedPair(*PAIR, machine), problem, nothing, **more)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int4_w4a16_group"])
@@ -347,7 +347,7 @@ def test_wrong_choice_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         outcome = made.screen(17, ONE)
         assert isinstance(outcome, Refusal)
-        assert outcome.wrong
+        assert outcome.is_wrong
         assert made.compare(17, [ONE]) == {ONE: outcome}
 
 
@@ -365,14 +365,14 @@ def test_unchecked_rows_are_compared_with_another_choice(
     monkeypatch.setattr(made, "_kernel", lambda *_, **__: lambda x, w, r: harm(x, r))
     outcome = made.screen(17, TWO)
     assert isinstance(outcome, Refusal)
-    assert outcome.wrong
+    assert outcome.is_wrong
     assert "another correct choice" in outcome.reason
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_tensor", "int4_w4a16_group", "mxfp4_w4a16"])
 def test_tuning_weights_differ_by_expert(quant: str) -> None:
     problem = replace(SMALL, experts=9, quant=quant, bias=True)
-    weights = tuning_weights(problem, torch.device("cpu"))
+    weights = make_tuning_weights(problem, torch.device("cpu"))
     check_weights_quantized(weights, problem, torch.device("cpu")) if quant != "none" else None
     assert weights.b1 is not None
     assert tuple(weights.b1.shape) == (9, 128)
@@ -381,7 +381,7 @@ def test_tuning_weights_differ_by_expert(quant: str) -> None:
     assert len(same) <= (9 if quant == "mxfp4_w4a16" else 0), "powers of two may fall together"
 
 
-def right(made: TimedSearch, x_TH: torch.Tensor, routing: Any) -> torch.Tensor:
+def right(made: DeviceBenchmarker, x_TH: torch.Tensor, routing: Any) -> torch.Tensor:
     from modular_kernel.reference import recipe
 
     problem = made.problem.with_tokens(len(x_TH))
@@ -407,4 +407,4 @@ def test_inplace_problem_is_refused() -> None:
 def test_part_without_tunable_launches_is_refused() -> None:
     pair = TunedPair("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE)
     with pytest.raises(ConfigurationError, match="TorchExperts"):
-        pair.space(SMALL)
+        pair.make_search_space(SMALL)

@@ -37,7 +37,9 @@ TILES = (
 
 
 def reason(pair: TunedPair, problem: Problem, choice: MoEConfig) -> str:
-    return compile_choice(CompileTask(pair, pair.space(problem), problem, (choice,)), choice)
+    return compile_choice(
+        CompileTask(pair, pair.make_search_space(problem), problem, (choice,)), choice
+    )
 
 
 def test_a_sound_choice_compiles_without_a_reason() -> None:
@@ -60,13 +62,13 @@ def test_a_choice_that_does_not_compile_has_its_reason() -> None:
 
 def test_other_processes_find_the_same() -> None:
     with Compiler(workers=1) as compiler:
-        space = PAIR.space(PROBLEM)
+        space = PAIR.make_search_space(PROBLEM)
         compiler.submit(PAIR, space, PROBLEM, [GOOD])
-        assert compiler.refusal(PAIR, space, PROBLEM, GOOD) is None
-        refusal = compiler.refusal(PAIR, PAIR.space(SPILLS), SPILLS, GOOD)
+        assert compiler.wait_compiled(PAIR, space, PROBLEM, GOOD) is None
+        refusal = compiler.wait_compiled(PAIR, PAIR.make_search_space(SPILLS), SPILLS, GOOD)
     assert refusal is not None
     assert "registers are spilled" in refusal.reason
-    assert not refusal.wrong
+    assert not refusal.is_wrong
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int8_w8a16_group", "mxfp4_w4a16"])
@@ -88,7 +90,7 @@ def test_shared_memory_is_never_more_than_estimated(quant: str) -> None:
 def launches(problem: Problem, pair: MoEConfig) -> Iterator[CompileRecord]:
     with override_config(pair):
         kernel = make_kernel(PAIR.prepare_finalize, PAIR.experts, problem, machine=MACHINE)
-        yield from compilation.records_of(kernel, "sm_90")
+        yield from compilation.compile_kernels(kernel, "sm_90")
 
 
 @pytest.mark.parametrize("tokens", [30, 200])
@@ -96,7 +98,7 @@ def test_with_prepared_weights_no_launch_makes_them(tokens: int) -> None:
     pair, problem = replace(PAIR, prepared=True), replace(PROBLEM, quant="mxfp4_w4a16")
     problem, names = problem.with_tokens(tokens), (PAIR.prepare_finalize, PAIR.experts)
     with TritonExperts.described(MACHINE):
-        space = pair.space(problem)
+        space = pair.make_search_space(problem)
         choice = space.untuned(tokens)
         assert compile_choice(CompileTask(pair, space, problem, (choice,)), choice) == ""
         with space.using(choice):
@@ -104,7 +106,7 @@ def test_with_prepared_weights_no_launch_makes_them(tokens: int) -> None:
             without, with_them = (
                 [
                     record.kernel
-                    for record in compilation.records_of(kernel, "sm_90", prepared=prepared)
+                    for record in compilation.compile_kernels(kernel, "sm_90", prepared=prepared)
                 ]
                 for prepared in (False, True)
             )

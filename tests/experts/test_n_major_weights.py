@@ -18,7 +18,7 @@ from modular_kernel.spec.problem import Combine, Machine
 from modular_kernel.tensors import ContiguousShape
 from modular_kernel.testing.cases.inputs import InputVariation
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.tuning.compilation import meta_inputs
+from modular_kernel.tuning.compilation import make_meta_inputs
 
 Launch = tuple[int, int, int, int]
 _N_MAJOR = InputVariation(layout="transposed")
@@ -91,7 +91,7 @@ def test_launches_depend_on_the_strides_of_each_gemm(name: str, transposed: tupl
     problem = replace(_PROBLEM, hidden=256, intermediate=512)
     path = BY_NAME[name](problem)
     config = path.default_config(problem, 1, Device())
-    _, weights, _ = meta_inputs(problem)
+    _, weights, _ = make_meta_inputs(problem)
     weights = replace(weights, **{n: n_major_like(getattr(weights, n)) for n in transposed})
     got = config_for_strides(path, config, weights)
     assert (got.path, got.gemm1.block_m) == (name, config.gemm1.block_m)
@@ -105,7 +105,7 @@ def test_launches_depend_on_the_strides_of_each_gemm(name: str, transposed: tupl
 def test_few_tokens_take_the_aligned_path() -> None:
     """One token takes the gemv path, which also runs larger calls if it is overridden."""
     problem = replace(_PROBLEM, tokens=8, experts=64, top_k=4)
-    x_TH, weights, _ = meta_inputs(problem)
+    x_TH, weights, _ = make_meta_inputs(problem)
     transposed = replace(weights, **{n: n_major_like(getattr(weights, n)) for n in ("w1", "w2")})
     part = TritonExperts(problem)
     expected = {1: "gemv", 2: "aligned", 8: "aligned"}
@@ -127,7 +127,7 @@ def test_quantized_and_float32_weights_keep_their_tiles() -> None:
         problem = replace(_PROBLEM, **changes)  # type: ignore[arg-type]
         path = BY_NAME["aligned"](problem)
         config = path.default_config(problem, 1, Device())
-        _, weights, _ = meta_inputs(problem)
+        _, weights, _ = make_meta_inputs(problem)
         transposed = {n: n_major_like(getattr(weights, n)) for n in ("w1", "w2")}
         assert config_for_strides(path, config, replace(weights, **transposed)) == config
 

@@ -11,7 +11,7 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.contracts import StageTimes
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tuning.compilation import Compiler, TunedPair
-from modular_kernel.tuning.measurement import TimedSearch
+from modular_kernel.tuning.measurement import DeviceBenchmarker
 from modular_kernel.tuning.search import TuneJob, tune
 
 pytestmark = pytest.mark.alone
@@ -22,9 +22,9 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 def test_screened_stages_add_up_to_what_a_graph_takes() -> None:
     pair = TunedPair(*PAIR, this_machine())
-    space = pair.space(PROBLEM)
+    space = pair.make_search_space(PROBLEM)
     with Compiler(workers=4) as compiler:
-        bench = TimedSearch(pair, PROBLEM, compiler, tokens=(16, 256), space=space)
+        bench = DeviceBenchmarker(pair, PROBLEM, compiler, tokens=(16, 256), space=space)
         untuned = space.untuned(256)
         bench.screen(256, untuned)  # compiles
         took = bench.screen(256, untuned)
@@ -43,14 +43,14 @@ def test_a_layer_is_tuned(quant: str, tmp_path: Path, monkeypatch: pytest.Monkey
     clear_caches()
     problem = replace(PROBLEM, quant=quant)
     pair = TunedPair(*PAIR, this_machine())
-    space = pair.space(problem)
+    space = pair.make_search_space(problem)
     try:
         with Compiler(workers=8) as compiler:
-            bench = TimedSearch(pair, problem, compiler, tokens=(1, 64), space=space)
+            bench = DeviceBenchmarker(pair, problem, compiler, tokens=(1, 64), space=space)
             found = list(tune(TuneJob(space, bench, (1, 64), tmp_path, budget=200.0)))
         for tuned in found:
             assert tuned.finished
-            assert tuned.wrong == ()
+            assert tuned.wrong_choices == ()
             assert len(tuned.times) > 4
             assert tuned.best is not None
             assert tuned.best.untuned_seconds is not None

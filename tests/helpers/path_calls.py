@@ -9,7 +9,7 @@ from experts.triton.path import Path, PathCall
 from modular_kernel.spec.problem import IdSpace, Problem
 from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
 from modular_kernel.testing.compile.report import CompileRecord, record_compiles
-from modular_kernel.tuning.compilation import meta_inputs
+from modular_kernel.tuning.compilation import make_meta_inputs
 from modular_kernel.workspace import BufferSpec, Workspace
 
 META = torch.device("meta")
@@ -47,7 +47,7 @@ def launches_of(
     x_TH, scale: quantized tokens, if the dispatch quantizes them. n_major: the weights are
     contiguous along N instead of K.
     """
-    unquantized_TH, weights, routing = meta_inputs(problem)
+    unquantized_TH, weights, routing = make_meta_inputs(problem)
     if n_major:
         weights = replace(weights, **{n: n_major_like(getattr(weights, n)) for n in ("w1", "w2")})
     dispatched = DispatchedRouting(

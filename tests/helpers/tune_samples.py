@@ -8,7 +8,7 @@ from pathlib import Path
 from experts.triton.launch_config import LaunchConfig, MoEConfig
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.contracts import Choice, StageTimes, Tunable, TunedChoice
-from modular_kernel.tuning.search import Bench, Refusal, TuneJob, TuneResult, tune
+from modular_kernel.tuning.search import Benchmarker, Refusal, TuneJob, TuneResult, tune
 
 FOLDER = Path("nowhere")
 
@@ -58,7 +58,7 @@ Times = Mapping[Choice, float | Refusal] | Callable[[int, Choice], float | Refus
 
 
 @dataclass
-class Fake(Bench):
+class Fake(Benchmarker):
     """A benchmark that returns given times.
 
     times: time or refusal by choice, or a function of (tokens, choice). final: the same for
@@ -77,7 +77,7 @@ class Fake(Bench):
     def compile_ahead(self, tokens: int, choices: Sequence[Choice]) -> None:
         self.events.append(("compile", tokens))
 
-    def refusal(self, tokens: int, choice: Choice) -> Refusal | None:
+    def wait_compiled(self, tokens: int, choice: Choice) -> Refusal | None:
         return Refusal("spills") if choice in self.spilled else None
 
     def screen(self, tokens: int, choice: Choice) -> StageTimes | Refusal:

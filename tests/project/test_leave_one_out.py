@@ -103,7 +103,7 @@ class Compiler:
 def test_only_what_differs_is_timed(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(tool, "TimedSearch", Bench)
+    monkeypatch.setattr(tool, "DeviceBenchmarker", Bench)
     monkeypatch.setattr(tool, "Compiler", Compiler)
     Compiler.begun.clear()
     problem = Problem(16, 4096, 14336, 8, 2)

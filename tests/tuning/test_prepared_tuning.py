@@ -29,7 +29,7 @@ from modular_kernel.contracts import Choice, StageTimes, TunedChoice
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tuning.compilation import TunedPair
-from modular_kernel.tuning.measurement import TimedSearch
+from modular_kernel.tuning.measurement import DeviceBenchmarker
 from modular_kernel.tuning.search import TuneResult
 
 pytestmark = NO_GPU
@@ -167,7 +167,9 @@ def test_paths_without_prepared_weights_have_no_space() -> None:
         assert plain is not None
         assert plain.for_prepared_weights() is None
     with pytest.raises(ConfigurationError, match="can be tuned with prepared weights"):
-        TunedPair(*PAIR, this_machine(), prepared=True).space(replace(LAYER, quant="none"))
+        TunedPair(*PAIR, this_machine(), prepared=True).make_search_space(
+            replace(LAYER, quant="none")
+        )
 
 
 @pytest.mark.parametrize("number", [4, 12, 60, 3000])
@@ -187,7 +189,7 @@ def test_choices_are_timed_with_prepared_weights(launched: list[int]) -> None:
         pytest.skip("no Triton here")
     problem, nothing = replace(LAYER, tokens=40), SimpleNamespace()
     pair = TunedPair(*PAIR, machine, prepared=True)
-    search: Any = TimedSearch(pair, problem, nothing, tokens=(40,), target_ms=1.0)  # type: ignore[arg-type]
+    search: Any = DeviceBenchmarker(pair, problem, nothing, tokens=(40,), target_ms=1.0)  # type: ignore[arg-type]
     given = search.weights
     assert given.w1_tiles is not None
     choice = search.space.untuned(40)
@@ -198,7 +200,7 @@ def test_choices_are_timed_with_prepared_weights(launched: list[int]) -> None:
     assert isinstance(seconds, float)
     # Were they not read, words of zeros would give the same numbers.
     given.w1_tiles.data.zero_()  # which torch does not count
-    assert search.screen(40, choice).wrong
+    assert search.screen(40, choice).is_wrong
 
 
 # ------------------------------------------------------------------------------ the command

@@ -21,18 +21,18 @@ def test_fastest_correct_choice_wins() -> None:
 
 
 def test_wrong_choices_never_win_and_are_reported() -> None:
-    bench = Fake({**TIMES, 2: Refusal("error 3e-1 > 1e-2", wrong=True)})
+    bench = Fake({**TIMES, 2: Refusal("error 3e-1 > 1e-2", is_wrong=True)})
     tuned = only(Space(), bench)
     assert tuned.best == TunedChoice(1, 8.0, 10.0)
-    assert tuned.wrong == (2,)
+    assert tuned.wrong_choices == (2,)
     assert 2 not in bench.compared
 
 
 def test_choice_that_fails_in_the_comparison_does_not_win() -> None:
-    tuned = only(Space(), Fake(TIMES, {**TIMES, 2: Refusal("wrong", wrong=True)}))
+    tuned = only(Space(), Fake(TIMES, {**TIMES, 2: Refusal("wrong", is_wrong=True)}))
     assert tuned.best is not None
     assert tuned.best.choice == 1
-    assert tuned.wrong == (2,)
+    assert tuned.wrong_choices == (2,)
 
 
 def test_refused_choices_are_not_launched_except_the_untuned_one() -> None:

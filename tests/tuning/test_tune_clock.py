@@ -11,7 +11,7 @@ from modular_kernel.measure import timing as method
 from modular_kernel.measure.timing import WallClock
 from modular_kernel.replay import stages
 from modular_kernel.tuning import stage_timer
-from modular_kernel.tuning.stage_timer import StageClock, median_times
+from modular_kernel.tuning.stage_timer import StageTimer, median_stage_times
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -48,10 +48,10 @@ def layer(time: Time) -> None:
 
 def test_stage_times_are_summed_by_stage(time: Time) -> None:
     wiped: list[int] = []
-    made = StageClock((stages.GEMM1, stages.GEMM2), CPU)
-    found = made.times([lambda: layer(time)] * 3, lambda: wiped.append(1))
+    made = StageTimer((stages.GEMM1, stages.GEMM2), CPU)
+    found = made.time_calls([lambda: layer(time)] * 3, lambda: wiped.append(1))
     assert len(found) == len(wiped) == 3
-    took = median_times(found)
+    took = median_stage_times(found)
     assert took.stages == pytest.approx({stages.GEMM1: 0.004, stages.GEMM2: 0.002})
     assert took.seconds == pytest.approx(0.008)
 
@@ -77,16 +77,16 @@ def test_pause_grows_until_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch, ti
     pauses: list[float] = []
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: pauses.append(cycles / 2.0e9))
     monkeypatch.setattr(stage_timer, "clock_of", lambda device: WallClock())
-    made = StageClock((), GPU)
-    made.times([lambda: time.sleep(0.002)])
+    made = StageTimer((), GPU)
+    made.time_calls([lambda: time.sleep(0.002)])
     assert len(pauses) == 2, "the first was too short"
     assert pauses[0] < 0.002 < pauses[1]
-    made.times([lambda: time.sleep(0.002)])
+    made.time_calls([lambda: time.sleep(0.002)])
     assert len(pauses) == 3, "and the second is kept"
 
 
 def test_medians_are_by_stage() -> None:
-    took = median_times(
+    took = median_stage_times(
         [StageTimes(3.0, {"a": 1.0}), StageTimes(1.0, {"a": 9.0}), StageTimes(2.0, {"a": 2.0})]
     )
     assert took == StageTimes(2.0, {"a": 2.0})
