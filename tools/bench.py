@@ -46,7 +46,7 @@ from modular_kernel.bench.standings import (
     standings_table,
 )
 from modular_kernel.catalog import load_catalog, this_machine
-from modular_kernel.measure.cases import LayerCase, operands
+from modular_kernel.measure.cases import LayerCase, operand_types
 from modular_kernel.measure.prepared_weights import prepared_specs_of
 from modular_kernel.measure.records import OURS, Report
 from modular_kernel.measure.routing_patterns import RoutingKind
@@ -137,11 +137,11 @@ def peers_of(quant, cell, wanted):
 
     wanted: beginnings of the names of peers to include; empty includes all.
     """
-    kind = operands(cell.problem, QuantScheme.parse(quant))
+    kind = operand_types(cell.problem, QuantScheme.parse(quant))
     return [
         offer
         for offer in [*baseline_offers(), *peer_offers(PEERS)]
-        if operands(cell.problem, QuantScheme.parse(offer.quant)) == kind
+        if operand_types(cell.problem, QuantScheme.parse(offer.quant)) == kind
         and (not wanted or any(offer.name.startswith(name) for name in wanted))
     ]
 
@@ -212,7 +212,7 @@ def render(report, out):
     (out / "bench.md").write_text(document(report), encoding="utf-8")
     if find_spec("matplotlib") is None:
         click.echo("no plot: matplotlib is not installed", err=True)
-    elif any(row.timed for row in report.rows):
+    elif any(row.is_timed for row in report.rows):
         plot_standings(report, out / "bench.svg")
     lines = [*standings_table(report), "", *layers_table(report), "", *missing_lines(report)]
     click.echo("\n".join(lines))

@@ -34,7 +34,7 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.cli.options import TOKENS_LIST, parse_schemes
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
 from modular_kernel.measure.routing_patterns import RoutingKind
-from modular_kernel.measure.timing import capture, clock_of, l2_flusher, samples_ms
+from modular_kernel.measure.timing import capture_graphs, make_clock, make_l2_flush, time_runs_ms
 from modular_kernel.select.autotune import BUDGET_S, Terms, compose
 from modular_kernel.select.budget import Budget
 from modular_kernel.select.inputs import make_weights, make_workload
@@ -213,11 +213,11 @@ def _compare_with_default(plan, default, inputs, device) -> tuple[float, float, 
 
     Returns the plan's microseconds, the ratio to the default's time, and the noise of the ratio.
     """
-    clock, flush_l2 = clock_of(device), l2_flusher(device) if inputs.flush else None
+    clock, flush_l2 = make_clock(device), make_l2_flush(device) if inputs.flush else None
     runs_of_plans = [_capture_calls(planned, inputs, device) for planned in (plan, default)]
 
     def time_once(runs) -> float:
-        return sum(samples_ms(runs, clock, flush_l2)) / len(inputs.inputs)
+        return sum(time_runs_ms(runs, clock, flush_l2)) / len(inputs.inputs)
 
     longest = (
         max(time_once(runs) for runs in runs_of_plans for _ in range(2)) * len(inputs.inputs) / 1e3
@@ -238,7 +238,7 @@ def _capture_calls(plan, inputs, device):
     for call in calls:
         call()
     if device.type == "cuda":
-        graphs = capture([[call] for call in calls] if inputs.flush else [calls])
+        graphs = capture_graphs([[call] for call in calls] if inputs.flush else [calls])
         if graphs is not None:
             return graphs
     return calls

@@ -47,7 +47,7 @@ from modular_kernel.kernel import Plan
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.measure.cases import quantize
-from modular_kernel.measure.prepared_weights import declared_bytes, prepared_specs_of
+from modular_kernel.measure.prepared_weights import prepared_specs_of, prepared_tensor_bytes
 from modular_kernel.measure.records import BASELINE, OURS, PEER
 from modular_kernel.select.autotune import Terms, compose
 from modular_kernel.spec.problem import Machine, Problem
@@ -140,7 +140,7 @@ class PairLayer(Layer):
 
     def kept_bytes(self, problem: Problem) -> int:
         quantized_problem = replace(problem, quant=self.quant)
-        return declared_bytes(self.pair[1], quantized_problem) if self.prepared else 0
+        return prepared_tensor_bytes(self.pair[1], quantized_problem) if self.prepared else 0
 
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
         self.problem = replace(problem, quant=self.quant)

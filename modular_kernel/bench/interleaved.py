@@ -31,31 +31,31 @@ from modular_kernel.bench.run import (
 from modular_kernel.measure import records as status
 from modular_kernel.measure.cases import Input, LayerCase, make_input
 from modular_kernel.measure.check import (
-    Checked,
+    CheckedCalls,
     ExpectedOutput,
     check_calls,
     check_unchanged,
-    expected_output,
-    inputs_to_check,
+    compute_expected_output,
+    num_inputs_to_check,
 )
-from modular_kernel.measure.environment import environment
-from modular_kernel.measure.records import Report, Row, with_best_peer
+from modular_kernel.measure.environment import collect_environment
+from modular_kernel.measure.records import Report, Row, add_peer_ratios
 from modular_kernel.measure.roofline import (
+    compute_roofline,
+    compute_type,
+    compute_work,
     expert_bytes,
     measure_peaks,
-    operand_type,
-    roofline_of,
-    work_of,
 )
-from modular_kernel.measure.routing_patterns import load_of
+from modular_kernel.measure.routing_patterns import count_load
 from modular_kernel.measure.timing import (
     Call,
     Rotation,
-    capture,
-    clock_of,
+    capture_graphs,
+    choose_rotation,
     l2_bytes,
-    l2_flusher,
-    rotation,
+    make_clock,
+    make_l2_flush,
 )
 from modular_kernel.spec.problem import Machine, dtype_name
 from modular_kernel.spec.quantization import QuantScheme
@@ -70,7 +70,7 @@ CellCallback = Callable[[str], object]
 class Block:
     """Cells of one shape, and the layers to compare in them.
 
-    cells: all of the same shape. offers: layers with equal operand types (measure.cases.operands).
+    cells: all of the same shape. offers: layers with equal `measure.cases.operand_types`.
     """
 
     cells: tuple[LayerCase, ...]
@@ -133,7 +133,7 @@ class _ReadyLayer:
     runs: list[Call]
     calls: int
     mode: str
-    checked: Checked
+    checked: CheckedCalls
     expected: ExpectedOutput
     times_us: list[float] = field(default_factory=list)
 
@@ -147,12 +147,12 @@ class _Run:
         self.comparison, self.on_cell, self.on_report = comparison, on_cell, on_report
         self.device = torch.device(comparison.machine.device)
         self.started = time.monotonic()
-        self.environment = environment(self.device, comparison.command)
+        self.environment = collect_environment(self.device, comparison.command)
         self.rows: list[Row] = []
         self.stopped = ""
         self.block_ends = math.inf
         types = [
-            operand_type(cell.problem, QuantScheme.parse(offer.quant))
+            compute_type(cell.problem, QuantScheme.parse(offer.quant))
             for block in comparison.blocks
             for cell in block.cells[:1]
             for offer in block.offers
@@ -184,7 +184,7 @@ class _Run:
         return Report(
             self.environment,
             asdict(self.peaks),
-            with_best_peer(self.rows),
+            add_peer_ratios(self.rows),
             self.stopped,
             missing=self.comparison.missing,
         )
@@ -274,8 +274,8 @@ class _Run:
         The candidates differ only in the granularity of their scales, so they share one schedule.
         """
         scheme = QuantScheme.parse(candidates[0].offer.quant)
-        load = load_of(make_input(cell, self.device, 0).routing, cell.problem)
-        work = work_of(cell.problem, scheme, [load])
+        load = count_load(make_input(cell, self.device, 0).routing, cell.problem)
+        work = compute_work(cell.problem, scheme, [load])
         unquantized = expert_bytes(cell.problem, QuantScheme.parse("none"))
         weight_bytes = cell.problem.e * (
             unquantized + len(candidates) * expert_bytes(cell.problem, scheme)
@@ -283,7 +283,7 @@ class _Run:
         # All candidates are in memory at the same time, so allow twice the memory of a single one.
         memory = 2 * int(self.environment.get("memory_bytes") or 0)
         l2 = l2_bytes(self.device)
-        return rotation(work.bytes, weight_bytes, cell.problem.tokens, l2=l2, memory=memory)
+        return choose_rotation(work.bytes, weight_bytes, cell.problem.tokens, l2=l2, memory=memory)
 
     def _describe(
         self,
@@ -295,13 +295,13 @@ class _Run:
     ) -> Row:
         """Return the row with the work and the roofline of the cell."""
         scheme = QuantScheme.parse(candidate.offer.quant)
-        loads = [load_of(item.routing, cell.problem) for item in inputs]
-        work = work_of(cell.problem, scheme, loads)
-        floor = roofline_of(work, cell.problem, scheme, self.peaks)
+        loads = [count_load(item.routing, cell.problem) for item in inputs]
+        work = compute_work(cell.problem, scheme, loads)
+        floor = compute_roofline(work, cell.problem, scheme, self.peaks)
         return replace(
             row,
             calls=schedule.calls,
-            weight_sets=schedule.sets,
+            weight_sets=schedule.weight_sets,
             touched=work.touched,
             skew=sum(load.skew for load in loads) / len(loads),
             flops=work.flops,
@@ -323,24 +323,24 @@ class _Run:
 
         index: of the layer's row.
         """
-        layers = [candidate.layer(number) for number in range(schedule.sets)]
+        layers = [candidate.layer(number) for number in range(schedule.weight_sets)]
         for layer in layers:
             layer.tune(cell.problem)
-        numbers = inputs_to_verify(schedule.calls, inputs_to_check(cell.problem))
+        numbers = inputs_to_verify(schedule.calls, num_inputs_to_check(cell.problem))
         # Outputs with few values need more inputs than those of the timed calls.
         untimed = [make_input(cell, self.device, n) for n in range(len(inputs), max(numbers) + 1)]
         items = [*inputs, *untimed]
         calls = [
-            partial(layers[number % schedule.sets].call, item.x_TH, item.routing)
+            partial(layers[number % schedule.weight_sets].call, item.x_TH, item.routing)
             for number, item in enumerate(items)
         ]
         checks = []
         for number in numbers:
-            weights = weight_sets.weights(number % schedule.sets)
+            weights = weight_sets.weights(number % schedule.weight_sets)
             key = number, candidate.offer.quant
             if key not in self.expected:
                 scheme = QuantScheme.parse(candidate.offer.quant)
-                self.expected[key] = expected_output(cell, items[number], weights, scheme)
+                self.expected[key] = compute_expected_output(cell, items[number], weights, scheme)
             checks.append((calls[number], self.expected[key]))
         checked = check_calls(checks, cell.problem)
         timed = calls[: schedule.calls]
@@ -350,7 +350,7 @@ class _Run:
         if self.device.type == "cuda" and not checked.result.failure:
             for call in timed:
                 call()
-            captured = capture(groups) if layers[0].graph else None
+            captured = capture_graphs(groups) if layers[0].graph else None
             runs = captured or runs
             mode = ("eager" if captured is None else "graph") + "+flush" * schedule.flush
         if layers[0].interpreted:
@@ -361,8 +361,8 @@ class _Run:
         """Replay the layers in rounds, each in a random order, and append to their times."""
         if not ready:
             return
-        clock = clock_of(self.device)
-        flush_l2 = l2_flusher(self.device) if schedule.flush else None
+        clock = make_clock(self.device)
+        flush_l2 = make_l2_flush(self.device) if schedule.flush else None
         order = random.Random(len(self.rows))
 
         def replay(rounds: int) -> list[tuple[_ReadyLayer, float]]:

@@ -17,7 +17,7 @@ import torch
 
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.machine import prefer_torch_reference
-from modular_kernel.measure.timing import clock_of
+from modular_kernel.measure.timing import make_clock
 
 OK, WRONG, FAILED = "ok", "WRONG", "failed"
 EAGER = "eager"
@@ -166,7 +166,7 @@ def _time_once(model: Any, ids: torch.Tensor, workload: Workload) -> tuple[float
     """Return the seconds of one prefill and of decoding all new tokens."""
     from transformers import StaticCache
 
-    clock = clock_of(model.device)
+    clock = make_clock(model.device)
     cache = StaticCache(config=model.config, max_cache_len=workload.prompt + workload.new)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,9 @@ def _draw_panel(axes: Any, rows: list[Row], colors: dict[str, str]) -> None:
     tokens = sorted(floors)
     axes.plot(tokens, [floors[t] for t in tokens], "k--", linewidth=1, label="floor")
     for name in dict.fromkeys(label(row) for row in rows):
-        points = sorted((r for r in rows if label(r) == name and r.timed), key=lambda r: r.tokens)
+        points = sorted(
+            (r for r in rows if label(r) == name and r.is_timed), key=lambda r: r.tokens
+        )
         if not points:
             continue
         color = colors.setdefault(name, f"C{len(colors) % 10}")

@@ -15,33 +15,33 @@ from modular_kernel.bench.candidates import BenchOffer, Layer
 from modular_kernel.bench.launch_count import count_launches
 from modular_kernel.measure import records as status
 from modular_kernel.measure.adapter_roofline import adapter_bytes
-from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, operands
+from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, operand_types
 from modular_kernel.measure.check import (
     ExpectedOutput,
     check_calls,
     check_unchanged,
-    expected_output,
-    inputs_to_check,
+    compute_expected_output,
+    num_inputs_to_check,
 )
-from modular_kernel.measure.environment import environment
-from modular_kernel.measure.records import Report, Row, with_best_peer
+from modular_kernel.measure.environment import collect_environment
+from modular_kernel.measure.records import Report, Row, add_peer_ratios
 from modular_kernel.measure.roofline import (
     Peaks,
     Work,
+    compute_roofline,
+    compute_type,
+    compute_work,
     expert_bytes,
     measure_peaks,
-    operand_type,
-    roofline_of,
-    work_of,
 )
-from modular_kernel.measure.routing_patterns import Load, load_of
+from modular_kernel.measure.routing_patterns import Load, count_load
 from modular_kernel.measure.timing import (
     Call,
     Rotation,
     Timing,
-    host_cost,
+    choose_rotation,
     l2_bytes,
-    rotation,
+    measure_host_cost,
     time_calls,
 )
 from modular_kernel.spec.problem import Machine, dtype_name
@@ -181,13 +181,13 @@ class _Run:
         self.device = torch.device(job.machine.device)
         schemes = [QuantScheme.parse(offer.quant) for offer in job.offers]
         types = [
-            operand_type(cell.problem, scheme)
+            compute_type(cell.problem, scheme)
             for cell in job.cells
             for scheme in [QuantScheme.parse("none"), *schemes]
         ]
         types += [dtype_name(cell.problem.dtype) for cell in job.cells]
         self.peaks: Peaks = measure_peaks(self.device, types, bandwidth=job.bandwidth)
-        self.environment = environment(self.device, job.command)
+        self.environment = collect_environment(self.device, job.command)
         self.rows: list[Row] = []
         self.expected: dict[tuple[LayerCase, int, int, str], ExpectedOutput] = {}
         self.stopped = ""
@@ -206,7 +206,7 @@ class _Run:
 
     def _report_progress(self) -> Report:
         peaks = asdict(self.peaks)
-        report = Report(self.environment, peaks, with_best_peer(self.rows), self.stopped)
+        report = Report(self.environment, peaks, add_peer_ratios(self.rows), self.stopped)
         self.on_report(report)
         return report
 
@@ -267,26 +267,28 @@ class _Run:
 
         def make(index: int) -> tuple[Input, Load]:
             item = make_input(cell, self.device, index)
-            return item, load_of(item.routing, cell.problem, expert_map)
+            return item, count_load(item.routing, cell.problem, expert_map)
 
         first, load = make(0)
-        schedule = self._choose_rotation(cell, work_of(cell.problem, scheme, [load]), layer_sets)
+        schedule = self._choose_rotation(
+            cell, compute_work(cell.problem, scheme, [load]), layer_sets
+        )
         inputs, loads = zip((first, load), *map(make, range(1, schedule.calls)), strict=True)
-        layers = [layer_sets.layer(index) for index in range(schedule.sets)]
+        layers = [layer_sets.layer(index) for index in range(schedule.weight_sets)]
         calls = tuple(
-            partial(layers[i % schedule.sets].call, item.x_TH, item.routing)
+            partial(layers[i % schedule.weight_sets].call, item.x_TH, item.routing)
             for i, item in enumerate(inputs)
         )
         # Compute the reference results before any call, because a layer may overwrite x.
         checks = []
-        for index in inputs_to_verify(schedule.calls, inputs_to_check(cell.problem)):
+        for index in inputs_to_verify(schedule.calls, num_inputs_to_check(cell.problem)):
             item = inputs[index] if index < schedule.calls else make(index)[0]
             call = (
                 calls[index]
                 if index < schedule.calls
                 else partial(layers[0].call, item.x_TH, item.routing)
             )
-            weight_set = index % schedule.sets if index < schedule.calls else 0
+            weight_set = index % schedule.weight_sets if index < schedule.calls else 0
             checks.append((call, self._expected(cell, layer_sets, item, (index, weight_set))))
         return _RowCalls(calls, layers[0], schedule, loads, tuple(checks))
 
@@ -300,7 +302,7 @@ class _Run:
         if (spec := cell.problem.adapters) is not None:
             set_bytes += spec.adapters * adapter_bytes(cell.problem)
         l2 = l2_bytes(self.device)
-        return rotation(work.bytes, set_bytes, cell.problem.tokens, l2=l2, memory=memory)
+        return choose_rotation(work.bytes, set_bytes, cell.problem.tokens, l2=l2, memory=memory)
 
     def _expected(
         self, cell: LayerCase, layer_sets: LayerSets, inputs: Input, indices: tuple[int, int]
@@ -312,7 +314,7 @@ class _Run:
         key = (cell, *indices, layer_sets.offer.quant)
         if key not in self.expected:
             scheme = QuantScheme.parse(layer_sets.offer.quant)
-            self.expected[key] = expected_output(
+            self.expected[key] = compute_expected_output(
                 cell, inputs, layer_sets.weight_sets.weights(indices[1]), scheme
             )
         return self.expected[key]
@@ -323,14 +325,14 @@ class _Run:
             QuantScheme.parse(layer_sets.offer.quant),
             self._make_calls(cell, layer_sets),
         )
-        work = work_of(cell.problem, scheme, row_calls.loads)
-        floor = roofline_of(work, cell.problem, scheme, self.peaks)
+        work = compute_work(cell.problem, scheme, row_calls.loads)
+        floor = compute_roofline(work, cell.problem, scheme, self.peaks)
         checked = check_calls(row_calls.checks, cell.problem)
         result = checked.result
         row = replace(
             row,
             calls=row_calls.schedule.calls,
-            weight_sets=row_calls.schedule.sets,
+            weight_sets=row_calls.schedule.weight_sets,
             touched=work.touched,
             skew=sum(load.skew for load in row_calls.loads) / len(row_calls.loads),
             flops=work.flops,
@@ -353,7 +355,7 @@ class _Run:
         if result.failure:
             note = f"after {timing.mode} calls: {result.failure}"
             return replace(row, status=status.WRONG, note=note, error=result.error)
-        host_time = host_cost(row_calls.calls[0], self.device)
+        host_time = measure_host_cost(row_calls.calls[0], self.device)
         eager_us = self._eager_time(row_calls, timing)
         graph = self.device.type == "cuda" and self.job.graph
         return replace(
@@ -388,7 +390,7 @@ class _Run:
         """
         for index, (cell, layer_sets) in enumerate(self._cells_by_offer()):
             row = self.rows[index]
-            if not row.timed or self._is_past_deadline:
+            if not row.is_timed or self._is_past_deadline:
                 continue
             try:
                 with time_limit(self._seconds_left):
@@ -467,5 +469,5 @@ def blank_row(cell: LayerCase, offer: BenchOffer) -> Row:
         quant=offer.quant,
         prepared=offer.prepared,
         library=offer.library,
-        operands=operands(problem, QuantScheme.parse(offer.quant)),
+        operands=operand_types(problem, QuantScheme.parse(offer.quant)),
     )

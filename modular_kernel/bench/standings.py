@@ -76,7 +76,7 @@ def cells_of(rows: Iterable[Row]) -> list[Cell]:
     """Return the cells in which any layer was timed, in the order of the rows."""
     groups: dict[tuple[str, int, str, str], list[Row]] = {}
     for row in rows:
-        if row.competes:
+        if row.is_comparable:
             groups.setdefault(row.group, []).append(row)
     cells = []
     for (shape, tokens, routing, operands), members in groups.items():
@@ -175,10 +175,10 @@ def layers_table(report: Report) -> list[str]:
         ratios = [
             row.us / peer
             for row in rows
-            if row.competes and row.us is not None and (peer := peers.get(row.group))
+            if row.is_comparable and row.us is not None and (peer := peers.get(row.group))
         ]
         failures = sum(row.status in (status.WRONG, status.FAILED) for row in rows)
-        timed = sum(row.competes for row in rows)
+        timed = sum(row.is_comparable for row in rows)
         if not timed and not failures:
             continue
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
@@ -231,7 +231,7 @@ def merged(reports: Sequence[Report]) -> Report:
     first, kept = reports[0], dict[tuple[object, ...], Row]()
     for row in (row for report in reports for row in report.rows):
         key = (*row.group, row.layer, row.quant, row.prepared)
-        if key not in kept or (row.timed and not kept[key].timed):
+        if key not in kept or (row.is_timed and not kept[key].is_timed):
             kept[key] = row
     rows = tuple(kept.values())
     missing = tuple(dict.fromkeys(name for report in reports for name in report.missing))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from modular_kernel.measure import records as status
-from modular_kernel.measure.records import Report, Row, best
+from modular_kernel.measure.records import Report, Row, min_time_us
 from modular_kernel.text import format_count
 
 _COLUMNS = (
@@ -61,7 +61,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def time_or_status(row: Row) -> str:
     """Format the time in microseconds, or the status of an untimed row (WRONG in capitals)."""
-    if row.timed:
+    if row.is_timed:
         return _number(row.us, 1)
     return row.status.upper() if row.status == status.WRONG else row.status
 
@@ -69,7 +69,7 @@ def time_or_status(row: Row) -> str:
 def one_line(row: Row) -> str:
     """Format a row as a log line."""
     head = f"{row.shape} T={row.tokens} {row.routing} {label(row)}:"
-    if not row.timed:
+    if not row.is_timed:
         return f"{head} {time_or_status(row)}, {row.note}"
     ratio = "" if row.over_floor is None else f" {row.over_floor:.2f} x the floor,"
     return f"{head} {row.us:.1f} us,{ratio} {row.mode}"
@@ -126,7 +126,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
         # Within a group the floors differ only by the bytes of a scheme's scales.
         floors = [row.floor_us for row in members if row.floor_us]
         floor = min(floors, default=None)
-        ours, peer = best(members, ours=True), best(members, ours=False)
+        ours, peer = min_time_us(members, ours=True), min_time_us(members, ours=False)
         times = [cells.get(name, "") for name in names]
         tail = [_ratio(ours, floor), _ratio(ours, peer)]
         lines.append(_line([group[0], str(group[1]), _number(floor, 1), *times, *tail]))
@@ -177,7 +177,7 @@ def _compare_by_operands(report: Report) -> Iterator[tuple[str, dict[str, list[f
         over_floor, over_peer = list[float](), list[float]()
         for group in dict.fromkeys(row.group for row in rows):
             members = [row for row in rows if row.group == group]
-            ours, peer = best(members, ours=True), best(members, ours=False)
+            ours, peer = min_time_us(members, ours=True), min_time_us(members, ours=False)
             floor = min((row.floor_us for row in members if row.floor_us), default=None)
             if ours and floor:
                 over_floor.append(ours / floor)

@@ -256,12 +256,12 @@ class _BenchmarkCases:
 
     def cases(self) -> "Iterator[LayerCase]":
         from modular_kernel.measure.cases import LayerCase
-        from modular_kernel.measure.routing_patterns import RoutingKind, check_distinct
+        from modular_kernel.measure.routing_patterns import RoutingKind, check_top_k
 
         kinds = [RoutingKind.parse(text) for text in self.method.routing.split(",")]
         for name in self.names():
             problem = self.problem(name)
-            check_distinct(problem)
+            check_top_k(problem)
             sizes = problem.experts, problem.top_k, problem.hidden, problem.intermediate
             shape = display_name(name) if name else "E{}-K{}-H{}-I{}".format(*sizes)
             if problem.adapters is not None:
@@ -280,7 +280,7 @@ def _offers(
 ) -> "list[BenchOffer]":
     """Return our pairs, plus the baseline and the --peer layers with the same operand types."""
     from modular_kernel.bench.candidates import baseline_offers, pair_offers, peer_offers
-    from modular_kernel.measure.cases import operands
+    from modular_kernel.measure.cases import operand_types
     from modular_kernel.measure.records import PEER
     from modular_kernel.spec.quantization import QuantScheme
 
@@ -302,7 +302,7 @@ def _offers(
         other_layers += peer_offers(path)
 
     def operands_of(quant: str) -> str:
-        return operands(cases[0].problem, QuantScheme.parse(quant))
+        return operand_types(cases[0].problem, QuantScheme.parse(quant))
 
     our_operands = {operands_of(quant) for quant in quants}
     for offer in other_layers:

@@ -89,7 +89,7 @@ def bench_model(
 
     from modular_kernel.bench.model_speed import OK, measure
     from modular_kernel.bench.random_model import random_model, transformers
-    from modular_kernel.measure.environment import environment
+    from modular_kernel.measure.environment import collect_environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     transformers().logging.set_verbosity_error()
@@ -109,7 +109,7 @@ def bench_model(
         "workload": workload,
         "pairing": " x ".join(pair),
         "rows": rows,
-        "environment": environment(device, shlex.join(["mk", *sys.argv[1:]])),
+        "environment": collect_environment(device, shlex.join(["mk", *sys.argv[1:]])),
     }
     notes = [*built.notes, f"ours: {record['pairing']}", *([_ON_CPU] * (device.type == "cpu"))]
     output.print_result(record, as_json, lambda: _print(record, notes, rows))

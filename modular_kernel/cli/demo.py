@@ -242,9 +242,9 @@ def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
 
 def _time_forward(model: Model, ids: "torch.Tensor") -> float:
     """Return the seconds of one forward pass."""
-    from modular_kernel.measure.timing import clock_of
+    from modular_kernel.measure.timing import make_clock
 
-    clock = clock_of(model.device)
+    clock = make_clock(model.device)
     start = clock.mark()
     model(input_ids=ids, use_cache=False)
     end = clock.mark()

@@ -89,14 +89,14 @@ def doctor(as_json: AsJson = None) -> None:
     """
     prepare_host()
     from modular_kernel.catalog import load_catalog, this_machine
-    from modular_kernel.measure.environment import nvidia_smi
+    from modular_kernel.measure.environment import run_nvidia_smi
     from modular_kernel.process_status import get_all_states
 
     report = DoctorReport(
         versions=_versions(),
         devices=_devices(),
         peer_access=_peer_access(),
-        topology=nvidia_smi("topo", "-m"),
+        topology=run_nvidia_smi("topo", "-m"),
         packages=_packages(),
         interpreter=this_machine().interpreter,
         broken=load_catalog().broken,

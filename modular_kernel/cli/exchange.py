@@ -265,10 +265,10 @@ def _environment(
     """
     import torch
 
-    from modular_kernel.measure.environment import environment
+    from modular_kernel.measure.environment import collect_environment
 
     return {
-        **environment(torch.device(machine.device), shlex.join(["mk", *sys.argv[1:]])),
+        **collect_environment(torch.device(machine.device), shlex.join(["mk", *sys.argv[1:]])),
         "world_size": sizes.ranks,
         "versions": {name: version_of(name) for name in _LIBRARIES},
         "link_gbs": method.link,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.routing_patterns import RoutingKind, draw
+from modular_kernel.measure.routing_patterns import RoutingKind, draw_routing
 from modular_kernel.quant.quantized_weights import quantize_weights, static_scale
 from modular_kernel.spec.problem import Problem, dtype_name
 from modular_kernel.spec.quantization import QuantScheme
@@ -49,7 +49,7 @@ class LayerCase:
             raise ConfigurationError("quant of a cell", got=p.quant, need="none")
 
 
-def operands(problem: Problem, scheme: QuantScheme) -> str:
+def operand_types(problem: Problem, scheme: QuantScheme) -> str:
     """Return the types of weights and activations: "bfloat16", "fp8/fp8", "int4/bfloat16".
 
     Layers with equal types are compared with each other, whatever the granularity of their scales.
@@ -91,7 +91,7 @@ def make_weights(problem: Problem, device: torch.device, index: int = 0) -> Expe
 
     b1, b2 = bias(n), bias(h)
     matrices = _draw_adapters(problem, generator)
-    return ExpertWeights(w1, w2, b1, b2, first_experts_map(problem, device), **matrices)
+    return ExpertWeights(w1, w2, b1, b2, make_expert_map(problem, device), **matrices)
 
 
 def _draw_adapters(problem: Problem, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -109,7 +109,7 @@ def _draw_adapters(problem: Problem, generator: torch.Generator) -> dict[str, to
     return matrices
 
 
-def round_robin_slots(problem: Problem, device: torch.device) -> torch.Tensor | None:
+def assign_adapter_slots(problem: Problem, device: torch.device) -> torch.Tensor | None:
     """Assign tokens to adapter slots in rotation, (T,) int32; None without adapters."""
     if problem.adapters is None:
         return None
@@ -117,7 +117,7 @@ def round_robin_slots(problem: Problem, device: torch.device) -> torch.Tensor | 
     return slots_T.to(torch.int32)
 
 
-def first_experts_map(problem: Problem, device: torch.device) -> torch.Tensor | None:
+def make_expert_map(problem: Problem, device: torch.device) -> torch.Tensor | None:
     """Return an expert_map with experts [0, e) on this rank, or None if the problem has none."""
     if not problem.expert_map:
         return None
@@ -133,8 +133,8 @@ def make_input(cell: LayerCase, device: torch.device, index: int) -> Input:
     problem = cell.problem
     generator = torch.Generator(device).manual_seed(1000 * problem.tokens + index)
     x_TH = torch.randn(problem.tokens, problem.hidden, device=device, generator=generator)
-    routing = draw(problem, cell.routing, generator)
-    routing = replace(routing, adapters_T=round_robin_slots(problem, device))
+    routing = draw_routing(problem, cell.routing, generator)
+    routing = replace(routing, adapters_T=assign_adapter_slots(problem, device))
     return Input(x_TH.to(problem.dtype), routing)
 
 

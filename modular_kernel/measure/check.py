@@ -19,7 +19,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 
-FACTOR = 2.0
+MAX_ERROR_RATIO = 2.0
 EPS = 1e-6  # for float32 sums in another order
 _MAX_ROWS = 8
 _MIN_VALUES = 512  # with this number, the error of one layer varies by 10 %
@@ -52,7 +52,7 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedCalls:
     """Result of the check of several calls of a layer.
 
     last_rows: the compared rows of the last call's output, in float64.
@@ -62,12 +62,12 @@ class Checked:
     last_rows: torch.Tensor
 
 
-def inputs_to_check(problem: Problem) -> int:
+def num_inputs_to_check(problem: Problem) -> int:
     """Return the number of calls whose compared rows have at least _MIN_VALUES values."""
     return math.ceil(_MIN_VALUES / (min(problem.tokens, _MAX_ROWS) * problem.hidden))
 
 
-def expected_output(
+def compute_expected_output(
     cell: LayerCase, call_input: Input, weights: ExpertWeights, scheme: QuantScheme
 ) -> ExpectedOutput:
     """Compute the expected output of a layer with `scheme` on evenly spaced rows.
@@ -87,14 +87,16 @@ def expected_output(
     return ExpectedOutput(rows, exact, float((recipe_rows - exact).norm()))
 
 
-def check_calls(calls: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) -> Checked:
+def check_calls(calls: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) -> CheckedCalls:
     """Check shape, dtype and finiteness of every output, and the common error of all outputs.
 
     Each output is filled with NaN before the next call, so that unwritten values fail the check.
     """
     outputs = [expected for _, expected in calls]
     norm = math.hypot(*(float(expected.exact.norm()) for expected in outputs)) or 1.0
-    bound = FACTOR * math.hypot(*(expected.recipe_error for expected in outputs)) / norm + EPS
+    bound = (
+        MAX_ERROR_RATIO * math.hypot(*(expected.recipe_error for expected in outputs)) / norm + EPS
+    )
     errors, last_rows = [], outputs[-1].exact
     out = calls[0][0]()
     for call, expected in calls:
@@ -102,16 +104,16 @@ def check_calls(calls: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) 
         out = call()
         failure = _find_format_error(out, problem)
         if failure:
-            return Checked(CheckResult(None, bound, failure), last_rows)
+            return CheckedCalls(CheckResult(None, bound, failure), last_rows)
         last_rows = out[expected.rows].double()
         errors.append(float((last_rows - expected.exact).norm()))
     error = math.hypot(*errors) / norm
     failure = "" if error <= bound else f"relative error {error:.2e} > {bound:.2e}"
-    return Checked(CheckResult(error, bound, failure), last_rows)
+    return CheckedCalls(CheckResult(error, bound, failure), last_rows)
 
 
 def check_unchanged(
-    out: torch.Tensor, expected: ExpectedOutput, earlier: Checked, problem: Problem
+    out: torch.Tensor, expected: ExpectedOutput, earlier: CheckedCalls, problem: Problem
 ) -> CheckResult:
     """Compare the current values of the last call's output with those it had in `earlier`."""
     bound = earlier.result.bound

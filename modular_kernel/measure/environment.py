@@ -12,7 +12,7 @@ from modular_kernel.utils.package_probes import version_of
 Environment = dict[str, str | int | None]
 
 
-def environment(device: torch.device, command: str) -> Environment:
+def collect_environment(device: torch.device, command: str) -> Environment:
     """Return the names and versions of device and software; None for what is not available.
 
     command: the command line that made the measurement.
@@ -43,11 +43,11 @@ def environment(device: torch.device, command: str) -> Environment:
 
 def driver_version() -> str | None:
     """Return the version of the GPU driver, or None if it is not available."""
-    output = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    output = run_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     return output.splitlines()[0].strip() if output else None
 
 
-def nvidia_smi(*arguments: str) -> str | None:
+def run_nvidia_smi(*arguments: str) -> str | None:
     """Return the output of nvidia-smi; None if it is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:

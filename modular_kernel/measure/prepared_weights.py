@@ -31,6 +31,6 @@ def prepared_specs_of(
             raise ConfigurationError(f"what {experts} prepares", got=error, need=need) from error
 
 
-def declared_bytes(experts: str, problem: Problem, machine: Machine | None = None) -> int:
+def prepared_tensor_bytes(experts: str, problem: Problem, machine: Machine | None = None) -> int:
     """Return the bytes of the prepared tensors. For the arguments, see `prepared_specs_of`."""
     return sum(spec.nbytes for spec in prepared_specs_of(experts, problem, machine).values())

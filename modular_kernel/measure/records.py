@@ -77,13 +77,13 @@ class Row:
     allocations: float | None = None
 
     @property
-    def timed(self) -> bool:
+    def is_timed(self) -> bool:
         return self.status == OK and self.us is not None
 
     @property
-    def competes(self) -> bool:
+    def is_comparable(self) -> bool:
         """Whether the row has a time that may be compared, so not one of Triton's interpreter."""
-        return self.timed and self.mode != INTERPRETER
+        return self.is_timed and self.mode != INTERPRETER
 
     @property
     def group(self) -> tuple[str, int, str, str]:
@@ -129,25 +129,25 @@ class Report:
         json_files.write(path, self.to_json() + "\n")
 
 
-def best(rows: Iterable[Row], *, ours: bool) -> float | None:
+def min_time_us(rows: Iterable[Row], *, ours: bool) -> float | None:
     """Return the minimum time of the competing rows; None if there are none.
 
     ours: whether to use only our rows, or only those of others.
     """
-    times = [row.us for row in rows if row.competes and (row.origin == OURS) is ours]
+    times = [row.us for row in rows if row.is_comparable and (row.origin == OURS) is ours]
     return min((us for us in times if us is not None), default=None)
 
 
-def with_best_peer(rows: Iterable[Row]) -> tuple[Row, ...]:
+def add_peer_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Return the rows with `over_best_peer` set."""
     rows = tuple(rows)
     groups: dict[tuple[str, int, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
-    best_peers = {group: best(members, ours=False) for group, members in groups.items()}
+    best_peers = {group: min_time_us(members, ours=False) for group, members in groups.items()}
 
     def ratio_to_peer(row: Row) -> float | None:
         peer = best_peers[row.group]
-        return row.us / peer if row.competes and row.us is not None and peer else None
+        return row.us / peer if row.is_comparable and row.us is not None and peer else None
 
     return tuple(replace(row, over_best_peer=ratio_to_peer(row)) for row in rows)

@@ -49,7 +49,7 @@ class Work:
 class Peaks:
     """Measured rates.
 
-    flops: per second, by the operands' type, see `operand_type`. copy, read: bytes per second; a
+    flops: per second, by the operands' type, see `compute_type`. copy, read: bytes per second; a
     copy counts both directions. bandwidth: the one that rooflines use. source: of the bandwidth,
     "measured" or "given".
     """
@@ -93,7 +93,7 @@ def matrix_bytes(problem: Problem, scheme: QuantScheme) -> tuple[float, float]:
     return w1, w2
 
 
-def work_of(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Work:
+def compute_work(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Work:
     """Return the work of one call with `problem.tokens` tokens, averaged over `loads`.
 
     If the problem has adapters, every token is assumed to use one.
@@ -110,7 +110,7 @@ def work_of(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Wor
     return Work(2 * pairs * elements + adapters.flops, bytes_moved + adapters.bytes, touched)
 
 
-def operand_type(problem: Problem, scheme: QuantScheme) -> str:
+def compute_type(problem: Problem, scheme: QuantScheme) -> str:
     """Return the type whose peak rate limits the GEMMs, a key of Peaks.flops.
 
     It is "tf32" for float32 with that precision. Weight-only schemes compute in the problem's
@@ -122,19 +122,19 @@ def operand_type(problem: Problem, scheme: QuantScheme) -> str:
     return _INT8 if scheme.activation == _INT8 else _FP8
 
 
-def roofline_of(work: Work, problem: Problem, scheme: QuantScheme, peaks: Peaks) -> Roofline:
+def compute_roofline(work: Work, problem: Problem, scheme: QuantScheme, peaks: Peaks) -> Roofline:
     """Return the roofline of one call.
 
     If the rate of the operands' type could not be measured, that of the problem's dtype is used.
     """
-    compute = work.flops / rate_of(problem, scheme, peaks) * 1e6
+    compute = work.flops / peak_rate(problem, scheme, peaks) * 1e6
     memory = work.bytes / peaks.bandwidth * 1e6
     return Roofline(max(compute, memory), "compute" if compute > memory else "memory")
 
 
-def rate_of(problem: Problem, scheme: QuantScheme, peaks: Peaks) -> float:
+def peak_rate(problem: Problem, scheme: QuantScheme, peaks: Peaks) -> float:
     """Return the peak flops per second of a layer's GEMMs."""
-    return peaks.flops.get(operand_type(problem, scheme)) or peaks.flops[dtype_name(problem.dtype)]
+    return peaks.flops.get(compute_type(problem, scheme)) or peaks.flops[dtype_name(problem.dtype)]
 
 
 def measure_peaks(
@@ -147,7 +147,7 @@ def measure_peaks(
 ) -> Peaks:
     """Measure the peaks of this device.
 
-    types: as returned by `operand_type`; those that the device does not support are omitted.
+    types: as returned by `compute_type`; those that the device does not support are omitted.
     bandwidth: bytes per second for rooflines; None uses the measured one. size: rows and columns of
     the matrices to multiply. nbytes: of the tensor to copy. By default, both are large enough to
     reach the peaks of a GPU, and small on a CPU.
@@ -157,7 +157,7 @@ def measure_peaks(
     nbytes = nbytes or (_GPU_BYTES if on_gpu else _CPU_BYTES)
     rates = {}
     for name in dict.fromkeys(types):
-        rate = _product_rate(name, device, size)
+        rate = _gemm_rate(name, device, size)
         if rate is not None:
             rates[name] = rate
     copy, read = _memory_rates(device, nbytes)
@@ -168,14 +168,14 @@ def measure_peaks(
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _product_rate(name: str, device: torch.device, size: int) -> float | None:
+def _gemm_rate(name: str, device: torch.device, size: int) -> float | None:
     """Return the flops per second of the fastest (size, size) product; None if unsupported."""
     precision = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-        product = _product(name, device)
+        product = _make_gemm(name, device)
         calls = [
-            partial(product, _operand(name, device, size), _operand(name, device, size))
+            partial(product, _make_operand(name, device, size), _make_operand(name, device, size))
             for _ in range(2)
         ]
         timing = time_calls(calls, device, target_ms=_TARGET_MS)
@@ -186,7 +186,7 @@ def _product_rate(name: str, device: torch.device, size: int) -> float | None:
     return 2 * size**3 / timing.us_min * 1e6
 
 
-def _operand(name: str, device: torch.device, size: int) -> torch.Tensor:
+def _make_operand(name: str, device: torch.device, size: int) -> torch.Tensor:
     values = torch.randn(size, size, device=device)
     if name == _INT8:
         return (values * 32).round().clamp(-127, 127).to(torch.int8)
@@ -194,7 +194,7 @@ def _operand(name: str, device: torch.device, size: int) -> torch.Tensor:
     return values.to(dtype)
 
 
-def _product(name: str, device: torch.device) -> Product:
+def _make_gemm(name: str, device: torch.device) -> Product:
     """Return a function that computes a (M, K), b (N, K) -> a b^T (M, N)."""
     if name == _FP8:
         unit_scale = torch.ones((), device=device)
@@ -211,7 +211,9 @@ def _product(name: str, device: torch.device) -> Product:
     return lambda a, b: a @ b.t()
 
 
-def measure_link(device: torch.device, peer: torch.device, nbytes: int = 1 << 28) -> float | None:
+def measure_link_bandwidth(
+    device: torch.device, peer: torch.device, nbytes: int = 1 << 28
+) -> float | None:
     """Return the bytes per second of a copy between two GPUs; None if that is not possible."""
     try:
         source = torch.ones(nbytes, dtype=torch.uint8, device=device)

@@ -49,18 +49,18 @@ class RoutingKind:
         return self.kind if self.kind == "uniform" else f"{self.kind}{self.value:g}"
 
 
-def check_distinct(problem: Problem) -> None:
+def check_top_k(problem: Problem) -> None:
     """Raise ConfigurationError if a token cannot have K distinct experts."""
     if problem.top_k > problem.experts:
         raise ConfigurationError("top_k", got=problem.top_k, need=f"<= experts = {problem.experts}")
 
 
-def draw(problem: Problem, kind: RoutingKind, generator: torch.Generator) -> Routing:
+def draw_routing(problem: Problem, kind: RoutingKind, generator: torch.Generator) -> Routing:
     """Draw the routing of `problem.tokens` tokens, with K distinct experts each.
 
     The result is on the generator's device. The weights of a token are positive and sum to 1.
     """
-    check_distinct(problem)
+    check_top_k(problem)
     tokens, top_k, experts = problem.tokens, problem.top_k, problem.experts
     device = generator.device
     scores_TE = torch.rand(tokens, experts, device=device, generator=generator)
@@ -91,7 +91,7 @@ class Load:
     skew: float
 
 
-def load_of(routing: Routing, problem: Problem, expert_map: torch.Tensor | None = None) -> Load:
+def count_load(routing: Routing, problem: Problem, expert_map: torch.Tensor | None = None) -> Load:
     """Count the load of a routing. Synchronizes the device.
 
     expert_map: (E,), the local index of each expert, or -1; None if all experts are on this rank.

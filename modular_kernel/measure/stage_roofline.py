@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from modular_kernel.measure.adapter_roofline import adapter_work
-from modular_kernel.measure.roofline import Peaks, Roofline, matrix_bytes, rate_of
+from modular_kernel.measure.roofline import Peaks, Roofline, matrix_bytes, peak_rate
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
@@ -86,7 +86,7 @@ class StageWork:
         return self.read + self.weights + self.written
 
 
-def stage_works(
+def compute_stage_works(
     names: Sequence[str], problem: Problem, scheme: QuantScheme, load: RankLoad
 ) -> dict[str, StageWork]:
     """Return the work of the stages that the model covers. names: all stages of the call."""
@@ -95,7 +95,7 @@ def stage_works(
     return {name: _fuse([table[part] for part in stages.parts(name)]) for name in in_table}
 
 
-def stage_floor(
+def compute_stage_roofline(
     work: StageWork, problem: Problem, scheme: QuantScheme, peaks: Peaks, link: float | None = None
 ) -> Roofline:
     """Return the minimum time of a stage.
@@ -104,7 +104,7 @@ def stage_floor(
     """
     times = {
         "memory": work.bytes / peaks.bandwidth,
-        "compute": work.flops / rate_of(problem, scheme, peaks),
+        "compute": work.flops / peak_rate(problem, scheme, peaks),
         "link": work.link / link if link else 0.0,
     }
     bound = max(times, key=times.__getitem__)

@@ -37,11 +37,11 @@ class Rotation:
     """
 
     calls: int
-    sets: int = 1
+    weight_sets: int = 1
     flush: bool = False
 
 
-def rotation(
+def choose_rotation(
     call_bytes: float, weight_bytes: float, tokens: int, *, l2: int, memory: int
 ) -> Rotation:
     """Return the schedule for calls that read and write `call_bytes` each.
@@ -93,15 +93,15 @@ def time_calls(
     """
     for call in calls:
         call()
-    clock = clock_of(device)
+    clock = make_clock(device)
     clock.wait()
     groups = [[call] for call in calls] if flush else [list(calls)]
     mode = "eager" if device.type == "cuda" else "cpu"
-    runs: list[Call] = [partial(_call_all, group) for group in groups]
-    captured = capture(groups) if graph and device.type == "cuda" else None
+    runs: list[Call] = [partial(call_all, group) for group in groups]
+    captured = capture_graphs(groups) if graph and device.type == "cuda" else None
     if captured is not None:
         runs, mode = captured, "graph"
-    flush_l2 = l2_flusher(device) if flush else None
+    flush_l2 = make_l2_flush(device) if flush else None
     calls_per_run = len(groups[0])
     _settle(runs, clock, flush_l2)
     replay_ms = sum(_time_one_replay(runs, clock, flush_l2)) or 1e-3
@@ -120,14 +120,14 @@ def time_calls(
     return Timing(median_us, min(times), spread, mode + suffix, replays, last_output.clone())
 
 
-def _call_all(calls: Sequence[Call]) -> torch.Tensor:
+def call_all(calls: Sequence[Call]) -> torch.Tensor:
     last_output = calls[0]()
     for call in calls[1:]:
         last_output = call()
     return last_output
 
 
-def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
+def capture_graphs(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
     """Capture a CUDA graph for each group of calls; return None if one cannot be captured.
 
     A returned function replays one graph, and returns the output of its last call. It keeps
@@ -141,7 +141,7 @@ def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
         for group in groups:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                last_output = _call_all(group)
+                last_output = call_all(group)
             runs.append(partial(_replay, graph, last_output, group))
     except RuntimeError:
         # A failed capture can leave its stream current, and the generator in capture mode, in which
@@ -165,7 +165,7 @@ def _replay(
     return last_output
 
 
-def l2_flusher(device: torch.device) -> Callable[[], object] | None:
+def make_l2_flush(device: torch.device) -> Callable[[], object] | None:
     """Return a function that overwrites the L2 cache, or None for a CPU."""
     size = _FLUSH_FACTOR * l2_bytes(device)
     return torch.empty(size, dtype=torch.uint8, device=device).zero_ if size else None
@@ -218,14 +218,14 @@ class WallClock:
 Clock = EventClock | WallClock
 
 
-def clock_of(device: torch.device) -> Clock:
+def make_clock(device: torch.device) -> Clock:
     return EventClock() if device.type == "cuda" else WallClock()
 
 
 L2Flush = Callable[[], object] | None
 
 
-def samples_ms(
+def time_runs_ms(
     runs: Iterable[Callable[[], object]], clock: Clock, flush_l2: L2Flush
 ) -> list[float]:
     """Return the milliseconds of every run. The host does not synchronize between runs.
@@ -246,7 +246,7 @@ def samples_ms(
 def _time_replays(
     runs: Sequence[Call], clock: Clock, flush_l2: L2Flush, replays: int
 ) -> list[float]:
-    return samples_ms(chain.from_iterable(repeat(runs, replays)), clock, flush_l2)
+    return time_runs_ms(chain.from_iterable(repeat(runs, replays)), clock, flush_l2)
 
 
 def _settle(runs: Sequence[Call], clock: Clock, flush_l2: L2Flush) -> None:
@@ -273,7 +273,7 @@ class HostCost:
     allocations: float
 
 
-def host_cost(call: Call, device: torch.device) -> HostCost | None:
+def measure_host_cost(call: Call, device: torch.device) -> HostCost | None:
     """Measure the host's cost of an eager call with an idle GPU.
 
     Returns None on a CPU, where the call also computes.

@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass
 
 from modular_kernel.measure.adapter_roofline import total_adapter_work
-from modular_kernel.measure.roofline import expert_bytes, operand_type
+from modular_kernel.measure.roofline import compute_type, expert_bytes
 from modular_kernel.perf_model.hardware import Gpu
 from modular_kernel.perf_model.load import EstimatedLoad
 from modular_kernel.spec.problem import Problem
@@ -87,7 +87,7 @@ def experts_time(problem: Problem, load: EstimatedLoad, gpu: Gpu) -> ExpertsTime
     power = math.ceil(math.log2(max(pairs_per_expert, 1.0)))
     tile = min(max(2**power, _MIN_TILE), _MAX_TILE)
     rows = load.pairs + load.touched * tile / 2
-    rate = gpu.flops.get(operand_type(problem, scheme)) or min(gpu.flops.values())
+    rate = gpu.flops.get(compute_type(problem, scheme)) or min(gpu.flops.values())
     flops = 2 * rows * elements + total_adapter_work(problem, rows, load.touched).flops
     compute = flops / rate / parameters.compute
     memory = _bytes(problem, load) / gpu.bandwidth / parameters.memory

@@ -18,7 +18,7 @@ _PEAK_SHARE, _LINK_SHARE = 791.6 / 989.5, 393 / 450
 
 
 def peaks(sixteen_bit: float, eight_bit: float, *, fp8: bool = True) -> dict[str, float]:
-    """Return flops per second by operand type, see measure.roofline.operand_type.
+    """Return flops per second by operand type, see measure.roofline.compute_type.
 
     sixteen_bit, eight_bit: rates in TFLOP/s. fp8: whether tensor cores support float8_e4m3fn.
     """

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from modular_kernel.catalog import load_catalog
 from modular_kernel.compatibility.support import Rejection, Verdict
 from modular_kernel.measure.adapter_roofline import adapter_bytes
-from modular_kernel.measure.prepared_weights import declared_bytes
+from modular_kernel.measure.prepared_weights import prepared_tensor_bytes
 from modular_kernel.measure.roofline import expert_bytes
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem
 from modular_kernel.tensors import BatchedShape, ContiguousShape, DispatchShape
@@ -92,7 +92,7 @@ def prepared_bytes(experts: str, problem: Problem, machine: Machine) -> int:
     packages = load_catalog().experts(experts).requires.packages
     if not _OWN_PACKAGES.issuperset(packages):
         return 0
-    return declared_bytes(experts, problem, machine)
+    return prepared_tensor_bytes(experts, problem, machine)
 
 
 def with_memory(verdict: Verdict) -> Verdict:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.cases import make_weights, quantize, round_robin_slots
-from modular_kernel.measure.routing_patterns import RoutingKind, draw, load_of
+from modular_kernel.measure.cases import assign_adapter_slots, make_weights, quantize
+from modular_kernel.measure.routing_patterns import RoutingKind, count_load, draw_routing
 from modular_kernel.measure.stage_roofline import RankLoad
 from modular_kernel.spec.placement import pairs_to_slots, rank_tiers
 from modular_kernel.spec.problem import Problem
@@ -50,7 +50,7 @@ def make_inputs(
     routing = Routing(
         routings[rank].topk_weights_TK.to(device),
         routings[rank].topk_ids_TK.to(device),
-        round_robin_slots(problem, device),
+        assign_adapter_slots(problem, device),
     )
     if world > 1:
         load = load_of_rank(routings, problem, replicated=replicated)
@@ -60,13 +60,13 @@ def make_inputs(
 
 
 def _routing(problem: Problem, kind: RoutingKind, rank: int) -> Routing:
-    return draw(problem, kind, torch.Generator().manual_seed(_SEED * 1000 + rank))
+    return draw_routing(problem, kind, torch.Generator().manual_seed(_SEED * 1000 + rank))
 
 
 def _single_rank_load(
     routing: Routing, problem: Problem, expert_map: torch.Tensor | None
 ) -> RankLoad:
-    load = load_of(routing, problem, None if expert_map is None else expert_map.cpu())
+    load = count_load(routing, problem, None if expert_map is None else expert_map.cpu())
     return RankLoad(problem.tokens, problem.tokens, load.pairs, load.touched)
 
 

@@ -36,18 +36,23 @@ from modular_kernel.catalog import check, load_catalog, make_kernel, needs_trito
 from modular_kernel.errors import CapacityError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import prefer_torch_reference
-from modular_kernel.measure.environment import Environment, environment
+from modular_kernel.measure.environment import Environment, collect_environment
 from modular_kernel.measure.records import INTERPRETER
-from modular_kernel.measure.roofline import Peaks, measure_link, measure_peaks, operand_type
+from modular_kernel.measure.roofline import (
+    Peaks,
+    compute_type,
+    measure_link_bandwidth,
+    measure_peaks,
+)
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.stage_roofline import RankLoad
 from modular_kernel.measure.timing import (
     L2Flush,
-    capture,
-    clock_of,
-    host_cost,
-    l2_flusher,
-    samples_ms,
+    capture_graphs,
+    make_clock,
+    make_l2_flush,
+    measure_host_cost,
+    time_runs_ms,
 )
 from modular_kernel.plan import Plan
 from modular_kernel.profiling.chrome import BARRIER
@@ -162,14 +167,14 @@ def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> Rank
     replicated = any(catalog.prepare_finalize(pf).requires.replicated_input for pf, _ in job.pairs)
     with torch.no_grad():
         _check_memory(problem, device, group)
-        types = dict.fromkeys((operand_type(problem, problem.scheme), dtype_name(problem.dtype)))
+        types = dict.fromkeys((compute_type(problem, problem.scheme), dtype_name(problem.dtype)))
         peaks = measure_peaks(device, types)
         inputs = make_inputs(problem, device, job.routing, replicated=replicated)
         link = _link(device, rank, world_size)
         bench = _Bench(job, problem, device, group, inputs)
         records, outputs = bench.run()
     difference = _difference(outputs) if len(outputs) > 1 else None
-    env = environment(device, job.command)
+    env = collect_environment(device, job.command)
     return RankRecord(rank, env, peaks, link, inputs.load, records, difference)
 
 
@@ -200,7 +205,7 @@ def _device(machine: Machine) -> torch.device:
 def _link(device: torch.device, rank: int, world_size: int) -> float | None:
     if device.type != "cuda" or world_size < 2:
         return None
-    return measure_link(device, torch.device("cuda", (rank + 1) % world_size))
+    return measure_link_bandwidth(device, torch.device("cuda", (rank + 1) % world_size))
 
 
 def _difference(outputs: Sequence[torch.Tensor]) -> float:
@@ -241,8 +246,8 @@ class _Bench:
         # An inplace layer overwrites x, which the next pairing needs unchanged.
         self.x_TH = inputs.x_TH.clone() if problem.inplace else inputs.x_TH
         self.on_gpu = device.type == "cuda"
-        self.flush_l2: L2Flush = l2_flusher(device)
-        self.clock = clock_of(device)
+        self.flush_l2: L2Flush = make_l2_flush(device)
+        self.clock = make_clock(device)
         self.weights: dict[str, ExpertWeights] = {}  # prepared weights by pairing
 
     def run(self) -> tuple[tuple[PairRecord, ...], list[torch.Tensor]]:
@@ -335,7 +340,7 @@ class _Bench:
         for index in order:
             samples[index] += self._sample_us(runs[index], replays, warm_ups[index])
         # After all graph replays, and before a profiler is loaded.
-        host_times = [host_cost(call, self.device) for call in calls]
+        host_times = [measure_host_cost(call, self.device) for call in calls]
         totals = [
             EndToEndTime(
                 median(microseconds),
@@ -360,7 +365,11 @@ class _Bench:
             interpreted = self.job.machine.interpreter and needs_triton(pf, experts)
             return call, INTERPRETER if interpreted else "cpu"
         graph_problem = replace(self.problem, graph=True)
-        runs = capture([[call]]) if check(pf, experts, graph_problem, self.job.machine).ok else None
+        runs = (
+            capture_graphs([[call]])
+            if check(pf, experts, graph_problem, self.job.machine).ok
+            else None
+        )
         if self._max_over_ranks(0.0 if runs else 1.0) or runs is None:
             return call, "eager"
         return runs[0], "graph"
@@ -371,7 +380,7 @@ class _Bench:
         """Return the microseconds of `replays` calls, after the warm-up and one uncounted call."""
         self._barrier()
         calls = repeat(run, warm_up.replays() + replays + 1)
-        return [ms * 1e3 for ms in samples_ms(calls, self.clock, self.flush_l2)[-replays:]]
+        return [ms * 1e3 for ms in time_runs_ms(calls, self.clock, self.flush_l2)[-replays:]]
 
     def _call_seconds(self, run: Callable[[], torch.Tensor]) -> float:
         """Return the seconds of one call on the slowest rank, the same value on all ranks."""

@@ -8,9 +8,14 @@ from typing import Any
 
 from modular_kernel.measure.environment import Environment
 from modular_kernel.measure.records import INTERPRETER
-from modular_kernel.measure.roofline import Peaks, Roofline, roofline_of, work_of
+from modular_kernel.measure.roofline import Peaks, Roofline, compute_roofline, compute_work
 from modular_kernel.measure.routing_patterns import Load
-from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_floor, stage_works
+from modular_kernel.measure.stage_roofline import (
+    RankLoad,
+    StageWork,
+    compute_stage_roofline,
+    compute_stage_works,
+)
 from modular_kernel.process_status import ProcessState, get_all_states
 from modular_kernel.profiling.chrome import Trace, barrier_spread_us
 from modular_kernel.profiling.events import UNATTRIBUTED, CallTimes, calls_of, median_call
@@ -190,9 +195,9 @@ def _rank_profile(
     calls = calls_of(trace["traceEvents"], on_gpu=machine.device == "cuda")
     call = median_call(calls)
     names = [time.stage for time in call.times if time.is_stage]
-    works = stage_works(names, problem, problem.scheme, record.load)
+    works = compute_stage_works(names, problem, problem.scheme, record.load)
     floors = {
-        name: stage_floor(work, problem, problem.scheme, record.peaks, record.link)
+        name: compute_stage_roofline(work, problem, problem.scheme, record.peaks, record.link)
         for name, work in works.items()
     }
     return RankProfile(
@@ -233,8 +238,8 @@ def _layer_floor(record: RankRecord, problem: Problem) -> Roofline:
     It counts the flops of both GEMMs, and the bytes of the routed experts' weights, x and y once.
     """
     load = Load(record.load.pairs, record.load.touched, 0.0)
-    work = work_of(problem, problem.scheme, [load])
-    return roofline_of(work, problem, problem.scheme, record.peaks)
+    work = compute_work(problem, problem.scheme, [load])
+    return compute_roofline(work, problem, problem.scheme, record.peaks)
 
 
 def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from modular_kernel.bench.tables import label, summary
-from modular_kernel.measure.records import Report, Row, best
+from modular_kernel.measure.records import Report, Row, min_time_us
 from modular_kernel.report.curves import figure
 from modular_kernel.report.pages.document import Block, Document, Heading, Items, Table, Text
 from modular_kernel.report.records import BenchmarkRecord
@@ -84,9 +84,9 @@ def _cells(rows: Sequence[Row]) -> Table:
     lines = []
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
-        times = {label(row): _us(row.us) if row.timed else row.status for row in members}
+        times = {label(row): _us(row.us) if row.is_timed else row.status for row in members}
         floor = min((row.floor_us for row in members if row.floor_us), default=None)
-        ours, peer = best(members, ours=True), best(members, ours=False)
+        ours, peer = min_time_us(members, ours=True), min_time_us(members, ours=False)
         cells = [times.get(name, "") for name in names]
         lines.append(
             [group[0], str(group[1]), _us(floor), *cells, _over(ours, floor), _over(ours, peer)]

@@ -86,7 +86,7 @@ def figure(name: str, report: Report) -> Figure | None:
 def _panels(report: Report) -> list[_Panel]:
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in report.rows:
-        if row.competes:
+        if row.is_comparable:
             groups.setdefault((row.shape, row.operands, row.routing), []).append(row)
     names = list(dict.fromkeys(label(row) for rows in groups.values() for row in rows))
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}

@@ -13,7 +13,7 @@ import torch
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import CapacityError, ConfigurationError, WeightsError
 from modular_kernel.kernel import FusedMoEModularKernel, Plan
-from modular_kernel.measure.routing_patterns import RoutingKind, draw
+from modular_kernel.measure.routing_patterns import RoutingKind, draw_routing
 from modular_kernel.select.choice import Choice
 from modular_kernel.select.selection import Pair, Segment
 from modular_kernel.spec.problem import Machine, Size
@@ -183,7 +183,7 @@ class ComposedPlan:
             x_TH = torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(
                 self.problem.dtype
             )
-            routing = draw(
+            routing = draw_routing(
                 self.problem.with_tokens(tokens_of_call), RoutingKind("uniform"), generator
             )
             self(x_TH, weights, routing, max_tokens=tokens_of_call)

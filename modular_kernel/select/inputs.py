@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from modular_kernel.measure.cases import first_experts_map, quantize
-from modular_kernel.measure.check import FACTOR
-from modular_kernel.measure.roofline import expert_bytes, work_of
-from modular_kernel.measure.routing_patterns import RoutingKind, draw, load_of
-from modular_kernel.measure.timing import l2_bytes, rotation
+from modular_kernel.measure.cases import make_expert_map, quantize
+from modular_kernel.measure.check import MAX_ERROR_RATIO
+from modular_kernel.measure.roofline import compute_work, expert_bytes
+from modular_kernel.measure.routing_patterns import RoutingKind, count_load, draw_routing
+from modular_kernel.measure.timing import choose_rotation, l2_bytes
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
@@ -58,7 +58,7 @@ def make_weights(
         problem.placement.slots[problem.parallel.rank] if world > 1 else range(problem.e)
     )
     unquantized = _draw_weights(problem, tuple(local_experts), device, is_time_over)
-    expert_map = first_experts_map(problem, device)
+    expert_map = make_expert_map(problem, device)
     if world > 1 and problem.expert_map:
         expert_map = problem.placement.expert_map(problem.parallel.rank).to(device)
     return quantize(replace(unquantized, expert_map=expert_map), problem)
@@ -143,7 +143,7 @@ class TimingWorkload:
         error, allowed = (
             (x / squared_norm) ** 0.5 if squared_norm else x for x in (squared_error, bound)
         )
-        allowed = FACTOR * allowed + _EPS
+        allowed = MAX_ERROR_RATIO * allowed + _EPS
         return "" if error <= allowed else f"wrong: relative error {error:.2e} > {allowed:.2e}"
 
 
@@ -169,10 +169,12 @@ def make_workload(
         _compute_expected_rows(problem, call_inputs) for call_inputs in drawn[:num_checked]
     )
     inputs = tuple(drawn[:calls])
-    load = load_of(inputs[0][1], _on_one_rank(problem), weights.expert_map)
-    bytes_moved = work_of(problem, problem.scheme, [load]).bytes
+    load = count_load(inputs[0][1], _on_one_rank(problem), weights.expert_map)
+    bytes_moved = compute_work(problem, problem.scheme, [load]).bytes
     # memory=0 allows one set of weights only, which leaves memory for the buffers of pairings.
-    flush = rotation(bytes_moved, float("inf"), problem.tokens, l2=l2_bytes(device), memory=0).flush
+    flush = choose_rotation(
+        bytes_moved, float("inf"), problem.tokens, l2=l2_bytes(device), memory=0
+    ).flush
     return TimingWorkload(problem, weights, inputs, expected, flush)
 
 
@@ -191,7 +193,7 @@ def _draw_input(
     x_TH = torch.randn(
         problem.tokens, problem.hidden, dtype=torch.float32, device=device, generator=generator
     )
-    return x_TH.to(problem.dtype), draw(problem, kind, generator)
+    return x_TH.to(problem.dtype), draw_routing(problem, kind, generator)
 
 
 def _compute_expected_rows(problem: Problem, call_inputs: Input) -> ExpectedRows:

@@ -19,7 +19,14 @@ import torch
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.measure.timing import Call, capture, clock_of, l2_flusher, samples_ms
+from modular_kernel.measure.timing import (
+    Call,
+    call_all,
+    capture_graphs,
+    make_clock,
+    make_l2_flush,
+    time_runs_ms,
+)
 from modular_kernel.select.budget import (
     Budget,
     count_ranks_sharing_memory,
@@ -92,9 +99,9 @@ class PairingTimer:
 
     def __post_init__(self) -> None:
         self._device = self.workload.weights.w1.device
-        self._clock = clock_of(self._device)
+        self._clock = make_clock(self._device)
         self._sharing_ranks = count_ranks_sharing_memory(self.ranks, self._device)
-        self._flush_l2 = l2_flusher(self._device) if self.workload.flush else None
+        self._flush_l2 = make_l2_flush(self._device) if self.workload.flush else None
 
     def time_bucket(self, pairs_to_time: Iterable[Pair]) -> Bucket:
         """Time the default and `pairs_to_time`, as far as the budget allows.
@@ -221,7 +228,7 @@ class PairingTimer:
 
     def _run(self, prepared: _PreparedPair) -> float:
         """Return this rank's seconds per call in one round."""
-        times = samples_ms(prepared.runs, self._clock, self._flush_l2)
+        times = time_runs_ms(prepared.runs, self._clock, self._flush_l2)
         return sum(times) / len(self.workload.inputs) / 1e3
 
     def _prepare(self, pair: Pair) -> tuple[_PreparedPair | None, str]:
@@ -301,11 +308,11 @@ class PairingTimer:
             planned_call()
         groups = [[planned_call] for planned_call in calls] if self.workload.flush else [calls]
         if self._device.type == "cuda" and pair in self.capturable:
-            graphs = capture(groups)
+            graphs = capture_graphs(groups)
             if graphs is not None:
                 return _PreparedPair(pair, kernel, graphs, "graph")
         mode = "eager" if self._device.type == "cuda" else "cpu"
-        return _PreparedPair(pair, kernel, [partial(_call_all, group) for group in groups], mode)
+        return _PreparedPair(pair, kernel, [partial(call_all, group) for group in groups], mode)
 
     def _run_on_all_ranks(self, work: Callable[[], T]) -> tuple[T | None, str]:
         """Return the result of `work`; if it fails on any rank, None and the error message."""
@@ -351,10 +358,3 @@ def _format_error(error: Exception) -> str:
     text = str(error).partition("\n")[0]
     is_from_this_module = isinstance(error, ArithmeticError | MemoryError)
     return (text if is_from_this_module else f"{type(error).__name__}: {text}")[:_MAX_CHARACTERS]
-
-
-def _call_all(calls: Sequence[Call]) -> torch.Tensor:
-    last_output = calls[0]()
-    for call in calls[1:]:
-        last_output = call()
-    return last_output

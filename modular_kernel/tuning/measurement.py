@@ -24,7 +24,13 @@ from modular_kernel.contracts import Choice, StageTimes, Tunable
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.measure.routing_patterns import RoutingKind
-from modular_kernel.measure.timing import Call, capture, clock_of, l2_flusher, samples_ms
+from modular_kernel.measure.timing import (
+    Call,
+    capture_graphs,
+    make_clock,
+    make_l2_flush,
+    time_runs_ms,
+)
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.tuning.compilation import Compiler, TunedPair
@@ -177,7 +183,7 @@ class DeviceBenchmarker(Benchmarker):
             call()
         if not self._is_capturable:
             return list(calls)
-        graphs = capture([[call] for call in calls] if workload.flush else [calls])
+        graphs = capture_graphs([[call] for call in calls] if workload.flush else [calls])
         return graphs or Refusal("could not be captured in a CUDA graph")
 
     @cached_property
@@ -188,7 +194,7 @@ class DeviceBenchmarker(Benchmarker):
 
     @cached_property
     def _flush_l2(self) -> Callable[[], object] | None:
-        return l2_flusher(self.device)
+        return make_l2_flush(self.device)
 
     def _time_alternately(
         self, runs: Mapping[Choice, Sequence[Call]], workload: TuneWorkload
@@ -197,11 +203,11 @@ class DeviceBenchmarker(Benchmarker):
 
         Each round times every choice once, so that a drift of clock rates affects all choices.
         """
-        clock, flush_l2 = clock_of(self.device), self._flush_l2 if workload.flush else None
+        clock, flush_l2 = make_clock(self.device), self._flush_l2 if workload.flush else None
 
         def time_once(choice: Choice) -> float:
             with self.space.using(choice):  # needed only for calls that are not captured
-                times = samples_ms(runs[choice], clock, flush_l2)
+                times = time_runs_ms(runs[choice], clock, flush_l2)
             return sum(times) / len(workload.inputs) / 1e3
 
         times: dict[Choice, list[float]] = {choice: [] for choice in runs}

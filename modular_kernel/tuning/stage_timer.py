@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from modular_kernel.contracts import StageTimes
-from modular_kernel.measure.timing import Clock, L2Flush, clock_of
+from modular_kernel.measure.timing import Clock, L2Flush, make_clock
 from modular_kernel.replay import stages
 
 _MAX_CYCLES_PER_SECOND = 2.0e9  # upper bound of GPU clocks
@@ -37,7 +37,7 @@ class StageTimer:
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names, self._device = names, device
-        self._clock: Clock = clock_of(device)
+        self._clock: Clock = make_clock(device)
         # Seconds that the GPU sleeps per queued call. Later calls of `time_calls` reuse the value.
         self._sleep_seconds = _FIRST_SLEEP_SECONDS
 

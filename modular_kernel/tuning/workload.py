@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from modular_kernel.measure.cases import first_experts_map, make_weights, quantize
-from modular_kernel.measure.roofline import work_of
-from modular_kernel.measure.routing_patterns import RoutingKind, draw, load_of
-from modular_kernel.measure.timing import l2_bytes, rotation
+from modular_kernel.measure.cases import make_expert_map, make_weights, quantize
+from modular_kernel.measure.roofline import compute_work
+from modular_kernel.measure.routing_patterns import RoutingKind, count_load, draw_routing
+from modular_kernel.measure.timing import choose_rotation, l2_bytes
 from modular_kernel.quant.quantized_weights import SCALE_FIELDS
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.problem import Problem
@@ -143,7 +143,7 @@ class WorkloadFactory:
         generator = torch.Generator(self._device).manual_seed(_INPUT_SEED * tokens + index)
         shape = (tokens, self.problem.hidden)
         x_TH = torch.randn(shape, device=self._device, generator=generator).to(self.problem.dtype)
-        return x_TH, draw(self.problem.with_tokens(tokens), self.routing, generator)
+        return x_TH, draw_routing(self.problem.with_tokens(tokens), self.routing, generator)
 
     def _compute_expected(self, rows: torch.Tensor) -> ExpectedRows:
         x_TH, routing = self._largest_input
@@ -154,12 +154,12 @@ class WorkloadFactory:
 
     def _needs_l2_flush(self, problem: Problem, routing: Routing) -> bool:
         """Return whether the L2 cache could still hold data that the previous call loaded."""
-        load = load_of(routing, problem, self.weights.expert_map)
-        bytes_moved = work_of(problem, problem.scheme, [load]).bytes
+        load = count_load(routing, problem, self.weights.expert_map)
+        bytes_moved = compute_work(problem, problem.scheme, [load]).bytes
         size = l2_bytes(self._device)
         # memory=0 allows one set of weights only. With several, every choice would have to be
         # checked with each of them.
-        return rotation(bytes_moved, math.inf, problem.tokens, l2=size, memory=0).flush
+        return choose_rotation(bytes_moved, math.inf, problem.tokens, l2=size, memory=0).flush
 
 
 def make_tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
@@ -180,7 +180,7 @@ def make_tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights
         if problem.scheme.matrix_scales:
             scaled = f"{name}_global_scale"
         _scale_experts(tensors[scaled], generator)
-    return replace(weights, **tensors, expert_map=first_experts_map(problem, device))
+    return replace(weights, **tensors, expert_map=make_expert_map(problem, device))
 
 
 def _repeat_experts(tensor: torch.Tensor, source_experts: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from modular_kernel.bench.run import BenchJob, run
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.measure.cases import LayerCase
-from modular_kernel.measure.records import Report, Row, best, with_best_peer
+from modular_kernel.measure.records import Report, Row, add_peer_ratios, min_time_us
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.reference import recipe
 from modular_kernel.spec.problem import Problem
@@ -255,7 +255,7 @@ def test_interpreted_rows_do_not_compete() -> None:
     first, second = measured(offer(slow, "ours"), offer(fast)).rows
     assert (first.mode, first.status) == ("interpreter", "ok")
     assert (first.over_floor, first.over_best_peer) == (None, None)
-    assert best([first, second], ours=True) is None
+    assert min_time_us([first, second], ours=True) is None
     assert second.over_best_peer == 1.0
 
 
@@ -350,7 +350,7 @@ WHERE = {
 
 
 def test_best_peer_has_the_same_cell_and_operands() -> None:
-    rows = with_best_peer(
+    rows = add_peer_ratios(
         [
             row("A", 30.0, "ours"),
             row("p", 20.0),
@@ -368,7 +368,7 @@ def test_best_peer_has_the_same_cell_and_operands() -> None:
 
 def test_json_round_trip(tmp_path: Path) -> None:
     report = Report(
-        WHERE, PEAKS, with_best_peer([row("A", 30.0, "ours"), row("bad", None, error=0.5)])
+        WHERE, PEAKS, add_peer_ratios([row("A", 30.0, "ours"), row("bad", None, error=0.5)])
     )
     path = tmp_path / "report.json"
     report.write(path)
@@ -393,7 +393,7 @@ def test_markdown_has_a_line_for_each_cell_and_a_column_for_each_layer() -> None
         row("p", 48.0, tokens=16),
         row("F", 9.0, "ours", quant="fp8_w8a8_block", operands="fp8/fp8"),
     ]
-    lines = table.markdown(Report(WHERE, PEAKS, with_best_peer(rows))).splitlines()
+    lines = table.markdown(Report(WHERE, PEAKS, add_peer_ratios(rows))).splitlines()
     assert lines[0] == "# Layers on a GPU"
     head = "| shape | T | floor | A | p | bad | best of ours / floor | best of ours / best peer |"
     at = lines.index(head)
@@ -408,7 +408,7 @@ def test_markdown_has_a_line_for_each_cell_and_a_column_for_each_layer() -> None
 def test_text_table_and_summary() -> None:
     ours = row("A", 30.0, "ours"), row("A", 40.0, "ours", tokens=16)
     peers = row("p", 20.0), row("p", 20.0, tokens=16), row("bad", None)
-    rows = with_best_peer([*ours, *peers])
+    rows = add_peer_ratios([*ours, *peers])
     columns, cells = table.text_table(rows)
     assert columns == ["shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer"]
     assert [line[1] for line in cells] == ["12", "12", "12", "16", "16"]

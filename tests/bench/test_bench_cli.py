@@ -12,7 +12,7 @@ from modular_kernel.bench.candidates import peer_offers
 from modular_kernel.bench.run import BenchJob
 from modular_kernel.cli import bench as verb
 from modular_kernel.errors import BrokenPartError, ConfigurationError
-from modular_kernel.measure.records import Report, with_best_peer
+from modular_kernel.measure.records import Report, add_peer_ratios
 
 PAIR_WORDS = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 
@@ -255,6 +255,6 @@ def test_interpreted_rows_are_noted_without_the_mode_column(
         replace(row(name, 1234567.8, "ours"), shape="E8-K2-H64-I128", mode=mode, floor_us=3.0)
         for name, mode in modes.items()
     ]
-    verb._print_text(Report(WHERE, PEAKS, with_best_peer(rows)))
+    verb._print_text(Report(WHERE, PEAKS, add_peer_ratios(rows)))
     shown = capsys.readouterr().out
     assert "ran in Triton's interpreter, times are meaningless: BatchedTritonExperts\n" in shown

@@ -8,17 +8,17 @@ import torch
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure import roofline as floor
-from modular_kernel.measure.cases import operands
+from modular_kernel.measure.cases import operand_types
 from modular_kernel.measure.roofline import (
     Peaks,
     Work,
+    compute_roofline,
+    compute_type,
+    compute_work,
     expert_bytes,
     measure_peaks,
-    operand_type,
-    roofline_of,
-    work_of,
 )
-from modular_kernel.measure.routing_patterns import Load, RoutingKind, draw, load_of
+from modular_kernel.measure.routing_patterns import Load, RoutingKind, count_load, draw_routing
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
@@ -56,13 +56,13 @@ def test_bytes_of_an_expert(quant: str, changes: dict[str, Any], nbytes: float) 
 
 def test_floor_by_hand() -> None:
     loads = [Load(pairs=32, touched=8, skew=1.0), Load(pairs=32, touched=6, skew=2.0)]
-    work = work_of(MIXTRAL, NONE, loads)
+    work = compute_work(MIXTRAL, NONE, loads)
     assert work == Work(2 * 32 * EXPERT, 7 * EXPERT * 2 + 2 * 16 * 4096 * 2, 7)
-    least = roofline_of(work, MIXTRAL, NONE, PEAKS)
+    least = compute_roofline(work, MIXTRAL, NONE, PEAKS)
     assert least.bound == "memory"
     assert least.us == pytest.approx((7 * EXPERT * 2 + 2 * 16 * 4096 * 2) / 4.8e12 * 1e6)
     many = MIXTRAL.with_tokens(16384)
-    least = roofline_of(work_of(many, NONE, [Load(32768, 8, 1.0)]), many, NONE, PEAKS)
+    least = compute_roofline(compute_work(many, NONE, [Load(32768, 8, 1.0)]), many, NONE, PEAKS)
     assert least.bound == "compute"
     assert least.us == pytest.approx(2 * 32768 * EXPERT / 800e12 * 1e6)
     assert least.us == pytest.approx(14431.1, abs=0.1)
@@ -71,14 +71,14 @@ def test_floor_by_hand() -> None:
 def test_floor_with_kept_top_k_counts_a_larger_output() -> None:
     kept = replace(MIXTRAL, combine=Combine.TOPK_WEIGHTED)
     load = [Load(32, 8, 1.0)]
-    more = work_of(kept, NONE, load).bytes - work_of(MIXTRAL, NONE, load).bytes
+    more = compute_work(kept, NONE, load).bytes - compute_work(MIXTRAL, NONE, load).bytes
     assert more == 16 * 4096 * 2  # K = 2 rows for each token instead of one
 
 
 def test_operands_determine_the_peak() -> None:
     def of(quant: str, **changes: Any) -> tuple[str, str]:
         problem, scheme = replace(MIXTRAL, **changes), QuantScheme.parse(quant)
-        return operand_type(problem, scheme), operands(problem, scheme)
+        return compute_type(problem, scheme), operand_types(problem, scheme)
 
     assert of("none") == ("bfloat16", "bfloat16")
     fp32 = {"dtype": torch.float32}
@@ -89,9 +89,9 @@ def test_operands_determine_the_peak() -> None:
     assert of("int8_w8a16_group") == of("int8_w8a16_channel") == ("bfloat16", "int8/bfloat16")
     assert of("int4_w4a16_group") == ("bfloat16", "int4/bfloat16")
     fp8, work = QuantScheme.parse("fp8_w8a8_tensor"), Work(1500e6, 1.0, 1)
-    assert roofline_of(work, MIXTRAL, fp8, PEAKS).us == pytest.approx(1.0)
+    assert compute_roofline(work, MIXTRAL, fp8, PEAKS).us == pytest.approx(1.0)
     without = replace(PEAKS, flops={"bfloat16": 750e12})
-    assert roofline_of(work, MIXTRAL, fp8, without).us == pytest.approx(2.0)
+    assert compute_roofline(work, MIXTRAL, fp8, without).us == pytest.approx(2.0)
 
 
 def test_peaks_are_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_peaks_are_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(_name: str, _device: torch.device) -> None:
         raise NotImplementedError("no such product on this device")
 
-    monkeypatch.setattr(floor, "_product", absent)
+    monkeypatch.setattr(floor, "_make_gemm", absent)
     assert measure_peaks(CPU, ["float32"], size=64, nbytes=1 << 12).flops == {}
 
 
@@ -126,7 +126,7 @@ def test_peaks_count_both_directions_and_multiply_adds(monkeypatch: pytest.Monke
 
 def drawn(kind: str, seed: int = 0, **changes: Any) -> Routing:
     problem = replace(SMALL, tokens=4000, experts=16, **changes)
-    return draw(problem, RoutingKind.parse(kind), torch.Generator().manual_seed(seed))
+    return draw_routing(problem, RoutingKind.parse(kind), torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "zipf2", "hot1", "hot5"])
@@ -177,8 +177,8 @@ def test_kinds_are_parsed_and_printed() -> None:
 def test_load_by_hand() -> None:
     ids = torch.tensor([[0, 3], [3, -1], [3, 9]], dtype=torch.int32)
     routing = Routing(torch.ones(3, 2), ids)
-    assert load_of(routing, SMALL) == Load(pairs=4, touched=2, skew=3 * 6 / 4)
+    assert count_load(routing, SMALL) == Load(pairs=4, touched=2, skew=3 * 6 / 4)
     here = torch.tensor([-1, -1, -1, 0, 1, -1], dtype=torch.int32)
     mapped = replace(SMALL, expert_map=True, local_experts=2)
-    assert load_of(routing, mapped, here) == Load(pairs=3, touched=1, skew=2.0)
-    assert load_of(Routing(torch.ones(1, 1), torch.tensor([[-1]])), SMALL) == Load(0, 0, 0.0)
+    assert count_load(routing, mapped, here) == Load(pairs=3, touched=1, skew=2.0)
+    assert count_load(Routing(torch.ones(1, 1), torch.tensor([[-1]])), SMALL) == Load(0, 0, 0.0)

@@ -17,15 +17,15 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure import timing as method
 from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, quantize
 from modular_kernel.measure.check import (
-    Checked,
+    CheckedCalls,
     CheckResult,
     ExpectedOutput,
     check_calls,
     check_unchanged,
-    expected_output,
+    compute_expected_output,
 )
 from modular_kernel.measure.routing_patterns import RoutingKind
-from modular_kernel.measure.timing import Rotation, host_cost, rotation, time_calls
+from modular_kernel.measure.timing import Rotation, choose_rotation, measure_host_cost, time_calls
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.problem import Combine, Parallel, Problem
 from modular_kernel.spec.quantization import QuantScheme
@@ -52,10 +52,10 @@ SMALL = Problem(tokens=24, hidden=64, intermediate=96, experts=6, top_k=2)
 def test_rotation_keeps_the_cache_cold(
     call_bytes: float, weight_bytes: float, tokens: int, expected: Rotation
 ) -> None:
-    turns = rotation(call_bytes, weight_bytes, tokens, l2=L2, memory=MEMORY)
+    turns = choose_rotation(call_bytes, weight_bytes, tokens, l2=L2, memory=MEMORY)
     assert turns == expected
-    assert turns.flush or turns.sets * call_bytes >= 2 * L2
-    assert rotation(call_bytes, weight_bytes, tokens, l2=0, memory=0) == Rotation(1)
+    assert turns.flush or turns.weight_sets * call_bytes >= 2 * L2
+    assert choose_rotation(call_bytes, weight_bytes, tokens, l2=0, memory=0) == Rotation(1)
 
 
 def test_timing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_timing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (timing.mode, timing.replays) == ("cpu", 10)
     assert len(calls) == 2 + 2 + 2 * 10 + 2
     assert timing.last_output.tolist() == [len(calls)] * 3
-    assert host_cost(call, CPU) is None
+    assert measure_host_cost(call, CPU) is None
     assert count_launches(call, CPU) is None
 
 
@@ -119,7 +119,7 @@ class FakeGpu:
             clone_state=lambda: "state", graphsafe_set_state=self.log.append
         )
         monkeypatch.setattr(method, "_generator", lambda: generator)
-        monkeypatch.setattr(method, "l2_flusher", lambda _: lambda: self.log.append("wipe"))
+        monkeypatch.setattr(method, "make_l2_flush", lambda _: lambda: self.log.append("wipe"))
 
     def call(self, name: str, us: float) -> Callable[[], torch.Tensor]:
         """Advance the clock by `us`, and fill the output with that number."""
@@ -176,7 +176,7 @@ def test_graph_keeps_references_to_its_calls(monkeypatch: pytest.MonkeyPatch) ->
 
     work, plan = gpu.call("a", 300.0), Plan()
     alive = weakref.ref(plan)
-    runs = method.capture([[plan]])
+    runs = method.capture_graphs([[plan]])
     del plan
     gc.collect()
     assert alive() is not None, "its buffers would be somebody else's"
@@ -219,7 +219,7 @@ def test_host_cost_counts_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "memory_stats", lambda _: stats | {"allocation.all.allocated": handed[0]}
     )
-    cost = host_cost(call, GPU)
+    cost = measure_host_cost(call, GPU)
     assert cost is not None
     assert cost.allocations == 3
     assert cost.us > 0
@@ -244,7 +244,7 @@ def judge_output(out: torch.Tensor, answer: ExpectedOutput, problem: Problem) ->
 
 def asked(one: LayerCase, quant: str = "none") -> tuple[Input, ExpertWeights, ExpectedOutput]:
     given, weights = make_input(one, CPU, 0), make_weights(one.problem, CPU)
-    return given, weights, expected_output(one, given, weights, QuantScheme.parse(quant))
+    return given, weights, compute_expected_output(one, given, weights, QuantScheme.parse(quant))
 
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "hot1"])
@@ -310,7 +310,7 @@ def test_calls_are_checked_together() -> None:
     right = recipe(given.x_TH, weights, given.routing, one.problem).to(torch.bfloat16)
     off = right + answer.exact.norm() / answer.exact.numel() ** 0.5 * 0.007
 
-    def judged(*outs: torch.Tensor) -> Checked:
+    def judged(*outs: torch.Tensor) -> CheckedCalls:
         return check_calls([(out.clone, answer) for out in outs], one.problem)
 
     assert judged(off).result.failure

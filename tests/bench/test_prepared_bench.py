@@ -20,7 +20,7 @@ from modular_kernel.bench.run import BenchJob, run
 from modular_kernel.catalog import this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.measure.cases import LayerCase
-from modular_kernel.measure.prepared_weights import declared_bytes, prepared_specs_of
+from modular_kernel.measure.prepared_weights import prepared_specs_of, prepared_tensor_bytes
 from modular_kernel.measure.records import Report
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.spec.problem import Machine
@@ -104,11 +104,11 @@ def test_weight_sets_count_prepared_bytes(
         sizes.append(weight_bytes)
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(run_module, "rotation", rotation)
+    monkeypatch.setattr(run_module, "choose_rotation", rotation)
     offers = pair_offers(*PAIR, [LAYER], machine, prepared=True)
     run(BenchJob((CELL,), tuple(offers), machine, target_ms=0.01))
     plain, prepared = sizes
-    assert prepared - plain == declared_bytes(PAIR[1], LAYER) > 0
+    assert prepared - plain == prepared_tensor_bytes(PAIR[1], LAYER) > 0
 
 
 def test_only_parts_that_may_prepare_weights_are_created(
@@ -118,7 +118,7 @@ def test_only_parts_that_may_prepare_weights_are_created(
     assert prepared_specs_of(PAIR[1], LAYER, h200) == prepared_specs_of(PAIR[1], LAYER) != {}
     a100 = Machine("cuda", (8, 0), frozenset({"triton"}), name="NVIDIA A100")
     assert prepared_specs_of(PAIR[1], LAYER, a100) == {}
-    assert declared_bytes(PAIR[1], replace(LAYER, quant="none")) == 0
+    assert prepared_tensor_bytes(PAIR[1], replace(LAYER, quant="none")) == 0
     made: list[object] = []
     monkeypatch.setattr(PermuteExpertsUnpermute, "__init__", lambda *_: made.append(0))
     assert prepared_specs_of("DeepGemmExperts", LAYER) == {}

@@ -10,7 +10,7 @@ from run_mk import Mk, runs_mk
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.profile import _Files
-from modular_kernel.measure.prepared_weights import declared_bytes
+from modular_kernel.measure.prepared_weights import prepared_tensor_bytes
 
 pytestmark = NO_GPU
 launched = launched_tiles()
@@ -35,7 +35,7 @@ def test_report_has_the_bytes_of_prepared_weights(
     assert "profiled without prepared weights: TorchExperts mxfp4_w4a16" in done.err
     first, second = (pair["ranks"][0] for pair in done.json["pairs"])
     problem = replace(MXFP4, **SIZES)
-    assert first["prepared_bytes"] == declared_bytes(PAIR[1], problem) > 0
+    assert first["prepared_bytes"] == prepared_tensor_bytes(PAIR[1], problem) > 0
     assert second["prepared_bytes"] == 0
     assert done.json["output_difference"] < 0.05
     (page,) = tmp_path.glob("*.profile.html")

@@ -5,9 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modular_kernel.measure.roofline import Peaks, expert_bytes, roofline_of, work_of
+from modular_kernel.measure.roofline import Peaks, compute_roofline, compute_work, expert_bytes
 from modular_kernel.measure.routing_patterns import Load
-from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_floor, stage_works
+from modular_kernel.measure.stage_roofline import (
+    RankLoad,
+    StageWork,
+    compute_stage_roofline,
+    compute_stage_works,
+)
 from modular_kernel.profiling.inputs import load_of_rank
 from modular_kernel.replay import stages
 from modular_kernel.spec.placement import Placement
@@ -22,7 +27,7 @@ PEAKS = Peaks({"bfloat16": 1e12, "float8_e4m3fn": 2e12}, 1e9, 1e9, 1e9, "given")
 
 def works(*names: str, quant: str = "none") -> dict[str, StageWork]:
     problem = replace(PROBLEM, quant=quant)
-    return stage_works(names, problem, problem.scheme, LOAD)
+    return compute_stage_works(names, problem, problem.scheme, LOAD)
 
 
 def test_every_stage_by_hand() -> None:
@@ -77,7 +82,7 @@ def test_unknown_stages_have_no_work() -> None:
 
 def test_floor_is_the_maximum_of_three_limits() -> None:
     def floor(work: StageWork, link: float | None = None) -> tuple[float, str]:
-        found = stage_floor(work, PROBLEM, PROBLEM.scheme, PEAKS, link)
+        found = compute_stage_roofline(work, PROBLEM, PROBLEM.scheme, PEAKS, link)
         return found.us, found.bound
 
     assert floor(StageWork(flops=3e6, read=1e3, weights=5e2, written=4e2)) == (3.0, "compute")
@@ -92,12 +97,12 @@ def test_stage_work_sums_to_the_work_of_the_layer(quant: str) -> None:
     """The sums over stages equal the weights and flops of the roofline of the whole layer."""
     problem = replace(PROBLEM, quant=quant, bias=True)
     scheme = problem.scheme
-    found = stage_works((stages.GEMM1, stages.GEMM2), problem, scheme, LOAD)
-    whole = work_of(problem, scheme, [Load(18, 3, 1.0)])
+    found = compute_stage_works((stages.GEMM1, stages.GEMM2), problem, scheme, LOAD)
+    whole = compute_work(problem, scheme, [Load(18, 3, 1.0)])
     assert sum(work.flops for work in found.values()) == whole.flops
     weights = sum(work.weights for work in found.values())
     assert weights == pytest.approx(3 * expert_bytes(problem, scheme))
-    assert roofline_of(whole, problem, scheme, PEAKS).us > 0
+    assert compute_roofline(whole, problem, scheme, PEAKS).us > 0
 
 
 def test_rows_that_a_rank_receives_and_sends() -> None:

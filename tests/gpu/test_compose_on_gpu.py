@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from modular_kernel.catalog import this_machine
-from modular_kernel.measure.routing_patterns import RoutingKind, draw
+from modular_kernel.measure.routing_patterns import RoutingKind, draw_routing
 from modular_kernel.select.autotune import BUDGET_S, Terms, choose, compose
 from modular_kernel.select.inputs import make_weights
 from modular_kernel.spec.problem import Problem
@@ -52,7 +52,7 @@ def test_a_warm_plan_compiles_and_allocates_nothing(
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "_do_compile", compiles)
     for tokens in (1, 2, 7, 16, 33, 100, 177, 255, 256):
         x_TH = torch.randn(tokens, 1024, device=device, generator=generator).bfloat16()
-        routing = draw(PROBLEM.with_tokens(tokens), RoutingKind("uniform"), generator)
+        routing = draw_routing(PROBLEM.with_tokens(tokens), RoutingKind("uniform"), generator)
         plan(x_TH, weights, routing)  # records what calls of so many tokens launch
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats(device)["allocation.all.allocated"]

@@ -18,10 +18,10 @@ from modular_kernel.measure.adapter_roofline import (
     adapter_work,
 )
 from modular_kernel.measure.cases import LayerCase, make_input, make_weights
-from modular_kernel.measure.check import expected_output
-from modular_kernel.measure.roofline import work_of
+from modular_kernel.measure.check import compute_expected_output
+from modular_kernel.measure.roofline import compute_work
 from modular_kernel.measure.routing_patterns import Load, RoutingKind
-from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_works
+from modular_kernel.measure.stage_roofline import RankLoad, StageWork, compute_stage_works
 from modular_kernel.perf_model.estimate import over_ranks, size
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.replay import stages
@@ -66,7 +66,7 @@ SHARES = [("", R * (1 / H + 1 / I)), (",a13=shared", R * (2 / (3 * I) + 1 / H))]
 def test_the_fraction_of_the_layer_s_flops(shared: str, share: float) -> None:
     problem = replace(PROBLEM, lora=f"adapters={L},rank={R}{shared}")
     load = [Load(20, 4, 1.0)]
-    base, whole = (work_of(each, NONE, load) for each in (PLAIN, problem))
+    base, whole = (compute_work(each, NONE, load) for each in (PLAIN, problem))
     assert whole.flops / base.flops - 1 == pytest.approx(share)
     added = sum(each.bytes for each in adapter_work(problem, 20, 4).values())
     assert whole.bytes - base.bytes == pytest.approx(added)
@@ -83,7 +83,7 @@ def test_stages_by_hand() -> None:
     """One pair for each of 3 experts: 3 pairs, 3 tokens."""
     names = (stages.SHRINK, stages.GEMM1, stages.GEMM2)
     load = RankLoad(10, 9, 3, 3)
-    plain, found = (stage_works(names, p, NONE, load) for p in (PLAIN, PROBLEM))
+    plain, found = (compute_stage_works(names, p, NONE, load) for p in (PLAIN, PROBLEM))
     assert plain[stages.SHRINK] == StageWork()
     shrink, first, second = (found[name] for name in names)
     assert shrink.flops == 2 * 3 * (2 * R * H + R * I)
@@ -123,12 +123,12 @@ def test_inputs_and_expected_output_of_a_benchmark_have_adapters() -> None:
         assert given.routing.slots_T is not None
         assert given.routing.slots_T.tolist() == [0, 1, 2, 0, 1, 2, 0]
         assert given.routing.slots_T.dtype is torch.int32
-        with_them = expected_output(cell, given, weights, NONE).exact
+        with_them = compute_expected_output(cell, given, weights, NONE).exact
         names = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
         plain = LayerCase("mine", replace(problem, lora="none"), cell.routing)
         base = replace(weights, **dict.fromkeys(names))
         bare = replace(given, routing=replace(given.routing, adapters_T=None))
-        without = expected_output(plain, bare, base, NONE).exact
+        without = compute_expected_output(plain, bare, base, NONE).exact
         assert float((with_them - without).norm() / without.norm()) > 0.1
 
 

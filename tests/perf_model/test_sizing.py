@@ -13,7 +13,7 @@ from run_mk import Ended, run_mk
 
 from modular_kernel import perf_model
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.routing_patterns import RoutingKind, draw
+from modular_kernel.measure.routing_patterns import RoutingKind, draw_routing
 from modular_kernel.perf_model.compare import WITHIN, cells_of, compare, summaries
 from modular_kernel.perf_model.error_tables import experts_errors, markdown, model_errors
 from modular_kernel.perf_model.estimate import complete_machines, over_ranks, size
@@ -57,7 +57,7 @@ def test_inclusion_probabilities_match_drawn_routing(kind: str) -> None:
     assert list(chances) == sorted(chances, reverse=True)
     generator = torch.Generator().manual_seed(0)
     problem = Problem(20_000, 1, 1, experts, top_k)
-    ids = draw(problem, parsed, generator).topk_ids_TK.long()
+    ids = draw_routing(problem, parsed, generator).topk_ids_TK.long()
     drawn = torch.bincount(ids.flatten(), minlength=experts).sort(descending=True).values / 20_000
     assert (drawn - torch.tensor(chances)).abs().max() < 0.04
 
@@ -71,7 +71,7 @@ def test_uniform_loads_match_counted_ones(world: int, tokens: int) -> None:
     problem = Problem(tokens * world, 1, 1, experts, top_k)
     fullest, touched, meets = 0.0, 0.0, 0.0
     for _ in range(trials):
-        ids = draw(problem, kind, generator).topk_ids_TK.long()
+        ids = draw_routing(problem, kind, generator).topk_ids_TK.long()
         ranks = ids // (experts // world)
         fullest += float(torch.bincount(ranks.flatten(), minlength=world).max()) / trials
         touched += float(len(ids[ranks == 0].unique())) / trials

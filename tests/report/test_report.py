@@ -16,7 +16,7 @@ from modular_kernel import catalog as catalogs
 from modular_kernel import errors, machine
 from modular_kernel.catalog import Catalog, Part, check, load_catalog
 from modular_kernel.compatibility.support import Rejection
-from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, with_best_peer
+from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, add_peer_ratios
 from modular_kernel.report.curves import figure
 from modular_kernel.report.errors_page import errors_document
 from modular_kernel.report.generated_docs import generate, html_page, stale
@@ -247,7 +247,7 @@ def _row(layer: str, origin: str, tokens: int, us: float) -> Row:
 
 def _record() -> Report:
     rows = [_row("mine <1>", OURS, t, t * 20.0) for t in (1, 8)] + [_row("peer", PEER, 1, 40.0)]
-    return Report({"device": "GPU", "date": "2026-01-02T03:04:05"}, {}, with_best_peer(rows))
+    return Report({"device": "GPU", "date": "2026-01-02T03:04:05"}, {}, add_peer_ratios(rows))
 
 
 def test_bench_record_is_read_and_plotted(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_watching_ends_after_the_call(time: Time) -> None:
 def test_pause_grows_until_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch, time: Time) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: pauses.append(cycles / 2.0e9))
-    monkeypatch.setattr(stage_timer, "clock_of", lambda device: WallClock())
+    monkeypatch.setattr(stage_timer, "make_clock", lambda device: WallClock())
     made = StageTimer((), GPU)
     made.time_calls([lambda: time.sleep(0.002)])
     assert len(pauses) == 2, "the first was too short"

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from modular_kernel.measure.records import PEER
-from modular_kernel.measure.routing_patterns import RoutingKind, draw
+from modular_kernel.measure.routing_patterns import RoutingKind, draw_routing
 from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.spec.quantization import QuantScheme
@@ -81,7 +81,9 @@ class ExchangeCase:
         The result is bitwise identical on every machine.
         """
         generator = torch.Generator().manual_seed(1_000 * self.tokens + rank)
-        return draw(self.problem(rank).with_tokens(self.tokens), RoutingKind("uniform"), generator)
+        return draw_routing(
+            self.problem(rank).with_tokens(self.tokens), RoutingKind("uniform"), generator
+        )
 
     def x_TH(self, rank: int, device: torch.device) -> torch.Tensor:
         """Draw a rank's tokens, (T, H) bfloat16."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from modular_kernel.bench.all2all.cases import ExchangeInputs, RankContext, Transport, distance
 from modular_kernel.measure.records import INTERPRETER
-from modular_kernel.measure.timing import Call, capture, clock_of
+from modular_kernel.measure.timing import Call, capture_graphs, make_clock
 
 _PAIRS = 4  # dispatch and combine pairs per graph
 _SPIN_CYCLES = 2_000_000  # about 1 ms, the time that the host has to queue the timed work
@@ -90,9 +90,9 @@ def _capture(transport: Transport, inputs: ExchangeInputs) -> _Graphs | None:
         transport.dispatch()
         return inputs.x_TH
 
-    first = capture([[dispatch]])
+    first = capture_graphs([[dispatch]])
     arrived = transport.arrived
-    graphs = first and capture([[transport.combine], [dispatch, transport.combine] * _PAIRS])
+    graphs = first and capture_graphs([[transport.combine], [dispatch, transport.combine] * _PAIRS])
     if not first or not graphs:
         return None
     combine, pairs = graphs
@@ -127,7 +127,7 @@ def _time_queued(runs: list[Call], context: RankContext, replays: int) -> list[l
 
     The first replay is not counted, because it includes waiting for other ranks.
     """
-    clock = clock_of(context.device)
+    clock = make_clock(context.device)
     dist.barrier(context.group)
     torch.cuda._sleep(_SPIN_CYCLES)  # type: ignore[no-untyped-call]
     marks = [clock.mark()]
@@ -141,7 +141,7 @@ def _time_queued(runs: list[Call], context: RankContext, replays: int) -> list[l
 
 
 def _time_eager(transport: Transport, context: RankContext, repeats: Repeats) -> ExchangeTimes:
-    clock = clock_of(context.device)
+    clock = make_clock(context.device)
     rounds = []
     for _ in range(repeats.rounds):
         times = []
@@ -174,10 +174,10 @@ def event_gap_us(device: torch.device) -> float | None:
         return None
     value = torch.zeros(1, device=device)
     value.add_(1)
-    runs = capture([[lambda: value.add_(1)]])
+    runs = capture_graphs([[lambda: value.add_(1)]])
     if runs is None:
         return None
-    clock = clock_of(device)
+    clock = make_clock(device)
     torch.cuda._sleep(_SPIN_CYCLES)  # type: ignore[no-untyped-call]
     marks = [clock.mark()]
     for _ in range(50):
