@@ -70,9 +70,9 @@ def fake_capture(groups: list) -> list:
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> RankContext:
     """A device whose graphs are plain calls."""
-    monkeypatch.setattr(exchange_time, "capture", fake_capture)
+    monkeypatch.setattr(exchange_time, "capture_graphs", fake_capture)
     monkeypatch.setattr(exchange_time.dist, "barrier", lambda group: None)
-    monkeypatch.setattr(exchange_time, "clock_of", lambda device: CLOCK)
+    monkeypatch.setattr(exchange_time, "make_clock", lambda device: CLOCK)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return RankContext(0, 1, None, torch.device("cuda"))
