@@ -1,1 +1,1 @@
-"""Parts over torch.distributed collectives, with NCCL or gloo."""
+"""Parts over collectives of torch.distributed, with NCCL or gloo."""

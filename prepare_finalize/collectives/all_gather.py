@@ -1,4 +1,4 @@
-"""All-gather of all tokens, and reduce-scatter of the partial sums to the tokens' ranks."""
+"""AllGatherReduceScatterPrepareAndFinalize: all-gather tokens, reduce-scatter partial sums."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,11 +17,10 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.collectives.collective_part import CollectivePart
-from prepare_finalize.collectives.requirements import CONTIGUOUS
-from prepare_finalize.common.agreement import agree
-from prepare_finalize.common.fixed_exchange import FixedCall
+from prepare_finalize.collectives.collective_part import CONTIGUOUS, CollectivePart
+from prepare_finalize.common.fixed_capacity import FixedCapacityCall
 from prepare_finalize.common.group_part import PartHandle
+from prepare_finalize.common.handshake import exchange_metadata
 from prepare_finalize.common.tokens import token_specs, weight_and_reduce
 
 
@@ -29,61 +28,63 @@ from prepare_finalize.common.tokens import token_specs, weight_and_reduce
 class AllGatherHandle(PartHandle):
     """Handle of an all-gather.
 
-    - rows_W: number of received rows of each rank.
-    - topk_weights_RK: router weights still to apply to the rows, or None.
-    - sum_RH: the buffer for the sums of the received rows.
-    - fixed: the exchange of fixed size, whose rows are not counted; or None.
+    - step: number of the call among the calls of the manager.
+    - rows_W: number of rows from each rank; empty in a fixed-capacity exchange.
+    - topk_weights_RK: router weights that `finalize` must apply to the rows, or None.
+    - sum_RH: buffer for the weighted sums of the received rows.
+    - fixed_call: the call of a fixed-capacity exchange, or None.
     """
 
     step: int
     rows_W: tuple[int, ...]
     topk_weights_RK: torch.Tensor | None
     sum_RH: torch.Tensor
-    fixed: FixedCall | None
+    fixed_call: FixedCapacityCall | None
 
 
 class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
-    """All-gather packed rows; each rank then sums W partial results of each of its tokens.
+    """All-gather all tokens; each rank computes the partial sums of its experts.
 
-    Partial sums are sent in the problem's dtype and added in float32 in rank order, so equal inputs
-    give equal bits. T may differ between ranks and may be 0.
+    The partial sums are sent back in the problem's dtype. The token's rank adds those of all W
+    ranks in float32 in rank order, so equal inputs give equal bits. T may differ between ranks and
+    may be 0.
 
     Every rank receives every token. This is efficient for few ranks, or if top-k is so large that
     most tokens have an expert on most ranks.
 
     Ranks exchange T first and read it on the host, and rows are padded to the largest T. With
     Problem(graph=True) or TorchGroup(checked=False), the host reads nothing after the first call,
-    and each rank sends problem.tokens rows, of which those beyond T have no experts.
+    and each rank sends problem.tokens rows, of which those beyond T are unused.
     """
 
     replayable = True
-    gathers = True
-    prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
+    uses_all_gather = True
+    prefer_local_copies = False  # all ranks select copies for all tokens, and must select the same
 
     requires = replace(
         CONTIGUOUS, padding=RowContents.UNDEFINED, batch_invariant=True, asynchronous=True
     )
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
-        if self.fixed is not None:
-            return self.fixed_specs(self.fixed)
+        if self.fixed_capacity is not None:
+            return self.fixed_capacity_specs(self.fixed_capacity)
         problem, world = self.problem, self.problem.parallel.world_size
         max_tokens, nbytes = problem.tokens, self.rows.max_row_bytes()
         return {
             **token_specs(problem, max_tokens),
             **self.rows.specs(world * max_tokens),
-            "packed_own": BufferSpec((max_tokens, nbytes), torch.uint8),
+            "packed_local": BufferSpec((max_tokens, nbytes), torch.uint8),
             "packed_all": BufferSpec((world * max_tokens, nbytes), torch.uint8),
             "returned": BufferSpec((world * max_tokens, problem.hidden), problem.dtype),
         }
 
-    def send_counted(
+    def send_with_counts(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
-        """Send as many rows as the rank with the largest T has, after exchanging T."""
+        """All-gather T, then all-gather rows, padded to the largest T of a rank."""
         manager, tokens = self.manager, x_TH.shape[0]
         rank_TK, _, invalid = self._locate(routing.topk_ids_TK)
-        agreement = agree(
+        metadata = exchange_metadata(
             self.layer,
             call,
             tokens=tokens,
@@ -92,38 +93,40 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
             amax=self.local_amax(x_TH, call),
         )
         call.invalid_ids.add_(invalid)
-        max_tokens = max(agreement.tokens_W)
+        max_tokens = max(metadata.tokens_W)
         row_bytes = self.layout_of(call).nbytes
-        packed_own = call.workspace.take("packed_own", (max_tokens, row_bytes))
-        amax = agreement.amax
-        scale = self._pack(x_TH, routing, rank_TK, weights, call, amax=amax, out_RB=packed_own)
+        packed_local = call.workspace.take("packed_local", (max_tokens, row_bytes))
+        amax = metadata.amax
+        scale = self._pack(x_TH, routing, rank_TK, weights, call, amax=amax, out_RB=packed_local)
         packed = call.workspace.take("packed_all", (manager.world_size * max_tokens, row_bytes))
         exchange = None
         if max_tokens:
-            exchange = manager.all_gather(packed, packed_own, step=agreement.step, phase="dispatch")
+            exchange = manager.all_gather(
+                packed, packed_local, step=metadata.step, phase="dispatch"
+            )
 
         def receive() -> tuple[Dispatched, Handle]:
             if exchange is not None:
                 exchange.wait()
-            starts = enumerate(agreement.tokens_W)
+            starts = enumerate(metadata.tokens_W)
             blocks = [
                 packed[rank * max_tokens : rank * max_tokens + count] for rank, count in starts
             ]
-            return self._unpack(call, blocks, scale, agreement.step)
+            return self._unpack(call, blocks, scale, metadata.step)
 
         return receive
 
-    def fixed_handle(
+    def make_fixed_capacity_handle(
         self,
         received: ContiguousTokens,
-        sent: FixedCall,
+        sent: FixedCapacityCall,
         weights_RK: torch.Tensor | None,
         call: CallState,
     ) -> tuple[Dispatched, Handle]:
         return received, AllGatherHandle(self, call, sent.step, (), weights_RK, sent.sum_RH, sent)
 
     def _locate(self, ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the ranks and slots of pairs; all ranks select the same copies."""
+        """Return rank and slot of each pair, (T, K), and the number of invalid ids."""
         return pairs_to_slots(ids_TK, self.tables(ids_TK.device), together=True)
 
     def _pack(
@@ -137,20 +140,21 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         amax: float | torch.Tensor | None,
         out_RB: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Write the tokens' rows with ids and weights; return the scales of quantized tokens."""
+        """Write the packed rows of the tokens; return the scales of quantized tokens."""
         scale = self.pack(x_TH, routing, weights, call, amax=amax, out_RB=out_RB)
         layout, rows_TB = self.layout_of(call), out_RB[: len(x_TH)]
         ids_TK = torch.where(rank_TK >= 0, routing.topk_ids_TK, -1).to(torch.int32)
-        layout.put(rows_TB, "ids", ids_TK)
-        layout.put(rows_TB, "weights", routing.topk_weights_TK)
+        layout.write(rows_TB, "ids", ids_TK)
+        layout.write(rows_TB, "weights", routing.topk_weights_TK)
         return scale
 
     def _unpack(
         self, call: CallState, blocks: list[torch.Tensor], scale: torch.Tensor | None, step: int
     ) -> tuple[Dispatched, Handle]:
-        """Return the received rows with the slots of this rank's experts, -1 for other ranks'.
+        """Return the received rows, with slots of -1 for experts of other ranks.
 
-        blocks: the packed rows of each rank. scale: scales that are not in the rows.
+        blocks: packed rows of each rank.
+        scale: the scale if all rows share one.
         """
         rows = self.rows.unpack(call, blocks)
         rank_RK, slot_RK, _ = self._locate(rows.ids_RK)
@@ -182,12 +186,12 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         out: torch.Tensor,
     ) -> None:
         part_handle = self.check_handle(handle, AllGatherHandle)
-        sum_RH, sent = part_handle.sum_RH, part_handle.fixed
+        sum_RH, sent = part_handle.sum_RH, part_handle.fixed_call
         weights_RK = part_handle.topk_weights_RK
         weight_and_reduce(expert_output, weights_RK, self.problem, reduce=reduce, out=sum_RH)
-        if self.fixed is not None and sent is not None:
+        if self.fixed_capacity is not None and sent is not None:
             with stages.stage(stages.COMBINE):
-                self.fixed.combine(sent, out)
+                self.fixed_capacity.combine(sent, out)
             return
         take, rows_W, step = part_handle.call.workspace.take, part_handle.rows_W, part_handle.step
         (tokens, hidden), world = out.shape, self.manager.world_size

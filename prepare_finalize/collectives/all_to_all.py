@@ -1,4 +1,4 @@
-"""all_to_all of torch.distributed: sends a row once to each rank that needs it."""
+"""TorchAll2AllPrepareAndFinalize: all-to-all, a row is sent once to each rank that needs it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,11 +17,10 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.collectives.collective_part import CollectivePart
-from prepare_finalize.collectives.requirements import CONTIGUOUS
-from prepare_finalize.common.agreement import Agreement, agree, check_max_received
-from prepare_finalize.common.fixed_exchange import FixedCall
+from prepare_finalize.collectives.collective_part import CONTIGUOUS, CollectivePart
+from prepare_finalize.common.fixed_capacity import FixedCapacityCall
 from prepare_finalize.common.group_part import PartHandle
+from prepare_finalize.common.handshake import CallMetadata, check_max_received, exchange_metadata
 from prepare_finalize.common.tokens import token_specs, weight_and_reduce
 
 
@@ -29,13 +28,15 @@ from prepare_finalize.common.tokens import token_specs, weight_and_reduce
 class All2AllHandle(PartHandle):
     """Handle of an all-to-all.
 
-    - step: of the call.
-    - to_W, from_W: number of rows sent to each rank, and received from each rank.
-    - token_N: this rank's token of each sent row, ordered by receiving rank, then by token; None
-      in an exchange of fixed size.
-    - topk_weights_RK: router weights still to apply to the received rows, or None.
-    - sum_RH: the buffer for the sums of the received rows.
-    - fixed: the exchange of fixed size, whose rows are not counted; or None.
+    - step: number of the call among the calls of the manager.
+    - to_W, from_W: number of rows sent to each rank, and received from each rank; empty in a
+      fixed-capacity exchange.
+    - any_rows: whether any rank sends a row. If not, there is no collective.
+    - token_N: token of each sent row, ordered by receiving rank, then by token; None in a
+      fixed-capacity exchange.
+    - topk_weights_RK: router weights that `finalize` must apply to the received rows, or None.
+    - sum_RH: buffer for the weighted sums of the received rows.
+    - fixed_call: the call of a fixed-capacity exchange, or None.
     """
 
     step: int
@@ -45,20 +46,21 @@ class All2AllHandle(PartHandle):
     token_N: torch.Tensor | None
     topk_weights_RK: torch.Tensor | None
     sum_RH: torch.Tensor
-    fixed: FixedCall | None
+    fixed_call: FixedCapacityCall | None
 
 
 class TorchAll2AllPrepareAndFinalize(CollectivePart):
     """Send each token's row once to each rank that holds one of its experts.
 
-    The row contains K slots (-1 for experts of other ranks) and weights. The receiving rank sums
-    the row's pairs and sends the sum back in the problem's dtype. The token's rank adds the sums in
-    float32 in rank order. T may differ between ranks and may be 0.
+    A row contains the activations, K slots (-1 for experts of other ranks) and K weights. The
+    receiving rank computes the weighted sum of the row's pairs and sends it back in the problem's
+    dtype. The token's rank adds the sums in float32 in rank order. T may differ between ranks and
+    may be 0.
 
     Ranks exchange row counts first and read them on the host. With Problem(graph=True) or
-    TorchGroup(checked=False), the host reads nothing after the first call, and each rank sends
-    problem.tokens rows to every rank, or Problem.max_received / world_size. If the routing needs
-    more rows for a rank, the call fails on all ranks.
+    TorchGroup(checked=False), the host reads nothing after the first call. Each rank then sends a
+    fixed number of rows to every rank: problem.tokens, or Problem.max_received / world_size if that
+    is set. If the routing needs more rows, the call fails on all ranks.
     """
 
     replayable = True
@@ -71,27 +73,27 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
     )
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
-        if self.fixed is not None:
-            return self.fixed_specs(self.fixed)
+        if self.fixed_capacity is not None:
+            return self.fixed_capacity_specs(self.fixed_capacity)
         problem, world = self.problem, self.problem.parallel.world_size
         max_tokens, nbytes = problem.tokens, self.rows.max_row_bytes()
         max_sent = min(world, problem.top_k) * max_tokens
         return {
             **token_specs(problem, max_tokens),
             **self.rows.specs(self.max_rows),
-            "packed_own": BufferSpec((max_tokens, nbytes), torch.uint8),
+            "packed_local": BufferSpec((max_tokens, nbytes), torch.uint8),
             "packed_sent": BufferSpec((max_sent, nbytes), torch.uint8),
             "packed_all": BufferSpec((self.max_rows, nbytes), torch.uint8),
             "returned": BufferSpec((max_sent, problem.hidden), problem.dtype),
         }
 
-    def send_counted(
+    def send_with_counts(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
-        """Send just the rows that each rank needs, after exchanging their counts."""
+        """Exchange row counts, then send each rank exactly the rows that it needs."""
         manager = self.manager
         rank_TK, slot_TK, needs_WT, invalid = self._locate(routing.topk_ids_TK)
-        agreement = agree(
+        metadata = exchange_metadata(
             self.layer,
             call,
             tokens=x_TH.shape[0],
@@ -99,28 +101,28 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
             device=x_TH.device,
             amax=self.local_amax(x_TH, call),
         )
-        received_W = [*map(sum, zip(*agreement.rows_WW, strict=True))]
-        check_max_received(self.layer, agreement, received_W)
+        received_W = [*map(sum, zip(*metadata.rows_WW, strict=True))]
+        check_max_received(self.layer, metadata, received_W)
         call.invalid_ids.add_(invalid)
         rank_N, token_N = needs_WT.nonzero(as_tuple=True)
         layout = self.layout_of(call)
-        packed_own = call.workspace.take("packed_own", (len(x_TH), layout.nbytes))
-        scale = self.pack(x_TH, routing, weights, call, amax=agreement.amax, out_RB=packed_own)
+        packed_local = call.workspace.take("packed_local", (len(x_TH), layout.nbytes))
+        scale = self.pack(x_TH, routing, weights, call, amax=metadata.amax, out_RB=packed_local)
         sent = call.workspace.take("packed_sent", (len(token_N), layout.nbytes))
-        torch.index_select(packed_own, 0, token_N, out=sent)
+        torch.index_select(packed_local, 0, token_N, out=sent)
         is_on_rank = rank_TK[token_N] == rank_N[:, None]
-        layout.put(sent, "ids", torch.where(is_on_rank, slot_TK[token_N], -1).to(torch.int32))
-        layout.put(sent, "weights", torch.where(is_on_rank, routing.topk_weights_TK[token_N], 0))
-        to_W, from_W = _split_sizes(agreement, manager.rank)
+        layout.write(sent, "ids", torch.where(is_on_rank, slot_TK[token_N], -1).to(torch.int32))
+        layout.write(sent, "weights", torch.where(is_on_rank, routing.topk_weights_TK[token_N], 0))
+        to_W, from_W = _split_sizes(metadata, manager.rank)
         packed = call.workspace.take("packed_all", (sum(from_W), layout.nbytes))
-        any_rows, exchange = any(map(any, agreement.rows_WW)), None
+        any_rows, exchange = any(map(any, metadata.rows_WW)), None
         if any_rows:
             exchange = manager.all_to_all(
                 packed,
                 sent,
                 output_splits=from_W,
                 input_splits=to_W,
-                step=agreement.step,
+                step=metadata.step,
                 phase="dispatch",
             )
 
@@ -129,16 +131,16 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
                 exchange.wait()
             tokens, weights_RK = self._unpack(call, [packed], scale)
             sum_RH = call.workspace.take("rows_sum", (sum(from_W), self.problem.hidden))
-            route = agreement.step, to_W, from_W, any_rows, token_N
+            route = metadata.step, to_W, from_W, any_rows, token_N
             handle = All2AllHandle(self, call, *route, weights_RK, sum_RH, None)
             return self.arrange(tokens, handle)
 
         return receive
 
-    def fixed_handle(
+    def make_fixed_capacity_handle(
         self,
         received: ContiguousTokens,
-        sent: FixedCall,
+        sent: FixedCapacityCall,
         weights_RK: torch.Tensor | None,
         call: CallState,
     ) -> tuple[Dispatched, Handle]:
@@ -150,8 +152,11 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
     def _locate(
         self, ids_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ranks and slots of pairs, which ranks need a token (W, T), and invalid ids."""
-        # Equally near copies are used round-robin, from a different first copy on each rank.
+        """Return rank and slot of each pair, which ranks need each token, and the invalid ids.
+
+        The shapes are (T, K), (T, K) and (W, T); the last result is the number of invalid ids.
+        """
+        # Equally near copies are used round-robin. Each rank begins with another copy.
         rank_TK, slot_TK, invalid = pairs_to_slots(
             ids_TK, self.tables(ids_TK.device), first_token=self.manager.rank, together=True
         )
@@ -161,9 +166,9 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
     def _unpack(
         self, call: CallState, blocks: list[torch.Tensor], scale: torch.Tensor | None
     ) -> tuple[ContiguousTokens, torch.Tensor | None]:
-        """Return the received rows, and their router weights if they are still to be applied.
+        """Return the received rows, and the router weights that `finalize` must apply, or None.
 
-        scale: scales that are not in the rows.
+        scale: the scale if all rows share one.
         """
         rows = self.rows.unpack(call, blocks)
         weights_RK = None if self.problem.apply_router_weight_on_input else rows.weights_RK
@@ -180,13 +185,13 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
     def arrange(
         self, tokens: ContiguousTokens, handle: All2AllHandle
     ) -> tuple[Dispatched, All2AllHandle]:
-        """Return the received rows in the experts' format, and the handle that `sum_rows` needs."""
+        """Return the received rows in the format of the experts, and a handle for `sum_rows`."""
         return tokens, handle
 
     def sum_rows(
         self, expert_output: torch.Tensor, handle: All2AllHandle, reduce: TopKWeightAndReduce
     ) -> None:
-        """handle.sum_RH = this rank's weighted sum of the pairs of each received row."""
+        """Write the weighted sum of the pairs of each received row to handle.sum_RH."""
         weights_RK, out = handle.topk_weights_RK, handle.sum_RH
         weight_and_reduce(expert_output, weights_RK, self.problem, reduce=reduce, out=out)
 
@@ -202,11 +207,11 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
         out: torch.Tensor,
     ) -> None:
         part_handle = self.check_handle(handle, All2AllHandle)
-        sent = part_handle.fixed
+        sent = part_handle.fixed_call
         self.sum_rows(expert_output, part_handle, reduce)
-        if self.fixed is not None and sent is not None:
+        if self.fixed_capacity is not None and sent is not None:
             with stages.stage(stages.COMBINE):
-                self.fixed.combine(sent, out)
+                self.fixed_capacity.combine(sent, out)
             return
         take, (tokens, hidden) = part_handle.call.workspace.take, out.shape
         to_W, from_W, token_N = part_handle.to_W, part_handle.from_W, part_handle.token_N
@@ -223,7 +228,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
                     phase="combine",
                 ).wait()
             sum_TH = take("tokens_sum", (tokens, hidden)).zero_()
-            # Each rank returns a token at most once, so a token's sum is in rank order.
+            # A token is at most once among the rows of a rank, so its sum is in rank order.
             for token_R, partial_RH in zip(
                 torch.split_with_sizes(token_N, to_W),
                 torch.split_with_sizes(partial_sums, to_W),
@@ -233,6 +238,6 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
             out.copy_(sum_TH)
 
 
-def _split_sizes(agreement: Agreement, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _split_sizes(metadata: CallMetadata, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the number of rows sent to each rank, and of rows received from each rank."""
-    return agreement.rows_WW[rank], tuple(zip(*agreement.rows_WW, strict=True))[rank]
+    return metadata.rows_WW[rank], tuple(zip(*metadata.rows_WW, strict=True))[rank]

@@ -1,4 +1,4 @@
-"""all_to_all of torch.distributed for batched experts: rows are regrouped on the receiving rank."""
+"""TorchAll2AllBatchedPrepareAndFinalize: all-to-all, then received rows are grouped by expert."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,20 +26,21 @@ from topk_reduce import TopKWeightAndReduceNaiveBatched
 
 @dataclass(frozen=True)
 class RegroupedHandle(All2AllHandle):
-    """Handle of regrouped rows.
+    """Handle of an all-to-all whose received rows are grouped by expert.
 
-    row_of_pair_RK: (R, K) int32, the batched row of each pair of a received row, -1 for none.
+    row_of_pair_RK: (R, K) int32, index in (e * C) of the batched row of each pair of a received
+        row, -1 if it has none.
     """
 
     row_of_pair_RK: torch.Tensor
 
 
 class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
-    """Dispatch as TorchAll2AllPrepareAndFinalize does, then regroup rows by expert.
+    """Send rows as TorchAll2AllPrepareAndFinalize does, then group them by expert.
 
-    On each rank the (R, H) received rows become (e, R, H), one per row and expert, ordered by
-    sending rank, then token, as in BatchedPrepareAndFinalize. There is capacity for problem.tokens
-    of every rank.
+    The R received rows, (R, H), are copied to the batched format, (e, C, H), once for each of their
+    local experts. The rows of an expert are in the order of sending rank and token. The capacity C
+    is sufficient for problem.tokens tokens of every rank.
     """
 
     replayable = True
@@ -77,7 +78,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
 
     @property
     def _rows_have_scales(self) -> bool:
-        """Return whether each row is sent with its own scales."""
+        """Whether each row is sent with its own scales."""
         scheme = self.problem.scheme
         shared = scheme.static or has_shared_scale(self.problem)
         return scheme.dispatched_quantized and not shared
@@ -86,8 +87,8 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         self, tokens: ContiguousTokens, handle: All2AllHandle
     ) -> tuple[Dispatched, RegroupedHandle]:
         take, (rows, hidden), e = handle.call.workspace.take, tokens.x_TH.shape, self.problem.e
-        # In an exchange of fixed size, some rows are no tokens.
-        capacity = self.rounded(rows if self.fixed is None else self.rows_received)
+        # In a fixed-capacity exchange, some of the rows are unused.
+        capacity = self.rounded(rows if self.fixed_capacity is None else self.rows_received)
         row_of_pair_RK = take("row_of_pair", (rows, self.problem.top_k))
         counts_e = take("expert_counts", (e,))
         scratch = assign_rows_scratch(rows, self.problem.top_k, e)

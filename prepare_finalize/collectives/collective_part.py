@@ -1,4 +1,4 @@
-"""CollectivePart: base of the parts that exchange packed rows over torch.distributed."""
+"""CollectivePart: base of the parts that exchange rows with collectives of torch.distributed."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -7,10 +7,13 @@ from typing import ClassVar
 
 import torch
 
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements
 from modular_kernel.contracts import CallState, Receiver
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops.expert_slots import number_pairs
-from modular_kernel.spec.problem import Problem
+from modular_kernel.ops.quantize import scale_shape
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, STORAGE
+from modular_kernel.spec.problem import ActivationFormat, Problem, Reduce
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -21,33 +24,47 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.collectives.block_layouts import layouts_of
 from prepare_finalize.common.blocks import BlockLayout, ReceivedColumns, SentRows
-from prepare_finalize.common.fixed_exchange import FixedCall, FixedExchange
-from prepare_finalize.common.group_part import RowsPart
+from prepare_finalize.common.fixed_capacity import FixedCapacityCall, FixedCapacityExchange
+from prepare_finalize.common.group_part import PackedRowsPart
 from prepare_finalize.common.tokens import dispatches_quantized, quantize_tokens, token_specs
 
+# Requirements of the parts over collectives, in the contiguous format.
+CONTIGUOUS = PrepareFinalizeRequirements(
+    activation_format=ActivationFormat.STANDARD,
+    reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
+    localizes_ids=True,
+    dispatch_schemes=ACTIVATION_SCHEMES,
+    world_sizes=(2, None),
+    linear_placement=False,
+    graph_capturable=True,
+    graph_on_request=True,
+    lora=True,
+)
 
-class CollectivePart(RowsPart):
-    """Base of parts whose exchanges either have counted rows or a fixed size.
 
-    By default, ranks exchange row counts before every call, read them on the host, and send just
-    the rows that are needed (`fixed` is None). With Problem(graph=True) or
-    TorchGroup(checked=False), they send blocks of a fixed size instead (`fixed`). The host then
-    reads nothing after the layer's first call, and calls can be captured in a CUDA graph.
+class CollectivePart(PackedRowsPart):
+    """Base of parts that exchange rows with an all-gather or an all-to-all.
+
+    By default, ranks exchange row counts before every call, read them on the host, and send exactly
+    the rows that are needed (`send_with_counts`). `fixed_capacity` is None then.
+
+    With Problem(graph=True) or TorchGroup(checked=False), they send blocks of a fixed capacity
+    instead (`common.fixed_capacity`). The host then reads nothing after the layer's first call, and
+    calls can be captured in a CUDA graph.
     """
 
-    gathers: ClassVar[bool] = False  # whether each rank sends the same rows to all ranks
-    fixed: FixedExchange | None = None
+    uses_all_gather: ClassVar[bool] = False  # whether each rank sends the same rows to all ranks
+    fixed_capacity: FixedCapacityExchange | None = None
     keeps_expert_output = True
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
         from prepare_finalize.collectives.compile_cases import launch_all, problems
 
-        calls = {"": partial(launch_all, shares_block=True)}
-        if not cls.gathers:
-            calls[", a block for each rank"] = partial(launch_all, shares_block=False)
+        calls = {"": partial(launch_all, has_single_block=True)}
+        if not cls.uses_all_gather:
+            calls[", a block for each rank"] = partial(launch_all, has_single_block=False)
         return {
             f"{problem}{suffix}": partial(call, problem)
             for problem in problems()
@@ -59,19 +76,21 @@ class CollectivePart(RowsPart):
         if problem.graph or not self.manager.checked:
             self._check_max_received()
             rows = self.rows_per_rank
-            self.fixed = FixedExchange(self.layer, rows=rows, gathers=self.gathers)
+            self.fixed_capacity = FixedCapacityExchange(
+                self.layer, rows=rows, uses_all_gather=self.uses_all_gather
+            )
 
     def _check_max_received(self) -> None:
         """Raise ConfigurationError if problem.max_received is below one row from each rank."""
         max_received, world_size = self.problem.max_received, self.problem.parallel.world_size
         if max_received is not None and max_received < world_size:
             self.destroy()
-            need = f">= {world_size}, one row from each rank, in an exchange of fixed size"
+            need = f">= {world_size}, one row from each rank, in a fixed-capacity exchange"
             raise ConfigurationError("max_received", got=max_received, need=need)
 
     @property
     def rows_per_rank(self) -> int:
-        """Number of rows that a rank sends to each rank in an exchange of fixed size.
+        """Number of rows that a rank sends to each rank in a fixed-capacity exchange.
 
         It is problem.tokens, which no routing exceeds, or an equal share of problem.max_received.
         """
@@ -82,22 +101,22 @@ class CollectivePart(RowsPart):
 
     @property
     def rows_received(self) -> int:
-        """Maximum number of tokens that this rank receives."""
-        if self.fixed is None:
+        """Maximum number of tokens that this rank receives, without unused rows."""
+        if self.fixed_capacity is None:
             return self.max_rows
-        return self.fixed.rows * self.manager.world_size
+        return self.fixed_capacity.rows * self.manager.world_size
 
     @cached_property
     def _layouts(self) -> dict[bool, BlockLayout]:
-        return layouts_of(self.problem, self.rows_per_rank)
+        return make_block_layouts(self.problem, self.rows_per_rank)
 
-    def fixed_specs(self, fixed: FixedExchange) -> dict[str, BufferSpec]:
-        """Return the buffers of a call in an exchange of fixed size."""
+    def fixed_capacity_specs(self, exchange: FixedCapacityExchange) -> dict[str, BufferSpec]:
+        """Return the buffers of a call with a fixed-capacity exchange."""
         problem, layouts = self.problem, (*self._layouts.values(),)
-        rows, k = fixed.received_rows(layouts), problem.top_k
+        rows, k = exchange.received_rows(layouts), problem.top_k
         specs = {
             **token_specs(problem, problem.tokens),
-            **fixed.specs(layouts),
+            **exchange.specs(layouts),
             **self.pair_specs(problem.tokens),
             "rows_ids": BufferSpec((rows, k), torch.int32),
             "rows_weights": BufferSpec((rows, k), torch.float32),
@@ -112,64 +131,64 @@ class CollectivePart(RowsPart):
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
-        fixed = self.fixed
-        if fixed is None:
-            return self.send_counted(x_TH, routing, weights, call)
-        sent, scale = self._send_fixed(fixed, x_TH, routing, weights, call)
+        exchange = self.fixed_capacity
+        if exchange is None:
+            return self.send_with_counts(x_TH, routing, weights, call)
+        sent, scale = self._send_fixed_capacity(exchange, x_TH, routing, weights, call)
 
         def receive() -> tuple[Dispatched, Handle]:
-            received = self._receive_fixed(fixed, sent, scale, call)
+            received = self._receive_fixed_capacity(exchange, sent, scale, call)
             weights_RK = received.routing.topk_weights_TK
             unapplied_RK = None if self.problem.apply_router_weight_on_input else weights_RK
-            return self.fixed_handle(received, sent, unapplied_RK, call)
+            return self.make_fixed_capacity_handle(received, sent, unapplied_RK, call)
 
         return receive
 
     @abstractmethod
-    def send_counted(
+    def send_with_counts(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
-        """Exchange row counts on the host, then start the exchange of as many rows."""
+        """Exchange row counts on the host, then start the exchange of exactly these rows."""
 
     @abstractmethod
-    def fixed_handle(
+    def make_fixed_capacity_handle(
         self,
         received: ContiguousTokens,
-        sent: FixedCall,
+        sent: FixedCapacityCall,
         weights_RK: torch.Tensor | None,
         call: CallState,
     ) -> tuple[Dispatched, Handle]:
-        """Return rows of an exchange of fixed size in the experts' format, and the call's handle.
+        """Return the received rows in the experts' format, and the handle of the call.
 
-        weights_RK: router weights still to apply, or None.
+        weights_RK: router weights that `finalize` must apply, or None.
         """
 
-    def _send_fixed(
+    def _send_fixed_capacity(
         self,
-        fixed: FixedExchange,
+        exchange: FixedCapacityExchange,
         x_TH: torch.Tensor,
         routing: Routing,
         weights: ExpertWeights,
         call: CallState,
-    ) -> tuple[FixedCall, torch.Tensor | None]:
-        """Send blocks of fixed size; return the exchange, and scales that are not in the rows."""
+    ) -> tuple[FixedCapacityCall, torch.Tensor | None]:
+        """Send blocks; return the started call, and the scale if all rows share one."""
         quantizes = dispatches_quantized(self.problem, call)
         layout = self._layouts[quantizes]
         local_amax = self.local_amax(x_TH, call)
-        step = fixed.begin(call, len(x_TH), x_TH.device, layout, amax=local_amax is not None)
-        if local_amax is not None:  # in the first call, agreeing has already notified peers
+        step = exchange.begin(call, len(x_TH), x_TH.device, layout, amax=local_amax is not None)
+        if local_amax is not None:  # the next collective; the handshake of a first call is another
             call.peers_notified = True
-        amax = None if local_amax is None else fixed.reduce_amax(local_amax, step)
+        amax = None if local_amax is None else exchange.reduce_amax(local_amax, step)
         numbers_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
-        if not self.numbering(x_TH.device).is_linear:  # else ids are the numbers
+        if not self.numbering(x_TH.device).is_linear:  # if it is, numbers are ids
             pairs = self.pairs(routing, call, join=False)
             number_pairs(pairs)
             numbers_TK, weights_TK = pairs.numbers_TK, pairs.weights_TK
-        buffers, out = fixed.take_buffers(layout, call), None
-        x_in_place = quantizes and fixed.shares_block
+        buffers, out = exchange.take_buffers(layout, call), None
+        x_in_place = quantizes and exchange.has_single_block
         if x_in_place:
-            own_scale = buffers.own_section("scale")[: len(x_TH)] if layout.scales else None
-            out = buffers.own_section("x")[: len(x_TH)], own_scale
+            own_scale = buffers.local_section("scale")[: len(x_TH)] if layout.scales else None
+            out = buffers.local_section("x")[: len(x_TH)], own_scale
         values, scale = quantize_tokens(
             x_TH, self.problem, weights=weights, call=call, amax=amax, out=out
         )
@@ -181,18 +200,22 @@ class CollectivePart(RowsPart):
             routing.slots_T if layout.adapters else None,
             call.invalid_ids,
         )
-        sent = fixed.send(rows, buffers, call, step, x_in_place=x_in_place)
+        sent = exchange.send(rows, buffers, call, step, x_in_place=x_in_place)
         return sent, None if layout.scales else scale
 
-    def _receive_fixed(
-        self, fixed: FixedExchange, sent: FixedCall, scale: torch.Tensor | None, call: CallState
+    def _receive_fixed_capacity(
+        self,
+        exchange: FixedCapacityExchange,
+        sent: FixedCapacityCall,
+        scale: torch.Tensor | None,
+        call: CallState,
     ) -> ContiguousTokens:
-        """Return the received rows; rows without a token have the ids -1.
+        """Return the received rows. Unused rows have slots of -1.
 
-        scale: scales that are not in the rows.
+        scale: the scale if all rows share one.
         """
         take, layout = call.workspace.take, sent.layout
-        rows, k = fixed.received_rows((layout,)), layout.top_k
+        rows, k = exchange.received_rows((layout,)), layout.top_k
         columns = ReceivedColumns(
             self.problem.e,
             take("rows_ids", (rows, k)),
@@ -200,7 +223,7 @@ class CollectivePart(RowsPart):
             take("rows_scale", (rows, layout.scales)) if layout.scales else None,
             take("rows_adapters", (rows,)) if layout.adapters else None,
         )
-        x_RH = fixed.receive(sent, columns)
+        x_RH = exchange.receive(sent, columns)
         return self.local_tokens(
             call,
             x_RH,
@@ -212,24 +235,46 @@ class CollectivePart(RowsPart):
 
     @property
     def buffer_rows(self) -> int:
-        """Maximum number of rows of the experts' input. In fixed exchanges some are no tokens."""
-        if self.fixed is None:
+        """Maximum number of rows of the experts' input, including unused rows of blocks."""
+        if self.fixed_capacity is None:
             return self.max_rows
-        return self.fixed.received_rows((*self._layouts.values(),))
+        return self.fixed_capacity.received_rows((*self._layouts.values(),))
 
     def dispatch_shape(self, tokens: int) -> DispatchShape:
         return ContiguousShape(self.buffer_rows, self.problem.top_k)
 
     def may_replay(self) -> bool:
-        return self.fixed is not None
+        return self.fixed_capacity is not None
 
     def may_record(self) -> bool:
-        return self.fixed is not None and self.fixed.is_established
+        return self.fixed_capacity is not None and self.fixed_capacity.is_established
 
     def check(self) -> None:
-        if self.fixed is not None:
-            self.fixed.check()
+        if self.fixed_capacity is not None:
+            self.fixed_capacity.check()
 
     def refuse(self, error: Exception) -> None:
-        if self.fixed is None or not self.fixed.refuse(error):
+        if self.fixed_capacity is None or not self.fixed_capacity.refuse(error):
             super().refuse(error)
+
+
+def make_block_layouts(problem: Problem, rows: int) -> dict[bool, BlockLayout]:
+    """Return the layouts of blocks with a capacity of `rows` rows.
+
+    The keys say whether rows are quantized. There is one for True only if the scheme quantizes
+    activations before the dispatch.
+    """
+    scheme, layouts = problem.scheme, {}
+    for quantized in {False, scheme.dispatched_quantized}:
+        scales = 0
+        if quantized and scheme.activation_granularity != "tensor":
+            scales = scale_shape(scheme, 1, problem.hidden)[1]
+        layouts[quantized] = BlockLayout(
+            rows,
+            problem.hidden,
+            STORAGE[scheme.activation] if quantized else problem.dtype,
+            problem.top_k,
+            scales,
+            problem.adapters is not None,
+        )
+    return layouts

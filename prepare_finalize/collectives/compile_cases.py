@@ -1,4 +1,4 @@
-"""Launches of exchanges of fixed size on meta tensors, for `mk compile`."""
+"""Launches of the kernels of fixed-capacity exchanges on meta tensors, for `mk compile`."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.spec.problem import MAX_TOP_K, Parallel, Problem
-from prepare_finalize.collectives.block_layouts import layouts_of
+from prepare_finalize.collectives.collective_part import make_block_layouts
 from prepare_finalize.common.blocks import (
     Blocks,
     BlockSums,
@@ -15,7 +15,7 @@ from prepare_finalize.common.blocks import (
     ReceivedColumns,
     SentRows,
     fill_blocks,
-    keep_local,
+    mask_remote_pairs,
     read_blocks,
     sum_blocks,
 )
@@ -33,17 +33,17 @@ def problems() -> tuple[Problem, ...]:
     return problems_with(_CHANGES)
 
 
-def launch_all(problem: Problem, *, shares_block: bool) -> None:
-    """Launch every kernel of a call, for quantized rows if the scheme has them.
+def launch_all(problem: Problem, *, has_single_block: bool) -> None:
+    """Launch every kernel of a call, with quantized rows if the scheme quantizes activations.
 
-    shares_block: see `FixedExchange`.
+    has_single_block: see `FixedCapacityExchange`.
     """
-    layout = layouts_of(problem, problem.tokens)[problem.scheme.dispatched_quantized]
+    layout = make_block_layouts(problem, problem.tokens)[problem.scheme.dispatched_quantized]
     world, tokens, k = problem.parallel.world_size, problem.tokens, problem.top_k
     ranks = Ranks(problem.parallel.rank, world, count_slots_per_rank(problem.placement))
     status = DeviceStatus(world, META)
     counter, header_F = CallCounter(status, 1), empty(len(FIELDS), dtype=torch.int64)
-    row_of_token_WT = None if shares_block else empty(world, tokens)
+    row_of_token_WT = None if has_single_block else empty(world, tokens)
     rows = SentRows(
         empty(tokens, problem.hidden, dtype=layout.dtype),
         empty(tokens, layout.scales, dtype=torch.float32) if layout.scales else None,
@@ -65,7 +65,7 @@ def launch_all(problem: Problem, *, shares_block: bool) -> None:
     fill_blocks(few, blocks, row_of_token_WT=row_of_token_WT, **outputs)
     fill_blocks(rows, blocks, row_of_token_WT=row_of_token_WT, **outputs)
     fill_blocks(replace(rows, adapters_T=None), blocks, row_of_token_WT=row_of_token_WT, **outputs)
-    if shares_block and problem.scheme.dispatched_quantized:
+    if has_single_block and problem.scheme.dispatched_quantized:
         in_place = replace(rows, scale_TG=None)
         fill_blocks(in_place, blocks, row_of_token_WT=None, x_in_place=True, **outputs)
     num_rows = world * layout.block_rows
@@ -85,7 +85,7 @@ def launch_all(problem: Problem, *, shares_block: bool) -> None:
 
 
 def launch_headers(problem: Problem) -> None:
-    """Launch the kernels of a call that sends no rows."""
+    """Launch the kernels of a call with replicated tokens, which sends no rows."""
     world, shape = problem.parallel.world_size, (problem.tokens, problem.hidden)
     status = DeviceStatus(world, META)
     counter, header_F = CallCounter(status, 1), empty(len(FIELDS), dtype=torch.int64)
@@ -94,6 +94,6 @@ def launch_headers(problem: Problem) -> None:
     status.verify(headers_WF, header_F, empty(4, dtype=torch.int64))
     pairs = empty(problem.tokens, problem.top_k)
     ranks = Ranks(problem.parallel.rank, world, problem.e)
-    keep_local(pairs, torch.empty_like(pairs, dtype=torch.float32), ranks, problem.e)
+    mask_remote_pairs(pairs, torch.empty_like(pairs, dtype=torch.float32), ranks, problem.e)
     sums = BlockSums(empty(1, *shape, dtype=torch.float32), Ranks(0, 1, 0), 0, 0)
     sum_blocks(sums, empty(*shape, dtype=problem.dtype), None, counter)

@@ -1,4 +1,7 @@
-"""Replicated tokens: no dispatch, and one all-reduce to combine."""
+"""ReplicatedEPPrepareAndFinalize: all ranks have all tokens, and an all-reduce combines them.
+
+No rows are dispatched. The ranks only exchange metadata, to check that they make the same call.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,31 +20,36 @@ from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.spec.problem import Problem, Reduce
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.collectives.requirements import CONTIGUOUS
-from prepare_finalize.common.agreement import agree, check_equal_tokens, refusal_index
-from prepare_finalize.common.blocks import BlockSums, Ranks, keep_local, sum_blocks
-from prepare_finalize.common.device_agreement import DeviceAgreement
+from prepare_finalize.collectives.collective_part import CONTIGUOUS
+from prepare_finalize.common.blocks import BlockSums, Ranks, mask_remote_pairs, sum_blocks
+from prepare_finalize.common.device_handshake import DeviceHandshake
 from prepare_finalize.common.device_status import FIELDS, NOT_REFUSED, TOKENS
-from prepare_finalize.common.group_part import AgreeingPart, PartHandle
-from prepare_finalize.common.repeated_exchange import RepeatedExchange
+from prepare_finalize.common.group_part import HandshakePart, PartHandle
+from prepare_finalize.common.handshake import check_equal_tokens, exchange_metadata, refusal_index
+from prepare_finalize.common.replayable_exchange import ReplayableExchange
 from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_and_reduce
 
 
 @dataclass(frozen=True)
 class _HeaderExchange:
-    """An exchange of headers: headers_WF (W, F) int64, as received, and own_F, as sent."""
+    """An all-gather of headers.
 
-    exchange: RepeatedExchange
+    - headers_WF: (W, F) int64, the received headers.
+    - local_header_F: (F,) int64, the header of this rank.
+    """
+
+    exchange: ReplayableExchange
     headers_WF: torch.Tensor
-    own_F: torch.Tensor
+    local_header_F: torch.Tensor
 
 
 @dataclass(frozen=True)
 class ReplicatedHandle(PartHandle):
     """Handle of a call with replicated tokens.
 
-    topk_weights_TK: router weights still to apply, or None. headers: the exchange of headers, if
-    ranks agree on the device.
+    - step: number of the call among the calls of the manager.
+    - topk_weights_TK: router weights that `finalize` must apply, or None.
+    - headers: the all-gather of headers in a device handshake, or None.
     """
 
     step: int
@@ -49,20 +57,20 @@ class ReplicatedHandle(PartHandle):
     headers: "_HeaderExchange | None"
 
 
-class ReplicatedEPPrepareAndFinalize(AgreeingPart):
+class ReplicatedEPPrepareAndFinalize(HandshakePart):
     """Compute the pairs of local experts on each rank, and all-reduce the sums.
 
     x, routing and the output are the same on all ranks. Sums are reduced in float32 and rounded to
-    the problem's dtype once. The backend chooses the order of the all-reduce, so the last bits are
-    not deterministic.
+    the problem's dtype once. The backend chooses the order of additions in the all-reduce, so the
+    last bits are not deterministic.
 
-    Ranks agree on T on the host before every call. With Problem(graph=True) or
-    TorchGroup(checked=False), they do so on the device after the first call. On GPUs, a call whose
-    T differs between ranks then fails when the all-reduce reaches its deadline.
+    Ranks compare T on the host before every call. With Problem(graph=True) or
+    TorchGroup(checked=False), they compare it on the device after the first call. On GPUs, a call
+    whose T differs between ranks then fails when the all-reduce reaches its deadline.
     """
 
     replayable = True
-    prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
+    prefer_local_copies = False  # all ranks select copies for all tokens, and must select the same
 
     requires = replace(CONTIGUOUS, replicated_input=True, deterministic=False)
 
@@ -74,10 +82,10 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
-        self._device_agreement: DeviceAgreement | None = None
+        self._device_handshake: DeviceHandshake | None = None
         if problem.graph or not self.manager.checked:
-            self.layer.on_device = True
-            self._device_agreement = DeviceAgreement(self.layer, rows=0, equal_tokens=True)
+            self.layer.uses_device_handshake = True
+            self._device_handshake = DeviceHandshake(self.layer, rows=0, equal_tokens=True)
 
     def num_dispatchers(self) -> int:
         return 1
@@ -95,47 +103,47 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         }
 
     def may_replay(self) -> bool:
-        return self._device_agreement is not None
+        return self._device_handshake is not None
 
     def may_record(self) -> bool:
-        return self._device_agreement is not None and self._device_agreement.is_established
+        return self._device_handshake is not None and self._device_handshake.is_established
 
     def check(self) -> None:
-        if self._device_agreement is not None:
-            self._device_agreement.check()
+        if self._device_handshake is not None:
+            self._device_handshake.check()
 
     def refuse(self, error: Exception) -> None:
-        agreement, manager = self._device_agreement, self.manager
-        if agreement is None or not agreement.is_established:
+        handshake, manager = self._device_handshake, self.manager
+        if handshake is None or not handshake.is_established:
             super().refuse(error)
             return
-        if manager.is_capturing():  # other ranks see that the call does not arrive
+        if manager.is_capturing():  # the other ranks time out
             return
         with suppress(CommunicationError, UnsupportedError):  # the manager is closed
-            step, device = agreement.next_step(), torch.device(manager.device)
+            step, device = handshake.next_step(), torch.device(manager.device)
             headers = torch.empty(
                 (manager.world_size + 1) * len(FIELDS), dtype=torch.int64, device=device
             )
-            sent = self._exchange_headers(headers, agreement, 0, step, refusal_index(error))
+            sent = self._exchange_headers(headers, handshake, 0, step, refusal_index(error))
             sent.exchange.wait()
-            self._verify_headers(agreement, sent)
+            self._verify_headers(handshake, sent)
             # The other ranks reduce the sums of all their tokens.
             tokens = int(sent.headers_WF[:, TOKENS].max())
             sums = torch.zeros(tokens, self.problem.hidden, dtype=torch.float32, device=device)
             if tokens:
                 manager.all_reduce(sums, step=step, phase="combine").wait()
-            self._end_call(agreement, sums, sums)
+            self._end_call(handshake, sums, sums)
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> tuple[Dispatched, Handle]:
         self.manager.check_device(x_TH.device)
         with stages.stage(stages.DISPATCH):  # sends no rows, but the handshake takes time
-            if self._device_agreement is None:
-                step, headers = self._agree(x_TH, call), None
+            if self._device_handshake is None:
+                step, headers = self._exchange_metadata(x_TH, call), None
                 slots_TK, weights_TK = self._local_pairs(routing, call, first_token=step)
             else:
-                step, headers = self._send_header(self._device_agreement, x_TH, call)
+                step, headers = self._send_header(self._device_handshake, x_TH, call)
                 slots_TK, weights_TK = self._local_pairs_on_device(routing, call)
         rows, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call)
         unapplied_TK = None if self.problem.apply_router_weight_on_input else weights_TK
@@ -143,68 +151,73 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         adapters = () if routing.slots_T is None else (routing.slots_T, x_TH)
         return self.local_tokens(call, rows, scale, slots_TK, weights_TK, *adapters), handle
 
-    def _agree(self, x_TH: torch.Tensor, call: CallState) -> int:
-        """Agree with all ranks on the host; return the step."""
+    def _exchange_metadata(self, x_TH: torch.Tensor, call: CallState) -> int:
+        """Run the handshake on the host; return the step."""
         no_rows = [0] * self.manager.world_size
-        agreement = agree(
+        metadata = exchange_metadata(
             self.layer,
             call,
             tokens=x_TH.shape[0],
             rows_W=no_rows,
             device=x_TH.device,
         )
-        check_equal_tokens(self.manager, agreement)
-        return agreement.step
+        check_equal_tokens(self.manager, metadata)
+        return metadata.step
 
     def _send_header(
-        self, agreement: DeviceAgreement, x_TH: torch.Tensor, call: CallState
+        self, handshake: DeviceHandshake, x_TH: torch.Tensor, call: CallState
     ) -> tuple[int, _HeaderExchange]:
-        """Start the exchange of headers, which runs beside the experts; return it and the step."""
+        """Start the all-gather of headers, which overlaps with the experts.
+
+        Return the step and the all-gather.
+        """
         tokens = x_TH.shape[0]
-        step = agreement.begin(call, tokens, x_TH.device)
+        step = handshake.begin(call, tokens, x_TH.device)
         shape = ((self.manager.world_size + 1) * len(FIELDS),)
         headers = call.workspace.take("headers", shape)
         call.peers_notified = True
-        return step, self._exchange_headers(headers, agreement, tokens, step)
+        return step, self._exchange_headers(headers, handshake, tokens, step)
 
     def _exchange_headers(
         self,
         headers: torch.Tensor,
-        agreement: DeviceAgreement,
+        handshake: DeviceHandshake,
         tokens: int,
         step: int,
         refusal: int = NOT_REFUSED,
     ) -> _HeaderExchange:
-        """Write this rank's header and start its exchange.
+        """Write the header of this rank and start the all-gather of headers.
 
-        headers: ((W + 1) * F,) int64, buffer of the received headers and of this rank's.
+        headers: ((W + 1) * F,) int64, buffer for the received headers, then that of this rank.
         """
         received, header = headers[: -len(FIELDS)], headers[-len(FIELDS) :]
-        agreement.counter.write_header(header, tokens, refusal=refusal)
+        handshake.counter.write_header(header, tokens, refusal=refusal)
         manager = self.manager
-        exchange = RepeatedExchange(
+        exchange = ReplayableExchange(
             manager, lambda step: manager.all_gather(received, header, step=step, phase="dispatch")
         )
         exchange.start(step)
         return _HeaderExchange(exchange, received.view(-1, len(FIELDS)), header)
 
-    def _verify_headers(self, agreement: DeviceAgreement, sent: _HeaderExchange) -> None:
-        """Verify the headers of all ranks; on a CPU, raise the error before the all-reduce.
+    def _verify_headers(self, handshake: DeviceHandshake, sent: _HeaderExchange) -> None:
+        """Verify the headers of all ranks.
 
-        gloo ends the process if the sizes of an all-reduce differ.
+        On a CPU, raise the error immediately, because gloo ends the process if ranks all-reduce
+        tensors of different sizes.
         """
-        agreement.status.verify(sent.headers_WF, sent.own_F, agreement.limits)
+        handshake.status.verify(sent.headers_WF, sent.local_header_F, handshake.limits)
         if self.manager.device == "cpu":
-            agreement.raise_failure()
-            repeat_in_replays(agreement.raise_failure)
+            handshake.raise_failure()
+            repeat_in_replays(handshake.raise_failure)
 
     def _local_pairs(
         self, routing: Routing, call: CallState, first_token: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the int32 slots and the weights of this rank's pairs, -1 and 0 for others.
+        """Return slots, int32, and weights, with -1 and 0 for pairs of other ranks.
 
-        first_token: the same on every rank. If it is the step, even calls of one token use all
-        copies of an expert round-robin.
+        first_token: number of the first token, from which the copies of a replicated expert are
+            chosen round-robin. It must be the same on every rank. The step of the call distributes
+            even calls of one token over all copies.
         """
         tables = self.tables(routing.topk_ids_TK.device)
         rank_TK, slot_TK, invalid = pairs_to_slots(
@@ -218,16 +231,16 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     def _local_pairs_on_device(
         self, routing: Routing, call: CallState
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the results of `_local_pairs` in two launches.
+        """Return the results of `_local_pairs`, with two launches that can be replayed.
 
-        All pairs of a token use the same copy. The choice depends on the token alone, because a
-        step would be a constant in a CUDA graph.
+        The choice of a copy depends only on the index of the token, because the step would be a
+        constant in a CUDA graph.
         """
         pairs = self.pairs(routing, call, join=False)
         pairs = replace(pairs, numbering=replace(pairs.numbering, first_token=0))
         number_pairs(pairs)
         ranks = Ranks(self.manager.rank, self.manager.world_size, pairs.numbering.slots)
-        keep_local(pairs.numbers_TK, pairs.weights_TK, ranks, self.problem.e)
+        mask_remote_pairs(pairs.numbers_TK, pairs.weights_TK, ranks, self.problem.e)
         return pairs.numbers_TK, pairs.weights_TK
 
     def finalize(
@@ -240,38 +253,38 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     ) -> None:
         part_handle = self.check_handle(handle, ReplicatedHandle)
         sum_TH = part_handle.call.workspace.take("tokens_sum", tuple(out.shape))
-        weights_TK, agreement = part_handle.topk_weights_TK, self._device_agreement
-        if agreement is not None and reduce.kind is Reduce.NOOP:
-            # A launch, unlike a copy by torch, can be replayed.
+        weights_TK, handshake = part_handle.topk_weights_TK, self._device_handshake
+        if handshake is not None and reduce.kind is Reduce.NOOP:
+            # A copy by torch could not be replayed; this launch can.
             weight_and_sum(expert_output[:, None], None, scale=1.0, out=sum_TH)
         else:
             weight_and_reduce(expert_output, weights_TK, self.problem, reduce=reduce, out=sum_TH)
         with stages.stage(stages.COMBINE):
-            if agreement is not None and part_handle.headers is not None:
-                self._all_reduce_fixed(agreement, part_handle.headers, part_handle.step, sum_TH)
-                self._end_call(agreement, sum_TH, out)
+            if handshake is not None and part_handle.headers is not None:
+                self._all_reduce_on_device(handshake, part_handle.headers, part_handle.step, sum_TH)
+                self._end_call(handshake, sum_TH, out)
                 return
-            if out.numel():  # the same on every rank, since T is
+            if out.numel():  # all ranks have the same T, so all or none make the all-reduce
                 self.manager.all_reduce(sum_TH, step=part_handle.step, phase="combine").wait()
             out.copy_(sum_TH)
 
-    def _all_reduce_fixed(
-        self, agreement: DeviceAgreement, headers: _HeaderExchange, step: int, sum_TH: torch.Tensor
+    def _all_reduce_on_device(
+        self, handshake: DeviceHandshake, headers: _HeaderExchange, step: int, sum_TH: torch.Tensor
     ) -> None:
-        """Verify the headers of all ranks, and sum over ranks, without waiting on the host."""
+        """Verify the headers of all ranks and all-reduce the sums, without waiting on the host."""
         manager = self.manager
         headers.exchange.wait()
-        self._verify_headers(agreement, headers)
+        self._verify_headers(handshake, headers)
         if sum_TH.numel():
-            reduction = RepeatedExchange(
+            reduction = ReplayableExchange(
                 manager, lambda step: manager.all_reduce(sum_TH, step=step, phase="combine")
             )
             reduction.start(step)
             reduction.wait()
 
     def _end_call(
-        self, agreement: DeviceAgreement, sum_TH: torch.Tensor, out_TH: torch.Tensor
+        self, handshake: DeviceHandshake, sum_TH: torch.Tensor, out_TH: torch.Tensor
     ) -> None:
-        """Round the sums to the output, or write NaN after a failure, and count the call's end."""
-        sums = BlockSums(sum_TH[None], Ranks(0, 1, 0), first_block=0, own_block=0)
-        sum_blocks(sums, out_TH, None, agreement.counter)
+        """Count the end of the call; write the rounded sums, or NaN after a failure, to out_TH."""
+        sums = BlockSums(sum_TH[None], Ranks(0, 1, 0), first_block=0, local_block=0)
+        sum_blocks(sums, out_TH, None, handshake.counter)

@@ -1,1 +1,1 @@
-"""Code shared by parts over ranks: the process group, agreement between ranks, packed rows."""
+"""Code shared by parts over ranks: process groups, handshakes, and the layout of exchanged rows."""

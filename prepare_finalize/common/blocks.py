@@ -1,9 +1,15 @@
-"""Blocks of rows of a fixed size: their layout, and the operations that fill, read and sum them.
+"""Blocks of a fixed number of rows: their layout, and the operations that fill, read and sum them.
 
-A rank sends one block to each rank, or the same block to all. A block begins with the activations
-of its rows. The other columns and a header follow, padded to a multiple of the size of an
-activation row. Received blocks are therefore one (W * block rows, H) matrix, which experts read in
-place. Its rows that are not activations have no experts.
+A rank sends one block to each rank, or a single block to all ranks. A block has these sections:
+
+    x (rows, H) | scale | numbers (rows, K) | weights (rows, K) | adapters | header | padding
+
+The size of a block is a multiple of the size of a row of x. W received blocks are therefore one
+(W * block_rows, H) matrix of activations, which the experts read without a copy. The rows of this
+matrix that hold the other sections, and unused rows, get slots of -1, so that no expert reads them.
+
+The numbers are those of expert slots, counted over all ranks: the expert in slot s of rank r has
+the number r * slots + s. A pair is one token with one of its K experts.
 """
 
 import math
@@ -27,23 +33,23 @@ from prepare_finalize.common.device_status import (
 
 _ALIGNMENT = 16  # bytes; every section begins at a multiple
 _HEADER_BYTES = 8 * len(FIELDS)
-_MAX_BLOCK = 4096  # bytes of a row that a program copies at a time
-_SCAN_PAIRS = 4096  # pairs that a program reads at a time to find the rows of tokens
-_SPLIT_TOKENS = 16  # maximum number of tokens whose columns are split over programs
-_PAIRS = 128  # pairs per program that replaces numbers
-_SUM_BLOCK = 2048  # columns per program that sums
-# Integers with which kernels copy values, by itemsize.
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MAX_COPY_BYTES = 4096  # bytes of a row that a program of fill_blocks copies at a time
+_SCAN_PAIRS = 4096  # pairs that a program of fill_blocks reads at a time to count rows
+_MAX_SPLIT_TOKENS = 16  # maximum T for which several programs of fill_blocks share a row
+_PAIRS_PER_PROGRAM = 128  # of mask_remote_pairs
+_SUM_COLUMNS = 2048  # columns per program of sum_blocks
+# Integer dtypes, by itemsize, as which kernels copy values of any dtype.
+_INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class BlockLayout:
     """Layout of a block.
 
-    - rows: maximum number of rows of a block.
+    - rows: capacity of a block.
     - hidden, dtype: columns and dtype of the activations.
     - top_k: number of pairs of a row.
-    - scales: number of float32 scales of a row, 0 if rows have none of their own.
+    - scales: number of float32 scales of a row; 0 if they are not sent.
     - adapters: whether rows have an adapter slot.
     """
 
@@ -56,7 +62,7 @@ class BlockLayout:
 
     @cached_property
     def sections(self) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
-        """First byte, shape and dtype of the sections of a block, by name."""
+        """First byte, shape and dtype of each section of a block, by name."""
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "x": ((self.rows, self.hidden), self.dtype),
             "scale": ((self.rows, self.scales), torch.float32),
@@ -73,9 +79,9 @@ class BlockLayout:
 
     @cached_property
     def block_rows(self) -> int:
-        """Size of a block in activation rows, the last of which hold the other sections."""
+        """Size of a block in rows of activations, of which the last hold the other sections."""
         row_bytes = self.hidden * self.dtype.itemsize
-        multiple = _ALIGNMENT // math.gcd(_ALIGNMENT, row_bytes)  # so that all blocks are aligned
+        multiple = _ALIGNMENT // math.gcd(_ALIGNMENT, row_bytes)  # keeps every block aligned
         start, _, _ = self.sections["header"]
         return math.ceil((start + _HEADER_BYTES) / row_bytes / multiple) * multiple
 
@@ -84,7 +90,7 @@ class BlockLayout:
         return self.block_rows * self.hidden * self.dtype.itemsize
 
     def section(self, blocks_SB: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a section of all blocks, a view (S, *shape). blocks_SB: (S, nbytes) uint8."""
+        """Return a section of S blocks, (S, nbytes) uint8, as a view (S, *shape)."""
         start, shape, dtype = self.sections[name]
         end = start + math.prod(shape) * dtype.itemsize
         return blocks_SB[:, start:end].view(dtype).view(len(blocks_SB), *shape)
@@ -96,13 +102,15 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class SentRows:
-    """The tokens of a call, T of them, as they are sent.
+    """The tokens of a call that are to be sent.
 
-    - x_TH: activations in the dtype of the layout. scale_TG: their scales, float32, or None.
-    - numbers_TK: int32 or int64, rank * slots + slot of the expert of each pair, -1 for none.
-      Other numbers without a slot are invalid, and count as none.
-    - weights_TK: float32 router weights. adapters_T: adapter slots, or None.
-    - invalid_ids: (1,) int32, incremented by the number of invalid numbers.
+    - x_TH: activations in the dtype of the layout.
+    - scale_TG: float32 scales of the activations, or None.
+    - numbers_TK: int32 or int64, number of the expert slot of each pair, -1 for a skipped pair.
+      Pairs with any other number outside [0, W * slots) are skipped as well.
+    - weights_TK: float32 router weights.
+    - adapters_T: adapter slots, or None.
+    - invalid_ids: (1,) int32, incremented by the number of pairs with an invalid number.
     """
 
     x_TH: torch.Tensor
@@ -126,14 +134,14 @@ class Ranks:
 class Blocks:
     """Blocks to send or received blocks.
 
-    - bytes_SB: (S, layout.nbytes) uint8. Block w is that for, or from, rank w.
-    - own_block: index of the block for this rank instead of its number.
+    - bytes_SB: (S, layout.nbytes) uint8. Block w is for, or from, rank w.
+    - local_block: index of the block for this rank itself, which may be in another place.
     """
 
     bytes_SB: torch.Tensor
     layout: BlockLayout
     ranks: Ranks
-    own_block: int
+    local_block: int
 
     def section(self, name: str) -> torch.Tensor:
         """Return a section of all blocks, a view (S, *shape)."""
@@ -142,13 +150,13 @@ class Blocks:
 
 @dataclass(frozen=True)
 class ReceivedColumns:
-    """The columns of R = W * block_rows received rows, except activations.
+    """Output tensors for the columns of R = W * block_rows received rows, except activations.
 
     - local_experts: number of experts of this rank.
-    - slots_RK: int32, the slots of this rank's pairs, -1 for others and for rows without a token.
-    - weights_RK: float32, their router weights, 0 for others.
-    - scale_RG: float32 scales, undefined for rows without a token; or None.
-    - adapters_R: int32 adapter slots, -1 for rows without a token; or None.
+    - slots_RK: int32, expert slots of this rank, -1 for pairs of other ranks and for unused rows.
+    - weights_RK: float32, router weights, 0 for pairs of other ranks and for unused rows.
+    - scale_RG: float32 scales, undefined for unused rows; or None.
+    - adapters_R: int32 adapter slots, -1 for unused rows; or None.
     """
 
     local_experts: int
@@ -160,17 +168,18 @@ class ReceivedColumns:
 
 @dataclass(frozen=True)
 class BlockSums:
-    """Sums of rows, from each rank.
+    """Blocks with the weighted sums of rows that each rank has computed.
 
     - sums_SRH: (S, block rows, H), contiguous.
-    - first_block: block first_block + w is that of rank w, except for this rank.
-    - own_block: this rank's block.
+    - first_block: index of the block from rank 0. The block from rank w is first_block + w, except
+      for this rank.
+    - local_block: index of the block of this rank.
     """
 
     sums_SRH: torch.Tensor
     ranks: Ranks
     first_block: int
-    own_block: int
+    local_block: int
 
 
 def fill_blocks(
@@ -183,16 +192,17 @@ def fill_blocks(
     refusal: int = NOT_REFUSED,
     x_in_place: bool = False,
 ) -> None:
-    """Write the rows of a call and its header to blocks; count the call in `counter`.
+    """Write the rows of a call and its header to the blocks to send, and count the call.
 
-    row_of_token_WT: (W, capacity) int32, gets the row of each token in the block for each rank, -1
-        if it has none. None writes all tokens to the block for this rank only.
-    header_F: (F,) int64, gets the header; each block gets it with its own number of rows.
+    Each block gets the tokens with an expert on its rank, in the order of tokens. Tokens beyond the
+    capacity are omitted. Unused rows are not written. One launch on a GPU.
+
+    row_of_token_WT: (W, capacity) int32, output: row of each token in the block for each rank, -1
+        if it is not there. None for a single block, blocks.local_block, which gets all tokens.
+    header_F: (F,) int64, output: header of the call. Its copies in the blocks also have the number
+        of rows of their block.
     refusal: see `device_status.FIELDS`.
-    x_in_place: whether the activations are in the block already, so that only the rest is written.
-
-    Rows of a block are in the order of tokens. Tokens beyond its capacity are left out. Rows after
-    the last one are unchanged. One launch on a GPU.
+    x_in_place: whether the activations are in the single block already.
     """
     layout, ranks = blocks.layout, blocks.ranks
     if not use_triton(blocks.bytes_SB):
@@ -200,9 +210,9 @@ def fill_blocks(
         return
     from prepare_finalize.common.kernels.blocks import fill_blocks_kernel
 
-    tokens, gathers = len(sent.x_TH), row_of_token_WT is None
+    tokens, is_single_block = len(sent.x_TH), row_of_token_WT is None
     block_k = next_power_of_2(layout.top_k)
-    shape = _fill_shape(sent, 1 if gathers else ranks.world_size, layout)
+    shape = _fill_shape(sent, 1 if is_single_block else ranks.world_size, layout)
     launch(
         fill_blocks_kernel,
         (shape.programs,),
@@ -217,7 +227,7 @@ def fill_blocks(
         capacity=layout.rows,
         row_stride=0 if row_of_token_WT is None else row_of_token_WT.stride(0),
         rank=ranks.rank,
-        own_block=blocks.own_block,
+        local_block=blocks.local_block,
         slots=ranks.slots,
         num_numbers=ranks.world_size * ranks.slots,
         HIDDEN=layout.hidden,
@@ -225,22 +235,25 @@ def fill_blocks(
         BLOCK_K=block_k,
         WORLD=ranks.world_size,
         PADDED=next_power_of_2(ranks.world_size),
-        GATHERS=gathers,
+        SINGLE_BLOCK=is_single_block,
         HAS_X=not x_in_place,
         ROWS=shape.rows,
         BLOCK=shape.block,
         SPLITS=shape.splits,
         SCAN=max(16, min(_SCAN_PAIRS // block_k, next_power_of_2(tokens))),
         NUM_FIELDS=len(FIELDS),
-        COUNT_BEGIN=counter.take_begin(),
+        COUNT_BEGIN=counter.must_count_begin(),
         num_warps=8 if shape.rows > 1 else 4,
         **pdl_arguments(),
     )
 
 
 class _FillShape(NamedTuple):
-    """Grid and tile of the launch of `fill_blocks`: tokens and columns per program, and splits.
+    """Launch shape of `fill_blocks_kernel`.
 
+    programs: size of the grid.
+    rows: tokens per program.
+    block: columns that a program copies at a time.
     splits: number of programs that share the columns of a row.
     """
 
@@ -252,15 +265,18 @@ class _FillShape(NamedTuple):
 
 def _fill_shape(sent: SentRows, num_blocks: int, layout: BlockLayout) -> _FillShape:
     tokens, hidden = sent.x_TH.shape
-    block = min(_MAX_BLOCK // layout.dtype.itemsize, next_power_of_2(hidden))
+    block = min(_MAX_COPY_BYTES // layout.dtype.itemsize, next_power_of_2(hidden))
     rows = _rows_per_program(tokens, num_blocks, sent.x_TH.device)
-    # Few tokens: split rows, so that more programs share the work.
-    splits = -(-hidden // block) if rows == 1 and tokens <= _SPLIT_TOKENS else 1
+    # With few tokens, rows are split, so that more programs share the work.
+    splits = -(-hidden // block) if rows == 1 and tokens <= _MAX_SPLIT_TOKENS else 1
     return _FillShape(1 + -(-tokens // rows) * splits * num_blocks, rows, block, splits)
 
 
 def _rows_per_program(tokens: int, blocks: int, device: torch.device) -> int:
-    """Return the number of tokens per program, a power of two: one until all SMs have programs."""
+    """Return the tokens per program, a power of two up to 8.
+
+    It is greater than 1 only if every SM has at least 8 programs.
+    """
     sms = 2
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -269,13 +285,10 @@ def _rows_per_program(tokens: int, blocks: int, device: torch.device) -> int:
 
 def _sent_arguments(sent: SentRows, layout: BlockLayout) -> dict[str, object]:
     """Return the arguments of `fill_blocks_kernel` for the rows that it reads."""
-    x_TH, scale_TG, adapters_T = (
-        sent.x_TH.view(_SAME_SIZE[layout.dtype.itemsize]),
-        sent.scale_TG,
-        sent.adapters_T,
-    )
+    x_TH = sent.x_TH.view(_INT_DTYPES[layout.dtype.itemsize])
+    scale_TG, adapters_T = sent.scale_TG, sent.adapters_T
     scales = 0 if scale_TG is None else layout.scales
-    slots = "slots" if adapters_T is not None else "nobody"
+    adapters = "slots" if adapters_T is not None else "unused"
     return {
         "x_ptr": x_TH,
         "scale_ptr": x_TH if scale_TG is None else scale_TG,
@@ -289,14 +302,14 @@ def _sent_arguments(sent: SentRows, layout: BlockLayout) -> dict[str, object]:
         "stride_weights": sent.weights_TK.stride(0),
         "SCALES": scales,
         "BLOCK_S": next_power_of_2(max(1, scales)),
-        "ADAPTERS": slots if layout.adapters else "none",
+        "ADAPTERS": adapters if layout.adapters else "none",
     }
 
 
 def _section_arguments(blocks: Blocks) -> dict[str, object]:
     """Return the arguments of `fill_blocks_kernel` for the blocks that it writes."""
     layout = blocks.layout
-    x_SRH = blocks.section("x").view(_SAME_SIZE[layout.dtype.itemsize])
+    x_SRH = blocks.section("x").view(_INT_DTYPES[layout.dtype.itemsize])
     numbers_SRK, headers_SF = blocks.section("numbers"), blocks.section("header")
     return {
         "x_blocks_ptr": x_SRH,
@@ -332,20 +345,20 @@ def _fill_blocks_ref(
     if layout.scales and sent.scale_TG is not None:
         columns["scale"] = sent.scale_TG
     if layout.adapters:
-        nobody_T = numbers_TK.new_full((tokens,), -1)
-        slots_T = nobody_T if sent.adapters_T is None else sent.adapters_T
+        unused_T = numbers_TK.new_full((tokens,), -1)
+        slots_T = unused_T if sent.adapters_T is None else sent.adapters_T
         columns["adapters"] = slots_T[:, None]
-    every_token_T = torch.ones(tokens, dtype=torch.bool, device=device)
-    indices, needs_WT = [blocks.own_block], every_token_T[None]
+    all_tokens_T = torch.ones(tokens, dtype=torch.bool, device=device)
+    indices, needs_WT = [blocks.local_block], all_tokens_T[None]
     if row_of_token_WT is not None:
-        indices = [blocks.own_block if w == ranks.rank else w for w in range(ranks.world_size)]
+        indices = [blocks.local_block if w == ranks.rank else w for w in range(ranks.world_size)]
         rank_TK = torch.where(numbers_TK < 0, -1, numbers_TK // ranks.slots)
         ranks_W = torch.arange(ranks.world_size, device=device)
         needs_WT = (rank_TK == ranks_W[:, None, None]).any(2)
         row_WT = torch.where(needs_WT, needs_WT.cumsum(1) - 1, -1)
         row_of_token_WT[:, :tokens] = torch.where(row_WT < layout.rows, row_WT, -1)
     num_rows_W = needs_WT.sum(1)
-    if counter.take_begin():
+    if counter.must_count_begin():
         counter.status.count_begin()
     header_F.copy_(counter.header(tokens, num_rows_W.max(), refusal=refusal))
     for index, needs_T, num_rows in zip(indices, needs_WT, num_rows_W, strict=True):
@@ -364,9 +377,12 @@ def read_blocks(
     header_F: torch.Tensor,
     limits: torch.Tensor,
 ) -> None:
-    """Read the columns of received blocks, and verify their headers.
+    """Read the columns of received blocks, except activations, and verify their headers.
 
-    status, header_F, limits: see `DeviceStatus.verify`. One launch on a GPU.
+    One launch on a GPU.
+
+    header_F: header of this rank, with which those of the blocks are compared.
+    limits: capacity of the layer; see `DeviceStatus.verify`.
     """
     layout, ranks = blocks.layout, blocks.ranks
     if not use_triton(blocks.bytes_SB):
@@ -441,13 +457,15 @@ def _read_blocks_ref(blocks: Blocks, out: ReceivedColumns) -> None:
         write(out.adapters_R, torch.where(has_token_WR, adapters_WR, -1), -1)
 
 
-def keep_local(
+def mask_remote_pairs(
     numbers_TK: torch.Tensor, weights_TK: torch.Tensor, ranks: Ranks, local_experts: int
 ) -> None:
-    """Replace numbers by this rank's slots, in place, -1 for others, whose weights become 0.
+    """Replace expert numbers by slots of this rank, in place.
 
-    numbers_TK: (T, K) int32, contiguous, rank * slots + slot of each pair, -1 for none.
-    weights_TK: (T, K) float32, contiguous. One launch on a GPU; none for T = 0.
+    Pairs of other ranks get slots of -1 and weights of 0. One launch on a GPU, none for T = 0.
+
+    numbers_TK: (T, K) int32, contiguous, number of the expert slot of each pair, -1 to skip it.
+    weights_TK: (T, K) float32, contiguous.
     """
     first, numel = ranks.rank * ranks.slots, numbers_TK.numel()
     if not use_triton(numbers_TK):
@@ -458,17 +476,17 @@ def keep_local(
         return
     if not numel:
         return
-    from prepare_finalize.common.kernels.blocks import keep_local_kernel
+    from prepare_finalize.common.kernels.blocks import mask_remote_pairs_kernel
 
     launch(
-        keep_local_kernel,
-        (-(-numel // _PAIRS),),
+        mask_remote_pairs_kernel,
+        (-(-numel // _PAIRS_PER_PROGRAM),),
         numbers_ptr=numbers_TK,
         weights_ptr=weights_TK,
         first=first,
         local_experts=local_experts,
         numel=numel,
-        BLOCK=_PAIRS,
+        BLOCK=_PAIRS_PER_PROGRAM,
         num_warps=1,
         **pdl_arguments(),
     )
@@ -480,13 +498,13 @@ def sum_blocks(
     row_of_token_WT: torch.Tensor | None,
     counter: CallCounter,
 ) -> None:
-    """Sum each token's rows from all ranks, in float32 in rank order; count the end of the call.
-
-    out_TH: (T, H), gets the sums, or NaN if a call of the manager has failed.
-    row_of_token_WT: (W, capacity) int32, the row of each token in each rank's block, -1 for none.
-        None: row t for token t.
+    """Add each token's rows from all ranks, in float32 in rank order, and count the call's end.
 
     One launch on a GPU.
+
+    out_TH: (T, H), output of the sums; NaN if a call of the manager has failed.
+    row_of_token_WT: (W, capacity) int32, row of each token in the block of each rank, -1 if it is
+        not there. None if it is row t for token t in every block.
     """
     tokens, hidden = out_TH.shape
     sums_SRH, ranks = sums.sums_SRH, sums.ranks
@@ -496,7 +514,7 @@ def sum_blocks(
         return
     from prepare_finalize.common.kernels.blocks import sum_blocks_kernel
 
-    block = min(_SUM_BLOCK, next_power_of_2(hidden))
+    block = min(_SUM_COLUMNS, next_power_of_2(hidden))
     launch(
         sum_blocks_kernel,
         (max(1, tokens * -(-hidden // block)),),
@@ -510,11 +528,11 @@ def sum_blocks(
         row_stride=0 if row_of_token_WT is None else row_of_token_WT.stride(0),
         rank=ranks.rank,
         first_block=sums.first_block,
-        own_block=sums.own_block,
+        local_block=sums.local_block,
         stride_out=out_TH.stride(0),
         HIDDEN=hidden,
         WORLD=ranks.world_size,
-        GATHERS=row_of_token_WT is None,
+        SINGLE_BLOCK=row_of_token_WT is None,
         BLOCK=block,
         num_warps=4,
     )
@@ -523,11 +541,11 @@ def sum_blocks(
 def _sum_blocks_ref(
     sums: BlockSums, out_TH: torch.Tensor, row_of_token_WT: torch.Tensor | None
 ) -> None:
-    """Torch reference of `sum_blocks`, without the count."""
+    """Torch reference of `sum_blocks`, without the end of the call."""
     (tokens, hidden), ranks = out_TH.shape, sums.ranks
     sum_TH = torch.zeros(tokens, hidden, dtype=torch.float32, device=out_TH.device)
     for w in range(ranks.world_size):
-        rows_RH = sums.sums_SRH[sums.own_block if w == ranks.rank else sums.first_block + w]
+        rows_RH = sums.sums_SRH[sums.local_block if w == ranks.rank else sums.first_block + w]
         if row_of_token_WT is None:
             sum_TH += rows_RH[:tokens]
         else:

@@ -1,4 +1,4 @@
-"""Problems and meta tensors for `mk compile`, shared by parts whose kernels need several ranks."""
+"""Problems and meta tensors with which `mk compile` compiles the kernels of parts over ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 
 
 def problems_with(changes: Sequence[Mapping[str, Any]]) -> tuple[Problem, ...]:
-    """Return problems of every kind of launch shape and scale, and one for each of `changes`."""
+    """Return problems that cover all launch shapes and kinds of scales, and one for each change."""
     return tuple(replace(_BASE, **change) for change in (*_CHANGES, *changes))
 
 

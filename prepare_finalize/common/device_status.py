@@ -1,4 +1,9 @@
-"""Headers of calls, their comparison on the device, and the first failure that it found."""
+"""Device state of the device handshake: call counters, headers, and the first failed call.
+
+Each call has a header, F int64 values, which every rank sends to all others. A kernel compares the
+W received headers (`DeviceStatus.verify`). The host reads the result from pinned memory, without
+waiting for the device.
+"""
 
 import ctypes
 import time
@@ -12,22 +17,26 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 
-# Fields of a header, int64. order: digest of the dispatches and combines before the call. rows:
-# largest number of rows that the rank sends to one rank. refusal: the error with which the rank
-# refused its call (`agreement.refusal_index`), NOT_REFUSED for none. sent: number of rows that
-# travel with this copy of the header; it may exceed the capacity of a block.
+# Fields of a header:
+# - layer, call: number of the layer, and of the call among the calls of the layer.
+# - order: digest of the sequence of all dispatches and combines so far; see `count_exchange`.
+# - tokens: T of the rank.
+# - rows: largest number of rows that the rank sends to one rank.
+# - refusal: index of the error with which the rank refused its call (`handshake.refusal_index`), or
+#   NOT_REFUSED.
+# - sent: number of rows in the block of this copy of the header; it may exceed the capacity.
 FIELDS = ("layer", "call", "order", "tokens", "rows", "refusal", "sent")
 LAYER, CALL, ORDER, TOKENS, ROWS, REFUSAL, SENT = range(len(FIELDS))
 NOT_REFUSED = -1
 _ORDER_FACTOR = 1_000_003
-_POISON_PATIENCE_S = 0.5
-# Elements of the counters.
+_SIDE_STREAM_TIMEOUT_S = 0.5
+# Elements of `DeviceStatus._counters`.
 _ORDER, _BEGUN, _RECEIVED, _ENDED = range(4)
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Limits that the headers of a layer must respect.
+    """Limits for the values in the headers of a layer.
 
     - tokens: maximum T of a rank.
     - rows: maximum number of rows that a rank sends to one rank.
@@ -41,34 +50,35 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failed call: the headers by rank, and the capacity that they had to respect."""
+    """The first failed call: its headers by rank, and the capacity of its layer."""
 
     headers: tuple[tuple[int, ...], ...]
     capacity: Capacity
 
 
 class DeviceStatus:
-    """Progress and failures of the calls of one manager, which the host can read without waiting.
+    """Progress and first failure of the calls of one manager.
 
-    failed: (1,) int32 on the device, set to 1 by the first call that fails, and never reset.
+    Kernels write both to pinned memory, which the host reads without waiting.
+
+    failed: (1,) int32 on the device. The first call that fails sets it to 1. It is never reset.
     """
 
     @modes.outside_inference_mode()
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
-        # The headers of a failed call, its capacity, and, last, whether there is one.
+        # The headers of the first failed call, the capacity, and, last, whether a call has failed.
         num_words = world_size * len(FIELDS) + 4
         self._words = torch.zeros(num_words, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         self._host_words = torch.zeros(
             num_words, dtype=torch.int64, device="cpu", pin_memory=pinned
         )
-        # The last word that is written. Every call reads it; this takes less time than an element
-        # of the tensor does.
+        # The word that is written last. Every call reads it, and reading a tensor takes longer.
         last = self._host_words.data_ptr() + 8 * (num_words - 1)
         self._has_failed = ctypes.c_int64.from_address(last)
-        # The digest of the order of exchanges, and the numbers of calls that began, that received
-        # their rows, and that ended.
+        # The digest of the sequence of exchanges, and the numbers of calls that have begun, that
+        # have received their rows, and that have ended.
         self._counters = torch.zeros(4, dtype=torch.int64, device=device)
         self._host_progress = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._side_stream: torch.cuda.Stream | None = None
@@ -77,7 +87,7 @@ class DeviceStatus:
 
     @modes.outside_inference_mode()
     def limits(self, capacity: Capacity) -> torch.Tensor:
-        """Return a capacity as the (4,) int64 tensor that `verify` takes."""
+        """Return `capacity` as a tensor for `verify`: tokens, rows, equal_tokens, 1; (4,) int64."""
         words = [capacity.tokens, capacity.rows, int(capacity.equal_tokens), 1]
         return torch.tensor(words, dtype=torch.int64, device=self._words.device)
 
@@ -94,16 +104,19 @@ class DeviceStatus:
             "progress_ptr": self._host_progress,
         }
 
-    def verify(self, headers_WF: torch.Tensor, own_F: torch.Tensor, limits: torch.Tensor) -> None:
-        """Compare the headers of one call on the device, and keep the first wrong ones.
+    def verify(
+        self, headers_WF: torch.Tensor, local_header_F: torch.Tensor, limits: torch.Tensor
+    ) -> None:
+        """Compare the headers of one call on the device, and count the call as received.
 
-        Counts the call as received.
+        If a header is wrong and no earlier call has failed, set `failed` and keep the headers.
 
-        headers_WF: (W, F) int64, as received. own_F: the header that this rank has sent, so that
-        headers of an earlier call are wrong. limits: of the layer.
+        headers_WF: (W, F) int64, the received headers.
+        local_header_F: the header that this rank has sent, with which the others are compared.
+        limits: capacity of the layer, from `limits`.
         """
-        if not use_triton(own_F):
-            self._verify_ref(headers_WF, own_F, limits)
+        if not use_triton(local_header_F):
+            self._verify_ref(headers_WF, local_header_F, limits)
             return
         from prepare_finalize.common.kernels.headers import verify_kernel
 
@@ -112,7 +125,7 @@ class DeviceStatus:
             verify_kernel,
             (1,),
             headers_ptr=headers_WF,
-            header_ptr=own_F,
+            header_ptr=local_header_F,
             limits_ptr=limits,
             **self.arguments(),
             stride=headers_WF.stride(0),
@@ -123,14 +136,14 @@ class DeviceStatus:
         )
 
     def _verify_ref(
-        self, headers_WF: torch.Tensor, own_F: torch.Tensor, limits: torch.Tensor
+        self, headers_WF: torch.Tensor, local_header_F: torch.Tensor, limits: torch.Tensor
     ) -> None:
         """Torch reference of `verify`."""
         tokens_W, rows_W = headers_WF[:, TOKENS], headers_WF[:, ROWS]
-        is_wrong_W = (headers_WF[:, : ORDER + 1] != own_F[: ORDER + 1]).any(1)
+        is_wrong_W = (headers_WF[:, : ORDER + 1] != local_header_F[: ORDER + 1]).any(1)
         is_wrong_W |= (tokens_W < 0) | (tokens_W > limits[0])
         is_wrong_W |= (rows_W < 0) | (rows_W > limits[1])
-        is_wrong_W |= (tokens_W != own_F[TOKENS]) & (limits[2] > 0)
+        is_wrong_W |= (tokens_W != local_header_F[TOKENS]) & (limits[2] > 0)
         is_wrong_W |= headers_WF[:, REFUSAL] != NOT_REFUSED
         is_wrong = is_wrong_W.any().reshape(1)
         words = torch.cat((headers_WF.flatten(), limits))
@@ -140,9 +153,9 @@ class DeviceStatus:
         self._count(_RECEIVED)
 
     def count_exchange(self, layer: int, *, is_combine: bool) -> torch.Tensor:
-        """Add a dispatch or combine to the digest of their order; return the digest, (1,) int64.
+        """Add a dispatch or combine to the digest of their sequence; return the digest, (1,) int64.
 
-        Like the other `count` methods, it uses torch operations. Kernels do the same themselves.
+        The `count_*` methods are torch references of the functions in `kernels.headers`.
         """
         order = self._counters[_ORDER : _ORDER + 1]
         order.mul_(_ORDER_FACTOR).add_(2 * layer + is_combine)
@@ -161,31 +174,32 @@ class DeviceStatus:
         self._host_progress.copy_(self._counters[_BEGUN:], non_blocking=True)
 
     def progress(self) -> tuple[int, int]:
-        """Return the numbers of calls that began and ended, as far as the host has seen them."""
+        """Return how many calls have begun and ended, according to the pinned memory."""
         begun, _, ended = self._host_progress.tolist()
         return begun, ended
 
     def phase(self) -> str:
-        """Return the phase of the last call, as far as the host has seen it."""
+        """Return the phase of the last call, according to the pinned memory."""
         begun, received, _ = self._host_progress.tolist()
         return "combine" if received == begun else "dispatch"
 
-    def poison(self) -> None:
-        """Set `failed` from the host, beside work on other streams that may never end.
+    def mark_failed(self) -> None:
+        """Set `failed` from the host, on a stream of its own.
 
-        Gives up after half a second, for example if the device runs one stream at a time.
+        Kernels on other streams may wait for a missing rank forever. Return after half a second if
+        the device does not run this stream beside them.
         """
         if self._side_stream is None:
             self.failed.fill_(1)
             return
         with torch.cuda.stream(self._side_stream):
             self.failed.fill_(1)
-        end = time.monotonic() + _POISON_PATIENCE_S
+        end = time.monotonic() + _SIDE_STREAM_TIMEOUT_S
         while not self._side_stream.query() and time.monotonic() < end:
             time.sleep(0.001)
 
     def failure(self) -> Failure | None:
-        """Return the first failed call that the host has seen so far."""
+        """Return the first failed call, or None, according to the pinned memory."""
         if not self._has_failed.value:
             return None
         *values, tokens, rows, equal_tokens, _ = self._host_words.tolist()
@@ -194,9 +208,10 @@ class DeviceStatus:
 
 
 class CallCounter:
-    """Counts the calls of one layer on the device, and writes their headers.
+    """Counter of the calls of one layer on the device, which also writes their headers.
 
-    - status: of the layer's manager. layer: number of the layer.
+    - status: status of the layer's manager.
+    - layer: number of the layer.
     - calls: (1,) int64, number of calls so far.
     """
 
@@ -204,7 +219,7 @@ class CallCounter:
     def __init__(self, status: DeviceStatus, layer: int) -> None:
         self.status, self.layer = status, layer
         self.calls = torch.zeros(1, dtype=torch.int64, device=status.failed.device)
-        self._has_begun = False  # whether the current call is already counted
+        self._is_begin_counted = False  # whether `begin` has counted the current call
 
     def arguments(self) -> dict[str, object]:
         """Return the arguments of kernels that count calls."""
@@ -213,8 +228,11 @@ class CallCounter:
         return {"calls_ptr": self.calls, **{name: arguments[name] for name in names}}
 
     def begin(self) -> None:
-        """Count a call before its header is written, so that the watchdog watches it."""
-        self._has_begun = True
+        """Count the beginning of a call before its header is written.
+
+        Calls with an exchange before the dispatch need this, so that the watchdog times it as well.
+        """
+        self._is_begin_counted = True
         if not use_triton(self.calls):
             self.status.count_begin()
             return
@@ -224,15 +242,21 @@ class CallCounter:
         arguments = self.status.arguments()
         launch(begin_kernel, (1,), num_warps=1, **{name: arguments[name] for name in names})
 
-    def take_begin(self) -> bool:
-        """Return whether the current call is yet to be counted; it must be counted then."""
-        has_begun, self._has_begun = self._has_begun, False
-        return not has_begun
+    def must_count_begin(self) -> bool:
+        """Return whether the caller must count the beginning of the call that it starts.
+
+        It must not if `begin` has done so. The next call of this method refers to the next call.
+        """
+        is_counted, self._is_begin_counted = self._is_begin_counted, False
+        return not is_counted
 
     def write_header(self, out_F: torch.Tensor, tokens: int, *, refusal: int) -> None:
-        """Write the header of a call that sends no rows, (F,) int64. One launch on a GPU."""
+        """Write the header of a call that sends no rows to out_F, (F,) int64.
+
+        One launch on a GPU.
+        """
         if not use_triton(out_F):
-            if self.take_begin():
+            if self.must_count_begin():
                 self.status.count_begin()
             out_F.copy_(self.header(tokens, None, refusal=refusal))
             return
@@ -248,16 +272,18 @@ class CallCounter:
             layer=self.layer,
             tokens=tokens,
             refusal=refusal,
-            COUNT_BEGIN=self.take_begin(),
+            COUNT_BEGIN=self.must_count_begin(),
             NUM_FIELDS=len(FIELDS),
             num_warps=1,
             **pdl_arguments(),
         )
 
     def header(self, tokens: int, rows: torch.Tensor | None, *, refusal: int) -> torch.Tensor:
-        """Count a dispatch with torch operations, and return its header, (F,) int64.
+        """Count a call and its dispatch, and return its header, (F,) int64.
 
-        rows: int64 scalar, see FIELDS; None for a call that sends no rows.
+        Torch reference of `new_header` in `kernels.headers`.
+
+        rows: int64 scalar; see FIELDS. None for a call that sends no rows.
         """
         self.calls.add_(1)
         header = self.calls.repeat(len(FIELDS))
@@ -270,7 +296,10 @@ class CallCounter:
         return header
 
     def end_ref(self, out: torch.Tensor) -> None:
-        """Torch reference of the end of a call whose sums are already in `out`."""
+        """Count the combine and the end of a call, and fill `out` with NaN if a call has failed.
+
+        Torch reference of the end of `sum_blocks_kernel`.
+        """
         self.status.count_exchange(self.layer, is_combine=True)
         out.masked_fill_(self.status.failed != 0, float("nan"))
         self.status.count_end()

@@ -1,4 +1,10 @@
-"""GroupPart and its subclasses: bases of PrepareAndFinalize parts over process groups."""
+"""Base classes of PrepareAndFinalize parts over the ranks of a process group.
+
+GroupPart                 any transport: manager, placement of experts, checks
+|- FusedDispatchPart      the library can send and receive in one launch
+`- HandshakePart          TorchGroup: ranks exchange metadata at the start of each call
+   `- PackedRowsPart      x, scales, ids, weights and adapters in one row of bytes
+"""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -25,18 +31,18 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.agreement import Agreement, Layer, refuse
+from prepare_finalize.common.handshake import CallMetadata, Layer, refuse
 from prepare_finalize.common.packed_rows import RowLayout
 from prepare_finalize.common.row_buffers import PackedRowBuffers
 from prepare_finalize.common.tokens import dispatches_quantized, has_shared_scale, quantize_tokens
 from prepare_finalize.common.torch_group import TorchGroup
-from prepare_finalize.rendezvous.connect import rank_and_size
+from prepare_finalize.rendezvous.connect import get_rank_and_size
 from prepare_finalize.rendezvous.hosts import Hosts, check_hosts
 
 
 @dataclass(frozen=True)
 class PartHandle(Handle):
-    """Base of the handles of all GroupParts: the part that created it, and the call."""
+    """Base of the handles of all GroupParts, with the part that created it and its call."""
 
     part: "GroupPart[Any]"
     call: CallState
@@ -44,14 +50,21 @@ class PartHandle(Handle):
 
 @dataclass(frozen=True)
 class GroupHandle(PartHandle):
-    """Handle with the agreement of the call, and the router weights still to apply to rows."""
+    """Handle with the metadata of the call, and the router weights that `finalize` must apply.
 
-    agreement: Agreement
+    topk_weights_RK is None if `finalize` must not apply router weights.
+    """
+
+    metadata: CallMetadata
     topk_weights_RK: torch.Tensor | None
 
 
 class Manager(Protocol):
-    """Interface of all managers in `prepare_finalize`."""
+    """Interface of all managers: objects that own the connections or buffers of a process group.
+
+    - rank, world_size: this rank, and the number of ranks in the group.
+    - hosts: hosts of the ranks.
+    """
 
     rank: int
     world_size: int
@@ -71,17 +84,18 @@ H = TypeVar("H", bound=PartHandle)
 class GroupPart(PrepareAndFinalize, Generic[M]):
     """Base of parts that exchange through a manager of their process group.
 
-    group: a manager of type `manager_class`, or a ProcessGroup (None: the default one), for which
-    the part creates a manager with the default deadline. `destroy` closes the manager only
-    if the part created it.
+    group: a manager of type `manager_class`, or a ProcessGroup (None: the default group), for which
+        the part creates a manager with the default deadline. `destroy` closes the manager only if
+        the part created it.
 
-    Raises ConfigurationError if the size of the group, or this process's rank in it, differs from
+    Raise ConfigurationError if the size of the group, or this process's rank in it, differs from
     the problem's.
     """
 
     manager_class: ClassVar[type[Any]] = TorchGroup
-    prefer_local_copies: ClassVar[bool] = True  # a pair goes to its expert's nearest copy
-    ids_dtype = torch.int32  # dtype of the expert numbers that are passed to a library
+    # Whether a replicated expert is served by its nearest copy: same rank, same host, other host.
+    prefer_local_copies: ClassVar[bool] = True
+    ids_dtype = torch.int32  # dtype of the expert numbers that the part's library reads
     manager: M
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
@@ -89,7 +103,8 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         has_manager = isinstance(group, self.manager_class)
         manager: Any = group
         check_rank(
-            problem, *((manager.rank, manager.world_size) if has_manager else rank_and_size(group))
+            problem,
+            *((manager.rank, manager.world_size) if has_manager else get_rank_and_size(group)),
         )
         self._owns_manager = not has_manager
         self.manager = manager if has_manager else self.manager_class(group)
@@ -98,7 +113,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         self._check_hosts()
 
     def _check_hosts(self) -> None:
-        """Raise ConfigurationError if the part or the problem does not support the ranks' hosts."""
+        """Raise ConfigurationError if the part or the problem does not support the hosts."""
         per_host = self.problem.parallel.ranks_per_host
         part, requires = type(self).__name__, self.requires
         try:
@@ -126,7 +141,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
             self.manager.destroy()
 
     def tables(self, device: torch.device) -> PlacementTables:
-        """Return the placement tables on `device`; see `prefer_local_copies`."""
+        """Return the placement tables, the ranks and slots of each expert's copies, on `device`."""
         if device not in self._tables:
             rank, hosts = self.manager.rank, self.manager.hosts
             near_ranks = (
@@ -136,7 +151,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         return self._tables[device]
 
     def numbering(self, device: torch.device, *, sinks: int = 0) -> Numbering:
-        """Return the numbering of experts that the library uses, for ids on `device`.
+        """Return the numbering of expert slots that the library uses, for ids on `device`.
 
         sinks: additional numbers per rank, for skipped pairs (`modular_kernel.ops.expert_slots`).
         """
@@ -148,7 +163,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         return numbering
 
     def pair_specs(self, tokens: int) -> dict[str, BufferSpec]:
-        """Return the buffers that `pairs` takes."""
+        """Return the buffers that `pairs` takes from the workspace."""
         shape = (tokens, self.problem.top_k)
         return {
             "pair_numbers": BufferSpec(shape, self.ids_dtype),
@@ -158,7 +173,10 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     def pairs(
         self, routing: Routing, call: CallState, *, join: bool, factor: float = 1.0, sinks: int = 0
     ) -> Pairs:
-        """Return the pairs of a call, with buffers for their expert numbers and weights."""
+        """Return the (token, expert) pairs of a call, with buffers for expert numbers and weights.
+
+        The other arguments are those of `modular_kernel.ops.expert_slots.Pairs`.
+        """
         ids_TK, take = routing.topk_ids_TK, call.workspace.take
         return Pairs(
             routing,
@@ -186,10 +204,11 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         adapters_R: torch.Tensor | None = None,
         plain_RH: torch.Tensor | None = None,
     ) -> ContiguousTokens:
-        """Return the input of the experts: rows with local ids, int32, -1 for other ranks' experts.
+        """Return the input of the experts: rows, with the slots of their experts on this rank.
 
-        adapters_R, plain_RH: adapter slots of the rows, and the unquantized rows that adapters read
-        if x is quantized.
+        slots_RK: int32, -1 for experts of other ranks.
+        adapters_R: adapter slots of the rows.
+        plain_RH: unquantized rows, which adapters read if x is quantized.
         """
         routing = DispatchedRouting(
             topk_weights_TK=weights_RK,
@@ -203,19 +222,22 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         return ContiguousTokens(x_RH, routing, scale, plain_RH)
 
     def check_handle(self, handle: Handle, kind: type[H]) -> H:
-        """Raise UnsupportedError unless this part made `handle`; return it."""
+        """Return `handle`. Raise UnsupportedError unless this part created it."""
         if getattr(handle, "part", None) is not self:
             got, need = type(handle).__name__, f"one of this {type(self).__name__}"
             raise UnsupportedError("handle", got=got, need=need)
-        assert isinstance(handle, kind)  # a part has one handle type
+        assert isinstance(handle, kind)  # a part has one type of handle
         return handle
 
     def has_local_scales(self, call: CallState) -> bool:
-        """Return whether all scales depend on this rank's tokens only."""
+        """Return whether no scale depends on the tokens of other ranks."""
         return not (dispatches_quantized(self.problem, call) and has_shared_scale(self.problem))
 
     def local_amax(self, x_TH: torch.Tensor, call: CallState) -> torch.Tensor | None:
-        """Return amax of this rank's tokens, (1,) float32, if ranks share a scale; else None."""
+        """Return the maximum absolute activation of this rank, (1,) float32.
+
+        Return None unless the ranks share a scale.
+        """
         if self.has_local_scales(call):
             return None
         if x_TH.numel() == 0:
@@ -224,9 +246,9 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 
 
 class FusedDispatchPart(GroupPart[M]):
-    """Base of parts whose library can send and receive in one step.
+    """Base of parts whose library can send and receive in one launch.
 
-    That takes fewer launches, or less host time, if nothing runs between sending and receiving.
+    This is faster if nothing runs between sending and receiving.
     """
 
     prepares_at_once = True
@@ -251,14 +273,14 @@ class FusedDispatchPart(GroupPart[M]):
         *,
         at_once: bool,
     ) -> Receiver:
-        """Start the exchange and return a function that waits for it.
+        """Start the dispatch and return a function that waits for it.
 
-        at_once: True if the caller launches nothing else before it calls that function.
+        at_once: whether the caller calls that function next, so that one launch can do both.
         """
 
 
-class AgreeingPart(GroupPart[TorchGroup]):
-    """Base of parts whose ranks agree on each call (`agree`) before they send any row."""
+class HandshakePart(GroupPart[TorchGroup]):
+    """Base of parts whose ranks exchange metadata (`exchange_metadata`) before they send rows."""
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
@@ -268,13 +290,13 @@ class AgreeingPart(GroupPart[TorchGroup]):
         refuse(self.layer, error)
 
     def abandon(self, error: Exception) -> None:
-        self.manager.break_off(error)
+        self.manager.abort(error)
 
 
-class RowsPart(AgreeingPart):
-    """Base of parts that send packed rows with ids, weights and adapters.
+class PackedRowsPart(HandshakePart):
+    """Base of parts that send packed rows (`common.packed_rows`).
 
-    Experts get the (R, H) rows that arrived.
+    The experts get the R received rows in the contiguous format, (R, H).
     """
 
     @classmethod
@@ -289,7 +311,7 @@ class RowsPart(AgreeingPart):
 
     @property
     def max_rows(self) -> int:
-        """Maximum number of rows that may arrive: W * problem.tokens, or max_received."""
+        """Maximum number of received rows: W * problem.tokens, or problem.max_received if lower."""
         problem = self.problem
         max_rows = problem.parallel.world_size * problem.tokens
         return max_rows if problem.max_received is None else min(max_rows, problem.max_received)
@@ -324,18 +346,21 @@ class RowsPart(AgreeingPart):
         amax: float | torch.Tensor | None,
         out_RB: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Write the tokens to the first T of the rows `out_RB`, quantized if the call requires it.
+        """Write activations, scales and adapters of the tokens to the first T rows of `out_RB`.
 
-        The caller writes ids and weights. amax: maximum absolute activation over all ranks, for
-        schemes in which they share a scale. Returns the scales of quantized tokens.
+        Activations are quantized if the call requires it. The caller writes ids and weights. Return
+        the scales of quantized tokens.
+
+        amax: maximum absolute activation over all ranks, if they share a scale.
+        out_RB: (rows, bytes) uint8, packed rows.
         """
         if self.has_local_scales(call):
             amax = None
         values, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call, amax=amax)
         layout, tokens = self.layout_of(call), out_RB[: len(x_TH)]
-        layout.put(tokens, "x", values)
+        layout.write(tokens, "x", values)
         if "scale" in layout.sections and scale is not None:
-            layout.put(tokens, "scale", scale)
+            layout.write(tokens, "scale", scale)
         self.rows.put_adapters(layout, out_RB, routing)
         return scale
 
@@ -343,11 +368,11 @@ class RowsPart(AgreeingPart):
     def send(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
-        """Start the exchange and return a function that waits for it."""
+        """Start the dispatch and return a function that waits for it."""
 
 
 def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
-    """Return the rejections of a part that looks up experts in Parallel(placement=...)."""
+    """Return the rejections of problems that contradict their Parallel(placement=...)."""
     rejections = list[Rejection]()
     num_local_experts = len(problem.placement.slots[problem.parallel.rank])
     parties = (part, "problem")
@@ -361,10 +386,7 @@ def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
 
 
 def adapter_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
-    """Return the rejection of adapters by a part that dispatches quantized rows.
-
-    Adapters read unquantized rows.
-    """
+    """Return the rejection of adapters, which read unquantized rows, if rows are quantized."""
     if problem.adapters is None or not problem.scheme.dispatched_quantized:
         return ()
     got, need = f"rows of {problem.quant}", "unquantized rows, which adapters read"
@@ -372,7 +394,7 @@ def adapter_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
 
 
 def check_rank(problem: Problem, rank: int, world_size: int) -> None:
-    """Raise ConfigurationError unless group size and rank in it match the problem."""
+    """Raise ConfigurationError unless the size of the group and this rank match the problem."""
     parallel = problem.parallel
     if world_size != parallel.world_size:
         need = f"{parallel.world_size}, the problem's world_size"

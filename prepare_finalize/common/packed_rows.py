@@ -1,6 +1,6 @@
-"""Packed rows: activations, scales, slots and router weights of a token in one row of bytes.
+"""Packed rows: x, scales, ids, router weights and adapter slot of a token in one row of bytes.
 
-One exchange then moves all of them, and a backend needs no support for their dtypes.
+A single collective then sends all of them, and its backend need not support their dtypes.
 """
 
 import math
@@ -16,15 +16,19 @@ _ALIGNMENT = 16  # bytes; every section and every row begins at a multiple
 class RowLayout:
     """Layout of a packed row.
 
-    sections: name -> (first byte, columns, dtype). nbytes: bytes per row.
+    sections: first byte, number of columns, and dtype of each section, by name.
+    nbytes: bytes per row.
     """
 
     sections: dict[str, tuple[int, int, torch.dtype]]
     nbytes: int
 
     @classmethod
-    def of(cls, **columns: tuple[int, torch.dtype]) -> "RowLayout":
-        """Return the layout of (columns, dtype) sections; sections without columns are omitted."""
+    def from_columns(cls, **columns: tuple[int, torch.dtype]) -> "RowLayout":
+        """Return the layout with a section of (number of columns, dtype) for each keyword.
+
+        Sections without columns are omitted.
+        """
         sections, end = {}, 0
         for name, (count, dtype) in columns.items():
             if count:
@@ -32,15 +36,15 @@ class RowLayout:
                 end += math.ceil(count * dtype.itemsize / _ALIGNMENT) * _ALIGNMENT
         return cls(sections, end)
 
-    def put(self, rows_RB: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Write `values` (R, columns), of the section's dtype, to a section of every row."""
+    def write(self, rows_RB: torch.Tensor, name: str, values: torch.Tensor) -> None:
+        """Write `values`, (R, columns) in the section's dtype, to a section of every row."""
         if values.numel():
-            # A tensor with one value may have any stride, but viewing it as bytes needs stride 1.
+            # A tensor with one value may have any stride, but a view as bytes needs a stride of 1.
             flat = values.contiguous().as_strided((values.numel(),), (1,))
             self._section(rows_RB, name).copy_(flat.view(torch.uint8).view(len(values), -1))
 
-    def take(self, blocks: Sequence[torch.Tensor], name: str, out: torch.Tensor) -> None:
-        """Copy one section of the rows of all blocks, concatenated, to `out` (R, columns)."""
+    def read(self, blocks: Sequence[torch.Tensor], name: str, out: torch.Tensor) -> None:
+        """Copy a section of the rows of all blocks, concatenated, to `out`, (R, columns)."""
         out_bytes = out.view(torch.uint8)
         start = 0
         for block in blocks:
@@ -48,7 +52,7 @@ class RowLayout:
             start += len(block)
 
     def clear(self, rows_RB: torch.Tensor) -> None:
-        """Turn rows into rows without a token: zeros, with experts and adapters of -1."""
+        """Write unused rows: zeros, with ids and adapter slots of -1."""
         rows_RB.zero_()
         for name in ("ids", "adapters"):
             if name in self.sections:

@@ -1,4 +1,4 @@
-"""Layout of packed rows, and buffers for packing and unpacking them."""
+"""Layout of the packed rows of a problem, and workspace buffers for unpacking them."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,17 +16,17 @@ from prepare_finalize.common.tokens import dispatches_quantized
 
 
 class PackedRowBuffers:
-    """Layout and buffers of packed rows for one problem.
+    """Layouts and workspace buffers of packed rows for one problem.
 
-    A row has K int32 ids: expert ids of the model, or slots, as the part chooses.
+    A row has K int32 ids. Depending on the part, they are expert ids of the model, or slots.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._layouts: dict[bool, RowLayout] = {}  # every call needs them several times
+        self._layouts: dict[bool, RowLayout] = {}  # cache, by whether rows are quantized
 
     def layout(self, *, quantized: bool) -> RowLayout:
-        """Return the layout of a row; it has scales only if each row has its own."""
+        """Return the layout of a row. It has scales unless all rows share one."""
         if quantized not in self._layouts:
             self._layouts[quantized] = self._build_layout(quantized)
         return self._layouts[quantized]
@@ -35,7 +35,7 @@ class PackedRowBuffers:
         problem, scales = self.problem, 0
         if quantized and problem.scheme.activation_granularity != "tensor":
             scales = scale_shape(problem.scheme, 1, problem.hidden)[1]
-        return RowLayout.of(
+        return RowLayout.from_columns(
             x=(problem.hidden, self._dtype(quantized)),
             scale=(scales, torch.float32),
             ids=(problem.top_k, torch.int32),
@@ -44,16 +44,16 @@ class PackedRowBuffers:
         )
 
     def put_adapters(self, layout: RowLayout, rows_RB: torch.Tensor, routing: Routing) -> None:
-        """Write the adapter slots of the rows that are tokens, -1 if the call has no adapters.
+        """Write the adapter slots of the first T rows; -1 if the call has no adapters.
 
-        The column is always sent, because calls of other ranks may have adapters.
+        The column is sent even then, because calls of other ranks may have adapters.
         """
         if "adapters" not in layout.sections:
             return
         slots_T, num_tokens = routing.slots_T, len(routing.topk_ids_TK)
         if slots_T is None:
             slots_T = routing.topk_ids_TK.new_full((num_tokens,), -1, dtype=torch.int32)
-        layout.put(rows_RB[:num_tokens], "adapters", slots_T[:, None])
+        layout.write(rows_RB[:num_tokens], "adapters", slots_T[:, None])
 
     def max_row_bytes(self) -> int:
         """Return the largest size of a row in bytes, quantized or not."""
@@ -63,7 +63,7 @@ class PackedRowBuffers:
         return max(unquantized, self.layout(quantized=True).nbytes)
 
     def specs(self, rows: int) -> dict[str, BufferSpec]:
-        """Return the buffers of `unpack`, the experts' sums and the combine, for `rows` rows."""
+        """Return the buffers for unpacking `rows` rows, and for their sums in the combine."""
         problem = self.problem
         hidden, k = problem.hidden, problem.top_k
         specs = {
@@ -80,13 +80,13 @@ class PackedRowBuffers:
         return specs
 
     def unpack(self, call: CallState, blocks: list[torch.Tensor]) -> "UnpackedRows":
-        """Return the sections of all blocks' packed rows, concatenated, each contiguous."""
+        """Return the sections of the packed rows of all blocks, concatenated."""
         unpacked = self.allocate(call, sum(map(len, blocks)))
         self.unpack_into(unpacked, call, blocks)
         return unpacked
 
     def allocate(self, call: CallState, rows: int) -> "UnpackedRows":
-        """Take the buffers of the sections of `rows` rows from the workspace."""
+        """Take buffers for the sections of `rows` rows from the workspace."""
         quantized = dispatches_quantized(self.problem, call)
         layout = self.layout(quantized=quantized)
         hidden, k = self.problem.hidden, self.problem.top_k
@@ -102,15 +102,15 @@ class PackedRowBuffers:
         return UnpackedRows(x, scale, ids, weights, adapters)
 
     def unpack_into(self, out: "UnpackedRows", call: CallState, blocks: list[torch.Tensor]) -> None:
-        """Write the sections of all blocks' packed rows, concatenated, to `out`."""
+        """Write the sections of the packed rows of all blocks, concatenated, to `out`."""
         layout = self.layout(quantized=dispatches_quantized(self.problem, call))
-        layout.take(blocks, "x", out.x_RH)
-        layout.take(blocks, "ids", out.ids_RK)
-        layout.take(blocks, "weights", out.weights_RK)
+        layout.read(blocks, "x", out.x_RH)
+        layout.read(blocks, "ids", out.ids_RK)
+        layout.read(blocks, "weights", out.weights_RK)
         if out.scale is not None:
-            layout.take(blocks, "scale", out.scale)
+            layout.read(blocks, "scale", out.scale)
         if out.adapters_R is not None:
-            layout.take(blocks, "adapters", out.adapters_R[:, None])
+            layout.read(blocks, "adapters", out.adapters_R[:, None])
 
     def _dtype(self, quantized: bool) -> torch.dtype:
         return STORAGE[self.problem.scheme.activation] if quantized else self.problem.dtype
@@ -118,9 +118,12 @@ class PackedRowBuffers:
 
 @dataclass(frozen=True)
 class UnpackedRows:
-    """Contiguous sections of packed rows.
+    """The sections of packed rows as contiguous tensors.
 
-    scale: (R, G) float32 or None. ids_RK: int32. weights_RK: float32. adapters_R: int32 or None.
+    - scale: (R, G) float32, G scales per row, or None.
+    - ids_RK: int32.
+    - weights_RK: float32.
+    - adapters_R: int32, or None.
     """
 
     x_RH: torch.Tensor
@@ -130,7 +133,7 @@ class UnpackedRows:
     adapters_R: torch.Tensor | None
 
     def rows(self, start: int, stop: int) -> "UnpackedRows":
-        """Return views of the rows from `start` to `stop`."""
+        """Return views of rows `start` to `stop` - 1."""
         sections: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         views: dict[str, Any] = {n: p if p is None else p[start:stop] for n, p in sections.items()}
         return UnpackedRows(**views)

@@ -1,4 +1,4 @@
-"""Quantization before dispatch, and weighting and summation after it, for contiguous tokens."""
+"""Quantization of tokens before the dispatch, and the weighted sum of expert outputs after it."""
 
 from dataclasses import replace
 
@@ -23,17 +23,14 @@ def dispatches_quantized(problem: Problem, call: CallState) -> bool:
 
 
 def has_shared_scale(problem: Problem) -> bool:
-    """Return whether all tokens of a call share one scale that is computed from them."""
+    """Return whether the tokens of all ranks share one dynamic scale, computed in each call."""
     scheme = problem.scheme
     computed = scheme.dispatched_quantized and not scheme.static
     return computed and scheme.activation_granularity == "tensor"
 
 
 def token_specs(problem: Problem, tokens: int) -> dict[str, BufferSpec]:
-    """Return the buffers that `quantize_tokens` takes.
-
-    There are none if the scheme does not quantize tokens before dispatch.
-    """
+    """Return the buffers that `quantize_tokens` takes; none if the scheme does not quantize x."""
     if not problem.scheme.dispatched_quantized:
         return {}
     return quantize_specs("x", problem.scheme, tokens, problem.hidden)
@@ -48,14 +45,15 @@ def quantize_tokens(
     amax: float | torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the tokens to dispatch and their scales: quantized, or unchanged with None as scales.
+    """Return the tokens to dispatch and their scales.
 
-    Takes the buffers of `token_specs`.
+    If the call does not quantize tokens, these are x_TH and None. Takes the buffers of
+    `token_specs` from the workspace.
 
     amax: maximum absolute value over the tokens of all ranks, if they share one scale; a number, or
         (1,) float32.
-    out: tensors that the quantized tokens and their scales are written to instead of buffers. With
-        None as scales, those are in a buffer.
+    out: output tensors for the quantized tokens and their scales, instead of workspace buffers. If
+        the second is None, the scales are written to a buffer.
     """
     if not dispatches_quantized(problem, call):
         return x_TH, None
@@ -71,9 +69,9 @@ def quantize_tokens(
 def number_and_quantize_tokens(
     x_TH: torch.Tensor, problem: Problem, pairs: Pairs, *, weights: ExpertWeights, call: CallState
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run `quantize_tokens`, and `number_pairs` for the tokens' pairs, in one launch.
+    """Run `quantize_tokens` for the tokens and `number_pairs` for their pairs, in one launch.
 
-    Does not support schemes with one dynamic scale for all tokens.
+    Schemes with one dynamic scale for all tokens are not supported.
     """
     if not dispatches_quantized(problem, call):
         number_pairs(pairs)
@@ -120,9 +118,11 @@ def weight_and_reduce(
     out: torch.Tensor,
     routing: DispatchedRouting | None = None,
 ) -> None:
-    """Apply `reduce`, the reduction that the experts left, or the contiguous one for DELEGATE.
+    """Write the weighted sum of each row's pairs to `out`, with the reduction `reduce`.
 
-    routing: the dispatched routing; may be omitted if the weights of its skipped pairs are 0.
+    For Reduce.DELEGATE, this is the reduction of the contiguous format.
+
+    routing: the dispatched routing. It may be omitted if the weights of skipped pairs are 0.
     """
     if reduce.kind is Reduce.DELEGATE:
         reduce = TopKWeightAndReduceContiguous()
@@ -142,9 +142,9 @@ def reduce_rows(
     call: CallState,
     reduce: TopKWeightAndReduce,
 ) -> torch.Tensor:
-    """Return the rows (R, H) that a rank sends back: the weighted sum of each received row's pairs.
+    """Return the weighted sum of the pairs of each received row, (R, H), to be sent back.
 
-    Takes the buffer "rows_sum" unless the experts have summed already.
+    It is in the buffer "rows_sum", or in `expert_output` if the experts have summed the pairs.
     """
     rows, hidden = len(topk_weights_RK), problem.hidden
     if reduce.kind is Reduce.NOOP:

@@ -5,9 +5,13 @@
     ...
     manager.destroy()
 
-It creates its own communicator, so that it shares neither traffic nor timeouts with the caller's
-group. Creating and destroying managers is collective: every rank of the group must do it, in the
-same order.
+The manager creates a new communicator over the ranks of the group, so that it shares neither
+traffic nor timeouts with the caller's group. Creating and destroying managers is collective: every
+rank of the group must do it, in the same order.
+
+If an exchange fails on this rank, the manager closes its connections, so that the peers fail soon
+as well. It then finds the failed ranks (`rendezvous.failure_log`), and raises an error with them in
+every later call.
 """
 
 import re
@@ -37,37 +41,36 @@ from prepare_finalize.rendezvous.connect import (
     check_device_type,
     check_process,
     connect,
-    deadline_of,
-    member_group,
     new_prefix_store,
+    resolve_deadline,
+    resolve_process_group,
     run_with_timeout,
-    supported_device,
+    select_device_type,
 )
-from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, culprits
+from prepare_finalize.rendezvous.failure_log import ExchangeLog, FailureRecords, find_culprits
 from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
-from prepare_finalize.rendezvous.store_rounds import Meeting
+from prepare_finalize.rendezvous.store_collectives import StoreCollectives
 
 _GRACE_S = 1.0  # time after the deadline in which ranks publish their failure records
-_MIN_GRACE_S = 0.3  # minimum of that time, for an exchange that ended after its deadline
+_MIN_GRACE_S = 0.3  # minimum of that time, for an exchange that failed after its deadline
 _POLL_S = 20e-6
-_ABORT_PATIENCE_S = 2.0
-_MAX_STEPS = 64  # number of steps whose layer and call are kept for errors
+_ABORT_TIMEOUT_S = 2.0
+_MAX_STEPS = 64  # number of steps whose layer and call are kept for error messages
 
 
 class TorchGroup:
-    """Exchanges over one process group, each with a deadline.
+    """Collectives over one process group, each with a deadline.
 
-    - group: a ProcessGroup of torch.distributed; None is the default one.
-    - deadline_s: timeout of an exchange from its start; None means MK_DEADLINE_S, or 10 s.
-    - device: "cpu" (a gloo backend) or "cuda" (NCCL); None selects what the group supports, a GPU
-      first.
+    - group: a ProcessGroup of torch.distributed; None is the default group.
+    - deadline_s: timeout of an exchange from its start, in seconds; None is MK_DEADLINE_S, or 10 s.
+    - device: "cpu" (a gloo backend) or "cuda" (NCCL); None is "cuda" if the group supports it.
     - history: number of exchanges that `last_calls` keeps.
-    - checked: ranks agree on the host before every call, so that every error is raised before a row
-      is sent. False: they do so in the first call of each layer only, and on the device afterwards
-      (`device_agreement`), as they also do for problems with `graph`.
+    - checked: whether every call begins with a handshake on the host, so that errors are raised
+      before a row is sent. If False, only the first call of each layer does; later calls have a
+      handshake on the device (`device_handshake`), as do layers of problems with `graph`.
 
-    Raises ConfigurationError if the group cannot be used, and CommunicationError if a rank does not
-    take part. After that this manager cannot be used, and the caller's group is unchanged.
+    Raise ConfigurationError if the group cannot be used, and CommunicationError if a rank does not
+    take part. The manager cannot be used afterwards; the caller's group is unchanged.
     """
 
     def __init__(
@@ -82,36 +85,36 @@ class TorchGroup:
         expect("checked", checked, bool)
         self._generation = forks.generation()
         self.checked = checked
-        self.deadline_s = deadline_of(deadline_s)
-        process_group = member_group(group)
+        self.deadline_s = resolve_deadline(deadline_s)
+        process_group = resolve_process_group(group)
         self.rank, self.world_size = process_group.rank(), process_group.size()
-        self.device = supported_device(process_group, device)
+        self.device = select_device_type(process_group, device)
         self.step = 0
         self.layers = 0
-        # Largest number of row counts that a rank sends in a call of any layer. Calls of all layers
-        # exchange as many, because gloo ends the process if sizes differ.
+        # Largest number of row counts that a rank sends in a handshake of any layer. All handshakes
+        # have this size, because gloo ends the process if the sizes of ranks differ.
         self.max_counts = self.world_size
-        self.hosts = Hosts((0,), ("",))  # until they are found
+        self.hosts = Hosts((0,), ("",))  # set below, once the ranks are connected
         self._calls_by_step: dict[int, tuple[int, int]] = {}  # step -> (layer, call)
         self._refusal: Exchange | None = None
         self._in_flight: WeakSet[Exchange] = WeakSet()
-        self._lock = threading.Lock()  # guards _in_flight from the watchdog
-        self.order = 0  # digest of the sequence of exchanges so far
-        self.last_calls = LastCalls(self.rank, history)
+        self._lock = threading.Lock()  # protects _in_flight and _closing_thread
+        self.order = 0  # digest of the sequence of exchanges so far, compared by handshakes
+        self.last_calls = ExchangeLog(self.rank, history)
         self._failure: CommunicationError | None = None
-        self._closing_thread: int | None = None  # the thread that determines the failed ranks
-        self._knows_culprits = threading.Event()
-        self.device_status: DeviceStatus | None = None  # of calls without agreement on the host
+        self._closing_thread: int | None = None  # the thread that handles the first failure
+        self._culprits_known = threading.Event()
+        self.device_status: DeviceStatus | None = None  # of layers with a device handshake
         self._watchdog: Watchdog | None = None
         self._destroyed = False
         self._communicator = Communicator(self, device=self.device)
-        # Unless the launcher serves the store, the job's first rank does.
+        # Without a launcher, rank 0 of the job serves the store. Empty if that is this rank.
         ranks = dist.get_process_group_ranks(process_group)
         self._store_rank = tuple(
             r for r, world_rank in enumerate(ranks) if world_rank == 0 and r != self.rank
         )
         store = self._store = self._open_store(process_group)
-        self._board = FailureBoard(store, self.rank, self.world_size)
+        self._failure_records = FailureRecords(store, self.rank, self.world_size)
         self._communicator.group = self._connect(store)
         self.hosts = self._find_hosts(store)
 
@@ -134,14 +137,16 @@ class TorchGroup:
         try:
             group = connect(self.device, store, self.rank, self.world_size, self.deadline_s)
         except RuntimeError as error:
-            raise self._failed(record, started, error) from error
+            raise self._handle_failure(record, started, error) from error
         self.last_calls.end(record)
         return group
 
     def _find_hosts(self, store: Store) -> Hosts:
-        meeting = Meeting(PrefixStore("hosts", store), self.rank, self.world_size, self.deadline_s)
+        collectives = StoreCollectives(
+            PrefixStore("hosts", store), self.rank, self.world_size, self.deadline_s
+        )
         try:
-            return find_hosts(meeting, self.rank)
+            return find_hosts(collectives, self.rank)
         except CommunicationError:
             self._close_connections()
             raise
@@ -151,14 +156,14 @@ class TorchGroup:
         check_device_type(device, self.device)
 
     def next_layer(self) -> int:
-        """Return the number of a new part; every rank must create its parts in the same order."""
+        """Return the number of a new layer. Every rank must create its layers in the same order."""
         self.layers += 1
         return self.layers
 
     def next_step(self, layer: int = 0, call: int = 0) -> int:
-        """Return the number of the call that begins; it is the same on every rank.
+        """Return the number of the call that begins, the same on every rank.
 
-        layer, call: numbers by which errors name the call.
+        layer, call: number of the layer, and of the call among its calls, for error messages.
         """
         self._check_open()
         self.step += 1
@@ -169,7 +174,7 @@ class TorchGroup:
     def all_gather(
         self, out: torch.Tensor, local: torch.Tensor, *, step: int, phase: str
     ) -> "Exchange":
-        """out (W * n, ...) = `local` (n, ...) of all ranks, concatenated."""
+        """Start an all-gather: out (W * n, ...) = `local` (n, ...) of all ranks, concatenated."""
         return self._start(
             lambda: self._communicator.group._allgather_base(out, local), (out, local), step, phase
         )
@@ -184,7 +189,10 @@ class TorchGroup:
         step: int,
         phase: str,
     ) -> "Exchange":
-        """Send input_splits[r] rows of `inputs` to rank r; receive output_splits[r] rows."""
+        """Start an all-to-all: send input_splits[r] rows to rank r, receive output_splits[r] rows.
+
+        inputs, out: the rows to send and the received rows, ordered by rank.
+        """
         splits = list(output_splits), list(input_splits)
         return self._start(
             lambda: self._communicator.group.alltoall_base(out, inputs, *splits),
@@ -196,14 +204,15 @@ class TorchGroup:
     def block_exchange(
         self, received: torch.Tensor, sent: torch.Tensor, *, rows: int | None = None, phase: str
     ) -> "Callable[[int], Exchange]":
-        """Return a function that starts an exchange of blocks in the step that it is called with.
+        """Return a function that starts an exchange of blocks of equal size.
 
-        It sends block `sent[r]` to each other rank r, and receives its block in `received[r]`.
+        The argument of the function is the step. The exchange sends block `sent[r]` to each other
+        rank r, and writes the block from rank r to `received[r]`.
 
         received: (W, ...), contiguous.
-        sent: (W, ...). Over NCCL, blocks may be the same memory. Over gloo, it is contiguous.
-        rows: number of rows of each block that are needed; None means all. Over NCCL, only those
-            are exchanged, and none with this rank itself. gloo exchanges everything.
+        sent: (W, ...). Over NCCL, blocks may overlap in memory. Over gloo, it must be contiguous.
+        rows: number of leading rows of each block that are needed; None means all. Over NCCL, only
+            these are exchanged, and none with this rank itself. gloo exchanges all rows.
         """
         if self.device == "cpu":
             ones = [1] * self.world_size
@@ -221,56 +230,61 @@ class TorchGroup:
         return lambda step: self._start(launch, (received, sent), step, phase)
 
     def all_reduce(self, tensor: torch.Tensor, *, step: int, phase: str) -> "Exchange":
-        """Sum over ranks, in place."""
+        """Start an all-reduce: sum `tensor` over ranks, in place."""
         return self._start(
             lambda: self._communicator.group.allreduce([tensor]), (tensor,), step, phase
         )
 
     def send_refusal(self, counts: torch.Tensor, *, step: int, reason: str) -> None:
-        """Contribute to an all-gather of counts without waiting for it."""
+        """Start an all-gather of metadata that has a refusal, without waiting for it.
+
+        reason: for the log.
+        """
         gathered = counts.new_empty(self.world_size * counts.numel())
         self._refusal = self.all_gather(gathered, counts, step=step, phase="counts")
         self.last_calls.end(self._refusal.record, f"refused: {reason}")
 
-    def break_off(self, error: Exception) -> None:
+    def abort(self, error: Exception) -> None:
         """Close the manager after an error on this rank between exchanges, and notify peers."""
         if isinstance(error, CommunicationError) or self._failure is not None or self._destroyed:
             return
         if self._generation != forks.generation():  # the connections are the parent's
             return
-        reason = f"broke off its call: {type(error).__name__}"
+        reason = f"aborted its call: {type(error).__name__}"
         record = self.last_calls.begin(self.step, "combine", 0)
         self.last_calls.end(record, f"failed: {reason}")
-        self._board.post({**record, "waited_s": 0.0, "broke_off": reason}, time.monotonic())
+        self._failure_records.publish_and_collect(
+            {**record, "waited_s": 0.0, "broke_off": reason}, time.monotonic()
+        )
         what, got, need = "exchange between ranks", f"this rank {reason}", "calls that end"
-        self._failure = self._error(what, got, need, "combine", self.step, ())
+        self._failure = self._make_error(what, got, need, "combine", self.step, ())
         self._close_connections()
 
-    def watch(self, status: DeviceStatus) -> None:
-        """Keep the status of calls that the host does not wait for, and a watchdog on a GPU."""
+    def set_device_status(self, status: DeviceStatus) -> None:
+        """Set the status of calls with a device handshake; on a GPU, start a watchdog for them."""
         self.device_status = status
         if self.device == "cuda":
             self._watchdog = Watchdog(self, status)
 
-    def expire(self, waited_s: float) -> None:
+    def close_after_timeout(self, waited_s: float) -> None:
         """Close the manager because a call on the device has not ended for `waited_s` seconds.
 
-        Its output, and that of all later calls, is NaN. Later use of the manager raises an error
-        that names the ranks that may be at fault.
+        The output of this call and of all later ones is NaN. Later use of the manager raises an
+        error with the ranks that may have caused the failure.
         """
         if self._failure is not None or self._destroyed:
             return
         phase = "dispatch" if self.device_status is None else self.device_status.phase()
         record = self.last_calls.begin(self.step, phase, 0)
         error = RuntimeError("a call on the device did not end in time")
-        self._failed(record, time.monotonic() - waited_s, error)
+        self._handle_failure(record, time.monotonic() - waited_s, error)
 
     def _wait_for_calls(self) -> None:
         """Wait until the calls on the device have ended, or the manager has failed."""
         status, end = self.device_status, time.monotonic() + self.deadline_s
         while status is not None and not self.failed and len(set(status.progress())) > 1:
             if time.monotonic() > end:
-                self.expire(self.deadline_s)
+                self.close_after_timeout(self.deadline_s)
                 return
             time.sleep(_POLL_S)
 
@@ -279,43 +293,46 @@ class TorchGroup:
         return self.device == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def check_failure(self) -> None:
-        """Raise CommunicationError if an exchange failed, after which the manager is closed."""
+        """Raise CommunicationError if an exchange has failed."""
         if self.failed:
             self._check_open()
 
     @property
     def failed(self) -> bool:
-        """Whether an exchange failed, after which the manager cannot be used."""
+        """Whether an exchange has failed. The manager is closed then."""
         return self._failure is not None
 
     def fail(self, error: CommunicationError) -> None:
-        """Close the manager: its later use raises an error that names `error` as the cause."""
+        """Close the manager. Its later use raises an error with `error` as the cause."""
         self._failure = error
         self._close_connections()
 
-    def disagreement(
+    def make_metadata_error(
         self, got: str, need: str, *, step: int, peers: Sequence[int]
     ) -> CommunicationError:
-        """Return the error for a call that is impossible according to the exchanged counts.
+        """Return the error for a call whose metadata, exchanged on the host, is contradictory.
 
-        Every rank receives the same counts and raises the same error, so no rank waits, and the
-        manager remains usable.
+        Every rank has the same metadata and raises the same error. No rank waits for the others, so
+        the manager remains usable.
         """
-        return self._error("ranks of one call", got, need, "counts", step, peers)
+        return self._make_error("ranks of one call", got, need, "counts", step, peers)
 
-    def device_disagreement(
+    def make_header_error(
         self, got: str, need: str, *, layer: int, call: int, peers: Sequence[int]
     ) -> CommunicationError:
-        """Return the error for a call whose headers contradict each other.
+        """Return the error for a call whose headers, compared on the device, are contradictory.
 
         Every rank compares the same headers and raises the same error.
         """
         # A call replayed from a CUDA graph has no step.
         steps = (step for step, known in self._calls_by_step.items() if known == (layer, call))
         what, step = "ranks of one call", next(steps, 0)
-        return self._error(what, got, need, "dispatch", step, peers, call_of_layer=(layer, call))
+        layer_and_call = layer, call
+        return self._make_error(
+            what, got, need, "dispatch", step, peers, layer_and_call=layer_and_call
+        )
 
-    def _error(
+    def _make_error(
         self,
         what: str,
         got: str,
@@ -324,9 +341,10 @@ class TorchGroup:
         step: int,
         peers: Sequence[int],
         *,
-        call_of_layer: tuple[int, int] | None = None,
+        layer_and_call: tuple[int, int] | None = None,
     ) -> CommunicationError:
-        layer, call = call_of_layer or self._calls_by_step.get(step, (0, 0))
+        """Return an error with this rank, and with the layer and call of the step."""
+        layer, call = layer_and_call or self._calls_by_step.get(step, (0, 0))
         if layer:
             what = f"{what}, call {call} of layer {layer}"
         if peers and len(self.hosts) > 1:
@@ -342,10 +360,10 @@ class TorchGroup:
         self.last_calls.write(path)
 
     def destroy(self) -> None:
-        """Close the communicator; later exchanges raise UnsupportedError.
+        """Close the communicator. Later exchanges raise UnsupportedError.
 
-        Raises StateError if it cannot be closed within the deadline, because a CUDA graph still
-        holds calls of this manager; it is then closed once the graph is reset.
+        Raise StateError if it cannot be closed within the deadline, because a CUDA graph still
+        contains exchanges of this manager. It is then closed once the graph is reset.
         """
         check_process(self._generation)
         if self._watchdog is not None:
@@ -355,7 +373,7 @@ class TorchGroup:
         was_destroyed, self._destroyed = self._destroyed, True
         if self.device == "cuda" and group is not None and not was_destroyed:
             try:
-                run_with_timeout(group.shutdown, max(self.deadline_s, _ABORT_PATIENCE_S))
+                run_with_timeout(group.shutdown, max(self.deadline_s, _ABORT_TIMEOUT_S))
             except RuntimeError as error:
                 raise StateError(
                     "destroy",
@@ -369,17 +387,17 @@ class TorchGroup:
             failure = self._wait_for_culprits(self._failure)
             got = f"a manager that failed before: {failure.got}"
             subject, position = "exchange between ranks", (failure.phase, failure.step)
-            raise self._error(subject, got, "a new one", *position, failure.peers)
+            raise self._make_error(subject, got, "a new one", *position, failure.peers)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
 
     def _wait_for_culprits(self, failure: CommunicationError) -> CommunicationError:
-        """Return `failure`, or the one that names the failed ranks once they are known.
+        """Wait until the failed ranks are known, and return the failure with them.
 
-        The thread that determines them takes part in no other call.
+        Return `failure` if this is the thread that determines them, or after a timeout.
         """
         if self._closing_thread not in (None, threading.get_ident()):
-            self._knows_culprits.wait(self.deadline_s + _GRACE_S + _ABORT_PATIENCE_S)
+            self._culprits_known.wait(self.deadline_s + _GRACE_S + _ABORT_TIMEOUT_S)
             failure = self._failure or failure
         return failure
 
@@ -397,7 +415,7 @@ class TorchGroup:
         try:
             work = launch()
         except RuntimeError as error:
-            raise self._failed(record, started, error) from error
+            raise self._handle_failure(record, started, error) from error
         exchange = Exchange(self, work, tensors, record, started)
         with self._lock:
             self._in_flight.add(exchange)
@@ -408,8 +426,8 @@ class TorchGroup:
         try:
             self._wait_for(exchange.work, exchange.started_s + self.deadline_s)
         except RuntimeError as error:
-            raise self._failed(exchange.record, exchange.started_s, error) from error
-        self._finished(exchange)
+            raise self._handle_failure(exchange.record, exchange.started_s, error) from error
+        self._finish(exchange)
 
     def _wait_on_stream(self, exchange: "Exchange") -> None:
         work = exchange.work
@@ -417,10 +435,10 @@ class TorchGroup:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._failed(exchange.record, exchange.started_s, error) from error
-        self._finished(exchange)
+            raise self._handle_failure(exchange.record, exchange.started_s, error) from error
+        self._finish(exchange)
 
-    def _finished(self, exchange: "Exchange") -> None:
+    def _finish(self, exchange: "Exchange") -> None:
         with self._lock:
             self._in_flight.discard(exchange)
         exchange.work = None  # a reference to the work would keep connections open
@@ -429,7 +447,7 @@ class TorchGroup:
     def _wait_for(self, work: Any, until_s: float) -> None:
         """Raise RuntimeError if the exchange failed or did not finish in time."""
         if self.device == "cpu":
-            # Wait slightly longer than gloo's own timeout, at which gloo releases its threads.
+            # Wait slightly longer than gloo's timeout, after which gloo has released its threads.
             remaining_s = max(0.0, until_s - time.monotonic()) + 0.25
             work.wait(timedelta(seconds=remaining_s))
             return
@@ -440,81 +458,92 @@ class TorchGroup:
         work.wait()
 
     def _close_connections(self) -> None:
-        """Close every connection, so that ranks waiting for this one fail now.
-
-        gloo closes its connections once nothing refers to the communicator. Exchanges in flight do.
-        """
+        """Close every connection, so that ranks that wait for this one fail immediately."""
         if self.device_status is not None and self.device == "cuda":
-            # Calls that the host has not waited for end without their data.
+            # Calls that the host has not waited for end without the data of their peers.
             with suppress(RuntimeError):
-                self.device_status.poison()
+                self.device_status.mark_failed()
         with self._lock:
             in_flight = list(self._in_flight)
         for exchange in in_flight:
-            exchange.work = None
+            exchange.work = None  # gloo closes its connections once nothing refers to them
             if exchange.record["ended_s"] is None:
                 self.last_calls.end(exchange.record, "failed: given up")
         group = self._communicator.close()
         if self.device == "cuda" and group is not None:
-            # Aborting waits while a CUDA graph holds the communicator.
+            # abort() does not return while a CUDA graph contains exchanges of the communicator.
             with suppress(RuntimeError):
-                run_with_timeout(group.abort, _ABORT_PATIENCE_S)
+                run_with_timeout(group.abort, _ABORT_TIMEOUT_S)
 
     def _unreachable_ranks(self, store_rank: int) -> tuple[int, ...]:
-        """Return the unreachable ranks if the rank that serves the store does not answer.
+        """Return the ranks that are unreachable if the rank that serves the store does not answer.
 
-        These are all ranks of its host, or that rank alone if the host is this rank's or not known.
+        These are all ranks of its host. If that is also this rank's host, or hosts are not yet
+        known, it is that rank alone.
         """
         index_W = self.hosts.index_W
         same_host = len(index_W) <= store_rank or index_W[store_rank] == index_W[self.rank]
         return (store_rank,) if same_host else self.hosts.ranks_on(index_W[store_rank])
 
-    def _failed(
+    def _handle_failure(
         self, record: dict[str, Any], started_s: float, error: RuntimeError
     ) -> CommunicationError:
-        """Close connections, collect the failures of peers, and return an error naming culprits."""
+        """Close the manager after a failed exchange, and return an error with the failed ranks.
+
+        If several threads fail at the same time, the first one handles the failure, and the others
+        wait for its result.
+
+        record: record of the exchange in `last_calls`.
+        started_s: start of the exchange (time.monotonic).
+        error: error of the backend.
+        """
         reason, position = first_sentence(error), (record["phase"], record["step"])
         need = f"every rank within {self.deadline_s:g} s"
-        preliminary = self._error("exchange between ranks", reason, need, *position, ())
+        preliminary = self._make_error("exchange between ranks", reason, need, *position, ())
         with self._lock:
             is_first = self._closing_thread is None
             if is_first:
-                # Other threads wait until the culprits are known.
                 self._closing_thread, self._failure = threading.get_ident(), preliminary
         if not is_first:
             return self._wait_for_culprits(self._failure or preliminary)
         try:
-            return self._name_culprits(record, started_s, error)
+            return self._close_and_find_culprits(record, started_s, error)
         finally:
-            self._knows_culprits.set()
+            self._culprits_known.set()
 
-    def _name_culprits(
+    def _close_and_find_culprits(
         self, record: dict[str, Any], started_s: float, error: RuntimeError
     ) -> CommunicationError:
+        """Close the connections, exchange failure records, and return an error with culprits."""
         elapsed_s = record["waited_s"] = time.monotonic() - started_s
         reason = first_sentence(error)
         self.last_calls.end(record, f"failed: {reason}")
         need = f"every rank within {self.deadline_s:g} s"
         position = record["phase"], record["step"]
-        clear_frames(error.__traceback__)  # frames may hold references to the communicator
+        clear_frames(error.__traceback__)  # frames may refer to the communicator
         self._close_connections()
         end_time = max(time.monotonic() + _MIN_GRACE_S, started_s + self.deadline_s + _GRACE_S)
-        failed = self._board.post(record, end_time)
+        failed = self._failure_records.publish_and_collect(record, end_time)
         peers = self._store_rank
         cause = "the group's store, which may run on that rank, does not answer"
-        if failed is None and peers and not self._board.ended:
+        if failed is None and peers and not self._failure_records.is_closed:
             peers = self._unreachable_ranks(peers[0])
         if failed is not None:
             failed.setdefault(self.rank, record)
-            peers, cause = culprits(self.rank, self.world_size, failed, self.deadline_s)
+            peers, cause = find_culprits(self.rank, self.world_size, failed, self.deadline_s)
         got = f"{cause}; after {elapsed_s:.2f} s: {reason}"
-        self._failure = self._error("exchange between ranks", got, need, *position, peers)
+        self._failure = self._make_error("exchange between ranks", got, need, *position, peers)
         return self._failure
 
 
 @dataclass(eq=False)
 class Exchange:
-    """An exchange in flight, with references to its tensors until it is waited for."""
+    """A collective in flight. It refers to its tensors, so that they are not freed before its end.
+
+    - work: the backend's handle of the collective; None once it has been waited for.
+    - record: record of the exchange in `TorchGroup.last_calls`.
+    - started_s: start of the exchange (time.monotonic).
+    """
 
     manager: TorchGroup
     work: Any
@@ -523,13 +552,13 @@ class Exchange:
     started_s: float
 
     def wait(self) -> None:
-        """Wait until the tensors may be used; raise CommunicationError if the exchange failed."""
+        """Wait for the end of the exchange. Raise CommunicationError if it failed."""
         self.manager._wait(self)
 
     def wait_on_stream(self) -> None:
-        """Make later work on the current CUDA stream wait for the exchange, but not the host.
+        """Make later work on the current CUDA stream wait for the end of the exchange.
 
-        On a CPU this is `wait`.
+        The host does not wait. On a CPU, this is the same as `wait`.
         """
         if self.manager.device == "cpu":
             self.wait()
@@ -538,7 +567,7 @@ class Exchange:
 
 
 def _describe_hosts(hosts: Hosts, peers: Sequence[int]) -> str:
-    """Describe on which hosts the ranks are, and whether they are all ranks of a host."""
+    """Describe the hosts of ranks, as in "ranks 2, 3: all of host b"."""
     host_indices = sorted({hosts.index_W[peer] for peer in peers})
     parts = []
     for host in host_indices:
@@ -552,6 +581,6 @@ def _describe_hosts(hosts: Hosts, peers: Sequence[int]) -> str:
 
 
 def first_sentence(error: RuntimeError) -> str:
-    """Return the first sentence of the message, without torch's source location."""
+    """Return the first sentence of an error message, without the source location of torch."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r"^\[\S+\] ", "", lines[0]).split(". ")[0][:200]

@@ -1,7 +1,7 @@
 """Watchdog: a thread that closes a manager if a call on the GPU does not end in time.
 
-The host does not wait for calls in which ranks agree on the device, and takes no part in those that
-a CUDA graph replays. NCCL waits for a missing rank forever.
+With a device handshake, the host does not wait for calls, and does not even see those that a CUDA
+graph replays. If a rank is missing, NCCL's kernels would wait for it forever.
 """
 
 import atexit
@@ -17,27 +17,30 @@ _watchdogs: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
 
 
 class Progress(Protocol):
-    """Numbers of calls that began and that ended on the device, as the host sees them now."""
+    """The part of `DeviceStatus` that a watchdog reads."""
 
-    def progress(self) -> tuple[int, int]: ...
+    def progress(self) -> tuple[int, int]:
+        """Return how many calls have begun and ended."""
 
 
-class Expiring(Protocol):
-    """What a watchdog watches: a manager."""
+class WatchedManager(Protocol):
+    """The part of `TorchGroup` that a watchdog uses."""
 
     deadline_s: float
 
-    def expire(self, waited_s: float) -> None: ...
+    def close_after_timeout(self, waited_s: float) -> None:
+        """Close the manager because a call has not ended for `waited_s` seconds."""
 
 
 class Watchdog:
-    """Calls `manager.expire` once if a call has begun and does not end within its deadline.
+    """Thread that closes a manager if a call has not ended within `manager.deadline_s`.
 
-    The time of a call includes its experts, and whatever runs between its start and its finish. The
-    thread ends with the manager.
+    It calls `manager.close_after_timeout` once, when a call is unfinished and none has begun or
+    ended for this time. The time of a call includes its experts, and everything else between its
+    dispatch and its combine. The thread ends when the manager is garbage collected.
     """
 
-    def __init__(self, manager: Expiring, status: Progress) -> None:
+    def __init__(self, manager: WatchedManager, status: Progress) -> None:
         self._manager, self._status = weakref.ref(manager), status
         self._deadline_s = manager.deadline_s
         self._stopped = threading.Event()
@@ -59,13 +62,15 @@ class Watchdog:
                 last_progress, changed_at = progress, now
             elif now - changed_at > self._deadline_s:
                 if (manager := self._manager()) is not None:
-                    manager.expire(now - changed_at)
+                    manager.close_after_timeout(now - changed_at)
                 return
             if self._manager() is None:
                 return
 
 
-@atexit.register  # before the hook of `at_exit`, which joins the threads
+# Exit hooks run in reverse order of registration, so this one runs before the hook of `at_exit`,
+# which joins the threads.
+@atexit.register
 def _stop_all() -> None:
     for watchdog in tuple(_watchdogs):
         watchdog._stopped.set()

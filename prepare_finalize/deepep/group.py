@@ -34,12 +34,12 @@ from prepare_finalize.deepep.arguments import high_throughput_arguments, low_lat
 from prepare_finalize.deepep.low_latency_buffer import LowLatency
 from prepare_finalize.rendezvous.connect import (
     check_process,
-    deadline_of,
-    member_group,
     new_prefix_store,
+    resolve_deadline,
+    resolve_process_group,
 )
 from prepare_finalize.rendezvous.hosts import find_hosts
-from prepare_finalize.rendezvous.store_rounds import Meeting, Properties
+from prepare_finalize.rendezvous.store_collectives import Properties, StoreCollectives
 
 R = TypeVar("R")
 _LIBRARY_S = 100.0  # minimum of the library's timeout on the GPU, where it can be set
@@ -97,7 +97,7 @@ class DeepEPGroup:
         if num_sms is not None and (num_sms < 2 or num_sms % 2):
             raise ConfigurationError("num_sms", got=num_sms, need="an even number from 2 on")
         self._generation = forks.generation()
-        self.deadline_s = deadline_of(deadline_s)
+        self.deadline_s = resolve_deadline(deadline_s)
         self.process_group = _nccl_group(group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.num_sms = num_sms
@@ -114,10 +114,12 @@ class DeepEPGroup:
                 rank=self.rank,
                 phase="construct",
             ) from error
-        self._meeting = Meeting(store, self.rank, self.world_size, self.deadline_s)
+        self._store_collectives = StoreCollectives(
+            store, self.rank, self.world_size, self.deadline_s
+        )
         # Complete this round before the next one, so that ranks cannot be in different rounds.
-        self.agree({"num_sms": num_sms})
-        self.hosts = find_hosts(self._meeting, self.rank)
+        self.check_equal({"num_sms": num_sms})
+        self.hosts = find_hosts(self._store_collectives, self.rank)
 
     def check_device(self, device: torch.device | str) -> None:
         """Raise DeviceError unless `device` is this process's current GPU."""
@@ -140,13 +142,13 @@ class DeepEPGroup:
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
 
-    def agree(self, properties: Properties) -> None:
+    def check_equal(self, properties: Properties) -> None:
         """Raise CommunicationError on every rank unless all pass the same properties.
 
         Nothing is launched on the device.
         """
         self.check_open()
-        self._meeting.agree(properties)
+        self._store_collectives.check_equal(properties)
 
     def high_throughput(self, hidden: int) -> "HighThroughput":
         """Return the high-throughput buffer for rows of `hidden` bfloat16 values."""
@@ -180,7 +182,7 @@ class DeepEPGroup:
             return
         self._destroyed = True
         torch.cuda.synchronize()
-        self._meeting.agree({"destroy": list(buffers)})
+        self._store_collectives.check_equal({"destroy": list(buffers)})
         for key, buffer in reversed(buffers.items()):
             buffer.destroy()
             DeepEPGroup._between_hosts -= self._is_between_hosts(key)
@@ -193,7 +195,7 @@ class DeepEPGroup:
         """
         if len(self.hosts) == 1:
             return
-        self.agree({"RDMA NIC": has_rdma_nic(), **properties})
+        self.check_equal({"RDMA NIC": has_rdma_nic(), **properties})
         if not has_rdma_nic():
             need = "RDMA NICs for DeepEP between hosts"
             raise ConfigurationError("network of the hosts", got="no RDMA NIC", need=need)
@@ -323,7 +325,7 @@ def _nccl_group(group: object | None) -> dist.ProcessGroup:
 
     Raise ConfigurationError unless its backend for GPUs is NCCL.
     """
-    member = member_group(group)
+    member = resolve_process_group(group)
     config = dist.get_backend_config(member)
     backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
     if backends.get("cuda") != "nccl":

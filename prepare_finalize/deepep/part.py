@@ -52,7 +52,7 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
         load_deepep(self.generation)
         super().__init__(problem, group)
         self.num_slots = count_slots_per_rank(problem.placement)
-        self.manager.agree(_common_properties(type(self).__name__, problem))
+        self.manager.check_equal(_common_properties(type(self).__name__, problem))
         self.make_buffer()
 
     @classmethod

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import DeviceError
-from prepare_finalize.common.exchanges import Exchange, ExchangeManager
+from prepare_finalize.common.all2all_manager import All2AllBuffers, All2AllManager
 from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.flashinfer.library import load
 
@@ -42,10 +42,10 @@ class AlltoAllShape:
     combine_bytes: int
 
 
-FlashInferExchange = Exchange[AlltoAllShape]
+FlashInferBuffers = All2AllBuffers[AlltoAllShape]
 
 
-class FlashInferGroup(ExchangeManager[AlltoAllShape]):
+class FlashInferGroup(All2AllManager[AlltoAllShape]):
     """Workspaces of FlashInfer's all-to-all for the ranks of one process group on one host.
 
     Raise ConfigurationError if the library is missing, and CommunicationError if a rank does not
@@ -67,7 +67,7 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
     device = "cuda"
 
     def _initialize(self) -> None:
-        self.agree({"in_flight": self.in_flight})
+        self.check_equal({"in_flight": self.in_flight})
 
     def check_device(self, device: torch.device | str) -> None:
         """Raise DeviceError unless `device` is this process's current GPU."""
@@ -77,15 +77,15 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
             need = f"{self.device}, the process's current one: the workspaces are there"
             raise DeviceError("tensors of an exchange", got=requested, need=need)
 
-    def _free(self, exchange: FlashInferExchange) -> None:
+    def _free(self, buffers: FlashInferBuffers) -> None:
         # The library caches workspaces as long as the process lives; this private method is the
         # only way to release one.
-        exchange.all_to_all._reset_workspace()
+        buffers.all_to_all._reset_workspace()
 
-    def _allocate(self, shape: AlltoAllShape) -> FlashInferExchange:
+    def _allocate(self, shape: AlltoAllShape) -> FlashInferBuffers:
         """Allocate one more workspace of a shape, on all ranks."""
-        library, exchanges = self._library, self._exchanges[shape]
-        self._meeting.agree({"workspaces": len(exchanges) + 1, "shape": shape})
+        library, existing = self._library, self._buffers[shape]
+        self._store_collectives.check_equal({"workspaces": len(existing) + 1, "shape": shape})
         try:
             nbytes = library.moe_a2a_get_workspace_size_per_rank(
                 self.world_size, shape.max_tokens, shape.dispatch_bytes, shape.combine_bytes
@@ -108,15 +108,15 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
         except _FAILURES as error:
             got = first_sentence(RuntimeError(str(error).strip() or type(error).__name__))
             raise self._error(got, "FlashInfer to share its workspaces") from error
-        exchanges.append(FlashInferExchange(all_to_all, shape))
-        return exchanges[-1]
+        existing.append(FlashInferBuffers(all_to_all, shape))
+        return existing[-1]
 
     def _unique_padding(self) -> int:
         """Return extra bytes that make the size of a workspace unique among these processes.
 
         The library treats workspaces of equal size as the same one, across groups and calls.
         """
-        gathered = self._meeting.exchange({"serial": next(_serials)})
+        gathered = self._store_collectives.all_gather({"serial": next(_serials)})
         serial = max(int(properties["serial"]) for properties in gathered)
         while next(_serials) <= serial:
             pass

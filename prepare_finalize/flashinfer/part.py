@@ -22,7 +22,7 @@ from prepare_finalize.common.tokens import (
     reduce_rows,
     token_specs,
 )
-from prepare_finalize.flashinfer.group import AlltoAllShape, FlashInferExchange, FlashInferGroup
+from prepare_finalize.flashinfer.group import AlltoAllShape, FlashInferBuffers, FlashInferGroup
 from prepare_finalize.flashinfer.library import FLASHINFER_ALL2ALL
 
 # The values of K that FlashInfer's kernels are compiled for: the cases of SWITCH_TOP_K in
@@ -42,7 +42,7 @@ class FlashInferHandle(PartHandle):
     weights_RK: weights of the received rows.
     """
 
-    exchange: FlashInferExchange
+    buffers: FlashInferBuffers
     use_count: int
     weights_RK: torch.Tensor
 
@@ -87,7 +87,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         super().__init__(problem, group)
         self.num_slots = count_slots_per_rank(problem.placement)
         self._shape = _shape(problem)
-        self.manager.agree({name: getattr(problem, name) for name in _SHARED})
+        self.manager.check_equal({name: getattr(problem, name) for name in _SHARED})
         self.manager.reserve(self._shape)
 
     @classmethod
@@ -138,9 +138,9 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
             payloads.append(scale)
         payloads += [pairs.numbers_TK, pairs.weights_TK]
         targets_TK = self._targets(pairs.numbers_TK, call)
-        exchange = self.manager.take(self._shape)
+        buffers = self.manager.take(self._shape)
         with stages.stage(stages.DISPATCH):
-            received = exchange.all_to_all.dispatch(
+            received = buffers.all_to_all.dispatch(
                 targets_TK,
                 payloads,
                 self._shape.max_tokens,
@@ -153,7 +153,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
             slots_RK, local_weights_RK = self._local(ids_RK, weights_RK, call)
         scales = received_scales[0] if sends_scale else scale
         tokens = self.local_tokens(call, x_RH, scales, slots_RK, local_weights_RK)
-        return tokens, FlashInferHandle(self, call, exchange, exchange.use_count, local_weights_RK)
+        return tokens, FlashInferHandle(self, call, buffers, buffers.use_count, local_weights_RK)
 
     def finalize(
         self,
@@ -164,8 +164,8 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         out: torch.Tensor,
     ) -> None:
         part_handle = self.check_handle(handle, FlashInferHandle)
-        exchange, shape = part_handle.exchange, self._shape
-        if not exchange.in_use or exchange.use_count != part_handle.use_count:
+        buffers, shape = part_handle.buffers, self._shape
+        if not buffers.in_use or buffers.use_count != part_handle.use_count:
             raise UnsupportedError(
                 "handle", got="one that was combined", need="the handle of an unfinished call"
             )
@@ -176,12 +176,12 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         payload = rows_RH.view(world_size, shape.max_tokens, self.problem.hidden)
         is_contiguous = out.is_contiguous()
         with stages.stage(stages.COMBINE):
-            combined = exchange.all_to_all.combine(
+            combined = buffers.all_to_all.combine(
                 payload, shape.max_tokens, output=out if is_contiguous else None
             )
             if not is_contiguous:
                 out.copy_(combined)
-        self.manager.release(exchange)
+        self.manager.release(buffers)
 
     def _targets(self, numbers_TK: torch.Tensor, call: CallState) -> torch.Tensor:
         """Return the expert numbers to send rows to; this rank's first one for skipped pairs."""

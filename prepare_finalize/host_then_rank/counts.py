@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch.nn.functional import pad
 
-from prepare_finalize.common.agreement import Agreement
+from prepare_finalize.common.handshake import CallMetadata
 from prepare_finalize.common.torch_group import TorchGroup
 
 
@@ -181,14 +181,14 @@ class RowCounts:
         return rows_W
 
 
-def check_counts(manager: TorchGroup, agreement: Agreement, geometry: Geometry) -> RowCounts:
+def check_counts(manager: TorchGroup, metadata: CallMetadata, geometry: Geometry) -> RowCounts:
     """Return the row counts by route.
 
     Raise CommunicationError on every rank if a rank announced more rows than it has tokens.
     """
-    rows_WW = torch.tensor(agreement.rows_WW, dtype=torch.int64, device="cpu")
+    rows_WW = torch.tensor(metadata.rows_WW, dtype=torch.int64, device="cpu")
     result = RowCounts(geometry, rows_WW)
-    tokens_W = torch.tensor(agreement.tokens_W, dtype=torch.int64, device="cpu")
+    tokens_W = torch.tensor(metadata.tokens_W, dtype=torch.int64, device="cpu")
     first = geometry.tokens * torch.arange(geometry.chunks, device="cpu")
     limit_WC1 = (tokens_W[:, None] - first).clamp(0, geometry.tokens)[..., None]
     is_wrong = ((result._to_hosts > limit_WC1).flatten(1).any(1)) | (
@@ -196,7 +196,7 @@ def check_counts(manager: TorchGroup, agreement: Agreement, geometry: Geometry) 
     )
     if bool(is_wrong.any()):
         peers: Sequence[int] = is_wrong.nonzero()[:, 0].tolist()
-        got = f"rows by chunk {[agreement.rows_WW[rank] for rank in peers]}"
+        got = f"rows by chunk {[metadata.rows_WW[rank] for rank in peers]}"
         need = "no more than a chunk has tokens"
-        raise manager.disagreement(got, need, step=agreement.step, peers=peers)
+        raise manager.make_metadata_error(got, need, step=metadata.step, peers=peers)
     return result

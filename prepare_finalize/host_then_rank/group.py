@@ -20,9 +20,9 @@ from torch._C._distributed_c10d import _unregister_process_group as unregister_p
 from modular_kernel.errors import CommunicationError, ConfigurationError
 from modular_kernel.text import pluralize
 from prepare_finalize.common.torch_group import TorchGroup
-from prepare_finalize.rendezvous.failure_log import LastCalls
+from prepare_finalize.rendezvous.failure_log import ExchangeLog
 from prepare_finalize.rendezvous.hosts import Hosts
-from prepare_finalize.rendezvous.store_rounds import Meeting
+from prepare_finalize.rendezvous.store_collectives import StoreCollectives
 from prepare_finalize.symm_mem.group import NO_VALUE, Heap, SharedMemory
 from prepare_finalize.symm_mem.shared_files import share_memory
 
@@ -52,7 +52,7 @@ class HostMemory(SharedMemory):
             len(self.ranks),
             device=device,
             deadline_s=deadline_s,
-            last_calls=LastCalls(rank, history),
+            last_calls=ExchangeLog(rank, history),
         )
         self.reported_rank = rank
         # The flag is in shared memory, so that a rank that fails ends the waits of all ranks here.
@@ -81,13 +81,13 @@ class HostMemory(SharedMemory):
             return tuple(rank for index, rank in enumerate(self.ranks) if word >> 32 >> index & 1)
         return () if self.device == "cpu" and int(self.failed[0]) else None
 
-    def _meeting(self) -> Meeting:
+    def _open_store_collectives(self) -> StoreCollectives:
         self._heaps += 1
         store = PrefixStore(f"memory/{self._heaps}", self._store)
-        return Meeting(store, self._group_rank, len(self._hosts.index_W), self.deadline_s)
+        return StoreCollectives(store, self._group_rank, len(self._hosts.index_W), self.deadline_s)
 
-    def _shared_file(self, meeting: Meeting, nbytes: int) -> list[torch.Tensor]:
-        return share_memory(meeting, self._group_rank, nbytes, NO_VALUE, self.ranks)
+    def _shared_file(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
+        return share_memory(collectives, self._group_rank, nbytes, NO_VALUE, self.ranks)
 
     def _rendezvous(self, own: torch.Tensor) -> Any:
         host = self._hosts.index_W[self._group_rank]
@@ -173,7 +173,7 @@ class HostThenRankGroup(TorchGroup):
         no_flag = f"no flag from {ranks} of this host"
         reason = no_flag if missing else "a rank of this host ended the wait"
         record["awaited"] = missing
-        raise self._failed(record, started_s, RuntimeError(reason))
+        raise self._handle_failure(record, started_s, RuntimeError(reason))
 
     def destroy(self) -> None:
         super().destroy()

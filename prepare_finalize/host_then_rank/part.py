@@ -17,8 +17,8 @@ from modular_kernel.spec.placement import Placement, PlacementTables, pairs_to_s
 from modular_kernel.spec.problem import ActivationFormat, Parallel, Problem, Reduce
 from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.agreement import agree, check_max_received
-from prepare_finalize.common.group_part import GroupHandle, RowsPart
+from prepare_finalize.common.group_part import GroupHandle, PackedRowsPart
+from prepare_finalize.common.handshake import check_max_received, exchange_metadata
 from prepare_finalize.common.tokens import (
     dispatches_quantized,
     token_specs,
@@ -53,7 +53,7 @@ class HostThenRankHandle(GroupHandle):
     host_exchanges: tuple[SymmetricExchange | None, ...]
 
 
-class HostThenRankPrepareAndFinalize(RowsPart):
+class HostThenRankPrepareAndFinalize(PackedRowsPart):
     """Send each token's row once to each host with one of its experts, then to ranks of that host.
 
     A row is sent over torch.distributed to the rank with the same local rank on that host. That
@@ -122,7 +122,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         return {
             **token_specs(problem, max_tokens),
             **self.rows.specs(forwarded),
-            "packed_own": BufferSpec((max_tokens, nbytes), torch.uint8),
+            "packed_local": BufferSpec((max_tokens, nbytes), torch.uint8),
             "packed_sent": BufferSpec((sent, nbytes), torch.uint8),
             "packed_came": BufferSpec((forwarded, nbytes), torch.uint8),
             "ranks_of_rows": BufferSpec((forwarded,), torch.int32),
@@ -142,7 +142,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         host_TK = rank_TK.div(geometry.ranks_per_host, rounding_mode="floor")
         to_hosts = geometry.by_chunk(_token_mask(host_TK, geometry.hosts))
         to_ranks = geometry.by_chunk(_token_mask(rank_TK, geometry.world_size))
-        agreement = agree(
+        metadata = exchange_metadata(
             self.layer,
             call,
             tokens=x_TH.shape[0],
@@ -150,31 +150,31 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             device=x_TH.device,
             amax=self.local_amax(x_TH, call),
         )
-        counts = check_counts(manager, agreement, geometry)
-        check_max_received(self.layer, agreement, counts.max_rows_W)
+        counts = check_counts(manager, metadata, geometry)
+        check_max_received(self.layer, metadata, counts.max_rows_W)
         call.invalid_ids.add_(invalid)
         layout = self.layout_of(call)
-        packed_own = call.workspace.take("packed_own", (len(x_TH), layout.nbytes))
-        scale = self.pack(x_TH, routing, weights, call, amax=agreement.amax, out_RB=packed_own)
+        packed_local = call.workspace.take("packed_local", (len(x_TH), layout.nbytes))
+        scale = self.pack(x_TH, routing, weights, call, amax=metadata.amax, out_RB=packed_local)
         chunk_N, host_N, index_N = to_hosts.nonzero(as_tuple=True)
         token_N = index_N + chunk_N * geometry.tokens
         sent = call.workspace.take("packed_sent", (len(token_N), layout.nbytes))
-        torch.index_select(packed_own, 0, token_N, out=sent)
+        torch.index_select(packed_local, 0, token_N, out=sent)
         is_on_host = host_TK[token_N] == host_N[:, None]
         first_W = torch.tensor(self._first_slot_W, dtype=torch.int64, device=x_TH.device)
         number_TK = first_W[rank_TK.clamp(min=0)] + slot_TK
-        layout.put(sent, "ids", torch.where(is_on_host, number_TK[token_N], -1).to(torch.int32))
-        layout.put(sent, "weights", torch.where(is_on_host, routing.topk_weights_TK[token_N], 0))
+        layout.write(sent, "ids", torch.where(is_on_host, number_TK[token_N], -1).to(torch.int32))
+        layout.write(sent, "weights", torch.where(is_on_host, routing.topk_weights_TK[token_N], 0))
         forwarded = call.workspace.take("packed_came", (sum(counts.forwarded), layout.nbytes))
         exchanges = [
-            self._exchange_between_hosts(counts, chunk, forwarded, sent, agreement.step, "dispatch")
+            self._exchange_between_hosts(counts, chunk, forwarded, sent, metadata.step, "dispatch")
             for chunk in range(geometry.chunks)
         ]
         memory = self._slots.take(counts.received)
 
         def receive() -> tuple[Dispatched, Handle]:
             host_exchanges = self._pass_on(
-                counts, forwarded, exchanges, memory.slot, call, agreement.step
+                counts, forwarded, exchanges, memory.slot, call, metadata.step
             )
             slot = memory.rows
             weights_RK = None if self.problem.apply_router_weight_on_input else slot.weights_RK
@@ -183,7 +183,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
                 call, slot.x_RH, scales, slot.ids_RK, slot.weights_RK, slot.adapters_R
             )
             return received_tokens, HostThenRankHandle(
-                self, call, agreement, weights_RK, token_N, counts, memory, host_exchanges
+                self, call, metadata, weights_RK, token_N, counts, memory, host_exchanges
             )
 
         return receive
@@ -299,7 +299,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         part_handle = self.check_handle(handle, HostThenRankHandle)
         counts, step, take = (
             part_handle.counts,
-            part_handle.agreement.step,
+            part_handle.metadata.step,
             part_handle.call.workspace.take,
         )
         y_RH, manager, started = part_handle.memory.rows.y_RH, self.manager, time.monotonic()

@@ -21,12 +21,12 @@ from modular_kernel.errors import (
     ConfigurationError,
     DeviceError,
 )
-from prepare_finalize.common.exchanges import Exchange, ExchangeManager
+from prepare_finalize.common.all2all_manager import All2AllBuffers, All2AllManager
 from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.rendezvous.at_exit import Communicator
 from prepare_finalize.rendezvous.connect import connect
 from prepare_finalize.rendezvous.failure_log import failure_key
-from prepare_finalize.rendezvous.store_rounds import Properties
+from prepare_finalize.rendezvous.store_collectives import Properties
 
 _MARGIN_BYTES = 256 << 20  # GPU memory to leave free in addition to the library's buffers
 
@@ -56,10 +56,10 @@ class PplxShape:
         return self.max_tokens * (self.slots // world_size) * row * world_size
 
 
-PplxExchange = Exchange[PplxShape]
+PplxBuffers = All2AllBuffers[PplxShape]
 
 
-class PplxGroup(ExchangeManager[PplxShape]):
+class PplxGroup(All2AllManager[PplxShape]):
     """Buffers of pplx-kernels for the ranks of one process group, on one host with NVLink.
 
     Raise ConfigurationError if the library is missing or the ranks cannot share memory, and
@@ -91,7 +91,8 @@ class PplxGroup(ExchangeManager[PplxShape]):
 
     def _initialize(self) -> None:
         _check_gpus(
-            [properties["gpu"] for properties in self._meeting.exchange(_gpu_uuid())], self.rank
+            [properties["gpu"] for properties in self._store_collectives.all_gather(_gpu_uuid())],
+            self.rank,
         )
         self._name: Any = f"modular_kernel/{uuid4().hex}"  # unique in this process
         self._communicator = Communicator(self, device="cpu")
@@ -105,7 +106,7 @@ class PplxGroup(ExchangeManager[PplxShape]):
             raise DeviceError("tensors of an exchange", got=requested, need=need)
 
     def destroy(self) -> None:
-        """Free all buffers as `ExchangeManager.destroy` does. Close the library's gloo group."""
+        """Free all buffers as `All2AllManager.destroy` does. Close the library's gloo group."""
         if self._destroyed:
             return
         try:
@@ -113,8 +114,8 @@ class PplxGroup(ExchangeManager[PplxShape]):
         finally:
             self._communicator.close()
 
-    def _free(self, exchange: PplxExchange) -> None:
-        exchange.all_to_all.destroy()
+    def _free(self, buffers: PplxBuffers) -> None:
+        buffers.all_to_all.destroy()
 
     def _connect(self, store: Any, deadline_s: float) -> None:
         """Create a gloo group, and register it under the name that is passed to the library."""
@@ -133,11 +134,11 @@ class PplxGroup(ExchangeManager[PplxShape]):
         _register_process_group(self._name, group)
         self._communicator.group, self._communicator.name = group, self._name
 
-    def _allocate(self, shape: PplxShape) -> PplxExchange:
+    def _allocate(self, shape: PplxShape) -> PplxBuffers:
         """Allocate one more AllToAll of a shape, on all ranks."""
-        exchanges = self._exchanges[shape]
+        existing = self._buffers[shape]
         _check_memory(shape, self.world_size)  # the library would abort the process
-        self._meeting.agree({"buffers": len(exchanges) + 1, "shape": shape})
+        self._store_collectives.check_equal({"buffers": len(existing) + 1, "shape": shape})
         try:
             all_to_all = self._library.AllToAll.intranode(
                 max_num_tokens=shape.max_tokens,
@@ -153,8 +154,8 @@ class PplxGroup(ExchangeManager[PplxShape]):
             )
         except RuntimeError as error:
             raise self._error(first_sentence(error), "pplx-kernels to share its buffers") from error
-        exchanges.append(PplxExchange(all_to_all, shape))
-        return exchanges[-1]
+        existing.append(PplxBuffers(all_to_all, shape))
+        return existing[-1]
 
 
 def _gpu_uuid() -> Properties:

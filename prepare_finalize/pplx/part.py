@@ -36,7 +36,7 @@ from prepare_finalize.common.tokens import (
     number_and_quantize_tokens,
     token_specs,
 )
-from prepare_finalize.pplx.group import PplxExchange, PplxGroup, PplxShape
+from prepare_finalize.pplx.group import PplxBuffers, PplxGroup, PplxShape
 
 _SHARED = (
     *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
@@ -55,7 +55,7 @@ class PplxHandle(PartHandle):
     sink_counts_S: int32, the number of rows in each sink.
     """
 
-    exchange: PplxExchange
+    buffers: PplxBuffers
     use_count: int
     slots_TK: torch.Tensor
     weights_TK: torch.Tensor
@@ -102,7 +102,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         super().__init__(problem, group)
         self._shape = _shape(problem)
         self._sinks = num_sinks(problem)
-        self.manager.agree({name: getattr(problem, name) for name in _SHARED})
+        self.manager.check_equal({name: getattr(problem, name) for name in _SHARED})
         self.manager.reserve(self._shape)
 
     @classmethod
@@ -167,13 +167,13 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         slots_TK = pairs.numbers_TK.view(torch.uint32)
         received = self._receive_buffers(call)
         sent = (_contiguous(rows, call), self._sent_scale(scale, call))
-        exchange = self.manager.take(self._shape)
-        use_count, arguments = exchange.use_count, (*received, *sent, slots_TK, None)
-        exchange.all_to_all.dispatch(*arguments, do_send=True, do_recv=at_once)
+        buffers = self.manager.take(self._shape)
+        use_count, arguments = buffers.use_count, (*received, *sent, slots_TK, None)
+        buffers.all_to_all.dispatch(*arguments, do_send=True, do_recv=at_once)
 
         def receive() -> tuple[Dispatched, Handle]:
             if not at_once:
-                exchange.all_to_all.dispatch(*arguments, do_send=False, do_recv=True)
+                buffers.all_to_all.dispatch(*arguments, do_send=False, do_recv=True)
             counts, x_eCH, scales = (t if t is None else t[: self.problem.e] for t in received)
             assert counts is not None
             assert x_eCH is not None
@@ -182,7 +182,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
             tokens = BatchedTokens(x_eCH, counts, scale if scales is None else scales)
             sink_counts_S = received[0][-self._sinks :]
             handle_tensors = slots_TK, pairs.weights_TK, sink_counts_S
-            return tokens, PplxHandle(self, call, exchange, use_count, *handle_tensors)
+            return tokens, PplxHandle(self, call, buffers, use_count, *handle_tensors)
 
         return receive
 
@@ -195,8 +195,8 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         out: torch.Tensor,
     ) -> None:
         part_handle = self.check_handle(handle, PplxHandle)
-        exchange = part_handle.exchange
-        if not exchange.in_use or exchange.use_count != part_handle.use_count:
+        buffers = part_handle.buffers
+        if not buffers.in_use or buffers.use_count != part_handle.use_count:
             raise UnsupportedError(
                 "handle", got="one that was combined", need="the handle of an unfinished call"
             )
@@ -207,10 +207,10 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         if expert_output.data_ptr() != all_rows.data_ptr():
             all_rows[: len(expert_output)].copy_(expert_output)
         zero_rows(all_rows[-self._sinks :], part_handle.sink_counts_S)
-        exchange.all_to_all.combine(
+        buffers.all_to_all.combine(
             out, part_handle.slots_TK, part_handle.weights_TK, all_rows, None
         )
-        self.manager.release(exchange)
+        self.manager.release(buffers)
 
     def _receive_buffers(
         self, call: CallState

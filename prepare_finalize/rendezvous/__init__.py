@@ -1,1 +1,1 @@
-"""Rendezvous of ranks: connecting, comparing properties, and finding the cause of failures."""
+"""Rendezvous of ranks: connect, compare properties through a store, and find the failed ranks."""

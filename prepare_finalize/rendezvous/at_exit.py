@@ -1,9 +1,9 @@
-"""Cleanup that must happen before the interpreter is finalized.
+"""Communicators and threads that end before the interpreter is finalized.
 
-Two kinds of threads acquire the GIL late: gloo threads, when they free the tensors of a finished
-exchange, and threads that return to Python from waiting for a store. A thread that requests the GIL
-during finalization is terminated in the middle of C++ code, which aborts the process or leaves a
-lock held forever. An exit hook therefore ends these threads first.
+A thread that requests the GIL while the interpreter is finalized is terminated in the middle of C++
+code. That aborts the process, or leaves a lock held forever. Two kinds of threads may do so: gloo
+threads, when they free the tensors of a finished exchange, and threads that return to Python after
+they have waited for a store. Exit hooks therefore end both kinds first.
 """
 
 import atexit
@@ -16,12 +16,12 @@ from torch._C._distributed_c10d import _unregister_process_group
 
 from modular_kernel.utils import forks
 
-_PATIENCE_S = 1.0  # timeout of joining a thread, whose store may never answer
+_JOIN_TIMEOUT_S = 1.0  # a thread may wait for a store that never answers
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 def run_in_thread(function: Callable[[], object]) -> threading.Thread:
-    """Run `function` in a daemon thread that the caller may abandon."""
+    """Start `function` in a daemon thread, which the exit hook joins with a short timeout."""
     thread = threading.Thread(target=function, daemon=True)
     _threads.add(thread)
     thread.start()
@@ -29,25 +29,25 @@ def run_in_thread(function: Callable[[], object]) -> threading.Thread:
 
 
 class Communicator:
-    """Holds the process group of `owner`, and releases it together with `owner`.
+    """The only reference to the backend of `owner`, released when `owner` is garbage collected.
 
-    A gloo group is also released at process exit. Closing it joins its threads, which takes no
-    longer than an exchange in flight. An NCCL group is left to torch at exit, because peers may
-    still be reading from it.
+    device: "cpu" for a gloo backend, "cuda" for NCCL. A gloo backend is also released at process
+        exit. This joins its threads, which takes no longer than an exchange in flight. An NCCL
+        backend is left to torch at exit, because peers may still be reading from it.
     """
 
     def __init__(self, owner: object, *, device: str) -> None:
         self._generation = forks.generation()
-        self.group: Any = None  # None before it is connected, and after `close`
-        self.name: Any = None  # name under which torch has registered it, if any
+        self.group: Any = None  # the backend; None before it is connected and after `close`
+        self.name: Any = None  # name under which the group is registered with torch, or None
         release = self.close if device == "cpu" else self._release_later
         weakref.finalize(owner, release).atexit = device == "cpu"
 
     def close(self) -> Any:
-        """Release and return the group.
+        """Drop the reference to the group and return it.
 
-        Return None if it was released before, or in a forked child. A child keeps the group
-        forever, because freeing it would wait for threads that the child does not have.
+        Return None if it was released before, and in a forked child. A child keeps the group
+        forever, because freeing it would wait for threads that exist only in the parent.
         """
         group, name = self.group, self.name
         self.group = self.name = None
@@ -59,12 +59,12 @@ class Communicator:
         return group
 
     def _release_later(self) -> None:
-        """Release an NCCL group in a thread: that waits for CUDA graphs with its exchanges."""
+        """Shut down an NCCL backend in a thread, since this waits for CUDA graphs that use it."""
         if (group := self.close()) is not None:
             run_in_thread(group.shutdown)
 
 
 @atexit.register
-def _join() -> None:
+def _join_threads() -> None:
     for thread in tuple(_threads):
-        thread.join(_PATIENCE_S)
+        thread.join(_JOIN_TIMEOUT_S)

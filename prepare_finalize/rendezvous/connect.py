@@ -1,4 +1,8 @@
-"""Creation of communicators: the ranks of a group connect, each step with a deadline."""
+"""Functions with which the managers of a process group validate it and connect its ranks.
+
+Every manager (`TorchGroup`, `DeepEPGroup` and others) takes a ProcessGroup of the caller, and opens
+connections of its own through the store of that group. Each step has a deadline.
+"""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,8 +24,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _NCCL_CONNECT_S = 30.0  # connecting over NCCL takes seconds, even if later deadlines are short
 
 
-def deadline_of(deadline_s: Any) -> float:
-    """Return a manager's deadline in seconds; None selects that of `read_settings`.
+def resolve_deadline(deadline_s: Any) -> float:
+    """Return `deadline_s` in seconds, or the deadline of `read_settings` for None.
 
     Raise ConfigurationError unless it is a finite number above 0.
     """
@@ -47,12 +51,12 @@ def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: f
     """
     if device == "cpu":
         return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=deadline_s))
-    # The current device is per thread, so pass ours to the thread.
+    # The thread below does not inherit the current device.
     current_device = torch.device("cuda", torch.cuda.current_device())
 
     def create() -> Any:
-        # NCCL's watchdog would abort the process, so its timeout is much longer than that of
-        # run_with_timeout, which raises.
+        # At its timeout, NCCL's watchdog aborts the process. It is much longer than the timeout of
+        # run_with_timeout, which raises instead.
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=max(600.0, 10 * deadline_s))
         group = dist.ProcessGroupNCCL(store, rank, world_size, options)
@@ -63,9 +67,9 @@ def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: f
 
 
 def run_with_timeout(function: Callable[[], R], seconds: float) -> R:
-    """Return the result of `function`. Raise RuntimeError after `seconds`.
+    """Return the result of `function`, which runs in a thread.
 
-    The function then continues in its thread.
+    Raise RuntimeError if it takes longer than `seconds`. It then continues in its thread.
     """
     results: list[R] = []
     errors: list[RuntimeError] = []
@@ -84,28 +88,26 @@ def run_with_timeout(function: Callable[[], R], seconds: float) -> R:
     return results[0]
 
 
-def attempt_prefix(store: Store, rank: int, world_size: int) -> str:
-    """Agree on a store key prefix for the manager that the ranks are creating.
+def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
+    """Return a prefix of store keys for a new manager, the same on every rank.
 
-    Every rank gets the same prefix. Ranks count their attempts. A rank whose count lags, because it
-    failed before it reached the store, joins the latest attempt of the others; if that has failed,
-    it starts a new one.
+    Each manager needs a new prefix, because the keys of earlier managers remain in the store. The
+    prefix contains the number of attempts to create a manager. A rank may have made fewer attempts
+    than others, because it failed before it reached the store. It joins the latest attempt of the
+    others, unless that has failed; then it starts a new one.
     """
     keys = [f"modular_kernel/attempts/{peer}" for peer in range(world_size)]
     attempts_W = [_parse_counter(key, store.get(key)) if store.check([key]) else 0 for key in keys]
     attempt = max(attempts_W)
-    failed = [f"modular_kernel/{attempt}/{failure_key(peer)}" for peer in range(world_size)]
-    if attempt == attempts_W[rank] or any(store.check([key]) for key in failed):
+    failure_keys = [f"modular_kernel/{attempt}/{failure_key(peer)}" for peer in range(world_size)]
+    if attempt == attempts_W[rank] or any(store.check([key]) for key in failure_keys):
         attempt += 1
     store.set(keys[rank], str(attempt))
     return f"modular_kernel/{attempt}"
 
 
 def _parse_counter(key: str, value: bytes) -> int:
-    """Parse a counter.
-
-    Raise RuntimeError if it is not a number. A store that does not answer raises the same error.
-    """
+    """Parse a counter. Raise RuntimeError, as an unreachable store does, if it is not a number."""
     try:
         return int(value)
     except ValueError as error:
@@ -115,30 +117,30 @@ def _parse_counter(key: str, value: bytes) -> int:
 def new_prefix_store(
     group: dist.ProcessGroup, deadline_s: float, *, prefix: str = ""
 ) -> PrefixStore:
-    """Return the group's store under the prefix of a new attempt, followed by `prefix`.
+    """Return the group's store, with a prefix of keys for a new manager (`agree_on_prefix`).
 
-    Raise RuntimeError if the store does not answer in time.
+    `prefix` is appended to that prefix. Raise RuntimeError if the store does not answer in time.
     """
     store = distributed_c10d._get_process_group_store(group)
     attempt = run_with_timeout(
-        lambda: attempt_prefix(store, group.rank(), group.size()), deadline_s
+        lambda: agree_on_prefix(store, group.rank(), group.size()), deadline_s
     )
     return PrefixStore(f"{attempt}{prefix}", store)
 
 
-def rank_and_size(group: object | None) -> tuple[int, int]:
-    """Return rank and size in a ProcessGroup.
+def get_rank_and_size(group: object | None) -> tuple[int, int]:
+    """Return this process's rank in a ProcessGroup, and the size of the group.
 
-    Raise ConfigurationError if this process is in no group.
+    Raise ConfigurationError if this process is not a member.
     """
-    member = member_group(group)
+    member = resolve_process_group(group)
     return member.rank(), member.size()
 
 
-def member_group(group: object | None) -> dist.ProcessGroup:
-    """Return `group`, or the default one for None.
+def resolve_process_group(group: object | None) -> dist.ProcessGroup:
+    """Return `group`, or the default group for None.
 
-    Raise ConfigurationError if this process is in no group.
+    Raise ConfigurationError if this process is not a member.
     """
     if not dist.is_available() or not dist.is_initialized():
         need = "torch.distributed.init_process_group first"
@@ -150,10 +152,10 @@ def member_group(group: object | None) -> dist.ProcessGroup:
     return group
 
 
-def supported_device(group: dist.ProcessGroup, requested: str | None) -> str:
-    """Return `requested`, or else the device type that the group's backends support, "cuda" first.
+def select_device_type(group: dist.ProcessGroup, requested: str | None) -> str:
+    """Return `requested`, or, for None, "cuda" if the group has an NCCL backend, else "cpu".
 
-    Raise ConfigurationError if there is none.
+    Raise ConfigurationError unless the group has the backend of `BACKENDS` for the device type.
     """
     config = dist.get_backend_config(group)
     backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
@@ -170,7 +172,7 @@ def supported_device(group: dist.ProcessGroup, requested: str | None) -> str:
 
 def check_device_type(device: torch.device | str, group_device_type: str) -> None:
     """Raise DeviceError unless the type of `device` is `group_device_type`."""
-    kind = torch.device(device).type
-    if kind != group_device_type:
+    device_type = torch.device(device).type
+    if device_type != group_device_type:
         need = f"{group_device_type}: the group's backend is {BACKENDS[group_device_type]}"
-        raise DeviceError("tensors of an exchange", got=kind, need=need)
+        raise DeviceError("tensors of an exchange", got=device_type, need=need)

@@ -1,6 +1,8 @@
-"""Records of a rank's last exchanges and of failures, for finding the rank that caused one.
+"""Log of a rank's exchanges, and the search for the ranks that caused a failure.
 
-A call costs only one entry in a ring buffer. The store is written and read only after a failure.
+In normal operation, an exchange only adds an entry to a ring buffer. After a failure, each rank
+publishes a record of its failed exchange in the store of the group. From the records of all ranks,
+`find_culprits` determines which ranks did not take part, or arrived late.
 """
 
 import json
@@ -17,14 +19,14 @@ from prepare_finalize.rendezvous.at_exit import run_in_thread
 
 PHASES = ("construct", "counts", "dispatch", "combine")
 _POLL_S = 0.02
-_SILENCE_S = 0.5  # time without an answer after which a store is considered dead
+_STORE_TIMEOUT_S = 0.5  # time without an answer after which a store is considered dead
 
 
-class LastCalls:
-    """The last exchanges of one rank, oldest first.
+class ExchangeLog:
+    """Ring buffer with the last exchanges of one rank, oldest first.
 
-    A record is {rank, step, phase, bytes, started_s, ended_s, state}: bytes sent, wall-clock
-    seconds, and the state "under way", "done" or a description of the failure.
+    The fields of a record are rank, step, phase, bytes (bytes sent), started_s and ended_s
+    (wall-clock seconds), and state: "under way", "done", or a description of the failure.
     """
 
     def __init__(self, rank: int, max_records: int) -> None:
@@ -47,6 +49,7 @@ class LastCalls:
 
     @staticmethod
     def end(record: dict[str, Any], state: str = "done") -> None:
+        """Set the end time and the state of a record."""
         record["ended_s"], record["state"] = time.time(), state
 
     def json_lines(self) -> str:
@@ -58,40 +61,45 @@ class LastCalls:
         Path(path).write_text(self.json_lines(), encoding="utf-8")
 
 
-class FailureBoard:
-    """Failure records of all ranks, published in the store. A rank without one is a culprit.
+class FailureRecords:
+    """The failure records of all ranks, in the store of the group.
 
-    `ended` is whether the store closed the connection in the last access, which means that its
-    process has exited.
+    is_closed: whether the store closed the connection in the last access. The process that serves
+        it has then exited.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self.ended = False
+        self.is_closed = False
 
-    def post(self, record: Mapping[str, Any], until_s: float) -> dict[int, dict[str, Any]] | None:
-        """Publish a record; return those of all ranks known at `until_s` (time.monotonic).
+    def publish_and_collect(
+        self, record: Mapping[str, Any], until_s: float
+    ) -> dict[int, dict[str, Any]] | None:
+        """Publish this rank's record, and wait for the records of all ranks.
 
-        Return None if the store does not answer: its host may be what failed. Accessing such a
-        store can block forever, so a thread does it.
+        until_s: end of the wait, as a value of time.monotonic.
+
+        Return the records by rank, without ranks that have not published one. Return None if the
+        store does not answer, which may be because its host has failed. A thread accesses the
+        store, because an access can block forever.
         """
         records: dict[int, dict[str, Any]] = {}
-        answered_s = [-math.inf]
+        last_answer_s = [-math.inf]
 
         def poll_store() -> None:
             try:
                 self._store.set(failure_key(self._rank), json.dumps(record))
                 while len(records) < self._world_size and time.monotonic() < until_s:
                     self._poll_once(records)
-                    answered_s[0] = time.monotonic()
+                    last_answer_s[0] = time.monotonic()
                     time.sleep(_POLL_S)
             except RuntimeError:
-                answered_s[0], self.ended = -math.inf, True
+                last_answer_s[0], self.is_closed = -math.inf, True
 
         thread = run_in_thread(poll_store)
-        thread.join(until_s + _SILENCE_S - time.monotonic())
-        is_silent = time.monotonic() - answered_s[0] > _SILENCE_S
-        return None if is_silent else dict(records)
+        thread.join(until_s + _STORE_TIMEOUT_S - time.monotonic())
+        has_timed_out = time.monotonic() - last_answer_s[0] > _STORE_TIMEOUT_S
+        return None if has_timed_out else dict(records)
 
     def _poll_once(self, records: dict[int, dict[str, Any]]) -> None:
         for rank in range(self._world_size):
@@ -102,7 +110,7 @@ class FailureBoard:
 
 
 def _parse_record(payload: bytes) -> dict[str, Any] | None:
-    """Parse the record of a rank; return None if the entry is not a record."""
+    """Parse a failure record. Return None if it is not valid."""
     try:
         record = json.loads(payload)
     except ValueError:
@@ -114,16 +122,20 @@ def _parse_record(payload: bytes) -> dict[str, Any] | None:
 
 
 def failure_key(rank: int) -> str:
-    """Return the key of a rank's failure record."""
+    """Return the store key of a rank's failure record."""
     return f"failed/{rank}"
 
 
-def culprits(
-    rank: int, world_size: int, failed: Mapping[int, Mapping[str, Any]], deadline_s: float
+def find_culprits(
+    rank: int, world_size: int, records: Mapping[int, Mapping[str, Any]], deadline_s: float
 ) -> tuple[tuple[int, ...], str]:
-    """Return the ranks that probably caused a failure, and the reason, from all published records.
+    """Return the ranks that probably caused a failure, and the reason.
 
-    The first of these that applies:
+    rank: this rank, which does not blame itself.
+    records: the published failure records by rank.
+    deadline_s: timeout of an exchange.
+
+    The result is the first group of this list that is not empty:
 
     - ranks that aborted a call;
     - ranks that published no record;
@@ -135,20 +147,20 @@ def culprits(
     A rank was late if it waited for less time than others. Each rank measures its own waiting time,
     so clocks of different ranks are not compared.
     """
-    broke_off = tuple(r for r in failed if r != rank and "broke_off" in failed[r])
-    if broke_off:
-        return broke_off, str(failed[broke_off[0]]["broke_off"])
-    missing = tuple(r for r in range(world_size) if r not in failed)
+    aborting_ranks = tuple(r for r in records if r != rank and "broke_off" in records[r])
+    if aborting_ranks:
+        return aborting_ranks, str(records[aborting_ranks[0]]["broke_off"])
+    missing = tuple(r for r in range(world_size) if r not in records)
     if missing:
         return missing, "no sign of life"
-    others = tuple(sorted(failed.keys() - {rank}))
-    position = {r: (record["step"], PHASES.index(record["phase"])) for r, record in failed.items()}
-    is_waiting = {r for r, record in failed.items() if record.get("awaited")}
-    earlier = [r for r in others if position[r] < max(position.values()) and r not in is_waiting]
+    others = tuple(sorted(records.keys() - {rank}))
+    position = {r: (record["step"], PHASES.index(record["phase"])) for r, record in records.items()}
+    waiting_ranks = {r for r, record in records.items() if record.get("awaited")}
+    earlier = [r for r in others if position[r] < max(position.values()) and r not in waiting_ranks]
     if earlier:
         return tuple(earlier), "still in an earlier exchange"
-    longest_s = max(record["waited_s"] for record in failed.values())
-    delay_s = {r: longest_s - record["waited_s"] for r, record in failed.items()}
+    longest_s = max(record["waited_s"] for record in records.values())
+    delay_s = {r: longest_s - record["waited_s"] for r, record in records.items()}
     late_ranks = tuple(r for r in others if delay_s[r] > deadline_s / 2)
     if late_ranks:
         return late_ranks, f"at least {max(delay_s[r] for r in late_ranks):.1f} s late"

@@ -1,4 +1,9 @@
-"""Detection of the ranks of a group that share a host, by shared memory instead of host names."""
+"""Detection of the ranks of a group that share a host.
+
+Two ranks share a host if each can read the file of the other in shared memory. Host names are not
+compared, because two containers on one machine can have different names, and two machines can have
+the same one.
+"""
 
 import secrets
 import socket
@@ -10,8 +15,8 @@ from pathlib import Path
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_settings
-from prepare_finalize.rendezvous.memory_files import IN_MEMORY, memory_file
-from prepare_finalize.rendezvous.store_rounds import Meeting
+from prepare_finalize.rendezvous.memory_files import SHARED_MEMORY_DIR, memory_file
+from prepare_finalize.rendezvous.store_collectives import StoreCollectives
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class Hosts:
         """Return the ranks of a host, given its index."""
         return tuple(rank for rank, index in enumerate(self.index_W) if index == host)
 
-    def name_of(self, rank: int) -> str:
+    def get_host_name(self, rank: int) -> str:
+        """Return the name of the host of a rank."""
         return self.names[self.index_W[rank]]
 
     def has_consecutive_ranks(self, ranks_per_host: int) -> bool:
@@ -51,43 +57,47 @@ class Hosts:
         return list(self.index_W) == blocks and len(self.index_W) % ranks_per_host == 0
 
 
-ONE_PROCESS = Hosts((0,), ("this host",))
-
-
-def find_hosts(meeting: Meeting, rank: int) -> Hosts:
+def find_hosts(collectives: StoreCollectives, rank: int) -> Hosts:
     """Determine which ranks share a host. Collective, with the same result on every rank.
 
-    Each rank creates a file in shared memory and tries to read those of its peers. Ranks that can
-    read each other's files share a host. Ranks with different MK_HOST_ID are treated as ranks of
-    different hosts, to simulate several hosts on one machine. Raise CommunicationError if a rank
+    Each rank writes a random token to a file in shared memory and tries to read the tokens of its
+    peers. The environment variable MK_HOST_ID simulates several hosts on one machine: ranks with
+    different values are treated as ranks of different hosts. Raise CommunicationError if a rank
     does not respond.
     """
     token = secrets.token_hex(16)
     with memory_file("host") as host_file:
         host_file.write(token.encode())
         host_file.flush()
-        identity = read_settings().host_id
-        name = identity or socket.gethostname()
-        gathered = meeting.exchange(
-            {"name": name, "id": identity, "file": host_file.name, "word": token}
+        host_id = read_settings().host_id
+        name = host_id or socket.gethostname()
+        gathered = collectives.all_gather(
+            {"name": name, "id": host_id, "file": host_file.name, "token": token}
         )
         readable = [
             peer
             for peer, properties in enumerate(gathered)
-            if properties["id"] == identity and _content(properties["file"]) == properties["word"]
+            if properties["id"] == host_id
+            and _read_token(properties["file"]) == properties["token"]
         ]
-        readable_by_rank = [set(map(int, properties["met"].split())) for properties in
-                 meeting.exchange({"met": " ".join(map(str, readable))})]  # fmt: skip
+        # This also keeps the file until all ranks have tried to read it.
+        gathered_readable = collectives.all_gather({"readable": " ".join(map(str, readable))})
+        readable_by_rank = [
+            set(map(int, properties["readable"].split())) for properties in gathered_readable
+        ]
     first_ranks = [_lowest_peer(rank, readable_by_rank) for rank in range(len(readable_by_rank))]
-    order = list(dict.fromkeys(first_ranks))
+    host_ranks = list(dict.fromkeys(first_ranks))  # the first rank of each host
     return Hosts(
-        tuple(map(order.index, first_ranks)),
-        _number_duplicates([gathered[rank]["name"] for rank in order]),
+        tuple(map(host_ranks.index, first_ranks)),
+        _number_duplicates([gathered[rank]["name"] for rank in host_ranks]),
     )
 
 
 def check_one_host(hosts: Hosts, part: str) -> None:
-    """Raise ConfigurationError on every rank if the ranks of `part` are on several hosts."""
+    """Raise ConfigurationError if the ranks of `part` are on several hosts.
+
+    As `hosts` is the same on every rank, all ranks raise.
+    """
     if len(hosts) > 1:
         need = f"one host, whose memory {part} shares"
         raise ConfigurationError("hosts of the ranks", got=str(hosts), need=need)
@@ -96,11 +106,13 @@ def check_one_host(hosts: Hosts, part: str) -> None:
 def check_hosts(
     hosts: Hosts, *, part: str, requires: PrepareFinalizeRequirements, ranks_per_host: int | None
 ) -> None:
-    """Raise ConfigurationError on every rank unless hosts are as the part and the problem require.
+    """Raise ConfigurationError if the part or the problem does not support the hosts of the ranks.
 
-    part: the name of the part, for messages.
-    requires: the requirements of the part.
-    ranks_per_host: that of the problem; None if it has none.
+    As `hosts` is the same on every rank, all ranks raise.
+
+    part: name of the part, for messages.
+    requires: requirements of the part.
+    ranks_per_host: number of ranks per host that the problem requires; None for any.
     """
     if requires.one_host:
         check_one_host(hosts, part)
@@ -110,23 +122,21 @@ def check_hosts(
     max_ranks = requires.ranks_per_host
     if max_ranks is None:
         return
-    ranks_per_each_host, must_fill_hosts = (
-        len(hosts.index_W) // len(hosts),
-        requires.full_hosts and len(hosts) > 1,
-    )
+    mean_ranks = len(hosts.index_W) // len(hosts)
+    must_fill_hosts = requires.full_hosts and len(hosts) > 1
     if (
-        not hosts.has_consecutive_ranks(ranks_per_each_host)
-        or ranks_per_each_host > max_ranks
-        or (must_fill_hosts and ranks_per_each_host != max_ranks)
+        not hosts.has_consecutive_ranks(mean_ranks)
+        or mean_ranks > max_ranks
+        or (must_fill_hosts and mean_ranks != max_ranks)
     ):
         limit = f"{'' if must_fill_hosts else 'at most '}{max_ranks}"
         need = f"{limit} on each, in blocks of one size, for {part}"
         raise ConfigurationError("hosts of the ranks", got=str(hosts), need=need)
 
 
-def _content(path: str) -> str:
-    """Read a short file; return "" if it is not a memory file, or not on this host."""
-    if Path(path).parent not in (IN_MEMORY, Path(tempfile.gettempdir())):
+def _read_token(path: str) -> str:
+    """Return the token in a peer's file; "" if it is not a memory file, or not on this host."""
+    if Path(path).parent not in (SHARED_MEMORY_DIR, Path(tempfile.gettempdir())):
         return ""
     try:
         with Path(path).open(encoding="ascii", errors="replace") as file:
@@ -136,7 +146,7 @@ def _content(path: str) -> str:
 
 
 def _lowest_peer(rank: int, readable_by_rank: Sequence[set[int]]) -> int:
-    """Return the lowest rank on the host of `rank`: both can read each other's files."""
+    """Return the lowest rank that shares a host with `rank`."""
     return min(
         peer
         for peer in {rank, *readable_by_rank[rank]}
@@ -145,7 +155,7 @@ def _lowest_peer(rank: int, readable_by_rank: Sequence[set[int]]) -> int:
 
 
 def _number_duplicates(names: Sequence[str]) -> tuple[str, ...]:
-    """Make equal host names distinct: from the second on, add a number."""
+    """Make equal host names distinct, as in "node", "node (2)"."""
     counts: dict[str, int] = {}
     result = []
     for name in names:

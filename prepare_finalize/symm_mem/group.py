@@ -27,14 +27,14 @@ from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.rendezvous.connect import (
     check_device_type,
     check_process,
-    deadline_of,
-    member_group,
     new_prefix_store,
-    supported_device,
+    resolve_deadline,
+    resolve_process_group,
+    select_device_type,
 )
-from prepare_finalize.rendezvous.failure_log import LastCalls
+from prepare_finalize.rendezvous.failure_log import ExchangeLog
 from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
-from prepare_finalize.rendezvous.store_rounds import Meeting
+from prepare_finalize.rendezvous.store_collectives import StoreCollectives
 from prepare_finalize.symm_mem.shared_files import share_memory
 
 _ALIGNMENT = 256  # bytes; every section begins at a multiple of it
@@ -96,7 +96,7 @@ class SharedMemory(ABC):
     """
 
     def __init__(
-        self, rank: int, world_size: int, *, device: str, deadline_s: float, last_calls: LastCalls
+        self, rank: int, world_size: int, *, device: str, deadline_s: float, last_calls: ExchangeLog
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.reported_rank = rank  # rank in error messages
@@ -121,11 +121,11 @@ class SharedMemory(ABC):
         return int(self.deadline_s * 1e9)
 
     @abstractmethod
-    def _meeting(self) -> Meeting:
-        """Open store rounds. Raise CommunicationError if the store does not answer."""
+    def _open_store_collectives(self) -> StoreCollectives:
+        """Return collectives over a store. Raise CommunicationError if it does not answer."""
 
     @abstractmethod
-    def _shared_file(self, meeting: Meeting, nbytes: int) -> list[torch.Tensor]:
+    def _shared_file(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
         """Share a block of memory of each rank, filled with `NO_VALUE`, on a CPU."""
 
     @abstractmethod
@@ -143,13 +143,13 @@ class SharedMemory(ABC):
         self.check_open()
         record = self.last_calls.begin(0, "construct", nbytes)
         try:
-            meeting = self._meeting()
-            meeting.agree({"bytes": nbytes, "meaning": signature})
-            heap = self._share(nbytes, meeting)
+            collectives = self._open_store_collectives()
+            collectives.check_equal({"bytes": nbytes, "meaning": signature})
+            heap = self._share(nbytes, collectives)
             initialize(heap)
             if self.device == "cuda":
                 torch.cuda.synchronize(self._device)
-            meeting.exchange({})  # a barrier: no rank writes before all heaps are initialized
+            collectives.barrier()  # no rank writes before all heaps are initialized
         except RuntimeError as error:  # the store is unreachable
             self.last_calls.end(record, str(error))
             need = f"a store that answers within {self.deadline_s:g} s"
@@ -160,10 +160,10 @@ class SharedMemory(ABC):
         self.last_calls.end(record)
         return heap
 
-    def _share(self, nbytes: int, meeting: Meeting) -> Heap:
+    def _share(self, nbytes: int, collectives: StoreCollectives) -> Heap:
         owners: tuple[object, ...]
         if self.device == "cpu":
-            blocks = self._shared_file(meeting, nbytes)
+            blocks = self._shared_file(collectives, nbytes)
             local_block, owners = blocks[self.rank], tuple(blocks)
             addresses = [block.data_ptr() for block in blocks]
         else:
@@ -262,15 +262,15 @@ class SymmetricGroup(SharedMemory):
         device: str | None = None,
         history: int = 1024,
     ) -> None:
-        seconds = deadline_of(deadline_s)
-        self._group = member_group(group)
+        seconds = resolve_deadline(deadline_s)
+        self._group = resolve_process_group(group)
         rank = self._group.rank()
         super().__init__(
             rank,
             self._group.size(),
-            device=supported_device(self._group, device),
+            device=select_device_type(self._group, device),
             deadline_s=seconds,
-            last_calls=LastCalls(rank, history),
+            last_calls=ExchangeLog(rank, history),
         )
         self.hosts = self._find_hosts()
 
@@ -278,23 +278,23 @@ class SymmetricGroup(SharedMemory):
         """Return the hosts of ranks. Raise CommunicationError on every rank if one is missing."""
         record = self.last_calls.begin(0, "construct", 0)
         try:
-            hosts = find_hosts(self._meeting(), self.rank)
+            hosts = find_hosts(self._open_store_collectives(), self.rank)
         except CommunicationError as error:
             self.last_calls.end(record, str(error))
             raise
         self.last_calls.end(record)
         return hosts
 
-    def _meeting(self) -> Meeting:
+    def _open_store_collectives(self) -> StoreCollectives:
         try:
             store = new_prefix_store(self._group, self.deadline_s)
         except RuntimeError as error:  # the store is unreachable
             need = f"a store that answers within {self.deadline_s:g} s"
             raise self._error(first_sentence(error), need, "construct", ()) from error
-        return Meeting(store, self.rank, self.world_size, self.deadline_s)
+        return StoreCollectives(store, self.rank, self.world_size, self.deadline_s)
 
-    def _shared_file(self, meeting: Meeting, nbytes: int) -> list[torch.Tensor]:
-        return share_memory(meeting, self.rank, nbytes, NO_VALUE)
+    def _shared_file(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
+        return share_memory(collectives, self.rank, nbytes, NO_VALUE)
 
     def _rendezvous(self, own: torch.Tensor) -> Any:
         import torch.distributed._symmetric_memory as symmetric_memory

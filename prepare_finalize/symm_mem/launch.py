@@ -251,7 +251,7 @@ class SymmetricExchange:
         A call without adapters sends -1, because other ranks may use adapters in the same call.
         """
         adapters_R, slots_T = self.slot.adapters_R, routing.slots_T
-        mode = "nobody" if slots_T is None else "slots"
+        mode = "unused" if slots_T is None else "slots"
         return {
             "adapters_ptr": self.rank_bits_T if slots_T is None else slots_T,
             "adapters_heap_ptr": self.rank_bits_T if adapters_R is None else adapters_R,

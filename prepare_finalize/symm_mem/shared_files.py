@@ -6,11 +6,15 @@ import torch
 
 from modular_kernel.interpreter.bounds import make_reachable
 from prepare_finalize.rendezvous.memory_files import memory_file
-from prepare_finalize.rendezvous.store_rounds import Meeting
+from prepare_finalize.rendezvous.store_collectives import StoreCollectives
 
 
 def share_memory(
-    meeting: Meeting, rank: int, nbytes: int, value: int, ranks: Sequence[int] | None = None
+    collectives: StoreCollectives,
+    rank: int,
+    nbytes: int,
+    value: int,
+    ranks: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
     """Share a block of memory of each rank, (nbytes,) uint8 filled with `value`.
 
@@ -23,12 +27,12 @@ def share_memory(
     with memory_file("block") as file:
         file.truncate(nbytes)
         local_block = _map_file(file.name, nbytes).fill_(value)
-        names = [properties["file"] for properties in meeting.exchange({"file": file.name})]
+        names = [properties["file"] for properties in collectives.all_gather({"file": file.name})]
         blocks = [
             local_block if index == rank else _map_file(names[index], nbytes)
             for index in (range(len(names)) if ranks is None else ranks)
         ]
-        meeting.exchange({})  # a barrier: all ranks have mapped the files
+        collectives.barrier()  # the files may be deleted once all ranks have mapped them
     return blocks
 
 

@@ -1,4 +1,4 @@
-"""Kernels of fixed-size exchanges have a barrier between loading and storing counters on sm_90."""
+"""Kernels of fixed-capacity exchanges have a barrier between loading and storing counters on sm_90."""
 
 import re
 from typing import Any
@@ -18,9 +18,9 @@ _ORDER = re.compile(
 )
 
 
-@pytest.mark.parametrize("shares_block", [False, True])
+@pytest.mark.parametrize("has_single_block", [False, True])
 def test_every_warp_loads_the_order_before_one_stores_it(
-    shares_block: bool, monkeypatch: pytest.MonkeyPatch
+    has_single_block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Warps write the headers for different ranks, with the order that each of them has loaded."""
     ptx: list[str] = []
@@ -35,7 +35,7 @@ def test_every_warp_loads_the_order_before_one_stores_it(
     monkeypatch.setattr(JITFunction, "run", kept)
     problem = Problem(64, 256, 128, experts=16, top_k=2, parallel=Parallel(16))
     with record_compiles("sm_90"):
-        launch_all(problem, shares_block=shares_block)
+        launch_all(problem, has_single_block=has_single_block)
     assert len(ptx) == 3
     for code in ptx:
         match = _ORDER.search(code)

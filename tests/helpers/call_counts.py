@@ -12,7 +12,7 @@ from ep_layers import Layer
 from interpreted_replays import interpreted_replays
 
 import modular_kernel as mk
-from prepare_finalize.common import device_agreement
+from prepare_finalize.common import device_handshake
 
 ROOT = str(Path(mk.__file__).parents[1])
 SOURCE_FOLDERS = tuple(
@@ -83,7 +83,7 @@ def functions_of_replay(rank: int, world: int, group: object, layer: Layer) -> C
         plan, inputs = kernel.plan(), layer.inputs_of(rank)
         arguments = inputs.x_TH, inputs.weights, inputs.routing
         plan(*arguments)
-        with patch.object(device_agreement, "agree_on_sizes", lambda *_: None):
+        with patch.object(device_handshake, "check_equal_sizes", lambda *_: None):
             counts = functions_of_third(lambda: plan(*arguments))
         assert kernel.counters()["replayed_calls"] >= 2
         kernel.prepare_finalize.destroy()

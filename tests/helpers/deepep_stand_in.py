@@ -17,7 +17,7 @@ from prepare_finalize.deepep.arguments import (
 )
 from prepare_finalize.deepep.group import HighThroughput
 from prepare_finalize.deepep.low_latency_buffer import LowLatency
-from prepare_finalize.rendezvous.connect import rank_and_size
+from prepare_finalize.rendezvous.connect import get_rank_and_size
 from prepare_finalize.rendezvous.hosts import Hosts
 
 FOLDER = Path(__file__).parent / "stand_ins"
@@ -42,14 +42,14 @@ class GlooGroup:
     device, num_sms, is_capturing = "cpu", None, False
 
     def __init__(self, group=None):
-        self.rank, self.world_size = rank_and_size(group)
+        self.rank, self.world_size = get_rank_and_size(group)
         self.hosts = Hosts((0,) * self.world_size, ("here",))
         self._buffers = {}
 
     def check_device(self, device):
         assert str(device) == "cpu"
 
-    def agree(self, values):
+    def check_equal(self, values):
         pass
 
     def high_throughput(self, hidden):

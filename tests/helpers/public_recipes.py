@@ -52,7 +52,7 @@ _SHAPES = "only reads shapes of tensors that `load_experts` made"
 
 # Functions of prepare_finalize.common that parts call with checked tensors.
 _EXCHANGE_STEPS = (
-    "agreement.agree",
+    "handshake.exchange_metadata",
     "group_part.FusedDispatchPart.prepare",
     "group_part.FusedDispatchPart.prepare_no_receive",
     "group_part.FusedDispatchPart.send",
@@ -60,12 +60,12 @@ _EXCHANGE_STEPS = (
     "group_part.GroupPart.local_tokens",
     "group_part.GroupPart.pairs",
     "group_part.GroupPart.prepare",
-    "group_part.RowsPart.pack",
-    "group_part.RowsPart.prepare_no_receive",
-    "group_part.RowsPart.send",
+    "group_part.PackedRowsPart.pack",
+    "group_part.PackedRowsPart.prepare_no_receive",
+    "group_part.PackedRowsPart.send",
     "packed_rows.RowLayout.clear",
-    "packed_rows.RowLayout.put",
-    "packed_rows.RowLayout.take",
+    "packed_rows.RowLayout.write",
+    "packed_rows.RowLayout.read",
     "row_buffers.PackedRowBuffers.put_adapters",
     "row_buffers.PackedRowBuffers.unpack",
     "row_buffers.PackedRowBuffers.unpack_into",

@@ -1,4 +1,4 @@
-"""Blocks of rows of a fixed size: their layout, and kernels against the torch references."""
+"""Blocks of a fixed number of rows: their layout, and kernels against the torch references."""
 
 import math
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import Parallel, Problem
-from prepare_finalize.collectives.block_layouts import layouts_of
+from prepare_finalize.collectives.collective_part import make_block_layouts
 from prepare_finalize.common.blocks import (
     BlockLayout,
     Blocks,
@@ -18,7 +18,7 @@ from prepare_finalize.common.blocks import (
     ReceivedColumns,
     SentRows,
     fill_blocks,
-    keep_local,
+    mask_remote_pairs,
     read_blocks,
     sum_blocks,
 )
@@ -75,7 +75,7 @@ def test_blocks_are_the_activations_followed_by_other_rows() -> None:
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "fp8_w8a8_tensor"])
 def test_layouts_of_a_problem(quant: str) -> None:
     problem = Problem(8, 256, 128, 8, 2, quant=quant, parallel=Parallel(2))
-    layouts_by_quantized = layouts_of(problem, 5)
+    layouts_by_quantized = make_block_layouts(problem, 5)
     assert set(layouts_by_quantized) == {False, quant != "none"}
     assert layouts_by_quantized[False].dtype == problem.dtype
     if quant != "none":
@@ -218,7 +218,7 @@ def test_kernel_and_reference_read_the_same_columns(layout: BlockLayout, world: 
     for w in range(world):
         rows = sent_rows(layout, world, layout.rows - w)
         one, _, _, _ = fill(rows, layout, Ranks(w, world, SLOTS), gathers=True, reference=False)
-        received[w] = one.bytes_SB[one.own_block]
+        received[w] = one.bytes_SB[one.local_block]
         headers_WF[w] = torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, layout.rows - w])
     header_F = headers_WF[0].clone()
     kernel, reference = (read(blocks, header_F, reference=r) for r in (False, True))
@@ -258,16 +258,16 @@ def test_activations_in_place_are_unchanged(layout: BlockLayout) -> None:
         options = {"gathers": True, "reference": reference}
         written, _, _, _ = fill(rows, layout, Ranks(1, 2, SLOTS), **options)
         in_place, _, _, _ = fill(rows, layout, Ranks(1, 2, SLOTS), x_in_place=True, **options)
-        written.section("x")[written.own_block].view(torch.uint8).fill_(0x5A)
+        written.section("x")[written.local_block].view(torch.uint8).fill_(0x5A)
         assert torch.equal(in_place.bytes_SB, written.bytes_SB)
 
 
 @worlds
 @gather
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-@pytest.mark.parametrize("own_block", [0, 1])
+@pytest.mark.parametrize("local_block", [0, 1])
 def test_kernel_and_reference_sum_the_same_rows(
-    world: int, gathers: bool, tokens: int, own_block: int
+    world: int, gathers: bool, tokens: int, local_block: int
 ) -> None:
     hidden, block_rows = 2100, 6
     generator = torch.Generator().manual_seed(1)
@@ -277,13 +277,13 @@ def test_kernel_and_reference_sum_the_same_rows(
         row_of_token_WT = torch.randint(
             -1, block_rows, (world, 9), generator=generator, dtype=torch.int32
         )
-    sums = BlockSums(sums_SRH, Ranks(0, world, SLOTS), first_block=world, own_block=own_block)
+    sums = BlockSums(sums_SRH, Ranks(0, world, SLOTS), first_block=world, local_block=local_block)
     expected = torch.zeros(tokens, hidden, dtype=torch.float64)
     for t in range(tokens):
         for w in range(world):
             row = t if row_of_token_WT is None else int(row_of_token_WT[w, t])
             if row >= 0:
-                expected[t] += sums_SRH[own_block if w == 0 else world + w, row].double()
+                expected[t] += sums_SRH[local_block if w == 0 else world + w, row].double()
     for reference in (False, True):
         counter = CallCounter(DeviceStatus(world, CPU), 3)
         out_TH = torch.full((tokens, hidden + 8), 5.0, dtype=torch.bfloat16)[:, :hidden]
@@ -298,6 +298,6 @@ def test_pairs_of_other_ranks_are_dropped(reference: bool) -> None:
     numbers_TK = torch.tensor([[0, 4, -1], [7, 5, 11]], dtype=torch.int32)
     weights_TK = torch.ones(2, 3)
     with prefer_torch_reference(enabled=reference):
-        keep_local(numbers_TK, weights_TK, Ranks(1, 3, SLOTS), local_experts=3)
+        mask_remote_pairs(numbers_TK, weights_TK, Ranks(1, 3, SLOTS), local_experts=3)
     assert numbers_TK.tolist() == [[-1, 0, -1], [-1, 1, -1]]  # slot 3 has no expert
     assert weights_TK.tolist() == [[0, 1, 0], [0, 1, 0]]

@@ -213,9 +213,9 @@ def manage(rank: int, world_size: int, group: dist.ProcessGroup) -> list[str]:
     vars(sys.modules["deep_ep"])["Buffer"] = Buffer
     deepep.has_rdma_nic = lambda: False
     manager = DeepEPGroup(group, deadline_s=5)
-    manager.agree({"hidden": 64})
+    manager.check_equal({"hidden": 64})
     tries = (
-        lambda: manager.agree({"hidden": 64, "tokens": 4 + rank}),
+        lambda: manager.check_equal({"hidden": 64, "tokens": 4 + rank}),
         lambda: manager.low_latency(8, 2048, 4),
         lambda: DeepEPGroup(group, num_sms=20 + 2 * rank),
         lambda: DeepEPHTPrepareAndFinalize(replace(BASE, parallel=Parallel(4)), manager),
@@ -227,7 +227,7 @@ def manage(rank: int, world_size: int, group: dist.ProcessGroup) -> list[str]:
             met.append(str(error))
     manager.destroy()
     try:
-        manager.agree({})
+        manager.check_equal({})
     except UnsupportedError as error:
         met.append(str(error))
     return met

@@ -156,7 +156,7 @@ def ask_while_it_fails(rank: int, world: int, group: object) -> list[str]:
     manager = TorchGroup(group, deadline_s=0.5)
     if rank:
         return []  # and comes to no exchange
-    post, found = manager._board.post, []
+    post, found = manager._failure_records.publish_and_collect, []
 
     def asked(record: dict[str, Any], until_s: float) -> object:
         try:
@@ -165,7 +165,7 @@ def ask_while_it_fails(rank: int, world: int, group: object) -> list[str]:
             found.append(type(error).__name__)
         return post(record, until_s)
 
-    manager._board.post = asked  # type: ignore[method-assign,assignment]
+    manager._failure_records.publish_and_collect = asked  # type: ignore[method-assign,assignment]
     with pytest.raises(CommunicationError):
         manager.all_reduce(torch.ones(1), step=1, phase="combine").wait()
     return found

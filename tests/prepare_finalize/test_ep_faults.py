@@ -51,7 +51,7 @@ def test_an_exception_inside_the_experts_of_one_rank(pool: RankPool, part: str) 
     assert result.reports[FAULTY_RANK].message == "these experts are broken"
     for rank in (0, 2):
         assert_survivor(result.reports[rank], {"combine"})
-        assert "broke off its call: RuntimeError" in result.reports[rank].message
+        assert "aborted its call: RuntimeError" in result.reports[rank].message
         assert result.reports[rank].seconds < AT_ONCE_S
 
 

@@ -20,7 +20,7 @@ from modular_kernel.testing.stress.fault_matrix import (
     to_json,
 )
 from modular_kernel.testing.stress.faults import FAULTY_RANK, RankReport, Scenario, run_two_calls
-from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, culprits
+from prepare_finalize.rendezvous.failure_log import ExchangeLog, FailureRecords, find_culprits
 
 
 def test_the_matrix_runs_in_parallel_and_reports_findings() -> None:
@@ -121,7 +121,7 @@ def test_the_faulty_rank_is_determined(
     rank: int, records: dict[int, tuple[int, str, float]], peers: tuple[int, ...], why: str
 ) -> None:
     told = {each: failed(*record) for each, record in records.items()}
-    blamed, reason = culprits(rank, 3, told, deadline_s=1.0)
+    blamed, reason = find_culprits(rank, 3, told, deadline_s=1.0)
     assert blamed == peers
     assert why in reason
 
@@ -139,13 +139,13 @@ class SilentStore:
 
 def test_a_store_that_does_not_answer_blocks_no_rank() -> None:
     start = time.monotonic()
-    board = FailureBoard(SilentStore(), 0, 2)
-    assert board.post(failed(1, "counts", 0.0), start + 0.8) is None
+    records = FailureRecords(SilentStore(), 0, 2)
+    assert records.publish_and_collect(failed(1, "counts", 0.0), start + 0.8) is None
     assert time.monotonic() - start < 1.5
 
 
 def test_last_calls_are_json_lines_of_the_latest(tmp_path: Path) -> None:
-    calls = LastCalls(rank=3, max_records=2)
+    calls = ExchangeLog(rank=3, max_records=2)
     for step in (1, 2, 3):
         calls.end(calls.begin(step, "dispatch", 100 * step))
     calls.begin(4, "combine", 7)

@@ -1,4 +1,4 @@
-"""Exchanges of fixed size over gloo ranks: the host reads nothing after a layer's first call."""
+"""Fixed-capacity exchanges over gloo ranks: the host reads nothing after a layer's first call."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.stress.fault_matrix import list_scenarios, run_scenario
 from modular_kernel.testing.stress.faults import Scenario
 from prepare_finalize import TorchGroup
-from prepare_finalize.common import agreement, device_agreement, torch_group
+from prepare_finalize.common import device_handshake, handshake, torch_group
 from prepare_finalize.common.device_status import NOT_REFUSED, Capacity, DeviceStatus, Failure
 
 fault_pool = three_ranks()
@@ -112,10 +112,10 @@ def test_outputs_equal_those_of_counted_rows(pool: RankPool, part: str) -> None:
 def count_agreements(rank: int, world: int, group: object, layer: Layer, by_manager: bool):
     """Make calls with changing T; return their outputs, and the numbers of host agreements."""
     calls = []
-    agree = agreement.agree
-    device_agreement.agree = lambda *args, **options: (
+    exchange_metadata = handshake.exchange_metadata
+    device_handshake.exchange_metadata = lambda *args, **options: (
         calls.append("host"),
-        agree(*args, **options),
+        exchange_metadata(*args, **options),
     )
     try:
         manager = TorchGroup(group, checked=not by_manager)
@@ -136,7 +136,7 @@ def count_agreements(rank: int, world: int, group: object, layer: Layer, by_mana
         kernel.prepare_finalize.check()
         return outputs, rows, calls
     finally:
-        device_agreement.agree = agree
+        device_handshake.exchange_metadata = exchange_metadata
 
 
 @pytest.mark.parametrize("by_manager", [False, True])
@@ -184,10 +184,10 @@ def fail_second_call(rank: int, world: int, group: object, layer: Layer, failure
     return bool(first.isfinite().all()), out, errors
 
 
-def agreement_of(kernel) -> device_agreement.DeviceAgreement:
+def agreement_of(kernel) -> device_handshake.DeviceHandshake:
     part = kernel.prepare_finalize
-    fixed = getattr(part, "fixed", None)
-    return part._device_agreement if fixed is None else fixed._agreement
+    fixed = getattr(part, "fixed_capacity", None)
+    return part._device_handshake if fixed is None else fixed._handshake
 
 
 @pytest.mark.parametrize("part", ALL_PARTS)
@@ -452,7 +452,7 @@ def fail_between_agreement_and_rows(rank: int, world: int, group: object, layer:
         raise torch.OutOfMemoryError("no memory")
 
     if rank == 1:
-        part.fixed.send = fail
+        part.fixed_capacity.send = fail
     try:
         kernel(given.x_TH, given.weights, given.routing)
     except (CommunicationError, torch.OutOfMemoryError) as error:
@@ -469,7 +469,7 @@ def test_a_first_call_that_fails_after_the_agreement_raises_on_all_ranks(
         if rank == 1:
             assert error == "OutOfMemoryError: no memory"
         else:
-            assert "broke off its call: OutOfMemoryError" in error
+            assert "aborted its call: OutOfMemoryError" in error
             assert "peer 1" in error
 
 
@@ -504,8 +504,8 @@ def expire_and_check(rank: int, world: int, group: object, layer: Layer) -> tupl
     manager = TorchGroup(group, deadline_s=2.0, checked=False)
     kernel, given = layer.kernel(rank, manager), layer.inputs_of(rank)
     kernel(given.x_TH, given.weights, given.routing)
-    manager.device_status.poison()
-    manager.expire(3.0)
+    manager.device_status.mark_failed()
+    manager.close_after_timeout(3.0)
     try:
         kernel.prepare_finalize.check()
     except CommunicationError as error:
@@ -522,7 +522,7 @@ def test_check_raises_after_a_call_that_did_not_end(pool: RankPool) -> None:
 def expire_in_two_threads(rank: int, world: int, group: object) -> tuple[int, bool]:
     """Detect a failure in two threads at once; return how many times it is posted."""
     manager = TorchGroup(group, deadline_s=2.0, checked=False)
-    post, find_sentence = manager._board.post, torch_group.first_sentence
+    post, find_sentence = manager._failure_records.publish_and_collect, torch_group.first_sentence
     both_failed, posts = threading.Barrier(2), []
 
     def wait_for_other_thread(error: RuntimeError) -> str:
@@ -530,10 +530,15 @@ def expire_in_two_threads(rank: int, world: int, group: object) -> tuple[int, bo
             both_failed.wait(1.0)
         return find_sentence(error)
 
-    manager._board.post = lambda *arguments: (posts.append(arguments), post(*arguments))[1]
+    manager._failure_records.publish_and_collect = lambda *arguments: (
+        posts.append(arguments),
+        post(*arguments),
+    )[1]
     torch_group.first_sentence = wait_for_other_thread
     try:
-        threads = [threading.Thread(target=manager.expire, args=(3.0,)) for _ in range(2)]
+        threads = [
+            threading.Thread(target=manager.close_after_timeout, args=(3.0,)) for _ in range(2)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -21,7 +21,7 @@ from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import RankTrial, build_kernel
 from prepare_finalize import HostThenRankGroup
-from prepare_finalize.common.agreement import Agreement
+from prepare_finalize.common.handshake import CallMetadata
 from prepare_finalize.host_then_rank import part as module
 from prepare_finalize.host_then_rank.counts import Geometry, check_counts
 
@@ -212,7 +212,7 @@ def test_a_rank_waiting_within_its_host_raises_at_once_if_another_fails(four: Ra
     assert told[1][0] == "broken"
     for rank in (0, 2, 3):
         text, seconds = told[rank]
-        assert "got broke off its call: RuntimeError" in text
+        assert "got aborted its call: RuntimeError" in text
         assert "peer 1)" in text
         assert seconds < 6
 
@@ -229,7 +229,7 @@ def counts_of(rank: int, *, tokens: int = 5) -> list[int]:
 
 def test_exchanged_counts() -> None:
     rows = tuple(tuple(counts_of(rank)) for rank in range(4))
-    way = check_counts(Any, Agreement(1, (5,) * 4, rows, 0.0), AT)  # type: ignore[arg-type]
+    way = check_counts(Any, CallMetadata(1, (5,) * 4, rows, 0.0), AT)  # type: ignore[arg-type]
     assert (way.sent, way.forwarded, way.received) == ([6, 4], [6, 4], 0)
     assert way.splits(0) == ([0, 3, 0, 3], [0, 3, 0, 3])
     assert (way.crosses_hosts, way.has_rows) == ([True, True], [True, True])
@@ -243,12 +243,12 @@ def test_exchanged_counts() -> None:
 def test_counts_that_exceed_the_tokens_of_a_chunk_are_refused(at: int) -> None:
     class Manager:
         @staticmethod
-        def disagreement(got: str, need: str, *, step: int, peers: list[int]) -> Exception:
+        def make_metadata_error(got: str, need: str, *, step: int, peers: list[int]) -> Exception:
             return ValueError(f"{peers} {need}")
 
     rows = [counts_of(rank) for rank in range(4)]
     rows[2][at] = 4
-    agreed = Agreement(1, (5,) * 4, tuple(map(tuple, rows)), 0.0)
+    agreed = CallMetadata(1, (5,) * 4, tuple(map(tuple, rows)), 0.0)
     with pytest.raises(ValueError, match=r"\[2\] no more than a chunk has tokens"):
         check_counts(Manager(), agreed, AT)  # type: ignore[arg-type]
 

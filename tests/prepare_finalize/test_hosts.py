@@ -23,7 +23,7 @@ from prepare_finalize import TorchGroup
 from prepare_finalize.rendezvous import hosts as hosts_module
 from prepare_finalize.rendezvous.connect import new_prefix_store
 from prepare_finalize.rendezvous.hosts import Hosts, check_hosts, check_one_host, find_hosts
-from prepare_finalize.rendezvous.store_rounds import Meeting
+from prepare_finalize.rendezvous.store_collectives import StoreCollectives
 
 SYMM_MEM, ALL2ALL = "SymmMemPrepareAndFinalize", "TorchAll2AllPrepareAndFinalize"
 FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -39,7 +39,7 @@ def simulated(rank: int, ids: str) -> None:
 def found(rank: int, world: int, group: object, ids: str) -> tuple[str, tuple[int, ...]]:
     simulated(rank, ids)
     store = new_prefix_store(dist.group.WORLD, 10.0)
-    hosts = find_hosts(Meeting(store, rank, world, 10.0), rank)
+    hosts = find_hosts(StoreCollectives(store, rank, world, 10.0), rank)
     return str(hosts), hosts.index_W
 
 
@@ -61,13 +61,13 @@ def test_every_rank_finds_the_same_hosts(
 def blind(rank: int, world: int, group: object) -> tuple[str, tuple[int, ...]]:
     """Ranks 2 and 3 cannot open files of others, as in a separate container."""
     os.environ["MK_HOST_ID"] = ""  # noqa: TID251
-    content = hosts_module._content
+    content = hosts_module._read_token
     if rank >= 2:
-        hosts_module._content = lambda path: ""
+        hosts_module._read_token = lambda path: ""
     try:
         return found(rank, world, group, [""] * 4)
     finally:
-        hosts_module._content = content
+        hosts_module._read_token = content
 
 
 def test_ranks_without_shared_memory_are_on_different_hosts(
@@ -218,8 +218,8 @@ def without_store(rank: int, world: int, group: object, ended: bool) -> tuple[in
     """An exchange fails, with a store that does not answer or whose process has exited."""
     simulated(rank, "aabb")
     manager = TorchGroup(group, deadline_s=1.0)
-    manager._board.ended = ended
-    manager._board.post = lambda record, until_s: None
+    manager._failure_records.is_closed = ended
+    manager._failure_records.publish_and_collect = lambda record, until_s: None
     if rank == 3:
         time.sleep(2.5)
         return ()
@@ -241,7 +241,7 @@ def test_hosts_in_words() -> None:
     assert not hosts.has_consecutive_ranks(4)
     assert not hosts.has_consecutive_ranks(3)
     assert hosts.ranks_on(1) == (2, 3)
-    assert hosts.name_of(2) == "b"
+    assert hosts.get_host_name(2) == "b"
     with pytest.raises(ConfigurationError, match="need one host, whose memory X shares"):
         check_one_host(hosts, "X")
 

@@ -13,10 +13,10 @@ from prepare_finalize.rendezvous.memory_files import memory_file
 
 
 def test_files_of_killed_ranks_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_files, "IN_MEMORY", tmp_path)
+    monkeypatch.setattr(memory_files, "SHARED_MEMORY_DIR", tmp_path)
     ends = (
         "import os, sys; from pathlib import Path; from prepare_finalize.rendezvous import "
-        "memory_files as m; m.IN_MEMORY = Path(sys.argv[1]); "
+        "memory_files as m; m.SHARED_MEMORY_DIR = Path(sys.argv[1]); "
         "kept = [m.memory_file('host'), m.memory_file('block')]; "
         "[each.__enter__() for each in kept]; os._exit(1)"
     )

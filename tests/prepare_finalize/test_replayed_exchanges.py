@@ -1,4 +1,4 @@
-"""Replayed calls over ranks, in exchanges of fixed size: launches and collectives in order."""
+"""Replayed calls over ranks, in fixed-capacity exchanges: launches and collectives in order."""
 
 import time
 from collections.abc import Iterator

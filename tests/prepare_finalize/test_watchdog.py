@@ -17,7 +17,7 @@ class Manager:
     def __init__(self) -> None:
         self.waited_s: list[float] = []
 
-    def expire(self, waited_s: float) -> None:
+    def close_after_timeout(self, waited_s: float) -> None:
         self.waited_s.append(waited_s)
 
 
@@ -61,7 +61,7 @@ def test_stop_ends_the_thread() -> None:
 def end_call(counter: CallCounter) -> torch.Tensor:
     """End a call whose sums are 1; return its output."""
     out_TH = torch.zeros(3, 4)
-    sums = BlockSums(torch.ones(1, 3, 4), Ranks(0, 1, 1), first_block=0, own_block=0)
+    sums = BlockSums(torch.ones(1, 3, 4), Ranks(0, 1, 1), first_block=0, local_block=0)
     sum_blocks(sums, out_TH, None, counter)
     return out_TH
 
@@ -73,6 +73,6 @@ def test_progress_counts_calls_and_a_failed_status_poisons() -> None:
     assert status.progress() == (1, 0)
     assert end_call(counter).eq(1).all()
     assert status.progress() == (1, 1)
-    status.poison()
+    status.mark_failed()
     assert end_call(counter).isnan().all()
     assert status.progress() == (1, 2)

@@ -10,8 +10,8 @@ from ep_layers import ALL2ALL, Layer
 from modular_kernel.errors import CommunicationError
 from modular_kernel.testing.ranks.pool import RankPool
 from prepare_finalize import SymmetricGroup, TorchGroup
-from prepare_finalize.rendezvous.failure_log import FailureBoard, failure_key
-from prepare_finalize.rendezvous.store_rounds import Meeting
+from prepare_finalize.rendezvous.failure_log import FailureRecords, failure_key
+from prepare_finalize.rendezvous.store_collectives import StoreCollectives
 
 GARBAGE = (b"\xff\x00\x80", b"", b"{", b"7 apples", b"[1]", b"null", b"9" * 5000, b'{"step": "x"}')
 
@@ -19,9 +19,9 @@ GARBAGE = (b"\xff\x00\x80", b"", b"{", b"7 apples", b"[1]", b"null", b"9" * 5000
 @pytest.mark.parametrize("garbage", [g for g in GARBAGE if g[:1] != b"{" or g == b"{"])
 def test_invalid_facts_raise(garbage: bytes) -> None:
     store = dist.HashStore()
-    store.set("meeting/1/1", garbage)
+    store.set("gather/1/1", garbage)
     with pytest.raises(CommunicationError, match="a store that fails"):
-        Meeting(store, 0, 2, deadline_s=0.5).exchange({"a": 1})
+        StoreCollectives(store, 0, 2, deadline_s=0.5).all_gather({"a": 1})
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
@@ -29,7 +29,9 @@ def test_invalid_failures_are_ignored(garbage: bytes) -> None:
     store = dist.HashStore()
     store.set(failure_key(1), garbage)
     posted = {"step": 1, "phase": "counts", "waited_s": 0.0}
-    assert FailureBoard(store, 0, 2).post(posted, time.monotonic() + 0.2) == {0: posted}
+    assert FailureRecords(store, 0, 2).publish_and_collect(posted, time.monotonic() + 0.2) == {
+        0: posted
+    }
 
 
 def errors_of_invalid_attempts(rank: int, world: int, group: object) -> list[str]:

@@ -51,7 +51,7 @@ from modular_kernel.testing.verify.wait_scenarios import run_absent_rank, run_la
 
 DEFAULT_HISTORY = 1024  # exchanges that a manager records by default
 NUM_NAMED_STEPS = 64  # errors name layer and call for this many of the last steps
-_FAILED_CALL = "broke off its call: RuntimeError"
+_FAILED_CALL = "aborted its call: RuntimeError"
 _SECONDS = re.compile(r"\d+(\.\d+)? s")
 
 

@@ -1,4 +1,4 @@
-"""Kernels that fill, read and sum blocks of rows of a fixed size; see `common.blocks`."""
+"""Kernels that fill, read and sum blocks of rows; see `common.blocks` for their layout."""
 
 import triton
 import triton.language as tl
@@ -21,10 +21,12 @@ def _load_numbers(
     numbers_ptr, token, tokens, stride_numbers, num_numbers,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers of the pairs of tokens, int32, -1 for none, and which are invalid.
+    """Return the expert numbers of N tokens, (N, BLOCK_K) int32, and a mask of invalid numbers.
 
-    token: (N,). Numbers are compared in their own width. Those outside [-1, num_numbers) are
-    invalid.
+    Skipped pairs and pairs with an invalid number, outside [-1, num_numbers), get -1. Numbers are
+    compared before they are converted, so that an int64 is not truncated into the range.
+
+    token: (N,).
     """
     k = tl.arange(0, BLOCK_K)[None, :]
     mask = (token < tokens)[:, None] & (k < TOP_K)
@@ -37,7 +39,10 @@ def _load_numbers(
 
 @triton.jit
 def _needs_rank(number, rank, slots):
-    """Return whether each token has an expert on `rank`, (N,) int32. number: (N, BLOCK_K)."""
+    """Return whether each token has an expert on `rank`, (N,) int32.
+
+    number: (N, BLOCK_K), expert numbers.
+    """
     is_on_rank = (number >= 0) & (number // slots == rank)
     return tl.max(is_on_rank.to(tl.int32), axis=1)  # NaN-free: integers
 
@@ -61,14 +66,14 @@ def _count_rows(
 @triton.jit
 def _fill_headers(
     numbers_ptr, header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, layer, refusal,
-    tokens, rank, own_block, slots, stride_numbers, num_numbers, header_block,
+    tokens, rank, local_block, slots, stride_numbers, num_numbers, header_block,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
-    GATHERS: tl.constexpr, SCAN: tl.constexpr, NUM_FIELDS: tl.constexpr,
+    SINGLE_BLOCK: tl.constexpr, SCAN: tl.constexpr, NUM_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the header of a call to header_ptr and, with their numbers of rows, to its blocks."""
+    """Write the header of a call to header_ptr, and to each block with its number of rows."""
     w = tl.arange(0, PADDED)
     counts = tl.zeros((PADDED,), tl.int32) + tokens
-    if not GATHERS:
+    if not SINGLE_BLOCK:
         for each in range(WORLD):
             count = _count_rows(
                 numbers_ptr, tokens, stride_numbers, num_numbers, each, slots, TOP_K, BLOCK_K, SCAN
@@ -79,8 +84,8 @@ def _fill_headers(
     header = new_header(calls_ptr, counters_ptr, layer, tokens, rows, refusal)
     field = tl.arange(0, PADDED_FIELDS)
     tl.store(header_ptr + field, header, mask=field < NUM_FIELDS)
-    block = tl.where(w == rank, own_block, w).to(tl.int64)[:, None]
-    if GATHERS:
+    block = tl.where(w == rank, local_block, w).to(tl.int64)[:, None]
+    if SINGLE_BLOCK:
         is_sent = (w == rank)[:, None]
     else:
         is_sent = (w < WORLD)[:, None]
@@ -94,54 +99,58 @@ def fill_blocks_kernel(
     x_ptr, scale_ptr, numbers_ptr, weights_ptr, adapters_ptr, row_of_token_ptr, invalid_ptr,
     x_blocks_ptr, scale_blocks_ptr, numbers_blocks_ptr, weights_blocks_ptr, adapters_blocks_ptr,
     header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, progress_ptr, failed_ptr,
-    layer, refusal, tokens, capacity, row_stride, rank, own_block, slots, num_numbers,
+    layer, refusal, tokens, capacity, row_stride, rank, local_block, slots, num_numbers,
     stride_x, stride_scale, stride_numbers, stride_weights, x_block, word_block, header_block,
     HIDDEN: tl.constexpr, SCALES: tl.constexpr, BLOCK_S: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, GATHERS: tl.constexpr,
+    BLOCK_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, SINGLE_BLOCK: tl.constexpr,
     HAS_X: tl.constexpr, ADAPTERS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, SCAN: tl.constexpr, NUM_FIELDS: tl.constexpr,
     COUNT_BEGIN: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Write the rows of a call and its header to the blocks to send; see `blocks.fill_blocks`.
 
-    Grid: a program for the header, then SPLITS programs for each block of each ROWS tokens. A
-    program writes every SPLITS-th BLOCK columns of x, and with the first of them the rest.
+    Grid: one program for the header, then, for each group of ROWS tokens and each block to send,
+    SPLITS programs. Program s of them writes every SPLITS-th chunk of BLOCK columns of x, from
+    chunk s on. Program 0 also writes the other sections.
 
-    *_blocks_ptr: the sections of block 0. x_block, word_block, header_block: strides between
-        blocks, in elements of x, of 4 bytes and of 8 bytes.
-    x_ptr: integers of the itemsize of x. HAS_X: whether to write x.
+    *_blocks_ptr: the sections of block 0.
+    x_block, word_block, header_block: strides between blocks, in elements of x, of 4 bytes and of 8
+        bytes.
+    x_ptr: the activations, viewed as integers of the same itemsize.
+    HAS_X: whether to write x.
     PADDED: WORLD rounded up to a power of two.
-    GATHERS: all tokens are written to own_block only. ADAPTERS: "none" if rows have no adapter
-        slot, "slots", or "nobody" for a call without adapters.
-    SCAN: tokens that are read at a time to count the rows before those of a program.
+    SINGLE_BLOCK: whether all tokens are written to local_block only.
+    ADAPTERS: "none" if rows have no adapter slot; "slots" to write adapters_ptr; "unused" to write
+        -1, in a call without adapters.
+    SCAN: tokens that are read at a time to count the rows of earlier tokens.
     """
-    NUM_BLOCKS: tl.constexpr = 1 if GATHERS else WORLD
+    NUM_BLOCKS: tl.constexpr = 1 if SINGLE_BLOCK else WORLD
     pdl_wait(OVERLAP)
     if tl.program_id(0) == 0:
         if COUNT_BEGIN:
             count_begin(counters_ptr, progress_ptr)
         _fill_headers(
             numbers_ptr, header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, layer, refusal,
-            tokens, rank, own_block, slots, stride_numbers, num_numbers, header_block,
-            TOP_K, BLOCK_K, WORLD, PADDED, GATHERS, SCAN, NUM_FIELDS,
+            tokens, rank, local_block, slots, stride_numbers, num_numbers, header_block,
+            TOP_K, BLOCK_K, WORLD, PADDED, SINGLE_BLOCK, SCAN, NUM_FIELDS,
         )  # fmt: skip
     else:
         program = tl.program_id(0) - 1
         split = program % SPLITS
         program = program // SPLITS
-        # Programs of the same tokens are next to each other, so that x is read from L2.
+        # Programs of the same tokens are adjacent in the grid, so that x is read from the L2 cache.
         first = program // NUM_BLOCKS * ROWS
         w = program % NUM_BLOCKS
         token_R = first + tl.arange(0, ROWS)
         number, invalid = _load_numbers(
             numbers_ptr, token_R, tokens, stride_numbers, num_numbers, TOP_K, BLOCK_K
         )
-        if GATHERS:
-            block = tl.full((), 0, tl.int64) + own_block
+        if SINGLE_BLOCK:
+            block = tl.full((), 0, tl.int64) + local_block
             row_R = token_R
             is_row_R = (token_R < tokens) & (token_R < capacity)
         else:
-            block = tl.where(w == rank, own_block, w).to(tl.int64)
+            block = tl.where(w == rank, local_block, w).to(tl.int64)
             before = _count_rows(
                 numbers_ptr, first, stride_numbers, num_numbers, w, slots, TOP_K, BLOCK_K, SCAN
             )
@@ -152,7 +161,7 @@ def fill_blocks_kernel(
         token = token_R[:, None].to(tl.int64)
         is_row = is_row_R[:, None]
         if split == 0:
-            if not GATHERS:
+            if not SINGLE_BLOCK:
                 out_row = tl.where(is_row_R, row_R, -1)
                 out_ptr = row_of_token_ptr + w * row_stride + token_R
                 tl.store(out_ptr, out_row, mask=token_R < tokens)
@@ -195,8 +204,8 @@ def read_blocks_kernel(
 ):  # fmt: skip
     """Read the columns of received blocks except activations; see `blocks.read_blocks`.
 
-    Grid: a program for each ROWS rows; the first also verifies the headers. Numbers of a failed
-    call may be arbitrary, but the slots are always valid.
+    Grid: one program per ROWS rows; the first also verifies the headers. In a failed call, the
+    numbers may have any value, but the written slots are still in [-1, local_experts).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     block = (row // block_rows).to(tl.int64)
@@ -237,13 +246,15 @@ def read_blocks_kernel(
 
 
 @triton.jit
-def keep_local_kernel(
+def mask_remote_pairs_kernel(
     numbers_ptr, weights_ptr, first, local_experts, numel,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Replace numbers by the slots of this rank, -1 for others, whose weights become 0.
+    """Replace expert numbers by slots of this rank; see `blocks.mask_remote_pairs`.
 
-    Grid: a program for each BLOCK pairs. first: number of this rank's first slot.
+    Grid: one program per BLOCK pairs.
+
+    first: number of this rank's first slot.
     """
     pdl_wait(OVERLAP)
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -257,13 +268,13 @@ def keep_local_kernel(
 @triton.jit
 def sum_blocks_kernel(
     sums_ptr, row_of_token_ptr, out_ptr, calls_ptr, counters_ptr, progress_ptr, failed_ptr,
-    layer, tokens, block_rows, row_stride, rank, first_block, own_block, stride_out,
-    HIDDEN: tl.constexpr, WORLD: tl.constexpr, GATHERS: tl.constexpr, BLOCK: tl.constexpr,
+    layer, tokens, block_rows, row_stride, rank, first_block, local_block, stride_out,
+    HIDDEN: tl.constexpr, WORLD: tl.constexpr, SINGLE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum each token's rows from all ranks in rank order; see `blocks.sum_blocks`.
+    """Add each token's rows from all ranks in rank order; see `blocks.sum_blocks`.
 
-    Grid: a program for each token and BLOCK columns; at least one. The first counts the combine
-    and the end of the call.
+    Grid: one program per token and BLOCK columns, and at least one. The first program counts the
+    combine and the end of the call.
     """
     BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     token = tl.program_id(0) // BLOCKS
@@ -272,9 +283,9 @@ def sum_blocks_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for w in tl.static_range(WORLD):
         row = token
-        if not GATHERS:
+        if not SINGLE_BLOCK:
             row = tl.load(row_of_token_ptr + w * row_stride + token, mask=token < tokens, other=-1)
-        block = tl.where(w == rank, own_block, first_block + w).to(tl.int64)
+        block = tl.where(w == rank, local_block, first_block + w).to(tl.int64)
         value_ptr = sums_ptr + (block * block_rows + row) * HIDDEN + column
         total += tl.load(value_ptr, mask=in_bounds & (row >= 0) & (row < block_rows), other=0.0).to(
             tl.float32

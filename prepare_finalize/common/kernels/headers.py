@@ -1,11 +1,15 @@
-"""Device functions and kernels for the headers of calls; see `device_agreement`."""
+"""Triton functions and kernels that count calls, and write and compare their headers.
+
+See `common.device_status`. `counters_ptr` points to 4 int64 in device memory (`_ORDER` and the
+following constants); `progress_ptr` to a copy of the last three in pinned memory.
+"""
 
 import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.pdl import pdl_wait
 
-# Fields of a header (`device_status.FIELDS`), and the factor of the digest of the order.
+# Fields of a header (`device_status.FIELDS`), and the factor of the digest of the sequence.
 LAYER = tl.constexpr(0)
 CALL = tl.constexpr(1)
 ORDER = tl.constexpr(2)
@@ -24,7 +28,7 @@ _ENDED = tl.constexpr(3)
 
 @triton.jit
 def count_exchange(counters_ptr, layer, IS_COMBINE: tl.constexpr):
-    """Add a dispatch or combine to the digest of the order of exchanges; return the digest."""
+    """Add a dispatch or combine to the digest of the sequence of exchanges; return the digest."""
     order = tl.load(counters_ptr + _ORDER) * ORDER_FACTOR + (2 * layer + IS_COMBINE)
     tl.debug_barrier()  # every warp loads before one of them stores
     tl.store(counters_ptr + _ORDER, order)
@@ -33,7 +37,7 @@ def count_exchange(counters_ptr, layer, IS_COMBINE: tl.constexpr):
 
 @triton.jit
 def _count(counters_ptr, progress_ptr, index):
-    """Increment a number of calls on the device and for the host."""
+    """Increment a counter of calls in device memory and in pinned memory."""
     count = tl.load(counters_ptr + index) + 1
     tl.store(counters_ptr + index, count)
     tl.store(progress_ptr + index - _BEGUN, count)
@@ -61,7 +65,8 @@ def count_end(counters_ptr, progress_ptr):
 def new_header(calls_ptr, counters_ptr, layer, tokens, rows, refusal):
     """Count a call of the layer and its dispatch; return the header, (PADDED_FIELDS,) int64."""
     call = tl.load(calls_ptr) + 1
-    order = count_exchange(counters_ptr, layer, False)  # its barrier is also that of `call`
+    # The barrier in count_exchange also separates loading calls_ptr from storing it.
+    order = count_exchange(counters_ptr, layer, False)
     tl.store(calls_ptr, call)
     field = tl.arange(0, PADDED_FIELDS)
     header = tl.where(field == LAYER, layer, 0).to(tl.int64)
@@ -74,16 +79,19 @@ def new_header(calls_ptr, counters_ptr, layer, tokens, rows, refusal):
 
 @triton.jit
 def verify_headers(
-    headers_ptr, stride, own_ptr, limits_ptr, words_ptr, host_words_ptr, failed_ptr,
+    headers_ptr, stride, local_header_ptr, limits_ptr, words_ptr, host_words_ptr, failed_ptr,
     WORLD: tl.constexpr, PADDED: tl.constexpr, NUM_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Compare the headers of all ranks; keep the first wrong ones, and set the failed flag.
+    """Compare the headers of all ranks. If one is wrong, set the failed flag.
 
-    headers_ptr: the header of rank w is at w * stride, int64. own_ptr: the header that this rank
-        has sent. limits_ptr: (4,) int64: maximum tokens, maximum rows, whether tokens must be
-        equal, 1.
-    words_ptr, host_words_ptr: (WORLD * NUM_FIELDS + 4,) int64 on the device and in pinned memory;
-        get the headers and the limits. The last word tells the host that they are complete.
+    If no earlier call has failed, also write the headers and limits for the host.
+
+    headers_ptr: int64; the header of rank w is at w * stride.
+    local_header_ptr: the header that this rank has sent.
+    limits_ptr: (4,) int64: maximum tokens, maximum rows, whether tokens must be equal, 1.
+    words_ptr, host_words_ptr: (WORLD * NUM_FIELDS + 4,) int64 in device and pinned memory; output
+        of the headers and the limits. The last word is written last, with release semantics, so
+        that the host reads complete headers.
     failed_ptr: (1,) int32.
     """
     rank = tl.arange(0, PADDED)
@@ -92,14 +100,14 @@ def verify_headers(
     wrong = tl.zeros((PADDED,), tl.int32)
     for i in tl.static_range(3):  # layer, call and order
         value = tl.load(row + i, mask=is_rank, other=0)
-        wrong |= (value != tl.load(own_ptr + i)).to(tl.int32)
+        wrong |= (value != tl.load(local_header_ptr + i)).to(tl.int32)
     tokens = tl.load(row + TOKENS, mask=is_rank, other=0)
     rows = tl.load(row + ROWS, mask=is_rank, other=0)
     refusal = tl.load(row + REFUSAL, mask=is_rank, other=-1)
     wrong |= ((tokens < 0) | (tokens > tl.load(limits_ptr))).to(tl.int32)
     wrong |= ((rows < 0) | (rows > tl.load(limits_ptr + 1))).to(tl.int32)
     equal_tokens = tl.load(limits_ptr + 2) > 0
-    wrong |= ((tokens != tl.load(own_ptr + TOKENS)) & equal_tokens).to(tl.int32)
+    wrong |= ((tokens != tl.load(local_header_ptr + TOKENS)) & equal_tokens).to(tl.int32)
     wrong |= (refusal != -1).to(tl.int32)
     is_wrong = tl.max(tl.where(is_rank, wrong, 0), axis=0) > 0  # NaN-free: integers
     if is_wrong:
@@ -114,7 +122,7 @@ def verify_headers(
             limits = tl.load(limits_ptr + limit)
             tl.store(words_ptr + WORLD * NUM_FIELDS + limit, limits)
             tl.store(host_words_ptr + WORLD * NUM_FIELDS + limit, limits, mask=limit < 3)
-            # The other words are written before the last one.
+            # Every warp has written its words before the last one.
             tl.debug_barrier()
             tl.atomic_xchg(
                 host_words_ptr + WORLD * NUM_FIELDS + 3, tl.full((), 1, tl.int64),
@@ -125,7 +133,7 @@ def verify_headers(
 
 @triton.jit
 def begin_kernel(counters_ptr, progress_ptr):
-    """Count a call that begins. Grid: 1 program."""
+    """Count a call that begins. Grid: (1,)."""
     count_begin(counters_ptr, progress_ptr)
 
 
@@ -134,7 +142,7 @@ def header_kernel(
     header_ptr, calls_ptr, counters_ptr, progress_ptr, layer, tokens, refusal,
     COUNT_BEGIN: tl.constexpr, NUM_FIELDS: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Write the header of a call that sends no rows. Grid: 1 program."""
+    """Write the header of a call that sends no rows. Grid: (1,)."""
     pdl_wait(OVERLAP)
     if COUNT_BEGIN:
         count_begin(counters_ptr, progress_ptr)
@@ -149,7 +157,7 @@ def verify_kernel(
     progress_ptr, stride,
     WORLD: tl.constexpr, PADDED: tl.constexpr, NUM_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Run `verify_headers`, and count the call as received. Grid: 1 program."""
+    """Run `verify_headers`, and count the call as received. Grid: (1,)."""
     count_received(counters_ptr, progress_ptr)
     verify_headers(
         headers_ptr, stride, header_ptr, limits_ptr, words_ptr, host_words_ptr, failed_ptr,

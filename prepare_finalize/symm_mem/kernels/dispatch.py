@@ -175,7 +175,7 @@ def dispatch_kernel(
     state_ptr: (2,) int32, the number of the last dispatch, and the counter of `is_last_program`.
     QUANT: "none" copies rows; "scaled" copies their SCALES scales as well; "group" and "token"
         quantize rows, with one scale for GROUP columns or for a row.
-    ADAPTERS: "slots" sends adapters (tokens,) int32, "nobody" sends -1 for each row, "none" sends
+    ADAPTERS: "slots" sends adapters (tokens,) int32, "unused" sends -1 for each row, "none" sends
         nothing.
     WAIT: the last program waits for the rows of all other ranks; otherwise `arrival_kernel` does.
     BLOCK_K, BLOCK_S, PADDED: powers of two >= TOP_K, SCALES and WORLD.

@@ -1,4 +1,10 @@
-"""Exchange of properties through a store, before ranks share a library's buffers."""
+"""Collectives over a torch.distributed store, for the time before ranks have a communicator.
+
+The ranks of a group connect through a key-value store (`torch.distributed.Store`). While a manager
+is created, they use it to compare small properties, such as host names and buffer sizes. Ranks that
+disagree must find out before they share the buffers of a library, which would hang or corrupt
+memory.
+"""
 
 import json
 import time
@@ -13,26 +19,24 @@ Properties = Mapping[str, object]
 _POLL_S = 0.005  # interval of polling; the timeout of a store's own wait may be in whole seconds
 
 
-class Meeting:
-    """Rounds over a store. In a round, each rank publishes properties and receives those of all.
+class StoreCollectives:
+    """All-gather, comparison and barrier of the ranks of a group, over a store.
 
-    Every rank must run the same rounds in the same order. If a rank does not respond, all ranks
-    raise.
+    Every rank must call the same methods in the same order. If a rank does not respond, all ranks
+    raise CommunicationError with the missing ranks.
 
-    store: a store with a prefix, from `connect.new_prefix_store`.
-    deadline_s: timeout of a round.
+    store: a store with a prefix that no other object uses, from `connect.new_prefix_store`.
+    deadline_s: timeout of one collective, in seconds.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, deadline_s: float) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._deadline_s, self._round = deadline_s, 0
+        self._deadline_s = deadline_s
+        self._num_gathers = 0  # part of the keys, so that every collective has its own
 
-    def exchange(self, properties: Properties) -> tuple[dict[str, str], ...]:
-        """Publish `properties`; return those of every rank, by rank, as strings.
-
-        Raise CommunicationError with the ranks that did not respond.
-        """
-        self._round += 1
+    def all_gather(self, properties: Properties) -> tuple[dict[str, str], ...]:
+        """Publish `properties` and return those of every rank, by rank, with values as strings."""
+        self._num_gathers += 1
         end_time = time.monotonic() + self._deadline_s
         payload = json.dumps({name: str(value) for name, value in properties.items()})
         received: dict[int, dict[str, str]] = {}
@@ -42,13 +46,32 @@ class Meeting:
                 self._poll(received)
             missing = [rank for rank in range(self._world_size) if rank not in received]
             if missing:
-                # The next attempt then uses other keys, see `connect.attempt_prefix`.
+                # The failure makes the next attempt use other keys; see `connect.agree_on_prefix`.
                 self._store.set(failure_key(self._rank), "{}")
         except RuntimeError as error:  # the store is unreachable
             raise self._error(f"a store that fails: {error}", ()) from error
         if missing:
             raise self._error("no sign of life", missing)
         return tuple(received[rank] for rank in range(self._world_size))
+
+    def check_equal(self, properties: Properties) -> None:
+        """Raise CommunicationError on every rank unless all ranks pass the same properties."""
+        gathered = self.all_gather(properties)
+        local_properties = gathered[self._rank]
+        peers = [rank for rank, other in enumerate(gathered) if other != local_properties]
+        if peers:
+            names = dict.fromkeys(name for other in gathered for name in other)
+            by_rank = {name: [other.get(name, "nothing") for other in gathered] for name in names}
+            differences = [
+                f"{name} {', '.join(values)} by rank"
+                for name, values in by_rank.items()
+                if len(set(values)) > 1
+            ]
+            raise self._error("; ".join(differences), peers, need="the same on all ranks")
+
+    def barrier(self) -> None:
+        """Wait until all ranks have reached this call."""
+        self.all_gather({})
 
     def _poll(self, received: dict[int, dict[str, str]]) -> None:
         """Read the properties that have arrived; sleep briefly if some are missing."""
@@ -69,23 +92,8 @@ class Meeting:
             raise RuntimeError(f"it holds {entry[:20]!r} for rank {rank}")
         return {str(name): str(value) for name, value in properties.items()}
 
-    def agree(self, properties: Properties) -> None:
-        """Raise CommunicationError on every rank unless all ranks pass the same properties."""
-        gathered = self.exchange(properties)
-        own_facts = gathered[self._rank]
-        peers = [rank for rank, other in enumerate(gathered) if other != own_facts]
-        if peers:
-            names = dict.fromkeys(name for other in gathered for name in other)
-            by_rank = {name: [other.get(name, "nothing") for other in gathered] for name in names}
-            differences = [
-                f"{name} {', '.join(values)} by rank"
-                for name, values in by_rank.items()
-                if len(set(values)) > 1
-            ]
-            raise self._error("; ".join(differences), peers, need="the same on all ranks")
-
     def _key(self, rank: int) -> str:
-        return f"meeting/{self._round}/{rank}"
+        return f"gather/{self._num_gathers}/{rank}"
 
     def _error(
         self, got: str, peers: list[int] | tuple[int, ...], need: str | None = None

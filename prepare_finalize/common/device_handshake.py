@@ -1,11 +1,11 @@
-"""The agreement of ranks on a call without the host: headers that travel with the rows.
+"""The handshake on the device: metadata travels with the rows and is compared by kernels.
 
-`agreement.agree` exchanges row counts on the host before every call. That takes milliseconds and
-cannot be captured in a CUDA graph. Here, ranks agree on the host in the first call of a layer only.
-Afterwards, buffers have a fixed capacity, and each rank adds a header to what it sends anyway. The
-device compares the headers of all ranks. If ranks make different calls, exceed a capacity, or
-refuse a call, every rank writes NaN to its output. Each rank then raises the error in its next call
-or `check`, and needs a new manager.
+`handshake.exchange_metadata` runs on the host before every call. That takes milliseconds and cannot
+be captured in a CUDA graph. With a device handshake, it runs in the first call of a layer only.
+Later calls use buffers of a fixed capacity, and each rank sends a header with its rows
+(`device_status.FIELDS`). A kernel compares the headers of all ranks. If ranks make different calls,
+exceed a capacity, or refuse a call, every rank writes NaN to its output. Each rank then raises the
+error in its next call or in `check`, and the manager cannot be used any more.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,6 @@ import torch
 from modular_kernel.contracts import CallState
 from modular_kernel.errors import CommunicationError, StateError
 from modular_kernel.replay.recording import repeat_in_replays, unrecorded
-from prepare_finalize.common.agreement import (
-    FIELD_MESSAGES,
-    Layer,
-    agree,
-    agree_on_sizes,
-    refusal_name,
-)
 from prepare_finalize.common.device_status import (
     CALL,
     FIELDS,
@@ -36,14 +29,21 @@ from prepare_finalize.common.device_status import (
     DeviceStatus,
     Failure,
 )
+from prepare_finalize.common.handshake import (
+    FIELD_MESSAGES,
+    Layer,
+    check_equal_sizes,
+    exchange_metadata,
+    refusal_name,
+)
 from prepare_finalize.common.torch_group import TorchGroup
 
 
-class DeviceAgreement:
-    """Agreement of the ranks on the calls of one layer.
+class DeviceHandshake:
+    """The handshakes of all calls of one layer.
 
-    rows: maximum number of rows that a rank sends to one rank. equal_tokens: whether every rank
-    must pass the same T.
+    rows: maximum number of rows that a rank sends to one rank.
+    equal_tokens: whether every rank must pass the same T.
     """
 
     def __init__(self, layer: Layer, *, rows: int, equal_tokens: bool = False) -> None:
@@ -54,12 +54,12 @@ class DeviceAgreement:
 
     @property
     def is_established(self) -> bool:
-        """Whether all ranks have agreed on the layer."""
+        """Whether the handshake of the first call, on the host, has succeeded."""
         return self._limits is not None
 
     @property
     def limits(self) -> torch.Tensor:
-        """The layer's capacity on the device; see `DeviceStatus.limits`."""
+        """The layer's capacity as a tensor; see `DeviceStatus.limits`."""
         assert self._limits is not None, "no call has begun"
         return self._limits
 
@@ -79,11 +79,9 @@ class DeviceAgreement:
     ) -> int:
         """Begin a call of T = `tokens` and return its step.
 
-        The first call of the layer agrees on the host. Raises what `agree` raises there, the error
-        of an earlier call that failed on the device, and StateError if the first call is captured
-        in a CUDA graph. On a CPU, later calls raise what `agree_on_sizes` does.
-
-        sizes: see `agree_on_sizes`.
+        The first call of the layer runs `exchange_metadata`. On a CPU, later calls run
+        `check_equal_sizes` with `sizes`. Raise their errors, the error of an earlier call that
+        failed on the device, and StateError if the first call is captured in a CUDA graph.
         """
         layer, manager = self.layer, self.layer.manager
         if self.is_established:
@@ -94,7 +92,7 @@ class DeviceAgreement:
 
             repeat_in_replays(begin_call)
             self.raise_failure()
-            call.peers_notified = manager.device == "cpu"  # by the exchange of sizes
+            call.peers_notified = manager.device == "cpu"  # by check_equal_sizes
             return self.next_step(sizes)
         self.raise_failure()
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -104,55 +102,59 @@ class DeviceAgreement:
                 need="a call before the capture, in which ranks agree on the layer",
             )
         no_rows = [0] * manager.world_size
-        agree(layer, call, tokens=tokens, rows_W=no_rows, device=device)
-        status = _status(manager, device)
+        exchange_metadata(layer, call, tokens=tokens, rows_W=no_rows, device=device)
+        status = _get_or_create_status(manager, device)
         self._counter = CallCounter(status, layer.number)
         self._limits = status.limits(self._capacity)
         return manager.step
 
     def next_step(self, sizes: tuple[int, ...] = ()) -> int:
-        """Return the step of a further call, of exchanges of these sizes; see `agree_on_sizes`."""
+        """Count a call after the first and return its step. sizes: see `check_equal_sizes`."""
         layer = self.layer
         step = layer.manager.next_step(layer.number, layer.calls + 1)
         if layer.manager.device == "cpu":
             with unrecorded():
-                agree_on_sizes(layer, sizes, step)
+                check_equal_sizes(layer, sizes, step)
         layer.calls += 1
         return step
 
     def check(self) -> None:
-        """Wait for the device; raise CommunicationError if a call failed."""
+        """Wait for the device. Raise CommunicationError if a call failed."""
         if self.layer.manager.device == "cuda":
             torch.cuda.synchronize()
         self.raise_failure()
         self.layer.manager.check_failure()
 
     def raise_failure(self) -> None:
-        """Close the manager and raise CommunicationError if the host has seen a failed call."""
+        """Close the manager and raise CommunicationError if a failure has reached the host.
+
+        Does not wait for the device.
+        """
         manager = self.layer.manager
         failure = None if manager.device_status is None else manager.device_status.failure()
         if failure is None or manager.failed:
             return
-        error = _error_of(manager, failure)
+        error = _make_error(manager, failure)
         manager.fail(error)
         raise error
 
 
-def _status(manager: TorchGroup, device: torch.device) -> DeviceStatus:
+def _get_or_create_status(manager: TorchGroup, device: torch.device) -> DeviceStatus:
+    """Return the status of the manager, which all of its layers share."""
     if manager.device_status is None:
-        manager.watch(DeviceStatus(manager.world_size, device))
+        manager.set_device_status(DeviceStatus(manager.world_size, device))
     assert manager.device_status is not None
     return manager.device_status
 
 
-def _error_of(manager: TorchGroup, failure: Failure) -> CommunicationError:
-    """Return the error for the first wrong thing in the headers of a failed call."""
+def _make_error(manager: TorchGroup, failure: Failure) -> CommunicationError:
+    """Return the error for the first contradiction in the headers of a failed call."""
     headers, capacity = failure.headers, failure.capacity
-    own = headers[manager.rank]
+    local_header = headers[manager.rank]
 
     def error(got: str, need: str, peers: Sequence[int]) -> CommunicationError:
-        return manager.device_disagreement(
-            got, need, layer=own[LAYER], call=own[CALL], peers=tuple(peers)
+        return manager.make_header_error(
+            got, need, layer=local_header[LAYER], call=local_header[CALL], peers=tuple(peers)
         )
 
     ranks = range(manager.world_size)
@@ -169,12 +171,12 @@ def _error_of(manager: TorchGroup, failure: Failure) -> CommunicationError:
         if len(set(values)) > 1:
             by_rank = f"{FIELDS[field]} {', '.join(map(str, values))} by rank"
             got = FIELD_MESSAGES["order"] if field == ORDER else by_rank
-            peers = [rank for rank in ranks if values[rank] != own[field]]
+            peers = [rank for rank in ranks if values[rank] != local_header[field]]
             return error(got, "one layer, call and order", peers)
     tokens_W = [header[TOKENS] for header in headers]
     if capacity.equal_tokens and len(set(tokens_W)) > 1:
         got = f"T = {', '.join(map(str, tokens_W))} by rank"
-        peers = [rank for rank in ranks if tokens_W[rank] != own[TOKENS]]
+        peers = [rank for rank in ranks if tokens_W[rank] != local_header[TOKENS]]
         return error(got, "the same tokens on all", peers)
     for field, limit, unit in (
         (TOKENS, capacity.tokens, "tokens"),

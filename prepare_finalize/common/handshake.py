@@ -1,7 +1,12 @@
-"""The handshake of ranks at the start of a call.
+"""The handshake at the start of a call: ranks exchange metadata through the host.
 
-Before any row is sent, ranks exchange row counts, and verify that all make the same call and that
-none refuses it.
+Before any row is sent, one all-gather of int64 values informs every rank of the token and row
+counts of all ranks. The values also identify the call (layer, problem, step). If ranks disagree, or
+one of them refuses its call because of invalid arguments, all ranks raise the same error instead of
+waiting for rows that never arrive.
+
+Each rank sends the values of `_FIELDS`, its token count, its row counts (padded to the same number
+on all ranks), the bits of its maximum absolute activation, and the index of its refusal or -1.
 """
 
 import hashlib
@@ -16,9 +21,9 @@ from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.spec.problem import Problem
 from prepare_finalize.common.torch_group import TorchGroup
 
-_SHARED = ("tokens", "hidden", "experts", "top_k")
-_FIELDS = (*_SHARED, "layer", "call", "step", "order", "others")
-# Errors with which a rank may refuse a call. The index is sent; 0 stands for any other error.
+_PROBLEM_FIELDS = ("tokens", "hidden", "experts", "top_k")
+_FIELDS = (*_PROBLEM_FIELDS, "layer", "call", "step", "order", "others")
+# Errors with which a rank may refuse a call. Their index is sent; 0 stands for any other error.
 _REFUSALS = (
     "an error",
     *("InputError", "CapacityError", "ConfigurationError", "DeviceError", "DtypeError"),
@@ -34,26 +39,28 @@ FIELD_MESSAGES = {
 class Layer:
     """One PrepareAndFinalize instance, registered as a layer of its manager.
 
-    - number: index of the layer, starting at 1, in order of creation; the same on every rank.
-    - calls: number of calls on which all ranks have agreed.
-    - on_device: whether ranks agree on the device after the first call; see `device_agreement`.
+    - number: index of the layer in the order of creation, from 1; the same on every rank.
+    - calls: number of calls whose handshake has succeeded.
+    - uses_device_handshake: whether only the first call has a handshake on the host; see
+      `device_handshake`.
     """
 
     manager: TorchGroup
     problem: Problem
     number: int
     calls: int = 0
-    on_device: bool = False
+    uses_device_handshake: bool = False
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Values that the ranks exchanged in the handshake of one call.
+class CallMetadata:
+    """Metadata of one call from all ranks, the same on every rank.
 
+    - step: number of the call among all calls of the manager.
     - tokens_W: T of each rank.
     - rows_WW: rows_WW[s][d] is the number of rows that rank s sends to rank d, unless the part
       gives its row counts another meaning.
-    - amax: maximum absolute activation over all ranks, if they share one scale.
+    - amax: maximum absolute activation over all ranks, if they share one scale; else 0.
     """
 
     step: int
@@ -62,7 +69,7 @@ class Agreement:
     amax: float
 
 
-def agree(
+def exchange_metadata(
     layer: Layer,
     call: CallState,
     *,
@@ -70,21 +77,23 @@ def agree(
     rows_W: Sequence[int],
     device: torch.device,
     amax: torch.Tensor | None = None,
-) -> Agreement:
+) -> CallMetadata:
     """Exchange T, row counts and amax with all ranks, and check that all ranks make the same call.
 
-    tokens: T of this rank. rows_W: number of rows for each destination rank. device: device of the
-    exchanged tensors. amax: (1,) float32, maximum absolute activation of this rank; None if ranks
-    do not share a scale.
+    tokens: T of this rank.
+    rows_W: number of rows for each destination rank.
+    device: device of the exchanged tensors.
+    amax: (1,) float32, maximum absolute activation of this rank; None if ranks do not share a
+        scale.
 
-    Raises CommunicationError on every rank, before any row is sent, if a rank refuses the call, if
+    Raise CommunicationError on every rank, before any row is sent, if a rank refuses the call, if
     ranks disagree on the layer, pairing, step or earlier exchanges, or if a rank passes more tokens
     than its buffers hold. layer.calls is incremented only if no rank raises.
     """
     manager, problem = layer.manager, layer.problem
     step = manager.next_step(layer.number, layer.calls + 1)
     call.peers_notified = True
-    local_fields = _fields(layer, step, _other_properties(layer, call))
+    local_fields = _fields(layer, step, _hash_other_properties(layer, call))
     padding = [0] * (manager.max_counts - len(rows_W))
     sent = torch.tensor(
         [*local_fields, tokens, *rows_W, *padding, 0, -1], dtype=torch.int64, device="cpu"
@@ -100,21 +109,22 @@ def agree(
     layer.calls += 1
     amax_bits = torch.tensor([row[-1] for row in counts], dtype=torch.int32, device="cpu")
     rows_WW = tuple(tuple(row[1 : 1 + len(rows_W)]) for row in counts)
-    return Agreement(
+    return CallMetadata(
         step, next(zip(*counts, strict=True)), rows_WW, float(amax_bits.view(torch.float32).max())
     )
 
 
-def agree_on_sizes(layer: Layer, sizes: Sequence[int], step: int) -> None:
-    """Check on a CPU that all ranks exchange tensors of the same sizes in a call.
+def check_equal_sizes(layer: Layer, sizes: Sequence[int], step: int) -> None:
+    """Check, before a call over gloo, that all ranks exchange tensors of the same sizes.
 
-    gloo ends the process if they do not. Equal sizes imply nothing else: the headers of a call are
-    compared afterwards. A rank may also make the first call of a layer, or refuse its call: what is
-    exchanged has the form of `agree`, which compares it with the same result.
+    gloo ends the process if the sizes differ. Only the sizes are compared; the rest of the metadata
+    is compared later, in the headers of the call. Another rank may be in `exchange_metadata` or
+    `refuse` at the same time, if it makes the first call of a layer or refuses its call. The sent
+    values therefore have the same format, and both ranks raise the same error.
 
-    sizes: whatever determines the sizes of the call's exchanges.
+    sizes: the values on which the sizes of the exchanged tensors depend.
 
-    Raises CommunicationError on every rank, before any row is sent.
+    Raise CommunicationError on every rank, before any row is sent, if the sizes differ.
     """
     manager = layer.manager
     local_fields = _fields(layer, step, -1 - zlib.crc32(repr(tuple(sizes)).encode()))
@@ -129,7 +139,7 @@ def agree_on_sizes(layer: Layer, sizes: Sequence[int], step: int) -> None:
 
 
 def _gather(manager: TorchGroup, sent: torch.Tensor, step: int) -> list[list[int]]:
-    """Return the integers that each rank sends."""
+    """All-gather `sent`, int64, and return the values of each rank."""
     received = sent.new_empty(manager.world_size * sent.numel())
     manager.all_gather(received, sent, step=step, phase="counts").wait()
     table: list[list[int]] = received.view(manager.world_size, -1).tolist()
@@ -137,13 +147,13 @@ def _gather(manager: TorchGroup, sent: torch.Tensor, step: int) -> list[list[int
 
 
 def refuse(layer: Layer, error: Exception) -> None:
-    """Notify all peers that this rank refuses the call, without waiting for an answer.
+    """Notify all peers that this rank refuses its call because of `error`, without waiting.
 
-    The peers raise CommunicationError in `agree`. Does nothing if the manager has failed or was
-    destroyed.
+    The peers raise CommunicationError in `exchange_metadata`. Do nothing if the manager has failed
+    or was destroyed.
     """
     manager = layer.manager
-    if manager.is_capturing():  # other ranks see that the call does not arrive
+    if manager.is_capturing():  # the other ranks time out
         return
     try:
         step = manager.next_step(layer.number, layer.calls + 1)
@@ -157,29 +167,33 @@ def refuse(layer: Layer, error: Exception) -> None:
 
 
 def refusal_index(error: Exception) -> int:
-    """Return the number that names the type of an error to other ranks; 0 for an unknown type."""
+    """Return the index in `_REFUSALS` of the type of an error; 0 for any other type."""
     names = (kind.__name__ for kind in type(error).__mro__)
     return next((_REFUSALS.index(name) for name in names if name in _REFUSALS), 0)
 
 
 def refusal_name(index: int) -> str:
-    """Return the name of the error type with a `refusal_index`."""
+    """Return the name of the error type with an index in `_REFUSALS`."""
     return _REFUSALS[index] if 0 <= index < len(_REFUSALS) else _REFUSALS[0]
 
 
-def check_equal_tokens(manager: TorchGroup, agreement: Agreement) -> None:
+def check_equal_tokens(manager: TorchGroup, metadata: CallMetadata) -> None:
     """Raise CommunicationError on every rank unless all ranks pass the same number of tokens."""
-    own_tokens = agreement.tokens_W[manager.rank]
-    peers = [rank for rank, tokens in enumerate(agreement.tokens_W) if tokens != own_tokens]
+    local_tokens = metadata.tokens_W[manager.rank]
+    peers = [rank for rank, tokens in enumerate(metadata.tokens_W) if tokens != local_tokens]
     if peers:
-        got = f"T = {', '.join(map(str, agreement.tokens_W))} by rank"
-        raise manager.disagreement(got, "the same tokens on all", step=agreement.step, peers=peers)
+        got = f"T = {', '.join(map(str, metadata.tokens_W))} by rank"
+        raise manager.make_metadata_error(
+            got, "the same tokens on all", step=metadata.step, peers=peers
+        )
 
 
-def check_max_received(layer: Layer, agreement: Agreement, received_W: Sequence[int]) -> None:
+def check_max_received(layer: Layer, metadata: CallMetadata, received_W: Sequence[int]) -> None:
     """Raise CommunicationError on every rank if one would receive over Problem.max_received rows.
 
-    Call it before any row is sent. received_W: number of rows that each rank would receive.
+    Call this before any row is sent.
+
+    received_W: number of rows that each rank would receive.
     """
     max_rows = layer.problem.max_received
     if max_rows is None:
@@ -188,13 +202,16 @@ def check_max_received(layer: Layer, agreement: Agreement, received_W: Sequence[
     if peers:
         got = "; ".join(f"{received_W[rank]} rows for rank {rank}" for rank in peers)
         need = f"<= {max_rows} (Problem.max_received)"
-        raise layer.manager.disagreement(got, need, step=agreement.step, peers=peers)
+        raise layer.manager.make_metadata_error(got, need, step=metadata.step, peers=peers)
 
 
 def _fields(layer: Layer, step: int, others: int) -> list[int]:
-    """Return the values of `_FIELDS`."""
-    shared = [getattr(layer.problem, name) for name in _SHARED]
-    return [*shared, layer.number, layer.calls + 1, step, layer.manager.order, others]
+    """Return this rank's values of `_FIELDS`.
+
+    others: hash of the further properties that must be equal, `_hash_hash_other_properties`.
+    """
+    problem_fields = [getattr(layer.problem, name) for name in _PROBLEM_FIELDS]
+    return [*problem_fields, layer.number, layer.calls + 1, step, layer.manager.order, others]
 
 
 def _raise_if_refused(
@@ -203,14 +220,14 @@ def _raise_if_refused(
     if max(refusals) < 0:
         return
     peers = [rank for rank, refusal in enumerate(refusals) if refusal >= 0]
-    layer = len(_SHARED)
+    layer, call = _FIELDS.index("layer"), _FIELDS.index("call")
     refused = [
-        f"rank {rank} refused its call {fields[rank][layer + 1]} of layer {fields[rank][layer]} "
+        f"rank {rank} refused its call {fields[rank][call]} of layer {fields[rank][layer]} "
         f"with {refusal_name(refusals[rank])}"
         for rank in peers
     ]
     need = "calls that every rank accepts"
-    raise manager.disagreement("; ".join(refused), need, step=step, peers=peers)
+    raise manager.make_metadata_error("; ".join(refused), need, step=step, peers=peers)
 
 
 def _check_same_fields(
@@ -230,11 +247,11 @@ def _check_same_fields(
             differences.append(messages.get(name, by_rank))
     got = "; ".join(differences)
     need = "one layer, call, pairing, step and order"
-    raise manager.disagreement(got, need, step=step, peers=peers)
+    raise manager.make_metadata_error(got, need, step=step, peers=peers)
 
 
 def _check_counts(manager: TorchGroup, counts: list[list[int]], max_tokens: int, step: int) -> None:
-    """Raise CommunicationError for counts out of bounds, before buffers are allocated by them."""
+    """Raise CommunicationError if counts are out of bounds, before they determine buffer sizes."""
     peers = []
     for rank, (tokens, *rows, _) in enumerate(counts):
         if not (0 <= tokens <= max_tokens and min(rows) >= 0 and max(rows) <= tokens):
@@ -242,14 +259,14 @@ def _check_counts(manager: TorchGroup, counts: list[list[int]], max_tokens: int,
     if peers:
         got = f"tokens and rows {[counts[rank][:-1] for rank in peers]}"
         need = f"0 to problem.tokens = {max_tokens}"
-        raise manager.disagreement(got, need, step=step, peers=peers)
+        raise manager.make_metadata_error(got, need, step=step, peers=peers)
 
 
-def _other_properties(layer: Layer, call: CallState) -> int:
-    """Return a 63-bit hash of the remaining properties that all ranks must share."""
+def _hash_other_properties(layer: Layer, call: CallState) -> int:
+    """Return a 63-bit hash of the properties that must be equal and are not in `_FIELDS`."""
     problem = layer.problem
-    shared = (
-        layer.on_device,
+    properties = (
+        layer.uses_device_handshake,
         problem.dtype,
         problem.quant,
         problem.placement.slots,
@@ -264,5 +281,5 @@ def _other_properties(layer: Layer, call: CallState) -> int:
         call.defer_quant,
         call.pairing,
     )
-    digest = hashlib.sha256(repr(shared).encode()).digest()
+    digest = hashlib.sha256(repr(properties).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,43 @@
+"""ReplayableExchange: an exchange that is repeated whenever a recorded call is replayed.
+
+`modular_kernel.replay` records the launches of a call and repeats them in later calls, without the
+host code of the parts.
+"""
+
+from collections.abc import Callable
+
+from modular_kernel.replay.recording import repeat_in_replays, unrecorded
+from prepare_finalize.common.torch_group import Exchange, TorchGroup
+
+
+class ReplayableExchange:
+    """An exchange between the same tensors in a call and in each of its replays.
+
+    start_exchange: starts the exchange; its argument is the step, the number of the call.
+
+    The host issues all launches of a replay before the next call begins. The step of a repeated
+    exchange is therefore the last step of the manager.
+    """
+
+    def __init__(self, manager: TorchGroup, start_exchange: Callable[[int], Exchange]) -> None:
+        self._manager, self._start_exchange = manager, start_exchange
+        self._exchange: Exchange | None = None
+
+    def start(self, step: int) -> None:
+        """Start the exchange. It may be started again once it has been waited for."""
+        with unrecorded():
+            self._exchange = self._start_exchange(step)
+        repeat_in_replays(self._start_again)
+
+    def wait(self) -> None:
+        """Make later work on the current CUDA stream wait for the exchange, but not the host."""
+        self._wait()
+        repeat_in_replays(self._wait)
+
+    def _start_again(self) -> None:
+        self._exchange = self._start_exchange(self._manager.step)
+
+    def _wait(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        assert exchange is not None, "no exchange has been started"
+        exchange.wait_on_stream()
