@@ -1,1 +1,1 @@
-"""Dispatch and combine with DeepEP."""
+"""Parts over the kernels of DeepEP: high-throughput, low-latency, and those of version 2."""

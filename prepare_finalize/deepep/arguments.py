@@ -1,9 +1,8 @@
-"""Arguments of DeepEP's first-generation Buffer, for any number of ranks.
+"""Arguments of the Buffer class of DeepEP 1, for any number of ranks.
 
-They are computed without creating a buffer. The high-throughput kernels assume hosts of 8 GPUs.
-With more than 8 ranks, a row is sent over RDMA to the GPU with the same index on another host, and
-over NVLink from there. That takes a second buffer, and one queue pair per channel; two SMs form one
-channel.
+The high-throughput kernels assume hosts of 8 GPUs. With more than 8 ranks, a row is sent over RDMA
+to the GPU with the same index on another host, and over NVLink from there. This requires a second
+buffer, and one RDMA queue pair per channel. A channel is a pair of SMs.
 """
 
 import math
@@ -14,32 +13,37 @@ import torch
 
 from modular_kernel.errors import ConfigurationError
 
-PEERS = 8  # GPUs per host
-WORLD_SIZES = (2, 4, 8, 16, 32, 64, 128, 144, 160)  # that the high-throughput kernels support
+GPUS_PER_HOST = 8  # GPUs per host
+WORLD_SIZES = (2, 4, 8, 16, 32, 64, 128, 144, 160)  # supported by the high-throughput kernels
 _ALIGNMENT = 128  # bytes
-_MAX_BYTES = 2**31 - 1  # maximum size of each of the two buffers between hosts
-# Valid numbers of SMs between hosts: a block of 1024 threads has one warp per channel, and there
-# must be at least two channels.
-_SMS = range(4, 65, 2)
+_MAX_BYTES = 2**31 - 1  # maximum size of each of the two buffers, with several hosts
+# Valid numbers of SMs with several hosts: a block of 1024 threads has one warp per channel, and
+# there must be at least two channels.
+_VALID_NUM_SMS = range(4, 65, 2)
 
 
 @dataclass(frozen=True)
 class BufferArguments:
-    """Keyword arguments of the library's Buffer: NVLink bytes, RDMA bytes, mode and queue pairs."""
+    """Keyword arguments of the library's Buffer.
+
+    num_nvl_bytes, num_rdma_bytes: sizes of the buffers for NVLink and for RDMA.
+    low_latency_mode: whether the buffer is for the low-latency kernels.
+    num_qps_per_rank: number of RDMA queue pairs.
+    """
 
     num_nvl_bytes: int
     num_rdma_bytes: int
     low_latency_mode: bool
     num_qps_per_rank: int
 
-    def make(self, buffer_class: Any, group: Any) -> Any:
-        """Create the Buffer over a ProcessGroup; collective."""
+    def make_buffer(self, buffer_class: Any, group: Any) -> Any:
+        """Create the library's Buffer over a ProcessGroup. Collective."""
         return buffer_class(group, **asdict(self), explicitly_destroy=True)
 
 
 @dataclass(frozen=True)
 class HighThroughputArguments:
-    """The Buffer arguments of the high-throughput kernels, and their configurations."""
+    """Arguments of a high-throughput Buffer, and the library's dispatch and combine configs."""
 
     arguments: BufferArguments
     dispatch: Any
@@ -51,13 +55,14 @@ def high_throughput_arguments(
 ) -> HighThroughputArguments:
     """Return arguments for rows of `hidden` bfloat16 values, from the library's size hints.
 
-    num_sms is the number of SMs; None is the library's choice. Raise ConfigurationError if ranks
-    are on several hosts and num_sms is not valid for that, or if the buffers would exceed the
-    memory that those kernels can address.
+    num_sms: number of SMs that the kernels use; None is the library's default.
+
+    Raise ConfigurationError if ranks are on several hosts, and num_sms is not valid for that or the
+    buffers exceed the memory that the kernels can address.
     """
-    sms, multi_host = num_sms or buffer_class.num_sms, world_size > PEERS
-    if multi_host and sms not in _SMS:
-        need = f"an even number, {_SMS[0]} to {_SMS[-1]}, between hosts"
+    sms, multi_host = num_sms or buffer_class.num_sms, world_size > GPUS_PER_HOST
+    if multi_host and sms not in _VALID_NUM_SMS:
+        need = f"an even number, {_VALID_NUM_SMS[0]} to {_VALID_NUM_SMS[-1]}, between hosts"
         raise ConfigurationError("num_sms", got=sms, need=need)
     dispatch, combine = (
         _config(buffer_class, method, world_size, num_sms)
@@ -85,7 +90,10 @@ def low_latency_arguments(
 
 
 def _config(buffer_class: Any, method: str, world_size: int, num_sms: int | None) -> Any:
-    """Return the library's configuration for `num_sms`, which it reads from the Buffer class."""
+    """Return the library's configuration for `num_sms`.
+
+    The library reads the number from a class attribute, which is set during the call.
+    """
     saved = buffer_class.num_sms
     try:
         if num_sms is not None:

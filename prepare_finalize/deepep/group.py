@@ -7,9 +7,12 @@
 
 A buffer is created on first use and shared by all parts that need the same sizes. Creating and
 destroying managers, parts and buffers is collective: every rank of the group must do it, in the
-same order. If a rank is missing, the library waits on the GPU and then stops the device
-permanently. So the values that ranks must share are compared through the group's store before
-anything is launched.
+same order. If a rank is missing, the library's kernels wait for it and then stop the device
+permanently. Ranks therefore compare the arguments of each collective step through the group's store
+before anything is launched.
+
+DeepEP 1 has the class Buffer, and DeepEP 2 has the class ElasticBuffer. This project calls them the
+first and the second generation.
 """
 
 import math
@@ -31,7 +34,7 @@ from modular_kernel.settings import is_deepep_gin_disabled, nvshmem_uses_ibgda
 from modular_kernel.utils import forks
 from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.deepep.arguments import high_throughput_arguments, low_latency_arguments
-from prepare_finalize.deepep.low_latency_buffer import LowLatency
+from prepare_finalize.deepep.low_latency_buffer import LowLatencyBuffer
 from prepare_finalize.rendezvous.connect import (
     check_process,
     new_prefix_store,
@@ -42,10 +45,10 @@ from prepare_finalize.rendezvous.hosts import find_hosts
 from prepare_finalize.rendezvous.store_collectives import Properties, StoreCollectives
 
 R = TypeVar("R")
-_LIBRARY_S = 100.0  # minimum of the library's timeout on the GPU, where it can be set
-_NICS = Path("/sys/class/infiniband")
-# Errors that the library raises: those of its checks, of Python and of the loader.
-_FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
+_MIN_LIBRARY_TIMEOUT_S = 100.0  # minimum timeout of the kernels of the second generation
+_RDMA_DEVICES_DIR = Path("/sys/class/infiniband")
+# Errors of the library's checks, of Python, and of loading the library.
+_LIBRARY_ERRORS = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
 
 
 def load_deepep(generation: int) -> Any:
@@ -56,7 +59,7 @@ def load_deepep(generation: int) -> Any:
     class_name, need = _GENERATIONS[generation]
     try:
         library = import_module("deep_ep")
-    except _FAILURES as error:
+    except _LIBRARY_ERRORS as error:
         raise ConfigurationError("deep_ep", got=_summarize(error), need=need) from error
     is_second = hasattr(library, "ElasticBuffer")
     if is_second != (generation == 2) or not hasattr(library, class_name):
@@ -72,20 +75,19 @@ _GENERATIONS = {
 
 
 class DeepEPGroup:
-    """Buffers over one process group, whose backend for GPUs is NCCL.
+    """DeepEP's buffers for one process group, whose backend for GPUs is NCCL.
 
-    group: a ProcessGroup of torch.distributed; None is the default one.
-    deadline_s: timeout of collective steps that create or free buffers; None means MK_DEADLINE_S,
-        or 10 s. Calls have the library's own timeout of about 100 s.
-    num_sms: number of SMs, even, for the kernels that allow setting it; None means the library's
-        default.
+    group: a ProcessGroup of torch.distributed; None is the default group.
+    deadline_s: timeout of collective steps that create or free buffers, in seconds; None is
+        MK_DEADLINE_S, or 10 s. Calls have the timeout of the library, about 100 s.
+    num_sms: number of SMs, even, for kernels with this option; None is the library's default.
 
     Raise ConfigurationError if the group cannot be used, and CommunicationError if a rank does not
     respond.
     """
 
     device = "cuda"
-    _between_hosts = 0  # number of this process's buffers that use NVSHMEM
+    _num_nvshmem_buffers = 0  # in this process
 
     def __init__(
         self,
@@ -117,7 +119,8 @@ class DeepEPGroup:
         self._store_collectives = StoreCollectives(
             store, self.rank, self.world_size, self.deadline_s
         )
-        # Complete this round before the next one, so that ranks cannot be in different rounds.
+        # This is the first collective on all ranks, so that different arguments are found before
+        # ranks make different collectives.
         self.check_equal({"num_sms": num_sms})
         self.hosts = find_hosts(self._store_collectives, self.rank)
 
@@ -128,7 +131,7 @@ class DeepEPGroup:
             None,
             torch.cuda.current_device(),
         ):
-            need = f"{self.device}, the process's current one: the buffers are there"
+            need = f"{self.device}, the process's current one, which has the buffers"
             raise DeviceError("tensors of an exchange", got=requested, need=need)
 
     @property
@@ -143,34 +146,34 @@ class DeepEPGroup:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
 
     def check_equal(self, properties: Properties) -> None:
-        """Raise CommunicationError on every rank unless all pass the same properties.
+        """Raise CommunicationError on every rank unless all ranks pass the same properties.
 
-        Nothing is launched on the device.
+        Collective, over the store; nothing is launched on the device.
         """
         self.check_open()
         self._store_collectives.check_equal(properties)
 
-    def high_throughput(self, hidden: int) -> "HighThroughput":
+    def high_throughput(self, hidden: int) -> "HighThroughputBuffer":
         """Return the high-throughput buffer for rows of `hidden` bfloat16 values."""
         return self._get_or_create(
             ("high throughput", hidden), lambda: self._make_high_throughput(hidden)
         )
 
-    def low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatency:
+    def low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatencyBuffer:
         """Return the low-latency buffer for at most `tokens` tokens per rank.
 
-        `experts` is the number of experts of the model; each rank has an equal share.
+        experts: number of experts of all ranks together, the same number on each.
         """
         sizes = tokens, hidden, experts
         return self._get_or_create(("low latency", *sizes), lambda: self._make_low_latency(*sizes))
 
     def elastic(self, tokens: int, hidden: int, top_k: int) -> Any:
-        """Return the second generation's buffer for at most `tokens` tokens per rank."""
+        """Return the buffer of the second generation for at most `tokens` tokens per rank."""
         sizes = tokens, hidden, top_k
         return self._get_or_create(("elastic", *sizes), lambda: self._make_elastic(*sizes))
 
     def destroy(self) -> None:
-        """Free the buffers once every rank calls this. Later use raises UnsupportedError.
+        """Free the buffers. Collective. Later use raises UnsupportedError.
 
         Raise CommunicationError if a rank does not respond. The buffers are then kept, because that
         rank may still write to them.
@@ -185,13 +188,13 @@ class DeepEPGroup:
         self._store_collectives.check_equal({"destroy": list(buffers)})
         for key, buffer in reversed(buffers.items()):
             buffer.destroy()
-            DeepEPGroup._between_hosts -= self._is_between_hosts(key)
+            DeepEPGroup._num_nvshmem_buffers -= self._uses_nvshmem(key)
 
     def _check_network(self, properties: Properties) -> None:
-        """Check that ranks on several hosts share `properties` and have RDMA NICs.
+        """For ranks on several hosts, check that all have RDMA NICs and the same `properties`.
 
-        Raise CommunicationError if `properties`, or the presence of a NIC, differ between ranks,
-        and ConfigurationError on all ranks if none has a NIC.
+        Raise CommunicationError on all ranks if they differ, and ConfigurationError on all ranks if
+        there are no NICs.
         """
         if len(self.hosts) == 1:
             return
@@ -201,17 +204,17 @@ class DeepEPGroup:
             raise ConfigurationError("network of the hosts", got="no RDMA NIC", need=need)
 
     def _check_nvshmem(self) -> None:
-        """Check NVSHMEM settings as `_check_network` does, for ranks on several hosts.
+        """For ranks on several hosts, check their NICs and settings of NVSHMEM.
 
-        Raise ConfigurationError if a buffer exists already: the library initializes NVSHMEM for
-        each buffer, which a process can do only once, and the high-throughput and low-latency
-        kernels number ranks differently.
+        Raise ConfigurationError if this process has a buffer already. The library initializes
+        NVSHMEM for each buffer, which a process can do only once, and the high-throughput and
+        low-latency kernels number ranks differently.
         """
         if len(self.hosts) == 1:
             return
-        properties = {"IBGDA": nvshmem_uses_ibgda(), "buffers": DeepEPGroup._between_hosts}
+        properties = {"IBGDA": nvshmem_uses_ibgda(), "buffers": DeepEPGroup._num_nvshmem_buffers}
         self._check_network(properties)
-        if DeepEPGroup._between_hosts:
+        if DeepEPGroup._num_nvshmem_buffers:
             need = "one buffer of deep_ep 1.2 in a process, of one kind and size, between hosts"
             raise ConfigurationError("DeepEP's buffers", got="another is in use", need=need)
 
@@ -220,39 +223,39 @@ class DeepEPGroup:
         if key not in self._buffers:
             try:
                 self._buffers[key] = create()
-                DeepEPGroup._between_hosts += self._is_between_hosts(key)
-            except _FAILURES as error:
+                DeepEPGroup._num_nvshmem_buffers += self._uses_nvshmem(key)
+            except _LIBRARY_ERRORS as error:
                 if isinstance(error, (CommunicationError, ConfigurationError)):
                     raise
-                need = _NEEDS[str(key[0])]
+                need = _BUFFER_REQUIREMENTS[str(key[0])]
                 subject = f"DeepEP's {key[0]} buffer"
                 raise ConfigurationError(subject, got=_summarize(error), need=need) from error
         buffer: R = self._buffers[key]
         return buffer
 
-    def _is_between_hosts(self, key: tuple[object, ...]) -> bool:
-        """Return whether a buffer is of the first generation and spans several hosts."""
+    def _uses_nvshmem(self, key: tuple[object, ...]) -> bool:
+        """Return whether a buffer uses NVSHMEM: it is of the first generation, on several hosts."""
         return len(self.hosts) > 1 and key[0] != "elastic"
 
-    def _make_high_throughput(self, hidden: int) -> "HighThroughput":
+    def _make_high_throughput(self, hidden: int) -> "HighThroughputBuffer":
         buffer_class = load_deepep(1).Buffer
         config = high_throughput_arguments(buffer_class, hidden, self.world_size, self.num_sms)
         self._check_nvshmem()
-        buffer = config.arguments.make(buffer_class, self.process_group)
-        return HighThroughput(buffer, config.dispatch, config.combine)
+        buffer = config.arguments.make_buffer(buffer_class, self.process_group)
+        return HighThroughputBuffer(buffer, config.dispatch, config.combine)
 
-    def _make_low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatency:
+    def _make_low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatencyBuffer:
         buffer_class = load_deepep(1).Buffer
         self._check_nvshmem()
         if nvshmem_uses_ibgda() and not has_rdma_nic():
             raise no_queue_pairs_error("IBGDA enabled without an RDMA NIC")
         arguments = low_latency_arguments(buffer_class, tokens, hidden, experts, self.world_size)
-        buffer = arguments.make(buffer_class, self.process_group)
-        # The library sets the variable itself, unless it was built without IBGDA.
+        buffer = arguments.make_buffer(buffer_class, self.process_group)
+        # The library has set the variable that enables IBGDA, unless it was built without IBGDA.
         if nvshmem_uses_ibgda() and not has_rdma_nic():
             buffer.destroy()
             raise no_queue_pairs_error("a build that enables IBGDA, without an RDMA NIC")
-        low_latency = LowLatency(buffer, tokens, experts)
+        low_latency = LowLatencyBuffer(buffer, tokens, experts)
         try:
             low_latency.self_test(hidden)
         except RuntimeError as error:
@@ -267,9 +270,9 @@ class DeepEPGroup:
         if len(self.hosts) > 1 and is_deepep_gin_disabled():
             need = "EP_DISABLE_GIN=0: hosts reach each other through NCCL's GIN alone"
             raise ConfigurationError("DeepEP's elastic buffer", got="EP_DISABLE_GIN=1", need=need)
-        # The library uses NCCL's communicator, which the first collective creates.
+        # The library uses the NCCL communicator of the group, which its first collective creates.
         dist.barrier(self.process_group, device_ids=[torch.cuda.current_device()])
-        seconds = math.ceil(max(_LIBRARY_S, self.deadline_s))
+        seconds = math.ceil(max(_MIN_LIBRARY_TIMEOUT_S, self.deadline_s))
         return buffer_class(
             self.process_group,
             num_max_tokens_per_rank=tokens,
@@ -281,17 +284,19 @@ class DeepEPGroup:
         )
 
 
-class HighThroughput:
-    """A high-throughput buffer, with its dispatch and combine configurations."""
+class HighThroughputBuffer:
+    """A Buffer for the high-throughput kernels, and the configurations of its kernels."""
 
     def __init__(self, buffer: Any, dispatch: Any, combine: Any) -> None:
         self.buffer, self.dispatch_config, self.combine_config = buffer, dispatch, combine
 
     def destroy(self) -> None:
+        """Free the buffer. Collective."""
         self.buffer.destroy()
 
 
-_NEEDS = {
+# What each kind of buffer requires, for error messages.
+_BUFFER_REQUIREMENTS = {
     "high throughput": (
         "GPUs of a host that reach each other over NVLink, 2, 4 or 8 of them; 8 of each of several"
         " hosts, with NVSHMEM and RDMA NICs"
@@ -303,18 +308,18 @@ _NEEDS = {
 
 def has_rdma_nic() -> bool:
     """Return whether the host has an InfiniBand or RoCE device."""
-    return _NICS.is_dir() and any(_NICS.iterdir())
+    return _RDMA_DEVICES_DIR.is_dir() and any(_RDMA_DEVICES_DIR.iterdir())
 
 
 def no_queue_pairs_error(got: str) -> ConfigurationError:
-    """Return the error for low-latency kernels that have no IBGDA queue pairs.
+    """Return the error for low-latency kernels without RDMA queue pairs.
 
-    Without them, the kernels of deep_ep 1.2.1 stop the device, even if NVLink reaches every peer,
-    and this process cannot use its GPU any more.
+    Without queue pairs (of IBGDA, RDMA that the GPU initiates), the kernels of deep_ep 1.2.1 stop
+    the device, even if NVLink reaches every peer. This process then cannot use its GPU any more.
     """
     need = (
         "RDMA NICs with IBGDA; or, where NVLink reaches every peer, a build of deep_ep whose"
-        " low-latency kernels ask for no queue pairs, with NVSHMEM_IB_ENABLE_IBGDA=0 and"
+        " low-latency kernels require no queue pairs, with NVSHMEM_IB_ENABLE_IBGDA=0 and"
         " NVSHMEM_REMOTE_TRANSPORT=none"
     )
     return ConfigurationError("DeepEP's low latency buffer", got=got, need=need)

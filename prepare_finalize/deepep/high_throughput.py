@@ -1,4 +1,4 @@
-"""DeepEP's high-throughput kernels (first generation), for training and prefill."""
+"""DeepEPHTPrepareAndFinalize: high-throughput kernels of DeepEP 1, for training and prefill."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,23 +12,24 @@ from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Redu
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import number_and_quantize_tokens
-from prepare_finalize.deepep.arguments import PEERS, WORLD_SIZES
+from prepare_finalize.deepep.arguments import GPUS_PER_HOST, WORLD_SIZES
 from prepare_finalize.deepep.part import BF16, HOPPER, DeepEPHandle, DeepEPRowsPart
 
-# A row is copied in two halves of a multiple of 16 bytes. A half and 8 bytes must fit into 8 KiB.
+# The kernels copy a row in two halves, through a buffer of 8 KiB in shared memory, 8 bytes of which
+# are reserved. The size of a half is a multiple of 16 bytes.
 _MAX_ROW_BYTES = 2 * 8176
 
 
 class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
     """Send each token's row once to each rank that holds one of its experts.
 
-    The receiving rank weights and sums the row's pairs, and the combine adds the sums of all ranks:
-    bfloat16 rows, added in float32.
+    The receiving rank computes the weighted sum of the row's pairs. The combine adds the sums of
+    all ranks, which are bfloat16 rows, in float32.
 
-    On a single host, the CPU does not wait. A call then has the maximum number of rows; rows
-    without a token have ids of -1, and their values and weights are undefined. With several hosts,
-    of 8 ranks each, a row is sent once to each host, which forwards it to its ranks. The CPU then
-    waits for the number of rows, so a call cannot be captured in a CUDA graph.
+    On a single host, the CPU does not wait. A call then has the maximum number of rows; unused rows
+    have ids of -1, and their values and weights are undefined. With several hosts, of 8 ranks each,
+    a row is sent once to each host, which forwards it to its ranks. The CPU then waits for the
+    number of rows, so a call cannot be captured in a CUDA graph.
 
     Activations are quantized before they are sent, if the scheme quantizes them. T may differ
     between ranks and may be 0.
@@ -51,7 +52,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(WORLD_SIZES[0], WORLD_SIZES[-1]),
         linear_placement=False,
-        ranks_per_host=PEERS,
+        ranks_per_host=GPUS_PER_HOST,
         full_hosts=True,
         graph_across_hosts=False,
         asynchronous=True,
@@ -73,23 +74,21 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
 
     @classmethod
     def max_slots(cls, problem: Problem) -> int:
-        # One thread per expert counts rows: a block has 128 threads per rank, or 512 per host.
-        return 128 if problem.parallel.hosts == 1 else 512 // PEERS
+        # One thread per expert counts rows. A block has 128 threads for a rank, or, with several
+        # hosts, 512 threads for the ranks of a host.
+        return 128 if problem.parallel.hosts == 1 else 512 // GPUS_PER_HOST
 
     @property
     def host_waits(self) -> bool:
-        """Whether the CPU waits for the number of received rows.
-
-        If so, only those rows are returned.
-        """
+        """Whether the CPU waits for the number of received rows, and the call has only those."""
         return self.problem.parallel.hosts > 1
 
     def make_buffer(self) -> None:
         self.manager.high_throughput(self.problem.hidden)
 
     def dispatch_shape(self, tokens: int) -> ContiguousShape:
-        # Other ranks may pass up to problem.tokens even if this rank passes fewer. With a capacity
-        # of 0, the library would make the CPU wait for the number of rows.
+        # Other ranks may pass up to problem.tokens even if this rank passes fewer. A capacity of 0
+        # would tell the library to wait for the number of rows on the CPU.
         rows = self.world_size * max(1, self.problem.tokens)
         return ContiguousShape(rows, self.problem.top_k)
 
@@ -112,7 +111,8 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         has_row_scales = scale is not None and not self.problem.scheme.static
-        # In graph capture, tensors stay alive in the graph's pool, so record_stream is not needed.
+        # In graph capture, tensors stay allocated in the graph's pool, so that record_stream, which
+        # an asynchronous dispatch calls, is not needed.
         is_async = not (at_once or self.manager.is_capturing)
         counts_R, counts_H, counts_E, is_sent_TR, _ = buffers.buffer.get_dispatch_layout(
             pairs.numbers_TK, self.num_experts

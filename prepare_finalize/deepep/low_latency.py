@@ -1,4 +1,4 @@
-"""DeepEP's low-latency kernels (first generation), for decode, with rows grouped by expert."""
+"""DeepEPLLPrepareAndFinalize: low-latency kernels of DeepEP 1, for decode; batched format."""
 
 import math
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import dispatches_quantized
-from prepare_finalize.deepep.arguments import PEERS
-from prepare_finalize.deepep.low_latency_buffer import Arrival, LowLatency
+from prepare_finalize.deepep.arguments import GPUS_PER_HOST
+from prepare_finalize.deepep.low_latency_buffer import LowLatencyBuffer, LowLatencyDispatch
 from prepare_finalize.deepep.part import (
     BF16,
     HOPPER,
@@ -36,26 +36,31 @@ from prepare_finalize.deepep.part import (
     DeepEPPart,
 )
 
-_GROUP = 128  # values that share a scale when the library quantizes
-# The rows of an expert, over all ranks, must be a multiple of 4, so each rank's tokens are one.
+_GROUP = 128  # values that share a scale if the library quantizes
+# The capacity of an expert, world_size * tokens, must be a multiple of 4. The tokens per rank are
+# therefore rounded up to a multiple of 4.
 _TOKENS_MULTIPLE = 4
-# The hidden sizes that the kernels are compiled for.
-_HIDDEN = frozenset({2048, 2560, 4096, 5120, 6144, 7168, 8192})
+# The hidden sizes for which the kernels are compiled.
+_HIDDEN_SIZES = frozenset({2048, 2560, 4096, 5120, 6144, 7168, 8192})
 
 
 @dataclass(frozen=True)
 class LowLatencyHandle(DeepEPHandle):
-    """A handle with the expert numbers of the pairs (T, K), as they were sent."""
+    """Handle of a low-latency dispatch.
+
+    ids_TK: int64, expert numbers of the pairs, as they were passed to the library.
+    """
 
     ids_TK: torch.Tensor
 
 
 class DeepEPLLPrepareAndFinalize(DeepEPPart):
-    """Send one row per pair to (e, world_size * tokens, H); the valid rows of an expert come first.
+    """Send a row to each expert of a token, in the batched format (e, world_size * tokens, H).
 
-    The combine returns all rows, weights them and sums them in float32.
+    The valid rows of an expert come first. The combine sends all rows back, and computes their
+    weighted sum in float32.
 
-    If the scheme has one scale per 128 values of float8_e4m3fn, the library quantizes during
+    If the scheme is float8_e4m3fn with one scale per 128 values, the library quantizes in the
     dispatch (with scales of at least 1e-4 / 448). Otherwise rows are sent in bfloat16 and quantized
     by the receiver. The CPU does not wait. T may differ between ranks and may be 0.
     """
@@ -68,7 +73,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         packages_source_url="https://github.com/deepseek-ai/DeepEP",
         dtypes=BF16,
         top_k=(1, 11),
-        hidden_sizes=_HIDDEN,
+        hidden_sizes=_HIDDEN_SIZES,
         graph_capturable=True,
         deterministic=False,
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
@@ -77,7 +82,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, None),
         linear_placement=False,
-        ranks_per_host=PEERS,
+        ranks_per_host=GPUS_PER_HOST,
         full_hosts=True,
         asynchronous=True,
         received_by_library=True,
@@ -126,8 +131,8 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         at_once: bool,
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
-        # Repeated experts are joined, because an expert has room for one row per token. The library
-        # applies the router weights, so the scaling factor is multiplied into them.
+        # Pairs with the same expert are joined, because an expert has room for one row per token.
+        # The library applies the router weights, so they are multiplied by the scaling factor.
         factor = self.problem.routed_scaling_factor
         pairs = self.pairs(routing, call, join=True, factor=factor)
         number_pairs(pairs)
@@ -165,12 +170,9 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
             out.copy_(target)
 
     def _received_tokens(
-        self, arrival: Arrival, weights: ExpertWeights, call: CallState
+        self, arrival: LowLatencyDispatch, weights: ExpertWeights, call: CallState
     ) -> BatchedTokens:
-        """Return the received rows as the experts take them.
-
-        They are quantized if this call dispatches quantized tokens.
-        """
+        """Return the received rows, quantized if this call dispatches quantized tokens."""
         problem, x_eCH, counts_e = self.problem, arrival.x_eCH, arrival.counts_e
         if arrival.scale_eCG is not None:
             return BatchedTokens(x_eCH, counts_e, arrival.scale_eCG)
@@ -186,19 +188,19 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         scale = out.scale if scheme.static else out.scale.view(experts, capacity, -1)
         return BatchedTokens(out.q_RK.view_as(x_eCH), counts_e, scale)
 
-    def _buffer(self) -> LowLatency:
+    def _buffer(self) -> LowLatencyBuffer:
         problem = self.problem
         tokens = buffer_tokens(problem.tokens)
         return self.manager.low_latency(tokens, problem.hidden, self.num_experts)
 
 
 def buffer_tokens(tokens: int) -> int:
-    """Return the tokens per rank of the buffer for calls of `tokens` tokens."""
+    """Return the tokens per rank of a buffer for calls of up to `tokens` tokens."""
     return max(1, math.ceil(tokens / _TOKENS_MULTIPLE)) * _TOKENS_MULTIPLE
 
 
 def quantized_by_library(problem: Problem) -> bool:
-    """Return whether the library quantizes as the scheme requires."""
+    """Return whether the library's quantization is that of the scheme."""
     scheme = problem.scheme
     grouped = scheme.activation_granularity == "group" and scheme.group[-1] == _GROUP
     return scheme.activation == "float8_e4m3fn" and grouped and problem.hidden % 512 == 0

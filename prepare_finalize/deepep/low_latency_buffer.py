@@ -1,10 +1,9 @@
-"""LowLatency: one of DeepEP's low-latency buffers, and the order in which it may be used.
+"""LowLatencyBuffer: a wrapper of DeepEP's low-latency Buffer that allows several calls in flight.
 
-The library alternates between the two halves of a buffer, one exchange in each. A dispatch that was
-sent but not received still occupies its half, and the second exchange after it would overwrite it.
-This wrapper therefore receives a dispatch no later than the start of the next exchange, so any
-number of calls can be in flight. If nothing runs in between, the library sends and receives in one
-launch.
+The library alternates between the two halves of a buffer. A dispatch that was sent but not received
+still occupies its half, which the second exchange after it would overwrite. The wrapper therefore
+receives a dispatch no later than at the start of the next exchange. Any number of calls can then be
+in flight.
 """
 
 from collections.abc import Callable
@@ -13,14 +12,14 @@ from typing import Any
 import torch
 
 
-class Arrival:
-    """The result of one dispatch, valid after `receive`. C is world_size * tokens.
+class LowLatencyDispatch:
+    """A dispatch that was sent. Its tensors are valid after `receive`.
 
-    x_eCH: bfloat16, or float8_e4m3fn with scale_eCG.
+    x_eCH: received rows, bfloat16, or float8_e4m3fn with scale_eCG. C is world_size * tokens.
     scale_eCG: float32, one scale per 128 values, any strides; or None.
-    counts_e: int32, the valid rows of each expert, which come first.
+    counts_e: int32, number of valid rows of each expert, which come first.
     handle: the library's handle.
-    hook: receives the rows; None if they have been received.
+    hook: function that receives the rows; None if they have been received.
     """
 
     def __init__(
@@ -35,28 +34,33 @@ class Arrival:
         self._hook = hook
 
     def receive(self) -> None:
-        """Make the current stream wait for the rows of all ranks. May be called repeatedly."""
+        """Receive the rows on the current stream, unless they have been received."""
         hook, self._hook = self._hook, None
         if hook is not None:
             hook()
 
 
-class LowLatency:
-    """A library buffer for at most `tokens` tokens per rank and `experts` experts in total."""
+class LowLatencyBuffer:
+    """A low-latency buffer.
+
+    buffer: the library's Buffer.
+    tokens: maximum number of tokens per rank.
+    experts: number of experts of all ranks together.
+    """
 
     def __init__(self, buffer: Any, tokens: int, experts: int) -> None:
         self._buffer, self._tokens, self._experts = buffer, tokens, experts
-        self._pending: Arrival | None = None
+        self._pending: LowLatencyDispatch | None = None
 
     def dispatch(
         self, x_TH: torch.Tensor, ids_TK: torch.Tensor, *, quantize: bool, at_once: bool = False
-    ) -> Arrival:
-        """Send rows. Call `receive` of the result before reading it.
+    ) -> LowLatencyDispatch:
+        """Send rows to the experts of the tokens.
 
         x_TH: bfloat16, contiguous.
-        ids_TK: int64, contiguous; no expert twice in a row, -1 to skip.
-        quantize: convert to float8_e4m3fn on the way, with one scale per 128 values.
-        at_once: receive in the same launch.
+        ids_TK: int64, contiguous; -1 skips a pair. A token must not have an expert twice.
+        quantize: whether to quantize to float8_e4m3fn, with one scale per 128 values.
+        at_once: whether to receive in the same launch.
         """
         self._receive_pending()
         rows, counts, handle, _, hook = self._buffer.low_latency_dispatch(
@@ -68,9 +72,9 @@ class LowLatency:
             return_recv_hook=not at_once,
         )
         x, scale = rows if quantize else (rows, None)
-        arrival = Arrival(x, scale, counts, handle, None if at_once else hook)
-        self._pending = None if at_once else arrival
-        return arrival
+        dispatch = LowLatencyDispatch(x, scale, counts, handle, None if at_once else hook)
+        self._pending = None if at_once else dispatch
+        return dispatch
 
     def combine(
         self,
@@ -80,37 +84,38 @@ class LowLatency:
         handle: tuple[Any, ...],
         out: torch.Tensor,
     ) -> None:
-        """Write the weighted sums of each token's rows, added in float32, to `out`.
+        """Write the weighted sum of the rows of each token, added in float32, to `out`.
 
-        rows_eCH: the output of the experts.
+        rows_eCH: output of the experts.
         ids_TK, handle: those of the dispatch.
-        weights_TK: float32.
+        weights_TK: float32, router weights.
         out: (T, H) bfloat16, contiguous.
         """
         self._receive_pending()
         self._buffer.low_latency_combine(rows_eCH, ids_TK, weights_TK, handle, out=out)
 
     def self_test(self, hidden: int) -> None:
-        """Run one dispatch and combine without tokens. Raise RuntimeError if the library fails.
+        """Run a dispatch and a combine without tokens. Raise RuntimeError if the library fails.
 
-        Every rank must call it. The library checks some conditions only on the GPU, and a failed
-        check makes the GPU unusable for this process, so it should happen before the first real
-        call.
+        Collective. The library checks some conditions only in kernels. As a failed check makes the
+        GPU unusable for this process, it should fail before the first call of a layer.
         """
         device = torch.device("cuda", torch.cuda.current_device())
         x_TH = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)
         ids_TK = torch.empty(0, 1, dtype=torch.int64, device=device)
         weights_TK = torch.empty(0, 1, dtype=torch.float32, device=device)
-        arrival = self.dispatch(x_TH, ids_TK, quantize=False)
-        arrival.receive()
-        self.combine(arrival.x_eCH, ids_TK, weights_TK, arrival.handle, torch.empty_like(x_TH))
+        dispatch = self.dispatch(x_TH, ids_TK, quantize=False)
+        dispatch.receive()
+        self.combine(dispatch.x_eCH, ids_TK, weights_TK, dispatch.handle, torch.empty_like(x_TH))
         torch.cuda.synchronize(device)
 
     def destroy(self) -> None:
+        """Free the buffer. Collective."""
         self._receive_pending()
         self._buffer.destroy()
 
     def _receive_pending(self) -> None:
+        """Receive the last dispatch, unless it has been received."""
         if self._pending is not None:
             self._pending.receive()
         self._pending = None

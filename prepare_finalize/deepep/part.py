@@ -1,7 +1,7 @@
 """DeepEPPart: base of the three parts over DeepEP.
 
-The library expects the same number of experts on each rank. Experts are renumbered to that form
-(`modular_kernel.ops.expert_slots`), so any placement is possible.
+The library requires the same number of experts on each rank. For any other placement, the parts
+pass numbers of expert slots instead of expert ids (`modular_kernel.ops.expert_slots`).
 """
 
 from abc import abstractmethod
@@ -26,9 +26,10 @@ HOPPER = (9, 0)  # the library's kernels use TMA
 
 @dataclass(frozen=True)
 class DeepEPHandle(PartHandle):
-    """The library's handle, and the router weights still to apply.
+    """Handle of a dispatch of DeepEP.
 
-    `weights` are those of the received rows or, for the low-latency part, of this rank's tokens.
+    library_handle: the library's handle.
+    weights: router weights of the received rows or, in the low-latency part, of this rank's tokens.
     """
 
     library_handle: Any
@@ -39,14 +40,14 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
     """Base of parts over the buffers of a DeepEPGroup.
 
     Creating and destroying a part is collective. Raise ConfigurationError if the library or the
-    group cannot be used, and CommunicationError unless every rank creates the same part of the same
-    layer.
+    group cannot be used, and CommunicationError unless every rank creates the same part with the
+    same problem.
     """
 
     manager_class = DeepEPGroup
-    generation = 1  # of the library
-    ids_dtype = torch.int64  # as the library requires
-    max_experts: int | None = None  # of all ranks together, each of which has the same number
+    generation = 1  # major version of the library
+    ids_dtype = torch.int64  # required by the library
+    max_experts: int | None = None  # limit for all ranks together; None means no limit
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         load_deepep(self.generation)
@@ -86,7 +87,7 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
 
     @abstractmethod
     def make_buffer(self) -> None:
-        """Create the manager's buffer for this part's sizes, unless it exists."""
+        """Create the buffer of the manager for the sizes of this part, unless it exists."""
 
     @property
     def world_size(self) -> int:
@@ -94,15 +95,15 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
 
     @property
     def num_experts(self) -> int:
-        """The number of experts that the library sees."""
+        """Number of expert slots of all ranks together, which are experts for the library."""
         return self.world_size * self.num_slots
 
 
 class DeepEPRowsPart(DeepEPPart):
-    """Base of parts whose library sends a row to each rank with one of its experts.
+    """Base of parts that send a row to each rank with one of its experts.
 
-    Each of those ranks sums the outputs of its experts to one row. The library adds these rows, in
-    a tensor that it allocates.
+    Each of these ranks returns one row, the weighted sum of the outputs of its experts. The library
+    adds the returned rows in a tensor that it allocates.
     """
 
     allocates_output = True
@@ -137,14 +138,14 @@ class DeepEPRowsPart(DeepEPPart):
 
     @abstractmethod
     def combine_ranks(self, rows_RH: torch.Tensor, library_handle: Any) -> torch.Tensor:
-        """Return the sums over ranks (T, H) for this rank's tokens.
+        """Send rows back and return the sums over ranks for this rank's tokens, (T, H).
 
-        library_handle is the handle that the library's dispatch returned.
+        library_handle: handle from the library's dispatch.
         """
 
 
 def _common_properties(part: str, problem: Problem) -> dict[str, object]:
-    """Return the properties that ranks must have in common, by name."""
+    """Return the properties that must be equal on all ranks, by name."""
     names = (
         "tokens",
         "hidden",

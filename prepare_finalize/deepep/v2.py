@@ -1,4 +1,4 @@
-"""DeepEP's second generation: one buffer for training, prefill and decode."""
+"""DeepEPV2PrepareAndFinalize: DeepEP 2, with one buffer for training, prefill and decode."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Redu
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import number_and_quantize_tokens
-from prepare_finalize.deepep.arguments import PEERS
+from prepare_finalize.deepep.arguments import GPUS_PER_HOST
 from prepare_finalize.deepep.group import load_deepep
 from prepare_finalize.deepep.part import (
     BF16,
@@ -23,21 +23,20 @@ from prepare_finalize.deepep.part import (
     DeepEPRowsPart,
 )
 
-_MIN_TOKENS, _STEP = 8, 128  # of `buffer_tokens`
+_MIN_TOKENS, _STEP = 8, 128  # see `buffer_tokens`
 _MAX_HOSTS = 32
-_COUNTING_THREADS = 128  # one for each rank of a host, and one for each expert of a rank
+_COUNTING_THREADS = 128  # of a kernel with a thread per rank of a host and per expert of a rank
 
 
 class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
     """Send each token's row once to each rank that holds one of its experts.
 
-    The receiving rank weights and sums the row's pairs, and the combine adds the sums of all ranks:
-    bfloat16 rows, added in float32.
+    The receiving rank computes the weighted sum of the row's pairs. The combine adds the sums of
+    all ranks, which are bfloat16 rows, in float32.
 
-    The CPU does not wait. A call has the maximum number of rows; rows without a token have ids of
-    -1 and are never read. Activations are quantized before they are sent, if the scheme quantizes
-    them. In the first call, the library compiles its kernels for the layer's sizes, which takes
-    some seconds.
+    The CPU does not wait. A call has the maximum number of rows; unused rows have ids of -1 and are
+    never read. Activations are quantized before they are sent, if the scheme quantizes them. In the
+    first call, the library compiles its kernels for the layer's sizes, which takes some seconds.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -55,9 +54,9 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         localizes_ids=True,
         padding=RowContents.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
-        world_sizes=(2, PEERS * _MAX_HOSTS),
+        world_sizes=(2, GPUS_PER_HOST * _MAX_HOSTS),
         linear_placement=False,
-        ranks_per_host=PEERS,
+        ranks_per_host=GPUS_PER_HOST,
         asynchronous=True,
         received_by_library=True,
     )
@@ -107,13 +106,15 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         at_once: bool,
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
-        # Repeated experts are joined: the library stops the device if a token has an expert twice.
+        # Pairs with the same expert are joined, because the library stops the device if a token has
+        # an expert twice.
         pairs = self.pairs(routing, call, join=True)
         rows, scale = number_and_quantize_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         has_row_scales = scale is not None and not self.problem.scheme.static
-        # In graph capture, tensors stay alive in the graph's pool, so record_stream is not needed.
+        # In graph capture, tensors stay allocated in the graph's pool, so that record_stream, which
+        # an asynchronous dispatch calls, is not needed.
         is_async = not (at_once or self.manager.is_capturing)
         recv_x, recv_ids, recv_weights, library_handle, event = self._buffer().dispatch(
             (rows, scale) if has_row_scales else rows.contiguous(),
@@ -144,7 +145,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
     def _mask_unwritten(
         self, ids_RK: torch.Tensor, weights_RK: torch.Tensor, count: torch.Tensor, call: CallState
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return slots and weights of the rows, with -1 and 0 in rows that were not received."""
+        """Return slots and weights of the rows, with -1 and 0 in unused rows."""
         shape, take = tuple(ids_RK.shape), call.workspace.take
         slots_RK, masked_weights_RK = take("live_ids", shape), take("live_weights", shape)
         mask_unwritten_pairs(
@@ -160,10 +161,10 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
 
 
 def buffer_tokens(tokens: int) -> int:
-    """Return the tokens per rank of the buffer for calls of `tokens` tokens.
+    """Return the tokens per rank of a buffer for calls of up to `tokens` tokens.
 
-    Kernels are compiled for each of these sizes, so there are few: powers of two, then multiples of
-    128.
+    The library compiles its kernels for each size, so there are only a few sizes: powers of two,
+    then multiples of 128.
     """
     if tokens > _STEP:
         return math.ceil(tokens / _STEP) * _STEP

@@ -1,1 +1,1 @@
-"""Dispatch and combine with FlashInfer's one-sided all-to-all."""
+"""Part over FlashInfer's one-sided all-to-all."""

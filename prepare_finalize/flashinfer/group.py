@@ -20,17 +20,17 @@ from prepare_finalize.common.all2all_manager import All2AllBuffers, All2AllManag
 from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.flashinfer.library import load
 
-_FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
+_LIBRARY_ERRORS = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
 _SIZE_STEP = 128  # bytes by which the sizes of workspaces differ; see `_unique_padding`
-_serials = count(1)
+_serials = count(1)  # numbers of this process's workspaces
 
 
 @dataclass(frozen=True)
 class AlltoAllShape:
-    """The sizes of one MoeAlltoAll, the same on every rank.
+    """The sizes of one MoeAlltoAll of the library, the same on every rank.
 
-    max_tokens: the largest T of a rank, at least 1.
-    num_experts: as passed to the library.
+    max_tokens: largest T of a rank, at least 1.
+    num_experts: number of expert slots of all ranks together.
     top_k: experts per token.
     dispatch_bytes, combine_bytes: bytes of one token's payloads in dispatch and in combine.
     """
@@ -48,17 +48,17 @@ FlashInferBuffers = All2AllBuffers[AlltoAllShape]
 class FlashInferGroup(All2AllManager[AlltoAllShape]):
     """Workspaces of FlashInfer's all-to-all for the ranks of one process group on one host.
 
-    Raise ConfigurationError if the library is missing, and CommunicationError if a rank does not
-    respond or ranks disagree.
+    group: a ProcessGroup with NCCL or gloo, through which the library exchanges memory handles;
+        None is the default group.
+    in_flight: maximum number of calls of one shape between dispatch and combine. Each uses a
+        workspace, which is allocated when it is first needed.
+    deadline_s: timeout of the steps before the library is called, in seconds; None is
+        MK_DEADLINE_S, or 10 s. The library's kernels wait for peers, and after about 300 s they
+        stop the device permanently.
+    library: replacement for flashinfer.comm, for tests.
 
-    group: a ProcessGroup that can gather objects (NCCL or gloo), through which the library
-        exchanges memory handles; None is the default one.
-    in_flight: number of calls of one shape between dispatch and combine. Each takes a workspace,
-        which is allocated when it is first needed.
-    deadline_s: seconds that the steps before the library is called wait for other ranks; None is
-        MK_DEADLINE_S, or 10 s. The library itself waits on the GPU for its peers, and stops the
-        device permanently after about 300 s.
-    library: replacement for flashinfer.comm.
+    Raise ConfigurationError if the library is missing, and CommunicationError if a rank does not
+    respond or ranks pass different arguments.
     """
 
     package = "FlashInfer"
@@ -74,16 +74,15 @@ class FlashInferGroup(All2AllManager[AlltoAllShape]):
         requested = torch.device(device)
         current = None if self.device == "cpu" else torch.cuda.current_device()
         if requested.type != self.device or requested.index not in (None, current):
-            need = f"{self.device}, the process's current one: the workspaces are there"
+            need = f"{self.device}, the process's current one, which has the workspaces"
             raise DeviceError("tensors of an exchange", got=requested, need=need)
 
     def _free(self, buffers: FlashInferBuffers) -> None:
-        # The library caches workspaces as long as the process lives; this private method is the
-        # only way to release one.
+        # The library caches workspaces until the process exits. This private method is the only way
+        # to release one.
         buffers.all_to_all._reset_workspace()
 
     def _allocate(self, shape: AlltoAllShape) -> FlashInferBuffers:
-        """Allocate one more workspace of a shape, on all ranks."""
         library, existing = self._library, self._buffers[shape]
         self._store_collectives.check_equal({"workspaces": len(existing) + 1, "shape": shape})
         try:
@@ -105,16 +104,16 @@ class FlashInferGroup(All2AllManager[AlltoAllShape]):
                 workspace_size_per_rank=nbytes + self._unique_padding(),
                 mnnvl_config=library.MnnvlConfig(comm_backend=self._communicator()),
             )
-        except _FAILURES as error:
+        except _LIBRARY_ERRORS as error:
             got = first_sentence(RuntimeError(str(error).strip() or type(error).__name__))
             raise self._error(got, "FlashInfer to share its workspaces") from error
         existing.append(FlashInferBuffers(all_to_all, shape))
         return existing[-1]
 
     def _unique_padding(self) -> int:
-        """Return extra bytes that make the size of a workspace unique among these processes.
+        """Return a number of extra bytes that makes the size of a workspace unique.
 
-        The library treats workspaces of equal size as the same one, across groups and calls.
+        The library returns the same workspace for equal sizes, even to different groups and calls.
         """
         gathered = self._store_collectives.all_gather({"serial": next(_serials)})
         serial = max(int(properties["serial"]) for properties in gathered)
@@ -123,10 +122,9 @@ class FlashInferGroup(All2AllManager[AlltoAllShape]):
         return serial * _SIZE_STEP
 
     def _communicator(self) -> Any:
-        """Return the library's communicator over the whole group.
+        """Return a communicator of the library over the whole group.
 
-        `Split` returns the communicator itself, because the library would otherwise use a part of
-        it.
+        The library calls `Split` to get a subgroup, which would be wrong here.
         """
 
         class FullGroupBackend(self._library.TorchDistBackend):  # type: ignore[misc, name-defined]

@@ -1,4 +1,4 @@
-"""FlashInfer's all-to-all: where to find the library, and the functions and classes in use."""
+"""Import of FlashInfer's all-to-all, and detection of an installed version that has it."""
 
 from functools import cache
 from importlib import import_module
@@ -13,7 +13,7 @@ FLASHINFER_ALL2ALL = PackageProbe(
     markers=(
         ("comm/trtllm_moe_alltoall.py", "class MoeAlltoAll"),
         ("comm/trtllm_moe_alltoall.py", "expert_id_payload_index"),
-        # Since 0.6.16 memory can be shared by file descriptors too, without a fabric.
+        # Since 0.6.16, memory can be shared by file descriptors, without a fabric.
         ("comm/mnnvl.py", "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"),
     ),
     need="FlashInfer 0.6.16 or newer, with comm.MoeAlltoAll",
@@ -24,7 +24,7 @@ FLASHINFER_ALL2ALL = PackageProbe(
 
 @cache
 def load() -> Any:
-    """Import the functions and classes of flashinfer.comm that are used.
+    """Return a namespace with the functions and classes of flashinfer.comm that are used.
 
     Raise ConfigurationError if it is missing or cannot be imported.
     """

@@ -1,4 +1,7 @@
-"""FlashInfer's one-sided all-to-all, which writes a row over NVLink to each rank that needs it."""
+"""FlashInferCutlassMoEPrepareAndFinalize: rows are written over NVLink to the ranks' workspaces.
+
+FlashInfer's all-to-all is one-sided: a rank writes its rows to the memory of its peers.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,9 +28,10 @@ from prepare_finalize.common.tokens import (
 from prepare_finalize.flashinfer.group import AlltoAllShape, FlashInferBuffers, FlashInferGroup
 from prepare_finalize.flashinfer.library import FLASHINFER_ALL2ALL
 
-# The values of K that FlashInfer's kernels are compiled for: the cases of SWITCH_TOP_K in
+# The values of K for which FlashInfer's kernels are compiled: the cases of SWITCH_TOP_K in
 # moeAlltoAllKernels.cu of 0.6.18 and 0.7.2.post1. There is none for 20.
 TOP_KS = frozenset({1, *range(2, 19, 2), 22})
+# Fields of the problem that must be equal on all ranks.
 _SHARED = (
     *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
     *("activation", "bias", "routed_scaling_factor", "combine", "apply_router_weight_on_input"),
@@ -36,10 +40,11 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class FlashInferHandle(PartHandle):
-    """The handle of an exchange.
+    """Handle of a call.
 
-    use_count: number of uses of the exchange's workspace, this call included.
-    weights_RK: weights of the received rows.
+    use_count: number of calls that have used the workspace, including this one. A different number
+        in the buffers means that the handle is out of date.
+    weights_RK: router weights of the received rows.
     """
 
     buffers: FlashInferBuffers
@@ -50,16 +55,17 @@ class FlashInferHandle(PartHandle):
 class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
     """Send each token's row, with ids and weights, once to each rank that holds one of its experts.
 
-    The receiving rank weights and sums the row's pairs, and the combine adds the sums of all ranks
-    in float32.
+    The receiving rank computes the weighted sum of the row's pairs, and the combine adds the sums
+    of all ranks in float32.
 
     Experts get world_size * problem.tokens rows in the library's memory, valid until the combine.
     Unused rows have ids of -1 and are never read. Activations are quantized before they are sent,
-    if the scheme quantizes them, unless the experts do it. The library cannot skip pairs, so a
-    token with a skipped pair is also sent to its own rank, within local memory.
+    if the scheme quantizes them, unless the experts quantize them. The library cannot skip pairs,
+    so skipped pairs are sent to the sending rank itself, where they are ignored.
 
-    Nothing waits on the host; the GPU waits for its peers. A captured call uses its workspace in
-    every replay, so no other call of that shape may be in flight then.
+    Kernels wait for peers; the host does not wait. A call that was captured in a CUDA graph uses
+    the same workspace in every replay, so no other call of that shape may be in flight during a
+    replay.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -150,7 +156,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
             x_RH, *received_scales, ids_RK, weights_RK = (
                 payload.flatten(0, 1) for payload in received
             )
-            slots_RK, local_weights_RK = self._local(ids_RK, weights_RK, call)
+            slots_RK, local_weights_RK = self._mask_remote_pairs(ids_RK, weights_RK, call)
         scales = received_scales[0] if sends_scale else scale
         tokens = self.local_tokens(call, x_RH, scales, slots_RK, local_weights_RK)
         return tokens, FlashInferHandle(self, call, buffers, buffers.use_count, local_weights_RK)
@@ -184,17 +190,17 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         self.manager.release(buffers)
 
     def _targets(self, numbers_TK: torch.Tensor, call: CallState) -> torch.Tensor:
-        """Return the expert numbers to send rows to; this rank's first one for skipped pairs."""
+        """Return the expert numbers of the pairs; for skipped pairs, the first of this rank."""
         take, shape = call.workspace.take, tuple(numbers_TK.shape)
         skipped = take("skipped", shape).view(torch.bool)
         torch.lt(numbers_TK, 0, out=skipped)
         targets_TK = take("targets", shape).copy_(numbers_TK)
         return targets_TK.masked_fill_(skipped, self.manager.rank * self.num_slots)
 
-    def _local(
+    def _mask_remote_pairs(
         self, numbers_RK: torch.Tensor, weights_RK: torch.Tensor, call: CallState
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return local slots and weights, with -1 and 0 for pairs of other ranks."""
+        """Return slots of this rank and weights, with -1 and 0 for pairs of other ranks."""
         take, shape = call.workspace.take, tuple(numbers_RK.shape)
         slots_RK, local_weights_RK = take("local_ids", shape), take("local_weights", shape)
         torch.sub(numbers_RK, self.manager.rank * self.num_slots, out=slots_RK)
@@ -208,7 +214,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
 
 
 def _shape(problem: Problem) -> AlltoAllShape:
-    """Return the sizes of a workspace for rows (as if not quantized), scales, ids and weights."""
+    """Return the sizes of a workspace for rows (quantized or not), scales, ids and weights."""
     scheme, scales = problem.scheme, 0
     if scheme.dispatched_quantized and scheme.activation_granularity != "tensor":
         scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]

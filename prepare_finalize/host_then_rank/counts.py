@@ -1,8 +1,11 @@
 """Row counts of a two-level exchange, and the splits that each rank derives from them.
 
-A row is sent once to each host that needs it, to the rank with the same local rank there. That rank
-forwards it to the ranks of its host. Tokens are divided into chunks by their index. In shapes, W is
-the number of ranks, L of ranks per host, H of hosts, and C of chunks.
+A rank sends a row to its counterpart on another host: the rank with the same index on that host,
+its local rank. The counterpart forwards the row. Tokens are divided into chunks by their index, so
+that one chunk can be forwarded within hosts while the next is sent between hosts.
+
+In the shapes of this file, W is the number of ranks, L the number of ranks per host, H the number
+of hosts, and C the number of chunks.
 """
 
 from collections.abc import Sequence
@@ -18,11 +21,11 @@ from prepare_finalize.common.torch_group import TorchGroup
 
 @dataclass(frozen=True)
 class Geometry:
-    """The ranks by host, and the chunks of a call.
+    """Numbers of ranks, hosts and chunks of an exchange.
 
-    rank, world_size: this rank, and the number of ranks.
-    ranks_per_host: L.
-    chunks: C.
+    rank, world_size: this rank, and the number of ranks, W.
+    ranks_per_host: number of ranks per host, L.
+    chunks: number of chunks, C.
     tokens: tokens per chunk, the same on every rank.
     """
 
@@ -34,34 +37,37 @@ class Geometry:
 
     @property
     def hosts(self) -> int:
+        """Number of hosts, H."""
         return self.world_size // self.ranks_per_host
 
     @property
     def host(self) -> int:
+        """Index of this rank's host."""
         return self.rank // self.ranks_per_host
 
     @property
     def local_rank(self) -> int:
+        """Index of this rank on its host."""
         return self.rank % self.ranks_per_host
 
     @property
     def counts(self) -> int:
-        """The number of row counts that each rank sends."""
+        """Number of row counts that each rank sends in the handshake of a call."""
         return self.chunks * (self.hosts + self.world_size)
 
-    def by_chunk(self, wanted_PT: torch.Tensor) -> torch.Tensor:
-        """Split (P, T), a mask of tokens for P destinations, into (C, P, tokens of a chunk)."""
-        destinations, tokens = wanted_PT.shape
-        padded = pad(wanted_PT, (0, self.chunks * self.tokens - tokens))
+    def split_chunks(self, mask_PT: torch.Tensor) -> torch.Tensor:
+        """Split a mask of the tokens for P destinations, (P, T), into (C, P, tokens per chunk)."""
+        destinations, tokens = mask_PT.shape
+        padded = pad(mask_PT, (0, self.chunks * self.tokens - tokens))
         return padded.view(destinations, self.chunks, self.tokens).transpose(0, 1)
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The rows of one call by route and chunk, derived from the same counts on every rank.
+    """Numbers of rows of one call, by source, destination and chunk; the same table on every rank.
 
-    table is (W, C * (H + W)) int64: row r has, by chunk, the rows of rank r to each host; then, by
-    chunk, those to each rank.
+    table: (W, C * (H + W)) int64. Row r has the numbers of rows from rank r to each host, (C, H),
+        then the numbers of rows from rank r to each rank, (C, W).
     """
 
     geometry: Geometry
@@ -69,7 +75,7 @@ class RowCounts:
 
     @cached_property
     def _to_hosts(self) -> torch.Tensor:
-        """(W, C, H): rows that each rank sends to the rank with its local rank on each host."""
+        """(W, C, H): rows that each rank sends to its counterpart on each host."""
         geometry = self.geometry
         return self.table[:, : geometry.chunks * geometry.hosts].view(
             -1, geometry.chunks, geometry.hosts
@@ -77,7 +83,7 @@ class RowCounts:
 
     @cached_property
     def _to_ranks(self) -> torch.Tensor:
-        """(W, C, W): rows of each rank's tokens, by the rank that finally receives them."""
+        """(W, C, W): rows from each rank, by the rank whose experts need them."""
         geometry = self.geometry
         return self.table[:, geometry.chunks * geometry.hosts :].view(
             -1, geometry.chunks, geometry.world_size
@@ -85,24 +91,24 @@ class RowCounts:
 
     @cached_property
     def sent(self) -> list[int]:
-        """Rows that this rank sends, by chunk, including those to its own host."""
+        """Rows that this rank sends to all hosts, including its own, by chunk."""
         sent: list[int] = self._to_hosts[self.geometry.rank].sum(1).tolist()
         return sent
 
     @cached_property
     def forwarded(self) -> list[int]:
-        """Rows that this rank receives to forward them, by chunk."""
+        """Rows that this rank receives from all hosts and forwards within its host, by chunk."""
         forwarded: list[int] = self._from_hosts.sum(1).tolist()
         return forwarded
 
     @property
     def _from_hosts(self) -> torch.Tensor:
-        """(C, H): rows that this rank receives from the rank with its local rank on each host."""
+        """(C, H): rows that this rank receives from its counterpart on each host."""
         geometry = self.geometry
         return self._to_hosts[geometry.local_rank :: geometry.ranks_per_host, :, geometry.host].T
 
     def splits(self, chunk: int) -> tuple[list[int], list[int]]:
-        """Return the numbers of rows to and from each rank in a chunk."""
+        """Return the numbers of rows to and from each rank in a chunk, for the all-to-all."""
         geometry = self.geometry
         to_W, from_W = [0] * geometry.world_size, [0] * geometry.world_size
         to_W[geometry.local_rank :: geometry.ranks_per_host] = self._to_hosts[
@@ -128,7 +134,7 @@ class RowCounts:
 
     @cached_property
     def _rows_within_host(self) -> torch.Tensor:
-        """(C, L, L): rows that each rank of this host forwards to each rank of this host."""
+        """(C, L, L): rows that each rank of this host forwards to each rank of the host."""
         geometry, per_host = self.geometry, self.geometry.ranks_per_host
         to_this_host = self._to_ranks[
             :, :, geometry.host * per_host : (geometry.host + 1) * per_host
@@ -141,15 +147,16 @@ class RowCounts:
 
     @cached_property
     def has_rows(self) -> list[bool]:
-        """Whether ranks of this host forward any row of a chunk; the same on each of them."""
+        """Whether ranks of this host forward any row of a chunk; the same on all of them."""
         has_rows: list[bool] = self._rows_within_host.sum((1, 2)).gt(0).tolist()
         return has_rows
 
     @cached_property
     def write_bounds(self) -> torch.Tensor:
-        """(2, C, L): first row and end row that this rank writes at each rank of its host.
+        """(2, C, L): range of rows that this rank writes in the buffers of each rank of its host.
 
-        Rows there are ordered by chunk, then by forwarding rank.
+        Index 0 is the first row, index 1 the end. The rows in a buffer are ordered by chunk, then
+        by forwarding rank.
         """
         geometry = self.geometry
         flat = self._rows_within_host.reshape(-1, geometry.ranks_per_host)
@@ -161,28 +168,28 @@ class RowCounts:
 
     @cached_property
     def received(self) -> int:
-        """The number of rows forwarded to this rank."""
+        """Number of rows that are forwarded to this rank."""
         return int(self._rows_within_host[:, :, self.geometry.local_rank].sum())
 
     @cached_property
     def max_rows_W(self) -> list[int]:
-        """For each rank, the larger of two numbers of rows.
+        """Rows that each rank must have room for: those that it forwards or those for its experts.
 
-        These are the rows that it finally receives, and the rows that it forwards.
+        The larger of both numbers.
         """
         geometry = self.geometry
         final = self._to_ranks.sum((0, 1))
-        passed_on = (
+        forwarded = (
             self._to_hosts.sum(1)
             .view(geometry.hosts, geometry.ranks_per_host, geometry.hosts)
             .sum(0)
         )
-        rows_W: list[int] = torch.maximum(final, passed_on.T.reshape(-1)).tolist()
+        rows_W: list[int] = torch.maximum(final, forwarded.T.reshape(-1)).tolist()
         return rows_W
 
 
 def check_counts(manager: TorchGroup, metadata: CallMetadata, geometry: Geometry) -> RowCounts:
-    """Return the row counts by route.
+    """Return the row counts in the metadata of a call.
 
     Raise CommunicationError on every rank if a rank announced more rows than it has tokens.
     """

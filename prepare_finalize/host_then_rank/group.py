@@ -1,9 +1,11 @@
-"""HostThenRankGroup: a TorchGroup between hosts, and memory shared by the ranks of each host.
+"""HostThenRankGroup: a TorchGroup, and memory that the ranks of each host share.
 
-manager = HostThenRankGroup(group, deadline_s=2.0)
-kernel = make_kernel("HostThenRankPrepareAndFinalize", "TritonExperts", problem, group=manager)
-...
-manager.destroy()
+    manager = HostThenRankGroup(group, deadline_s=2.0)
+    kernel = make_kernel("HostThenRankPrepareAndFinalize", "TritonExperts", problem, group=manager)
+    ...
+    manager.destroy()
+
+A failure in one of them closes both, on all ranks.
 """
 
 import zlib
@@ -23,30 +25,32 @@ from prepare_finalize.common.torch_group import TorchGroup
 from prepare_finalize.rendezvous.failure_log import ExchangeLog
 from prepare_finalize.rendezvous.hosts import Hosts
 from prepare_finalize.rendezvous.store_collectives import StoreCollectives
-from prepare_finalize.symm_mem.group import NO_VALUE, Heap, SharedMemory
+from prepare_finalize.symm_mem.group import NAN_BYTE, Heap, SharedMemory
 from prepare_finalize.symm_mem.shared_files import share_memory
 
-_WORD = 4  # bytes of the failure flag
-_numbers = count()  # numbers of the groups that this process registers with torch
+_FLAG_BYTES = 4  # size of the failure flag
+_group_numbers = count()  # for unique names of the groups that this process registers with torch
 
 
 class HostMemory(SharedMemory):
     """Memory shared by the ranks of this host, for a group that spans several hosts.
 
-    Every rank of the group must allocate heaps in the same order, and all agree on them. `ranks`
-    are the group's ranks on this host.
+    Every rank of the group, on all hosts, must allocate the same heaps in the same order.
 
     store: a store of the group that only this manager uses.
-    rank: the rank in the group.
-    hosts: the hosts of the group's ranks.
-    device, deadline_s, history: as in `SymmetricGroup`.
+    rank: rank in the group.
+    hosts: hosts of the group's ranks.
+    device, deadline_s, history: see `SymmetricGroup`.
+
+    ranks: ranks in the group that are on this host.
     """
 
     def __init__(
         self, store: Store, rank: int, hosts: Hosts, *, device: str, deadline_s: float, history: int
     ) -> None:
         self.ranks = hosts.ranks_on(hosts.index_W[rank])
-        self._store, self._hosts, self._group_rank, self._heaps = store, hosts, rank, 0
+        self._store, self._hosts, self._group_rank = store, hosts, rank
+        self._num_heaps = 0  # part of the store keys, so that every heap has its own
         super().__init__(
             self.ranks.index(rank),
             len(self.ranks),
@@ -55,26 +59,26 @@ class HostMemory(SharedMemory):
             last_calls=ExchangeLog(rank, history),
         )
         self.reported_rank = rank
-        # The flag is in shared memory, so that a rank that fails ends the waits of all ranks here.
-        words = self.heap(_WORD, "failure", lambda heap: heap.bytes_N.zero_())
-        self.failed = words.bytes_N.view(torch.int32)
-        self._failed_of_ranks: list[Any] = [*words.owners]
+        # The flag is in shared memory, so that a failed rank ends the waits of all ranks here.
+        heap = self.allocate_heap(_FLAG_BYTES, "failure", lambda heap: heap.bytes_N.zero_())
+        self.failed = heap.bytes_N.view(torch.int32)
+        self._flags_of_ranks: list[Any] = [*heap.owners]
         if device == "cuda":
-            (shared,) = self._failed_of_ranks
+            (shared,) = self._flags_of_ranks
             ranks = range(self.world_size)
-            self._failed_of_ranks = [
-                shared.get_buffer(index, (_WORD,), torch.uint8) for index in ranks
+            self._flags_of_ranks = [
+                shared.get_buffer(index, (_FLAG_BYTES,), torch.uint8) for index in ranks
             ]
 
     def fail(self) -> None:
-        """End all current and future waits for the ranks of this host."""
-        for word in self._failed_of_ranks:
-            word.view(torch.int32).fill_(1)
+        """Set the failure flags of all ranks of this host, which ends their waits."""
+        for flag in self._flags_of_ranks:
+            flag.view(torch.int32).fill_(1)
 
     def missing(self) -> tuple[int, ...] | None:
-        """Return the ranks that a failed wait found missing; None if no wait has failed.
+        """Return the ranks for which a failed wait has waited; None if no wait has failed.
 
-        The result is empty if another rank ended the wait. Does not wait for a GPU.
+        The result is empty if another rank has set the failure flag. Does not wait for a GPU.
         """
         word = int(self.status[0])
         if word:
@@ -82,33 +86,35 @@ class HostMemory(SharedMemory):
         return () if self.device == "cpu" and int(self.failed[0]) else None
 
     def _open_store_collectives(self) -> StoreCollectives:
-        self._heaps += 1
-        store = PrefixStore(f"memory/{self._heaps}", self._store)
+        self._num_heaps += 1
+        store = PrefixStore(f"memory/{self._num_heaps}", self._store)
         return StoreCollectives(store, self._group_rank, len(self._hosts.index_W), self.deadline_s)
 
     def _shared_file(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
-        return share_memory(collectives, self._group_rank, nbytes, NO_VALUE, self.ranks)
+        return share_memory(collectives, self._group_rank, nbytes, NAN_BYTE, self.ranks)
 
-    def _rendezvous(self, own: torch.Tensor) -> Any:
+    def _rendezvous(self, tensor: torch.Tensor) -> Any:
         host = self._hosts.index_W[self._group_rank]
-        store = PrefixStore(f"memory/{self._heaps}/host/{host}", self._store)
+        store = PrefixStore(f"memory/{self._num_heaps}/host/{host}", self._store)
         name: Any = (
-            f"modular_kernel/host_memory/{next(_numbers)}"  # torch declares another string type
+            f"modular_kernel/host_memory/{next(_group_numbers)}"  # torch declares another type
         )
         # torch looks up a group of this name for its rank, size and store; it needs no backend.
         group = ProcessGroup(store, self.rank, self.world_size)  # torch keeps no reference to it
         register_process_group(name, group)
         try:
-            return _SymmetricMemory.rendezvous(own, name)
+            return _SymmetricMemory.rendezvous(tensor, name)
         finally:
             unregister_process_group(name)
 
 
 class HostThenRankGroup(TorchGroup):
-    """Exchanges over the ranks of one process group, and memory shared by the ranks of each host.
+    """Collectives over one process group, and memory that the ranks of each host share.
 
-    Takes the arguments of `TorchGroup`. host_memory is the shared memory. Raise ConfigurationError
-    on every rank unless all hosts have the same number of ranks, numbered consecutively.
+    The arguments are those of `TorchGroup`. Raise ConfigurationError on every rank unless all hosts
+    have the same number of ranks, numbered consecutively.
+
+    host_memory: the shared memory of this host; None until it is created.
     """
 
     def __init__(
@@ -141,28 +147,31 @@ class HostThenRankGroup(TorchGroup):
 
     @property
     def host(self) -> int:
-        """The index of this rank's host."""
+        """Index of this rank's host."""
         return self.hosts.index_W[self.rank]
 
     @property
     def memory(self) -> HostMemory:
+        """The shared memory of this host."""
         assert self.host_memory is not None
         return self.host_memory
 
-    def heap(self, nbytes: int, signature: str, initialize: Callable[[Heap], object]) -> Heap:
-        """Call `SharedMemory.heap` for the ranks of this host. Collective over all ranks."""
+    def allocate_heap(
+        self, nbytes: int, signature: str, initialize: Callable[[Heap], object]
+    ) -> Heap:
+        """Allocate a heap on each host; see `SharedMemory`. Collective over all ranks."""
         self._check_open()
-        return self.memory.heap(nbytes, signature, initialize)
+        return self.memory.allocate_heap(nbytes, signature, initialize)
 
-    def note(self, step: int, phase: str) -> None:
-        """Add an exchange within the hosts to the sequence, which must be equal on all ranks."""
+    def record_host_exchange(self, step: int, phase: str) -> None:
+        """Add an exchange within hosts to the sequence of exchanges that handshakes compare."""
         self.order = zlib.crc32(f"{step} {phase} inside".encode(), self.order)
 
     def check_host_memory(self, step: int, phase: str, nbytes: int, started_s: float) -> None:
         """Raise CommunicationError if this manager, or a wait for ranks of this host, has failed.
 
-        nbytes: size of this rank's data.
-        started_s: start of the wait (time.monotonic).
+        nbytes: bytes that this rank exchanges, for the log.
+        started_s: start of the exchange (time.monotonic).
         """
         self._check_open()
         missing = self.memory.missing()
@@ -183,5 +192,5 @@ class HostThenRankGroup(TorchGroup):
     def _close_connections(self) -> None:
         super()._close_connections()
         if self.host_memory is not None:
-            with suppress(RuntimeError):  # the GPU may have failed; peers then hit their deadline
+            with suppress(RuntimeError):  # if the GPU has failed, peers time out instead
                 self.host_memory.fail()

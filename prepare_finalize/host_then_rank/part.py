@@ -1,4 +1,7 @@
-"""Two-level dispatch: a row is sent once to each host, and one sum is sent back from each."""
+"""HostThenRankPrepareAndFinalize: rows are sent once to each host, then to the ranks of that host.
+
+On the way back, each host returns one sum per row.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -25,31 +28,31 @@ from prepare_finalize.common.tokens import (
     weight_and_reduce,
 )
 from prepare_finalize.common.torch_group import Exchange
+from prepare_finalize.host_then_rank.buffers import HostBufferPool, PooledBuffers
 from prepare_finalize.host_then_rank.counts import Geometry, RowCounts, check_counts
 from prepare_finalize.host_then_rank.group import HostThenRankGroup
-from prepare_finalize.host_then_rank.slots import CallMemory, HostSlots
-from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange
+from prepare_finalize.symm_mem.launch import CallBuffers, SymmetricExchange
 
-_MAX_RANKS_PER_HOST = 8  # the symmetric-memory kernels write to at most as many ranks
+_MAX_RANKS_PER_HOST = 8  # limit of the symmetric-memory kernels
 _MAX_CHUNKS = 4
-# Target tokens per chunk. Tests on a CPU have few tokens, and should use several chunks, too.
+# Tokens per chunk of large calls. On a CPU, even tests with few tokens have several chunks.
 _CHUNK_TOKENS = {"cuda": 1024, "cpu": 4}
 
 
 @dataclass(frozen=True)
 class HostThenRankHandle(GroupHandle):
-    """The handle of a two-level exchange.
+    """Handle of a two-level exchange.
 
-    token_N: this rank's token of each sent row, ordered by chunk, host, then token.
-    counts: the rows by route and chunk.
-    memory: the receive buffers of the call.
-    host_exchanges: the exchange within the host of each chunk; None for a chunk without rows on
-        this host.
+    token_N: token of each sent row, ordered by chunk, host, then token.
+    counts: numbers of rows by source, destination and chunk.
+    memory: receive buffers of the call.
+    host_exchanges: exchange of each chunk within the host; None for a chunk without rows on this
+        host.
     """
 
     token_N: torch.Tensor
     counts: RowCounts
-    memory: CallMemory
+    memory: PooledBuffers
     host_exchanges: tuple[SymmetricExchange | None, ...]
 
 
@@ -62,8 +65,8 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
     returns one row in the problem's dtype. The token's rank adds the rows of all hosts in float32
     in the order of hosts.
 
-    Large calls are split into chunks: while one chunk is forwarded within the hosts, the next is
-    sent between them. Row counts are exchanged first and read on the CPU. T may differ between
+    Large calls are split into chunks: while one chunk is forwarded within hosts, the next is sent
+    between hosts. Row counts are exchanged first and read on the host CPU. T may differ between
     ranks and may be 0. All hosts must have the same number of ranks, at most 8, numbered
     consecutively. Two calls may be in flight.
     """
@@ -105,11 +108,12 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
         self._host_problem = _make_host_problem(problem, geometry, tuple(map(len, host_slots)))
         self._first_slot_W = _first_numbers(problem.placement, per_host)
         try:
-            self._slots = HostSlots(self._host_problem, problem, manager, self.max_rows)
+            self._buffer_pool = HostBufferPool(self._host_problem, problem, manager, self.max_rows)
         except CommunicationError:
             self.destroy()
             raise
-        # All ranks have agreed on the buffers. A failed constructor must not change the handshake.
+        # This changes the size of all handshakes. HostBufferPool has raised on all ranks unless all
+        # of them construct this part.
         manager.max_counts = max(manager.max_counts, geometry.counts)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
@@ -124,9 +128,9 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
             **self.rows.specs(forwarded),
             "packed_local": BufferSpec((max_tokens, nbytes), torch.uint8),
             "packed_sent": BufferSpec((sent, nbytes), torch.uint8),
-            "packed_came": BufferSpec((forwarded, nbytes), torch.uint8),
+            "packed_forwarded": BufferSpec((forwarded, nbytes), torch.uint8),
             "ranks_of_rows": BufferSpec((forwarded,), torch.int32),
-            "places": BufferSpec((geometry.ranks_per_host * forwarded,), torch.int32),
+            "row_positions": BufferSpec((geometry.ranks_per_host * forwarded,), torch.int32),
             "returned": BufferSpec((sent, problem.hidden), problem.dtype),
         }
 
@@ -135,13 +139,13 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
     ) -> Receiver:
         manager, geometry = self.manager, self._geometry
         manager.check_device(x_TH.device)
-        self._slots.check_free()
+        self._buffer_pool.check_free()
         rank_TK, slot_TK, invalid = pairs_to_slots(
             routing.topk_ids_TK, self.tables(x_TH.device), first_token=manager.rank, together=True
         )
         host_TK = rank_TK.div(geometry.ranks_per_host, rounding_mode="floor")
-        to_hosts = geometry.by_chunk(_token_mask(host_TK, geometry.hosts))
-        to_ranks = geometry.by_chunk(_token_mask(rank_TK, geometry.world_size))
+        to_hosts = geometry.split_chunks(_token_mask(host_TK, geometry.hosts))
+        to_ranks = geometry.split_chunks(_token_mask(rank_TK, geometry.world_size))
         metadata = exchange_metadata(
             self.layer,
             call,
@@ -165,22 +169,22 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
         number_TK = first_W[rank_TK.clamp(min=0)] + slot_TK
         layout.write(sent, "ids", torch.where(is_on_host, number_TK[token_N], -1).to(torch.int32))
         layout.write(sent, "weights", torch.where(is_on_host, routing.topk_weights_TK[token_N], 0))
-        forwarded = call.workspace.take("packed_came", (sum(counts.forwarded), layout.nbytes))
+        forwarded = call.workspace.take("packed_forwarded", (sum(counts.forwarded), layout.nbytes))
         exchanges = [
             self._exchange_between_hosts(counts, chunk, forwarded, sent, metadata.step, "dispatch")
             for chunk in range(geometry.chunks)
         ]
-        memory = self._slots.take(counts.received)
+        memory = self._buffer_pool.take(counts.received)
 
         def receive() -> tuple[Dispatched, Handle]:
-            host_exchanges = self._pass_on(
-                counts, forwarded, exchanges, memory.slot, call, metadata.step
+            host_exchanges = self._forward(
+                counts, forwarded, exchanges, memory.full, call, metadata.step
             )
-            slot = memory.rows
-            weights_RK = None if self.problem.apply_router_weight_on_input else slot.weights_RK
-            scales = scale if slot.scale_RG is None else slot.scale_RG
+            buffers = memory.rows
+            weights_RK = None if self.problem.apply_router_weight_on_input else buffers.weights_RK
+            scales = scale if buffers.scale_RG is None else buffers.scale_RG
             received_tokens = self.local_tokens(
-                call, slot.x_RH, scales, slot.ids_RK, slot.weights_RK, slot.adapters_R
+                call, buffers.x_RH, scales, buffers.ids_RK, buffers.weights_RK, buffers.adapters_R
             )
             return received_tokens, HostThenRankHandle(
                 self, call, metadata, weights_RK, token_N, counts, memory, host_exchanges
@@ -199,8 +203,8 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
     ) -> Exchange | None:
         """Start the exchange of a chunk between hosts.
 
-        Rows go from `sent` to `forwarded`, or back in the combine. Return None if no row leaves its
-        host; the rows are then copied.
+        In the dispatch, rows go from `sent` to `forwarded`, in the combine from `forwarded` to
+        `sent`. If no row leaves its host, copy the rows and return None.
         """
         to_W, from_W = counts.splits(chunk)
         target = forwarded[_chunk(counts.forwarded, chunk)]
@@ -214,29 +218,33 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
             target, source, output_splits=from_W, input_splits=to_W, step=step, phase=phase
         )
 
-    def _pass_on(
+    def _forward(
         self,
         counts: RowCounts,
         forwarded: torch.Tensor,
         exchanges: list[Exchange | None],
-        slot: Slot,
+        buffers: CallBuffers,
         call: CallState,
         step: int,
     ) -> tuple[SymmetricExchange | None, ...]:
-        """Forward the rows of each chunk as they arrive; wait for rows from ranks of this host."""
-        arrived_rows, host_exchanges = (
-            self.rows.allocate(call, len(forwarded)),
-            list[SymmetricExchange | None](),
-        )
+        """Forward the rows of each chunk once they have arrived; wait for the ranks of the host.
+
+        Return the exchange of each chunk within the host.
+
+        forwarded: packed rows from all hosts.
+        exchanges: exchange of each chunk between hosts.
+        """
+        arrived_rows = self.rows.allocate(call, len(forwarded))
+        host_exchanges: list[SymmetricExchange | None] = []
         per_host, started = self._geometry.ranks_per_host, time.monotonic()
         bits = call.workspace.take("ranks_of_rows", (len(forwarded),))
-        positions = call.workspace.take("places", (per_host * len(forwarded),))
+        positions = call.workspace.take("row_positions", (per_host * len(forwarded),))
         tables = self._host_problem.placement.tables(forwarded.device)
         last_chunk = max(
             (chunk for chunk, has_rows in enumerate(counts.has_rows) if has_rows), default=-1
         )
         if counts.any_rows:
-            self.manager.note(step, "dispatch")
+            self.manager.record_host_exchange(step, "dispatch")
         for chunk, exchange in enumerate(exchanges):
             if exchange is not None:
                 exchange.wait()
@@ -260,8 +268,8 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
             host_exchange = SymmetricExchange(
                 self.manager.memory,
                 self._host_problem,
-                slot,
-                self._slots.heap.deltas_W,
+                buffers,
+                self._buffer_pool.heap.deltas_W,
                 bits[chunk_rows],
                 rows,
                 positions_LN,
@@ -297,11 +305,8 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
         out: torch.Tensor,
     ) -> None:
         part_handle = self.check_handle(handle, HostThenRankHandle)
-        counts, step, take = (
-            part_handle.counts,
-            part_handle.metadata.step,
-            part_handle.call.workspace.take,
-        )
+        counts, step = part_handle.counts, part_handle.metadata.step
+        take = part_handle.call.workspace.take
         y_RH, manager, started = part_handle.memory.rows.y_RH, self.manager, time.monotonic()
         part_handle.memory.release()
         if expert_output is not y_RH:
@@ -313,7 +318,7 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
         exchanges = []
         with stages.stage(stages.COMBINE):
             if counts.any_rows:
-                manager.note(step, "combine")
+                manager.record_host_exchange(step, "combine")
             for chunk, host_exchange in enumerate(part_handle.host_exchanges):
                 manager.check_host_memory(step, "combine", sums.nbytes, started)
                 if host_exchange is not None:
@@ -331,7 +336,8 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
             sum_TH = take("tokens_sum", tuple(out.shape)).zero_()
             start = 0
             for chunk in range(self._geometry.chunks):
-                # Each host returns a token at most once, so a token's rows are added in host order.
+                # A token is at most once among the rows of a host, so its rows are added in the
+                # order of hosts.
                 for rows in counts.splits(chunk)[0]:
                     chunk_rows = slice(start, start + rows)
                     sum_TH.index_add_(
@@ -344,9 +350,11 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
 def _make_host_problem(
     problem: Problem, geometry: Geometry, num_slots_W: tuple[int, ...]
 ) -> Problem:
-    """Return the problem of one host, whose experts are the slots of the host, numbered by rank.
+    """Return the problem of the exchange within a host.
 
-    num_slots_W is the number of slots of each rank of the host.
+    Its experts are the expert slots of the host, numbered consecutively by rank.
+
+    num_slots_W: number of slots of each rank of the host.
     """
     starts = accumulate(num_slots_W, initial=0)
     slots = tuple(tuple(range(start, stop)) for start, stop in pairwise(starts))
@@ -364,13 +372,19 @@ def _first_numbers(placement: Placement, per_host: int) -> tuple[int, ...]:
 
 
 def _token_mask(destination_TK: torch.Tensor, num_destinations: int) -> torch.Tensor:
-    """Return (destinations, T): whether any pair of a token goes to each one; -1 goes nowhere."""
+    """Return whether each destination gets a pair of each token, (destinations, T).
+
+    destination_TK: destination of each pair, -1 for none.
+    """
     destinations_P = torch.arange(num_destinations, device=destination_TK.device)
     return (destination_TK == destinations_P[:, None, None]).any(2)
 
 
 def _chunk(rows: Sequence[int], chunk: int) -> slice:
-    """Return the slice of one chunk's rows in the rows of all chunks."""
+    """Return the slice of the rows of one chunk.
+
+    rows: number of rows of each chunk.
+    """
     start = sum(rows[:chunk])
     return slice(start, start + rows[chunk])
 
@@ -378,10 +392,11 @@ def _chunk(rows: Sequence[int], chunk: int) -> slice:
 def _assign_rows(
     ids_NK: torch.Tensor, tables: PlacementTables, bounds_2L: torch.Tensor, *, out: torch.Tensor
 ) -> None:
-    """out (L, N) int32 = position of each row at each rank of the host, -1 if it is not sent there.
+    """Write the position of each row in the buffers of each rank of the host to `out`.
 
-    bounds_2L has the first and the end position that may be written at each rank, int64. Peers have
-    announced how many rows they write, and no row may exceed these bounds.
+    bounds_2L: int64, first and end position that this rank may write at each rank. They come from
+        the row counts of the handshake; positions outside are not written.
+    out: (L, N) int32; -1 if a row is not sent to a rank.
     """
     rank_NK, _, _ = pairs_to_slots(ids_NK, tables, together=True)
     mask_LN = _token_mask(rank_NK, len(out))

@@ -1,1 +1,1 @@
-"""Parts for a single process, without communication."""
+"""Parts without communication, for a single rank."""

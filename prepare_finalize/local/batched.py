@@ -1,4 +1,8 @@
-"""The batched format on a single rank: the layout that low-latency all-to-all libraries produce."""
+"""BatchedPrepareAndFinalize: the batched format, (e, C, H), on a single rank.
+
+Low-latency all-to-all libraries produce this format: C rows for each of the e experts, of which the
+first are valid.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,19 +51,23 @@ from topk_reduce import TopKWeightAndReduceNaiveBatched
 
 @dataclass(frozen=True)
 class BatchedHandle(Handle):
-    """The batched row of each of the caller's pairs, and the router weights still to apply."""
+    """Handle of a call.
+
+    row_of_pair_TK: int32, index in (e * C) of the batched row of each pair, -1 for none.
+    topk_weights_TK: router weights that `finalize` must apply, or None.
+    """
 
     row_of_pair_TK: torch.Tensor
     topk_weights_TK: torch.Tensor | None
 
 
 class BatchedPrepareAndFinalize(PrepareAndFinalize):
-    """Regroup tokens (T, H) into rows (e, T, H), one per token and expert.
+    """Copy tokens, (T, H), to the batched format, (e, C, H), one row per token and expert.
 
-    If an expert appears twice in a token's top-k, both pairs share one row, so T rows per expert
-    always suffice. The capacity is larger if the experts require a multiple. Rows keep the order of
-    the tokens. Rows past an expert's count are undefined. Tokens are quantized while they are
-    regrouped, or before that if one scale is computed from all of them.
+    The capacity C is T, rounded up if the experts require a multiple. It is sufficient, because
+    both pairs share a row if an expert appears twice in the top-k of a token. The rows of an expert
+    are in the order of tokens. Rows beyond the count of an expert are undefined. Tokens are
+    quantized while they are copied, or before that if one scale is computed from all of them.
     """
 
     replayable = True
@@ -170,7 +178,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         router_TK: torch.Tensor,
         call: CallState,
     ) -> QuantizedRows:
-        """Quantize the tokens with one scale for all of them.
+        """Quantize the tokens with a single scale.
 
         If router weights are applied to the input (K = 1), tokens are multiplied by them first.
         """
@@ -216,7 +224,10 @@ def _permute_adapters(
     input_weights: torch.Tensor | None,
     buffers: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the adapter slots of rows and, if x is quantized, the rows that adapters read."""
+    """Return the adapter slots of the batched rows, and unquantized rows if x is quantized.
+
+    Adapters read unquantized rows.
+    """
     slots_eC, plain_eCH = buffers["batched_adapters"], buffers.get("batched_plain_x")
     permute_tokens(slots_T[:, None], row_of_pair_TK, None, rows_RH=slots_eC.view(-1, 1))
     if plain_eCH is not None:
@@ -226,5 +237,5 @@ def _permute_adapters(
 
 
 def _has_tensor_scale(scheme: QuantScheme) -> bool:
-    """Return whether one scale depends on all tokens, so that it must be computed first."""
+    """Return whether there is one dynamic scale, which must be computed from all tokens first."""
     return scheme.activation_granularity == "tensor" and not scheme.static

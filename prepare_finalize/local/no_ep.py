@@ -1,4 +1,4 @@
-"""No expert parallelism: tokens stay on their rank."""
+"""MoEPrepareAndFinalizeNoEP: no expert parallelism, tokens stay on their rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,16 +26,20 @@ from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_
 
 @dataclass(frozen=True)
 class NoEPHandle(Handle):
-    """The dispatched routing, and the router weights if a reducer still has to apply them."""
+    """Handle of a call.
+
+    topk_weights_TK: router weights that `finalize` must apply, or None.
+    routing: routing that the experts get.
+    """
 
     topk_weights_TK: torch.Tensor | None
     routing: DispatchedRouting
 
 
 class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
-    """Pass routing and tokens to the experts.
+    """Pass tokens and routing to the experts.
 
-    Tokens are quantized if the scheme quantizes activations; otherwise nothing is copied.
+    Tokens are quantized if the scheme quantizes activations. Otherwise nothing is copied.
     """
 
     replayable = True

@@ -1,1 +1,1 @@
-"""Dispatch and combine with pplx-kernels."""
+"""Part over the all-to-all of pplx-kernels."""

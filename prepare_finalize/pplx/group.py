@@ -33,10 +33,10 @@ _MARGIN_BYTES = 256 << 20  # GPU memory to leave free in addition to the library
 
 @dataclass(frozen=True)
 class PplxShape:
-    """The sizes of one AllToAll, the same on every rank.
+    """The sizes of one AllToAll of the library, the same on every rank.
 
-    max_tokens: the largest T of a rank.
-    slots: expert slots of all ranks.
+    max_tokens: largest T of a rank.
+    slots: number of expert slots of all ranks together.
     top_k: experts per token.
     hidden: hidden size.
     row_bytes, scale_bytes: bytes of a dispatched row and of its scales, multiples of 16.
@@ -50,7 +50,7 @@ class PplxShape:
     scale_bytes: int
 
     def device_bytes(self, world_size: int) -> int:
-        """Return the bytes that the library allocates on each rank, except for small tables."""
+        """Return the bytes that the library allocates on each rank, without small tables."""
         dispatched = -(-(self.row_bytes + self.scale_bytes + 4) // 16) * 16
         row = max(dispatched, 4 * self.hidden)
         return self.max_tokens * (self.slots // world_size) * row * world_size
@@ -62,23 +62,23 @@ PplxBuffers = All2AllBuffers[PplxShape]
 class PplxGroup(All2AllManager[PplxShape]):
     """Buffers of pplx-kernels for the ranks of one process group, on one host with NVLink.
 
-    Raise ConfigurationError if the library is missing or the ranks cannot share memory, and
-    CommunicationError if a rank does not respond or ranks disagree.
-
-    group: a ProcessGroup with any backend, since handles are exchanged through a separate gloo
-        group; None is the default one.
-    in_flight: number of calls of one shape between dispatch and combine. Each takes a set of
+    group: a ProcessGroup with any backend; None is the default group. The library exchanges memory
+        handles through a separate gloo group.
+    in_flight: maximum number of calls of one shape between dispatch and combine. Each uses a set of
         buffers, which is allocated when it is first needed.
-    deadline_s: seconds that the steps of this class wait for other ranks; None is MK_DEADLINE_S, or
-        10 s. A dispatch or combine itself waits on the GPU for its peers without limit.
-    library: replacement for the package pplx_kernels.
+    deadline_s: timeout of the methods of this class, in seconds; None is MK_DEADLINE_S, or 10 s. A
+        dispatch or combine waits on the GPU for its peers without a timeout.
+    library: replacement for the package pplx_kernels, for tests.
+
+    Raise ConfigurationError if the library is missing or the ranks cannot share memory, and
+    CommunicationError if a rank does not respond or ranks pass different arguments.
     """
 
     package = "pplx-kernels"
 
     @staticmethod
     def load_library() -> Any:
-        """Import pplx_kernels. Raise ConfigurationError with the reason if it cannot be used."""
+        """Import pplx_kernels. Raise ConfigurationError if it cannot be used."""
         try:
             import pplx_kernels
         except ImportError as error:
@@ -106,7 +106,7 @@ class PplxGroup(All2AllManager[PplxShape]):
             raise DeviceError("tensors of an exchange", got=requested, need=need)
 
     def destroy(self) -> None:
-        """Free all buffers as `All2AllManager.destroy` does. Close the library's gloo group."""
+        """Free all buffers, as in `All2AllManager.destroy`, and close the gloo group."""
         if self._destroyed:
             return
         try:
@@ -118,7 +118,7 @@ class PplxGroup(All2AllManager[PplxShape]):
         buffers.all_to_all.destroy()
 
     def _connect(self, store: Any, deadline_s: float) -> None:
-        """Create a gloo group, and register it under the name that is passed to the library."""
+        """Create a gloo group, and register it with torch under the name that the library gets."""
         try:
             backend = connect("cpu", store, self.rank, self.world_size, deadline_s)
         except RuntimeError as error:
@@ -135,9 +135,8 @@ class PplxGroup(All2AllManager[PplxShape]):
         self._communicator.group, self._communicator.name = group, self._name
 
     def _allocate(self, shape: PplxShape) -> PplxBuffers:
-        """Allocate one more AllToAll of a shape, on all ranks."""
         existing = self._buffers[shape]
-        _check_memory(shape, self.world_size)  # the library would abort the process
+        _check_memory(shape, self.world_size)  # without enough memory, the library aborts
         self._store_collectives.check_equal({"buffers": len(existing) + 1, "shape": shape})
         try:
             all_to_all = self._library.AllToAll.intranode(
@@ -159,7 +158,7 @@ class PplxGroup(All2AllManager[PplxShape]):
 
 
 def _gpu_uuid() -> Properties:
-    """Return the UUID of this process's GPU."""
+    """Return the UUID of this process's GPU as a property that ranks exchange."""
     gpu = "none"
     if torch.cuda.is_available():
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -172,22 +171,21 @@ def _check_gpus(gpus: list[str], rank: int) -> None:
         return
     if len(set(gpus)) < len(gpus):
         raise ConfigurationError("GPUs of the ranks", got=gpus, need="one for each rank")
-    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in _devices()}
-    own_device = torch.cuda.current_device()
+    devices = range(torch.cuda.device_count())
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in devices}
+    local_device = torch.cuda.current_device()
     for peer, gpu in enumerate(gpus):
-        peer_device = visible.get(gpu, own_device)  # the library checks those that are not visible
-        if peer_device != own_device and not torch.cuda.can_device_access_peer(
-            own_device, peer_device
+        # The library checks access to GPUs that are not visible to this process.
+        peer_device = visible.get(gpu, local_device)
+        if peer_device != local_device and not torch.cuda.can_device_access_peer(
+            local_device, peer_device
         ):
             got = f"rank {rank} cannot reach rank {peer}'s"
             raise ConfigurationError("GPUs of the ranks", got=got, need="peer access")
 
 
-def _devices() -> range:
-    return range(torch.cuda.device_count())
-
-
 def _check_memory(shape: PplxShape, world_size: int) -> None:
+    """Raise CapacityError unless there is enough free GPU memory for one set of buffers."""
     if not torch.cuda.is_available():
         return
     need = shape.device_bytes(world_size) + _MARGIN_BYTES

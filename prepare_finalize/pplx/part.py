@@ -1,4 +1,9 @@
-"""pplx-kernels within one host: a row is written directly to the batch of each of its experts."""
+"""PplxPrepareAndFinalize: pplx-kernels within one host, in the batched format.
+
+The library writes a row directly to the rows of each of its experts. It cannot skip a pair: it
+sends every token to exactly K existing expert slots. Each rank therefore has extra slots, called
+sinks, that receive the rows of skipped pairs. In the combine, the outputs of sinks are 0.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,21 +43,23 @@ from prepare_finalize.common.tokens import (
 )
 from prepare_finalize.pplx.group import PplxBuffers, PplxGroup, PplxShape
 
+# Fields of the problem that must be equal on all ranks.
 _SHARED = (
     *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
     *("activation", "bias", "routed_scaling_factor"),
 )
 _ALIGNMENT = 16  # bytes; the library copies rows and scales in units of this size
-_MAX_ROW_BYTES = 48 << 10  # of a row, its scales and its index, which pass through shared memory
+_MAX_ROW_BYTES = 48 << 10  # a row, its scales and its index must fit into shared memory
 
 
 @dataclass(frozen=True)
 class PplxHandle(PartHandle):
-    """The handle of an exchange.
+    """Handle of a call.
 
-    use_count: number of uses of the exchange's buffers, this call included.
-    slots_TK, weights_TK: uint32 and float32, as passed to the library.
-    sink_counts_S: int32, the number of rows in each sink.
+    use_count: number of calls that have used the buffers, including this one. A different number in
+        the buffers means that the handle is out of date.
+    slots_TK, weights_TK: expert slots, uint32, and router weights, float32, of the dispatch.
+    sink_counts_S: int32, number of rows in each sink.
     """
 
     buffers: PplxBuffers
@@ -63,16 +70,16 @@ class PplxHandle(PartHandle):
 
 
 class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
-    """Dispatch tokens (T, H) to rows (e, W * problem.tokens, H), one per token and expert.
+    """Send a row to each expert of a token, in the batched format (e, W * problem.tokens, H).
 
-    The rows of an expert are in any order. The combine applies the router weights and sums in
-    float32. Activations are quantized before they are sent, if the scheme quantizes them.
+    The rows of an expert are in any order. The combine applies the router weights and adds the rows
+    of a token in float32. Activations are quantized before they are sent, if the scheme quantizes
+    them.
 
-    Nothing is read on the host. The GPU waits for its peers; a rank that does not take part blocks
-    the others permanently. The library sends exactly K rows per token to K existing slots, so each
-    rank has extra slots, called sinks, for skipped pairs. A captured call uses its buffers in every
-    replay, so no other call of that shape may be in flight then. Creating and destroying a part is
-    collective.
+    Nothing is read on the host. Kernels wait for peers without a timeout, so a rank that does not
+    take part blocks the others permanently. A call that was captured in a CUDA graph uses the same
+    buffers in every replay, so no other call of that shape may be in flight during a replay.
+    Creating and destroying a part is collective.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -113,7 +120,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
             need = "a static scale, or one for each row"
             rejections.append(Rejection("dispatch_quant", (name, "problem"), got, need))
         row, scales = _row_bytes(problem)
-        total = row + scales + _ALIGNMENT  # with the row's number
+        total = row + scales + _ALIGNMENT  # with the index of the row
         for is_violated, got, need in (
             (row % _ALIGNMENT, f"{row} bytes a row", f"a multiple of {_ALIGNMENT} bytes"),
             (scales > row, f"{scales} bytes of scales a row", f"at most its {row} bytes"),
@@ -124,7 +131,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         return tuple(rejections)
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
-        # Experts use the first slots; the output buffer also has the sinks, which follow them.
+        # The slots of a rank are its experts, then its sinks. The library needs buffers for both.
         world_size = self.problem.parallel.world_size
         return BatchedShape(self._shape.slots // world_size, world_size * self._shape.max_tokens)
 
@@ -178,7 +185,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
             assert counts is not None
             assert x_eCH is not None
             if scales is not None and scale is not None:
-                scales = scales[..., : scale.shape[1]]  # without the padding to whole units
+                scales = scales[..., : scale.shape[1]]  # remove padding
             tokens = BatchedTokens(x_eCH, counts, scale if scales is None else scales)
             sink_counts_S = received[0][-self._sinks :]
             handle_tensors = slots_TK, pairs.weights_TK, sink_counts_S
@@ -215,7 +222,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
     def _receive_buffers(
         self, call: CallState
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the library's output buffers for all slots: counts, rows and their scales."""
+        """Return the library's output buffers for all slots: row counts, rows and scales."""
         take, shape = call.workspace.take, self.dispatch_shape(0)
         rows, columns = (shape.experts, shape.capacity), self._shape.scale_bytes // 4
         scales = take("batched_scale", (*rows, columns)) if columns else None
@@ -223,7 +230,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         return take("expert_counts", (shape.experts,)), x_SCH, scales
 
     def _sent_scale(self, scale: torch.Tensor | None, call: CallState) -> torch.Tensor | None:
-        """Return the scales to send, padded with columns to whole units of the library."""
+        """Return the scales to send, padded with columns to a multiple of 16 bytes."""
         columns = self._shape.scale_bytes // 4
         if not columns:
             return None
@@ -236,7 +243,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
 
 
 def _row_bytes(problem: Problem) -> tuple[int, int]:
-    """Return the bytes of a dispatched row, and those of its scales, padded to whole units."""
+    """Return the bytes of a dispatched row, and those of its scales, padded to 16 bytes."""
     scheme, itemsize, scales = problem.scheme, problem.dtype.itemsize, 0
     if scheme.dispatched_quantized:
         itemsize = STORAGE[scheme.activation].itemsize
@@ -248,7 +255,7 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
 def num_sinks(problem: Problem) -> int:
     """Return the number of sinks per rank.
 
-    There are as many as let all K pairs of a token be skipped, each to a different sink.
+    All K pairs of a token may be skipped, and each needs a different sink, on any rank.
     """
     return ceil(problem.top_k / problem.parallel.world_size)
 
@@ -258,12 +265,12 @@ def _shape(problem: Problem) -> PplxShape:
     slots = problem.parallel.world_size * (
         count_slots_per_rank(problem.placement) + num_sinks(problem)
     )
-    # The library requires at least one token.
-    return PplxShape(max(1, problem.tokens), slots, problem.top_k, problem.hidden, row, scales)
+    max_tokens = max(1, problem.tokens)  # the library requires at least one token
+    return PplxShape(max_tokens, slots, problem.top_k, problem.hidden, row, scales)
 
 
 def _contiguous(rows: torch.Tensor, call: CallState) -> torch.Tensor:
-    """Return the rows, contiguous and aligned, as the library requires."""
+    """Return the rows, contiguous and 16-byte aligned, as the library requires."""
     if rows.is_contiguous() and rows.data_ptr() % _ALIGNMENT == 0:
         return rows
     buffer = call.workspace.take("sent_x", tuple(rows.shape))

@@ -1,4 +1,4 @@
-"""Launches over symmetric memory on meta tensors, for `mk compile`."""
+"""Launches of the symmetric-memory kernels on meta tensors, for `mk compile`."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,10 +14,10 @@ from modular_kernel.tensors import Routing
 from modular_kernel.workspace import Workspace
 from prepare_finalize.common.compile_cases import META, empty, problems_with
 from prepare_finalize.symm_mem.launch import (
-    Slot,
+    CallBuffers,
     SymmetricExchange,
+    buffer_sections,
     quantizes_in_dispatch,
-    sections,
 )
 
 _CHANGES: tuple[dict[str, Any], ...] = (
@@ -38,10 +38,10 @@ def launch_all(problem: Problem) -> None:
     """Launch a dispatch that waits, one that does not, its arrival kernel, and a combine."""
     views: dict[str, Any] = {
         name: empty(*section.shape, dtype=section.dtype)
-        for name, section in sections(problem).items()
+        for name, section in buffer_sections(problem).items()
     }
     views.setdefault("scale_RG", None)
-    slot = Slot(**views, dispatches=empty(2), combines=empty(2))
+    buffers = CallBuffers(**views, dispatches=empty(2), combines=empty(2))
     manager: Any = SimpleNamespace(
         rank=problem.parallel.rank,
         world_size=problem.parallel.world_size,
@@ -50,7 +50,7 @@ def launch_all(problem: Problem) -> None:
         timeout_ns=10**10,
     )
     tokens, deltas = problem.tokens, empty(manager.world_size, dtype=torch.int64)
-    exchange = SymmetricExchange(manager, problem, slot, deltas, empty(tokens), tokens)
+    exchange = SymmetricExchange(manager, problem, buffers, deltas, empty(tokens), tokens)
     x = empty(tokens, problem.hidden, dtype=problem.dtype)
     routing = Routing(
         empty(tokens, problem.top_k, dtype=torch.float32), empty(tokens, problem.top_k)
@@ -61,11 +61,11 @@ def launch_all(problem: Problem) -> None:
         problem.scheme, problem.hidden
     ):
         scale = empty(1, dtype=torch.float32)
-        if slot.scale_RG is not None:
-            scale = empty(tokens, slot.scale_RG.shape[1], dtype=torch.float32)
-        quantized = QuantizedRows(empty(tokens, problem.hidden, dtype=slot.x_RH.dtype), scale)
+        if buffers.scale_RG is not None:
+            scale = empty(tokens, buffers.scale_RG.shape[1], dtype=torch.float32)
+        quantized = QuantizedRows(empty(tokens, problem.hidden, dtype=buffers.x_RH.dtype), scale)
     exchange.send(x, routing, tables, call, quantized=quantized, wait=True)
-    if slot.adapters_R is not None:
+    if buffers.adapters_R is not None:
         routing = replace(routing, adapters_T=empty(tokens))
     exchange.send(x, routing, tables, call, quantized=quantized, wait=False)
     exchange.receive()

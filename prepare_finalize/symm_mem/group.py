@@ -1,14 +1,17 @@
-"""SymmetricGroup: memory that all ranks of a process group can access, and flags that guard it.
+"""SymmetricGroup: memory of the ranks of a process group that all of them can access.
 
     manager = SymmetricGroup(group, deadline_s=2.0)
     kernel = make_kernel("SymmMemPrepareAndFinalize", "TritonExperts", problem, group=manager)
     ...
     manager.destroy()
 
-On GPUs, this is torch's symmetric memory (CUDA backend): kernels access peers over NVLink through
-pointers, without multicast. On a CPU, Triton's interpreter runs the same kernels, and the ranks of
-a machine share memory through files. Allocating a heap is collective: every rank of the group must
-do it, in the same order.
+On GPUs, this is torch's symmetric memory (CUDA backend): kernels access the memory of peers over
+NVLink through pointers, without multicast. On a CPU, Triton's interpreter runs the same kernels,
+and the ranks of a machine share memory through files.
+
+Each part allocates a heap, a block of memory with the same layout on every rank. Allocating it is
+collective: every rank of the group must do it, in the same order. Kernels synchronize through flags
+in the heap, and wait for the flags of peers with a deadline (`kernels.signals`).
 """
 
 import ctypes
@@ -37,9 +40,9 @@ from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
 from prepare_finalize.rendezvous.store_collectives import StoreCollectives
 from prepare_finalize.symm_mem.shared_files import share_memory
 
-_ALIGNMENT = 256  # bytes; every section begins at a multiple of it
-_PHASES = {1: "dispatch", 2: "combine"}
-NO_VALUE = 0xFF  # a byte whose repetition is NaN in every floating-point dtype
+_ALIGNMENT = 256  # bytes; every section begins at a multiple
+_PHASES = {1: "dispatch", 2: "combine"}  # by the number that kernels write to the status word
+NAN_BYTE = 0xFF  # memory filled with it is NaN in every floating-point dtype
 
 
 @dataclass(frozen=True)
@@ -58,41 +61,43 @@ class Section:
 class Heap:
     """Memory of this rank that peers can access, and the address offsets of their memory.
 
-    bytes_N: (N,) uint8, this rank's memory. The layout is the same on every rank.
-    deltas_W: (W,) int64, on the device. Adding deltas_W[r] to an address in this rank's heap gives
-        the address in rank r's heap.
-    owners: objects that keep the memory mapped.
+    bytes_N: (N,) uint8, memory of this rank. The layout is the same on every rank.
+    deltas_W: (W,) int64, on the device. Adding deltas_W[r] to an address in the heap of this rank
+        gives the address in the heap of rank r.
+    owners: objects whose lifetime keeps the memory mapped.
     """
 
     bytes_N: torch.Tensor
     deltas_W: torch.Tensor
     owners: tuple[object, ...]
 
-    def sections(self, layout: dict[str, Section], start: int) -> dict[str, torch.Tensor]:
-        """Return views of consecutive sections, from byte `start`."""
+    def view_sections(self, layout: dict[str, Section], start: int) -> dict[str, torch.Tensor]:
+        """Return tensors that view consecutive sections, by name. The first begins at `start`.
+
+        start: offset in bytes.
+        """
         views = {}
         for name, section in layout.items():
             raw = self.bytes_N[start : start + section.nbytes]
             views[name] = raw.view(section.dtype).view(section.shape)
-            start += aligned(section.nbytes)
+            start += align_up(section.nbytes)
         return views
 
 
-def aligned(nbytes: int) -> int:
-    """Return the bytes that a section takes, rounded up to the alignment."""
+def align_up(nbytes: int) -> int:
+    """Round the size of a section up to a multiple of the alignment."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class SharedMemory(ABC):
-    """Heaps shared by ranks of one host, and the deadline of waits for their flags.
+    """Base of managers that allocate heaps for the ranks of one host.
 
-    `failed` and `status` are written by kernels when a wait reaches its deadline; see
-    `kernels.signals`.
+    Kernels write `failed` and `status` if a wait reaches its deadline; see `kernels.signals`.
 
-    rank, world_size: this rank's index among the sharing ranks, and their number.
+    rank, world_size: index of this rank among the ranks that share the memory, and their number.
     device: "cpu" or "cuda".
-    deadline_s: the longest time that a kernel waits for other ranks.
-    last_calls: the log of the last exchanges.
+    deadline_s: timeout of a wait for other ranks in a kernel, in seconds.
+    last_calls: log of the last exchanges.
     """
 
     def __init__(
@@ -112,12 +117,12 @@ class SharedMemory(ABC):
         self.failed = torch.zeros(1, dtype=torch.int32, device=current_device)
         pinned = current_device.type == "cuda"
         self.status = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        # Every call reads it twice; this takes less time than an element of the tensor does.
+        # Every call reads this word twice, and reading a tensor takes longer.
         self._status_word = ctypes.c_int64.from_address(self.status.data_ptr())
 
     @property
     def timeout_ns(self) -> int:
-        """The deadline in nanoseconds."""
+        """Timeout of a wait in a kernel, in nanoseconds."""
         return int(self.deadline_s * 1e9)
 
     @abstractmethod
@@ -126,19 +131,22 @@ class SharedMemory(ABC):
 
     @abstractmethod
     def _shared_file(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
-        """Share a block of memory of each rank, filled with `NO_VALUE`, on a CPU."""
+        """Return the memory of each rank, filled with `NAN_BYTE`, shared through files (CPU)."""
 
     @abstractmethod
-    def _rendezvous(self, own: torch.Tensor) -> Any:
-        """Exchange the handles of a symmetric-memory tensor with the sharing ranks, on a GPU."""
+    def _rendezvous(self, tensor: torch.Tensor) -> Any:
+        """Exchange the handles of a symmetric-memory tensor with the other ranks (GPU)."""
 
-    def heap(self, nbytes: int, signature: str, initialize: Callable[[Heap], object]) -> Heap:
-        """Allocate new memory of `nbytes` bytes, all 0xFF. Collective.
+    def allocate_heap(
+        self, nbytes: int, signature: str, initialize: Callable[[Heap], object]
+    ) -> Heap:
+        """Allocate a heap of `nbytes` bytes, filled with NAN_BYTE. Collective.
 
-        All ranks must pass equal `nbytes` and `signature`, which says what the memory is for.
-        `initialize` initializes the heap before other ranks may write to it. Raise
-        CommunicationError on every rank if ranks disagree, or if one does not respond within the
-        deadline.
+        signature: identifies the use of the memory. It must be equal on all ranks, as must nbytes.
+        initialize: function that initializes the heap before other ranks may write to it.
+
+        Raise CommunicationError on every rank if ranks pass different values, or if a rank does not
+        respond within the deadline.
         """
         self.check_open()
         record = self.last_calls.begin(0, "construct", nbytes)
@@ -170,12 +178,15 @@ class SharedMemory(ABC):
             import torch.distributed._symmetric_memory as symmetric_memory
 
             local_block = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._device)
-            local_block.fill_(NO_VALUE)
+            local_block.fill_(NAN_BYTE)
             shared = self._rendezvous(local_block)
             addresses, owners = list(shared.buffer_ptrs), (shared,)
-        own_address = addresses[self.rank]
-        distances = [address - own_address for address in addresses]
-        deltas = torch.tensor(distances, dtype=torch.int64, device=self._device)
+        local_address = addresses[self.rank]
+        deltas = torch.tensor(
+            [address - local_address for address in addresses],
+            dtype=torch.int64,
+            device=self._device,
+        )
         return Heap(local_block, deltas, owners)
 
     def check_device(self, device: torch.device | str) -> None:
@@ -183,19 +194,19 @@ class SharedMemory(ABC):
         check_device_type(device, self.device)
 
     def next_step(self) -> int:
-        """Return the number of the call that begins; it is the same on every rank."""
+        """Return the number of the call that begins, the same on every rank."""
         self.check_open()
         self.step += 1
         return self.step
 
     def log_launch(self, phase: str, nbytes: int) -> None:
-        """Add an exchange of the last step to the log. Nothing waits for its end."""
+        """Add an exchange of the current call to the log, without waiting for its end."""
         self.last_calls.end(self.last_calls.begin(self.step, phase, nbytes), "launched")
 
     def check_open(self) -> None:
-        """Raise an error if the manager is destroyed or a wait is known to have failed.
+        """Raise UnsupportedError after `destroy`, and CommunicationError after a failed wait.
 
-        The error is UnsupportedError or CommunicationError. Does not synchronize with the device.
+        Does not synchronize with the device, so a failure is raised once it has reached the host.
         """
         check_process(self._generation)
         if self._destroyed:
@@ -206,15 +217,15 @@ class SharedMemory(ABC):
             raise self._failure
 
     def check(self) -> None:
-        """Wait for the device, then raise CommunicationError if any call so far is incomplete."""
+        """Wait for the device. Raise CommunicationError if any call so far has failed."""
         if self.device == "cuda":
             torch.cuda.synchronize(self._device)
         self.check_open()
 
     def _error_from_status(self, word: int) -> CommunicationError:
-        """Return the error for a status word of `kernels.signals`.
+        """Return the error for a status word of `kernels.signals.wait_for_all`.
 
-        The word has the phase, the missing ranks as bits, and the number of the call.
+        word: phase << 56 | bitmask of missing ranks << 32 | number of the call.
         """
         bits = (word >> 32) & 0xFFFFFF
         peers = [rank for rank in range(self.world_size) if bits >> rank & 1]
@@ -236,22 +247,21 @@ class SharedMemory(ABC):
         )
 
     def destroy(self) -> None:
-        """Make later use raise. The memory is freed together with the parts that use it."""
+        """Make later use raise an error. The memory is freed when the parts that use it are."""
         self._destroyed = True
 
 
 class SymmetricGroup(SharedMemory):
-    """Symmetric memory of one process group, and the deadline of waits for its flags.
+    """Symmetric memory of the ranks of one process group.
 
-    group: a ProcessGroup of torch.distributed (None: the default one). Parts that share the memory
-        reject ranks of several hosts.
-    deadline_s: the longest time that a kernel waits for other ranks; None is MK_DEADLINE_S, or 10
-        s.
-    device: "cpu" or "cuda"; None selects what the group supports, a GPU first.
-    history: the number of exchanges that the log keeps.
+    group: a ProcessGroup of torch.distributed; None is the default group. Parts over symmetric
+        memory reject ranks on several hosts.
+    deadline_s: timeout of a wait for other ranks in a kernel, in seconds; None is MK_DEADLINE_S, or
+        10 s.
+    device: "cpu" or "cuda"; None is "cuda" if the group supports it.
+    history: number of exchanges that `last_calls` keeps.
 
-    `hosts` are the hosts of the ranks. Creating a manager is collective. Raise CommunicationError
-    if ranks do not respond or disagree.
+    Creating a manager is collective. Raise CommunicationError if a rank does not respond.
     """
 
     def __init__(
@@ -275,7 +285,7 @@ class SymmetricGroup(SharedMemory):
         self.hosts = self._find_hosts()
 
     def _find_hosts(self) -> Hosts:
-        """Return the hosts of ranks. Raise CommunicationError on every rank if one is missing."""
+        """Return the hosts of the ranks. Raise CommunicationError if a rank does not respond."""
         record = self.last_calls.begin(0, "construct", 0)
         try:
             hosts = find_hosts(self._open_store_collectives(), self.rank)
@@ -294,9 +304,9 @@ class SymmetricGroup(SharedMemory):
         return StoreCollectives(store, self.rank, self.world_size, self.deadline_s)
 
     def _shared_file(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
-        return share_memory(collectives, self.rank, nbytes, NO_VALUE)
+        return share_memory(collectives, self.rank, nbytes, NAN_BYTE)
 
-    def _rendezvous(self, own: torch.Tensor) -> Any:
+    def _rendezvous(self, tensor: torch.Tensor) -> Any:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        return symmetric_memory.rendezvous(own, self._group)
+        return symmetric_memory.rendezvous(tensor, self._group)

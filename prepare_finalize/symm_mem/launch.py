@@ -19,17 +19,16 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
 from prepare_finalize.symm_mem.group import Section, SharedMemory
 
-_MIN_BLOCK = 1024  # every block is a multiple of this
+_MIN_BLOCK = 1024  # columns; the number of columns of every block is a multiple
 
 
 class LaunchShape(NamedTuple):
     """Tile and grid sizes of a launch.
 
-    block: columns that a program copies at a time. `fit` limits it to the hidden size, rounded up
-        to a power of two.
+    block: columns that a program processes at a time.
     warps: warps per program.
     programs: programs per SM.
-    whole_rows: whether a program processes whole rows.
+    whole_rows: whether each work item is a whole row, instead of one block of a row.
     """
 
     block: int
@@ -38,37 +37,31 @@ class LaunchShape(NamedTuple):
     whole_rows: bool = False
 
     def fit(self, hidden: int) -> "LaunchShape":
-        widest = max(_MIN_BLOCK, next_power_of_2(hidden))
-        return self._replace(block=min(self.block, widest))
+        """Return the shape with a block of at most `hidden` columns, rounded up to a power of 2."""
+        max_block = max(_MIN_BLOCK, next_power_of_2(hidden))
+        return self._replace(block=min(self.block, max_block))
 
 
-def _for_programs(count: int) -> dict[str, str]:
-    """Return launch options for a kernel with `count` programs per SM."""
-    from modular_kernel.replay.launch.triton_versions import for_programs  # imports Gluon
-
-    return for_programs(count)
-
-
-# The fastest on two and four H200 (2026-11-20, triton 3.6.0) with a hidden size of 7168. _FEW is
-# for problems of up to _FEW_TOKENS tokens per rank.
-_FEW_TOKENS = 512
-_FEW = LaunchShape(1024, 4, 4)
+# The fastest shapes on two and four H200 (2026-11-20, triton 3.6.0) with a hidden size of 7168.
+# Problems of up to _SMALL_BATCH_TOKENS tokens per rank use _SMALL_BATCH for both kernels.
+_SMALL_BATCH_TOKENS = 512
+_SMALL_BATCH = LaunchShape(1024, 4, 4)
 _DISPATCH = LaunchShape(2048, 8, 4, whole_rows=True)
 _COMBINE = LaunchShape(2048, 8, 4)
 
 
 @dataclass(frozen=True)
-class Slot:
-    """The tensors of one call in symmetric memory, alike on every rank, and local counters.
+class CallBuffers:
+    """Tensors of one call in symmetric memory, at the same offsets on every rank, and counters.
 
     x_RH, scale_RG, ids_RK, weights_RK: received rows, R = W * capacity. Rows from rank r start at
         row r * capacity.
-    y_RH: weighted sums over the local experts, one row per received row.
-    arrived_W: int32 flag of each rank: its rows have arrived.
-    summed_W: int32 flag of each rank: its y_RH is complete.
-    dispatches, combines: (2,) int32 in local memory, for `send` and for `combine`: the number of
-        the last call, and the counter of `is_last_program`.
-    adapters_R: int32, the adapter slots of the rows; None without adapters.
+    y_RH: weighted sums over the experts of this rank, one row per received row.
+    arrived_W: (W,) int32. Flag r is set once all rows from rank r have arrived.
+    summed_W: (W,) int32. Flag r is set once y_RH of rank r is complete.
+    dispatches, combines: (2,) int32 in local memory, counters of the dispatch and the combine
+        kernel: the number of the last call, and the counter of `is_last_program`.
+    adapters_R: int32, adapter slots of the rows; None without adapters.
     """
 
     x_RH: torch.Tensor
@@ -83,10 +76,10 @@ class Slot:
     adapters_R: torch.Tensor | None = None
 
 
-def sections(problem: Problem, rows: int | None = None) -> dict[str, Section]:
-    """Return the sections of symmetric memory for the fields of a `Slot`.
+def buffer_sections(problem: Problem, rows: int | None = None) -> dict[str, Section]:
+    """Return the sections of a heap for the fields of `CallBuffers`.
 
-    rows: maximum number of rows that may arrive; None means world_size * problem.tokens.
+    rows: maximum number of received rows; None means world_size * problem.tokens.
     """
     scheme, world = problem.scheme, problem.parallel.world_size
     hidden, k = problem.hidden, problem.top_k
@@ -108,9 +101,9 @@ def sections(problem: Problem, rows: int | None = None) -> dict[str, Section]:
 
 
 def quantizes_in_dispatch(scheme: QuantScheme, hidden: int) -> bool:
-    """Return whether the dispatch kernel quantizes the tokens itself.
+    """Return whether the dispatch kernel quantizes the tokens.
 
-    It does for per-token scales, and for groups that divide both the block and the hidden size.
+    It does with a scale per token, and with groups that divide both the block and the hidden size.
     """
     if scheme.activation_granularity == "token":
         return True
@@ -124,17 +117,17 @@ def quantizes_in_dispatch(scheme: QuantScheme, hidden: int) -> bool:
 class SymmetricExchange:
     """Dispatch and combine of one call.
 
-    slot: the tensors of the call.
-    deltas_W: (W,) int64, address offsets of the peers' memory.
-    rank_bits_T: (capacity,) int32, written by `send`; bit r is set if the token was sent to rank r.
+    buffers: tensors of the call.
+    deltas_W: (W,) int64, address offsets of the memory of all ranks; see `Heap`.
+    rank_bits_T: (capacity,) int32, written by `send`. Bit r is set if the token was sent to rank r.
     tokens: number of tokens of this rank.
-    row_at_rank_WT: (W, tokens) int32, contiguous; the row of each token at each rank, -1 if it is
-        not sent there. None means row rank * capacity + token at every rank.
+    row_at_rank_WT: (W, tokens) int32, contiguous, row of each token in the buffers of each rank, -1
+        if it is not sent there. None if it is row rank * capacity + token on every rank.
     """
 
     manager: SharedMemory
     problem: Problem
-    slot: Slot
+    buffers: CallBuffers
     deltas_W: torch.Tensor
     rank_bits_T: torch.Tensor
     tokens: int
@@ -142,10 +135,11 @@ class SymmetricExchange:
 
     @property
     def _capacity(self) -> int:
-        """The number of tokens that a launch covers, including unused ones of a fixed layout."""
+        """Number of rows that `send` writes, including unused ones if rows have fixed positions."""
         return self.problem.tokens if self.row_at_rank_WT is None else self.tokens
 
     def _peer_rows(self) -> dict[str, object]:
+        """Return the kernel arguments for `row_at_rank_WT`."""
         has_peer_rows = self.row_at_rank_WT is not None
         return {
             "peer_rows_ptr": self.row_at_rank_WT if has_peer_rows else self.rank_bits_T,
@@ -153,7 +147,7 @@ class SymmetricExchange:
         }
 
     def _arguments(self, flags: torch.Tensor, state: torch.Tensor) -> dict[str, object]:
-        """Return the arguments that all kernels have in common."""
+        """Return the arguments of all kernels for waiting and signaling."""
         world = self.manager.world_size
         return {
             "flags_ptr": flags,
@@ -179,13 +173,14 @@ class SymmetricExchange:
     ) -> None:
         """Write rows to the ranks of their experts, and ids and weights to all; then set flags.
 
-        quantized: quantized tokens; None if the dispatch kernel quantizes or nothing is quantized.
-        wait: also wait until the rows of all ranks have arrived.
+        quantized: quantized tokens; None if the kernel quantizes them, or nothing is quantized.
+        wait: whether the kernel also waits until the rows of all ranks have arrived.
         """
+        from modular_kernel.replay.launch.triton_versions import for_programs  # imports Gluon
         from prepare_finalize.symm_mem.kernels.dispatch import dispatch_kernel
 
-        problem, slot = self.problem, self.slot
-        use_triton(x_TH)  # the first call makes Triton's interpreter compute like a GPU
+        problem, buffers = self.problem, self.buffers
+        use_triton(x_TH)  # the first call patches Triton's interpreter to compute like a GPU
         rows = x_TH if quantized is None else quantized.q_RK
         shape = _shape(problem, _DISPATCH)
         chunk = shape.block
@@ -202,9 +197,9 @@ class SymmetricExchange:
             copies_ptr=tables.copies_E,
             invalid_ptr=call.invalid_ids,
             rank_bits_ptr=self.rank_bits_T,
-            x_heap_ptr=slot.x_RH,
-            ids_heap_ptr=slot.ids_RK,
-            weights_heap_ptr=slot.weights_RK,
+            x_heap_ptr=buffers.x_RH,
+            ids_heap_ptr=buffers.ids_RK,
+            weights_heap_ptr=buffers.weights_RK,
             deltas_ptr=self.deltas_W,
             tokens=self.tokens,
             capacity=self._capacity,
@@ -219,15 +214,16 @@ class SymmetricExchange:
             CHUNK=chunk,
             BLOCK=shape.block,
             num_warps=shape.warps,
-            **_for_programs(shape.programs),
+            **for_programs(shape.programs),
             **self._scales(quantized),
             **self._adapters(routing),
             **self._peer_rows(),
-            **self._arguments(slot.arrived_W, slot.dispatches),
+            **self._arguments(buffers.arrived_W, buffers.dispatches),
         )
 
     def _scales(self, quantized: QuantizedRows | None) -> dict[str, object]:
-        scheme, scale_RG = self.problem.scheme, self.slot.scale_RG
+        """Return the kernel arguments for quantizing rows and sending scales."""
+        scheme, scale_RG = self.problem.scheme, self.buffers.scale_RG
         kind, scales = "none", 1
         if quantized is not None and scale_RG is not None:
             kind, scales = "scaled", scale_RG.shape[1]
@@ -235,7 +231,7 @@ class SymmetricExchange:
             kind = scheme.activation_granularity
         return {
             "scale_ptr": self.rank_bits_T if quantized is None else quantized.scale,
-            "scale_heap_ptr": self.slot.weights_RK if scale_RG is None else scale_RG,
+            "scale_heap_ptr": self.buffers.weights_RK if scale_RG is None else scale_RG,
             "QUANT": kind,
             "GROUP": scheme.group[-1] if kind == "group" else _MIN_BLOCK,
             "SCALES": scales,
@@ -246,11 +242,11 @@ class SymmetricExchange:
         }
 
     def _adapters(self, routing: Routing) -> dict[str, object]:
-        """Return the arguments for sending adapter slots.
+        """Return the kernel arguments for sending adapter slots.
 
         A call without adapters sends -1, because other ranks may use adapters in the same call.
         """
-        adapters_R, slots_T = self.slot.adapters_R, routing.slots_T
+        adapters_R, slots_T = self.buffers.adapters_R, routing.slots_T
         mode = "unused" if slots_T is None else "slots"
         return {
             "adapters_ptr": self.rank_bits_T if slots_T is None else slots_T,
@@ -262,20 +258,20 @@ class SymmetricExchange:
         """Wait until the rows of all ranks have arrived."""
         from prepare_finalize.symm_mem.kernels.dispatch import arrival_kernel
 
-        arguments = self._arguments(self.slot.arrived_W, self.slot.dispatches)
+        arguments = self._arguments(self.buffers.arrived_W, self.buffers.dispatches)
         launch(arrival_kernel, (1,), num_warps=1, **arguments)
 
     def combine(self, out_TH: torch.Tensor) -> None:
-        """Signal that y_RH is complete, then sum each token's rows from all ranks into out_TH."""
+        """Signal that y_RH is complete, then add each token's sums from all ranks into out_TH."""
         from prepare_finalize.symm_mem.kernels.combine import combine_kernel
 
-        problem, slot = self.problem, self.slot
+        problem, buffers = self.problem, self.buffers
         shape = _shape(problem, _COMBINE)
         items = self.tokens * -(-problem.hidden // shape.block)
         launch(
             combine_kernel,
             (_programs(items, shape, out_TH.device),),
-            y_heap_ptr=slot.y_RH,
+            y_heap_ptr=buffers.y_RH,
             rank_bits_ptr=self.rank_bits_T,
             out_ptr=out_TH,
             deltas_ptr=self.deltas_W,
@@ -287,16 +283,20 @@ class SymmetricExchange:
             BLOCK=shape.block,
             num_warps=shape.warps,
             **self._peer_rows(),
-            **self._arguments(slot.summed_W, slot.combines),
+            **self._arguments(buffers.summed_W, buffers.combines),
         )
 
 
-def _shape(problem: Problem, shape_for_many: LaunchShape) -> LaunchShape:
-    return (_FEW if problem.tokens <= _FEW_TOKENS else shape_for_many).fit(problem.hidden)
+def _shape(problem: Problem, large_batch: LaunchShape) -> LaunchShape:
+    is_small = problem.tokens <= _SMALL_BATCH_TOKENS
+    return (_SMALL_BATCH if is_small else large_batch).fit(problem.hidden)
 
 
 def _programs(items: int, shape: LaunchShape, device: torch.device) -> int:
-    """Return the grid size. It is at most 2 in the interpreter, which runs programs one by one."""
+    """Return the grid size for a number of work items.
+
+    It is at most 2 in the interpreter, which runs programs one after another.
+    """
     max_programs = 2
     if device.type == "cuda":
         max_programs = shape.programs * num_sms(device)

@@ -1,4 +1,4 @@
-"""Dispatch and combine over symmetric memory: ranks read and write each other's GPU memory."""
+"""SymmMemPrepareAndFinalize: kernels that write to and read from the memory of other GPUs."""
 
 import hashlib
 import weakref
@@ -20,22 +20,26 @@ from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, H
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import GroupPart, PartHandle, adapter_rejections
 from prepare_finalize.common.tokens import has_shared_scale, weight_and_reduce
-from prepare_finalize.symm_mem.group import Heap, SymmetricGroup, aligned
+from prepare_finalize.symm_mem.group import Heap, SymmetricGroup, align_up
 from prepare_finalize.symm_mem.launch import (
-    Slot,
+    CallBuffers,
     SymmetricExchange,
+    buffer_sections,
     quantizes_in_dispatch,
-    sections,
 )
 
-_IN_FLIGHT = 2  # calls between prepare and finalize
+_MAX_IN_FLIGHT = 2  # calls between prepare and finalize
 
 
 @dataclass(frozen=True)
 class SymmMemHandle(PartHandle):
-    """The exchange of the call, the index of its slot, and the router weights still to apply."""
+    """Handle of an exchange over symmetric memory.
 
-    slot_index: int
+    buffer_index: index of the buffers of the call.
+    topk_weights_RK: router weights that `finalize` must apply, or None.
+    """
+
+    buffer_index: int
     exchange: SymmetricExchange
     topk_weights_RK: torch.Tensor | None
 
@@ -43,19 +47,19 @@ class SymmMemHandle(PartHandle):
 class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     """Write each token's row once to each rank that holds one of its experts.
 
-    The dispatch kernel can quantize the rows. Each rank sums the pairs of a received row. The
-    token's rank reads those sums and adds them in float32 in rank order. Dispatch and combine are
-    one launch each, and the host does not wait.
+    The dispatch kernel can quantize the rows. Each rank computes the weighted sum of the pairs of a
+    received row. The token's rank reads the sums of all ranks and adds them in float32 in rank
+    order. Dispatch and combine are one launch each, and the host does not wait.
 
     Rows have fixed positions: token t of rank r is row r * problem.tokens + t on every rank,
     regardless of the routing. No counts are exchanged, T may differ between ranks, and a call can
-    be captured in a CUDA graph. Experts receive world_size * problem.tokens rows; rows without a
-    token have ids of -1. For calls of very different sizes, compose one kernel for few tokens and
-    one for many.
+    be captured in a CUDA graph. Experts receive world_size * problem.tokens rows; unused rows have
+    ids of -1. For calls of very different sizes, compose one kernel for few tokens and one for
+    many.
 
-    A wait that reaches its deadline leaves NaN in the output; the next call, or `check`, raises the
-    error. Two calls may be in flight. Requires GPUs with peer access (or, on a CPU with interpreted
-    kernels, processes of one machine).
+    If a wait in a kernel reaches its deadline, the output is NaN, and the next call, or `check`,
+    raises the error. Two calls may be in flight. Requires GPUs with peer access (or, on a CPU with
+    interpreted kernels, processes of one machine).
     """
 
     requires = PrepareFinalizeRequirements(
@@ -81,18 +85,22 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
-        self._slots: list[Slot] = []
-        layout = sections(problem)
-        nbytes = sum(aligned(section.nbytes) for section in layout.values())
+        self._buffers: list[CallBuffers] = []
+        layout = buffer_sections(problem)
+        nbytes = sum(align_up(section.nbytes) for section in layout.values())
 
         def initialize(heap: Heap) -> None:
-            for index in range(_IN_FLIGHT):
-                views = heap.sections(layout, index * nbytes)
-                self._slots.append(_new_slot(views, heap.deltas_W.device))
+            for index in range(_MAX_IN_FLIGHT):
+                views = heap.view_sections(layout, index * nbytes)
+                self._buffers.append(_make_buffers(views, heap.deltas_W.device))
 
-        self._heap = self.manager.heap(_IN_FLIGHT * nbytes, layer_signature(problem), initialize)
-        self.tables(self._heap.deltas_W.device)  # made here, so that the first call can be recorded
-        self._free = list(range(_IN_FLIGHT))
+        self._heap = self.manager.allocate_heap(
+            _MAX_IN_FLIGHT * nbytes, layer_signature(problem), initialize
+        )
+        self.tables(
+            self._heap.deltas_W.device
+        )  # created here, so that a first call can be recorded
+        self._free = list(range(_MAX_IN_FLIGHT))
         self._finalizers: dict[int, weakref.finalize[..., SymmMemHandle]] = {}
 
     @classmethod
@@ -121,10 +129,10 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         return specs
 
     def may_record(self) -> bool:
-        return self._free[:1] == [0]  # other slots are used only while a call is in flight
+        return self._free[:1] == [0]  # the others are used only while a call is in flight
 
     def check(self) -> None:
-        """Wait for the device; raise CommunicationError if a call is incomplete."""
+        """Wait for the device. Raise CommunicationError if a call has failed."""
         self.manager.check()
 
     def _quantizes_before_dispatch(self) -> bool:
@@ -140,12 +148,12 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> Receiver:
-        arrived, handle = self._start(x_TH, routing, weights, call, wait=False)
+        received, handle = self._start(x_TH, routing, weights, call, wait=False)
 
         def receive() -> tuple[Dispatched, Handle]:
             with stages.stage(stages.DISPATCH):
                 handle.exchange.receive()
-            return arrived, handle
+            return received, handle
 
         return receive
 
@@ -158,14 +166,19 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         *,
         wait: bool,
     ) -> tuple[Dispatched, SymmMemHandle]:
+        """Launch the dispatch; return the received rows and the handle.
+
+        wait: whether the dispatch also waits for the rows of all ranks.
+        """
         problem, manager = self.problem, self.manager
         manager.check_device(x_TH.device)
         manager.next_step()
         if not self._free:
-            need = f"at most {_IN_FLIGHT}: finish one first"
-            raise UnsupportedError("calls in flight", got=_IN_FLIGHT + 1, need=need)
-        index = self._free[0]  # removed below, once a handle exists that releases it
-        # A call uses the first free slot, which is the same on every rank.
+            need = f"at most {_MAX_IN_FLIGHT}: finish one first"
+            raise UnsupportedError("calls in flight", got=_MAX_IN_FLIGHT + 1, need=need)
+        index = self._free[0]  # removed below, once there is a handle that releases it
+        # Every rank must use the same buffers, the first free ones. A replay always uses those of
+        # the recorded call.
         replay_unless(lambda: index not in self._free[:1])
         nbytes = x_TH.nbytes
 
@@ -174,11 +187,11 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
             manager.log_launch("dispatch", nbytes)
 
         repeat_in_replays(begin_again)
-        slot = self._slots[index]
+        buffers = self._buffers[index]
         rank_bits_T = call.workspace.take("sent", (problem.tokens,))
         tokens = x_TH.shape[0]
         exchange = SymmetricExchange(
-            manager, problem, slot, self._heap.deltas_W, rank_bits_T, tokens
+            manager, problem, buffers, self._heap.deltas_W, rank_bits_T, tokens
         )
         quantized = (
             self._quantize(x_TH, weights, call) if self._quantizes_before_dispatch() else None
@@ -188,19 +201,19 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         quantizes = quantizes_in_dispatch(problem.scheme, problem.hidden)
         with stages.stage(stages.QUANTIZE_DISPATCH if quantizes else stages.DISPATCH):
             exchange.send(x_TH, routing, tables, call, quantized=quantized, wait=wait)
-        weights_RK = None if problem.apply_router_weight_on_input else slot.weights_RK
+        weights_RK = None if problem.apply_router_weight_on_input else buffers.weights_RK
         has_static_scale = problem.scheme.dispatched_quantized and problem.scheme.static
-        scale = weights.a1_scale if has_static_scale else slot.scale_RG
-        rows = slot.x_RH, scale, slot.ids_RK, slot.weights_RK, slot.adapters_R
+        scale = weights.a1_scale if has_static_scale else buffers.scale_RG
+        rows = buffers.x_RH, scale, buffers.ids_RK, buffers.weights_RK, buffers.adapters_R
         local_tokens = self.local_tokens(call, *rows)
         handle = SymmMemHandle(self, call, index, exchange, weights_RK)
-        # The finalizer also releases the slot of a call that is never finished, after an error.
+        # If a call is never finished, after an error, the finalizer releases its buffers.
         self._finalizers[index] = weakref.finalize(handle, self._release, index)
         self._free.remove(index)
         return local_tokens, handle
 
-    def _release(self, slot_index: int) -> None:
-        self._free = sorted((*self._free, slot_index))
+    def _release(self, buffer_index: int) -> None:
+        self._free = sorted((*self._free, buffer_index))
 
     def _quantize(
         self, x_TH: torch.Tensor, weights: ExpertWeights, call: CallState
@@ -214,7 +227,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         return out
 
     def expert_output(self, handle: Handle) -> torch.Tensor:
-        return self.check_handle(handle, SymmMemHandle).exchange.slot.y_RH
+        return self.check_handle(handle, SymmMemHandle).exchange.buffers.y_RH
 
     def finalize(
         self,
@@ -225,9 +238,9 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         out: torch.Tensor,
     ) -> None:
         part_handle = self.check_handle(handle, SymmMemHandle)
-        if part_handle.slot_index in self._free:
+        if part_handle.buffer_index in self._free:
             raise UnsupportedError("handle", got="a finished call's", need="one in flight")
-        y_RH, manager = part_handle.exchange.slot.y_RH, self.manager
+        y_RH, manager = part_handle.exchange.buffers.y_RH, self.manager
         if expert_output is not y_RH:
             weight_and_reduce(
                 expert_output, part_handle.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
@@ -238,15 +251,15 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
 
         def end_call() -> None:
             manager.log_launch("combine", nbytes)
-            manager.check_open()  # raises a failure that is already known
+            manager.check_open()  # raises an error that has reached the host already
 
         repeat_in_replays(end_call)
-        self._finalizers.pop(part_handle.slot_index)()
+        self._finalizers.pop(part_handle.buffer_index)()
         end_call()
 
 
-def _new_slot(views: dict[str, torch.Tensor], device: torch.device) -> Slot:
-    """Return a slot in its initial state: no flag is set, and no row has an expert."""
+def _make_buffers(views: dict[str, torch.Tensor], device: torch.device) -> CallBuffers:
+    """Return the buffers of a call in their initial state: no flag is set, and no row is used."""
     views["arrived_W"].zero_()
     views["summed_W"].zero_()
     views["ids_RK"].fill_(-1)
@@ -254,13 +267,13 @@ def _new_slot(views: dict[str, torch.Tensor], device: torch.device) -> Slot:
     if "adapters_R" in views:
         views["adapters_R"].fill_(-1)
     tensors = {name: views[name] for name in views if name != "scale_RG"}
-    return Slot(
+    return CallBuffers(
         scale_RG=views.get("scale_RG"), dispatches=counters[0], combines=counters[1], **tensors
     )
 
 
 def layer_signature(problem: Problem) -> str:
-    """Return a string that must be equal on all ranks: the layer and the placement of experts."""
-    first = replace(problem.parallel, rank=0)
-    shared = replace(problem, parallel=first, local_experts=None)
+    """Return a string that identifies the layer and its placement, the same on all ranks."""
+    parallel = replace(problem.parallel, rank=0)
+    shared = replace(problem, parallel=parallel, local_experts=None)
     return f"{shared} {hashlib.sha256(repr(shared).encode()).hexdigest()[:8]}"

@@ -1,4 +1,4 @@
-"""Memory shared by processes of one machine, for ranks on a CPU."""
+"""Memory that the ranks of one machine share through files, for ranks on a CPU."""
 
 from collections.abc import Sequence
 
@@ -16,13 +16,11 @@ def share_memory(
     value: int,
     ranks: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
-    """Share a block of memory of each rank, (nbytes,) uint8 filled with `value`.
+    """Return a block of memory of each rank, (nbytes,) uint8 filled with `value`. Collective.
 
-    All ranks must call this function. The files are deleted before it returns; the memory lives as
-    long as the tensors.
+    The files are deleted before the function returns. The memory is freed with the tensors.
 
-    ranks: ranks on this host whose blocks are mapped and returned, in this order; None means all
-        ranks.
+    ranks: ranks on this host whose blocks are returned, in this order; None means all ranks.
     """
     with memory_file("block") as file:
         file.truncate(nbytes)

@@ -1,4 +1,4 @@
-"""Kernels of fixed-capacity exchanges have a barrier between loading and storing counters on sm_90."""
+"""Kernels of fixed-capacity exchanges have a barrier between loads and stores of counters."""
 
 import re
 from typing import Any

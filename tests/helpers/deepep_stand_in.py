@@ -15,8 +15,8 @@ from prepare_finalize.deepep.arguments import (
     high_throughput_arguments,
     low_latency_arguments,
 )
-from prepare_finalize.deepep.group import HighThroughput
-from prepare_finalize.deepep.low_latency_buffer import LowLatency
+from prepare_finalize.deepep.group import HighThroughputBuffer
+from prepare_finalize.deepep.low_latency_buffer import LowLatencyBuffer
 from prepare_finalize.rendezvous.connect import get_rank_and_size
 from prepare_finalize.rendezvous.hosts import Hosts
 
@@ -54,16 +54,16 @@ class GlooGroup:
 
     def high_throughput(self, hidden):
         result = high_throughput_arguments(DEEP_EP_V1.Buffer, hidden, self.world_size, self.num_sms)
-        return HighThroughput(
-            result.arguments.make(DEEP_EP_V1.Buffer, None), result.dispatch, result.combine
+        return HighThroughputBuffer(
+            result.arguments.make_buffer(DEEP_EP_V1.Buffer, None), result.dispatch, result.combine
         )
 
     def low_latency(self, tokens, hidden, experts):
         key = tokens, hidden, experts
         if key not in self._buffers:
             arguments = low_latency_arguments(DEEP_EP_V1.Buffer, *key, self.world_size)
-            self._buffers[key] = LowLatency(
-                arguments.make(DEEP_EP_V1.Buffer, None), tokens, experts
+            self._buffers[key] = LowLatencyBuffer(
+                arguments.make_buffer(DEEP_EP_V1.Buffer, None), tokens, experts
             )
         return self._buffers[key]
 
@@ -91,7 +91,7 @@ class HostsOverGloo(GlooGroup):
     def high_throughput(self, hidden):
         config = DEEP_EP_V1.Buffer.get_dispatch_config(self.world_size)
         buffer = BufferArguments(128, 128, False, 10).make(OneRankOfAHost, None)
-        return HighThroughput(buffer, config, config)
+        return HighThroughputBuffer(buffer, config, config)
 
 
 class OverGloo:

@@ -16,8 +16,8 @@ from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.tensors import BatchedShape, ContiguousShape
 from modular_kernel.workspace import workspace_bytes
 from prepare_finalize.pplx.part import _shape
-from prepare_finalize.symm_mem.group import aligned
-from prepare_finalize.symm_mem.launch import sections
+from prepare_finalize.symm_mem.group import align_up
+from prepare_finalize.symm_mem.launch import buffer_sections
 
 HOPPER = Cluster().machine(frozenset({"triton", "ml_dtypes"}))
 DEEPSEEK = Problem(4096, 7168, 2048, 256, 8, parallel=Parallel(8))
@@ -29,7 +29,7 @@ NO_EP, LOW_LATENCY = "MoEPrepareAndFinalizeNoEP", "DeepEPLLPrepareAndFinalize"
 @pytest.mark.parametrize("tokens", [1, 128, 4096])
 def test_exchange_buffers_are_those_that_the_parts_allocate(quant: str, tokens: int) -> None:
     problem = replace(DEEPSEEK, quant=quant, tokens=tokens)
-    heap = 2 * sum(aligned(section.nbytes) for section in sections(problem).values())
+    heap = 2 * sum(align_up(section.nbytes) for section in buffer_sections(problem).values())
     assert exchange_bytes("SymmMemPrepareAndFinalize", problem) == pytest.approx(heap, rel=0.03)
     library = _shape(problem).device_bytes(8)
     whole = exchange_bytes("PplxPrepareAndFinalize", problem)

@@ -34,7 +34,7 @@ from prepare_finalize.deepep import group as deepep
 from prepare_finalize.deepep import low_latency as deepep_ll
 from prepare_finalize.deepep import v2 as deepep_v2
 from prepare_finalize.deepep.group import has_rdma_nic, load_deepep
-from prepare_finalize.deepep.low_latency_buffer import LowLatency
+from prepare_finalize.deepep.low_latency_buffer import LowLatencyBuffer
 from prepare_finalize.deepep.part import DeepEPPart
 
 HT, LL, V2 = (f"DeepEP{name}PrepareAndFinalize" for name in ("HT", "LL", "V2"))
@@ -183,7 +183,7 @@ def test_ibgda_is_read_again(
 
 
 def test_rdma_nics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(deepep, "_NICS", tmp_path / "infiniband")
+    monkeypatch.setattr(deepep, "_RDMA_DEVICES_DIR", tmp_path / "infiniband")
     assert not has_rdma_nic()
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
     assert has_rdma_nic()
@@ -274,7 +274,7 @@ class Recorder:
 def test_a_dispatch_is_received_before_the_next_exchange() -> None:
     """In whatever order calls in flight are finished."""
     recorder = Recorder()
-    buffer: Any = LowLatency(recorder, 8, 4)
+    buffer: Any = LowLatencyBuffer(recorder, 8, 4)
     first = buffer.dispatch("a", None, quantize=False)
     second = buffer.dispatch("b", None, quantize=False)
     second.receive()
@@ -291,7 +291,7 @@ def test_a_dispatch_is_received_before_the_next_exchange() -> None:
 
 def test_a_synchronous_dispatch_is_one_launch_without_a_receive() -> None:
     recorder = Recorder()
-    buffer: Any = LowLatency(recorder, 8, 4)
+    buffer: Any = LowLatencyBuffer(recorder, 8, 4)
     buffer.dispatch("a", None, quantize=False)
     arrival = buffer.dispatch("b", None, quantize=False, at_once=True)
     arrival.receive()

@@ -127,7 +127,7 @@ def test_the_arguments_for_many_tokens(ranks: int, num_sms: int | None) -> None:
     before = Buffer.num_sms
     try:
         Buffer.num_sms = num_sms or before
-        made.arguments.make(Buffer, group_of(ranks))
+        made.arguments.make_buffer(Buffer, group_of(ranks))
     finally:
         Buffer.num_sms = before
     across = ranks > 8
@@ -146,7 +146,9 @@ def test_the_arguments_for_few_tokens(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [24, 168])
 def test_a_size_without_kernels_is_refused_by_the_library_too(ranks: int) -> None:
     with pytest.raises(AssertionError, match="Unsupported"):
-        high_throughput_arguments(Buffer, 7168, ranks, None).arguments.make(Buffer, group_of(ranks))
+        high_throughput_arguments(Buffer, 7168, ranks, None).arguments.make_buffer(
+            Buffer, group_of(ranks)
+        )
 
 
 @pytest.mark.parametrize("num_sms", [2, 66])

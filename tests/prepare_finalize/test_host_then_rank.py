@@ -155,7 +155,7 @@ def stays_away(rank: int, world: int, group: object, phase: str) -> tuple[str, f
     part: Any = kernel.prepare_finalize
     trial = RankTrial(case_of("zipf", 2), rank, CPU, lambda *_: kernel)
     if rank == 1:
-        name = "_pass_on" if phase == "dispatch" else "finalize"
+        name = "_forward" if phase == "dispatch" else "finalize"
         usual = getattr(part, name)
 
         def late(*args: Any, **options: Any) -> Any:

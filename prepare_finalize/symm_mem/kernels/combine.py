@@ -1,4 +1,4 @@
-"""Combine kernel: sum each token's rows, read from the memory of the ranks that computed them."""
+"""Combine kernel: add the sums of each token, read from the memory of the ranks of its experts."""
 
 import triton
 import triton.language as tl
@@ -20,14 +20,16 @@ def combine_kernel(
     HIDDEN: tl.constexpr, HAS_PEER_ROWS: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """out[t] = sum over the ranks that got token t of row rank * capacity + t of their y.
+    """Signal that y of this rank is complete, wait for all ranks, and add the rows of each token.
 
-    Grid: any number of programs, which loop over tokens and blocks of BLOCK columns. Sums are
-    float32, in rank order; NaN after a failed wait.
+        out[t] = sum over the ranks r to which token t was sent of y_r[rank * capacity + t]
 
-    y_heap_ptr: y (WORLD * capacity, HIDDEN), this rank's shared memory, with the same layout on all
+    Grid: any number of programs, which loop over tokens and blocks of BLOCK columns. Rows are added
+    in float32 in rank order. The output is NaN after a failed wait.
+
+    y_heap_ptr: y, (WORLD * capacity, HIDDEN), in the heap of this rank, at the same offset on all
         ranks. It is complete when the launch begins.
-    rank_bits_ptr: (capacity,) int32, the ranks that got each token, as bits.
+    rank_bits_ptr: (capacity,) int32. Bit r is set if the token was sent to rank r.
     peer_rows_ptr: if HAS_PEER_ROWS, (WORLD, tokens) int32; the row of token t on rank r is
         peer_rows[r, t] instead.
     flags_ptr, deltas_ptr, failed_ptr, status_ptr, timeout_ns: see `signals`.

@@ -1,4 +1,8 @@
-"""Dispatch kernel: write rows of this rank's tokens to the memory of the ranks that need them."""
+"""Dispatch kernel: write rows to the memory of the ranks that have their experts.
+
+A replicated expert has several copies, on different ranks. The table homes has the rank and slot of
+each copy.
+"""
 
 import triton
 import triton.language as tl
@@ -22,8 +26,8 @@ def _load_homes(
 ):  # fmt: skip
     """Return rank and slot of a token's pairs, (BLOCK_K,) int32, and the number of invalid ids.
 
-    Both are -1 for skipped pairs. Ids are compared in their own width, so that a 64-bit id is not
-    truncated into the range.
+    Rank and slot are -1 for skipped pairs. Ids are compared before they are converted, so that an
+    int64 is not truncated into the range. Copies are used round-robin, from first_copy on.
     """
     k = tl.arange(0, BLOCK_K)
     mask = (k < TOP_K) & is_token
@@ -46,9 +50,10 @@ def _send_routing(
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, ADAPTERS: tl.constexpr, HAS_PEER_ROWS: tl.constexpr,
     WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Write slots (-1 for other ranks), weights and adapter of a token's row to every rank.
+    """Write slots, weights and adapter of a token to its row on every rank.
 
-    If HAS_PEER_ROWS, write only to ranks that have a row for the token.
+    Slots are -1 for experts of other ranks. If HAS_PEER_ROWS, write only to ranks that have a row
+    for the token.
     """
     k = tl.arange(0, BLOCK_K)
     mask = k < TOP_K
@@ -85,7 +90,7 @@ def _send_columns(
 ):  # fmt: skip
     """Write BLOCK columns of a row, from `start` on, to the ranks whose bits are set in rank_bits.
 
-    QUANT "group" and "token" quantize the values first; see `dispatch_kernel`.
+    With QUANT "group" or "token", quantize the values first; see `dispatch_kernel`.
     """
     TYPE: tl.constexpr = x_heap_ptr.dtype.element_ty
     GROUPS: tl.constexpr = HIDDEN // GROUP
@@ -116,7 +121,7 @@ def _send_columns(
 
 @triton.jit
 def _row_amax(x_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest magnitude of a row."""
+    """Return the maximum absolute value of a row."""
     amax = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, HIDDEN, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -130,7 +135,7 @@ def _send_scales(
     scale_ptr, scale_heap_ptr, deltas_ptr, peer_rows_ptr, token, tokens, row, rank_bits,
     SCALES: tl.constexpr, BLOCK_S: tl.constexpr, HAS_PEER_ROWS: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's given scales to the ranks whose bits are set in rank_bits."""
+    """Write the scales of a quantized row to the ranks whose bits are set in rank_bits."""
     column = tl.arange(0, BLOCK_S)
     mask = column < SCALES
     scale = tl.load(scale_ptr + token * SCALES + column, mask=mask, other=0.0)
@@ -154,30 +159,31 @@ def dispatch_kernel(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Write token t of `tokens` to row rank * capacity + t of every rank with one of its experts.
+    """Write token t to row rank * capacity + t of every rank with one of its experts.
 
-    Slots and weights are written to every rank; the rows up to capacity get slots -1. Grid: any
-    number of programs, which loop over work items. A work item is CHUNK columns of a row; CHUNK is
-    a multiple of BLOCK.
+    Slots and weights are written to every rank. The slots of rows `tokens` to capacity - 1 are -1.
+
+    Grid: any number of programs, which loop over work items. A work item is CHUNK columns of a row;
+    CHUNK is a multiple of BLOCK. The last program to finish sets the flags of this rank.
 
     x_ptr: (tokens, HIDDEN).
-    scale_ptr: (tokens, SCALES), the scales of quantized rows.
+    scale_ptr: (tokens, SCALES), scales of quantized rows.
     ids_ptr, weights_ptr: (tokens, TOP_K).
-    homes_ptr, copies_ptr: the tables of the placement: (E, MAX_COPIES, 2) rank and slot of each
-        copy, and (E,) copies.
-    x_heap_ptr, scale_heap_ptr, ids_heap_ptr, weights_heap_ptr, adapters_heap_ptr: this rank's
-        shared memory, with the same layout on all ranks: rows (WORLD * capacity, HIDDEN), their
+    homes_ptr: (E, MAX_COPIES, 2), rank and slot of each copy of each expert.
+    copies_ptr: (E,), number of copies of each expert.
+    x_heap_ptr, scale_heap_ptr, ids_heap_ptr, weights_heap_ptr, adapters_heap_ptr: received rows in
+        the heap of this rank, at the same offsets on all ranks: x (WORLD * capacity, HIDDEN),
         scales, int32 slots, float32 weights and int32 adapter slots.
-    rank_bits_ptr: output (capacity,) int32, the ranks that get each row, as bits.
-    peer_rows_ptr: if HAS_PEER_ROWS, (WORLD, tokens) int32: token t is written to row peer_rows[r,
+    rank_bits_ptr: (capacity,) int32, output. Bit r is set if the token is sent to rank r.
+    peer_rows_ptr: if HAS_PEER_ROWS, (WORLD, tokens) int32. Token t is written to row peer_rows[r,
         t] of rank r instead, and not at all if that is -1. No other row is written.
     flags_ptr, deltas_ptr, failed_ptr, status_ptr, timeout_ns: see `signals`.
     state_ptr: (2,) int32, the number of the last dispatch, and the counter of `is_last_program`.
-    QUANT: "none" copies rows; "scaled" copies their SCALES scales as well; "group" and "token"
-        quantize rows, with one scale for GROUP columns or for a row.
-    ADAPTERS: "slots" sends adapters (tokens,) int32, "unused" sends -1 for each row, "none" sends
-        nothing.
-    WAIT: the last program waits for the rows of all other ranks; otherwise `arrival_kernel` does.
+    QUANT: "none" to copy rows; "scaled" to copy rows and their SCALES scales; "group" and "token"
+        to quantize rows, with one scale per GROUP columns or per row.
+    ADAPTERS: "slots" to send adapters_ptr, (tokens,) int32; "unused" to send -1 for each row;
+        "none" to send nothing.
+    WAIT: whether the last program waits for the rows of all ranks. If not, `arrival_kernel` does.
     BLOCK_K, BLOCK_S, PADDED: powers of two >= TOP_K, SCALES and WORLD.
     """
     pdl_wait(OVERLAP)
@@ -252,7 +258,7 @@ def arrival_kernel(
     WORLD: tl.constexpr, PADDED: tl.constexpr, INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Wait for the rows of a dispatch without WAIT. Grid: (1,)."""
+    """Wait for the rows of all ranks, after a dispatch without WAIT. Grid: (1,)."""
     pdl_wait(OVERLAP)
     number = tl.load(state_ptr)
     wait_for_all(

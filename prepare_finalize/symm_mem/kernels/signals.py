@@ -1,10 +1,11 @@
-"""Device functions that access peer memory, and flags that synchronize ranks.
+"""Triton functions that access the memory of peers, and synchronize ranks through flags.
 
 All ranks use the same layout of symmetric memory. Adding deltas[r], (W,) int64, to an address in
-this rank's memory gives the address of the same object on rank r; deltas is 0 for this rank. For
-each phase, flags (W,) int32 hold the number of the last call that each rank finished. The numbers
-increase monotonically (modulo 2^32), so flags are never reset, and a call replayed from a CUDA
-graph needs no new argument.
+the memory of this rank gives the address of the same object on rank r; deltas[rank] is 0.
+
+For each phase, dispatch and combine, every rank has flags (W,) int32. Flag r is the number of the
+last call for which rank r has finished the phase. The numbers increase by 1 per call (modulo 2^32),
+so flags are never reset, and a call replayed from a CUDA graph needs no new argument.
 """
 
 from time import monotonic_ns, sleep
@@ -17,10 +18,10 @@ _PAUSE_S = 0.0002
 
 
 class HostClock(int):
-    """Python's monotonic clock, with a short sleep.
+    """Monotonic clock of the host in nanoseconds, for interpreted kernels.
 
-    It is a class because Triton kernels may not refer to other callables. Loops that poll call it;
-    the sleep yields the CPU to the processes of other ranks.
+    Loops that poll flags call it. It sleeps, so that the processes of other ranks get the CPU. It
+    is a class because Triton kernels may not call Python functions.
     """
 
     def __new__(cls) -> int:
@@ -30,7 +31,7 @@ class HostClock(int):
 
 @triton.jit
 def peer_pointer(pointer, deltas_ptr, rank):
-    """Translate a 16-byte aligned `pointer` into this rank's memory to the address on `rank`."""
+    """Translate `pointer`, 16-byte aligned in the memory of this rank, to the address on `rank`."""
     address = pointer.to(tl.int64) + tl.load(deltas_ptr + rank)
     return tl.multiple_of(address.to(pointer.dtype), 16)
 
@@ -54,7 +55,7 @@ def row_at_peer(peer_rows_ptr, rank, token, tokens, row, HAS_PEER_ROWS: tl.const
 def is_last_program(counter_ptr):
     """Return whether this is the last program of the launch to call this function.
 
-    The last program sees the writes of all others, and resets the counter to 0.
+    The writes of all other programs are visible to the last one. It resets the counter to 0.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
@@ -69,7 +70,7 @@ def signal(
 ):  # fmt: skip
     """Set this rank's flag to `number` on every rank, with release semantics.
 
-    Do nothing after a failure, because later results are invalid.
+    Do nothing after a failed wait, because later results are invalid.
     """
     peer = tl.arange(0, PADDED)
     mask = (peer < WORLD) & (tl.load(failed_ptr, volatile=True) == 0)
@@ -83,7 +84,7 @@ def signal(
 def _load_acquire(pointers, INTERPRETED: tl.constexpr):
     """Load int32 flags with acquire semantics.
 
-    After a barrier, all threads see what other ranks wrote before they set these flags.
+    After a barrier, what other ranks wrote before they set these flags is visible to all threads.
     """
     if INTERPRETED:
         return tl.load(pointers, volatile=True)
@@ -96,7 +97,7 @@ def _load_acquire(pointers, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _now(INTERPRETED: tl.constexpr):
-    """Return a time in nanoseconds; interpreted kernels read Python's monotonic clock."""
+    """Return the time in nanoseconds."""
     if INTERPRETED:
         return HostClock()
     else:
@@ -108,11 +109,14 @@ def wait_for_all(
     flags_ptr, number, failed_ptr, status_ptr, timeout_ns,
     PHASE: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Wait until every rank's flag has reached `number`; return whether any wait has failed.
+    """Wait until the flags of all ranks have reached `number`; return whether any wait has failed.
 
-    timeout_ns is an int64. On a timeout, the first program sets *failed_ptr and writes the int64
+    On a timeout, set *failed_ptr. The first program that does so also writes the int64
     PHASE << 56 | bitmask of missing ranks << 32 | number to *status_ptr. Once *failed_ptr is set,
     by this rank or a peer, waits return immediately.
+
+    timeout_ns: int64.
+    PHASE: 1 for a dispatch, 2 for a combine.
     """
     rank = tl.arange(0, PADDED)
     pointers = flags_ptr + tl.minimum(rank, WORLD - 1)  # NaN-free: integers
