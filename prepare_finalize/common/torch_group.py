@@ -69,6 +69,9 @@ class TorchGroup:
       before a row is sent. If False, only the first call of each layer does; later calls have a
       handshake on the device (`device_handshake`), as do layers of problems with `graph`.
 
+    Methods that start an exchange take its step, the number of the call from `next_step`, and its
+    phase, "counts", "dispatch" or "combine". Both are for the log and for error messages.
+
     Raise ConfigurationError if the group cannot be used, and CommunicationError if a rank does not
     take part. The manager cannot be used afterwards; the caller's group is unchanged.
     """
@@ -89,8 +92,8 @@ class TorchGroup:
         process_group = resolve_process_group(group)
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.device = select_device_type(process_group, device)
-        self.step = 0
-        self.layers = 0
+        self.step = 0  # number of the last call
+        self.layers = 0  # number of layers that use this manager
         # Largest number of row counts that a rank sends in a handshake of any layer. All handshakes
         # have this size, because gloo ends the process if the sizes of ranks differ.
         self.max_counts = self.world_size
@@ -98,11 +101,11 @@ class TorchGroup:
         self._calls_by_step: dict[int, tuple[int, int]] = {}  # step -> (layer, call)
         self._refusal: Exchange | None = None
         self._in_flight: WeakSet[Exchange] = WeakSet()
-        self._lock = threading.Lock()  # protects _in_flight and _closing_thread
+        self._lock = threading.Lock()  # protects _in_flight and _failure_thread
         self.order = 0  # digest of the sequence of exchanges so far, compared by handshakes
         self.last_calls = ExchangeLog(self.rank, history)
         self._failure: CommunicationError | None = None
-        self._closing_thread: int | None = None  # the thread that handles the first failure
+        self._failure_thread: int | None = None  # the thread that handles the first failure
         self._culprits_known = threading.Event()
         self.device_status: DeviceStatus | None = None  # of layers with a device handshake
         self._watchdog: Watchdog | None = None
@@ -245,7 +248,7 @@ class TorchGroup:
         self.last_calls.end(self._refusal.record, f"refused: {reason}")
 
     def abort(self, error: Exception) -> None:
-        """Close the manager after an error on this rank between exchanges, and notify peers."""
+        """Close the manager after an error on this rank outside of exchanges, and notify peers."""
         if isinstance(error, CommunicationError) or self._failure is not None or self._destroyed:
             return
         if self._generation != forks.generation():  # the connections are the parent's
@@ -396,7 +399,7 @@ class TorchGroup:
 
         Return `failure` if this is the thread that determines them, or after a timeout.
         """
-        if self._closing_thread not in (None, threading.get_ident()):
+        if self._failure_thread not in (None, threading.get_ident()):
             self._culprits_known.wait(self.deadline_s + _GRACE_S + _ABORT_TIMEOUT_S)
             failure = self._failure or failure
         return failure
@@ -408,6 +411,12 @@ class TorchGroup:
         step: int,
         phase: str,
     ) -> "Exchange":
+        """Start an exchange.
+
+        launch: function that calls the backend and returns its handle.
+        tensors: tensors that must not be freed before the end of the exchange. The last one is
+            sent.
+        """
         self._check_open()
         self.order = zlib.crc32(f"{step} {phase}".encode(), self.order)
         record = self.last_calls.begin(step, phase, tensors[-1].nbytes)
@@ -431,7 +440,7 @@ class TorchGroup:
 
     def _wait_on_stream(self, exchange: "Exchange") -> None:
         work = exchange.work
-        self._check_open()  # the watchdog may have closed the manager, and dropped the work
+        self._check_open()  # the watchdog may have closed the manager and cleared exchange.work
         try:
             work.wait()
         except RuntimeError as error:
@@ -445,7 +454,10 @@ class TorchGroup:
         self.last_calls.end(exchange.record)
 
     def _wait_for(self, work: Any, until_s: float) -> None:
-        """Raise RuntimeError if the exchange failed or did not finish in time."""
+        """Wait for a collective. Raise RuntimeError if it failed or did not end in time.
+
+        until_s: end of the wait (time.monotonic).
+        """
         if self.device == "cpu":
             # Wait slightly longer than gloo's timeout, after which gloo has released its threads.
             remaining_s = max(0.0, until_s - time.monotonic()) + 0.25
@@ -482,8 +494,8 @@ class TorchGroup:
         known, it is that rank alone.
         """
         index_W = self.hosts.index_W
-        same_host = len(index_W) <= store_rank or index_W[store_rank] == index_W[self.rank]
-        return (store_rank,) if same_host else self.hosts.ranks_on(index_W[store_rank])
+        is_same_host = len(index_W) <= store_rank or index_W[store_rank] == index_W[self.rank]
+        return (store_rank,) if is_same_host else self.hosts.ranks_on(index_W[store_rank])
 
     def _handle_failure(
         self, record: dict[str, Any], started_s: float, error: RuntimeError
@@ -501,9 +513,9 @@ class TorchGroup:
         need = f"every rank within {self.deadline_s:g} s"
         preliminary = self._make_error("exchange between ranks", reason, need, *position, ())
         with self._lock:
-            is_first = self._closing_thread is None
+            is_first = self._failure_thread is None
             if is_first:
-                self._closing_thread, self._failure = threading.get_ident(), preliminary
+                self._failure_thread, self._failure = threading.get_ident(), preliminary
         if not is_first:
             return self._wait_for_culprits(self._failure or preliminary)
         try:
@@ -523,14 +535,14 @@ class TorchGroup:
         clear_frames(error.__traceback__)  # frames may refer to the communicator
         self._close_connections()
         end_time = max(time.monotonic() + _MIN_GRACE_S, started_s + self.deadline_s + _GRACE_S)
-        failed = self._failure_records.publish_and_collect(record, end_time)
+        records = self._failure_records.publish_and_collect(record, end_time)
         peers = self._store_rank
         cause = "the group's store, which may run on that rank, does not answer"
-        if failed is None and peers and not self._failure_records.is_closed:
+        if records is None and peers and not self._failure_records.is_closed:
             peers = self._unreachable_ranks(peers[0])
-        if failed is not None:
-            failed.setdefault(self.rank, record)
-            peers, cause = find_culprits(self.rank, self.world_size, failed, self.deadline_s)
+        if records is not None:
+            records.setdefault(self.rank, record)
+            peers, cause = find_culprits(self.rank, self.world_size, records, self.deadline_s)
         got = f"{cause}; after {elapsed_s:.2f} s: {reason}"
         self._failure = self._make_error("exchange between ranks", got, need, *position, peers)
         return self._failure

@@ -45,14 +45,14 @@ class HostThenRankHandle(GroupHandle):
 
     token_N: token of each sent row, ordered by chunk, host, then token.
     counts: numbers of rows by source, destination and chunk.
-    memory: receive buffers of the call.
+    receive_buffers: receive buffers of the call.
     host_exchanges: exchange of each chunk within the host; None for a chunk without rows on this
         host.
     """
 
     token_N: torch.Tensor
     counts: RowCounts
-    memory: PooledBuffers
+    receive_buffers: PooledBuffers
     host_exchanges: tuple[SymmetricExchange | None, ...]
 
 
@@ -106,7 +106,7 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
             geometry.host * per_host : (geometry.host + 1) * per_host
         ]
         self._host_problem = _make_host_problem(problem, geometry, tuple(map(len, host_slots)))
-        self._first_slot_W = _first_numbers(problem.placement, per_host)
+        self._first_slot_W = _first_slots(problem.placement, per_host)
         try:
             self._buffer_pool = HostBufferPool(self._host_problem, problem, manager, self.max_rows)
         except CommunicationError:
@@ -174,20 +174,20 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
             self._exchange_between_hosts(counts, chunk, forwarded, sent, metadata.step, "dispatch")
             for chunk in range(geometry.chunks)
         ]
-        memory = self._buffer_pool.take(counts.received)
+        receive_buffers = self._buffer_pool.take(counts.received)
 
         def receive() -> tuple[Dispatched, Handle]:
             host_exchanges = self._forward(
-                counts, forwarded, exchanges, memory.full, call, metadata.step
+                counts, forwarded, exchanges, receive_buffers.full, call, metadata.step
             )
-            buffers = memory.rows
+            buffers = receive_buffers.rows
             weights_RK = None if self.problem.apply_router_weight_on_input else buffers.weights_RK
             scales = scale if buffers.scale_RG is None else buffers.scale_RG
             received_tokens = self.local_tokens(
                 call, buffers.x_RH, scales, buffers.ids_RK, buffers.weights_RK, buffers.adapters_R
             )
             return received_tokens, HostThenRankHandle(
-                self, call, metadata, weights_RK, token_N, counts, memory, host_exchanges
+                self, call, metadata, weights_RK, token_N, counts, receive_buffers, host_exchanges
             )
 
         return receive
@@ -207,8 +207,8 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
         `sent`. If no row leaves its host, copy the rows and return None.
         """
         to_W, from_W = counts.splits(chunk)
-        target = forwarded[_chunk(counts.forwarded, chunk)]
-        source = sent[_chunk(counts.sent, chunk)]
+        target = forwarded[_slice_chunk(counts.forwarded, chunk)]
+        source = sent[_slice_chunk(counts.sent, chunk)]
         if phase == "combine":
             target, source, to_W, from_W = source, target, from_W, to_W
         if not counts.crosses_hosts[chunk]:
@@ -234,10 +234,10 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
         forwarded: packed rows from all hosts.
         exchanges: exchange of each chunk between hosts.
         """
-        arrived_rows = self.rows.allocate(call, len(forwarded))
+        unpacked_rows = self.rows.allocate(call, len(forwarded))
         host_exchanges: list[SymmetricExchange | None] = []
         per_host, started = self._geometry.ranks_per_host, time.monotonic()
-        bits = call.workspace.take("ranks_of_rows", (len(forwarded),))
+        rank_bits = call.workspace.take("ranks_of_rows", (len(forwarded),))
         positions = call.workspace.take("row_positions", (per_host * len(forwarded),))
         tables = self._host_problem.placement.tables(forwarded.device)
         last_chunk = max(
@@ -252,15 +252,15 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
                 host_exchanges.append(None)
                 continue
             self.manager.check_host_memory(step, "dispatch", forwarded.nbytes, started)
-            chunk_rows = _chunk(counts.forwarded, chunk)
-            chunk_unpacked = arrived_rows.rows(chunk_rows.start, chunk_rows.stop)
-            self.rows.unpack_into(chunk_unpacked, call, [forwarded[chunk_rows]])
+            chunk_rows = _slice_chunk(counts.forwarded, chunk)
+            chunk_tokens = unpacked_rows.rows(chunk_rows.start, chunk_rows.stop)
+            self.rows.unpack_into(chunk_tokens, call, [forwarded[chunk_rows]])
             rows = chunk_rows.stop - chunk_rows.start
             positions_LN = positions[per_host * chunk_rows.start : per_host * chunk_rows.stop].view(
                 per_host, rows
             )
-            _assign_rows(
-                chunk_unpacked.ids_RK,
+            _assign_positions(
+                chunk_tokens.ids_RK,
                 tables,
                 counts.write_bounds[:, chunk].to(forwarded.device),
                 out=positions_LN,
@@ -270,19 +270,17 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
                 self._host_problem,
                 buffers,
                 self._buffer_pool.heap.deltas_W,
-                bits[chunk_rows],
+                rank_bits[chunk_rows],
                 rows,
                 positions_LN,
             )
-            routing = Routing(
-                chunk_unpacked.weights_RK, chunk_unpacked.ids_RK, chunk_unpacked.adapters_R
-            )
+            routing = Routing(chunk_tokens.weights_RK, chunk_tokens.ids_RK, chunk_tokens.adapters_R)
             quantized = None
             if dispatches_quantized(self.problem, call):
-                scale = bits if chunk_unpacked.scale is None else chunk_unpacked.scale
-                quantized = QuantizedRows(chunk_unpacked.x_RH, scale)
+                scale = rank_bits if chunk_tokens.scale is None else chunk_tokens.scale
+                quantized = QuantizedRows(chunk_tokens.x_RH, scale)
             host_exchange.send(
-                chunk_unpacked.x_RH,
+                chunk_tokens.x_RH,
                 routing,
                 tables,
                 call,
@@ -294,7 +292,7 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
         return tuple(host_exchanges)
 
     def expert_output(self, handle: Handle) -> torch.Tensor:
-        return self.check_handle(handle, HostThenRankHandle).memory.rows.y_RH
+        return self.check_handle(handle, HostThenRankHandle).receive_buffers.rows.y_RH
 
     def finalize(
         self,
@@ -307,8 +305,12 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
         part_handle = self.check_handle(handle, HostThenRankHandle)
         counts, step = part_handle.counts, part_handle.metadata.step
         take = part_handle.call.workspace.take
-        y_RH, manager, started = part_handle.memory.rows.y_RH, self.manager, time.monotonic()
-        part_handle.memory.release()
+        y_RH, manager, started = (
+            part_handle.receive_buffers.rows.y_RH,
+            self.manager,
+            time.monotonic(),
+        )
+        part_handle.receive_buffers.release()
         if expert_output is not y_RH:
             weight_and_reduce(
                 expert_output, part_handle.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
@@ -322,7 +324,7 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
             for chunk, host_exchange in enumerate(part_handle.host_exchanges):
                 manager.check_host_memory(step, "combine", sums.nbytes, started)
                 if host_exchange is not None:
-                    host_exchange.combine(sums[_chunk(counts.forwarded, chunk)])
+                    host_exchange.combine(sums[_slice_chunk(counts.forwarded, chunk)])
                     manager.check_host_memory(step, "combine", sums.nbytes, started)
                 sum_bytes, returned_bytes = sums.view(torch.uint8), partial_sums.view(torch.uint8)
                 exchanges.append(
@@ -362,7 +364,7 @@ def _make_host_problem(
     return replace(problem, experts=sum(num_slots_W), local_experts=None, parallel=parallel)
 
 
-def _first_numbers(placement: Placement, per_host: int) -> tuple[int, ...]:
+def _first_slots(placement: Placement, per_host: int) -> tuple[int, ...]:
     """Return, for each rank, the number of its first slot among the slots of its host."""
     slot_counts = tuple(map(len, placement.slots))
     blocks = (
@@ -380,7 +382,7 @@ def _token_mask(destination_TK: torch.Tensor, num_destinations: int) -> torch.Te
     return (destination_TK == destinations_P[:, None, None]).any(2)
 
 
-def _chunk(rows: Sequence[int], chunk: int) -> slice:
+def _slice_chunk(rows: Sequence[int], chunk: int) -> slice:
     """Return the slice of the rows of one chunk.
 
     rows: number of rows of each chunk.
@@ -389,7 +391,7 @@ def _chunk(rows: Sequence[int], chunk: int) -> slice:
     return slice(start, start + rows[chunk])
 
 
-def _assign_rows(
+def _assign_positions(
     ids_NK: torch.Tensor, tables: PlacementTables, bounds_2L: torch.Tensor, *, out: torch.Tensor
 ) -> None:
     """Write the position of each row in the buffers of each rank of the host to `out`.
