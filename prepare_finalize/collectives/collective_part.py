@@ -11,8 +11,7 @@ from modular_kernel.compatibility.support import PrepareFinalizeRequirements
 from modular_kernel.contracts import CallState, Receiver
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops.expert_slots import number_pairs
-from modular_kernel.ops.quantize import scale_shape
-from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, STORAGE
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.spec.problem import ActivationFormat, Problem, Reduce
 from modular_kernel.tensors import (
     ContiguousShape,
@@ -25,7 +24,11 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.blocks import BlockLayout, ReceivedColumns, SentRows
-from prepare_finalize.common.fixed_capacity import FixedCapacityCall, FixedCapacityExchange
+from prepare_finalize.common.fixed_capacity import (
+    FixedCapacityCall,
+    FixedCapacityExchange,
+    make_block_layouts,
+)
 from prepare_finalize.common.group_part import PackedRowsPart
 from prepare_finalize.common.tokens import dispatches_quantized, quantize_tokens, token_specs
 
@@ -256,25 +259,3 @@ class CollectivePart(PackedRowsPart):
     def refuse(self, error: Exception) -> None:
         if self.fixed_capacity is None or not self.fixed_capacity.refuse(error):
             super().refuse(error)
-
-
-def make_block_layouts(problem: Problem, rows: int) -> dict[bool, BlockLayout]:
-    """Return the layouts of blocks with a capacity of `rows` rows.
-
-    The keys say whether rows are quantized. There is one for True only if the scheme quantizes
-    activations before the dispatch.
-    """
-    scheme, layouts = problem.scheme, {}
-    for quantized in {False, scheme.dispatched_quantized}:
-        scales = 0
-        if quantized and scheme.activation_granularity != "tensor":
-            scales = scale_shape(scheme, 1, problem.hidden)[1]
-        layouts[quantized] = BlockLayout(
-            rows,
-            problem.hidden,
-            STORAGE[scheme.activation] if quantized else problem.dtype,
-            problem.top_k,
-            scales,
-            problem.adapters is not None,
-        )
-    return layouts

@@ -7,7 +7,6 @@ import torch
 
 from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.spec.problem import MAX_TOP_K, Parallel, Problem
-from prepare_finalize.collectives.collective_part import make_block_layouts
 from prepare_finalize.common.blocks import (
     Blocks,
     BlockSums,
@@ -21,6 +20,7 @@ from prepare_finalize.common.blocks import (
 )
 from prepare_finalize.common.compile_cases import META, empty, problems_with
 from prepare_finalize.common.device_status import FIELDS, NOT_REFUSED, CallCounter, DeviceStatus
+from prepare_finalize.common.fixed_capacity import make_block_layouts
 
 _CHANGES: tuple[dict[str, Any], ...] = (
     {"dtype": torch.float32, "lora": "adapters=4,rank=16"},

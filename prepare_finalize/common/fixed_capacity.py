@@ -16,7 +16,10 @@ import torch
 from modular_kernel.contracts import CallState
 from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.ops.expert_slots import count_slots_per_rank
+from modular_kernel.ops.quantize import scale_shape
+from modular_kernel.quant.quantized_weights import STORAGE
 from modular_kernel.replay.recording import unrecorded
+from modular_kernel.spec.problem import Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.blocks import (
     BlockLayout,
@@ -312,3 +315,25 @@ class FixedCapacityExchange:
             self._handshake.status.verify(headers_WF, sent.header_F, self._handshake.limits)
             self.combine(sent, sent.sums_SRH.new_empty(0, problem.hidden))
         return True
+
+
+def make_block_layouts(problem: Problem, rows: int) -> dict[bool, BlockLayout]:
+    """Return the layouts of blocks with a capacity of `rows` rows.
+
+    The keys say whether rows are quantized. There is one for True only if the scheme quantizes
+    activations before the dispatch.
+    """
+    scheme, layouts = problem.scheme, {}
+    for quantized in {False, scheme.dispatched_quantized}:
+        scales = 0
+        if quantized and scheme.activation_granularity != "tensor":
+            scales = scale_shape(scheme, 1, problem.hidden)[1]
+        layouts[quantized] = BlockLayout(
+            rows,
+            problem.hidden,
+            STORAGE[scheme.activation] if quantized else problem.dtype,
+            problem.top_k,
+            scales,
+            problem.adapters is not None,
+        )
+    return layouts

@@ -90,7 +90,7 @@ class HostsOverGloo(GlooGroup):
 
     def high_throughput(self, hidden):
         config = DEEP_EP_V1.Buffer.get_dispatch_config(self.world_size)
-        buffer = BufferArguments(128, 128, False, 10).make(OneRankOfAHost, None)
+        buffer = BufferArguments(128, 128, False, 10).make_buffer(OneRankOfAHost, None)
         return HighThroughputBuffer(buffer, config, config)
 
 

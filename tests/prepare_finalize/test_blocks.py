@@ -9,7 +9,6 @@ import torch
 from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import Parallel, Problem
-from prepare_finalize.collectives.collective_part import make_block_layouts
 from prepare_finalize.common.blocks import (
     BlockLayout,
     Blocks,
@@ -32,6 +31,7 @@ from prepare_finalize.common.device_status import (
     Capacity,
     DeviceStatus,
 )
+from prepare_finalize.common.fixed_capacity import make_block_layouts
 
 CPU = torch.device("cpu")
 SLOTS = 4  # of each rank

@@ -138,7 +138,7 @@ def test_the_arguments_for_many_tokens(ranks: int, num_sms: int | None) -> None:
 @pytest.mark.parametrize("ranks", [8, 16, 64, 160])
 def test_the_arguments_for_few_tokens(ranks: int) -> None:
     Buffer.made.clear()
-    low_latency_arguments(Buffer, 128, 7168, 320, ranks).make(Buffer, group_of(ranks))
+    low_latency_arguments(Buffer, 128, 7168, 320, ranks).make_buffer(Buffer, group_of(ranks))
     nbytes = Buffer.get_low_latency_rdma_size_hint(128, 7168, ranks, 320)
     assert Buffer.made == [(ranks, 0, nbytes, True, 320 // ranks)]
 

@@ -86,7 +86,7 @@ def sizes(rank: int, world: int, group: object, part: str, most: int | None) -> 
     problem = replace(PROBLEM, tokens=512, max_received=most, parallel=parallel)
     kernel = make_kernel(part, PAIRS[part], problem, group=group)
     specs = kernel.workspace_specs(512)
-    heap = getattr(getattr(kernel.prepare_finalize, "_slots", None), "heap", None)
+    heap = getattr(getattr(kernel.prepare_finalize, "_buffer_pool", None), "heap", None)
     shared = 0 if heap is None else heap.bytes_N.numel()
     kernel.prepare_finalize.destroy()
     return sum(math.prod(s.shape) * s.dtype.itemsize for s in specs.values()), shared
